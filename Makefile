@@ -2,7 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
-ROOMS := engine hwprofiles policies runtime sim traces
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test schedules torture check bench validate clean
@@ -10,13 +9,14 @@ ROOMS := engine hwprofiles policies runtime sim traces
 help: ## show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
-$(STAMP): pyproject.toml setup.py constraints.txt
+$(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "moesim needs Python 3.11 or newer: make PYTHON=python3.11 …"; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-setup: $(STAMP) ## create .venv with pinned versions
+setup: $(STAMP) ## create .venv with pinned versions, and compile what runs would wait for
+	$(BIN)/python -m moesim doctor --warm
 
 demo: $(STAMP) ## profile this PC, record a trace, replay it under several policies
 	$(BIN)/python -m moesim.demo --out out/demo
@@ -25,7 +25,7 @@ test: $(STAMP) ## all tests (CPU only; gpu tests add themselves where CUDA is th
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 schedules: $(STAMP) ## further schedules of the adversarial device, ten minutes at most, from where it ended last (SECONDS=60 for each claim)
-	$(BIN)/python -m pytest tests/test_adversarial_device.py --schedules 2000 \
+	$(BIN)/python -m pytest tests/runtime/test_adversarial_device.py --schedules 2000 \
 		--schedule-seconds $(or $(SECONDS),55) --schedules-done out/schedules.json
 
 torture: $(STAMP) ## attack everything that is read and written, long and seeded (SUITES=kills COUNT=500 SEED=1 MINUTES=30)
@@ -33,10 +33,8 @@ torture: $(STAMP) ## attack everything that is read and written, long and seeded
 
 check: $(STAMP) ## style, types, import diagram
 	$(BIN)/ruff check .
-	@rm -rf build/types && mkdir -p build/types/moesim
-	@for part in moesim/* $(ROOMS); do ln -s "$(CURDIR)/$$part" build/types/moesim/; done
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/python -m pytest tests/project/test_architecture.py
 
 bench: $(STAMP) ## print speed and memory figures as ratios
 	$(BIN)/python -m benchmarks

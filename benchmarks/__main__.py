@@ -8,7 +8,7 @@ import argparse
 
 from benchmarks import (
     cache_speed,
-    first_use,
+    first_minute,
     import_speed,
     memory_and_start,
     planning,
@@ -25,7 +25,7 @@ REPORTS = {
         replay_speed,
         python_policies,
         sweep_speed,
-        first_use,
+        first_minute,
         planning,
         cache_speed,
         memory_and_start,

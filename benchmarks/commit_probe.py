@@ -97,7 +97,7 @@ def planning(_: Path, rounds: int) -> dict[str, float]:
 
 def caches(folder: Path, rounds: int) -> dict[str, float]:
     """CPU seconds of a cache alone."""
-    runs = module("moesim.runs.cache_replay", "moesim.api")
+    runs = module("moesim.runs.replay", "moesim.api")
     trace = str(folder / "large.parquet")
     return {
         f"cache alone, {cache}": least_s(

@@ -1,7 +1,7 @@
 """How many drawn configurations both engines answer alike, to the last bit.
 
 ``python -m benchmarks.engine_equality --draws 2000``. Machines, models, traces and
-policies are drawn as `tests/test_compiled.py` draws them.
+policies are drawn as `tests/sim/test_compiled.py` draws them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 # Where pytest finds them, too.
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "sim")]
 
-from tests import test_compiled as drawn  # noqa: E402 - its place is known only now
+import test_compiled as drawn  # noqa: E402 - its place is known only now
 
 
 def main() -> None:

@@ -38,23 +38,21 @@ import torch
 
 from benchmarks.combinations import PARTS, all_of, pairwise, served
 from benchmarks.replay_speed import MODELS, SHARED, SHIPPED
-from moesim.analysis.trace_split import TracePart, all_passes
+from moesim.base.errors import TraceError
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import PolicyError
-from moesim.policies.planner.decision_log import repeat
+from moesim.policies.planner.observers import repeat
 from moesim.policies.registry import names
 from moesim.policies.systems import SYSTEMS, System, compose
+from moesim.questions.learned_cache import TracePart, all_passes
 from moesim.runs.config import RunConfig
-from moesim.runs.machine import device_of, machine_profile
+from moesim.runs.machine import device_of, machine_profile, open_random_store
 from moesim.runs.measured import execute
 from moesim.runs.setup import Setup, check_needs, needed_columns
-from moesim.runs.stores import open_random_store
 from moesim.runtime.executor.trace_driven import ForcedRouting, shape_for
 from moesim.runtime.models.dense import DenseSizes, DenseStack
-from moesim.runtime.train.cache_network import train
-from moesim.runtime.train.cache_recipe import Recipe
+from moesim.runtime.train.cache import Recipe, train
 from moesim.sim.replay import Replay
-from moesim.traces.errors import TraceError
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import Trace, open_trace

@@ -645,7 +645,8 @@ def prepare(inputs: Path, shared: Path) -> None:
     inputs.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(ROOT / "tests"))
     import foreign_files as foreign
-    import learned_network
+
+    from tests.support import learned_network
 
     for source, name, words in (
         ("qwen3_30b_a3b_top6", "qwen", ("qwen3-30b-a3b", "q4_k_m")),

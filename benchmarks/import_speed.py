@@ -24,7 +24,7 @@ from pyarrow import csv, json
 from benchmarks.cpu_seconds import cpu_seconds
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
-from tests import foreign_files as files
+from tests.support import foreign_files as files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -121,7 +121,7 @@ def cells(inputs: Path) -> Iterable[Cell]:
 def measured(cell: Cell, inputs: Path, hw: str, steps: int) -> dict[str, Any]:
     """Replay one cell and return its times and their parts, or why it cannot run."""
     from moesim import replay
-    from moesim.traces.errors import TraceError
+    from moesim.base.errors import TraceError
 
     try:
         run = replay(

@@ -30,13 +30,11 @@ import torch
 from torch.nn import functional
 
 from moesim.runs import replay as api
-from moesim.runs.machine import machine_profile
+from moesim.runs.machine import machine_profile, open_random_store
 from moesim.runs.measured import run_trace
-from moesim.runs.stores import open_random_store
-from moesim.runtime.executor.host_device import HostDevice
+from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.trace_driven import shape_for
-from moesim.runtime.store.memory import HostSlots
-from moesim.runtime.store.streaming import streamed
+from moesim.runtime.store.memory import HostSlots, streamed
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter

@@ -22,9 +22,8 @@ import torch
 
 from benchmarks.runtime_overhead import SHAPE, SLOTS, TOKENS, made_up_trace
 from moesim.runs import replay as api
-from moesim.runs.machine import machine_profile
+from moesim.runs.machine import machine_profile, open_random_store
 from moesim.runs.measured import run_trace
-from moesim.runs.stores import open_random_store
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.store.memory import HostSlots, Slots
 

@@ -21,19 +21,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.combinations import pairwise, served
+from moesim.base.errors import TraceError
+from moesim.evidence.validation.structure import Structure, compare_structure
 from moesim.policies.base import PolicyError
 from moesim.policies.systems import SYSTEMS
-from moesim.runs.config import RunConfig
-from moesim.runs.machine import machine_profile
+from moesim.runs.config import MemoryOptions, RunConfig
+from moesim.runs.machine import machine_profile, open_random_store
 from moesim.runs.measured import columns_of, run_trace
-from moesim.runs.memory import MemoryOptions
 from moesim.runs.setup import Setup
-from moesim.runs.stores import open_random_store
 from moesim.runtime.executor.trace_driven import shape_for
-from moesim.traces.errors import TraceError
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
-from moesim.validation.structure import Structure, compare_structure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

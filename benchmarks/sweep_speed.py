@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import moesim
 from benchmarks.replay_speed import MACHINE, ROUNDS, bench_trace
-from moesim.runs.machine import cores
+from moesim.base.host_limits import available_cores
 
 if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
@@ -66,11 +66,11 @@ def report() -> None:
         )
         swept_s = time.perf_counter() - begin_s
         single_s = min(_single_s(trace) for _ in range(ROUNDS))
-    share = len(swept) * single_s / (swept_s * cores())
+    share = len(swept) * single_s / (swept_s * available_cores())
     print(
         f"sweep of {len(swept):,} runs of {trace.path.name}: {swept_s:.1f} s on"
-        f" {cores()} cores (target {TARGET_S:.0f} on two); as many runs of greedy with"
-        f" LRU alone would use {share:.0%} of that"
+        f" {available_cores()} cores (target {TARGET_S:.0f} on two); as many runs of"
+        f" greedy with LRU alone would use {share:.0%} of that"
     )
 
 

@@ -76,7 +76,7 @@ LARGE = {
     "cache": (
         "LRU alone",
         (
-            "from moesim.runs.cache_replay import replay_cache; from"
+            "from moesim.runs.replay import replay_cache; from"
             " moesim.traces.format.reader import open_trace"
         ),
         "(trace := open_trace(sys.argv[2]), replay_cache(trace, 'lru'))[0].rows",

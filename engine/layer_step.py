@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
-from moesim.engine.dispatch import Dispatch
-from moesim.engine.lanes import Op
+from moesim.engine.lanes import Op, gpu_of_lane
 from moesim.engine.transfers import Transfers
+from moesim.hwprofiles.lanes import CPU as CPU_LANE
+from moesim.policies.base import RESIDENT
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from moesim.engine.world import World
+    from moesim.engine.lanes import World
+    from moesim.policies.base import LayerWork
+    from moesim.policies.planner.plan import Plan
     from moesim.policies.planner.planner import Planner
     from moesim.traces.format.batch import RoutedLayer, RoutedStep
     from moesim.traces.format.schema import Phase
@@ -98,3 +101,196 @@ class LayerStep(Generic[Op]):
             for copies in self._planner.foretell(experts, draft_s, world.now_s()):
                 self.transfers.enqueue(copies, step.step)
             world.offer()
+
+
+class Dispatch(Generic[Op]):
+    """Hands the experts of a plan to their lanes and counts those that have ended.
+
+    Attributes:
+        pending: products of the layer step that have not ended.
+        fetched: fetched experts that the CPU of a serial plan still waits for.
+    """
+
+    def __init__(
+        self, world: World[Op], transfers: Transfers[Op], planner: Planner
+    ) -> None:
+        self.pending = 0
+        self.fetched = 0
+        self._world = world
+        self._planner = planner
+        self._transfers = transfers
+        self._report = transfers.report
+        self._cpu = world.lanes.index(CPU_LANE.lane())
+        self._gpu_of = [gpu_of_lane(lane) for lane in world.lanes]
+        self._gpu_memory = [level.memory for level in planner.gpu]
+        self._limited_host = planner.host is not None
+        # Where host memory holds everything, its products have nothing to let go of.
+        self._computed_on_cpu = self._computed if self._limited_host else self._count
+        # GPU products that wait until every copy of the layer has landed.
+        self._barred: list[Op] | None = None
+        self._held: list[Op] = []  # what the CPU of a serial plan will start with
+        # (layer, expert) -> product ahead of its gate that has not ended.
+        self._precomputes: dict[tuple[int, int], Op] = {}
+
+    def begin(self, plan: Plan) -> bool:
+        """Queue what can be computed now; the rest follows its landing.
+
+        Returns:
+            Whether the CPU has a part in this layer step.
+        """
+        cpu_used = False
+        if plan.work.precomputed is not None:
+            cpu_used = self._await_precomputes(plan.work, plan.work.precomputed)
+        if plan.waits:
+            self._barred = []
+        cpu_used |= self._queue_products(plan)
+        if not self._barred:
+            # Nobody waits, so the layer step may end before its copies have landed.
+            self._barred = None
+        else:
+            self._transfers.when_all_on_gpu(plan.work.layer, self._open)
+        if self._held and not self.fetched:
+            self._release_held()
+        if plan.precompute is not None:
+            self._begin_precomputes(plan)
+        if plan.dense_parts:
+            self._begin_predictions(plan)
+        if not self.pending:
+            self._world.computed(None)
+        return cpu_used
+
+    def _queue_products(self, plan: Plan) -> bool:
+        """Queue the layer step's products in launch order; whether the CPU has one."""
+        # Nothing lands or ends while products are queued. So they may be counted
+        # afterwards, and where nothing is on its way none of them waits.
+        count = 0
+        cpu_used = False
+        cpu = self._cpu
+        transfers = self._transfers
+        submit = self._world.submit
+        start_on_cpu = submit if transfers.all_read else transfers.when_in_host_memory
+        start_on_gpu = transfers.when_on_gpu
+        gpu_of = self._gpu_of
+        # A serial plan counts what the planner has not heard of yet as fetched.
+        waits = plan.serial or self._barred is not None
+        all_on_gpu = transfers.all_copied and not waits
+        for product in self._world.computes(plan):
+            count += 1
+            if product.lane == cpu:
+                cpu_used = True
+                product.on_end = self._computed_on_cpu
+                if plan.serial:
+                    self._held.append(product)
+                else:
+                    start_on_cpu(product)
+                continue
+            product.on_end = self._computed
+            if all_on_gpu:
+                submit(product)
+            elif waits:
+                self._hold_back(product, serial=plan.serial)
+            else:
+                start_on_gpu(gpu_of[product.lane], product)
+        self.pending += count
+        return cpu_used
+
+    def _hold_back(self, product: Op, *, serial: bool) -> None:
+        """Start a product once its expert is there, or all experts of its layer are.
+
+        The CPU of a serial plan waits for those that are fetched.
+        """
+        gpu = self._gpu_of[product.lane]
+        if (
+            serial
+            and self._gpu_memory[gpu].state[product.layer, product.expert] != RESIDENT
+        ):
+            self.fetched += 1
+            product.on_end = self._fetched_computed
+        if self._barred is None:
+            self._transfers.when_on_gpu(gpu, product)
+        else:
+            self._barred.append(product)
+
+    def _open(self) -> None:
+        """Start the GPU products that waited for all copies of their layer."""
+        barred = self._barred or []
+        self._barred = None
+        for product in barred:
+            self._transfers.when_on_gpu(self._gpu_of[product.lane], product)
+
+    def _begin_predictions(self, plan: Plan) -> None:
+        """Queue what predicts, on the GPU's lane behind the products of residents."""
+        for prediction in self._world.predictions(plan):
+            self.pending += 1
+            prediction.on_end = self._predicted
+            self._transfers.begin_prediction()
+            self._world.submit(prediction)
+
+    def _begin_precomputes(self, plan: Plan) -> None:
+        """Queue products of the next layer's experts, after this layer's own."""
+        for product in self._world.precomputes(plan):
+            product.on_end = self._precompute_ended
+            self._precomputes[product.layer, product.expert] = product
+            self._world.submit(product)
+
+    def _await_precomputes(self, work: LayerWork, precomputed: np.ndarray) -> bool:
+        """Count products that were started ahead of this gate and have not ended.
+
+        Returns:
+            Whether there were any, ended or not: they are the CPU's.
+        """
+        experts = work.experts[precomputed].tolist()
+        for expert in experts:
+            product = self._precomputes.pop((work.layer, expert), None)
+            if product is not None:
+                product.on_end = self._awaited_precompute_ended
+                self.pending += 1
+        return bool(experts)
+
+    def _precompute_ended(self, product: Op) -> None:
+        """Let go of a product ahead of its gate that nobody has awaited yet."""
+        # A wrong guess of an earlier step may end after its successor has begun.
+        place = product.layer, product.expert
+        if self._precomputes.get(place) is product:
+            del self._precomputes[place]
+        self._report(self._planner.precompute_ended, *place)
+
+    def _awaited_precompute_ended(self, product: Op) -> None:
+        place = product.layer, product.expert
+        self._report(self._planner.precompute_ended, *place)
+        self._count(product)
+
+    def _predicted(self, prediction: Op) -> None:
+        """Let prefetches start, now that the prediction they follow is there."""
+        self._transfers.end_prediction()
+        self._count(prediction)
+
+    def _computed(self, product: Op) -> None:
+        """Let go of the weights, then count the product."""
+        gpu = self._gpu_of[product.lane]
+        # Where nothing is staged there is nothing to let go of.
+        if self._gpu_memory[gpu].staged_total if gpu >= 0 else self._limited_host:
+            self._report(self._planner.computed, gpu, product.layer, product.expert)
+        # As `_count`, whose call would be made for every product.
+        self.pending -= 1
+        if not self.pending:
+            self._world.computed(product)
+
+    def _fetched_computed(self, product: Op) -> None:
+        self.fetched -= 1
+        if not self.fetched:
+            self._release_held()
+        self._computed(product)
+
+    def _count(self, product: Op) -> None:
+        """Count a product that has ended; the last one ends the lanes' work."""
+        self.pending -= 1
+        if not self.pending:
+            self._world.computed(product)
+
+    def _release_held(self) -> None:
+        """Let the CPU of a serial plan begin."""
+        held = self._held
+        self._held = []
+        for product in held:
+            self._transfers.when_in_host_memory(product)

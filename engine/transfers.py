@@ -13,8 +13,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic
 
-from moesim.engine.lanes import DROP, START, WAIT, Op, gpu_of_lane
-from moesim.engine.operations import DEMAND, PREFETCH, PRIORITY_OF
+from moesim.engine.lanes import (
+    DEMAND,
+    DROP,
+    PREFETCH,
+    PRIORITY_OF,
+    START,
+    WAIT,
+    Op,
+    gpu_of_lane,
+)
 from moesim.policies.planner import plan as kinds
 from moesim.policies.planner.plan import READ
 
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from moesim.engine.world import World
+    from moesim.engine.lanes import World
     from moesim.policies.planner.plan import Copies
     from moesim.policies.planner.planner import Planner
 

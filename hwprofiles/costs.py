@@ -1,6 +1,6 @@
 """Costs of one model's operations on one machine: tokens to seconds, bytes to seconds.
 
-Experts are in `moesim.hwprofiles.expert_costs`, dense parts in
+Experts are in `moesim.hwprofiles.roofline`, dense parts in
 `moesim.hwprofiles.dense_costs`; links and control are here.
 
 Shape legend: T tokens, E experts, L MoE layers, H hidden, F expert intermediate.
@@ -14,17 +14,16 @@ import numpy as np
 
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.dense_costs import DenseCosts
-from moesim.hwprofiles.expert_costs import (
-    extrapolated_sizes,
-    tables_by_layer,
-    tables_by_size,
-)
-from moesim.hwprofiles.isotonic import isotonic
 from moesim.hwprofiles.lanes import CPU, D2H, GPU, H2D, SSD
-from moesim.hwprofiles.roofline import MeasuredPart
+from moesim.hwprofiles.roofline import (
+    MeasuredPart,
+    expert_table,
+    extrapolated_sizes,
+    isotonic,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from moesim.hwprofiles.paths import ControlPaths
     from moesim.hwprofiles.profile import HardwareProfile
@@ -33,6 +32,10 @@ if TYPE_CHECKING:
 
 _ACTIVATION = paths.link(paths.ACTIVATION)
 _NO_TABLE = np.empty(0)
+_FIRST_TABLE_TOKENS = 256
+"""Length of the first tables. Decode steps rarely ask for more; a prefill lets the
+tables grow.
+"""
 
 
 class _ControlCost(NamedTuple):
@@ -66,6 +69,30 @@ class Overlap(NamedTuple):
     cpu: float
 
 
+class Kernels(NamedTuple):
+    """What a system's own kernels take, where they are not the profile's.
+
+    Attributes:
+        cpu: factor on what an expert's product takes on the CPU beyond its fixed time.
+        gpu: the same on a GPU.
+        grouped: whether the GPU's products of a layer step are one launch where the
+            profile states `costs.gpu.further_s`; otherwise each expert is launched by
+            itself.
+        cpu_expert_s: fixed seconds of each expert on the CPU; None takes the
+            profile's `costs.cpu.overhead_s`.
+        source: the publication, or the measurement.
+    """
+
+    cpu: float = 1.0
+    gpu: float = 1.0
+    grouped: bool = True
+    cpu_expert_s: float | None = None
+    source: str = ""
+
+
+_PROFILE_KERNELS = Kernels()
+
+
 class Costs:
     """Seconds of every operation of one model on one machine.
 
@@ -78,13 +105,20 @@ class Costs:
         shape: the model.
         pageable: host memory is not page-locked, so copies to a GPU take longer: by the
             profile's probes of both, else twice as long.
+        kernels: of the system that computes, where they are not the profile's.
     """
 
     def __init__(
-        self, profile: HardwareProfile, shape: ModelShape, *, pageable: bool = False
+        self,
+        profile: HardwareProfile,
+        shape: ModelShape,
+        *,
+        pageable: bool = False,
+        kernels: Kernels | None = None,
     ) -> None:
         self.profile = profile
         self.shape = shape
+        self.kernels = kernels or _PROFILE_KERNELS
         self._copy_factor = _pageable_factor(profile) if pageable else 1.0
         # Empty tables: the first look-up lies beyond their end and builds them.
         self._cpu: list[np.ndarray] = [_NO_TABLE] * shape.layers
@@ -166,13 +200,51 @@ class Costs:
         table = self._by_size.get(lane)
         most_tokens = int(np.max(tokens, initial=0))
         if table is None or most_tokens >= table.shape[1]:
-            table = tables_by_size(self.profile, self.shape, lane, most_tokens)
+            sizes = self.shape.expert_sizes
+            table = np.array(list(self._tables_of(lane, sizes, most_tokens).values()))
             self._by_size[lane] = table
         return np.asarray(table[self._size_of[layer, experts], tokens])
 
     def _tables(self, lane: str, tokens: np.ndarray) -> list[np.ndarray]:
-        most_tokens = int(np.max(tokens))
-        return tables_by_layer(self.profile, self.shape, lane, most_tokens)
+        """By layer, read-only float64 [T]; layers of equal size share one table."""
+        sizes = sorted(set(self.shape.expert_bytes))
+        tables = self._tables_of(lane, sizes, int(np.max(tokens)))
+        return [tables[expert_bytes] for expert_bytes in self.shape.expert_bytes]
+
+    def _tables_of(
+        self, lane: str, sizes: Sequence[int], most_tokens: int
+    ) -> dict[int, np.ndarray]:
+        """Tabulate seconds by bytes of an expert, past `most_tokens`."""
+        # Twice as long as needed, so that growing prefills do not rebuild it always.
+        length = max(_FIRST_TABLE_TOKENS, 2 * (most_tokens + 1))
+        tables = {}
+        for size in sizes:
+            table = expert_table(self.profile, self.shape, lane, size, length)
+            tables[size] = self._by_own_kernels(lane, table)
+        return tables
+
+    def _by_own_kernels(self, lane: str, table: np.ndarray) -> np.ndarray:
+        """Put a system's own kernels, or grouped ones, into a table of seconds."""
+        overhead_s = self._optional(paths.roofline(lane).overhead_s)
+        if lane == CPU.name:
+            factor = self.kernels.cpu
+            fixed_s = self.kernels.cpu_expert_s
+        else:
+            factor = self.kernels.gpu
+            fixed_s = self._further_s
+        if factor == 1.0 and fixed_s is None:
+            return table
+        work_s = np.maximum(table - overhead_s, 0.0)
+        changed = factor * work_s + (overhead_s if fixed_s is None else fixed_s)
+        changed[0] = 0.0
+        changed.flags.writeable = False
+        return changed
+
+    @property
+    def _further_s(self) -> float | None:
+        """Fixed seconds of each expert of a grouped launch; None without groups."""
+        further = self.profile.numbers.get(paths.FURTHER_S)
+        return further.value if further and self.kernels.grouped else None
 
     @property
     def cpu_first_s(self) -> float:
@@ -183,10 +255,13 @@ class Costs:
 
     @property
     def gpu_first_s(self) -> float:
-        """The same on a GPU; 0 in a profile that does not state it, since only
-        calibration can tell.
-        """
-        return self._optional(paths.first_s(GPU.name))
+        """The same on a GPU: what is stated, and the launch that a group shares."""
+        first_s = self._optional(paths.first_s(GPU.name))
+        further_s = self._further_s
+        if further_s is None:
+            return first_s
+        overhead_s = self.profile.number(paths.roofline(GPU.name).overhead_s)
+        return first_s + max(0.0, overhead_s - further_s)
 
     @property
     def ssd_first_s(self) -> float:

@@ -25,6 +25,9 @@ STAGING_EXPERTS = f"{MEMORY}.staging_experts"
 UNIFIED = f"{MEMORY}.unified"
 
 PER_OPERATION_S = f"{COSTS}.dispatch.per_op_s"
+FURTHER_S = f"{COSTS}.gpu.further_s"
+"""Fixed seconds of each expert of a grouped launch; absent where each is launched."""
+
 PLATFORM_IDLE_W = f"{POWER}.platform.idle_w"
 
 LINK_PAGE_LOCKED = f"{PROBES}.link.page_locked_bytes_per_s"

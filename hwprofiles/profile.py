@@ -19,29 +19,33 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tomllib
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import hypot
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import tomli_w
 
+from moesim.base.files import write_text
+from moesim.base.inputs import load_toml, read_text
+from moesim.base.words import did_you_mean, one_expected
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.errors import ProfileError
 from moesim.hwprofiles.lanes import GPU, LANE_KINDS, gpu_of, kind_of, lane_names
-from moesim.hwprofiles.parsing import parse_fit, parse_numbers, several, suggestion
 from moesim.hwprofiles.schema import (
     ACCELERATORS,
     PROFILE_KINDS,
     Curve,
+    ProfileError,
     Quantity,
     as_table,
+    parse_fit,
+    parse_numbers,
 )
-from moesim.traces.files import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
 
 __all__ = [
     "Contention",
@@ -327,7 +331,7 @@ def parse_profile(raw: Mapping[str, Any], *, where: str) -> HardwareProfile:
             known = ", ".join(_TOP_KEYS)
             raise ProfileError(
                 f"{where}: {key}: unknown key; known:"
-                f" {known}{suggestion(key, _TOP_KEYS)}"
+                f" {known}{did_you_mean(key, _TOP_KEYS)}"
             )
 
     texts = _texts(raw, where)
@@ -440,9 +444,10 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     if path.parent == _DATA and not path.is_file():
         known = list_profiles()
         raise ProfileError(
-            f"unknown hardware profile {text!r}; known: {', '.join(known)}, or a path"
-            f" that ends in .toml{suggestion(text.lower().replace(' ', ''), known)}"
-            f"{several(text, 'machine')}"
+            f"unknown hardware profile {text!r}"
+            f"{did_you_mean(text.lower().replace(' ', ''), known)}; `moesim list"
+            " hardware` prints all, or name a file that ends in .toml"
+            f"{one_expected(text, 'machine')}"
         )
 
     where = text if is_path else path.name
@@ -476,14 +481,14 @@ def _read(path: Path, where: str) -> dict[str, Any]:
         ProfileError: it cannot be read, or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return load_toml(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ProfileError(
             f"{where}: cannot be read: {reason}; `moesim profile --out {where}` makes"
             " one, `moesim list hardware` names those that ship"
         ) from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise ProfileError(
             f"{where}: not TOML: {error}; see docs/reference/hardware.md"
         ) from None
@@ -527,12 +532,19 @@ def default_profile() -> HardwareProfile:
     """Load ``./hw.toml``, else ``moesim/hw.toml`` in the user's configuration folder,
     else the shipped profile `DEFAULT_NAME`.
     """
+    return load_profile(own_profile_path() or DEFAULT_NAME)
+
+
+def own_profile_path() -> Path | None:
+    """The user's own profile: ``./hw.toml``, else ``moesim/hw.toml`` in the user's
+    configuration folder; None where there is none.
+    """
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     # The nearest one first, as for configuration files elsewhere.
     for path in (Path("hw.toml"), Path(home) / "moesim" / "hw.toml"):
         if path.is_file():
-            return load_profile(path)
-    return load_profile(DEFAULT_NAME)
+            return path
+    return None
 
 
 def save_profile(profile: HardwareProfile, path: str | os.PathLike[str]) -> Path:
@@ -555,3 +567,31 @@ def save_profile(profile: HardwareProfile, path: str | os.PathLike[str]) -> Path
             f"{target}: cannot be written: {error.strerror}; choose another place"
         ) from None
     return target
+
+
+PREDICTIONS: Final = "predictions"
+DRIFT: Final = "drift"
+"""Names of fits."""
+
+
+def prediction_error(profile: HardwareProfile) -> float | None:
+    """Largest relative error that a prediction's time may have; None where no
+    calibration says so.
+    """
+    predictions = profile.fit.get(PREDICTIONS)
+    if predictions is None:
+        return None
+    drift = profile.fit.get(DRIFT, {}).get("residual_median", 0.0)
+    return hypot(predictions["residual_worst"], drift)
+
+
+def rate_interval(rate: float, error: float) -> tuple[float, float]:
+    """Lowest and highest rate whose times are within an error.
+
+    Args:
+        rate: predicted, per second.
+        error: of times, relative, as `prediction_error` returns it.
+    """
+    longest = 1.0 + error
+    shortest = max(1.0 - error, 1e-3)
+    return rate / longest, rate / shortest

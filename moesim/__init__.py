@@ -14,16 +14,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from moesim.version import __version__
+from moesim.base.version import __version__
 
 if TYPE_CHECKING:
     from moesim.advice.advise import Advice, advise
-    from moesim.advice.plan.candidates import Job
-    from moesim.analysis.gap import gap
-    from moesim.analysis.gap_text import gap_text
-    from moesim.analysis.hit_rates import hit_rates, hits_figure
-    from moesim.analysis.quality import quality
-    from moesim.analysis.sensitivity import sensitivity
+    from moesim.advice.plan.memory import Job
     from moesim.hwprofiles.profile import (
         HardwareProfile,
         list_profiles,
@@ -32,27 +27,24 @@ if TYPE_CHECKING:
     )
     from moesim.policies.registry import describe as list_policies
     from moesim.policies.registry import register
-    from moesim.reporting.cells_figure import cells_figure
-    from moesim.reporting.cells_text import cells_text
-    from moesim.reporting.figures import (
-        comparison_figure,
-        placement_figure,
-        step_figure,
-    )
-    from moesim.reporting.sweeps.figure import sweep_figure
-    from moesim.reporting.sweeps.text import sweep_text
-    from moesim.reporting.text import comparison_text, run_text
-    from moesim.runs.cache_replay import replay_cache
-    from moesim.runs.config import MeasuredConfig, RunConfig
+    from moesim.questions.compare import compare, compare_cells
+    from moesim.questions.compare_page import cells_figure, comparison_figure
+    from moesim.questions.compare_text import cells_text, comparison_text
+    from moesim.questions.gap import gap, gap_text
+    from moesim.questions.hit_rates import hit_rates, hits_figure
+    from moesim.questions.quality import quality
+    from moesim.questions.replay import placement_figure, run_text, step_figure
+    from moesim.questions.search import search
+    from moesim.questions.sensitivity import sensitivity
+    from moesim.questions.sweep_page import sweep_figure
+    from moesim.questions.sweep_text import sweep_text
+    from moesim.runs.config import MeasuredConfig, MemoryOptions, RunConfig
     from moesim.runs.config_file import load_config
-    from moesim.runs.memory import MemoryOptions
-    from moesim.runs.replay import replay
+    from moesim.runs.replay import replay, replay_cache
     from moesim.runs.result import Run
-    from moesim.sweeps.comparison import compare, compare_cells
-    from moesim.sweeps.ranking import ranking
-    from moesim.sweeps.search import search
-    from moesim.sweeps.store import results
-    from moesim.sweeps.sweep import sweep
+    from moesim.runs.sweeps.ranking import ranking
+    from moesim.runs.sweeps.store import results
+    from moesim.runs.sweeps.sweep import sweep
     from moesim.traces.exporters import export_trace
     from moesim.traces.format.reader import Trace, open_trace
     from moesim.traces.importers import import_trace
@@ -113,12 +105,7 @@ __all__ = [
 # A module that moves is one line here.
 _MODULES = {
     "moesim.advice.advise": ("Advice", "advise"),
-    "moesim.advice.plan.candidates": ("Job",),
-    "moesim.analysis.gap": ("gap",),
-    "moesim.analysis.gap_text": ("gap_text",),
-    "moesim.analysis.hit_rates": ("hit_rates", "hits_figure"),
-    "moesim.analysis.quality": ("quality",),
-    "moesim.analysis.sensitivity": ("sensitivity",),
+    "moesim.advice.plan.memory": ("Job",),
     "moesim.hwprofiles.profile": (
         "HardwareProfile",
         "list_profiles",
@@ -126,27 +113,24 @@ _MODULES = {
         "save_profile",
     ),
     "moesim.policies.registry": ("list_policies", "register"),
-    "moesim.reporting.figures": (
-        "comparison_figure",
-        "placement_figure",
-        "step_figure",
-    ),
-    "moesim.reporting.cells_figure": ("cells_figure",),
-    "moesim.reporting.cells_text": ("cells_text",),
-    "moesim.reporting.sweeps.figure": ("sweep_figure",),
-    "moesim.reporting.sweeps.text": ("sweep_text",),
-    "moesim.reporting.text": ("comparison_text", "run_text"),
-    "moesim.runs.cache_replay": ("replay_cache",),
-    "moesim.runs.config": ("MeasuredConfig", "RunConfig"),
+    "moesim.questions.compare": ("compare", "compare_cells"),
+    "moesim.questions.compare_page": ("cells_figure", "comparison_figure"),
+    "moesim.questions.compare_text": ("cells_text", "comparison_text"),
+    "moesim.questions.gap": ("gap", "gap_text"),
+    "moesim.questions.hit_rates": ("hit_rates", "hits_figure"),
+    "moesim.questions.quality": ("quality",),
+    "moesim.questions.replay": ("placement_figure", "run_text", "step_figure"),
+    "moesim.questions.search": ("search",),
+    "moesim.questions.sensitivity": ("sensitivity",),
+    "moesim.questions.sweep_page": ("sweep_figure",),
+    "moesim.questions.sweep_text": ("sweep_text",),
+    "moesim.runs.config": ("MeasuredConfig", "MemoryOptions", "RunConfig"),
     "moesim.runs.config_file": ("load_config",),
-    "moesim.runs.memory": ("MemoryOptions",),
-    "moesim.runs.replay": ("replay",),
+    "moesim.runs.replay": ("replay", "replay_cache"),
     "moesim.runs.result": ("Run",),
-    "moesim.sweeps.comparison": ("compare", "compare_cells"),
-    "moesim.sweeps.ranking": ("ranking",),
-    "moesim.sweeps.search": ("search",),
-    "moesim.sweeps.store": ("results",),
-    "moesim.sweeps.sweep": ("sweep",),
+    "moesim.runs.sweeps.ranking": ("ranking",),
+    "moesim.runs.sweeps.store": ("results",),
+    "moesim.runs.sweeps.sweep": ("sweep",),
     "moesim.traces.exporters": ("export_trace",),
     "moesim.traces.format.reader": ("Trace", "open_trace"),
     "moesim.traces.importers": ("import_trace",),

@@ -1,47 +1,44 @@
-"""The demonstration behind `make demo`: from this PC to a comparison of policies.
+"""The demonstration behind `make demo`: what moesim is for, in a few minutes.
 
-It measures the machine, records the gates of the shipped model while it reads and
-writes text that it was not trained on, and replays that routing on the model of the
-machine. Nothing is downloaded and nothing is made up: where experts are given another
-model's size, the text says so.
+It measures this PC; records the gates of the shipped model while it reads and writes
+text that it was not trained on; runs that routing for real, with real copies and
+products, and simulates the same runs beside them; and compares policies for a model
+that people run, on a packaged PC with a graphics card and on this one. Nothing is
+downloaded and nothing is made up: routing that was drawn is called so.
 """
 
 # ruff: noqa: T201 - a demonstration prints
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesim.cli.commands.record import default_residual
 from moesim.cli.errors import guarded
-from moesim.cli.progress import bar, quiet_libraries
-from moesim.reporting import text as report
-from moesim.reporting.comparison_page import write_comparison
-from moesim.reporting.figures import comparison_figure, save
-from moesim.sweeps.comparison import compare
-from moesim.traces.format.parquet import open_parquet, write_table
+from moesim.cli.output import bar, quiet_libraries
+from moesim.questions.compare import compare
+from moesim.questions.compare_page import comparison_figure, write_comparison
+from moesim.questions.compare_text import comparison_text
+from moesim.reporting.figures import save
 from moesim.traces.format.reader import Trace, open_trace
-from moesim.traces.format.schema import METADATA_KEY
-from moesim.traces.models import model_shape
 from moesim.traces.timeline.perfetto import write_perfetto
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from moesim.runs.result import Run
 
-POLICIES = (
-    "all-cpu",
-    "on-demand",
-    "static-threshold",
-    "greedy",
-    "greedy+lfu",
-    "greedy+lru+residual",
-    "greedy+belady",
-)
+REAL_POLICIES = ("all-cpu+none", "on-demand+lru", "greedy+lru")
+REAL_SHAPE = "olmoe-1b-7b/4"
+"""Sizes of the experts of real runs: a quarter of OLMoE's, so that work outweighs the
+handing over of work.
+"""
+REAL_STEPS = 12
+REPETITIONS = 2
+POLICIES = ("all-cpu", "llama.cpp", "fiddler", "on-demand", "greedy", "greedy+belady")
+MODEL = "gpt-oss-20b-like"
+PACKAGED = "rtx4060ti"
+PACKAGED_MEMORY = "8GiB"
 PROMPTS = 4
 PROMPT_BYTES = 192
 NEW_TOKENS = 64
@@ -50,8 +47,6 @@ TEMPERATURE = 1.0
 flatter every cache.
 """
 CACHE_RATIO = 0.25
-BORROWED = "qwen3-30b-a3b"
-"""The model whose expert sizes the second comparison takes."""
 
 
 def main() -> None:
@@ -72,7 +67,7 @@ def main() -> None:
 
 
 def demonstrate(out: Path, hw: Path | None = None) -> None:
-    """Profile, record, replay twice, and name all results.
+    """Measure, record, run for real, simulate, compare, and name all results.
 
     Args:
         out: folder of the results.
@@ -84,50 +79,68 @@ def demonstrate(out: Path, hw: Path | None = None) -> None:
     # Measuring takes seconds and wants a quiet machine; a profile at hand does as well.
     hw = hw or _measure(out / "hw.toml")
     trace = _record(out / "trace.parquet")
+    _run_and_simulate(trace, hw)
 
-    _title(f"3. Replay it under {len(POLICIES)} policies: the tiny model as it is")
-    print(
-        "Its experts are so small that handing work over costs more than the work;"
-        " caches hardly matter.\n"
+    _title(f"4. A model that people run, {MODEL}, on a PC with an RTX 4060 Ti")
+    packaged, page = _compare(
+        out / "packaged", hw=PACKAGED, gpu_memory=PACKAGED_MEMORY
     )
-    table, runs = _compare(trace, out / "tiny", hw)
-    print(report.comparison_text(table, runs))
-    save(comparison_figure(table, runs), out / "tiny.png")
+    print("\nThe page shows why: which expert was where, and what every lane did.")
 
-    _title(
-        f"4. The same routing, as if its experts were as large as those of {BORROWED}"
-    )
-    print(
-        "Routing is the tiny model's, sizes are borrowed: what offloading feels like on"
-        " this PC.\n"
-    )
-    grown = _grown(trace, out / "grown.parquet")
-    table, runs = _compare(grown, out / "grown", hw)
-    print(report.comparison_text(table, runs))
-    page = write_comparison(table, runs, out / "grown.html")
+    _title("5. The same model on this PC")
+    _compare(out / "own", hw=hw, cache_ratio=CACHE_RATIO)
     # Two runs side by side are what a timeline viewer can show at a time.
-    timelines = {
-        name: runs[name].timeline for name in ("greedy", "greedy+lru+residual")
-    }
-    write_perfetto(out / "grown.json", timelines)
+    timelines = {name: packaged[name].timeline for name in ("on-demand", "greedy")}
+    write_perfetto(out / "packaged.json", timelines)
 
     _title(f"Done in {time.perf_counter() - begin_s:.0f} s")
     results = {
         hw: "this machine, measured",
         trace.path: "the routing of the shipped model",
-        out / "grown": (
-            "timeline, accesses and steps of every run (Parquet), run.json beside them"
-        ),
-        out / "tiny.png": "the first comparison as a picture",
-        page: (
-            "the second as a page: who is fastest, which expert was where, and when"
-        ),
-        out / "grown.json": "two runs as a timeline; open it in ui.perfetto.dev",
+        page: "who is fastest on the packaged PC, which expert was where, and when",
+        out / "packaged.json": "two of its runs; open it in ui.perfetto.dev",
+        out / "own": "this PC: timeline, accesses and steps of every run (Parquet)",
     }
     # Where everything is, is what remains of a demonstration.
     width = max(len(str(place)) for place in results)
     for place, description in results.items():
         print(f"{place!s:<{width}}  {description}")
+
+
+def _run_and_simulate(trace: Trace, hw: Path) -> None:
+    """Run the routing for real under three policies, simulate the same, compare."""
+    # As below.
+    from moesim.evidence.validation.grid import validate  # noqa: PLC0415
+
+    _title("3. Run it for real, and simulate the same runs")
+    print(
+        "Real copies and products, with experts of a quarter of OLMoE's size; simulated"
+        " from the quick\nmeasurement above (`moesim calibrate` learns from runs and"
+        " comes closer).\n"
+    )
+    with bar("running", 1.0) as show:
+        validation = validate(
+            [trace],
+            policies=REAL_POLICIES,
+            cache_ratios=[CACHE_RATIO],
+            batches=[1],
+            hw=hw,
+            shapes=[REAL_SHAPE],
+            steps=REAL_STEPS,
+            repetitions=REPETITIONS,
+            replications=0,
+            progress=lambda _cell, done: show(done),
+        )
+    print("policy         hits  simulated  per token  simulated   error")
+    for cell in validation.cells:
+        measured_s = cell.measured_value("tpot_s") or 0.0
+        predicted_s = cell.predicted["tpot_s"]
+        hits = cell.measured_value("hits") or 0
+        print(
+            f"{cell.coordinates.policy:13} {hits:5.0f} {cell.predicted['hits']:10.0f}"
+            f" {1e3 * measured_s:7.2f} ms {1e3 * predicted_s:7.2f} ms"
+            f" {predicted_s / measured_s - 1:+7.1%}"
+        )
 
 
 def _measure(path: Path) -> Path:
@@ -149,9 +162,9 @@ def _record(path: Path) -> Trace:
     corpus.
     """
     # As above.
+    from moesim.runtime import text as corpus  # noqa: PLC0415
+    from moesim.runtime.record.calibration import Residual  # noqa: PLC0415
     from moesim.runtime.record.record import load_model, record  # noqa: PLC0415
-    from moesim.runtime.record.residual import Residual  # noqa: PLC0415
-    from moesim.runtime.text import corpus  # noqa: PLC0415
 
     _title("2. Record a routing trace from the model that ships with moesim")
     model = load_model("tiny")
@@ -167,7 +180,7 @@ def _record(path: Path) -> Trace:
             temperature=TEMPERATURE,
             progress=lambda tokens, expected: show(tokens / expected),
             # It would run the model a second time.
-            measure_overhead=False,
+            overhead=False,
         )
     print(
         f"{recording.sequences} texts it was not trained on: {recording.prompt_tokens}"
@@ -177,34 +190,13 @@ def _record(path: Path) -> Trace:
     return open_trace(path)
 
 
-def _compare(trace: Trace, out: Path, hw: Path) -> tuple[pd.DataFrame, dict[str, Run]]:
-    """Replay under all policies."""
+def _compare(out: Path, **machine: Any) -> tuple[dict[str, Run], Path]:
+    """Replay the model under all policies; their runs, and a page about them."""
     with bar("replaying", 1.0) as show:
-        return compare(
-            trace, POLICIES, out=out, hw=hw, cache_ratio=CACHE_RATIO, progress=show
-        )
-
-
-def _grown(trace: Trace, path: Path) -> Trace:
-    """Write the same rows under a header that borrows another model's sizes."""
-    small = trace.shape
-    large = model_shape(BORROWED)
-    shape = dataclasses.replace(
-        large,
-        name=f"tiny with {BORROWED} experts",
-        layers=small.layers,
-        experts=small.experts,
-        top_k=small.top_k,
-        expert_bytes=large.expert_bytes[: small.layers],
-        # Fewer layers have fewer non-expert weights.
-        other_bytes=large.other_bytes * small.layers // large.layers,
-    )
-    header = dataclasses.replace(trace.header, shape=shape)
-    with open_parquet(trace.path) as file:
-        rows = file.read()
-    table = rows.replace_schema_metadata({METADATA_KEY: header.to_json()})
-    write_table(path, table, compression="zstd")
-    return open_trace(path)
+        table, runs = compare(MODEL, POLICIES, out=out, progress=show, **machine)
+    print(comparison_text(table, runs))
+    save(comparison_figure(table, runs), out.with_suffix(".png"))
+    return runs, write_comparison(table, runs, out.with_suffix(".html"))
 
 
 def _title(text: str) -> None:

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from moesim.ends import exit_code, say_end, stopping_signals
+from moesim.base.ends import exit_code, say_end, stopping_signals
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; see `moesim.cli.app.main`."""
+    # Before NumPy is imported: with a thread per core its import takes twice as long,
+    # and nothing here multiplies matrices that are worth them.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for number in stopping_signals():
         signal.signal(number, _end)
     from moesim.cli import main as command_line  # noqa: PLC0415 - takes a moment

@@ -92,7 +92,7 @@ def _victims(
 @cache
 def _membership() -> Callable[[np.ndarray, np.ndarray], bool]:
     """Whether every chosen key is among ascending ones, none of them twice."""
-    from moesim.policies.planner.residency_kernels import distinct_members  # noqa: PLC0415 - compiled: names need not wait for it
+    from moesim.policies.planner.residency import distinct_members  # noqa: PLC0415 - compiled: names need not wait for it
 
     return distinct_members
 

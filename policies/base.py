@@ -110,6 +110,8 @@ class LayerWork:
     batch: int = 0
     precomputed: np.ndarray | None = None
     link_s: np.ndarray | None = None
+    # What `moesim.policies.compiled` has handed to kernels; nobody else's.
+    handed: Any = field(default=None, init=False, repr=False, compare=False)
 
 
 def flat_keys(work: LayerWork, width: int) -> np.ndarray:
@@ -286,6 +288,20 @@ class Future(Protocol):
     def never(self) -> int:
         """The number that stands for "never again"."""
 
+    @property
+    def experts(self) -> np.ndarray:
+        """int32, the active experts of all layer steps in replay order."""
+
+    @property
+    def following(self) -> np.ndarray:
+        """int32, by the same accesses: the step of that expert's next use."""
+
+    @property
+    def edges(self) -> np.ndarray:
+        """int64: layer step ``step * layers + layer`` has the accesses from its own
+        edge to the next.
+        """
+
 
 class Policy:
     """Base of all four kinds. Subclass the kind's own base below.
@@ -316,6 +332,12 @@ class Policy:
 
     def start(self, context: RunContext) -> None:
         """Learn the sizes of the run, once, before the first layer step."""
+
+    def remarks(self) -> Sequence[str]:
+        """What a reader of the run's figures should know, one line each; asked when the
+        run has ended. Default: nothing.
+        """
+        return ()
 
     def kernels(self) -> Any:
         """Compiled functions that answer in this policy's place, with what it knows.

@@ -13,16 +13,13 @@ A active experts, G GPUs, M incoming, C candidates.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled
-from moesim.traces.structures import structure
-
-if TYPE_CHECKING:
-    from moesim.policies.base import LayerWork
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled, structure
+from moesim.machine_code.types import input_array
 
 
 class State(NamedTuple):
@@ -131,39 +128,23 @@ class KernelView(NamedTuple):
     gap_s: float
 
 
-def kernel_work(work: LayerWork) -> Work:
-    """The work of a layer step as kernels of caches want it.
+KEYS = input_array(nb.int64)
+"""Flat keys of experts, ``layer * experts + expert``."""
 
-    Of several GPUs `gpu_state` knows the best one only; `first_cpu_s` is left out.
-    """
-    gpus = len(work.arrive_s)
-    scores = np.empty(0)
-    if work.scores is not None:
-        scores = work.scores.mean(axis=0, dtype=np.float64)
-    return Work(
-        work.step,
-        work.layer,
-        int(work.phase),
-        work.batch,
-        len(work.routing),
-        own(work.experts),
-        own(work.tokens),
-        own(work.state),
-        own(work.cpu_s),
-        own(work.host_s),
-        own(work.gpu_s),
-        own(work.arrive_s),
-        np.zeros(gpus) if work.link_s is None else own(work.link_s),
-        own(work.state),
-        scores,
-        0.0,
-    )
+EXPERT_IDS = input_array(nb.int32)
+"""Ids of experts within one layer, or their workloads."""
 
+SECONDS = input_array(nb.float64)
+"""One number per expert: seconds, or scores."""
 
-def own(array: np.ndarray) -> np.ndarray:
-    """An array that a kernel takes: none that is read-only, as some shared ones are."""
-    return array if array.flags.writeable else array.copy()
+SECONDS_BY_GPU = input_array(nb.float64, 2)
+"""Seconds per GPU and expert."""
 
+LANES = nb.int8[::1]
+"""Chosen lane of each active expert."""
+
+ORDER = nb.int64[::1]
+"""Positions of the active experts in launch order."""
 
 _INT32 = nb.int32[::1]
 _SECONDS = nb.float64[::1]
@@ -176,16 +157,16 @@ WORK = structure(
     Work,
     (
         *[nb.int64] * 5,
-        _INT32,
-        _INT32,
-        nb.int8[::1],
-        _SECONDS,
-        _SECONDS,
-        nb.float64[:, ::1],
-        nb.float64[:, ::1],
-        _SECONDS,
-        nb.int8[::1],
-        _SECONDS,
+        EXPERT_IDS,
+        EXPERT_IDS,
+        input_array(nb.int8),
+        SECONDS,
+        SECONDS,
+        SECONDS_BY_GPU,
+        SECONDS_BY_GPU,
+        SECONDS,
+        input_array(nb.int8),
+        SECONDS,
         nb.float64,
     ),
 )

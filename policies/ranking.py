@@ -1,8 +1,13 @@
-"""Stable sorting of experts, so that ties go to the lower id."""
+"""Stable sorting of experts, so that ties go to the lower id; and which are present."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+if TYPE_CHECKING:
+    from moesim.policies.base import MachineView
 
 
 def lowest_first(ids: np.ndarray, value: np.ndarray) -> np.ndarray:
@@ -29,3 +34,16 @@ def ranked(scores: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
     if among is not None:
         scores = np.where(among, scores, -np.inf)
     return np.argsort(-scores, axis=-1, kind="stable")
+
+
+def present(view: MachineView, layer: int, *, in_flight: bool = True) -> np.ndarray:
+    """Bool [E]: experts of a layer that are on some GPU, or (unless `in_flight` is
+    false) on their way to one.
+    """
+    mask = view.resident(layer)
+    for gpu in range(view.gpus):
+        if gpu:
+            mask = mask | view.resident(layer, gpu)
+        if in_flight:
+            mask = mask | view.in_flight(layer, gpu)
+    return mask

@@ -10,7 +10,6 @@ works wherever a name does. Names in our own folders come first.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import importlib
@@ -23,7 +22,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moesim.hwprofiles.parsing import several
+from moesim.base.files import sha256
+from moesim.base.words import one_expected, unknown
 from moesim.policies.answers import with_checks
 from moesim.policies.base import (
     AssignmentPolicy,
@@ -34,7 +34,6 @@ from moesim.policies.base import (
     RoutingPolicy,
 )
 from moesim.policies.parameters import REQUIRED, Parameter, parameters, split, typed
-from moesim.traces.files import sha256
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,13 +122,23 @@ def find(name: str, kind: str) -> type[Policy]:
     if name.endswith(".py"):
         return _named(_from_file(Path(name), kind), name)
 
-    known = names(kind)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise PolicyError(
-        f"unknown {kind} policy {name!r}; known: {', '.join(known)}{hint}"
-        f"{several(name, 'policy')}"
-    )
+    raise _unknown(name, kind)
+
+
+def check_name(spec: str, kind: str) -> None:
+    """Check that there is a policy of a specification's name, without importing it.
+
+    Raises:
+        PolicyError: unknown name.
+    """
+    name = name_of(spec)
+    if not (knows(name, kind) or name.endswith(".py")):
+        raise _unknown(name, kind)
+
+
+def _unknown(name: str, kind: str) -> PolicyError:
+    message = unknown(f"{kind} policy", name, names(kind), kind)
+    return PolicyError(f"{message}{one_expected(name, 'policy')}")
 
 
 def resolve(spec: str, kind: str, values: Mapping[str, Any] | None = None) -> Policy:

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from moesim.engine.lanes import Admission, WorkerQueues, takes_places
-from moesim.engine.operations import DEMAND
+from moesim.engine.lanes import DEMAND, Admission, WorkerQueues, takes_places
 from moesim.hwprofiles.lanes import kind_of
-from moesim.sim.contention import Contention, Operation
+from moesim.sim.clock import Contention, Operation
 from moesim.traces.timeline.spans import JOIN, pack_span
 
 if TYPE_CHECKING:

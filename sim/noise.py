@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.lanes import LaneKind
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.sim.contention import Operation
+    from moesim.sim.clock import Operation
 
 BLOCK = 4096
 

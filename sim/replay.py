@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.planner import Planner
-    from moesim.sim.contention import Operation
+    from moesim.sim.clock import Operation
     from moesim.sim.machine import Durations, Measurements
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.timeline.spans import Timeline

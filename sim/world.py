@@ -14,7 +14,7 @@ from moesim.hwprofiles import lanes
 from moesim.hwprofiles.costs import seconds_by_expert
 from moesim.policies.base import CPU
 from moesim.policies.planner.plan import FETCH, READ, REPLACE
-from moesim.sim.contention import Operation
+from moesim.sim.clock import Operation
 from moesim.traces.timeline.operations import LAUNCH, NOTE, REQUEST, RETURN
 from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
 

@@ -5,19 +5,20 @@ traces.
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
-from compile_ahead import compile_ahead
-from drawn_schedules import DrawnSchedules
+from support.drawn_schedules import DrawnSchedules
+from support.small_trace import write_trace
 
+from moesim.base.host_limits import available_cores
+from moesim.machine_code import store
+from moesim.machine_code.ahead import compile_ahead
 from moesim.runs import machine
-from moesim.runs.machine import cores
-from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
-from moesim.traces.format.writer import TraceWriter
+from moesim.traces.format.schema import ModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,12 +27,24 @@ SHARED = Path(__file__).parents[2] / "shared"
 
 
 def pytest_addoption(parser):
-    """More schedules of the adversarial device than every test run can afford."""
+    """More draws than every test run can afford."""
     parser.addoption(
         "--schedules", type=int, default=20, help="schedules drawn per claim, at most"
     )
     parser.addoption(
         "--schedule-seconds", type=float, help="time for each claim; no limit if absent"
+    )
+    parser.addoption(
+        "--metric-draws",
+        type=int,
+        default=25,
+        help="runs whose metrics are counted twice",
+    )
+    parser.addoption(
+        "--interval-draws",
+        type=int,
+        default=150,
+        help="draws that intervals must cover",
     )
     parser.addoption(
         "--schedules-done",
@@ -42,6 +55,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Compile once for all processes of tests, where there are several."""
+    # Tests give commands empty cache folders; machine code is no part of that.
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    os.environ.setdefault(store.FOLDER_VARIABLE, str(Path(caches) / "moesim"))
     processes = config.getoption("numprocesses", None)
     if processes and not hasattr(config, "workerinput"):
         compile_ahead(processes)
@@ -74,7 +90,9 @@ def any_machine_will_do():
     core, and beside a GPU.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "this_machine", lambda: ("host", max(2, cores())))
+        patch.setattr(
+            machine, "this_machine", lambda: ("host", max(2, available_cores()))
+        )
         yield
 
 
@@ -112,48 +130,6 @@ def tiny_shape() -> ModelShape:
         expert_bytes=(1 << 20,) * 3,
         other_bytes=1 << 20,
     )
-
-
-def write_trace(
-    path, shape, sequences=((4, 6),), *, columns=(), seed=0, header=None, ragged=False
-):
-    """Write a synthetic trace: one (prompt tokens, decode tokens) pair per sequence,
-    experts drawn from `seed`.
-
-    With `ragged`, the last layer of a prefill holds the final prompt token only.
-    """
-    rng = np.random.default_rng(seed)
-    with TraceWriter(
-        path, header or TraceHeader(shape, {"tool": "test"}), columns
-    ) as writer:
-        for seq, (prompt, decode) in enumerate(sequences):
-            count = prompt + decode
-            pos = np.repeat(np.arange(count), shape.layers)
-            layer = np.tile(np.arange(shape.layers), count)
-            keep = (
-                (pos >= prompt - 1) | (layer < shape.layers - 1)
-                if ragged
-                else np.ones(len(pos), bool)
-            )
-            pos = pos[keep]
-            layer = layer[keep]
-            scores = rng.random((len(pos), shape.experts)).astype(np.float16)
-            # Some experts are busier than others.
-            scores += np.arange(shape.experts, dtype=np.float16) / 64
-            experts = np.argsort(-scores, axis=1, kind="stable")[:, : shape.top_k]
-            optional = {}
-            for name in columns:
-                if name == "token":
-                    optional[name] = rng.integers(0, 256, len(pos))
-                elif name == "weights":
-                    optional[name] = np.take_along_axis(scores, experts, axis=1)
-                else:
-                    optional[name] = (
-                        scores if name == "scores" else rng.random(scores.shape)
-                    )
-            phase = np.where(pos < prompt, Phase.PREFILL, Phase.DECODE)
-            writer.write(seq, pos, phase, layer, experts, **optional)
-    return Path(path)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ was not known is filled with a stated default and listed in `ModelShape.assumed`
 
 from __future__ import annotations
 
-import difflib
 import math
 from functools import cache
 from importlib import resources
@@ -16,9 +15,10 @@ from typing import Any
 
 import yaml
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
+from moesim.base.sizes import parse_bytes
+from moesim.base.words import did_you_mean
 from moesim.traces.format.schema import ModelShape
-from moesim.traces.sizes import parse_bytes
 from moesim.traces.weight_formats import (
     Recipe,
     bytes_per_weight,
@@ -72,9 +72,9 @@ def model_shape(
     entry = _table().get(name.lower())
     if entry is None:
         raise TraceError(
-            f"unknown model {name!r}; known: {', '.join(known_models())}; or in words:"
+            f"unknown model {name!r}{did_you_mean(name.lower(), known_models())};"
+            " `moesim list models` prints all; or in words:"
             " layers=1,experts=6,top_k=1,expert_bytes=1MiB"
-            f"{_suggestion(name.lower(), known_models())}"
         )
 
     scale = _scale(spec, divisor, entry) if divisor else 1
@@ -93,8 +93,8 @@ def _label(weights: str) -> str:
     if label in labels or (recipe(label) is not None and " " not in label):
         return label
     raise TraceError(
-        f"weights {weights!r}: unknown format; known: {', '.join(labels)}"
-        f"{_suggestion(label, labels)}"
+        f"weights {weights!r}: unknown format{did_you_mean(label, labels)}; known:"
+        f" {', '.join(labels)}"
     )
 
 
@@ -170,14 +170,6 @@ def _table() -> dict[str, dict[str, Any]]:
         .read_text(encoding="utf-8")
     )
     return {entry["name"]: entry for entry in yaml.safe_load(text)["models"]}
-
-
-def _suggestion(
-    word: str,
-    known: tuple[str, ...],
-) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 # -- models of the table ---------------------------------------------------------------
@@ -341,7 +333,7 @@ def _parsed_words(spec: str) -> dict[str, str]:
         if "=" not in word or key not in _WORDS:
             raise TraceError(
                 f"shape {spec!r}: unknown word {word!r}; known:"
-                f" {', '.join(_WORDS)}{_suggestion(key, _WORDS)}"
+                f" {', '.join(_WORDS)}{did_you_mean(key, _WORDS)}"
             )
         if key in parsed:
             raise TraceError(f"shape {spec!r}: {key}: expected it once, found it twice")

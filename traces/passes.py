@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,7 +36,9 @@ class Passes:
     acceptance: float = 1.0
     seed: int = 0
 
-    def verified(self, generated: int) -> Iterator[tuple[int, int, int]]:
+    def verified(
+        self, generated: int, sequence: int = 0
+    ) -> Iterator[tuple[int, int, int]]:
         """Cut generated tokens into passes that verify drafts.
 
         A trace holds the tokens that were kept, so a rejected token has the routing of
@@ -44,11 +46,12 @@ class Passes:
 
         Args:
             generated: tokens of the sequence.
+            sequence: its number; each has draws of its own.
 
         Yields:
             The first token of each pass, how many it computes, and how many are kept.
         """
-        draws = np.random.default_rng(self.seed)
+        draws = np.random.default_rng([self.seed, sequence])
         place = 0
         while place < generated:
             # The last token that was kept comes first: its successor is not known yet.

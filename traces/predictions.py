@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled, input_array
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,28 +19,32 @@ if TYPE_CHECKING:
 _SCORES = input_array(nb.float32, 2)
 
 
-@compiled(nb.int64[::1](_SCORES, nb.int64))
-def predicted_workload(
+@compiled(
+    nb.void(_SCORES, nb.int64, nb.int64, nb.int64[::1], nb.int32[::1], nb.float32[::1])
+)
+def _tally(
     scores: np.ndarray,
-    top_k: int,
-) -> np.ndarray:
-    """Count how often each expert is among a token's `top_k` best scores, ties to the
-    lower id.
-
-    `scores` float32 [T, E]. Returns int64 [E].
+    first: int,
+    last: int,
+    best: np.ndarray,
+    workload: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """Add up the rows from `first` to before `last`: to the `workload` how often each
+    expert is among a token's best scores, as many as `best` has room for, ties to the
+    lower id; to `sums` its scores.
     """
-    tokens, experts = scores.shape
-    top_k = min(top_k, experts)
-    workload = np.zeros(experts, np.int64)
-    best = np.empty(top_k, np.int64)
-
-    for t in range(tokens):
+    experts = scores.shape[1]
+    top_k = len(best)
+    for t in range(first, last):
         # The best ids so far, in order.
         kept = 0
         for expert in range(experts):
+            score = scores[t, expert]
+            sums[expert] += score
             # Experts come in ascending id, so an equal score ranks behind.
             rank = kept
-            while rank > 0 and scores[t, expert] > scores[t, best[rank - 1]]:
+            while rank > 0 and score > scores[t, best[rank - 1]]:
                 rank -= 1
             if rank == top_k:
                 continue
@@ -50,7 +55,6 @@ def predicted_workload(
             best[rank] = expert
         for n in range(kept):
             workload[best[n]] += 1
-    return workload
 
 
 @compiled(nb.void(_SCORES, nb.int64, nb.int32[::1], nb.float32[::1]))
@@ -63,11 +67,21 @@ def tally(
     """Fill in the predicted workload, int32 [E], and each expert's scores summed over
     the tokens, float32 [E].
     """
-    workload[:] = predicted_workload(scores, top_k)
+    best = np.empty(min(top_k, scores.shape[1]), np.int64)
+    workload[:] = 0
     sums[:] = 0.0
-    for t in range(len(scores)):
-        for expert in range(len(sums)):
-            sums[expert] += scores[t, expert]
+    _tally(scores, 0, len(scores), best, workload=workload, sums=sums)
+
+
+def predicted_workload(scores: np.ndarray, top_k: int) -> np.ndarray:
+    """Count how often each expert is among a token's `top_k` best scores, ties to the
+    lower id.
+
+    `scores` float32 [T, E]. Returns int32 [E].
+    """
+    workload = np.empty(scores.shape[1], np.int32)
+    tally(scores, top_k, workload, np.empty(scores.shape[1], np.float32))
+    return workload
 
 
 @compiled(
@@ -76,8 +90,9 @@ def tally(
         nb.int64[::1],
         nb.boolean[::1],
         nb.int64,
-        nb.int32[:, ::1],
-        nb.float32[:, ::1],
+        nb.int64,
+        nb.int32[:, :, ::1],
+        nb.float32[:, :, ::1],
     )
 )
 def tally_layer_steps(
@@ -85,6 +100,7 @@ def tally_layer_steps(
     row_edges: np.ndarray,
     has_target: np.ndarray,
     top_k: int,
+    predictor: int,
     workload: np.ndarray,
     sums: np.ndarray,
 ) -> None:
@@ -96,13 +112,21 @@ def tally_layer_steps(
         row_edges: int64 [S + 1].
         has_target: bool [S].
         top_k: experts of a token.
-        workload: int32 [S, E], filled in.
-        sums: float32 [S, E], filled in.
+        predictor: place of this predictor among P.
+        workload: int32 [S, P, E], zero; this predictor's are filled in.
+        sums: float32 [S, P, E], likewise.
     """
+    best = np.empty(min(top_k, scores.shape[1]), np.int64)
     for s in range(len(has_target)):
         if has_target[s]:
-            rows = scores[row_edges[s] : row_edges[s + 1]]
-            tally(rows, top_k, workload[s], sums[s])
+            _tally(
+                scores=scores,
+                first=row_edges[s],
+                last=row_edges[s + 1],
+                best=best,
+                workload=workload[s, predictor],
+                sums=sums[s, predictor],
+            )
 
 
 def tallies(

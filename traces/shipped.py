@@ -1,7 +1,10 @@
 """Traces that ship with moesim, found by name.
 
-Both were recorded from the small model in ``runtime/data/tiny``, on texts that it was
-not trained on; the two parts share no text.
+``gpt-oss-20b-like`` has the size of a model that people run: 12 sequences, drawn from
+statistics of 98 real ones, with ``moesim trace synth --like gpt-oss-20b --weights
+mxfp4 --tokens 1536 --prompt 64 --generated 64``. The others were recorded from the
+small model in ``runtime/data/tiny``, on texts that it was not trained on; the two share
+no text.
 """
 
 from __future__ import annotations
@@ -9,7 +12,10 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
+from moesim.base.errors import TraceError
+
 SHIPPED = {
+    "gpt-oss-20b-like": "gpt_oss_20b_like.parquet",
     "tiny": "tiny_evaluation.parquet",
     "tiny-calibration": "tiny_calibration.parquet",
 }
@@ -27,3 +33,32 @@ def resolve_trace(path: Path | str) -> Path:
     if path.is_file() or name not in SHIPPED:
         return path
     return Path(str(resources.files("moesim.traces") / "data" / SHIPPED[name]))
+
+
+def find_trace(path: Path | str) -> Path:
+    """The file of a trace, by path or name.
+
+    Raises:
+        TraceError: nothing is there.
+    """
+    place = resolve_trace(path)
+    if not place.exists():
+        raise no_trace(place)
+    return place
+
+
+def no_trace(path: Path) -> TraceError:
+    """What is said where no trace is."""
+    # It reads a table, which is needed here alone.
+    from moesim.traces.models import known_models  # noqa: PLC0415
+
+    # The name of a model is easily taken for a trace of it.
+    if str(path) in known_models():
+        return TraceError(
+            f"{path}: a model, and no trace; `moesim trace synth {path}.parquet"
+            f" --shape {path}` draws one, `moesim record` records one"
+        )
+    return TraceError(
+        f"{path}: no such file; `moesim record` or `moesim trace import` makes a"
+        f" trace; {', '.join(SHIPPED)} ship with moesim"
+    )

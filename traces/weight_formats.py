@@ -195,13 +195,23 @@ def recipe(label: str) -> Recipe | None:
     # Suffixes that change the order of rows in memory, not their size.
     name = re.sub(r"_(?:r4|r8|r16)$", "", word.group(0)).replace("fp16", "f16")
     dynamic = is_dynamic(label)
-    name = name.replace("_k_xl", "_k_m")
+    # "XL" and "L" give head and embeddings more bits; where a format has no medium
+    # recipe of its own (Q2, Q6, Q8), the experts are plain.
+    base = re.sub(r"_k_(?:xl|l)$", "_k_m", name)
+    if name not in RECIPES and base != name:
+        plain = base.removesuffix("_k_m")
+        fitting = (base, "q8_0" if plain == "q8" else f"{plain}_k")
+        name = next((label for label in fitting if _is_format(label)), name)
 
-    if name in RECIPES and dynamic:
-        return _dynamic(RECIPES[name])
-    if name in RECIPES:
-        return RECIPES[name]
-    return _same(name) if known_format(name) else None
+    if name not in RECIPES and not known_format(name):
+        return None
+    plain_recipe = RECIPES.get(name, _same(name))
+    # Eight bits and more leave nothing to step up to.
+    return _dynamic(plain_recipe) if dynamic and name in RECIPES else plain_recipe
+
+
+def _is_format(name: str) -> bool:
+    return name in RECIPES or known_format(name)
 
 
 def _dynamic(plain: Recipe) -> Recipe:

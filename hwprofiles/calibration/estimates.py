@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from scipy import optimize, special
 
 from moesim.hwprofiles.schema import Curve, Quantity
 
@@ -19,9 +20,14 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.schema import ReferenceExpert
 
+
 _PROBABILITIES = np.linspace(0.0, 1.0, 21)
 """Of the quantiles that a profile keeps."""
 
+_LEAST_RANKED = 6
+"""Samples from which on the least and the largest hold the median in 95 %."""
+_MEDIAN_ERROR = 1.2533
+"""Standard error of a median over that of a mean, of a normal distribution."""
 _LEAST = 1e-24
 """Below it a slope counts as zero, so that its inverse stays finite."""
 
@@ -53,25 +59,60 @@ class Estimate(NamedTuple):
     spread: float
 
 
-class DrawSummary(NamedTuple):
-    """What estimates from resampled measurements spread over.
+LEAST_UNITS = 8
+"""Units of repetition below which runs are divided into blocks of steps."""
+
+
+class Units:
+    """What is resampled as a whole, since it shares what the machine did meanwhile.
+
+    The unit of repetition is a run; where there are fewer than `LEAST_UNITS`, a block
+    of consecutive forward passes of one. Operations of a unit are not independent: they
+    share its drift, so intervals count units and not operations.
+
+    Args:
+        runs: int64 [N], number of each sample's run.
+        steps: int64 [N], its forward pass.
 
     Attributes:
-        low, high: 95 % interval, each float64 [...].
-        spread: interquartile range, float64 [...].
+        count: of the units.
     """
 
-    low: np.ndarray
-    high: np.ndarray
-    spread: np.ndarray
+    def __init__(self, runs: np.ndarray, steps: np.ndarray) -> None:
+        distinct, run = np.unique(runs, return_inverse=True)
+        blocks = 1
+        if 0 < len(distinct) < LEAST_UNITS:
+            blocks = -(-LEAST_UNITS // len(distinct))
+        # Steps differ in number by run, and a run may begin with a prefill of its own.
+        last = np.zeros(len(distinct), np.int64)
+        np.maximum.at(last, run, steps)
+        block = steps * blocks // (last[run] + 1)
+        _, unit = np.unique(run * blocks + block, return_inverse=True)
+        self.count = int(unit.max(initial=-1)) + 1
+        self._order = np.argsort(unit, kind="stable")
+        self._ends = np.cumsum(np.bincount(unit, minlength=self.count))
 
-    @classmethod
-    def of(cls, draws: Sequence[float] | Sequence[np.ndarray]) -> DrawSummary:
-        """Summarise draws [n, ...] over their first axis."""
-        low, quarter, three_quarters, high = np.quantile(
-            np.array(draws), (0.025, 0.25, 0.75, 0.975), axis=0
-        )
-        return cls(low, high, three_quarters - quarter)
+    def redrawn(self, rng: np.random.Generator) -> np.ndarray:
+        """Draw as many units with replacement: the rows of their samples, int64 [M]."""
+        begins = self._ends - np.diff(self._ends, prepend=0)
+        drawn = rng.integers(0, self.count, self.count)
+        parts = [self._order[begins[unit] : self._ends[unit]] for unit in drawn]
+        return np.concatenate(parts)
+
+
+def interval_of(
+    value: float, draws: np.ndarray | Sequence[float], units: int
+) -> tuple[float, float]:
+    """95 % interval of an estimate from what it became of redrawn units.
+
+    Student's t for so many units, times their spread: few of them show less of a
+    distribution than there is, and 40 draws do not have a 2.5 % quantile.
+    """
+    if units < 2:
+        return value, value
+    deviation = float(np.std(draws, ddof=1)) * np.sqrt(units / (units - 1))
+    half_width = float(special.stdtrit(units - 1, 0.975) * deviation)
+    return value - half_width, value + half_width
 
 
 def measured(samples: np.ndarray, *, source: str, date: str) -> Quantity:
@@ -84,14 +125,20 @@ def measured(samples: np.ndarray, *, source: str, date: str) -> Quantity:
         date: of the measurement, ISO 8601.
 
     Source: the interval is between order statistics, ``n/2 ± 0.98 sqrt(n)`` (binomial,
-    normal approximation).
+    normal approximation); below six samples, Student's t.
     """
     ordered = np.sort(np.asarray(samples, dtype=np.float64))
     count = len(ordered)
     half_width = 0.98 * np.sqrt(count)
-    # With a handful of samples the interval is all of them.
     low_rank = max(0, int(count / 2 - half_width))
     high_rank = min(count - 1, int(np.ceil(count / 2 + half_width)))
+    interval = (float(ordered[low_rank]), float(ordered[high_rank]))
+    if 1 < count < _LEAST_RANKED:
+        # All of three samples hold the median in 75 %.
+        error = _MEDIAN_ERROR * float(np.std(ordered, ddof=1)) / np.sqrt(count)
+        half_width = float(special.stdtrit(count - 1, 0.975) * error)
+        median = float(np.median(ordered))
+        interval = (median - half_width, median + half_width)
     return Quantity(
         value=float(np.median(ordered)),
         kind="measured",
@@ -99,7 +146,7 @@ def measured(samples: np.ndarray, *, source: str, date: str) -> Quantity:
         samples=count,
         spread=interquartile_range(ordered),
         date=date,
-        interval=(float(ordered[low_rank]), float(ordered[high_rank])),
+        interval=interval,
     )
 
 
@@ -114,8 +161,8 @@ def measured_curve(
     """Summarise measurements at several sizes: median and interquartile range of each.
 
     `samples` of the curve is the fewest at one size. `quantiles` pools all sizes:
-    single operations relative to the median of their size, which is what a simulator
-    may draw from.
+    single operations relative to the median of their size, scaled as
+    `quantiles_around_one` does, so that noise drawn from them adds no time.
 
     Args:
         samples: size -> seconds [n].
@@ -133,7 +180,6 @@ def measured_curve(
             for size, median in zip(sizes, medians, strict=True)
         ]
     )
-    quantiles = np.quantile(ratios, _PROBABILITIES)
     return Curve(
         unit=unit,
         at=tuple(sizes),
@@ -143,10 +189,27 @@ def measured_curve(
         samples=min(len(samples[size]) for size in sizes),
         spread=tuple(interquartile_range(samples[size]) for size in sizes),
         date=date,
-        # Four digits, so that files stay readable: a draw is never known better.
-        quantiles=tuple(round(float(ratio), 4) for ratio in quantiles),
+        quantiles=quantiles_around_one(ratios),
         reference=reference,
     )
+
+
+def quantiles_around_one(ratios: np.ndarray) -> tuple[float, ...]:
+    """Summarise a distribution at 21 equally spaced probabilities, so that drawing from
+    it has mean 1.
+
+    The ends are the 2 % and 98 % points: one delay in a thousand would otherwise be
+    drawn once in forty.
+
+    Args:
+        ratios: float64 [n], single operations over their expected time.
+    """
+    inner = np.clip(_PROBABILITIES, 0.02, 0.98)
+    values = np.quantile(ratios, inner)
+    # Draws interpolate linearly, so their mean is the trapezoid rule's.
+    mean = np.trapezoid(values, _PROBABILITIES)
+    # Four digits, so that files stay readable.
+    return tuple(round(float(value), 4) for value in values / mean)
 
 
 def estimated(estimate: Estimate, *, samples: int, source: str, date: str) -> Quantity:
@@ -190,3 +253,222 @@ def interquartile_range(values: np.ndarray) -> float:
     """Distance between the quartiles of [n] values."""
     low, high = np.quantile(values, (0.25, 0.75))
     return float(high - low)
+
+
+CLIP = 0.1
+"""Share at both ends that a mean pulls in to the rest: what other programs do is no
+property of the machine.
+"""
+DRAWS = 40
+"""Resamplings behind each interval of a calibration."""
+
+_ITERATIONS = 12
+_PLANE_ITERATIONS = 8
+_HUBER = 1.5
+"""Standard deviations beyond which a residual counts by its size, not its square."""
+_MAD_TO_DEVIATION = 1.4826
+"""Standard deviation over median absolute deviation, of a normal distribution."""
+_MOST_LOG_FACTOR = np.log(5.0)
+"""A machine on which others take more of the speed would hardly finish anything."""
+
+
+def fit_slowdowns(
+    logs: np.ndarray,
+    states: np.ndarray,
+    expected: np.ndarray,
+    busy: np.ndarray,
+    groups: np.ndarray,
+    *,
+    iterations: int = _ITERATIONS,
+    start: np.ndarray | None = None,
+) -> np.ndarray:
+    """Find the factors by which others slow operations, as the simulator applies them:
+    those of all that run at once multiply.
+
+    An operation with work w takes t, of which it spends the share p[k] in state k (who
+    else is busy), where it proceeds at ``1 / prod of factors``. So ``log t = a[group] -
+    log(sum of p[k] / factors of k)``.
+
+    An operation that took long by chance saw less of what ran beside it at its start,
+    so its own shares correlate with its noise, and least squares would find too small
+    factors. What is running at its start, for the usual length, is the instrument.
+    Huber's weights, in reweighted Gauss-Newton steps, since single operations have
+    tails.
+
+    Args:
+        logs: float64 [N], log seconds.
+        states: float64 [N, K], share of each operation's time by state.
+        expected: float64 [N, K], the same of a window as long as such operations
+            usually take, by what runs when it begins.
+        busy: bool [K, C], which others are busy in a state.
+        groups: int [N], operations of equal work.
+        iterations: steps.
+        start: float64 [C], factors to start from.
+
+    Returns:
+        float64 [C] in [1, 5].
+    """
+    groups = renumbered(groups)
+    log_factors = np.zeros(busy.shape[1])
+    if start is not None:
+        log_factors = np.log(start)
+    weights = np.ones(len(logs))
+
+    def slopes_at(rates: np.ndarray, shares: np.ndarray) -> np.ndarray:
+        slopes = (shares * rates) @ busy / (shares @ rates)[:, None]
+        # The constants a[group] drop out where every group is centred.
+        columns = [_centred(column, groups, weights) for column in slopes.T]
+        return np.column_stack(columns)
+
+    # A little on the diagonal: columns that never vary would make it singular.
+    ridge = 1e-9 * np.eye(len(log_factors))
+    for _ in range(iterations):
+        rates = np.exp(-busy @ log_factors)
+        rest = _centred(logs + np.log(states @ rates), groups, weights)
+        slopes = slopes_at(rates, states)
+        instruments = weights[:, None] * slopes_at(rates, expected)
+        gram = instruments.T @ slopes + ridge
+        step = _bounded_step(gram, instruments.T @ rest, log_factors)
+        log_factors = np.clip(log_factors + step, 0.0, _MOST_LOG_FACTOR)
+
+        # Huber: full weight near, weight by distance beyond the threshold.
+        distance = np.abs(rest)
+        deviation = _MAD_TO_DEVIATION * np.median(distance) + 1e-9
+        threshold = _HUBER * deviation
+        weights = 1.0 / np.maximum(1.0, distance / threshold)
+    return np.exp(log_factors)
+
+
+def _bounded_step(
+    gram: np.ndarray, gradient: np.ndarray, log_factors: np.ndarray
+) -> np.ndarray:
+    """Solve for a step in which no factor that is 1 already would fall below it: such
+    ones are held, and the others take up what they explain.
+    """
+    free = np.ones(len(gradient), np.bool_)
+    step = np.zeros(len(gradient))
+    while free.any():
+        step[:] = 0.0
+        step[free] = np.linalg.solve(gram[np.ix_(free, free)], gradient[free])
+        leaves = free & (log_factors <= 0.0) & (step < 0.0)
+        if not leaves.any():
+            break
+        free &= ~leaves
+        step[leaves] = 0.0
+    return step
+
+
+def _centred(
+    values: np.ndarray,
+    groups: np.ndarray,
+    weights: np.ndarray,
+) -> np.ndarray:
+    """Subtract from each value the weighted mean of its group, float64 [N]."""
+    total = np.bincount(groups, weights)
+    means = np.bincount(groups, weights * values) / total
+    return np.asarray(values - means[groups])
+
+
+def scatter_within(values: np.ndarray, groups: np.ndarray) -> float:
+    """Standard deviation of values within their groups, by the median deviation."""
+    rest = _centred(values, renumbered(groups), np.ones(len(values)))
+    return float(_MAD_TO_DEVIATION * np.median(np.abs(rest)))
+
+
+def comparable(marked: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Find the rows of groups that have both marked and unmarked ones, bool [N].
+
+    Args:
+        marked: bool [N].
+        groups: int [N].
+    """
+    group = renumbered(groups)
+    count = np.bincount(group)
+    marked_count = np.bincount(group, marked)
+    has_marked = marked_count > 0
+    has_unmarked = marked_count < count
+    return np.asarray((has_marked & has_unmarked)[group])
+
+
+def contrast(
+    logs: np.ndarray,
+    marked: np.ndarray,
+    groups: np.ndarray,
+) -> float:
+    """Return by what factor marked operations take longer than unmarked ones of the
+    same group, median.
+
+    Args:
+        logs: float64 [N], log seconds.
+        marked: bool [N].
+        groups: int [N], operations of equal work under equal circumstances; those of
+            one kind only do not count.
+
+    Returns:
+        1.0 where nothing can be compared.
+    """
+    kept = comparable(marked, groups)
+    if not kept.any():
+        return 1.0
+
+    logs = logs[kept]
+    marked = marked[kept]
+    group = renumbered(groups[kept])
+    unmarked_medians = []
+    for number in range(group.max() + 1):
+        unmarked = (group == number) & ~marked
+        unmarked_medians.append(np.median(logs[unmarked]))
+
+    # Logarithms: the factor of a median is the median of factors.
+    expected = np.array(unmarked_medians)[group]
+    differences = (logs - expected)[marked]
+    return float(np.exp(np.median(differences)))
+
+
+def fit_plane(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Find x >= 0 in ``seconds ~ columns @ x``, residuals clipped at both ends by
+    `CLIP` as `clipped_mean` does.
+
+    Args:
+        columns: float64 [N, F], none negative.
+        seconds: float64 [N].
+
+    Returns:
+        float64 [F].
+    """
+    constants = optimize.nnls(columns, seconds)[0]
+    for _ in range(_PLANE_ITERATIONS):
+        fitted_s = columns @ constants
+        rest_s = seconds - fitted_s
+        # Outliers are pulled in to the plane, then it is fitted anew.
+        constants = optimize.nnls(columns, fitted_s + _clipped(rest_s))[0]
+    return np.asarray(constants)
+
+
+def clipped_mean(seconds: np.ndarray) -> float:
+    """Mean with both ends clipped by `CLIP`; 0 without any."""
+    if not len(seconds):
+        return 0.0
+    return float(_clipped(seconds).mean())
+
+
+def _clipped(values: np.ndarray) -> np.ndarray:
+    """Pull both ends in to the rest, float64 [n]."""
+    bounds = np.quantile(values, (CLIP, 1 - CLIP))
+    return np.asarray(np.clip(values, *bounds))
+
+
+def renumbered(groups: np.ndarray) -> np.ndarray:
+    """Number groups from 0, in ascending order of what they are called: int64 [N]."""
+    return np.asarray(np.unique(groups, return_inverse=True)[1])
+
+
+def resampled(seconds: np.ndarray, units: Units, rng: np.random.Generator) -> Estimate:
+    """Return the clipped mean with its 95 % interval over redrawn units."""
+    value = clipped_mean(seconds)
+    draws = [clipped_mean(seconds[units.redrawn(rng)]) for _ in range(DRAWS)]
+    return Estimate(
+        value=value,
+        interval=interval_of(value, draws, units.count),
+        spread=interquartile_range(seconds),
+    )

@@ -11,16 +11,25 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
-    DrawSummary,
     Estimate,
     FitReport,
+    clipped_mean,
+    estimated,
+    interquartile_range,
     interval_around,
+    interval_of,
     inverse,
+    resampled,
 )
+from moesim.hwprofiles.schema import Curve, Quantity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from moesim.hwprofiles.calibration.estimates import Units
+
 
 _LINE_DRAWS = 200
 _ROOFLINE_DRAWS = 60
@@ -49,17 +58,51 @@ class Roofline(NamedTuple):
     report: FitReport
 
 
+class Centres(NamedTuple):
+    """What a curve is fitted through: one value per point, and how far to trust it.
+
+    Attributes:
+        values: float64 [points], seconds.
+        redrawn: makes the values anew from redrawn units of repetition.
+        units: how many of these there are.
+        samples: measurements behind all values.
+    """
+
+    values: np.ndarray
+    redrawn: Callable[[np.random.Generator], np.ndarray]
+    units: int
+    samples: int
+
+    @classmethod
+    def medians(cls, seconds: Sequence[np.ndarray]) -> Centres:
+        """Medians of independent measurements, each point for itself."""
+        points = [np.asarray(point, dtype=np.float64) for point in seconds]
+
+        def redrawn(rng: np.random.Generator) -> np.ndarray:
+            again = [np.median(rng.choice(point, len(point))) for point in points]
+            return np.array(again)
+
+        return cls(
+            values=np.array([np.median(point) for point in points]),
+            redrawn=redrawn,
+            units=min(map(len, points)),
+            samples=sum(map(len, points)),
+        )
+
+
 def fit_line(
     samples: Mapping[int, np.ndarray],
     *,
     seed: int = 0,
+    centres: Centres | None = None,
 ) -> Line:
-    """Fit seconds = base + slope x size to the medians, with relative residuals and
-    neither constant negative.
+    """Fit seconds = base + slope x size, with relative residuals and neither constant
+    negative.
 
     Args:
         samples: size -> seconds, at least two sizes.
         seed: of the resampling behind the intervals.
+        centres: what is fitted, in ascending order of sizes; medians when None.
 
     Raises:
         ValueError: fewer than two sizes.
@@ -67,7 +110,7 @@ def fit_line(
     sizes = np.array(sorted(samples), dtype=np.float64)
     if len(sizes) < 2:
         raise ValueError(f"a line needs at least two sizes, got {len(sizes)}")
-    seconds = [np.asarray(samples[size], dtype=np.float64) for size in sorted(samples)]
+    centres = centres or Centres.medians([samples[size] for size in sorted(samples)])
     columns = np.column_stack([np.ones_like(sizes), sizes])
 
     def solve(medians: np.ndarray, keep: np.ndarray) -> np.ndarray:
@@ -78,7 +121,7 @@ def fit_line(
         return np.asarray(columns @ constants)
 
     constants, report = _with_report(
-        seconds, solve, predict, draws=_LINE_DRAWS, seed=seed
+        centres, solve, predict, draws=_LINE_DRAWS, seed=seed
     )
     return Line(
         base_s=constants[0],
@@ -93,6 +136,7 @@ def fit_roofline(
     seconds: Sequence[np.ndarray],
     *,
     seed: int = 0,
+    centres: Centres | None = None,
 ) -> Roofline:
     """Fit seconds = overhead + max(bytes / rate, flops / rate), with relative
     residuals.
@@ -107,10 +151,12 @@ def fit_roofline(
         flops: of each point.
         seconds: measurements of each point.
         seed: of the resampling behind the intervals.
+        centres: what is fitted; medians when None.
 
     Raises:
         ValueError: fewer than three points.
     """
+    centres = centres or Centres.medians(seconds)
     moved = np.asarray(read_bytes, dtype=np.float64)
     work = np.asarray(flops, dtype=np.float64)
     if len(moved) < 3:
@@ -161,7 +207,7 @@ def fit_roofline(
         return best
 
     constants, report = _with_report(
-        seconds, solve, predict, draws=_ROOFLINE_DRAWS, seed=seed
+        centres, solve, predict, draws=_ROOFLINE_DRAWS, seed=seed
     )
     return Roofline(
         overhead_s=constants[0],
@@ -172,7 +218,7 @@ def fit_roofline(
 
 
 def _with_report(
-    seconds: Sequence[np.ndarray],
+    centres: Centres,
     solve: Callable[[np.ndarray, np.ndarray], np.ndarray],
     predict: Callable[[np.ndarray], np.ndarray],
     *,
@@ -182,13 +228,13 @@ def _with_report(
     """Fit, leave each point out in turn, and refit resampled measurements.
 
     Args:
-        seconds: measurements of each point.
-        solve: (medians [points], which points to use [points]) -> constants.
+        centres: of the points.
+        solve: (centres [points], which points to use [points]) -> constants.
         predict: constants -> seconds [points].
         draws: how often measurements are resampled (bootstrap).
         seed: of the resampling.
     """
-    medians = np.array([np.median(point) for point in seconds])
+    medians = centres.values
     all_points = np.ones(len(medians), dtype=np.bool_)
     constants = solve(medians, all_points)
 
@@ -203,22 +249,15 @@ def _with_report(
             missed.append(abs(predicted_s / medians[left_out] - 1))
 
     rng = np.random.default_rng(seed)
-    redrawn = []
-    for _ in range(draws):
-        resampled = [np.median(rng.choice(point, len(point))) for point in seconds]
-        redrawn.append(solve(np.array(resampled), all_points))
-    drawn = DrawSummary.of(redrawn)
-
-    estimates = [
-        Estimate(
-            value=float(value),
-            interval=interval_around(value, lower, upper),
-            spread=float(spread),
-        )
-        for value, lower, upper, spread in zip(constants, *drawn, strict=True)
-    ]
+    redrawn = np.array([solve(centres.redrawn(rng), all_points) for _ in range(draws)])
+    estimates = []
+    for value, column in zip(constants.tolist(), redrawn.T, strict=True):
+        low, high = interval_of(value, column, centres.units)
+        # Neither constant is negative.
+        interval = (max(0.0, low), high)
+        estimates.append(Estimate(value, interval, interquartile_range(column)))
     report = FitReport(
-        samples=sum(len(point) for point in seconds),
+        samples=centres.samples,
         held_out=len(missed),
         residual_median=float(np.median(missed)) if missed else 0.0,
         residual_worst=max(missed, default=0.0),
@@ -247,3 +286,208 @@ def _nonnegative(columns: np.ndarray) -> np.ndarray:
                 smallest = missed
                 best[chosen] = part
     return best
+
+
+LEAST_SAMPLES = 8
+"""Operations of one size below which they are no point of their own."""
+
+
+class Point(NamedTuple):
+    """Operations of one group: their mean size, their seconds, the clipped mean of
+    those, and the rows that they were.
+    """
+
+    group: int
+    size: float
+    seconds: np.ndarray
+    mean_s: float
+    rows: np.ndarray
+
+
+def points_of(
+    seconds: np.ndarray, sizes: np.ndarray, groups: np.ndarray
+) -> list[Point]:
+    """Return groups with enough operations; where none has, the largest.
+
+    Args:
+        seconds: float64 [N].
+        sizes: int64 [N].
+        groups: int64 [N], operations of about the same size.
+    """
+    numbers, counts = np.unique(groups, return_counts=True)
+    enough = counts >= LEAST_SAMPLES
+    # A curve of one doubtful point is still better than none.
+    chosen = numbers[enough] if enough.any() else numbers[[counts.argmax()]]
+
+    points = []
+    for group in chosen:
+        members = groups == group
+        # Rounded, since tokens within a group differ and a file should be readable.
+        points.append(
+            Point(
+                group=int(group),
+                size=round(float(sizes[members].mean()), 3),
+                seconds=seconds[members],
+                mean_s=clipped_mean(seconds[members]),
+                rows=np.flatnonzero(members),
+            )
+        )
+    return points
+
+
+def seconds_of(points: Sequence[Point], groups: np.ndarray) -> np.ndarray:
+    """Look up the mean seconds of each operation's group, float64 [N]; NaN where it is
+    no point.
+
+    Args:
+        points: at least one.
+        groups: int64 [N].
+    """
+    highest = max(groups.max(initial=0), *(point.group for point in points))
+    table = np.full(int(highest) + 1, np.nan)
+    for point in points:
+        table[point.group] = point.mean_s
+    return np.asarray(table[groups])
+
+
+def centres_of(points: Sequence[Point], seconds: np.ndarray, units: Units) -> Centres:
+    """Return clipped means of points, and what they are of redrawn units.
+
+    Args:
+        points: of `points_of`.
+        seconds: float64 [N], of all samples that the points' rows count.
+        units: of these samples.
+    """
+    point_of = np.full(len(seconds), -1)
+    for number, point in enumerate(points):
+        point_of[point.rows] = number
+
+    def redrawn(rng: np.random.Generator) -> np.ndarray:
+        rows = units.redrawn(rng)
+        again = []
+        for number, point in enumerate(points):
+            drawn = seconds[rows[point_of[rows] == number]]
+            # No unit that was drawn may have had this point.
+            again.append(clipped_mean(drawn) if len(drawn) else point.mean_s)
+        return np.array(again)
+
+    return Centres(
+        values=np.array([point.mean_s for point in points]),
+        redrawn=redrawn,
+        units=units.count,
+        samples=sum(len(point.seconds) for point in points),
+    )
+
+
+class Entries:
+    """Numbers, curves and residuals by dotted path, and the source of randomness that
+    all intervals are resampled from.
+
+    Args:
+        date: day of the measurement, ISO 8601.
+        seed: of the resampling.
+
+    Attributes:
+        numbers: path -> number.
+        curves: path -> curve.
+        fit: name of a cost -> residuals.
+        date: as given.
+        rng: one stream for all parts of the fit, so their order decides the draws.
+    """
+
+    def __init__(self, date: str, seed: int) -> None:
+        self.date = date
+        self.rng = np.random.default_rng(seed)
+        self.numbers: dict[str, Quantity] = {}
+        self.curves: dict[str, Curve] = {}
+        self.fit: dict[str, dict[str, float]] = {}
+
+    def put(
+        self,
+        path: str,
+        value: float,
+        source: str,
+        *,
+        samples: int,
+        spread: float,
+        interval: tuple[float, float],
+        quantiles: tuple[float, ...] = (),
+    ) -> None:
+        """Enter a number; its interval is widened to hold it."""
+        self.numbers[path] = Quantity(
+            value,
+            "measured",
+            source,
+            samples=samples,
+            spread=spread,
+            date=self.date,
+            interval=interval_around(value, *interval),
+            quantiles=quantiles,
+        )
+
+    def put_mean(
+        self, path: str, seconds: np.ndarray, units: Units, source: str
+    ) -> None:
+        """Enter the mean of samples, never below zero."""
+        estimate = resampled(seconds, units, self.rng)
+        # Differences of gaps can come out negative; seconds of a machine cannot.
+        self.put(
+            path,
+            max(0.0, estimate.value),
+            source,
+            samples=len(seconds),
+            spread=estimate.spread,
+            interval=(max(0.0, estimate.interval[0]), estimate.interval[1]),
+        )
+
+    def put_estimate(
+        self, path: str, estimate: Estimate, *, samples: int, source: str
+    ) -> None:
+        """Enter a fitted constant."""
+        self.numbers[path] = estimated(
+            estimate, samples=samples, source=source, date=self.date
+        )
+
+    def put_roofline(
+        self, part: str, roof: Roofline, *, samples: int, source: str
+    ) -> None:
+        """Enter the constants of a roofline."""
+        constants = paths.roofline(part)
+        for path, estimate in (
+            (constants.overhead_s, roof.overhead_s),
+            (constants.bytes_per_s, roof.bytes_per_s),
+            (constants.flops_per_s, roof.flops_per_s),
+        ):
+            self.put_estimate(path, estimate, samples=samples, source=source)
+
+    def put_held_out(
+        self, name: str, seconds: np.ndarray, groups: np.ndarray, odd: np.ndarray
+    ) -> None:
+        """Enter how well operations of even steps predict those of odd ones.
+
+        Args:
+            name: of the cost.
+            seconds: float64 [N].
+            groups: int64 [N], operations of equal work.
+            odd: bool [N].
+        """
+        # Steps alternate, so that both halves saw the machine at the same times.
+        residuals = []
+        for group in np.unique(groups):
+            members = groups == group
+            odd_s = seconds[members & odd]
+            even_s = seconds[members & ~odd]
+            if min(len(odd_s), len(even_s)) < LEAST_SAMPLES:
+                continue
+            ratio = clipped_mean(even_s) / clipped_mean(odd_s)
+            residuals.append(abs(ratio - 1.0))
+        if not residuals:
+            return
+
+        report = FitReport(
+            samples=len(seconds),
+            held_out=len(residuals),
+            residual_median=float(np.median(residuals)),
+            residual_worst=float(np.max(residuals)),
+        )
+        self.fit[name] = report.as_table()

@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.calibration.estimates import interquartile_range
-from moesim.hwprofiles.calibration.fit_curves import fit_roofline
-from moesim.hwprofiles.calibration.points import LEAST_SAMPLES
-from moesim.hwprofiles.calibration.robust import around_mean, clipped_mean
+from moesim.hwprofiles.calibration.estimates import (
+    Units,
+    clipped_mean,
+    interquartile_range,
+)
+from moesim.hwprofiles.calibration.fit_curves import (
+    LEAST_SAMPLES,
+    centres_of,
+    fit_roofline,
+    points_of,
+)
 from moesim.hwprofiles.dense_costs import DenseWork, dense_reference, dense_work
 from moesim.hwprofiles.paths import DENSE, HEAD
 from moesim.hwprofiles.roofline import flops_per_token
@@ -21,10 +28,9 @@ from moesim.hwprofiles.schema import Curve
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from moesim.hwprofiles.calibration.entries import Entries
-    from moesim.hwprofiles.calibration.fit_curves import Roofline
+    from moesim.hwprofiles.calibration.fit_curves import Entries, Roofline
     from moesim.hwprofiles.calibration.fit_operations import OperationFit
-    from moesim.hwprofiles.calibration.run_spans import RunSpans
+    from moesim.hwprofiles.calibration.observations import RunSpans
     from moesim.hwprofiles.schema import ReferenceExpert
     from moesim.traces.format.schema import ModelShape
 
@@ -46,6 +52,8 @@ class _DensePart(NamedTuple):
     work: DenseWork
     tokens: int
     head: bool
+    run: int
+    step: int
 
 
 class _CurveKey(NamedTuple):
@@ -68,35 +76,45 @@ def fit_dense(
         operations: fits by what dense parts differ after a read.
         entries: where results go.
     """
-    by_work: dict[DenseWork, list[float]] = {}
+    by_work: dict[DenseWork, list[_DensePart]] = {}
     by_tokens: dict[_CurveKey, list[_DensePart]] = {}
     # Taken out first: the roofline is that of dense parts whose caches are their own.
     factors = _after_read(all_spans, shapes, operations)
     for spans in all_spans:
         shape_number = shapes.index(spans.run.shape)
         for part in _dense_parts(spans, factors.get(shape_number, 1.0)):
-            by_work.setdefault(part.work, []).append(part.seconds)
+            by_work.setdefault(part.work, []).append(part)
             key = _CurveKey(part.head, shape_number, part.tokens)
             by_tokens.setdefault(key, []).append(part)
 
-    samples = {
-        work: np.array(seconds)
-        for work, seconds in by_work.items()
-        # A trace may tell nothing of its model's head, which then reads nothing.
-        if len(seconds) >= LEAST_SAMPLES and work.read_bytes > 0
-    }
+    # A trace may tell nothing of its model's head, which then reads nothing.
+    works = [
+        work
+        for work, members in by_work.items()
+        if len(members) >= LEAST_SAMPLES and work.read_bytes > 0
+    ]
     # Three constants need three points.
-    if len(samples) < 3:
+    if len(works) < 3:
         return
+    parts_of_works = [part for work in works for part in by_work[work]]
+    seconds = np.array([part.seconds for part in parts_of_works])
+    groups = np.repeat(np.arange(len(works)), [len(by_work[work]) for work in works])
+    points = points_of(seconds, groups, groups)
+    units = Units(
+        np.array([part.run for part in parts_of_works]),
+        np.array([part.step for part in parts_of_works]),
+    )
+    centres = centres_of(points, seconds, units)
     roof = fit_roofline(
-        [work.read_bytes for work in samples],
-        [work.flops for work in samples],
-        [around_mean(seconds) for seconds in samples.values()],
+        [work.read_bytes for work in works],
+        [work.flops for work in works],
+        [point.seconds for point in points],
+        centres=centres,
     )
     entries.put_roofline(
         DENSE,
         roof,
-        samples=sum(map(len, samples.values())),
+        samples=centres.samples,
         source="roofline through dense parts in designed runs",
     )
     entries.fit[DENSE] = roof.report.as_table()
@@ -136,6 +154,8 @@ def _after_read(
     after_read = []
     groups = []
     shape_numbers = []
+    runs = []
+    steps = []
     for number, spans in enumerate(all_spans):
         parts = spans.dense_parts()
         # Heads have a length of their own, and the first layer follows no layer step.
@@ -147,13 +167,17 @@ def _after_read(
         groups.append(group[chosen])
         shape_number = shapes.index(spans.run.shape)
         shape_numbers.append(np.full(int(chosen.sum()), shape_number))
+        runs.append(np.full(int(chosen.sum()), number))
+        steps.append(parts.step[chosen])
 
     return operations.after_read(
         DENSE,
         np.concatenate(seconds),
         np.concatenate(after_read),
         np.concatenate(groups),
-        np.concatenate(shape_numbers),
+        shapes=np.concatenate(shape_numbers),
+        runs=np.concatenate(runs),
+        steps=np.concatenate(steps),
     )
 
 
@@ -177,6 +201,8 @@ def _dense_parts(spans: RunSpans, after_read: float) -> Iterator[_DensePart]:
             work=dense_work(run.shape, tokens, rounded_context, sequences, head=head),
             tokens=sequences if head else tokens,
             head=head,
+            run=spans.number,
+            step=int(step),
         )
 
 

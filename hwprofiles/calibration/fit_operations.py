@@ -1,8 +1,8 @@
 """Fits what operations of a lane take: expert products, copies and reads.
 
 The slowdown by whatever overlapped an operation is divided out first: it is found by
-regressing the logarithm of an operation's duration on the shares of its time that
-others were busy.
+regressing the logarithm of an operation's duration on who else was busy for which
+share of its time.
 """
 
 from __future__ import annotations
@@ -13,34 +13,38 @@ import numpy as np
 
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
-    DrawSummary,
-    Estimate,
-    interquartile_range,
-    interval_around,
-)
-from moesim.hwprofiles.calibration.fit_curves import fit_line, fit_roofline
-from moesim.hwprofiles.calibration.observations import LayerStepTimes, Operations
-from moesim.hwprofiles.calibration.points import LEAST_SAMPLES, points_of, seconds_of
-from moesim.hwprofiles.calibration.robust import (
     DRAWS,
+    Estimate,
+    Units,
     comparable,
     contrast,
+    fit_slowdowns,
+    interquartile_range,
+    interval_around,
+    interval_of,
     quantiles_around_one,
     renumbered,
-    resampled,
-    slowdown_shares,
+    scatter_within,
 )
-from moesim.hwprofiles.isotonic import isotonic
-from moesim.hwprofiles.lanes import CONTROL, CPU, H2D, LANE_KINDS, SSD, LaneKind
+from moesim.hwprofiles.calibration.fit_curves import (
+    LEAST_SAMPLES,
+    centres_of,
+    fit_line,
+    fit_roofline,
+    points_of,
+    seconds_of,
+)
+from moesim.hwprofiles.calibration.observations import LayerStepTimes, Operations
+from moesim.hwprofiles.lanes import CPU, H2D, LANE_KINDS, SSD, LaneKind
+from moesim.hwprofiles.roofline import isotonic
 from moesim.hwprofiles.schema import Curve, ReferenceExpert
 from moesim.traces.timeline.spans import COMPUTE, FETCH, PREFETCH, READ, REPLACE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moesim.hwprofiles.calibration.entries import Entries
-    from moesim.hwprofiles.calibration.points import Point
-    from moesim.hwprofiles.calibration.run_spans import RunSpans
+    from moesim.hwprofiles.calibration.fit_curves import Centres, Entries, Point
+    from moesim.hwprofiles.calibration.observations import RunSpans
     from moesim.traces.format.schema import ModelShape
 
 LEAST_OVERLAPPED = 40
@@ -48,6 +52,11 @@ LEAST_OVERLAPPED = 40
 from.
 """
 _OVERLAPPED = 0.1
+_KNOWN_AT_BEST = 0.05
+"""Share of the scatter of single operations within which a factor is known at best:
+what two operations do to each other ties the noise of both together a little. Source:
+machines with known factors, `benchmarks/calibration_coverage.py`.
+"""
 _DRAW_ITERATIONS = 6
 """Steps of a resampled regression, which starts from the answer."""
 _LEAST_SLOPE = 1e-24
@@ -114,6 +123,8 @@ class OperationFit:
 
         charged_s = alone_s + extra_s
         points = points_of(charged_s[usable], ops.sizes[usable], groups[usable])
+        units = Units(ops.runs[usable] // 2, ops.steps[usable])
+        centres = centres_of(points, charged_s[usable], units)
         excess_s = charged_s - seconds_of(points, groups)
         self._note_first_excess(lane_kind, ops, usual, excess_s)
         if lane_kind is CPU:
@@ -124,9 +135,11 @@ class OperationFit:
                 alone_s[not_first],
                 ops.fresh[not_first],
                 _within_runs(groups, ops)[not_first],
-                ops.shapes[not_first],
+                shapes=ops.shapes[not_first],
+                runs=ops.runs[not_first] // 2,
+                steps=ops.steps[not_first],
             )
-        self._roofline(lane_kind, points)
+        self._roofline(lane_kind, points, centres)
         # Groups too small for a point have no expected time to be compared with.
         ratios = charged_s[usable] / seconds_of(points, groups[usable])
         quantiles = quantiles_around_one(ratios[np.isfinite(ratios)])
@@ -152,10 +165,14 @@ class OperationFit:
                 # The SSD is charged once, in the gap before the operation.
                 tiered=np.zeros(count),
                 lane_kind=np.full(count, LANE_KINDS.index(lane_kind)),
+                runs=ops.runs[chosen] // 2,
+                steps=ops.steps[chosen],
             )
         )
 
-    def _roofline(self, lane_kind: LaneKind, points: Sequence[Point]) -> None:
+    def _roofline(
+        self, lane_kind: LaneKind, points: Sequence[Point], centres: Centres
+    ) -> None:
         # Three constants need three points.
         if len(points) < 3:
             return
@@ -166,7 +183,8 @@ class OperationFit:
                 point.size * float(shape.expert_flops_per_token)
                 for point, shape in zip(points, shapes, strict=True)
             ],
-            [point.around_mean() for point in points],
+            [point.seconds for point in points],
+            centres=centres,
         )
         self._entries.put_roofline(
             lane_kind.name,
@@ -233,13 +251,16 @@ class OperationFit:
                 alone_s,
                 ops.fresh,
                 _within_runs(groups, ops),
-                ops.shapes,
+                shapes=ops.shapes,
+                runs=ops.runs // 2,
+                steps=ops.steps,
             )
 
         source = (
             "copies of designed runs through the executor, contention divided out, mean"
         )
-        self._link(lane_kind, points, source)
+        units = Units(ops.runs[usual] // 2, ops.steps[usual])
+        self._link(lane_kind, points, centres_of(points, alone_s[usual], units), source)
         ratios = (alone_s / seconds_of(points, groups))[usual]
         ratios = ratios[np.isfinite(ratios)]
         self._entries.curves[paths.points(lane_kind.name)] = self._curve(
@@ -252,17 +273,32 @@ class OperationFit:
             lane_kind.name, alone_s[usual], groups[usual], ops.odd[usual]
         )
 
-    def _link(self, lane_kind: LaneKind, points: Sequence[Point], source: str) -> None:
+    def _link(
+        self,
+        lane_kind: LaneKind,
+        points: Sequence[Point],
+        centres: Centres,
+        source: str,
+    ) -> None:
         """Enter latency and bandwidth of a link."""
         if len(points) > 1:
-            line = fit_line({int(point.size): point.around_mean() for point in points})
+            # Groups are numbered by bytes, so points ascend in them.
+            samples = {int(point.size): point.seconds for point in points}
+            line = fit_line(samples, centres=centres)
             base = line.base_s
             slope = line.slope_s
         else:
             # One size cannot tell latency from bandwidth.
             base = Estimate(0.0, (0.0, 0.0), 0.0)
             only = points[0]
-            slope = resampled(only.seconds / only.size, self._entries.rng)
+            draws = [centres.redrawn(self._entries.rng)[0] for _ in range(DRAWS)]
+            seconds = only.mean_s
+            low, high = interval_of(seconds, draws, centres.units)
+            slope = Estimate(
+                seconds / only.size,
+                (low / only.size, high / only.size),
+                interquartile_range(only.seconds) / only.size,
+            )
 
         # Unlike `inverse`, bounds are sorted: the smallest slope is the fastest rate.
         rate = 1.0 / max(slope.value, _LEAST_SLOPE)
@@ -273,13 +309,13 @@ class OperationFit:
             spread=rate * rate * slope.spread,
         )
         constants = paths.link(lane_kind.name)
-        samples = sum(len(point.seconds) for point in points)
-        self._entries.put_estimate(
-            constants.latency_s, base, samples=samples, source=source
-        )
-        self._entries.put_estimate(
-            constants.bytes_per_s, bandwidth, samples=samples, source=source
-        )
+        for path, estimate in (
+            (constants.latency_s, base),
+            (constants.bytes_per_s, bandwidth),
+        ):
+            self._entries.put_estimate(
+                path, estimate, samples=centres.samples, source=source
+            )
 
     def _curve(
         self,
@@ -311,47 +347,61 @@ class OperationFit:
         """Fit what others cost operations of one kind of lane; return the seconds that
         these would have taken alone, float64 [N].
         """
-        # Control plans while the lanes wait, so it slows none of them.
         others = [
             column
             for column, other in enumerate(LANE_KINDS)
-            if other not in {lane_kind, CONTROL}
-            and _overlapped(ops, column) >= LEAST_OVERLAPPED
+            if other is not lane_kind and _overlapped(ops, column) >= LEAST_OVERLAPPED
         ]
         if not others:
             return ops.seconds
-        shares = ops.shares[:, others]
+        # States that differ only in lanes which are not told apart become one.
+        states, first_rows = np.unique(
+            _busy(np.arange(ops.states.shape[1]), others), axis=0, return_inverse=True
+        )
+        merge = np.eye(len(states))[first_rows.ravel()]
+        shares = ops.states @ merge
+        expected = ops.expected @ merge
+        busy = states.astype(np.float64)
+        logs = np.log(ops.seconds)
 
         # Unlike in time, and unlike in what runs beside them.
         groups = 4 * groups + 2 * ops.fresh + ops.first
-        lost = slowdown_shares(np.log(ops.seconds), shares, groups)
-
+        factors = fit_slowdowns(logs, shares, expected, busy, groups)
+        units = Units(ops.runs // 2, ops.steps)
         draws = []
         for _ in range(DRAWS):
-            rows = self._entries.rng.integers(0, len(groups), len(groups))
+            rows = units.redrawn(self._entries.rng)
             draws.append(
-                slowdown_shares(
-                    np.log(ops.seconds[rows]),
+                fit_slowdowns(
+                    logs[rows],
                     shares[rows],
+                    expected[rows],
+                    busy,
                     groups[rows],
                     iterations=_DRAW_ITERATIONS,
-                    start=lost,
+                    start=factors,
                 )
             )
-        # From the share of speed that is lost to the factor of a slowdown.
-        factors = [1.0 / (1.0 - draw) for draw in draws]
-        drawn = DrawSummary.of(factors)
 
-        for number, column in enumerate(others):
+        alone_s = ops.seconds * (shares @ (factors**-busy).prod(axis=1))
+        scatter = scatter_within(np.log(alone_s), groups)
+        for factor, drawn, column in zip(
+            factors.tolist(), np.array(draws).T, others, strict=True
+        ):
+            low, high = interval_of(factor, drawn, units.count)
+            low -= _KNOWN_AT_BEST * scatter
+            high += _KNOWN_AT_BEST * scatter
             self._entries.put(
                 paths.contention(lane_kind.name, LANE_KINDS[column].name),
-                float(1.0 / (1.0 - lost[number])),
-                "log duration of designed runs' operations regressed on overlap shares",
+                factor,
+                "log duration of designed runs' operations regressed on who else was"
+                " busy for which share; what was expected from their start is the"
+                " instrument",
                 samples=_overlapped(ops, column),
-                spread=float(drawn.spread[number]),
-                interval=(drawn.low[number], drawn.high[number]),
+                spread=interquartile_range(drawn),
+                interval=(max(1.0, low), max(1.0, high)),
             )
-        return np.asarray(ops.seconds * (1.0 - shares @ lost))
+        return np.asarray(alone_s)
 
     def after_read(
         self,
@@ -360,6 +410,8 @@ class OperationFit:
         fresh: np.ndarray,
         groups: np.ndarray,
         shapes: np.ndarray,
+        runs: np.ndarray,
+        steps: np.ndarray,
     ) -> dict[int, float]:
         """Enter by what operations differ that follow a read from the SSD from those of
         the same group that do not.
@@ -372,6 +424,7 @@ class OperationFit:
             fresh: bool [N], follows a read.
             groups: int64 [N], operations of equal work of the same run.
             shapes: int64 [N], numbers of shapes.
+            runs, steps: int64 [N], the run and forward pass that it belongs to.
 
         Returns:
             The factor by number of shape; none where too few can be compared.
@@ -386,19 +439,20 @@ class OperationFit:
                 continue
 
             value = contrast(logs[rows], fresh[rows], groups[rows])
+            units = Units(runs[rows], steps[rows])
             draws = []
             for _ in range(DRAWS):
-                redrawn = self._entries.rng.choice(rows, len(rows))
+                redrawn = rows[units.redrawn(self._entries.rng)]
                 draws.append(contrast(logs[redrawn], fresh[redrawn], groups[redrawn]))
-            summary = DrawSummary.of(draws)
+            low, high = interval_of(value, draws, units.count)
             self._entries.put(
                 paths.after_read(part, small=small),
                 value,
                 "what follows a read in designed runs over the same that does not, in"
                 " the same run",
                 samples=len(rows),
-                spread=float(summary.spread),
-                interval=(float(summary.low), float(summary.high)),
+                spread=interquartile_range(np.array(draws)),
+                interval=(max(0.0, low), high),
             )
             factors[number] = value
         return factors
@@ -412,7 +466,14 @@ class OperationFit:
 
 
 def _overlapped(ops: Operations, column: int) -> int:
-    return int((ops.shares[:, column] > _OVERLAPPED).sum())
+    """Operations beside which lanes of a kind worked for a tenth of their time."""
+    beside = _busy(np.arange(ops.states.shape[1]), [column])[:, 0]
+    return int((ops.states[:, beside].sum(axis=1) > _OVERLAPPED).sum())
+
+
+def _busy(states: np.ndarray, columns: Sequence[int]) -> np.ndarray:
+    """Which kinds of lanes are busy in a state, bool [K, C]."""
+    return (states[:, None] >> np.array(columns) & 1).astype(np.bool_)
 
 
 def _within_runs(groups: np.ndarray, ops: Operations) -> np.ndarray:

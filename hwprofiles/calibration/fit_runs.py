@@ -15,26 +15,40 @@ Source: issue 4's table of terms that mattered, from trials on a machine with tw
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.calibration.entries import Entries
-from moesim.hwprofiles.calibration.fit_control import fit_dispatch, fit_planning
+from moesim.hwprofiles.calibration.estimates import (
+    DRAWS,
+    clipped_mean,
+    fit_plane,
+    interquartile_range,
+    interval_of,
+    quantiles_around_one,
+)
+from moesim.hwprofiles.calibration.fit_curves import LEAST_SAMPLES, Entries
 from moesim.hwprofiles.calibration.fit_dense import fit_dense
 from moesim.hwprofiles.calibration.fit_operations import SPAN_KINDS, OperationFit
-from moesim.hwprofiles.calibration.gaps import add_gaps
-from moesim.hwprofiles.calibration.observations import DesignedRun, Gaps
-from moesim.hwprofiles.calibration.robust import clipped_mean
-from moesim.hwprofiles.calibration.run_spans import RunSpans
-from moesim.hwprofiles.lanes import COMPUTE_KINDS
+from moesim.hwprofiles.calibration.observations import (
+    DesignedRun,
+    Gaps,
+    LayerStepTimes,
+    RunSpans,
+    add_gaps,
+)
+from moesim.hwprofiles.lanes import COMPUTE_KINDS, LANE_KINDS, SSD
+from moesim.hwprofiles.schema import is_in_place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from moesim.hwprofiles.paths import ControlPaths
     from moesim.hwprofiles.schema import Curve, Quantity
     from moesim.traces.format.schema import ModelShape
+
 
 __all__ = ["Calibration", "DesignedRun", "calibrate"]
 
@@ -99,19 +113,280 @@ def _fit_hand_over(gaps: Gaps, entries: Entries) -> dict[str, float]:
     each kind of lane than on the fastest.
     """
     follow = {
-        name: np.concatenate(parts)
+        name: joined
         for name, parts in gaps.follow.items()
-        if sum(map(len, parts))
+        if len((joined := LayerStepTimes.joined(parts)).seconds)
     }
     if not follow:
         return {}
 
     # One number serves all lanes; what slower ones need beyond it joins their costs.
-    mean_s = {name: clipped_mean(seconds) for name, seconds in follow.items()}
+    mean_s = {name: clipped_mean(times.seconds) for name, times in follow.items()}
     fastest = min(mean_s, key=lambda name: mean_s[name])
     entries.put_mean(
         paths.PER_OPERATION_S,
-        follow[fastest],
+        follow[fastest].seconds,
+        follow[fastest].units,
         f"between operations of one worker, {fastest} lane",
     )
     return {name: seconds - mean_s[fastest] for name, seconds in mean_s.items()}
+
+
+_SLOPES = 3
+"""Columns of a plane beside its bases: active experts, copies, the SSD."""
+_TINY_S = 1e-9
+
+
+def fit_dispatch(
+    gaps: Gaps, first_excess: Sequence[LayerStepTimes], entries: Entries
+) -> None:
+    """Fit first operations, the join, and the lane that is noticed later: what passes
+    once per layer step.
+
+    Args:
+        gaps: of all runs.
+        first_excess: what first products take beyond later ones.
+        entries: where results go.
+    """
+    if not gaps.first:
+        return
+    first = LayerStepTimes.joined(gaps.first)
+    join = LayerStepTimes.joined(gaps.join)
+    # Charged as one number: the gap before the first operation of a layer step, and
+    # what that operation takes beyond later ones.
+    tables = [first]
+    if first_excess:
+        tables.append(LayerStepTimes.joined(first_excess))
+
+    first_later_s = _beyond_least(
+        fit_control_plane(
+            paths.FIRST_OPERATION,
+            tables,
+            "from plan to first operation and what it takes longer, by active experts"
+            " and copies",
+            entries,
+        )
+    )
+    join_later_s = _beyond_least(
+        fit_control_plane(
+            paths.JOIN,
+            [join],
+            "per layer step: from dense part to planning, last operation to join, join,"
+            " to the next dense part",
+            entries,
+        )
+    )
+
+    for lane_kind in COMPUTE_KINDS:
+        number = LANE_KINDS.index(lane_kind)
+        if number not in first_later_s:
+            continue
+        of_kind = first.where(first.lane_kind == number)
+        gap_s = of_kind.seconds
+        later_s = first_later_s[number] + join_later_s.get(number, 0.0)
+        # The samples give the scatter; their mean is that of the planes.
+        entries.put_mean(
+            paths.first_s(lane_kind.name),
+            gap_s - clipped_mean(gap_s) + later_s,
+            of_kind.units,
+            f"by what the first {lane_kind.name} operation begins, takes and is noticed"
+            " later than the other lane's",
+        )
+
+    if gaps.read:
+        read = LayerStepTimes.joined(gaps.read)
+        if len(read.seconds) < LEAST_SAMPLES:
+            return
+        entries.put_mean(
+            paths.first_s(SSD.name),
+            read.seconds,
+            read.units,
+            "from plan to the first read of a layer step",
+        )
+
+
+def fit_planning(all_spans: Sequence[RunSpans], entries: Entries) -> None:
+    """Fit planning in place, by policy; all together stand in for those that were not
+    run.
+    """
+    by_policy: dict[str, list[LayerStepTimes]] = {}
+    for spans in all_spans:
+        by_policy.setdefault(spans.run.assignment, []).append(spans.planning())
+
+    tables = {
+        policy: LayerStepTimes.joined(parts) for policy, parts in by_policy.items()
+    }
+    # Last, since entries are drawn in this order.
+    tables[paths.DEFAULT_POLICY] = LayerStepTimes.joined(
+        part for parts in by_policy.values() for part in parts
+    )
+    for policy, table in tables.items():
+        fit_control_plane(
+            paths.planning(policy),
+            [table],
+            "planning of designed runs, by active experts and copies",
+            entries,
+        )
+
+
+def fit_control_plane(
+    constants: ControlPaths,
+    tables: Sequence[LayerStepTimes],
+    source: str,
+    entries: Entries,
+) -> dict[int, float]:
+    """Enter base, slopes by active experts and copies, and what the SSD tier adds;
+    intervals are resampled.
+
+    Args:
+        constants: where the results go.
+        tables: fitted one by one and summed.
+        source: the procedure, in words.
+        entries: where results go.
+
+    Returns:
+        The base by number of the kind of lane; the least of them is entered.
+    """
+    lane_kinds = np.unique(np.concatenate([table.lane_kind for table in tables]))
+
+    def fitted(table: LayerStepTimes) -> np.ndarray:
+        return fit_plane(_columns(table, lane_kinds), table.seconds)
+
+    plane = np.sum([fitted(table) for table in tables], axis=0)
+    # Amounts and seconds of a layer step stay together.
+    units_of_tables = [table.units for table in tables]
+    draws = []
+    for _ in range(DRAWS):
+        redrawn = [
+            fitted(table.where(units.redrawn(entries.rng)))
+            for table, units in zip(tables, units_of_tables, strict=True)
+        ]
+        draws.append(_base_and_slopes(np.sum(redrawn, axis=0)))
+    units = min(units.count for units in units_of_tables)
+
+    table = tables[0]
+    expected_s = _columns(table, lane_kinds) @ plane
+    ratios = table.seconds / np.maximum(expected_s, _TINY_S)
+    spread = interquartile_range(table.seconds)
+    for path, value, drawn in zip(
+        constants, _base_and_slopes(plane), np.array(draws).T, strict=True
+    ):
+        # Where no run had an SSD, nothing is known of what it adds.
+        if path == constants.with_ssd_s and not any(
+            table.tiered.any() for table in tables
+        ):
+            continue
+        # Scatter belongs to the whole; it is kept with the base.
+        quantiles: tuple[float, ...] = ()
+        if path == constants.base_s and ratios.any():
+            quantiles = quantiles_around_one(ratios)
+        low, high = interval_of(value, drawn, units)
+        entries.put(
+            path,
+            value,
+            source,
+            samples=len(table.seconds),
+            spread=spread,
+            interval=(max(0.0, low), high),
+            quantiles=quantiles,
+        )
+
+    bases_s = plane[:-_SLOPES].tolist()
+    return dict(zip(lane_kinds.tolist(), bases_s, strict=True))
+
+
+def _beyond_least(bases_s: dict[int, float]) -> dict[int, float]:
+    least_s = min(bases_s.values())
+    return {number: base_s - least_s for number, base_s in bases_s.items()}
+
+
+def _columns(table: LayerStepTimes, lane_kinds: np.ndarray) -> np.ndarray:
+    """A column of ones by kind of lane, then active experts, copies, and the SSD tier:
+    float64 [N, kinds + 3].
+    """
+    of_kind = (table.lane_kind[:, None] == lane_kinds).astype(np.float64)
+    return np.column_stack((of_kind, table.active, table.copies, table.tiered))
+
+
+def _base_and_slopes(plane: np.ndarray) -> tuple[float, float, float, float]:
+    """Least base, and the three slopes."""
+    per_expert, per_copy, with_ssd = plane[-_SLOPES:]
+    return (
+        float(plane[:-_SLOPES].min()),
+        float(per_expert),
+        float(per_copy),
+        float(with_ssd),
+    )
+
+
+_KEYS = ("base_s", "per_expert_s")
+"""Of the constants of planning, those that are measured in isolation, too."""
+
+
+def profile_entries(
+    calibrated: Mapping[str, Quantity], base: Mapping[str, Quantity]
+) -> dict[str, Quantity]:
+    """Return the numbers of a profile with the calibrated ones put in.
+
+    What the runs did not show of what they take beyond operations in isolation is
+    dropped: the figure of another calibration does not fit this one, and an isolated
+    one would be counted twice. Policies that were not run plan as all that were run do
+    together, and what theirs took in isolation beyond the default's.
+
+    Args:
+        calibrated: what the runs showed, by dotted path.
+        base: numbers of the profile that the calibration started from.
+    """
+    kept = {path: quantity for path, quantity in base.items() if not is_in_place(path)}
+    entries = {**kept, **calibrated}
+    default = paths.planning(paths.DEFAULT_POLICY)
+
+    for path in kept:
+        policy = _planning_policy(path)
+        key = path.rpartition(".")[2]
+        if policy is None or path in calibrated or key not in _KEYS:
+            continue
+        default_path = getattr(default, key)
+        in_place = calibrated.get(default_path)
+        in_isolation = base.get(default_path)
+        if in_place is None or in_isolation is None:
+            continue
+        # A solver is as much slower in a run as it is alone; what a run adds to any
+        # decision is the same.
+        beyond_s = base[path].value - in_isolation.value
+        entries[path] = _beyond(in_place, beyond_s, policy)
+
+        per_copy = calibrated.get(default.per_copy_s)
+        if per_copy is not None:
+            entries[paths.planning(policy).per_copy_s] = per_copy
+    return entries
+
+
+def _planning_policy(path: str) -> str | None:
+    """Return the policy that a path of planning constants belongs to; None for any
+    other path.
+    """
+    table = path.rpartition(".")[0]
+    policy = table.rpartition(".")[2]
+    return policy if path in paths.planning(policy) else None
+
+
+def _beyond(default: Quantity, beyond_s: float, policy: str) -> Quantity:
+    """Return the default in place, and `beyond_s` on top of it."""
+    interval = None
+    if default.interval is not None:
+        interval = (
+            max(0.0, default.interval[0] + beyond_s),
+            max(0.0, default.interval[1] + beyond_s),
+        )
+    return replace(
+        default,
+        value=max(0.0, default.value + beyond_s),
+        source=(
+            f"all policies together in designed runs, and what {policy} took in"
+            " isolation beyond the default"
+        ),
+        interval=interval,
+        # How single plannings of a policy scatter that was not run is not known.
+        quantiles=(),
+    )

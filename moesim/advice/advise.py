@@ -9,24 +9,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moesim.advice.bench.observed import ObservedRows, observe
 from moesim.advice.errors import AdviceError
-from moesim.advice.machine.machine import Grade, Machine, describe_machine
+from moesim.advice.machine.machine import (
+    Grade,
+    Machine,
+    describe_machine,
+    machine_of_profile,
+)
 from moesim.advice.machine.memory import check_memory
-from moesim.advice.machine.profile_probes import machine_of_profile
+from moesim.advice.model.catalogue import model_contents
 from moesim.advice.model.contents import ModelContents
-from moesim.advice.model.resolve import model_contents
-from moesim.advice.plan.candidates import Candidate, Job, bill_of, candidates
-from moesim.advice.plan.questions import Question, next_questions
-from moesim.advice.plan.ranking import Forecast, Prospect
+from moesim.advice.observed import ObservedRows, observe
+from moesim.advice.plan.memory import Candidate, Job, advisable, bill_of, candidates
+from moesim.advice.plan.ranking import Forecast, Prospect, Question, next_questions
 from moesim.advice.plan.what_if import WhatIf, expert_cache, no_fit_words, what_ifs
-from moesim.advice.routing.answer import RoutingAdvice, routing_advice
-from moesim.advice.times.byte_bound import ByteBound, placement_bound
+from moesim.advice.routing import RoutingAdvice, routing_advice
 from moesim.advice.times.priors import priors_of
-from moesim.advice.times.setting import ALL_LAYERS, Setting
+from moesim.advice.times.work import ALL_LAYERS, ByteBound, Setting, placement_bound
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from moesim.advice.times.latents import Interval
 
@@ -67,7 +70,8 @@ class Advice:
         what_ifs: what other parts would change.
         observed: rows that were learned from.
         bound: what no schedule beats with the weights where `best` puts them.
-        plain_kv: the fastest setting with unrounded keys and values.
+        rounded: the fastest setting with rounded keys and values, if that buys speed.
+        faster: one nearer to spilling than the bill is sure, if that buys speed.
         routing: what a trace answers; None without one.
         forecast: predicts any other setting.
     """
@@ -82,7 +86,8 @@ class Advice:
     what_ifs: tuple[WhatIf, ...]
     observed: ObservedRows
     bound: ByteBound
-    plain_kv: Prospect | None
+    rounded: Prospect | None
+    faster: Prospect | None
     routing: RoutingAdvice | None
     forecast: Forecast = field(repr=False)
 
@@ -138,24 +143,22 @@ def advise(
     # Without rows the beliefs below are the priors.
     rows = ObservedRows()
     if bench is not None:
-        from moesim.advice.bench.rows import read_bench  # noqa: PLC0415 # rarely needed
+        from moesim.advice.bench_rows import read_bench  # noqa: PLC0415 # rarely needed
 
         rows = ObservedRows(rows=tuple(read_bench(Path(bench))))
 
     machine = _machine(cpu, ram, gpu, pcie, hw, rows)
-    priors = priors_of(machine)
-    beliefs, rows = observe(rows, contents, machine, priors)
-    forecast = Forecast(contents, machine, wanted, beliefs)
-
-    fitting = candidates(contents, machine, wanted)
+    beliefs, rows = observe(rows, contents, machine, priors_of(machine))
+    grades = rows.grades(contents, machine)
+    forecast = Forecast(contents, machine, wanted, beliefs, grades)
+    forecast, fitting, changes = _with_the_best_cards(forecast)
     # An empty list has no best entry, and users need to know what is missing.
     if not fitting:
         raise _nothing_fits(contents, machine, wanted)
-    prospects = forecast.ranked(fitting, count)
+    machine = forecast.machine
+    safe = [each for each in fitting if each.bill.safe] or fitting
+    prospects = forecast.ranked(advisable(fitting), count)
     best = prospects[0]
-
-    # Rounded keys and values change answers, so the choice is the user's.
-    plain = [each for each in fitting if each.setting.kv_format == "f16"]
     bound = placement_bound(
         machine, contents, best.candidate.setting, wanted.mean_depth
     )
@@ -164,7 +167,7 @@ def advise(
     routing = None
     if trace is not None:
         routing = routing_advice(forecast, best, Path(trace))
-    changes = what_ifs(forecast, best)
+    changes += what_ifs(forecast, best)
     if replay_cache or trace is not None:
         place = None if trace is None else Path(trace)
         changes.insert(0, expert_cache(forecast, best, place))
@@ -181,10 +184,71 @@ def advise(
         what_ifs=tuple(changes),
         observed=rows,
         bound=bound,
-        plain_kv=forecast.ranked(plain, 1)[0] if plain else None,
+        rounded=_if_faster(forecast, best, safe, "q8_0"),
+        faster=_if_faster(forecast, best, fitting, "f16"),
         routing=routing,
         forecast=forecast,
     )
+
+
+# Fewer per cent are not worth a trade.
+WORTH_A_TRADE = 0.03
+
+
+def _if_faster(
+    forecast: Forecast, best: Prospect, fitting: Sequence[Candidate], kv_format: str
+) -> Prospect | None:
+    """Return the fastest setting with a format of keys and values, if it buys speed."""
+    others = [each for each in fitting if each.setting.kv_format == kv_format]
+    if not others:
+        return None
+    fastest = forecast.ranked(others, 1)[0]
+    gain = best.job.value / fastest.job.value - 1
+    return fastest if gain > WORTH_A_TRADE else None
+
+
+def _with_the_best_cards(
+    forecast: Forecast,
+) -> tuple[Forecast, list[Candidate], list[WhatIf]]:
+    """Choose the cards that serve the job best: a slow one may cost more than it gives.
+
+    Returns:
+        The forecast with these cards, its settings that fit, and what all cards, or
+        the fastest other choice, would give instead.
+    """
+    machine = forecast.machine
+    everything = candidates(forecast.model, machine, forecast.job)
+    if machine.gpu_count < 2:
+        return forecast, everything, []
+    numbers = range(machine.gpu_count)
+    choices = [tuple(numbers)]
+    choices += [tuple(at for at in numbers if at != left) for left in numbers]
+    choices += [(at,) for at in numbers]
+    trials: list[tuple[Prospect, Forecast, list[Candidate]]] = []
+    seen: set[tuple[str, ...]] = set()
+    for devices in choices:
+        partial = machine.with_cards(devices)
+        names = tuple(card.name for card in partial.graphics)
+        fitting = candidates(forecast.model, partial, forecast.job)
+        if names in seen or not fitting:
+            continue
+        seen.add(names)
+        again = forecast.on(partial)
+        trials.append((again.ranked(advisable(fitting), 1)[0], again, fitting))
+    if not trials:
+        return forecast, everything, []
+    trials.sort(key=lambda trial: trial[0].job.value)
+    best, chosen, fitting = trials[0]
+    changes = [
+        WhatIf(
+            "with " + " + ".join(card.name for card in other.machine.graphics),
+            prospect.decode,
+            prospect.decode.value / best.decode.value,
+            f"the job {prospect.job.value:.3g} s instead of {best.job.value:.3g} s",
+        )
+        for prospect, other, _ in trials[1:3]
+    ]
+    return chosen, fitting, changes
 
 
 def _checked(job: Job) -> Job:
@@ -204,6 +268,8 @@ def _checked(job: Job) -> Job:
             f"--context {job.context} does not hold a prompt of {job.prompt} and an"
             f" answer of {job.answer} tokens; give at least {job.prompt + job.answer}"
         )
+    if job.micro_batch is not None and job.micro_batch < 1:
+        raise AdviceError(f"--ub: expected at least 1, got {job.micro_batch}")
     return job
 
 

@@ -6,49 +6,83 @@ and exit code 2; a bug of ours is a traceback.
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command, get_group
 
-from moesim.cli.deferred import DeferredCommand
+from moesim.base.version import __version__
 from moesim.cli.errors import guarded
 from moesim.cli.output import COMMAND_WORDS
-from moesim.version import __version__
 
-# The first ones are what a newcomer needs; help shows them in this order.
-COMMANDS = {
-    "replay": ("replay:replay", "Replay a trace through a policy on a machine."),
-    "compare": ("compare:compare", "Replay one trace under several policies."),
-    "sweep": ("sweeps.sweep:sweep", "Replay every combination of any options."),
-    "results": ("sweeps.results:results", "Ask questions of the results of sweeps."),
-    "search": (
-        "sweeps.search:search",
-        "Search for the best policy, memory and machine.",
-    ),
-    "advise": ("advice.advise:advise", "Say which llama.cpp flags are fastest here."),
-    "model": ("advice.model:model", "Print what a model file holds, by layer."),
-    "list": ("listing:list_", "List policies, systems, machines, models."),
-    "config": ("config:config", "Print a configuration file to start from."),
-    "record": ("record:record", "Run a model and write its routing trace."),
-    "doctor": ("machine.doctor:doctor", "Say what of this PC works."),
-    "profile": ("machine.profile:profile", "Measure this PC."),
-    "train-tiny": ("train:train_tiny", "Train the small model that ships."),
-    "hits": ("hits:hits", "Hit rates of caches at several sizes."),
-    "run": ("run:run", "Run real experts on this machine."),
-    "calibrate": ("calibrate:calibrate", "Learn this PC's costs from runs."),
-    "validate": ("validate:validate", "Compare simulated with measured runs."),
-    "sensitivity": ("sensitivity:sensitivity", "Say which constant decides who wins."),
-    "gap": ("gap:gap", "Say where a policy loses its time."),
-    "quality": ("quality:quality", "Measure what a policy does to a model's answers."),
-    "reproduce": ("reproduce:reproduce", "Published figures beside ours."),
-    "train-cache": ("train:train_cache", "Train a learned cache policy on a trace."),
-    "store": ("store:app", "Build expert stores."),
-    "trace": ("trace:app", "Look into traces, or make them of foreign files."),
+GROUPS = {
+    "Begin here": {
+        "replay": ("replay:replay", "Replay a trace through a policy on a machine."),
+        "compare": ("compare:compare", "Replay one trace under several policies."),
+        "advise": (
+            "advise:advise",
+            "Say which llama.cpp flags are fastest here.",
+        ),
+        "list": ("listing:list_", "List policies, systems, machines, models."),
+        "config": ("listing:config", "Print a configuration file to start from."),
+    },
+    "Simulate": {
+        "sweep": ("sweeps.sweep:sweep", "Replay every combination of any options."),
+        "search": (
+            "sweeps.search:search",
+            "Search for the best policy, memory and machine.",
+        ),
+        "results": (
+            "sweeps.results:results",
+            "Ask questions of the results of sweeps.",
+        ),
+        "hits": ("hits:hits", "Hit rates of caches at several sizes."),
+    },
+    "Explain": {
+        "gap": ("gap:gap", "Say where a policy loses its time."),
+        "sensitivity": (
+            "evidence:sensitivity",
+            "Say which constant decides who wins.",
+        ),
+        "quality": (
+            "quality:quality",
+            "Measure what a policy does to a model's answers.",
+        ),
+    },
+    "Routing and models": {
+        "trace": ("trace:app", "Look into traces, or make them of foreign files."),
+        "record": ("record:record", "Run a model and write its routing trace."),
+        "model": ("advise:model", "Print what a model file holds, by layer."),
+        "store": ("store:app", "Build expert stores."),
+        "train-cache": (
+            "train:train_cache",
+            "Train a learned cache policy on a trace.",
+        ),
+        "train-tiny": ("train:train_tiny", "Train the small model that ships."),
+    },
+    "This machine": {
+        "doctor": ("machine.doctor:doctor", "Say what of this PC works."),
+        "profile": ("machine.profile:profile", "Measure this PC."),
+        "verify": ("evidence:verify", "Say whether the simulator holds on this PC."),
+        "calibrate": ("evidence:calibrate", "Learn this PC's costs from runs."),
+        "run": ("run:run", "Run real experts on this machine."),
+        "validate": ("evidence:validate", "Compare simulated with measured runs."),
+    },
+    "Research": {
+        "reproduce": ("reproduce:reproduce", "Published figures beside ours."),
+    },
 }
-"""Name -> module and function, and the line that ``moesim --help`` shows; ``app`` is
-that of commands which have commands of their own.
+"""Title -> commands, as ``moesim --help`` shows them: name -> module and function, and
+a line of help; ``app`` is that of commands which have commands of their own.
 """
+
+COMMANDS = {name: place for group in GROUPS.values() for name, place in group.items()}
+
+
+LISTED = ("policies", "systems", "hardware", "machines", "models", "traces")
+"""Words that newcomers take for commands."""
 
 
 class _Commands(TyperGroup):
@@ -68,6 +102,25 @@ class _Commands(TyperGroup):
             )
             self.add_command(command)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Show commands in groups, those for a beginning first."""
+        del ctx
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(name, text) for name, (_, text) in commands.items()]
+                )
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command; what `list` lists is no command, and leads there."""
+        if args and args[0] in LISTED:
+            raise typer.BadParameter(
+                f"expected a command, got {args[0]!r}; did you mean `moesim list`?",
+                ctx=ctx,
+                param_hint="COMMAND",
+            )
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="moesim",
@@ -80,9 +133,7 @@ app = typer.Typer(
         "Which expert should be where, when, computed by whom: replay"
         " Mixture-of-Experts routing traces on a model of a PC."
     ),
-    epilog=(
-        "Start with: moesim replay TRACE --policy greedy, or make demo in a checkout."
-    ),
+    epilog=("Begin with: moesim replay tiny, or make demo in a checkout."),
 )
 
 
@@ -119,3 +170,36 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     COMMAND_WORDS.set(sys.argv[1:] if given is None else given)
     # Alone, typer would print errors and exit itself.
     guarded(lambda: app(args=given, prog_name="moesim", standalone_mode=False), given)
+
+
+class DeferredCommand(TyperCommand):
+    """A command, or a group of commands, by the place where it stands.
+
+    Args:
+        name: word that calls it.
+        short_help: line of the help that lists it.
+        module: to import.
+        function: its name in the module; a `typer.Typer` is a group.
+    """
+
+    def __init__(
+        self, name: str, *, short_help: str, module: str, function: str
+    ) -> None:
+        super().__init__(name, short_help=short_help, rich_markup_mode=None)
+        self.module = module
+        self.function = function
+
+    def make_context(self, *words: Any, **settings: Any) -> Any:
+        """Parse its arguments, as the command itself, which the context then names."""
+        return self.command().make_context(*words, **settings)
+
+    def command(self) -> Any:
+        """Import the command itself."""
+        function = getattr(import_module(self.module), self.function)
+        if isinstance(function, typer.Typer):
+            return get_group(function)
+
+        # Typer makes commands for applications only.
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(self.name)(function)
+        return get_command(app)

@@ -3,6 +3,7 @@
 An interrupt ends a command in an orderly way; a second one sets a deadline for that.
 """
 
+import errno
 import io
 import os
 import re
@@ -12,19 +13,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import typer
 
-from moesim.cli import memory
-from moesim.ends import (
+from moesim.base.ends import (
     ENDS,
     INTERRUPTED,
     exit_code,
     say_end,
     stopping_signals,
 )
+from moesim.base.text import VisibleStream, one_line
 
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
 """What typer raises for arguments that it cannot parse; it has no public name."""
@@ -32,7 +34,7 @@ UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assign
 OUTPUT_CLOSED = 1
 BAD_INPUT = 2
 """Exit codes; the first is typer's too, for an output that was closed as by ``|
-head``. Those of signals are in `moesim.ends`.
+head``. Those of signals are in `moesim.base.ends`.
 """
 
 CLEANUP_LIMIT_S = 1.5
@@ -53,18 +55,14 @@ def guarded(
         work: a whole command.
         arguments: of the command line; None takes those of the process.
     """
-    # A terminal that lacks a character shows a question mark.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
+    _prepare_streams()
     # Of a user's notebook, and may name what is not installed; nothing is shown here.
     os.environ["MPLBACKEND"] = "agg"
 
     code: object = 0
     with _interruptible() as signals:
         try:
-            memory.check_limit()
+            check_limit()
             _refuse_empty(sys.argv[1:] if arguments is None else arguments)
             code = work()
             sys.stdout.flush()
@@ -88,6 +86,25 @@ def guarded(
     if isinstance(code, int) and code in ENDS:
         say_end(code)
     sys.exit(code)  # type: ignore[arg-type]
+
+
+def _prepare_streams() -> None:
+    """Let both outputs take whatever is printed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        # Closed by whoever called; files may be all that is wanted.
+        if stream is None:
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, nowhere)
+        # A terminal that lacks a character shows a question mark.
+        elif type(stream) is io.TextIOWrapper:
+            shown = VisibleStream(stream)
+            # Its buffer has moved; results are poured into the process's own stream.
+            if getattr(sys, f"__{name}__") is stream:
+                setattr(sys, f"__{name}__", shown)
+            setattr(sys, name, shown)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 @contextmanager
@@ -150,7 +167,7 @@ def _give_up(number: int) -> None:
     """End this process and its children at once, and remove what is unfinished."""
     import psutil
 
-    from moesim.traces.files import discard_all
+    from moesim.base.files import discard_all
 
     for child in psutil.Process().children(recursive=True):
         # A child may end by itself while we look at it.
@@ -174,8 +191,8 @@ def _explain(error: Exception) -> None:
     if message is None:
         raise error
     # A group without a command answers with its help, which is no error.
-    prefix = "" if message.startswith("Usage:") else "error: "
-    print(f"{prefix}{message}", file=sys.stderr)
+    is_help = message.startswith("Usage:")
+    print(message if is_help else one_line(f"error: {message}"), file=sys.stderr)
 
 
 def _fault_of_policy(error: Exception) -> Exception:
@@ -226,8 +243,8 @@ def message_for_users(error: Exception) -> str | None:
     """One line about what a user can mend; None for a bug of ours."""
     if isinstance(error, UsageError):
         return _usage(error)
-    if memory.is_want_of_memory(error):
-        return memory.message(error)
+    if is_want_of_memory(error):
+        return memory_message(error)
     if isinstance(error, ImportError):
         return _missing_extra(error)
     # A machine that failed us is the user's to mend; a simulation that did is ours.
@@ -253,7 +270,7 @@ def _one_line(error: Exception) -> str:
         # A rename has two names, and the second is the one that users know.
         names = [name for name in (error.filename, error.filename2) if name is not None]
         return ": ".join([*map(str, names[-1:]), error.strerror])
-    return " ".join(str(error).split())
+    return str(error)
 
 
 def _usage(error: Any) -> str:
@@ -284,3 +301,95 @@ def _missing_extra(error: ImportError) -> str | None:
         f"this command needs {error.name}, which is not installed; pip install"
         f" 'moesim[{extra}]'"
     )
+
+
+MIB = 1 << 20
+LEAST_BYTES = 768 * MIB
+"""Address space that the smallest replay needs: with two cores 600 MiB were too little
+and 800 MiB enough (Linux, pyarrow 26).
+"""
+
+BYTES_PER_CORE = 16 * MIB
+"""Stack and buffers of a thread of the linear algebra library, which has one for each
+core.
+"""
+
+_SIGNS = (
+    "cannot allocate memory",
+    "failed to map segment",
+    "can't start new thread",
+    "could not find/load shared object",
+    "unable to allocate",
+    "std::bad_alloc",
+)
+"""Parts of messages of libraries that had too little."""
+
+
+class MemoryLimitError(MemoryError):
+    """This process may have less memory than it needs."""
+
+
+def limit_bytes() -> int | None:
+    """Return how much address space this process may have; None without a limit."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def check_limit() -> None:
+    """Refuse to begin under a limit that no command fits into.
+
+    Raises:
+        MemoryLimitError: naming what is needed and what there is.
+    """
+    limit = limit_bytes()
+    needed = LEAST_BYTES + BYTES_PER_CORE * (os.cpu_count() or 1)
+    if limit is not None and limit < needed:
+        raise MemoryLimitError(
+            f"needs {needed // MIB} MiB of memory, has {limit // MIB} MiB; raise the"
+            " limit (ulimit -v)"
+        )
+
+
+def is_want_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory was lacking."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    text = str(error).lower()
+    is_of_library = isinstance(error, ImportError | OSError | RuntimeError)
+    return is_of_library and any(sign in text for sign in _SIGNS)
+
+
+def memory_message(error: BaseException) -> str:
+    """One line: what the process needs at least, what there is, and a way out."""
+    if isinstance(error, MemoryLimitError):
+        return str(error)
+    limit = limit_bytes()
+    has = _available() if limit is None else f"has {limit // MIB} MiB"
+    peak = _peak_bytes()
+    needs = "needs more" if peak is None else f"needs more than {peak // MIB} MiB"
+    return f"not enough memory: {needs}, {has}; give smaller sizes, or --steps"
+
+
+def _peak_bytes() -> int | None:
+    """Most address space that this process ever had."""
+    try:
+        text = Path("/proc/self/status").read_text(encoding="ascii")
+        lines = dict(line.split(":", 1) for line in text.splitlines())
+        return int(lines["VmPeak"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _available() -> str:
+    try:
+        import psutil
+
+        return f"{psutil.virtual_memory().available // MIB} MiB are available"
+    except (ImportError, OSError):
+        return "less is available"

@@ -1,78 +1,434 @@
-"""Options that commands declare one by one, some of them fields of `RunConfig`."""
+"""A command line from a dataclass: every field becomes an option.
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, fields
+`from_dataclass` is given to a command, a function whose parameters say what it works
+with:
+
+- ``options``: the command's own options, a dataclass derived from `Options`;
+- ``config``: a `RunConfig`; or ``configs``, a list of them, one for every combination of
+  values that commas separate; or ``axes``, fields of `RunConfig` by name with the values
+  that were given;
+- ``context``: typer's;
+- any other parameter is typer's own.
+
+From these it makes the signature that typer reads, with ``--config FILE``. Before the
+command begins, it checks which options fit together, and that results have a place
+which is no input.
+"""
+
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from moesim.base.files import is_stdout
+from moesim.base.options import (
+    ConfigError,
+    Options,
+    as_list,
+    check_together,
+    default_of,
+    flag_of,
+    option_of,
+)
 from moesim.cli import parsers
-from moesim.runs.config import MeasuredConfig, RunConfig, default_of, option_of
+from moesim.cli.checks import check_places
+from moesim.runs.config import MeasuredConfig, RunConfig, in_order
 
-_PARSERS: Mapping[type, Callable[[str], Any]] = {
-    int: parsers.counts,
-    float: parsers.shares,
-    str: parsers.names,
+Command = Callable[..., None]
+
+_PLURALS = {
+    "trace": "--traces",
+    "policy": "--policies",
+    "cache": "--caches",
+    "cache_ratio": "--cache-ratios",
+    "batch": "--batches",
+    "seed": "--seeds",
+    "noise_seed": "--noise-seeds",
 }
-"""Parsers of several values, separated by commas, by the kind of one of them."""
+"""Second names of options that take several values."""
 
-PLURALS = {"cache_ratio": "--cache-ratios"}
-"""Second names of options that take several values; other commands know only these."""
+ConfigFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help=(
+            "Take options from a TOML file, or those of a run.json; what is given here"
+            " comes first."
+        ),
+    ),
+]
 
 
-def declared(field: Field[Any], *, several: bool = False) -> Any:
-    """The annotation from which typer makes an option of a field.
+def from_dataclass(
+    run: type[RunConfig] = RunConfig,
+    *,
+    without: Collection[str] = (),
+    from_file: bool = True,
+) -> Callable[[Command], Command]:
+    """Give a command an option for every field of its dataclasses.
 
     Args:
-        field: of a configuration.
-        several: whether the option takes several values, separated by commas.
+        run: the dataclass of ``config``.
+        without: fields of `run` that mean nothing to the command and keep their
+            defaults.
+        from_file: whether there is ``--config``.
     """
-    option = option_of(field)
-    if several:
-        parser = parsers.sizes_bytes if option.is_size else _PARSERS[option.kind]
-        plural = PLURALS.get(field.name)
+
+    def decorate(command: Command) -> Command:
+        line = _CommandLine(command, run, without, from_file=from_file)
+
+        @functools.wraps(command)
+        def call(**values: Any) -> None:
+            line.call(values)
+
+        # Typer reads options off a signature, so a signature is all that it needs.
+        parameters = line.parameters()
+        signature = inspect.Signature(parameters)
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        call.__annotations__ = {each.name: each.annotation for each in parameters}
+        return call
+
+    return decorate
+
+
+class _CommandLine:
+    """The command line of one command; see `from_dataclass`."""
+
+    def __init__(
+        self,
+        command: Command,
+        run: type[RunConfig],
+        without: Collection[str],
+        *,
+        from_file: bool,
+    ) -> None:
+        self.command = command
+        self.declared = inspect.signature(command).parameters
+        self.run = run
+        self.options: type[Options] | None = None
+        if "options" in self.declared:
+            self.options = self.declared["options"].annotation
+        self.own = {} if self.options is None else _fields(self.options)
+        self.shared: dict[str, Field[Any]] = {}
+        if {"config", "configs", "axes"} & self.declared.keys():
+            # A command may say more exactly what one of the run's options means to it.
+            hidden = {*without, *self.own}
+            every = _fields(run)
+            self.shared = {
+                name: every[name]
+                for name in in_order(every)
+                if name not in hidden and self._is_option(every[name])
+            }
+        # What makes axes reads files of its own, with lists in them.
+        self.from_file = from_file and "axes" not in self.declared
+
+    def _is_option(self, field: Field[Any]) -> bool:
+        # Axes take all but digests, which belong to one file.
+        if "axes" in self.declared:
+            return not field.name.endswith("_digest")
+        return option_of(field).on_command_line
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """Typer's parameters, in the order in which help shows them."""
+        ordered: list[inspect.Parameter] = []
+        for name, parameter in self.declared.items():
+            if name == "options":
+                ordered += map(self._parameter, self.own.values())
+            elif name == "config":
+                ordered += map(self._parameter, self.shared.values())
+            elif name in {"configs", "axes"}:
+                is_axis = name == "axes"
+                ordered += [
+                    self._several(field, is_axis=is_axis)
+                    for field in self.shared.values()
+                ]
+            elif name != "context":
+                # Required ones may follow optional ones only if all are keywords.
+                ordered.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        if self.from_file:
+            ordered.append(_keyword("config_file", ConfigFileOption, None))
+        # Typer fills it in; it tells which options were given.
+        ordered.append(_keyword("context", typer.Context))
+        return ordered
+
+    def _parameter(self, field: Field[Any]) -> inspect.Parameter:
+        default = field.default
+        if default is MISSING:
+            # A file may state it; without one the command line must.
+            default = None if self.from_file else inspect.Parameter.empty
+        if field.name == "trace" and not self.from_file:
+            default = inspect.Parameter.empty
+        return _keyword(field.name, _annotation(field), default)
+
+    def _several(self, field: Field[Any], *, is_axis: bool) -> inspect.Parameter:
+        """A parameter that takes several values, where the field can."""
+        stated = option_of(field)
+        if not is_axis and stated.several is None:
+            return self._parameter(field)
+        # Limits are one value, although a comma stands between them.
+        is_single = field.name == "slo"
+        plural = _PLURALS.get(field.name)
         info = typer.Option(
-            flag(field.name),
+            flag_of(field),
             *([] if plural is None else [plural]),
-            metavar=f"{option.metavar},…",
-            parser=parser,
-            help=option.several,
+            metavar=f"{stated.metavar or 'NAME'}{'' if is_single else ',…'}",
+            parser=(lambda text: (text,)) if is_single else _list_parser(field),
+            help=stated.several or stated.help,
             autocompletion=completion_of(field),
         )
-        return Annotated[str | None, info]
+        default = None if is_axis else default_of(field)
+        return _keyword(field.name, Annotated[Any, info], default)
 
-    info = _option_info(field)
-    kind: Any = option.kind
+    def call(self, values: dict[str, Any]) -> None:
+        """Build the dataclasses, check them, and call the command."""
+        context = values.pop("context")
+        file = values.pop("config_file", None)
+        known = {*self.shared, *self.own}
+        arguments = {name: values[name] for name in values.keys() - known}
+        given = {name: values[name] for name in _explicit(context, known)}
+        stated = {} if file is None else self._read(file, context)
+        parts: list[Options] = []
+        try:
+            if self.options is not None:
+                options = self._own(stated | given, context)
+                arguments["options"] = options
+                parts.append(options)
+            if "axes" in self.declared:
+                shared = given.keys() & self.shared.keys()
+                arguments["axes"] = {name: given[name] for name in shared}
+            elif self.shared:
+                configs = self._runs(stated, given, context)
+                # It knows the policies' names, which help does not need.
+                from moesim.runs.words import check_words
+
+                for config in configs:
+                    check_words(config)
+                several = "configs" in self.declared
+                arguments |= {"configs": configs} if several else {"config": configs[0]}
+                parts.append(configs[0])
+            fields_ = [*self.shared.values(), *self.own.values()]
+            check_together(fields_, given.keys() | stated.keys(), name=flag_of)
+        except ConfigError as error:
+            raise self._named(error, context) from None
+
+        inputs = _inputs(parts, arguments.get("axes", {}))
+        if file is not None:
+            inputs.append(file)
+        files = [place for part in parts for place in part.outputs()]
+        check_places(
+            folders=[place for part in parts for place in part.folders()],
+            files=files,
+            inputs=inputs,
+        )
+        if "context" in self.declared:
+            arguments["context"] = context
+        # What a result is poured into must not get the report as well.
+        is_taken = any(is_stdout(place) for place in files)
+        with redirect_stdout(sys.stderr) if is_taken else nullcontext():
+            self.command(**arguments)
+
+    def _own(self, values: Mapping[str, Any], context: typer.Context) -> Options:
+        """The command's own options.
+
+        Raises:
+            typer.BadParameter: one that must be given is not.
+        """
+        assert self.options is not None
+        for name, field in self.own.items():
+            if field.default is MISSING and values.get(name) is None:
+                raise typer.BadParameter(
+                    "expected one, here or in the file of --config",
+                    ctx=context,
+                    param_hint=flag_of(field),
+                )
+        return self.options(
+            **{name: values[name] for name in self.own.keys() & values.keys()}
+        )
+
+    def _runs(
+        self,
+        stated: Mapping[str, Any],
+        given: Mapping[str, Any],
+        context: typer.Context,
+    ) -> list[RunConfig]:
+        """One configuration for every combination of the values given.
+
+        Raises:
+            typer.BadParameter: no trace, where only a trace can run.
+        """
+        names = _fields(self.run).keys() - self.own.keys()
+        base = self.run(**{name: stated[name] for name in names & stated.keys()})
+        several = "configs" in self.declared
+        values = {
+            name: value if several and isinstance(value, tuple) else (value,)
+            for name, value in given.items()
+            if name in self.shared
+        }
+        configs = [
+            base.replaced(**dict(zip(values, combination, strict=True)))
+            for combination in itertools.product(*values.values())
+        ]
+        # A measured run may take a model instead; its command checks that.
+        has_trace = "trace" not in self.shared or configs[0].trace is not None
+        if self.run is RunConfig and not has_trace:
+            raise typer.BadParameter(
+                "expected a trace, here or in the file of --config",
+                ctx=context,
+                param_hint="TRACE",
+            )
+        return configs
+
+    def _read(self, file: Path, context: typer.Context) -> dict[str, Any]:
+        """Options of a file; a note where its run was made by another moesim."""
+        from moesim.base.version import __version__, git_commit
+        from moesim.runs.config_file import read_config
+
+        content = read_config(file, more=self.own)
+        # TOML files are written by hand and name no version.
+        made_by = (content.version, content.git_commit)
+        if content.version is not None and made_by != (__version__, git_commit()):
+            print(
+                f"note: {file} was made by moesim {content.version} at commit"
+                f" {content.git_commit}; this is {__version__} at commit"
+                f" {git_commit()}, so results may differ",
+                file=sys.stderr,
+            )
+        # Digests are no options, but every run checks them.
+        supported = {*self.shared, *self.own}
+        if self.shared:
+            supported |= {
+                name
+                for name, field in _fields(self.run).items()
+                if not option_of(field).on_command_line
+            }
+        values = content.supported(supported, command=context.command_path)
+        if self.shared:
+            # What is wrong in a file is told as the file's.
+            names = _fields(self.run).keys() - self.own.keys()
+            run = {name: values[name] for name in names & values.keys()}
+            replace(content, values=run).build(self.run)
+        return values
+
+    def _named(self, error: ConfigError, context: typer.Context) -> Exception:
+        """The error as the command line's, if it begins with the name of an option."""
+        name, colon, reason = str(error).partition(": ")
+        field = (self.shared | self.own).get(name)
+        if not colon or field is None:
+            return error
+        return typer.BadParameter(reason, ctx=context, param_hint=flag_of(field))
+
+
+def _fields(kind: type[Options]) -> dict[str, Field[Any]]:
+    return {field.name: field for field in fields(kind)}
+
+
+def _keyword(
+    name: str, annotation: Any, default: Any = inspect.Parameter.empty
+) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
+    )
+
+
+def _explicit(context: typer.Context, names: Collection[str]) -> list[str]:
+    """Options that stand on the command line; all others have their defaults."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [
+        name
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    ]
+
+
+def _inputs(parts: Iterable[Options], axes: Mapping[str, Any]) -> list[Path]:
+    """Every file that the options name to be read, those that are implied too."""
+    inputs = [place for part in parts for place in part.inputs()]
+    for name in ("trace", "warm", "hw", "artefacts"):
+        for value in as_list(axes.get(name, ())):
+            inputs += RunConfig(**{name: value}).inputs()
+    return inputs
+
+
+def _annotation(field: Field[Any]) -> Any:
+    """The annotation from which typer makes an option or argument of a field."""
+    stated = option_of(field)
+    details = _details(field)
+    kind: Any = stated.kind
+    if stated.argument or field.name == "trace":
+        # A list without a default would ask for at least one word.
+        kind = list[kind] if stated.many else kind
+        info = typer.Argument(**details, show_default=False)
+        return Annotated[kind | None, info]
+    if stated.many:
+        kind = Any
+        if field.default not in {None, MISSING}:
+            details["show_default"] = ",".join(map(str, field.default))
     # Typer reads from the type whether an option may be left out.
-    if default_of(field) is None:
+    elif default_of(field) is None:
         kind = kind | None
-    return Annotated[kind, info]
+    return Annotated[kind, typer.Option(_declared_flag(field), **details)]
 
 
-def declared_argument(field: Field[Any]) -> Any:
-    """The annotation from which typer makes an argument of a field."""
-    option = option_of(field)
-    info = typer.Argument(metavar=option.metavar, help=option.help, show_default=False)
-    return Annotated[Path | None, info]
+def _declared_flag(field: Field[Any]) -> str:
+    """Its flag, with the one that says no to what is done without being asked."""
+    flag = flag_of(field)
+    if option_of(field).kind is bool and field.default is True:
+        return f"{flag}/--no-{flag.removeprefix('--')}"
+    return flag
 
 
-def _option_info(field: Field[Any]) -> Any:
-    option = option_of(field)
+def _details(field: Field[Any]) -> dict[str, Any]:
+    """What typer is told of a field's values."""
+    stated = option_of(field)
     details: dict[str, Any] = {
-        "metavar": option.metavar,
-        "help": option.help,
+        "metavar": stated.metavar,
+        "help": stated.help,
         "autocompletion": completion_of(field),
     }
+    if stated.many and not stated.argument:
+        details["metavar"] = f"{stated.metavar or 'NAME'},…"
+        details["parser"] = _list_parser(field)
+    elif stated.choices:
+        details["parser"] = parsers.one_of(*stated.choices)
     # Bounds of a size are checked with the other sizes, against the model.
-    if option.choices:
-        details["parser"] = parsers.one_of(*option.choices)
-    elif option.is_size:
+    elif stated.is_size:
         details["parser"] = parsers.size_bytes
-    else:
-        details["min"] = option.minimum
-        details["max"] = option.maximum
-    return typer.Option(flag(field.name), **details)
+    elif stated.pattern is not None:
+        details["parser"] = parsers.matching(*stated.pattern)
+    elif stated.kind in {int, float}:
+        details["min"] = stated.minimum
+        details["max"] = stated.maximum
+    return details
+
+
+def _list_parser(field: Field[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """The parser of several values, separated by commas."""
+    stated = option_of(field)
+
+    def parse(text: Any) -> tuple[Any, ...]:
+        # Typer parses defaults, too.
+        if not isinstance(text, str):
+            return tuple(text)
+        if stated.policy_kind is not None:
+            return tuple(parsers.split_policies(text, flag_of(field)))
+        if stated.is_size:
+            return parsers.sizes_bytes(text)
+        if stated.kind is int:
+            return parsers.counts(text)
+        if stated.kind is float:
+            is_share = (stated.minimum, stated.maximum) == (0, 1)
+            return parsers.shares(text) if is_share else tuple(parsers.numbers(text))
+        return tuple(stated.kind(name) for name in parsers.names(text))
+
+    return parse
 
 
 def completion_of(field: Field[Any]) -> Callable[[str], list[str]] | None:
@@ -110,14 +466,10 @@ def _machines() -> tuple[str, ...]:
     return list_profiles()
 
 
-def flag(name: str) -> str:
-    """``gpu_memory_bytes`` -> ``--gpu-memory``: people write the unit themselves."""
-    return "--" + name.removesuffix("_bytes").replace("_", "-")
-
-
 def _shared(name: str, config: type[RunConfig] = RunConfig) -> Any:
     """The typer option of one field, for commands that share only a few of them."""
-    return _option_info(next(field for field in fields(config) if field.name == name))
+    field = next(field for field in fields(config) if field.name == name)
+    return typer.Option(_declared_flag(field), **_details(field))
 
 
 # Commands that need a trace and take no file of options.

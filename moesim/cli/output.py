@@ -1,17 +1,30 @@
-"""Lines that many commands print when they are done."""
+"""What many commands print: progress while they work, and lines when they are done."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+import time
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from moesim.base.text import one_line, visible
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from moesim.runs.config import RunConfig
+    from moesim.runs.bound.host_memory import MemoryBound
+    from moesim.runs.bound.least_time import Bound
+    from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.reader import Trace
+
+
+LONGEST_NOTE = 600
+"""Letters of a note."""
 
 COMMAND_WORDS: ContextVar[Sequence[str]] = ContextVar("COMMAND_WORDS", default=())
 """The command line of this process behind the program's name."""
@@ -27,38 +40,184 @@ def print_written(places: Iterable[Path | None]) -> None:
     for place in places:
         # Callers list all that could be written.
         if place is not None:
-            print(f"wrote {place}")
+            print(f"wrote {visible(str(place))}")
 
 
 def print_notes(warnings: Iterable[str]) -> None:
     """Print warnings on standard error, so that they are no results."""
     for warning in warnings:
-        print(f"note: {warning}", file=sys.stderr)
+        print(one_line(f"note: {warning}", LONGEST_NOTE), file=sys.stderr)
 
 
-def bound_json(config: RunConfig, makespan_s: float) -> dict[str, Any]:
+def bound_json(bound: Bound | MemoryBound | None, makespan_s: float) -> dict[str, Any]:
     """What `print_bound` prints, as the part of a JSON object: ``bound``, None where
     there is none.
     """
-    from moesim.bound.of_replay import bound_of
-
-    bound = bound_of(config)
     if bound is None:
         return {"bound": None}
     return {"bound": bound.to_json() | {"share": bound.share(makespan_s)}}
 
 
-def print_bound(config: RunConfig, makespan_s: float, lead: str = "") -> None:
+def print_bound(
+    bound: Bound | MemoryBound | None, makespan_s: float, lead: str = ""
+) -> None:
     """Print how far a run is from the physical bound, where there is one.
 
     Args:
-        config: of the run.
+        bound: of the run.
         makespan_s: that it took.
         lead: words in front, such as whose run it is.
     """
-    # It walks through the trace, so commands that print no bound do not load it.
-    from moesim.bound.of_replay import bound_of
-
-    bound = bound_of(config)
     if bound is not None:
         print(f"bound: {lead}{bound.words(makespan_s)}")
+
+
+def quiet_libraries() -> None:
+    """Turn off the progress bars of libraries that load models; call it before they are
+    imported.
+    """
+    # A user who set it wins.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+class PlainProgress:
+    """Lines about long work where there is no terminal: at most one in 30 s, and none
+    about what is shorter.
+
+    Args:
+        label: begins each line.
+        clock_s: tells the time; injected by tests.
+    """
+
+    EVERY_S = 30.0
+
+    def __init__(
+        self, label: str, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._label = label
+        self._clock_s = clock_s
+        self._begin_s = self._last_s = clock_s()
+
+    def show(self, done: float, total: float | None) -> None:
+        """Print a line if one is due."""
+        now_s = self._clock_s()
+        if now_s - self._last_s < self.EVERY_S:
+            return
+        self._last_s = now_s
+        words = f"{self._label}: {done:g} done"
+        if total:
+            share = min(done / total, 1.0)
+            words = f"{self._label}: {share:.0%}"
+        # Of the first steps nothing can be foretold.
+        if total and share >= _FORETOLD:
+            left_s = (now_s - self._begin_s) * (1.0 - share) / share
+            words += f", about {_duration(left_s)} left"
+        print(words, file=sys.stderr, flush=True)
+
+
+_FORETOLD = 0.05
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min"
+
+
+@contextmanager
+def bar(label: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
+    """Show a bar while the block runs; yield a function to call with the work done so
+    far.
+
+    Args:
+        label: stands beside the bar.
+        total: the whole work; None if it is unknown.
+    """
+    with bars(label) as (show,):
+        show(0, total)
+        yield lambda done: show(done, total)
+
+
+@contextmanager
+def bars(*labels: str) -> Iterator[list[Callable[[float, float | None], None]]]:
+    """Show several bars while the block runs, each from its first update on.
+
+    Args:
+        labels: one for each bar.
+
+    Yields:
+        For each bar a function to call with the work done so far and the whole work.
+    """
+    if not sys.stderr.isatty():
+        yield [PlainProgress(label).show for label in labels]
+        return
+
+    # A fifth of a second that commands without a terminal need not pay.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    # A bar disappears when it is done: only results stay on the screen.
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        tasks = [progress.add_task(each, total=None, visible=False) for each in labels]
+        yield [partial(_update, progress, task) for task in tasks]
+
+
+def _update(progress: Any, task: Any, done: float, total: float | None) -> None:
+    progress.update(task, completed=done, total=total, visible=True)
+
+
+@contextmanager
+def messages(label: str) -> Iterator[Callable[[str], None]]:
+    """Show a spinner while the block runs; yield a function that sets the text beside
+    it.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(label) as status:
+        yield lambda text: status.update(f"{label}: {text}")
+
+
+@contextmanager
+def steps_of(label: str) -> Iterator[Callable[[str, float], None]]:
+    """Show a bar that fills to one; yield a function to call with the name of the part
+    that runs and the share that is done.
+    """
+    with bar(label, 1.0) as show:
+        yield lambda _part, done: show(done)
+
+
+@contextmanager
+def replaying(
+    label: str, trace: Trace, steps: int | None
+) -> Iterator[Callable[[RoutedStep], None]]:
+    """Show the progress of a replay; yield what `replay` takes as `progress`.
+
+    With `steps` the bar counts forward passes, otherwise tokens at layers, of which the
+    trace has one per row.
+    """
+    done = 0
+
+    with bar(label, steps or trace.rows) as show:
+
+        def after(step: RoutedStep) -> None:
+            nonlocal done
+            # How many steps a trace has is known only after composing it.
+            done += 1 if steps else step.tokens * trace.shape.layers
+            show(done)
+
+        yield after

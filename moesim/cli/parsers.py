@@ -9,14 +9,14 @@ import typer
 def size_bytes(text: str) -> int:
     """Parse ``8GiB``, ``500MB`` or ``1024``."""
     # Only commands that are given a size need the module.
-    from moesim.traces.sizes import parse_bytes
+    from moesim.base.sizes import parse_bytes
 
     try:
         return parse_bytes(text)
     except ValueError as error:
-        from moesim.hwprofiles.parsing import several
+        from moesim.base.words import one_expected
 
-        raise typer.BadParameter(f"{error}{several(text, 'size')}") from None
+        raise typer.BadParameter(f"{error}{one_expected(text, 'size')}") from None
 
 
 def sizes_bytes(text: str) -> tuple[int, ...]:

@@ -12,9 +12,10 @@ import os
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from moesim.base.files import write_text
+from moesim.base.text import visible_lines
+from moesim.base.version import __version__
 from moesim.reporting.figures import svg
-from moesim.traces.files import write_text
-from moesim.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,6 +100,8 @@ def render(template: str, **content: Any) -> str:
     environment = Environment(
         loader=PackageLoader("moesim.reporting"),
         autoescape=True,
+        # Names from files may hold control characters.
+        finalize=_shown,
         # A forgotten name is an error, not an empty place on the page.
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -106,6 +109,11 @@ def render(template: str, **content: Any) -> str:
         keep_trailing_newline=True,
     )
     return environment.get_template(template).render(**content)
+
+
+def _shown(value: Any) -> Any:
+    """Text as a page shows it; markup of ours, such as figures, stays as it is."""
+    return visible_lines(value) if type(value) is str else value
 
 
 def write_page(path: Path, template: str, **content: Any) -> Path:

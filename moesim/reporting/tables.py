@@ -19,8 +19,14 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
+from moesim.base.files import write_bytes, write_text
+from moesim.base.text import cell, visible
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    import pandas as pd
 
 PLAIN_WIDTH = 80
 """Columns of a screen of which nothing is known."""
@@ -80,6 +86,7 @@ def aligned(rows: Sequence[Sequence[str]], *, lead: int = 1) -> list[str]:
         Lines without trailing spaces; an empty one between two blocks.
     """
     shown = screen()
+    rows = [[visible(text) for text in row] for row in rows]
     natural = _natural_widths(rows, shown.width)
     narrow = _narrow_widths(rows, natural)
 
@@ -116,7 +123,7 @@ def facts_lines(facts: Iterable[tuple[str, str]], *, indent: int = 0) -> list[st
 
     Long texts wrap within their own column. A pair of empty strings is an empty line.
     """
-    pairs = list(facts)
+    pairs = [(visible(name), visible(text)) for name, text in facts]
     shown = screen()
     # A very long name wraps too, or nothing is left for the texts.
     longest = max(cell_len(name) for name, _ in pairs)
@@ -206,3 +213,21 @@ def _groups(widths: list[int], limit: int, lead: int) -> list[list[int]]:
             current = leading
         current = [*current, column]
     return [*groups, current]
+
+
+def save_table(table: pd.DataFrame, path: Path) -> Path:
+    """Write a comparison, in seconds and bytes.
+
+    Args:
+        table: one row per run.
+        path: Parquet if it ends in ``.parquet``, else CSV.
+    """
+    if path.suffix != ".parquet":
+        safe = table.map(lambda value: cell(value) if type(value) is str else value)
+        write_text(path, safe.to_csv(index=False, lineterminator="\n"))
+        return path
+
+    # Columns of None and numbers are objects, which Parquet refuses.
+    content = table.convert_dtypes().to_parquet(index=False)
+    write_bytes(path, content)
+    return path

@@ -6,23 +6,24 @@ the JSON schema are all derived from its fields. So a new option is a field here
 line where it is used.
 """
 
-# ruff: noqa: RUF009 - `_option` answers `dataclasses.field`, which makes no defaults
 from __future__ import annotations
 
-import difflib
 import inspect
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from numbers import Integral, Real
+import re
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from moesim.base.options import ConfigError, Options, is_list, option, option_of
+from moesim.base.sizes import format_bytes, parse_bytes
+from moesim.base.words import did_you_mean
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.systems import System
-    from moesim.runs.memory import MemoryOptions, MemorySize
-    from moesim.runtime.record.residual import Residual
+    from moesim.runtime.record.calibration import Residual
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.reader import Trace
     from moesim.traces.passes import Passes
@@ -30,51 +31,8 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 
-class ConfigError(ValueError):
-    """An option that does not exist, or a value that does not fit it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """How people write the value of a field, and which values fit.
-
-    Attributes:
-        help: one line that explains it.
-        kind: what a text is read as: ``str``, ``int``, ``float``, ``bool`` or ``Path``.
-        metavar: stands for the value in help texts; None shows the kind.
-        minimum, maximum: bounds of a number, both included.
-        choices: the only texts that fit; empty where any does.
-        is_size: the number counts bytes, which people write as ``8GiB``.
-        policy_kind: the text names a policy of this kind, parameters included.
-        several: help for commands that take several values at once; None where no
-            command does.
-        accepts_objects: Python may pass what the text stands for, already loaded.
-        on_command_line: False for what only files and Python say.
-    """
-
-    help: str
-    kind: type = str
-    metavar: str | None = None
-    minimum: float | None = None
-    maximum: float | None = None
-    choices: tuple[str, ...] = ()
-    is_size: bool = False
-    policy_kind: str | None = None
-    several: str | None = None
-    accepts_objects: bool = False
-    on_command_line: bool = True
-
-
-def _option(default: Any, text: str, **details: Any) -> Any:
-    """Declare a field of a configuration; `details` as in `Option`."""
-    return field(default=default, metadata={"option": Option(text, **details)})
-
-
-def option_of(declared: Field[Any]) -> Option:
-    """How people write the value of a field."""
-    option: Option = declared.metadata["option"]
-    return option
-
+MOST_CONTEXT_TOKENS = 1 << 24
+"""More than any model takes."""
 
 MOST_MEMORY_BYTES = 1 << 50
 """A PiB: more than any machine has."""
@@ -82,59 +40,12 @@ MOST_MEMORY_BYTES = 1 << 50
 CACHE_SIZES = ("cache_ratio", "slots_per_layer", "gpu_memory_bytes")
 """Three ways to state one quantity, the size of the GPU cache."""
 
-_SCOPE = {"scope": "cache_scope"}
-"""`MemoryOptions` is about caches only, so it calls the field by a shorter name."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
-    """What a run is made with: trace, policies, machine, memories, and the walk.
+class MemoryOptions(Options):
+    """How a user states the sizes of memories; at most one of the first three."""
 
-    Every field is an option of the command line and a key of configuration files. None
-    leaves the choice to the system, the profile or the default that the help names.
-
-    Raises:
-        ConfigError: a value that does not fit its field.
-    """
-
-    trace: str | Path | Trace | None = _option(
-        None,
-        "A moesim trace (Parquet), or tiny, which ships.",
-        kind=Path,
-        metavar="TRACE",
-        accepts_objects=True,
-    )
-    # Who decides. A system is all four policies; the others replace parts of it.
-    policy: str = _option(
-        "greedy",
-        "A system or an assignment policy (see: list).",
-        metavar="NAME",
-        policy_kind="assignment",
-    )
-    cache: str | None = _option(
-        None,
-        "Cache policy, such as lru or lfu:decay=0.9 (see: list cache).",
-        policy_kind="cache",
-    )
-    prefetch: str | None = _option(
-        None, "Prefetch policy (see: list prefetch).", policy_kind="prefetch"
-    )
-    routing: str | None = _option(
-        None,
-        "Routing policy; any but as-recorded alters the model's output.",
-        policy_kind="routing",
-    )
-    hw: str | Path | HardwareProfile | None = _option(
-        None,
-        "Hardware profile. Default: ./hw.toml, your own moesim/hw.toml, or"
-        " rtx3090-epyc7532.",
-        metavar="NAME|FILE",
-        several="Hardware profiles. Default: ./hw.toml, your own moesim/hw.toml, or"
-        " rtx3090-epyc7532.",
-        accepts_objects=True,
-    )
-    # How large memories are. The first three state one size; at most one is given.
-    cache_ratio: float | None = _option(
+    cache_ratio: float | None = option(
         None,
         "Share of all experts in the GPU cache.",
         kind=float,
@@ -143,7 +54,7 @@ class RunConfig:
         maximum=1,
         several="Shares of all experts in the GPU cache.",
     )
-    slots_per_layer: int | None = _option(
+    slots_per_layer: int | None = option(
         None,
         "Experts per layer in the GPU cache.",
         kind=int,
@@ -151,7 +62,7 @@ class RunConfig:
         minimum=0,
         several="Experts per layer in the GPU cache.",
     )
-    gpu_memory_bytes: int | None = _option(
+    gpu_memory_bytes: int | None = option(
         None,
         "Memory of each GPU for weights, such as 8GiB; experts get what the rest"
         " leaves. Default: the card's own, less keys and values and workspace.",
@@ -164,15 +75,7 @@ class RunConfig:
         " the rest leaves. Default: the card's own, less keys and values and"
         " workspace.",
     )
-    context_tokens: int = _option(
-        8192,
-        "Tokens of a sequence whose keys and values the GPU holds, where no size of its"
-        " cache is given.",
-        kind=int,
-        metavar="N",
-        minimum=0,
-    )
-    host_memory_bytes: int | None = _option(
+    host_memory_bytes: int | None = option(
         None,
         "Host memory for experts; what does not fit is read from SSD.",
         kind=int,
@@ -181,25 +84,20 @@ class RunConfig:
         maximum=MOST_MEMORY_BYTES,
         is_size=True,
     )
-    host_cache: str = _option(
-        "lru",
-        "Cache policy of host memory where --host-memory limits it.",
-        policy_kind="cache",
-    )
-    cache_scope: str | None = _option(
+    cache_scope: str | None = option(
         None,
         "Do layers share the cache's slots? Default: the system's, else layer.",
         metavar="layer|global",
         choices=("layer", "global"),
     )
-    staging: int | None = _option(
+    staging: int | None = option(
         None,
         "Staging slots. Default: the system's or profile's.",
         kind=int,
         metavar="N",
         minimum=1,
     )
-    prefetch_budget_bytes: int | None = _option(
+    prefetch_budget_bytes: int | None = option(
         None,
         "Most bytes prefetched per layer step.",
         kind=int,
@@ -207,20 +105,156 @@ class RunConfig:
         minimum=0,
         is_size=True,
     )
-    gpu_split: str = _option(
+    gpu_split: str = option(
         "layers",
         "What several GPUs share out.",
         metavar="layers|experts",
         choices=("layers", "experts"),
     )
+
+    @classmethod
+    def parse(cls, value: MemoryOptions | str | int) -> MemoryOptions:
+        """Read the size of the GPU cache as `size_words` writes it.
+
+        Args:
+            value: memory of each GPU (``8GiB``, or bytes), ``16 slots`` per layer, or
+                ``25 %`` of all experts; options are returned as they are.
+
+        Raises:
+            ConfigError: anything else.
+        """
+        if isinstance(value, MemoryOptions):
+            return value
+        text = str(value).strip()
+        if slots := re.fullmatch(r"(\d+) slots?", text):
+            return cls(slots_per_layer=int(slots[1]))
+        if share := re.fullmatch(r"([\d.]+) ?%", text):
+            return cls(cache_ratio=float(share[1]) / 100)
+        try:
+            # A plain number in Python counts bytes, as in every name that says so.
+            return cls(gpu_memory_bytes=parse_bytes(value, where="memory"))
+        except ValueError as error:
+            raise ConfigError(
+                f'{error}; also "16 slots" per layer, or "25 %" of all experts'
+            ) from None
+
+    @property
+    def is_stated(self) -> bool:
+        """Whether the size of the GPU cache was stated."""
+        return self.stated > 0
+
+    @property
+    def stated(self) -> int:
+        """In how many ways it was stated."""
+        sizes = (self.cache_ratio, self.slots_per_layer, self.gpu_memory_bytes)
+        return sum(size is not None for size in sizes)
+
+    @property
+    def size(self) -> tuple[str, float]:
+        """How the size of the GPU cache was stated, as an attribute's name, and the
+        number.
+        """
+        for name in ("gpu_memory_bytes", "slots_per_layer", "cache_ratio"):
+            value = getattr(self, name)
+            if value is not None:
+                return name, value
+        # What the card has left differs by machine and model.
+        return "gpu_memory_bytes", 0
+
+    @property
+    def size_words(self) -> str:
+        """The size of the GPU cache for people: ``8.0 GiB``, ``8.01 GiB``, ``16 slots``
+        or ``25 %``; ``default`` for what the card has left.
+        """
+        name, value = self.size
+        if not self.is_stated:
+            return "default"
+        if name == "slots_per_layer":
+            return f"{value} slots"
+        if name == "cache_ratio":
+            return f"{100 * value:.6g} %"
+        # As many decimals as tell this size from its neighbours, up to three.
+        for decimals in (1, 2):
+            text = format_bytes(value, decimals)
+            if parse_bytes(text) == value:
+                return text
+        return format_bytes(value, 3)
+
+
+MemorySize = MemoryOptions | str | int
+"""What `MemoryOptions.parse` reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig(MemoryOptions):
+    """What a run is made with: trace, policies, machine, memories, and the walk.
+
+    Every field is an option of the command line and a key of configuration files. None
+    leaves the choice to the system, the profile or the default that the help names.
+
+    Raises:
+        ConfigError: a value that does not fit its field.
+    """
+
+    trace: str | Path | Trace | None = option(
+        None,
+        "A moesim trace (Parquet), or tiny, which ships.",
+        kind=Path,
+        metavar="TRACE",
+        place="input",
+        accepts_objects=True,
+    )
+    # Who decides. A system is all four policies; the others replace parts of it.
+    policy: str = option(
+        "greedy",
+        "A system or an assignment policy (see: list).",
+        metavar="NAME",
+        policy_kind="assignment",
+    )
+    cache: str | None = option(
+        None,
+        "Cache policy, such as lru or lfu:decay=0.9 (see: list cache).",
+        policy_kind="cache",
+    )
+    prefetch: str | None = option(
+        None, "Prefetch policy (see: list prefetch).", policy_kind="prefetch"
+    )
+    routing: str | None = option(
+        None,
+        "Routing policy; any but as-recorded alters the model's output.",
+        policy_kind="routing",
+    )
+    hw: str | Path | HardwareProfile | None = option(
+        None,
+        "Hardware profile. Default: ./hw.toml, your own moesim/hw.toml, or"
+        " rtx3090-epyc7532.",
+        metavar="NAME|FILE",
+        several="Hardware profiles. Default: ./hw.toml, your own moesim/hw.toml, or"
+        " rtx3090-epyc7532.",
+        accepts_objects=True,
+    )
+    context_tokens: int = option(
+        8192,
+        "Tokens of a sequence whose keys and values the GPU holds, where no size of its"
+        " cache is given.",
+        kind=int,
+        metavar="N",
+        minimum=0,
+        maximum=MOST_CONTEXT_TOKENS,
+    )
+    host_cache: str = option(
+        "lru",
+        "Cache policy of host memory where --host-memory limits it.",
+        policy_kind="cache",
+    )
     # How the trace is walked through, and what is known before.
-    batch: int = _option(
+    batch: int = option(
         1, "Sequences that run together.", kind=int, metavar="B", minimum=1
     )
-    steps: int | None = _option(
+    steps: int | None = option(
         None, "Keep the first N forward passes.", kind=int, metavar="N", minimum=1
     )
-    micro_batch: int | None = _option(
+    micro_batch: int | None = option(
         None,
         "Most prompt tokens of a forward pass, llama.cpp's -ub. Default: the system's,"
         " else whole prompts.",
@@ -228,7 +262,7 @@ class RunConfig:
         metavar="N",
         minimum=1,
     )
-    draft_tokens: int | None = _option(
+    draft_tokens: int | None = option(
         None,
         "Tokens that a draft proposes for each forward pass to verify; 0 for none."
         " Default: the system's.",
@@ -236,7 +270,7 @@ class RunConfig:
         metavar="N",
         minimum=0,
     )
-    acceptance: float = _option(
+    acceptance: float = option(
         0.8,
         "Probability that a drafted token is right, if all before it are.",
         kind=float,
@@ -244,21 +278,23 @@ class RunConfig:
         minimum=0,
         maximum=1,
     )
-    seed: int = _option(0, "For policies that draw.", kind=int, metavar="N", minimum=0)
-    warm: str | Path | Trace | None = _option(
+    seed: int = option(0, "For policies that draw.", kind=int, metavar="N", minimum=0)
+    warm: str | Path | Trace | None = option(
         None,
         "Calibration trace from which policies may fill the cache first.",
         kind=Path,
         metavar="TRACE",
+        place="input",
         accepts_objects=True,
     )
-    artefacts: str | Path | None = _option(
+    artefacts: str | Path | None = option(
         None,
         "Calibration artefacts, such as the network that train-cache writes.",
         kind=Path,
+        place="input",
         metavar="DIR",
     )
-    noise_seed: int | None = _option(
+    noise_seed: int | None = option(
         None,
         "Draw operation times from a calibrated profile's distributions, with this"
         " seed.",
@@ -266,7 +302,7 @@ class RunConfig:
         metavar="N",
         minimum=0,
     )
-    engine: str = _option(
+    engine: str = option(
         "auto",
         "What simulates: auto takes the compiled engine where it knows everything"
         " involved, else SimPy; both give the same results.",
@@ -274,50 +310,29 @@ class RunConfig:
         choices=("auto", "simpy", "compiled"),
     )
     # When sequences arrive, as requests of users; without it they all wait in line.
-    arrivals: str | None = _option(
+    arrivals: str | None = option(
         None,
-        "When requests arrive: poisson:RATE (per second), or a file of seconds; the"
-        " batch is formed as they come.",
+        "When requests arrive: poisson:RATE (per second), or a file of seconds; --batch"
+        " is the most that run together.",
         metavar="poisson:RATE|FILE",
-        on_command_line=False,
     )
-    slo: str | None = _option(
+    slo: str | None = option(
         None,
         "Limits in seconds that a request should meet, such as ttft=0.5,tpot=0.1.",
         metavar="LIMITS",
-        on_command_line=False,
+        needs=("arrivals",),
     )
     # What files must be, where a run is to be repeated exactly.
-    trace_digest: str | None = _option(
+    trace_digest: str | None = option(
         None,
         "SHA-256 that the trace must have; a run.json names that of its own trace.",
         on_command_line=False,
     )
-    hw_digest: str | None = _option(
+    hw_digest: str | None = option(
         None,
         "SHA-256 that the profile must have; a run.json names that of its own profile.",
         on_command_line=False,
     )
-
-    def __post_init__(self) -> None:
-        """Refuse values of the wrong type or out of bounds.
-
-        Raises:
-            ConfigError: naming the field.
-        """
-        for declared in fields(self):
-            value = getattr(self, declared.name)
-            option = option_of(declared)
-            if value is None and declared.default is None:
-                continue
-            if option.is_size and isinstance(value, str):
-                value = _bytes_of(declared.name, value)
-                object.__setattr__(self, declared.name, value)
-            _check(declared.name, value, option)
-            if isinstance(value, Real):
-                # Numbers of numpy become Python's, which JSON and caches of compiled
-                # loops take.
-                object.__setattr__(self, declared.name, option.kind(value))
 
     @classmethod
     def of(
@@ -354,10 +369,7 @@ class RunConfig:
         if memory is not None:
             memory = _memory_of(memory)
             # All of them, so that sizes of `trace` do not shine through.
-            sizes = {
-                _SCOPE.get(size.name, size.name): getattr(memory, size.name)
-                for size in fields(memory)
-            }
+            sizes = memory.options()
             if doubled := sizes.keys() & options.keys():
                 raise TypeError(
                     f"{min(doubled)}: expected it once, got it beside memory, which"
@@ -390,6 +402,18 @@ class RunConfig:
             cleared += CACHE_SIZES
         values: dict[str, Any] = dict.fromkeys(cleared)
         return replace(self, **(values | options))
+
+    def inputs(self) -> list[Path]:
+        """Files that are read, those that nobody named included."""
+        from moesim.hwprofiles.profile import own_profile_path  # noqa: PLC0415 - numpy
+
+        named = Options.inputs(self)
+        machine = own_profile_path() if self.hw is None else self.hw
+        # A word may name what ships, or stand for a rate of requests.
+        for value in (machine, self.arrivals):
+            if isinstance(value, str | Path) and Path(value).exists():
+                named.append(Path(value))
+        return named
 
     @property
     def system(self) -> System:
@@ -429,29 +453,18 @@ class RunConfig:
     @property
     def memory(self) -> MemoryOptions:
         """Sizes of memories, as one object."""
-        from moesim.runs.memory import MemoryOptions  # noqa: PLC0415 - imports numpy
+        names = [declared.name for declared in fields(MemoryOptions)]
+        return MemoryOptions(**{name: getattr(self, name) for name in names})
 
-        sizes = {
-            size.name: getattr(self, _SCOPE.get(size.name, size.name))
-            for size in fields(MemoryOptions)
-        }
-        return MemoryOptions(**sizes)
 
-    def options(self) -> dict[str, Any]:
-        """All fields by name, as they are."""
-        return {
-            declared.name: getattr(self, declared.name) for declared in fields(self)
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields as JSON values, which `moesim.load_config` reads back.
-
-        Paths are absolute, so that a run can be repeated from any folder.
-        """
-        return {
-            declared.name: _plain(getattr(self, declared.name), option_of(declared))
-            for declared in fields(self)
-        }
+def in_order(names: Collection[str]) -> list[str]:
+    """Names of fields in the order in which help shows them: sizes of memories stand
+    behind what decides and the machine.
+    """
+    sizes = [declared.name for declared in fields(MemoryOptions)]
+    rest = [name for name in names if name not in sizes]
+    cut = rest.index("hw") + 1 if "hw" in rest else len(rest)
+    return [*rest[:cut], *(name for name in sizes if name in names), *rest[cut:]]
 
 
 _SIZES = {
@@ -463,14 +476,15 @@ _SIZES = {
 class MeasuredConfig(RunConfig):
     """What a run on this machine is made with: a `RunConfig`, and its real experts."""
 
-    trace: str | Path | Trace | None = _option(
+    trace: str | Path | Trace | None = option(
         None,
         "Routing to be forced; without it, a model runs.",
         kind=Path,
         metavar="TRACE",
+        place="input",
         accepts_objects=True,
     )
-    hw: str | Path | HardwareProfile | None = _option(
+    hw: str | Path | HardwareProfile | None = option(
         None,
         "Profile of this machine. Default: ./hw.toml, your own moesim/hw.toml, or"
         " measured now, about 10 s.",
@@ -478,12 +492,12 @@ class MeasuredConfig(RunConfig):
         accepts_objects=True,
     )
     # For traces: what their experts are, as routing alone has no weights.
-    shape: str | None = _option(
+    shape: str | None = option(
         None,
         "Sizes of the experts, such as qwen3-30b-a3b/4. Default: the trace's.",
         metavar="NAME[/N]",
     )
-    distinct: int | None = _option(
+    distinct: int | None = option(
         None,
         "Different experts in a random store; others share them in turn.",
         kind=int,
@@ -491,48 +505,61 @@ class MeasuredConfig(RunConfig):
         minimum=1,
     )
     # For live models: what they generate.
-    model: str | Path | None = _option(
+    model: str | Path | None = option(
         None,
         "The shipped model or a Hugging Face folder.",
         metavar="tiny|DIR",
         accepts_objects=True,
     )
-    max_new_tokens: int = _option(
+    max_new_tokens: int = option(
         64, "Tokens to generate per prompt.", kind=int, metavar="N", minimum=0
     )
-    temperature: float = _option(0.0, "0 decodes greedily.", kind=float, minimum=0)
-    residual: str | Path | Residual | None = _option(
+    temperature: float = option(0.0, "0 decodes greedily.", kind=float, minimum=0)
+    residual: str | Path | Residual | None = option(
         None,
         "Residual vectors for --prefetch residual (see: record).",
         kind=Path,
+        place="input",
         metavar="FILE",
         accepts_objects=True,
     )
-    verify: bool = _option(
+    verify: bool = option(
         False,
         "Compare all logits with the plain model's.",
         kind=bool,
     )
     # For both: where weights lie, and what computes them.
-    store: str | Path | ExpertStore | None = _option(
+    store: str | Path | ExpertStore | None = option(
         None,
         "Expert store; built where there is none. Default: the user's cache folder.",
         kind=Path,
         metavar="DIR",
         accepts_objects=True,
     )
-    dtype: str | None = _option(
+    dtype: str | None = option(
         None,
-        "float32, bfloat16 or float16. Default: the model's own; float32 for tiny and"
-        " TRACE, bfloat16 on CUDA.",
+        "float32, bfloat16 or float16. Default: the model's own, float32 for tiny; for"
+        " a TRACE the type in which the profile's experts were measured.",
         metavar="NAME",
         choices=("float32", "bfloat16", "float16"),
     )
-    own_cores: bool = _option(
+    measure_again: bool = option(
+        False,
+        "Without --hw: measure this machine also where an earlier run has.",
+        kind=bool,
+    )
+    own_cores: bool = option(
         False,
         "Give the host accelerator a core of its own; for idle machines.",
         kind=bool,
     )
+
+    @property
+    def store_folder(self) -> str | Path | None:
+        """Folder of the expert store; None for that of the user's cache."""
+        if self.store is None or isinstance(self.store, str | Path):
+            return self.store
+        return self.store.directory
 
 
 def takes_options(
@@ -574,94 +601,14 @@ def takes_options(
     return decorate
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` for the closest known word; nothing if none is close."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def default_of(declared: Field[Any]) -> Any:
-    """The default of a field."""
-    assert declared.default is not MISSING, "every option has a default"
-    return declared.default
-
-
-_TYPES: dict[type, tuple[Any, str]] = {
-    str: (str, "a text"),
-    bool: (bool, "true or false"),
-    int: (Integral, "a whole number"),
-    float: (Real, "a number"),
-    Path: ((str, Path), "a path"),
-}
-"""What each kind of option may be in Python, and how errors call it. Numbers of numpy
-are numbers too."""
-
-
 def _field_name(name: str) -> str:
     """``gpu_memory`` is ``gpu_memory_bytes``, as on the command line."""
     return f"{name}_bytes" if f"{name}_bytes" in _SIZES else name
 
 
 def _memory_of(memory: MemorySize) -> MemoryOptions:
-    from moesim.runs.memory import MemoryOptions  # noqa: PLC0415 - imports numpy
-
     if is_list(memory):
         raise ConfigError(
             f"memory: expected one size, got {memory!r}; moesim.sweep takes several"
         )
-    return MemoryOptions.of(memory)
-
-
-def _bytes_of(name: str, text: str) -> int:
-    from moesim.traces.sizes import parse_bytes  # noqa: PLC0415 - for texts only
-
-    try:
-        return parse_bytes(text, where=name)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def is_list(value: Any) -> bool:
-    """Whether a value is several values: a list, tuple, array or range."""
-    is_sequence = hasattr(value, "__iter__") and hasattr(value, "__len__")
-    return is_sequence and not isinstance(value, str)
-
-
-def as_list(value: Any) -> list[Any]:
-    """Several values as a list; a single one as a list of one."""
-    return list(value) if is_list(value) else [value]
-
-
-def _check(name: str, value: Any, option: Option) -> None:
-    if is_list(value):
-        raise ConfigError(
-            f"{name}: expected one value, got {value!r}; moesim.sweep takes several"
-        )
-    accepted, expected = _TYPES[option.kind]
-    # Python counts truth values among the integers; `batch=True` is a slip.
-    is_flag = isinstance(value, bool) and option.kind is not bool
-    fits = isinstance(value, accepted) and not is_flag
-
-    # Choices say more than the kind of a text.
-    if option.choices:
-        expected = " or ".join(option.choices)
-        fits = fits and value in option.choices
-    if option.minimum is not None:
-        low = option.minimum
-        high = option.maximum
-        expected += f" >= {low}" if high is None else f" between {low} and {high}"
-        # NaN fails both comparisons, as it should.
-        fits = fits and value >= low and (high is None or value <= high)
-    # Whether an object is the right one shows where it is used.
-    is_object = option.accepts_objects and not isinstance(value, Real)
-    if not fits and not is_object:
-        raise ConfigError(f"{name}: expected {expected}, got {value!r}")
-
-
-def _plain(value: Any, option: Option) -> Any:
-    if value is None:
-        return None
-    # A relative path would mean another file elsewhere.
-    if option.kind is Path:
-        return str(Path(value).absolute())
-    return option.kind(value)
+    return MemoryOptions.parse(memory)

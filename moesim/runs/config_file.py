@@ -1,4 +1,5 @@
-"""Configuration files: TOML written by hand, or the ``run.json`` of a run.
+"""Configuration files: TOML written by hand, or the ``run.json`` of a run; their JSON
+schema, and a file to start from.
 
 A TOML file is flat: its keys are the fields of `moesim.runs.config.RunConfig`. Only
 policies may be tables, whose other keys are the arguments of their constructors::
@@ -17,26 +18,24 @@ Relative paths count from the current folder, as they do on the command line.
 from __future__ import annotations
 
 import json
-import tomllib
+import textwrap
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from moesim.base.inputs import load_json, load_toml, read_text
+from moesim.base.options import ConfigError, default_of, option_of
+from moesim.base.sizes import parse_bytes
+from moesim.base.words import did_you_mean
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import parameters
 from moesim.policies.registry import find, resolve
-from moesim.runs.config import (
-    ConfigError,
-    MeasuredConfig,
-    RunConfig,
-    default_of,
-    did_you_mean,
-    option_of,
-)
-from moesim.traces.sizes import parse_bytes
+from moesim.runs.config import MeasuredConfig, RunConfig, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+    from dataclasses import Field
+
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -68,27 +67,20 @@ class ConfigFile:
     version: str | None = None
     git_commit: str | None = None
 
-    def build(
-        self,
-        config: type[Config],
-        *,
-        without: Collection[str] = (),
-        command: str = "this run",
-    ) -> Config:
-        """Make a configuration of the values.
+    def supported(
+        self, names: Collection[str], *, command: str = "this run"
+    ) -> dict[str, Any]:
+        """The values of fields that mean something to the caller.
 
         Args:
-            config: the kind of configuration.
-            without: fields that mean nothing to the caller.
+            names: of these fields.
             command: the caller, named in errors.
 
         Raises:
-            ConfigError: naming the file and the key: a value that does not fit, or one
-                for a field that means nothing here.
+            ConfigError: naming the file and the key: a value for another field.
         """
         # A file may be meant for another command, and nothing in it is lost silently.
-        supported = {declared.name for declared in fields(config)} - set(without)
-        for name in self.values.keys() - supported:
+        for name in self.values.keys() - set(names):
             # A run.json names every option, also those that have their defaults.
             value = self.values[name]
             if value != default_of(_FIELDS[name]):
@@ -96,8 +88,21 @@ class ConfigFile:
                     f"{self.path}: {name}: {command} has no such option, found"
                     f" {value!r}; remove it"
                 )
+        return {name: self.values[name] for name in self.values.keys() & set(names)}
 
-        values = {name: self.values[name] for name in self.values.keys() & supported}
+    def build(self, config: type[Config], *, command: str = "this run") -> Config:
+        """Make a configuration of the values.
+
+        Args:
+            config: the kind of configuration.
+            command: the caller, named in errors.
+
+        Raises:
+            ConfigError: naming the file and the key: a value that does not fit, or one
+                for a field that means nothing here.
+        """
+        names = {declared.name for declared in fields(config)}
+        values = self.supported(names, command=command)
         try:
             built = config(**values)
             # A policy that does not exist is an error of the file, so name the file.
@@ -125,13 +130,17 @@ def load_config(
 
 
 def read_config(
-    path: str | Path, content: Mapping[str, Any] | None = None
+    path: str | Path,
+    content: Mapping[str, Any] | None = None,
+    *,
+    more: Mapping[str, Field[Any]] | None = None,
 ) -> ConfigFile:
     """Read a configuration file without checking values against each other.
 
     Args:
         path: the file.
         content: its keys and values; None reads them.
+        more: fields that are keys too, by name: options of a single command.
 
     Raises:
         ConfigError: as `load_config`.
@@ -164,7 +173,7 @@ def read_config(
                 f" {content!r:.40}"
             )
 
-    values = _values(file, content)
+    values = _values(file, content, _FIELDS | dict(more or {}))
     return ConfigFile(file, values, version, commit)
 
 
@@ -175,27 +184,29 @@ def read_content(file: Path) -> Any:
         ConfigError: unreadable.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{file}: cannot be read: {reason}") from None
     try:
-        return json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        return load_json(text) if file.suffix == ".json" else load_toml(text)
+    except ValueError as error:
         kind = "JSON" if file.suffix == ".json" else "TOML"
         raise ConfigError(f"{file}: not {kind}: {error}") from None
 
 
-def _values(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+def _values(
+    file: Path, content: Mapping[str, Any], known: Mapping[str, Field[Any]]
+) -> dict[str, Any]:
     """Check keys, and read sizes and policy tables."""
     # The only key that is no field.
     tables = content.get("policies", {})
     values = {key: content[key] for key in content if key != "policies"}
 
     for key, value in values.items():
-        if key not in _FIELDS:
-            _unknown(file, key, ["policies", *_FIELDS])
-        if option_of(_FIELDS[key]).is_size and isinstance(value, str):
+        if key not in known:
+            _unknown(file, key, ["policies", *known])
+        if option_of(known[key]).is_size and isinstance(value, str):
             try:
                 values[key] = parse_bytes(value, where=key)
             except ValueError as error:
@@ -263,3 +274,98 @@ def _unknown(
         f"{where}{joint}{prefix}{key}: unknown key{did_you_mean(key, known)}; known:"
         f" {', '.join(known) or 'none'}"
     )
+
+
+_JSON_TYPES: dict[type, str] = {
+    str: "string",
+    Path: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+}
+_WIDTH = 88
+
+
+def json_schema(config: type[RunConfig] = RunConfig) -> dict[str, Any]:
+    """The JSON schema of configuration files, for editors and checkers."""
+    table = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}},
+        "required": ["name"],
+        # Every policy has parameters of its own.
+        "additionalProperties": True,
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Options of a moesim run",
+        "type": "object",
+        "properties": {
+            **{field.name: _property(field) for field in fields(config)},
+            "policies": {
+                "type": "object",
+                "description": "Policies with their parameters, instead of texts.",
+                "properties": dict.fromkeys(POLICY_TABLES, table),
+                "additionalProperties": False,
+            },
+        },
+        "additionalProperties": False,
+    }
+
+
+def _property(field: Field[Any]) -> dict[str, Any]:
+    option = option_of(field)
+    default = default_of(field)
+    types = [_JSON_TYPES[option.kind]]
+    # ``8GiB`` is a size as well.
+    if option.is_size:
+        types.append("string")
+    if default is None:
+        types.append("null")
+
+    schema: dict[str, Any] = {
+        "description": option.help,
+        "type": types if len(types) > 1 else types[0],
+        "default": default,
+    }
+    # None must stand among the choices, or it would not fit them.
+    if option.choices:
+        schema["enum"] = [*option.choices, *([None] if default is None else [])]
+    if option.minimum is not None:
+        schema["minimum"] = option.minimum
+    if option.maximum is not None:
+        schema["maximum"] = option.maximum
+    return schema
+
+
+def toml_template(config: type[RunConfig] = RunConfig) -> str:
+    """A TOML file in which every option stands as a comment, with help and default."""
+    head = (
+        "# Options of a moesim run. Remove the # of those that you set.\n"
+        "# On the command line: moesim replay --config THIS-FILE"
+    )
+    blocks = [head]
+    by_name = {field.name: field for field in fields(config)}
+    for name in in_order(by_name):
+        field = by_name[name]
+        option = option_of(field)
+        default = default_of(field)
+        text = textwrap.fill(
+            option.help,
+            _WIDTH,
+            initial_indent="# ",
+            subsequent_indent="# ",
+            break_on_hyphens=False,
+        )
+        if default is None:
+            # What stands for a value, as in the help of the command line.
+            value = option.metavar or "NAME"
+            value = value if option.kind in {int, float} else f'"{value}"'
+        else:
+            # JSON writes texts, numbers and truth values as TOML does.
+            value = json.dumps(default)
+        blocks.append(f"{text}\n# {field.name} = {value}")
+    blocks.append(
+        "# Parameters of a policy are keys of its table (see: moesim list cache)."
+        '\n# [policies.cache]\n# name = "lfu"\n# decay = 0.9'
+    )
+    return "\n\n".join(blocks) + "\n"

@@ -6,6 +6,7 @@ what the compiled one does not know.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -132,8 +133,17 @@ def _blocks(
     return trace.last_cut[cut]
 
 
+SIMPY_S = 1e-4
+"""Seconds of a layer step in SimPy, about (0.8e-4 to 2e-4 measured)."""
+
+
 def choose_engine(
-    wanted: str, planner: Planner, profile: HardwareProfile, *, drafts: bool = False
+    wanted: str,
+    planner: Planner,
+    profile: HardwareProfile,
+    *,
+    drafts: bool = False,
+    layer_steps: float = math.inf,
 ) -> Engine:
     """Choose the engine of a run.
 
@@ -143,6 +153,9 @@ def choose_engine(
         planner: of the run.
         profile: the machine.
         drafts: whether a draft proposes tokens.
+        layer_steps: of the run, about. Where compiling the engine would take longer
+            than SimPy, ``auto`` takes SimPy for the first such run; whoever runs a
+            second will run more.
 
     Raises:
         PolicyError: the compiled engine is wanted and does not know something.
@@ -155,10 +168,24 @@ def choose_engine(
     if drafts:
         reason = "tokens that a draft proposes"
     if reason is None:
-        return Engine(COMPILED)
+        if wanted == COMPILED or not _is_soon_done(layer_steps):
+            return Engine(COMPILED)
+        return Engine(SIMPY, "sooner done than the compiled engine is compiled")
     if wanted == COMPILED:
         raise PolicyError(
             f"--engine compiled: not possible: {reason}; use --engine auto, which"
             " takes SimPy then"
         )
     return Engine(SIMPY, reason)
+
+
+def _is_soon_done(layer_steps: float) -> bool:
+    """Whether this is a first short run, and the engine is not on disk."""
+    from moesim.machine_code import library, store  # noqa: PLC0415 - as above
+    from moesim.sim.compiled.loop import run_steps  # noqa: PLC0415 - as above
+    from moesim.sim.compiled.support import COMPILE_S  # noqa: PLC0415 - as above
+
+    if layer_steps * SIMPY_S > COMPILE_S:
+        return False
+
+    return bool(library.missing([run_steps])) and not store.noted("short-run")

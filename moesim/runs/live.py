@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.policies.base import PolicyError
 from moesim.runs.config import MeasuredConfig, takes_options
-from moesim.runs.machine import device_of, machine_profile
+from moesim.runs.machine import device_of, machine_profile, open_model_store
 from moesim.runs.measured import MeasuredRun, execute, finish, rehearse
 from moesim.runs.setup import Setup, needed_columns
-from moesim.runs.stores import open_model_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from moesim.policies.planner.plan import Policies
-    from moesim.runs.memory import MemorySize
-    from moesim.runs.stores import Building
+    from moesim.runs.config import MemorySize
+    from moesim.runs.machine import Building
     from moesim.runtime.executor.executor import Executor, StepInfo
     from moesim.runtime.executor.live import Verdict
     from moesim.traces.format.batch import RoutedStep
@@ -91,17 +90,28 @@ def run_live(
         RuntimeFault: the machine does not give what the run needs.
     """
     from moesim.runtime.executor import live  # noqa: PLC0415 - torch
-    from moesim.runtime.models.expert_layout import torch_dtype  # noqa: PLC0415 - torch
-    from moesim.runtime.models.local_model import load_model  # noqa: PLC0415 - torch
+    from moesim.runtime.models.checkpoint import checkpoint_dtype  # noqa: PLC0415 - torch
+    from moesim.runtime.models.expert_layout import (  # noqa: PLC0415 - torch
+        dtype_name,
+        torch_dtype,
+    )
+    from moesim.runtime.models.local_model import (  # noqa: PLC0415 - torch
+        LocalModel,
+        load_model,
+        load_tokenizer,
+        load_weights,
+        tiny_dir,
+    )
     from moesim.runtime.models.offloaded import OffloadedModel  # noqa: PLC0415 - torch
-    from moesim.runtime.models.tiny import tiny_dir  # noqa: PLC0415 - torch
-    from moesim.runtime.record.residual import residual_for  # noqa: PLC0415 - torch
+    from moesim.runtime.record.calibration import residual_for  # noqa: PLC0415 - torch
 
     # The model stands where traces stand in other functions.
     if not isinstance(model, MeasuredConfig):
         model = MeasuredConfig(model=model)
     config = MeasuredConfig.of(model, policy, memory=memory, **options)
-    profile = machine_profile(config.hw)
+    profile = machine_profile(
+        config.hw, store=config.store_folder, measure_again=config.measure_again
+    )
     system = config.system
     # Loading a model takes minutes, so what cannot be is refused before.
     policies = system.build(gpus=1, host_cache=None)
@@ -109,7 +119,9 @@ def run_live(
 
     tiny = str(config.model) == "tiny"
     folder = tiny_dir() if tiny else Path(str(config.model))
-    dtype = config.dtype or ("float32" if tiny else _checkpoint_dtype(folder))
+    # Many CPUs only emulate the shipped model's bfloat16.
+    own_dtype = "float32" if tiny else dtype_name(checkpoint_dtype(folder))
+    dtype = config.dtype or own_dtype
     vectors = residual_for(
         needed_columns(policies),
         config.residual,
@@ -122,7 +134,8 @@ def run_live(
         folder, device=device.device, dtype=torch_dtype(dtype)
     )
     dense_s = time.perf_counter() - begin_s
-    local = live.reader_of(folder, offloaded, tiny=tiny)
+    tokenizer = None if tiny else load_tokenizer(folder, offloaded.model)
+    local = LocalModel(folder.resolve().name, offloaded.model, tokenizer)
     ids = live.encode(local, prompts)
 
     begin_s = time.perf_counter()
@@ -204,10 +217,8 @@ def run_live(
     verification = None
     # Loaded only now, so that the run has the memory to itself.
     if config.verify:
-        plain = load_model(
-            "tiny" if tiny else folder, dtype=dtype, device=str(device.device)
-        )
-        verification = live.verify(plain.model, result.passes, dtype)
+        plain = load_weights(folder, dtype).eval().to(device.device)
+        verification = live.verify(plain, result.passes, dtype)
     return LiveMeasuredRun(
         metrics=run.metrics,
         timeline=run.timeline,
@@ -223,13 +234,6 @@ def run_live(
         steps=result.steps,
         verification=verification,
     )
-
-
-def _checkpoint_dtype(folder: Path) -> str:
-    """Name the type that a checkpoint's weights have."""
-    from moesim.runtime.models.configuration import read_config  # noqa: PLC0415 - torch
-
-    return str(read_config(folder)[0].dtype or "float32").removeprefix("torch.")
 
 
 def _refuse(policies: Policies, *, verify: bool) -> None:

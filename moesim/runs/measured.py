@@ -7,20 +7,25 @@ same policies, same figures.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.bound.host_memory import MemoryBound, highest_read_rate, memory_bound
 from moesim.hwprofiles.profile import save_profile
 from moesim.policies.faults import policy_faults
 from moesim.policies.planner.at_once import carry_out
-from moesim.policies.planner.decision_log import DecisionLog
-from moesim.policies.planner.observers import observed
+from moesim.policies.planner.observers import DecisionLog, observed
+from moesim.runs.bound.host_memory import MemoryBound, highest_read_rate, memory_bound
 from moesim.runs.config import MeasuredConfig, takes_options
-from moesim.runs.machine import device_of, machine_profile
+from moesim.runs.machine import (
+    device_of,
+    experts_dtype,
+    machine_profile,
+    measurement_notes,
+    open_random_store,
+)
 from moesim.runs.result import Run
 from moesim.runs.setup import (
     Setup,
@@ -31,7 +36,6 @@ from moesim.runs.setup import (
     trace_of,
     watts,
 )
-from moesim.runs.stores import open_random_store
 from moesim.runtime.errors import RuntimeFault
 from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose as compose_steps
@@ -48,11 +52,10 @@ if TYPE_CHECKING:
 
     from moesim.policies.planner.plan import Policies
     from moesim.policies.planner.planner import Planner
-    from moesim.runs.config import RunConfig
-    from moesim.runs.memory import MemorySize
-    from moesim.runs.stores import Building
+    from moesim.runs.config import MemorySize, RunConfig
+    from moesim.runs.machine import Building
     from moesim.runtime.executor.executor import Executor, ExecutorResult, StepInfo
-    from moesim.runtime.store.footprint import Footprint, Meter
+    from moesim.runtime.executor.trace_driven import Footprint, Meter
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
@@ -72,7 +75,7 @@ class MeasuredRun(Run):
         shape: the model, or the sizes that its experts were given.
         result: dispatch times of every layer step.
         decision_log: reports to the planner and its answers
-            (`moesim.policies.planner.decision_log.repeat` checks them).
+            (`moesim.policies.planner.observers.repeat` checks them).
         startup: seconds and bytes until the first forward pass could begin.
             ``store_s``, opening the expert store (on a first run: building it), is in
             none of the others.
@@ -87,7 +90,6 @@ class MeasuredRun(Run):
     decision_log: DecisionLog
     startup: dict[str, Any]
     footprint: Footprint | None
-    bound: MemoryBound | None = field(default=None, kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
         """One object with metrics, configuration, start-up, memory and warnings."""
@@ -139,6 +141,7 @@ def run_trace(
     """
     from moesim.runtime.executor.trace_driven import (  # noqa: PLC0415 - torch
         ForcedRouting,
+        Meter,
         check_store,
         shape_for,
     )
@@ -146,14 +149,15 @@ def run_trace(
         DenseSizes,
         DenseStack,
     )
-    from moesim.runtime.store.footprint import Meter  # noqa: PLC0415 - torch
 
     config = MeasuredConfig.of(trace, policy, memory=memory, **options)
     refuse_arrivals(config, "a measured run")
     refuse_drafts(config, "a measured run")
     opened = trace_of(config)
-    profile = machine_profile(config.hw)
-    dtype = config.dtype or ("float32" if profile.accelerator == "host" else "bfloat16")
+    profile = machine_profile(
+        config.hw, store=config.store_folder, measure_again=config.measure_again
+    )
+    dtype = config.dtype or experts_dtype(profile)
     shape = shape_for(opened.shape, config.shape, dtype)
     setup = Setup.of(config, opened, profile=profile, shape=shape)
 
@@ -169,11 +173,9 @@ def run_trace(
     rehearse(setup.planner(), walk[:REHEARSED_STEPS])
 
     begin_s = time.perf_counter()
-    store = open_random_store(
-        shape, config.store, dtype, config.distinct, config.seed, building
-    )
+    store = open_random_store(shape, config.store, dtype, config.distinct, building)
     try:
-        check_store(store, shape)
+        check_store(store, shape, config.distinct)
         opened_s = time.perf_counter()
         device = device_of(profile)
         # It marks the memory in use, so nothing of the run may exist before it.
@@ -257,7 +259,7 @@ def run_bound(
         The bound; None without probes, where the processor does not tell its caches, or
         where routing is altered.
     """
-    from moesim.runtime.measure.pool_size import (  # noqa: PLC0415 - needs psutil
+    from moesim.runtime.measure.sampling import (  # noqa: PLC0415 - needs psutil
         all_caches_bytes,
     )
 
@@ -280,7 +282,7 @@ def run_bound(
 def rehearse(planner: Planner, steps: Sequence[RoutedStep]) -> None:
     """Plan some steps with a planner that is thrown away.
 
-    Loops that numba compiles at their first call are compiled here, not in the run.
+    Kernels are compiled, or loaded, at their first call: here, not in the run.
     """
     for step in steps:
         for routed in step.layers:
@@ -368,7 +370,11 @@ def execute(
         metrics=metrics,
         timeline=timeline,
         config={"direct_reads": store.direct, "model_shape": planner.shape.fields()},
-        warnings=[] if store.direct else [f"store: {store.reason}"],
+        warnings=[
+            *measurement_notes(setup.profile),
+            *([] if store.direct else [f"store: {store.reason}"]),
+            *planner.policies.remarks(),
+        ],
         shape=planner.shape,
         result=result,
         decision_log=decision_log,

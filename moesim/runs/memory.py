@@ -8,24 +8,27 @@ studies policies and advises nobody.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.advice.plan.memory import ACTIVATION_BYTES, CONTEXT_BYTES, LIVE_ACTIVATIONS
+from moesim.base.sizes import format_bytes
+from moesim.hwprofiles.workspace import (
+    ACTIVATION_BYTES,
+    CONTEXT_BYTES,
+    LIVE_ACTIVATIONS,
+)
 from moesim.policies.base import PolicyError
 from moesim.policies.cache._slot_shares import divided
 from moesim.policies.planner.plan import LAYERS, MemoryPlan
 from moesim.policies.planner.residency import GLOBAL, PER_LAYER, CacheSize
-from moesim.traces.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.systems import System
+    from moesim.runs.config import MemoryOptions
     from moesim.traces.format.schema import ModelShape
 
 DEFAULT_CACHE_RATIO = 0.25
@@ -37,295 +40,215 @@ PROMPT_TOKENS = 512
 """Tokens of a prompt that a GPU works on at once, as llama.cpp's default."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryOptions:
-    """How a user states the sizes of memories; at most one of the first three.
+def plan_memory(
+    options: MemoryOptions,
+    shape: ModelShape,
+    profile: HardwareProfile,
+    system: System,
+    artefacts: Mapping[str, Any] | None = None,
+    *,
+    kv_tokens: int = 0,
+) -> MemoryPlan:
+    """Turn options into sizes.
 
-    Attributes:
-        cache_ratio: share of all experts that the GPU cache holds.
-        slots_per_layer: experts per layer.
-        gpu_memory_bytes: memory of each GPU for weights; the expert cache is what the
-            others leave of it.
-        host_memory_bytes: host memory for experts; None holds them all (no SSD reads).
-        scope: ``layer`` or ``global``; None takes the system's, else ``layer``.
-        staging: staging slots beside each cache; None takes the system's, else the
-            profile's.
-        prefetch_budget_bytes: most bytes prefetched per layer step.
-        gpu_split: with several GPUs, ``layers`` or ``experts``.
+    Args:
+        shape: the model.
+        profile: the machine.
+        system: the policies; one that divides slots by use needs `artefacts` for
+            that.
+        artefacts: ``single_share`` and ``prefetch_accuracy``, float [L], see
+            `moesim.policies.cache._slot_shares`.
+        kv_tokens: tokens whose keys and values the GPU holds, where no size of its
+            cache is stated.
+
+    Raises:
+        PolicyError: contradicting options, no room to stage even one expert, or a
+            machine without a memory of that kind.
     """
-
-    cache_ratio: float | None = None
-    slots_per_layer: int | None = None
-    gpu_memory_bytes: int | None = None
-    host_memory_bytes: int | None = None
-    scope: str | None = None
-    staging: int | None = None
-    prefetch_budget_bytes: int | None = None
-    gpu_split: str = LAYERS
-
-    @classmethod
-    def of(cls, value: MemoryOptions | str | int) -> MemoryOptions:
-        """Read the size of the GPU cache as `size_words` writes it.
-
-        Args:
-            value: memory of each GPU (``8GiB``, or bytes), ``16 slots`` per layer, or
-                ``25 %`` of all experts; options are returned as they are.
-
-        Raises:
-            PolicyError: anything else.
-        """
-        if isinstance(value, MemoryOptions):
-            return value
-        text = str(value).strip()
-        if slots := re.fullmatch(r"(\d+) slots?", text):
-            return cls(slots_per_layer=int(slots[1]))
-        if share := re.fullmatch(r"([\d.]+) ?%", text):
-            return cls(cache_ratio=float(share[1]) / 100)
-        try:
-            # A plain number in Python counts bytes, as in every name that says so.
-            return cls(gpu_memory_bytes=parse_bytes(value, where="memory"))
-        except ValueError as error:
-            raise PolicyError(
-                f'{error}; also "16 slots" per layer, or "25 %" of all experts'
-            ) from None
-
-    @property
-    def is_stated(self) -> bool:
-        """Whether the size of the GPU cache was stated."""
-        return self._stated() > 0
-
-    def _stated(self) -> int:
-        """In how many ways it was stated."""
-        sizes = (self.cache_ratio, self.slots_per_layer, self.gpu_memory_bytes)
-        return sum(size is not None for size in sizes)
-
-    @property
-    def size(self) -> tuple[str, float]:
-        """How the size of the GPU cache was stated, as an attribute's name, and the
-        number.
-        """
-        for name in ("gpu_memory_bytes", "slots_per_layer", "cache_ratio"):
-            value = getattr(self, name)
-            if value is not None:
-                return name, value
-        # What the card has left differs by machine and model.
-        return "gpu_memory_bytes", 0
-
-    @property
-    def size_words(self) -> str:
-        """The size of the GPU cache for people: ``8.0 GiB``, ``8.01 GiB``, ``16 slots``
-        or ``25 %``; ``default`` for what the card has left.
-        """
-        name, value = self.size
-        if not self.is_stated:
-            return "default"
-        if name == "slots_per_layer":
-            return f"{value} slots"
-        if name == "cache_ratio":
-            return f"{100 * value:.6g} %"
-        # As many decimals as tell this size from its neighbours, up to three.
-        for decimals in (1, 2):
-            text = format_bytes(value, decimals)
-            if parse_bytes(text) == value:
-                return text
-        return format_bytes(value, 3)
-
-    def plan(
-        self,
-        shape: ModelShape,
-        profile: HardwareProfile,
-        system: System,
-        artefacts: Mapping[str, Any] | None = None,
-        *,
-        kv_tokens: int = 0,
-    ) -> MemoryPlan:
-        """Turn options into sizes.
-
-        Args:
-            shape: the model.
-            profile: the machine.
-            system: the policies; one that divides slots by use needs `artefacts` for
-                that.
-            artefacts: ``single_share`` and ``prefetch_accuracy``, float [L], see
-                `moesim.policies.cache._slot_shares`.
-            kv_tokens: tokens whose keys and values the GPU holds, where no size of its
-                cache is stated.
-
-        Raises:
-            PolicyError: contradicting options, no room to stage even one expert, or a
-                machine without a memory of that kind.
-        """
-        if profile.memory.unified:
-            return self._unified(shape, profile)
-        if self._stated() > 1:
-            raise PolicyError(
-                "cache size: expected at most one of --cache-ratio, --slots-per-layer"
-                " and --gpu-memory; drop the others"
-            )
-
-        # Staging comes first, as it is taken from the same memory.
-        staging = self._staging(shape, profile, system)
-        scope = self.scope or system.scope or PER_LAYER
-        ratio = self.cache_ratio
-        total_bytes = None
-        if self.gpu_memory_bytes is not None:
-            budget_bytes = self.gpu_memory_bytes
-            total_bytes = self._left_on_gpu(budget_bytes, shape, staging, profile.gpus)
-        elif not self.is_stated:
-            total_bytes = self._left_on_card(shape, profile, staging, kv_tokens)
-            ratio = DEFAULT_CACHE_RATIO if total_bytes is None else None
-        gpu = CacheSize.for_model(
-            shape,
-            scope=scope,
-            ratio=ratio,
-            slots_per_layer=self.slots_per_layer,
-            total_bytes=total_bytes,
-        )
-        if system.divides_slots and scope == PER_LAYER:
-            # All that a ratio allows: what is spread evenly may be an expert short.
-            budget = gpu.total_bytes
-            if ratio is not None:
-                budget = round(ratio * shape.experts * sum(shape.expert_bytes))
-            gpu = _by_use(gpu, shape, artefacts or {}, budget)
-        # Layers that share one cache must be divided among GPUs before they share.
-        if profile.gpus > 1 and scope == GLOBAL and self.gpu_split == LAYERS:
-            gpu = gpu.split(profile.gpus)
-        return MemoryPlan(
-            gpu=gpu,
-            host=self._host(shape, staging, gpu if system.keeps_residents else None),
-            staging=staging,
-            prefetch_budget_bytes=self.prefetch_budget_bytes,
-            gpu_split=self.gpu_split,
+    if profile.memory.unified:
+        return _unified(options, shape, profile)
+    if options.stated > 1:
+        raise PolicyError(
+            "cache size: expected at most one of --cache-ratio, --slots-per-layer"
+            " and --gpu-memory; drop the others"
         )
 
-    def _unified(self, shape: ModelShape, profile: HardwareProfile) -> MemoryPlan:
-        """One memory for CPU and GPU: every expert is where both compute from it.
+    # Staging comes first, as it is taken from the same memory.
+    staging = _staging(options, shape, profile, system)
+    scope = options.cache_scope or system.scope or PER_LAYER
+    ratio = options.cache_ratio
+    total_bytes = None
+    if options.gpu_memory_bytes is not None:
+        budget_bytes = options.gpu_memory_bytes
+        total_bytes = _left_on_gpu(options, budget_bytes, shape, staging, profile.gpus)
+    elif not options.is_stated:
+        total_bytes = _left_on_card(options, shape, profile, staging, kv_tokens)
+        ratio = DEFAULT_CACHE_RATIO if total_bytes is None else None
+    gpu = CacheSize.for_model(
+        shape,
+        scope=scope,
+        ratio=ratio,
+        slots_per_layer=options.slots_per_layer,
+        total_bytes=total_bytes,
+    )
+    if system.divides_slots and scope == PER_LAYER:
+        # All that a ratio allows: what is spread evenly may be an expert short.
+        budget = gpu.total_bytes
+        if ratio is not None:
+            budget = round(ratio * shape.experts * sum(shape.expert_bytes))
+        gpu = _by_use(gpu, shape, artefacts or {}, budget)
+    # Layers that share one cache must be divided among GPUs before they share.
+    if profile.gpus > 1 and scope == GLOBAL and options.gpu_split == LAYERS:
+        gpu = gpu.split(profile.gpus)
+    return MemoryPlan(
+        gpu=gpu,
+        host=_host(options, shape, staging, gpu if system.keeps_residents else None),
+        staging=staging,
+        prefetch_budget_bytes=options.prefetch_budget_bytes,
+        gpu_split=options.gpu_split,
+    )
 
-        Raises:
-            PolicyError: a size of a cache that is not there, or a memory that does not
-                hold every expert.
-        """
-        stated = {
-            "cache_ratio": self.cache_ratio,
-            "slots_per_layer": self.slots_per_layer,
-            "gpu_memory": self.gpu_memory_bytes,
-            "host_memory": self.host_memory_bytes,
-        }
-        for name, value in stated.items():
-            if value is not None:
-                option = name.replace("_", "-")
-                raise PolicyError(
-                    f"--{option}: {profile.name} has one memory for CPU and GPU, so"
-                    " there is no cache to size and nothing is copied; drop it"
-                )
-        total = shape.routed_bytes
-        if total > profile.memory.host_bytes:
+
+def _unified(
+    options: MemoryOptions, shape: ModelShape, profile: HardwareProfile
+) -> MemoryPlan:
+    """One memory for CPU and GPU: every expert is where both compute from it.
+
+    Raises:
+        PolicyError: a size of a cache that is not there, or a memory that does not
+            hold every expert.
+    """
+    stated = {
+        "cache_ratio": options.cache_ratio,
+        "slots_per_layer": options.slots_per_layer,
+        "gpu_memory": options.gpu_memory_bytes,
+        "host_memory": options.host_memory_bytes,
+    }
+    for name, value in stated.items():
+        if value is not None:
+            option = name.replace("_", "-")
             raise PolicyError(
-                f"{profile.name}: its memory holds {profile.memory.host_bytes:,} bytes"
-                f" of experts, {shape.name} has {total:,}; reads from the SSD into a"
-                " unified memory are not simulated, so choose a smaller model or format"
+                f"--{option}: {profile.name} has one memory for CPU and GPU, so"
+                " there is no cache to size and nothing is copied; drop it"
             )
-        everything = CacheSize.for_model(shape, ratio=1.0)
-        return MemoryPlan(gpu=everything, unified=True, gpu_split=self.gpu_split)
-
-    def _staging(
-        self, shape: ModelShape, profile: HardwareProfile, system: System
-    ) -> int:
-        """Staging slots: the user's, else the system's, else the profile's, and what
-        its prefetch policy buffers.
-        """
-        if self.staging is not None:
-            return self.staging
-        slots = system.staging_slots(shape)
-        if slots is None:
-            slots = profile.memory.staging_experts
-        return slots + system.buffer_slots()
-
-    def _left_on_gpu(
-        self, budget_bytes: int, shape: ModelShape, staging: int, gpus: int
-    ) -> int:
-        """Bytes left for the expert cache, over all GPUs that share the layers.
-
-        Raises:
-            PolicyError: no room to stage even one expert.
-        """
-        split = gpus if self.gpu_split == LAYERS else 1
-        rest = shape.other_bytes // split
-        left = budget_bytes - rest - staging * shape.max_expert_bytes
-        # Without staging not even an expert that is not kept could be computed.
-        if left < 0:
-            raise PolicyError(
-                f"--gpu-memory: no room to stage {staging} experts:"
-                f" {format_bytes(budget_bytes)} do not hold {format_bytes(rest)} of"
-                f" non-expert weights and {staging} x"
-                f" {format_bytes(shape.max_expert_bytes)}; give more memory, or fewer"
-                " --staging slots"
-            )
-        return left * split
-
-    def _left_on_card(
-        self, shape: ModelShape, profile: HardwareProfile, staging: int, kv_tokens: int
-    ) -> int | None:
-        """Bytes that the card leaves for the expert cache; None where there is no card,
-        where the rest of the model fills it, or where every expert would fit.
-        """
-        budget_bytes = self.card_budget_bytes(shape, profile, kv_tokens)
-        if budget_bytes is None:
-            return None
-        try:
-            left = self._left_on_gpu(budget_bytes, shape, staging, profile.gpus)
-        except PolicyError:
-            return None
-        return left if left < shape.routed_bytes else None
-
-    def card_budget_bytes(
-        self, shape: ModelShape, profile: HardwareProfile, kv_tokens: int
-    ) -> int | None:
-        """Memory of one card for weights: its own, less keys and values and workspace.
-        None without a card.
-        """
-        if profile.accelerator == HOST_ACCELERATOR:
-            return None
-        bill = self.card_bill(shape, profile, kv_tokens)
-        return profile.memory.gpu_bytes - sum(bill.values())
-
-    def card_bill(
-        self, shape: ModelShape, profile: HardwareProfile, kv_tokens: int
-    ) -> dict[str, int]:
-        """What a card holds beside weights: item -> bytes."""
-        split = profile.gpus if self.gpu_split == LAYERS else 1
-        kv_bytes = kv_tokens * kv_bytes_per_token(shape)
-        return {
-            "keys and values": kv_bytes // split,
-            "workspace": workspace_bytes(shape),
-        }
-
-    def _host(
-        self, shape: ModelShape, staging: int, kept: CacheSize | None
-    ) -> CacheSize | None:
-        """Host memory in front of the SSD; None where it holds every expert that the
-        GPUs do not keep for good.
-        """
-        if self.host_memory_bytes is None:
-            return None
-        total = shape.routed_bytes
-        # Nobody asks host memory for what never leaves a GPU.
-        total -= 0 if kept is None else kept.total_bytes
-        left = self.host_memory_bytes - staging * shape.max_expert_bytes
-        if left < 0:
-            raise PolicyError(
-                f"--host-memory: no room to stage {staging} experts of"
-                f" {format_bytes(shape.max_expert_bytes)} in"
-                f" {format_bytes(self.host_memory_bytes)}; give more memory"
-            )
-        # Nothing would ever be read from the SSD again.
-        if left >= total:
-            return None
-        return CacheSize.for_model(shape, scope=GLOBAL, total_bytes=left)
+    total = shape.routed_bytes
+    if total > profile.memory.host_bytes:
+        raise PolicyError(
+            f"{profile.name}: its memory holds {profile.memory.host_bytes:,} bytes"
+            f" of experts, {shape.name} has {total:,}; reads from the SSD into a"
+            " unified memory are not simulated, so choose a smaller model or format"
+        )
+    everything = CacheSize.for_model(shape, ratio=1.0)
+    return MemoryPlan(gpu=everything, unified=True, gpu_split=options.gpu_split)
 
 
-MemorySize = MemoryOptions | str | int
-"""What `MemoryOptions.of` reads."""
+def _staging(
+    options: MemoryOptions, shape: ModelShape, profile: HardwareProfile, system: System
+) -> int:
+    """Staging slots: the user's, else the system's, else the profile's, and what
+    its prefetch policy buffers.
+    """
+    if options.staging is not None:
+        return options.staging
+    slots = system.staging_slots(shape)
+    if slots is None:
+        slots = profile.memory.staging_experts
+    return slots + system.buffer_slots()
+
+
+def _left_on_gpu(
+    options: MemoryOptions,
+    budget_bytes: int,
+    shape: ModelShape,
+    staging: int,
+    gpus: int,
+) -> int:
+    """Bytes left for the expert cache, over all GPUs that share the layers.
+
+    Raises:
+        PolicyError: no room to stage even one expert.
+    """
+    split = gpus if options.gpu_split == LAYERS else 1
+    rest = shape.other_bytes // split
+    left = budget_bytes - rest - staging * shape.max_expert_bytes
+    # Without staging not even an expert that is not kept could be computed.
+    if left < 0:
+        raise PolicyError(
+            f"--gpu-memory: no room to stage {staging} experts:"
+            f" {format_bytes(budget_bytes)} do not hold {format_bytes(rest)} of"
+            f" non-expert weights and {staging} x"
+            f" {format_bytes(shape.max_expert_bytes)}; give more memory, or fewer"
+            " --staging slots"
+        )
+    return left * split
+
+
+def _left_on_card(
+    options: MemoryOptions,
+    shape: ModelShape,
+    profile: HardwareProfile,
+    staging: int,
+    kv_tokens: int,
+) -> int | None:
+    """Bytes that the card leaves for the expert cache; None where there is no card,
+    where the rest of the model fills it, or where every expert would fit.
+    """
+    budget_bytes = card_budget_bytes(options, shape, profile, kv_tokens)
+    if budget_bytes is None:
+        return None
+    try:
+        left = _left_on_gpu(options, budget_bytes, shape, staging, profile.gpus)
+    except PolicyError:
+        return None
+    return left if left < shape.routed_bytes else None
+
+
+def card_budget_bytes(
+    options: MemoryOptions, shape: ModelShape, profile: HardwareProfile, kv_tokens: int
+) -> int | None:
+    """Memory of one card for weights: its own, less keys and values and workspace.
+    None without a card.
+    """
+    if profile.accelerator == HOST_ACCELERATOR:
+        return None
+    bill = card_bill(options, shape, profile, kv_tokens)
+    return profile.memory.gpu_bytes - sum(bill.values())
+
+
+def card_bill(
+    options: MemoryOptions, shape: ModelShape, profile: HardwareProfile, kv_tokens: int
+) -> dict[str, int]:
+    """What a card holds beside weights: item -> bytes."""
+    split = profile.gpus if options.gpu_split == LAYERS else 1
+    kv_bytes = kv_tokens * kv_bytes_per_token(shape)
+    return {
+        "keys and values": kv_bytes // split,
+        "workspace": workspace_bytes(shape),
+    }
+
+
+def _host(
+    options: MemoryOptions, shape: ModelShape, staging: int, kept: CacheSize | None
+) -> CacheSize | None:
+    """Host memory in front of the SSD; None where it holds every expert that the
+    GPUs do not keep for good.
+    """
+    if options.host_memory_bytes is None:
+        return None
+    total = shape.routed_bytes
+    # Nobody asks host memory for what never leaves a GPU.
+    total -= 0 if kept is None else kept.total_bytes
+    left = options.host_memory_bytes - staging * shape.max_expert_bytes
+    if left < 0:
+        raise PolicyError(
+            f"--host-memory: no room to stage {staging} experts of"
+            f" {format_bytes(shape.max_expert_bytes)} in"
+            f" {format_bytes(options.host_memory_bytes)}; give more memory"
+        )
+    # Nothing would ever be read from the SSD again.
+    if left >= total:
+        return None
+    return CacheSize.for_model(shape, scope=GLOBAL, total_bytes=left)
 
 
 def kv_bytes_per_token(shape: ModelShape) -> int:

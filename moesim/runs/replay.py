@@ -2,6 +2,7 @@
 
 Nothing here prints. `replay` sets up one run, walks the trace, and returns a `Run`
 whose metrics, timeline and effective configuration say everything about it.
+`replay_cache` counts the hits of its cache alone, without machine and time.
 """
 
 from __future__ import annotations
@@ -10,19 +11,25 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moesim.base.sizes import format_bytes
+from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
 from moesim.policies.faults import policy_faults
-from moesim.runs.config import RunConfig, takes_options
+from moesim.policies.systems import compose
+from moesim.runs.bound.of_replay import layer_steps_of, replay_bound
+from moesim.runs.config import MemoryOptions, RunConfig, takes_options
 from moesim.runs.engines import Engine, choose_engine
-from moesim.runs.memory import MemoryOptions
+from moesim.runs.memory import plan_memory
 from moesim.runs.result import Run, save_run
 from moesim.runs.setup import (
     Setup,
     activation_counts,
     check_needs,
     figures_of,
+    load_artefacts,
     needed_columns,
     profile_of,
+    refuse_arrivals,
     refuse_drafts,
     trace_of,
     warm_counts,
@@ -35,7 +42,10 @@ from moesim.traces.format.arrivals import (
     parse_slo,
     request_figures,
 )
-from moesim.traces.sizes import format_bytes
+from moesim.traces.format.batch import compose as compose_steps
+from moesim.traces.format.batch import ends_in_prompt
+from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import Summary, summarise
 from moesim.traces.timeline.perfetto import write_perfetto
@@ -45,10 +55,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moesim.policies.planner.planner import Planner
-    from moesim.runs.memory import MemorySize
+    from moesim.runs.config import MemorySize
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
     from moesim.traces.timeline.spans import Chunk
+
 
 __all__ = [
     "MemoryOptions",
@@ -75,6 +86,7 @@ def replay(
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
     keep: bool = True,
+    bounded: bool = False,
     watch: Callable[[str, Chunk], None] | None = None,
     progress: Callable[[RoutedStep], None] | None = None,
     **options: Any,
@@ -94,6 +106,7 @@ def replay(
         keep: keep the timeline in memory where it is not written to `out`; else it is
             empty, and memory does not grow with the length of the trace (unless
             `perfetto` needs it).
+        bounded: also bound what any schedule could reach.
         watch: called with the name and each chunk of the three tables as they come,
             where the timeline is not kept.
         progress: called after each forward pass.
@@ -114,6 +127,7 @@ def replay(
     profile = setup.profile
     with policy_faults():
         planner = setup.planner()
+    bound = replay_bound(setup, opened, planner) if bounded else None
 
     # Figures that are summed up on the way need no timeline in memory.
     summary = None
@@ -122,7 +136,13 @@ def replay(
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
 
     drafts = opened.passes.draft_tokens > 0
-    engine = choose_engine(config.engine, planner, profile, drafts=drafts)
+    engine = choose_engine(
+        config.engine,
+        planner,
+        profile,
+        drafts=drafts,
+        layer_steps=layer_steps_of(config, opened),
+    )
     requests = None
     try:
         with policy_faults():
@@ -156,10 +176,13 @@ def replay(
         timeline.discard()
         raise
 
+    is_cut = requests is None and ends_in_prompt(
+        opened, batch=config.batch, steps=config.steps
+    )
     if summary is None:
-        metrics = summarise(timeline, power=watts(profile))
+        metrics = summarise(timeline, power=watts(profile), ends_in_prompt=is_cut)
     else:
-        metrics = summary.figures(watts(profile))
+        metrics = summary.figures(watts(profile), ends_in_prompt=is_cut)
     metrics |= figures_of(planner)
     metrics |= {
         "steps": result.steps,
@@ -185,8 +208,9 @@ def replay(
     warnings = synthetic_caveats(opened.header)
     warnings += _warnings(setup, planner, metrics)
     warnings += _without_effect(setup, planner)
+    warnings += planner.policies.remarks()
     effective = setup.effective_config(opened) | engine.described()
-    run = Run(metrics, timeline, effective, warnings)
+    run = Run(metrics, timeline, effective, warnings, bound=bound)
     if out is not None:
         save_run(run, Path(out))
     return run
@@ -272,9 +296,13 @@ def _without_effect(setup: Setup, planner: Planner) -> list[str]:
             not config.passes.draft_tokens,
             "no tokens are drafted; --draft-tokens says how many",
         ),
+        "host_memory_bytes": (
+            setup.memory.host is None,
+            "it holds every expert",
+        ),
         "context_tokens": (
-            config.memory.is_stated,
-            "the size of the GPU's cache is stated",
+            config.memory.is_stated or setup.fits_card(),
+            "the size of the GPU's cache is stated, or the card holds every expert",
         ),
         "slo": (
             config.arrivals is None,
@@ -359,3 +387,75 @@ def _warnings(setup: Setup, planner: Planner, metrics: dict[str, Any]) -> list[s
             " with --warm TRACE, or let a prefetch or another cache policy do so"
         )
     return warnings
+
+
+@takes_options(RunConfig)
+def replay_cache(
+    trace: RunConfig | str | Path | Trace,
+    cache: str | None = None,
+    *,
+    memory: MemorySize | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Count the hits of a cache if every miss is fetched and offered to it.
+
+    LRU and Belady run in a compiled loop; every other policy is asked step by step.
+
+    Args:
+        trace: a moesim trace, by path or opened; or a configuration, whose options
+            those given here replace.
+        cache: cache policy; None takes that of the configuration's policy, which is
+            ``lru`` unless another one is named.
+        memory: sizes in one object, instead of single options.
+        options: fields of `moesim.runs.config.RunConfig`; those about time say nothing
+            here.
+
+    Raises:
+        TypeError, ConfigError, TraceError, ProfileError, PolicyError: as
+            `moesim.runs.replay.replay`.
+    """
+    begin_s = time.perf_counter()
+    config = RunConfig.of(trace, memory=memory, **options)
+    refuse_arrivals(config, "a cache alone")
+    # A system names its cache; an assignment policy has that of every system, LRU.
+    cache = cache or config.system.cache
+    opened = trace_of(config)
+    shape = opened.shape
+
+    # On demand: every miss is fetched, so nothing but the cache decides.
+    system = compose("on-demand", cache=cache)
+    size = plan_memory(config.memory, shape, profile_of(config.hw), system).gpu
+    policy = system.build(gpus=1, host_cache=None).caches[0]
+    opened.require(policy.needs, f"cache policy {cache!r}")
+
+    walk: dict[str, Any] = {"batch": config.batch, "steps": config.steps}
+    future = RecordedFuture.of(opened, **walk) if policy.oracle else None
+    calibration = None if config.warm is None else warm_counts(config.warm, opened)
+    # The compiled loops start empty and know no calibration.
+    if calibration is None and cache_replay.has_compiled_loop(cache, shape, size):
+        blocks = layer_steps(opened, **walk)
+        counts = cache_replay.replay_compiled(cache, shape, size, blocks, future=future)
+    else:
+        counts = cache_replay.replay(
+            policy,
+            cache,
+            shape,
+            size,
+            compose_steps(opened, **walk, columns=policy.needs),
+            future=future,
+            seed=config.seed,
+            calibration=calibration,
+            extras=load_artefacts(config.artefacts),
+        )
+    return {
+        "cache": cache,
+        "scope": size.scope,
+        "cache_slots": size.slots.tolist(),
+        "accesses": counts.accesses,
+        "hits": counts.hits,
+        "misses": counts.accesses - counts.hits,
+        "hit_rate_active": counts.hit_rate,
+        "hits_by_layer": counts.hits_by_layer.tolist(),
+        "synthetic": synthetic_caveats(opened.header),
+        "wall_s": time.perf_counter() - begin_s,
+    }

@@ -5,18 +5,21 @@ disk.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any
 
-from moesim.reporting.notebook import small_table
-from moesim.reporting.units import ms, number, percent
-from moesim.traces.files import remove_leftovers, write_text
+from moesim.base.files import remove_leftovers, write_text
+from moesim.base.units import ms, number, percent
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     import pandas as pd
 
+    from moesim.runs.bound.host_memory import MemoryBound
+    from moesim.runs.bound.least_time import Bound
     from moesim.traces.timeline.spans import Timeline
 
 FILES = ("timeline.parquet", "accesses.parquet", "steps.parquet", "run.json")
@@ -32,12 +35,15 @@ class Run:
         timeline: spans, accesses and steps.
         config: the effective configuration, digests included.
         warnings: what a reader of the figures should know.
+        bound: what the machine can do at best; None where it was not asked for, or
+            where there is none.
     """
 
     metrics: dict[str, Any]
     timeline: Timeline
     config: dict[str, Any]
     warnings: list[str]
+    bound: Bound | MemoryBound | None = field(default=None, kw_only=True)
 
     def __repr__(self) -> str:
         """What ran where, and how fast."""
@@ -116,3 +122,52 @@ def run_files(folder: Path | None) -> list[Path]:
 def remove_parts(folder: Path) -> None:
     """Remove what a killed process had begun to write into the folder of a run."""
     remove_leftovers(folder)
+
+
+def busiest(run: Run) -> tuple[str, float | None]:
+    """The lane that worked most, and its share of the run.
+
+    More speed helps there first.
+    """
+    shares = busy_shares(run)
+    # Shares are None in a run without any work; then the first lane is named.
+    lane = max(shares, key=lambda name: shares[name] or 0.0)
+    return lane, shares[lane]
+
+
+def busy_shares(run: Run) -> dict[str, float | None]:
+    """Share of the run in which each lane worked; None for a run without any work."""
+    makespan_s = run.metrics["makespan_s"]
+    return {
+        lane: busy_s / makespan_s if makespan_s else None
+        for lane, busy_s in run.metrics["busy_s"].items()
+    }
+
+
+def small_table(
+    rows: Iterable[Sequence[str]],
+    *,
+    heads: Sequence[str] = (),
+    notes: Iterable[str] = (),
+) -> str:
+    """Lay out plain text as an HTML table.
+
+    Args:
+        rows: cells; the first of each names its row.
+        heads: of the columns; none for a list of facts.
+        notes: lines below the table.
+    """
+    top = ""
+    if heads:
+        cells = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
+        top = f"<thead><tr>{cells}</tr></thead>"
+    body = "".join(_small_row(row) for row in rows)
+    lines = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return f"<table>{top}<tbody>{body}</tbody></table>{lines}"
+
+
+def _small_row(row: Sequence[str]) -> str:
+    # Notebooks align cells to the right, which suits no words.
+    name, *cells = (escape(cell) for cell in row)
+    tds = "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells)
+    return f'<tr><th scope="row" style="text-align:left">{name}</th>{tds}</tr>'

@@ -12,29 +12,34 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moesim.base.options import ConfigError
+from moesim.base.version import __version__, git_commit
 from moesim.hwprofiles.costs import Costs
-from moesim.hwprofiles.prediction_error import prediction_error
 from moesim.hwprofiles.profile import (
     HardwareProfile,
     default_profile,
     load_profile,
+    prediction_error,
     ships,
 )
 from moesim.policies.base import PolicyError
 from moesim.policies.planner.plan import LAYERS
 from moesim.policies.planner.planner import Planner
 from moesim.policies.registry import resolve, settings
-from moesim.runs.artefacts import load_artefacts
-from moesim.runs.config import ConfigError, RunConfig
-from moesim.runs.memory import HOST_ACCELERATOR
+from moesim.runs.memory import (
+    HOST_ACCELERATOR,
+    card_bill,
+    card_budget_bytes,
+    plan_memory,
+)
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.synthetic.marks import synthetic_caveats
-from moesim.version import __version__, git_commit
 
 if TYPE_CHECKING:
     from moesim.policies.planner.plan import MemoryPlan, Policies
     from moesim.policies.systems import System
+    from moesim.runs.config import RunConfig
     from moesim.traces.format.schema import ModelShape
 
 
@@ -124,8 +129,13 @@ class Setup:
         artefacts = None
         if self.system.divides_slots:
             artefacts = load_artefacts(self.config.artefacts)
-        return self.config.memory.plan(
-            self.shape, self.profile, self.system, artefacts, kv_tokens=self.kv_tokens
+        return plan_memory(
+            self.config.memory,
+            self.shape,
+            self.profile,
+            self.system,
+            artefacts,
+            kv_tokens=self.kv_tokens,
         )
 
     @property
@@ -135,7 +145,12 @@ class Setup:
 
     def costs(self) -> Costs:
         """Seconds of this model's operations on this machine, as the system uses it."""
-        return Costs(self.profile, self.shape, pageable=self.system.pageable)
+        return Costs(
+            self.profile,
+            self.shape,
+            pageable=self.system.pageable,
+            kernels=self.system.kernels,
+        )
 
     def planner(self) -> Planner:
         """A fresh planner.
@@ -171,7 +186,7 @@ class Setup:
     def fits_card(self) -> bool:
         """Whether the cache got a default size although every expert would fit."""
         memory = self.config.memory
-        budget = memory.card_budget_bytes(self.shape, self.profile, self.kv_tokens)
+        budget = card_budget_bytes(memory, self.shape, self.profile, self.kv_tokens)
         if memory.is_stated or budget is None:
             return False
         bill = self.weights_bill()
@@ -187,7 +202,7 @@ class Setup:
         memory = self.config.memory
         bill = self.weights_bill()
         if not memory.is_stated and self.profile.accelerator != HOST_ACCELERATOR:
-            bill |= memory.card_bill(self.shape, self.profile, self.kv_tokens)
+            bill |= card_bill(memory, self.shape, self.profile, self.kv_tokens)
         return bill
 
     def effective_config(self, trace: Trace | None) -> dict[str, Any]:
@@ -461,3 +476,84 @@ def warm_counts(warm: str | Path | Trace, trace: Trace) -> np.ndarray:
             f" {shape.experts}; record it from that model"
         )
     return activation_counts(calibration)
+
+
+SUFFIXES = (".npy", ".npz", ".safetensors")
+TENSORS = (
+    "activation_counts",
+    "activation_matrices",
+    "prefetch_accuracy",
+    "residual",
+    "sensitivity",
+    "single_share",
+    "transitions",
+)
+"""Tensors that policies know by their own names, whatever file they lie in (`moesim
+record --calibration`).
+"""
+
+
+def load_artefacts(place: str | Path | None) -> dict[str, Any]:
+    """Read every tensor file of a folder, or one tensor file; nothing for None.
+
+    Returns:
+        Name without suffix -> the array of a ``.npy``, the named arrays of an ``.npz``
+        or ``.safetensors``: what policies see as `RunContext.extras`. Arrays named as
+        in `TENSORS` are there under their own names as well.
+
+    Raises:
+        PolicyError: no such path, no tensor file in it, or two files with the same
+            tensor of `TENSORS`.
+        TraceError: a damaged file.
+    """
+    if place is None:
+        return {}
+    artefacts: dict[str, Any] = {}
+    origin: dict[str, Path] = {}
+    for path in artefact_files(Path(place)):
+        for name, content in _named(path).items():
+            # A policy asks by name, so two answers would be one too many.
+            if name in TENSORS and name in origin:
+                raise PolicyError(
+                    f"--artefacts {place}: {name}: expected one file with it, found"
+                    f" {origin[name].name} and {path.name}; keep one of them"
+                )
+            origin[name] = path
+            artefacts[name] = content
+    if not artefacts:
+        raise PolicyError(
+            f"--artefacts {place}: expected files {', '.join(SUFFIXES)}, found none; is"
+            " it the right folder?"
+        )
+    return artefacts
+
+
+def artefact_files(place: Path) -> list[Path]:
+    """The tensor files of a folder, sorted, or one such file.
+
+    Raises:
+        PolicyError: no such path, or a file of another kind.
+    """
+    if not (place.is_dir() or (place.is_file() and place.suffix in SUFFIXES)):
+        raise PolicyError(
+            f"--artefacts {place}: no such folder; `moesim train-cache TRACE --out"
+            f" {place}` makes one"
+        )
+    # Sorted, so that the same folder gives the same order on every file system.
+    paths = sorted(place.iterdir()) if place.is_dir() else [place]
+    return [path for path in paths if path.suffix in SUFFIXES]
+
+
+def _named(path: Path) -> dict[str, np.ndarray | dict[str, np.ndarray]]:
+    """What one file contributes: its content under its name, and known tensors."""
+    # Readers of all formats bring machine code, which few runs need.
+    from moesim.traces.importers.readers.tensors import (  # noqa: PLC0415 - see above
+        load_named,
+    )
+
+    arrays = load_named(path)
+    if path.suffix == ".npy":
+        return {path.stem: arrays[""]}
+    # Files of calibrations hold many tensors, and policies ask for single ones.
+    known = {name: arrays[name] for name in TENSORS if name in arrays}
+    return {path.stem: arrays, **known}

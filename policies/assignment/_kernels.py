@@ -1,7 +1,7 @@
 """Compiled decisions that assignments share: costs, launch order, greedy, all on GPUs.
 
 Each kernel takes the raw arrays of `LayerWork` and returns fresh ones. They share one
-cost model, `cost_s`, so they stand in one file (see `moesim.policies.compilation`).
+cost model, `cost_s`, so they stand in one file.
 
 A active experts, G GPUs. Lane 0 is the CPU, lane 1 + g is GPU g.
 """
@@ -9,19 +9,20 @@ A active experts, G GPUs. Lane 0 is the CPU, lane 1 + g is GPU g.
 from __future__ import annotations
 
 import numpy as np
-from numba import types as nb
 
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 from moesim.policies.base import IN_FLIGHT
-from moesim.policies.compilation import (
+from moesim.policies.kernels import (
+    ASSIGN,
     LANES,
     ORDER,
     SECONDS,
     SECONDS_BY_GPU,
-    called,
-    inlined,
+    State,
+    Work,
 )
-from moesim.policies.kernels import ASSIGN, State, Work
-from moesim.traces.compilation import compiled, input_array
 
 UNLIMITED = 1 << 62
 """As `staging`: any number of experts."""
@@ -31,7 +32,7 @@ UNLIMITED = 1 << 62
 _INSERTION_LIMIT = 48
 
 
-@inlined
+@compiled
 def cost_s(
     lane: int,
     i: int,
@@ -158,7 +159,7 @@ def greedy(
         lanes[i] = chosen
 
 
-@called
+@compiled
 def launch(
     lanes: np.ndarray, order: np.ndarray, result: np.ndarray, decided: np.ndarray
 ) -> None:
@@ -186,13 +187,13 @@ def greedy_assign(
     return False
 
 
-@called
+@compiled
 def ascending(count: int) -> np.ndarray:
     """Positions as they stand, int64."""
     return np.arange(count)
 
 
-@called
+@compiled
 def flying(gpu_state: np.ndarray, arrive_s: np.ndarray) -> np.ndarray:
     """Which active experts are on their way to which GPU: bool [G, A].
 
@@ -207,7 +208,7 @@ def flying(gpu_state: np.ndarray, arrive_s: np.ndarray) -> np.ndarray:
     return result
 
 
-@called
+@compiled
 def transfers(arrive_s: np.ndarray, link_s: np.ndarray) -> np.ndarray:
     """`arrive_s` without the wait for the copy under way: float64 [G, A].
 
@@ -221,7 +222,7 @@ def transfers(arrive_s: np.ndarray, link_s: np.ndarray) -> np.ndarray:
     return result
 
 
-@called
+@compiled
 def some_gpu(on: np.ndarray) -> np.ndarray:
     """Which experts some GPU has, bool [A], of bool [G, A]."""
     result = np.zeros(on.shape[1], np.bool_)

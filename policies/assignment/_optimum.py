@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from moesim.policies.assignment._dynamic_program import dynamic_program
+from moesim.policies.assignment._dynamic_program import (
+    Layer,
+    dynamic_program,
+    lagrangian_prices,
+    priced_remainder,
+)
 from moesim.policies.assignment._gpu_choice import (
     first_cpu_s,
     in_flight,
     link_s,
     transfer_s,
-)
-from moesim.policies.assignment._lagrangian_bounds import (
-    Layer,
-    lagrangian_prices,
-    priced_remainder,
 )
 from moesim.policies.base import CPU
 from moesim.policies.ranking import highest_first
@@ -186,11 +186,10 @@ def _modelled(work: LayerWork, refused: np.ndarray = _NO_GPU) -> Layer:
     # Twice as fast as `zeros_like`.
     zeros = np.zeros(gpu_s.shape)
     if len(refused):
-        # More than any other assignment costs: the CPU takes every expert.
-        forbidden_s = 1e3 * (1.0 + _cpu_cost_s(work).sum() + gpu_s.sum())
-        gpu_s[refused] = np.where(_absent(work)[refused], forbidden_s, gpu_s[refused])
+        gpu_s[refused] = np.where(_absent(work)[refused], np.inf, gpu_s[refused])
+    cpu_s, gpu_s = _bounded(_cpu_cost_s(work), gpu_s)
     return Layer(
-        cpu_s=_cpu_cost_s(work),
+        cpu_s=cpu_s,
         gpu_s=gpu_s,
         copy_s=zeros,
         landing_s=zeros,
@@ -198,6 +197,19 @@ def _modelled(work: LayerWork, refused: np.ndarray = _NO_GPU) -> Layer:
         first_s=0.0,
         order=np.arange(len(work.experts)),
     )
+
+
+def _bounded(*costs: np.ndarray) -> tuple[np.ndarray, ...]:
+    """`costs` with the infinite ones, of lanes that are no choice, as a number that is
+    more than any assignment without them costs.
+
+    The search weighs costs by prices, and zero times infinity is no number.
+    """
+    if all(np.isfinite(seconds).all() for seconds in costs):
+        return costs
+    total_s = sum(seconds[np.isfinite(seconds)].sum() for seconds in costs)
+    forbidden_s = 1e3 * (1.0 + total_s)
+    return tuple(np.minimum(seconds, forbidden_s) for seconds in costs)
 
 
 def _scheduled(
@@ -209,14 +221,18 @@ def _scheduled(
     landing_s = np.where(flying, work.arrive_s, 0.0)
     copy_s = np.where(flying, 0.0, transfer_s(work))
 
+    # A copy of the GPU's seconds, as the solver takes no read-only array.
+    cpu_s, gpu_s, copy_s, landing_s = _bounded(
+        _cpu_cost_s(work), np.array(work.gpu_s), copy_s, landing_s
+    )
+
     # Last key first: residents, then by landing, then the longest on the GPU.
     first_landing_s = np.where(flying, work.arrive_s, np.inf).min(axis=0)
     absent = ~_resident_everywhere(work)
     order = np.lexsort((-work.gpu_s[0], first_landing_s, absent))
     return Layer(
-        cpu_s=_cpu_cost_s(work),
-        # A copy, as the solver takes no read-only array.
-        gpu_s=np.array(work.gpu_s),
+        cpu_s=cpu_s,
+        gpu_s=gpu_s,
         copy_s=copy_s,
         landing_s=landing_s,
         link_s=np.maximum(landing_s.max(axis=1), link_s(work)),

@@ -10,23 +10,17 @@ A active experts, G GPUs.
 from __future__ import annotations
 
 import numpy as np
-from numba import types as nb
 
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 from moesim.policies.base import IN_FLIGHT
-from moesim.policies.compilation import (
-    EXPERT_IDS,
-    LANES,
-    ORDER,
-    SECONDS,
-    SECONDS_BY_GPU,
-    called,
-)
-from moesim.traces.compilation import compiled, input_array
+from moesim.policies.kernels import EXPERT_IDS, LANES, ORDER, SECONDS, SECONDS_BY_GPU
 
 _STATE = input_array(nb.int8)
 
 
-@called
+@compiled
 def _by_load(
     tokens: np.ndarray,
     group: np.ndarray,
@@ -49,7 +43,7 @@ def _by_load(
     return order
 
 
-@called
+@compiled
 def _links(
     arrive_s: np.ndarray,
     state: np.ndarray,
@@ -71,7 +65,7 @@ def _links(
 
 
 @compiled(
-    nb.Tuple((LANES, ORDER))(
+    nb.Several((LANES, ORDER))(
         EXPERT_IDS,
         SECONDS,
         SECONDS_BY_GPU,
@@ -131,7 +125,13 @@ def head_and_tail(
                 chosen = g
                 best_s = end_s
 
-        if best_s <= cpu_end_s + cpu_s[sequence[tail]] + cpu_extra_s:
+        if best_s == np.inf:
+            # No GPU could finish it, so it must not keep the others from theirs.
+            cpu_end_s += cpu_s[i] + cpu_extra_s
+            cpu_extra_s = 0.0
+            lanes[i] = 0
+            head += 1
+        elif best_s <= cpu_end_s + cpu_s[sequence[tail]] + cpu_extra_s:
             gpu_end_s[chosen] = best_s
             if not flying[chosen, i] and arrive_s[chosen, i] > 0.0:
                 link_s[chosen] += arrive_s[chosen, i]
@@ -147,8 +147,19 @@ def head_and_tail(
     return lanes, order
 
 
+@compiled
+def _next_link(link_s: np.ndarray, arrive_s: np.ndarray, i: int) -> int:
+    """The link that is free first, of those that could bring an expert; -1 if none."""
+    chosen = -1
+    for g in range(len(link_s)):
+        comes = arrive_s[g, i] < np.inf
+        if comes and (chosen < 0 or link_s[g] < link_s[chosen]):
+            chosen = g
+    return chosen
+
+
 @compiled(
-    nb.Tuple((LANES, ORDER))(
+    nb.Several((LANES, ORDER))(
         EXPERT_IDS,
         SECONDS,
         SECONDS,
@@ -204,13 +215,15 @@ def load_or_compute(
     head = active - misses
     tail = active - 1
     for n in range(active - misses, active):
-        g = 0
-        for other in range(1, gpus):
-            if link_s[other] < link_s[g]:
-                g = other
-
         largest = sequence[head]
+        g = _next_link(link_s, arrive_s, largest)
         compute_s = max(host_s[largest], cpu_s[largest])
+        if g < 0:
+            # No link brings it, so it must not keep the others from theirs.
+            cpu_end_s += compute_s
+            head += 1
+            order[n] = largest
+            continue
         stays = guarded and misses == 1 and compute_s <= arrive_s[g, largest]
         if link_s[g] <= cpu_end_s and not stays:
             i = largest

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
 
+from moesim.machine_code.functions import compiled
 from moesim.policies.base import (
     CPU,
-    Assignment,
-    AssignmentPolicy,
-    LayerWork,
-    MachineView,
 )
+from moesim.policies.compiled import CompiledAssignment
 from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work
-from moesim.traces.compilation import compiled
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @compiled(ASSIGN)
@@ -23,23 +23,11 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
     return False
 
 
-class AllCPU(AssignmentPolicy):
+class AllCPU(CompiledAssignment):
     """Compute every active expert on the CPU; fetch nothing on demand.
 
     Source: the control "Naive" of DALI, section 6.3.
     """
 
     places_on_gpu = False
-
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place all on the CPU, in ascending expert id."""
-        del view
-        return Assignment(np.full(len(work.experts), CPU, np.int8))
-
-    def kernels(self) -> AssignmentKernels:
-        """The same in compiled runs."""
-        return AssignmentKernels(_assign)
+    brought = AssignmentKernels(_assign)

@@ -5,24 +5,26 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from numba import types as nb
 
-from moesim.policies.assignment import _kernels
-from moesim.policies.assignment._gpu_choice import link_s
-from moesim.policies.assignment._kernels import cost_s, gap_order
-from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from moesim.policies.compilation import (
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.policies.assignment._kernels import cost_s, gap_order, launch
+from moesim.policies.compiled import CompiledAssignment
+from moesim.policies.kernels import (
+    ASSIGN,
     LANES,
     ORDER,
     SECONDS,
     SECONDS_BY_GPU,
-    inlined,
+    AssignmentKernels,
+    State,
+    Work,
+    state,
 )
 from moesim.policies.parameters import expect
-from moesim.traces.compilation import linked
 
 
-@inlined
+@compiled
 def _rank(
     end_s: np.ndarray,
     sum_s: np.ndarray,
@@ -40,11 +42,10 @@ def _rank(
     return rank
 
 
-@linked(
-    nb.Tuple((LANES, ORDER))(
+@compiled(
+    nb.Several((LANES, ORDER))(
         SECONDS, SECONDS, SECONDS_BY_GPU, SECONDS_BY_GPU, SECONDS, nb.int64
-    ),
-    _kernels,
+    )
 )
 def beam_search(
     cpu_s: np.ndarray,
@@ -135,7 +136,21 @@ def beam_search(
     return lanes, order
 
 
-class Beam(AssignmentPolicy):
+@compiled(ASSIGN)
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    placed, decided = beam_search(
+        work.cpu_s,
+        work.host_s,
+        work.gpu_s,
+        work.arrive_s,
+        link_s=work.link_s,
+        width=state.integers[0],
+    )
+    launch(lanes, order, placed, decided)
+    return False
+
+
+class Beam(CompiledAssignment):
     """Assign experts in greedy's order, keeping the `width` best partial assignments.
 
     Best is the smallest makespan; costs and launch order are greedy's. Equal makespans
@@ -155,20 +170,4 @@ class Beam(AssignmentPolicy):
     def __init__(self, *, width: int = 2) -> None:
         expect(width >= 1, "width", "a number >= 1", width)
         self.width = width
-
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place by the best complete assignment of the search."""
-        del view
-        lanes_and_order = beam_search(
-            work.cpu_s,
-            work.host_s,
-            work.gpu_s,
-            work.arrive_s,
-            link_s(work),
-            self.width,
-        )
-        return Assignment(*lanes_and_order)
+        self.brought = AssignmentKernels(_assign, state(integers=[width]))

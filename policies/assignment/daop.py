@@ -16,8 +16,7 @@ from moesim.policies.base import (
     Precompute,
 )
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.planner.resident_mask import present
-from moesim.policies.ranking import ranked
+from moesim.policies.ranking import present, ranked
 from moesim.policies.routing._substitute import keep_one_absent
 from moesim.traces.format.schema import Phase
 

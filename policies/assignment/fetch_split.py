@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import types as nb
 
-from moesim.policies.assignment import _kernels
-from moesim.policies.assignment._gpu_choice import gpu_state, link_s
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 from moesim.policies.assignment._kernels import (
     flying,
     launch,
@@ -16,30 +17,31 @@ from moesim.policies.assignment._kernels import (
     spread,
     transfers,
 )
-from moesim.policies.base import (
-    Assignment,
-    AssignmentPolicy,
-    LayerWork,
-    MachineView,
-    RunContext,
-)
-from moesim.policies.compilation import (
+from moesim.policies.compiled import CompiledAssignment
+from moesim.policies.kernels import (
+    ASSIGN,
     EXPERT_IDS,
     LANES,
     ORDER,
     SECONDS,
     SECONDS_BY_GPU,
-    joined,
+    AssignmentKernels,
+    State,
+    Work,
+    state,
 )
-from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect
-from moesim.traces.compilation import input_array, linked
+
+if TYPE_CHECKING:
+    from moesim.policies.base import (
+        RunContext,
+    )
 
 # Products of a share and a count, and times that should be equal, differ by rounding.
 _TOLERANCE = 1e-9
 
 
-@joined
+@compiled
 def _fetches(
     misses: np.ndarray,
     cpu_s: np.ndarray,
@@ -83,8 +85,8 @@ def _fetches(
     return fewer if fewer_s <= more_s * (1.0 + _TOLERANCE) else fewer + 1
 
 
-@linked(
-    nb.Tuple((LANES, ORDER))(
+@compiled(
+    nb.Several((LANES, ORDER))(
         EXPERT_IDS,
         SECONDS,
         SECONDS,
@@ -94,8 +96,7 @@ def _fetches(
         input_array(nb.int8),
         input_array(nb.int64),
         SECONDS,
-    ),
-    _kernels,
+    )
 )
 def _split(
     tokens: np.ndarray,
@@ -121,6 +122,11 @@ def _split(
     misses = misses[largest_first]
     order = np.concatenate((np.flatnonzero(on_gpu), misses))
 
+    # What no link brings is no miss that could be fetched.
+    comes = np.empty(len(misses), np.bool_)
+    for n in range(len(misses)):
+        comes[n] = arrive_s[:, misses[n]].max() < np.inf
+    misses = misses[comes]
     transfer_s = transfers(arrive_s, link_s)
     count = _fetches(misses, cpu_s, host_s, transfer_s, table, rates)
     for i in misses[:count]:
@@ -129,7 +135,7 @@ def _split(
     return spread(on_gpu, allowed, gpu_s, arrive_s, link_s), order
 
 
-@linked(ASSIGN, _kernels)
+@compiled(ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     placed, decided = _split(
         work.tokens,
@@ -146,7 +152,7 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
     return False
 
 
-class FetchSplit(AssignmentPolicy):
+class FetchSplit(CompiledAssignment):
     """Fetch a fixed share of the misses and compute the others on the CPU, so that both
     end together; residents run on the GPU.
 
@@ -201,43 +207,23 @@ class FetchSplit(AssignmentPolicy):
         self.cpu_slowdown = cpu_slowdown
         fetches = [] if table is None else _read_table(table)
         self._fetches_of = np.array(fetches, np.int64)
-        self._overlap = (link_slowdown or 1.0, cpu_slowdown or 1.0)
+        self._bring(link_slowdown or 1.0, cpu_slowdown or 1.0)
 
     def start(self, context: RunContext) -> None:
         """Take what the machine knows of link and CPU beside each other."""
+        super().start(context)
         if context.costs is None:
             return
         link, cpu = context.costs.overlap
-        self._overlap = (self.link_slowdown or link, self.cpu_slowdown or cpu)
+        self._bring(self.link_slowdown or link, self.cpu_slowdown or cpu)
 
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place residents, then split the misses."""
-        lanes_and_order = _split(
-            work.tokens,
-            work.cpu_s,
-            work.host_s,
-            work.gpu_s,
-            work.arrive_s,
-            link_s(work),
-            gpu_state=gpu_state(work, view),
-            table=self._fetches_of,
-            rates=self._rates(),
-        )
-        return Assignment(*lanes_and_order)
-
-    def kernels(self) -> AssignmentKernels:
-        """The same in compiled runs."""
-        known = state(numbers=self._rates(), integers=self._fetches_of)
-        return AssignmentKernels(_assign, known)
-
-    def _rates(self) -> np.ndarray:
-        """The share, negative for none, and the slowdowns of link and CPU."""
+    def _bring(self, link_slowdown: float, cpu_slowdown: float) -> None:
+        """Take the kernel with what it knows: the share is negative for none."""
         fraction = -1.0 if self.fraction is None else self.fraction
-        return np.array([fraction, *self._overlap])
+        rates = [fraction, link_slowdown, cpu_slowdown]
+        self.brought = AssignmentKernels(
+            _assign, state(numbers=rates, integers=self._fetches_of)
+        )
 
 
 def _read_table(text: str) -> list[int]:

@@ -7,23 +7,30 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from numba import types as nb
 
-from moesim.policies.assignment import _kernels
-from moesim.policies.assignment._gpu_choice import gpu_lanes, in_flight
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 from moesim.policies.assignment._kernels import flying, launch, spread
-from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from moesim.policies.compilation import ORDER, SECONDS, SECONDS_BY_GPU
-from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
+from moesim.policies.compiled import CompiledAssignment
+from moesim.policies.kernels import (
+    ASSIGN,
+    ORDER,
+    SECONDS,
+    SECONDS_BY_GPU,
+    AssignmentKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect_choice
-from moesim.traces.compilation import compiled, input_array, linked
 
 Cost = Literal["load", "load+compute"]
 Issue = Literal["serial", "parallel"]
 
 
 @compiled(
-    nb.Tuple((nb.boolean[::1], ORDER))(
+    nb.Several((nb.boolean[::1], ORDER))(
         SECONDS,
         SECONDS,
         SECONDS_BY_GPU,
@@ -66,7 +73,7 @@ def _compare(
     return on_gpu, order
 
 
-@linked(ASSIGN, _kernels)
+@compiled(ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     chosen, decided = _compare(
         work.cpu_s,
@@ -82,7 +89,7 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
     return state.integers[1] != 0
 
 
-class Fiddler(AssignmentPolicy):
+class Fiddler(CompiledAssignment):
     """Compute residents on the GPU, and an absent expert there too if loading it takes
     no longer than the CPU.
 
@@ -109,25 +116,5 @@ class Fiddler(AssignmentPolicy):
         expect_choice("issue", issue, Issue)
         self.cost = cost
         self.serial = issue == "serial"
-
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place each expert by its own comparison."""
-        on_gpu, order = _compare(
-            work.cpu_s,
-            work.host_s,
-            work.gpu_s,
-            work.arrive_s,
-            in_flight(work, view),
-            self.cost == "load+compute",
-        )
-        return Assignment(gpu_lanes(work, on_gpu), order, self.serial)
-
-    def kernels(self) -> AssignmentKernels:
-        """The same in compiled runs."""
-        return AssignmentKernels(
-            _assign, state(integers=[self.cost == "load+compute", self.serial])
-        )
+        rules = [cost == "load+compute", issue == "serial"]
+        self.brought = AssignmentKernels(_assign, state(integers=rules))

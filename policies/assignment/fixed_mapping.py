@@ -6,12 +6,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from moesim.policies.assignment import _kernels
-from moesim.policies.assignment._gpu_choice import (
-    allowed_lanes,
-    gpu_lanes,
-    in_flight,
-)
+from moesim.machine_code.functions import compiled
 from moesim.policies.assignment._kernels import (
     ascending,
     flying,
@@ -19,10 +14,9 @@ from moesim.policies.assignment._kernels import (
     some_gpu,
     spread,
 )
-from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.compiled import CompiledAssignment
 from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect_choice
-from moesim.traces.compilation import linked
 from moesim.traces.format.schema import Phase
 
 Prefill = Literal["mapped", "gpu"]
@@ -30,7 +24,7 @@ Prefill = Literal["mapped", "gpu"]
 PREFILL = int(Phase.PREFILL)
 
 
-@linked(ASSIGN, _kernels)
+@compiled(ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     waits = state.integers[0] != 0
     fetches = state.integers[1] != 0
@@ -46,7 +40,7 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
     return False
 
 
-class FixedMapping(AssignmentPolicy):
+class FixedMapping(CompiledAssignment):
     """Compute resident experts on their GPU and all others on the CPU, both at the same
     time; never fetch on demand.
 
@@ -74,24 +68,5 @@ class FixedMapping(AssignmentPolicy):
         expect_choice("prefill", prefill, Prefill)
         self.wait = wait
         self.prefill = prefill
-
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place by residency, in ascending expert id."""
-        if self.prefill == "gpu" and work.phase == Phase.PREFILL:
-            everything = np.ones(len(work.experts), np.bool_)
-            return Assignment(gpu_lanes(work, everything))
-
-        present = work.arrive_s == 0.0
-        if self.wait:
-            present = present | in_flight(work, view)
-        return Assignment(allowed_lanes(work, present))
-
-    def kernels(self) -> AssignmentKernels:
-        """The same in compiled runs."""
-        return AssignmentKernels(
-            _assign, state(integers=[self.wait, self.prefill == "gpu"])
-        )
+        rules = [wait, prefill == "gpu"]
+        self.brought = AssignmentKernels(_assign, state(integers=rules))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from moesim.policies.assignment._gpu_choice import link_s
-from moesim.policies.assignment._kernels import UNLIMITED, greedy, greedy_assign
-from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.assignment._kernels import UNLIMITED, greedy_assign
+from moesim.policies.compiled import CompiledAssignment
 from moesim.policies.kernels import AssignmentKernels, state
 from moesim.policies.parameters import expect
 
 
-class Greedy(AssignmentPolicy):
+class Greedy(CompiledAssignment):
     """Assign experts one by one, largest gap between CPU and GPU cost first, each to
     the lane that would end sooner.
 
@@ -41,29 +38,6 @@ class Greedy(AssignmentPolicy):
         self.staging = staging
         # A kernel takes no None.
         self._staging_limit = UNLIMITED if staging is None else staging
-
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place in one compiled pass."""
-        del view
-        active = len(work.experts)
-        lanes = np.empty(active, np.int8)
-        order = np.empty(active, np.int64)
-        greedy(
-            work.cpu_s,
-            work.host_s,
-            work.gpu_s,
-            work.arrive_s,
-            link_s(work),
-            self._staging_limit,
-            lanes,
-            order,
-        )
-        return Assignment(lanes, order)
-
-    def kernels(self) -> AssignmentKernels:
-        """The same in compiled runs."""
-        return AssignmentKernels(greedy_assign, state(integers=[self._staging_limit]))
+        # A kernel takes no None.
+        limit = UNLIMITED if staging is None else staging
+        self.brought = AssignmentKernels(greedy_assign, state(integers=[limit]))

@@ -6,14 +6,18 @@ from typing import Literal
 
 import numpy as np
 
-from moesim.policies.assignment._gpu_choice import first_cpu_s, gpu_state, transfer_s
+from moesim.machine_code.functions import compiled
+from moesim.policies.assignment._kernels import launch, transfers
 from moesim.policies.assignment._two_pointer import head_and_tail
-from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.compiled import CompiledAssignment
+from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect_choice
 from moesim.traces.format.schema import Phase
 
 Prefill = Literal["gpu", "schedule"]
 Costs = Literal["machine", "released"]
+
+PREFILL = int(Phase.PREFILL)
 
 # The released file's own numbers, in arbitrary units.
 _CPU_PER_TOKEN = 1.0
@@ -22,7 +26,33 @@ _GPU = 0.5
 _COPY = 0.4179
 
 
-class HybriMoEReleased(AssignmentPolicy):
+@compiled(ASSIGN)
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    active = len(work.experts)
+    cpu_s = work.cpu_s.copy()
+    gpu_s = work.gpu_s.copy()
+    arrive_s = transfers(work.arrive_s, work.link_s)
+    first_s = work.first_cpu_s
+    if state.integers[0]:
+        first_s = _CPU_FIRST
+        for i in range(active):
+            cpu_s[i] = _CPU_PER_TOKEN * work.tokens[i]
+            for g in range(len(gpu_s)):
+                gpu_s[g, i] = _GPU
+                arrive_s[g, i] = _COPY if work.arrive_s[g, i] > 0.0 else 0.0
+    if state.integers[1] and work.phase == PREFILL:
+        # A CPU that takes forever leaves every expert to the GPUs.
+        first_s = 0.0
+        for i in range(active):
+            cpu_s[i] = np.inf
+    placed, decided = head_and_tail(
+        work.tokens, cpu_s, gpu_s, arrive_s, work.gpu_state, first_s
+    )
+    launch(lanes, order, placed, decided)
+    return False
+
+
+class HybriMoEReleased(CompiledAssignment):
     """Sort experts by load, cached ones first; give the head of the list to the GPU or
     its tail to the CPU, whichever would end sooner.
 
@@ -47,37 +77,5 @@ class HybriMoEReleased(AssignmentPolicy):
         expect_choice("costs", costs, Costs)
         self.prefill = prefill
         self.costs = costs
-        self._first_s: float | None = None
-
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place by two pointers."""
-        # The view's constant is read once: it does not change within a run.
-        if self._first_s is None:
-            self._first_s = first_cpu_s(view) if self.costs == "machine" else _CPU_FIRST
-
-        cpu_s = work.cpu_s
-        gpu_s = work.gpu_s
-        arrive_s = transfer_s(work)
-        first_s = self._first_s
-        if self.costs == "released":
-            cpu_s = _CPU_PER_TOKEN * work.tokens
-            gpu_s = np.full_like(work.gpu_s, _GPU)
-            arrive_s = np.where(work.arrive_s > 0.0, _COPY, 0.0)
-        if self.prefill == "gpu" and work.phase == Phase.PREFILL:
-            # A CPU that takes forever leaves every expert to the GPUs.
-            cpu_s = np.full(len(cpu_s), np.inf)
-            first_s = 0.0
-
-        lanes_and_order = head_and_tail(
-            work.tokens,
-            cpu_s,
-            gpu_s,
-            arrive_s,
-            gpu_state(work, view),
-            first_s,
-        )
-        return Assignment(*lanes_and_order)
+        rules = [costs == "released", prefill == "gpu"]
+        self.brought = AssignmentKernels(_assign, state(integers=rules))

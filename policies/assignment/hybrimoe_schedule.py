@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.policies.assignment import _kernels, _list_scheduler
-from moesim.policies.assignment._gpu_choice import (
-    first_cpu_s,
-    in_flight,
-    link_s,
-    transfer_s,
-)
+from moesim.machine_code.functions import compiled
 from moesim.policies.assignment._kernels import flying, launch, transfers
 from moesim.policies.assignment._list_scheduler import list_schedule
-from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.compiled import CompiledAssignment
 from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect_choice
-from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +17,7 @@ if TYPE_CHECKING:
 Reading = Literal["r1", "r2"]
 
 
-@linked(ASSIGN, _kernels, _list_scheduler)
+@compiled(ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     placed, decided, _ = list_schedule(
         work.tokens,
@@ -41,7 +34,7 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
     return False
 
 
-class HybriMoESchedule(AssignmentPolicy):
+class HybriMoESchedule(CompiledAssignment):
     """Simulate GPU, CPU and link on this layer's experts, and keep the simulated lanes
     and order.
 
@@ -79,29 +72,5 @@ class HybriMoESchedule(AssignmentPolicy):
         # What comes next, and whether the CPU may steal: the kernel's last arguments.
         self._rule = (reading == "r2", stealing)
         self._first_s: float | None = None
-
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place as simulated."""
-        # The view's constant is read once: it does not change within a run.
-        if self._first_s is None:
-            self._first_s = first_cpu_s(view)
-
-        lanes, order, _ = list_schedule(
-            work.tokens,
-            work.cpu_s,
-            work.gpu_s,
-            transfer_s(work),
-            in_flight(work, view),
-            link_s(work),
-            self._first_s,
-            *self._rule,
-        )
-        return Assignment(lanes, order)
-
-    def kernels(self) -> AssignmentKernels:
-        """The same in compiled runs."""
-        return AssignmentKernels(_assign, state(integers=self._rule))
+        rules = [reading == "r2", stealing]
+        self.brought = AssignmentKernels(_assign, state(integers=rules))

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from moesim.policies.assignment._gpu_choice import allowed_lanes, gpu_lanes
-from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.machine_code.functions import compiled
+from moesim.policies.assignment._kernels import ascending, launch, some_gpu, spread
+from moesim.policies.compiled import CompiledAssignment
+from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect
 
+if TYPE_CHECKING:
+    from moesim.policies.base import RunContext
 
-class IkBreakEven(AssignmentPolicy):
+
+@compiled(ASSIGN)
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    allowed = work.arrive_s == 0.0
+    chosen = some_gpu(allowed)
+    # Multiplied out, so that integers are compared.
+    if work.rows * state.integers[0] >= state.integers[1]:
+        allowed = np.ones((0, 0), np.bool_)
+        chosen = np.ones(len(lanes), np.bool_)
+    placed = spread(chosen, allowed, work.gpu_s, work.arrive_s, work.link_s)
+    launch(lanes, order, placed, ascending(len(lanes)))
+    return False
+
+
+class IkBreakEven(CompiledAssignment):
     """Fetch all of a layer's absent experts if the step has enough tokens, else compute
     all of them on the CPU.
 
@@ -27,17 +47,9 @@ class IkBreakEven(AssignmentPolicy):
         expect(min_batch >= 1, "min_batch", "a number >= 1", min_batch)
         self.min_batch = min_batch
 
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place the whole layer by one comparison, in ascending expert id."""
-        # Multiplied out, so that integers are compared.
-        choices = len(work.routing) * view.shape.top_k
-        if choices >= view.shape.experts * self.min_batch:
-            everything = np.ones(len(work.experts), np.bool_)
-            return Assignment(gpu_lanes(work, everything))
-
-        resident = work.arrive_s == 0.0
-        return Assignment(allowed_lanes(work, resident))
+    def start(self, context: RunContext) -> None:
+        """Take the model's numbers."""
+        super().start(context)
+        shape = context.shape
+        enough = [shape.top_k, shape.experts * self.min_batch]
+        self.brought = AssignmentKernels(_assign, state(integers=enough))

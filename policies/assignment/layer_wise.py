@@ -4,20 +4,13 @@ CPU.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from moesim.policies.assignment import _kernels
-from moesim.policies.assignment._gpu_choice import gpu_lanes
+from moesim.machine_code.functions import compiled
 from moesim.policies.assignment._kernels import ascending, launch, spread
-from moesim.policies.base import (
-    Assignment,
-    AssignmentPolicy,
-    LayerWork,
-    MachineView,
-    RunContext,
-)
+from moesim.policies.compiled import CompiledAssignment
 from moesim.policies.kernels import (
     ASSIGN,
     WAITS,
@@ -27,7 +20,9 @@ from moesim.policies.kernels import (
     state,
 )
 from moesim.policies.parameters import expect, expect_choice
-from moesim.traces.compilation import linked
+
+if TYPE_CHECKING:
+    from moesim.policies.base import RunContext
 
 Side = Literal["last", "first"]
 Counted = Literal["step", "expert"]
@@ -36,7 +31,7 @@ _NEVER = np.iinfo(np.int64).max
 """More tokens than a step has."""
 
 
-@linked(ASSIGN, _kernels)
+@compiled(ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
     several = len(work.gpu_s) > 1
     on_gpu = state.marks[int(several), work.layer] != 0
@@ -48,7 +43,7 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> i
     return WAITS if uploads else 0
 
 
-class LayerWise(AssignmentPolicy):
+class LayerWise(CompiledAssignment):
     """Compute the experts of some layers on the GPU and those of all others on the CPU,
     whatever is resident.
 
@@ -100,38 +95,23 @@ class LayerWise(AssignmentPolicy):
         self.gpu_layers = gpu_layers
         self.upload_tokens = upload_tokens
         self.counted = counted
-        self._on_gpu: np.ndarray | None = None
 
     def start(self, context: RunContext) -> None:
-        """Keep the sizes from which the layers follow, and what a large step is."""
-        self._context = context
-        self._large_tokens = self.upload_tokens or _NEVER
+        """Choose the layers, and what a large step is."""
+        super().start(context)
+        large_tokens = self.upload_tokens or _NEVER
         if self.upload_tokens is not None and self.counted == "expert":
             choices = self.upload_tokens * context.shape.experts
             # Rounded up: so many tokens choose so often.
-            self._large_tokens = -(-choices // context.shape.top_k)
-
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place the whole layer, in ascending expert id."""
-        del view
+            large_tokens = -(-choices // context.shape.top_k)
         # Only a layer step shows whether an expert may run on any of several GPUs.
-        if self._on_gpu is None:
-            self._on_gpu = self._choose(split_experts=len(work.gpu_s) > 1)
-        on_gpu = bool(self._on_gpu[work.layer])
-        uploads = not on_gpu and len(work.routing) >= self._large_tokens
-        if not on_gpu and not uploads:
-            return Assignment(np.zeros(len(work.experts), np.int8))
+        layers = [self._choose(context, split_experts=split) for split in (False, True)]
+        self.brought = AssignmentKernels(
+            _assign, state(marks=layers, integers=[large_tokens])
+        )
 
-        everything = np.ones(len(work.experts), np.bool_)
-        return Assignment(gpu_lanes(work, everything), waits=uploads)
-
-    def _choose(self, *, split_experts: bool) -> np.ndarray:
+    def _choose(self, context: RunContext, *, split_experts: bool) -> np.ndarray:
         """Bool [L]: layers on a GPU."""
-        context = self._context
         layers = context.shape.layers
         sizes = np.array(context.shape.sizes_by_expert(), np.int64)
         layer_bytes = sizes.sum(axis=1)
@@ -159,9 +139,3 @@ class LayerWise(AssignmentPolicy):
                 count = int(np.searchsorted(weights, room_bytes, side="right"))
             chosen[filled[:count]] = True
         return chosen
-
-    def kernels(self) -> AssignmentKernels:
-        """The same in compiled runs."""
-        layers = [self._choose(split_experts=several) for several in (False, True)]
-        large = [self._large_tokens]
-        return AssignmentKernels(_assign, state(marks=layers, integers=large))

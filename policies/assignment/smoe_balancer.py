@@ -6,14 +6,12 @@ from typing import Literal
 
 import numpy as np
 
-from moesim.policies.assignment import _kernels, _two_pointer
-from moesim.policies.assignment._gpu_choice import gpu_state, transfer_s
+from moesim.machine_code.functions import compiled
 from moesim.policies.assignment._kernels import launch, transfers
 from moesim.policies.assignment._two_pointer import head_and_tail, load_or_compute
-from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.policies.compiled import CompiledAssignment
 from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect_choice
-from moesim.traces.compilation import linked
 from moesim.traces.format.schema import Phase
 
 Form = Literal["faithful", "guarded"]
@@ -22,7 +20,7 @@ Prefill = Literal["gpu", "balance"]
 PREFILL = int(Phase.PREFILL)
 
 
-@linked(ASSIGN, _kernels, _two_pointer)
+@compiled(ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     arrive_s = transfers(work.arrive_s, work.link_s)
     if state.integers[1] and work.phase == PREFILL:
@@ -43,7 +41,7 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
     return False
 
 
-class SMoEBalancer(AssignmentPolicy):
+class SMoEBalancer(CompiledAssignment):
     """Load the largest miss while loading is not behind computing, else compute the
     smallest on the CPU.
 
@@ -65,40 +63,5 @@ class SMoEBalancer(AssignmentPolicy):
         expect_choice("prefill", prefill, Prefill)
         self.form = form
         self.prefill = prefill
-
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place by two pointers."""
-        state = gpu_state(work, view)
-        arrive_s = transfer_s(work)
-        if self.prefill == "gpu" and work.phase == Phase.PREFILL:
-            # A CPU that takes forever leaves every miss to the links.
-            forever_s = np.full(len(work.experts), np.inf)
-            lanes_and_order = head_and_tail(
-                work.tokens,
-                forever_s,
-                work.gpu_s,
-                arrive_s,
-                state,
-                0.0,
-            )
-        else:
-            lanes_and_order = load_or_compute(
-                work.tokens,
-                work.cpu_s,
-                work.host_s,
-                arrive_s,
-                state,
-                self.form == "guarded",
-            )
-        return Assignment(*lanes_and_order)
-
-    def kernels(self) -> AssignmentKernels:
-        """The same in compiled runs."""
-        return AssignmentKernels(
-            _assign,
-            state(integers=[self.form == "guarded", self.prefill == "gpu"]),
-        )
+        rules = [form == "guarded", prefill == "gpu"]
+        self.brought = AssignmentKernels(_assign, state(integers=rules))

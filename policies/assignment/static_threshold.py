@@ -5,16 +5,22 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
-from numba import types as nb
 
-from moesim.policies.assignment import _kernels
-from moesim.policies.assignment._gpu_choice import gpu_lanes
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
 from moesim.policies.assignment._kernels import ascending, launch, spread
-from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
-from moesim.policies.compilation import EXPERT_IDS, SECONDS, SECONDS_BY_GPU
-from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
+from moesim.policies.compiled import CompiledAssignment
+from moesim.policies.kernels import (
+    ASSIGN,
+    EXPERT_IDS,
+    SECONDS,
+    SECONDS_BY_GPU,
+    AssignmentKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
-from moesim.traces.compilation import compiled, linked
 
 Rule = Literal["max", "sum"]
 
@@ -58,7 +64,7 @@ def _on_gpu(
     return result
 
 
-@linked(ASSIGN, _kernels)
+@compiled(ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     chosen = _on_gpu(
         work.tokens,
@@ -75,7 +81,7 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
     return False
 
 
-class StaticThreshold(AssignmentPolicy):
+class StaticThreshold(CompiledAssignment):
     """Compute an expert on the GPU where that alone is no slower than on the CPU, ties
     to the GPU.
 
@@ -104,24 +110,5 @@ class StaticThreshold(AssignmentPolicy):
         self.rule = rule
         self.tokens = tokens
         self._rules = (rule == "sum", -1 if tokens is None else tokens)
-
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place each expert by its own comparison, in ascending expert id."""
-        del view
-        on_gpu = _on_gpu(
-            work.tokens,
-            work.cpu_s,
-            work.host_s,
-            work.gpu_s,
-            work.arrive_s,
-            *self._rules,
-        )
-        return Assignment(gpu_lanes(work, on_gpu))
-
-    def kernels(self) -> AssignmentKernels:
-        """The same in compiled runs."""
-        return AssignmentKernels(_assign, state(integers=self._rules))
+        rules = [rule == "sum", -1 if tokens is None else tokens]
+        self.brought = AssignmentKernels(_assign, state(integers=rules))

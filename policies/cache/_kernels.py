@@ -7,19 +7,36 @@ A active experts, C candidates, M incoming.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from numba import types as nb
+import numpy as np
 
-from moesim.policies.compilation import EXPERT_IDS, KEYS, SECONDS
-from moesim.policies.kernels import ACCESSED, MOVED, VICTIMS, State, Work
-from moesim.traces.compilation import compiled
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.policies.kernels import (
+    ACCESSED,
+    EXPERT_IDS,
+    KEYS,
+    MOVED,
+    SECONDS,
+    VICTIMS,
+    State,
+    Work,
+    state,
+)
 
 if TYPE_CHECKING:
-    import numpy as np
+    from moesim.policies.base import RunContext
+
 
 _SCORES = SECONDS
 _MUTABLE_SCORES = nb.float64[::1]
+
+
+def score_state(context: RunContext, rows: int = 1, **more: Any) -> State:
+    """A state of so many rows of scores by flat key, all 0, and what else it has."""
+    keys = context.shape.layers * context.shape.experts
+    return state(np.zeros((rows, keys)), **more)
 
 
 @compiled(
@@ -169,3 +186,63 @@ def fifo_admitted(state: State, keys: np.ndarray) -> None:
     """Number what enters; the second number is the direction."""
     number_keys(state.scores[0], keys, state.numbers[0], state.numbers[1])
     state.numbers[0] += len(keys)
+
+
+@compiled(nb.int64[::1](KEYS, SECONDS))
+def by_descending_score(
+    keys: np.ndarray,
+    score: np.ndarray,
+) -> np.ndarray:
+    """Sort a few `keys`, int64 [M], by descending score, equal ones as they stand."""
+    order = np.empty(len(keys), np.int64)
+    for n in range(len(keys)):
+        rank = n
+        while rank > 0 and score[keys[n]] > score[order[rank - 1]]:
+            order[rank] = order[rank - 1]
+            rank -= 1
+        order[rank] = keys[n]
+    return order
+
+
+@compiled(
+    nb.int64[::1](
+        KEYS,
+        KEYS,
+        SECONDS,
+    )
+)
+def outscored_victims(
+    incoming: np.ndarray,
+    candidates: np.ndarray,
+    score: np.ndarray,
+) -> np.ndarray:
+    """Keep the C best of `incoming` and `candidates`: a victim for each incoming key,
+    -1 to decline it.
+
+    The best incoming key meets the worst candidate, and so on; a key that scores below
+    its opponent is declined, an equal one admitted. `incoming` int64 [M], `candidates`
+    int64 [C] ascending. Returns int64 [M].
+    """
+    worst = np.empty(len(incoming), np.int64)
+    lowest_scores(candidates, score, score, worst)
+    victims = np.full(len(incoming), -1, np.int64)
+
+    # Positions of `incoming`, best first; a few keys, so by insertion.
+    order = np.empty(len(incoming), np.int64)
+    for n in range(len(incoming)):
+        rank = n
+        while rank > 0:
+            before = incoming[order[rank - 1]]
+            if score[incoming[n]] <= score[before]:
+                break
+            order[rank] = order[rank - 1]
+            rank -= 1
+        order[rank] = n
+
+    for n in range(len(incoming)):
+        key = incoming[order[n]]
+        # Both lists are sorted: once a pair loses, all that follow lose too.
+        if worst[n] < 0 or score[key] < score[worst[n]]:
+            break
+        victims[order[n]] = worst[n]
+    return victims

@@ -1,9 +1,26 @@
-"""Kernels of caches that are defined one request at a time: ARC, CLOCK, SIEVE, S3-FIFO,
+"""Caches that are defined one request at a time: ARC, CLOCK, LeCaR, SIEVE, S3-FIFO,
 SLRU.
 
-Layer steps become requests as `moesim.policies.cache._per_request` defines. A policy
-writes what a hit, a miss and a free slot do to its lists of one memory pool; the
-kernels below turn the planner's questions into these.
+Their definitions know neither layer steps nor held experts nor prefetches. The
+translation stands here, once:
+
+- A layer step is several requests: its hits in ascending id when the step is noted,
+  then the misses that take a victim's slot, in launch order. In the step that completes
+  the filling of a cache, those that took a free slot come last.
+- A miss that is computed on the CPU, or declined, is no request: it neither enters nor
+  changes any count.
+- Entering by prefetch is the request; the first demand use is then a hit.
+- Candidates are residents that are not held: the definition's victim is the first in
+  its order that may leave.
+- An expert that leaves without having been chosen (a copy cancelled, a swap) leaves no
+  trace in the ghost lists.
+- A victim that stays after all, since somebody needed it or the copy was not made,
+  enters anew when victims are asked for next.
+
+Two forms of it: kernels on linked lists in a policy's state, and a base in Python
+(`PerRequestCache`) for rules whose numbers are no lists. In the first a policy writes
+what a hit, a miss and a free slot do to its lists of one memory pool; the kernels turn
+the planner's questions into these.
 
 A list is linked through two rows of the state's marks, oldest key first. Behind the
 columns of all keys each list of each pool has one of its own, its *head*: the oldest
@@ -12,16 +29,20 @@ key follows it, the newest precedes it, so that an empty list needs no case of i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from moesim.policies.compilation import inlined, joined
+from moesim.machine_code.functions import compiled
+from moesim.policies.base import CachePolicy
 from moesim.policies.kernels import MOVED, State, Work, state
-from moesim.traces.compilation import compiled
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from collections.abc import Container, Iterable
+
+    from moesim.policies.base import LayerWork, RunContext
+
 
 # Rows of the state's marks, by key.
 _NEXT = 0
@@ -96,33 +117,33 @@ def request_state(
 # -- lists -----------------------------------------------------------------------------
 
 
-@joined
+@compiled
 def head_of(state: State, pool: int, number: int) -> int:
     """The head of one of a pool's lists."""
     return state.integers[_KEYS] + pool * state.integers[_LISTS] + number
 
 
-@joined
+@compiled
 def list_of(state: State, pool: int, key: int) -> int:
     """Number of the list that a key is in, -1 for none."""
     head = state.marks[_HEAD, key]
     return -1 if head < 0 else head - head_of(state, pool, 0)
 
 
-@joined
+@compiled
 def is_cached(state: State, pool: int, key: int) -> bool:
     """Whether a key is in a list that is no list of ghosts."""
     number = list_of(state, pool, key)
     return number >= 0 and number < state.integers[_CACHED]
 
 
-@joined
+@compiled
 def size_of(state: State, head: int) -> int:
     """Number of keys in a list."""
     return state.marks[_SIZE, head]
 
 
-@joined
+@compiled
 def following(state: State, key: int) -> int:
     """The next newer key of a list; its head behind the newest, the oldest behind its
     head.
@@ -130,7 +151,7 @@ def following(state: State, key: int) -> int:
     return state.marks[_NEXT, key]
 
 
-@joined
+@compiled
 def append(state: State, head: int, key: int) -> None:
     """Make a key that is in no list the newest of one."""
     marks = state.marks
@@ -143,7 +164,7 @@ def append(state: State, head: int, key: int) -> None:
     marks[_SIZE, head] += 1
 
 
-@joined
+@compiled
 def remove(state: State, key: int) -> None:
     """Take a key out of its list."""
     marks = state.marks
@@ -153,13 +174,13 @@ def remove(state: State, key: int) -> None:
     marks[_HEAD, key] = -1
 
 
-@joined
+@compiled
 def is_free(state: State, key: int) -> bool:
     """Whether a key may leave now."""
     return state.marks[_FREE, key] != 0
 
 
-@joined
+@compiled
 def first_free(state: State, head: int) -> int:
     """The oldest key of a list that may leave; -1 if there is none."""
     key = state.marks[_NEXT, head]
@@ -173,7 +194,7 @@ def first_free(state: State, head: int) -> int:
 # -- requests --------------------------------------------------------------------------
 
 
-@joined
+@compiled
 def _pool_of(state: State, key: int) -> int:
     # One pool alone is the global scope, whatever the layer.
     if state.integers[_POOLS] == 1:
@@ -181,7 +202,7 @@ def _pool_of(state: State, key: int) -> int:
     return key // state.integers[_EXPERTS]
 
 
-@inlined
+@compiled
 def _forget_placed(state: State, drop: Any) -> None:
     """Drop what was entered and never admitted."""
     for n in range(state.integers[_PLACED_COUNT]):
@@ -191,7 +212,7 @@ def _forget_placed(state: State, drop: Any) -> None:
     state.integers[_PLACED_COUNT] = 0
 
 
-@inlined
+@compiled
 def forget(state: State, key: int, drop: Any) -> None:
     """Drop a key that leaves without having been chosen; chosen ones have left."""
     pool = _pool_of(state, key)
@@ -200,7 +221,7 @@ def forget(state: State, key: int, drop: Any) -> None:
     state.marks[_PLACED, key] = 0
 
 
-@inlined
+@compiled
 def pass_hits(state: State, work: Work, hit: Any, drop: Any) -> None:
     """Pass on the hits of a layer step, in ascending id: ``hit(state, pool, key)``."""
     _forget_placed(state, drop)
@@ -211,7 +232,7 @@ def pass_hits(state: State, work: Work, hit: Any, drop: Any) -> None:
             hit(state, pool, first + expert)
 
 
-@inlined
+@compiled
 def serve_misses(
     state: State,
     incoming: np.ndarray,
@@ -241,7 +262,7 @@ def serve_misses(
         marks[_FREE, key] = 0
 
 
-@inlined
+@compiled
 def take_back(state: State, candidates: np.ndarray, fill: Any) -> None:
     """Enter residents that are in no list: ``fill(state, pool, key)``.
 
@@ -254,7 +275,7 @@ def take_back(state: State, candidates: np.ndarray, fill: Any) -> None:
             fill(state, pool, key)
 
 
-@inlined
+@compiled
 def confirm(state: State, keys: np.ndarray, fill: Any) -> None:
     """Confirm keys that `serve_misses` has entered; the others took a free slot:
     ``fill(state, pool, key)``.
@@ -267,7 +288,7 @@ def confirm(state: State, keys: np.ndarray, fill: Any) -> None:
             fill(state, pool, key)
 
 
-@joined
+@compiled
 def drop_from_list(state: State, pool: int, key: int) -> None:
     """Take a key out of its list, wherever it is."""
     remove(state, key)
@@ -278,3 +299,122 @@ def forget_evicted(state: State, keys: np.ndarray) -> None:
     """Forget what left without having been chosen."""
     for key in keys:
         forget(state, key, drop_from_list)
+
+
+class RequestQueues(Protocol):
+    """The queues of one memory pool: one layer, or the whole memory in global scope.
+    Keys are flat.
+    """
+
+    def __contains__(self, key: int) -> bool:
+        """Whether `key` is in the cache; ghosts are not."""
+
+    def hit(self, key: int) -> None:
+        """Note a use of a key that is in the cache."""
+
+    def miss(self, key: int, free: Container[int]) -> int:
+        """Choose which of `free` leaves for `key`, and enter both moves; at least one
+        resident is in `free`.
+        """
+
+    def fill(self, key: int) -> None:
+        """Enter `key` into a free slot: no key leaves."""
+
+    def drop(self, key: int) -> None:
+        """Remove a key that leaves without having been chosen."""
+
+
+class PerRequestCache(CachePolicy):
+    """Asks one `RequestQueues` per pool; subclasses make them in `pool`."""
+
+    def start(self, context: RunContext) -> None:
+        """Make the pools."""
+        self._experts = context.shape.experts
+        self._pools = [
+            self.pool(int(slots), context) for slots in context.capacity_slots
+        ]
+        # Keys that `victims` has entered and `admitted` has not yet confirmed.
+        self._placed: set[int] = set()
+
+    @abstractmethod
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
+        """Make the queues of a pool of `capacity` slots, possibly 0."""
+
+    def accessed(self, work: LayerWork) -> None:
+        """Pass on the hits, in ascending id."""
+        self._forget(self._placed)
+        first_key = work.layer * self._experts
+        pool = self._pool_of(first_key)
+        for expert in work.experts.tolist():
+            if first_key + expert in pool:
+                pool.hit(first_key + expert)
+
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
+        """Serve the misses one by one, in launch order."""
+        self._forget(self._placed)
+        for key in candidates.tolist():
+            pool = self._pool_of(key)
+            if key not in pool:
+                pool.fill(key)
+        free = set(candidates.tolist())
+        chosen = np.full(len(incoming), -1, np.int64)
+        for n, key in enumerate(incoming.tolist()):
+            if not free:
+                break
+            victim = self._pool_of(key).miss(key, free)
+            chosen[n] = victim
+            free.discard(victim)
+            self._placed.add(key)
+        return chosen
+
+    def admitted(self, keys: np.ndarray) -> None:
+        """Confirm keys that `victims` has entered; the others took a free slot."""
+        for key in keys.tolist():
+            pool = self._pool_of(key)
+            if key in self._placed:
+                self._placed.discard(key)
+            elif key not in pool:
+                pool.fill(key)
+
+    def evicted(self, keys: np.ndarray) -> None:
+        """Drop keys that left without having been chosen."""
+        self._forget(keys.tolist())
+
+    def _forget(self, keys: Iterable[int]) -> None:
+        """Drop `keys` that are still inside: entered but never admitted, or gone
+        without having been chosen.
+        """
+        # Sorted into a list of its own: the set of placed keys shrinks on the way, and
+        # its order must not reach the queues.
+        for key in sorted(keys):
+            pool = self._pool_of(key)
+            if key in pool:
+                pool.drop(key)
+            self._placed.discard(key)
+
+    def _pool_of(self, key: int) -> RequestQueues:
+        # One pool alone is the global scope, whatever the layer.
+        if len(self._pools) == 1:
+            return self._pools[0]
+        return self._pools[key // self._experts]
+
+
+def forget_oldest(queue: dict[int, Any]) -> None:
+    """Remove the first key of a dictionary, which keeps them in order of entry."""
+    del queue[next(iter(queue))]
+
+
+def first(queue: Iterable[int], free: Container[int]) -> int:
+    """The first key of `queue` that may leave; -1 if there is none."""
+    for key in queue:
+        if key in free:
+            return key
+    return -1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from moesim.machine_code.functions import compiled
 from moesim.policies.cache import _request_lists as lists
-from moesim.policies.cache._compiled import AdmittingCompiledCache
-from moesim.policies.compilation import joined
+from moesim.policies.compiled import AdmittingCompiledCache
 from moesim.policies.kernels import (
     ACCESSED,
     MOVED,
@@ -16,7 +16,6 @@ from moesim.policies.kernels import (
     Work,
 )
 from moesim.policies.parameters import expect_choice
-from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,18 +34,18 @@ _GHOST_OFTEN = 3
 _WHOLE = lists.INTEGERS
 
 
-@joined
+@compiled
 def _size(state: State, pool: int, number: int) -> int:
     return lists.size_of(state, lists.head_of(state, pool, number))
 
 
-@joined
+@compiled
 def _hit(state: State, pool: int, key: int) -> None:
     lists.remove(state, key)
     lists.append(state, lists.head_of(state, pool, _OFTEN), key)
 
 
-@joined
+@compiled
 def _miss(state: State, pool: int, key: int) -> int:
     # Measured before `_fill` removes the ghost, as the paper does.
     ghost = lists.list_of(state, pool, key)
@@ -74,7 +73,7 @@ def _miss(state: State, pool: int, key: int) -> int:
     return victim
 
 
-@joined
+@compiled
 def _fill(state: State, pool: int, key: int) -> None:
     """Enter T2 from a ghost list, else T1; then forget ghosts beyond c in L1 and 2c in
     all (cases A and B).
@@ -94,7 +93,7 @@ def _fill(state: State, pool: int, key: int) -> None:
     _forget_oldest(state, pool, _GHOST_OFTEN, every - 2 * capacity)
 
 
-@joined
+@compiled
 def _forget_oldest(state: State, pool: int, number: int, count: int) -> None:
     """Remove so many keys from a list, or all."""
     head = lists.head_of(state, pool, number)
@@ -102,7 +101,7 @@ def _forget_oldest(state: State, pool: int, number: int, count: int) -> None:
         lists.remove(state, lists.following(state, head))
 
 
-@joined
+@compiled
 def _shift(state: State, pool: int, other: int, returning: int) -> float:
     """How far a hit in the ghost list `returning` moves the target."""
     others = _size(state, pool, other)
@@ -112,12 +111,12 @@ def _shift(state: State, pool: int, other: int, returning: int) -> float:
     return max(1.0, others / ghosts)
 
 
-@linked(ACCESSED, lists)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     lists.pass_hits(state, work, _hit, lists.drop_from_list)
 
 
-@linked(VICTIMS, lists)
+@compiled(VICTIMS)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
@@ -125,7 +124,7 @@ def _victims(
     lists.serve_misses(state, incoming, candidates, chosen, _miss, lists.drop_from_list)
 
 
-@linked(MOVED, lists)
+@compiled(MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
     lists.confirm(state, keys, _fill)
 
@@ -137,7 +136,7 @@ class ARC(AdmittingCompiledCache):
     A ghost hit moves the target p by max(1, ratio of the ghost lists), measured before
     the ghost is removed; T1 gives the victim while it is larger than p (or as large,
     when the ghost was in B2). Requests are made from layer steps as
-    `moesim.policies.cache._per_request` defines; if the list that should give the
+    `moesim.policies.cache._request_lists` defines; if the list that should give the
     victim has only held experts, the other does.
 
     Args:

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.hwprofiles.costs import seconds_by_expert
-from moesim.policies.cache._offline_bounds import Uses, miss_costs
-from moesim.policies.cache._offline_optimal import OfflineOptimalCache, sizes_in_slots
+from moesim.policies.cache._offline_bounds import (
+    OfflineOptimalCache,
+    Uses,
+    miss_costs,
+    sizes_in_slots,
+)
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:

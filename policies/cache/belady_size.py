@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.policies.cache._offline_bounds import Uses
-from moesim.policies.cache._offline_optimal import OfflineOptimalCache, sizes_in_slots
+from moesim.policies.cache._offline_bounds import (
+    OfflineOptimalCache,
+    Uses,
+    sizes_in_slots,
+)
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:

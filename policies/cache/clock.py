@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moesim.machine_code.functions import compiled
 from moesim.policies.cache import _request_lists as lists
-from moesim.policies.cache._compiled import AdmittingCompiledCache
-from moesim.policies.compilation import joined
+from moesim.policies.compiled import AdmittingCompiledCache
 from moesim.policies.kernels import (
     ACCESSED,
     MOVED,
@@ -16,7 +16,6 @@ from moesim.policies.kernels import (
     Work,
 )
 from moesim.policies.parameters import expect
-from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,13 +28,13 @@ _USES = lists.ROWS
 _ROUNDS = lists.INTEGERS
 
 
-@joined
+@compiled
 def _hit(state: State, pool: int, key: int) -> None:
     uses = state.marks[_USES]
     uses[key] = min(uses[key] + 1, state.integers[_ROUNDS])
 
 
-@joined
+@compiled
 def _miss(state: State, pool: int, key: int) -> int:
     uses = state.marks[_USES]
     queue = lists.head_of(state, pool, 0)
@@ -51,18 +50,18 @@ def _miss(state: State, pool: int, key: int) -> int:
     return victim
 
 
-@joined
+@compiled
 def _fill(state: State, pool: int, key: int) -> None:
     lists.append(state, lists.head_of(state, pool, 0), key)
     state.marks[_USES, key] = 0
 
 
-@linked(ACCESSED, lists)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     lists.pass_hits(state, work, _hit, lists.drop_from_list)
 
 
-@linked(VICTIMS, lists)
+@compiled(VICTIMS)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
@@ -70,7 +69,7 @@ def _victims(
     lists.serve_misses(state, incoming, candidates, chosen, _miss, lists.drop_from_list)
 
 
-@linked(MOVED, lists)
+@compiled(MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
     lists.confirm(state, keys, _fill)
 
@@ -80,7 +79,7 @@ class Clock(AdmittingCompiledCache):
 
     One that was used becomes the newest instead, with one use fewer. Held experts keep
     their position and uses. Requests are made from layer steps as
-    `moesim.policies.cache._per_request` defines. Equal to libCacheSim's Clock on one
+    `moesim.policies.cache._request_lists` defines. Equal to libCacheSim's Clock on one
     request at a time.
 
     Args:

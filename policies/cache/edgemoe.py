@@ -40,6 +40,7 @@ class EdgeMoE(LFU):
         """Begin before the first layer."""
         super().start(context)
         self._layers = context.shape.layers
+        self._experts = context.shape.experts
         self._layer = -1
 
     def accessed(self, work: LayerWork) -> None:
@@ -53,7 +54,7 @@ class EdgeMoE(LFU):
         candidates: np.ndarray,
     ) -> np.ndarray:
         """Choose the lowest quotients of uses and distance."""
-        layers = candidates // self.experts
+        layers = candidates // self._experts
         distance = (layers - self._layer - 1) % self._layers + 1
         worth = self.score[candidates] / distance
         return lowest_first(candidates, worth)[: len(incoming)]

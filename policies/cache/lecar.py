@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from moesim.policies.cache._per_request import (
+from moesim.policies.cache._request_lists import (
     PerRequestCache,
     RequestQueues,
     first,
@@ -38,8 +38,8 @@ class LeCaR(PerRequestCache):
     none. A request for a ghost of rule x multiplies x's weight by ``exp(-learning_rate
     · d^age)`` with d = ``discount^(1/capacity)``; weights sum to 1 and stay within 0.01
     and 0.99. A ghost returns with its count plus one. LFU ties go to the lower id.
-    Requests are made from layer steps as `moesim.policies.cache._per_request` defines;
-    age counts requests.
+    Requests are made from layer steps as `moesim.policies.cache._request_lists`
+    defines; age counts requests.
 
     libCacheSim's LeCaR draws from a generator of its own, keeps one ghost list of full
     capacity, restores no counts and breaks LFU ties by insertion, so hit rates are

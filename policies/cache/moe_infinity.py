@@ -8,7 +8,6 @@ import numpy as np
 
 from moesim.policies.base import CachePolicy, flat_keys
 from moesim.policies.parameters import expect_choice
-from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
@@ -39,11 +38,10 @@ class MoEInfinity(CachePolicy):
             and the second rises from 0.
         visits: ``in-cache`` counts layer steps since entering, from 1; ``perfect`` over
             the run.
-        reset: a prefill of the first layer begins new sequences. A trace without
-            prefill is one long sequence.
+        reset: whether the next batch begins new sequences; otherwise the whole run is
+            one.
 
-    Source: MoE-Infinity ``expert_priority_score.py`` and ``expert_cache.py``;
-    algorithms §6.9.
+    Source: MoE-Infinity ``expert_priority_score.py`` and ``expert_cache.py``.
     """
 
     def __init__(
@@ -70,11 +68,14 @@ class MoEInfinity(CachePolicy):
         self._unused = np.zeros(keys, np.bool_)
         self._active = np.zeros(keys, np.bool_)
         self._layer = 0
+        self._batch: int | None = None
 
     def accessed(self, work: LayerWork) -> None:
         """Count tokens and visits of the active experts."""
-        if self.reset and work.phase == Phase.PREFILL and work.layer == 0:
+        # Not by phase: a prompt may come in several passes.
+        if self.reset and work.batch != self._batch:
             self._tokens[:] = 0.0
+            self._batch = work.batch
         self._layer = work.layer
         self._tokens[work.layer, work.experts] += work.tokens
 

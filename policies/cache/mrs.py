@@ -4,46 +4,68 @@ of late, used or not.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from numba import types as nb
 
-from moesim.policies.cache import _kernels
-from moesim.policies.cache._kernels import lowest_victims, stamp, stamp_keys
-from moesim.policies.cache._score_based import ScoreBasedCache
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.policies.cache._kernels import (
+    lowest_victims,
+    mark_keys,
+    score_state,
+    stamp,
+    stamp_keys,
+)
+from moesim.policies.cache._own_replacements import note_evicted, replace_by_missed
 from moesim.policies.cache.static import Static
-from moesim.policies.compilation import SECONDS
-from moesim.policies.kernels import ACCESSED, MOVED, CacheKernels, State, Work, state
+from moesim.policies.compiled import AdmittingCompiledCache
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    SECONDS,
+    CacheKernels,
+    State,
+    Work,
+    replaces_nothing,
+)
 from moesim.policies.parameters import expect, expect_choice
-from moesim.traces.compilation import compiled, linked
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
 
+Copies = Literal["demand", "missed"]
 Fill = Literal["empty", "lowest"]
 Tie = Literal["id", "touched"]
 
 
-@compiled(nb.void(nb.float64[::1], SECONDS, nb.float64, nb.int64))
-def _mix(average: np.ndarray, scores: np.ndarray, alpha: float, top: int) -> None:
-    """Mix the `top` largest of a step's scores into a layer's average, both float64
-    [E]; ties go to the lower id.
+@compiled(nb.void(nb.float64[::1], SECONDS, nb.float64, nb.int64[::1]))
+def _mix(
+    average: np.ndarray, scores: np.ndarray, alpha: float, best: np.ndarray
+) -> None:
+    """Mix the largest of a step's scores into a layer's average, both float64 [E], as
+    many as `best` has room for; ties go to the lower id.
     """
-    # All decay, also the experts outside the best.
-    for expert in range(len(average)):
+    kept = 0
+    for expert in range(len(scores)):
+        # All decay, also the experts outside the best.
         average[expert] *= 1.0 - alpha
-    mixed = np.zeros(len(scores), np.bool_)
-    for _ in range(top):
-        best = -1
-        for expert in range(len(scores)):
-            if not mixed[expert] and (best < 0 or scores[expert] > scores[best]):
-                best = expert
-        mixed[best] = True
-        average[best] += alpha * scores[best]
+        # Experts come in ascending id, so an equal score ranks behind.
+        rank = kept
+        while rank > 0 and scores[expert] > scores[best[rank - 1]]:
+            rank -= 1
+        if rank == len(best):
+            continue
+        kept = min(kept + 1, len(best))
+        for n in range(kept - 1, rank, -1):
+            best[n] = best[n - 1]
+        best[rank] = expert
+    for expert in best[:kept]:
+        average[expert] += alpha * scores[expert]
 
 
-@linked(ACCESSED, _kernels)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     state.numbers[0] += 1.0
     width = state.integers[0]
@@ -52,16 +74,18 @@ def _accessed(state: State, work: Work) -> None:
         stamp(state.scores[1], work.experts, first, state.numbers[0])
     if len(work.scores):
         average = state.scores[0][first : first + width]
-        _mix(average, work.scores, state.numbers[1], state.integers[1])
+        best = state.marks[1][: state.integers[1]]
+        _mix(average, work.scores, state.numbers[1], best)
 
 
-@linked(MOVED, _kernels)
+@compiled(MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
+    mark_keys(state.marks[0], keys, 1)
     if len(state.scores) > 1:
         stamp_keys(state.scores[1], keys, state.numbers[0])
 
 
-class MRS(ScoreBasedCache):
+class MRS(AdmittingCompiledCache):
     """Evict the expert with the lowest moving average of its gate scores.
 
     That average is S, where ``S ← α · TopP(s) + (1 − α) · S`` at every step of its
@@ -81,8 +105,13 @@ class MRS(ScoreBasedCache):
             does.
         fill: ``lowest`` fills the cache with the lowest ids before the run, as the
             released code does.
+        copies: ``demand`` takes in what is fetched or prefetched, as the released code
+            does; with ``missed`` missed experts, best first, also replace residents
+            with a lower S: nothing waits for these copies, and the processor has
+            computed them. Without them the cache of an assignment that never fetches
+            would never change in decode.
 
-    Source: HybriMoE eq. 3 and its ``modeling_deepseek.py``; algorithms §4.5.
+    Source: HybriMoE eq. 3 and its ``modeling_deepseek.py``; section on caching.
     """
 
     needs: tuple[str, ...] = ("scores",)
@@ -95,27 +124,50 @@ class MRS(ScoreBasedCache):
         first_row: bool = False,
         tie: Tie = "id",
         fill: Fill = "empty",
+        copies: Copies = "demand",
     ) -> None:
         expect(0.0 < alpha <= 1.0, "alpha", "0 < alpha <= 1", alpha)
         expect(p is None or p >= 1, "p", ">= 1 or none", p)
         expect_choice("tie", tie, Tie)
         expect_choice("fill", fill, Fill)
+        expect_choice("copies", copies, Copies)
         self.alpha = alpha
         self.p = p
         self.first_row = first_row
         self.tie_rule = tie
         self.fill = fill
+        self.copies = copies
+
+    @property
+    def replaces(self) -> bool:
+        """Whether missed experts are copied behind the layer step."""
+        return self.copies == "missed"
 
     def start(self, context: RunContext) -> None:
         """Begin with S = 0."""
         super().start(context)
-        shape = context.shape
-        self._top = min(shape.experts, self.p or 2 * shape.top_k)
-        self._now = 0.0
-        if self.tie_rule == "touched":
-            self.tie = np.zeros(len(self.score))
         self._lowest_ids = Static(fill="lowest")
         self._lowest_ids.start(context)
+
+    def bring(self, context: RunContext) -> CacheKernels:
+        """Make room for S, and for the best of a step."""
+        experts = context.shape.experts
+        top = min(experts, self.p or 2 * context.shape.top_k)
+        return CacheKernels(
+            score_state(
+                context,
+                rows=1 if self.tie_rule == "id" else 2,
+                # What is inside, and room for the best of a step.
+                marks=np.zeros((2, context.shape.layers * experts)),
+                numbers=[0.0, self.alpha, 0.0],
+                integers=[experts, top],
+            ),
+            victims=lowest_victims,
+            accessed=_accessed,
+            admitted=_admitted,
+            evicted=note_evicted,
+            replacements=replace_by_missed if self.replaces else replaces_nothing,
+        )
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
         """Fill with the lowest ids, if asked for."""
@@ -125,37 +177,10 @@ class MRS(ScoreBasedCache):
 
     def accessed(self, work: LayerWork) -> None:
         """Mix this step's best scores into the layer's S."""
-        self._now += 1.0
-        first = work.layer * self.experts
-        if self.tie_rule == "touched":
-            stamp(self.tie, work.experts, first, self._now)
-        if work.scores is None:
-            return
-
-        if self.first_row:
-            scores = work.scores[0].astype(np.float64)
-        else:
-            scores = work.scores.mean(axis=0, dtype=np.float64)
-        # A view, so that the layer's part of all scores changes in place.
-        _mix(self.score[self.keys_of(work.layer)], scores, self.alpha, self._top)
-
-    def admitted(self, keys: np.ndarray) -> None:
-        """Entering is a touch."""
-        if self.tie_rule == "touched":
-            stamp_keys(self.tie, keys, self._now)
+        if self.first_row and work.scores is not None:
+            work = replace(work, scores=work.scores[:1])
+        super().accessed(work)
 
     def kernels(self) -> CacheKernels | None:
         """The same in compiled runs; none for the first row, which they do not know."""
-        if self.first_row:
-            return None
-        scores = [self.score] if self.tie_rule == "id" else [self.score, self.tie]
-        return CacheKernels(
-            state(
-                scores,
-                numbers=[self._now, self.alpha],
-                integers=[self.experts, self._top],
-            ),
-            victims=lowest_victims,
-            accessed=_accessed,
-            admitted=_admitted,
-        )
+        return None if self.first_row else super().kernels()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesim.policies.cache._no_admission import NoAdmissionCache
+from moesim.policies.cache._own_replacements import NoAdmissionCache
 from moesim.policies.kernels import CacheKernels, admits_nothing, state
 
 

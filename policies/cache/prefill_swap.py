@@ -11,7 +11,7 @@ import numpy as np
 from moesim.policies.base import ExpertKey, PolicyError, Swap
 from moesim.policies.cache._own_replacements import OwnReplacementsCache
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.planner.initial_content import first_fit
+from moesim.policies.planner.starting import first_fit
 from moesim.policies.ranking import highest_first, lowest_first, ranked
 from moesim.traces.format.schema import Phase
 

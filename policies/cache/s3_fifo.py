@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from moesim.machine_code.functions import compiled
 from moesim.policies.cache import _request_lists as lists
-from moesim.policies.cache._compiled import AdmittingCompiledCache
-from moesim.policies.compilation import joined
+from moesim.policies.compiled import AdmittingCompiledCache
 from moesim.policies.kernels import (
     ACCESSED,
     MOVED,
@@ -16,7 +16,6 @@ from moesim.policies.kernels import (
     Work,
 )
 from moesim.policies.parameters import expect, expect_choice
-from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,18 +43,18 @@ _QUALIFYING_USES = lists.INTEGERS
 _AS_PUBLISHED = lists.INTEGERS + 1
 
 
-@joined
+@compiled
 def _size(state: State, pool: int, number: int) -> int:
     return lists.size_of(state, lists.head_of(state, pool, number))
 
 
-@joined
+@compiled
 def _enter(state: State, pool: int, number: int, key: int) -> None:
     lists.append(state, lists.head_of(state, pool, number), key)
     state.marks[_USES, key] = 0
 
 
-@joined
+@compiled
 def _take_ghost(state: State, pool: int, key: int) -> bool:
     """Remove `key` from the ghosts; whether it was one."""
     if lists.list_of(state, pool, key) != _GHOSTS:
@@ -64,13 +63,13 @@ def _take_ghost(state: State, pool: int, key: int) -> bool:
     return True
 
 
-@joined
+@compiled
 def _hit(state: State, pool: int, key: int) -> None:
     uses = state.marks[_USES]
     uses[key] = min(uses[key] + 1, _MOST_USES)
 
 
-@joined
+@compiled
 def _miss(state: State, pool: int, key: int) -> int:
     state.marks[_EVICTED_BEFORE, pool] = 1
     # Before a victim is chosen: its ghost may push this one out of the list.
@@ -89,7 +88,7 @@ def _miss(state: State, pool: int, key: int) -> int:
     return victim
 
 
-@joined
+@compiled
 def _fill(state: State, pool: int, key: int) -> None:
     returning = _take_ghost(state, pool, key)
     marks = state.marks
@@ -101,7 +100,7 @@ def _fill(state: State, pool: int, key: int) -> None:
     _enter(state, pool, _MAIN if returning or overflows else _PROBATION, key)
 
 
-@joined
+@compiled
 def _probation_first(state: State, pool: int) -> bool:
     """Whether the small queue is to give the victim."""
     small = state.marks[_SMALL, pool]
@@ -112,7 +111,7 @@ def _probation_first(state: State, pool: int) -> bool:
     return _size(state, pool, _MAIN) <= large and waiting > 0
 
 
-@joined
+@compiled
 def _from_probation(state: State, pool: int) -> int:
     """Promote used keys until one has too few uses: the victim. -1 if all were promoted
     or held.
@@ -132,7 +131,7 @@ def _from_probation(state: State, pool: int) -> int:
     return key
 
 
-@joined
+@compiled
 def _from_main(state: State, pool: int) -> int:
     """Put used keys behind all others, one use fewer, until one has none: the victim.
     -1 if all are held.
@@ -149,12 +148,12 @@ def _from_main(state: State, pool: int) -> int:
     return key
 
 
-@linked(ACCESSED, lists)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     lists.pass_hits(state, work, _hit, lists.drop_from_list)
 
 
-@linked(VICTIMS, lists)
+@compiled(VICTIMS)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
@@ -162,7 +161,7 @@ def _victims(
     lists.serve_misses(state, incoming, candidates, chosen, _miss, lists.drop_from_list)
 
 
-@linked(MOVED, lists)
+@compiled(MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
     lists.confirm(state, keys, _fill)
 
@@ -174,7 +173,7 @@ class S3FIFO(AdmittingCompiledCache):
     What leaves the small queue becomes a ghost; a ghost that returns enters the main
     queue. The main queue gives a used expert another round for each use, at most 3.
     Held experts stay where they are. Requests are made from layer steps as
-    `moesim.policies.cache._per_request` defines.
+    `moesim.policies.cache._request_lists` defines.
 
     Args:
         small: share of the slots for the small queue, at least one slot.

@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import types as nb
 
-from moesim.policies.cache import _kernels
-from moesim.policies.cache._kernels import lowest_victims, stamp, stamp_keys
-from moesim.policies.cache._score_based import ScoreBasedCache
-from moesim.policies.compilation import SECONDS
-from moesim.policies.kernels import ACCESSED, MOVED, CacheKernels, State, Work, state
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.policies.cache._kernels import (
+    lowest_victims,
+    score_state,
+    stamp,
+    stamp_keys,
+)
+from moesim.policies.compiled import AdmittingCompiledCache
+from moesim.policies.kernels import ACCESSED, MOVED, SECONDS, CacheKernels, State, Work
 from moesim.policies.parameters import expect
-from moesim.traces.compilation import compiled, linked
 
 if TYPE_CHECKING:
-    from moesim.policies.base import LayerWork, RunContext
+    from moesim.policies.base import RunContext
 
 _RING = 1
 """Row of the scores of a compiled run at which the ring begins; ties are the last."""
@@ -49,7 +52,7 @@ def _roll(
         score[key] = total / rows
 
 
-@linked(ACCESSED, _kernels)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     state.numbers[0] += 1.0
     width = state.integers[0]
@@ -64,12 +67,12 @@ def _accessed(state: State, work: Work) -> None:
     _roll(state.scores[0], ring, work.scores, first, seen, window)
 
 
-@linked(MOVED, _kernels)
+@compiled(MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
     stamp_keys(state.scores[-1], keys, state.numbers[0])
 
 
-class ScoreWindow(ScoreBasedCache):
+class ScoreWindow(AdmittingCompiledCache):
     """Evict the expert with the lowest mean gate score over the last `window` steps of
     its layer.
 
@@ -85,7 +88,7 @@ class ScoreWindow(ScoreBasedCache):
         window: iterations; SMoE does not give it, our default is 8 (to be swept over 4,
             8, 16).
 
-    Source: SMoE, algorithms §3.3.
+    Source: SMoE (arXiv 2508.18983), its expert cache.
     """
 
     needs: tuple[str, ...] = ("scores",)
@@ -94,42 +97,16 @@ class ScoreWindow(ScoreBasedCache):
         expect(window >= 1, "window", ">= 1", window)
         self.window = window
 
-    def start(self, context: RunContext) -> None:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Begin with empty windows."""
-        super().start(context)
-        layers = context.shape.layers
-        self.tie = np.zeros(len(self.score))
-        self._ring = np.zeros((self.window, len(self.score)))
-        self._seen = [0] * layers
-        self._now = 0.0
-
-    def accessed(self, work: LayerWork) -> None:
-        """Put this step's scores into the layer's window; a step without scores changes
-        nothing.
-        """
-        self._now += 1.0
-        first = work.layer * self.experts
-        stamp(self.tie, work.experts, first, self._now)
-        if work.scores is None:
-            return
-
-        seen = self._seen[work.layer]
-        self._seen[work.layer] = seen + 1
-        newest = work.scores.mean(axis=0, dtype=np.float64)
-        _roll(self.score, self._ring, newest, first, seen, self.window)
-
-    def admitted(self, keys: np.ndarray) -> None:
-        """Entering is a use, for ties."""
-        stamp_keys(self.tie, keys, self._now)
-
-    def kernels(self) -> CacheKernels:
-        """The same in compiled runs."""
+        shape = context.shape
         return CacheKernels(
-            state(
-                [self.score, *self._ring, self.tie],
-                [self._seen],
-                numbers=[self._now],
-                integers=[self.experts, self.window],
+            score_state(
+                context,
+                rows=1 + self.window + 1,
+                marks=[np.zeros(shape.layers)],
+                numbers=[0.0],
+                integers=[shape.experts, self.window],
             ),
             victims=lowest_victims,
             accessed=_accessed,

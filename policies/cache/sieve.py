@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from moesim.machine_code.functions import compiled
 from moesim.policies.cache import _request_lists as lists
-from moesim.policies.cache._compiled import AdmittingCompiledCache
-from moesim.policies.compilation import joined
+from moesim.policies.compiled import AdmittingCompiledCache
 from moesim.policies.kernels import (
     ACCESSED,
     MOVED,
@@ -15,7 +15,6 @@ from moesim.policies.kernels import (
     State,
     Work,
 )
-from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,12 +29,12 @@ _HAND = lists.ROWS + 1
 """By pool: the key that the hand will look at next; the head behind the newest."""
 
 
-@joined
+@compiled
 def _hit(state: State, pool: int, key: int) -> None:
     state.marks[_USED, key] = 1
 
 
-@joined
+@compiled
 def _miss(state: State, pool: int, key: int) -> int:
     used = state.marks[_USED]
     queue = lists.head_of(state, pool, 0)
@@ -56,7 +55,7 @@ def _miss(state: State, pool: int, key: int) -> int:
     return victim
 
 
-@joined
+@compiled
 def _fill(state: State, pool: int, key: int) -> None:
     queue = lists.head_of(state, pool, 0)
     # It has walked off the newest: back to the oldest, before `key` enters.
@@ -69,25 +68,25 @@ def _fill(state: State, pool: int, key: int) -> None:
         state.marks[_HAND, pool] = key
 
 
-@joined
+@compiled
 def _drop(state: State, pool: int, key: int) -> None:
     if state.marks[_HAND, pool] == key:
         state.marks[_HAND, pool] = lists.following(state, key)
     lists.remove(state, key)
 
 
-@linked(MOVED, lists)
+@compiled(MOVED)
 def _evicted(state: State, keys: np.ndarray) -> None:
     for key in keys:
         lists.forget(state, key, _drop)
 
 
-@linked(ACCESSED, lists)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     lists.pass_hits(state, work, _hit, _drop)
 
 
-@linked(VICTIMS, lists)
+@compiled(VICTIMS)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
@@ -95,7 +94,7 @@ def _victims(
     lists.serve_misses(state, incoming, candidates, chosen, _miss, _drop)
 
 
-@linked(MOVED, lists)
+@compiled(MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
     lists.confirm(state, keys, _fill)
 
@@ -106,8 +105,8 @@ class SIEVE(AdmittingCompiledCache):
 
     A used expert is spared once. The hand stays where it evicted; newcomers enter
     behind it. Held experts are passed over and keep their mark. Requests are made from
-    layer steps as `moesim.policies.cache._per_request` defines. Equal to libCacheSim's
-    Sieve on one request at a time.
+    layer steps as `moesim.policies.cache._request_lists` defines. Equal to
+    libCacheSim's Sieve on one request at a time.
 
     Source: Zhang et al., NSDI 2024, algorithm 1.
     """

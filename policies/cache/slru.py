@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from moesim.machine_code.functions import compiled
 from moesim.policies.cache import _request_lists as lists
-from moesim.policies.cache._compiled import AdmittingCompiledCache
-from moesim.policies.compilation import joined
+from moesim.policies.compiled import AdmittingCompiledCache
 from moesim.policies.kernels import (
     ACCESSED,
     MOVED,
@@ -16,7 +16,6 @@ from moesim.policies.kernels import (
     Work,
 )
 from moesim.policies.parameters import expect, expect_choice
-from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,13 +29,13 @@ _SEGMENTS = lists.INTEGERS
 _ENTERS_FREE = lists.INTEGERS + 1
 
 
-@joined
+@compiled
 def _share(state: State, pool: int) -> int:
     """Slots of every segment above the lowest."""
     return state.marks[lists.CAPACITY, pool] // state.integers[_SEGMENTS]
 
 
-@joined
+@compiled
 def _put(state: State, pool: int, key: int, level: int) -> None:
     """Make `key` the most recent of a segment, and hand down what no longer fits."""
     share = _share(state, pool)
@@ -52,14 +51,14 @@ def _put(state: State, pool: int, key: int, level: int) -> None:
         lists.append(state, lists.head_of(state, pool, level), oldest)
 
 
-@joined
+@compiled
 def _hit(state: State, pool: int, key: int) -> None:
     level = lists.list_of(state, pool, key)
     lists.remove(state, key)
     _put(state, pool, key, min(level + 1, state.integers[_SEGMENTS] - 1))
 
 
-@joined
+@compiled
 def _miss(state: State, pool: int, key: int) -> int:
     victim = -1
     level = 0
@@ -73,7 +72,7 @@ def _miss(state: State, pool: int, key: int) -> int:
     return victim
 
 
-@joined
+@compiled
 def _fill(state: State, pool: int, key: int) -> None:
     if state.integers[_ENTERS_FREE]:
         share = _share(state, pool)
@@ -84,12 +83,12 @@ def _fill(state: State, pool: int, key: int) -> None:
     _put(state, pool, key, 0)
 
 
-@linked(ACCESSED, lists)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     lists.pass_hits(state, work, _hit, lists.drop_from_list)
 
 
-@linked(VICTIMS, lists)
+@compiled(VICTIMS)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
@@ -97,7 +96,7 @@ def _victims(
     lists.serve_misses(state, incoming, candidates, chosen, _miss, lists.drop_from_list)
 
 
-@linked(MOVED, lists)
+@compiled(MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
     lists.confirm(state, keys, _fill)
 
@@ -108,7 +107,7 @@ class SLRU(AdmittingCompiledCache):
 
     Every segment above the lowest has an equal share of the slots, rounded down; one
     that overflows hands its least recent expert down to the segment below. Requests are
-    made from layer steps as `moesim.policies.cache._per_request` defines.
+    made from layer steps as `moesim.policies.cache._request_lists` defines.
 
     Args:
         segments: 2 are probation and protected, as published; 4 are S4LRU.

@@ -7,11 +7,11 @@ from typing import Literal
 import numpy as np
 
 from moesim.policies.base import PolicyError, RunContext
-from moesim.policies.cache._no_admission import NoAdmissionCache
+from moesim.policies.cache._own_replacements import NoAdmissionCache
 from moesim.policies.kernels import CacheKernels, admits_nothing, state
 from moesim.policies.parameters import expect_choice
-from moesim.policies.planner.initial_content import fitting
 from moesim.policies.planner.residency import GLOBAL
+from moesim.policies.planner.starting import fitting
 
 Fill = Literal["auto", "calibrated", "lowest", "random", "front", "last"]
 

@@ -6,12 +6,11 @@ from typing import Literal
 
 import numpy as np
 
+from moesim.machine_code.functions import compiled
 from moesim.policies.base import RESIDENT, RunContext
-from moesim.policies.cache import _kernels
-from moesim.policies.cache._compiled import CompiledCache
 from moesim.policies.cache._kernels import mark_keys
 from moesim.policies.cache.static import Static
-from moesim.policies.compilation import joined
+from moesim.policies.compiled import CompiledCache
 from moesim.policies.kernels import (
     ACCESSED,
     MOVED,
@@ -23,7 +22,6 @@ from moesim.policies.kernels import (
     state,
 )
 from moesim.policies.parameters import expect, expect_choice
-from moesim.traces.compilation import compiled, linked
 from moesim.traces.format.schema import Phase
 
 Trigger = Literal["aligned", "literal"]
@@ -58,17 +56,17 @@ def _accessed(state: State, work: Work) -> None:
     state.marks[_STEPS, work.layer] += 1
 
 
-@linked(MOVED, _kernels)
+@compiled(MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
     mark_keys(state.marks[_INSIDE], keys, 1)
 
 
-@linked(MOVED, _kernels)
+@compiled(MOVED)
 def _evicted(state: State, keys: np.ndarray) -> None:
     mark_keys(state.marks[_INSIDE], keys, 0)
 
 
-@joined
+@compiled
 def _largest(sums: np.ndarray, among: np.ndarray) -> int:
     """The expert with the largest sum, ties to the lower id; -1 if there is none."""
     best = -1
@@ -161,7 +159,7 @@ class WorkloadWindow(CompiledCache):
     §1.7.
     """
 
-    replaces = True
+    replaces_by_kernel = True
 
     def __init__(
         self,
@@ -218,7 +216,7 @@ class WorkloadWindow(CompiledCache):
         """Experts that have entered and not left, copies in flight included: bool
         [L * E].
         """
-        inside: np.ndarray = self.kernels().state.marks[_INSIDE] != 0
+        inside: np.ndarray = self.brought.state.marks[_INSIDE] != 0
         return inside
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from moesim.policies.base import ABSENT, CPU, RESIDENT, LayerWork
-from moesim.policies.planner.residency_kernels import look_up
+from moesim.policies.planner.residency import look_up
 
 if TYPE_CHECKING:
     from moesim.policies.planner.memory_level import MemoryLevel, Place

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from moesim.policies.base import RESIDENT, CachePolicy, LayerWork, PolicyError
-from moesim.policies.planner.residency_kernels import distinct_members
+from moesim.policies.planner.residency import distinct_members
 
 if TYPE_CHECKING:
     from moesim.policies.planner.residency import Residency

@@ -143,6 +143,11 @@ class Policies:
             policies.append(self.host_cache)
         return policies
 
+    def remarks(self) -> list[str]:
+        """What the policies have to say about a run that has ended, without repeats."""
+        lines = [line for policy in self.all() for line in policy.remarks()]
+        return list(dict.fromkeys(lines))
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:

@@ -22,13 +22,11 @@ from moesim.policies.base import (
     LayerWork,
     PolicyError,
 )
-from moesim.policies.planner.decisions import demand, prefetches, replacements
-from moesim.policies.planner.decisions.layer_work import look
-from moesim.policies.planner.decisions.rerouting import Rerouting
-from moesim.policies.planner.decisions.work_ahead import WorkAhead
+from moesim.policies.planner import copies as wanted
+from moesim.policies.planner.layer_work import Rerouting, WorkAhead, look
 from moesim.policies.planner.machine_state import MachineState
 from moesim.policies.planner.plan import Copies, Launch, MemoryPlan, Plan, Policies
-from moesim.policies.planner.residency_kernels import is_legal
+from moesim.policies.planner.residency import is_legal
 from moesim.policies.planner.starting import fill_memories, start_policies
 
 if TYPE_CHECKING:
@@ -121,9 +119,9 @@ class Planner(MachineState):
     ) -> list[tuple[int, int, int]]:
         """Decide about queued prefetches, now that a gate has spoken.
 
-        Args and result: see `prefetches.drop_late`.
+        Args and result: see `moesim.policies.planner.copies.drop_late`.
         """
-        return prefetches.drop_late(self, queued, layer, active)
+        return wanted.drop_late(self, queued, layer, active)
 
     def plan(
         self,
@@ -149,10 +147,10 @@ class Planner(MachineState):
         work = look(self, routed, step, phase, batch)
         if self._precomputes:
             work.precomputed = self._work_ahead.take(work.layer, work.experts)
-        first = replacements.replace_first(self, work) if self._replace_first else []
+        first = wanted.replace_first(self, work) if self._replace_first else []
         launch = self._assign(work)
         lanes = launch.lanes
-        replacements.keep_computed(self, work, lanes, first)
+        wanted.keep_computed(self, work, lanes, first)
         self._note_accesses(work, lanes)
 
         copies: list[Copies] = []
@@ -160,20 +158,18 @@ class Planner(MachineState):
         follows_all = self._follows_all
         if follows_all or self._hurries:
             # Only what earlier plans have queued can be promoted, so this comes first.
-            demand.promote_due(self, work.layer, promoted, everything=follows_all)
+            wanted.promote_due(self, work.layer, promoted, everything=follows_all)
         released, postponed = (
-            replacements.wish_first(self, work, lanes, first, copies)
-            if first
-            else ([], [])
+            wanted.wish_first(self, work, lanes, first, copies) if first else ([], [])
         )
         exposed_s = self._demand(work, launch, copies, promoted)
         dense_parts = 0
         if self._prefetches:
-            prefetches.wish_for_named(self, work, copies)
+            wanted.wish_for_named(self, work, copies)
             dense_parts = self.evaluations(work.layer, phase).dense_parts
         # Products that wait free no slot: staging must hold all that they wait for.
         waits = launch.waits or follows_all
-        waits = waits and demand.can_stage_all(self, work.layer, copies, promoted)
+        waits = waits and wanted.can_stage_all(self, work.layer, copies, promoted)
 
         copied = len(promoted)
         for part in copies:
@@ -196,7 +192,7 @@ class Planner(MachineState):
             self._work_ahead.ask(self, plan)
         if self._replace_after:
             for gpu in self.serving[work.layer]:
-                swaps = replacements.ask(self, gpu, work)
+                swaps = wanted.ask(self, gpu, work)
                 plan.swaps += [(gpu, swap) for swap in swaps]
         return plan
 
@@ -216,7 +212,7 @@ class Planner(MachineState):
         self.now_s = now_s
         copies: list[Copies] = []
         named = self.policies.prefetch.foretold(experts, draft_s, self)
-        prefetches.wish_for_foretold(self, named, copies)
+        wanted.wish_for_foretold(self, named, copies)
         return copies
 
     def complete(self, plan: Plan, now_s: float) -> list[Copies]:
@@ -246,7 +242,7 @@ class Planner(MachineState):
         self._joined_s = now_s
         copies: list[Copies] = []
         for gpu, swap in plan.swaps:
-            replacements.wish(self, plan.work, gpu, swap, copies)
+            wanted.wish(self, plan.work, gpu, swap, copies)
         return copies
 
     def _demand(
@@ -261,11 +257,11 @@ class Planner(MachineState):
         """
         exposed_s = 0.0
         for gpu in self.serving[work.layer] if self._places_on_gpu else ():
-            keys = demand.wish_for_missing(self, work, gpu, launch, copies, promoted)
+            keys = wanted.wish_for_missing(self, work, gpu, launch, copies, promoted)
             if self.gpu[gpu].deliberates:
-                exposed_s = max(exposed_s, demand.exposed_s(self, work, gpu, keys))
+                exposed_s = max(exposed_s, wanted.exposed_s(self, work, gpu, keys))
         if self.host is not None:
-            demand.read_for_cpu(self, self.host, work, launch, copies)
+            wanted.read_for_cpu(self, self.host, work, launch, copies)
             # What a GPU computes is needed in host memory until its copy has landed,
             # for which the copy holds it. A longer hold would keep a staging slot from
             # the next read, for which the same GPU may be waiting.
@@ -278,13 +274,17 @@ class Planner(MachineState):
         gpus = self._gpu_lanes
         if order is None:
             order = self._ascending[: len(work.experts)]
-        if not is_legal(lanes, order, len(work.experts), gpus):
+        # Whatever whole numbers a policy answers with.
+        numbers = (lanes.astype(np.int64), order.astype(np.int64, copy=False))
+        if not is_legal(*numbers, len(work.experts), gpus):
             raise PolicyError(
                 f"assignment policy {self.assignment_name!r}: step {work.step}, layer"
                 f" {work.layer}: expected a lane in 0..{gpus} for each of"
                 f" {len(work.experts)} active experts and an order that is a"
                 " permutation"
             )
+        lanes = lanes.astype(np.int8, copy=False)
+        order = numbers[1]
         home = self.home(work.layer)
         if home:
             lanes = np.where(lanes > 0, lanes + home, lanes).astype(np.int8)

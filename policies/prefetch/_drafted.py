@@ -16,7 +16,7 @@ import numpy as np
 
 from moesim.policies.base import ExpertKey, PrefetchPolicy
 from moesim.policies.parameters import expect
-from moesim.policies.planner.resident_mask import present
+from moesim.policies.ranking import present
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

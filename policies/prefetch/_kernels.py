@@ -5,18 +5,32 @@ E experts of a layer, G GPUs.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, ClassVar, Literal
+
 import numpy as np
 
-from moesim.policies.base import ABSENT
-from moesim.policies.compilation import called
-from moesim.policies.kernels import PREFETCH, KernelView, State, Work
-from moesim.traces.compilation import compiled
+from moesim.machine_code.functions import compiled
+from moesim.policies.base import ABSENT, ExpertKey, PrefetchPolicy
+from moesim.policies.compiled import CompiledPrefetch
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+    state,
+)
+from moesim.policies.ranking import present
 from moesim.traces.format.schema import Phase
+
+if TYPE_CHECKING:
+    from moesim.policies.base import LayerWork, MachineView, RunContext
+
 
 _DECODE = int(Phase.DECODE)
 
 
-@called
+@compiled
 def is_present(states: np.ndarray, key: int) -> bool:
     """Whether an expert is on any GPU or on its way to one."""
     for gpu in range(len(states)):
@@ -25,7 +39,7 @@ def is_present(states: np.ndarray, key: int) -> bool:
     return False
 
 
-@called
+@compiled
 def ranked_experts(value: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Ids of the experts of a positive `value` [E], highest first.
 
@@ -50,7 +64,7 @@ def ranked_experts(value: np.ndarray, second: np.ndarray) -> np.ndarray:
     return ranked[:count]
 
 
-@called
+@compiled
 def name_absent(
     ranked: np.ndarray,
     layer: int,
@@ -121,3 +135,95 @@ def by_predicted_workload(
             ranked, layer, experts, view.states, size, refill, named, count
         )
     return min(count, state.integers[3])
+
+
+Tie = Literal["id", "score"]
+
+_NO_LIMIT = 1 << 62
+
+
+class PredictedWorkload(CompiledPrefetch):
+    """Ranks the experts of each coming layer by predicted workload and keeps what is
+    absent.
+
+    Each token's predicted top-k (ties to the lower id) are counted; k is the trace's
+    own. One predictor of `needs` looks one layer further ahead than the one before.
+    Experts that no token is predicted to choose are never wanted.
+    """
+
+    def ranks(
+        self,
+        *,
+        size: int,
+        refill: bool,
+        tie: Tie,
+        most: int = _NO_LIMIT,
+        decode_only: bool = False,
+    ) -> None:
+        """Say how, once `needs` is known.
+
+        Args:
+            size: ranked experts considered in each layer.
+            refill: present experts leave their rank to the next expert; otherwise they
+                use it up.
+            tie: between equal workloads, ``id`` lower first or ``score`` higher sum
+                over tokens first.
+            most: keys named in all.
+            decode_only: name nothing in a prefill.
+        """
+        self.ahead = len(self.needs)
+        rule = (size, refill, tie == "score", most, decode_only)
+        self.brought = PrefetchKernels(by_predicted_workload, state(integers=rule))
+
+
+def absent_experts(
+    ranked: np.ndarray,
+    layer: int,
+    view: MachineView,
+    *,
+    size: int,
+    refill: bool,
+) -> list[ExpertKey]:
+    """Keep what is neither on a GPU nor on its way to one.
+
+    Args:
+        ranked: ids of experts of `layer`, most wanted first.
+        layer: a coming layer.
+        view: knows what is present, on any GPU.
+        size: ranked experts considered.
+        refill: present experts leave their rank to the next expert; otherwise they use
+            it up.
+    """
+    # Cut before the present ones are taken out, so that they use up their rank.
+    if not refill:
+        ranked = ranked[:size]
+    is_present = present(view, layer)
+    absent = ranked[~is_present[ranked]][:size]
+    return [ExpertKey(layer, expert) for expert in absent.tolist()]
+
+
+class FuturePrefetch(PrefetchPolicy):
+    """Sees which experts the coming layers of a step will use. The planner refuses it
+    where there is no future.
+    """
+
+    oracle: ClassVar[bool] = True
+
+    def start(self, context: RunContext) -> None:
+        """Keep the future."""
+        self._future = context.future
+
+    def coming(
+        self,
+        work: LayerWork,
+        view: MachineView,
+        depth: int,
+    ) -> np.ndarray:
+        """Active experts `depth` layers on in this step, int32 ascending; none past the
+        last layer.
+        """
+        layer = work.layer + depth
+        # The next step's first layers are out of reach: its tokens are not there yet.
+        if self._future is None or layer >= view.layers:
+            return np.zeros(0, np.int32)
+        return self._future.active(work.step, layer)

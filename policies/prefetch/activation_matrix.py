@@ -8,15 +8,13 @@ import numpy as np
 
 from moesim.policies.base import ExpertKey, PolicyError, PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.planner.resident_mask import present
-from moesim.policies.prefetch._activation_store import ActivationStore
-from moesim.policies.ranking import highest_first
-from moesim.traces.format.schema import Phase
+from moesim.policies.ranking import highest_first, present
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moesim.policies.base import LayerWork, MachineView, RunContext
+
 
 Mask = Literal["released", "prefix"]
 
@@ -28,9 +26,8 @@ class ActivationMatrix(PrefetchPolicy):
     Similar is the highest mean over layers of the cosine between rows of token counts.
     A coming layer j counts with ``1 - (j - l) / (L + 1)``. Absent experts that the
     similar sequence used are wanted by descending value, ties to the lower layer and
-    id. A prefill of the first layer begins a new sequence (a batch is one sequence); a
-    trace without prefill is one endless sequence, of which only a calibrated store can
-    predict anything.
+    id. A batch counts as one sequence, which ends when the next batch begins; of a
+    single one only a calibrated store can predict anything.
 
     Args:
         mask: which layers are compared at layer l. The ``released`` code blanks the
@@ -39,7 +36,7 @@ class ActivationMatrix(PrefetchPolicy):
             wins). ``prefix`` compares the layers up to l, as the paper describes.
         capacity: sequences kept; 1000 in the released code. Calibrated ones
             (``extras["activation_matrices"]``, see
-            `moesim.policies.prefetch._activation_store`) are never forgotten.
+            `moesim.policies.prefetch.activation_matrix`) are never forgotten.
         size: absent experts wanted per layer step; none for all, as the released code
             queues them. With a queue that is sorted anew at every layer its head gives
             the same copies in a fraction of the time (docs/measurements/systems.md).
@@ -84,6 +81,7 @@ class ActivationMatrix(PrefetchPolicy):
                 f" {known.shape}"
             )
         self._store = ActivationStore(known, self.capacity)
+        self._batch: int | None = None
 
     def prefetch(
         self,
@@ -93,8 +91,10 @@ class ActivationMatrix(PrefetchPolicy):
         """Count this layer step, look up the nearest sequence, name its best absent
         experts.
         """
-        if work.layer == 0 and work.phase == Phase.PREFILL:
+        # Not by phase: a prompt may come in several passes.
+        if work.batch != self._batch:
             self._store.finish()
+            self._batch = work.batch
         self._store.observe(work.layer, work.experts, work.tokens)
 
         first = work.layer + 1
@@ -127,3 +127,91 @@ class ActivationMatrix(PrefetchPolicy):
             ExpertKey(first + key // view.experts, key % view.experts)
             for key in best.tolist()
         ]
+
+
+# Lengths below this count as 0, so that empty rows stay empty.
+_SMALLEST = 1e-30
+
+
+class ActivationStore:
+    """Keeps the matrices of finished sequences and compares the running one with all of
+    them, layer by layer.
+
+    Cosines change only for the layer that was just observed, so each layer step costs
+    one product with [N, E]. A full store forgets the matrix that was most similar least
+    often; calibrated ones stay.
+
+    Args:
+        known: float64 [N, L, E] calibrated matrices, N may be 0.
+        capacity: matrices kept in all.
+
+    Attributes:
+        current: float64 [L, E], the running sequence.
+    """
+
+    def __init__(
+        self,
+        known: np.ndarray,
+        capacity: int,
+    ) -> None:
+        known = known[:capacity]
+        self._capacity = capacity
+        self._calibrated = len(known)
+        self._counts = known.astype(np.float32)
+        self._unit = _rows_to_unit(self._counts)
+        self._matches = np.ones(len(known))
+        self.current = np.zeros(known.shape[1:])
+        self._cosine = np.zeros(known.shape[:2])
+
+    def __len__(self) -> int:
+        """How many finished sequences are kept."""
+        return len(self._counts)
+
+    def observe(
+        self,
+        layer: int,
+        experts: np.ndarray,
+        tokens: np.ndarray,
+    ) -> None:
+        """Count the tokens of a layer step into the running sequence."""
+        self.current[layer, experts] += tokens
+        row = self.current[layer]
+        length = float(np.linalg.norm(row))
+        unit = row / max(length, _SMALLEST)
+        # Only this layer's cosines have moved.
+        self._cosine[:, layer] = self._unit[:, layer] @ unit
+
+    def most_similar(self, layers: slice) -> np.ndarray:
+        """The finished matrix whose rows of `layers` look most like the running one's,
+        ties to the older: [L, E].
+        """
+        similarity = self._cosine[:, layers].sum(axis=1)
+        best = int(similarity.argmax())
+        self._matches[best] += 1
+        return self._counts[best]
+
+    def finish(self) -> None:
+        """Store the running sequence, if it has begun, and start an empty one."""
+        if self.current.any() and self._capacity > self._calibrated:
+            counts = self.current[None].astype(np.float32)
+            unit = _rows_to_unit(counts)
+            if len(self) < self._capacity:
+                self._counts = np.concatenate((self._counts, counts))
+                self._unit = np.concatenate((self._unit, unit))
+                self._matches = np.append(self._matches, 1.0)
+            else:
+                # Calibrated matrices stand in front and are never replaced.
+                learned = self._matches[self._calibrated :]
+                index = self._calibrated + int(learned.argmin())
+                self._counts[index] = counts[0]
+                self._unit[index] = unit[0]
+                self._matches[index] = 1.0
+        layers = len(self.current)
+        self.current = np.zeros_like(self.current)
+        self._cosine = np.zeros((len(self), layers))
+
+
+def _rows_to_unit(matrices: np.ndarray) -> np.ndarray:
+    """Rows of length 1; empty rows stay empty. [N, L, E]."""
+    length = np.linalg.norm(matrices, axis=2, keepdims=True)
+    return matrices / np.maximum(length, _SMALLEST)

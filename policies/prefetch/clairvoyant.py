@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from moesim.machine_code.functions import compiled
+from moesim.policies.compiled import CompiledPrefetch
 from moesim.policies.kernels import (
     PREFETCH,
     KernelView,
@@ -13,8 +15,6 @@ from moesim.policies.kernels import (
     state,
 )
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._compiled import CompiledPrefetch
-from moesim.traces.compilation import compiled
 
 if TYPE_CHECKING:
     import numpy as np

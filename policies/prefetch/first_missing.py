@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moesim.policies.base import Evaluations
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._prediction import PredictedWorkload
+from moesim.policies.prefetch._kernels import PredictedWorkload
 from moesim.traces.format.schema import Phase
 
 

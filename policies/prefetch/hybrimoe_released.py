@@ -11,7 +11,7 @@ import numpy as np
 from moesim.policies.base import ABSENT, PrefetchPolicy
 from moesim.policies.cache.mrs import MRS
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._absent_experts import absent_experts
+from moesim.policies.prefetch._kernels import absent_experts
 from moesim.policies.ranking import ranked
 from moesim.traces.format.schema import Phase
 

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from moesim.policies.assignment import _kernels as _assignment
-from moesim.policies.assignment import _list_scheduler
-from moesim.policies.assignment._kernels import flying, transfers
-from moesim.policies.assignment._list_scheduler import list_schedule
-from moesim.policies.base import Evaluations
-from moesim.policies.compilation import called
+from moesim.machine_code.functions import compiled
+from moesim.policies.assignment._list_scheduler import FRONTS, by_load, simulate
+from moesim.policies.base import IN_FLIGHT, Evaluations
+from moesim.policies.compiled import CompiledPrefetch
 from moesim.policies.kernels import (
     PREFETCH,
     KernelView,
@@ -24,12 +22,10 @@ from moesim.policies.kernels import (
     state,
 )
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch import _kernels
-from moesim.policies.prefetch._compiled import CompiledPrefetch
 from moesim.policies.prefetch._kernels import is_present
-from moesim.traces.compilation import linked
 
 if TYPE_CHECKING:
+    from moesim.policies.base import RunContext
     from moesim.traces.format.schema import Phase
 
 # One per layer ahead, nearest first.
@@ -40,48 +36,102 @@ _PICOSECONDS = 1e12
 
 _NO_LIMIT = -1
 
-
-@called
-def _lowest(rows: np.ndarray) -> np.ndarray:
-    """The best of each expert's seconds, float64 [1, A] of [G, A]."""
-    best = rows[:1].copy()
-    for g in range(1, len(rows)):
-        for i in range(rows.shape[1]):
-            best[0, i] = min(best[0, i], rows[g, i])
-    return best
+# No time is negative.
+_UNKNOWN = -1.0
 
 
-@called
-def _any(rows: np.ndarray) -> np.ndarray:
-    """What holds on some GPU, bool [1, A] of [G, A]."""
-    some = rows[:1].copy()
-    for g in range(1, len(rows)):
-        for i in range(rows.shape[1]):
-            some[0, i] |= rows[g, i]
-    return some
+# Rows of the state's scores; of three rows, one for each layer ahead.
+_CPU_S = 0
+_GPU_S = 3
+_ARRIVE_S = 6
+_LANDS_S = 9
+_LINK_S = 10
+_GPU_END_S = 11
+_BEGINS_S = 12
+"""By layer ahead: when it begins, seconds from now,"""
+_BEFORE_S = 13
+"""its makespan as things stand,"""
+_AFTER_S = 14
+"""that with its most wanted expert,"""
+_GAIN_S = 15
+"""what that saves,"""
+_LEFT_S = 16
+"""and what would be left of the copy when the layer begins: see `_weigh`."""
+
+# Rows of the state's marks, likewise.
+_IDS = 0
+_TOKENS = 3
+_FALLING = 6
+_RISING = 9
+_FLYING = 12
+_PRESENT = 15
+_KNOWN = 18
+_LANES = 19
+_ORDER = 20
+_FRONT = 21
+_COUNT = 22
+_PLACE = 23
+
+_SCORES = 17
+_MARKS = 24
 
 
-@called
-def _current_s(work: Work) -> float:
-    """Seconds that HybriMoE's schedule gives this layer.
+@compiled
+def _makespan_s(state: State, d: int, cpu_s: np.ndarray, first_s: float) -> float:
+    """Seconds that HybriMoE's schedule gives the experts in the rows of a layer ahead.
 
-    One GPU stands for all: the best of each expert's times.
+    One GPU stands for all. The scheduler's default reading, R2, with stealing.
     """
-    # The scheduler's default reading, R2, with stealing.
-    return list_schedule(
-        work.tokens,
-        work.cpu_s,
-        _lowest(work.gpu_s),
-        _lowest(transfers(work.arrive_s, work.link_s)),
-        _any(flying(work.gpu_state, work.arrive_s)),
-        np.array([work.link_s.min()]),
-        work.first_cpu_s,
-        True,
-        True,
-    )[2]
+    active = len(cpu_s)
+    scores = state.scores
+    marks = state.marks
+    return simulate(
+        falling=marks[_FALLING + d][:active],
+        rising=marks[_RISING + d][:active],
+        cpu_s=cpu_s,
+        gpu_s=scores[_GPU_S + d : _GPU_S + d + 1],
+        arrive_s=scores[_ARRIVE_S + d : _ARRIVE_S + d + 1],
+        flying=marks[_FLYING + d : _FLYING + d + 1],
+        first_s=first_s,
+        soonest_end=True,
+        stealing=True,
+        lands_s=scores[_LANDS_S : _LANDS_S + 1],
+        link_s=scores[_LINK_S][:1],
+        gpu_end_s=scores[_GPU_END_S][:1],
+        known=marks[_KNOWN],
+        front=marks[_FRONT],
+        lanes=marks[_LANES],
+        order=marks[_ORDER],
+    )
 
 
-@called
+@compiled
+def _current_s(state: State, work: Work) -> float:
+    """Seconds that the schedule gives this layer: the best of each expert's times."""
+    active = len(work.experts)
+    gpu_s = state.scores[_GPU_S]
+    arrive_s = state.scores[_ARRIVE_S]
+    flying = state.marks[_FLYING]
+    for i in range(active):
+        gpu_s[i] = np.inf
+        arrive_s[i] = np.inf
+        flying[i] = 0
+        for g in range(len(work.gpu_s)):
+            comes_s = work.arrive_s[g, i]
+            # A copy that lands this very moment counts as resident.
+            if work.gpu_state[g * active + i] == IN_FLIGHT and comes_s > 0.0:
+                flying[i] = 1
+            # What is absent follows the copy under way.
+            if comes_s > work.link_s[g]:
+                comes_s -= work.link_s[g]
+            gpu_s[i] = min(gpu_s[i], work.gpu_s[g, i])
+            arrive_s[i] = min(arrive_s[i], comes_s)
+    by_load(work.tokens, state.marks[_FALLING], state.marks[_RISING])
+    state.scores[_LINK_S, 0] = work.link_s.min()
+    return _makespan_s(state, 0, work.cpu_s, work.first_cpu_s)
+
+
+@compiled
 def _copies(work: Work, view: KernelView, ends_s: float, experts: int) -> int:
     """How many copies the link could start before this layer ends."""
     copy_s = view.copy_s[work.layer]
@@ -91,225 +141,168 @@ def _copies(work: Work, view: KernelView, ends_s: float, experts: int) -> int:
     return max(0, int(np.ceil((ends_s - view.link_wait_s) / copy_s)))
 
 
-@called
-def _coming_s(
-    view: KernelView,
-    layer: int,
-    tokens: np.ndarray,
-    arrive_s: np.ndarray,
-    flying_: np.ndarray,
-    first_s: float,
-) -> float:
-    """Seconds that the schedule gives a predicted layer.
-
-    Args:
-        view: knows what experts take.
-        layer: a coming layer.
-        tokens: int32 [A], predicted.
-        arrive_s: float64 [A], what must still arrive when the layer begins.
-        flying_: bool [A], what of it is under way then.
-        first_s: extra seconds of the first CPU expert.
-    """
-    count = len(tokens)
-    cpu_s = np.empty(count)
-    gpu_s = np.empty((1, count))
-    for i in range(count):
-        cpu_s[i] = view.cpu_s[layer, tokens[i]]
-        gpu_s[0, i] = view.gpu_s[layer, tokens[i]]
-    return list_schedule(
-        tokens,
-        cpu_s,
-        gpu_s,
-        arrive_s.copy().reshape(1, count),
-        flying_.copy().reshape(1, count),
-        np.zeros(1),
-        first_s,
-        True,
-        True,
-    )[2]
+@compiled
+def _coming_s(state: State, d: int, first_s: float) -> float:
+    """Seconds that the schedule gives a layer ahead, as things stand."""
+    active = state.marks[_COUNT, d]
+    state.scores[_LINK_S, 0] = 0.0
+    return _makespan_s(state, d, state.scores[_CPU_S + d][:active], first_s)
 
 
-@called
-def _best(
-    view: KernelView,
-    layer: int,
-    tokens: np.ndarray,
-    arrive_s: np.ndarray,
-    flying_: np.ndarray,
-    first_s: float,
-    begins_s: float,
-    start_s: float,
-) -> tuple[float, int]:
-    """Gain in seconds and position of the absent expert whose prefetch shortens a
-    coming layer most.
-
-    Experts of equal load cost the same everywhere, so the lowest id stands for all of
-    them. Arguments as in `_coming_s`, and when the layer begins and the link could
-    start the copy, seconds from now.
-    """
-    best_s = 0.0
-    best_position = -1
-    # A copy that has not started when its layer begins is dropped.
-    if start_s >= begins_s:
-        return best_s, best_position
-    before_s = _coming_s(view, layer, tokens, arrive_s, flying_, first_s)
-    left_s = max(0.0, start_s + view.copy_s[layer] - begins_s)
-    load = 1 << 40
-    while True:
-        # The first absent expert of the next lower load.
-        position = -1
-        for i in range(len(tokens)):
-            if arrive_s[i] <= 0.0 or flying_[i] or tokens[i] >= load:
-                continue
-            if position < 0 or tokens[i] > tokens[position]:
-                position = i
-        if position < 0:
-            return best_s, best_position
-        load = tokens[position]
-
-        arrives_s = arrive_s[position]
-        arrive_s[position] = left_s
-        flying_[position] = left_s > 0.0
-        after_s = _coming_s(view, layer, tokens, arrive_s, flying_, first_s)
-        arrive_s[position] = arrives_s
-        flying_[position] = False
-        gain_s = np.rint((before_s - after_s) * _PICOSECONDS) / _PICOSECONDS
-        # Only a larger gain replaces: ties go to the higher load.
-        if gain_s > best_s:
-            best_s = gain_s
-            best_position = position
-
-
-@called
-def _predicted(
-    view: KernelView,
-    row: int,
-    layer: int,
-    ids: np.ndarray,
-    tokens: np.ndarray,
-    arrive_s: np.ndarray,
-) -> int:
-    """Fill in a coming layer's predicted experts, by predictor `row`; their number."""
-    experts = len(ids)
+@compiled
+def _predict(state: State, view: KernelView, d: int, layer: int, experts: int) -> None:
+    """Note the experts of a layer ahead as its predictor names them."""
+    marks = state.marks
+    scores = state.scores
     count = 0
     for expert in range(experts):
-        if view.workload[row, expert] == 0:
+        tokens = view.workload[d, expert]
+        if tokens == 0:
             continue
-        ids[count] = expert
-        tokens[count] = view.workload[row, expert]
+        marks[_IDS + d, count] = expert
+        marks[_TOKENS + d, count] = tokens
         # What is on its way to a coming layer is taken for present already.
         there = is_present(view.states, layer * experts + expert)
-        arrive_s[count] = 0.0 if there else view.copy_s[layer]
+        marks[_PRESENT + d, count] = there or view.copy_s[layer] == 0.0
+        marks[_FLYING + d, count] = 0
+        scores[_ARRIVE_S + d, count] = 0.0 if there else view.copy_s[layer]
+        scores[_CPU_S + d, count] = view.cpu_s[layer, tokens]
+        scores[_GPU_S + d, count] = view.gpu_s[layer, tokens]
         count += 1
-    return count
+    marks[_COUNT, d] = count
+    by_load(marks[_TOKENS + d][:count], marks[_FALLING + d], marks[_RISING + d])
 
 
-@called
-def _largest_gain(
-    work: Work,
-    view: KernelView,
-    count: np.ndarray,
-    tokens: np.ndarray,
-    arrive_s: np.ndarray,
-    flying_: np.ndarray,
-    begins_s: np.ndarray,
-    start_s: float,
-    discount: float,
-) -> tuple[int, int]:
-    """Layer ahead, from 0, and position of the most wanted expert; -1 for no gain.
+@compiled
+def _next_lower(state: State, d: int, load: int) -> int:
+    """Position of the first absent expert of the highest load below one; -1 if none."""
+    tokens = state.marks[_TOKENS + d]
+    best = -1
+    for i in range(state.marks[_COUNT, d]):
+        is_absent = state.scores[_ARRIVE_S + d, i] > 0.0
+        if not is_absent or state.marks[_FLYING + d, i] or tokens[i] >= load:
+            continue
+        if best < 0 or tokens[i] > tokens[best]:
+            best = i
+    return best
 
-    Arguments as in `_best`, one row for each layer ahead.
+
+@compiled
+def _weigh(state: State, d: int, first_s: float, left_s: float) -> None:
+    """Find the absent expert whose prefetch shortens a layer ahead most, if `left_s` of
+    its copy is left when the layer begins.
+
+    Experts of equal load cost the same everywhere, so the lowest id stands for all of
+    them. Notes the gain, 0 if there is none, and the place.
     """
+    scores = state.scores
+    scores[_LEFT_S, d] = left_s
+    scores[_GAIN_S, d] = 0.0
+    load = 1 << 40
+    while True:
+        position = _next_lower(state, d, load)
+        if position < 0:
+            return
+        load = state.marks[_TOKENS + d, position]
+
+        arrives_s = scores[_ARRIVE_S + d, position]
+        scores[_ARRIVE_S + d, position] = left_s
+        state.marks[_FLYING + d, position] = left_s > 0.0
+        after_s = _coming_s(state, d, first_s)
+        scores[_ARRIVE_S + d, position] = arrives_s
+        state.marks[_FLYING + d, position] = 0
+        gain_s = scores[_BEFORE_S, d] - after_s
+        gain_s = np.rint(gain_s * _PICOSECONDS) / _PICOSECONDS
+        # Only a larger gain replaces: ties go to the higher load.
+        if gain_s > scores[_GAIN_S, d]:
+            scores[_GAIN_S, d] = gain_s
+            scores[_AFTER_S, d] = after_s
+            state.marks[_PLACE, d] = position
+
+
+@compiled
+def _most_wanted(
+    state: State, work: Work, view: KernelView, depths: int, start_s: float
+) -> int:
+    """The layer ahead, from 0, that the next copy would shorten most; -1 for no gain.
+
+    `start_s`: when the link could start the copy, seconds from now.
+    """
+    scores = state.scores
     nearest = -1
-    position = -1
     most_s = 0.0
-    for d in range(len(count)):
-        n = count[d]
-        gain_s, place = _best(
-            view,
-            work.layer + 1 + d,
-            tokens[d, :n],
-            arrive_s[d, :n],
-            flying_[d, :n],
-            work.first_cpu_s,
-            begins_s[d],
-            start_s,
-        )
-        gain_s *= discount**d
+    for d in range(depths):
+        begins_s = scores[_BEGINS_S, d]
+        # A copy that has not started when its layer begins is dropped.
+        if start_s >= begins_s:
+            continue
+        left_s = max(0.0, start_s + view.copy_s[work.layer + 1 + d] - begins_s)
+        # Mostly nothing is left, and what was found before still holds.
+        if left_s != scores[_LEFT_S, d]:
+            _weigh(state, d, work.first_cpu_s, left_s)
+        gain_s = scores[_GAIN_S, d] * state.numbers[0] ** d
         # The first of equals is the nearer layer.
         if gain_s > most_s:
             most_s = gain_s
             nearest = d
-            position = place
-    return nearest, position
+    return nearest
 
 
-@linked(PREFETCH, _kernels, _assignment, _list_scheduler)
+@compiled
+def _foresee(
+    state: State, work: Work, view: KernelView, depths: int, ends_s: float, experts: int
+) -> None:
+    """Note what is predicted of the layers ahead, and when they begin."""
+    for d in range(depths):
+        _predict(state, view, d, work.layer + 1 + d, experts)
+        state.scores[_BEGINS_S, d] = ends_s + view.gap_s
+        state.scores[_BEFORE_S, d] = _coming_s(state, d, work.first_cpu_s)
+        ends_s = state.scores[_BEGINS_S, d] + state.scores[_BEFORE_S, d]
+        state.scores[_LEFT_S, d] = _UNKNOWN
+
+
+@compiled(PREFETCH)
 def _by_gain(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
     layers = len(view.copy_s)
     experts = view.states.shape[1] // layers
     depths = min(len(view.workload), layers - 1 - work.layer)
     if not depths:
         return 0
-    ends_s = _current_s(work)
+    ends_s = _current_s(state, work)
     copies = _copies(work, view, ends_s, experts)
     if state.integers[0] >= 0:
         copies = min(copies, state.integers[0])
     if not copies:
         return 0
+    _foresee(state, work, view, depths, ends_s, experts)
 
-    count = np.zeros(depths, np.int64)
-    ids = np.empty((depths, experts), np.int64)
-    tokens = np.empty((depths, experts), np.int32)
-    arrive_s = np.empty((depths, experts))
-    flying_ = np.zeros((depths, experts), np.bool_)
-    begins_s = np.empty(depths)
-    for d in range(depths):
-        layer = work.layer + 1 + d
-        n = _predicted(view, d, layer, ids[d], tokens[d], arrive_s[d])
-        count[d] = n
-        begins_s[d] = ends_s + view.gap_s
-        ends_s = begins_s[d] + _coming_s(
-            view,
-            layer,
-            tokens[d, :n],
-            arrive_s[d, :n],
-            flying_[d, :n],
-            work.first_cpu_s,
-        )
-    present = arrive_s == 0.0
-
+    scores = state.scores
+    marks = state.marks
     start_s = view.link_wait_s
     wanted = 0
     while wanted < copies:
-        d, position = _largest_gain(
-            work,
-            view,
-            count,
-            tokens,
-            arrive_s,
-            flying_,
-            begins_s,
-            start_s,
-            state.numbers[0],
-        )
+        d = _most_wanted(state, work, view, depths, start_s)
         if d < 0:
             break
         layer = work.layer + 1 + d
-        named[wanted] = layer * experts + ids[d, position]
+        position = marks[_PLACE, d]
+        named[wanted] = layer * experts + marks[_IDS + d, position]
         wanted += 1
         # Later choices build on this one.
         start_s += view.copy_s[layer]
-        left_s = max(0.0, start_s - begins_s[d])
-        arrive_s[d, position] = left_s
-        flying_[d, position] = left_s > 0.0
+        scores[_ARRIVE_S + d, position] = scores[_LEFT_S, d]
+        marks[_FLYING + d, position] = scores[_LEFT_S, d] > 0.0
+        scores[_BEFORE_S, d] = scores[_AFTER_S, d]
+        scores[_LEFT_S, d] = _UNKNOWN
     if not wanted:
         return 0
     # Naming what is present shields it.
     for d in range(depths):
-        for place in np.flatnonzero(present[d, : count[d]]):
-            named[wanted] = (work.layer + 1 + d) * experts + ids[d, place]
-            wanted += 1
+        for place in range(marks[_COUNT, d]):
+            if marks[_PRESENT + d, place]:
+                first = (work.layer + 1 + d) * experts
+                named[wanted] = first + marks[_IDS + d, place]
+                wanted += 1
     return wanted
 
 
@@ -363,10 +356,19 @@ class Impact(CompiledPrefetch):
         self.requeue = requeue
         self.needs = _COLUMNS[:depth]
         self.ahead = depth
-        most = _NO_LIMIT if size is None else size
-        self.brought = PrefetchKernels(
-            _by_gain, state(numbers=[discount], integers=[most])
+
+    def start(self, context: RunContext) -> None:
+        """Make room for schedules."""
+        super().start(context)
+        width = max(context.shape.experts, FRONTS)
+        most = _NO_LIMIT if self.size is None else self.size
+        room = state(
+            np.zeros((_SCORES, width)),
+            np.zeros((_MARKS, width)),
+            numbers=[self.discount],
+            integers=[most],
         )
+        self.brought = PrefetchKernels(_by_gain, room)
 
     def evaluations(self, following: int, phase: Phase) -> Evaluations:
         """One gate for each layer ahead."""

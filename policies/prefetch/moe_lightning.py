@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.policies.assignment._static_split import StaticSplit
+from moesim.policies.assignment.moe_lightning import StaticSplit
 from moesim.policies.base import ExpertKey, PrefetchPolicy
 from moesim.policies.parameters import expect
-from moesim.policies.planner.resident_mask import present
+from moesim.policies.ranking import present
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ class MoELightning(PrefetchPolicy):
     to use come as well, as far as the link has begun with them.
 
     Args:
-        tokens: as of the assignment policy, whose plan this one repeats.
+        tokens, undivided: as of the assignment policy, whose plan this one repeats.
 
     Source: MoE-Lightning (arXiv 2411.11217), its pipeline of paged weights, without
     the order of pages within a layer; a step's first layer is fetched on demand.
@@ -35,13 +35,14 @@ class MoELightning(PrefetchPolicy):
     late = "drop"
     no_place = "wait"
 
-    def __init__(self, *, tokens: int | None = None) -> None:
+    def __init__(self, *, tokens: int | None = None, undivided: bool = False) -> None:
         expect(tokens is None or tokens >= 1, "tokens", "a number >= 1 or none", tokens)
         self.tokens = tokens
+        self.undivided = undivided
 
     def start(self, context: RunContext) -> None:
         """Begin without plans."""
-        self._split = StaticSplit(context, self.tokens)
+        self._split = StaticSplit(context, self.tokens, undivided=self.undivided)
 
     def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
         """Name what is absent of the next layer's planned experts, in ascending id."""

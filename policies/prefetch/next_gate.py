@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from moesim.policies.base import Evaluations, Late
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._prediction import PredictedWorkload, Tie
+from moesim.policies.prefetch._kernels import PredictedWorkload, Tie
 
 if TYPE_CHECKING:
     from moesim.traces.format.schema import Phase

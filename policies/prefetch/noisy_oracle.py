@@ -8,7 +8,7 @@ import numpy as np
 
 from moesim.policies.base import ExpertKey, Late
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._future import FuturePrefetch
+from moesim.policies.prefetch._kernels import FuturePrefetch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ import numpy as np
 
 from moesim.policies.base import Evaluations, ExpertKey, PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._absent_experts import absent_experts
+from moesim.policies.prefetch._kernels import absent_experts
 from moesim.policies.ranking import ranked
 from moesim.traces.format.schema import Phase
 from moesim.traces.predictions import predicted_workload

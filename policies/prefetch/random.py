@@ -8,7 +8,7 @@ import numpy as np
 
 from moesim.policies.base import PrefetchPolicy
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._absent_experts import absent_experts
+from moesim.policies.prefetch._kernels import absent_experts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

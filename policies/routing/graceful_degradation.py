@@ -8,8 +8,7 @@ import numpy as np
 
 from moesim.policies.base import Routing, RoutingPolicy
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.planner.resident_mask import present
-from moesim.policies.ranking import ranked
+from moesim.policies.ranking import present, ranked
 from moesim.policies.routing._substitute import (
     keep_one_absent,
     routing,

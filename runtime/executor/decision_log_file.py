@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from moesim.policies.planner.decision_log import Entry
+from moesim.base.checked import Checked, parse_json
+from moesim.base.errors import TraceError
+from moesim.base.files import write_bytes
+from moesim.policies.planner.observers import Entry
 from moesim.runtime.errors import StoreError
-from moesim.traces.checked import Checked, parse_json
-from moesim.traces.errors import TraceError
-from moesim.traces.files import write_bytes
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers.readers.tensors import load_named
@@ -39,7 +39,7 @@ def save_decision_log(
 
     Args:
         path: the file; written beside, then renamed.
-        entries: of `moesim.policies.planner.decision_log.DecisionLog`.
+        entries: of `moesim.policies.planner.observers.DecisionLog`.
         steps: the routing, where no trace has it.
     """
     arrays = {_LOG: _to_bytes([list(entry) for entry in entries])}
@@ -66,7 +66,7 @@ def save_decision_log(
 
 
 def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]:
-    """Read a decision log; `moesim.policies.planner.decision_log.repeat` checks it.
+    """Read a decision log; `moesim.policies.planner.observers.repeat` checks it.
 
     Returns:
         Entries, and the routing where it is in the file.

@@ -24,12 +24,18 @@ import torch
 
 from moesim.engine.layer_step import LayerStep
 from moesim.hwprofiles.lanes import GPU, SSD
+from moesim.policies.cache.static import Static
 from moesim.runtime.errors import RuntimeFault
-from moesim.runtime.executor.host_device import spare_record
+from moesim.runtime.executor.device import spare_record
 from moesim.runtime.executor.lanes import Lanes, Operation, Stopped
-from moesim.runtime.executor.layer_job import LayerJob
+from moesim.runtime.executor.memories import (
+    HostSlotMap,
+    LayerJob,
+    SlotMap,
+    cache_slots,
+    residents,
+)
 from moesim.runtime.executor.operations import Forward, Memories
-from moesim.runtime.executor.slot_map import HostSlotMap, SlotMap, cache_slots
 from moesim.runtime.executor.world import RealWorld
 from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.schema import Phase
@@ -42,7 +48,7 @@ if TYPE_CHECKING:
     from moesim.policies.planner.planner import Planner
     from moesim.runtime.executor.device import Device
     from moesim.runtime.executor.lanes import Worker
-    from moesim.runtime.measure.evidence.threads import Counters
+    from moesim.runtime.measure.evidence import Counters
     from moesim.runtime.models.expert_math import Groups
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.batch import RoutedLayer
@@ -182,21 +188,16 @@ class Executor:
         slots = self.memories.slots
         experts = self.memories.experts
         read = host.load(progress)
-        keys = slots.residents()
-        for key in keys:
-            slots.take(key)
-        if host.limited is None:
-            for key in keys:
-                nbytes = self._store.record_bytes(key // experts)
-                self.device.copy(slots.slot(key), host.record(key), nbytes)
-            return read
-        # Host memory need not hold what the device holds.
         with spare_record(self._store.slot_bytes) as spare:
-            record = spare.record(0)
-            for key in keys:
-                nbytes = self._store.read_into(*divmod(key, experts), record)
+            for key in slots.residents():
+                slots.take(key)
+                nbytes = self._store.record_bytes(key // experts)
+                if host.holds_always(key):
+                    record = host.record(key)
+                else:
+                    record = spare.record(0)
+                    read += self._store.read_into(*divmod(key, experts), record)
                 self.device.copy(slots.slot(key), record, nbytes)
-                read += nbytes
         return read
 
     def run(
@@ -220,8 +221,8 @@ class Executor:
             lanes.interrupts,
         ):
             lanes.open()
-            self.device.begin(lanes.began_s)
             try:
+                self.device.begin(lanes.began_s)
                 self._serve(forward)
                 makespan_s = lanes.clock_s()
             except Stopped:
@@ -261,10 +262,7 @@ class Executor:
         self._forward = None
         self._world.close()
         self.lanes.finished.clear()
-        self.memories.host.close()
-        self.memories.slots.slots.close()
-        if self.memories.written_back is not None:
-            self.memories.written_back.close()
+        self.memories.close()
 
     # -- the device's side ------------------------------------------------------------
 
@@ -426,6 +424,10 @@ def _allocate(
     """Take host memory and the device's slots, or neither."""
     shape = planner.shape
     sizes = planner.sizes
+    books = planner.gpu[0].memory
+    # What a static cache holds never leaves the device.
+    keeps = isinstance(planner.policies.caches[0], Static)
+    kept = frozenset(residents(books) if keeps else ())
     host = HostSlotMap(
         store,
         planner.host.memory if planner.host is not None else None,
@@ -433,23 +435,29 @@ def _allocate(
         sizes.staging,
         shape.expert_bytes,
         page_lock=device.page_lock,
+        kept=kept,
     )
     try:
         count = cache_slots(sizes.gpu, shape.expert_bytes) + sizes.staging
+        # Copies back are made from a slot that nothing is copied into.
+        count += planner.policies.writes_back
         slots = device.allocate(count, store.slot_bytes)
     except BaseException:
         host.close()
         raise
-    written_back = None
+    written_back = brought = None
     if planner.policies.writes_back:
         written_back = HostSlots(1, store.slot_bytes, page_lock=device.page_lock)
+    if kept and device.device.type != "cpu":
+        brought = HostSlots(1, store.slot_bytes, page_lock=device.page_lock)
     return Memories(
         store,
         host,
-        SlotMap(slots, planner.gpu[0].memory, store),
+        SlotMap(slots, books, store),
         device,
         gatings or [None] * store.layers,
-        written_back,
+        written_back=written_back,
+        brought=brought,
     )
 
 

@@ -14,26 +14,26 @@ only fall asleep at it.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
-from moesim.engine.lanes import Admission, WorkerQueues, takes_places
-from moesim.engine.operations import DEMAND
+from moesim.engine.lanes import DEMAND, Admission, WorkerQueues, takes_places
 from moesim.hwprofiles.lanes import CONTROL, CPU
 from moesim.runtime.errors import RuntimeFault
-from moesim.runtime.executor.interrupts import Interrupts
-from moesim.runtime.measure.evidence.threads import ThreadEvidence
+from moesim.runtime.measure.evidence import ThreadEvidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.runtime.measure.evidence.threads import Counters
+    from moesim.runtime.measure.evidence import Counters
+
 
 _JOIN_S: Final = 20.0
 """How long `Lanes.close` waits for a thread that is inside an operation: a read of a
@@ -515,3 +515,58 @@ def _grouped(
         if served:
             grouped[name] = served
     return grouped
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Holds signals back within its block.
+
+    Args:
+        wake: lets the control thread call `check`; called by the signal's handler, so
+            it takes no lock.
+    """
+
+    __slots__ = ("_handlers", "_noted", "_wake")
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._noted: int | None = None
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+
+    def __enter__(self) -> Self:
+        """Take the place of the handlers; only the main thread has any."""
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                self._handlers[number] = handler
+                signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        """Give the handlers back, and call the one that is due."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if error is None:
+            self.check()
+
+    def check(self) -> None:
+        """Call the handler of a signal that was noted. Hold no lock."""
+        if self._noted is not None:
+            number = self._noted
+            self._noted = None
+            self._handlers[number](number, None)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._noted is not None:
+            self._handlers[number](number, frame)
+        self._noted = number
+        self._wake()

@@ -4,8 +4,8 @@ work where the plan says.
 The model's frame (attention, norms, gates, shared experts) runs on the device's thread;
 every experts module asks the executor. Where a policy wants predictions, the gates of
 the coming layers are asked about this layer's input before its experts are computed, so
-what a policy sees is what a real system could know. Padding of shorter prompts is not
-computed: nobody looks at its answers.
+what a policy sees is what a real system could know. Padding of shorter prompts and
+sequences that have ended are not computed: nobody looks at their answers.
 
 B sequences of a batch, S positions of a pass, T tokens kept of B S, E experts, K
 experts per token, H hidden.
@@ -20,17 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from moesim.base.errors import TraceError
 from moesim.policies.base import PolicyError
-from moesim.runtime.models.configuration import skeleton
+from moesim.runtime.models.checkpoint import DTYPES, skeleton
 from moesim.runtime.models.expert_math import UNUSED, group_tokens
 from moesim.runtime.models.gates import best_first, gate_facts, read_gate
 from moesim.runtime.models.generate import Pass, Sampling, generate
-from moesim.runtime.models.local_model import LocalModel
-from moesim.runtime.models.model_shape import model_shape
-from moesim.runtime.models.model_weights import DTYPES
+from moesim.runtime.models.local_model import model_shape
 from moesim.runtime.models.moe_blocks import MoeBlock, find_blocks
 from moesim.runtime.models.offloaded import StoreExperts
-from moesim.traces.errors import TraceError
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
@@ -40,8 +38,9 @@ if TYPE_CHECKING:
 
     from moesim.runtime.executor.executor import Executor
     from moesim.runtime.models.gates import GateFacts
+    from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.models.offloaded import OffloadedModel
-    from moesim.runtime.record.residual import Residual
+    from moesim.runtime.record.calibration import Residual
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.schema import ModelShape
 
@@ -63,7 +62,7 @@ def live_shape(
         frame,
         model_dir.resolve().name,
         blocks,
-        gate_facts(offloaded.model, live_blocks(offloaded)),
+        gate_facts(offloaded.model, offloaded.blocks()),
     )
     records = tuple(store.record_bytes(layer) for layer in range(store.layers))
     # The frame's tensors were never loaded, so their type says nothing.
@@ -74,47 +73,6 @@ def live_shape(
         other_bytes=offloaded.dense_bytes,
         dtype=DTYPES.get(dtype, dtype),
     )
-
-
-def live_blocks(offloaded: OffloadedModel) -> list[MoeBlock]:
-    """List an offloaded model's MoE layers as
-    `moesim.runtime.models.moe_blocks.find_blocks` lists those of a whole one.
-    """
-    blocks = []
-    for layer in offloaded.layers:
-        owner_name = layer.name.removesuffix(".experts")
-        owner = offloaded.model.get_submodule(owner_name)
-        experts = offloaded.model.get_submodule(layer.name)
-        blocks.append(
-            MoeBlock(layer.index, owner_name, owner, layer.gate, experts, layer.experts)
-        )
-    return blocks
-
-
-@dataclass(frozen=True, slots=True)
-class LiveModel(LocalModel):
-    """An offloaded model, with its way of reading and writing text."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Turn token ids into text; without a tokenizer they are bytes."""
-        if self.tokenizer is None:
-            return bytes(token for token in tokens if token < 256).decode(
-                errors="replace"
-            )
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
-def reader_of(model_dir: Path, offloaded: OffloadedModel, *, tiny: bool) -> LiveModel:
-    """Give an offloaded model its tokenizer; bytes are tokens where it has none."""
-    tokenizer = None
-    if not tiny and any(
-        (model_dir / name).is_file()
-        for name in ("tokenizer.json", "tokenizer_config.json")
-    ):
-        from transformers import AutoTokenizer  # noqa: PLC0415 - seconds to import
-
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    return LiveModel(model_dir.resolve().name, offloaded.model, tokenizer)
 
 
 def encode(local: LocalModel, prompts: Sequence[str | bytes]) -> list[list[int]]:
@@ -224,10 +182,18 @@ def _further_arguments(block: MoeBlock) -> dict[str, Any]:
 
 
 class PassRecord(NamedTuple):
-    """What went into one forward pass, and what came out, for `verify`."""
+    """What went into one forward pass, and what came out, for `verify`.
+
+    Attributes:
+        inputs: arguments of the model's forward.
+        fresh: the pass begins a batch, so there are no keys and values yet.
+        alive: bool [B], sequences that have not ended.
+        logits: float32 [alive sequences, V] of the last position.
+    """
 
     inputs: dict[str, Any]
     fresh: bool
+    alive: torch.Tensor
     logits: torch.Tensor
 
 
@@ -288,7 +254,7 @@ class LiveRun:
         self._size = batch
         self._sampling = Sampling(temperature, seed)
         self._keep_passes = keep_passes
-        self._blocks = live_blocks(offloaded)
+        self._blocks = offloaded.blocks()
         self._facts = gate_facts(offloaded.model, self._blocks)
         vectors = (
             None
@@ -300,8 +266,10 @@ class LiveRun:
         self._predicts = bool(wanted)
         self._scores = "scores" in columns
         self._gate_input = self._gate_output = torch.empty(0)
-        # Rows that are no padding; None where all are kept.
+        # Rows that are neither padding nor of an ended sequence; None where all are
+        # kept. Ended sequences stay in the batch.
         self._kept: torch.Tensor | None = None
+        self._alive = torch.ones(0, dtype=torch.bool)
         self._inputs: dict[str, Any] = {}
         self._fresh = True
         self._step = -1
@@ -359,7 +327,7 @@ class LiveRun:
         answer = self._executor.layer(routed, hidden, weights, groups)
         if kept is None:
             return answer
-        # Padding keeps zeros: the model masks these positions.
+        # The rest keeps zeros: nobody reads these positions.
         padded = torch.zeros_like(hidden_all)
         padded[kept] = answer
         return padded
@@ -395,7 +363,7 @@ class LiveRun:
         return routed, weights, groups
 
     def _rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Leave padding out."""
+        """Leave out padding and ended sequences."""
         return values if self._kept is None else values[self._kept]
 
     def _on_begin(
@@ -405,7 +373,9 @@ class LiveRun:
         del model, args
         tokens = kwargs["input_ids"]
         mask = kwargs["attention_mask"]
-        keep = mask[:, -tokens.shape[1] :].reshape(-1).bool()
+        kept = mask[:, -tokens.shape[1] :].bool()
+        keep = kept.reshape(-1)
+        self._alive = kept[:, -1]
         self._kept = None if bool(keep.all()) else keep.nonzero().flatten()
         fresh = kwargs.get("past_key_values") is None
         phase = Phase.PREFILL if fresh else Phase.DECODE
@@ -433,12 +403,12 @@ class LiveRun:
         sequence.
         """
         del model, args
-        if self._keep_passes:
-            self.result.passes.append(
-                PassRecord(
-                    self._inputs, self._fresh, output.logits[:, -1].float().cpu()
-                )
-            )
+        if not self._keep_passes:
+            return
+        logits = output.logits[self._alive, -1].float().cpu()
+        self.result.passes.append(
+            PassRecord(self._inputs, self._fresh, self._alive, logits)
+        )
 
     def _on_gate(self, block: MoeBlock) -> Any:
         """Return the hook that notes what a gate was asked and answered."""
@@ -513,7 +483,7 @@ def verify(plain: Any, passes: Sequence[PassRecord], dtype: str) -> Verdict:
                 use_cache=True,
             )
             cache = out.past_key_values
-            expected = out.logits[:, -1].float().cpu()
+            expected = out.logits[record.alive, -1].float().cpu()
             largest = max(largest, float((expected - record.logits).abs().max()))
             scale = max(scale, float(expected.abs().max()))
             count += expected.numel()

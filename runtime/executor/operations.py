@@ -8,7 +8,7 @@ import torch
 
 from moesim.policies.planner.plan import READ, REPLACE
 from moesim.runtime.executor.lanes import Operation
-from moesim.runtime.executor.layer_job import LayerJob, PrecomputedRows
+from moesim.runtime.executor.memories import LayerJob, PrecomputedRows
 from moesim.runtime.models.expert_math import expert_forward
 from moesim.traces.timeline.spans import COMPUTE, DENSE
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from moesim.runtime.executor.device import Device
     from moesim.runtime.executor.lanes import Worker
-    from moesim.runtime.executor.slot_map import HostSlotMap, SlotMap
-    from moesim.runtime.models.expert_layout import ExpertLayout
+    from moesim.runtime.executor.memories import HostSlotMap, SlotMap
+    from moesim.runtime.models.expert_layout import ExpertLayout, ExpertWeights
     from moesim.runtime.store.memory import Slots
     from moesim.runtime.store.store import ExpertStore
 
@@ -38,6 +38,9 @@ class Memories:
         gatings: per layer, the model's own gating function or None.
         written_back: a record that copies back to host memory go to; None where nothing
             is written back.
+        leaving: the device slot that they are made from.
+        brought: a record for an expert that only the device holds and the CPU is to
+            compute; None where the CPU reads the device's slots itself.
         job: the layer step under way.
     """
 
@@ -49,6 +52,7 @@ class Memories:
         device: Device,
         gatings: Sequence[Gating | None],
         written_back: Slots | None = None,
+        brought: Slots | None = None,
     ) -> None:
         self.store = store
         self.host = host
@@ -60,11 +64,38 @@ class Memories:
         ]
         self.gatings = list(gatings)
         self.written_back = written_back
+        self.leaving = -1 if written_back is None else slots.slots.take()
+        self.brought = brought
         self.job = LayerJob.nothing()
 
     def key(self, operation: Operation) -> int:
         """Flat key of an operation's expert, ``layer * E + expert``."""
         return operation.layer * self.experts + operation.expert
+
+    def for_cpu(self, key: int) -> ExpertWeights:
+        """Weights of an expert where the CPU reads them.
+
+        An expert that the device keeps for good is not in host memory. A policy that
+        lets the CPU compute it all the same pays for bringing it back.
+        """
+        if self.host.limited is not None or self.host.holds_always(key):
+            return self.host.weights(key)
+        if self.brought is None:
+            return self.slots.weights(key)
+        layer = key // self.experts
+        record = self.brought.record(0)
+        self.device.copy_back(
+            record, self.slots.slot(key), self.store.record_bytes(layer)
+        )
+        return self.brought.weights(0, self.layouts[layer])
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        self.host.close()
+        self.slots.slots.close()
+        for records in (self.written_back, self.brought):
+            if records is not None:
+                records.close()
 
 
 class Read(Operation):
@@ -115,37 +146,28 @@ class Copy(Operation):
 
 
 class WriteBack(Operation):
-    """The copy of an expert from a device slot back to host memory.
+    """The copy of an expert that leaves the device back to host memory.
 
-    Host memory has the same weights still, so where they go to does not matter; the
-    bytes are moved as their system moves them.
+    Host memory has the same weights still, so neither where the bytes come from nor
+    where they go to matters: they are those of a slot that nobody writes, and as many
+    are moved as their system moves.
     """
 
-    __slots__ = ("_memories", "_slot")
+    __slots__ = ("_memories",)
 
     def __init__(
-        self, memories: Memories, lane: int, place: tuple[int, int, int], slot: int
+        self, memories: Memories, lane: int, step: int, layer: int, expert: int
     ) -> None:
-        """Describe a copy back.
-
-        Args:
-            memories: where records are.
-            lane: index of its lane.
-            place: step, layer, expert.
-            slot: that the expert has left.
-        """
-        step, layer, expert = place
         nbytes = memories.store.record_bytes(layer)
         super().__init__(lane, REPLACE, step, layer, expert, nbytes)
         self._memories = memories
-        self._slot = slot
 
-    def run(self) -> None:
+    def run(self) -> tuple[float, float] | None:
         """Copy."""
         memories = self._memories
         assert memories.written_back is not None
         record = memories.written_back.record(0)
-        memories.device.copy_back(record, self._slot, self.nbytes)
+        return memories.device.copy_back(record, memories.leaving, self.nbytes)
 
 
 class Prediction(Operation):
@@ -229,7 +251,7 @@ class Compute(Operation):
         if self._on_cpu:
             hidden = self._tokens_of(job.hidden_cpu, job.rows)
             job.results[self._position] = expert_forward(
-                memories.host.weights(self._key),
+                memories.for_cpu(self._key),
                 hidden,
                 memories.layouts[self.layer],
                 memories.gatings[self.layer],
@@ -303,7 +325,7 @@ class Precompute(Operation):
         memories = self._memories
         tokens = torch.from_numpy(self.rows.tokens + len(self._hidden))
         self.rows.result = expert_forward(
-            memories.host.weights(self.key),
+            memories.for_cpu(self.key),
             self._hidden.index_select(0, tokens),
             memories.layouts[self.layer],
             memories.gatings[self.layer],

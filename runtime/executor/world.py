@@ -17,7 +17,7 @@ import torch
 from moesim.engine.lanes import Admission
 from moesim.hwprofiles import lanes as kinds
 from moesim.policies.base import CPU, RESIDENT
-from moesim.runtime.executor.layer_job import PrecomputedRows
+from moesim.runtime.executor.memories import PrecomputedRows
 from moesim.runtime.executor.operations import (
     Compute,
     Copy,
@@ -186,11 +186,9 @@ class RealWorld:
             self._memories.slots.take(key)
 
     def write_back(self, operation: Operation, layer: int, expert: int) -> None:
-        """Copy an expert back from the slot that it leaves to the copy."""
-        memories = self._memories
-        slot = memories.slots.slot(memories.key(operation))
-        place = operation.step, layer, expert
-        self.submit(WriteBack(memories, self._back_link, place, slot))
+        """Copy an expert that leaves its slot to a copy back to host memory."""
+        step = operation.step
+        self.submit(WriteBack(self._memories, self._back_link, step, layer, expert))
 
     def computed(self, _: Operation | None) -> None:
         """Wake the control thread, which joins the results."""

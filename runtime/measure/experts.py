@@ -1,8 +1,12 @@
-"""Measures expert compute on the CPU, the host accelerator or a GPU.
+"""Measures compute on the CPU, the host accelerator or a GPU: experts, and one layer
+without them (norms, projections, attention, gate).
 
-Experts lie in a pool several times larger than the last-level cache, written once, and
-each run takes the next one: decode reads every weight from memory, so a benchmark that
-does not is a different benchmark.
+Weights lie in a pool several times larger than the caches, written once, and each run
+takes the next ones: decode reads every weight from memory, so a benchmark that does not
+is a different benchmark. Several sizes are fitted with the same roofline that the costs
+use, so that its constants mean there what they mean here.
+
+T tokens, H hidden, C context, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -11,11 +15,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from moesim.hwprofiles.calibration.fit_curves import fit_roofline
 from moesim.hwprofiles.schema import ReferenceExpert
-from moesim.runtime.measure.pool_size import last_level_cache_bytes, pool_bytes
-from moesim.runtime.measure.timing import Timer, once_s, sample
+from moesim.runtime.measure.sampling import (
+    caches_bytes,
+    device_pool_bytes,
+    event_timer,
+    once_s,
+    pool_bytes,
+    sample,
+)
 from moesim.runtime.models.expert_layout import (
     ExpertLayout,
     dtype_name,
@@ -27,7 +38,9 @@ from moesim.runtime.store.memory import DeviceSlots, HostSlots, Slots
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moesim.runtime.measure.measurements import Measurements
+    from moesim.runtime.accelerators import Accelerator
+    from moesim.runtime.measure.sampling import Measurements
+
 
 # Of random weights: products stay finite.
 _STANDARD_DEVIATION: Final = 0.02
@@ -61,8 +74,8 @@ class ExpertPool:
     Args:
         size: H and F.
         dtype: of the weights.
-        device: ``cpu`` or a CUDA device.
-        total_bytes: to cycle through.
+        accelerator: in whose memory they are; None for host memory.
+        total_bytes: to cycle through; several times the caches when None.
     """
 
     def __init__(
@@ -70,20 +83,24 @@ class ExpertPool:
         size: Size,
         dtype: torch.dtype,
         *,
-        device: str = "cpu",
+        accelerator: Accelerator | None = None,
         total_bytes: int | None = None,
     ) -> None:
         self.size = size
         self.dtype = dtype
-        self.device = torch.device(device)
         self.layout: ExpertLayout = swiglu_layout(size.hidden, size.intermediate, dtype)
         expert_bytes = self.layout.expert_bytes
-        count = max(2, (total_bytes or pool_bytes(expert_bytes)) // expert_bytes)
-        self.slots: Slots = (
-            HostSlots(count, expert_bytes)
-            if self.device.type == "cpu"
-            else DeviceSlots(count, expert_bytes, device)
-        )
+        self.slots: Slots
+        if accelerator is None:
+            self.device = torch.device("cpu")
+            total_bytes = total_bytes or pool_bytes(expert_bytes)
+            count = max(2, total_bytes // expert_bytes)
+            self.slots = HostSlots(count, expert_bytes)
+        else:
+            self.device = accelerator.device
+            total_bytes = total_bytes or device_pool_bytes(accelerator, expert_bytes)
+            count = max(2, total_bytes // expert_bytes)
+            self.slots = DeviceSlots(count, expert_bytes, self.device)
 
         # One draw for all: equal weights cost what others do, and drawing is slow.
         weights = torch.randn(expert_bytes // dtype.itemsize, device=self.device)
@@ -146,8 +163,7 @@ def measure_experts(
     *,
     tokens: Sequence[int],
     seconds: float,
-    device: str = "cpu",
-    once: Timer = once_s,
+    accelerator: Accelerator | None = None,
     source: str,
 ) -> None:
     """Measure an expert by tokens, and a second one of another size, for the roofline
@@ -160,19 +176,19 @@ def measure_experts(
         dtype: of its weights.
         tokens: counts to measure, ascending.
         seconds: to spend.
-        device: where it computes.
-        once: its clock.
+        accelerator: that computes, timed by its own clock; None for the CPU.
         source: how it was measured, in words.
     """
     # The companion serves the roofline only, so four or five counts are enough.
     some_tokens = tokens[:: max(1, len(tokens) // 4)]
     share_s = seconds / (len(tokens) + len(some_tokens))
     companion = size.companion()
+    once = once_s if accelerator is None else event_timer(accelerator)
     moved_bytes: list[float] = []
     flops: list[float] = []
     times: list[np.ndarray] = []
     for expert, counts in ((size, tokens), (companion, some_tokens)):
-        pool = ExpertPool(expert, dtype, device=device)
+        pool = ExpertPool(expert, dtype, accelerator=accelerator)
         by_tokens = {
             count: sample(pool.work(count), share_s, once=once) for count in counts
         }
@@ -215,7 +231,7 @@ def measure_first_expert(
     """
     pool = ExpertPool(size, dtype)
     work = pool.work(1)
-    between_layers = torch.zeros(last_level_cache_bytes() // 8, dtype=torch.int64)
+    between_layers = torch.zeros(caches_bytes() // 8, dtype=torch.int64)
 
     def extra_s(_: Callable[[int], object], index: int) -> float:
         between_layers.add_(1)
@@ -231,3 +247,137 @@ def measure_first_expert(
         samples,
         f"first of four experts minus the mean of the others, {source}",
     )
+
+
+HEAD_DIM: Final = 64
+EXPERTS: Final = 64
+TOP_K: Final = 8
+CONTEXT: Final = 128
+
+# Narrow layers are small, and each has six tensors to make.
+_MOST_LAYERS: Final = 1024
+
+
+class DenseLayer(NamedTuple):
+    """Weights [out, in] and keys/values [heads, C, 64] of one layer."""
+
+    qkv: torch.Tensor
+    out: torch.Tensor
+    gate: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    norm: torch.Tensor
+
+    @classmethod
+    def of(cls, hidden: int, dtype: torch.dtype, device: torch.device) -> DenseLayer:
+        """Draw one."""
+
+        def draw(*shape: int) -> torch.Tensor:
+            drawn = torch.randn(*shape, device=device)
+            return drawn.mul_(_STANDARD_DEVIATION).to(dtype)
+
+        kv_shape = (hidden // HEAD_DIM, CONTEXT, HEAD_DIM)
+        return cls(
+            qkv=draw(3 * hidden, hidden),
+            out=draw(hidden, hidden),
+            gate=draw(EXPERTS, hidden),
+            keys=draw(*kv_shape),
+            values=draw(*kv_shape),
+            norm=draw(hidden),
+        )
+
+    def copy(self) -> DenseLayer:
+        """Return the same layer in other memory."""
+        return DenseLayer(*(tensor.clone() for tensor in self))
+
+    @property
+    def params(self) -> int:
+        """Weights read once per step."""
+        return int(self.qkv.numel() + self.out.numel() + self.gate.numel())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read once per step: weights, keys and values."""
+        elements = self.params + self.keys.numel() + self.values.numel()
+        return int(elements) * int(self.qkv.itemsize)
+
+    def flops(self, tokens: int) -> float:
+        """Multiply-adds count twice, for weights and for attention over the context."""
+        width = int(self.out.shape[0])
+        # Attention has two products with C keys or values of the same width.
+        return 2.0 * self.params * tokens + 4.0 * width * tokens * CONTEXT
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Attend, choose experts, and return the next hidden states [T, H]."""
+        width = self.out.shape[0]
+        normed = functional.rms_norm(hidden, (width,), self.norm)
+        query = functional.linear(normed, self.qkv)[:, :width]
+        queries = query.view(-1, width // HEAD_DIM, HEAD_DIM).transpose(0, 1)
+        attended = functional.scaled_dot_product_attention(
+            queries, self.keys, self.values
+        )
+        rows = attended.transpose(0, 1).reshape(-1, width)
+        joined = hidden + functional.linear(rows, self.out)
+
+        # The choice is computed, since it costs time, and then not used.
+        normed = functional.rms_norm(joined, (width,), self.norm)
+        scores = functional.linear(normed, self.gate)
+        torch.topk(torch.softmax(scores.float(), dim=-1), TOP_K)
+        return joined
+
+
+def measure_dense(
+    measurements: Measurements,
+    dtype: torch.dtype,
+    *,
+    widths: Sequence[int],
+    tokens: Sequence[int],
+    seconds: float,
+    accelerator: Accelerator | None = None,
+    source: str,
+) -> None:
+    """Measure layers of several hidden sizes at several token counts, weights from
+    memory each time.
+
+    Args:
+        measurements: receive ``costs.dense``.
+        dtype: of weights and hidden states.
+        widths: hidden sizes.
+        tokens: counts.
+        seconds: to spend.
+        accelerator: that computes, timed by its own clock; None for the CPU.
+        source: how it was measured, in words.
+    """
+    share_s = seconds / (len(widths) * len(tokens))
+    where = torch.device("cpu") if accelerator is None else accelerator.device
+    once = once_s if accelerator is None else event_timer(accelerator)
+    total_bytes = (
+        pool_bytes() if accelerator is None else device_pool_bytes(accelerator)
+    )
+    moved_bytes: list[float] = []
+    flops: list[float] = []
+    times: list[np.ndarray] = []
+    for width in widths:
+        first = DenseLayer.of(width, dtype, where)
+        # Enough layers that the caches hold none of them when its turn comes again.
+        count = max(2, min(_MOST_LAYERS, total_bytes // first.bytes))
+        layers = [first, *(first.copy() for _ in range(count - 1))]
+        for rows in tokens:
+            hidden = torch.randn(rows, width, device=where).to(dtype)
+            moved_bytes.append(first.bytes)
+            flops.append(first.flops(rows))
+            times.append(sample(_in_turn(layers, hidden), share_s, once=once))
+
+    measurements.roofline(
+        "dense",
+        fit_roofline(moved_bytes, flops, times),
+        f"roofline through dense layers of width {', '.join(map(str, widths))} at"
+        f" {', '.join(map(str, tokens))} tokens over a context of {CONTEXT}, {source}",
+    )
+
+
+def _in_turn(
+    layers: list[DenseLayer], hidden: torch.Tensor
+) -> Callable[[int], torch.Tensor]:
+    """Return operation number i: the next layer, round and round."""
+    return lambda index: layers[index % len(layers)].forward(hidden)

@@ -14,51 +14,95 @@ These are operations in isolation. A run is slower than their sum (see
 from __future__ import annotations
 
 import datetime as dt
+import os
+import platform
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import psutil
+import numpy as np
 import torch
 
+from moesim.base.host_limits import available_cores, total_memory_bytes
 from moesim.hwprofiles.profile import HardwareProfile, save_profile
 from moesim.hwprofiles.schema import Quantity
-from moesim.runtime.accelerators.here import accelerator_here
-from moesim.runtime.measure.contention import LaneWork, measure_contention
-from moesim.runtime.measure.copies import CopyPool, measure_host_copies
-from moesim.runtime.measure.dense import measure_dense
-from moesim.runtime.measure.device_clock import event_timer, measure_device_copies
-from moesim.runtime.measure.disk import measure_disk
-from moesim.runtime.measure.dispatch import measure_dispatch
+from moesim.runtime.accelerators import accelerator_here
+from moesim.runtime.measure.control import measure_dispatch, measure_planning
+from moesim.runtime.measure.copies import (
+    CopyPool,
+    measure_device_copies,
+    measure_disk,
+    measure_host_copies,
+)
 from moesim.runtime.measure.experts import (
     ExpertPool,
     Size,
     choose_dtype,
+    measure_dense,
     measure_experts,
     measure_first_expert,
 )
-from moesim.runtime.measure.machine import (
-    accelerator_name,
-    available_cores,
-    load_average,
-    processor,
-    versions,
+from moesim.runtime.measure.neighbours import (
+    LaneWork,
+    awaited,
+    device_copy,
+    measure_contention,
+    measure_probes,
 )
-from moesim.runtime.measure.measurements import Measurements
-from moesim.runtime.measure.planning import measure_planning
-from moesim.runtime.measure.pool_size import pool_bytes
-from moesim.runtime.measure.probes import measure_probes
+from moesim.runtime.measure.sampling import Measurements, pool_bytes
 from moesim.runtime.models.expert_layout import dtype_name
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator
 
-    from moesim.runtime.accelerators.accelerator import Accelerator
+    from moesim.runtime.accelerators import Accelerator
     from moesim.traces.format.schema import ModelShape
+
+_CPU_INFO: Final = Path("/proc/cpuinfo")
+
+
+def load_average() -> float:
+    """Return the load of the last minute, 0 where the system does not count it."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def processor() -> str:
+    """Name the CPU as the kernel does."""
+    if _CPU_INFO.exists():
+        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    # Not every architecture's kernel writes a model name.
+    return platform.processor() or platform.machine()
+
+
+def accelerator_name() -> str:
+    """Name the GPU, or the host accelerator."""
+    accelerator = accelerator_here()
+    return "host accelerator" if accelerator is None else accelerator.name
+
+
+def versions() -> dict[str, str]:
+    """Name what a profile depends on: a profile of another machine or library is a
+    foreign one.
+    """
+    return {
+        "cpu": processor(),
+        "accelerator": accelerator_name(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
 
 REFERENCE: Final = Size(2048, 768)
 """Expert measured when no model is named: Qwen3-30B-A3B's."""
+
+DEVICE_DTYPE: Final = torch.bfloat16
+"""Type of experts beside a card: that in which models are published, whatever the CPU
+does well.
+"""
 
 _BUSY_READ: Final = 0.5
 """Share of a read above which the reading thread counts as a busy core."""
@@ -142,7 +186,10 @@ def measure(
     # follow how much each figure decides, and add up to about one.
     with _torch_threads(max(1, cores - 1)):
         report("expert compute on the CPU", 0.0)
-        dtype = choose_dtype(size, seconds=0.05 * extent.seconds)
+        # Both lanes compute from the same records: beside a card in its type.
+        dtype = DEVICE_DTYPE
+        if accelerator is None:
+            dtype = choose_dtype(size, seconds=0.05 * extent.seconds)
         subject = _Subject(size, dtype, cores)
         _measure_cpu(measurements, subject, extent)
 
@@ -167,10 +214,10 @@ def measure(
         report("what memories and links reach alone", 0.88)
         measure_probes(measurements, cores, seconds=0.05 * extent.seconds)
 
-        # A device works beside the host; on one core nothing works beside anything.
-        if accelerator is None and cores > 1:
+        # On one core nothing works beside anything.
+        if cores > 1:
             report("what lanes cost each other", 0.9)
-            _measure_host_contention(measurements, subject, extent)
+            _measure_contention(measurements, subject, extent, accelerator)
 
     _note_memory(measurements, cores)
     # With more cores a read that keeps one busy has one of its own.
@@ -269,11 +316,8 @@ def _measure_gpu(
     extent: _Extent,
 ) -> None:
     """Measure experts, the dense part and copies on the first GPU."""
-    device = str(accelerator.device)
-    # The dtype in which models are published, whatever the CPU does well.
-    dtype = torch.bfloat16
+    dtype = DEVICE_DTYPE
     source = f"{accelerator.name}, its events"
-    once = event_timer(accelerator)
     measure_experts(
         measurements,
         "gpu",
@@ -281,8 +325,7 @@ def _measure_gpu(
         dtype,
         tokens=extent.tokens,
         seconds=0.12 * extent.seconds,
-        device=device,
-        once=once,
+        accelerator=accelerator,
         source=source,
     )
     measure_dense(
@@ -291,33 +334,43 @@ def _measure_gpu(
         widths=extent.widths,
         tokens=extent.dense_tokens,
         seconds=0.1 * extent.seconds,
-        device=device,
-        once=once,
+        accelerator=accelerator,
         source=source,
     )
     measure_device_copies(measurements, accelerator, seconds=0.12 * extent.seconds)
 
 
-def _measure_host_contention(
-    measurements: Measurements, subject: _Subject, extent: _Extent
+def _measure_contention(
+    measurements: Measurements,
+    subject: _Subject,
+    extent: _Extent,
+    accelerator: Accelerator | None,
 ) -> None:
-    """Measure the CPU lane beside the host accelerator's compute and copies, and both
-    of those beside it.
+    """Measure the CPU lane beside the accelerator's compute and copies, and both of
+    those beside it: they read one host memory.
     """
     cpu_experts = ExpertPool(subject.size, subject.dtype)
     # Pools of their own: shared weights would come from a shared cache.
-    accelerator_experts = ExpertPool(subject.size, subject.dtype)
+    accelerator_experts = ExpertPool(
+        subject.size, subject.dtype, accelerator=accelerator
+    )
     expert_bytes = cpu_experts.layout.expert_bytes
-    copies = CopyPool(pool_bytes(2 * expert_bytes))
+    compute: Callable[[int], object] = accelerator_experts.work(1)
+    if accelerator is None:
+        copies = CopyPool(pool_bytes(2 * expert_bytes))
+        copy: Callable[[int], object] = copies.streaming(expert_bytes)
+    else:
+        compute = awaited(accelerator, compute)
+        copy = awaited(accelerator, device_copy(accelerator, expert_bytes))
     work = {
         "cpu": LaneWork(max(1, subject.cores - 1), cpu_experts.work(1)),
-        "gpu": LaneWork(1, accelerator_experts.work(1)),
-        "h2d": LaneWork(1, copies.work(expert_bytes)),
+        "gpu": LaneWork(1, compute),
+        "h2d": LaneWork(1, copy),
     }
     pairs = [("cpu", "gpu"), ("gpu", "cpu"), ("cpu", "h2d"), ("h2d", "cpu")]
     measure_contention(measurements, work, pairs, seconds=0.12 * extent.seconds)
 
-    # Both directions are the same copy between two host memories.
+    # Both directions move the same bytes through host memory.
     numbers = measurements.numbers
     numbers["contention.cpu.d2h"] = numbers["contention.cpu.h2d"]
     numbers["contention.d2h.cpu"] = numbers["contention.h2d.cpu"]
@@ -337,7 +390,7 @@ def _note_memory(measurements: Measurements, cores: int) -> None:
     )
 
     # The rest of the memory is for the system, other programs and our own records.
-    host = psutil.virtual_memory().total
+    host = total_memory_bytes()
     accelerator = accelerator_here()
     if accelerator is not None:
         device = accelerator.total_bytes

@@ -1,20 +1,151 @@
-"""The safetensors files of a Hugging Face directory, and a digest that names them."""
+"""A Hugging Face checkpoint: its configuration, the files and types of its tensors, and
+digests that name it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from moesim.runtime.errors import StoreError
+from moesim.runtime.models.expert_layout import dtype_name
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
+
+    from torch import nn
+
+
+def read_config(model_dir: Path) -> tuple[Any, Any]:
+    """Read a directory's configuration; return it with the model's class.
+
+    Raises:
+        StoreError: no such directory, no config.json, a quantised model, or not a
+            causal language model.
+    """
+    from transformers import (  # noqa: PLC0415 - seconds to import
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+    )
+
+    if not (model_dir / "config.json").is_file():
+        raise StoreError(
+            f"{model_dir}: expected a Hugging Face model directory with config.json,"
+            " found none"
+        )
+
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except (OSError, ValueError, KeyError) as error:
+        raise StoreError(
+            f"{model_dir}: not a causal language model: {str(error).splitlines()[0]}"
+        ) from None
+
+    if getattr(config, "quantization_config", None) is not None:
+        raise StoreError(
+            f"{model_dir}: expected float weights, found a quantised checkpoint; load"
+            " it dequantised with transformers and save it with save_pretrained first"
+        )
+    return config, model_class
+
+
+def skeleton(model_dir: Path) -> Any:
+    """Build a directory's model without memory for its weights (on ``meta``).
+
+    Raises:
+        StoreError: as in `read_config`.
+    """
+    config, model_class = read_config(model_dir)
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the language part of a configuration."""
+    config: Any = model.config
+    # Multimodal models keep their language settings one level down.
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def first_setting(config: Any, names: Iterable[str], default: Any) -> Any:
+    """Return the first of these settings that a configuration has."""
+    for name in names:
+        try:
+            value = getattr(config, name, None)
+        # Layers that differ in it: the first one speaks for all.
+        except RuntimeError:
+            value = getattr(config.per_layer_config[0], name, None)
+        if value is not None:
+            return value
+    return default
+
+
+DTYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""Names of dtypes in recorded shapes."""
+
+_DIGEST_BYTES: Final = 4096
+
+
+def tensor_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters and buffers; shared tensors count once."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(module))
+
+
+def main_dtype(module: nn.Module) -> str:
+    """Name the dtype that most bytes of a module have, as recorded shapes do."""
+    sizes: dict[str, int] = {}
+    for tensor in _tensors(module):
+        name = dtype_name(tensor.dtype)
+        sizes[name] = sizes.get(name, 0) + tensor.numel() * tensor.element_size()
+
+    largest = max(sizes, key=lambda name: sizes[name], default="float32")
+    return DTYPES.get(largest, largest)
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Name the weights: SHA-256 over name, dtype, shape and both ends (4 KiB) of every
+    tensor, in hexadecimal.
+
+    Ends instead of everything, so that a model of 60 GB is named in a moment; training
+    moves every tensor's ends.
+    """
+    total = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        # Tensors on meta have no bytes; their shapes still count.
+        if tensor.device.type == "meta":
+            continue
+
+        flat = tensor.detach().reshape(-1)
+        end = _DIGEST_BYTES // tensor.element_size()
+        for piece in (flat[:end], flat[-end:]):
+            # As bytes, because numpy has no bfloat16.
+            raw = piece.cpu().contiguous().view(torch.uint8)
+            total.update(raw.numpy().tobytes())
+    return total.hexdigest()
+
+
+def _tensors(module: nn.Module) -> Iterable[torch.Tensor]:
+    """List parameters and buffers, each once."""
+    yield from module.parameters()
+    yield from module.buffers()
+
 
 _SAMPLED_PAGES: Final = 64
 _PAGE_BYTES: Final = 4096
+_FLOAT_TYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""As safetensors names them."""
 
 
 def checkpoint_digest(model_dir: Path) -> str:
@@ -45,6 +176,25 @@ def checkpoint_digest(model_dir: Path) -> str:
     return total.hexdigest()
 
 
+def checkpoint_dtype(model_dir: Path) -> torch.dtype:
+    """Type of a checkpoint's weights: what its configuration declares, else that of its
+    first tensor of floats, as the library chooses with ``dtype="auto"``.
+
+    Raises:
+        StoreError: no such model, or a file that cannot be read.
+    """
+    config, _ = read_config(model_dir)
+    if config.dtype is not None:
+        declared: torch.dtype = config.dtype
+        return declared
+    for key, path in tensor_files(model_dir).items():
+        with safe_open(path, framework="pt") as file:
+            kind = _FLOAT_TYPES.get(file.get_slice(key).get_dtype())
+        if kind is not None:
+            return kind
+    return torch.float32
+
+
 def tensor_files(model_dir: Path) -> dict[str, Path]:
     """Map every tensor of a checkpoint to its file.
 
@@ -71,8 +221,14 @@ def tensor_files(model_dir: Path) -> dict[str, Path]:
 
 def _sharded(model_dir: Path, index: Path) -> dict[str, Path]:
     """Map tensors as an index file does."""
-    body = json.loads(index.read_text(encoding="utf-8"))
-    weight_map: dict[str, str] = body["weight_map"]
+    try:
+        body = json.loads(index.read_text(encoding="utf-8"))
+        weight_map: dict[str, str] = dict(body["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"{index}: expected JSON with a weight_map of tensors and files, found"
+            f" {type(error).__name__}: {error}; fetch it again"
+        ) from None
     files = {key: model_dir / name for key, name in weight_map.items()}
 
     missing = sorted({path.name for path in files.values() if not path.is_file()})

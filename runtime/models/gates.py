@@ -11,13 +11,14 @@ T tokens, E routed experts, K chosen per token, H hidden.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from moesim.runtime.models.configuration import first_setting, text_config
+from moesim.runtime.models.checkpoint import first_setting, text_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,13 +204,27 @@ def _probe(block: MoeBlock, hidden: int) -> _Probe | None:
         elif parameter.default is parameter.empty:
             return None
 
-    with torch.inference_mode():
-        output, weights, index = read_gate(
-            block.gate.forward(states, **extra), block.count
-        )
+    output, weights, index = read_gate(_asked(block.gate, states, extra), block.count)
     if output is None or weights is None or index is None:
         return None
-    return _Probe(output.float(), weights.float(), index.long())
+    top_k = index.shape[-1]
+    return _Probe(
+        output.float(),
+        weights.float().reshape(-1, top_k),
+        index.long().reshape(-1, top_k),
+    )
+
+
+def _asked(gate: nn.Module, states: torch.Tensor, extra: dict[str, Any]) -> Any:
+    """Call a gate on states [T, H] alone; None where it needs more than them.
+
+    Models hand tokens to their gates as [T, H] or by sequence, [B, S, H].
+    """
+    for shaped in (states, states[None]):
+        unfit = contextlib.suppress(ValueError, IndexError, RuntimeError)
+        with unfit, torch.inference_mode():
+            return gate.forward(shaped, **extra)
+    return None
 
 
 def _spreads(probe: _Probe, declared: str) -> dict[str, float]:

@@ -103,8 +103,8 @@ def generate(
         if generated == max_new_tokens:
             return
 
-        # Ended sequences stay in the batch as rows that are not kept: so the KV cache
-        # needs no change.
+        # Ended sequences stay in the batch as rows that are masked and not kept: so the
+        # KV cache needs no change.
         alive = keep[:, -1]
         chosen = _choose(out.logits[:, -1], sampling.temperature, draws)
         keep = (alive & ~torch.isin(chosen, ends.to(local.device)))[:, None]
@@ -114,7 +114,7 @@ def generate(
         tokens = chosen[:, None]
         cache = out.past_key_values
         positions = lengths + generated
-        mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+        mask = torch.cat([mask, keep.to(mask)], dim=1)
 
 
 def _padded(

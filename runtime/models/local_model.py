@@ -1,4 +1,16 @@
-"""A model on this machine, with its tokenizer; nothing is ever downloaded."""
+"""A model on this machine, with its tokenizer; nothing is ever downloaded. One ships
+with the project.
+
+Recording and running need a model whose gates were *learned*: random gates spread
+tokens like dice, and every cache looks equally bad. The shipped one has a large model's
+anatomy at a thousandth of its size: a Hugging Face `Qwen3MoeForCausalLM` reading bytes
+(token id = byte, no special tokens). It writes plausible Python at best; its routing is
+what it is for. `training.json` beside it says how it was made
+(`moesim.runtime.train.tiny`) and how good it is.
+
+A loaded model is described as a `ModelShape`: layers, widths, bytes. E routed experts,
+H hidden, F expert intermediate.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +21,85 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from safetensors import SafetensorError
 
-from moesim.runtime.models import tiny
-from moesim.runtime.models.configuration import text_config
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
+from moesim.runtime.models.checkpoint import (
+    first_setting,
+    main_dtype,
+    tensor_bytes,
+    text_config,
+)
+from moesim.runtime.models.gates import GateFacts, gate_facts
+from moesim.runtime.models.moe_blocks import MoeBlock, find_blocks
+from moesim.traces.format.schema import ModelShape
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+
+BALANCE_WEIGHT: Final = 0.01
+"""Of the balance term in training: enough against collapse, too weak to dictate
+routing.
+"""
+
+
+def tiny_dir() -> Path:
+    """Return the folder of the checkpoint that ships with the project."""
+    return Path(__file__).parents[1] / "data" / "tiny"
+
+
+def tiny_config() -> Qwen3MoeConfig:
+    """Describe the model: 6 layers of 32 experts, 4 active per token, 4.5 million
+    parameters.
+    """
+    from transformers import Qwen3MoeConfig  # noqa: PLC0415 - seconds to import
+
+    return Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,  # of dense layers; there are none
+        moe_intermediate_size=56,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=32,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        router_aux_loss_coef=BALANCE_WEIGHT,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        dtype="bfloat16",  # half the size of float32, and it ships
+    )
+
+
+def load_tiny(
+    directory: Path | None = None, dtype: torch.dtype = torch.float32
+) -> Qwen3MoeForCausalLM:
+    """Load a checkpoint of `train_tiny`, the shipped one when `directory` is None,
+    ready for inference.
+
+    It computes in float32 by default: the weights are bfloat16, which many CPUs can
+    only emulate.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    from transformers import Qwen3MoeForCausalLM  # noqa: PLC0415 - seconds to import
+
+    source = tiny_dir() if directory is None else directory
+    if not (source / "model.safetensors").is_file():
+        raise FileNotFoundError(
+            f"{source}: expected model.safetensors; make one with `moesim train-tiny`"
+        )
+    model = Qwen3MoeForCausalLM.from_pretrained(
+        source, dtype=dtype, local_files_only=True
+    )
+    return model.eval()
+
 
 BYTE_VOCABULARY: Final = 258
 """A model without a tokenizer whose vocabulary is at most 256 bytes and two specials
@@ -44,6 +129,13 @@ class LocalModel:
         decoded = text if isinstance(text, str) else text.decode(errors="replace")
         return list(self.tokenizer(decoded)["input_ids"])
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn token ids into text."""
+        if self.tokenizer is None:
+            known = bytes(token for token in tokens if token < 256)
+            return known.decode(errors="replace")
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
     @property
     def device(self) -> torch.device:
         """Where tokens enter the model."""
@@ -70,7 +162,7 @@ def load_model(
     """
     if str(spec) == "tiny":
         precision = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-        return LocalModel("tiny", tiny.load_tiny(dtype=precision).to(device))
+        return LocalModel("tiny", load_tiny(dtype=precision).to(device))
 
     folder = Path(spec)
     if not (folder / "config.json").is_file():
@@ -78,13 +170,16 @@ def load_model(
             f"{folder}: expected a Hugging Face model directory with config.json, or"
             " 'tiny'; found none"
         )
-    model = _load_weights(folder, dtype)
-    tokenizer = _load_tokenizer(folder, text_config(model).vocab_size)
-    return LocalModel(folder.resolve().name, model.eval().to(device), tokenizer)
+    model = load_weights(folder, dtype).eval().to(device)
+    return LocalModel(folder.resolve().name, model, load_tokenizer(folder, model))
 
 
-def _load_weights(folder: Path, dtype: str) -> Any:
-    """Load a causal language model from its directory."""
+def load_weights(folder: Path, dtype: str = "auto") -> Any:
+    """Load a causal language model from its directory, without its tokenizer.
+
+    Raises:
+        TraceError: it cannot be loaded.
+    """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - seconds to import
 
     try:
@@ -98,17 +193,112 @@ def _load_weights(folder: Path, dtype: str) -> Any:
         ) from error
 
 
-def _load_tokenizer(folder: Path, vocabulary: int) -> Any:
-    """Load a directory's tokenizer; None where the model reads bytes."""
+def load_tokenizer(folder: Path, model: nn.Module) -> Any:
+    """Load a directory's tokenizer; None where the model reads bytes.
+
+    Raises:
+        TraceError: there is none, and the vocabulary is larger than that of bytes.
+    """
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds to import
 
     if any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     # Without the check, a model of words would be fed bytes and answer nonsense.
-    if vocabulary > BYTE_VOCABULARY:
+    if text_config(model).vocab_size > BYTE_VOCABULARY:
         raise TraceError(
             f"{folder}: expected a tokenizer ({', '.join(_TOKENIZER_FILES)}) or a"
             f" byte-level vocabulary of at most {BYTE_VOCABULARY}, found neither; copy"
             " the model's tokenizer files there"
         )
     return None
+
+
+_SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+
+
+def model_shape(
+    model: nn.Module,
+    name: str,
+    blocks: list[MoeBlock] | None = None,
+    facts: GateFacts | None = None,
+) -> ModelShape:
+    """Describe a loaded model. Bytes are those of the loaded tensors, so they follow
+    the dtype of loading.
+
+    `dense_layers` are the decoder layers without experts; `other_bytes` is everything
+    but the routed experts.
+
+    Raises:
+        TraceError: the model has no MoE layers that we know how to find.
+    """
+    blocks = find_blocks(model) if blocks is None else blocks
+    facts = gate_facts(model, blocks) if facts is None else facts
+    config = text_config(model)
+    first = blocks[0]
+    hidden = int(config.hidden_size)
+
+    with_experts = {block.layer for block in blocks}
+    all_layers = range(int(config.num_hidden_layers))
+    dense_layers = tuple(layer for layer in all_layers if layer not in with_experts)
+    # Without dense layers the setting means the experts' width, or nothing.
+    dense_width = (
+        first_setting(config, ("intermediate_size",), 0) if dense_layers else 0
+    )
+
+    heads = int(first_setting(config, ("num_attention_heads",), 0))
+    shared_width = _shared_intermediate(first.owner, hidden)
+    # A block can hold a shared expert that no setting counts: it is one.
+    shared_count = first_setting(config, _SHARED_COUNTS, 1) if shared_width else 0
+
+    expert_bytes = tuple(block.expert_bytes for block in blocks)
+    return ModelShape(
+        name=name,
+        layers=len(blocks),
+        experts=first.count,
+        top_k=facts.top_k,
+        hidden=hidden,
+        expert_intermediate=_expert_intermediate(first, hidden, config),
+        expert_bytes=expert_bytes,
+        other_bytes=tensor_bytes(model) - sum(expert_bytes) * first.count,
+        dense_layers=dense_layers,
+        shared_experts=int(shared_count),
+        shared_intermediate=shared_width,
+        dense_intermediate=int(dense_width),
+        heads=heads,
+        kv_heads=int(first_setting(config, ("num_key_value_heads",), heads)),
+        head_dim=int(first_setting(config, ("head_dim",), hidden // max(heads, 1))),
+        vocab=int(config.vocab_size),
+        dtype=main_dtype(first.experts),
+        scoring=facts.scoring,
+        norm_topk=facts.norm_topk,
+        assumed=facts.assumed,
+    )
+
+
+def _shared_intermediate(owner: nn.Module, hidden: int) -> int:
+    """Return the total width of a block's always-on experts, 0 if it has none."""
+    for name, child in owner.named_children():
+        down = getattr(child, "down_proj", None)
+        # The shared expert's own gate has such a name too, but no products.
+        if name.startswith("shared_") and down is not None:
+            # One layer, or a stack of experts [S, H, F].
+            weight = getattr(down, "weight", down)
+            return int(weight.numel() // hidden)
+    return 0
+
+
+def _expert_intermediate(block: MoeBlock, hidden: int, config: Any) -> int:
+    """Return F: as the experts module says, else from its down projection [E, H, F],
+    else from the configuration.
+    """
+    experts = block.experts
+    for name in ("intermediate_dim", "intermediate_size", "expert_dim"):
+        value = getattr(experts, name, None)
+        if isinstance(value, int):
+            return value
+
+    down = getattr(experts, "down_proj", None)
+    if isinstance(down, torch.Tensor):
+        # By count, because some models store it transposed.
+        return int(down.numel() // (block.count * hidden))
+    return int(first_setting(config, ("moe_intermediate_size", "intermediate_size"), 1))

@@ -1,24 +1,28 @@
-"""Finds the MoE layers of a Hugging Face model: gate, experts, and their owner.
+"""Finds the MoE layers of a Hugging Face model, and reads the calls of their experts.
 
 Every MoE model of Transformers 5 has the same structure in each MoE layer: a module
 called `gate` or `router` reads a token's hidden state and names experts, and a sibling
-called `experts` receives the hidden states with the chosen ids and weights. Both are
-found by name, so no model needs code of its own.
+called `experts` receives the hidden states with the chosen ids and weights, in this or
+another order, by position or by name. Modules are found by name and arguments by what
+they are, so no model needs code of its own.
 
-E routed experts.
+T tokens, E routed experts, K experts per token, H hidden.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
+import torch
 from torch import nn
 
+from moesim.base.errors import TraceError
 from moesim.runtime.errors import StoreError
-from moesim.runtime.models.model_weights import tensor_bytes
-from moesim.traces.errors import TraceError
+from moesim.runtime.models.checkpoint import (
+    tensor_bytes,
+)
 
 GATE_NAMES: Final = ("gate", "router")
 
@@ -125,3 +129,68 @@ def _block(name: str, owner: nn.Module) -> MoeBlock | None:
             " are not supported"
         )
     return MoeBlock(int(layer.group(1)), name, owner, gate, experts, count)
+
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+
+class ExpertsCall(NamedTuple):
+    """What an experts module is called with.
+
+    Attributes:
+        hidden: [T, H] hidden states.
+        index: [T, K] expert ids.
+        weights: [T, K] combine weights.
+        positions: where these three stand among the arguments: a number, or a name.
+    """
+
+    hidden: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+    positions: tuple[int | str, ...]
+
+    @classmethod
+    def find(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExpertsCall | None:
+        """Read arguments by what they are; None where they are no such call.
+
+        Hidden states come first, integers are ids, floats of their shape the weights.
+        """
+        arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        tensors = [
+            (position, value)
+            for position, value in arguments
+            if isinstance(value, torch.Tensor)
+        ]
+        ids = [
+            (position, tensor)
+            for position, tensor in tensors
+            if not tensor.is_floating_point() and tensor.dim() == 2
+        ]
+        if not ids:
+            return None
+
+        index_position, index = ids[0]
+        # Without the first tensor: hidden states can have the shape of the ids.
+        weights = [
+            (position, tensor)
+            for position, tensor in tensors[1:]
+            if tensor.is_floating_point() and tensor.shape == index.shape
+        ]
+        if not weights:
+            return None
+
+        hidden_position, hidden = tensors[0]
+        weights_position, weight = weights[0]
+        return cls(
+            hidden, index, weight, (hidden_position, index_position, weights_position)
+        )
+
+    def changed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *values: torch.Tensor
+    ) -> Arguments:
+        """Put other hidden states, ids and weights into the arguments."""
+        changes = dict(zip(self.positions, values, strict=True))
+        new_args = tuple(changes.get(at, value) for at, value in enumerate(args))
+        new_kwargs = {name: changes.get(name, value) for name, value in kwargs.items()}
+        return new_args, new_kwargs

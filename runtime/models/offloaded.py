@@ -26,13 +26,18 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from moesim.runtime.errors import RuntimeFault, StoreError
-from moesim.runtime.models.checkpoint import checkpoint_digest
-from moesim.runtime.models.configuration import read_config
-from moesim.runtime.models.expert_layout import MODULE_GATING
+from moesim.runtime.models.checkpoint import (
+    checkpoint_digest,
+    read_config,
+    tensor_bytes,
+)
+from moesim.runtime.models.expert_layout import (
+    MODULE_GATING,
+    gating_function,
+    layout_of,
+)
 from moesim.runtime.models.expert_math import combine, expert_forward, group_tokens
-from moesim.runtime.models.experts_module import gating_function, layout_of
-from moesim.runtime.models.model_weights import tensor_bytes
-from moesim.runtime.models.moe_blocks import offloadable_blocks
+from moesim.runtime.models.moe_blocks import MoeBlock, offloadable_blocks
 from moesim.runtime.store.memory import HostSlots
 
 if TYPE_CHECKING:
@@ -41,7 +46,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from moesim.runtime.models.expert_layout import ExpertLayout, ExpertWeights
-    from moesim.runtime.models.moe_blocks import MoeBlock
     from moesim.runtime.store.store import ExpertStore
 
 IMPLEMENTATION: Final = "moesim"
@@ -183,6 +187,19 @@ class OffloadedModel:
                 f"{device}: no room for {directory.name}: {str(error).splitlines()[0]}"
             ) from None
         return cls(model, layers, checkpoint_digest(directory), handler)
+
+    def blocks(self) -> list[MoeBlock]:
+        """List the MoE layers as `moesim.runtime.models.moe_blocks.find_blocks` lists
+        those of a whole model.
+        """
+        blocks = []
+        for layer in self.layers:
+            owner_name = layer.name.removesuffix(".experts")
+            owner = self.model.get_submodule(owner_name)
+            experts = self.model.get_submodule(layer.name)
+            block = (layer.index, owner_name, owner, layer.gate, experts, layer.experts)
+            blocks.append(MoeBlock(*block))
+        return blocks
 
     def check_store(self, store: ExpertStore) -> None:
         """Make sure that a store holds this model's experts, from this very checkpoint.

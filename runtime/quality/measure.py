@@ -1,4 +1,5 @@
-"""Measures what a policy does to a model's predictions, on given text.
+"""Lets a model read held-out passages as it is and under policies, and compares what
+all expect next.
 
 Two readers go through the same text, token by token: the model as it is, and the model
 whose routing a policy alters. At every layer a planner is asked exactly as in a run,
@@ -15,7 +16,7 @@ where an assignment policy weighs them.
 Where an assignment starts experts one layer ahead (DAOP), they get what they would get:
 the input of the layer before.
 
-B passages of a batch, S scored tokens of each, V vocabulary.
+N passages, S scored tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from moesim.base.errors import TraceError
 from moesim.policies.base import PolicyError
+from moesim.runtime import text as corpus
 from moesim.runtime.quality.routing_override import RoutingOverride
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
@@ -35,9 +38,55 @@ if TYPE_CHECKING:
     import numpy as np
 
     from moesim.runtime.models.local_model import LocalModel
-    from moesim.runtime.quality.passages import Passages
-    from moesim.runtime.quality.policy_under_test import PolicyUnderTest
-    from moesim.runtime.record.residual import Residual
+    from moesim.runtime.quality.routing_override import PolicyUnderTest
+    from moesim.runtime.record.calibration import Residual
+
+
+class Passages(NamedTuple):
+    """N pieces of text: the first `prompt` tokens are only read, all further but one
+    are scored.
+
+    `tokens` int64 [N, prompt + S + 1]: the last one is only predicted.
+    """
+
+    tokens: torch.Tensor
+    prompt: int
+
+    @classmethod
+    def cut(
+        cls, ids: Sequence[int], *, prompt: int, scored: int, most: int
+    ) -> Passages:
+        """Cut a text into consecutive passages, at most `most` of them.
+
+        Raises:
+            TraceError: the text is too short for one.
+        """
+        length = prompt + scored + 1
+        count = min(most, len(ids) // length)
+        if not count:
+            raise TraceError(
+                f"text: expected at least {length} tokens ({prompt} of prompt, {scored}"
+                f" to score, one to predict), found {len(ids)}; give a longer text or"
+                " shorter passages"
+            )
+        return cls(torch.tensor(ids[: count * length]).view(count, length), prompt)
+
+    @classmethod
+    def of_corpus(
+        cls, count: int, *, prompt: int, scored: int, seed: int = 0
+    ) -> Passages:
+        """Draw passages of the corpus's evaluation part, as bytes: text that the
+        shipped model was not trained on.
+        """
+        texts = corpus.prompts("evaluation", count, prompt + scored + 1, seed)
+        return cls(torch.tensor([list(text) for text in texts]), prompt)
+
+    @property
+    def scored(self) -> int:
+        """S, tokens of each passage whose successor is predicted after the prompt."""
+        # The token behind the last scored one is predicted, never read.
+        return int(self.tokens.shape[1]) - self.prompt - 1
+
 
 GATE_COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS)
 """Columns that a model's gates can give a policy; others exist in traces only."""

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from moesim.runtime.models.experts_call import ExpertsCall
+from moesim.base.errors import TraceError
 from moesim.runtime.models.gates import GateFacts, best_first, read_gate
-from moesim.traces.errors import TraceError
+from moesim.runtime.models.moe_blocks import ExpertsCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable

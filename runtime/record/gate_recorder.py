@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from moesim.base.errors import TraceError
+from moesim.runtime.models.checkpoint import weights_digest
 from moesim.runtime.models.gates import gate_facts
-from moesim.runtime.models.model_shape import model_shape
-from moesim.runtime.models.model_weights import weights_digest
+from moesim.runtime.models.local_model import model_shape
 from moesim.runtime.models.moe_blocks import find_blocks
 from moesim.runtime.record.gate_observer import PREDICTION_DEPTH, GateObserver
 from moesim.runtime.record.stored_model import StoredModel
-from moesim.traces.errors import TraceError
 from moesim.traces.format.schema import ModelShape, Phase
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from moesim.runtime.models.generate import Pass
     from moesim.runtime.models.local_model import LocalModel
-    from moesim.runtime.record.residual import Residual
+    from moesim.runtime.record.calibration import Residual
 
 
 class GateRecorder:
@@ -126,6 +126,7 @@ class GateRecorder:
             columns = [layer.column(name) for layer in self._observer.layers]
             values = [column for column in columns if column is not None]
             self._check_widths(name, values)
+            self._check_all(name, len(values))
             # The first layers have values: predictions end before the last one.
             if values:
                 buffer[sequence, position, : len(values)] = _to_numpy(values, kept)
@@ -152,6 +153,17 @@ class GateRecorder:
                 else values.reshape(length * layers, -1)
             )
         return rows
+
+    def _check_all(self, name: str, layers: int) -> None:
+        """Refuse gates that do not say what a column holds."""
+        # Predictions look so many layers ahead; past the last one there are none.
+        ahead = int(name[len("pred")]) if name.startswith("pred") else 0
+        if layers < self.shape.layers - ahead:
+            raise TraceError(
+                f"{self._blocks[0].name}: its gate shows only its choice, so there is"
+                f" nothing to record as {name!r}; leave scores and predictions out"
+                " (--no-scores --no-predictions)"
+            )
 
     def _check_widths(self, name: str, values: list[torch.Tensor]) -> None:
         """Refuse a layer that does not have the model's shape."""

@@ -5,7 +5,8 @@ the gate's scores of all others, and what the gates of the next layers would hav
 answered already now. Outputs are buffered per batch
 (`runtime/record/gate_recorder.py`) and written when a batch is done
 (`runtime/record/segments.py`), so a recording can be stopped at any moment; the trace
-appears under its name when it is complete.
+appears under its name when it is complete. What recording costs is sampled afterwards,
+with and without it in turns.
 
 E routed experts, L MoE layers.
 """
@@ -14,30 +15,32 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import statistics
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
 import transformers
 
+from moesim.base.errors import TraceError
+from moesim.runtime.models.checkpoint import weights_digest
 from moesim.runtime.models.generate import Pass, Sampling, generate
 from moesim.runtime.models.local_model import LocalModel, load_model
-from moesim.runtime.models.model_weights import weights_digest
 from moesim.runtime.record.gate_recorder import GateRecorder
-from moesim.runtime.record.overhead import Overhead, sample_overhead
+from moesim.runtime.record.options import EVALUATION, RecordOptions
 from moesim.runtime.record.segments import Segments
 from moesim.runtime.record.stored_model import StoredModel
-from moesim.runtime.text.datasets import read_prompts
-from moesim.traces.errors import TraceError
+from moesim.runtime.text import read_prompts
 from moesim.traces.format.schema import TraceHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from moesim.runtime.record.residual import Residual
+    from moesim.runtime.record.calibration import Residual
 
 __all__ = [
     "LocalModel",
@@ -72,89 +75,72 @@ def record(
     model: LocalModel,
     prompts: Sequence[str | bytes],
     out: Path | str,
+    options: RecordOptions | None = None,
     *,
-    max_new_tokens: int,
-    batch: int = 1,
     device: str | None = None,
-    scores: bool = True,
-    predictions: bool = True,
     residual: Residual | None = None,
-    temperature: float = 0.0,
-    seed: int = 0,
-    split: str = "evaluation",
     progress: Callable[[int, int], None] | None = None,
     provenance: Mapping[str, Any] | None = None,
-    measure_overhead: bool = True,
-    resume: bool = False,
+    **changes: Any,
 ) -> Recording:
     """Run a model on prompts and write its routing trace.
 
     Every generated token is fed back and recorded, the last one included: a sequence
     has `max_new_tokens` decode steps unless the model ends it. Equal arguments give
     equal bytes as long as the date is fixed (`provenance`). Memory holds one batch:
-    about ``2 (P + 1) L E`` bytes per token for P prediction columns.
+    about ``2 (P + 1) L E`` bytes per token for P prediction columns. Routing does not
+    depend on `batch`, except where rounding breaks a tie; a sequence's draws depend on
+    nothing but `seed` and its number.
 
     Args:
         model: from `load_model`, or any model with MoE layers.
         prompts: what to read; one sequence each, numbered in order.
         out: the Parquet file to make. An existing one is replaced at the end.
-        max_new_tokens: decode steps per sequence, >= 0.
-        batch: sequences run together. Routing does not depend on it, except where
-            rounding breaks a tie.
+        options: how; the defaults when None.
         device: move the model there first; None leaves it where it is.
-        scores: record full gate scores.
-        predictions: record `pred1_raw`, `pred2_raw`, `pred3_raw`.
         residual: vectors of `residual_vectors`, for `pred1_res`.
-        temperature: 0 decodes greedily.
-        seed: of the draws when `temperature` > 0; a sequence's draws depend on nothing
-            but this and its number.
-        split: ``calibration`` or ``evaluation``: which split the prompts belong to.
         progress: called with tokens done and tokens expected at most.
         provenance: further facts for the header; `date` (ISO) replaces today's.
-        measure_overhead: sample the speed with and without recording afterwards.
-        resume: go on with a recording of the same that was stopped
-            (`moesim.runtime.record.segments`), where there is one; the trace has the
-            bytes that it would have had without the stop. Else an unfinished one is
+        changes: fields of `RecordOptions`, instead of those in `options`. With
+            `resume` a recording of the same that was stopped goes on
+            (`moesim.runtime.record.segments`), where there is one, and the trace has
+            the bytes that it would have had without the stop; else an unfinished one is
             replaced.
 
     Raises:
+        ConfigError: an option out of range.
         TraceError: no MoE layers or none that can be observed, an empty prompt, a
-            residual of another model, a number out of range, scores that are not
-            finite, or, with `resume`, an unfinished recording of something else.
+            residual of another model, scores that are not finite, or, with `resume`, an
+            unfinished recording of something else.
     """
-    if max_new_tokens < 0 or batch < 1 or temperature < 0:
-        raise TraceError(
-            "record: expected max_new_tokens >= 0, batch >= 1 and temperature >= 0,"
-            f" got {max_new_tokens}, {batch} and {temperature}"
-        )
-    if split not in ("calibration", "evaluation"):
-        raise TraceError(
-            f"record: split: expected 'calibration' or 'evaluation', got {split!r}"
-        )
+    how = replace(options or RecordOptions(), **changes)
     if device is not None:
         model.model.to(device)
     sequences = _encode(model, prompts)
 
     recorder = GateRecorder(
-        model, scores=scores, predictions=predictions, residual=residual
+        model,
+        scores=how.scores,
+        predictions=how.predictions,
+        residual=residual,
     )
     facts = _provenance(model, sequences) | {
-        "batch": batch,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "seed": seed,
+        "batch": how.batch,
+        "max_new_tokens": how.max_new_tokens,
+        "temperature": how.temperature,
+        "seed": how.seed,
     }
     header = TraceHeader(
         shape=recorder.shape,
         # The caller's facts come last: they may replace ours.
         provenance=facts | dict(provenance or {}),
         calibration=_calibration(residual),
-        split=split,
+        split=how.split or EVALUATION,
     )
 
     # At most: a sequence may end before `max_new_tokens`.
     begin_s = time.perf_counter()
-    expected_tokens = sum(map(len, sequences)) + max_new_tokens * len(sequences)
+    expected_tokens = sum(map(len, sequences)) + how.max_new_tokens * len(sequences)
     resumed_tokens = 0
     recorded_tokens = 0
 
@@ -165,20 +151,24 @@ def record(
         if progress is not None:
             progress(resumed_tokens + recorded_tokens, expected_tokens)
 
-    with Segments(out, header, recorder.columns, batch, resume=resume) as segments:
+    with Segments(
+        out, header, recorder.columns, how.batch, resume=how.resume
+    ) as segments:
         resumed = segments.done
-        resumed_tokens = sum(map(len, sequences[:resumed])) + max_new_tokens * resumed
-        for first in range(resumed, len(sequences), batch):
-            group = sequences[first : first + batch]
+        resumed_tokens = (
+            sum(map(len, sequences[:resumed])) + how.max_new_tokens * resumed
+        )
+        for first in range(resumed, len(sequences), how.batch):
+            group = sequences[first : first + how.batch]
             # Hooks come and go with each group, so an error leaves the model as it was.
-            with recorder.open(group, max_new_tokens):
+            with recorder.open(group, how.max_new_tokens):
                 generate(
                     model,
                     group,
-                    max_new_tokens,
+                    how.max_new_tokens,
                     observe,
                     first=first,
-                    sampling=Sampling(temperature, seed),
+                    sampling=Sampling(how.temperature, how.seed),
                 )
             segments.write(
                 [recorder.rows(row, len(prompt)) for row, prompt in enumerate(group)]
@@ -187,7 +177,7 @@ def record(
     seconds_s = time.perf_counter() - begin_s
 
     overhead = None
-    if measure_overhead:
+    if how.overhead:
         # The first prompt stands for all: the sample takes seconds, not minutes.
         overhead = sample_overhead(model, sequences[0], recorder)
     return Recording(
@@ -259,3 +249,72 @@ def _version() -> str:
         return importlib.metadata.version("moesim")
     except importlib.metadata.PackageNotFoundError:  # a checkout on the path
         return "(not installed)"
+
+
+# Prompt and decode tokens of the sample.
+_SAMPLE_TOKENS: Final = 64
+_SAMPLE_DECODE: Final = 16
+_SAMPLE_RUNS: Final = 5
+_SAMPLE_LIMIT_S: Final = 20.0
+
+
+class Overhead(NamedTuple):
+    """Speed without and with recording: medians of the same short generation, taken in
+    turn.
+    """
+
+    plain_tokens_per_s: float
+    recording_tokens_per_s: float
+    tokens: int
+    runs: int
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer recording takes than running."""
+        return self.plain_tokens_per_s / self.recording_tokens_per_s
+
+
+def sample_overhead(
+    model: LocalModel, prompt: Sequence[int], recorder: GateRecorder
+) -> Overhead:
+    """Time a short generation without and with the recorder, in turn, after one round
+    that does not count.
+    """
+    prompts = [list(prompt[: _SAMPLE_TOKENS - _SAMPLE_DECODE])]
+    tokens = 0
+
+    def count(step: Pass) -> None:
+        nonlocal tokens
+        tokens += int(step.keep.sum())
+
+    def plain() -> None:
+        generate(model, prompts, _SAMPLE_DECODE, lambda _: None)
+
+    def recorded() -> None:
+        with recorder.open(prompts, _SAMPLE_DECODE):
+            generate(model, prompts, _SAMPLE_DECODE, recorder.note)
+
+    # The first round initialises libraries, and counts the tokens of every other one.
+    begin_s = time.perf_counter()
+    generate(model, prompts, _SAMPLE_DECODE, count)
+
+    plain_s: list[float] = []
+    recording_s: list[float] = []
+    while len(plain_s) < _SAMPLE_RUNS:
+        # A slow model gets fewer rounds, but at least one.
+        if plain_s and time.perf_counter() - begin_s >= _SAMPLE_LIMIT_S:
+            break
+        plain_s.append(_timed_s(plain))
+        recording_s.append(_timed_s(recorded))
+    return Overhead(
+        plain_tokens_per_s=tokens / statistics.median(plain_s),
+        recording_tokens_per_s=tokens / statistics.median(recording_s),
+        tokens=tokens,
+        runs=len(plain_s),
+    )
+
+
+def _timed_s(run: Callable[[], None]) -> float:
+    begin_s = time.perf_counter()
+    run()
+    return time.perf_counter() - begin_s

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 
-from moesim.runtime.file_lock import try_lock
-from moesim.traces.checked import read_json
-from moesim.traces.errors import TraceError
-from moesim.traces.files import open_own, remove_leftovers, write_text
+from moesim.base.checked import read_json
+from moesim.base.errors import TraceError
+from moesim.base.files import open_own, remove_leftovers, try_lock, write_text
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import OPTIONAL_COLUMNS, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
@@ -197,7 +196,7 @@ class Segments:
 
     def _check_alone(self) -> None:
         """Take the folder's lock, or refuse."""
-        if not try_lock(self._lock):
+        if try_lock(self._lock.fileno()) is False:
             raise TraceError(
                 f"{self.out}: another recording is at work in {self._folder.name};"
                 " wait for it"

@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moesim.runtime.executor.live import live_blocks, reader_of
-from moesim.runtime.models.configuration import skeleton
+from moesim.runtime.models.checkpoint import DTYPES, skeleton
 from moesim.runtime.models.gates import GateFacts, gate_facts
-from moesim.runtime.models.local_model import LocalModel
-from moesim.runtime.models.model_shape import model_shape
-from moesim.runtime.models.model_weights import DTYPES
+from moesim.runtime.models.local_model import (
+    LocalModel,
+    load_tokenizer,
+    model_shape,
+    tiny_dir,
+)
 from moesim.runtime.models.moe_blocks import MoeBlock, find_blocks
 from moesim.runtime.models.offloaded import OffloadedModel, OneByOne
-from moesim.runtime.models.tiny import tiny_dir
 from moesim.runtime.store.build import build_store
 from moesim.runtime.store.memory import HostSlots
 
@@ -93,9 +94,14 @@ class CachedExperts(OneByOne):
         slot = self._residents.get(key)
         if slot is None:
             slot = self._free_slot()
-            self.read_bytes += self._store.read_into(
-                layer, expert, self._memory.record(slot), check=True
-            )
+            try:
+                self.read_bytes += self._store.read_into(
+                    layer, expert, self._memory.record(slot), check=True
+                )
+            except BaseException:
+                # Whoever goes on must not find it taken, nor by two experts.
+                self._memory.give_back(slot)
+                raise
             self.reads += 1
             self._residents[key] = slot
         else:
@@ -107,11 +113,11 @@ class CachedExperts(OneByOne):
         return layout.views(self._memory.record(slot).to(device))
 
     def _free_slot(self) -> int:
-        """Return a slot to read into; evict where all are full."""
-        if len(self._residents) < self.slots:
-            return len(self._residents)
-        _, slot = self._residents.popitem(last=False)
-        return slot
+        """Take a slot to read into; evict where all are full."""
+        if not self._memory.free:
+            _, slot = self._residents.popitem(last=False)
+            self._memory.give_back(slot)
+        return self._memory.take()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,13 +178,14 @@ def stored_model(
         )
         offloaded.handler = cache
         try:
-            blocks = live_blocks(offloaded)
+            blocks = offloaded.blocks()
             facts = gate_facts(offloaded.model, blocks)
             name = "tiny" if tiny else folder.resolve().name
+            tokenizer = None if tiny else load_tokenizer(folder, offloaded.model)
             yield StoredModel(
                 name,
                 offloaded.model,
-                reader_of(folder, offloaded, tiny=tiny).tokenizer,
+                tokenizer,
                 blocks=blocks,
                 facts=facts,
                 shape=_shape(folder, name, offloaded, experts, facts),

@@ -4,7 +4,7 @@ A build writes records into a file beside the final one and notes each in a buil
 Killed, it leaves both; the next build of the same model reads the noted records back,
 compares them with their checksums, and continues behind the last good one, so the
 finished store has the same bytes either way. The index comes last
-(`runtime/store/index.py`).
+(`runtime/store/store.py`).
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from moesim.base.files import open_own, try_lock, write_text
 from moesim.runtime.errors import StoreError
-from moesim.runtime.file_lock import try_lock
 from moesim.runtime.models.expert_layout import torch_dtype
-from moesim.runtime.store.checkpoint_source import CheckpointSource
-from moesim.runtime.store.index import (
+from moesim.runtime.store.sources import (
+    CheckpointSource,
+    ExpertSource,
+    ModuleSource,
+    RandomSource,
+)
+from moesim.runtime.store.store import (
+    BUILD_LOG_NAME,
+    DATA_NAME,
     INDEX_NAME,
+    BuildProgress,
+    ExpertStore,
     StoreIndex,
     digest_of,
     record_stride,
 )
-from moesim.runtime.store.sources import ExpertSource, ModuleSource, RandomSource
-from moesim.runtime.store.store import (
-    BUILD_LOG_NAME,
-    DATA_NAME,
-    BuildProgress,
-    ExpertStore,
-)
-from moesim.traces.files import open_own, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,17 +122,21 @@ def _build(
         return _open_existing(source, directory, progress)
 
     with _open_log(directory) as log:
-        if not try_lock(log):
+        if try_lock(log.fileno()) is False:
             raise StoreError(
                 f"{directory}: another build is at work here; wait for it to end"
             )
+        # It may have ended between our look for an index and the lock.
+        if (directory / INDEX_NAME).is_file():
+            (directory / BUILD_LOG_NAME).unlink(missing_ok=True)
+            return _open_existing(source, directory, progress)
         index = _write_records(source, directory, log, progress)
 
         # The index comes last: with it, there is a store. A kill between the two leaves
         # data that the next build takes up again.
         (directory / _PART_NAME).replace(directory / DATA_NAME)
         write_text(directory / INDEX_NAME, index.to_json())
-        (directory / BUILD_LOG_NAME).unlink()
+        (directory / BUILD_LOG_NAME).unlink(missing_ok=True)
 
     store = ExpertStore(directory)
     store.seal()

@@ -1,9 +1,16 @@
-"""Sources of a store's experts: a model in memory, or a random draw.
+"""Sources of a store's experts: a random draw, a model in memory, or a Hugging Face
+checkpoint, read and converted one expert at a time.
 
-A third source, a checkpoint on disk, has a file of its own
-(`runtime/store/checkpoint_source.py`).
+Checkpoints name their tensors as their authors liked (``experts.7.w1.weight``,
+``experts.gate_up_proj``), and the library knows for each model how these become the
+parameters of its experts modules. `CheckpointSource` borrows that knowledge, but
+applies it to one expert at a time: it builds the model without memory (on the ``meta``
+device), asks the library which checkpoint tensors feed which parameter, and runs the
+library's own conversion on the tensors of one expert. So nothing here knows a model by
+name, and memory holds one expert, not sixty gigabytes. Only a conversion that mixes
+experts (none of the common ones does) needs a layer's full parameter at once.
 
-H hidden, F expert intermediate.
+E routed experts, H hidden, F expert intermediate.
 """
 
 from __future__ import annotations
@@ -11,15 +18,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import TYPE_CHECKING, Protocol
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
 from moesim.runtime.errors import StoreError
-from moesim.runtime.models.expert_layout import swiglu_layout, torch_dtype
-from moesim.runtime.models.experts_module import layout_of
-from moesim.runtime.models.model_weights import weights_digest
+from moesim.runtime.models.checkpoint import (
+    checkpoint_digest,
+    checkpoint_dtype,
+    skeleton,
+    tensor_files,
+    weights_digest,
+)
+from moesim.runtime.models.expert_layout import layout_of, swiglu_layout, torch_dtype
 from moesim.runtime.models.moe_blocks import offloadable_blocks
 
 if TYPE_CHECKING:
@@ -28,6 +44,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from moesim.runtime.models.expert_layout import ExpertLayout
+    from moesim.runtime.models.moe_blocks import MoeBlock
     from moesim.traces.format.schema import ModelShape
 
 
@@ -135,3 +152,186 @@ class ModuleSource:
             getattr(module, spec.name)[expert].detach().cpu()
             for spec in self.layouts[layer].tensors
         ]
+
+
+class CheckpointSource:
+    """Experts of a Hugging Face directory, read tensor by tensor.
+
+    Args:
+        model_dir: a directory with config.json and safetensors, in one file or sharded.
+        dtype: of the store; the checkpoint's own when None.
+
+    Raises:
+        StoreError: the directory is no Mixture-of-Experts checkpoint that can be read
+            without its library's help, is quantised, or lacks expert tensors.
+    """
+
+    distinct: int | None = None
+
+    def __init__(self, model_dir: Path | str, dtype: torch.dtype | None = None) -> None:
+        self.directory = Path(model_dir)
+        self._skeleton = skeleton(self.directory)
+        self._blocks = offloadable_blocks(self._skeleton)
+        self._files = tensor_files(self.directory)
+        self._open_files: dict[Path, Any] = {}
+
+        chosen = dtype or checkpoint_dtype(self.directory)
+        self.name = self.directory.resolve().name
+        self.digest = checkpoint_digest(self.directory)
+        self.layouts = tuple(layout_of(block.experts, chosen) for block in self._blocks)
+        self.experts = tuple(block.count for block in self._blocks)
+        self._recipes = self._plan()
+
+        # Converted parameters of one layer, where they cannot be made per expert.
+        self._converted: dict[str, torch.Tensor] = {}
+        self._converted_layer = -1
+
+    def expert(self, layer: int, expert: int) -> Sequence[torch.Tensor]:
+        """Read and convert one expert."""
+        block = self._blocks[layer]
+        return [
+            self._part(layer, _parameter_name(block, spec.name), expert)[0]
+            for spec in self.layouts[layer].tensors
+        ]
+
+    def _plan(self) -> dict[str, _Recipe]:
+        """Ask the library which checkpoint tensors feed which expert parameter."""
+        from transformers.conversion_mapping import (  # noqa: PLC0415 - seconds to import
+            get_model_conversion_mapping,
+        )
+        from transformers.core_model_loading import (  # noqa: PLC0415 - seconds to import
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        mapping = get_model_conversion_mapping(self._skeleton)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {
+            pattern: converter
+            for converter in converters
+            for pattern in converter.source_patterns
+        }
+
+        parameters = self._skeleton.state_dict()
+        prefix = self._skeleton.base_model_prefix
+        targets = self._expert_parameters()
+        recipes: dict[str, _Recipe] = {}
+        # In natural order ("2" before "10"), so that tensor e belongs to expert e.
+        for key in sorted(self._files, key=dot_natural_key):
+            name, pattern = rename_source_key(
+                key, renamings, converters, prefix, parameters
+            )
+            # A checkpoint may hold the library's own names, which need no renaming.
+            if name not in parameters and key in parameters:
+                name = key
+                pattern = None
+            if name in targets:
+                recipe = recipes.setdefault(name, _Recipe(by_pattern.get(pattern)))
+                recipe.keys.setdefault(pattern or key, []).append(key)
+
+        missing = sorted(targets - recipes.keys())
+        if missing:
+            raise StoreError(
+                f"{self.directory}: {missing[0]}: no tensor in the checkpoint feeds it;"
+                " is it complete?"
+            )
+        return recipes
+
+    def _expert_parameters(self) -> set[str]:
+        """Name every parameter of every experts module."""
+        return {
+            _parameter_name(block, spec.name)
+            for block, layout in zip(self._blocks, self.layouts, strict=True)
+            for spec in layout.tensors
+        }
+
+    def _part(self, layer: int, target: str, expert: int) -> torch.Tensor:
+        """Make one expert's part [1, …] of a parameter."""
+        recipe = self._recipes[target]
+        if recipe.converter is None:
+            (key,) = next(iter(recipe.keys.values()))
+            part = self._tensor(key, slice(expert, expert + 1))
+        elif recipe.is_per_expert(self.experts[layer]):
+            keys = {pattern: [keys[expert]] for pattern, keys in recipe.keys.items()}
+            part = self._convert(target, keys)
+        else:
+            part = self._full_parameter(layer, target)[expert : expert + 1]
+
+        # A conversion that we misread would else fill the store with nonsense.
+        expected = (1, *self._skeleton.get_parameter(target).shape[1:])
+        if tuple(part.shape) != expected:
+            raise StoreError(
+                f"{self.directory}: {target}: expected shape {expected} per expert, got"
+                f" {tuple(part.shape)}"
+            )
+        return part
+
+    def _full_parameter(self, layer: int, target: str) -> torch.Tensor:
+        """Convert a parameter of all experts [E, …]; those of one layer are kept."""
+        if self._converted_layer != layer:
+            self._converted.clear()
+            self._converted_layer = layer
+        if target not in self._converted:
+            keys = self._recipes[target].keys
+            self._converted[target] = self._convert(target, keys)
+        return self._converted[target]
+
+    def _convert(self, target: str, keys: dict[str, list[str]]) -> torch.Tensor:
+        """Run the library's conversion on some tensors."""
+        # A converter collects tensors, so each use needs a fresh one.
+        converter = deepcopy(self._recipes[target].converter)
+        for pattern, names in keys.items():
+            for name in names:
+                converter.add_tensor(target, name, pattern, self._tensor(name))
+
+        converted = converter.convert(
+            target, model=self._skeleton, config=self._skeleton.config
+        )[target]
+        return converted[0] if isinstance(converted, list) else converted
+
+    def _tensor(self, key: str, part: slice | None = None) -> torch.Tensor:
+        """Read a tensor, or a part of its first axis."""
+        path = self._files[key]
+        try:
+            if path not in self._open_files:
+                self._open_files[path] = safe_open(path, framework="pt")
+            tensor = self._open_files[path].get_slice(key)
+            return cast("torch.Tensor", tensor[:] if part is None else tensor[part])
+        except (OSError, SafetensorError) as error:
+            raise StoreError(
+                f"{path}: tensor {key}: cannot read: {error}; fetch the checkpoint"
+                " again"
+            ) from None
+
+
+@dataclass(slots=True)
+class _Recipe:
+    """How one parameter [E, …] is made: checkpoint tensors by pattern, and the
+    conversion (None: as it is).
+    """
+
+    converter: Any
+    keys: dict[str, list[str]] = field(default_factory=dict)
+
+    def is_per_expert(self, count: int) -> bool:
+        """Whether expert e needs nothing but the e-th tensor of each pattern.
+
+        True for a stack over experts followed by operations inside each expert.
+        """
+        stack, *others = self.converter.operations
+        # By name: importing the library's classes with this module takes seconds.
+        if type(stack).__name__ != "MergeModulelist" or stack.dim != 0:
+            return False
+        if any(
+            type(operation).__name__ != "Concatenate" or operation.dim < 1
+            for operation in others
+        ):
+            return False
+        return all(len(keys) == count for keys in self.keys.values())
+
+
+def _parameter_name(block: MoeBlock, tensor: str) -> str:
+    return f"{block.name}.experts.{tensor}"

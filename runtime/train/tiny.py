@@ -1,7 +1,7 @@
 """Trains the Mixture-of-Experts model that ships with the project.
 
 Some minutes on two CPU cores with the standard library's sources
-(`runtime/text/corpus.py`). The clock decides how many steps are taken; `training.json`
+(`runtime/text.py`). The clock decides how many steps are taken; `training.json`
 beside the weights records the constants, the loss curve, and how the result does on
 text that it never saw.
 
@@ -25,9 +25,9 @@ from torch.nn import functional
 from transformers import Qwen3MoeForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moesim.runtime.models.tiny import BALANCE_WEIGHT, load_tiny, tiny_config
-from moesim.runtime.text import corpus
-from moesim.traces.files import ScratchFolder, write_text
+from moesim.base.files import ScratchFolder, write_text
+from moesim.runtime import text as corpus
+from moesim.runtime.models.local_model import BALANCE_WEIGHT, load_tiny, tiny_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.hwprofiles import lanes
+from moesim.machine_code.library import announce, load, missing
+from moesim.machine_code.types import slots_of
 from moesim.policies.base import CachePolicy, PolicyError
 from moesim.policies.kernels import CacheKernels, State
 from moesim.policies.planner.residency import GLOBAL
 from moesim.sim.compiled import memory, records
 from moesim.sim.compiled.loop import run_steps
 from moesim.sim.compiled.planning import plan_layer_step
-from moesim.sim.compiled.records import NONE
+from moesim.sim.compiled.records import NONE, OF_CACHES, World
 from moesim.sim.compiled.support import (
+    COMPILE_S,
     answers_with_kernels,
     host_answers_with_kernels,
 )
@@ -29,12 +32,10 @@ from moesim.sim.compiled.transfers import (
     end_operation,
     serve_worker,
 )
-from moesim.sim.compiled.world import OF_CACHES, World
 from moesim.sim.noise import Noise
 from moesim.sim.results import ReplayResult, SimulationError
 from moesim.traces.format.batch import RoutedStep
 from moesim.traces.format.schema import Phase
-from moesim.traces.structures import numbers_of
 from moesim.traces.timeline.spans import CHUNK_ACCESSES, CHUNK_SPANS, CHUNK_STEPS
 
 if TYPE_CHECKING:
@@ -89,6 +90,10 @@ class CompiledReplay:
         self._steps = 0
         self._steps_given = 0
         self._layer_steps = 0
+        loop: list[Any] = [run_steps, *_PARTS.values()]
+        if missing(loop):
+            announce("the engine", COMPILE_S)
+        load(loop)
         for name, program in _PARTS.items():
             self._world.give_kernel(name, program)
         self._make_lanes()
@@ -391,7 +396,7 @@ class CompiledReplay:
     def _keep(self, state: State) -> list[int]:
         """Where the arrays of a policy's state lie, and their sizes."""
         self._kept.append(state)
-        return numbers_of(state)
+        return slots_of(state)
 
     # -- blocks -----------------------------------------------------------------------
 

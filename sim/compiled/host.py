@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from moesim.machine_code.functions import compiled, rows_at
 from moesim.policies.base import ABSENT, RESIDENT
 from moesim.policies.kernels import Work
 from moesim.sim.compiled import memory
-from moesim.sim.compiled.compilation import part
 from moesim.sim.compiled.records import NONE
-from moesim.sim.compiled.world import rows_at
-from moesim.traces.structures import packed
 
 
-@part
+@compiled
 def holds_expert(world: Any, key: int) -> bool:
     """Whether an expert can be copied to a GPU without a read."""
     m = world.constants.host
     return m == NONE or world.state[m, key] == RESIDENT
 
 
-@part
+@compiled
 def wait_s(world: Any, layer: int, expert: int) -> float:
     """Seconds until an expert is in host memory.
 
@@ -43,7 +41,7 @@ def wait_s(world: Any, layer: int, expert: int) -> float:
     return max(0.0, world.experts[m, key].landing_s - now_s)
 
 
-@part
+@compiled
 def note_accesses(world: Any, work: Work, lanes: Any) -> None:
     """Hold every active expert, and tell the host cache what the GPUs lack or the CPU
     computes: only that is asked of it.
@@ -82,25 +80,23 @@ def note_accesses(world: Any, work: Work, lanes: Any) -> None:
                 gpu_s[row, n] = work.gpu_s[row, i]
                 arrive_s[row, n] = work.arrive_s[row, i]
                 n += 1
-    part_of_it = packed(
-        Work(
-            work.step,
-            work.layer,
-            work.phase,
-            work.batch,
-            work.rows,
-            experts[:asked],
-            tokens[:asked],
-            state[:asked],
-            cpu_s[:asked],
-            host_s[:asked],
-            gpu_s,
-            arrive_s,
-            work.link_s,
-            state[:asked],
-            work.scores,
-            0.0,
-        )
+    part_of_it = Work(
+        work.step,
+        work.layer,
+        work.phase,
+        work.batch,
+        work.rows,
+        experts[:asked],
+        tokens[:asked],
+        state[:asked],
+        cpu_s[:asked],
+        host_s[:asked],
+        gpu_s,
+        arrive_s,
+        work.link_s,
+        state[:asked],
+        work.scores,
+        0.0,
     )
     world.host_accessed(memory.cache_state(world, m), part_of_it)
 
@@ -108,7 +104,7 @@ def note_accesses(world: Any, work: Work, lanes: Any) -> None:
 # -- wishes ----------------------------------------------------------------------------
 
 
-@part
+@compiled
 def promote(world: Any, key: int) -> None:
     """Note that a layer step waits for an expert, whose read may be queued."""
     m = world.constants.host
@@ -116,7 +112,7 @@ def promote(world: Any, key: int) -> None:
         world.experts[m, key].demanded = True
 
 
-@part
+@compiled
 def need(world: Any, work: Work, keys: Any, demanded: bool) -> Any:
     """Hold experts of one layer for a queued copy each, and wish for missing reads.
 
@@ -146,7 +142,7 @@ def need(world: Any, work: Work, keys: Any, demanded: bool) -> Any:
     return unread
 
 
-@part
+@compiled
 def release_gpu_experts(world: Any, work: Work, lanes: Any) -> None:
     """End the layer step's holds of what GPUs compute.
 
@@ -161,7 +157,7 @@ def release_gpu_experts(world: Any, work: Work, lanes: Any) -> None:
 # -- ends ------------------------------------------------------------------------------
 
 
-@part
+@compiled
 def _drop_if_unneeded(world: Any, key: int) -> bool:
     m = world.constants.host
     # Staging itself is one hold.
@@ -174,14 +170,14 @@ def _drop_if_unneeded(world: Any, key: int) -> bool:
     return True
 
 
-@part
+@compiled
 def land(world: Any, key: int) -> bool:
     """Complete a read; whether a staging slot is free again."""
     world.state[world.constants.host, key] = RESIDENT
     return _drop_if_unneeded(world, key)
 
 
-@part
+@compiled
 def unneed(world: Any, key: int) -> bool:
     """End the need of one copy or product.
 
@@ -198,7 +194,7 @@ def unneed(world: Any, key: int) -> bool:
     return was_staged
 
 
-@part
+@compiled
 def computed(world: Any, key: int) -> bool:
     """Note that a product on the CPU has ended.
 
@@ -213,7 +209,7 @@ def computed(world: Any, key: int) -> bool:
     return unneed(world, key)
 
 
-@part
+@compiled
 def complete(world: Any, layer: int) -> None:
     """End the holds of a layer step that `computed` has not ended."""
     m = world.constants.host

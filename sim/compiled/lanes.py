@@ -1,4 +1,4 @@
-"""Lanes, workers and the clock: `moesim.sim.world` and `moesim.sim.contention`.
+"""Lanes, workers and the clock: `moesim.sim.world` and `moesim.sim.clock`.
 
 There is no event heap: few operations run at once, so the next end is found by looking
 at all of them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moesim.sim.compiled.compilation import part
+from moesim.machine_code.functions import compiled
 from moesim.sim.compiled.records import NONE
 
 TURN = 0
@@ -22,7 +22,7 @@ UNAWAITED = 7
 """What follows an operation's end."""
 
 
-@part
+@compiled
 def operation(
     world: Any,
     lane: int,
@@ -55,7 +55,7 @@ def operation(
     return i
 
 
-@part
+@compiled
 def forget(world: Any, i: int) -> None:
     """Let another operation take the place of this one."""
     run = world.run
@@ -67,7 +67,7 @@ def forget(world: Any, i: int) -> None:
 # -- what runs -------------------------------------------------------------------------
 
 
-@part
+@compiled
 def _schedule(run: Any, running: Any, delay_s: float) -> None:
     """Expect an end; among equal ones, what was scheduled first ends first."""
     running.end_s = run.now_s + delay_s
@@ -76,7 +76,7 @@ def _schedule(run: Any, running: Any, delay_s: float) -> None:
     run.events += 1
 
 
-@part
+@compiled
 def begin(world: Any, i: int) -> None:
     """Start an operation now."""
     run = world.run
@@ -97,7 +97,7 @@ def begin(world: Any, i: int) -> None:
     _adjust(world)
 
 
-@part
+@compiled
 def _adjust(world: Any) -> None:
     """Settle and re-schedule every operation whose rate has changed."""
     run = world.run
@@ -116,7 +116,7 @@ def _adjust(world: Any) -> None:
             _schedule(run, running, running.left_s / rate)
 
 
-@part
+@compiled
 def _next_end(world: Any) -> int:
     """Which of the running operations ends next; -1 if none runs."""
     run = world.run
@@ -141,7 +141,7 @@ def _next_end(world: Any) -> int:
     return best
 
 
-@part
+@compiled
 def end_next(world: Any) -> int:
     """Let the next operation end, and record its span; -1 if nothing runs."""
     run = world.run
@@ -172,7 +172,7 @@ def end_next(world: Any) -> int:
 # -- queues ----------------------------------------------------------------------------
 
 
-@part
+@compiled
 def push(world: Any, i: int, priority: int) -> None:
     """Append an operation to its lane's queue."""
     pushed = world.operations[i]
@@ -188,7 +188,7 @@ def push(world: Any, i: int, priority: int) -> None:
     world.workers[lane.worker].waiting += 1
 
 
-@part
+@compiled
 def withdraw(world: Any, i: int, priority: int) -> None:
     """Take back an operation that has not started."""
     taken = world.operations[i]

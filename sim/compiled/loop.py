@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types as nb
-
-from moesim.engine.operations import DEMAND, REPLACEMENT
-from moesim.engine.operations import PREFETCH as BEHIND_DEMAND
+from moesim.engine.lanes import DEMAND, REPLACEMENT
+from moesim.engine.lanes import PREFETCH as BEHIND_DEMAND
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import address_of, compiled, table_at
 from moesim.policies.base import RESIDENT
 from moesim.policies.kernels import SERIAL, WAITS
 from moesim.policies.planner.plan import FETCH, PREFETCH, READ
 from moesim.sim.compiled import host, memory, planning, transfers
 from moesim.sim.compiled import lanes as kinds
-from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.lanes import operation
-from moesim.sim.compiled.records import NONE
+from moesim.sim.compiled.records import NONE, WORLD
 from moesim.sim.compiled.transfers import CONTROL, CPU, GPU
-from moesim.sim.compiled.world import address_of, world_at
 from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
 
 
-@part
+@compiled
 def _link_to(world: Any, gpu: int) -> int:
     return world.lane_by_use[GPU + world.constants.gpus + gpu]
 
 
-@part
+@compiled
 def _control_s(cost: Any, active: int, copies: int) -> float:
     """Seconds of ``base + per_expert x active + per_copy x copies``, and what an SSD
     adds.
@@ -34,7 +32,7 @@ def _control_s(cost: Any, active: int, copies: int) -> float:
     return cost[0] + cost[1] * active + cost[2] * copies + cost[3]
 
 
-@part
+@compiled
 def _wait(world: Any) -> None:
     """Let operations end until the layer step may go on."""
     run = world.run
@@ -56,7 +54,7 @@ def _wait(world: Any) -> None:
     run.turn = False
 
 
-@part
+@compiled
 def _alone(world: Any, lane: int, kind: int, layer: int, work_s: float) -> None:
     """Let one operation run, and wait for its end."""
     if world.constants.inline and _serves(world, transfers.control_worker(world), lane):
@@ -68,12 +66,12 @@ def _alone(world: Any, lane: int, kind: int, layer: int, work_s: float) -> None:
     _wait(world)
 
 
-@part
+@compiled
 def _serves(world: Any, w: int, lane: int) -> bool:
     return world.lanes[lane].worker == w
 
 
-@part
+@compiled
 def _on_control(world: Any, lane: int, kind: int, layer: int, work_s: float) -> None:
     """Let control's worker, which was taken and is kept, do one operation."""
     i = operation(world, lane, kind, layer, NONE, work_s, 0, kinds.KEPT)
@@ -81,7 +79,7 @@ def _on_control(world: Any, lane: int, kind: int, layer: int, work_s: float) -> 
     _wait(world)
 
 
-@part
+@compiled
 def _take_control(world: Any) -> None:
     """Wait for control, which plans, unless its thread is the model's own."""
     if world.constants.inline:
@@ -94,7 +92,7 @@ def _take_control(world: Any) -> None:
         worker.busy = True
 
 
-@part
+@compiled
 def _enqueue(world: Any) -> None:
     """Queue the copies of a plan in their order."""
     constants = world.constants
@@ -143,7 +141,7 @@ def _enqueue(world: Any) -> None:
     run.copies = 0
 
 
-@part
+@compiled
 def _note_prefetched(world: Any, layer: int) -> None:
     """Note a layer when a prefetch is queued for it the first time."""
     run = world.run
@@ -154,7 +152,7 @@ def _note_prefetched(world: Any, layer: int) -> None:
         run.prefetched += 1
 
 
-@part
+@compiled
 def _note_reads(world: Any) -> None:
     """Note whether the layer step demands a read."""
     run = world.run
@@ -164,7 +162,7 @@ def _note_reads(world: Any) -> None:
         run.has_read |= copy.kind == READ or (copy.kind == FETCH and copy.read)
 
 
-@part
+@compiled
 def _dispatch(world: Any, s: int, flags: int, first_op_s: float) -> bool:
     """Queue the layer step's products in launch order; whether the CPU has one."""
     constants = world.constants
@@ -231,7 +229,7 @@ def _dispatch(world: Any, s: int, flags: int, first_op_s: float) -> bool:
     return cpu_used
 
 
-@part
+@compiled
 def _complete(world: Any, s: int) -> None:
     """Release a layer step's holds, forget what was staged for it; replace."""
     run = world.run
@@ -254,7 +252,7 @@ def _complete(world: Any, s: int) -> None:
     transfers.offer(world)
 
 
-@part
+@compiled
 def _layer_step(world: Any, s: int) -> None:
     """Run one layer step: dense part, plan, launch, compute, join."""
     constants = world.constants
@@ -322,7 +320,7 @@ def _layer_step(world: Any, s: int) -> None:
         transfers.go_on(world, transfers.control_worker(world))
 
 
-@part
+@compiled
 def _predict(world: Any, s: int, dense_parts: int) -> None:
     """Queue the evaluation of coming layers' dense parts, to predict them."""
     if not dense_parts:
@@ -336,7 +334,7 @@ def _predict(world: Any, s: int, dense_parts: int) -> None:
     transfers.submit(world, i, DEMAND)
 
 
-@entry(nb.int64(nb.int64, nb.int64, nb.int64, nb.int64))
+@compiled(nb.int64(nb.int64, nb.int64, nb.int64, nb.int64))
 def run_steps(address: int, first: int, full_spans: int, full_steps: int) -> int:
     """Run layer steps of a block from the first on.
 
@@ -351,7 +349,7 @@ def run_steps(address: int, first: int, full_spans: int, full_steps: int) -> int
         middle of a pass the room for spans or for operations is short, or ``run.error``
         says what failed.
     """
-    world = world_at(address)
+    world = table_at(WORLD, address)
     run = world.run
     # Of one layer step: its products, all copies, and what surrounds them.
     most = 2 * world.constants.experts + 2 * world.state.size + 8

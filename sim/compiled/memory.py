@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from moesim.machine_code.functions import compiled, loaded
 from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT
 from moesim.policies.kernels import State, Work
-from moesim.sim.compiled.compilation import part
 from moesim.sim.compiled.records import NONE
-from moesim.traces.structures import loaded
 
 NO_PLACE = 0
 CACHED = 1
@@ -30,13 +29,13 @@ RESERVED_SLOTS = 1
 """Staging slots that prefetches leave to demand."""
 
 
-@part
+@compiled
 def cache_state(world: Any, m: int) -> State:
     """The state of a memory's cache policy."""
     return loaded(State, world.memories[m].state)
 
 
-@part
+@compiled
 def _admits(world: Any, m: int, work: Work, incoming: Any, answers: Any) -> None:
     state = cache_state(world, m)
     if m == world.constants.host:
@@ -45,7 +44,7 @@ def _admits(world: Any, m: int, work: Work, incoming: Any, answers: Any) -> None
         world.admits(state, work, incoming, answers)
 
 
-@part
+@compiled
 def _precedence(world: Any, m: int, incoming: Any) -> None:
     state = cache_state(world, m)
     if m == world.constants.host:
@@ -54,7 +53,7 @@ def _precedence(world: Any, m: int, incoming: Any) -> None:
         world.precedence(state, incoming)
 
 
-@part
+@compiled
 def _victims(world: Any, m: int, incoming: Any, candidates: Any, chosen: Any) -> None:
     state = cache_state(world, m)
     if m == world.constants.host:
@@ -63,7 +62,7 @@ def _victims(world: Any, m: int, incoming: Any, candidates: Any, chosen: Any) ->
         world.victims(state, incoming, candidates, chosen)
 
 
-@part
+@compiled
 def _admitted(world: Any, m: int, keys: Any) -> None:
     state = cache_state(world, m)
     if m == world.constants.host:
@@ -72,7 +71,7 @@ def _admitted(world: Any, m: int, keys: Any) -> None:
         world.admitted(state, keys)
 
 
-@part
+@compiled
 def _evicted(world: Any, m: int, keys: Any) -> None:
     state = cache_state(world, m)
     if m == world.constants.host:
@@ -84,20 +83,20 @@ def _evicted(world: Any, m: int, keys: Any) -> None:
 # -- places ----------------------------------------------------------------------------
 
 
-@part
+@compiled
 def pool_of(world: Any, m: int, layer: int) -> Any:
     """Bytes of the pool that serves a layer."""
     return world.pools[m, 0 if world.memories[m].is_global else layer]
 
 
-@part
+@compiled
 def _room(world: Any, m: int, layer: int) -> int:
     """Free bytes of a layer's pool that are promised to nobody."""
     pool = pool_of(world, m, layer)
     return pool.free_bytes - pool.promised_bytes
 
 
-@part
+@compiled
 def _take(world: Any, m: int, layer: int, nbytes: int) -> None:
     memory = world.memories[m]
     pool_of(world, m, layer).free_bytes -= nbytes
@@ -105,13 +104,13 @@ def _take(world: Any, m: int, layer: int, nbytes: int) -> None:
     memory.used_high_bytes = max(memory.used_high_bytes, memory.used_bytes)
 
 
-@part
+@compiled
 def may_leave(world: Any, m: int, key: int) -> bool:
     """Whether this is an unheld resident."""
     return world.state[m, key] == RESIDENT and world.holds[m, key] == 0
 
 
-@part
+@compiled
 def _candidates(world: Any, m: int, layer: int, demanded: bool, keys: Any) -> int:
     """Fill in ascending keys of who may leave: for a prefetch, nobody that a
     prediction wants as well. Their number.
@@ -135,7 +134,7 @@ def _candidates(world: Any, m: int, layer: int, demanded: bool, keys: Any) -> in
     return kept
 
 
-@part
+@compiled
 def drop_staged(world: Any, m: int, key: int) -> None:
     """Forget a staged expert that has landed and is needed no more."""
     world.experts[m, key].staged = False
@@ -146,7 +145,7 @@ def drop_staged(world: Any, m: int, key: int) -> None:
     world.pools[m, key // experts].staged -= 1
 
 
-@part
+@compiled
 def _stage(world: Any, m: int, key: int, layer: int, landing_s: float) -> None:
     world.state[m, key] = IN_FLIGHT
     world.experts[m, key].staged = True
@@ -159,7 +158,7 @@ def _stage(world: Any, m: int, key: int, layer: int, landing_s: float) -> None:
 # -- wishes ----------------------------------------------------------------------------
 
 
-@part
+@compiled
 def wish(world: Any, m: int, key: int, enters: bool, demanded: bool) -> None:
     """Wish for an absent expert."""
     wished = world.experts[m, key]
@@ -174,7 +173,7 @@ def wish(world: Any, m: int, key: int, enters: bool, demanded: bool) -> None:
     run.wishes += 1
 
 
-@part
+@compiled
 def _promise(world: Any, m: int, key: int, layer: int, room: int, victims: Any) -> None:
     """Promise a wish free room and the places of residents, which stay until then."""
     wished = world.experts[m, key]
@@ -191,7 +190,7 @@ def _promise(world: Any, m: int, key: int, layer: int, room: int, victims: Any) 
         world.holds[m, victim] += 1
 
 
-@part
+@compiled
 def _keep_promises(world: Any, m: int, key: int, layer: int, sign: int) -> None:
     """End (-1) or renew (1) the promises made to a wish."""
     wished = world.experts[m, key]
@@ -204,7 +203,7 @@ def _keep_promises(world: Any, m: int, key: int, layer: int, sign: int) -> None:
         victim = world.experts[m, victim].next_victim
 
 
-@part
+@compiled
 def cancel(world: Any, m: int, key: int) -> None:
     """Forget a wish; what was promised to it is free again."""
     experts = world.constants.experts
@@ -212,7 +211,7 @@ def cancel(world: Any, m: int, key: int) -> None:
     world.experts[m, key].wished = False
 
 
-@part
+@compiled
 def demand(world: Any, work: Work, m: int, keys: Any) -> None:
     """Wish for absent experts of one layer that a layer step waits for."""
     for key in keys:
@@ -259,7 +258,7 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
             _promise(world, m, incoming[n], layer, 0, chosen[n : n + 1])
 
 
-@part
+@compiled
 def _demand_unequal(world: Any, m: int, layer: int, incoming: Any) -> None:
     """A pool of unequal experts: name victims, one by one, until each expert fits."""
     leaving = world.keys[4]
@@ -287,7 +286,7 @@ def _demand_unequal(world: Any, m: int, layer: int, incoming: Any) -> None:
         left_over += room - missing
 
 
-@part
+@compiled
 def _name_victims(world: Any, m: int, incoming: Any, count: int, free: int) -> Any:
     """Ask for victims of one expert, beside those listed already, until it fits.
 
@@ -321,7 +320,7 @@ def _name_victims(world: Any, m: int, incoming: Any, count: int, free: int) -> A
     return count, free
 
 
-@part
+@compiled
 def _can_free(world: Any, m: int, missing_bytes: int, candidates: Any) -> bool:
     """Whether a copy would fit if all candidates left.
 
@@ -334,7 +333,7 @@ def _can_free(world: Any, m: int, missing_bytes: int, candidates: Any) -> bool:
     return missing_bytes <= 0
 
 
-@part
+@compiled
 def _check(world: Any, victims: Any, candidates: Any) -> None:
     """Note an error unless victims are distinct candidates, or -1."""
     for i in range(len(victims)):
@@ -348,7 +347,7 @@ def _check(world: Any, victims: Any, candidates: Any) -> None:
                 world.run.error = BAD_VICTIMS
 
 
-@part
+@compiled
 def prefetch(world: Any, work: Work, m: int, key: int) -> None:
     """Wish for an absent expert of a coming layer."""
     enters = True
@@ -362,7 +361,7 @@ def prefetch(world: Any, work: Work, m: int, key: int) -> None:
 # -- starts ----------------------------------------------------------------------------
 
 
-@part
+@compiled
 def start(
     world: Any,
     m: int,
@@ -396,7 +395,7 @@ def start(
     return NO_PLACE
 
 
-@part
+@compiled
 def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
     """Evict what must leave for a copy; False if it gets no place in the cache."""
     wished = world.experts[m, key]
@@ -434,7 +433,7 @@ def _make_room(world: Any, m: int, key: int, layer: int) -> bool:
     return True
 
 
-@part
+@compiled
 def swap_fits(world: Any, m: int, key: int, outgoing: int) -> bool:
     """Whether an expert fits into the room of a resident and what is free."""
     missing_bytes = (
@@ -445,7 +444,7 @@ def swap_fits(world: Any, m: int, key: int, outgoing: int) -> bool:
     return _room(world, m, key // world.constants.experts) >= missing_bytes
 
 
-@part
+@compiled
 def contains(keys: Any, key: int) -> bool:
     """Whether a key is among others."""
     for other in keys:
@@ -454,7 +453,7 @@ def contains(keys: Any, key: int) -> bool:
     return False
 
 
-@part
+@compiled
 def _evict(world: Any, m: int, victims: Any) -> None:
     experts = world.constants.experts
     # In a list of their own: they may have to be copied back, one by one.
@@ -473,7 +472,7 @@ def _evict(world: Any, m: int, victims: Any) -> None:
 # -- staging ---------------------------------------------------------------------------
 
 
-@part
+@compiled
 def staging_will_have_room(world: Any, m: int) -> bool:
     """Whether staging can take a prefetch once demand has done with its slots."""
     guesses = 0
@@ -484,7 +483,7 @@ def staging_will_have_room(world: Any, m: int) -> bool:
     return world.memories[m].staging - guesses > RESERVED_SLOTS
 
 
-@part
+@compiled
 def idle_prefetch(world: Any, m: int, layer: int, after: int) -> int:
     """The landed staged expert that nobody computes now, of the most distant layer;
     the one that follows `after`, if that is no `NONE`; -1 if there is none.

@@ -6,22 +6,20 @@ from typing import Any
 
 import numpy as np
 
+from moesim.machine_code.functions import compiled, loaded, rows_at, table_at
 from moesim.policies.base import ABSENT, RESIDENT
 from moesim.policies.kernels import WAITS, KernelView, State, Work
 from moesim.policies.planner.plan import FETCH, PREFETCH, READ, REPLACE
 from moesim.sim.compiled import host, memory
-from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.memory import cache_state
-from moesim.sim.compiled.records import NONE
+from moesim.sim.compiled.records import ENTRIES, NONE, WORLD
 from moesim.sim.compiled.transfers import LATE_WAIT, link_enqueue
-from moesim.sim.compiled.world import ENTRIES, rows_at, world_at
-from moesim.traces.structures import loaded, packed
 
 _COMPUTE_LANES = 2
 """Place of the CPU in `world.lane_by_use`; GPUs follow."""
 
 
-@part
+@compiled
 def home(world: Any, layer: int) -> int:
     """GPU that runs a layer's dense part."""
     constants = world.constants
@@ -30,25 +28,25 @@ def home(world: Any, layer: int) -> int:
     return 0
 
 
-@part
+@compiled
 def rows_of(world: Any) -> int:
     """How many GPUs compute the experts of one layer."""
     return 1 if world.constants.splits_layers else world.constants.gpus
 
 
-@part
+@compiled
 def gpu_states(world: Any) -> Any:
     """State of every expert on every GPU, without host memory."""
     return world.state[: world.constants.gpus]
 
 
-@part
+@compiled
 def gpu_seconds(world: Any, active: int) -> Any:
     """Seconds of the active experts on each GPU, as `_look` has found them."""
     return rows_at(world.work_s[2], rows_of(world), active)
 
 
-@part
+@compiled
 def _look(world: Any, s: int) -> None:
     """Look the active experts up: states, costs and expected arrivals."""
     constants = world.constants
@@ -98,7 +96,7 @@ def _look(world: Any, s: int) -> None:
             gpu_state[row * active + i] = here
 
 
-@part
+@compiled
 def work_of(world: Any, s: int) -> Work:
     """The work of a layer step, as it was last looked up."""
     rows = rows_of(world)
@@ -108,29 +106,27 @@ def work_of(world: Any, s: int) -> Work:
     scores = world.work_s[0][:0]
     if len(world.scores):
         scores = world.scores[s]
-    return packed(
-        Work(
-            world.step[s],
-            world.layer[s],
-            np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
-            world.batch[s],
-            world.rows[s],
-            experts,
-            tokens,
-            world.work_state[0][:active],
-            world.work_s[0][:active],
-            world.work_s[1][:active],
-            gpu_seconds(world, active),
-            rows_at(world.work_s[3], rows, active),
-            world.work_link_s[:rows],
-            world.work_state[1][: rows * active],
-            scores,
-            world.constants.cpu_first_s,
-        )
+    return Work(
+        world.step[s],
+        world.layer[s],
+        np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
+        world.batch[s],
+        world.rows[s],
+        experts,
+        tokens,
+        world.work_state[0][:active],
+        world.work_s[0][:active],
+        world.work_s[1][:active],
+        gpu_seconds(world, active),
+        rows_at(world.work_s[3], rows, active),
+        world.work_link_s[:rows],
+        world.work_state[1][: rows * active],
+        scores,
+        world.constants.cpu_first_s,
     )
 
 
-@part
+@compiled
 def assign(world: Any, work: Work, lanes: Any, order: Any) -> int:
     """Ask for lanes and launch order, and check them; flags of the plan."""
     constants = world.constants
@@ -160,7 +156,7 @@ def assign(world: Any, work: Work, lanes: Any, order: Any) -> int:
     return flags
 
 
-@part
+@compiled
 def note_accesses(world: Any, work: Work, lanes: Any) -> None:
     """Hold every active expert before any victim is named, then tell the caches."""
     first = work.layer * world.constants.experts
@@ -179,7 +175,7 @@ def note_accesses(world: Any, work: Work, lanes: Any) -> None:
         world.accessed(cache_state(world, gpu), work)
 
 
-@part
+@compiled
 def _forget_wrong_guesses(world: Any, gpu: int, first: int) -> None:
     """Free the staging slots of prefetches that a GPU does not compute after all."""
     for key in range(first, first + world.constants.experts):
@@ -193,7 +189,7 @@ def _forget_wrong_guesses(world: Any, gpu: int, first: int) -> None:
             forget_staged(world, gpu, key)
 
 
-@part
+@compiled
 def forget_staged(world: Any, gpu: int, key: int) -> None:
     """Forget a staged expert, now or when its copy has landed."""
     if world.state[gpu, key] == RESIDENT:
@@ -202,7 +198,7 @@ def forget_staged(world: Any, gpu: int, key: int) -> None:
         world.experts[gpu, key].orphan = True
 
 
-@part
+@compiled
 def _add(copies: Any, n: int, kind: int, gpu: int, layer: int, expert: int) -> None:
     copy = copies[n]
     copy.read = False
@@ -212,7 +208,7 @@ def _add(copies: Any, n: int, kind: int, gpu: int, layer: int, expert: int) -> N
     copy.expert = expert
 
 
-@part
+@compiled
 def queue(world: Any, kind: int, gpu: int, key: int, read: bool) -> None:
     """Put a copy on the plan and on the books of its link; whether a read comes
     first.
@@ -226,7 +222,7 @@ def queue(world: Any, kind: int, gpu: int, key: int, read: bool) -> None:
     run.copies += 1
 
 
-@part
+@compiled
 def _promoted(world: Any, gpu: int, layer: int, expert: int) -> None:
     """Put a promotion on the plan, once."""
     run = world.run
@@ -238,7 +234,7 @@ def _promoted(world: Any, gpu: int, layer: int, expert: int) -> None:
     run.promoted += 1
 
 
-@part
+@compiled
 def promote_due(world: Any, layer: int) -> None:
     """Promote queued copies of a layer that should have landed before it came.
 
@@ -283,7 +279,7 @@ def promote_due(world: Any, layer: int) -> None:
                 run.promoted += 1
 
 
-@part
+@compiled
 def demand(world: Any, work: Work, gpu: int, lanes: Any, order: Any) -> None:
     """Wish for what a GPU lacks; what is queued already is promoted."""
     first = work.layer * world.constants.experts
@@ -309,7 +305,7 @@ def demand(world: Any, work: Work, gpu: int, lanes: Any, order: Any) -> None:
         queue(world, FETCH, gpu, key, memory.contains(read, key))
 
 
-@part
+@compiled
 def _read_for_cpu(world: Any, work: Work, lanes: Any, order: Any) -> None:
     """Wish for reads of what the CPU computes; the layer step itself holds it."""
     run = world.run
@@ -339,7 +335,7 @@ def _read_for_cpu(world: Any, work: Work, lanes: Any, order: Any) -> None:
         run.copies += 1
 
 
-@part
+@compiled
 def _view(world: Any, s: int) -> KernelView:
     """What the prefetch policy sees beside the layer step."""
     constants = world.constants
@@ -357,25 +353,23 @@ def _view(world: Any, s: int) -> KernelView:
         coming = world.active
         coming_edges = world.edges[s + 1 : s + 1 + constants.layers - layer]
     link = world.memories[0]
-    return packed(
-        KernelView(
-            gpu_states(world),
-            routing,
-            before,
-            world.workload[min(s, len(world.workload) - 1)],
-            world.score_sums[min(s, len(world.score_sums) - 1)],
-            coming,
-            coming_edges,
-            world.mean_copy_s,
-            world.cpu_s,
-            world.gpu_s,
-            max(0.0, link.busy_until_s - run.now_s) + link.queued_s,
-            run.gap_s,
-        )
+    return KernelView(
+        gpu_states(world),
+        routing,
+        before,
+        world.workload[min(s, len(world.workload) - 1)],
+        world.score_sums[min(s, len(world.score_sums) - 1)],
+        coming,
+        coming_edges,
+        world.mean_copy_s,
+        world.cpu_s,
+        world.gpu_s,
+        max(0.0, link.busy_until_s - run.now_s) + link.queued_s,
+        run.gap_s,
     )
 
 
-@part
+@compiled
 def prefetch(world: Any, work: Work, s: int) -> None:
     """Wish for what the prefetch policy names, within its byte budget."""
     constants = world.constants
@@ -422,7 +416,7 @@ def prefetch(world: Any, work: Work, s: int) -> None:
         queue(world, FETCH if awaited else PREFETCH, gpu, key, len(read) > 0)
 
 
-@part
+@compiled
 def _unshield(world: Any, layer: int) -> None:
     gpu = home(world, layer)
     first = layer * world.constants.experts
@@ -430,7 +424,7 @@ def _unshield(world: Any, layer: int) -> None:
         world.experts[gpu, key].shielded = False
 
 
-@part
+@compiled
 def ask_replacements(world: Any, work: Work) -> None:
     """Ask caches for their own copies, and check them."""
     run = world.run
@@ -454,7 +448,7 @@ def ask_replacements(world: Any, work: Work) -> None:
             run.swaps += 1
 
 
-@part
+@compiled
 def wish_swaps(world: Any, work: Work) -> None:
     """Wish for replacements, unless copies have overtaken them."""
     run = world.run
@@ -472,7 +466,7 @@ def wish_swaps(world: Any, work: Work) -> None:
         queue(world, REPLACE, swap.gpu, key, len(read) > 0)
 
 
-@part
+@compiled
 def _can_stage_all(world: Any, layer: int) -> bool:
     """Whether staging could hold every queued copy of a layer at once, beside what it
     holds already.
@@ -492,10 +486,10 @@ def _can_stage_all(world: Any, layer: int) -> bool:
     return True
 
 
-@entry(ENTRIES["plan_layer_step"])
+@compiled(ENTRIES["plan_layer_step"])
 def plan_layer_step(address: int, s: int) -> int:
     """Plan one layer step in the order of the contract; flags of the plan."""
-    world = world_at(address)
+    world = table_at(WORLD, address)
     run = world.run
     layer = world.layer[s]
     if layer:

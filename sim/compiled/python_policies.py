@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moesim.machine_code.functions import call_address, compiled
 from moesim.policies.base import (
     IN_FLIGHT,
     RESIDENT,
@@ -20,15 +21,25 @@ from moesim.policies.base import (
     LayerWork,
 )
 from moesim.policies.kernels import (
+    ACCESSED,
+    ADMITS,
+    ASSIGN,
+    KERNELS,
+    MOVED,
+    PRECEDENCE,
+    PREFETCH,
+    REPLACEMENTS,
     SERIAL,
+    VICTIMS,
     WAITS,
     AssignmentKernels,
     CacheKernels,
+    KernelView,
     PrefetchKernels,
     State,
+    Work,
 )
 from moesim.policies.planner.memory_level import preferred
-from moesim.sim.compiled import asking
 from moesim.sim.compiled.memory import BAD_ASSIGNMENT, BAD_VICTIMS, RAISED
 from moesim.traces.format.schema import Phase
 
@@ -37,8 +48,129 @@ if TYPE_CHECKING:
 
     from moesim.policies.base import AssignmentPolicy, PrefetchPolicy
     from moesim.policies.planner.planner import Planner
-    from moesim.sim.compiled.world import World
+    from moesim.sim.compiled.records import World
     from moesim.traces.format.layer_steps import LayerSteps
+
+
+QUESTIONS = tuple(KERNELS)
+"""What policies are asked; a question's number is its place here."""
+
+COUNTS = 0
+INCOMING = 1
+CANDIDATES = 2
+ANSWERS = 3
+"""Rows of the marks. The first holds two counts of keys, and a number as the answer."""
+
+ROWS = 4
+
+_ASSIGN = QUESTIONS.index("assign")
+_PREFETCH = QUESTIONS.index("prefetch")
+_ACCESSED = QUESTIONS.index("accessed")
+_ADMITS = QUESTIONS.index("admits")
+_PRECEDENCE = QUESTIONS.index("precedence")
+_VICTIMS = QUESTIONS.index("victims")
+_ADMITTED = QUESTIONS.index("admitted")
+_EVICTED = QUESTIONS.index("evicted")
+_REPLACEMENTS = QUESTIONS.index("replacements")
+
+
+@compiled(ASSIGN)
+def ask_assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
+    """Let Python fill in the lanes and the order, where they lie."""
+    call_address(state.integers[0], state.integers[1], _ASSIGN)
+    return state.marks[COUNTS, 2]
+
+
+@compiled(PREFETCH)
+def ask_prefetch(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
+    """Let Python fill in keys, where they lie."""
+    call_address(state.integers[0], state.integers[1], _PREFETCH)
+    return state.marks[COUNTS, 2]
+
+
+@compiled(ACCESSED)
+def ask_accessed(state: State, work: Work) -> None:
+    """Tell how many experts are meant."""
+    state.marks[COUNTS, 0] = len(work.experts)
+    call_address(state.integers[0], state.integers[1], _ACCESSED)
+
+
+@compiled(ADMITS)
+def ask_admits(
+    state: State, work: Work, incoming: np.ndarray, answers: np.ndarray
+) -> None:
+    """Hand over keys, take an answer for each."""
+    count = len(incoming)
+    state.marks[COUNTS, 0] = count
+    state.marks[INCOMING, :count] = incoming
+    call_address(state.integers[0], state.integers[1], _ADMITS)
+    for n in range(count):
+        answers[n] = state.marks[ANSWERS, n] != 0
+
+
+@compiled(PRECEDENCE)
+def ask_precedence(state: State, incoming: np.ndarray) -> None:
+    """Hand over keys, take them in another order."""
+    count = len(incoming)
+    state.marks[COUNTS, 0] = count
+    state.marks[INCOMING, :count] = incoming
+    call_address(state.integers[0], state.integers[1], _PRECEDENCE)
+    incoming[:] = state.marks[ANSWERS, :count]
+
+
+@compiled(VICTIMS)
+def ask_victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    """Hand over keys and candidates, take a victim for each."""
+    count = len(incoming)
+    state.marks[COUNTS, 0] = count
+    state.marks[COUNTS, 1] = len(candidates)
+    state.marks[INCOMING, :count] = incoming
+    state.marks[CANDIDATES, : len(candidates)] = candidates
+    call_address(state.integers[0], state.integers[1], _VICTIMS)
+    chosen[:] = state.marks[ANSWERS, :count]
+
+
+@compiled(MOVED)
+def ask_admitted(state: State, keys: np.ndarray) -> None:
+    """Hand over keys."""
+    state.marks[COUNTS, 0] = len(keys)
+    state.marks[INCOMING, : len(keys)] = keys
+    call_address(state.integers[0], state.integers[1], _ADMITTED)
+
+
+@compiled(MOVED)
+def ask_evicted(state: State, keys: np.ndarray) -> None:
+    """Hand over keys."""
+    state.marks[COUNTS, 0] = len(keys)
+    state.marks[INCOMING, : len(keys)] = keys
+    call_address(state.integers[0], state.integers[1], _EVICTED)
+
+
+@compiled(REPLACEMENTS)
+def ask_replacements(
+    state: State,
+    work: Work,
+    states: np.ndarray,
+    outgoing: np.ndarray,
+    incoming: np.ndarray,
+) -> int:
+    """Let Python fill in keys, where they lie."""
+    call_address(state.integers[0], state.integers[1], _REPLACEMENTS)
+    return state.marks[COUNTS, 2]
+
+
+ASKING = {
+    "accessed": ask_accessed,
+    "admits": ask_admits,
+    "precedence": ask_precedence,
+    "victims": ask_victims,
+    "admitted": ask_admitted,
+    "evicted": ask_evicted,
+    "replacements": ask_replacements,
+}
+"""Kernels of caches by their questions."""
 
 _PHASES = tuple(Phase)
 """By code."""
@@ -102,7 +234,7 @@ class PythonPolicies:
         self._rows = 1 if planner.splits_layers else planner.gpus
         self._as_given = np.arange(planner.experts)
         keys = planner.layers * planner.experts
-        self._marks = np.zeros((asking.ROWS, max(keys, 4)), np.int64)
+        self._marks = np.zeros((ROWS, max(keys, 4)), np.int64)
         self._function = _FUNCTION(self._ask)
         self._address = ctypes.cast(self._function, ctypes.c_void_p).value
         self._answers: list[list[Callable[[], None]]] = []
@@ -138,9 +270,9 @@ class PythonPolicies:
                 return
             self._world["work_lanes"][:count] = lanes
             self._world["work_order"][:count] = order
-            self._marks[asking.COUNTS, 2] = SERIAL * serial + WAITS * waits
+            self._marks[COUNTS, 2] = SERIAL * serial + WAITS * waits
 
-        return AssignmentKernels(asking.assign, self._state({"assign": assign}))
+        return AssignmentKernels(ask_assign, self._state({"assign": assign}))
 
     def prefetch(self, policy: PrefetchPolicy) -> PrefetchKernels:
         """Kernels that ask a prefetch policy."""
@@ -156,7 +288,7 @@ class PythonPolicies:
             ]
             self._give(5, keys)
 
-        return PrefetchKernels(asking.prefetch, self._state({"prefetch": prefetch}))
+        return PrefetchKernels(ask_prefetch, self._state({"prefetch": prefetch}))
 
     def cache(self, policy: CachePolicy, *, of_host: bool = False) -> CacheKernels:
         """Kernels that ask a cache policy."""
@@ -164,23 +296,23 @@ class PythonPolicies:
         name = self._planner.policies.names.get("cache", "cache")
 
         def incoming() -> np.ndarray:
-            count = marks[asking.COUNTS, 0]
-            keys: np.ndarray = marks[asking.INCOMING, :count].copy()
+            count = marks[COUNTS, 0]
+            keys: np.ndarray = marks[INCOMING, :count].copy()
             return keys
 
         def answer(answers: np.ndarray) -> None:
-            count = marks[asking.COUNTS, 0]
+            count = marks[COUNTS, 0]
             if len(answers) != count:
                 self._run["error"] = BAD_VICTIMS
                 return
-            marks[asking.ANSWERS, :count] = answers
+            marks[ANSWERS, :count] = answers
 
         def accessed() -> None:
             policy.accessed(self._host_work() if of_host else self._work())
 
         def victims() -> None:
-            count = marks[asking.COUNTS, 1]
-            candidates = marks[asking.CANDIDATES, :count].copy()
+            count = marks[COUNTS, 1]
+            candidates = marks[CANDIDATES, :count].copy()
             answer(policy.victims(incoming(), candidates))
 
         def replacements() -> None:
@@ -201,7 +333,7 @@ class PythonPolicies:
         )
         # What a policy leaves out needs no Python.
         asked: dict[str, Any] = {
-            name: getattr(asking, name)
+            name: ASKING[name]
             for name in CacheKernels._fields
             if name != "state" and _overrides(policy, name)
         }
@@ -211,7 +343,7 @@ class PythonPolicies:
         """The state of one policy: its number, and the marks that all share."""
         number = len(self._answers)
         self._answers.append(
-            [answers.get(question, _nothing) for question in asking.QUESTIONS]
+            [answers.get(question, _nothing) for question in QUESTIONS]
         )
         return State(
             np.zeros((0, 0)),
@@ -228,11 +360,11 @@ class PythonPolicies:
             self._answers[policy][question]()
         except BaseException as error:  # noqa: BLE001 - raised again when the loop is left
             self.raised = error
-            self._marks[asking.COUNTS, 2] = 0
+            self._marks[COUNTS, 2] = 0
             # The loop ends soon; until then it needs keys that there are.
-            self._marks[asking.ANSWERS] = -1
-            if asking.QUESTIONS[question] == "precedence":
-                self._marks[asking.ANSWERS] = self._marks[asking.INCOMING]
+            self._marks[ANSWERS] = -1
+            if QUESTIONS[question] == "precedence":
+                self._marks[ANSWERS] = self._marks[INCOMING]
             self._run["error"] = RAISED
 
     def _key(self, expert: ExpertKey) -> int:
@@ -244,7 +376,7 @@ class PythonPolicies:
             # What is named twice is no copy.
             keys = list(dict.fromkeys(keys))[: len(room)]
         room[: len(keys)] = keys
-        self._marks[asking.COUNTS, 2] = len(keys)
+        self._marks[COUNTS, 2] = len(keys)
 
     def _work(self) -> LayerWork:
         """The work of the layer step under way, in arrays of its own."""
@@ -292,7 +424,7 @@ class PythonPolicies:
         """What of it is asked of host memory."""
         work = self._work()
         world = self._world
-        count = int(self._marks[asking.COUNTS, 0])
+        count = int(self._marks[COUNTS, 0])
         rows = len(work.gpu_s)
         seconds = world["host_work_s"]
         return replace(

@@ -11,6 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from moesim.machine_code.types import (
+    Array,
+    Pointers,
+    Record,
+    Scalar,
+    int64,
+    void,
+)
+from moesim.policies.kernels import KERNELS as POLICY_KERNELS
+
 MOST_LANES = 32
 """Lanes that a worker's record has room for."""
 
@@ -87,7 +97,7 @@ OPERATION = _record(
         ("awaits_read", np.bool_),  # a copy behind the read of its expert
     ]
 )
-"""As `moesim.sim.contention.Operation`; `next` and `previous` link a queue."""
+"""As `moesim.sim.clock.Operation`; `next` and `previous` link a queue."""
 
 LANE = _record(
     [
@@ -306,3 +316,77 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "host_work_experts": (np.int32, 2),  # [2, E]: experts, tokens
 }
 """Types and numbers of axes of all arrays."""
+
+
+ENTRIES = {
+    "serve_worker": void(int64, int64),
+    "end_operation": void(int64, int64),
+    "plan_layer_step": int64(int64, int64),
+}
+"""The loop's own parts that call each other in circles. Each takes the table's address.
+"""
+
+OF_CACHES = ("accessed", "admits", "precedence", "victims", "admitted", "evicted")
+"""What the cache policy of any memory answers."""
+
+_OF_HOST_CACHE = {f"host_{name}": POLICY_KERNELS[name] for name in OF_CACHES}
+
+_ENTRY = 4
+"""Slots per name: an address and up to three sizes. A kernel needs no more."""
+
+
+def _array(dtype: Any, ndim: int) -> Array:
+    dtype = np.dtype(dtype)
+    if dtype.names:
+        return Array(Record(dtype), ndim)
+    return Array(Scalar("boolean" if dtype == np.bool_ else dtype.name), ndim)
+
+
+_KINDS = {
+    **{name: _array(*kind) for name, kind in ARRAYS.items()},
+    **{name: Record(dtype) for name, dtype in RECORDS.items()},
+    **POLICY_KERNELS,
+    **_OF_HOST_CACHE,
+    **ENTRIES,
+}
+WORLD = Pointers(
+    "World",
+    {name: (_ENTRY * place, kind) for place, (name, kind) in enumerate(_KINDS.items())},
+)
+"""The table's type, for `moesim.machine_code.functions.table_at`."""
+
+
+class World:
+    """The arrays of a run, by name, and their table.
+
+    Attributes:
+        table: int64, what `table_at` wants the address of.
+    """
+
+    def __init__(self) -> None:
+        self.table = np.zeros(_ENTRY * len(_KINDS), np.int64)
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def __setitem__(self, name: str, array: np.ndarray) -> None:
+        """Give the loop an array; records are arrays of one."""
+        dtype, ndim = ARRAYS[name] if name in ARRAYS else (RECORDS[name], 1)
+        assert array.dtype == np.dtype(dtype), name
+        assert array.ndim == ndim, name
+        assert array.flags.c_contiguous, name
+        place, _ = WORLD.places[name]
+        self.table[place] = array.ctypes.data
+        self.table[place + 1 : place + 1 + ndim] = array.shape
+        # Kept alive as long as the loop may look at it.
+        self._arrays[name] = array
+
+    def give_kernel(self, name: str, kernel: Any) -> None:
+        """Give the loop what it calls by this name: a compiled function."""
+        # LLVM takes a moment to load, and not every run that could be compiled is.
+        from moesim.machine_code.library import address  # noqa: PLC0415
+
+        place, _ = WORLD.places[name]
+        self.table[place] = address(kernel)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """An array of the loop."""
+        return self._arrays[name]

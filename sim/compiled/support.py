@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numba
-
 from moesim.hwprofiles.costs import Costs
+from moesim.machine_code.functions import INTERPRETED
 from moesim.policies.base import (
     AssignmentPolicy,
     CachePolicy,
@@ -28,9 +27,13 @@ _READ_ONLY = frozenset(
 """Members of a policy that a kernel has no part in."""
 
 
+COMPILE_S = 4.0
+"""Seconds that the engine takes to compile, about: once."""
+
+
 def unsupported(planner: Any, profile: HardwareProfile, costs: Any) -> str | None:
     """Say why the compiled engine cannot run this; None if it can."""
-    if numba.config.DISABLE_JIT:
+    if INTERPRETED:
         return "compilation is switched off (NUMBA_DISABLE_JIT)"
     if type(planner) is not Planner:
         return "somebody observes the planner"

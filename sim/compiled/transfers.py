@@ -1,6 +1,6 @@
 """Copies and products: what waits, what starts, and what follows an end.
 
-As `moesim.engine.lanes`, `moesim.engine.transfers` and `moesim.engine.dispatch`, with
+As `moesim.engine.lanes`, `moesim.engine.transfers` and `moesim.engine.layer_step`, with
 the planner's part of a copy's life.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from moesim.engine.operations import DEMAND
+from moesim.engine.lanes import DEMAND
+from moesim.machine_code.functions import address_of, compiled, table_at
 from moesim.policies.base import RESIDENT
 from moesim.policies.planner.plan import PREFETCH, READ, REPLACE
 from moesim.sim.compiled import host, memory
-from moesim.sim.compiled.compilation import entry, part
 from moesim.sim.compiled.lanes import (
     COMPUTED,
     COPIED,
@@ -26,8 +26,7 @@ from moesim.sim.compiled.lanes import (
     push,
     withdraw,
 )
-from moesim.sim.compiled.records import NONE
-from moesim.sim.compiled.world import ENTRIES, address_of, world_at
+from moesim.sim.compiled.records import ENTRIES, NONE, WORLD
 
 CONTROL = 0
 SSD = 1
@@ -52,7 +51,7 @@ DROP = 2
 # -- links -----------------------------------------------------------------------------
 
 
-@part
+@compiled
 def link_enqueue(world: Any, gpu: int, key: int) -> None:
     """Note a queued copy."""
     link = world.memories[gpu]
@@ -60,7 +59,7 @@ def link_enqueue(world: Any, gpu: int, key: int) -> None:
     link.queued_s += world.copy_s[gpu, world.size_of[key]]
 
 
-@part
+@compiled
 def link_withdraw(world: Any, gpu: int, key: int) -> None:
     """Note that a queued copy has left the queue, started or not."""
     link = world.memories[gpu]
@@ -73,7 +72,7 @@ def link_withdraw(world: Any, gpu: int, key: int) -> None:
 # -- starts ----------------------------------------------------------------------------
 
 
-@part
+@compiled
 def submit(world: Any, i: int, priority: int) -> None:
     """Queue an operation; it starts at once if its worker is idle."""
     lane = world.lanes[world.operations[i].lane]
@@ -87,14 +86,14 @@ def submit(world: Any, i: int, priority: int) -> None:
         serve(world, lane.worker)
 
 
-@part
+@compiled
 def serve(world: Any, w: int) -> None:
     """Start the next operation that an idle worker may start."""
     if world.workers[w].waiting:
         world.serve_worker(address_of(world), w)
 
 
-@part
+@compiled
 def go_on(world: Any, w: int) -> None:
     """Let a worker that has ended something, or is given back, do what comes next."""
     run = world.run
@@ -107,13 +106,13 @@ def go_on(world: Any, w: int) -> None:
     serve(world, w)
 
 
-@part
+@compiled
 def control_worker(world: Any) -> int:
     """Who plans; its lanes may be others as well."""
     return world.lanes[world.lane_by_use[CONTROL]].worker
 
 
-@part
+@compiled
 def all_computed(world: Any) -> None:
     """Let the layer step go on once control is free: it joins before it serves its
     lanes again.
@@ -128,7 +127,7 @@ def all_computed(world: Any) -> None:
     run.turns += 1
 
 
-@part
+@compiled
 def offer(world: Any) -> None:
     """Let idle workers look again at operations that waited for a place."""
     workers = world.workers
@@ -137,7 +136,7 @@ def offer(world: Any) -> None:
             serve(world, w)
 
 
-@part
+@compiled
 def _pick(world: Any, w: int) -> int:
     """Take out the first operation that may start now; -1 if there is none."""
     worker = world.workers[w]
@@ -161,7 +160,7 @@ def _pick(world: Any, w: int) -> int:
     return NONE
 
 
-@part
+@compiled
 def _admit(world: Any, i: int) -> int:
     """Take a place for a copy that could start; say whether it may."""
     run = world.run
@@ -186,13 +185,13 @@ def _admit(world: Any, i: int) -> int:
     return _START
 
 
-@part
+@compiled
 def link_back(world: Any, gpu: int) -> int:
     """Lane of copies from a GPU to host memory."""
     return world.lane_by_use[GPU + 2 * world.constants.gpus + gpu]
 
 
-@part
+@compiled
 def _write_back(world: Any, gpu: int, step: int) -> None:
     """Copy back what has left for the copy that starts; nobody waits for it."""
     constants = world.constants
@@ -216,7 +215,7 @@ def _write_back(world: Any, gpu: int, step: int) -> None:
         key = following
 
 
-@part
+@compiled
 def _start_copy(world: Any, gpu: int, layer: int, key: int) -> bool:
     """Take a place for a queued copy to a GPU that starts now."""
     run = world.run
@@ -235,7 +234,7 @@ def _start_copy(world: Any, gpu: int, layer: int, key: int) -> bool:
     return True
 
 
-@part
+@compiled
 def _frees_staging(world: Any, gpu: int, layer: int) -> bool:
     """Drop a prefetch that waits in staging; say whether there was one."""
     if not world.memories[gpu].staged:
@@ -247,7 +246,7 @@ def _frees_staging(world: Any, gpu: int, layer: int) -> bool:
     return True
 
 
-@part
+@compiled
 def _start_read(world: Any, layer: int, key: int) -> bool:
     """Take a place in host memory for a read that starts now."""
     m = world.constants.host
@@ -263,7 +262,7 @@ def _start_read(world: Any, layer: int, key: int) -> bool:
     return True
 
 
-@part
+@compiled
 def _yields(world: Any, layer: int, read: int) -> bool:
     """Give up a prefetch for a read that finds no place; whether there was one.
 
@@ -291,7 +290,7 @@ def _yields(world: Any, layer: int, read: int) -> bool:
     return False
 
 
-@part
+@compiled
 def _gives_up(world: Any, gpu: int, key: int) -> bool:
     """Whether a queued copy that finds no place is dropped; else it waits."""
     wished = world.experts[gpu, key]
@@ -306,7 +305,7 @@ def _gives_up(world: Any, gpu: int, key: int) -> bool:
     return world.constants.no_place == DROP
 
 
-@part
+@compiled
 def cancel_copy(world: Any, gpu: int, key: int) -> None:
     """Forget the wish for a queued copy to a GPU."""
     memory.cancel(world, gpu, key)
@@ -314,7 +313,7 @@ def cancel_copy(world: Any, gpu: int, key: int) -> None:
     host.unneed(world, key)
 
 
-@part
+@compiled
 def _take_back(world: Any, gpu: int, key: int) -> None:
     """Cancel a queued copy, with the read that only it needs."""
     i = world.experts[gpu, key].queued
@@ -329,7 +328,7 @@ def _take_back(world: Any, gpu: int, key: int) -> None:
     forget(world, i)
 
 
-@part
+@compiled
 def _unqueue(world: Any, gpu: int, key: int) -> None:
     """Forget that a copy is queued; its operation stays."""
     copy = world.experts[gpu, key]
@@ -344,7 +343,7 @@ def _unqueue(world: Any, gpu: int, key: int) -> None:
 # -- decisions -------------------------------------------------------------------------
 
 
-@part
+@compiled
 def begin_decisions(world: Any, layer: int, active: Any) -> None:
     """Stop starts, and settle what becomes of queued prefetches."""
     run = world.run
@@ -360,7 +359,7 @@ def begin_decisions(world: Any, layer: int, active: Any) -> None:
         _drop_late(world, target, layer, active)
 
 
-@part
+@compiled
 def _drop_late(world: Any, target: int, layer: int, active: Any) -> None:
     """Drop queued prefetches for a layer, but those that stay."""
     constants = world.constants
@@ -381,7 +380,7 @@ def _drop_late(world: Any, target: int, layer: int, active: Any) -> None:
             _take_back(world, gpu, key)
 
 
-@part
+@compiled
 def end_decisions(world: Any) -> None:
     """Report what has landed meanwhile, and let queued operations start."""
     run = world.run
@@ -393,7 +392,7 @@ def end_decisions(world: Any) -> None:
     offer(world)
 
 
-@part
+@compiled
 def promote(world: Any, gpu: int, layer: int, expert: int) -> None:
     """Let a queued copy go first: a layer step waits for it."""
     key = layer * world.constants.experts + expert
@@ -408,7 +407,7 @@ def promote(world: Any, gpu: int, layer: int, expert: int) -> None:
     copy.priority = DEMAND
 
 
-@part
+@compiled
 def start_on_gpu(world: Any, gpu: int, i: int) -> None:
     """Start a product as soon as its expert is on a GPU."""
     product = world.operations[i]
@@ -420,7 +419,7 @@ def start_on_gpu(world: Any, gpu: int, i: int) -> None:
         submit(world, i, DEMAND)
 
 
-@part
+@compiled
 def start_on_cpu(world: Any, i: int) -> None:
     """Start a product as soon as its expert is in host memory."""
     m = world.constants.host
@@ -436,7 +435,7 @@ def start_on_cpu(world: Any, i: int) -> None:
 # -- reads -----------------------------------------------------------------------------
 
 
-@part
+@compiled
 def read(world: Any, layer: int, expert: int, priority: int, new: bool) -> None:
     """Queue a read from the SSD, or hurry the one that is pending."""
     constants = world.constants
@@ -471,7 +470,7 @@ def read(world: Any, layer: int, expert: int, priority: int, new: bool) -> None:
     submit(world, i, priority)
 
 
-@part
+@compiled
 def await_read(world: Any, i: int) -> None:
     """Let a queued copy wait for the read of its expert."""
     copy = world.operations[i]
@@ -487,7 +486,7 @@ def await_read(world: Any, i: int) -> None:
     pending.last_copy = i
 
 
-@part
+@compiled
 def _promote_read(world: Any, key: int) -> None:
     """Let a pending read go first: a layer step waits for it."""
     pending = world.experts[world.constants.host, key]
@@ -499,7 +498,7 @@ def _promote_read(world: Any, key: int) -> None:
     queued.priority = DEMAND
 
 
-@part
+@compiled
 def _leave_read(world: Any, i: int, key: int) -> None:
     """Withdraw the read behind a copy if nothing else needs it."""
     m = world.constants.host
@@ -523,7 +522,7 @@ def _leave_read(world: Any, i: int, key: int) -> None:
     memory.cancel(world, m, key)
 
 
-@part
+@compiled
 def _has_read(world: Any, i: int) -> None:
     """Queue what waited for an expert in host memory."""
     ended = world.operations[i]
@@ -549,7 +548,7 @@ def _has_read(world: Any, i: int) -> None:
 # -- ends ------------------------------------------------------------------------------
 
 
-@part
+@compiled
 def release_held(world: Any) -> None:
     """Let the CPU of a serial plan begin."""
     run = world.run
@@ -559,7 +558,7 @@ def release_held(world: Any) -> None:
         start_on_cpu(world, world.held[n])
 
 
-@part
+@compiled
 def _copied(world: Any, i: int) -> None:
     """Start the product that waited for an expert on a GPU."""
     copy = world.operations[i]
@@ -575,7 +574,7 @@ def _copied(world: Any, i: int) -> None:
     settle(world, copy.layer)
 
 
-@part
+@compiled
 def settle(world: Any, layer: int) -> None:
     """Count a copy that has landed or was given up."""
     pool = world.pools[0, layer]
@@ -585,7 +584,7 @@ def settle(world: Any, layer: int) -> None:
         _open(world)
 
 
-@part
+@compiled
 def _open(world: Any) -> None:
     """Start the GPU products that waited for all copies of their layer."""
     run = world.run
@@ -597,7 +596,7 @@ def _open(world: Any) -> None:
         start_on_gpu(world, world.lanes[world.operations[product].lane].gpu, product)
 
 
-@part
+@compiled
 def open_when_landed(world: Any, layer: int) -> None:
     """Start products once all copies of their layer have landed, or now.
 
@@ -613,7 +612,7 @@ def open_when_landed(world: Any, layer: int) -> None:
         _open(world)
 
 
-@part
+@compiled
 def _report(world: Any, kind: int, gpu: int, layer: int, expert: int) -> None:
     """Note what has ended, now or when decisions are over."""
     run = world.run
@@ -629,7 +628,7 @@ def _report(world: Any, kind: int, gpu: int, layer: int, expert: int) -> None:
         offer(world)
 
 
-@part
+@compiled
 def _note_end(world: Any, kind: int, gpu: int, layer: int, expert: int) -> bool:
     """Note what has ended; whether a staging slot is free again."""
     if kind == COPIED:
@@ -642,7 +641,7 @@ def _note_end(world: Any, kind: int, gpu: int, layer: int, expert: int) -> bool:
     return _computed(world, gpu, key)
 
 
-@part
+@compiled
 def _landed(world: Any, gpu: int, layer: int, expert: int) -> bool:
     """Note that a copy to a GPU is complete; whether a staging slot is free again."""
     key = layer * world.constants.experts + expert
@@ -656,7 +655,7 @@ def _landed(world: Any, gpu: int, layer: int, expert: int) -> bool:
     return freed or unneeded
 
 
-@part
+@compiled
 def _computed(world: Any, gpu: int, key: int) -> bool:
     """Note that a product on a GPU has ended; whether a staging slot is free again."""
     if not world.experts[gpu, key].staged:
@@ -665,10 +664,10 @@ def _computed(world: Any, gpu: int, key: int) -> bool:
     return True
 
 
-@entry(ENTRIES["end_operation"])
+@compiled(ENTRIES["end_operation"])
 def end_operation(address: int, i: int) -> None:
     """Let an operation's consequences queue, then let its worker go on."""
-    world = world_at(address)
+    world = table_at(WORLD, address)
     run = world.run
     ended = world.operations[i]
     # Busy until all consequences are queued: the worker chooses among all of them.
@@ -701,10 +700,10 @@ def end_operation(address: int, i: int) -> None:
     go_on(world, w)
 
 
-@entry(ENTRIES["serve_worker"])
+@compiled(ENTRIES["serve_worker"])
 def serve_worker(address: int, w: int) -> None:
     """Start the next operation that an idle worker may start."""
-    world = world_at(address)
+    world = table_at(WORLD, address)
     worker = world.workers[w]
     # A copy that takes its place may queue others here: one is picked at a time.
     worker.busy = True

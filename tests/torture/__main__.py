@@ -13,10 +13,15 @@ SUITES = {
     "mutations": 100_000,
     "separators": 4_500,
     "configurations": 1_000,
+    "imports": 2_000,
+    "bombs": 500,
+    "screen": 200,
     "real_runs": 50,
     "write_errors": 500,
     "kills": 500,
     "signals": 500,
+    "places": 2_000,
+    "options": 1_000,
 }
 
 

@@ -89,8 +89,8 @@ class Ended(NamedTuple):
 
 def prepare(folder):
     """Write what the commands read."""
-    import foreign_files as files
-    from small_trace import write_small_trace
+    from support import foreign_files as files
+    from support.small_trace import write_small_trace
 
     for seed in (3, 4):
         write_small_trace(folder / f"small{seed}.parquet", seed=seed, new_tokens=60)

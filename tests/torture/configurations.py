@@ -90,7 +90,7 @@ def _worker(count, seed, folder):
 def run_suite(count, seed, only=None):
     """Replay every configuration in two processes with different hash seeds."""
     del only
-    from small_trace import write_small_trace
+    from support.small_trace import write_small_trace
 
     report = Report("drawn configurations")
     with tempfile.TemporaryDirectory() as name:

@@ -16,7 +16,7 @@ BLOCK_BYTES = 4096
 def run_suite(count, seed, only=None):
     """Run one drawn configuration after the other, on one store."""
     del only
-    from small_trace import write_small_trace
+    from support.small_trace import write_small_trace
 
     report = Report("real runs")
     with tempfile.TemporaryDirectory() as name:
@@ -34,7 +34,7 @@ def run_suite(count, seed, only=None):
 
 def attack(trace, folder, dice, report):
     """Run and audit one configuration; what is wrong."""
-    from real_machine import host_profile
+    from support.real_machine import host_profile
 
     from moesim.cli.errors import message_for_users
     from moesim.runs.measured import run_trace

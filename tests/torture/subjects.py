@@ -41,7 +41,7 @@ class Subject(NamedTuple):
 
 
 def _trace(folder, seed):
-    from small_trace import write_small_trace
+    from support.small_trace import write_small_trace
 
     columns = ("weights", "scores", "pred1_raw")
     return write_small_trace(folder / "trace.parquet", seed=seed, columns=columns)
@@ -102,9 +102,9 @@ def _read_statistics(path):
 def _network(folder, seed):
     from safetensors.numpy import save
 
+    from moesim.base.files import write_bytes
+    from moesim.base.seals import sealed_metadata
     from moesim.policies.cache._learned_network import sizes
-    from moesim.traces.files import write_bytes
-    from moesim.traces.tensor_seal import sealed
 
     draw = np.random.default_rng(seed)
     arrays = {
@@ -113,21 +113,21 @@ def _network(folder, seed):
     }
     write_bytes(
         folder / "flashmoe.safetensors",
-        save(arrays, sealed(arrays, {"moesim": "{}"})),
+        save(arrays, sealed_metadata(arrays, {"moesim": "{}"})),
     )
     return folder / "flashmoe.safetensors"
 
 
 def _read_network(path):
     from moesim.policies.cache._learned_network import Network
-    from moesim.runs.artefacts import load_artefacts
+    from moesim.runs.setup import load_artefacts
 
     arrays = load_artefacts(path)["flashmoe"]
     return [part.tobytes() for part in Network.of(arrays, str(path))]
 
 
 def _residual(folder, seed):
-    from moesim.runtime.record.residual import Residual
+    from moesim.runtime.record.calibration import Residual
 
     vectors = np.random.default_rng(seed).normal(size=(2, 8)).astype(np.float32)
     Residual(vectors, {"model": "small"}).save(folder / "residual.safetensors")
@@ -135,14 +135,14 @@ def _residual(folder, seed):
 
 
 def _read_residual(path):
-    from moesim.runtime.record.residual import Residual
+    from moesim.runtime.record.calibration import Residual
 
     loaded = Residual.load(path)
     return loaded.id
 
 
 def _decisions(folder, seed):
-    from moesim.policies.planner.decision_log import Entry
+    from moesim.policies.planner.observers import Entry
     from moesim.runtime.executor.decision_log_file import save_decision_log
     from moesim.traces.format.batch import RoutedLayer, RoutedStep
     from moesim.traces.format.schema import Phase
@@ -190,7 +190,7 @@ def _read_store(path):
 
 def _sealed_again(data):
     """An index with a right digest, whatever is in it."""
-    from moesim.runtime.store.index import digest_of
+    from moesim.runtime.store.store import digest_of
 
     try:
         body = json.loads(data)
@@ -206,7 +206,7 @@ def _store_data(folder, seed):
 
 
 def _journal(folder, seed):
-    from small_trace import SHAPE
+    from support.small_trace import SHAPE
 
     from moesim.runtime.record.segments import Segments
     from moesim.traces.format.schema import TraceHeader
@@ -241,9 +241,9 @@ def _read_journal(path):
 
 
 def _validation(folder, seed):
-    from test_validate import cell, result
+    from support.validations import cell, result
 
-    from moesim.reporting.validation_page import save
+    from moesim.evidence.validation.report import save
 
     save(
         result(cell("a", [1.0, 1.1], 1.0 + seed / 10), cell("b", [2.0, 2.1], 2.1)),
@@ -253,9 +253,8 @@ def _validation(folder, seed):
 
 
 def _read_validation(path):
-    from moesim.reporting.validation_page import load, save
-    from moesim.reporting.validation_text import validation_text
-    from moesim.validation.summary import joined
+    from moesim.evidence.validation.report import load, save, validation_text
+    from moesim.evidence.validation.results import joined
 
     earlier = load(path)
     whole = joined(load(_good_validation(path)), earlier)
@@ -322,7 +321,7 @@ def _saved_config(folder, seed):
 
 
 def _bench(folder, seed):
-    from bench_files import as_json, row
+    from support.bench_files import as_json, row
 
     rows = [row("tg", 128, 20.0 + seed), row("pp", 512, 300.0, n_cpu_moe=4)]
     (folder / "bench.json").write_text(as_json(rows))
@@ -330,7 +329,7 @@ def _bench(folder, seed):
 
 
 def _bench_csv(folder, seed):
-    from bench_files import as_csv, row
+    from support.bench_files import as_csv, row
 
     rows = [row("tg", 128, 20.0 + seed), row("pp", 512, 300.0, n_cpu_moe=4)]
     (folder / "bench.csv").write_text(as_csv(rows))
@@ -338,27 +337,27 @@ def _bench_csv(folder, seed):
 
 
 def _read_bench(path):
-    from moesim.advice.bench.rows import read_bench
+    from moesim.advice.bench_rows import read_bench
 
     return repr(read_bench(path))
 
 
 def _gguf(folder, seed):
-    from model_files import write_gguf
+    from support.model_files import write_gguf
 
     write_gguf(folder / "model.gguf", experts=4 + 2 * seed)
     return folder / "model.gguf"
 
 
 def _hf_config(folder, seed):
-    from model_files import write_hf
+    from support.model_files import write_hf
 
     write_hf(folder / "model", experts=4 + 2 * seed)
     return folder / "model" / "config.json"
 
 
 def _read_model(path):
-    from moesim.advice.model.resolve import model_contents
+    from moesim.advice.model.catalogue import model_contents
 
     return repr(model_contents(str(path)))
 
@@ -374,7 +373,7 @@ def _prompts(folder, seed):
 
 
 def _read_prompts(path):
-    from moesim.runtime.text.datasets import read_prompts
+    from moesim.runtime.text import read_prompts
 
     return read_prompts(path)
 
@@ -383,13 +382,13 @@ def _foreign(name):
     """A subject for each foreign layout of a routing trace."""
 
     def make(folder, seed):
-        import foreign_files as files
-        from test_importers import write
+        from support import foreign_files as files
+        from support.imports import write
 
         return write(folder, name, files.routing(((3, 2), (2, 2)), seed=seed))
 
     def read(path):
-        from test_importers import WRITERS, files
+        from support.imports import WRITERS, files
 
         from moesim.traces.importers import import_trace
         from moesim.traces.models import model_shape
@@ -413,7 +412,7 @@ def _foreign(name):
 
 def subjects():
     """Every kind of file."""
-    from test_importers import WRITERS
+    from support.imports import WRITERS
 
     own = [
         Subject("trace", _trace, _read_trace, is_sealed=True),

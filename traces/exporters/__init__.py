@@ -13,7 +13,7 @@ import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

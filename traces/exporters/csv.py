@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv
 
-from moesim.traces.files import written_beside
+from moesim.base.files import written_beside
 from moesim.traces.format.arrow import named, numbers
 from moesim.traces.format.schema import Phase
 

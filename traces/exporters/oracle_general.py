@@ -15,8 +15,8 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from moesim.traces.errors import TraceError
-from moesim.traces.files import written_beside
+from moesim.base.errors import TraceError
+from moesim.base.files import written_beside
 from moesim.traces.format.batch import compose
 
 if TYPE_CHECKING:

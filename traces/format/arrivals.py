@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
+from moesim.base.inputs import read_text
 from moesim.traces.format.batch import SequenceGroup
-from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import SequenceRows, Trace
@@ -49,15 +49,21 @@ class Request:
 
     Attributes:
         arrival_s: when it came.
+        prompt: tokens of its prompt.
+        begin_s: when its prompt began to be computed; NaN before.
         first_s: when its first token was there; NaN before.
         last_s: when its last token was there; NaN before.
-        generated: tokens made in decode steps.
+        generated: tokens made after the first.
+        is_served: whether it has all its tokens.
     """
 
     arrival_s: float
+    prompt: int = 0
+    begin_s: float = math.nan
     first_s: float = math.nan
     last_s: float = math.nan
     generated: int = 0
+    is_served: bool = False
 
     @property
     def ttft_s(self) -> float:
@@ -106,7 +112,7 @@ def _poisson(per_s: float, rng: np.random.Generator) -> Iterator[float]:
 
 def _times_of(file: Path) -> list[float]:
     try:
-        lines = file.read_text(encoding="utf-8").split()
+        lines = read_text(file).split()
         times_s = [float(line) for line in lines]
     except (OSError, UnicodeDecodeError, ValueError):
         times_s = []
@@ -155,6 +161,9 @@ class RequestSteps:
         # Requests that generate: each with its rows and the number of its next token.
         self._running: list[tuple[Request, SequenceRows, int]] = []
         self._totals: list[int] = []
+        # Busy periods so far: a batch, as the metrics count them, ends in idleness.
+        self._periods = 0
+        self._made = 0
         self.requests: list[Request] = []
 
     def steps(self, limit: int | None = None) -> Iterator[RoutedStep | Idle]:
@@ -163,26 +172,34 @@ class RequestSteps:
         Args:
             limit: keep the first so many steps.
         """
-        made = 0
-        while limit is None or made < limit:
+        while limit is None or self._made < limit:
             joining = list(self._admitted())
             if joining:
                 # Those without a prompt begin to generate at once.
-                for step in self._prefill(joining):
-                    step.step = made
-                    made += 1
-                    yield step
+                is_computed = yield from self._numbered(self._prefill(joining), limit)
+                if is_computed:
                     self._note_first(joining)
             elif self._running:
-                step = self._decode()
-                step.step = made
-                made += 1
-                yield step
+                yield from self._numbered([self._decode()], limit)
                 self._note_tokens()
             elif self._next is not None:
+                if self._made:
+                    self._periods += 1
                 yield Idle(self._next[0])
             else:
                 return
+
+    def _numbered(
+        self, steps: Iterable[RoutedStep], limit: int | None
+    ) -> Generator[RoutedStep, None, bool]:
+        """Number steps; return whether the limit let all of them pass."""
+        for step in steps:
+            if self._made == limit:
+                return False
+            step.step = self._made
+            self._made += 1
+            yield step
+        return True
 
     def _admitted(self) -> Iterator[tuple[Request, SequenceRows]]:
         """Requests that have arrived and find room."""
@@ -208,19 +225,26 @@ class RequestSteps:
             for (request, _), count in zip(joining, group.generated, strict=True)
             if not count
         }
+        for (request, _), prompt in zip(joining, group.prompts, strict=True):
+            request.prompt = prompt
+            request.begin_s = self._clock()
         if group.has_prompt:
             yield from group.prefills()
         self._running = [each for each in self._running if id(each[0]) not in ended]
 
     def _note_first(self, joining: list[tuple[Request, SequenceRows]]) -> None:
         now_s = self._clock()
-        for request, rows in joining:
-            if len(rows.phase) and rows.phase[0] == Phase.PREFILL:
+        running = {id(request) for request, _, _ in self._running}
+        for request, _ in joining:
+            if request.prompt:
                 request.first_s = now_s
                 request.last_s = now_s
+            request.is_served = id(request) not in running
 
     def _group(self, sequences: list[SequenceRows]) -> SequenceGroup:
-        return SequenceGroup(sequences, self._trace.shape, self._trace.passes, 0)
+        return SequenceGroup(
+            sequences, self._trace.shape, self._trace.passes, self._periods
+        )
 
     def _decode(self) -> RoutedStep:
         group = self._group([rows for _, rows, _ in self._running])
@@ -239,7 +263,8 @@ class RequestSteps:
             else:
                 request.generated += 1
             request.last_s = now_s
-            if place + 1 < total:
+            request.is_served = place + 1 == total
+            if not request.is_served:
                 running.append((request, rows, place + 1))
         self._running = running
 
@@ -250,28 +275,39 @@ def request_figures(
     """What users of a server see.
 
     Args:
-        requests: those that were admitted; unfinished ones do not count.
+        requests: those that were admitted. Unfinished ones do not count: their times
+            are not known yet.
         slo: most ``ttft`` and ``tpot`` seconds that a request may take.
         makespan_s: of the run.
 
     Returns:
-        ``requests``, percentiles ``ttft_p50_s`` … and ``tpot_p50_s`` …, the share
-        ``slo_attainment`` of requests within both limits, and ``goodput_per_s``, such
-        requests per second; None without a limit.
+        ``requests`` that were served to their end; means and percentiles of their
+        ``ttft_s`` and ``tpot_s``; ``prefill_tokens_per_s_seq`` and
+        ``decode_tokens_per_s_seq``, own tokens per own second, mean over requests; the
+        share ``slo_attainment`` of requests within both limits, and ``goodput_per_s``,
+        such requests per second. None where nothing was served, or without a limit.
     """
-    ended = [each for each in requests if not math.isnan(each.first_s)]
-    ttft_s = np.array([each.ttft_s for each in ended])
-    tpot_s = np.array([each.tpot_s for each in ended])
-    figures: dict[str, Any] = {"requests": len(ended)}
+    served = [each for each in requests if each.is_served]
+    ttft_s = np.array([each.ttft_s for each in served])
+    tpot_s = np.array([each.tpot_s for each in served])
+    prefill_s = np.array(
+        [each.first_s - each.begin_s for each in served if each.prompt]
+    )
+    prompts = np.array([each.prompt for each in served if each.prompt])
+    figures: dict[str, Any] = {
+        "requests": len(served),
+        "prefill_tokens_per_s_seq": _mean(prompts / prefill_s),
+        "decode_tokens_per_s_seq": _mean(1 / tpot_s),
+    }
     for name, seconds in (("ttft", ttft_s), ("tpot", tpot_s)):
         known = seconds[~np.isnan(seconds)]
-        figures[f"{name}_s"] = float(known.mean()) if len(known) else None
+        figures[f"{name}_s"] = _mean(known)
         for percent in PERCENTILES:
             value = float(np.percentile(known, percent)) if len(known) else None
             figures[f"{name}_p{percent}_s"] = value
 
     figures |= {"slo_attainment": None, "goodput_per_s": None}
-    if slo and ended:
+    if slo and served:
         # Who generates nothing cannot be too slow at it.
         is_met = (ttft_s <= slo.get("ttft", math.inf)) & ~(
             tpot_s > slo.get("tpot", math.inf)
@@ -279,6 +315,11 @@ def request_figures(
         figures["slo_attainment"] = float(is_met.mean())
         figures["goodput_per_s"] = float(is_met.sum() / makespan_s)
     return figures
+
+
+def _mean(values: np.ndarray) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
 
 
 def parse_slo(text: str | None) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
 from moesim.traces.format.schema import (
     PREDICTION_COLUMNS,
     Phase,
@@ -164,6 +164,21 @@ def compose(
     return islice(_compose(trace, batch, needed), steps)
 
 
+def ends_in_prompt(trace: Trace, *, batch: int, steps: int | None) -> bool:
+    """Whether the first `steps` forward passes end before the prompts of their batch
+    do, which micro-batches make possible.
+    """
+    if steps is None or trace.passes.micro_batch_tokens is None:
+        return False
+    last = None
+    for number, routed in enumerate(compose(trace, batch=batch, steps=steps + 1)):
+        if number < steps:
+            last = routed.batch
+        elif routed.phase == Phase.PREFILL:
+            return routed.batch == last
+    return False
+
+
 def check_counts(
     batch: int,
     steps: int | None,
@@ -272,6 +287,12 @@ class SequenceGroup:
         return any(self._prompt_rows)
 
     @property
+    def prompts(self) -> list[int]:
+        """Prompt tokens of each sequence, as far as layers hold them."""
+        spans = enumerate(self._prompt_rows)
+        return [_distinct(self._group[n].pos[:prompt]) for n, prompt in spans]
+
+    @property
     def generated(self) -> np.ndarray:
         """Generated tokens of each sequence, int [B]."""
         return self._generated
@@ -332,7 +353,9 @@ class SequenceGroup:
 
     def _verifying(self) -> Iterator[RoutedStep]:
         """The decode steps of one sequence, each of which verifies a draft."""
-        for place, computed, kept in self._passes.verified(int(self._generated[0])):
+        generated = int(self._generated[0])
+        sequence = self._group[0].seq
+        for place, computed, kept in self._passes.verified(generated, sequence):
             first = self._prompt_rows[0] + self.layers * place
             span = slice(first, first + self.layers * computed)
             rows = self._gather([span])

@@ -11,7 +11,7 @@ from moesim.traces.format.schema import Phase
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moesim.traces.errors import TraceError
+    from moesim.base.errors import TraceError
 
 NO_WAY = "a token without all its layers cannot be replayed"
 

@@ -5,9 +5,10 @@ and takes 27 ns for the smallest.
 from __future__ import annotations
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled, input_array
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 
 
 def to_float16(values: np.ndarray) -> tuple[np.ndarray, bool]:

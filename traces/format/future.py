@@ -120,6 +120,11 @@ class RecordedFuture:
         return self._following
 
     @property
+    def experts(self) -> np.ndarray:
+        """int32, one entry per access in replay order."""
+        return self._experts
+
+    @property
     def edges(self) -> np.ndarray:
         """int64 [layer steps + 1]: layer step i, ``step * layers + layer``, owns the
         accesses ``edges[i]:edges[i + 1]``.

@@ -212,24 +212,22 @@ def _predicted(
 
     places = len(passes.row_edges) - 1
     top_k = passes.rows["experts"].shape[1]
-    workloads = []
-    sums = []
-    for name in predictors:
-        # Compiled code has no float16 on a CPU; float32 orders alike.
-        scores = passes.column(name).astype(np.float32)
-        workloads.append(np.zeros((places, experts), np.int32))
-        sums.append(np.zeros((places, experts), np.float32))
+    workload = np.zeros((places, len(predictors), experts), np.int32)
+    sums = np.zeros((places, len(predictors), experts), np.float32)
+    for place, name in enumerate(predictors):
         # Layers from here on have no target: it lies past the last one.
         end = layers - prediction_distance(name)
         tally_layer_steps(
-            scores,
-            passes.row_edges,
-            np.arange(places) % layers < end,
-            top_k,
-            workloads[-1],
-            sums[-1],
+            # Compiled code has no float16 on a CPU; float32 orders alike.
+            scores=passes.column(name).astype(np.float32),
+            row_edges=passes.row_edges,
+            has_target=np.arange(places) % layers < end,
+            top_k=top_k,
+            predictor=place,
+            workload=workload,
+            sums=sums,
         )
-    return {"workload": np.stack(workloads, 1), "score_sums": np.stack(sums, 1)}
+    return {"workload": workload, "score_sums": sums}
 
 
 def of_steps(steps: Iterable[RoutedStep]) -> Iterator[LayerSteps]:

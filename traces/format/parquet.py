@@ -4,6 +4,7 @@ pages, one thread's reads.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from contextlib import contextmanager
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moesim.traces import parquet_seal as seal
-from moesim.traces.files import refuse_all_but_files, written_beside
+from moesim.base import seals
+from moesim.base.files import refuse_all_but_files, written_beside
+from moesim.base.inputs import MOST_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 # Values encoded at a time. Lists are written a tenth faster than with Arrow's 1024, and
@@ -25,8 +27,11 @@ _ENCODED_VALUES = 1 << 16
 
 
 @contextmanager
-def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file for the time of a block.
+def open_parquet(
+    path: Path, *, encoded: Sequence[str] = ()
+) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file for the time of a block; columns of texts that are `encoded`
+    are read as dictionaries.
 
     Raises:
         OSError: no such file, or it is none.
@@ -35,7 +40,16 @@ def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
     refuse_all_but_files(path)
     # As bytes: Arrow takes no text that is not UTF-8.
     with pa.OSFile(os.fsencode(path)) as source:
-        yield pq.ParquetFile(source, pre_buffer=False, page_checksum_verification=True)
+        file = pq.ParquetFile(
+            source,
+            pre_buffer=False,
+            page_checksum_verification=True,
+            read_dictionary=list(encoded),
+        )
+        if file.metadata.num_columns > MOST_COLUMNS:
+            reason = f"expected at most {MOST_COLUMNS:,} columns, found more"
+            raise OSError(errno.EFBIG, reason, str(path))
+        yield file
 
 
 def read_schema(path: Path) -> pa.Schema:
@@ -65,7 +79,7 @@ def sealed_writer(
     """Yield a writer of a Parquet file; at the end of the block the file is sealed.
 
     Args:
-        path: where to write; the caller gives it its name, see `moesim.traces.files`.
+        path: where to write; the caller gives it its name, see `moesim.base.files`.
         schema: of its tables.
         options: of `pyarrow.parquet.ParquetWriter`.
     """
@@ -79,10 +93,10 @@ def sealed_writer(
         )
         try:
             yield writer
-            seal.reserve(writer)
+            seals.reserve(writer)
         finally:
             close_quietly(writer)
-    seal.seal(path)
+    seals.seal(path)
 
 
 def close_quietly(writer: pq.ParquetWriter) -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from moesim.traces.errors import MissingColumnError, TraceError
+from moesim.base.errors import MissingColumnError, TraceError
+from moesim.base.seals import Digests, Footer, check_footer, digests
 from moesim.traces.format.arrow import codes, flat, values
 from moesim.traces.format.checks import check_sequence
 from moesim.traces.format.distinct import first_repeat
@@ -31,10 +32,8 @@ from moesim.traces.format.schema import (
 )
 from moesim.traces.format.sorting import joined
 from moesim.traces.format.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width
-from moesim.traces.models import known_models
-from moesim.traces.parquet_seal import Digests, Footer, check_footer, digests
 from moesim.traces.passes import Passes
-from moesim.traces.shipped import SHIPPED, resolve_trace
+from moesim.traces.shipped import no_trace, resolve_trace
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
@@ -467,17 +466,7 @@ def _opened(path: Path, stack: ExitStack) -> pq.ParquetFile:
         file = stack.enter_context(open_parquet(path))
         _ = file.schema_arrow.names  # damaged names show here
     except FileNotFoundError:
-        # The name of a model is easily taken for a trace of it.
-        if str(path) in known_models():
-            raise TraceError(
-                f"{path}: a model, and no trace; `moesim trace synth {path}.parquet"
-                f" --shape {path}` draws one, `moesim record` records one"
-            ) from None
-        way_out = (
-            "`moesim record` or `moesim trace import` makes a trace;"
-            f" {' and '.join(SHIPPED)} ship with moesim"
-        )
-        raise TraceError(f"{path}: no such file; {way_out}") from None
+        raise no_trace(path) from None
     except IsADirectoryError:
         raise TraceError(f"{path}: expected a Parquet file, found a folder") from None
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -12,8 +12,9 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from moesim.traces.checked import parse_json
-from moesim.traces.errors import TraceError
+from moesim.base.checked import parse_json
+from moesim.base.errors import TraceError
+from moesim.base.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,6 +126,8 @@ class ModelShape:
                     f"model shape {self.name!r}: {name}: expected {least}..{most}, got"
                     f" {getattr(self, name)}"
                 )
+        # Names of files from elsewhere must do nothing to a terminal or a page.
+        object.__setattr__(self, "name", visible(self.name))
         if not self.name.strip():
             raise TraceError("model shape: name: expected a name, got none")
         if self.kv_heads > self.heads:

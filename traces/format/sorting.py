@@ -17,8 +17,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from moesim.traces.errors import TraceError
-from moesim.traces.files import ScratchFolder
+from moesim.base.errors import TraceError
+from moesim.base.files import ScratchFolder
+from moesim.base.inputs import (
+    MOST_BYTES_VARIABLE,
+    MOST_SEQUENCE_BYTES,
+    most_bytes,
+)
+from moesim.base.sizes import format_bytes
 from moesim.traces.format.arrow import batches_of, numbers, values
 
 if TYPE_CHECKING:
@@ -34,6 +40,8 @@ MEMORY_LIMIT = "256MB"
 BATCH_ROWS = 65_536
 # Rows are sorted by these, as far as a file has them; numbers below 2**31, `rank` below
 # 2**63.
+# What every row has. Scores are as long as there are experts.
+_ROUTING = {"seq", "pos", "layer", "phase", "experts", "expert", "rank"}
 KEYS = ("seq", "pos", "layer", "rank")
 # Labels of sequences below this are looked up in a table, not in a dict.
 _TABLE_LABELS = 1 << 24
@@ -43,6 +51,10 @@ class ApartError(Exception):
     """A sequence goes on behind another one: the file has to be read again and sorted
     as a whole.
     """
+
+
+class TooLongError(TraceError):
+    """A sequence is too long to be sorted in memory; the file is not named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +191,11 @@ def whole_sequences(pieces: Iterable[Block]) -> Iterator[Block]:
 
     Raises:
         ApartError: a sequence goes on behind another one.
+        TooLongError: a sequence is too long to be sorted in memory.
     """
     pending: list[Block] = []
+    size_of_sequence = 0
+    most = max(MOST_SEQUENCE_BYTES, most_bytes())
 
     for piece in pieces:
         seq = piece["seq"]
@@ -196,7 +211,16 @@ def whole_sequences(pieces: Iterable[Block]) -> Iterator[Block]:
             if pending and pending[0]["seq"][0] != seq[start]:
                 yield joined(pending)
                 pending = []
+                size_of_sequence = 0
             pending.append({name: column[start:stop] for name, column in piece.items()})
+            size = sum(pending[-1][name].nbytes for name in _ROUTING & piece.keys())
+            size_of_sequence += size
+            if size_of_sequence > most:
+                raise TooLongError(
+                    f"sequence {seq[start]}: expected rows of at most"
+                    f" {format_bytes(most)}, found more; is a column for the sequence"
+                    f" missing? {MOST_BYTES_VARIABLE} raises the limit"
+                )
 
     if pending:
         yield joined(pending)

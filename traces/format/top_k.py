@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled, input_array
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 
 
 @compiled(nb.int32[:, ::1](input_array(nb.float32, 2), nb.int64))

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moesim.traces.errors import TraceError
-from moesim.traces.files import NewFile
+from moesim.base.errors import TraceError
+from moesim.base.files import NewFile
 from moesim.traces.format.arrow import lists, named, numbers
 from moesim.traces.format.float16 import to_float16
 from moesim.traces.format.parquet import sealed_writer
@@ -210,7 +210,7 @@ class TraceWriter:
 
         Raises:
             TraceError: a wrong shape, a missing or undeclared column, ids out of range,
-                values that are not finite, rows out of order.
+                values that are not finite, negative weights, rows out of order.
         """
         # All or none: a column that some rows lack could not be read back.
         given = {
@@ -324,6 +324,12 @@ class TraceWriter:
             raise TraceError(
                 f"{self.path}: row {self.rows + row}: {name}[{column}]: expected a"
                 f" finite 16-bit float, got {array[row, column]}"
+            )
+        if name == "weights" and rounded.size and rounded.min() < 0:
+            row, column = np.argwhere(rounded < 0)[0]
+            raise TraceError(
+                f"{self.path}: row {self.rows + row}: {name}[{column}]: expected a"
+                f" number >= 0, got {array[row, column]}"
             )
         return rounded
 

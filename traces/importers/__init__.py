@@ -42,19 +42,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
 from moesim.traces.format.checks import check_sequence
 from moesim.traces.format.distinct import first_repeat
 from moesim.traces.format.schema import OPTIONAL_COLUMNS, ModelShape, TraceHeader
-from moesim.traces.format.sorting import ApartError, Unordered, joined
+from moesim.traces.format.sorting import ApartError, Unordered, joined, whole_sequences
+from moesim.traces.format.sorting import TooLongError as TooLongError
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.importers.readers.errors import decoding
+from moesim.traces.importers.readers.options import spelled
 from moesim.traces.importers.readers.sequence_rows import without_cut_tokens
 from moesim.traces.importers.readers.text import whole_lines
 from moesim.traces.stats.quality_checks import QualityChecker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     Block = dict[str, np.ndarray]
 
@@ -171,6 +173,7 @@ def _import(
         rows = importer.module.read(source, header.shape, **options)
 
     blocks = rows.grouped() if isinstance(rows, Unordered) else rows
+    is_sorted = False
     while True:
         if dropped is not None:
             blocks = without_cut_tokens(blocks, header.shape.layers, dropped)
@@ -178,10 +181,31 @@ def _import(
         try:
             summary = _write(source, out, importer, header, blocks, progress)
         except ApartError:
+            is_sorted = True
+            blocks = rows.sorted(out, progress)
+        except TraceError:
+            # What a sequence lacks may stand behind the others.
+            if is_sorted or not _is_apart(source, importer, rows):
+                raise
+            is_sorted = True
             blocks = rows.sorted(out, progress)
         else:
             notes = (*summary.notes, *(dropped or ()))
             return dataclasses.replace(summary, notes=notes)
+
+
+def _is_apart(source: Path, importer: Importer, rows: Any) -> bool:
+    """Whether a sequence goes on behind another one, as far as the file can be read."""
+    if not isinstance(rows, Unordered):
+        return False
+    try:
+        for _ in whole_sequences(_guarded(source, importer.name, iter(rows.pieces()))):
+            pass
+    except ApartError:
+        return True
+    except TraceError:
+        return False
+    return False
 
 
 def _header(
@@ -240,10 +264,14 @@ def _write(
     }
     complete = dataclasses.replace(header, shape=shape, provenance=provenance)
 
+    by_weight = False
     sequences = _SequenceChecks(source, shape)
     beside = module.beside(out) if hasattr(module, "beside") else _nothing_beside()
     with beside as without_extras, TraceWriter(out, complete, columns) as writer:
         for block in map(without_extras, chain((first,), blocks)):
+            if not hasattr(module, "header"):
+                block, was_sorted = _best_first(block)  # noqa: PLW2901 - in order
+                by_weight |= was_sorted
             sequences.add(block)
             try:
                 writer.write(**block)
@@ -257,6 +285,10 @@ def _write(
                 progress(writer.rows)
         sequences.end()
 
+    if by_weight:
+        notes.append(
+            "experts were sorted by id, and were put in order of their weights"
+        )
     # Only what would mislead is worth a line here; `trace check` tells the rest.
     grave = [finding.text for finding in sequences.quality.findings() if finding.grave]
     return ImportSummary(
@@ -268,6 +300,25 @@ def _write(
         columns=columns,
         notes=(*notes, *grave),
     )
+
+
+def _best_first(block: Block) -> tuple[Block, bool]:
+    """Rows whose experts go by their weights, where they were sorted by id; and whether
+    they were.
+    """
+    experts = block["experts"]
+    weights = block.get("weights")
+    if weights is None or not (experts[:, 1:] > experts[:, :-1]).all():
+        return block, False
+    if not (weights[:, 1:] > weights[:, :-1]).any():
+        return block, False
+
+    order = np.argsort(-weights, axis=1, kind="stable")
+    ordered = {
+        name: np.take_along_axis(block[name], order, axis=1)
+        for name in ("experts", "weights")
+    }
+    return {**block, **ordered}, True
 
 
 def _with_top_k(
@@ -297,8 +348,11 @@ def _guarded(
 ) -> Iterator[Block]:
     """The blocks, with whatever decoding them raises turned into one line."""
     while True:
-        with decoding(source, name):
-            block = next(blocks, None)
+        try:
+            with decoding(source, name):
+                block = next(blocks, None)
+        except TooLongError as error:
+            raise TraceError(f"{source}: {error}") from None
         if block is None:
             return
         yield block
@@ -446,8 +500,8 @@ def _importer_of(
     if not able:
         offered = sorted({option for _, module in known for option in _options(module)})
         raise TraceError(
-            f"option {'+'.join(options)}: no importer knows it; known:"
-            f" {', '.join(offered)}"
+            f"{_spelled(options)}: no importer knows them; known:"
+            f" {', '.join(map(spelled, offered))}"
         )
 
     # A mapping may say what a file's columns are, and so what file it is.
@@ -469,8 +523,8 @@ def _importer_of(
     for name, module in known:
         if name not in able and module.recognises(source):
             raise TraceError(
-                f"{source}: layout {name}: option {'+'.join(options)} is unknown;"
-                f" known: {', '.join(_options(module)) or 'none'}"
+                f"{source}: layout {name}: expected options that it knows,"
+                f" {_spelled(_options(module)) or 'none'}, found {_spelled(options)}"
             )
 
     layouts = "; ".join(
@@ -481,6 +535,10 @@ def _importer_of(
         f"{source}: no importer knows this layout (or the file is cut off); known:"
         f" {layouts}"
     )
+
+
+def _spelled(options: Iterable[str]) -> str:
+    return ", ".join(map(spelled, options))
 
 
 def _asked(importer: Any) -> Mapping[str, inspect.Parameter]:

@@ -129,8 +129,8 @@ def read(
     files = [Path(file) for file in json.loads(layer_files)]
     prompt = prompt_length(path, prompt_tokens)
     return Unordered(
-        lambda: _pieces_by_layer(files, columns, prompt),
-        lambda block: _finished(path, shape, block),
+        lambda: _pieces_by_layer(files, columns),
+        lambda block: _finished(path, shape, block, prompt),
     )
 
 
@@ -139,6 +139,8 @@ def unordered(
     shape: ModelShape,
     columns: Mapping,
     prompt_tokens: str = "",
+    *,
+    keeps_numbers: bool = False,
 ) -> Unordered:
     """Return the rows of a table.
 
@@ -148,19 +150,21 @@ def unordered(
         columns: our column -> the file's columns.
         prompt_tokens: how many of the first tokens of every sequence are prompt; empty
             where the file says so, or it is not known.
+        keeps_numbers: sequences have the file's numbers, not those of appearance.
     """
     prompt = prompt_length(path, prompt_tokens)
-    return Unordered(
-        lambda: _pieces(path, columns, prompt),
-        lambda block: _finished(path, shape, block),
-    )
+
+    def pieces() -> Iterator[Block]:
+        return _pieces(path, columns, _Counts(keeps_numbers=keeps_numbers))
+
+    return Unordered(pieces, lambda block: _finished(path, shape, block, prompt))
 
 
-def _finished(path: Path, shape: ModelShape, block: Block) -> Block:
+def _finished(path: Path, shape: ModelShape, block: Block, prompt: int | None) -> Block:
     """A whole sequence, its layers numbered as MoE layers."""
     if "expert" in block:
         block = _gathered(path, block)
-    return finished(path, shape, block, ("phase", "token"))
+    return finished(path, shape, block, ("phase", "token"), prompt)
 
 
 # -- mapping ---------------------------------------------------------------------------
@@ -200,7 +204,7 @@ def mapping(
             expected = f"one of {', '.join(names)}"
             raise layout_error(
                 path,
-                f"option map: {name}",
+                f"--map: {name}",
                 expected,
                 source,
                 "",
@@ -246,7 +250,7 @@ def _check_complete(
     actual = ", ".join(names)
     for name in needed:
         if name not in columns:
-            way_out = f"name it with option map={name}=THEIRS"
+            way_out = f"name it with --map {name}=THEIRS"
             raise layout_error(
                 path,
                 place,
@@ -263,7 +267,7 @@ def _check_complete(
             place,
             expected,
             actual,
-            "use option map=…",
+            "use --map …",
         )
 
     # A list of weights cannot be shared out to rows of one expert each.
@@ -309,7 +313,10 @@ def _batches(
 ) -> Iterator[pa.RecordBatch]:
     """The columns `names` of the file, some rows at a time."""
     if head(path, 4) == b"PAR1":
-        with open_parquet(path) as file:
+        # A name of a megabyte in every row is one name.
+        schema = read_schema(path)
+        texts = [name for name in names if pa.types.is_string(schema.field(name).type)]
+        with open_parquet(path, encoded=texts) as file:
             yield from file.iter_batches(BATCH_ROWS, columns=names, use_threads=False)
         return
 
@@ -330,17 +337,15 @@ def _batches(
     )
 
 
-def _pieces_by_layer(
-    files: list[Path], columns: Mapping, prompt: int | None
-) -> Iterator[Block]:
-    """Rows of the files one after the other, a layer each.
-
-    Without a column for them, positions count the rows of a file.
+def _pieces_by_layer(files: list[Path], columns: Mapping) -> Iterator[Block]:
+    """Rows of the files one after the other, a layer each; a sequence has the same
+    name in all of them.
     """
     rows_of_first = None
+    sequences = Appearance()
     for layer, file in enumerate(files):
         rows = 0
-        for block in _pieces(file, columns, prompt):
+        for block in _pieces(file, columns, _Counts(sequences)):
             count = len(block["seq"])
             block["layer"] = np.full(count, layer, np.int32)
             rows += count
@@ -351,15 +356,46 @@ def _pieces_by_layer(
             raise layout_error(file, "rows", expected, rows, "one row per token")
 
 
-def _pieces(
-    path: Path,
-    columns: Mapping,
-    prompt: int | None,
-) -> Iterator[Block]:
-    """The file's rows, some at a time."""
+class _Counts:
+    """Numbers of sequences, and how many rows of each a file had so far.
+
+    Args:
+        sequences: numbers them by their first row, over several files.
+        keeps_numbers: they keep the numbers that the file gives them.
+    """
+
+    def __init__(
+        self, sequences: Appearance | None = None, *, keeps_numbers: bool = False
+    ) -> None:
+        self.sequences = Appearance() if sequences is None else sequences
+        self.keeps_numbers = keeps_numbers
+        self._rows = np.zeros(0, np.int64)
+
+    def positions(self, seq: np.ndarray) -> np.ndarray:
+        """Return for each row [N] how many rows its sequence had before it."""
+        if not len(seq):
+            return np.zeros(0, np.int64)
+        longer = np.zeros(max(int(seq.max()) + 1, len(self._rows)), np.int64)
+        longer[: len(self._rows)] = self._rows
+        self._rows = longer
+
+        order = np.argsort(seq, kind="stable")
+        counts = np.bincount(seq, minlength=len(longer))
+        starts = np.cumsum(counts) - counts
+        before = np.empty(len(seq), np.int64)
+        before[order] = np.arange(len(seq)) - starts[seq[order]]
+        before += longer[seq]
+        self._rows += counts
+        return before
+
+
+def _pieces(path: Path, columns: Mapping, counts: _Counts) -> Iterator[Block]:
+    """The file's rows, some at a time.
+
+    Without a column for them, positions count the rows of a sequence.
+    """
     first_row = 0
     widths: dict[str, int] = {}
-    sequences = Appearance()
 
     # A column may serve two of ours, and is read once.
     needed = dict.fromkeys(name for sources in columns.values() for name in sources)
@@ -370,8 +406,10 @@ def _pieces(
         rows: Block = {}
         for name, sources in columns.items():
             arrays = [batch.column(name) for name in sources]
-            if name == "seq":
-                rows[name] = _sequences(path, first_row, arrays[0], sequences)
+            if name == "seq" and counts.keeps_numbers:
+                rows[name] = _column(path, first_row, name, arrays)
+            elif name == "seq":
+                rows[name] = _sequences(path, first_row, arrays[0], counts.sequences)
             else:
                 rows[name] = _column(path, first_row, name, arrays)
             if name in _LISTS:
@@ -388,12 +426,8 @@ def _pieces(
             # Without a rank, the experts of a token are as the file orders them.
             order = np.arange(first_row, first_row + batch.num_rows)
             rows.setdefault("rank", order)
-        rows.setdefault("pos", np.arange(first_row, first_row + batch.num_rows))
-        if prompt is not None:
-            in_prompt = rows["pos"] < prompt
-            rows["phase"] = np.where(
-                in_prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE)
-            )
+        if "pos" not in rows:
+            rows["pos"] = counts.positions(rows["seq"])
         yield rows
         first_row += batch.num_rows
 
@@ -575,6 +609,9 @@ def _list_cells(
     if is_list:
         return _of_lists(path, name, array.cast(pa.list_(kind.value_type)))
 
+    if pa.types.is_dictionary(kind):
+        array = array.cast(kind.value_type)
+        kind = array.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         numbers = "int64" if name == "experts" else "float32"
         return _of_lists(path, name, _split(array, numbers))

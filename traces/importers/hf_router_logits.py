@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 GENERIC = True
 OPTIONS = {
     "batch": "sequences in the batch (rows are sequence by sequence); default 1",
+    "lengths": "tokens of each sequence of a padded batch, such as 12,7,9",
+    "padding": "left (default) or right: where the batch was padded",
     "prompt_tokens": PROMPT_TOKENS,
 }
 _TOP_K_IS_SELECTION = (
@@ -76,16 +78,23 @@ def provenance(
     path: Path,
     *,
     batch: str = "1",
+    lengths: str = "",
+    padding: str = "left",
     prompt_tokens: str = "",
 ) -> dict[str, Any]:
     """What the values are, and remarks."""
-    del batch
+    del padding
     first = next(iter(_layers(path).values()))
     probabilities = _are_probabilities(first)
 
     notes = [] if prompt_tokens else [PROMPT_TOKENS_NOTE]
     if probabilities:
         notes.append("the values are softmaxed already (rows sum to 1)")
+    if batch != "1" and not lengths:
+        notes.append(
+            "all sequences are taken to be as long as the batch; where it was padded,"
+            " --option lengths=N,N,... says how long each is"
+        )
     notes.append(
         "experts are the top-k of the values, not what the model was seen to select"
     )
@@ -97,6 +106,8 @@ def read(
     shape: ModelShape,
     *,
     batch: str = "1",
+    lengths: str = "",
+    padding: str = "left",
     prompt_tokens: str = "",
 ) -> Iterator[Block]:
     """Sequences in parts: ids, combine weights and probabilities.
@@ -143,17 +154,36 @@ def read(
             "rows",
             f"a multiple of batch={sequences}",
             rows,
-            "state option batch=N as it was run",
+            "state --batch N as it was run",
         )
 
+    tokens = rows // sequences
+    spans = _spans(path, sequences, tokens, lengths, padding)
     prompt = prompt_length(path, prompt_tokens) or 0
-    return _blocks(
-        path,
-        shape,
-        layers,
-        rows // sequences,
-        prompt,
-    )
+    return _blocks(path, shape, layers, tokens, spans, prompt)
+
+
+def _spans(
+    path: Path, sequences: int, tokens: int, lengths: str, padding: str
+) -> list[tuple[int, int]]:
+    """Where each sequence's own tokens begin and end among those of the batch."""
+    if padding not in ("left", "right"):
+        raise layout_error(path, "--option padding", "left or right", repr(padding), "")
+    if not lengths:
+        return [(0, tokens)] * sequences
+
+    counts = [whole_number(path, "lengths", word) for word in lengths.split(",")]
+    if len(counts) != sequences or max(counts) != tokens:
+        raise layout_error(
+            path,
+            "--option lengths",
+            f"{sequences} lengths, the longest of {tokens} tokens",
+            f"{len(counts)}, the longest of {max(counts)}",
+            "",
+        )
+    if padding == "left":
+        return [(tokens - length, tokens) for length in counts]
+    return [(0, length) for length in counts]
 
 
 def _blocks(
@@ -161,9 +191,19 @@ def _blocks(
     shape: ModelShape,
     layers: list[ArrayStream],
     tokens: int,
+    spans: list[tuple[int, int]],
     prompt: int,
 ) -> Iterator[Block]:
-    """Parts of sequences of `tokens` tokens: all layers are read side by side."""
+    """Parts of sequences: all layers are read side by side.
+
+    Args:
+        path: the file.
+        shape: the model.
+        layers: [rows, E] floats of every layer.
+        tokens: rows of each sequence, padding included.
+        spans: where its own tokens begin and end among them.
+        prompt: how many of its first tokens are prompt.
+    """
     probabilities = _are_probabilities(layers[0])
     # A token has a row in every layer.
     part_tokens = max(1, BATCH_ROWS // len(layers))
@@ -176,16 +216,22 @@ def _blocks(
 
         done = 0
         while done < len(values):  # a part may hold the end of a sequence
-            number, first = divmod(start + done, tokens)
-            stop = min(len(values), done + tokens - first)
-            yield dense_block(
-                number,
-                selection.experts[done:stop],
-                max(0, prompt - first),
-                first,
-                weights=selection.weights[done:stop],
-                scores=selection.scores[done:stop],
+            number, row = divmod(start + done, tokens)
+            stop = min(len(values), done + tokens - row)
+            begin, end = spans[number]
+            kept = slice(
+                done + max(0, begin - row), min(stop, done + max(0, end - row))
             )
+            first = max(0, row - begin)
+            if kept.start < kept.stop:
+                yield dense_block(
+                    number,
+                    selection.experts[kept],
+                    max(0, prompt - first),
+                    first,
+                    weights=selection.weights[kept],
+                    scores=selection.scores[kept],
+                )
             done = stop
         start += len(values)
 

@@ -102,14 +102,13 @@ def read(
     prompt = prompt_length(path, prompt_tokens)
     keys = keys_of(path, map)
     return Unordered(
-        lambda: _pieces(path, prompt, keys),
-        lambda block: finished(path, shape, block, ("phase",)),
+        lambda: _pieces(path, keys),
+        lambda block: finished(path, shape, block, ("phase",), prompt),
     )
 
 
 def _pieces(
     path: Path,
-    prompt: int | None,
     keys: Keys,
 ) -> Iterator[Block]:
     """Rows of some lines at a time; sequences are numbered by their first row."""
@@ -124,10 +123,6 @@ def _pieces(
 
         block = _checked(table, top_k)
         block["seq"] = _sequences(table, sequences)
-        if prompt is not None:
-            block["phase"] = np.where(
-                block["pos"] < prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE)
-            )
 
         first = block if first is None else first
         if ("weights" in first) != ("weights" in block):

@@ -19,7 +19,7 @@ from moesim.traces.format.distinct import first_repeat
 from moesim.traces.format.sorting import Unordered
 from moesim.traces.importers.readers.csv_columns import csv_columns
 from moesim.traces.importers.readers.errors import layout_error
-from moesim.traces.importers.readers.forward_passes import ForwardPasses
+from moesim.traces.importers.readers.forward_passes import ForwardPasses, UnclearError
 from moesim.traces.importers.readers.names import layout_names
 from moesim.traces.importers.readers.sequence_rows import finished
 from moesim.traces.importers.readers.text import head
@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 
     Block = dict[str, np.ndarray]
 
-OPTIONS = {"map": "layer=theirs,expert=theirs, as the file's first line calls them"}
+OPTIONS = {
+    "map": "layer=theirs,expert=theirs, as the file's first line calls them",
+    "prompt_passes": (
+        "joined or apart: whether consecutive passes of several tokens are one prompt,"
+        " where every layer has all their tokens"
+    ),
+}
 _HEADER = b"layer,expert"
 _TYPES = {"layer": "int32", "expert": "int32"}
 # What may stand on the left of a mapping; `experts` is our name.
@@ -79,9 +85,10 @@ def provenance(
     path: Path,
     *,
     map: str = "",  # noqa: A002 - the option's name
+    prompt_passes: str = "",
 ) -> dict[str, Any]:
     """Nothing but remarks: the file says nothing about itself."""
-    del path, map
+    del path, map, prompt_passes
     return {
         "notes": [
             (
@@ -97,31 +104,42 @@ def read(
     shape: ModelShape,
     *,
     map: str = "",  # noqa: A002 - the option's name
+    prompt_passes: str = "",
 ) -> Unordered:
     """The file's passes."""
+    joins = {"": None, "joined": True, "apart": False}
+    if prompt_passes not in joins:
+        raise layout_error(
+            path, "--option prompt_passes", "joined or apart", repr(prompt_passes), ""
+        )
     columns = _mapped_columns(path, map) if map else None
     skip = int(bool(columns) or head(path, 64).startswith(_HEADER))
     return Unordered(
-        lambda: _pieces(path, shape.top_k, columns or list(_TYPES), skip),
+        lambda: _pieces(
+            path, shape, columns or list(_TYPES), skip, joins[prompt_passes]
+        ),
         lambda block: finished(path, shape, block),
     )
 
 
 def _pieces(
     path: Path,
-    top_k: int,
+    shape: ModelShape,
     names: list[str],
     skip: int,
+    joins: bool | None,
 ) -> Iterator[Block]:
     """Rows of some passes at a time; a pass ends where the layer falls.
 
     Args:
         path: the file.
-        top_k: activations of a token.
+        shape: the model; its top-k says how many activations a token has.
         names: the columns, in their order.
         skip: lines before the first row.
+        joins: as in `ForwardPasses`.
     """
-    passes = ForwardPasses(chunked=True)
+    passes = ForwardPasses(layers=shape.layers, joins=joins)
+    widths = _Widths(path, shape)
     layer = np.empty(0, np.int32)
     expert = np.empty(0, np.int32)
     first_row = 0
@@ -138,7 +156,7 @@ def _pieces(
                 first_row,
                 layer[:end],
                 expert[:end],
-                top_k,
+                widths,
                 passes,
             )
             layer = layer[end:]
@@ -153,9 +171,46 @@ def _pieces(
             first_row,
             layer,
             expert,
-            top_k,
+            widths,
             passes,
         )
+    widths.check()
+
+
+class _Widths:
+    """Whether the file's tokens have as many activations as the shape says.
+
+    Nothing marks the end of a token. But if every run of a layer is a multiple of G
+    rows, each G of them distinct, then tokens have G experts.
+    """
+
+    def __init__(self, path: Path, shape: ModelShape) -> None:
+        self._path = path
+        self._most = shape.experts
+        self.top_k = shape.top_k
+        self._common = 0
+        self._is_distinct = True
+
+    def add(self, choices: np.ndarray, expert: np.ndarray) -> None:
+        """Take in the rows of each run, int [R], and the ids of all of them."""
+        common = int(np.gcd.reduce(choices, initial=self._common))
+        if common != self._common:
+            self._common = common
+            self._is_distinct = True
+        if self.top_k < common <= self._most and self._is_distinct:
+            groups = np.sort(expert.reshape(-1, common), axis=1)
+            self._is_distinct = bool((np.diff(groups, axis=1) != 0).all())
+
+    def check(self) -> None:
+        """Refuse another top-k than the shape's."""
+        if self.top_k < self._common <= self._most and self._is_distinct:
+            raise layout_error(
+                self._path,
+                "rows",
+                f"tokens of {self.top_k} experts",
+                f"{self._common} different ones or a multiple at every layer",
+                "is the shape's top-k right?",
+            )
 
 
 def _rows(
@@ -163,14 +218,16 @@ def _rows(
     first_row: int,
     layer: np.ndarray,
     expert: np.ndarray,
-    top_k: int,
+    widths: _Widths,
     passes: ForwardPasses,
 ) -> Block:
     """The rows of whole passes; the first activation is row `first_row` of the file."""
     # A run: consecutive activations of one layer.
     starts = np.flatnonzero(np.concatenate(([True], np.diff(layer) != 0)))
     choices = np.diff(np.append(starts, len(layer)))
+    top_k = widths.top_k
     tokens, rest = np.divmod(choices, top_k)
+    widths.add(choices, expert)
 
     if rest.any():
         run = int(rest.argmax())
@@ -196,4 +253,16 @@ def _rows(
     # A run whose layer is not above the one before begins a pass.
     new_pass = np.diff(layer[starts]) <= 0
     number = np.cumsum(np.concatenate(([0], new_pass)))
-    return passes.rows(number, layer[starts], tokens, experts)
+    try:
+        return passes.rows(number, layer[starts], tokens, experts)
+    except UnclearError:
+        # Another top-k makes every generated token look like a prompt.
+        widths.check()
+        raise layout_error(
+            path,
+            f"passes from row {first_row}",
+            "prompts that can be told apart",
+            "consecutive passes with every token at every layer",
+            "say --option prompt_passes=joined where they are pieces of one prompt, or"
+            " =apart",
+        ) from None

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from moesim.traces.errors import TraceError
+    from moesim.base.errors import TraceError
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.importers.readers.json_lines import JsonLines
 
@@ -162,7 +162,7 @@ def read(
 
 def _pieces(path: Path, names: dict[str, str]) -> Iterator[Block]:
     """Rows of some whole steps at a time; `names` has what the file calls keys."""
-    passes = ForwardPasses(chunked=False)
+    passes = ForwardPasses()
     pending: _Records | None = None
 
     reader = JsonLinesReader(_STRUCTURE, names)

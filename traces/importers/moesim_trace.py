@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from moesim.base.seals import check_seal
 from moesim.traces.format.parquet import read_schema
 from moesim.traces.format.schema import (
     METADATA_KEY,
@@ -18,7 +19,6 @@ from moesim.traces.format.schema import (
 )
 from moesim.traces.importers import columns
 from moesim.traces.importers.readers.errors import layout_error
-from moesim.traces.parquet_seal import check_seal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,4 +76,4 @@ def read(
     known = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
     # Columns of other tools beside ours are left out.
     mapping = {name: [name] for name in known if name in names}
-    return columns.unordered(path, shape, mapping)
+    return columns.unordered(path, shape, mapping, keeps_numbers=True)

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moesim.traces.files import sha256, written_beside
+from moesim.base.files import sha256, written_beside
 from moesim.traces.format.arrow import numbers
 from moesim.traces.format.parquet import read_metadata, sealed_writer
 from moesim.traces.format.sorting import BATCH_ROWS, ApartError, Unordered

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
 from moesim.traces.format.arrow import codes, flat, values
 from moesim.traces.format.parquet import open_parquet, read_schema
 from moesim.traces.format.schema import Phase

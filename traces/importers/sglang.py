@@ -2,18 +2,19 @@
 tells.
 
 ``per_token`` holds physical expert ids of every token, in a width of 8 that is filled
-with -1. Which request a token belongs to is not in the file; requests are told apart by
-their positions, in the order of the running batch. ``per_pass`` holds only how many
-tokens each expert got in a pass: a pass of one token is exact but for the rank of its
-experts, in a pass of several tokens the workloads are exact and the tokens are dealt.
+with -1. Which request a token belongs to is not in the file; requests are followed by
+their positions through the scheduler's passes, and refused where these leave a doubt.
+
+``per_pass`` holds only how many tokens each expert got in a pass: a pass of one token
+is exact but for the rank of its experts, in a pass of several tokens the workloads are
+exact and the tokens are dealt.
 
 Source: sglang/srt/eplb/expert_distribution.py.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from itertools import chain
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from moesim.traces.format.sorting import BATCH_ROWS, Appearance, Unordered
 from moesim.traces.importers.readers import torch_file
 from moesim.traces.importers.readers.errors import decoding, layout_error
 from moesim.traces.importers.readers.forward_passes import ForwardPasses
-from moesim.traces.importers.readers.options import NO_WEIGHTS
+from moesim.traces.importers.readers.options import NO_WEIGHTS, whole_number
 from moesim.traces.importers.readers.parse_cache import ParseCache
 from moesim.traces.importers.readers.sequence_rows import layer_numbers
 from moesim.traces.importers.readers.tensors import integers
@@ -45,6 +46,19 @@ _MIXED = 3
 _PROMPT = int(Phase.PREFILL)
 _GENERATED = int(Phase.DECODE)
 
+OPTIONS = {
+    "cut_at": (
+        "tokens at which the server cut prompts, --chunked-prefill-size; 0: never"
+    ),
+    "equal_positions": (
+        "first: of requests at one position, some of which ended, the first go on"
+    ),
+}
+
+_LARGEST_PAGE = 256
+# Servers cut at thousands of tokens.
+_LEAST_CHUNK = 1024
+
 _RECORD_WITH = "record with --expert-distribution-recorder-mode per_token"
 _NO_REQUESTS = "were requests sent while recording?"
 _KEYS = ({"records", "last_physical_to_logical_map"}, {"logical_count"})
@@ -65,7 +79,11 @@ def recognises(path: Path) -> bool:
     return any(keys <= strings for keys in _KEYS)
 
 
-def provenance(path: Path) -> dict[str, Any]:
+def provenance(
+    path: Path,
+    cut_at: str = "",  # noqa: ARG001 - options are the same for all
+    equal_positions: str = "",
+) -> dict[str, Any]:
     """Mode, rank, number of passes, and remarks."""
     records = _dump.get(path)["records"]
     per_token = _TOP_K_IDS in records[0]
@@ -73,6 +91,8 @@ def provenance(path: Path) -> dict[str, Any]:
     notes = [NO_WEIGHTS]
     if per_token:
         notes.append("requests are told apart by position: SGLang does not name them")
+        if equal_positions:
+            notes.append("of requests at one position the first are taken to go on")
     else:
         notes.append(
             "per_pass holds workloads, not tokens: experts are ordered by id, several"
@@ -90,10 +110,16 @@ def provenance(path: Path) -> dict[str, Any]:
 def read(
     path: Path,
     shape: ModelShape,
+    cut_at: str = "",
+    equal_positions: str = "",
 ) -> Unordered:
     """The file's passes. Their list is in memory, their ids are read as they are
     needed.
     """
+    if equal_positions not in ("", "first"):
+        raise layout_error(
+            path, "--option equal_positions", "first", repr(equal_positions), ""
+        )
     dump = _dump.pop(path)
     name = "last_physical_to_logical_map"
     logical = _integers(path, name, dump[name], 2)
@@ -103,7 +129,9 @@ def read(
 
     records = dump["records"]
     if _TOP_K_IDS in records[0]:
-        return Unordered(lambda: _per_token(path, records, logical, shape))
+        return Unordered(
+            lambda: _per_token(path, records, logical, shape, cut_at, equal_positions)
+        )
     return Unordered(lambda: _per_pass(path, records, logical, shape))
 
 
@@ -183,81 +211,252 @@ def _to_logical(
 
 
 class _RunningRequests:
-    """All requests so far, by the position that would continue them.
+    """The requests of a server, followed from pass to pass.
 
-    A decode pass keeps the order of the running batch, so of several candidates the
-    first behind the previous match is taken. Only prompts are continued by an extend
-    pass (chunked prefill): one that begins elsewhere reuses a prefix.
+    What SGLang's scheduler does makes them known although no pass names them. A decode
+    pass holds one token of every running request, in the order in which they joined:
+    who is missing has ended. An extend pass adds requests to the end; only the last of
+    a pass may have had its prompt cut, and it goes on first in the next extend pass. A
+    mixed pass holds new prompts first, then the decoded tokens, and the new requests
+    come first from then on. A request that begins behind position 0 reuses a prefix.
+
+    Args:
+        path: of the dump, for errors.
+        records: all passes.
+        cut_at: tokens at which the server cuts prompts; 0 where it never does, None
+            where that is to be seen from the passes.
+        takes_first: of requests at one position, some of which ended, the first go on;
+            otherwise they are refused.
     """
 
-    def __init__(self) -> None:
-        # Phase of the last token of each request.
-        self._phases: list[int] = []
-        # Next position -> numbers of the requests that wait for it, ascending.
-        self._due: dict[int, list[int]] = {}
-
-    def add(
+    def __init__(
         self,
         path: Path,
-        where: str,
-        record: dict[str, Any],
-    ) -> tuple[list[int], list[int]]:
+        records: list[Any],
+        cut_at: int | None,
+        *,
+        takes_first: bool,
+    ) -> None:
+        self._path = path
+        self._cut_at = cut_at
+        self._takes_first = takes_first
+        sizes = [
+            len(record["positions"])
+            for record in records
+            if record["forward_mode"] in (_EXTEND, _MIXED)
+        ]
+        self._largest = max(sizes, default=0)
+        self._is_limited = sizes.count(self._largest) > 1
+
+        # The position at which each request goes on.
+        self._due: list[int] = []
+        # Requests of the last decode pass, and of extend passes since.
+        self._running: list[int] = []
+        self._joined: list[int] = []
+        # Requests before the recording are met in the first pass that decodes.
+        self._has_decoded = False
+        # Whether a prompt was taken as cut because its pass was full.
+        self._has_guessed = False
+        # The last request of the last extend pass, and the tokens of that pass.
+        self._open = -1
+        self._open_size = 0
+
+    def add(self, where: str, record: dict[str, Any]) -> tuple[list[int], list[int]]:
         """Give the tokens of one pass to requests: number of the request and phase of
         each token.
         """
-        positions = record["positions"]
-        mode = record["forward_mode"]
-        lengths = _request_lengths(path, where, record)
-
-        start = 0
-        after = 0  # requests of a pass ascend, as they do in the running batch
-        numbers: list[int] = []
-        phases: list[int] = []
-
-        for length in lengths:
-            part = positions[start : start + length]
-            first = part[0]
-            if first < 0 or (length > 1 and part != list(range(first, first + length))):
+        positions: list[int] = record["positions"]
+        lengths = _request_lengths(self._path, where, record)
+        firsts = list(accumulate(lengths, initial=0))[:-1]
+        for first, length in zip(firsts, lengths, strict=True):
+            part = positions[first : first + length]
+            consecutive = list(range(part[0], part[0] + length))
+            if part[0] < 0 or part != consecutive:
                 expected = "consecutive positions of a request"
-                raise layout_error(path, where, expected, part[:8])
+                raise layout_error(self._path, where, expected, part[:8])
 
-            generated = mode == _DECODE or (mode == _MIXED and length == 1)
-            number = self._continued(first, after, any_phase=generated)
-            if number < 0:
-                number = len(self._phases)
-                self._phases.append(_PROMPT)
-                # A request may have begun before recording did; only a decode pass
-                # says that its first token here was generated.
-                generated = mode == _DECODE
+        begins = [positions[first] for first in firsts]
+        mode = record["forward_mode"]
+        decoded = len(lengths) if mode == _DECODE else 0
+        if mode == _MIXED:
+            decoded = self._decoded_of_mixed(where, begins, lengths)
 
-            after = max(after, number + 1)
-            self._phases[number] = _GENERATED if generated else _PROMPT
-            numbers += [number] * length
-            phases += [self._phases[number]] * length
-            insort(self._due.setdefault(part[-1] + 1, []), number)
-            start += length
+        prompts = len(lengths) - decoded
+        # The scheduler merges the running requests behind those of a mixed pass.
+        earlier = self._decode(where, begins[prompts:]) if decoded else []
+        numbers = self._extend(where, begins[:prompts], lengths, len(positions))
+        if decoded:
+            self._running = earlier
+        if prompts and decoded:
+            self._running, self._joined = [], [*self._joined, *earlier]
 
-        return numbers, phases
+        numbers += earlier
+        phases = [_PROMPT] * prompts + [_GENERATED] * decoded
+        return (
+            [
+                n
+                for n, length in zip(numbers, lengths, strict=True)
+                for _ in range(length)
+            ],
+            [
+                p
+                for p, length in zip(phases, lengths, strict=True)
+                for _ in range(length)
+            ],
+        )
 
-    def _continued(
-        self,
-        position: int,
-        after: int,
-        *,
-        any_phase: bool,
+    def _extend(
+        self, where: str, begins: list[int], lengths: list[int], size: int
+    ) -> list[int]:
+        numbers = []
+        for place, (begin, length) in enumerate(zip(begins, lengths, strict=False)):
+            if place == 0 and self._goes_on(where, begin):
+                number = self._open
+                self._joined = [other for other in self._joined if other != number]
+            else:
+                number = self._new()
+            self._due[number] = begin + length
+            self._joined.append(number)
+            numbers.append(number)
+
+        if numbers:
+            self._open, self._open_size = numbers[-1], size
+        return numbers
+
+    def _goes_on(self, where: str, begin: int) -> bool:
+        """Whether the first prompt of a pass continues the last one of the pass before.
+
+        It does where that pass was full, which shows in its size.
+        """
+        if self._open < 0 or begin != self._due[self._open]:
+            return False
+        if self._cut_at is not None:
+            room = self._cut_at - self._open_size
+            return self._cut_at > 0 and room < max(1, self._cut_at // 32)
+
+        room = self._largest - self._open_size
+        # Pages are up to 64 tokens, and a cut prompt fills whole ones.
+        is_full = self._largest >= _LEAST_CHUNK and room < _LARGEST_PAGE
+        if is_full or (room == 0 and self._is_limited):
+            self._has_guessed = True
+            return True
+        raise layout_error(
+            self._path,
+            where,
+            "a prompt that was cut or one that reuses a prefix",
+            f"one at position {begin} that may be either",
+            "say --option cut_at=N with the server's --chunked-prefill-size, or =0"
+            " if it cuts none",
+        )
+
+    def _decoded_of_mixed(
+        self, where: str, begins: list[int], lengths: list[int]
     ) -> int:
-        """The request that waits for `position`, -1 if none; it waits no longer."""
-        due = self._due.get(position, [])
-        behind = bisect_left(due, after)
+        """How many requests at the end of a mixed pass are decoded ones."""
+        single = 0
+        while single < len(lengths) and lengths[-1 - single] == 1:
+            single += 1
 
-        for index in chain(range(behind, len(due)), range(behind)):
-            if any_phase or self._phases[due[index]] == _PROMPT:
-                if len(due) == 1:
-                    # Positions grow without end; empty lists must not pile up.
-                    del self._due[position]
-                return due.pop(index)
+        waiting = self._waiting()
+        fitting = [
+            decoded
+            for decoded in range(min(single, len(waiting)) + 1)
+            if self._matches(begins[len(begins) - decoded :], waiting) is not None
+        ]
+        decoded = fitting[-1]
+        # A prompt of one token, or what is left of one, looks like a decoded token.
+        others = begins[len(begins) - single : len(begins) - decoded]
+        is_unknown = not self._has_decoded and any(others)
+        is_unclear = decoded < single and len(waiting) > decoded > 0
+        if decoded == len(begins) and self._open >= 0:
+            # The rest of a prompt that was cut would come first.
+            is_unclear = begins[0] == self._due[self._open]
+        if is_unknown or is_unclear or (single and not decoded and waiting):
+            raise layout_error(
+                self._path,
+                where,
+                "prompts and decoded tokens that can be told apart",
+                f"{single} requests of one token, {len(waiting)} were running",
+                "record without --enable-mixed-chunk, from before the first request on",
+            )
+        return decoded
 
-        return -1
+    def _waiting(self) -> list[int]:
+        return [*self._running, *self._joined]
+
+    def _matches(self, begins: list[int], waiting: list[int]) -> list[int] | None:
+        """The first requests in their order that wait for these positions; None where
+        there are none.
+        """
+        matches = []
+        rest = iter(waiting)
+        for begin in begins:
+            number = next((n for n in rest if self._due[n] == begin), None)
+            if number is None:
+                return None
+            matches.append(number)
+        return matches
+
+    def _decode(self, where: str, begins: list[int]) -> list[int]:
+        """Requests of the tokens of a decode pass; all others have ended."""
+        waiting = self._waiting()
+        if [self._due[number] for number in waiting] == begins:
+            numbers = waiting
+        else:
+            numbers = self._decoded_by_some(where, begins, waiting)
+
+        for number, begin in zip(numbers, begins, strict=True):
+            self._due[number] = begin + 1
+        self._running = numbers
+        self._joined = []
+        self._has_decoded = True
+        if self._open in numbers:
+            self._open = -1
+        return numbers
+
+    def _decoded_by_some(
+        self, where: str, begins: list[int], waiting: list[int]
+    ) -> list[int]:
+        unknown = 0
+        first = self._matches(begins, waiting)
+        while first is None and not self._has_decoded and unknown < len(begins):
+            # They ran before the recording began, so they come first.
+            unknown += 1
+            first = self._matches(begins[unknown:], waiting)
+        if first is None or (unknown and self._has_guessed):
+            due = [self._due[number] for number in waiting]
+            raise layout_error(
+                self._path,
+                where,
+                "tokens of requests that were running",
+                f"positions {_some(begins)} where {_some(due)} were due",
+                "record from before the first request on, in one server that does"
+                " prefill and decode",
+            )
+
+        last = self._matches(begins[unknown:][::-1], waiting[::-1])
+        if not self._takes_first and last is not None and last[::-1] != first:
+            pairs = zip(first, last[::-1], strict=True)
+            number = next(early for early, late in pairs if early != late)
+            raise layout_error(
+                self._path,
+                where,
+                "one request at each position",
+                f"several at {self._due[number]}, one of which ended",
+                "the dump does not say which: --option equal_positions=first lets"
+                " the earliest go on; --max-running-requests 1 records without doubt",
+            )
+        return [*(self._new() for _ in range(unknown)), *first]
+
+    def _new(self) -> int:
+        self._due.append(0)
+        return len(self._due) - 1
+
+
+def _some(numbers: list[int]) -> str:
+    """The first of many numbers."""
+    text = ", ".join(map(str, numbers[:5])) or "none"
+    return text + (", ..." if len(numbers) > 5 else "")
 
 
 def _request_lengths(
@@ -292,9 +491,14 @@ def _per_token(
     records: list[Any],
     logical: np.ndarray,
     shape: ModelShape,
+    cut_at: str,
+    equal_positions: str,
 ) -> Iterator[Block]:
     """Rows of some passes at a time, in the order of the file."""
-    requests = _RunningRequests()
+    cut = whole_number(path, "cut_at", cut_at, least=0) if cut_at else None
+    requests = _RunningRequests(
+        path, records, cut, takes_first=equal_positions == "first"
+    )
     sequences = Appearance()
     layout = _TokenLayout(path, shape)
 
@@ -305,7 +509,7 @@ def _per_token(
     for number, record in enumerate(records):
         where = f"record {number}"
         physical = _physical_ids(path, where, record, len(logical))
-        request, phase = requests.add(path, where, record)
+        request, phase = requests.add(where, record)
         added = (request, phase, record["positions"], record["input_ids"])
         for column, values in zip(columns, added, strict=True):
             column.extend(values)
@@ -498,7 +702,7 @@ def _per_pass(
             _NO_REQUESTS,
         )
 
-    yield ForwardPasses(chunked=False).rows(
+    yield ForwardPasses().rows(
         number=np.array(passes),
         layer=np.array(layers),
         tokens=np.array([len(tokens) for tokens in dealt]),

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from moesim.base.inputs import load_json, open_input, read_text
 from moesim.traces.format.sorting import BATCH_ROWS
 from moesim.traces.importers.readers.array_stream import in_memory, streams
 from moesim.traces.importers.readers.errors import (
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from moesim.base.errors import TraceError
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.importers.readers.array_stream import ArrayStream
 
@@ -170,7 +171,7 @@ def _completion_blocks(
             ids = ids[:-1]
             unrouted = unrouted[:-1]
 
-        if unrouted.any():
+        if unrouted.any() and ids.shape[2] > 1:
             token = int(unrouted.argmax())
             raise layout_error(
                 path,
@@ -188,7 +189,10 @@ def _completion_blocks(
 def _unrouted(ids: np.ndarray) -> np.ndarray:
     """Bool [T]: tokens that have one id everywhere, in ids [T, L, K]."""
     if ids.shape[2] < 2:
-        return np.zeros(len(ids), bool)
+        # One id is always one. Rows are filled with 0, and only the last may be.
+        filled = np.zeros(len(ids), bool)
+        filled[-1:] = ids.shape[1] > 1 and not ids[-1:].any()
+        return filled
 
     same: np.ndarray = (ids == ids[:, :, :1]).all(axis=(1, 2))
     return same
@@ -200,13 +204,21 @@ def _completions(path: Path) -> Iterator[_Completion]:
         yield from _of_arrays(path)
         return
 
+    lacking = ""
+    has_prompts = False
     for index, response in enumerate(_responses(path)):
-        with decoding(path, f"response {index}"):
-            yield from _of_response(path, f"response {index}", response)
+        where = f"response {index}"
+        with decoding(path, where):
+            for completion in _of_response(path, where, response):
+                has_prompts |= completion.prompt is not None
+                lacking = lacking or ("" if completion.prompt is not None else where)
+                if lacking and has_prompts:
+                    raise _lacks_prompt(path, lacking, _PROMPT)
+                yield completion
 
 
 def _of_arrays(path: Path) -> Iterator[_Completion]:
-    """Completions of named arrays; one prompt may belong to several completions."""
+    """Completions of named arrays; a prompt without a prefix belongs to all of them."""
     arrays = streams(path)
     if kind_of(path) == "npz":
         arrays = {
@@ -222,13 +234,14 @@ def _of_arrays(path: Path) -> Iterator[_Completion]:
 
     # Names may have prefixes, such as a request number.
     prompts = [name for name in arrays if name.endswith(_PROMPT)]
-    only_prompt = arrays[prompts[0]] if prompts else None
 
     for name, ids in arrays.items():
         if name in prompts:
             continue
         own_prompt = name.removesuffix(_GENERATED) + _PROMPT
-        prompt = arrays.get(own_prompt, only_prompt)
+        prompt = arrays.get(own_prompt, arrays.get(_PROMPT))
+        if prompt is None and prompts:
+            raise _lacks_prompt(path, name, own_prompt)
         _check_shapes(path, name, prompt, ids)
         yield _Completion(prompt, ids)
 
@@ -238,15 +251,24 @@ def _of_arrays(path: Path) -> Iterator[_Completion]:
             yield _Completion(arrays[name], in_memory(nothing))
 
 
+def _lacks_prompt(path: Path, place: str, expected: str) -> TraceError:
+    return layout_error(
+        path,
+        place,
+        f"{expected}, for others have theirs",
+        "none",
+        "its positions are unknown: save the prompt's array too, or leave it out",
+    )
+
+
 def _responses(path: Path) -> Iterator[Any]:
     """The responses of a server: one in all, a list of them, or one per line."""
-    with decoding(path, "JSON"), path.open(encoding="utf-8") as file:
+    with decoding(path, "JSON"), open_input(path) as file:
         try:
-            first = json.loads(next(line for line in file if line.strip()))
+            first = load_json(next(line for line in file if line.strip()))
         except (ValueError, StopIteration):
             # No line is a value by itself: the text is one over many lines.
-            file.seek(0)
-            first = json.load(file)
+            first = load_json(read_text(path))
 
         if isinstance(first, list):
             yield from first
@@ -255,7 +277,7 @@ def _responses(path: Path) -> Iterator[Any]:
 
         for line in file:
             if line.strip():
-                yield json.loads(line)
+                yield load_json(line)
 
 
 def _of_response(

@@ -7,9 +7,10 @@ L layers, E experts, K experts per token, A accesses of a block, N layer steps o
 from __future__ import annotations
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled, input_array
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 
 _I64 = input_array(nb.int64)
 _I32 = input_array(nb.int32)

@@ -35,9 +35,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled, input_array
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 from moesim.traces.format.layer_steps import join, layer_steps
 from moesim.traces.stats.reuse_distance import PLACES, later_used
 from moesim.traces.stats.stack_distance import BLOCK, NEVER, belady_stack, lru_stack

@@ -7,9 +7,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled, input_array
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 from moesim.traces.format.batch import compose
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 from moesim.traces.format.top_k import top_k

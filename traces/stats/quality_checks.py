@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled, input_array
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:

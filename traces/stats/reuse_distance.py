@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled, input_array
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 
 _I64 = input_array(nb.int64)
 _I32 = input_array(nb.int32)

@@ -14,9 +14,10 @@ active one and ``2 W - 1 - key`` of any other.
 from __future__ import annotations
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled, input_array
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 
 _I64 = input_array(nb.int64)
 _I32 = input_array(nb.int32)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moesim.base.sizes import format_bytes
 from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
 from moesim.traces.format.schema import Phase
-from moesim.traces.sizes import format_bytes
 from moesim.traces.stats.hit_rate_curves import CURVES, CurveAggregator
 from moesim.traces.stats.predictor_accuracy import prediction
 from moesim.traces.stats.similarity import SimilarityAggregator

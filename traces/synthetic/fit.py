@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
 from moesim.traces.format.schema import Phase
 from moesim.traces.stats.counting_kernels import count_pairs
 from moesim.traces.stats.similarity import mutual_information_bits

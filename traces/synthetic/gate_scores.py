@@ -17,10 +17,11 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import types as nb
 from scipy.special import ndtri
 
-from moesim.traces.compilation import compiled, input_array
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 
 if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
@@ -131,7 +132,7 @@ def _weights_to_logits(
             logits[place] = last_key + math.log(weight / smallest)
 
 
-@compiled(nb.UniTuple(nb.float64, 2)(nb.float64[::1], nb.float64, nb.float64))
+@compiled(nb.Several((nb.float64, nb.float64))(nb.float64[::1], nb.float64, nb.float64))
 def _fitting_mass(
     rest: np.ndarray,
     mass: float,

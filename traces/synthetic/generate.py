@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.synthetic.draw import CLASSES, SynthModel, draw

@@ -20,10 +20,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled, input_array
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 from moesim.traces.format.float16 import to_float16
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.writer import TraceWriter

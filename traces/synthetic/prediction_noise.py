@@ -21,10 +21,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled, input_array
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 from moesim.traces.format.top_k import top_k
 
 if TYPE_CHECKING:

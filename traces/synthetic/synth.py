@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.models import model_shape
 from moesim.traces.synthetic.generate import of_lengths, stated, synthesise

@@ -11,13 +11,15 @@ Letters: L layers, E experts, H hidden, F expert intermediate, W widths.
 from __future__ import annotations
 
 import csv
+import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
+from moesim.base.inputs import quoted, read_text
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.synthetic.marks import WIDTHS
@@ -177,15 +179,14 @@ def _read(path: Path, column: str, shape: ModelShape) -> np.ndarray:
     names = ("layer", "expert", column)
     numbers = np.full((shape.layers, shape.experts), np.nan)
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if not set(names) <= set(reader.fieldnames or ()):
-                raise TraceError(
-                    f"{path}: expected the columns {','.join(names)}, found"
-                    f" {','.join(reader.fieldnames or ()) or 'none'}"
-                )
-            for row in reader:
-                _note(numbers, [row[name] for name in names], path, reader.line_num)
+        reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
+        if not set(names) <= set(reader.fieldnames or ()):
+            raise TraceError(
+                f"{path}: expected the columns {','.join(names)}, found"
+                f" {quoted(','.join(reader.fieldnames or ())) or 'none'}"
+            )
+        for row in reader:
+            _note(numbers, [row[name] for name in names], path, reader.line_num)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: expected a CSV file: {error}") from None
     missing = np.argwhere(np.isnan(numbers))

@@ -11,13 +11,11 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numba
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled, structure
 from moesim.traces.format.schema import Phase
-from moesim.traces.structures import structure
 from moesim.traces.timeline.spans import PLAN
 
 if TYPE_CHECKING:
@@ -129,6 +127,12 @@ class StepAggregator:
         """Take one chunk of forward passes."""
         self._follow(steps, is_last=False)
 
+    def forget_prompt(self) -> None:
+        """Leave the last prompts out of times to first tokens and of sequences' speeds:
+        the run was cut before their end.
+        """
+        self._books["prompts"] = 0
+
     def per_sequence(self, phase: Phase) -> float | None:
         """Return the mean over sequences of own tokens per second.
 
@@ -199,10 +203,10 @@ _BOOKS = np.dtype(
     ],
     align=True,
 )
-_BOOK = numba.from_dtype(_BOOKS)
+_BOOK = nb.Record(_BOOKS)
 
 
-@compiled(nb.int64(_BOOK, nb.float64[::1], nb.int64))
+@compiled
 def _end_prefill(book: Any, ttft_s: np.ndarray, prefills: int) -> int:
     """Add a batch's prefill: the speeds of its sequences add up to the batch's."""
     if not book.prompts:
@@ -217,7 +221,7 @@ def _end_prefill(book: Any, ttft_s: np.ndarray, prefills: int) -> int:
     return prefills + 1
 
 
-@compiled(nb.void(_BOOK, nb.int64))
+@compiled
 def _end_sequences(book: Any, alive: int) -> None:
     """Add the decode speeds of sequences that have ended with the last decode step:
     they follow from the tokens that were made by then.
@@ -230,11 +234,7 @@ def _end_sequences(book: Any, alive: int) -> None:
     book.alive = alive
 
 
-@compiled(
-    nb.int64(
-        _PASSES, nb.Array(_BOOK, 1, "C"), nb.float64[::1], nb.float64[::1], nb.boolean
-    )
-)
+@compiled(nb.int64(_PASSES, _BOOK[::1], nb.float64[::1], nb.float64[::1], nb.boolean))
 def follow_passes(
     passes: Passes,
     books: np.ndarray,

@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled, structure
 from moesim.traces.timeline.spans import (
     COMPUTE,
     FETCH,
@@ -40,12 +40,14 @@ class CopyAggregator:
     """Counts copies, re-fetches, and prefetches that were used.
 
     The tables do not say when an expert leaves a cache, so departures are inferred.
-    Events of one expert are ordered by step, and within a step copies (by start) before
-    the access. A prefetch was *used* if the next event is a hit or a delayed hit; a
-    miss in the very step of the copy is looked past, since a prefetch for the next step
-    may be issued after it. A copy is a *re-fetch* if the expert had been on the GPU
-    (copied, hit or delayed) in the five steps before. Source of the idea: SMoE's
-    re-fetch rate, which counts from evictions that only a cache can see.
+    Events of one expert on one GPU are ordered by step, and within a step copies (by
+    start) before the access. A prefetch was *used* if the next event is a hit or a
+    delayed hit; a miss in the very step of the copy is looked past, since a prefetch
+    for the next step may be issued after it. A copy is a *re-fetch* if the expert had
+    been on that GPU (copied, hit or delayed) in the five steps before. A hit counts for
+    the GPU that computed it, and for the GPU that had the expert last if the CPU did.
+    Source of the idea: SMoE's re-fetch rate, which counts from evictions that only a
+    cache can see.
     """
 
     def __init__(self, lanes: Sequence[str]) -> None:
@@ -55,28 +57,35 @@ class CopyAggregator:
         self.used = 0
         self.timely = 0
 
-        self._is_link = np.array([lane.startswith("h2d") for lane in lanes])
+        # GPU of each lane: of the link to it, and of its compute lane; else -1.
+        self._link_of = _numbers(lanes, "h2d")
+        self._gpu_of = _numbers(lanes, "gpu")
         self._copies: list[Chunk] = []
         self._accesses: list[Chunk] = []
-        # Of each expert the last step in which it was on the GPU, and whether that was
-        # a prefetch whose use is not known yet: [L, E], as far as experts have come.
-        self._present_step = np.empty((0, 0), np.int64)
-        self._prefetch = np.empty((0, 0), np.int8)
+        # Of each GPU and expert the last step in which it was there, and whether that
+        # was a prefetch whose use is not known yet: [G, L, E], as far as experts have
+        # come.
+        gpus = max(1, 1 + int(max(self._link_of.max(), self._gpu_of.max())))
+        self._present_step = np.empty((gpus, 0, 0), np.int64)
+        self._prefetch = np.empty((gpus, 0, 0), np.int8)
 
     def add_spans(self, spans: Chunk) -> int:
         """Buffer the copies of one chunk; return the last step whose compute it has
         seen.
         """
         kind = spans["kind"]
-        is_copy = (kind >= FETCH) & (kind <= REPLACE) & self._is_link[spans["lane"]]
+        gpu = self._link_of[spans["lane"]]
+        is_copy = (kind >= FETCH) & (kind <= REPLACE) & (gpu >= 0)
         if is_copy.any():
-            self._copies.append({name: spans[name][is_copy] for name in _NO_COPIES})
+            copies = spans | {"gpu": gpu}
+            self._copies.append({name: copies[name][is_copy] for name in _NO_COPIES})
 
         computed = spans["step"][(kind == COMPUTE) | (kind == JOIN)]
         return int(computed.max()) if len(computed) else -1
 
     def add_accesses(self, accesses: Chunk) -> None:
         """Buffer one chunk of accesses."""
+        accesses = accesses | {"gpu": self._gpu_of[accesses["lane"]]}
         self._accesses.append({name: accesses[name] for name in _NO_ACCESSES})
 
     def settle(self, before: int | None = None) -> None:
@@ -105,15 +114,16 @@ class CopyAggregator:
 
     def _make_room(self, *events: Chunk) -> None:
         """Let the tables reach to the last layer and expert that have come."""
-        layers, experts = self._present_step.shape
+        _, layers, experts = self._present_step.shape
         for chunk in events:
             layers = max(layers, 1 + int(chunk["layer"].max(initial=-1)))
             experts = max(experts, 1 + int(chunk["expert"].max(initial=-1)))
-        if self._present_step.shape == (layers, experts):
+        if self._present_step.shape[1:] == (layers, experts):
             return
         more = [
-            (0, layers - self._present_step.shape[0]),
-            (0, experts - self._present_step.shape[1]),
+            (0, 0),
+            (0, layers - self._present_step.shape[1]),
+            (0, experts - self._present_step.shape[2]),
         ]
         self._present_step = np.pad(self._present_step, more, constant_values=_LONG_AGO)
         self._prefetch = np.pad(self._prefetch, more, constant_values=_SETTLED)
@@ -124,10 +134,10 @@ _COUNTS = ("copies", "refetched", "prefetched", "used", "timely")
 
 _NO_COPIES: Chunk = {
     name: np.empty(0, np.int64)
-    for name in ("step", "layer", "expert", "kind", "start_s")
+    for name in ("step", "gpu", "layer", "expert", "kind", "start_s")
 }
 _NO_ACCESSES: Chunk = {
-    name: np.empty(0, np.int64) for name in ("step", "layer", "expert", "state")
+    name: np.empty(0, np.int64) for name in ("step", "gpu", "layer", "expert", "state")
 }
 
 
@@ -136,24 +146,29 @@ class Events(NamedTuple):
 
     Attributes:
         step, layer, expert: of each.
+        gpu: to which a copy goes, or that computed the expert; -1 for the CPU.
         detail: of a copy whether it is a prefetch, of an access its state.
     """
 
     step: np.ndarray
+    gpu: np.ndarray
     layer: np.ndarray
     expert: np.ndarray
     detail: np.ndarray
 
 
-_EVENTS = nb.NamedUniTuple(nb.int64[::1], 4, Events)
+_EVENTS = structure(Events, (nb.int64[::1],) * 5)
 
 
 def _events(chunk: Chunk, detail: np.ndarray, order: np.ndarray) -> Events:
-    columns = (chunk["step"], chunk["layer"], chunk["expert"], detail)
+    names = ("step", "gpu", "layer", "expert")
+    columns = (*(chunk[name] for name in names), detail)
     return Events(*(column[order].astype(np.int64) for column in columns))
 
 
-@compiled(nb.void(_EVENTS, _EVENTS, nb.int64[:, ::1], nb.int8[:, ::1], nb.int64[::1]))
+@compiled(
+    nb.void(_EVENTS, _EVENTS, nb.int64[:, :, ::1], nb.int8[:, :, ::1], nb.int64[::1])
+)
 def follow_copies(
     copies: Events,
     accesses: Events,
@@ -162,8 +177,9 @@ def follow_copies(
     counts: np.ndarray,
 ) -> None:
     """Add to `counts`, int64 [5] as `_COUNTS` names them, and bring the two tables
-    [L, E] up to date.
+    [G, L, E] up to date.
     """
+    gpus = len(present_step)
     copy = 0
     for access in range(len(accesses.step) + 1):
         is_last = access == len(accesses.step)
@@ -171,7 +187,7 @@ def follow_copies(
         while copy < len(copies.step) and (
             is_last or copies.step[copy] <= accesses.step[access]
         ):
-            place = (copies.layer[copy], copies.expert[copy])
+            place = (copies.gpu[copy], copies.layer[copy], copies.expert[copy])
             step = copies.step[copy]
             is_prefetch = copies.detail[copy] != 0
             counts[0] += 1
@@ -183,14 +199,26 @@ def follow_copies(
         if is_last:
             return
 
-        place = (accesses.layer[access], accesses.expert[access])
+        gpu = accesses.gpu[access]
+        layer = accesses.layer[access]
+        expert = accesses.expert[access]
         step = accesses.step[access]
         state = accesses.detail[access]
         if state == MISS:
-            # A prefetch for the next step may be issued behind the access of its own.
-            own_step = prefetch[place] == _UNUSED and step == present_step[place]
-            prefetch[place] = _MISSED if own_step else _SETTLED
+            # No GPU has it. A prefetch for the next step may be issued behind the
+            # access of its own.
+            for each in range(gpus):
+                place = (each, layer, expert)
+                own_step = prefetch[place] == _UNUSED and step == present_step[place]
+                prefetch[place] = _MISSED if own_step else _SETTLED
             continue
+        if gpu < 0:
+            gpu = 0
+            for each in range(1, gpus):
+                last_step = present_step[gpu, layer, expert]
+                if present_step[each, layer, expert] > last_step:
+                    gpu = each
+        place = (gpu, layer, expert)
         if prefetch[place] != _SETTLED:
             counts[3] += 1
             counts[4] += state == HIT
@@ -216,3 +244,11 @@ def _split(
     ready = {name: values[is_ready] for name, values in joined.items()}
     rest = {name: values[~is_ready] for name, values in joined.items()}
     return ready, [rest] if len(rest["step"]) else []
+
+
+def _numbers(lanes: Sequence[str], kind: str) -> np.ndarray:
+    """Number of each lane of a kind (1 of ``gpu1``), -1 of others; int64 [lanes]."""
+    return np.array(
+        [int(lane[len(kind) :]) if lane.startswith(kind) else -1 for lane in lanes],
+        np.int64,
+    )

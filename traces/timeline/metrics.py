@@ -7,7 +7,7 @@ metrics, and `METRICS` is the one place that defines them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -26,75 +26,262 @@ if TYPE_CHECKING:
 
     from moesim.traces.timeline.spans import Chunk, Timeline
 
-# Every key of `summarise`: its unit or what is divided by what.
-METRICS: dict[str, str] = {
-    "steps": "forward passes",
-    "layer_steps": "MoE layers of forward passes in which anything was computed",
-    "batches": "groups of sequences that ran together",
-    "accesses": "distinct active experts, summed over layer steps",
-    "hits": "accesses that found the expert resident when the layer step was planned",
-    "delayed_hits": "accesses that found it being copied",
-    "misses": "accesses that found it absent",
-    "hit_rate_active": "hits / accesses, CPU-computed experts included",
-    "hit_rate_gpu": "the same over GPU-assigned experts only; null if there are none",
-    "hit_rate_token": "tokens of hits / tokens of accesses",
-    "ttft_s": (
-        "seconds from the start of a batch to the end of its prefill, micro-batches"
-        " included, mean over batches; null without prefill"
+
+class Metric(NamedTuple):
+    """What a figure of a run means.
+
+    Attributes:
+        group: the section of ``docs/reference/metrics.md`` that explains it.
+        unit: of its values; empty for plain counts.
+        better: ``larger``, ``smaller``, or empty where neither is.
+        meaning: definition, in a line.
+    """
+
+    group: str
+    unit: str
+    better: str
+    meaning: str
+
+
+LARGER: Final = "larger"
+SMALLER: Final = "smaller"
+NEITHER: Final = ""
+SPEED: Final = "Speed"
+HITS: Final = "Hits"
+LANES: Final = "Lanes and links"
+PREFETCHES: Final = "Prefetch"
+ENERGY: Final = "Energy"
+REQUESTS: Final = "Requests"
+RUN: Final = "About the run"
+
+# Every key of `summarise`.
+METRICS: dict[str, Metric] = {
+    "steps": Metric(SPEED, "", NEITHER, "forward passes"),
+    "layer_steps": Metric(
+        SPEED,
+        "",
+        NEITHER,
+        "MoE layers of forward passes in which anything was computed",
     ),
-    "tpot_s": (
-        "seconds between the ends of consecutive steps of a batch, mean over decode"
-        " steps, or over the tokens that steps keep of drafts; null without decode"
+    "batches": Metric(
+        SPEED,
+        "",
+        NEITHER,
+        "groups of sequences that ran together; with arrivals, times of work between"
+        " times of idleness",
     ),
-    "tpot_p50_s": "median of the same",
-    "tpot_p95_s": "95th percentile of the same, linearly interpolated",
-    "prefill_tokens": "prompt tokens computed",
-    "decode_tokens": "tokens generated, those of drafts as far as they were kept",
-    "prefill_tokens_per_s": (
-        "prompt tokens of all sequences / prefill seconds; null without prefill"
+    "accesses": Metric(
+        HITS, "", NEITHER, "distinct active experts, summed over layer steps"
     ),
-    "prefill_tokens_per_s_seq": (
-        "own prompt tokens / prefill seconds, mean over sequences"
+    "hits": Metric(
+        HITS,
+        "",
+        LARGER,
+        "accesses that found the expert resident on a GPU when the layer step was"
+        " planned",
     ),
-    "decode_tokens_per_s": (
-        "generated tokens of all sequences / decode seconds; null without decode"
+    "delayed_hits": Metric(HITS, "", SMALLER, "accesses that found it being copied"),
+    "misses": Metric(HITS, "", SMALLER, "accesses that found it absent"),
+    "hit_rate_active": Metric(
+        HITS, "share", LARGER, "hits ÷ accesses, CPU-computed experts included"
     ),
-    "decode_tokens_per_s_seq": (
-        "own generated tokens / own decode seconds, mean over sequences (DALI's"
-        " definition)"
+    "hit_rate_gpu": Metric(
+        HITS,
+        "share",
+        LARGER,
+        "the same over GPU-assigned experts only; null if there are none",
     ),
-    "bytes": "link -> bytes moved",
-    "bandwidth": "link -> bytes per second while it was busy; null if it never was",
-    "busy_s": "lane -> seconds in which it worked",
-    "stall_s": (
-        "compute lane -> seconds idle after planning while the expert it computed next"
-        " was being copied"
+    "hit_rate_token": Metric(
+        HITS, "share", LARGER, "tokens of hits ÷ tokens of accesses"
     ),
-    "planning_s": "seconds spent in decisions",
-    "planning_share": "planning_s / makespan_s",
-    "imbalance": "|CPU busy - busiest GPU| / the longer of both, mean over layer steps",
-    "prefetched": "prefetches copied to a GPU",
-    "prefetch_accuracy": (
-        "prefetched experts used before they left / prefetched; null without prefetches"
+    "ttft_s": Metric(
+        SPEED,
+        "s",
+        SMALLER,
+        "from the start of a batch to the end of its prefill, micro-batches included;"
+        " mean over batches whose prompts were computed to their end",
     ),
-    "prefetch_coverage": (
-        "prefetched experts used / (those + misses); null without prefetches"
+    "tpot_s": Metric(
+        SPEED,
+        "s",
+        SMALLER,
+        "between the ends of consecutive steps of a batch; mean over decode steps, or"
+        " over the tokens that steps keep of drafts",
     ),
-    "prefetch_timeliness": (
-        "prefetched experts fully there when used / used; null if none was used"
+    "tpot_p50_s": Metric(SPEED, "s", SMALLER, "median of the same"),
+    "tpot_p95_s": Metric(
+        SPEED, "s", SMALLER, "95th percentile of the same, linearly interpolated"
     ),
-    "refetch_rate_5": (
-        "copies to a GPU of experts that had been on it within the five steps before /"
-        " copies to GPUs"
+    "prefill_tokens": Metric(SPEED, "tokens", NEITHER, "prompt tokens computed"),
+    "decode_tokens": Metric(
+        SPEED,
+        "tokens",
+        NEITHER,
+        "tokens generated, those of drafts as far as they were kept",
     ),
-    "makespan_s": "seconds from the first start to the last end",
-    "energy_j": (
-        "joules: idle watts over the makespan plus extra watts while busy; null without"
-        " power figures"
+    "prefill_tokens_per_s": Metric(
+        SPEED,
+        "tokens/s",
+        LARGER,
+        "prompt tokens of **all** sequences ÷ prefill seconds",
     ),
-    "tokens_per_kj": (
-        "generated tokens per kilojoule; null without power figures or without decode"
+    "prefill_tokens_per_s_seq": Metric(
+        SPEED,
+        "tokens/s",
+        LARGER,
+        "own prompt tokens ÷ prefill seconds, mean over sequences",
     ),
+    "decode_tokens_per_s": Metric(
+        SPEED,
+        "tokens/s",
+        LARGER,
+        "generated tokens of **all** sequences ÷ decode seconds",
+    ),
+    "decode_tokens_per_s_seq": Metric(
+        SPEED,
+        "tokens/s",
+        LARGER,
+        "own generated tokens ÷ own decode seconds, mean over sequences: the speed that"
+        " one user sees, and the papers' definition",
+    ),
+    "bytes": Metric(
+        LANES,
+        "bytes per link",
+        NEITHER,
+        "moved over `h2d…`, `d2h…`, `ssd`: experts only, activations are latency"
+        " without bytes",
+    ),
+    "bandwidth": Metric(
+        LANES,
+        "bytes/s per link",
+        LARGER,
+        "bytes ÷ seconds in which the link was busy; null if it never was",
+    ),
+    "busy_s": Metric(LANES, "s per lane", NEITHER, "in which the lane worked"),
+    "stall_s": Metric(
+        LANES,
+        "s per compute lane",
+        SMALLER,
+        "idle after planning while the expert it computed next was being copied",
+    ),
+    "planning_s": Metric(LANES, "s", SMALLER, "spent in decisions"),
+    "planning_share": Metric(LANES, "share", SMALLER, "planning_s ÷ makespan_s"),
+    "imbalance": Metric(
+        LANES,
+        "share",
+        SMALLER,
+        "difference of CPU and busiest GPU ÷ the longer of both, mean over layer steps",
+    ),
+    "prefetched": Metric(PREFETCHES, "", NEITHER, "prefetches copied to a GPU"),
+    "prefetch_accuracy": Metric(
+        PREFETCHES,
+        "share",
+        LARGER,
+        "prefetched experts used before they left ÷ prefetched",
+    ),
+    "prefetch_coverage": Metric(
+        PREFETCHES,
+        "share",
+        LARGER,
+        "prefetched experts used ÷ (those + misses); null without prefetches",
+    ),
+    "prefetch_timeliness": Metric(
+        PREFETCHES,
+        "share",
+        LARGER,
+        "prefetched experts fully there when used ÷ used; null if none was used",
+    ),
+    "refetch_rate_5": Metric(
+        PREFETCHES,
+        "share",
+        SMALLER,
+        "copies of experts that had been on that very GPU within the five steps before"
+        " ÷ all copies to GPUs",
+    ),
+    "makespan_s": Metric(SPEED, "s", SMALLER, "from the first start to the last end"),
+    "energy_j": Metric(
+        ENERGY,
+        "J",
+        SMALLER,
+        "idle watts of all lanes and the platform over the makespan, plus what busy"
+        " lanes draw beyond idle; null without power figures",
+    ),
+    "tokens_per_kj": Metric(
+        ENERGY, "tokens/kJ", LARGER, "generated tokens ÷ kilojoules"
+    ),
+}
+
+# What the tables do not tell, but the run does.
+RUN_METRICS: dict[str, Metric] = {
+    "memory_high_bytes": Metric(
+        LANES,
+        "bytes per memory",
+        SMALLER,
+        "most bytes of experts in the cache at one time",
+    ),
+    "routing": Metric(
+        RUN,
+        "",
+        NEITHER,
+        "`recorded`, or `altered` if a routing policy changed experts: then later"
+        " layers would have seen other activations",
+    ),
+    "approximate": Metric(
+        RUN,
+        "",
+        NEITHER,
+        "`true` if the assignment computes experts ahead of their gate, on the layer"
+        " before's input (`daop`): then answers differ even with recorded routing",
+    ),
+    "gate_mass_kept": Metric(
+        RUN,
+        "share",
+        LARGER,
+        "with altered routing: gate scores of the experts used ÷ those of the recorded"
+        " ones, mean over tokens",
+    ),
+    "events": Metric(RUN, "", NEITHER, "events of the simulation"),
+    "wall_s": Metric(RUN, "s", SMALLER, "real seconds that the replay took"),
+}
+
+# What a run with arrivals adds, in the object ``requests`` and in rows of sweeps.
+REQUEST_METRICS: dict[str, Metric] = {
+    "requests": Metric(
+        REQUESTS, "", NEITHER, "requests that were served to their last token"
+    ),
+    "ttft_p50_s": Metric(REQUESTS, "s", SMALLER, "median of their `ttft_s`"),
+    "ttft_p95_s": Metric(REQUESTS, "s", SMALLER, "95th percentile"),
+    "ttft_p99_s": Metric(REQUESTS, "s", SMALLER, "99th percentile"),
+    "tpot_p99_s": Metric(REQUESTS, "s", SMALLER, "99th percentile of their `tpot_s`"),
+    "slo_attainment": Metric(
+        REQUESTS, "share", LARGER, "requests within both limits of `--slo` ÷ requests"
+    ),
+    "goodput_per_s": Metric(
+        REQUESTS, "1/s", LARGER, "requests within both limits ÷ makespan"
+    ),
+}
+
+# What rows of sweeps and comparisons hold beside them.
+ROW_METRICS: dict[str, Metric] = {
+    "h2d_bytes": Metric(LANES, "bytes", SMALLER, "moved over all links to GPUs"),
+    "ssd_bytes": Metric(LANES, "bytes", SMALLER, "read from the SSD"),
+    "h2d_bytes_per_s": Metric(
+        LANES, "bytes/s", LARGER, "over the links to GPUs while one of them was busy"
+    ),
+    "busiest_share": Metric(
+        LANES,
+        "share",
+        NEITHER,
+        "share of the makespan in which the lane `busiest` worked, which worked most",
+    ),
+    "cache_bytes": Metric(LANES, "bytes", SMALLER, "size of the GPU cache"),
+    "gpu_bytes": Metric(
+        LANES,
+        "bytes",
+        SMALLER,
+        "memory of each GPU for cache, staging and other weights",
+    ),
+    "host_bytes": Metric(LANES, "bytes", SMALLER, "host memory for experts"),
 }
 
 # Key of the power table for watts drawn whatever happens.
@@ -144,13 +331,18 @@ class Summary:
             self._steps.add(chunk)
 
     def figures(
-        self, power: Mapping[str, tuple[float, float]] | None = None
+        self,
+        power: Mapping[str, tuple[float, float]] | None = None,
+        *,
+        ends_in_prompt: bool = False,
     ) -> dict[str, Any]:
         """Return every one of `METRICS`, once all chunks have come.
 
         Args:
             power: lane -> (idle watts, busy watts), and optionally ``platform`` ->
                 (idle watts, ignored).
+            ends_in_prompt: the run was cut before the last prompts were computed to
+                their end, so when their first tokens came is not known.
         """
         self._stalls.add(None)
         self._copies.settle()
@@ -162,7 +354,7 @@ class Summary:
 
         figures: dict[str, Any] = {
             **_access_figures(self._accesses),
-            **_step_figures(self._steps),
+            **_step_figures(self._steps, ends_in_prompt=ends_in_prompt),
             **_lane_figures(self._names, self._lanes, makespan_s),
             **_copy_figures(self._copies, int(self._accesses.states[MISS])),
             **_stall_figures(self._names, self._stalls),
@@ -197,12 +389,13 @@ def summarise(
     timeline: Timeline,
     *,
     power: Mapping[str, tuple[float, float]] | None = None,
+    ends_in_prompt: bool = False,
 ) -> dict[str, Any]:
     """Compute all `METRICS` of a recorded run in one pass: `Summary` over its tables.
 
     Args:
         timeline: a run, in memory or loaded.
-        power: as `Summary.figures` takes it.
+        power, ends_in_prompt: as `Summary.figures` takes them.
     """
     summary = Summary(timeline.lanes)
     accesses = timeline.access_chunks()
@@ -220,7 +413,7 @@ def summarise(
         summary.add("accesses", chunk)
     for chunk in timeline.step_chunks():
         summary.add("steps", chunk)
-    return summary.figures(power)
+    return summary.figures(power, ends_in_prompt=ends_in_prompt)
 
 
 def _ratio(
@@ -245,7 +438,9 @@ def _access_figures(accesses: AccessAggregator) -> dict[str, Any]:
     }
 
 
-def _step_figures(steps: StepAggregator) -> dict[str, Any]:
+def _step_figures(steps: StepAggregator, *, ends_in_prompt: bool) -> dict[str, Any]:
+    if ends_in_prompt:
+        steps.forget_prompt()
     figures: dict[str, Any] = {"steps": steps.steps, "batches": steps.batches}
 
     for phase in Phase:

@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moesim.traces.errors import TraceError
-from moesim.traces.files import written_beside
+from moesim.base.errors import TraceError
+from moesim.base.files import written_beside
 from moesim.traces.timeline.spans import KIND_NAMES
 
 if TYPE_CHECKING:

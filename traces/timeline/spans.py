@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import pyarrow as pa
 
-from moesim.traces.errors import TraceError
-from moesim.traces.files import NewFile
+from moesim.base.errors import TraceError
+from moesim.base.files import NewFile
+from moesim.base.seals import check_seal
 from moesim.traces.format.arrow import codes, named, numbers, values
 from moesim.traces.format.parquet import open_parquet, sealed_writer
 from moesim.traces.format.schema import Phase
-from moesim.traces.parquet_seal import check_seal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -7,10 +7,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled
-from moesim.traces.structures import structure
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled, structure
 from moesim.traces.timeline.spans import COMPUTE, FETCH, PLAN, READ
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class StallAggregator:
         self._gpus = [i for i, lane in enumerate(names) if lane.startswith("gpu")]
         self._cpu = names.index("cpu") if "cpu" in names else -1
         # Lane -> the lane that computes what it brings, -1 for none.
-        consumers = [_consumer(lane) for lane in names]
+        consumers = [consumer(lane) for lane in names]
         self._target = np.array(
             [names.index(lane) if lane in names else -1 for lane in consumers],
             dtype=np.int64,
@@ -175,7 +174,7 @@ _ROWS = structure(
 
 
 @compiled(
-    nb.Tuple((nb.boolean, nb.float64[::1]))(
+    nb.Several((nb.boolean, nb.float64[::1]))(
         _ROWS,
         nb.int64[::1],
         nb.int64[::1],
@@ -306,7 +305,7 @@ def _numbered(key: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return keys, place
 
 
-def _consumer(lane: str) -> str:
+def consumer(lane: str) -> str:
     """The lane that computes what a link brings; nothing for other lanes."""
     if lane == "ssd":
         return "cpu"

@@ -15,22 +15,29 @@ from moesim.advice.machine.devices import (
     Graphics,
     Processor,
     SingleChip,
+    closest,
+    count_in,
+    find,
     graphics_cards,
     processors,
     single_chips,
 )
 from moesim.advice.machine.memory import (
+    USUAL_RATES,
     MemorySpec,
+    generation_of,
     measured_rate,
     parse_memory,
     parse_pcie,
     pcie_bytes_per_s,
 )
-from moesim.advice.machine.names import closest, count_in, find
-from moesim.traces.sizes import parse_bytes
+from moesim.base.sizes import parse_bytes
+from moesim.hwprofiles import paths
+from moesim.hwprofiles.profile import HardwareProfile, load_profile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 class Grade(StrEnum):
@@ -52,6 +59,7 @@ class Probes:
         device_read: what reading the GPU's memory reaches.
         host_beside_link: CPU reads while a copy runs.
         link_beside_host: the copy meanwhile.
+        both: sum of the two, where only that is known.
     """
 
     host_read: Mapping[int, float] = field(default_factory=dict)
@@ -60,6 +68,7 @@ class Probes:
     device_read: float | None = None
     host_beside_link: float | None = None
     link_beside_host: float | None = None
+    both: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,7 @@ class Machine:
         windows: the driver model of Windows is slower to launch and to page-lock.
         probes: what was measured.
         assumed: figures that nobody gave.
+        devices: numbers of the cards in use, where others are left out.
     """
 
     name: str
@@ -91,6 +101,7 @@ class Machine:
     windows: bool = False
     probes: Probes = field(default_factory=Probes)
     assumed: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
 
     @property
     def grade(self) -> Grade:
@@ -100,10 +111,38 @@ class Machine:
 
     @property
     def host_peak_bytes_per_s(self) -> float:
-        """Read rate of the filled memory channels, or the official one."""
-        if self.memory.peak_bytes_per_s:
-            return self.memory.peak_bytes_per_s
-        return self.processor.peak_bytes_per_s
+        """Read rate of the filled memory channels, or what is usual for them."""
+        memory = self.memory
+        if memory.peak_bytes_per_s:
+            return memory.peak_bytes_per_s
+        channels = memory.channels or self.processor.channels
+        official = self.processor.peak_bytes_per_s / self.processor.channels * channels
+        if memory.rate:
+            return memory.rate * 8e6 * channels
+        if memory.generation is None:
+            return official
+        # Owners name the generation alone and mean its usual modules.
+        usual = USUAL_RATES.get(memory.generation, 5600) * 8e6 * channels
+        official_generation = generation_of(self.processor.memory)
+        same = memory.generation == official_generation and self.processor.known
+        return min(official, usual) if same and self.processor.server else usual
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of platform, as results are listed."""
+        card = self.graphics[0] if self.graphics else UNKNOWN_GRAPHICS
+        mobile = self.processor.kind == "laptop" or card.card_class == "mobile"
+        kinds = (
+            (self.unified, "unified memory"),
+            (self.processor.sockets > 1, "dual socket"),
+            (not self.graphics, "processor alone"),
+            (self.gpu_count > 1, "several cards"),
+            (card.card_class == "old", "old card"),
+            (mobile, "laptop"),
+            (card.backend != "cuda", "other than CUDA"),
+            (self.processor.kind in {"server", "workstation"}, "server"),
+        )
+        return next((kind for holds, kind in kinds if holds), "desktop")
 
     @property
     def memory_stated(self) -> bool:
@@ -111,9 +150,31 @@ class Machine:
         return self.memory.peak_bytes_per_s is not None
 
     @property
+    def generation_open(self) -> bool:
+        """Tell whether nobody said which of two generations the memory is."""
+        known = self.memory.generation or self.memory_stated
+        return not known and len(self.processor.memory_generations) > 1
+
+    @property
     def gpu_count(self) -> int:
         """Number of cards."""
         return sum(card.count for card in self.graphics)
+
+    @property
+    def single_cards(self) -> tuple[Graphics, ...]:
+        """Every card on its own, in the order of their names."""
+        return tuple(
+            replace(card, count=1) for card in self.graphics for _ in range(card.count)
+        )
+
+    def with_cards(self, devices: tuple[int, ...]) -> Machine:
+        """Return the machine with some of its cards only, by number."""
+        cards = self.single_cards
+        return replace(
+            self,
+            graphics=tuple(cards[at] for at in devices),
+            devices=() if len(devices) == len(cards) else devices,
+        )
 
     @property
     def vram_bytes(self) -> int:
@@ -197,15 +258,20 @@ def describe_machine(
     # Asked first: "M4 Max" is CPU and card in one.
     chip = _single_chip(cpu, gpu)
     if chip is not None:
-        return _unified(chip, cpu or gpu or "", ram, probes, name)
+        return _unified(chip, f"{cpu or ''} {gpu or ''}", ram, probes, name)
 
     processor = _processor(cpu, assumed, lenient=lenient)
     graphics = _graphics(gpu, assumed, lenient=lenient)
+    if not processor.known and processor.source == "assumed":
+        processor = _as_old_as(graphics, processor)
     memory = parse_memory(
         ram or "", channels=processor.channels, server=processor.server
     )
-    if memory.peak_bytes_per_s is None:
-        assumed.append(f"host memory at the fastest official rate, {processor.memory}")
+    _check_generation(processor, memory, lenient=lenient)
+    if memory.peak_bytes_per_s is None and memory.read_bytes_per_s is None:
+        assumed.append(_assumed_memory(processor, memory))
+    if memory.read_bytes_per_s and probes is None:
+        probes = Probes(host_read={processor.cores: memory.read_bytes_per_s})
 
     link, link_measured = _link(pcie, processor, graphics, assumed, lenient=lenient)
     words = f"{cpu or ''} {gpu or ''}".lower()
@@ -220,6 +286,32 @@ def describe_machine(
         probes=probes or Probes(),
         assumed=tuple(assumed),
     )
+
+
+def _check_generation(
+    processor: Processor, memory: MemorySpec, *, lenient: bool
+) -> None:
+    """Refuse memory that does not fit into the processor's socket."""
+    takes = processor.memory_generations
+    if lenient or not processor.known or memory.generation in {None, *takes}:
+        return
+    kinds = " or ".join(f"DDR{generation}" for generation in sorted(takes))
+    raise AdviceError(
+        f"--ram: DDR{memory.generation} does not fit {processor.name}, which takes"
+        f" {kinds}; is the processor or the memory another one?"
+    )
+
+
+def _assumed_memory(processor: Processor, memory: MemorySpec) -> str:
+    if memory.generation is not None and memory.rate is None:
+        usual = USUAL_RATES.get(memory.generation, 5600)
+        return f"host memory at the usual rate, DDR{memory.generation}-{usual}"
+    if memory.generation is None and processor.memory_also:
+        return (
+            f"host memory between {processor.memory_also} and {processor.memory}: say"
+            " which with --ram, as in '2x16GB DDR4-3200'"
+        )
+    return f"host memory at the fastest official rate, {processor.memory}"
 
 
 def _title(processor: Processor, graphics: tuple[Graphics, ...]) -> str:
@@ -250,13 +342,22 @@ def _unified(
     name: str | None,
 ) -> Machine:
     memory = parse_memory(ram or text, channels=1)
-    memory = replace(memory, peak_bytes_per_s=chip.bytes_per_s)
+    # Some chips are also sold with modules, which are slower than soldered memory.
+    slower = parse_memory(ram or "", channels=chip.processor.channels).peak_bytes_per_s
+    rate = min(chip.bytes_per_s, slower or chip.bytes_per_s)
+    memory = replace(memory, peak_bytes_per_s=rate)
+    graphics = chip.graphics
+    if graphics is not None:
+        backend = next((each for each in _BACKENDS if each in text.lower()), None)
+        graphics = replace(
+            graphics, bytes_per_s=rate, backend=backend or graphics.backend
+        )
     return Machine(
         name=name or chip.processor.name,
         processor=chip.processor,
         memory=memory,
-        graphics=(chip.graphics,) if chip.graphics else (),
-        link_bytes_per_s=chip.bytes_per_s,
+        graphics=(graphics,) if graphics else (),
+        link_bytes_per_s=rate,
         unified=True,
         gpu_share=chip.gpu_share or 1.0,
         probes=probes or Probes(),
@@ -275,8 +376,7 @@ def _processor(cpu: str | None, assumed: list[str], *, lenient: bool) -> Process
                 f"{closest(cpu, processors())}; give its numbers instead, as in --cpu"
                 " 'cores=8,ghz=3.6' --ram '2x16GB DDR4-3200'"
             )
-        assumed.append(CORES_ASSUMED)
-        return UNKNOWN_PROCESSOR
+        return _unknown_processor(cpu or "", assumed)
 
     # A virtual machine says how many of the host's hyperthreads it got.
     virtual = re.search(r"(\d+)\s*vcpu", cpu or "", re.IGNORECASE)
@@ -293,6 +393,38 @@ def _processor(cpu: str | None, assumed: list[str], *, lenient: bool) -> Process
             sockets=sockets,
             dies_bytes_per_s=processor.dies_bytes_per_s * sockets,
         )
+    return processor
+
+
+def _unknown_processor(text: str, assumed: list[str]) -> Processor:
+    """Take cores and kind out of words that name no processor of the table."""
+    processor = UNKNOWN_PROCESSOR
+    if re.search(r"epyc|xeon|server|cloud", text, re.IGNORECASE):
+        processor = replace(
+            processor, name="unknown server CPU", server=True, kind="server", channels=8
+        )
+    elif re.search(r"laptop|mobile", text, re.IGNORECASE):
+        processor = replace(processor, name="unknown laptop CPU", kind="laptop")
+    cores = re.search(r"(\d+)\s*(?:P-)?(?:cores?\b|C\b)", text, re.IGNORECASE)
+    threads = re.search(r"(\d+)\s*threads", text, re.IGNORECASE)
+    if cores:
+        processor = replace(processor, cores=int(cores.group(1)))
+    elif threads:
+        processor = replace(processor, cores=max(1, int(threads.group(1)) // 2))
+    else:
+        assumed.append(CORES_ASSUMED)
+    return processor
+
+
+def _as_old_as(graphics: tuple[Graphics, ...], processor: Processor) -> Processor:
+    """Take an unknown desktop for as old as its card."""
+    if not graphics or processor.server:
+        return processor
+    pcie = max(card.pcie for card in graphics)
+    if pcie <= 3.0:
+        return replace(processor, memory="DDR4-2667", cores=min(6, processor.cores))
+    if pcie <= 4.0:
+        return replace(processor, memory="DDR5-4000")
     return processor
 
 
@@ -319,12 +451,13 @@ def _graphics(
     if _WORD_PAIRS.match(gpu.strip().lower()):
         return (_graphics_in_numbers(gpu),)
 
-    cards = []
+    cards: list[Graphics] = []
+    unknown: list[Graphics] = []
     for part in re.split(r"\s*\+\s*(?=\D)|,\s*", gpu):
         card = find(part, graphics_cards())
         if card is None and lenient:
-            assumed.append(f"GPU {part!r} is not in the table")
-            card = UNKNOWN_GRAPHICS
+            unknown.append(replace(UNKNOWN_GRAPHICS, count=count_in(part)))
+            continue
         if card is None:
             raise AdviceError(
                 f"--gpu {part!r}: not among the {len(graphics_cards())} cards of the"
@@ -335,7 +468,10 @@ def _graphics(
         cards.append(
             replace(card, count=count_in(part), backend=backend or card.backend)
         )
-    return tuple(cards)
+    if not cards:
+        assumed.append(f"GPU {gpu!r} is not in the table")
+    # Free text goes on after a card's name: "RTX 5070, 175 W cap".
+    return tuple(cards or unknown[:1])
 
 
 def _graphics_in_numbers(text: str) -> Graphics:
@@ -365,6 +501,7 @@ def _graphics_in_numbers(text: str) -> Graphics:
     flops = bandwidth * 80
     if "tflops" in words:
         flops = _positive(words["tflops"], "--gpu tflops") * 1e12
+    # No lanes are kept: what the user states is the rate in the slot.
     link = parse_pcie(words.get("pcie", "")) or pcie_bytes_per_s(4.0, 16)
     return Graphics(
         name=f"GPU with {words['vram']}",
@@ -425,7 +562,127 @@ def _link(
         )
 
     # A card in a slot of an older generation runs at the slot's rate.
-    slot = pcie_bytes_per_s(processor.pcie, 16)
-    rate = min(slot, *(card.link_bytes_per_s for card in graphics))
+    rate = min(_slot_rate(card, processor) for card in graphics)
     assumed.append(f"the card's link at {rate / 1e9:.0f} GB/s")
     return rate, False
+
+
+def _slot_rate(card: Graphics, processor: Processor) -> float:
+    """Rate of a card's lanes at the generation that card and slot both have.
+
+    A card with eight lanes keeps eight in a slot of sixteen: half of an older
+    generation's rate for sixteen.
+    """
+    if not card.lanes:
+        return card.link_bytes_per_s
+    return pcie_bytes_per_s(min(card.pcie, processor.pcie), card.lanes)
+
+
+_MEMORY_SUFFIX = re.compile(r" \d+GB$")
+_READ = re.compile(r"probes\.host_read\.(\d+)\.bytes_per_s")
+
+
+def machine_of_profile(
+    path: Path,
+    *,
+    cpu: str | None = None,
+    ram: str | None = None,
+    gpu: str | None = None,
+    pcie: str | None = None,
+) -> Machine:
+    """Describe a machine by its profile; words of the user add what it does not say.
+
+    Args:
+        path: a TOML file, or the name of a profile that ships.
+        cpu: as in `describe_machine`; default: read from the profile's description.
+        ram: as in `describe_machine`.
+        gpu: as in `describe_machine`; default: read from the description.
+        pcie: as in `describe_machine`.
+
+    Raises:
+        ProfileError: no such profile.
+        AdviceError: words that name no device.
+    """
+    profile = load_profile(str(path))
+    text = profile.description
+    # A description is a sentence; only the devices that it names are taken from it.
+    card = _card_in(profile) if profile.accelerator == "cuda" else None
+    named = find(text, processors())
+    machine = describe_machine(
+        cpu=cpu or (named.name if named else text),
+        ram=ram,
+        gpu=gpu or (card.name if card else None),
+        pcie=pcie,
+        probes=probes_of(profile),
+        name=profile.name,
+        lenient=True,
+    )
+    if cpu is None and not machine.processor.known:
+        processor = replace(machine.processor, cores=profile.cores)
+        # A measured rate needs no guess about modules and channels.
+        assumed = () if machine.probes.host_read else machine.assumed
+        # The profile states its cores.
+        assumed = tuple(
+            f"CPU: {CHANNELS_ASSUMED}" if words == CORES_ASSUMED else words
+            for words in assumed
+        )
+        machine = replace(machine, processor=processor, assumed=assumed)
+    return machine
+
+
+def _card_in(profile: HardwareProfile) -> Graphics | None:
+    """Find the card that a description names, in the variant with enough memory.
+
+    Descriptions leave out "16GB"; what the profile grants to experts must fit.
+    """
+    card = find(profile.description, graphics_cards())
+    if card is None:
+        return None
+    needed = profile.number(paths.GPU_BYTES)
+    base = _MEMORY_SUFFIX.sub("", card.name)
+    variants = [
+        other
+        for other in graphics_cards().values()
+        if _MEMORY_SUFFIX.sub("", other.name) == base and other.vram_bytes >= needed
+    ]
+    return min(variants, key=lambda each: each.vram_bytes, default=card)
+
+
+def probes_of(profile: HardwareProfile) -> Probes:
+    """Return the measured rates of a profile; empty where it is not measured.
+
+    Profiles from before the probes existed still hold what experts and copies reached,
+    which is close to it.
+    """
+    if profile.kind != "measured":
+        return Probes()
+
+    reads = {}
+    for name, quantity in profile.numbers.items():
+        match = _READ.fullmatch(name)
+        if match:
+            reads[int(match.group(1))] = quantity.value
+    if not reads:
+        # Experts read their weights once: nearly a probe, if a slow one.
+        reads[profile.cpu_threads] = profile.number("costs.cpu.bytes_per_s")
+
+    # The host accelerator's copies do not cross a link.
+    cuda = profile.accelerator == "cuda"
+    return Probes(
+        host_read=reads,
+        link=_first(profile, paths.LINK_PAGE_LOCKED, "costs.h2d.bytes_per_s")
+        if cuda
+        else None,
+        pageable=_first(profile, paths.LINK_PAGEABLE),
+        device_read=_first(profile, paths.DEVICE_READ),
+        host_beside_link=_first(profile, paths.HOST_BESIDE_LINK),
+        link_beside_host=_first(profile, paths.LINK_BESIDE_HOST),
+    )
+
+
+def _first(profile: HardwareProfile, *names: str) -> float | None:
+    # The first one is the better source.
+    for name in names:
+        if name in profile.numbers:
+            return profile.numbers[name].value
+    return None

@@ -1,368 +1,297 @@
-"""The comparison with measured machines as text, Markdown, JSON, CSV and HTML."""
+"""The judgement of `moesim.advice.measured.judge` as text, Markdown, JSON and CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from moesim.reporting.pages import PageTable, page_figure, page_origin, write_page
-from moesim.traces.files import write_text
+import yaml
+
+from moesim.advice.measured.scores import BASELINES, OURS, compared, score
+from moesim.base.files import write_text
+from moesim.reporting.tables import aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from moesim.advice.measured.judge import Case, Judgement
     from moesim.advice.measured.scores import Prediction, Score
-    from moesim.advice.measured.table import Case, Comparison
 
-COLUMNS = (
-    "case, on rows that no fit has seen",
-    "to reach",
-    "best known elsewhere",
-    "median",
-    "p90",
-    "worst",
-    "in interval",
-    "rows",
-    "reached",
-)
-REGRET_GOAL = 0.03
-COVERAGE_GOAL = (0.85, 0.95)
-LISTED_MISSES = 12
+COLUMNS = ("median", "p90", "worst", "signed", "inside 90 %", "width", "interval score")
+HEADS = ("left out", "predictor", "rows / platforms", *COLUMNS)
+# Kinds of which fewer rows are known say nothing.
+FEW_ROWS = 10
+LISTED_MISSES = 8
 
 METHOD = (
-    "Every prediction is made without the row that it is held against. Where a machine"
-    " was known while moesim's priors were written, its predictions use priors that"
-    " were learned anew from textbook values and the other machines' rows (or, where"
-    " the line says so, from the other models' rows). Rows of a pair are of the same"
-    " session; all pairs are used, so one row is predicted many times. The error is"
-    " predicted over measured tokens/s, minus one."
+    "Every prediction is made without any row of its platform (one pair of card and"
+    " processor, all its rows and sessions), then without any row of its source (one"
+    " repository or thread; sources that share a platform are left out together). The"
+    " baselines are fitted to the same remaining rows. Where rows are given, they are"
+    " rows of the predicted machine, never the predicted one. The intervals of every"
+    " predictor, baselines included, are stretched by one factor and one addition that"
+    " the other platforms show. Error: predicted over measured tokens/s, minus one."
+    " Width: upper over lower end, minus one. The interval score (mean of width and"
+    " what lies outside, in logarithms; Gneiting and Raftery 2007, equation 43) is the"
+    " better the lower. A row that is predicted from several choices of given rows"
+    " counts once."
 )
 
 
-def percent(share: float | None) -> str:
-    """Write a share as ``4.2 %``; a dash for nothing."""
-    return "-" if share is None else f"{100 * share:.1f} %"
+def percent(share: float) -> str:
+    """Write a share as ``4.2 %``; a tenth only where it can be told."""
+    return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
 
 
-def table_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Return the table's rows as cells of text."""
-    rows = [_case_row(case) for case in comparison.cases]
+def cells(result: Score) -> tuple[str, ...]:
+    """Return a score's cells in the order of `COLUMNS`."""
+    signed = "+" if result.signed >= 0 else ""
+    return (
+        percent(result.median),
+        percent(result.p90),
+        percent(result.worst),
+        signed + percent(result.signed),
+        percent(result.coverage),
+        percent(result.width),
+        f"{result.interval_score:.2f}",
+    )
 
-    for grade in comparison.regrets:
-        value = comparison.median_regret(grade)
-        sweeps = comparison.regrets[grade]
-        # The median is often zero; the tail is what a user would feel.
-        worst = max((regret.share for regret in sweeps), default=None)
-        reached = None if value is None else value <= REGRET_GOAL
-        rows.append(
-            (
-                f"regret of the advised n-cpu-moe, from {grade}",
-                "<= 3 % median",
-                "no tool gives speed",
-                percent(value),
-                "-",
-                percent(worst),
-                "-",
-                f"{len(sweeps)} sweeps",
-                _yes(reached),
-            )
-        )
-    rows.append(_coverage_row(comparison))
+
+def table(case: Case) -> list[tuple[str, ...]]:
+    """Return the rows of one case: every predictor, with platforms and sources out."""
+    rows = []
+    for left_out, predictions in case.predictions.items():
+        for name in (OURS, *BASELINES):
+            result = score(predictions, name)
+            if result is not None:
+                counts = f"{result.rows} / {result.platforms}"
+                rows.append((left_out, name, counts, *cells(result)))
     return rows
 
 
-def _case_row(case: Case) -> tuple[str, ...]:
-    score = case.score
-    # A folder without such rows still gets its line in the table.
-    if score is None:
-        return (case.name, case.goal, case.best, "-", "-", "-", "-", "0", "no rows")
-    return (
-        case.name,
-        case.goal,
-        case.best,
-        percent(score.median),
-        percent(score.p90),
-        percent(score.worst),
-        percent(score.coverage),
-        _count(score),
-        _yes(case.reached),
-    )
+def verdict(predictions: Sequence[Prediction]) -> str:
+    """Say whether the best baseline differs by more than platforms drawn again do."""
+    result = compared(predictions)
+    if result is None:
+        return "no baseline answers all rows"
+    best, low, high = result
+    interval = f"{low:+.2f} to {high:+.2f}"
+    if low > 0:
+        return f"better than the best baseline ({best}; its score is {interval} higher)"
+    if high < 0:
+        return f"WORSE than the best baseline ({best}; its score is {interval} higher)"
+    return f"not to be told from the best baseline ({best}; {interval})"
 
 
-def _coverage_row(comparison: Comparison) -> tuple[str, ...]:
-    coverage = comparison.coverage
-    low, high = COVERAGE_GOAL
-    reached = None if coverage is None else low <= coverage <= high
-    return (
-        "coverage of 90 % intervals, mean of the cases",
-        "85-95 %",
-        "nobody reports it",
-        "-",
-        "-",
-        "-",
-        percent(coverage),
-        "-",
-        _yes(reached),
-    )
-
-
-def _count(score: Score) -> str:
-    # With pairs given, one row is predicted many times.
-    if score.count == score.rows:
-        return str(score.rows)
-    return f"{score.rows}, {score.count} times"
-
-
-def _yes(reached: bool | None) -> str:
-    return "" if reached is None else ("yes" if reached else "no")
-
-
-def terminal_text(comparison: Comparison) -> str:
-    """Lay the table out for a terminal."""
-    rows = [COLUMNS, *table_rows(comparison)]
-    # Best known elsewhere stands on the page; terminals are narrow.
-    shown = [(*row[:2], *row[3:]) for row in rows]
-    widths = [max(len(row[at]) for row in shown) for at in range(len(shown[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in shown
-    ]
-    lines.append("")
-    lines.append(
-        f"{comparison.row_count} rows of {comparison.folder};"
-        f" {len(comparison.skipped)} set aside"
-    )
-    lines.append(bound_words(comparison))
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def bound_words(comparison: Comparison) -> str:
-    """Say how near measured runs come to the physical bound, and that none beats it."""
-    shares = sorted(bound.share for bound in comparison.bounds)
-    if not shares:
-        return "physical bound: no run to hold against it"
-    beaten = sum(share > 1 for share in shares)
-    return (
-        f"physical bound: {beaten} of {len(shares)} measured runs beat it; the median"
-        f" reaches {percent(median(shares))}, the nearest {percent(shares[-1])}"
-    )
-
-
-def markdown(comparison: Comparison) -> str:
-    """Write the page: the table, then every case by machine and model, then misses."""
-    lines = ["# Predicted against measured on other people's machines", "", METHOD, ""]
-    lines += _markdown_table(COLUMNS, table_rows(comparison))
-    # Cases without rows have their line above and nothing to list.
-    for case in comparison.cases:
-        if not case.predictions:
+def by(
+    predictions: Sequence[Prediction], key: Callable[[Prediction], str]
+) -> list[tuple[str, ...]]:
+    """Return one row per kind of platform, model or engine."""
+    groups: dict[str, list[Prediction]] = defaultdict(list)
+    for each in predictions:
+        groups[key(each)].append(each)
+    rows = []
+    for name, group in sorted(groups.items()):
+        result = score(group)
+        if result is None or result.rows < FEW_ROWS:
             continue
-        lines += ["", f"## {case.name}", ""]
-        lines += _markdown_table(GROUP_COLUMNS, group_rows(case.predictions))
-        misses = worst_misses(case.predictions)
-        lines += ["", "Largest misses:", ""]
-        lines += _markdown_table(MISS_COLUMNS, misses)
+        simple = {each: score(group, each) for each in BASELINES}
+        known = {
+            each: single.median for each, single in simple.items() if single is not None
+        }
+        best = min(known, key=lambda each: known[each], default="")
+        words = f"{percent(known[best])} ({best})" if best else "-"
+        counts = f"{result.rows} / {result.platforms}"
+        rows.append((name, counts, *cells(result), words))
+    return rows
 
-    lines += ["", "## Regret of the advised `--n-cpu-moe`", ""]
-    lines += _markdown_table(REGRET_COLUMNS, regret_rows(comparison))
-    lines += ["", "## The physical bound", "", bound_words(comparison)]
-    if comparison.skipped:
-        lines += ["", "## Rows set aside", ""]
-        lines += [f"- {skip.place}: {skip.reason}" for skip in comparison.skipped]
+
+KINDS: dict[str, Callable[[Prediction], str]] = {
+    "platform": lambda each: each.run.machine.kind,
+    "model": lambda each: each.run.model.name.split()[0],
+    "engine": lambda each: getattr(each.run, "fork", "") or "llama.cpp",
+}
+
+
+def summary(judgement: Judgement) -> list[tuple[str, ...]]:
+    """Return one row per case, as the terminal shows it."""
+    rows: list[tuple[str, ...]] = []
+    for case in judgement.cases:
+        for left_out, predictions in case.predictions.items():
+            result = score(predictions)
+            if result is None:
+                rows.append((case.name, left_out, "no rows", "", "", "", case.goal))
+                continue
+            rows.append(
+                (
+                    case.name,
+                    left_out,
+                    f"{result.rows} / {result.platforms}",
+                    percent(result.median),
+                    percent(result.p90),
+                    percent(result.coverage),
+                    case.goal,
+                )
+            )
+    return rows
+
+
+def terminal_text(judgement: Judgement) -> str:
+    """Return the table for a terminal."""
+    heads = ("case", "left out", "rows / platforms", "median", "p90", "inside 90 %")
+    lines = [*aligned([(*heads, "to reach"), *summary(judgement)], lead=2), ""]
+    lines.append(_counts(judgement))
+    return "\n".join(lines)
+
+
+def _counts(judgement: Judgement) -> str:
+    regrets = judgement.regrets
+    regret = "nothing"
+    if regrets:
+        worst = percent(max(regrets))
+        regret = f"{percent(median(regrets))} in the median, {worst} at worst,"
+    return (
+        f"{len(judgement.runs)} rows of llama.cpp and forks in {judgement.folders};"
+        f" {len(judgement.skipped)} skipped.\nThe number of CPU layers that predictions"
+        f" prefer misses {regret} of the best measured speed"
+        f" ({len(regrets)} sweeps).\n{len(judgement.beaten_bounds)} rows are faster"
+        " than bytes over bandwidth as stated allow."
+    )
+
+
+def markdown(judgement: Judgement, command: str) -> str:
+    """Return the page with all tables, failures included."""
+    lines = ["# Other people's machines, predicted", "", METHOD, ""]
+    lines += [_counts(judgement), "", f"Written by `{command}`.", ""]
+    for case in judgement.cases:
+        lines += [f"## {case.name[0].upper()}{case.name[1:]}", ""]
+        lines += [f"To reach: {case.goal}.", "", *_grid(HEADS, table(case)), ""]
+        for left_out, predictions in case.predictions.items():
+            lines.append(f"- {left_out} left out: {verdict(predictions)}")
+        lines.append("")
+        platforms = case.predictions["platforms"]
+        for kind, key in KINDS.items():
+            rows = by(platforms, key)
+            if len(rows) > 1:
+                heads = (kind, "rows / platforms", *COLUMNS, "best baseline")
+                lines += [*_grid(heads, rows), ""]
+        lines += _misses(platforms)
+    lines += ["## Skipped rows", ""]
+    reasons = Counter(each.reason for each in judgement.skipped)
+    lines += [f"- {count} x {reason}" for reason, count in reasons.most_common()]
     return "\n".join(lines) + "\n"
 
 
-GROUP_COLUMNS = ("machine", "model", "predictions", "median", "signed", "worst", "in")
-MISS_COLUMNS = (
-    "row",
-    "machine",
-    "model",
-    "what",
-    "measured",
-    "predicted",
-    "known of it",
-)
-REGRET_COLUMNS = ("from", "machine", "model", "measured", "advised", "best", "regret")
+def _grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def group_rows(predictions: Sequence[Prediction]) -> list[tuple[str, ...]]:
-    """Summarise predictions by machine and model."""
-    # By machine and model, because misses come in such groups.
-    groups: dict[tuple[str, str], list[Prediction]] = defaultdict(list)
-    for each in predictions:
-        groups[each.machine, each.model].append(each)
-
-    rows: list[tuple[str, ...]] = []
-    for (machine, model), group in groups.items():
-        errors = [each.error for each in group]
-        covered = sum(each.covered for each in group) / len(group)
-        rows.append(
-            (
-                machine,
-                model,
-                str(len(group)),
-                percent(median(abs(error) for error in errors)),
-                f"{100 * median(errors):+.1f} %",
-                percent(max(abs(error) for error in errors)),
-                percent(covered),
-            )
+def _misses(predictions: Sequence[Prediction]) -> list[str]:
+    """Name the rows outside their intervals that lie farthest away, one per sweep."""
+    outside = [each for each in predictions if abs(each.distance(OURS)) > 1.645]
+    outside.sort(key=lambda each: -abs(each.distance(OURS)))
+    seen: set[tuple[str, str]] = set()
+    lines: list[str] = []
+    for each in outside:
+        key = (each.run.machine_name, each.run.model.name)
+        if key in seen or len(lines) == LISTED_MISSES:
+            continue
+        seen.add(key)
+        run = each.run
+        predicted = run.tokens_per_s * (1 + each.error(OURS))
+        lines.append(
+            f"- {run.row.place}: {run.machine_name[:60]}, {run.model.name},"
+            f" {run.words}: measured {run.tokens_per_s:.4g}, predicted {predicted:.4g}"
         )
-    return rows
+    return ["Farthest outside their intervals:", "", *lines, ""] if lines else []
 
 
-def worst_misses(predictions: Sequence[Prediction]) -> list[tuple[str, ...]]:
-    """Return the measured rows that were missed most, each once."""
-    worst: dict[str, Prediction] = {}
-    for each in predictions:
-        # Pairs predict one row many times; only its worst is listed.
-        known = worst.get(each.place)
-        if known is None or abs(each.error) > abs(known.error):
-            worst[each.place] = each
-
-    ordered = sorted(worst.values(), key=lambda each: -abs(each.error))
-    return [
-        (
-            each.place,
-            each.machine,
-            each.model,
-            each.flags,
-            f"{each.measured:.4g}",
-            f"{each.predicted:.4g} [{each.low:.4g}, {each.high:.4g}]",
-            each.cause[:100],
-        )
-        for each in ordered[:LISTED_MISSES]
-    ]
-
-
-def regret_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Return one row per sweep and grade."""
-    return [
-        (
-            grade,
-            regret.machine,
-            regret.model,
-            " ".join(map(str, regret.settings)),
-            str(regret.advised),
-            str(regret.best),
-            percent(regret.share),
-        )
-        for grade, sweeps in comparison.regrets.items()
-        for regret in sweeps
-    ]
-
-
-def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        # Flags of measured rows may hold the column sign.
-        cells = [cell.replace("|", "/") for cell in row]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def to_json(comparison: Comparison) -> dict[str, Any]:
-    """Return everything but the single predictions."""
+def to_json(judgement: Judgement) -> dict[str, Any]:
+    """Return every score as JSON."""
     return {
-        "folder": comparison.folder,
-        "rows": comparison.row_count,
-        "coverage": comparison.coverage,
+        "folders": judgement.folders,
+        "rows": len(judgement.runs),
+        "skipped": [asdict(each) for each in judgement.skipped],
+        "regrets": judgement.regrets,
+        "bounds_beaten": [run.row.place for run in judgement.beaten_bounds],
         "cases": [
             {
                 "name": case.name,
                 "goal": case.goal,
-                "best": case.best,
-                "reached": case.reached,
-                "score": None if case.score is None else asdict(case.score),
+                "left_out": left_out,
+                "scores": {
+                    name: asdict(result)
+                    for name in (OURS, *BASELINES)
+                    if (result := score(predictions, name)) is not None
+                },
+                "verdict": verdict(predictions) if predictions else "no rows",
             }
-            for case in comparison.cases
+            for case in judgement.cases
+            for left_out, predictions in case.predictions.items()
         ],
-        "regret": {
-            grade: {
-                "median": comparison.median_regret(grade),
-                "sweeps": [asdict(regret) for regret in sweeps],
-            }
-            for grade, sweeps in comparison.regrets.items()
-        },
-        "bounds": [asdict(bound) for bound in comparison.bounds],
-        "skipped": [asdict(skip) for skip in comparison.skipped],
     }
 
 
-def predictions_csv(comparison: Comparison) -> str:
-    """Write every prediction as one line."""
-    columns = (
-        "case",
-        "machine",
-        "model",
-        "what",
-        "given",
-        "place",
-        "measured",
-        "predicted",
-        "low",
-        "high",
-    )
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    for case in comparison.cases:
-        for each in case.predictions:
-            # Six digits: more than any measurement has.
-            numbers = (each.measured, each.predicted, each.low, each.high)
-            words = (each.machine, each.model, each.flags, each.given, each.place)
-            writer.writerow((case.name, *words, *(f"{value:.6g}" for value in numbers)))
-    return text.getvalue()
+def save(judgement: Judgement, folder: Path, command: str) -> list[Path]:
+    """Write page, scores, every prediction, and the population for `advice/data`."""
+    names = ("machines.md", "machines.json", "predictions.csv", "population.yaml")
+    places = [folder / name for name in names]
+    write_text(places[0], markdown(judgement, command))
+    write_text(places[1], json.dumps(to_json(judgement), indent=2) + "\n")
+    write_text(places[2], _all_predictions(judgement))
+    write_text(places[3], population_text(judgement))
+    predictions = judgement.cases[0].predictions["platforms"]
+    if predictions:
+        from moesim.advice.page import scatter  # noqa: PLC0415 # loads much
 
-
-def save(
-    comparison: Comparison, folder: Path, command: str | None = None
-) -> list[Path]:
-    """Write ``machines.md``, ``.html``, ``.json`` and all predictions; return paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    texts = {
-        "machines.md": markdown(comparison),
-        "machines.json": json.dumps(to_json(comparison), indent=2) + "\n",
-        "predictions.csv": predictions_csv(comparison),
-    }
-    places = []
-    for name, text in texts.items():
-        place = folder / name
-        write_text(place, text)
-        places.append(place)
-    places.append(write_html(comparison, folder / "machines.html", command))
+        places.append(folder / "specification.svg")
+        scatter(predictions).savefig(places[-1])
     return places
 
 
-def write_html(comparison: Comparison, path: Path, command: str | None = None) -> Path:
-    """Write one page with the table and a figure per case."""
-    # matplotlib takes a second to import, which only pages should.
-    from moesim.advice.report.charts import scatter  # noqa: PLC0415 - as said above
+def _all_predictions(judgement: Judgement) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    heads = ("case", "left_out", "place", "machine", "kind", "model", "flags", "given")
+    writer.writerow((*heads, "measured", "predicted", "low", "high"))
+    for case in judgement.cases:
+        for left_out, predictions in case.predictions.items():
+            for each in predictions:
+                run = each.run
+                speed = run.tokens_per_s * (1 + each.error(OURS))
+                factor = 2.718281828 ** (1.6449 * each.guesses[OURS].spread)
+                where = (run.row.place, run.machine_name, run.machine.kind)
+                shape = (run.model.name, run.words, each.given)
+                numbers = (run.tokens_per_s, speed, speed / factor, speed * factor)
+                rounded = [f"{number:.5g}" for number in numbers]
+                writer.writerow((case.name, left_out, *where, *shape, *rounded))
+    return text.getvalue()
 
-    cases = [
-        {
-            "name": case.name,
-            "figure": page_figure(
-                scatter(case.predictions), f"Predicted over measured: {case.name}"
-            ),
-            "groups": PageTable(GROUP_COLUMNS, group_rows(case.predictions)),
-            "misses": PageTable(MISS_COLUMNS, worst_misses(case.predictions)),
-        }
-        for case in comparison.cases
-        if case.predictions
-    ]
-    return write_page(
-        path,
-        "machines.html",
-        title="Predicted against measured on other machines",
-        origin=page_origin(command, rows=comparison.folder),
-        method=METHOD,
-        summary=PageTable(COLUMNS, table_rows(comparison)),
-        cases=cases,
-        bound=bound_words(comparison),
-        regret=PageTable(REGRET_COLUMNS, regret_rows(comparison)),
-    )
+
+def population_text(judgement: Judgement) -> str:
+    """Return what `moesim.advice.times.population.shipped_population` reads."""
+    population = judgement.population
+    rounded = {
+        "source": f"moesim validate --machines, {len(judgement.runs)} rows of"
+        f" {len({run.group for run in judgement.runs})} platforms",
+        "effects": {
+            name: [round(mean, 3), round(spread, 3)]
+            for name, (mean, spread) in sorted(population.effects.items())
+        },
+        "scales": {
+            name: round(scale, 3) for name, scale in sorted(population.scales.items())
+        },
+        "widths": {
+            name: [round(value, 3) for value in pair]
+            for name, pair in sorted(population.widths.items())
+        },
+    }
+    head = "# What machines have in common; written by `moesim validate --machines`.\n"
+    return head + yaml.safe_dump(rounded, sort_keys=False, default_flow_style=None)

@@ -1,35 +1,476 @@
-"""Turns rows of ``decode.csv`` and ``llama_bench.csv`` into runs that can be predicted.
+"""Reads a folder of other people's measurements, row by row, as what the row says.
 
-A *run* is one machine, one model, one setting and one measured speed. Rows that say
-too little (no GPU named, an unknown model) are set aside; the page lists them.
+The files are those of ``moesim validate --machines DIR``; `docs/how-to/advise.md` lists
+their columns. Any of them may be missing. A *run* is one machine, one model, one
+setting and one measured speed of llama.cpp or ik_llama.cpp. Rows that say too little,
+or that are about something else, are skipped with the reason.
 """
 
 from __future__ import annotations
 
+import csv
 import re
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
 
+from moesim.advice.bench_rows import overridden_layers
 from moesim.advice.errors import AdviceError
 from moesim.advice.machine.machine import Machine, Probes, describe_machine
-from moesim.advice.measured.models import FolderModels
-from moesim.advice.times.cache_engine import EVEN_SHARE
-from moesim.advice.times.setting import (
-    ALL_LAYERS,
-    DEFAULT_BATCH,
-    DEFAULT_MICRO_BATCH,
-    Setting,
+from moesim.advice.model.catalogue import named_contents, shape_named
+from moesim.advice.model.contents import LayerContents, ModelContents
+from moesim.advice.plan.memory import memory_bill
+from moesim.advice.times.step_times import (
+    PREFILL_SPREAD,
+    REPEAT_SPREAD,
+    Target,
+    decode_target,
+    prefill_target,
 )
+from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, Setting
+from moesim.traces.weight_formats import recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
-    from moesim.advice.measured.folder import MeasuredFolder, Row
-    from moesim.advice.model.contents import ModelContents
+    from moesim.advice.times.latents import Observation
 
-# Rows of a cache engine's study decode a few hundred tokens after a short prompt.
-SHORT_CONTEXT = 128
+Found = TypeVar("Found")
+
+# File -> columns that its rows cannot do without.
+FILES = {
+    "platforms.csv": ("platform", "kind", "threads_or_mode", "value_gbs"),
+    "models.csv": ("model", "quant", "n_layers", "n_moe_layers", "n_experts", "top_k"),
+    "decode.csv": ("platform", "model", "quant", "n_cpu_moe", "tok_s"),
+    "cache_runs.csv": ("platform", "model", "quant", "policy", "slots_per_layer"),
+    "layer_events.csv": ("host", "model", "config", "tok_s"),
+    "policy_reads.csv": ("model", "slots", "experts", "policy"),
+    "llama_bench.csv": ("id", "model", "quant", "cpu", "gpu", "flags"),
+}
+UNSTATED = {"", "n/s", "n/a", "none stated", "not stated", "?", "unknown", "nan"}
 GB = 1e9
+# Rows that do not say decode a few hundred tokens after a short prompt.
+SHORT_CONTEXT = 128
+# STREAM's triad also writes; bare reads reach somewhat more.
+# Source: both were probed on an A10's host, 152 and 166 GB/s.
+READ_OVER_TRIAD = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a file: cells by column, and where it stands."""
+
+    file: str
+    line: int
+    cells: Mapping[str, str]
+
+    def text(self, column: str) -> str:
+        """Return a cell; empty where the row does not state it."""
+        value = (self.cells.get(column) or "").strip()
+        return "" if value.lower() in UNSTATED else value
+
+    def number(self, column: str) -> float | None:
+        """Return a cell as a number; None where it states none.
+
+        Raises:
+            AdviceError: something else than a number stands there.
+        """
+        text = self.text(column).replace(",", "")
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            raise AdviceError(
+                f"{self.place}: {column}: expected a number, found {text!r}"
+            ) from None
+        if not abs(value) < float("inf"):
+            raise AdviceError(
+                f"{self.place}: {column}: expected a number, found {text}"
+            )
+        return value
+
+    def count(self, column: str) -> int | None:
+        """Return a cell as a whole number; None for words such as ``short``."""
+        text = self.text(column).replace(",", "")
+        return int(text) if text.isdecimal() else None
+
+    @property
+    def place(self) -> str:
+        """File and line, for messages."""
+        return f"{self.file}:{self.line}"
+
+    @property
+    def source(self) -> str:
+        """Return who published the row: a repository, a thread, or an index file."""
+        text = self.text("source")
+        owner = re.match(r"[\w.-]+/[\w.-]+", text)
+        index = re.search(r"index file \d+", text)
+        if "prereg/" in text or ("results/" in text and not owner):
+            return "harshithkantamneni/moe-speed-of-light"
+        if text.startswith(("prereg", "results", "paper", "data/")):
+            return "harshithkantamneni/moe-speed-of-light"
+        if owner:
+            return owner.group()
+        return index.group() if index else text[:40]
+
+
+@dataclass(frozen=True)
+class MeasuredFolder:
+    """All rows of a folder by file name."""
+
+    path: Path
+    rows: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> tuple[Row, ...]:
+        """Return the rows of one file; none where the folder lacks it."""
+        return self.rows.get(name, ())
+
+
+def read_folder(path: Path) -> MeasuredFolder:
+    """Read every known file of a folder.
+
+    Raises:
+        AdviceError: no such folder, none of the files in it, or a file without a column
+            that its rows need.
+    """
+    if not path.is_dir():
+        raise AdviceError(f"{path}: expected a folder with {', '.join(FILES)}")
+    rows = {
+        name: tuple(_rows(path / name, needed))
+        for name, needed in FILES.items()
+        if (path / name).is_file()
+    }
+    if not rows:
+        raise AdviceError(
+            f"{path}: found none of {', '.join(FILES)};"
+            " docs/how-to/advise.md shows the columns"
+        )
+    return MeasuredFolder(path, rows)
+
+
+def _rows(path: Path, needed: Iterable[str]) -> Iterable[Row]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or []
+            missing = [name for name in needed if name not in columns]
+            if missing:
+                raise AdviceError(
+                    f"{path}: expected the columns {', '.join(needed)}; missing:"
+                    f" {', '.join(missing)}"
+                )
+            for cells in reader:
+                yield Row(path.name, reader.line_num, cells)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise AdviceError(f"{path}: not a CSV file in UTF-8: {error}") from None
+
+
+class FolderModels:
+    """Contents of every model that rows of a folder name, exact bytes first."""
+
+    def __init__(self, folder: MeasuredFolder) -> None:
+        self.exact = folder["models.csv"]
+        self.known: dict[tuple[str, str], ModelContents] = {}
+
+    def contents(self, model: str, quant: str) -> ModelContents:
+        """Return what the file of a row holds.
+
+        Args:
+            model: as the row names it.
+            quant: its label, possibly with the file's size.
+
+        Raises:
+            AdviceError: the model is neither in ``models.csv`` nor known by name.
+        """
+        key = (model, quant)
+        if key not in self.known:
+            self.known[key] = self._contents(model, quant)
+        return self.known[key]
+
+    def _contents(self, model: str, quant: str) -> ModelContents:
+        label = re.sub(r"\s*[(;].*", "", quant)
+        if not label or label == "n/s":
+            raise AdviceError(f"model {model!r}: no label of its file, so no bytes")
+        row = self._exact_row(model, label)
+        # Exact bytes first; the table of shapes is good to a few per cent.
+        if row is not None:
+            contents = _from_row(row)
+        else:
+            contents = named_contents(model, label, _size_in_label(quant))
+        return contents.renamed(f"{_plain(model)} {label}")
+
+    def _exact_row(self, model: str, quant: str) -> Row | None:
+        """Find the row whose model name equals or continues the given one."""
+        fitting = [
+            row
+            for row in self.exact
+            if row.text("quant").lower() == quant.lower()
+            and _plain(row.text("model")).startswith(_plain(model))
+        ]
+        # "gpt-oss-20b" also begins longer names; the shortest is meant.
+        return min(fitting, key=lambda row: len(row.text("model")), default=None)
+
+
+def _size_in_label(text: str) -> int | None:
+    """Read the size out of ``UD-Q4_K_M (20.61 GiB)``, in bytes."""
+    match = re.search(r"\(([\d.]+)\s*(GiB|GB)\b(?! layers)", text)
+    if match is None:
+        return None
+    unit = 1024**3 if match.group(2) == "GiB" else 10**9
+    return round(float(match.group(1)) * unit)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", text.lower())
+
+
+def _from_row(row: Row) -> ModelContents:
+    """Spread one row's sums over layers, keeping which layers have larger experts."""
+    total = _whole(row, "n_layers")
+    moe = _whole(row, "n_moe_layers")
+    experts = _whole(row, "n_experts")
+    smallest = _whole(row, "expert_bytes_min")
+    largest = _whole(row, "expert_bytes_max")
+    if not 0 < moe <= total:
+        raise AdviceError(
+            f"{row.place}: n_moe_layers: expected 1 to {total}, got {moe}"
+        )
+
+    larger = _layers_in_words(row.text("note"), moe)
+    count_larger = _whole(row, "layers_with_max")
+    if not larger or len(larger) != count_larger:
+        # The row does not say which; spread the larger ones evenly.
+        stride = moe / max(1, count_larger)
+        larger = {int(index * stride) for index in range(count_larger)}
+
+    # The row has sums only, so all layers share one attention.
+    template = _template(row, total)
+    formats = recipe(row.text("quant"))
+    layers = []
+    for at in range(total):
+        layer = template
+        # Dense layers come first in every architecture that has some.
+        index = at - (total - moe)
+        if index >= 0:
+            stored = experts * (largest if index in larger else smallest)
+            layer = replace(
+                layer,
+                experts=experts,
+                top_k=_whole(row, "top_k"),
+                expert_bytes=stored,
+                expert_weights=experts * _whole(row, "expert_params"),
+                expert_formats={formats.up if formats else "f16": stored},
+            )
+        layers.append(layer)
+    head_weights = _whole(row, "lm_head_params")
+    named = shape_named(row.text("model"))
+    return ModelContents(
+        name=row.text("model"),
+        architecture=row.text("model"),
+        layers=tuple(layers),
+        embed_bytes=_whole(row, "embed_bytes"),
+        head_bytes=_whole(row, "head_bytes"),
+        head_weights=head_weights,
+        head_format=formats.head if formats else "f16",
+        hidden=named["hidden"] if named else 0,
+        source="models.csv",
+        quant=row.text("quant"),
+    )
+
+
+def _template(row: Row, total: int) -> LayerContents:
+    """Return one layer without experts; attention as the named shape has it."""
+    formats = recipe(row.text("quant"))
+    dense_bytes = _whole(row, "dense_bytes") // total
+    dense_weights = _whole(row, "dense_params_per_token")
+    layer = LayerContents(
+        dense_bytes=dense_bytes,
+        dense_weights=(dense_weights - _whole(row, "lm_head_params")) // total,
+        dense_formats={formats.dense if formats else "f16": dense_bytes},
+        kv_bytes_per_token=_whole(row, "kv_bytes_per_token_ctx") // total,
+    )
+    if shape_named(row.text("model")) is None:
+        return layer
+    named = named_contents(row.text("model"), row.text("quant")).layers
+    # Attention costs FLOPs and kernels that bytes do not tell.
+    return replace(
+        layer,
+        attention_width=sum(other.attention_width for other in named) // len(named),
+        query_group=max(other.query_group for other in named),
+        latent_attention=named[-1].latent_attention,
+    )
+
+
+def _whole(row: Row, column: str) -> int:
+    value = row.number(column)
+    if value is None or value < 0:
+        raise AdviceError(f"{row.place}: {column}: expected a number >= 0, found none")
+    return round(value)
+
+
+def _layers_in_words(note: str, moe: int) -> set[int]:
+    """Read ``max at layers 0-5,8,11`` into layer numbers."""
+    match = re.search(r"layers ([\d,\- ]+)", note)
+    if match is None:
+        return set(range(moe))
+    layers: set[int] = set()
+    for piece in match.group(1).replace(" ", "").strip(",").split(","):
+        first, _, last = piece.partition("-")
+        layers |= set(range(int(first), int(last or first) + 1))
+    return layers
+
+
+class Platforms:
+    """The machines of ``platforms.csv``, by name."""
+
+    def __init__(self, folder: MeasuredFolder) -> None:
+        self.rows: dict[str, list[Row]] = {}
+        for row in folder["platforms.csv"]:
+            self.rows.setdefault(row.text("platform"), []).append(row)
+        # Rows about speeds describe machines that no row of probes does.
+        self.described: dict[str, Row] = {}
+        self.nameless: list[Row] = []
+        for row in folder["llama_bench.csv"]:
+            if row.text("platform"):
+                self.described.setdefault(row.text("platform"), row)
+            else:
+                self.nameless.append(row)
+        self.known: dict[str, Machine] = {}
+
+    def machine(self, name: str, source: str = "") -> Machine:
+        """Return a platform as specified, with its probes."""
+        if name not in self.known:
+            self.known[name] = self._machine(name, source)
+        return self.known[name]
+
+    def _machine(self, name: str, source: str) -> Machine:
+        rows = self._rows_of(name)
+        probes = _probes(rows)
+        if name in self.described:
+            machine = machine_of_row(self.described[name], name)
+        else:
+            machine = self._specified(name, rows)
+        if not machine.processor.known:
+            machine = self._named_elsewhere(machine, source)
+        threads = max(probes.host_read, default=0)
+        if not machine.processor.known and threads > 1:
+            # Probes run up to all hyperthreads, two per core.
+            processor = replace(machine.processor, cores=max(1, threads // 2))
+            machine = replace(machine, processor=processor)
+        if not any((probes.host_read, probes.link, probes.device_read)):
+            return machine
+        return replace(machine, probes=_joined(probes, machine.probes))
+
+    def _specified(self, name: str, rows: Sequence[Row]) -> Machine:
+        cpu = rows[0].text("cpu") if rows else name.replace("_", " ")
+        gpu = rows[0].text("gpu") if rows else name.replace("_", " ")
+        ram = None
+        for row in rows:
+            # A datasheet's rate of the filled channels is specification, not a probe.
+            if row.text("kind").startswith("dram_datasheet"):
+                ram = f"{row.text('value_gbs')} GB/s"
+        return describe_machine(
+            cpu=_spelled(cpu), gpu=_spelled(gpu), ram=ram, name=name, lenient=True
+        )
+
+    def _named_elsewhere(self, machine: Machine, source: str) -> Machine:
+        """Find a machine without a processor's name among its source's other rows."""
+        for row in self.nameless:
+            if row.source == source:
+                other = machine_of_row(row, machine.name)
+                cards = [card.name for card in other.graphics]
+                if cards == [card.name for card in machine.graphics]:
+                    return other
+        return machine
+
+    def _rows_of(self, name: str) -> list[Row]:
+        """Rows of a platform, or of the one that its name points to.
+
+        A name may carry the job that probed it (``5090_099e_9950X``: job 099e), or
+        continue another one (``9950X3D_A4``: the host of ``9950X3D_A``, rented again).
+        """
+        if name in self.rows:
+            return self.rows[name]
+        words = set(name.split("_"))
+        for rows in self.rows.values():
+            if rows[0].text("job") in words:
+                return rows
+        # The host of "9950X3D_A2" was rented again as "9950X3D_A3".
+        base = name.rpartition("_")[0]
+        same = [other for other in self.rows if base and other.startswith(f"{base}_")]
+        begun = [other for other in self.rows if other and name.startswith(other)]
+        nearest = max(same or begun, key=len, default="")
+        return self.rows[nearest] if nearest else []
+
+
+def _joined(first: Probes, second: Probes) -> Probes:
+    return replace(
+        first,
+        host_read=first.host_read or second.host_read,
+        link=first.link or second.link,
+        device_read=first.device_read or second.device_read,
+    )
+
+
+def _spelled(text: str) -> str:
+    """Write ``9950X`` as the devices' tables do: ``Ryzen 9 9950X``."""
+    text = re.sub(r"\b(99[05]0X3?D?2?|79[05]0X?3?D?)\b", r"Ryzen 9 \1", text)
+    text = re.sub(r"\b([79]800X3D)\b", r"Ryzen 7 \1", text)
+    text = re.sub(r"\b(285K)\b", r"Core Ultra 9 \1", text)
+    text = re.sub(r"\b(270K)\b", r"Core Ultra 7 \1 Plus", text)
+    text = re.sub(r"\b(265K)\b", r"Core Ultra 7 \1", text)
+    text = re.sub(r"\b(1[1-4]\d00KF?)\b", r"Core i9-\1", text)
+    text = re.sub(r"\b(7352)\b", r"EPYC \1", text)
+    return re.sub(r"((?:Ryzen|Core)[^,+]*? )(?:Ryzen \d|Core \w+ ?\d?) ", r"\1", text)
+
+
+def _probes(rows: Iterable[Row]) -> Probes:  # noqa: C901 # one branch per kind of row
+    host_read: dict[int, float] = {}
+    triads: dict[int, float] = {}
+    best: dict[str, float] = {}
+    beside: dict[str, tuple[float, float]] = {}
+
+    for row in rows:
+        kind = row.text("kind")
+        value = (row.number("value_gbs") or 0.0) * GB
+        mode = row.text("threads_or_mode")
+        if kind.startswith(("cpu_read", "mem_read")):
+            stated = re.match(r"\d+", mode)
+            # Read at the engine's own number of threads: usable for any number.
+            host_read[int(stated.group()) if stated else 1] = value
+        elif kind in {"h2d_pinned", "h2d", "pcie_copyengine", "pcie_zerocopy"}:
+            best["link"] = max(best.get("link", 0.0), value)
+        elif kind == "gpu_device_read":
+            best["device"] = value
+        elif kind == "concurrent_cpu":
+            beside[mode] = (value, beside.get(mode, (0.0, 0.0))[1])
+        elif kind == "concurrent_pcie":
+            beside[mode] = (beside.get(mode, (0.0, 0.0))[0], value)
+        elif kind == "concurrent_sum":
+            best["both"] = value
+        elif kind == "stream_triad" and mode:
+            triads[int(mode) if mode.isdecimal() else 1] = READ_OVER_TRIAD * value
+        elif kind == "memcpy_payload":
+            # Every byte is read and written, so memory moves twice the payload.
+            best["moved"] = 2 * value
+
+    if not host_read:
+        host_read = triads
+    host_read = {
+        count: max(rate, best.get("moved", 0.0)) for count, rate in host_read.items()
+    }
+    # Of several ways to copy, the one that moves most in sum.
+    host, link = max(beside.values(), key=sum, default=(None, None))
+    return Probes(
+        host_read=host_read,
+        link=best.get("link"),
+        device_read=best.get("device"),
+        host_beside_link=host,
+        link_beside_host=link,
+        both=best.get("both"),
+    )
 
 
 @dataclass(frozen=True)
@@ -39,47 +480,94 @@ class Run:
     Attributes:
         row: where it stands.
         machine_name: rows of one name share a machine.
+        group: rows of one group are left out together: one pair of card and processor,
+            or one machine whose parts are not known.
         session: rows of one session share build, clocks and prompts.
         model: contents of the file.
-        machine: its specification, without probes.
-        probes: of the machine; empty where it has none.
+        machine: its specification, with its probes.
         setting: flags.
         kind: ``decode`` or ``prefill``.
         tokens: of the test: made, or of the prompt.
         depth: context tokens in front of them.
         tokens_per_s: as measured.
         spread: standard deviation of repetitions over their mean; None unknown.
+        fork: of llama.cpp; empty for itself.
     """
 
     row: Row
     machine_name: str
+    group: str
     session: str
     model: ModelContents
     machine: Machine
-    probes: Probes
     setting: Setting
     kind: str
     tokens: int
     depth: int
     tokens_per_s: float
     spread: float | None = None
+    fork: str = ""
 
     @property
     def seconds(self) -> float:
         """Measured seconds per token (decode) or per prompt (prefill)."""
+        tokens = 1 if self.kind == "decode" else self.tokens
+        return tokens / self.tokens_per_s
+
+    @property
+    def specified(self) -> Machine:
+        """The machine without its probes."""
+        return replace(self.machine, probes=Probes())
+
+    def target(self, *, probed: bool) -> Target:
+        """Describe the run as something to predict, with or without probes."""
+        machine = self.machine if probed else self.specified
         if self.kind == "decode":
-            return 1 / self.tokens_per_s
-        return self.tokens / self.tokens_per_s
+            depth = self.depth + self.tokens / 2
+            return decode_target(
+                machine, self.model, self.setting, depth, self.session, self.fork
+            )
+        return prefill_target(
+            machine,
+            self.model,
+            self.setting,
+            self.tokens,
+            depth_tokens=self.depth,
+            session=self.session,
+            fork=self.fork,
+        )
 
-    @property
-    def model_name(self) -> str:
-        """Model with its label."""
-        return self.model.name
+    @cached_property
+    def row_spread(self) -> float:
+        """Standard deviation of the run's logarithm, repetitions included if known."""
+        # Rows without repetitions still differ from run to run.
+        floor = REPEAT_SPREAD if self.kind == "decode" else PREFILL_SPREAD
+        return max(floor, self.spread or 0.0)
 
-    @property
-    def group(self) -> tuple[str, str, str]:
-        """Machine, session and model: what a user would sweep over."""
-        return (self.machine_name, self.session, self.model_name)
+    def observation(self, *, probed: bool) -> Observation:
+        """Return the measured time."""
+        target = self.target(probed=probed)
+        return target.observed(self.seconds, self.row_spread, self.words)
+
+    @cached_property
+    def words(self) -> str:
+        """The run's flags in words."""
+        setting = self.setting
+        words = [f"-ncmoe {min(setting.cpu_layers, len(self.model.layers))}"]
+        if setting.chosen_layers is not None:
+            words = [f"-ot {len(setting.chosen_layers)} layers"]
+        if not setting.gpu_layers:
+            # The number of layers means nothing then.
+            words = ["all on the CPU"]
+        elif setting.gpu_layers < len(self.model.layers):
+            words.append(f"-ngl {setting.gpu_layers}")
+        if self.kind == "prefill":
+            words.append(f"-ub {setting.micro_batch}, {self.tokens} tokens")
+        if setting.threads:
+            words.append(f"-t {setting.threads}")
+        if self.depth:
+            words.append(f"depth {self.depth}")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,157 +582,56 @@ def runs_of(folder: MeasuredFolder) -> tuple[list[Run], list[Skipped]]:
     """Return all runs of a folder, and the rows that are none."""
     models = FolderModels(folder)
     machines = Platforms(folder)
-    decode, not_decode = _collect(
-        folder["decode.csv"], lambda row: [_decode_run(row, machines, models)]
+    decode, skipped = collect(
+        folder["decode.csv"], lambda row: _decode_runs(row, machines, models)
     )
-    bench, not_bench = _collect(
-        folder["llama_bench.csv"], lambda row: _bench_runs(row, models)
+    bench, more = collect(
+        folder["llama_bench.csv"], lambda row: _bench_runs(row, machines, models)
     )
-    return [*decode, *bench], [*not_decode, *not_bench]
+    known = {_same_measurement(run) for run in decode}
+    runs = list(decode)
+    for run in bench:
+        if _same_measurement(run) in known:
+            more.append(Skipped(run.row.place, "the same measurement as in decode.csv"))
+        else:
+            runs.append(run)
+    return runs, [*skipped, *more]
 
 
-def _collect(
-    rows: Iterable[Row], build: Callable[[Row], Sequence[Run]]
-) -> tuple[list[Run], list[Skipped]]:
-    """Build the runs of every row; rows that say too little are set aside."""
-    runs: list[Run] = []
+def _same_measurement(run: Run) -> tuple[object, ...]:
+    on_host = len(run.setting.on_host(run.model))
+    return (run.group, run.kind, on_host, f"{run.tokens_per_s:.3g}")
+
+
+def collect(
+    rows: Iterable[Row], build: Callable[[Row], Sequence[Found]]
+) -> tuple[list[Found], list[Skipped]]:
+    """Build the runs of every row; rows that say too little are skipped."""
+    runs: list[Found] = []
     skipped: list[Skipped] = []
     for row in rows:
         try:
             runs += build(row)
         except AdviceError as error:
-            skipped.append(Skipped(row.place, str(error)))
+            reason = str(error).removeprefix(f"{row.place}: ")
+            skipped.append(Skipped(row.place, reason))
     return runs, skipped
 
 
-class Platforms:
-    """The probed machines of ``platforms.csv``."""
-
-    def __init__(self, folder: MeasuredFolder) -> None:
-        self.rows: dict[str, list[Row]] = {}
-        for row in folder["platforms.csv"]:
-            self.rows.setdefault(row.text("platform"), []).append(row)
-        self.known: dict[str, tuple[Machine, Probes]] = {}
-
-    def machine(self, name: str) -> tuple[Machine, Probes]:
-        """Return specification and probes of a platform."""
-        if name not in self.known:
-            self.known[name] = self._machine(name)
-        return self.known[name]
-
-    def _rows_of(self, name: str) -> list[Row]:
-        """Rows of a platform, or of the one that its name points to.
-
-        A name may carry the job that probed it (``5090_099e_9950X``: job 099e), or
-        continue another one (``9950X3D_A4``: the host of ``9950X3D_A``, rented again).
-        """
-        if name in self.rows:
-            return self.rows[name]
-        words = set(name.split("_"))
-        for rows in self.rows.values():
-            if rows[0].text("job") in words:
-                return rows
-        begun = [other for other in self.rows if name.startswith(other)]
-        return self.rows[max(begun, key=len)] if begun else []
-
-    def _machine(self, name: str) -> tuple[Machine, Probes]:
-        rows = self._rows_of(name)
-        probes = _probes(rows)
-        cpu = rows[0].text("cpu") if rows else name.replace("_", " ")
-        gpu = rows[0].text("gpu") if rows else name.replace("_", " ")
-        ram = None
-        for row in rows:
-            # A datasheet's rate of the filled channels is specification, not a probe.
-            if row.text("kind").startswith("dram_datasheet"):
-                ram = f"{row.text('value_gbs')} GB/s"
-
-        machine = describe_machine(
-            cpu=_spelled(cpu), gpu=_spelled(gpu), ram=ram, name=name, lenient=True
-        )
-        if not machine.graphics and rows:
-            raise AdviceError(f"GPU {gpu!r} is not in the table of devices")
-        threads = max(probes.host_read, default=0)
-        if not machine.processor.known and threads > 1:
-            # Probes run up to all hyperthreads, two per core.
-            processor = replace(machine.processor, cores=max(1, threads // 2))
-            machine = replace(machine, processor=processor)
-        return machine, probes
-
-
-def _spelled(text: str) -> str:
-    """Write ``9950X`` as the devices' tables do: ``Ryzen 9 9950X``."""
-    text = re.sub(r"\b(9950X3D|9950X|7950X3D|7950X|7900X?)\b", r"Ryzen 9 \1", text)
-    text = re.sub(r"\b(7352)\b", r"EPYC \1", text)
-    return re.sub(r"(Ryzen 9|EPYC) (?:Ryzen 9|EPYC) ", r"\1 ", text)
-
-
-def _probes(rows: Iterable[Row]) -> Probes:  # noqa: C901 # one branch per kind of row
-    host_read: dict[int, float] = {}
-    best: dict[str, float] = {}
-    beside: dict[str, tuple[float, float]] = {}
-
-    for row in rows:
-        kind = row.text("kind")
-        value = (row.number("value_gbs") or 0.0) * GB
-        mode = row.text("threads_or_mode")
-        if kind.startswith("cpu_read"):
-            stated = re.match(r"\d+", mode)
-            # Read at the engine's own number of threads: usable for any number.
-            host_read[int(stated.group()) if stated else 1] = value
-        elif kind in {"h2d_pinned", "pcie_copyengine", "pcie_zerocopy"}:
-            best["link"] = max(best.get("link", 0.0), value)
-        elif kind == "gpu_device_read":
-            best["device"] = value
-        elif kind == "concurrent_cpu":
-            beside[mode] = (value, beside.get(mode, (0.0, 0.0))[1])
-        elif kind == "concurrent_pcie":
-            beside[mode] = (beside.get(mode, (0.0, 0.0))[0], value)
-        elif kind == "concurrent_sum":
-            best["both"] = value
-        elif kind == "stream_triad" and mode:
-            best["triad"] = max(best.get("triad", 0.0), value)
-
-    if not host_read and "triad" in best:
-        # Writes cost a read of the line first, so bare reads are a third faster.
-        host_read[1] = 1.3 * best["triad"]
-    # Of several ways to copy, the one that moves most in sum.
-    host, link = max(beside.values(), key=sum, default=(None, None))
-    if host is None and "both" in best:
-        # The memory controller shares about evenly between the two.
-        host = EVEN_SHARE * best["both"]
-        link = best["both"] - host
-    return Probes(
-        host_read=host_read,
-        link=best.get("link"),
-        device_read=best.get("device"),
-        host_beside_link=host,
-        link_beside_host=link,
-    )
-
-
-def _decode_run(row: Row, machines: Platforms, models: FolderModels) -> Run:
+def _decode_runs(row: Row, machines: Platforms, models: FolderModels) -> list[Run]:
     name = row.text("platform")
-    machine, probes = machines.machine(name)
-    count = row.text("n_cpu_moe").lower()
-    threads = row.number("threads")
-    setting = Setting(threads=int(threads) if threads else None)
-
-    if count == "cpu":
-        setting = replace(setting, gpu_layers=0)
-    elif not count.isdecimal():
-        raise AdviceError(f"{row.place}: n_cpu_moe: expected a number, found {count!r}")
-    else:
-        setting = replace(setting, cpu_layers=int(count))
-
-    speed = _speed(row, "tok_s")
+    machine = machines.machine(name, row.source)
+    model = models.contents(row.text("model"), row.text("quant"))
+    speed = speed_of(row, "tok_s")
     deviation = row.number("sd")
-    return Run(
+    setting = _setting(row, model, machine, row.text("noise_note"))
+    run = Run(
         row=row,
         machine_name=name,
+        group=group_of(machine, name),
         session=row.text("source"),
-        model=models.contents(row.text("model"), row.text("quant")),
+        model=model,
         machine=machine,
-        probes=probes,
         setting=setting,
         kind="decode",
         tokens=SHORT_CONTEXT,
@@ -252,9 +639,16 @@ def _decode_run(row: Row, machines: Platforms, models: FolderModels) -> Run:
         tokens_per_s=speed,
         spread=deviation / speed if deviation else None,
     )
+    _check_memory(run)
+    return [run]
 
 
-def _speed(row: Row, column: str) -> float:
+def speed_of(row: Row, column: str) -> float:
+    """Return a speed.
+
+    Raises:
+        AdviceError: the row has none above 0.
+    """
     value = row.number(column)
     if value is None or value <= 0:
         raise AdviceError(
@@ -263,58 +657,146 @@ def _speed(row: Row, column: str) -> float:
     return value
 
 
-def _bench_runs(row: Row, models: FolderModels) -> list[Run]:
-    flags = row.text("flags")
+def machine_of_row(row: Row, name: str) -> Machine:
+    """Describe the machine of a row of speeds."""
+    flags = f"{row.text('flags')} {row.text('engine')} {row.text('os')}"
     gpu = row.text("gpu") or "unknown GPU"
-    backend = re.search(r"\b(SYCL|ROCm|Vulkan|CUDA|HIP|Metal)\b", flags, re.IGNORECASE)
+    backend = re.search(
+        r"\b(SYCL|ROCm|Vulkan|CUDA|HIP|Metal)(?=\b|[-_])", flags, re.IGNORECASE
+    )
     if backend and backend.group(1).lower() not in gpu.lower():
         word = backend.group(1).lower().replace("hip", "rocm")
         gpu = f"{gpu} ({word})"
-    windows = bool(re.search(r"\bWin(?:dows|1[01])\b", flags + row.text("cpu")))
     machine = describe_machine(
         cpu=row.text("cpu") or None,
         ram=row.text("ram") or None,
-        gpu=gpu,
+        gpu=None if gpu.lower().startswith("none") else gpu,
         pcie=row.text("pcie") or None,
         lenient=True,
-        name=_machine_name(row),
+        name=name,
     )
-    machine = replace(machine, windows=windows)
+    windows = re.search(r"\bWin(?:dows|1[01])?\b|WDDM", flags + row.text("cpu"))
+    device = re.search(r"read ([\d.]+) measured|\(([\d.]+) GB/s measured", gpu)
+    host_read = dict(machine.probes.host_read)
+    for rate, count in re.findall(r"([\d.]+)@(\d+)t", row.text("ram")):
+        host_read[int(count)] = READ_OVER_TRIAD * float(rate) * GB
+    probes = Probes(
+        host_read=host_read,
+        link=machine.link_bytes_per_s if machine.link_measured else None,
+        device_read=float(device.group(1) or device.group(2)) * GB if device else None,
+    )
+    if machine.link_measured:
+        # The specification is what the words say besides the measured rate.
+        stated = re.sub(r"[\d.]+ GB/s[^,;)]*", "", row.text("pcie"))
+        again = describe_machine(
+            cpu=row.text("cpu") or None, gpu=gpu, pcie=stated or None, lenient=True
+        )
+        machine = replace(
+            machine, link_bytes_per_s=again.link_bytes_per_s, link_measured=False
+        )
+    return replace(machine, windows=bool(windows), probes=probes)
 
+
+def group_of(machine: Machine, name: str) -> str:
+    """Name what is left out together: one pair of card and processor."""
+    cards = [f"{card.count}x {card.name}" for card in machine.graphics]
+    known = machine.processor.known and all(card.known for card in machine.graphics)
+    return " + ".join([machine.processor.name, *cards]) if known else name
+
+
+# Engines with schedules of their own; their rows stand in ``cache_runs.csv`` as well.
+OTHER_ENGINES = re.compile(
+    r"strata|freetoken|mosl|kt-kernel|sglang|ktransformers|authors engine|ollama|"
+    r"\bds4\b|neurall|uvm|edge0|expert.cache|moe-cache|soft cache|slot cache|cache\b|"
+    r"hot_n|hot list|hot copies|chonk|early issue|weights duplicated|[12] sockets?",
+    re.IGNORECASE,
+)
+DRAFTS = re.compile(
+    r"--spec|drafter|draft |draft-|\bmtp\b(?! layer)|dflash|eagle|n_max", re.IGNORECASE
+)
+# Notes by which a source says itself that the row shows something else.
+NOT_THE_MODEL = re.compile(
+    r"thrash|spills|vram cliff$|paging|pages from disk|ram-starved|ram smaller|"
+    r"outlier|implausibly|ssd streams|over 8 gb|; spill",
+    re.IGNORECASE,
+)
+
+
+def _bench_runs(  # noqa: C901 # one branch per reason to skip
+    row: Row, machines: Platforms, models: FolderModels
+) -> list[Run]:
+    words = f"{row.text('engine')} {row.text('flags')}"
+    if OTHER_ENGINES.search(words.replace("no cache", "")):
+        raise AdviceError("another engine than llama.cpp or ik_llama.cpp")
+    if DRAFTS.search(f"{words} {row.text('quant')}"):
+        raise AdviceError("tokens are drafted, so tokens/s are not steps/s")
+    if NOT_THE_MODEL.search(row.text("notes")):
+        raise AdviceError(f"the source says: {row.text('notes')[:60]}")
+
+    name = row.text("platform") or _machine_name(row)
+    machine = machine_of_row(row, name)
+    if row.text("platform"):
+        probed = machines.machine(name)
+        machine = replace(machine, probes=_joined(probed.probes, machine.probes))
     model = models.contents(row.text("model"), row.text("quant"))
-    setting = bench_setting(row, model)
-    if not machine.graphics:
-        setting = replace(setting, gpu_layers=0)
-    depth = _flag_number(flags, "d") or 0
+    setting = _setting(row, model, machine, row.text("flags"))
+    if machine.backend not in {"cuda", "none"}:
+        # Each backend's kernels are another machine's.
+        name = f"{name} ({machine.backend})"
+    depth = row.count("ctx_depth") or _flag_number(row.text("flags"), "d") or 0
+    if "allocated" in row.text("notes"):
+        # The source states how large the cache was, not how full.
+        depth = 0
+    fork = ""
+    if re.search(r"\bik_?", f"{words} {row.text('source')}"):
+        fork = "ik_llama.cpp"
     runs = []
     for kind, tokens_column, speed_column in (
         ("prefill", "pp_tokens", "pp_tps"),
         ("decode", "tg_tokens", "tg_tps"),
     ):
-        if row.number(speed_column) is None:
+        if not row.text(speed_column):
             continue
-        runs.append(
-            Run(
-                row=row,
-                machine_name=machine.name,
-                session=row.text("source"),
-                model=model,
-                machine=machine,
-                probes=Probes(),
-                setting=setting,
-                kind=kind,
-                tokens=int(row.number(tokens_column) or SHORT_CONTEXT),
-                depth=int(depth),
-                tokens_per_s=_speed(row, speed_column),
-            )
+        tokens = row.count(tokens_column)
+        if kind == "prefill" and tokens is None:
+            # A prompt of unknown length has unknown micro-batches.
+            continue
+        before = depth
+        if kind == "prefill" and depth == tokens:
+            # The server's depth of a decode row is the prompt that came before.
+            before = 0
+        run = Run(
+            row=row,
+            machine_name=name,
+            group=group_of(machine, name),
+            session=row.text("source"),
+            model=model,
+            machine=machine,
+            setting=setting,
+            kind=kind,
+            tokens=tokens or SHORT_CONTEXT,
+            depth=before,
+            tokens_per_s=speed_of(row, speed_column),
+            spread=_deviation(row, kind),
+            fork=fork,
         )
+        _check_memory(run)
+        runs.append(run)
+    if not runs:
+        raise AdviceError("no speed, or a prompt of unknown length")
     return runs
 
 
+def _deviation(row: Row, kind: str) -> float | None:
+    """Read ``sd pp 8.4 tg 0.05`` of the notes as a share of the speed."""
+    column, mark = ("pp_tps", "pp") if kind == "prefill" else ("tg_tps", "tg")
+    match = re.search(rf"\bsd\b[^;]*\b{mark} ([\d.]+)", row.text("notes"))
+    return float(match.group(1)) / speed_of(row, column) if match else None
+
+
 def _machine_name(row: Row) -> str:
-    link = row.text("pcie").split(";")[0]
-    parts = [row.text("gpu"), row.text("cpu"), row.text("ram"), link]
-    return " / ".join(part for part in parts if part)
+    parts = (row.text("gpu"), row.text("cpu"), row.text("ram"), row.text("pcie"))
+    return " / ".join(part for part in parts if part) or row.source
 
 
 def _flag_number(flags: str, name: str) -> int | None:
@@ -322,53 +804,103 @@ def _flag_number(flags: str, name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def bench_setting(row: Row, model: ModelContents) -> Setting:
-    """Read the flags of a row."""
-    flags = row.text("flags")
-    count = row.text("n_cpu_moe")
-    threads = row.number("threads") if row.text("threads").isdecimal() else None
-    micro = _flag_number(flags, "ub") or DEFAULT_MICRO_BATCH
+def _setting(row: Row, model: ModelContents, machine: Machine, flags: str) -> Setting:
+    """Read the flags of a row.
+
+    Raises:
+        AdviceError: the row does not say where the experts lie.
+    """
     lowered = flags.lower()
-
-    if count.isdecimal():
-        cpu_layers = int(count)
-    elif re.search(r"exps=cpu|--cpu-moe|-cmoe|experts on cpu", lowered):
-        cpu_layers = ALL_LAYERS
-    else:
-        # Rows about uploads to the GPU keep all experts in host memory.
-        cpu_layers = ALL_LAYERS if "ik_llama" in row.text("source") else 0
-
+    micro = row.count("ubatch") or _flag_number(flags, "ub") or 512
+    batch = row.count("batch") or _flag_number(flags, "b") or DEFAULT_BATCH
+    threads = row.count("threads") or _flag_number(flags, "t")
     gpu_layers = _flag_number(flags, "ngl")
     setting = Setting(
-        cpu_layers=cpu_layers,
         gpu_layers=ALL_LAYERS if gpu_layers is None else gpu_layers,
-        threads=int(threads) if threads else None,
+        threads=threads or None,
         micro_batch=micro,
-        batch=max(_flag_number(flags, "b") or DEFAULT_BATCH, micro),
-        flash=_flag_number(flags, "fa") != 0,
-        kv_format=_kv_format(lowered),
-        page_locked="pageable" not in lowered and "mmap page" not in lowered,
+        batch=max(batch, micro),
+        flash=not re.search(r"-fa[ =]+(0|off)", lowered),
+        kv_format=_kv_format(f"{flags} {row.text('quant')}"),
+        page_locked=bool(re.search(r"no-mmap|-mmp 0|--mmap 0|\+ pin|pinned", lowered)),
         used_only="copies all" not in lowered,
-        overlapped="overlap" in lowered,
+        overlapped="overlap" in lowered or "prefetch" in lowered,
     )
-    rules: dict[str, Any] = dict(_fork_rules(row, model))
-    return replace(setting, **rules)
+    setting = _placed(row, model, machine, lowered, setting)
+    # ik_llama.cpp uploads all experts, from more tokens on.
+    # Source: ik_llama.cpp#520, which compares its main branch with the new rule.
+    if re.search(r"\bik_?", f"{flags} {row.text('source')} {row.text('engine')}"):
+        layer = model.layers[model.moe_layers[0]]
+        before = re.search(r"-main\b", row.text("id"))
+        many = 32 if before else 32 * layer.experts // layer.top_k
+        setting = replace(setting, used_only=False, gpu_from_tokens=many)
+    return setting
+
+
+def _placed(  # noqa: C901, PLR0911 # one branch per way to say it
+    row: Row, model: ModelContents, machine: Machine, flags: str, setting: Setting
+) -> Setting:
+    """Read where the experts lie, in the words of the row."""
+    count = row.text("n_cpu_moe").lower()
+    if not machine.graphics or count in {"cpu", "all (ngl 0)"} or "cpu only" in flags:
+        return replace(setting, gpu_layers=0)
+    if match := re.match(r"ngl ?(\d+)", count):
+        return replace(setting, gpu_layers=int(match.group(1)))
+    if "up only" in flags or "ffn_up_exps" in flags:
+        raise AdviceError("single matrices of an expert are on the CPU")
+    if "-fitt" in flags and count == "all":
+        raise AdviceError("-fitt undoes a part of --n-cpu-moe; which part is not said")
+    if match := re.match(r"~?(\d+)", count):
+        return replace(setting, cpu_layers=int(match.group(1)))
+    if match := re.search(r"([\d.]+) % of experts on gpu", flags):
+        layers = round(len(model.moe_layers) * (1 - float(match.group(1)) / 100))
+        return replace(setting, cpu_layers=layers)
+    everything = r"(?:-ot|tensor) +'?exps=cpu|(?<!n)--?cpu-?moe|-cmoe|experts on cpu"
+    if count == "all" or re.search(everything, flags):
+        return replace(setting, cpu_layers=ALL_LAYERS)
+    if match := re.search(r"-(?:ot|override-tensor) +'?([^' ]+=\w+)", flags):
+        return replace(setting, chosen_layers=overridden_layers(match.group(1)))
+    if match := re.search(r"n-?cpu-?moe[ =]+(\d+)|-ncmoe[ =]+(\d+)", flags):
+        return replace(setting, cpu_layers=int(match.group(1) or match.group(2)))
+    if "ik_llama" in row.text("source") and not count:
+        # Rows about uploads to the GPU keep all experts in host memory.
+        return replace(setting, cpu_layers=ALL_LAYERS)
+    if machine.unified:
+        return setting
+    raise AdviceError("the row does not say where the experts lie")
 
 
 def _kv_format(flags: str) -> str:
-    match = re.search(r"-ctk[ =]+(\w+)", flags)
-    return match.group(1) if match else "f16"
+    match = re.search(r"(?:-ctk|\bKV)[ =]+(q\d\w*|f16|int8)", flags, re.IGNORECASE)
+    word = match.group(1).lower() if match else "f16"
+    return {"q4": "q4_0", "q8": "q8_0", "int8": "q8_0"}.get(word, word)
 
 
-def _fork_rules(row: Row, model: ModelContents) -> Mapping[str, object]:
-    """What ik_llama.cpp does otherwise: it uploads all experts, from more tokens on.
+# Beyond these shares of its memories a machine pages or spills.
+MOST_OF_VRAM = 1.02
+MOST_OF_ALL = 0.97
 
-    Source: ik_llama.cpp#520, which compares its main branch with the new rule.
+
+def _check_memory(run: Run) -> None:
+    """Refuse a run that cannot have lain in the machine's memories as it says.
+
+    Raises:
+        AdviceError: no speed is promised there.
     """
-    source = row.text("source") + row.text("flags")
-    if "ik_llama" not in source:
-        return {}
-    layer = model.layers[model.moe_layers[0]]
-    before = re.search(r"-main\b", row.text("id"))
-    threshold = 32 if before else 32 * layer.experts // layer.top_k
-    return {"used_only": False, "gpu_from_tokens": threshold}
+    machine = run.machine
+    allocated = _flag_number(run.row.text("flags"), "c") or 0
+    context = max(allocated, run.depth + run.tokens)
+    bill = memory_bill(run.model, machine, run.setting, context)
+    cards_known = all(card.known for card in machine.graphics)
+    if machine.graphics and cards_known and not machine.unified:
+        # Windows moves buffers into host memory behind a program's back.
+        if machine.windows and bill.gpu_bytes > machine.vram_bytes:
+            raise AdviceError("spills: more graphics memory than the card has")
+        weights = bill.gpu["dense weights"] + bill.gpu["experts"]
+        if weights > MOST_OF_VRAM * machine.vram_bytes:
+            raise AdviceError("spills: more weights than the cards hold")
+    size = machine.memory.size_bytes
+    if size and not machine.unified:
+        host = bill.host["experts"] + bill.host["dense weights"]
+        if host > MOST_OF_ALL * size:
+            raise AdviceError("pages: more host weights than host memory")

@@ -1,124 +1,315 @@
-"""Scores of predictions: relative errors, their quantiles, coverage of intervals."""
+"""Predictions of several predictors for one row, and how well they did.
+
+Intervals of all predictors are stretched by one factor and one addition for each case
+that the *other* platforms show, so their widths can be compared.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from statistics import median
-from typing import TYPE_CHECKING
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from moesim.advice.times.latents import NINETY
+from moesim.advice.times.population import stretched
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from moesim.advice.machine.machine import Machine
+    from moesim.advice.measured.rows import Row
+    from moesim.advice.model.contents import ModelContents
+
+OURS = "moesim"
+ONE_EFFICIENCY = "roofline, one efficiency"
+TWO_CONSTANTS = "roofline, two constants"
+STRAIGHT_LINE = "straight line"
+NEAREST = "nearest row"
+BASELINES = (ONE_EFFICIENCY, TWO_CONSTANTS, STRAIGHT_LINE, NEAREST)
+
+MISSED = 0.10
+BOOTSTRAPS = 400
+FACTORS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+
+
+class Measured(Protocol):
+    """A measured row of llama.cpp, or of an engine with a cache."""
+
+    @property
+    def row(self) -> Row:
+        """Where it stands."""
+
+    @property
+    def machine_name(self) -> str:
+        """Rows of one name share a machine."""
+
+    @property
+    def machine(self) -> Machine:
+        """Specification and probes."""
+
+    @property
+    def model(self) -> ModelContents:
+        """Contents of the file."""
+
+    @property
+    def kind(self) -> str:
+        """``decode``, ``prefill`` or ``engine``."""
+
+    @property
+    def session(self) -> str:
+        """Rows of one session share build, clocks and prompts."""
+
+    @property
+    def group(self) -> str:
+        """Platform that is left out as a whole."""
+
+    @property
+    def words(self) -> str:
+        """Flags, or policy."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Measured speed."""
+
+    @property
+    def seconds(self) -> float:
+        """Measured seconds of a token, or of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
+class Guess:
+    """A predicted time: logarithm of seconds, and its standard deviation."""
+
+    log_s: float
+    spread: float
+
+
+@dataclass(frozen=True)
 class Prediction:
-    """One predicted speed beside the measured one.
+    """One measured row with what was predicted for it.
 
     Attributes:
-        machine: on which it was measured.
-        model: with its label.
-        flags: in words.
-        given: what the prediction was made from.
-        place: file and line of the measured row.
-        measured: tokens per second.
-        predicted: median, tokens per second.
-        low: lower end of the 90 % interval.
-        high: upper end.
-        group: rows of one group stand for one sweep.
-        cause: known oddity of the row, if any.
+        run: the row.
+        fold: platforms, or the source, that were left out with it.
+        given: what the prediction was made from, in words.
+        guesses: predictor -> its guess.
     """
 
-    machine: str
-    model: str
-    flags: str
+    run: Measured
+    fold: str
     given: str
-    place: str
-    measured: float
-    predicted: float
-    low: float
-    high: float
-    group: str = ""
-    cause: str = ""
+    guesses: Mapping[str, Guess]
 
-    @property
-    def error(self) -> float:
-        """Predicted over measured, minus one."""
-        return self.predicted / self.measured - 1
+    def error(self, predictor: str) -> float:
+        """Predicted over measured tokens/s, minus one."""
+        return self.run.seconds / math.exp(self.guesses[predictor].log_s) - 1
 
-    @property
-    def covered(self) -> bool:
-        """Tell whether the interval holds the measured speed."""
-        return self.low <= self.measured <= self.high
+    def distance(self, predictor: str) -> float:
+        """Error of the logarithm in spreads."""
+        guess = self.guesses[predictor]
+        return (math.log(self.run.seconds) - guess.log_s) / guess.spread
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Summary of a case.
+    """How one predictor did on some rows.
 
     Attributes:
-        count: predictions.
-        rows: distinct measured rows among them.
-        machines: that they are about.
-        median: of the absolute relative errors.
+        rows: predicted, each counted once.
+        platforms: that they are about.
+        median: of the absolute relative errors of tokens/s.
         p90: their 90 % quantile.
         worst: the largest.
         signed: median of the errors with their signs.
-        coverage: share of intervals that hold the measured speed.
-        within_40: share of errors of at most 40 %.
-        balanced: mean over machine and model of the median error, so that a long sweep
-            counts once.
+        coverage: share of 90 % intervals that hold the measured speed.
+        width: median of upper over lower end of the intervals, minus one.
+        interval_score: mean of width + 2 / 10 % x what lies outside, in logarithms
+            (Gneiting and Raftery 2007, equation 43); the lower the better.
     """
 
-    count: int
     rows: int
-    machines: int
+    platforms: int
     median: float
     p90: float
     worst: float
     signed: float
     coverage: float
-    within_40: float
-    balanced: float
+    width: float
+    interval_score: float
 
 
-WITHIN = 0.40
+def folds_of(runs: Sequence[Measured], left_out: str) -> dict[str, str]:
+    """Name of what is left out together, by machine."""
+    if left_out == "platforms":
+        return {run.machine_name: run.group for run in runs}
+    # A platform that two sources measured joins them.
+    parent: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while parent.setdefault(name, name) != name:
+            name = parent[name]
+        return name
+
+    for run in runs:
+        parent[root(run.group)] = root(run.row.source)
+    return {run.machine_name: root(run.group) for run in runs}
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile by linear interpolation; NaN of nothing."""
-    # Cases without rows are printed too.
-    if not values:
-        return float("nan")
-    ordered = sorted(values)
-    # Linear between order statistics, as numpy does by default.
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+class Ideal(dict[str, float]):
+    """Every rate as specified, and nothing that costs time besides."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(
+            host_read=machine.host_peak_bytes_per_s,
+            device_read=machine.device_bytes_per_s,
+            upload=machine.link_bytes_per_s,
+            core_flops=100e9,
+            skew=2.4,
+            text_skew=1.0,
+            tile=0.0,
+        )
+
+    def __missing__(self, name: str) -> float:
+        """Return what costs nothing: 0 seconds, or a factor of 1."""
+        if name.endswith("_s"):
+            return 0.0
+        # Unpacking is no part of a roofline of bytes.
+        return 1e3 if name.startswith("core:") else 1.0
 
 
-def score_of(predictions: Sequence[Prediction]) -> Score | None:
-    """Summarise predictions; None where there are none."""
-    if not predictions:
-        return None
+def stretch(predictions: Iterable[Prediction], predictor: str) -> tuple[float, float]:
+    """Find factor and addition on spreads such that 90 % of the rows lie inside.
 
-    errors = [abs(each.error) for each in predictions]
-    # Long sweeps would otherwise outvote machines with one row.
-    sweeps: dict[tuple[str, str], list[float]] = {}
+    Of all pairs that reach it, the one with the least interval score: a spread that
+    tells rows apart is kept, one that says little is replaced by a common one. Rows of
+    one platform weigh by the root of their number.
+    """
+    platforms: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for each in predictions:
-        sweeps.setdefault((each.machine, each.model), []).append(abs(each.error))
-    medians = [median(sweep) for sweep in sweeps.values()]
-
-    return Score(
-        count=len(errors),
-        # Pairs predict a row many times; this counts it once.
-        rows=len({each.place for each in predictions}),
-        machines=len({each.machine for each in predictions}),
-        median=median(errors),
-        p90=quantile(errors, 0.9),
-        worst=max(errors),
-        signed=median(each.error for each in predictions),
-        coverage=sum(each.covered for each in predictions) / len(errors),
-        within_40=sum(error <= WITHIN for error in errors) / len(errors),
-        balanced=sum(medians) / len(medians),
+        guess = each.guesses[predictor]
+        miss = abs(math.log(each.run.seconds) - guess.log_s)
+        platforms[each.run.group].append((miss, guess.spread))
+    if not platforms:
+        return 1.0, 0.0
+    rows = np.array([row for pairs in platforms.values() for row in pairs])
+    weights = np.array(
+        [len(pairs) ** -0.5 for pairs in platforms.values() for _ in pairs]
     )
+    best = (math.inf, 1.0, 0.0)
+    for factor in FACTORS:
+        # What has to be added (in squares) for a row to lie just inside.
+        needed = (rows[:, 0] / NINETY) ** 2 - (factor * rows[:, 1]) ** 2
+        added = max(0.0, _weighted_quantile(needed, weights, 1 - MISSED))
+        spreads = np.sqrt((factor * rows[:, 1]) ** 2 + added)
+        outside = np.maximum(0.0, rows[:, 0] - NINETY * spreads)
+        losses = 2 * NINETY * spreads + 2 / MISSED * outside
+        loss = float(np.average(losses, weights=weights))
+        best = min(best, (loss, factor, math.sqrt(added)))
+    return best[1], best[2]
+
+
+def widened(predictions: list[Prediction]) -> list[Prediction]:
+    """Stretch every predictor's spreads by what the other folds show."""
+    stretches: dict[tuple[str, str], tuple[float, float]] = {}
+    for fold in {each.fold for each in predictions}:
+        for name in (OURS, *BASELINES):
+            others = [
+                each
+                for each in predictions
+                if each.fold != fold and name in each.guesses
+            ]
+            stretches[fold, name] = stretch(others, name)
+    return [
+        replace(
+            each,
+            guesses={
+                name: Guess(
+                    guess.log_s, stretched(guess.spread, stretches[each.fold, name])
+                )
+                for name, guess in each.guesses.items()
+            },
+        )
+        for each in predictions
+    ]
+
+
+def score(predictions: Sequence[Prediction], predictor: str = OURS) -> Score | None:
+    """Summarise predictions; None where there are none.
+
+    A row that is predicted several times counts once in sum.
+    """
+    known = [each for each in predictions if predictor in each.guesses]
+    if not known:
+        return None
+    times: dict[str, int] = defaultdict(int)
+    for each in known:
+        times[each.run.row.place + each.run.kind] += 1
+    counts = [times[each.run.row.place + each.run.kind] for each in known]
+    weights = 1 / np.array(counts)
+    signed = np.array([each.error(predictor) for each in known])
+    halves = np.array([NINETY * each.guesses[predictor].spread for each in known])
+    outside = np.array([abs(each.distance(predictor)) for each in known]) - NINETY
+    spreads = halves / NINETY
+    missed = np.maximum(0.0, outside) * spreads
+    return Score(
+        rows=len(times),
+        platforms=len({each.run.group for each in known}),
+        median=_weighted_quantile(abs(signed), weights, 0.5),
+        p90=_weighted_quantile(abs(signed), weights, 0.9),
+        worst=float(abs(signed).max()),
+        signed=_weighted_quantile(signed, weights, 0.5),
+        coverage=float(np.average(outside <= 0, weights=weights)),
+        width=math.exp(2 * _weighted_quantile(halves, weights, 0.5)) - 1,
+        interval_score=float(
+            np.average(2 * halves + 2 / MISSED * missed, weights=weights)
+        ),
+    )
+
+
+def _weighted_quantile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
+    order = np.argsort(values)
+    total = np.cumsum(weights[order]) / weights.sum()
+    at = min(len(values) - 1, int(np.searchsorted(total, share)))
+    return float(values[order][at])
+
+
+def compared(
+    predictions: Sequence[Prediction], seed: int = 0
+) -> tuple[str, float, float] | None:
+    """Compare the interval score with the best baseline's, by platforms drawn again.
+
+    Returns:
+        The baseline, and the 90 % interval of its score minus ours: above 0 we are
+        better, around 0 nothing is shown. None where no baseline answers.
+    """
+    shared = [each for each in predictions if len(each.guesses) > 1]
+    scores = {name: score(shared, name) for name in BASELINES}
+    known = {name: result for name, result in scores.items() if result is not None}
+    everywhere = {
+        name: result
+        for name, result in known.items()
+        if all(name in each.guesses for each in shared)
+    }
+    if not everywhere:
+        return None
+    best = min(everywhere, key=lambda name: everywhere[name].interval_score)
+    platforms: dict[str, list[float]] = defaultdict(list)
+    for each in shared:
+        gain = _loss(each, best) - _loss(each, OURS)
+        platforms[each.run.group].append(gain)
+    means = np.array([np.mean(rows) for rows in platforms.values()])
+    draws = np.random.default_rng(seed).integers(
+        len(means), size=(BOOTSTRAPS, len(means))
+    )
+    low, high = np.quantile(means[draws].mean(axis=1), [0.05, 0.95])
+    return best, float(low), float(high)
+
+
+def _loss(prediction: Prediction, predictor: str) -> float:
+    """Interval score of one row."""
+    spread = prediction.guesses[predictor].spread
+    outside = max(0.0, abs(prediction.distance(predictor)) - NINETY)
+    return 2 * NINETY * spread + 2 / MISSED * outside * spread

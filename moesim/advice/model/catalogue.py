@@ -7,18 +7,21 @@ experts are scaled so that the sum is right.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from moesim.advice.errors import AdviceError
 from moesim.advice.model.contents import F16_BYTES, LayerContents, ModelContents
+from moesim.advice.model.gguf_header import gguf_contents
+from moesim.advice.model.hf_folder import hf_contents, is_hf_folder
+from moesim.base.words import did_you_mean
 from moesim.traces.weight_formats import (
     Recipe,
     bytes_per_weight,
@@ -49,6 +52,9 @@ ALIASES = {
     "qwen3-vl-30b-a3b": "qwen3-30b-a3b",
     "qwen3-vl-235b-a22b": "qwen3-235b-a22b",
     "qwen3-next": "qwen3-next-80b-a3b",
+    "qwen3-coder-next-80b-a3b": "qwen3-next-80b-a3b",
+    "qwen3.5-397b": "qwen3.5-397b-a17b",
+    "mimo-v2.6-flash": "mimo-v2-flash",
     "qwen3-coder-next": "qwen3-next-80b-a3b",
     "qwen2-57b": "qwen2-57b-a14b",
     "ring-mini-2.0": "ling-mini-2.0",
@@ -112,8 +118,7 @@ def named_contents(
     row = shape_named(name)
     if row is None:
         names = [*(each["name"] for each in shapes().values()), *ALIASES]
-        close = difflib.get_close_matches(name.lower(), names, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = did_you_mean(name.lower(), names)
         raise AdviceError(
             f"model {name!r}: no such file, folder or name{hint}; `moesim list models`"
             " prints the names, and a GGUF file or Hugging Face folder is exact"
@@ -127,8 +132,9 @@ def named_contents(
             f"quantisation {label!r}: unknown; expected a llama.cpp label such as"
             " Q4_K_M, UD-Q4_K_XL, IQ2_XXS, Q8_0, MXFP4 or BF16"
         )
-    if row["name"].startswith("gpt-oss") and formats.up not in ("f16", "bf16", "f32"):
-        # Files of gpt-oss keep the experts as trained, whatever the label says.
+    if row["name"].startswith("gpt-oss"):
+        # Files of gpt-oss keep the experts as trained, whatever the label says: "F16"
+        # is about attention and head.
         formats = replace(formats, up="mxfp4", down="mxfp4", down_more="mxfp4")
 
     if row["name"].startswith("llama-4") and is_dynamic(label):
@@ -166,6 +172,8 @@ def _computed(row: dict[str, Any], formats: Recipe, label: str) -> ModelContents
         source="shapes",
         quant=label,
         tied=tied,
+        # Tables that are looked up, not multiplied; they may stay in the file.
+        unused_bytes=row.get("table_bytes", 0),
         assumed=tuple(assumed),
     )
 
@@ -181,7 +189,9 @@ def _layer(
     # Gates and norms stay in single precision in GGUF files.
     exact = 2 * hidden
     if dense:
-        feed_forward = MATRICES * hidden * row["dense_intermediate"]
+        # Where no source says, as wide as the experts of one token together.
+        usual = row["top_k"] * row["expert_intermediate"]
+        feed_forward = MATRICES * hidden * row.get("dense_intermediate", usual)
     else:
         feed_forward = MATRICES * hidden * row.get("shared_intermediate", 0)
         exact += hidden * row["experts"]
@@ -264,6 +274,7 @@ def _context_sizes(row: dict[str, Any], at: int, *, recurrent: bool) -> dict[str
     if latent := row.get("mla"):
         entry = latent["kv"] + latent["rope"]
         return {
+            "latent_attention": True,
             "kv_bytes_per_token": entry * F16_BYTES,
             # Prompts are read with full keys and values, not with the compressed ones.
             "attention_width": heads
@@ -274,6 +285,9 @@ def _context_sizes(row: dict[str, Any], at: int, *, recurrent: bool) -> dict[str
     kv_heads = int(row.get("kv_heads", heads)) or 8
     every = row.get("window_every", 0)
     windowed = bool(every) and (at + 1) % every != 0
+    if not windowed and "global_kv_heads" in row:
+        # Layers without a window have fewer and wider heads.
+        kv_heads, head_dim = int(row["global_kv_heads"]), int(row["global_head_dim"])
     return {
         "kv_bytes_per_token": 2 * kv_heads * head_dim * F16_BYTES,
         "window_tokens": row["window"] if windowed else 0,
@@ -310,3 +324,43 @@ def _scaled(contents: ModelContents, file_bytes: int) -> ModelContents:
         for layer in contents.layers
     )
     return replace(contents, layers=layers)
+
+
+def model_contents(model: str, quant: str = "") -> ModelContents:
+    """Read a file or folder, or compute the contents of a model by name.
+
+    Args:
+        model: a path to a GGUF file, a Hugging Face folder, or a name that
+            ``moesim list models`` prints.
+        quant: label of the weight formats; for names only, because files know theirs.
+
+    Raises:
+        AdviceError: nothing of the kind, a broken header, or no experts.
+    """
+    path = Path(model).expanduser()
+    # Folders first: a folder may be named like a model.
+    if path.is_dir():
+        if not is_hf_folder(path):
+            raise AdviceError(
+                f"{path}: a folder without config.json; give a GGUF file or the folder"
+                " of a Hugging Face model"
+            )
+        _refuse_quant(quant, path)
+        return hf_contents(path)
+
+    # A wrong path should be called that, not an unknown model.
+    if path.suffix.lower() == ".gguf" or path.is_file():
+        _refuse_quant(quant, path)
+        try:
+            return gguf_contents(path)
+        except FileNotFoundError:
+            raise AdviceError(f"{path}: no such file") from None
+    return named_contents(model, quant)
+
+
+def _refuse_quant(quant: str, path: Path) -> None:
+    if quant:
+        raise AdviceError(
+            f"--quant {quant}: {path} says its own formats; leave the option out, or"
+            " name the model instead of a file"
+        )

@@ -6,15 +6,17 @@ Everything that predicts time or memory reads these classes; where the numbers c
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moesim.advice.errors import AdviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
 
 F16_BYTES = 2
 
@@ -44,6 +46,7 @@ class LayerContents:
         attention_width: heads x (key + value size): multiply-adds per context token.
         query_group: query heads that share a key head; 1 where each has its own, or
             where latent attention has kernels of its own.
+        latent_attention: one compressed entry serves all heads (MLA).
     """
 
     dense_bytes: int
@@ -59,6 +62,7 @@ class LayerContents:
     state_bytes: int = 0
     attention_width: int = 0
     query_group: int = 1
+    latent_attention: bool = False
 
     def __post_init__(self) -> None:
         """Refuse experts that no model can have."""
@@ -196,3 +200,107 @@ class ModelContents:
     def renamed(self, name: str) -> ModelContents:
         """Return the same contents under another name."""
         return replace(self, name=name)
+
+
+# What llama.cpp's --cpu-moe and --n-cpu-moe move, biases included.
+ROUTED_GGUF = re.compile(r"ffn_(?:up|down|gate|gate_up)_(?:ch)?exps\.")
+# Files from before 2024-04 hold one tensor per expert: blk.0.ffn_gate.7.weight.
+ROUTED_GGUF_OLD = re.compile(r"ffn_(?:up|down|gate)\.\d+\.")
+ROUTED_HF = re.compile(r"\.(?:experts|local_experts)\.")
+LAYER = re.compile(r"(?:^blk|layers|blocks|h)\.(\d+)\.")
+
+EMBED = re.compile(r"^(?:token_embd\.|.*embed_tokens\.|.*word_embeddings\.)")
+HEAD = re.compile(r"^(?:output\.|(?:.*\.)?lm_head\.)")
+VISION = re.compile(r"(?:^|\.)(?:visual|vision\w*|image\w*|audio\w*)\.")
+# Heads that predict several tokens ahead are stored but not run.
+MULTI_TOKEN = re.compile(r"(?:nextn|\bmtp\b|\.mtp\.)")
+
+
+class Tensor(NamedTuple):
+    """One stored tensor.
+
+    Attributes:
+        name: as in the file.
+        format: weight format, lower case.
+        weights: number of elements.
+        stored_bytes: bytes of its data.
+    """
+
+    name: str
+    format: str
+    weights: int
+    stored_bytes: int
+
+
+@dataclass(slots=True)
+class LayerTensors:
+    """Sums over the tensors of one layer."""
+
+    dense_bytes: int = 0
+    dense_weights: int = 0
+    dense_formats: Counter[str] = field(default_factory=Counter)
+    expert_bytes: int = 0
+    expert_weights: int = 0
+    expert_formats: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class SortedTensors:
+    """All tensors of a model, by the part that they belong to."""
+
+    layers: dict[int, LayerTensors] = field(default_factory=dict)
+    embed: LayerTensors = field(default_factory=LayerTensors)
+    head: LayerTensors = field(default_factory=LayerTensors)
+    rest_bytes: int = 0
+    unused_bytes: int = 0
+
+
+def is_routed(name: str) -> bool:
+    """Tell whether a tensor belongs to a routed expert."""
+    if "shared_expert" in name or "shexp" in name:
+        return False
+    patterns = (ROUTED_GGUF, ROUTED_GGUF_OLD, ROUTED_HF)
+    return any(pattern.search(name) for pattern in patterns)
+
+
+def sort_tensors(tensors: Iterable[Tensor], run_layers: int) -> SortedTensors:
+    """Add tensors up by layer and part.
+
+    Args:
+        tensors: of all files of the model.
+        run_layers: layers with this index or above hold multi-token heads.
+    """
+    parts = SortedTensors()
+
+    for tensor in tensors:
+        if VISION.search(tensor.name):
+            # Towers for pictures number their layers as the text's.
+            parts.rest_bytes += tensor.stored_bytes
+            continue
+        layer_match = LAYER.search(tensor.name)
+        if layer_match and int(layer_match.group(1)) < run_layers:
+            at = int(layer_match.group(1))
+            if MULTI_TOKEN.search(tensor.name):
+                parts.unused_bytes += tensor.stored_bytes
+            else:
+                _add(parts.layers.setdefault(at, LayerTensors()), tensor)
+        elif layer_match or MULTI_TOKEN.search(tensor.name):
+            parts.unused_bytes += tensor.stored_bytes
+        elif EMBED.search(tensor.name):
+            _add(parts.embed, tensor)
+        elif HEAD.search(tensor.name):
+            _add(parts.head, tensor)
+        else:
+            parts.rest_bytes += tensor.stored_bytes
+    return parts
+
+
+def _add(sums: LayerTensors, tensor: Tensor) -> None:
+    if is_routed(tensor.name):
+        sums.expert_bytes += tensor.stored_bytes
+        sums.expert_weights += tensor.weights
+        sums.expert_formats[tensor.format] += tensor.stored_bytes
+    else:
+        sums.dense_bytes += tensor.stored_bytes
+        sums.dense_weights += tensor.weights
+        sums.dense_formats[tensor.format] += tensor.stored_bytes

@@ -14,9 +14,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moesim.advice.errors import AdviceError
-from moesim.advice.model.contents import F16_BYTES, LayerContents, ModelContents
-from moesim.advice.model.tensors import LayerTensors, Tensor, sort_tensors
-from moesim.traces.checked import parse_json, read_json
+from moesim.advice.model.contents import (
+    F16_BYTES,
+    LayerContents,
+    LayerTensors,
+    ModelContents,
+    Tensor,
+    sort_tensors,
+)
+from moesim.base.checked import parse_json, read_json
+from moesim.base.inputs import load_json, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,6 +65,9 @@ _SIZES = (
 )
 # Far above every real size, far below what lists of layers would not fit into memory.
 LARGEST_SIZE = 1 << 32
+# GPTQ and AWQ pack eight weights of four bits into one integer.
+PACKED = re.compile(r"qweight|weight_packed")
+PACKED_WEIGHTS = 8
 MOST_LAYERS = 10_000
 
 
@@ -132,8 +142,8 @@ def hf_contents(folder: Path) -> ModelContents:
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        config = load_json(read_text(path))
+    except ValueError as error:
         raise AdviceError(
             f"{path}: not JSON: {error}; download the file again"
         ) from None
@@ -239,10 +249,13 @@ def _header(path: Path) -> list[Tensor]:
     for name, entry in entries.items():
         label = FORMATS.get(entry.dtype, entry.dtype.lower())
         begin, end = entry.data_offsets
+        # Shapes count stored numbers, which may hold several weights each.
         weights = math.prod(entry.shape)
-        # Two weights share a byte, and shapes count bytes.
         if label == "mxfp4":
             weights *= 2
+        elif entry.dtype == "I32" and PACKED.search(name):
+            weights *= PACKED_WEIGHTS
+            label = "q4_0"
         tensors.append(Tensor(name, label, weights, end - begin))
     return tensors
 
@@ -257,6 +270,9 @@ def _layer(
     rank = int(config.get("kv_lora_rank") or 0)
     kinds = config.get("layer_types") or []
     kind = str(kinds[at]) if at < len(kinds) else "full_attention"
+    every = int(config.get("full_attention_interval") or 0)
+    if not kinds and every and (at + 1) % every:
+        kind = "linear_attention"
 
     if "linear" in kind or re.search("mamba|recurrent", kind):
         kv_bytes = width = window = 0

@@ -6,18 +6,23 @@ import shlex
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from moesim.advice.times.setting import ALL_LAYERS, DEFAULT_BATCH, DEFAULT_MICRO_BATCH
+from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, DEFAULT_MICRO_BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from moesim.advice.machine.machine import Machine
     from moesim.advice.model.contents import ModelContents
-    from moesim.advice.plan.candidates import Job
-    from moesim.advice.times.setting import Setting
+    from moesim.advice.plan.memory import Job
+    from moesim.advice.times.work import Setting
 
 
-def flags_of(setting: Setting, model: ModelContents, machine: Machine) -> list[str]:
+DEVICE_NAMES = {"cuda": "CUDA", "rocm": "ROCm", "vulkan": "Vulkan", "sycl": "SYCL"}
+
+
+def flags_of(  # noqa: C901 # one branch per flag
+    setting: Setting, model: ModelContents, machine: Machine
+) -> list[str]:
     """Return llama.cpp's flags for a setting, without model and context."""
     flags: list[str] = []
     if machine.graphics:
@@ -37,7 +42,15 @@ def flags_of(setting: Setting, model: ModelContents, machine: Machine) -> list[s
         flags += ["-ub", str(setting.micro_batch)]
     if setting.batch != DEFAULT_BATCH:
         flags += ["-b", str(setting.batch)]
-    flags += ["-t", str(setting.threads or machine.processor.cores)]
+    if machine.devices:
+        kind = DEVICE_NAMES.get(machine.backend, "CUDA")
+        flags += ["--device", ",".join(f"{kind}{at}" for at in machine.devices)]
+    if len(setting.split) > 1:
+        flags += ["-sm", "layer", "-ts", ",".join(str(each) for each in setting.split)]
+    flags += ["-t", str(setting.threads or threads_of(machine))]
+    if machine.processor.sockets > 1:
+        # Without it a second socket's memory is worth next to nothing.
+        flags += ["--numa", "distribute"]
     # Rounded values need flash attention, on the CPU too.
     if machine.graphics or setting.kv_format != "f16":
         flags += ["-fa", "on" if setting.flash else "off"]
@@ -46,6 +59,14 @@ def flags_of(setting: Setting, model: ModelContents, machine: Machine) -> list[s
     if on_host and machine.graphics and setting.page_locked:
         flags.append("--no-mmap")
     return flags
+
+
+def threads_of(machine: Machine) -> int:
+    """Return the threads to start with: physical fast cores of one socket.
+
+    More than one per core share its units; those of a second socket read across.
+    """
+    return max(1, machine.processor.cores // machine.processor.sockets)
 
 
 def server_command(
@@ -82,7 +103,7 @@ def bench_command(
     if setting.on_host(model) and machine.graphics:
         # Without it pages of a mapped file would be uploaded slowly.
         words += ["-mmp", "0" if setting.page_locked else "1"]
-    words += ["-t", str(setting.threads or machine.processor.cores)]
+    words += ["-t", str(setting.threads or threads_of(machine))]
     words += ["-p", str(prompt_tokens), "-n", str(answer_tokens), "-o", "jsonl"]
     return shlex.join(words) + " >> rows.jsonl"
 

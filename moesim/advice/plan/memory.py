@@ -7,22 +7,26 @@ memory into host memory behind the engine's back, and speed falls several times.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moesim.advice.times.setting import KV_SHARES
+from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, KV_SHARES, Setting
+from moesim.hwprofiles.workspace import (
+    ACTIVATION_BYTES,
+    CONTEXT_BYTES,
+    LIVE_ACTIVATIONS,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from moesim.advice.machine.machine import Machine
     from moesim.advice.model.contents import ModelContents
-    from moesim.advice.times.setting import Setting
+
 
 MIB = 1024**2
 GIB = 1024**3
 
-# A driver's context, its kernels and the engine's own buffers on one card.
-# Source: what nvidia-smi shows beside llama.cpp's own sums, 300 to 600 MiB.
-CONTEXT_BYTES = 450 * MIB
 # What a desktop shows on the card that also drives the screen.
 SCREEN_BYTES = {"linux": 300 * MIB, "windows": 1200 * MIB}
 # Graphics memory that is never free for programs: page tables; on Windows the part
@@ -32,9 +36,38 @@ UNUSABLE_SHARE = {"linux": 0.015, "windows": 0.06}
 PROGRAM_BYTES = 600 * MIB
 # An operating system with a desktop and little else.
 SYSTEM_BYTES = 3 * GIB
-ACTIVATION_BYTES = 4
-# Activations of one layer that live at the same time, as multiples of T x H values.
-LIVE_ACTIVATIONS = 12
+
+
+# With less of the experts in the page cache an answer would take minutes.
+LEAST_CACHED = 0.25
+# Halvings of the headroom while layers are parted among cards: to a few MiB.
+SPLIT_STEPS = 14
+# How far such a bill may be off: fragments, another build's buffers; and where bytes
+# follow from a shape, a share of the weights.
+UNCERTAIN_BYTES = 160 * MIB
+UNCERTAIN_SHARE = 0.015
+
+
+@dataclass(frozen=True, slots=True)
+class CardBill:
+    """Graphics memory of one card.
+
+    Attributes:
+        name: of the card.
+        layers: that it holds.
+        needed: bytes.
+        free: bytes that programs may use.
+    """
+
+    name: str
+    layers: int
+    needed: float
+    free: float
+
+    @property
+    def left(self) -> float:
+        """Headroom before it spills to host memory; negative beyond."""
+        return self.free - self.needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +80,8 @@ class MemoryBill:
         gpu_free: graphics memory that programs may use; 0 without a GPU.
         host_free: host memory that programs may use; None unknown.
         shared: both are one memory.
+        cards: by card, where there are several.
+        uncertain: how far the bytes of one card may be off.
     """
 
     gpu: dict[str, float]
@@ -54,6 +89,8 @@ class MemoryBill:
     gpu_free: float
     host_free: float | None
     shared: bool = False
+    cards: tuple[CardBill, ...] = ()
+    uncertain: float = UNCERTAIN_BYTES
 
     @property
     def gpu_bytes(self) -> float:
@@ -67,7 +104,9 @@ class MemoryBill:
 
     @property
     def gpu_left(self) -> float:
-        """Distance to the cliff; negative beyond it."""
+        """Headroom before a card spills to host memory; negative beyond."""
+        if self.cards:
+            return min(card.left for card in self.cards)
         return self.gpu_free - self.gpu_bytes
 
     @property
@@ -84,6 +123,21 @@ class MemoryBill:
         """Tell whether both memories hold what they shall."""
         host_left = self.host_left
         return self.gpu_left >= 0 and (host_left is None or host_left >= 0)
+
+    @property
+    def pages(self) -> bool:
+        """Tell whether experts are read from the SSD, and everything else fits."""
+        if self.host_free is None or self.shared or self.gpu_left < 0:
+            return False
+        experts = self.host["experts"]
+        room = self.host_free - (self.host_bytes - experts)
+        return LEAST_CACHED * experts < room < experts
+
+    @property
+    def safe(self) -> bool:
+        """Tell whether it fits even where the bill is off as far as it may be."""
+        fits = self.fits or self.pages
+        return fits and (not self.gpu_free or self.gpu_left >= self.uncertain)
 
 
 def memory_bill(
@@ -126,26 +180,151 @@ def memory_bill(
     (gpu if head_on_gpu else host)["dense weights"] += model.head_bytes
     host["embeddings"] = model.embed_bytes
     host["program"] = PROGRAM_BYTES
+    cards: tuple[CardBill, ...] = ()
     if machine.graphics:
         gpu["compute buffers"] = _compute_buffers(model, setting, on_host)
         gpu["driver"] = CONTEXT_BYTES * machine.gpu_count
+    if machine.gpu_count > 1:
+        # Each card has buffers of its own.
+        gpu["compute buffers"] *= machine.gpu_count
+        needs = layer_needs(model, setting, context_tokens, sequences)
+        free = cards_free(machine, keep_vram_bytes)
+        own_bytes = CONTEXT_BYTES + _compute_buffers(model, setting, on_host)
+        counts = setting.split or even_split(len(needs), free)
+        cards = _card_bills(machine, needs, free, counts, own_bytes)
 
+    computed = UNCERTAIN_SHARE if model.source == "shapes" else 0.0
+    largest = max((card.needed for card in cards), default=sum(gpu.values()))
     return MemoryBill(
         gpu=gpu,
         host=host,
         gpu_free=_gpu_free(machine, keep_vram_bytes),
         host_free=_host_free(machine, keep_ram_bytes),
         shared=machine.unified,
+        cards=cards,
+        uncertain=UNCERTAIN_BYTES + computed * largest,
     )
+
+
+def layer_needs(
+    model: ModelContents, setting: Setting, context_tokens: int, sequences: int = 1
+) -> list[float]:
+    """Return the bytes of each layer on the cards, the output head as the last one.
+
+    llama.cpp counts the head as one more layer when it parts layers among cards.
+    """
+    first_gpu = setting.first_gpu_layer(model)
+    on_host = set(setting.on_host(model))
+    kv_share = KV_SHARES.get(setting.kv_format, 1.0)
+    needs = []
+    for at, layer in enumerate(model.layers):
+        if at < first_gpu:
+            continue
+        entries = layer.kv_bytes(context_tokens) * kv_share + layer.state_bytes
+        experts = 0 if at in on_host else layer.expert_bytes
+        needs.append(layer.dense_bytes + entries * sequences + experts)
+    if setting.head_on_gpu(model):
+        needs.append(float(model.head_bytes))
+    return needs
+
+
+def cards_free(machine: Machine, keep_bytes: int) -> list[float]:
+    """Return the bytes that programs may use by card; the first has the screen."""
+    system = "windows" if machine.windows else "linux"
+    taken = SCREEN_BYTES[system] + keep_bytes
+    free = []
+    for card in machine.single_cards:
+        free.append(card.vram_bytes * (1 - UNUSABLE_SHARE[system]) - taken)
+        taken = 0
+    return free
+
+
+def even_split(layers: int, free: Sequence[float]) -> tuple[int, ...]:
+    """Return how many layers each card gets without ``-ts``: by its free memory.
+
+    Source: llama.cpp places layer i of n on the first card whose cumulated share of
+    free memory exceeds i / n (`llama_model::load_tensors`, upper_bound).
+    """
+    total = sum(free)
+    counts = [0] * len(free)
+    for at in range(layers):
+        summed = 0.0
+        for card, each in enumerate(free):
+            summed += each / total
+            if at / layers < summed or card == len(free) - 1:
+                counts[card] += 1
+                break
+    return tuple(counts)
+
+
+def best_split(
+    needs: Sequence[float], free: Sequence[float], own_bytes: float
+) -> tuple[int, ...] | None:
+    """Part layers among cards such that the fullest card keeps most headroom.
+
+    Args:
+        needs: bytes of each layer, in order; cards take layers one after another.
+        free: bytes of each card.
+        own_bytes: buffers and driver on every card.
+
+    Returns:
+        Layers of each card; None where nothing fits.
+    """
+    low, high = 0.0, max(free)
+    best = _filled(needs, free, own_bytes)
+    if best is None:
+        return None
+    for _ in range(SPLIT_STEPS):
+        margin = (low + high) / 2
+        counts = _filled(needs, [each - margin for each in free], own_bytes)
+        if counts is None:
+            high = margin
+        else:
+            low, best = margin, counts
+    return best
+
+
+def _filled(
+    needs: Sequence[float], free: Sequence[float], own_bytes: float
+) -> tuple[int, ...] | None:
+    """Fill one card after the other; None where layers are left over."""
+    counts = []
+    at = 0
+    for each in free:
+        room = each - own_bytes
+        count = 0
+        while at < len(needs) and needs[at] <= room:
+            room -= needs[at]
+            at += 1
+            count += 1
+        counts.append(count)
+    return tuple(counts) if at == len(needs) else None
+
+
+def _card_bills(
+    machine: Machine,
+    needs: Sequence[float],
+    free: Sequence[float],
+    counts: Sequence[int],
+    own_bytes: float,
+) -> tuple[CardBill, ...]:
+    bills = []
+    at = 0
+    for card, room, count in zip(machine.single_cards, free, counts, strict=True):
+        needed = sum(needs[at : at + count]) + own_bytes
+        bills.append(CardBill(card.name, count, needed, room))
+        at += count
+    return tuple(bills)
 
 
 def _compute_buffers(
     model: ModelContents, setting: Setting, on_host: set[int]
 ) -> float:
-    """Largest live tensors of one micro-batch.
+    """Largest live tensors of one micro-batch on one card.
 
-    Source: llama.cpp reserves a worst-case graph: outputs of a whole micro-batch, its
-    activations, and the experts that a layer in host memory uploads.
+    Source: llama.cpp reserves a worst-case graph: outputs of a whole micro-batch beside
+    the one expert tensor that is being uploaded (933 MiB logged for gpt-oss at 512
+    tokens: 393 of outputs, 540 of a third of a layer's experts).
     """
     tokens = min(setting.micro_batch, setting.batch)
     outputs = 0.0
@@ -154,10 +333,9 @@ def _compute_buffers(
         outputs = vocabulary * tokens * ACTIVATION_BYTES
     width = max(model.hidden, 2048)
     activations = LIVE_ACTIVATIONS * tokens * width * ACTIVATION_BYTES
-    uploads = max((model.layers[at].expert_bytes for at in on_host), default=0)
-
-    # Outputs come last, when the layers' tensors are dead: both share the buffer.
-    return max(outputs, activations + uploads) + 64 * MIB
+    experts = max((model.layers[at].expert_bytes for at in on_host), default=0)
+    # Up, gate and down are uploaded one after another.
+    return max(outputs, activations) + experts / 3 + 4 * MIB
 
 
 def _gpu_free(machine: Machine, keep_bytes: int) -> float:
@@ -175,3 +353,211 @@ def _host_free(machine: Machine, keep_ram_bytes: int) -> float | None:
     if size is None:
         return None
     return size - max(keep_ram_bytes, SYSTEM_BYTES)
+
+
+MICRO_BATCHES = (512, 1024, 2048, 4096)
+KV_FORMATS = ("f16", "q8_0")
+
+# Bytes per cell when layers are chosen to fill graphics memory.
+CELL_BYTES = 16 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What shall be done with the model.
+
+    Attributes:
+        context: tokens that the key-value cache holds.
+        prompt: tokens read.
+        answer: tokens made.
+        keep_vram_bytes: graphics memory to leave to others.
+        keep_ram_bytes: host memory to leave to others.
+        sequences: requests at the same time.
+        micro_batch: ``-ub``; None tries the usual ones.
+    """
+
+    context: int = 8192
+    prompt: int = 2048
+    answer: int = 512
+    keep_vram_bytes: int = 256 * 1024**2
+    keep_ram_bytes: int = 0
+    sequences: int = 1
+    micro_batch: int | None = None
+
+    @property
+    def mean_depth(self) -> float:
+        """Mean context while the answer is made."""
+        return self.prompt + self.answer / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A setting with its bill of memory."""
+
+    setting: Setting
+    bill: MemoryBill
+
+
+def bill_of(
+    model: ModelContents, machine: Machine, setting: Setting, job: Job
+) -> MemoryBill:
+    """Return the bill of a setting for a job."""
+    return memory_bill(
+        model,
+        machine,
+        setting,
+        job.context,
+        keep_vram_bytes=job.keep_vram_bytes,
+        keep_ram_bytes=job.keep_ram_bytes,
+        sequences=job.sequences,
+    )
+
+
+def candidates(model: ModelContents, machine: Machine, job: Job) -> list[Candidate]:
+    """Return every setting that fits.
+
+    Layers go from none on the CPU to all; where even that is too much for the cards,
+    whole layers leave them. A machine without a card has one setting.
+    """
+    base = Setting(
+        sequences=job.sequences,
+        page_locked=page_locks(model, machine, job),
+        random_tokens=False,
+    )
+    fitting = []
+    paging = []
+    for setting in _places(model, machine, job, base):
+        # Larger ones read faster but take memory from experts.
+        sizes = (job.micro_batch,) if job.micro_batch else MICRO_BATCHES
+        for micro_batch in sizes:
+            for kv_format in KV_FORMATS:
+                wider = replace(
+                    setting,
+                    micro_batch=micro_batch,
+                    batch=max(DEFAULT_BATCH, micro_batch),
+                    kv_format=kv_format,
+                )
+                if machine.gpu_count > 1:
+                    wider = with_split(model, machine, wider, job)
+                bill = bill_of(model, machine, wider, job)
+                if bill.fits:
+                    fitting.append(Candidate(wider, bill))
+                elif bill.pages:
+                    mapped = replace(wider, page_locked=False)
+                    paging.append(Candidate(mapped, bill))
+    # Experts may stay in the file and be read through the page cache.
+    return fitting or paging
+
+
+def advisable(fitting: Sequence[Candidate]) -> list[Candidate]:
+    """Return what may stand first: far enough from spilling, answers unchanged.
+
+    Rounded keys and values change answers, so the choice is the user's.
+    """
+    safe = [each for each in fitting if each.bill.safe] or list(fitting)
+    return [each for each in safe if each.setting.kv_format == "f16"] or safe
+
+
+def with_split(
+    model: ModelContents, machine: Machine, setting: Setting, job: Job
+) -> Setting:
+    """Return a setting with the layers of each card (``-ts``) that fill them evenly.
+
+    Without it llama.cpp parts layers by number, and those whose experts are on the
+    processor leave one card empty and another too full.
+    """
+    needs = layer_needs(model, setting, job.context, job.sequences)
+    free = cards_free(machine, job.keep_vram_bytes)
+    on_host = set(setting.on_host(model))
+    own_bytes = CONTEXT_BYTES + _compute_buffers(model, setting, on_host)
+    counts = best_split(needs, free, own_bytes)
+    return setting if counts is None else replace(setting, split=counts)
+
+
+def page_locks(model: ModelContents, machine: Machine, job: Job) -> bool:
+    """Tell whether weights are loaded into page-locked memory (``--no-mmap``).
+
+    That needs room for all host weights at once; a mapped file does not.
+    """
+    free = machine.memory.size_bytes
+    if free is None:
+        return True
+    return model.file_bytes < free - max(job.keep_ram_bytes, 3 * 1024**3)
+
+
+def _places(
+    model: ModelContents, machine: Machine, job: Job, base: Setting
+) -> list[Setting]:
+    """Settings over where layers lie."""
+    if not machine.graphics:
+        return [replace(base, gpu_layers=0)]
+
+    last = max(model.moe_layers, default=-1) + 1
+    counts = range(last + 1)
+    if machine.unified:
+        # Both processors read the same memory; the GPU is never slower at it.
+        counts = range(1)
+    places = [replace(base, cpu_layers=count) for count in counts]
+
+    packed = packed_layers(model, machine, job, base)
+    if packed is not None:
+        places.append(replace(base, chosen_layers=packed, cpu_layers=0))
+
+    # Only then do whole layers leave the card: attention there is dear.
+    everything = replace(base, cpu_layers=ALL_LAYERS)
+    if not bill_of(model, machine, everything, job).fits:
+        total = len(model.layers)
+        places += [
+            replace(everything, gpu_layers=count) for count in range(total, -1, -1)
+        ]
+    return places
+
+
+def packed_layers(
+    model: ModelContents, machine: Machine, job: Job, base: Setting
+) -> frozenset[int] | None:
+    """Choose the layers on the CPU such that graphics memory is filled best.
+
+    Layers of one file differ where quantisation recipes give some more bits; taking the
+    first N then wastes up to a layer. None where no choice moves more bytes than that.
+    """
+    sizes = {at: model.layers[at].expert_bytes for at in model.moe_layers}
+    # Equal layers: which N is all the same.
+    if len(set(sizes.values())) < 2 or machine.unified:
+        return None
+
+    nothing = bill_of(model, machine, replace(base, cpu_layers=ALL_LAYERS), job)
+    room = nothing.gpu_left
+    if room <= 0 or room >= sum(sizes.values()):
+        return None
+
+    kept = _fullest(sizes, int(room // CELL_BYTES))
+    first_n = _bytes_with_first_layers_away(sizes, room)
+    smallest = min(sizes.values())
+    if sum(sizes[at] for at in kept) - first_n < smallest / 4:
+        return None
+    return frozenset(sizes) - kept
+
+
+def _fullest(sizes: dict[int, int], cells: int) -> frozenset[int]:
+    """Return the subset with the most bytes that fits (subset sum by cells)."""
+    best: list[frozenset[int] | None] = [None] * (cells + 1)
+    best[0] = frozenset()
+    for at, size in sizes.items():
+        # Rounded up, so that the choice fits in bytes too.
+        width = -(-size // CELL_BYTES)
+        for place in range(cells - width, -1, -1):
+            before = best[place]
+            if before is not None and best[place + width] is None:
+                best[place + width] = before | {at}
+    return next(choice for choice in reversed(best) if choice is not None)
+
+
+def _bytes_with_first_layers_away(sizes: dict[int, int], room: float) -> int:
+    """Bytes that stay on the GPU when the first N layers leave, for the least N."""
+    total = sum(sizes.values())
+    for at in sorted(sizes):
+        if total <= room:
+            break
+        total -= sizes[at]
+    return total

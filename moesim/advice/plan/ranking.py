@@ -11,20 +11,27 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moesim.advice.times.latents import NINETY, Beliefs, Interval
-from moesim.advice.times.predictor import (
+from moesim.advice.plan.commands import bench_command
+from moesim.advice.times.latents import NINETY, Beliefs, Interval, learn
+from moesim.advice.times.population import shipped_population, stretched
+from moesim.advice.times.priors import priors_of
+from moesim.advice.times.step_times import (
+    PREFILL_SPREAD,
     REPEAT_SPREAD,
     Target,
     decode_target,
     prefill_target,
 )
+from moesim.advice.times.work import Setting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from moesim.advice.machine.machine import Machine
     from moesim.advice.model.contents import ModelContents
-    from moesim.advice.plan.candidates import Candidate, Job
+    from moesim.advice.plan.memory import Candidate, Job
+    from moesim.advice.times.latents import Observation
+
 
 # Differences below what two runs of one command show are ties in any case.
 SMALLEST_DIFFERENCE = REPEAT_SPREAD
@@ -53,16 +60,61 @@ class Prospect:
     tied: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Grades:
+    """What predictions rest on, and how wide such intervals have to be.
+
+    Attributes:
+        decode: ``specification``, ``probes``, ``one row``, ``two rows`` or ``another
+            model``.
+        prompt: ``prompt specification`` or ``prompt one row``.
+    """
+
+    decode: str
+    prompt: str = "prompt specification"
+
+    def decode_interval(self, interval: Interval) -> Interval:
+        """Widen an interval of a decode step as left-out machines demand."""
+        return _widened(interval, self.decode)
+
+    def prompt_interval(self, interval: Interval) -> Interval:
+        """Widen an interval of a prompt as left-out machines demand."""
+        return _widened(interval, self.prompt)
+
+
+def _widened(interval: Interval, grade: str) -> Interval:
+    stretch = shipped_population().widths.get(grade, (1.0, 0.0))
+    return Interval(interval.value, stretched(interval.spread, stretch))
+
+
 class Forecast:
     """Predicts settings of one model on one machine for one job."""
 
     def __init__(
-        self, model: ModelContents, machine: Machine, job: Job, beliefs: Beliefs
+        self,
+        model: ModelContents,
+        machine: Machine,
+        job: Job,
+        beliefs: Beliefs,
+        grades: Grades | None = None,
     ) -> None:
         self.model = model
         self.machine = machine
         self.job = job
         self.beliefs = beliefs
+        probed = bool(machine.probes.host_read)
+        self.grades = grades or Grades("probes" if probed else "specification")
+
+    def on(self, machine: Machine) -> Forecast:
+        """Return the forecast for the machine with some of its cards."""
+        if machine.graphics == self.machine.graphics:
+            return type(self)(self.model, machine, self.job, self.beliefs, self.grades)
+        # Rates of other cards have priors of their own; what rows said stays with the
+        # latents that both share.
+        table = priors_of(machine)
+        learned = self.beliefs
+        beliefs = Beliefs(table, learned.names, learned.mean, learned.covariance)
+        return type(self)(self.model, machine, self.job, beliefs, self.grades)
 
     def targets(self, candidate: Candidate) -> tuple[Target, Target]:
         """Return what to predict: one decode step, and the prompt."""
@@ -77,7 +129,9 @@ class Forecast:
     def job_seconds(self, candidate: Candidate, rates: Mapping[str, float]) -> float:
         """Seconds to read the prompt and make the answer."""
         decode, prefill = self.targets(candidate)
-        return prefill.seconds(rates) + self.job.answer * decode.seconds(rates)
+        # Every request brings a prompt; their answers are made together.
+        prompts_s = self.job.sequences * prefill.seconds(rates)
+        return prompts_s + self.job.answer * decode.seconds(rates)
 
     def medians(self) -> Mapping[str, float]:
         """Return every latent at its median."""
@@ -90,18 +144,23 @@ class Forecast:
         rates = {name: self.beliefs.median(name) for name in latents}
         job = self.beliefs.predict(
             lambda values: (
-                prefill.seconds(values) + self.job.answer * decode.seconds(values)
+                self.job.sequences * prefill.seconds(values)
+                + self.job.answer * decode.seconds(values)
             ),
             sorted(latents),
             REPEAT_SPREAD,
         )
-        step = decode.predicted(self.beliefs, REPEAT_SPREAD)
-        prompt = prefill.predicted(self.beliefs, REPEAT_SPREAD)
+        step = self.grades.decode_interval(
+            decode.predicted(self.beliefs, REPEAT_SPREAD)
+        )
+        prompt = self.grades.prompt_interval(
+            prefill.predicted(self.beliefs, REPEAT_SPREAD)
+        )
         return Prospect(
             candidate=candidate,
             decode=_per_second(step, candidate.setting.sequences),
             prefill=_per_second(prompt, self.job.prompt),
-            job=job,
+            job=self.grades.decode_interval(job),
             decode_terms=decode.terms(rates),
             prefill_terms=prefill.terms(rates),
         )
@@ -185,3 +244,134 @@ def _varied(ordered: Sequence[Candidate], count: int) -> list[Candidate]:
         if len(chosen) == count:
             break
     return chosen
+
+
+MOST_QUESTIONS = 4
+# A row that narrows the answer by less than this share of its spread is not worth it.
+WORTH_ASKING = 0.08
+ANSWER_TOKENS = 128
+PROMPT_TOKENS = 2048
+
+# What latents are called where people read.
+WORDS = {
+    "host_read": "how fast host memory is read",
+    "host_reach": "how fast the CPU gets through weights",
+    "floor_s": "what each layer on the CPU costs at least",
+    "device_read": "how fast graphics memory is read",
+    "device_reach": "how good the GPU's kernels are",
+    "layer_s": "what each layer's kernels cost at least",
+    "recurrent_ratio": "what a recurrent layer's kernels cost",
+    "latent_ratio": "what latent attention's kernels cost",
+    "upload": "how fast weights are uploaded",
+    "pageable": "what ordinary memory costs in uploads",
+    "flops_reach": "how fast the GPU multiplies",
+    "tile": "how well small batches fill the GPU",
+    "core_flops": "how fast the CPU multiplies",
+    "step_s": "what every step costs",
+    "kv_reach": "how fast keys and values are read",
+    "skew": "how many experts a batch uses",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A measurement to make.
+
+    Attributes:
+        command: of llama-bench.
+        reason: what it tells.
+        spread_before: of the job's seconds, logarithmic.
+        spread_after: with this row and those before it.
+    """
+
+    command: str
+    reason: str
+    spread_before: float
+    spread_after: float
+
+
+def next_questions(
+    forecast: Forecast, best: Candidate, known: Sequence[Observation] = ()
+) -> list[Question]:
+    """Choose measurements one by one, each the most telling beside those before.
+
+    What a row says does not depend on its outcome to first order, so each is taken at
+    its expected value.
+
+    Args:
+        forecast: with what is believed now.
+        best: the advised setting, whose job seconds shall be known better.
+        known: rows that the forecast has learned from.
+    """
+    options = _options(forecast, best)
+    beliefs = forecast.beliefs
+    rows = list(known)
+    questions: list[Question] = []
+
+    for _ in range(MOST_QUESTIONS):
+        before = _job_spread(forecast, best, beliefs)
+        trials = []
+        for target, spread, command in options:
+            expected = target.predicted(forecast.beliefs).value
+            row = target.observed(expected, spread)
+            learned = learn(forecast.beliefs.priors, [*rows, row])
+            trials.append((_job_spread(forecast, best, learned), command, row, learned))
+        after, command, row, learned = min(trials, key=lambda trial: trial[0])
+        # The first is asked for in any case, unless rows are there already.
+        if (questions or known) and before - after < WORTH_ASKING * before:
+            break
+        reason = _told(target_latents=row.latents, before=beliefs, after=learned)
+        questions.append(Question(command, reason, before, after))
+        rows.append(row)
+        beliefs = learned
+        options = [option for option in options if option[2] != command]
+        # Every measurement was asked for.
+        if not options:
+            break
+    return questions
+
+
+def _job_spread(forecast: Forecast, best: Candidate, beliefs: Beliefs) -> float:
+    decode, prefill = forecast.targets(best)
+    latents = sorted(decode.latents | prefill.latents)
+    return beliefs.predict(
+        lambda rates: forecast.job_seconds(best, rates), latents
+    ).spread
+
+
+def _options(forecast: Forecast, best: Candidate) -> list[tuple[Target, float, str]]:
+    """Measurements that could be made: decode at two places, prompts at two sizes."""
+    model = forecast.model
+    machine = forecast.machine
+    setting = replace(best.setting, sequences=1, kv_format="f16")
+    if setting.chosen_layers is not None:
+        # llama-bench counts layers; about as many of them do.
+        setting = Setting(
+            cpu_layers=len(setting.chosen_layers), page_locked=setting.page_locked
+        )
+    last = max(model.moe_layers, default=0) + 1
+
+    options = []
+    for count in sorted({setting.cpu_layers, last} if machine.graphics else {0}):
+        place = setting.with_cpu_layers(min(count, last))
+        target = decode_target(machine, model, place, ANSWER_TOKENS / 2)
+        command = bench_command(place, model, machine, answer_tokens=ANSWER_TOKENS)
+        options.append((target, REPEAT_SPREAD, command))
+    for micro_batch in (512, 2048):
+        place = replace(setting, micro_batch=micro_batch, batch=2048)
+        target = prefill_target(machine, model, place, PROMPT_TOKENS)
+        command = bench_command(place, model, machine, prompt_tokens=PROMPT_TOKENS)
+        options.append((target, PREFILL_SPREAD, command))
+    return options
+
+
+def _told(*, target_latents: frozenset[str], before: Beliefs, after: Beliefs) -> str:
+    """Put in words which two latents a row narrows most."""
+    # A prior's name is jargon; only those with words are named.
+    gains = {
+        name: 1 - after.spread(name) / before.spread(name)
+        for name in target_latents
+        if name in WORDS
+    }
+    best = sorted(gains, key=lambda name: -gains[name])[:2]
+    return "tells " + " and ".join(WORDS[name] for name in best)

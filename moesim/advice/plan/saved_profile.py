@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from moesim.advice.errors import AdviceError
 from moesim.advice.times.cache_engine import HostRates
-from moesim.advice.times.setting import ALL_LAYERS, Setting
 from moesim.advice.times.step_times import (
     busy_cores,
     device_seconds,
     family,
     host_seconds,
+    kernels_s,
 )
-from moesim.advice.times.work import decode_work
+from moesim.advice.times.work import ALL_LAYERS, Setting, decode_work
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.lanes import CPU, D2H, GPU, H2D, SSD
 from moesim.hwprofiles.profile import HardwareProfile
@@ -282,13 +282,12 @@ class _Numbers:
         times = len(model.moe_layers) + 1
         latents = ["layer_s", "step_s"]
         if work.device_recurrent:
-            latents.append("recurrent_s")
+            latents.append("recurrent_ratio")
+        if work.device_latent:
+            latents.append("latent_ratio")
 
         def seconds(rates: Mapping[str, float]) -> float:
-            kernels_s = work.device_layers * rates["layer_s"] + rates["step_s"]
-            if work.device_recurrent:
-                kernels_s += work.device_recurrent * rates["recurrent_s"]
-            return kernels_s / times
+            return (kernels_s(work, rates) + rates["step_s"]) / times
 
         words = f"kernels of {len(model.layers)} layers and of a step, over {times}"
         return self._number(seconds, latents, words)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from moesim.advice.errors import AdviceError
 from moesim.advice.model.catalogue import named_contents
-from moesim.advice.plan.candidates import Job, candidates
+from moesim.advice.plan.memory import Job, advisable, candidates
 from moesim.advice.times.cache_engine import (
     EngineTraits,
     EngineWork,
@@ -24,9 +24,9 @@ from moesim.advice.times.cache_engine import (
     steps_from_hits,
 )
 from moesim.advice.times.latents import Beliefs, Interval, Prior
-from moesim.advice.times.predictor import misfits_of
 from moesim.advice.times.priors import PriorTable
-from moesim.traces.files import ScratchFolder
+from moesim.advice.times.step_times import misfits_of
+from moesim.base.files import ScratchFolder
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.weight_formats import bytes_per_weight, recipe
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from moesim.advice.plan.ranking import Forecast, Prospect
 
 FASTER_MEMORY = 1.25
+# A prompt that changes by less is not worth a word.
+SMALLEST_NOTE = 0.02
 QUANTS = ("IQ3_XXS", "Q4_K_M", "Q5_K_M", "Q8_0")
 CACHE_POLICY = "lfu:decay=0.96"
 # Copies into the cache per token, as a share of its misses, under that policy.
@@ -82,7 +84,64 @@ def what_ifs(forecast: Forecast, best: Prospect) -> list[WhatIf]:
             )
         )
     answers += _quantisations(forecast, best)
+    answers += _more_memory(forecast, best)
+    answers.append(drafted(forecast, best))
     return answers
+
+
+def _more_memory(forecast: Forecast, best: Prospect) -> list[WhatIf]:
+    """Predict twice the host memory where experts are read from the SSD."""
+    machine = forecast.machine
+    size = machine.memory.size_bytes
+    if not best.candidate.bill.pages or size is None:
+        return []
+    memory = replace(machine.memory, size_bytes=2 * size)
+    larger = forecast.on(replace(machine, memory=memory))
+    again = larger.prospect(best.candidate)
+    words = f"{2 * size / 1024**3:.0f} GiB of host memory"
+    factor = again.decode.value / best.decode.value
+    return [WhatIf(words, again.decode, factor, "experts stay in memory")]
+
+
+# Tokens that a draft proposes at once, and the share that is accepted one after the
+# other. Source: heads for several tokens, 62 to 85 % accepted (Strata's reports).
+DRAFTED = 4
+ACCEPTED = 0.7
+# A head for several tokens runs one more layer and the output head for each.
+DRAFT_SHARE = 0.04
+
+
+def drafted(
+    forecast: Forecast,
+    best: Prospect,
+    tokens: int = DRAFTED,
+    accepted: float = ACCEPTED,
+) -> WhatIf:
+    """Predict drafts: several tokens verified in one pass.
+
+    A pass reads every expert that any of its tokens uses. On the processor that eats
+    what accepted tokens give, because batches below 32 tokens are computed there.
+
+    Args:
+        forecast: of the machine.
+        best: the advised setting.
+        tokens: drafted per round.
+        accepted: chance that a drafted token is right, if those before it are.
+    """
+    setting = best.candidate.setting
+    width = setting.sequences * (tokens + 1)
+    verifying = replace(best.candidate, setting=replace(setting, sequences=width))
+    step, _ = forecast.targets(verifying)
+    plain, _ = forecast.targets(best.candidate)
+    # Rounds end at the first wrong token, whose right value comes for free.
+    per_round = (1 - accepted ** (tokens + 1)) / (1 - accepted)
+    rates = forecast.medians()
+    drafting_s = tokens * DRAFT_SHARE * plain.seconds(rates)
+    factor = per_round * plain.seconds(rates) / (step.seconds(rates) + drafting_s)
+    speed = Interval(best.decode.value * factor, math.hypot(best.decode.spread, 0.25))
+    words = f"drafts of {tokens} tokens, {100 * accepted:.0f} % accepted"
+    note = "worth it" if factor > 1.05 else "not worth it with experts on the processor"
+    return WhatIf(words, speed, factor, note)
 
 
 def _scaled(
@@ -96,7 +155,9 @@ def _scaled(
     sequences = best.candidate.setting.sequences
     speed = Interval(sequences / step.value, step.spread)
     now = forecast.job.prompt / best.prefill.value
-    note = f"prompt {prompt.value:.2g} s instead of {now:.2g} s"
+    note = ""
+    if abs(prompt.value / now - 1) > SMALLEST_NOTE:
+        note = f"prompt {prompt.value:.3g} s instead of {now:.3g} s"
     return WhatIf(words, speed, speed.value / best.decode.value, note)
 
 
@@ -137,7 +198,7 @@ def _quantisations(forecast: Forecast, best: Prospect) -> list[WhatIf]:
             )
             continue
         again = type(forecast)(other, forecast.machine, forecast.job, forecast.beliefs)
-        fastest = again.ranked(fitting, 1)[0]
+        fastest = again.ranked(advisable(fitting), 1)[0]
         answers.append(
             WhatIf(
                 f"quantisation {label}",
@@ -240,7 +301,10 @@ def expert_cache(
     )
     speed = _engine_speed(forecast, work)
     words = f"an expert cache of {100 * ratio:.0f} % of the experts ({CACHE_POLICY})"
-    factor = speed.value / best.decode.value
+    # The engine is predicted for one sequence, so it is held against one.
+    single = replace(best.candidate.setting, sequences=1)
+    alone = forecast.prospect(replace(best.candidate, setting=single))
+    factor = speed.value / alone.decode.value
     return WhatIf(words, speed, factor, f"hit rate {100 * hit_rate:.0f} %, {note}")
 
 
@@ -265,11 +329,11 @@ def _replayed_hits(
     model: ModelContents, ratio: float, trace: Path | None
 ) -> tuple[float, str]:
     """Hit rate of a cache of that size on the user's routing, or on synthetic one."""
-    from moesim.runs.cache_replay import replay_cache  # noqa: PLC0415
-    from moesim.runs.memory import MemoryOptions  # noqa: PLC0415 # replays load much
+    from moesim.runs.config import MemoryOptions  # noqa: PLC0415 # replays load much
+    from moesim.runs.replay import replay_cache  # noqa: PLC0415
     from moesim.traces.synthetic.generate import stated, synthesise  # noqa: PLC0415
 
-    memory = MemoryOptions(cache_ratio=ratio, scope="layer")
+    memory = MemoryOptions(cache_ratio=ratio, cache_scope="layer")
     if trace is not None:
         counts = replay_cache(trace, CACHE_POLICY, memory=memory)
         return float(counts["hit_rate_active"]), f"replayed on {trace.name}"

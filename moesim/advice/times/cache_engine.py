@@ -203,22 +203,25 @@ def _log_beta(first: float, second: float) -> float:
 def engine_priors(machine: Machine) -> dict[str, Prior]:
     """Return the priors of what such engines add to the machine's own latents."""
     clock = SERVER_CLOCK if machine.processor.server else 1.0
-    return {
-        "engine_layer_s": Prior(
-            25e-6 * clock, 0.3, "hand-off of one layer by the host"
-        ),
-        "engine_floor_s": Prior(10e-6 * clock, 0.5, "waiting helpers see a miss"),
-        "fetch_s": Prior(8e-6 * clock, 0.7, "starting and noticing a copy"),
-        "split_s": Prior(70e-6, 0.4, "one more cut of the graph per layer"),
-        "polled_s": Prior(28e-6 * clock, 0.5, "synchronisation to learn of misses"),
-        "host_factor": _host_factor(machine),
-        "beside_factor": Prior(1.0, 0.08, "reads beside a copy against the probe"),
+    terms = {
+        "engine_layer_s": (25e-6 * clock, 0.3, "hand-off of one layer by the host"),
+        "engine_floor_s": (10e-6 * clock, 0.5, "waiting helpers see a miss"),
+        "fetch_s": (8e-6 * clock, 0.7, "starting and noticing a copy"),
+        "split_s": (70e-6, 0.4, "one more cut of the graph per layer"),
+        "polled_s": (28e-6 * clock, 0.5, "synchronisation to learn of misses"),
+        "beside_factor": (1.0, 0.08, "reads beside a copy against the probe"),
     }
+    priors = {
+        name: Prior(value, spread, why, (name,))
+        for name, (value, spread, why) in terms.items()
+    }
+    return {**priors, "host_factor": _host_factor(machine)}
 
 
 def _host_factor(machine: Machine) -> Prior:
     if machine.probes.host_read:
-        return Prior(0.98, 0.05, "helpers' reads against the probe")
+        why = "helpers' reads against the probe"
+        return Prior(0.98, 0.05, why, ("host_factor",))
     # Without a probe the rates themselves are guesses from the specification.
     return Prior(0.98, 0.22, "helpers' reads against the specification")
 

@@ -18,6 +18,8 @@ Predict = Callable[[Mapping[str, float]], float]
 
 # Freedom of the rows' t distribution: small enough to set a gross error aside.
 FREEDOM = 5.0
+# So much freedom makes the t distribution a normal one.
+GAUSSIAN = 1e12
 STEP = 1e-4
 STEP_FACTOR = math.exp(STEP)
 MOST_STEPS = 25
@@ -35,11 +37,14 @@ class Prior:
         value: its median.
         spread: standard deviation of its logarithm.
         why: source of both.
+        effects: what the median also depends on, learned from other machines by
+            `moesim.advice.times.population`: the kind of card, of processor and so on.
     """
 
     value: float
     spread: float
     why: str = ""
+    effects: tuple[str, ...] = ()
 
 
 Priors = Mapping[str, Prior]
@@ -128,7 +133,7 @@ class Beliefs:
         """
         names = tuple(sorted(latents))
         mean, covariance = self._part(names)
-        value, slope = _linearised(predict, names, mean)
+        value, slope = linearised(predict, names, mean)
         # First order is enough: spreads are a few tenths at most.
         variance = float(slope @ covariance @ slope) + spread**2
         return Interval(math.exp(value), math.sqrt(variance))
@@ -149,24 +154,24 @@ class Beliefs:
 
 
 def learn(
-    priors: Priors, rows: Sequence[Observation], start: Beliefs | None = None
+    priors: Priors, rows: Sequence[Observation], *, robust: bool = False
 ) -> Beliefs:
     """Narrow the latents by measured rows.
 
     Args:
         priors: of every latent that a row depends on.
         rows: may be empty.
-        start: where to begin the search; the answer does not depend on it.
+        robust: rows far from what the others and the priors say weigh less, as under a
+            t distribution. Otherwise a row is as certain as its spread says, however
+            unexpected it is.
     """
     names = tuple(sorted({name for row in rows for name in row.latents}))
     if not rows:
         return Beliefs(priors)
 
     # Logarithms: rates are positive, and errors of times are shares.
-    problem = _Problem(priors, rows, names)
+    problem = _Problem(priors, rows, names, robust=robust)
     mean = problem.prior_mean
-    if start is not None and start.names == names:
-        mean = start.mean
     fit = problem.at(mean)
 
     for _ in range(MOST_STEPS):
@@ -184,26 +189,6 @@ def learn(
     return Beliefs(priors, names, fit.mean, np.linalg.inv(fit.curvature))
 
 
-def learn_once(
-    priors: Priors, rows: Sequence[Observation], start: Beliefs | None
-) -> Beliefs:
-    """Do one step of `learn`, for callers that come back with better priors anyway.
-
-    Args:
-        priors: of every latent that a row depends on.
-        rows: at least one.
-        start: result of the last step; None begins at the priors.
-    """
-    names = tuple(sorted({name for row in rows for name in row.latents}))
-    problem = _Problem(priors, rows, names)
-    mean = problem.prior_mean if start is None else start.mean
-    fit = problem.at(mean)
-    step = np.linalg.solve(fit.curvature, fit.pull)
-    # Far from the answer a whole step may overshoot; a factor of e is plenty.
-    step = np.clip(step, -1.0, 1.0)
-    return Beliefs(priors, names, fit.mean + step, np.linalg.inv(fit.curvature))
-
-
 @dataclass(frozen=True)
 class _Fit:
     """The problem around one point: cost, curvature and direction of descent."""
@@ -218,8 +203,14 @@ class _Problem:
     """Rows and priors as functions of the latents' logarithms."""
 
     def __init__(
-        self, priors: Priors, rows: Sequence[Observation], names: tuple[str, ...]
+        self,
+        priors: Priors,
+        rows: Sequence[Observation],
+        names: tuple[str, ...],
+        *,
+        robust: bool,
     ) -> None:
+        self.freedom = FREEDOM if robust else GAUSSIAN
         self.rows = rows
         self.names = names
         self.prior_mean = np.array([math.log(priors[name].value) for name in names])
@@ -232,16 +223,17 @@ class _Problem:
         predicted = np.empty(len(self.rows))
         slopes = np.empty((len(self.rows), len(self.names)))
         for at, row in enumerate(self.rows):
-            predicted[at], slopes[at] = _linearised(
+            predicted[at], slopes[at] = linearised(
                 row.predict, self.names, mean, row.latents
             )
 
         misses = self.measured - predicted
         distances = (misses / self.spreads) ** 2
         # The weight of a row falls with its distance, as under a t distribution.
-        weights = (FREEDOM + 1) / (FREEDOM + distances) / self.spreads**2
+        freedom = self.freedom
+        weights = (freedom + 1) / (freedom + distances) / self.spreads**2
         shift = mean - self.prior_mean
-        cost = (FREEDOM + 1) * np.log1p(distances / FREEDOM).sum()
+        cost = (freedom + 1) * np.log1p(distances / freedom).sum()
         cost += shift @ self.precision @ shift
 
         curvature = self.precision + slopes.T @ (weights[:, None] * slopes)
@@ -249,7 +241,7 @@ class _Problem:
         return _Fit(mean, float(cost), curvature, pull)
 
 
-def _linearised(
+def linearised(
     predict: Predict,
     names: Sequence[str],
     mean: np.ndarray,

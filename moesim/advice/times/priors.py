@@ -8,9 +8,15 @@ validation predicts; `docs/advise.md` says which were compared with which.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moesim.advice.times.latents import Prior
+from moesim.advice.times.population import (
+    Population,
+    kind_of,
+    shipped_population,
+)
 from moesim.advice.times.step_times import CORE_BYTES_PER_S
 from moesim.advice.times.work import TEXT_SKEW
 
@@ -36,6 +42,12 @@ REACH = {
     "sycl": (0.65, 0.25),
     "metal": (0.75, 0.15),
 }
+# Stacked memory is wider than one token's products fill; cards before Turing have
+# slower integer products. Source: speeds of 7B models in half precision and Q4_0 that
+# llama.cpp's users publish, against bandwidth: A100 and H100 half, GTX 10 two thirds.
+REACH_OF_CLASS = {"hbm": (0.55, 0.20), "old": (0.60, 0.25)}
+OLD_LAUNCHES = 1.5
+SERVER_CLOCK = 1.5
 REACH_FAMILY_SPREAD = 0.08
 SYCL_MXFP4 = (0.25, 0.80)
 
@@ -48,47 +60,65 @@ LAYER_S = {
     "metal": (160e-6, 0.40),
 }
 
-# Recurrent layers launch about twice as many kernels as attention does.
-RECURRENT = 2.0
+# Recurrent layers launch somewhat more kernels than attention does; latent
+# attention splits heads, absorbs matrices and joins again.
+RECURRENT = (1.4, 0.3)
+LATENT = (2.5, 0.4)
+
+# Share of the device's read rate at which attention reads keys and values. Cards with
+# much bandwidth do not fill it with one sequence's short pieces.
+KV_REACH = {"cuda": 0.45, "rocm": 0.7, "vulkan": 0.8, "metal": 0.6, "sycl": 0.5}
 
 # Experts of one layer on the CPU: two small copies, two synchronisations, waking the
 # threads and some six barriers between the products.
 FLOOR_S = (70e-6, 0.40)
 FLOOR_S_OTHERS = (90e-6, 0.50)
-WINDOWS = 1.4
-
-# What two sockets reach together, of the sum of their memories' rates.
-SOCKETS_SHARE = 0.5
+WINDOWS = 1.15
 
 # Two of the largest common memory modules, 48 GB each.
 TWO_MODULES_BYTES = 96 * 1024**3
 
-
 # FLOP/s of one core in products with several tokens, by its vector instructions: a
 # quarter to a half of the multiply-add peak, because weights are unpacked on the way.
 CORE_FLOPS = {"avx2": 70e9, "avx512": 110e9, "neon": 50e9}
+
+# Without the processor's name its memory may be any; without the card's, likewise.
+UNKNOWN_SPREAD = 0.45
 
 
 class PriorTable(Mapping[str, Prior]):
     """Priors of one machine, and of misfits that rows bring with them.
 
     ``misfit:model:NAME`` and ``misfit:session:NAME`` multiply all times of one model
-    file or of one session of measurements; their medians are 1.
+    file or of one session of measurements, ``misfit:engine:NAME`` those of a fork;
+    their medians are 1.
     """
 
-    MODEL_SPREAD = 0.04
-    SESSION_SPREAD = 0.06
+    MISFITS = {  # noqa: RUF012 # read only
+        "misfit:model": Prior(1.0, 0.05, "kernels differ in shape"),
+        "misfit:session": Prior(1.0, 0.06, "builds, clocks and prompts differ"),
+        "misfit:engine": Prior(1.0, 0.10, "forks have kernels of their own"),
+    }
 
-    def __init__(self, priors: Mapping[str, Prior]) -> None:
+    def __init__(
+        self, priors: Mapping[str, Prior], population: Population | None = None
+    ) -> None:
         self.priors = dict(priors)
+        self.population = population
 
     def __getitem__(self, name: str) -> Prior:
         """Return the prior of a latent; misfits exist for every name."""
-        if name.startswith("misfit:model:"):
-            return Prior(1.0, self.MODEL_SPREAD, "kernels differ in shape")
-        if name.startswith("misfit:session:"):
-            return Prior(1.0, self.SESSION_SPREAD, "builds, clocks and prompts differ")
-        return self.priors[name]
+        if name in self.priors:
+            return self.priors[name]
+        prior = self.MISFITS.get(kind_of(name))
+        if prior is None:
+            raise KeyError(name)
+        if name.startswith("misfit:engine"):
+            prior = replace(prior, effects=(name,))
+        if self.population is not None:
+            prior = self.population.applied(name, prior)
+        self.priors[name] = prior
+        return prior
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over names, misfits aside."""
@@ -99,120 +129,214 @@ class PriorTable(Mapping[str, Prior]):
         return len(self.priors)
 
 
-def priors_of(machine: Machine, threads: int | None = None) -> PriorTable:
+def priors_of(
+    machine: Machine,
+    threads: int | None = None,
+    population: Population | None = None,
+) -> PriorTable:
     """Return the priors of a machine's latents, by its grade.
 
     Args:
         machine: by specification, with probes where there are any.
         threads: of the CPU; probes know rates by threads.
+        population: what machines have in common; None takes the shipped one.
     """
+    learned = shipped_population() if population is None else population
+    table = textbook_priors(machine, threads)
+    return PriorTable(
+        {name: learned.applied(name, prior) for name, prior in table.items()}, learned
+    )
+
+
+def textbook_priors(machine: Machine, threads: int | None = None) -> dict[str, Prior]:
+    """Return what specifications and instruction counts say, before any population."""
     priors = _host_priors(machine, threads)
     if machine.graphics:
         priors |= _device_priors(machine)
         priors |= _prefill_priors(machine, priors["host_read"])
     # Random tokens, as benchmarks use them, are routed to a narrower choice of experts
     # than text. Source: uploads of used experts in llama.cpp#15346.
-    priors["skew"] = Prior(2.4, 0.12, "experts' popularity under random tokens")
+    why = "experts' popularity under random tokens"
+    priors["skew"] = Prior(2.4, 0.12, why, ("skew",))
     # Gates balance their load on text, though never quite.
     priors["text_skew"] = Prior(TEXT_SKEW, 0.4, "experts' popularity in text")
-    return PriorTable(priors)
-
-
-def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
-    value, spread, why = _host_read(machine, threads)
-    floor, floor_spread = FLOOR_S if machine.backend == "cuda" else FLOOR_S_OTHERS
-    if machine.windows:
-        floor *= WINDOWS
-    core_flops = CORE_FLOPS.get(machine.processor.vector, CORE_FLOPS["avx2"])
-
-    priors = {
-        "host_read": Prior(value, spread, why),
-        "host_reach": Prior(0.96, 0.07, "products read nearly as fast as a bare read"),
-        "floor_s": Prior(floor, floor_spread, "copies, wake-up and barriers per layer"),
-        "host_layer_s": Prior(100e-6, 0.5, "some 15 operations with a barrier each"),
-        "core_flops": Prior(core_flops, 0.6, "products of quantised weights"),
-        "step_s": Prior(200e-6, 0.7, "sampling and building the graph"),
-    }
-    for group in CORE_BYTES_PER_S:
-        why = "instructions of ggml's dot product"
-        priors[f"core:{group}"] = Prior(1.0, 0.35, why)
     return priors
 
 
-def _host_read(machine: Machine, threads: int | None) -> tuple[float, float, str]:
-    """Median, spread and source of what reading host memory alone reaches."""
+def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
+    floor, floor_spread = FLOOR_S if machine.backend == "cuda" else FLOOR_S_OTHERS
+    if machine.windows:
+        floor *= WINDOWS
+    vector = machine.processor.vector
+    host = _host_kind(machine)
+
+    priors = {
+        "host_read": _host_read(machine, threads),
+        "host_reach": Prior(
+            0.96,
+            0.07,
+            "products read nearly as fast as a bare read",
+            ("host_reach", f"host_reach@{host}"),
+        ),
+        "floor_s": Prior(
+            floor,
+            floor_spread,
+            "copies, wake-up and barriers per layer",
+            ("floor_s", f"floor_s@{host}", f"floor_s@{machine.backend}"),
+        ),
+        "host_layer_s": Prior(
+            100e-6, 0.5, "some 15 operations with a barrier each", ("host_layer_s",)
+        ),
+        "core_flops": Prior(
+            CORE_FLOPS.get(vector, CORE_FLOPS["avx2"]),
+            0.6,
+            "products of quantised weights",
+            ("core_flops", f"core_flops@{vector}"),
+        ),
+        # Experts are read in pieces of megabytes as they are asked for.
+        "ssd_read": Prior(1.2e9, 0.9, "page faults on an NVMe drive"),
+        "step_s": Prior(200e-6, 0.7, "sampling and building the graph", ("step_s",)),
+    }
+    for group in CORE_BYTES_PER_S:
+        effects = (f"core:{group}", f"core@{vector}", f"core@{host}")
+        why = "instructions of ggml's dot product"
+        priors[f"core:{group}"] = Prior(1.0, 0.35, why, effects)
+    return priors
+
+
+def _host_kind(machine: Machine) -> str:
+    if machine.unified:
+        return "unified"
+    if machine.processor.sockets > 1:
+        return "dual"
+    return machine.processor.kind
+
+
+def _host_read(machine: Machine, threads: int | None) -> Prior:
+    """What reading host memory alone reaches."""
     reads = machine.probes.host_read
     if reads:
         wanted = threads or machine.processor.cores
         # Beyond the fast cores threads add nothing: the next smaller probe holds.
         usable = [rate for count, rate in reads.items() if count <= wanted]
-        return max(usable or reads.values()), 0.05, "probed read bandwidth"
+        value = max(usable or reads.values())
+        return Prior(value, 0.07, "probed read bandwidth", ("host_probe",))
 
     peak = machine.host_peak_bytes_per_s
     processor = machine.processor
+    effects = ["host_read", f"host_read@{_host_kind(machine)}"]
     if machine.unified:
-        return 0.7 * peak, 0.2, "CPU's share of a unified memory's rate"
+        why = "CPU's share of a unified memory's rate"
+        return Prior(0.6 * peak, 0.2, why, tuple(effects))
 
-    if machine.memory_stated:
-        share, spread = (0.68, 0.20) if processor.server else (0.78, 0.13)
-        why = "read share of the stated memory's rate"
-    elif processor.server:
-        share, spread = 0.50, 0.45
-        why = "servers often run with part of their channels filled"
-    else:
-        share, spread = _desktop_share(machine.memory.size_bytes)
-        why = "read share of the fastest official rate, memory not stated"
+    share, spread, why = 0.75, 0.13, "read share of the stated memory's rate"
+    if processor.server or processor.sockets > 1:
+        share, spread = 0.65, 0.25
+    if not machine.memory_stated:
+        words, share, spread, why = _unstated(machine)
+        effects.append(words)
     if not processor.known:
-        spread = 0.40
+        spread = max(spread, UNKNOWN_SPREAD)
+        if not machine.memory_stated:
+            effects[-1] = "host_read@unknown"
     if processor.sockets > 1:
-        # Weights lie on one socket or the other, and threads on both read across.
-        share *= SOCKETS_SHARE
-        spread = max(spread, 0.35)
+        # Weights lie on one socket or the other, and threads on both read across: a
+        # second socket's memory is worth next to nothing without `--numa`.
+        share /= processor.sockets
+        spread = max(spread, 0.30)
 
     rate = share * peak
     if processor.dies_bytes_per_s:
         # The narrower of memory and the dies' links, rounded at the corner.
-        dies = 0.95 * processor.dies_bytes_per_s
+        dies = 0.95 * processor.dies_bytes_per_s / processor.sockets
         rate = (rate**-6 + dies**-6) ** (-1 / 6)
-    return rate, spread, why
+    return Prior(rate, spread, why, tuple(effects))
 
 
-def _desktop_share(size_bytes: int | None) -> tuple[float, float]:
-    """Share of the official memory rate that a desktop reads at, and its spread.
-
-    Four modules run far below the rate of two; two hold up to 96 GB.
-    """
-    if size_bytes is None:
-        return 0.64, 0.22
-    if size_bytes <= TWO_MODULES_BYTES:
-        return 0.74, 0.16
-    return 0.55, 0.22
+def _unstated(machine: Machine) -> tuple[str, float, float, str]:
+    """Effect, share and spread where nobody stated the memory's rate."""
+    processor = machine.processor
+    if machine.memory.generation is not None and not processor.server:
+        why = "read share of the usual rate of the generation"
+        return "host_read@generation", 0.75, 0.18, why
+    if processor.server:
+        why = "servers often run with part of their channels filled"
+        return "host_read@unstated server", 0.50, 0.45, why
+    if machine.generation_open:
+        # Halfway between both generations.
+        why = "between the rates of two generations that fit"
+        return "host_read@open", 0.60, 0.32, why
+    size = machine.memory.size_bytes
+    why = "read share of the fastest official rate, memory not stated"
+    if size is not None and size > TWO_MODULES_BYTES:
+        # Four modules run far below the rate of two; two hold up to 96 GB.
+        return "host_read@unstated", 0.55, 0.25, why
+    return "host_read@unstated", 0.70, 0.22, why
 
 
 def _device_priors(machine: Machine) -> dict[str, Prior]:
     backend = machine.backend
+    card_class = machine.graphics[0].card_class
+    of_card = (f"@{backend}", f"@{card_class}")
     share, spread = DEVICE_READ[backend]
+    unknown = not all(card.known for card in machine.graphics)
+    if unknown:
+        spread = UNKNOWN_SPREAD
+    read = Prior(
+        share * machine.device_bytes_per_s,
+        spread,
+        f"share of the specified bandwidth under {backend}",
+    )
     if machine.probes.device_read:
         read = Prior(machine.probes.device_read, 0.04, "probed device read")
-    else:
-        why = f"share of the specified bandwidth under {backend}"
-        read = Prior(share * machine.device_bytes_per_s, spread, why)
 
     layer, layer_spread = LAYER_S[backend]
     if machine.windows:
         layer *= WINDOWS
+    host = _host_kind(machine)
+    reach, reach_spread = REACH[backend]
+    if card_class in REACH_OF_CLASS:
+        reach, reach_spread = REACH_OF_CLASS[card_class]
+    if card_class == "old":
+        layer *= OLD_LAUNCHES
+    if machine.processor.server:
+        # Server cores run at about two thirds of a desktop's clock, and launch slower.
+        layer *= SERVER_CLOCK
     priors = {
         "device_read": read,
-        "layer_s": Prior(layer, layer_spread, "launches and small kernels"),
-        "recurrent_s": Prior(RECURRENT * layer, 0.5, "kernels of a recurrent layer"),
-        "kv_reach": Prior(0.5, 0.5, "attention reads keys and values in short pieces"),
+        "layer_s": Prior(
+            layer,
+            layer_spread,
+            "launches and small kernels",
+            ("layer_s", *(f"layer_s{each}" for each in of_card), f"layer_s@{host}"),
+        ),
+        "recurrent_ratio": Prior(
+            *RECURRENT, "kernels of a recurrent layer", ("recurrent_ratio",)
+        ),
+        "latent_ratio": Prior(
+            *LATENT, "kernels of latent attention", ("latent_ratio",)
+        ),
+        "kv_reach": Prior(
+            KV_REACH.get(backend, 0.5),
+            0.4,
+            "attention reads keys and values in short pieces",
+            ("kv_reach", f"kv_reach@{backend}"),
+        ),
+        "device_reach": Prior(
+            reach,
+            reach_spread,
+            "matrix times vector",
+            ("device_reach", *(f"device_reach{each}" for each in of_card)),
+        ),
     }
-    priors["device_reach"] = Prior(*REACH[backend], "matrix times vector")
     for group in CORE_BYTES_PER_S:
+        spread = REACH_FAMILY_SPREAD
+        value = 1.0
+        if (backend, group) == ("sycl", "mxfp4"):
+            value, spread = SYCL_MXFP4
         why = "kernels differ by weight format"
-        priors[f"reach:{group}"] = Prior(1.0, REACH_FAMILY_SPREAD, why)
-    if backend == "sycl":
-        priors["reach:mxfp4"] = Prior(*SYCL_MXFP4, "young kernels")
+        effects = (f"reach:{group}",)
+        priors[f"reach:{group}"] = Prior(value, spread, why, effects)
     return priors
 
 
@@ -227,14 +351,40 @@ def _prefill_priors(machine: Machine, host: Prior) -> dict[str, Prior]:
         wire = 0.82 * machine.link_bytes_per_s
         slower = (wire**-6 + (0.95 * host.value) ** -6) ** (-1 / 6)
         link = Prior(slower, 0.20, "protocol losses of PCIe, read rate of the host")
+    link = replace(link, effects=("upload",))
 
-    flops_reach = 0.20 if machine.backend in {"rocm", "vulkan", "sycl"} else 0.30
+    backend = machine.backend
+    card_class = machine.graphics[0].card_class
+    flops_reach = 0.20 if backend in {"rocm", "vulkan", "sycl"} else 0.30
+    system = "windows" if machine.windows else "linux"
     return {
         "upload": link,
-        "pageable": Prior(0.5, 0.3, "copies through a staging buffer"),
-        "upload_floor_s": Prior(150e-6, 0.7, "synchronisation per uploaded layer"),
-        "flops_reach": Prior(flops_reach, 0.6, "share of the specified FLOP/s"),
-        "attention_reach": Prior(0.5, 0.6, "attention against products"),
-        "tile": Prior(32.0, 0.6, "rows by which an expert's batch is padded"),
-        "batch_layer_s": Prior(300e-6, 0.7, "kernels of one layer for many tokens"),
+        "pageable": Prior(
+            0.5,
+            0.3,
+            "copies through a staging buffer",
+            ("pageable", f"pageable@{system}"),
+        ),
+        "upload_floor_s": Prior(
+            150e-6, 0.7, "synchronisation per uploaded layer", ("upload_floor_s",)
+        ),
+        "flops_reach": Prior(
+            flops_reach,
+            0.6,
+            "share of the specified FLOP/s",
+            ("flops_reach", f"flops_reach@{backend}", f"flops_reach@{card_class}"),
+        ),
+        "attention_reach": Prior(
+            0.5,
+            0.6,
+            "attention against products",
+            ("attention_reach", f"attention_reach@{backend}"),
+        ),
+        "tile": Prior(32.0, 0.6, "padding of an expert's batch", ("tile",)),
+        "batch_layer_s": Prior(
+            300e-6,
+            0.7,
+            "kernels of one layer for many tokens",
+            ("batch_layer_s", f"batch_layer_s@{backend}"),
+        ),
     }

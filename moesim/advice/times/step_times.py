@@ -18,17 +18,27 @@ Source of both pictures: llama.cpp#15346 and #25859, ik_llama.cpp#520.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from moesim.advice.times.work import used_share
+from moesim.advice.times.latents import Beliefs, Interval, Observation
+from moesim.advice.times.work import (
+    DecodeWork,
+    PrefillWork,
+    decode_work,
+    prefill_work,
+    used_share,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from moesim.advice.machine.machine import Machine
-    from moesim.advice.times.setting import Setting
-    from moesim.advice.times.work import DecodeWork, ExpertGroup, PrefillWork
+    from moesim.advice.model.contents import ModelContents
+    from moesim.advice.times.work import ExpertGroup, PrefillWork, Setting
+
 
 # Sharpness of "the slower of reading and unpacking": 1 adds both, infinity takes the
 # larger. Source: 4 had the smallest error on machines left out, of 1, 2, 4 and 8.
@@ -122,10 +132,9 @@ def decode_terms(
     terms = {"step": rates["step_s"]}
 
     if work.device:
-        terms["gpu weights"] = device_seconds(work.device, rates)
-        terms["gpu kernels"] = work.device_layers * rates["layer_s"]
-    if work.device_recurrent:
-        terms["gpu kernels"] += work.device_recurrent * rates["recurrent_s"]
+        slower = split_factor(work.device_parts, machine)
+        terms["gpu weights"] = device_seconds(work.device, rates) * slower
+        terms["gpu kernels"] = kernels_s(work, rates)
     if work.device_kv_bytes:
         rate = rates["device_read"] * rates["kv_reach"]
         read = sum(
@@ -139,6 +148,8 @@ def decode_terms(
         terms["cpu experts"] = reading
         terms["cpu floor"] = work.host_expert_layers * rates["floor_s"]
 
+    if work.ssd_bytes:
+        terms["ssd"] = work.ssd_bytes / rates["ssd_read"]
     if work.host_dense_layers or work.host_dense:
         reading = host_seconds(work.host_dense, machine, setting, rates)
         terms["cpu other layers"] = (
@@ -148,6 +159,34 @@ def decode_terms(
         kv_rate = rates["host_read"] * rates["host_reach"]
         terms["cpu keys and values"] = work.host_kv_bytes / kv_rate
     return terms
+
+
+def split_factor(parts: Sequence[float], machine: Machine) -> float:
+    """Time of layers parted among unequal cards, against parts by their memories.
+
+    Layers run one after another, so the bytes of each card are read at its own rate.
+    """
+    total = sum(parts)
+    if len(parts) < 2 or not total:
+        return 1.0
+    seconds = sum(
+        part / card.bytes_per_s
+        for part, card in zip(parts, machine.single_cards, strict=True)
+    )
+    return seconds * machine.device_bytes_per_s / total
+
+
+def kernels_s(work: DecodeWork, rates: Mapping[str, float]) -> float:
+    """Seconds of launches and small kernels of all layers on the GPUs.
+
+    Recurrent layers and latent attention launch more kernels than others do.
+    """
+    layers = float(work.device_layers - work.device_latent)
+    if work.device_latent:
+        layers += work.device_latent * rates["latent_ratio"]
+    if work.device_recurrent:
+        layers += work.device_recurrent * rates["recurrent_ratio"]
+    return layers * rates["layer_s"]
 
 
 def device_seconds(formats: Mapping[str, float], rates: Mapping[str, float]) -> float:
@@ -184,7 +223,9 @@ def decode_latents(work: DecodeWork) -> set[str]:
         names |= {"device_read", "device_reach", "layer_s"}
         names |= {f"reach:{family(name)}" for name in work.device}
     if work.device_recurrent:
-        names.add("recurrent_s")
+        names.add("recurrent_ratio")
+    if work.device_latent:
+        names.add("latent_ratio")
     if work.device_kv_bytes:
         names.add("kv_reach")
     if work.host_bytes:
@@ -193,7 +234,10 @@ def decode_latents(work: DecodeWork) -> set[str]:
         names |= {f"core:{family(name)}" for name in formats}
     if work.host_expert_layers:
         names.add("floor_s")
-    if work.host_dense_layers:
+    if work.ssd_bytes:
+        names.add("ssd_read")
+    # Layers may all be on the GPU and the head alone on the CPU.
+    if work.host_dense_layers or work.host_dense:
         names.add("host_layer_s")
     return names
 
@@ -222,6 +266,7 @@ def prefill_terms(
     """
     terms = dict.fromkeys(("upload", "gpu products", "gpu weights", "gpu kernels"), 0.0)
     terms |= dict.fromkeys(("attention", "cpu experts", "cpu other layers"), 0.0)
+    terms["ssd"] = 0.0
 
     for (tokens, before), count in work.chunks.items():
         chunk = _chunk_terms(work, machine, setting, rates, tokens, before)
@@ -251,9 +296,12 @@ def _chunk_terms(
     upload_s = 0.0
     host_s = 0.0
 
+    ssd_bytes = 0.0
     for group in work.groups:
         share = used_share(group.experts, group.top_k, tokens, rates[_skew(setting)])
         on_gpu = not group.host_format
+        if group.host_format and work.ssd_share:
+            ssd_bytes += group.layers * group.stored_bytes * share * work.ssd_share
         if group.host_format and gpu and tokens >= gpu_threshold(setting):
             uploaded = share if setting.used_only else 1.0
             link = rates["upload"]
@@ -284,6 +332,9 @@ def _chunk_terms(
         )
     else:
         host_flops += _attention_flops(work, tokens, before)
+    if ssd_bytes:
+        # Whole experts follow each other in the file, which is twice as fast.
+        terms["ssd"] = ssd_bytes / (2 * rates["ssd_read"])
     terms["upload"] = upload_s
     terms["cpu experts"] = host_s
     if host_flops:
@@ -350,9 +401,130 @@ def prefill_latents(work: PrefillWork, machine: Machine, setting: Setting) -> se
             names.add("pageable")
     if work.host_dense_weights or not machine.graphics:
         names.add("core_flops")
+    if work.ssd_share:
+        names.add("ssd_read")
 
     threshold = gpu_threshold(setting)
     if host and (smallest < threshold or not machine.graphics):
         names |= {"core_flops", "host_read", "host_reach", "floor_s"}
         names |= {f"core:{family(name)}" for name in host}
     return names
+
+
+# What two runs of one command differ by, as a share. Source: repetitions of decode
+# sweeps (0.1 to 3 % standard deviation, median about 1 %).
+REPEAT_SPREAD = 0.012
+# Prompts are shorter measurements and depend on which tokens were drawn.
+PREFILL_SPREAD = 0.03
+
+
+@dataclass(frozen=True)
+class Target:
+    """One thing to predict: the seconds of a decode step or of a prompt.
+
+    Attributes:
+        machine: that runs it.
+        setting: flags.
+        work: bytes and FLOPs.
+        misfits: latents that multiply the whole time.
+        model: name of the model.
+    """
+
+    machine: Machine
+    setting: Setting
+    work: DecodeWork | PrefillWork
+    misfits: tuple[str, ...] = ()
+    model: str = ""
+
+    @property
+    def latents(self) -> frozenset[str]:
+        """Every latent that the seconds depend on."""
+        if isinstance(self.work, DecodeWork):
+            names = decode_latents(self.work)
+        else:
+            names = prefill_latents(self.work, self.machine, self.setting)
+        return frozenset(names) | frozenset(self.misfits)
+
+    def terms(self, rates: Mapping[str, float]) -> dict[str, float]:
+        """Return seconds by term."""
+        if isinstance(self.work, DecodeWork):
+            return decode_terms(self.work, self.machine, self.setting, rates)
+        return prefill_terms(self.work, self.machine, self.setting, rates)
+
+    def seconds(self, rates: Mapping[str, float]) -> float:
+        """Return the seconds of all terms, misfits included."""
+        # What no term explains of this file or session scales all of them.
+        factor = math.prod(rates[name] for name in self.misfits)
+        return factor * sum(self.terms(rates).values())
+
+    def observed(self, seconds: float, spread: float, label: str = "") -> Observation:
+        """Return a measured time of this target."""
+        return Observation(seconds, self.seconds, self.latents, spread, label)
+
+    def predicted(self, beliefs: Beliefs, spread: float = 0.0) -> Interval:
+        """Return the expected seconds with their interval."""
+        return beliefs.predict(self.seconds, sorted(self.latents), spread)
+
+
+# What an operating system and the engine itself keep from the page cache.
+NOT_CACHE_BYTES = 4 * 1024**3
+# Misses of the page cache, as a power of the share of experts that it lacks: popular
+# experts stay. Source: 28 MiB read per token of 880 where 60 % fitted (i7-7700, 31 GB,
+# 45 GiB of experts), which a power of 3.7 gives; less to be safe.
+PAGE_CACHE_POWER = 2.5
+
+
+def cached_share(machine: Machine, model: ModelContents, setting: Setting) -> float:
+    """Return the share of host experts that memory holds; the rest is on the SSD."""
+    size = machine.memory.size_bytes
+    if size is None or machine.unified:
+        return 1.0
+    on_host = sum(model.layers[at].expert_bytes for at in setting.on_host(model))
+    room = size - NOT_CACHE_BYTES
+    return min(1.0, max(0.05, room / on_host)) if on_host else 1.0
+
+
+def misfits_of(
+    model: ModelContents, session: str = "", fork: str = ""
+) -> tuple[str, ...]:
+    """Name the latents that all times of one model, session or fork share."""
+    names = [f"misfit:model:{model.name}"]
+    if session:
+        names.append(f"misfit:session:{session}")
+    if fork:
+        names.append(f"misfit:engine:{fork}")
+    return tuple(names)
+
+
+def decode_target(
+    machine: Machine,
+    model: ModelContents,
+    setting: Setting,
+    context_tokens: float,
+    session: str = "",
+    fork: str = "",
+) -> Target:
+    """Describe one decode step at a mean depth of the context."""
+    work = decode_work(model, setting, context_tokens)
+    lacking = 1 - cached_share(machine, model, setting)
+    if lacking:
+        missed = lacking**PAGE_CACHE_POWER * sum(work.host_experts.values())
+        work = replace(work, ssd_bytes=missed)
+    return Target(machine, setting, work, misfits_of(model, session, fork), model.name)
+
+
+def prefill_target(
+    machine: Machine,
+    model: ModelContents,
+    setting: Setting,
+    prompt_tokens: int,
+    depth_tokens: int = 0,
+    session: str = "",
+    fork: str = "",
+) -> Target:
+    """Describe reading a prompt."""
+    work = prefill_work(model, setting, prompt_tokens, depth_tokens)
+    lacking = 1 - cached_share(machine, model, setting)
+    if lacking:
+        work = replace(work, ssd_share=lacking)
+    return Target(machine, setting, work, misfits_of(model, session, fork), model.name)

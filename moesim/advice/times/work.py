@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from moesim.advice.times.setting import KV_SHARES
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from moesim.advice.machine.machine import Machine
     from moesim.advice.model.contents import LayerContents, ModelContents
-    from moesim.advice.times.setting import Setting
 
 
 # Spread of experts' popularity (see `used_share`) in text, where gates balance better
@@ -38,8 +36,11 @@ class DecodeWork:
         device: weight format -> bytes that the GPUs read.
         device_layers: layers with attention on the GPUs.
         device_recurrent: layers with a recurrence on the GPUs.
+        device_latent: layers with latent attention among `device_layers`.
+        device_parts: bytes of each card, in order, where layers are parted among them.
         device_kv: query heads per key head -> keys and values that the GPUs read.
         host_kv_bytes: the same on the CPU.
+        ssd_bytes: of host experts that the page cache lacks.
     """
 
     host_experts: Mapping[str, float] = field(default_factory=dict)
@@ -49,8 +50,11 @@ class DecodeWork:
     device: Mapping[str, float] = field(default_factory=dict)
     device_layers: int = 0
     device_recurrent: int = 0
+    device_latent: int = 0
+    device_parts: tuple[float, ...] = ()
     device_kv: Mapping[int, float] = field(default_factory=dict)
     host_kv_bytes: float = 0.0
+    ssd_bytes: float = 0.0
 
     @property
     def device_kv_bytes(self) -> float:
@@ -90,6 +94,7 @@ def decode_work(
     first_gpu = setting.first_gpu_layer(model)
     on_host = set(setting.on_host(model))
     sequences = setting.sequences
+    by_layer: list[float] = []
     for at, layer in enumerate(model.layers):
         share = layer.active_share
         if sequences > 1 and layer.experts:
@@ -107,17 +112,24 @@ def decode_work(
         else:
             recurrent = not layer.kv_bytes_per_token
             counts["recurrent" if recurrent else "attention"] += 1
+            counts["latent"] += layer.latent_attention
             _add(device, layer.dense_formats)
             _add(device_kv, {layer.query_group: kv_bytes})
 
+        on_card = 0.0 if at < first_gpu else float(layer.dense_bytes)
         if at in on_host:
             counts["host experts"] += 1
             _add(host_experts, active)
         else:
             _add(device, active)
+            on_card += sum(active.values())
+        if at >= first_gpu:
+            by_layer.append(on_card)
 
     head = {model.head_format: float(model.head_bytes)}
     _add(device if setting.head_on_gpu(model) else host_dense, head)
+    if setting.head_on_gpu(model):
+        by_layer.append(float(model.head_bytes))
     return DecodeWork(
         host_experts=dict(host_experts),
         host_expert_layers=counts["host experts"],
@@ -126,9 +138,21 @@ def decode_work(
         device=dict(device),
         device_layers=counts["attention"],
         device_recurrent=counts["recurrent"],
+        device_latent=counts["latent"],
+        device_parts=_parts(by_layer, setting.split),
         device_kv=dict(device_kv),
         host_kv_bytes=host_kv,
     )
+
+
+def _parts(by_layer: Sequence[float], split: Sequence[int]) -> tuple[float, ...]:
+    """Bytes of each card's layers."""
+    parts = []
+    at = 0
+    for count in split:
+        parts.append(sum(by_layer[at : at + count]))
+        at += count
+    return tuple(parts)
 
 
 def _add(total: Counter[Any], more: Mapping[Any, float]) -> None:
@@ -170,6 +194,7 @@ class PrefillWork:
         layers: all layers.
         attention_widths: (width, window) -> layers.
         attention_on_gpu: share of layers whose attention runs on the GPUs.
+        ssd_share: of host experts that the page cache lacks.
     """
 
     chunks: Mapping[tuple[int, int], int]
@@ -180,6 +205,7 @@ class PrefillWork:
     layers: int
     attention_widths: Mapping[tuple[int, int], int]
     attention_on_gpu: float
+    ssd_share: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -282,6 +308,8 @@ def _normal_quantile(share: float) -> float:
     return value if share > 0.5 else -value
 
 
+RESCALINGS = 50
+CERTAIN = 1e-9
 # Midpoints of equally likely slices of the normal distribution.
 SLICES = 32
 QUANTILES = tuple(_normal_quantile((index + 0.5) / SLICES) for index in range(SLICES))
@@ -306,13 +334,183 @@ def used_share(experts: int, top_k: int, tokens: int, skew: float) -> float:
     if tokens <= 0:
         return 0.0
 
-    mean = top_k / experts
-    used = 0.0
-    # The scale keeps the mean chance K / E.
+    chances = _chances(top_k / experts, skew)
+    unused = sum((1.0 - chance) ** tokens for chance in chances)
+    return 1.0 - unused / len(chances)
+
+
+@lru_cache(maxsize=1000)
+def _chances(mean: float, skew: float) -> tuple[float, ...]:
+    """Chances of equally many experts each, with the mean K / E.
+
+    What the most popular ones have beyond certainty goes to the others.
+    """
     raw = [math.exp(skew * quantile) for quantile in QUANTILES]
     scale = mean * len(raw) / sum(raw)
-    for value in raw:
-        # Scaling may push the most popular experts beyond certainty.
-        chance = min(1.0, value * scale)
-        used += 1.0 - (1.0 - chance) ** tokens
-    return used / len(raw)
+    for _ in range(RESCALINGS):
+        chances = tuple(min(1.0, value * scale) for value in raw)
+        missing = mean * len(raw) - sum(chances)
+        free = sum(value for value in raw if value * scale < 1.0)
+        if missing <= CERTAIN or not free:
+            break
+        scale += missing / free
+    return chances
+
+
+DEFAULT_MICRO_BATCH = 512
+DEFAULT_BATCH = 2048
+ALL_LAYERS = 999
+
+# Key-value formats: stored bytes relative to half precision.
+KV_SHARES = {
+    "f32": 2.0,
+    "f16": 1.0,
+    "bf16": 1.0,
+    "q8_0": 34 / 64,
+    "q5_1": 24 / 64,
+    "q5_0": 22 / 64,
+    "q4_1": 20 / 64,
+    "q4_0": 18 / 64,
+    "iq4_nl": 18 / 64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Flags of llama.cpp that times depend on.
+
+    Attributes:
+        cpu_layers: layers, counted from the first and with dense ones, whose experts
+            stay in host memory (``--n-cpu-moe``).
+        gpu_layers: layers kept on the GPUs at all (``-ngl``); the others run on the
+            CPU as a whole. 0 is a machine without a GPU.
+        threads: of the CPU; None takes the engine's default, one per fast core.
+        micro_batch: ``-ub``.
+        batch: ``-b``.
+        flash: ``-fa``.
+        kv_format: of keys and values (``-ctk``, ``-ctv``).
+        page_locked: host weights lie in page-locked memory.
+        used_only: a micro-batch uploads the experts that it uses, not all.
+        gpu_from_tokens: a micro-batch of at least so many tokens computes host experts
+            on the GPU; None asks the engine's rule.
+        overlapped: uploads run beside compute (patched engines only).
+        chosen_layers: layers whose experts stay in host memory by name (``-ot``)
+            instead of by number; None where `cpu_layers` counts.
+        sequences: requests that are decoded together.
+        split: layers of each card (``-ts``), the head as the last; empty leaves it to
+            the engine.
+        random_tokens: prompts are drawn at random, as benchmarks do; such tokens
+            choose fewer experts than text does.
+    """
+
+    cpu_layers: int = 0
+    gpu_layers: int = ALL_LAYERS
+    threads: int | None = None
+    micro_batch: int = DEFAULT_MICRO_BATCH
+    batch: int = DEFAULT_BATCH
+    flash: bool = True
+    kv_format: str = "f16"
+    page_locked: bool = True
+    used_only: bool = True
+    gpu_from_tokens: int | None = None
+    overlapped: bool = False
+    chosen_layers: frozenset[int] | None = None
+    sequences: int = 1
+    split: tuple[int, ...] = ()
+    random_tokens: bool = True
+
+    def on_host(self, model: ModelContents) -> tuple[int, ...]:
+        """Indices of MoE layers whose experts the CPU computes in decode."""
+        first_gpu = self.first_gpu_layer(model)
+        chosen = self.chosen_layers
+        if chosen is None:
+            chosen = frozenset(range(min(self.cpu_layers, len(model.layers))))
+        return tuple(at for at in model.moe_layers if at in chosen or at < first_gpu)
+
+    def first_gpu_layer(self, model: ModelContents) -> int:
+        """Return the first layer that the GPUs hold; layers are taken from the end."""
+        return max(0, len(model.layers) - self.gpu_layers)
+
+    def head_on_gpu(self, model: ModelContents) -> bool:
+        """Tell whether the output head is on a GPU: it counts as one more layer."""
+        return self.gpu_layers > len(model.layers)
+
+    def with_cpu_layers(self, count: int) -> Setting:
+        """Return the same setting with another ``--n-cpu-moe``."""
+        return replace(self, cpu_layers=count)
+
+
+HOST = "host memory"
+DEVICE = "graphics memory"
+
+
+@dataclass(frozen=True, slots=True)
+class ByteBound:
+    """The least seconds of one decode step.
+
+    Attributes:
+        seconds: the bound.
+        resource: memory that sets it.
+        host_bytes: read from host memory.
+        device_bytes: read from graphics memory.
+    """
+
+    seconds: float
+    resource: str
+    host_bytes: float
+    device_bytes: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed of one sequence that nothing can beat."""
+        return 1 / self.seconds
+
+
+def placement_bound(
+    machine: Machine,
+    model: ModelContents,
+    setting: Setting,
+    context_tokens: float = 0.0,
+) -> ByteBound:
+    """Bound one decode step with the weights where a setting puts them."""
+    work = decode_work(model, setting, context_tokens)
+    return work_bound(machine, work)
+
+
+def work_bound(machine: Machine, work: DecodeWork) -> ByteBound:
+    """Bound a step by the bytes that it reads from either memory."""
+    host_s = work.host_bytes / most_host_bytes_per_s(machine)
+    # A machine without a card has no rate to divide by.
+    device_s = 0.0
+    if work.device_bytes:
+        device_s = work.device_bytes / most_device_bytes_per_s(machine)
+
+    if machine.unified:
+        # One memory serves both processors, so their times add.
+        total = host_s + device_s
+        return ByteBound(total, HOST, work.host_bytes, work.device_bytes)
+    resource = HOST if host_s >= device_s else DEVICE
+    return ByteBound(
+        max(host_s, device_s), resource, work.host_bytes, work.device_bytes
+    )
+
+
+def most_host_bytes_per_s(machine: Machine) -> float:
+    """Return the highest rate at which host memory can be read."""
+    # A probe above the wires' rate means that the wires are better than stated.
+    probed = max(machine.probes.host_read.values(), default=0.0)
+    return max(machine.host_peak_bytes_per_s, probed)
+
+
+def most_device_bytes_per_s(machine: Machine) -> float:
+    """Return the highest rate at which all cards together can read their memories."""
+    # Schedules may cut layers across cards, so rates add.
+    stated = sum(card.bytes_per_s * card.count for card in machine.graphics)
+    return max(stated, machine.probes.device_read or 0.0)
+
+
+def most_link_bytes_per_s(machine: Machine) -> float:
+    """Return the highest rate at which all cards together get copies."""
+    # Each card has a link of its own.
+    stated = machine.link_bytes_per_s * machine.gpu_count
+    return max(stated, machine.probes.link or 0.0)

@@ -1,82 +1,82 @@
 """`moesim compare`: several policies, machines and memories on one trace."""
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from moesim.base.options import (
+    PAGES,
+    PICTURES,
+    TABLES,
+    TIMELINES,
+    Options,
+    file_option,
+    folder_option,
+    json_option,
+    option,
+)
 from moesim.cli import output
-from moesim.cli.checks import check_places
-from moesim.cli.options import AsJson, Perfetto, complete_policies
-from moesim.cli.parsers import split_policies
-from moesim.cli.run_options import with_config
+from moesim.cli.options import from_dataclass
 from moesim.runs.config import RunConfig
 
 if TYPE_CHECKING:
-    from moesim.sweeps.comparison import Comparison
+    from moesim.questions.compare import Comparison
     from moesim.traces.format.reader import Trace
 
 
-@with_config(without=["policy", "noise_seed"], before={"policies": ["trace"]})
-def compare(
-    policies: Annotated[
-        str,
-        typer.Option(
-            metavar="A,B,C",
-            help=(
-                "Systems or assignment policies; greedy+lru+residual adds cache and"
-                " prefetch. The word systems stands"
-                " for every published system that the trace can serve."
-            ),
-            autocompletion=complete_policies,
-        ),
-        # From computing everything on the CPU to fetching everything, and one that weighs
-        # both for every expert.
-    ] = "all-cpu,llama.cpp,ktransformers,fiddler,on-demand,greedy",
-    *,
-    configs: list[RunConfig],
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help=(
-                "Replays at the same time. Default: as many as pay, one per core at"
-                " most."
-            ),
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write tables, report and PNG there."),
-    ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw it, as .png, .svg or .pdf. Default: OUT/compare.png.",
-        ),
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=(
-                "Write a page, with which expert was where. Default: OUT/compare.html."
-            ),
-        ),
-    ] = None,
-    table: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the table, .csv or .parquet. Default: OUT/compare.csv.",
-        ),
-    ] = None,
-    perfetto: Perfetto = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions(Options):
+    """Which policies are compared, and what is written of it."""
+
+    # From computing everything on the CPU to fetching everything, and one that weighs
+    # both for every expert.
+    policies: tuple[str, ...] = option(
+        ("all-cpu", "llama.cpp", "ktransformers", "fiddler", "on-demand", "greedy"),
+        "Systems or assignment policies; greedy+lru+residual adds cache and prefetch."
+        " The word systems stands for every published system that the trace can serve.",
+        metavar="A",
+        policy_kind="assignment",
+        many=True,
+    )
+    jobs: int | None = option(
+        None,
+        "Replays at the same time. Default: as many as pay, one per core at most.",
+        kind=int,
+        metavar="N",
+        minimum=1,
+    )
+    out: Path | None = folder_option("Write tables, report and PNG there.")
+    png: Path | None = file_option("Draw it. Default: OUT/compare.png.", *PICTURES)
+    html: Path | None = file_option(
+        "Write a page, with which expert was where. Default: OUT/compare.html.", *PAGES
+    )
+    table: Path | None = file_option(
+        "Write the table. Default: OUT/compare.csv.", *TABLES
+    )
+    perfetto: Path | None = file_option(
+        "Write a timeline, with every run, for ui.perfetto.dev.", *TIMELINES
+    )
+    as_json: bool = json_option()
+
+    def completed(self) -> "CompareOptions":
+        """With everything that a folder gets; single results can still go elsewhere."""
+        if self.out is None:
+            return self
+        return replace(
+            self,
+            png=self.png or self.out / "compare.png",
+            html=self.html or self.out / "compare.html",
+            table=self.table or self.out / "compare.csv",
+        )
+
+    def outputs(self) -> list[Path]:
+        """Files that are written, those in the folder included."""
+        return Options.outputs(self.completed())
+
+
+@from_dataclass(without=["policy", "noise_seed", "arrivals", "slo"])
+def compare(configs: list[RunConfig], options: CompareOptions) -> None:
     """Replay one trace under several policies, and rank them: speed, hits, bytes,
     memory, the lane that holds each up.
 
@@ -90,24 +90,15 @@ def compare(
       moesim compare q.parquet --policies systems --hw rtx4060ti --out out/systems
       moesim compare q.parquet --policies greedy+lru+none,greedy+lru+residual --html q.html
     """
-    from moesim.cli.progress import bar
+    from moesim.cli.output import bar
+    from moesim.questions.compare import compare_cells
+    from moesim.runs.bound.of_replay import bound_of
     from moesim.runs.setup import opened
-    from moesim.sweeps.comparison import compare_cells
 
-    # A folder gets everything; single results can still go elsewhere.
-    if out is not None:
-        png = png or out / "compare.png"
-        html = html or out / "compare.html"
-        table = table or out / "compare.csv"
+    options = options.completed()
     config = configs[0]
-    check_places(
-        folder=out,
-        files=[png, html, table, perfetto],
-        inputs=[config.trace, config.warm],
-    )
-
     config, trace = opened(config)
-    names, left_out = _expand(trace, split_policies(policies, "--policies"), configs)
+    names, left_out = _expand(trace, options.policies, configs)
     # Options of one name were multiplied out; the comparison wants its two axes.
     machines = list(dict.fromkeys(each.hw for each in configs))
     memories = list(dict.fromkeys(each.memory for each in configs))
@@ -119,37 +110,38 @@ def compare(
             # A single one is in the configuration, perhaps with its digest.
             hw=machines if len(machines) > 1 else None,
             memory=memories,
-            out=out,
-            jobs=jobs,
+            out=options.out,
+            jobs=options.jobs,
             # Pages of one cell draw timelines; those of many cells would fill memory.
-            keep=is_single or perfetto is not None,
+            keep=is_single or options.perfetto is not None,
             progress=show,
         )
 
-    _write(compared, is_single=is_single, png=png, html=html, table=table)
-    if perfetto is not None:
-        _write_perfetto(compared, perfetto, is_single=is_single)
-    # Of a ranking the bound says how far the fastest could still go.
-    runs = compared.by_policy()
-    best = min(runs, key=lambda name: runs[name].metrics["makespan_s"])
-    seconds = runs[best].metrics["makespan_s"]
-    if as_json:
+    _write(compared, options, is_single=is_single)
+    # Of a ranking the bound says how far the fastest could still go; one that sees the
+    # future is a bound itself.
+    best = compared.fastest().to_dict("records") if is_single else []
+    if options.as_json:
         answer = compared.to_json()
-        if is_single:
-            answer |= output.bound_json(config.replaced(policy=best), seconds)
+        for row in best:
+            fastest = config.replaced(policy=row["policy"])
+            answer |= output.bound_json(bound_of(fastest), row["makespan_s"])
         print(json.dumps(answer, indent=2))
         return
     _print(compared, is_single=is_single)
-    if is_single:
-        output.print_bound(config.replaced(policy=best), seconds, f"{best} is ")
-    output.print_written([out, png, html, table, perfetto])
+    for row in best:
+        fastest = config.replaced(policy=row["policy"])
+        bound = bound_of(fastest)
+        output.print_bound(bound, row["makespan_s"], f"{row['policy']} is ")
+    written = (options.png, options.html, options.table, options.perfetto)
+    output.print_written([options.out, *written])
     warnings = [warning for run in compared.runs.values() for warning in run.warnings]
     # Runs share most of their warnings; each is worth one line.
     output.print_notes([*left_out, *dict.fromkeys(warnings)])
 
 
 def _expand(
-    trace: "Trace", names: list[str], configs: list[RunConfig]
+    trace: "Trace", names: tuple[str, ...], configs: list[RunConfig]
 ) -> tuple[list[str], list[str]]:
     """Leave out policies that read columns which the trace lacks; put, for the word
     ``systems``, those that it can serve.
@@ -160,9 +152,9 @@ def _expand(
     Raises:
         MissingColumnError: no policy is left.
     """
+    from moesim.base.errors import MissingColumnError
     from moesim.policies.systems import SYSTEMS
-    from moesim.sweeps.comparison import check_each
-    from moesim.traces.errors import MissingColumnError
+    from moesim.questions.compare import check_each
 
     policies: list[str] = []
     left_out: list[str] = []
@@ -195,47 +187,39 @@ def _expand(
     return policies, left_out
 
 
-def _write(
-    compared: "Comparison",
-    *,
-    is_single: bool,
-    png: Path | None,
-    html: Path | None,
-    table: Path | None,
-) -> None:
-    from moesim.reporting import text as report
-    from moesim.reporting.cells_figure import cells_figure
-    from moesim.reporting.cells_page import write_cells
-    from moesim.reporting.comparison_page import write_comparison
-    from moesim.reporting.figures import comparison_figure, save
-
-    comparison = (compared.table, compared.by_policy())
-    if png is not None:
-        figure = comparison_figure(*comparison) if is_single else cells_figure(compared)
-        save(figure, png)
-    if html is not None and is_single:
-        write_comparison(*comparison, html, output.command_line())
-    elif html is not None:
-        write_cells(compared, html, output.command_line())
-    if table is not None:
-        report.save_table(compared.table, table)
-
-
-def _write_perfetto(compared: "Comparison", place: Path, *, is_single: bool) -> None:
+def _write(compared: "Comparison", options: CompareOptions, *, is_single: bool) -> None:
+    from moesim.questions.compare_page import (
+        cells_figure,
+        comparison_figure,
+        write_cells,
+        write_comparison,
+    )
+    from moesim.reporting.figures import save
+    from moesim.reporting.tables import save_table
     from moesim.traces.timeline.perfetto import write_perfetto
 
-    timelines = {
-        policy if is_single else f"{machine} | {memory} | {policy}": run.timeline
-        for (machine, memory, policy), run in compared.runs.items()
-    }
-    write_perfetto(place, timelines)
+    comparison = (compared.table, compared.by_policy())
+    if options.png is not None:
+        figure = comparison_figure(*comparison) if is_single else cells_figure(compared)
+        save(figure, options.png)
+    if options.html is not None and is_single:
+        write_comparison(*comparison, options.html, output.command_line())
+    elif options.html is not None:
+        write_cells(compared, options.html, output.command_line())
+    if options.table is not None:
+        save_table(compared.table, options.table)
+    if options.perfetto is not None:
+        timelines = {
+            policy if is_single else f"{machine} | {memory} | {policy}": run.timeline
+            for (machine, memory, policy), run in compared.runs.items()
+        }
+        write_perfetto(options.perfetto, timelines)
 
 
 def _print(compared: "Comparison", *, is_single: bool) -> None:
-    from moesim.reporting import text as report
-    from moesim.reporting.cells_text import cells_text
+    from moesim.questions.compare_text import cells_text, comparison_text
 
     if is_single:
-        print(report.comparison_text(compared.table, compared.by_policy()))
+        print(comparison_text(compared.table, compared.by_policy()))
     else:
         print(cells_text(compared))

@@ -1,15 +1,23 @@
 """`moesim gap`: where a policy loses its time."""
 
 import json
+from dataclasses import dataclass
 
+from moesim.base.options import Options, json_option
 from moesim.cli import output
-from moesim.cli.options import AsJson
-from moesim.cli.run_options import with_config
+from moesim.cli.options import from_dataclass
 from moesim.runs.config import RunConfig
 
 
-@with_config(without=["noise_seed", "engine"])
-def gap(*, config: RunConfig, as_json: AsJson = False) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapOptions(Options):
+    """What `moesim gap` is asked beside the run itself."""
+
+    as_json: bool = json_option()
+
+
+@from_dataclass(without=["noise_seed", "engine", "arrivals", "slo"])
+def gap(config: RunConfig, options: GapOptions) -> None:
     """Say how much of a policy's time above the clairvoyant bound is due to which of
     its parts.
 
@@ -21,15 +29,16 @@ def gap(*, config: RunConfig, as_json: AsJson = False) -> None:
       moesim gap q.parquet --policy greedy --steps 100
       moesim gap q.parquet --policy on-demand --cache lfu --prefetch next-gate --batch 8
     """
-    from moesim.analysis.gap import gap as measure_gap
-    from moesim.analysis.gap_text import gap_text
-    from moesim.cli.progress import bar
+    from moesim.cli.output import bar
+    from moesim.questions.gap import gap as measure_gap
+    from moesim.questions.gap import gap_text
+    from moesim.runs.bound.of_replay import bound_of
 
     # How many mixes there are depends on which parts the policy has.
     with bar("replaying") as progress:
         measured = measure_gap(config, progress=progress)
-    if as_json:
+    if options.as_json:
         print(json.dumps(measured.to_json(), indent=2))
         return
     print(gap_text(measured))
-    output.print_bound(config, measured.policy_s, f"{config.policy} is ")
+    output.print_bound(bound_of(config), measured.policy_s, f"{config.policy} is ")

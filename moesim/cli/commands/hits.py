@@ -1,15 +1,19 @@
 """`moesim hits`: hit rates of caches at several sizes."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from moesim.cli import output, parsers
-from moesim.cli.checks import check_places
-from moesim.cli.options import AsJson
-from moesim.cli.run_options import with_config
+from moesim.base.options import (
+    PICTURES,
+    TABLES,
+    Options,
+    file_option,
+    json_option,
+    option,
+)
+from moesim.cli import output
+from moesim.cli.options import from_dataclass
 from moesim.runs.config import RunConfig
 
 # A cache alone has no policies beside it, no machine and no time.
@@ -29,29 +33,38 @@ NEEDS_MACHINE = (
     "gpu_split",
     "noise_seed",
     "engine",
+    "arrivals",
+    "slo",
 )
 
 
-@with_config(without=NEEDS_MACHINE, before={"caches": ["trace"]}, from_file=False)
-def hits(
-    caches: Annotated[
-        str, typer.Option(metavar="C,C,…", help="Cache policies (see: list cache).")
-    ] = "lru,lfu,arc,belady",
-    cache_ratios: Annotated[
-        str, typer.Option(metavar="R,R,…", help="Sizes, as shares of all experts.")
-    ] = "0.05,0.1,0.2,0.3,0.5,0.75",
-    *,
-    config: RunConfig,
-    png: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw them, as .png, .svg or .pdf."),
-    ] = None,
-    table: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write them, as .csv or .parquet."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HitsOptions(Options):
+    """Which caches are counted, at which sizes."""
+
+    caches: tuple[str, ...] = option(
+        ("lru", "lfu", "arc", "belady"),
+        "Cache policies (see: list cache).",
+        metavar="C",
+        policy_kind="cache",
+        many=True,
+    )
+    cache_ratios: tuple[float, ...] = option(
+        (0.05, 0.1, 0.2, 0.3, 0.5, 0.75),
+        "Sizes, as shares of all experts.",
+        kind=float,
+        metavar="R",
+        minimum=0,
+        maximum=1,
+        many=True,
+    )
+    png: Path | None = file_option("Draw them.", *PICTURES)
+    table: Path | None = file_option("Write them.", *TABLES)
+    as_json: bool = json_option()
+
+
+@from_dataclass(without=NEEDS_MACHINE, from_file=False)
+def hits(config: RunConfig, options: HitsOptions) -> None:
     """Say how often each cache would hit, at each size, if every miss were fetched. No
     machine takes part.
 
@@ -60,23 +73,20 @@ def hits(
       moesim hits q.parquet
       moesim hits q.parquet --caches lru,lfu:decay=0.9,sieve,belady --cache-ratios 0.1,0.25,0.5 --png hits.png
     """
-    # Before the imports, which take longer than the check.
-    check_places(files=[png, table], inputs=[config.trace, config.warm])
-    from moesim.analysis.hit_rates import hit_rates, hits_figure, hits_text
-    from moesim.cli.progress import bar
+    from moesim.cli.output import bar
+    from moesim.questions.hit_rates import hit_rates, hits_figure, hits_text
     from moesim.reporting.figures import save
-    from moesim.reporting.text import save_table
+    from moesim.reporting.tables import save_table
 
-    names = parsers.split_policies(caches, "--caches")
-    ratios = parsers.shares(cache_ratios, "--cache-ratios")
-    with bar("counting", len(names) * len(ratios)) as show:
-        rates = hit_rates(config, names, ratios, progress=show)
+    ratios = options.cache_ratios
+    with bar("counting", len(options.caches) * len(ratios)) as show:
+        rates = hit_rates(config, options.caches, ratios, progress=show)
 
-    if png is not None:
-        save(hits_figure(rates), png)
-    if table is not None:
-        save_table(rates.reset_index(), table)
-    if as_json:
+    if options.png is not None:
+        save(hits_figure(rates), options.png)
+    if options.table is not None:
+        save_table(rates.reset_index(), options.table)
+    if options.as_json:
         # JSON has no keys that are numbers.
         by_cache = {
             str(name): dict(zip(map(str, ratios), rates[name], strict=True))
@@ -85,4 +95,4 @@ def hits(
         print(json.dumps(by_cache, indent=2))
         return
     print(hits_text(rates))
-    output.print_written([png, table])
+    output.print_written([options.png, options.table])

@@ -14,6 +14,7 @@ from moesim.cli.options import AsJson
 if TYPE_CHECKING:
     from moesim.policies.parameters import Parameter
 
+
 POLICY_KINDS = ("assignment", "cache", "prefetch", "routing")
 KINDS = (*POLICY_KINDS, "systems", "hardware", "models")
 
@@ -154,3 +155,26 @@ def _models() -> list[dict[str, Any]]:
         )
         entries.append({"name": name, "summary": summary})
     return entries
+
+
+def config(
+    schema: Annotated[
+        bool,
+        typer.Option("--schema", help="Print a JSON schema instead, for editors."),
+    ] = False,
+) -> None:
+    """Print a TOML file with every option that runs share, what it means, and its
+    default; for --config.
+
+    \b
+    Examples:
+      moesim config > exp.toml
+      moesim config --schema > moesim.schema.json
+    """
+    from moesim.runs.config_file import json_schema, toml_template
+
+    # Both are made from the fields, so neither can be out of date.
+    if schema:
+        print(json.dumps(json_schema(), indent=2))
+        return
+    print(toml_template(), end="")

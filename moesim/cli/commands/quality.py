@@ -8,14 +8,13 @@ import typer
 
 from moesim.cli import output, parsers
 from moesim.cli.checks import check_device, check_places
-from moesim.cli.options import AsJson, Device
-from moesim.cli.run_options import with_config
+from moesim.cli.options import AsJson, Device, from_dataclass
 from moesim.runs.config import RunConfig
 
 
 # A model that reads text has no trace, its lengths are those of the text, and only one
 # GPU takes part.
-@with_config(
+@from_dataclass(
     without=[
         "trace",
         "policy",
@@ -24,8 +23,9 @@ from moesim.runs.config import RunConfig
         "steps",
         "noise_seed",
         "engine",
+        "arrivals",
+        "slo",
     ],
-    before={"text": ["cache", "prefetch", "routing"]},
     from_file=False,
 )
 def quality(
@@ -123,9 +123,9 @@ def quality(
       moesim quality --model ~/models/olmoe --text book.txt --policy daop --cache-ratios 0.125,0.25,0.5 --out daop
     """
     check_places(folder=out)
-    from moesim.analysis import quality as library
-    from moesim.analysis.quality_report import quality_text, save_quality
-    from moesim.cli import progress
+    from moesim.cli import output as progress
+    from moesim.questions import quality as library
+    from moesim.questions.quality import quality_text, save_quality
 
     # Loading a model takes minutes, so all checks come before it.
     check_device(device)

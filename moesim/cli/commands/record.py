@@ -4,137 +4,107 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from moesim.cli import parsers
-from moesim.cli.checks import check_device, check_places
-from moesim.cli.options import AsJson, Batch, Device, Seed
+from moesim.base.options import (
+    Options,
+    file_option,
+    folder_option,
+    json_option,
+    option,
+)
+from moesim.cli.checks import check_device
+from moesim.cli.options import from_dataclass
+from moesim.runtime.record.options import CALIBRATION, EVALUATION, RecordOptions
 
 if TYPE_CHECKING:
     from moesim.runtime.models.local_model import LocalModel
+    from moesim.runtime.record.calibration import Residual
     from moesim.runtime.record.record import Recording
-    from moesim.runtime.record.residual import Residual
 
 DEFAULT_HOST_BYTES: Final = 4 << 30
 """Host memory for experts that are read from a store one by one."""
 
 
-def record(
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Texts separated by blank lines, one per line, or .jsonl.",
-            show_default=False,
-        ),
-    ] = None,
-    dataset_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Instead: a data set, .jsonl, .csv, .tsv or .parquet."
-        ),
-    ] = None,
-    column: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Column of the data set; found by itself if named as usual.",
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Take the first N prompts.")
-    ] = None,
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="The trace to write.")
-    ] = Path("trace.parquet"),
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="tiny|DIR", help="The shipped model or a Hugging Face folder."
-        ),
-    ] = "tiny",
-    store: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help=(
-                "Read experts from this store (built if new): for models beyond memory."
-            ),
-        ),
-    ] = None,
-    host_memory: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SIZE",
-            parser=parsers.size_bytes,
-            help="Memory for experts beside --store. Default: 4GiB.",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Tokens to generate per prompt.")
-    ] = 64,
-    batch: Batch = 1,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            min=0, help="0 decodes greedily; small models then fall into loops."
-        ),
-    ] = 0.0,
-    residual: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=(
-                "Residual vectors for pred1_res; computed and written where the file is"
-                " new."
-            ),
-        ),
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=(
-                "Also write what policies may know beforehand, as .safetensors for"
-                " --artefacts."
-            ),
-        ),
-    ] = None,
-    device: Device = "cpu",
-    split: Annotated[
-        str | None,
-        typer.Option(
-            parser=parsers.one_of("calibration", "evaluation"),
-            metavar="calibration|evaluation",
-            help=(
-                "What the texts are. Default: evaluation, or calibration beside"
-                " --calibration."
-            ),
-        ),
-    ] = None,
-    seed: Seed = 0,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a recording that was stopped.")
-    ] = False,
-    finish: Annotated[
-        bool,
-        typer.Option(
-            "--finish",
-            help="Run nothing; make OUT of the sequences a stopped recording has.",
-        ),
-    ] = False,
-    overhead: Annotated[
-        bool,
-        typer.Option(
-            "--overhead/--no-overhead",
-            help="Measure how much recording slows the model.",
-        ),
-    ] = True,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(Options):
+    """What is read, by which model, and where its routing goes."""
+
+    prompts: Path | None = option(
+        None,
+        "Texts separated by blank lines, one per line, or .jsonl.",
+        kind=Path,
+        metavar="FILE",
+        place="input",
+        excludes=("dataset_file",),
+    )
+    dataset_file: Path | None = option(
+        None,
+        "Instead: a data set, .jsonl, .csv, .tsv or .parquet.",
+        kind=Path,
+        metavar="FILE",
+        place="input",
+    )
+    column: str | None = option(
+        None,
+        "Column of the data set; found by itself if named as usual.",
+        metavar="NAME",
+        needs=("dataset_file",),
+    )
+    limit: int | None = option(
+        None, "Take the first N prompts.", kind=int, metavar="N", minimum=1
+    )
+    out: Path = option(
+        Path("trace.parquet"),
+        "The trace to write.",
+        kind=Path,
+        metavar="FILE",
+        place="file",
+    )
+    model: str = option(
+        "tiny", "The shipped model or a Hugging Face folder.", metavar="tiny|DIR"
+    )
+    store: Path | None = folder_option(
+        "Read experts from this store (built if new): for models beyond memory."
+    )
+    host_memory_bytes: int | None = option(
+        None,
+        "Memory for experts beside --store. Default: 4GiB.",
+        kind=int,
+        metavar="SIZE",
+        is_size=True,
+        # Without a store the whole model is in memory, whatever it takes.
+        needs=("store",),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordCommand(RecordOptions, TextOptions):
+    """All options of `moesim record`."""
+
+    residual: Path | None = file_option(
+        "Residual vectors for pred1_res; computed and written where the file is new."
+    )
+    calibration: Path | None = file_option(
+        "Also write what policies may know beforehand, as .safetensors for --artefacts."
+    )
+    device: str = option(
+        "cpu", "Where the model computes: cpu, cuda, …", metavar="NAME"
+    )
+    finish: bool = option(
+        False,
+        "Run nothing; make OUT of the sequences a stopped recording has.",
+        kind=bool,
+    )
+    as_json: bool = json_option()
+
+
+@from_dataclass()
+def record(options: RecordCommand) -> None:
     """Run a model on prompts and write what its gates said as a trace.
 
     Residual vectors for pred1_res lie beside the tiny model; other models get theirs
@@ -148,99 +118,86 @@ def record(
       moesim record --model ~/models/olmoe --prompts other.txt --out other.parquet --calibration olmoe.safetensors
       moesim record --model ~/models/large --store /mnt/nvme/large --host-memory 16GiB --prompts prompts.txt
     """
-    check_places(
-        files=[out, residual, calibration], folder=store, inputs=[prompts, dataset_file]
-    )
     # Finishing needs neither texts nor a model.
-    if finish:
-        _finish(out, as_json=as_json)
+    if options.finish:
+        _finish(options.out, as_json=options.as_json)
         return
-    _check_texts(prompts, dataset_file, column)
-    # Without a store the whole model is in memory, whatever it takes.
-    if host_memory is not None and store is None:
-        raise typer.BadParameter(
-            "expected --store DIR beside it", param_hint="--host-memory"
-        )
-    # What policies know beforehand must not come from what they are judged on.
-    if calibration is not None and split == "evaluation":
-        raise typer.BadParameter(
-            "expected calibration text beside --calibration", param_hint="--split"
-        )
-    check_device(device)
-
-    from moesim.cli.progress import bar, quiet_libraries
+    _check(options)
+    from moesim.cli.output import bar, quiet_libraries
 
     # Before the imports, since the libraries look at it when they are imported.
     quiet_libraries()
     from moesim.runtime.record.record import record as run
-    from moesim.runtime.text.datasets import read_dataset, read_prompts
 
-    if dataset_file is not None:
-        texts = read_dataset(dataset_file, column, limit)
-    else:
-        texts = read_prompts(prompts or "")[:limit]
-    _check_unfinished(out, resume=resume)
-
-    with _opened_model(model, store, host_memory, device) as local:
-        vectors = _residual_of(
-            local,
-            residual or default_residual(model),
-            # A file that was not named is read if it is there, and never written.
-            requested=residual is not None,
-            texts=texts if calibration else None,
-        )
-        with bar("recording", len(texts)) as show, _hint_when_stopped(out):
+    texts = _texts(options)
+    _check_unfinished(options.out, resume=options.resume)
+    with _opened_model(options) as local:
+        vectors = _residual_of(options, local, texts)
+        with bar("recording", len(texts)) as show, _hint_when_stopped(options.out):
             recording = run(
                 local,
                 texts,
-                out,
-                max_new_tokens=max_new_tokens,
-                batch=batch,
+                options.out,
+                _how(options),
                 residual=vectors,
-                temperature=temperature,
-                seed=seed,
-                split=split or ("calibration" if calibration else "evaluation"),
-                resume=resume,
-                measure_overhead=overhead,
                 progress=lambda tokens, expected: show(len(texts) * tokens / expected),
             )
         facts = _facts(recording, local)
 
-    if calibration is not None:
+    if options.calibration is not None:
         from moesim.runtime.record.calibration import write_calibration
 
-        written = write_calibration(out, calibration, vectors)
-        facts["calibration"] = {"file": str(calibration), **written["tensors"]}
-    if as_json:
+        written = write_calibration(options.out, options.calibration, vectors)
+        facts["calibration"] = {
+            "file": str(options.calibration),
+            **written["tensors"],
+        }
+    if options.as_json:
         print(json.dumps(facts, indent=2))
     else:
         _print(facts)
 
 
+def _how(options: RecordCommand) -> RecordOptions:
+    """What the recorder is told."""
+    values = {each.name: getattr(options, each.name) for each in fields(RecordOptions)}
+    # What policies know beforehand comes from calibration text.
+    split = CALIBRATION if options.calibration else EVALUATION
+    return RecordOptions(**values | {"split": options.split or split})
+
+
+def _texts(options: RecordCommand) -> list[str]:
+    """The prompts."""
+    from moesim.runtime.text import read_dataset, read_prompts
+
+    if options.dataset_file is not None:
+        return read_dataset(options.dataset_file, options.column, options.limit)
+    return read_prompts(options.prompts or "")[: options.limit]
+
+
 def default_residual(model: str) -> Path:
     """Where the residual vectors of a model lie, if it has any."""
-    from moesim.runtime.models.tiny import tiny_dir
+    from moesim.runtime.models.local_model import tiny_dir
 
     return (tiny_dir() if model == "tiny" else Path(model)) / "residual.safetensors"
 
 
-def _check_texts(
-    prompts: Path | None, dataset: Path | None, column: str | None
-) -> None:
-    """Refuse options about texts that contradict each other.
+def _check(options: RecordCommand) -> None:
+    """Refuse, before torch is imported, what cannot be recorded.
 
     Raises:
-        typer.BadParameter: naming one of them.
+        typer.BadParameter: naming the option.
     """
-    if (prompts is None) == (dataset is None):
+    if options.prompts is None and options.dataset_file is None:
         raise typer.BadParameter(
-            "expected either --prompts or --dataset-file, one of them",
-            param_hint="--prompts",
+            "expected --prompts or --dataset-file", param_hint="--prompts"
         )
-    if column is not None and dataset is None:
+    # What policies know beforehand must not come from what they are judged on.
+    if options.calibration is not None and options.split == EVALUATION:
         raise typer.BadParameter(
-            "expected --dataset-file FILE beside it", param_hint="--column"
+            "expected calibration text beside --calibration", param_hint="--split"
         )
+    check_device(options.device)
 
 
 def _finish(out: Path, *, as_json: bool) -> None:
@@ -271,8 +228,8 @@ def _check_unfinished(out: Path, *, resume: bool) -> None:
     Raises:
         TraceError: there is one, and no option says that it should go on.
     """
+    from moesim.base.errors import TraceError
     from moesim.runtime.record.segments import parts_dir, unfinished
-    from moesim.traces.errors import TraceError
 
     if not resume and (sequences := unfinished(out)):
         raise TraceError(
@@ -300,27 +257,24 @@ def _hint_when_stopped(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _opened_model(
-    spec: str, store: Path | None, host_bytes: int | None, device: str
-) -> Iterator["LocalModel"]:
+def _opened_model(options: RecordCommand) -> Iterator["LocalModel"]:
     """Load a model, or open it with its experts in a store."""
-    if store is None:
+    if options.store is None:
         from moesim.runtime.models.local_model import load_model
 
-        yield load_model(spec, device=device)
+        yield load_model(options.model, device=options.device)
         return
-    from moesim.cli.progress import bar
+    from moesim.cli.output import bar
     from moesim.runtime.record.stored_model import stored_model
 
-    host_bytes = DEFAULT_HOST_BYTES if host_bytes is None else host_bytes
     # The bar ends when the store is open, the store only after the recording.
     with ExitStack() as resources:
         with bar("opening the store", 1.0) as show:
             opened = stored_model(
-                spec,
-                store,
-                host_bytes=host_bytes,
-                device=device,
+                options.model,
+                options.store,
+                host_bytes=options.host_memory_bytes or DEFAULT_HOST_BYTES,
+                device=options.device,
                 building=lambda done: show(done.records / done.total_records),
             )
             local = resources.enter_context(opened)
@@ -328,27 +282,23 @@ def _opened_model(
 
 
 def _residual_of(
-    local: "LocalModel", file: Path, *, requested: bool, texts: Sequence[str] | None
+    options: RecordCommand, local: "LocalModel", texts: Sequence[str]
 ) -> "Residual | None":
-    """Read residual vectors, or calibrate them where they are wanted: on `texts`, or on
-    the corpus that ships.
-
-    Args:
-        local: the model.
-        file: where the vectors lie, or will lie.
-        requested: the user named the file, so it is made.
-        texts: calibration text; without it, vectors are made only if requested.
+    """Read residual vectors, or calibrate them where they are wanted: on the texts
+    beside --calibration, else on the corpus that ships.
     """
-    from moesim.cli.progress import messages
-    from moesim.runtime.record.residual import Residual, residual_vectors
+    from moesim.cli.output import messages
+    from moesim.runtime.record.calibration import Residual, residual_vectors
 
+    # A file that was not named is read if it is there, and never written.
+    file = options.residual or default_residual(options.model)
     if file.is_file():
         return Residual.load(file)
-    if not requested and texts is None:
+    if options.residual is None and options.calibration is None:
         return None
     with messages("calibrating residual vectors"):
-        vectors = residual_vectors(local, texts)
-    if requested:
+        vectors = residual_vectors(local, texts if options.calibration else None)
+    if options.residual is not None:
         vectors.save(file)
     return vectors
 
@@ -381,7 +331,7 @@ def _facts(recording: "Recording", local: "LocalModel") -> dict[str, Any]:
 
 def _print(facts: dict[str, Any]) -> None:
     """Print what was recorded, for people."""
-    from moesim.traces.sizes import format_bytes
+    from moesim.base.sizes import format_bytes
 
     resumed = f" ({facts['resumed']} of them before)" if facts["resumed"] else ""
     print(

@@ -1,48 +1,51 @@
 """`moesim replay`: one trace, one policy, one machine."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from moesim.base.options import (
+    TIMELINES,
+    Options,
+    file_option,
+    folder_option,
+    json_option,
+    option,
+)
 from moesim.cli import output
-from moesim.cli.checks import check_places
-from moesim.cli.options import AsJson, Perfetto, RunFolder
-from moesim.cli.run_options import with_config
+from moesim.cli.options import from_dataclass
 from moesim.runs.config import RunConfig
+from moesim.runs.result import run_files
 
 
-@with_config()
-def replay(
-    *,
-    config: RunConfig,
-    arrivals: Annotated[
-        str | None,
-        typer.Option(
-            metavar="poisson:RATE|FILE",
-            help="When requests arrive, per second or as a file of seconds; --batch is"
-            " the most that run together.",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions(Options):
+    """What `moesim replay` is asked beside the run itself."""
+
+    cache_only: bool = option(
+        False,
+        "Count hits of the cache alone: every miss is fetched, no time.",
+        kind=bool,
+        excludes=(
+            *("arrivals", "hw", "prefetch", "routing", "host_memory_bytes"),
+            *("host_cache", "staging", "prefetch_budget_bytes", "gpu_split"),
+            *("context_tokens", "micro_batch", "draft_tokens", "acceptance"),
+            *("engine", "noise_seed", "out", "perfetto"),
         ),
-    ] = None,
-    slo: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIMITS",
-            help="Limits in seconds that requests should meet: ttft=0.5,tpot=0.1.",
-        ),
-    ] = None,
-    cache_only: Annotated[
-        bool,
-        typer.Option(
-            "--cache-only",
-            help="Count hits of the cache alone: every miss is fetched, no time.",
-        ),
-    ] = False,
-    out: RunFolder = None,
-    perfetto: Perfetto = None,
-    as_json: AsJson = False,
-) -> None:
+    )
+    out: Path | None = folder_option("Write the run's tables and figures there.")
+    perfetto: Path | None = file_option(
+        "Write a timeline, with every run, for ui.perfetto.dev.", *TIMELINES
+    )
+    as_json: bool = json_option()
+
+    def outputs(self) -> list[Path]:
+        """Files that are written, those in the folder included."""
+        return [*Options.outputs(self), *run_files(self.out)]
+
+
+@from_dataclass()
+def replay(config: RunConfig, options: ReplayOptions) -> None:
     """Replay a trace through a policy on a machine, and say what it was worth.
 
     \b
@@ -53,24 +56,13 @@ def replay(
       moesim replay q.parquet --cache belady --cache-ratio 0.5 --cache-only
       moesim replay --config run/run.json --batch 4
     """
-    from moesim.cli.progress import replaying
-    from moesim.reporting import text as report
+    from moesim.cli.output import replaying
+    from moesim.questions import replay as report
     from moesim.runs.replay import replay as replay_trace
-    from moesim.runs.result import run_files
     from moesim.runs.setup import opened
 
-    # A file may state them as well.
-    if arrivals is not None:
-        config = config.replaced(arrivals=arrivals)
-    if slo is not None:
-        config = config.replaced(slo=slo)
-    check_places(
-        folder=out,
-        files=[*run_files(out), perfetto],
-        inputs=[config.trace, config.warm],
-    )
-    if cache_only:
-        _cache_only(config, out=out, perfetto=perfetto, as_json=as_json)
+    if options.cache_only:
+        _count_hits(config, as_json=options.as_json)
         return
 
     # Opened once, for the bar and for the replay.
@@ -79,47 +71,26 @@ def replay(
         run = replay_trace(
             # Figures are all that is printed, so the timeline need not stay in memory.
             config,
-            out=out,
-            perfetto=perfetto,
+            out=options.out,
+            perfetto=options.perfetto,
             keep=False,
+            bounded=True,
             progress=progress,
         )
-    if as_json:
-        bound = output.bound_json(config, run.metrics["makespan_s"])
+    if options.as_json:
+        bound = output.bound_json(run.bound, run.metrics["makespan_s"])
         print(json.dumps(run.to_json() | bound, indent=2))
         return
     print(report.run_text(run))
-    output.print_bound(config, run.metrics["makespan_s"])
-    output.print_written([*run_files(out), perfetto])
+    output.print_bound(run.bound, run.metrics["makespan_s"])
+    output.print_written(options.outputs())
     output.print_notes(run.warnings)
 
 
-def _cache_only(
-    config: RunConfig, *, out: Path | None, perfetto: Path | None, as_json: bool
-) -> None:
-    """Count hits; refuse options that ask for time.
+def _count_hits(config: RunConfig, *, as_json: bool) -> None:
+    from moesim.questions import replay as report
+    from moesim.runs.replay import replay_cache
 
-    Raises:
-        typer.BadParameter: one of them was given.
-    """
-    from moesim.reporting import text as report
-    from moesim.runs.cache_replay import replay_cache
-
-    # Saying nothing would let a user believe that they were heeded.
-    needs_time = {
-        "--prefetch": config.prefetch,
-        "--routing": config.routing,
-        "--host-memory": config.host_memory_bytes,
-        "--noise-seed": config.noise_seed,
-        "--out": out,
-        "--perfetto": perfetto,
-    }
-    for name, value in needs_time.items():
-        if value is not None:
-            raise typer.BadParameter(
-                "expected none beside --cache-only, which knows a cache and no time",
-                param_hint=name,
-            )
     counts = replay_cache(config)
     print(json.dumps(counts, indent=2) if as_json else report.cache_text(counts))
     if not as_json:

@@ -2,85 +2,95 @@
 
 import json
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from moesim.cli.checks import check_places
-from moesim.cli.options import AsJson, Seed
+from moesim.base.options import Options, folder_option, json_option, option
+from moesim.cli.options import from_dataclass
 from moesim.cli.output import print_written
 
 if TYPE_CHECKING:
-    from moesim.reproduction.published import Reproduction
+    from moesim.evidence.reproduction.report import Table
+    from moesim.evidence.reproduction.routing import Reproduction
 
-WIDTH = 118
+PAGES = ("reproduction.html", "reproduction.md", "reproduction.json")
 
 
-def reproduce(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="An experiment (see: --list).")
-    ] = None,
-    list_all: Annotated[
-        bool, typer.Option("--list", help="List the experiments and what each needs.")
-    ] = False,
-    trace: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help=(
-                "A trace; may be repeated. Default: the shipped one, and"
-                " ../shared/traces of a checkout."
-            ),
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Look at the first N forward passes; 0 for all. Default: 300.",
-        ),
-    ] = None,
-    seed: Seed = 0,
-    everything: Annotated[
-        bool,
-        typer.Option(
-            "--all",
-            help=(
-                "All published records beside ours, speeds included, on drawn traces;"
-                " with --out. About four minutes on two cores."
-            ),
-        ),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="With --all: folder for the page."),
-    ] = None,
-    machines: Annotated[
-        str,
-        typer.Option(
-            metavar="anchored|datasheet",
-            help=(
-                "With --all: machines anchored on published single operations, or"
-                " datasheets alone."
-            ),
-        ),
-    ] = "anchored",
-    paper: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME", help="With --all: only this paper; may be repeated."
-        ),
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="With --all: processes. Default: at most 2."
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReproduceOptions(Options):
+    """What `moesim reproduce` is asked."""
+
+    name: str | None = option(
+        None, "An experiment (see: --list).", metavar="NAME", argument=True
+    )
+    list_all: bool = option(
+        False, "List the experiments and what each needs.", kind=bool, flag="--list"
+    )
+    traces: tuple[Path, ...] | None = option(
+        None,
+        "Traces, with commas. Default: the shipped one, and ../shared/traces of a"
+        " checkout.",
+        kind=Path,
+        metavar="FILE",
+        many=True,
+        flag="--trace",
+        place="input",
+    )
+    steps: int | None = option(
+        None,
+        "Look at the first N forward passes; 0 for all. Default: 300.",
+        kind=int,
+        metavar="N",
+        minimum=0,
+    )
+    seed: int = option(0, "For policies that draw.", kind=int, metavar="N", minimum=0)
+    everything: bool = option(
+        False,
+        "All published records beside ours, speeds included, on drawn traces. About"
+        " four minutes on two quiet cores; what was interrupted goes on where it"
+        " stopped.",
+        kind=bool,
+        flag="--all",
+        needs=("out",),
+        excludes=("name", "traces", "steps"),
+    )
+    out: Path | None = folder_option(
+        "With --all: folder for the page.", needs=("everything",)
+    )
+    machines: str = option(
+        "anchored",
+        "With --all: machines anchored on published single operations, or datasheets"
+        " alone.",
+        choices=("anchored", "datasheet"),
+        needs=("everything",),
+    )
+    paper: tuple[str, ...] | None = option(
+        None,
+        "With --all: only these papers.",
+        metavar="NAME",
+        many=True,
+        needs=("everything",),
+    )
+    jobs: int | None = option(
+        None,
+        "With --all: processes. Default: at most 2.",
+        kind=int,
+        metavar="N",
+        minimum=1,
+        needs=("everything",),
+    )
+    as_json: bool = json_option()
+
+    def outputs(self) -> list[Path]:
+        """Files that are written into the folder."""
+        return [self.out / page for page in PAGES] if self.out else []
+
+
+@from_dataclass(from_file=False)
+def reproduce(options: ReproduceOptions) -> None:
     """Compute published figures on our side, and print both side by side.
 
     They need not agree: other models, other prompts. The output names the model and
@@ -93,104 +103,71 @@ def reproduce(
       moesim reproduce hybrimoe-hit-rate
       moesim reproduce dali-prefetch-workload --trace q.parquet --steps 0
     """
-    from moesim.cli.progress import messages
-    from moesim.reproduction import published as library
+    from moesim.cli.output import messages
+    from moesim.evidence.reproduction import routing as library
 
-    if everything or out is not None:
-        _all_records(out, machines=machines, papers=paper, jobs=jobs, as_json=as_json)
+    if options.everything:
+        _all_records(options)
         return
     # Without a name the user cannot know one yet.
-    if name is None or list_all:
-        print(json.dumps(_entries(), indent=2) if as_json else _list_text())
+    if options.name is None or options.list_all:
+        print(json.dumps(_entries(), indent=2) if options.as_json else _list_text())
         return
     # On the command line 0 stands for all, which the library calls None.
-    most_steps = library.DEFAULT_STEPS if steps is None else steps or None
-    with messages(name) as progress:
+    stated = options.steps
+    most_steps = library.DEFAULT_STEPS if stated is None else stated or None
+    with messages(options.name) as progress:
         reproduction = library.reproduce(
-            name,
-            # Typer makes an empty list of an option that was not given.
-            trace or None,
+            options.name,
+            options.traces,
             steps=most_steps,
-            seed=seed,
+            seed=options.seed,
             progress=progress,
         )
-    if as_json:
+    if options.as_json:
         print(json.dumps(reproduction.to_json(), indent=2))
         return
     print(reproduction_text(reproduction))
 
 
-def _all_records(
-    out: Path | None,
-    *,
-    machines: str,
-    papers: list[str] | None,
-    jobs: int | None,
-    as_json: bool,
-) -> None:
-    if out is None:
-        raise typer.BadParameter(
-            "expected --out DIR beside it: everything is one page", param_hint="--all"
-        )
-    if machines not in ("anchored", "datasheet"):
-        raise typer.BadParameter(
-            f"expected anchored or datasheet, got {machines!r}", param_hint="--machines"
-        )
-    check_places(folder=out)
-    from moesim.cli.progress import bar
-    from moesim.reproduction.everything import reproduce_everything
-    from moesim.reproduction.papers.reproduce_all import PAPERS
+def _all_records(options: ReproduceOptions) -> None:
+    from moesim.cli.output import bar
+    from moesim.evidence.reproduction import questions
+    from moesim.evidence.reproduction.report import report, write
+    from moesim.evidence.reproduction.reproduce_all import reproduce_all
 
-    for paper in papers or ():
-        if paper not in PAPERS:
+    known = questions.papers()
+    for paper in options.paper or ():
+        if paper not in known:
             raise typer.BadParameter(
-                f"expected one of {', '.join(PAPERS)}, got {paper!r}",
+                f"expected one of {', '.join(known)}, got {paper!r}",
                 param_hint="--paper",
             )
+    out = options.out
+    assert out is not None
     out.mkdir(parents=True, exist_ok=True)
     with bar("reproducing", 1.0) as show:
-        page = reproduce_everything(
-            out, papers=papers or None, machines=machines, jobs=jobs, progress=show
+        reproduced = reproduce_all(
+            out,
+            papers=options.paper,
+            machines=options.machines,
+            jobs=options.jobs,
+            progress=show,
         )
-    if as_json:
+    page = report(reproduced)
+    paths = write(out, reproduced, page)
+    if options.as_json:
         print(json.dumps(page.counts, indent=2))
         return
-    print(_summary_text(page.counts))
-    names = ("reproduction.html", "reproduction.md", "reproduction.json")
-    print_written([out / name for name in names])
+    print(_summary_text(page.tables[0]))
+    print_written(paths)
 
 
-def _summary_text(counts: dict[str, dict[str, Any]]) -> str:
-    from moesim.reporting.tables import aligned
+def _summary_text(table: "Table") -> str:
+    from moesim.reporting.tables import aligned, screen
 
-    heads = [
-        "paper",
-        "records",
-        "compared",
-        "anchored",
-        "directions",
-        "orders",
-        "ratio",
-    ]
-    rows = [heads]
-    for paper, figures in counts.items():
-        ratio = figures["median_ratio"]
-        rows.append(
-            [
-                paper,
-                str(figures["records"]),
-                str(figures["simulated"] + figures["computed"]),
-                str(figures["anchored"]),
-                f"{figures['directions_held']} of {figures['directions']}",
-                f"{figures['orders_held']} of {figures['orders']}",
-                "-" if ratio is None else f"{ratio:.2f}",
-            ]
-        )
-    legend = (
-        "directions, orders: of those published, how many hold here; ratio: median of"
-        " ours over published"
-    )
-    return "\n".join([*aligned(rows), "", legend])
+    rows = [list(table.heads), *map(list, table.rows)]
+    return "\n".join([*aligned(rows), "", _wrapped(table.note, screen().width)])
 
 
 def reproduction_text(reproduction: "Reproduction") -> str:
@@ -257,7 +234,7 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def _entries() -> list[dict[str, str]]:
-    from moesim.reproduction.experiments import EXPERIMENTS
+    from moesim.evidence.reproduction.routing import EXPERIMENTS
 
     return [
         {"name": e.name, "summary": e.summary, "needs": e.needs, "unit": e.unit}
@@ -268,9 +245,5 @@ def _entries() -> list[dict[str, str]]:
 def _list_text() -> str:
     from moesim.reporting.tables import facts_lines
 
-    return "\n".join(
-        facts_lines(
-            (entry["name"], f"{entry['summary']}; needs {entry['needs']}")
-            for entry in _entries()
-        )
-    )
+    facts = [(e["name"], f"{e['summary']}; needs {e['needs']}") for e in _entries()]
+    return "\n".join(facts_lines(facts))

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moesim.cli import output
-from moesim.cli.checks import check_places, refuse_options
-from moesim.cli.options import AsJson, RunFolder
-from moesim.cli.run_options import with_config
+from moesim.cli.checks import check_installed, check_places, refuse_options
+from moesim.cli.options import AsJson, RunFolder, from_dataclass
 from moesim.runs.config import MeasuredConfig
 
 if TYPE_CHECKING:
     from moesim.runs.measured import MeasuredRun
-    from moesim.runtime.store.footprint import Footprint
+    from moesim.runtime.executor.trace_driven import Footprint
 
 FOR_MODELS = ("prompt", "max_new_tokens", "temperature", "residual", "verify")
 FOR_TRACES = ("shape", "distinct", "steps", "warm")
@@ -28,15 +27,10 @@ NOT_VERIFIED = 1
 """Exit code for logits that differ from the plain model's."""
 
 
-@with_config(
+@from_dataclass(
     MeasuredConfig,
     # One accelerator is not split, real times need no noise, and nothing simulates.
-    without=["gpu_split", "noise_seed", "engine"],
-    before={
-        "startup": ["max_new_tokens", "temperature", "residual", "verify"],
-        "out": ["store", "dtype"],
-        "as_json": ["own_cores"],
-    },
+    without=["gpu_split", "noise_seed", "engine", "arrivals", "slo"],
 )
 def run(
     context: typer.Context,
@@ -97,16 +91,17 @@ def run(
       moesim run q.parquet --policy greedy --cache-ratio 0.25 --learn hw.toml
     """
     # Importing torch takes seconds, and an error should not.
+    check_installed("torch")
     _check_options(context, config, prompt)
     if force and learn is None:
         raise typer.BadParameter("it is meant for --learn", param_hint="--force")
     if learn is not None and config.hw is None and learn.is_file():
         config = config.replaced(hw=learn)
-    from moesim.cli.progress import bars, quiet_libraries
+    from moesim.base.files import ScratchFolder
+    from moesim.cli.output import bars, quiet_libraries
     from moesim.runs.measured import compare_startups
     from moesim.runs.result import run_files, save_run
-    from moesim.runtime.text.datasets import read_prompts
-    from moesim.traces.files import ScratchFolder
+    from moesim.runtime.text import read_prompts
 
     check_places(
         folder=out,
@@ -177,7 +172,7 @@ def _learn(folder: Path, profile: Path, *, force: bool, quiet: bool) -> None:
     Raises:
         ProfileError: it cannot be trusted.
     """
-    from moesim.validation.learning.earlier_runs import learn_from
+    from moesim.evidence.validation.learning import learn_from
 
     learned = learn_from([folder], profile, force=force)
     if not quiet:
@@ -226,8 +221,8 @@ def _run(
 
 
 def _print(measured: "MeasuredRun", startups: dict[str, Any] | None) -> None:
-    from moesim.reporting import text as report
-    from moesim.traces.sizes import format_bytes
+    from moesim.base.sizes import format_bytes
+    from moesim.questions import replay as report
 
     # The routing of a trace makes no texts.
     for number, text in enumerate(getattr(measured, "texts", [])):
@@ -288,7 +283,7 @@ def _without_controls(text: str) -> str:
 
 
 def _memory_text(footprint: "Footprint") -> str:
-    from moesim.traces.sizes import format_bytes
+    from moesim.base.sizes import format_bytes
 
     parts = {
         "experts in host memory": footprint.host_slots,

@@ -1,70 +1,85 @@
 """`moesim train-cache` and `moesim train-tiny`: networks that policies and tests use."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Literal, get_args
 
-import typer
+from moesim.base.options import REQUIRED, Options, json_option, option
+from moesim.cli import output
+from moesim.cli.options import from_dataclass
 
-from moesim.cli import output, parsers
-from moesim.cli.checks import check_places
-from moesim.cli.options import AsJson, Batch, Seed, Steps, TraceFile
+if TYPE_CHECKING:
+    from moesim.questions.learned_cache import TracePart
+    from moesim.traces.format.reader import Trace
+
+Labels = Literal["distance", "masked"]
 
 
-def train_cache(
-    trace: TraceFile,
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR", help="Folder for network and report.", show_default=False
-        ),
-    ],
-    held_out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="TRACE",
-            help=(
-                "Judge on this trace. Default: the last quarter of TRACE, never learned"
-                " from."
-            ),
-        ),
-    ] = None,
-    labels: Annotated[
-        str,
-        typer.Option(
-            metavar="distance|masked",
-            parser=parsers.one_of("distance", "masked"),
-            help="Learn the distance to the next use, or whom Belady evicts.",
-        ),
-    ] = "distance",
-    hidden: Annotated[
-        int,
-        typer.Option(
-            metavar="H", min=1, help="Hidden units: 128 (the paper's table) or 64."
-        ),
-    ] = 128,
-    cache_ratio: Annotated[
-        float,
-        typer.Option(
-            metavar="R",
-            min=0,
-            max=1,
-            help="Cache size for masked labels, and one of the report's.",
-        ),
-    ] = 0.25,
-    epochs: Annotated[
-        int, typer.Option(metavar="N", min=1, help="At most so many.")
-    ] = 200,
-    batch: Batch = 1,
-    steps: Steps = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, help="Of the first weights and the order of samples."
-        ),
-    ] = 0,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainCacheOptions(Options):
+    """What the cache network learns from, and how."""
+
+    trace: Path = option(
+        REQUIRED,
+        "A trace of moesim.",
+        kind=Path,
+        metavar="TRACE",
+        argument=True,
+        place="input",
+    )
+    out: Path = option(
+        REQUIRED,
+        "Folder for network and report.",
+        kind=Path,
+        metavar="DIR",
+        place="folder",
+    )
+    held_out: Path | None = option(
+        None,
+        "Judge on this trace. Default: the last quarter of TRACE, never learned from.",
+        kind=Path,
+        metavar="TRACE",
+        place="input",
+    )
+    labels: Labels = option(
+        "distance",
+        "Learn the distance to the next use, or whom Belady evicts.",
+        metavar="distance|masked",
+        choices=get_args(Labels),
+    )
+    hidden: int = option(
+        128,
+        "Hidden units: 128 (the paper's table) or 64.",
+        kind=int,
+        metavar="H",
+        minimum=1,
+    )
+    cache_ratio: float = option(
+        0.25,
+        "Cache size for masked labels, and one of the report's.",
+        kind=float,
+        metavar="R",
+        minimum=0,
+        maximum=1,
+    )
+    epochs: int = option(200, "At most so many.", kind=int, metavar="N", minimum=1)
+    batch: int = option(1, "Sequences run together.", kind=int, metavar="N", minimum=1)
+    steps: int | None = option(
+        None, "Take the first N steps of each batch.", kind=int, metavar="N", minimum=1
+    )
+    seed: int = option(
+        0,
+        "Of the first weights and the order of samples.",
+        kind=int,
+        metavar="N",
+        minimum=0,
+    )
+    as_json: bool = json_option()
+
+
+@from_dataclass(from_file=False)
+def train_cache(options: TrainCacheOptions) -> None:
     """Train FlashMoE's cache policy on one part of a trace and judge it on another.
 
     The network goes to DIR/flashmoe.safetensors; use it with --cache flashmoe
@@ -77,79 +92,96 @@ def train_cache(
       moesim train-cache calibration.parquet --held-out evaluation.parquet --out learned --hidden 64
       moesim replay q.parquet --policy on-demand --cache flashmoe --artefacts learned
     """
-    check_places(folder=out)
-    from moesim.analysis import learned_cache as learned
-    from moesim.analysis.learned_cache_report import report_text
-    from moesim.analysis.trace_split import all_passes, split
-    from moesim.cli.progress import bar, messages
-    from moesim.policies.base import PolicyError
-    from moesim.runtime.train.cache_network import train
-    from moesim.runtime.train.cache_recipe import Recipe
-    from moesim.traces.files import write_text
+    from moesim.base.files import write_text
+    from moesim.cli.output import bar, messages
+    from moesim.questions import learned_cache as learned
+    from moesim.questions.learned_cache import report_text
+    from moesim.runtime.train.cache import Recipe, train
     from moesim.traces.format.reader import open_trace
 
-    opened = open_trace(trace)
-    shape = opened.shape
-    judged_on = opened if held_out is None else open_trace(held_out)
-    other = judged_on.shape
-    if (other.layers, other.experts) != (shape.layers, shape.experts):
-        raise PolicyError(
-            f"--held-out {held_out}: expected {shape.layers} layers x {shape.experts}"
-            f" experts as in {trace}, found {other.layers} x {other.experts}; record it"
-            " from the same model"
-        )
-    # Judging on what was learned from would flatter the network.
-    if held_out is None:
-        training, judging = split(opened, batch=batch, steps=steps)
-    else:
-        training = all_passes(opened, batch=batch, steps=steps)
-        judging = all_passes(judged_on, batch=batch, steps=steps)
-
-    recipe = Recipe(
-        labels="masked" if labels == "masked" else "distance",
-        hidden=hidden,
-        epochs=epochs,
-    )
+    opened = open_trace(options.trace)
+    training, judging = _parts(options, opened)
+    recipe = Recipe(labels=options.labels, hidden=options.hidden, epochs=options.epochs)
     # Whom Belady evicts depends on how many experts fit.
-    slots = round(cache_ratio * shape.experts)
-    with bar("training", epochs) as show:
-        trained = train(training, shape, recipe, slots=slots, seed=seed, progress=show)
+    slots = round(options.cache_ratio * opened.shape.experts)
+    with bar("training", options.epochs) as show:
+        trained = train(
+            training,
+            opened.shape,
+            recipe,
+            slots=slots,
+            seed=options.seed,
+            progress=show,
+        )
     facts = trained.facts | {
         # A network says what it was trained on, wherever it is copied to.
         "trace": opened.path.name,
         "trace_digest": opened.digest(),
-        "batch": batch,
+        "batch": options.batch,
     }
+    sizes = learned.cache_sizes(opened.shape, options.cache_ratio)
     with messages("judging on the held-out part"):
-        report = learned.report(
-            judging, trained.network, facts, learned.cache_sizes(shape, cache_ratio)
-        )
+        report = learned.report(judging, trained.network, facts, sizes)
 
     text = report_text(report)
     # The network comes first: a report without its network would promise too much.
-    trained.save(out / f"{learned.LEARNED}.safetensors")
-    for name, content in (
-        ("report.json", json.dumps(report, indent=2) + "\n"),
-        ("report.md", text),
-    ):
-        write_text(out / name, content)
-    if as_json:
+    trained.save(options.out / f"{learned.LEARNED}.safetensors")
+    write_text(options.out / "report.json", json.dumps(report, indent=2) + "\n")
+    write_text(options.out / "report.md", text)
+    if options.as_json:
         print(json.dumps(report, indent=2))
         return
     print(text)
-    output.print_written([out])
+    output.print_written([options.out])
 
 
-def train_tiny(
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR", help="Folder for the checkpoint.", show_default=False
-        ),
-    ],
-    minutes: Annotated[float, typer.Option(min=0.01, help="Training time.")] = 12.0,
-    seed: Seed = 0,
-) -> None:
+def _parts(
+    options: TrainCacheOptions, opened: "Trace"
+) -> tuple["TracePart", "TracePart"]:
+    """Forward passes to learn from, and others to judge on.
+
+    Raises:
+        PolicyError: another model's trace, or the same sequences.
+    """
+    from moesim.policies.base import PolicyError
+    from moesim.questions.learned_cache import all_passes, check_held_out, split
+    from moesim.traces.format.reader import open_trace
+
+    batch = options.batch
+    steps = options.steps
+    if options.held_out is None:
+        return split(opened, batch=batch, steps=steps)
+    shape = opened.shape
+    judged_on = open_trace(options.held_out)
+    other = judged_on.shape
+    if (other.layers, other.experts) != (shape.layers, shape.experts):
+        raise PolicyError(
+            f"--held-out {options.held_out}: expected {shape.layers} layers x"
+            f" {shape.experts} experts as in {options.trace}, found {other.layers} x"
+            f" {other.experts}; record it from the same model"
+        )
+    check_held_out(opened, judged_on)
+    learned_from = all_passes(opened, batch=batch, steps=steps)
+    return learned_from, all_passes(judged_on, batch=batch, steps=steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainTinyOptions(Options):
+    """How the small model is trained."""
+
+    out: Path = option(
+        REQUIRED,
+        "Folder for the checkpoint.",
+        kind=Path,
+        metavar="DIR",
+        place="folder",
+    )
+    minutes: float = option(12.0, "Training time.", kind=float, minimum=0.01)
+    seed: int = option(0, "Of the draws.", kind=int, metavar="N", minimum=0)
+
+
+@from_dataclass(from_file=False)
+def train_tiny(options: TrainTinyOptions) -> None:
     """Train the tiny model that ships with the project, from scratch, on the standard
     library's sources.
 
@@ -157,14 +189,18 @@ def train_tiny(
     Example:
       moesim train-tiny --out my-tiny --minutes 12
     """
-    check_places(folder=out)
-    from moesim.cli.progress import bar, quiet_libraries
+    from moesim.cli.output import bar, quiet_libraries
 
     quiet_libraries()
     from moesim.runtime.train import tiny
 
-    with bar("training", 60 * minutes) as show:
-        facts = tiny.train_tiny(out, minutes, seed, lambda point: show(point.seconds_s))
+    with bar("training", 60 * options.minutes) as show:
+        facts = tiny.train_tiny(
+            options.out,
+            options.minutes,
+            options.seed,
+            lambda point: show(point.seconds_s),
+        )
     print(f"{facts['steps']:,} steps in {facts['seconds_s'] / 60:.1f} minutes")
     print(f"held-out loss: {facts['held_out']['nats_per_byte']:.3f} nats per byte")
-    output.print_written([out])
+    output.print_written([options.out])

@@ -14,10 +14,30 @@ function element(name, attributes = {}, ...children) {
   return made;
 }
 
-// Hues as far apart as there are policies, of one lightness.
+// The same colours as in the figures of the command line.
 function colourOf(policy) {
-  const hue = (360 * policies.indexOf(policy)) / policies.length;
-  return `hsl(${hue.toFixed(0)} 65% 45%)`;
+  return sweep.colours[policy];
+}
+
+// Steps of 1, 2 or 5 times a power of a base, about four of them up to the most.
+function roundTicks(most, base = 10) {
+  const rough = most / 4;
+  const power = base ** Math.floor(Math.log(rough) / Math.log(base));
+  const factors = base === 2 ? [1] : [1, 2, 5];
+  const step = factors.map((factor) => factor * power).find((each) => each >= rough) ?? base * power;
+  const ticks = [];
+  for (let place = 0; place * step <= most * 1.0001; place += 1) ticks.push(place * step);
+  return ticks;
+}
+
+// What is chosen stands in the address, so that a copied address shows the same.
+const stated = new URLSearchParams(location.hash.slice(1));
+const chosen = new Map(stated);
+
+function remember(name, value) {
+  if (value === "" || value === null) chosen.delete(name);
+  else chosen.set(name, value);
+  history.replaceState(null, "", `#${new URLSearchParams([...chosen])}`);
 }
 
 function milliseconds(seconds) {
@@ -25,16 +45,25 @@ function milliseconds(seconds) {
   return seconds >= 1 ? `${seconds.toPrecision(3)} s` : `${(1e3 * seconds).toPrecision(3)} ms`;
 }
 
-function sizeWords(bytes) {
-  const [unit, size] = bytes >= 2 ** 29 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
-  return bytes ? `${(bytes / size).toPrecision(3)} ${unit}` : "0";
+function tickTime(seconds) {
+  return seconds >= 1 ? `${+seconds.toPrecision(6)} s` : `${+(1e3 * seconds).toPrecision(6)} ms`;
 }
 
-function choice(place, label, options, chosen, changed) {
+function sizeWords(bytes) {
+  const [unit, size] = bytes >= 2 ** 29 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
+  return bytes ? `${+(bytes / size).toPrecision(3)} ${unit}` : "0";
+}
+
+function choice(place, label, options, preset, changed) {
   const select = element("select");
   for (const [value, text] of options) select.append(element("option", { value }, text));
-  select.value = chosen;
-  select.addEventListener("change", changed);
+  const name = `${place.id.split("-")[0]}-${label.replaceAll(" ", "-")}`;
+  const known = options.map(([value]) => String(value));
+  select.value = known.includes(stated.get(name)) ? stated.get(name) : preset;
+  select.addEventListener("change", () => {
+    remember(name, select.value);
+    changed();
+  });
   place.append(element("label", {}, `${label} `, select));
   return select;
 }
@@ -119,6 +148,14 @@ function frontOf(points) {
   return front;
 }
 
+function around(here) {
+  if (here.length === 1) return [[here[0], 0, 0]];
+  return here.map((run, place) => {
+    const angle = (2 * Math.PI * place) / here.length;
+    return [run, 6 * Math.cos(angle), 6 * Math.sin(angle)];
+  });
+}
+
 function drawFront() {
   const points = runs.filter((run) =>
     filters.every(([axis, select]) => !select.value || (run.at[axis] ?? "") === select.value),
@@ -132,23 +169,28 @@ function drawFront() {
   const x = (run) => left + ((right - left) * run.gpu_bytes) / most;
   const y = (run) => bottom - ((bottom - top) * run.s) / longest;
   const picture = element("svg:svg", { viewBox: "0 0 700 345", role: "group", "aria-label": "Time over memory of the GPU" });
-  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
-    const at = bottom - (bottom - top) * share;
-    const over = left + (right - left) * share;
+  for (const seconds of roundTicks(longest)) {
+    const at = y({ s: seconds });
     picture.append(
       element("svg:line", { x1: left, x2: right, y1: at, y2: at }),
-      element("svg:text", { x: left - 6, y: at + 4, "text-anchor": "end" }, milliseconds(share * longest)),
-      element("svg:text", { x: over, y: bottom + 16, "text-anchor": "middle" }, sizeWords(share * most)),
+      element("svg:text", { x: left - 6, y: at + 4, "text-anchor": "end" }, tickTime(seconds)),
     );
+  }
+  for (const bytes of roundTicks(most, 2)) {
+    const over = x({ gpu_bytes: bytes });
+    const anchor = over > right - 30 ? "end" : "middle";
+    picture.append(element("svg:text", { x: over, y: bottom + 16, "text-anchor": anchor }, sizeWords(bytes)));
   }
   picture.append(element("svg:text", { x: right, y: bottom + 36, "text-anchor": "end" }, `${sweep.measure} over memory of the GPU`));
   const line = frontOf(points).map((run) => `${x(run)} ${y(run)}`);
   picture.append(element("svg:path", { d: `M${line.join("L")}` }));
-  for (const run of points) {
+  // Points at one place stand around it, so that none hides another.
+  const places = group(points, (run) => `${Math.round(x(run) / 4)} ${Math.round(y(run) / 4)}`);
+  for (const [run, dx, dy] of [...places.values()].flatMap(around)) {
     const words = `${run.name}: ${milliseconds(run.s)}, ${sizeWords(run.gpu_bytes)}`;
     const circle = element(
       "svg:circle",
-      { cx: x(run), cy: y(run), r: 5, fill: colourOf(run.policy), class: run.oracle ? "future" : "", "data-run": run.index },
+      { cx: x(run) + dx, cy: y(run) + dy, r: 5, fill: colourOf(run.policy), class: run.oracle ? "future" : "", "data-run": run.index },
       element("svg:title", {}, words),
     );
     circle.addEventListener("click", () => openRun(run));
@@ -165,6 +207,7 @@ function drawFront() {
 // One run: lanes and placement.
 async function openRun(run) {
   const place = document.getElementById("run");
+  remember("run", String(run.index));
   const facts = element("dl");
   for (const [name, value] of run.facts) facts.append(element("dt", {}, name), element("dd", {}, value));
 
@@ -207,7 +250,15 @@ async function showPlacement(run, place) {
     const mean = used.reduce((sum, share) => sum + share, 0) / (used.length || 1) / sweep.full_share;
     canvas.setAttribute("aria-label", `Share of each expert ${label}; mean ${(100 * mean).toFixed(0)} %`);
     draw(canvas, shares.subarray(part * size, (part + 1) * size));
-    const caption = `Share ${title}, mean ${(100 * mean).toFixed(0)} %: a cell per expert, a line per layer; red none, blue all, empty never used.`;
+    canvas.addEventListener("mousemove", (event) => {
+      const box = canvas.getBoundingClientRect();
+      const expert = Math.floor(((event.clientX - box.left) / box.width) * run.experts);
+      const layer = Math.floor(((event.clientY - box.top) / box.height) * layers);
+      const share = shares[part * size + layer * run.experts + expert];
+      const used = share === sweep.never_used ? "never used" : `${(100 * share) / sweep.full_share} % ${label}`;
+      canvas.title = `layer ${layer}, expert ${expert}: ${used}`;
+    });
+    const caption = `Share ${title}, mean ${(100 * mean).toFixed(0)} %: a cell per expert, a line per layer; orange none, blue all, empty never used.`;
     place.append(element("p", { class: "note" }, caption), canvas);
   }
 }
@@ -215,10 +266,12 @@ async function showPlacement(run, place) {
 function draw(canvas, shares) {
   const context = canvas.getContext("2d");
   const image = context.createImageData(canvas.width, canvas.height);
+  const [cpu, gpu] = sweep.devices.map((colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16)));
   shares.forEach((share, index) => {
     if (share === sweep.never_used) return;
-    const blue = share / sweep.full_share;
-    image.data.set([214 - 174 * blue, 70 + 50 * blue, 60 + 140 * blue, 255], 4 * index);
+    const part = share / sweep.full_share;
+    const mix = cpu.map((from, channel) => from + (gpu[channel] - from) * part);
+    image.data.set([...mix, 255], 4 * index);
   });
   context.putImageData(image, 0, 0);
 }
@@ -232,3 +285,4 @@ function draw(canvas, shares) {
 });
 drawMap();
 drawFront();
+if (runs[Number(stated.get("run"))] && stated.has("run")) openRun(runs[Number(stated.get("run"))]);

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
+from moesim.base.inputs import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,6 +61,8 @@ def decoding(
         yield
     except TraceError:
         raise
+    except InputError as error:
+        raise TraceError(f"{path}: {part}: {error}") from None
     except DECODING_ERRORS as error:
         reason = " ".join(str(error).split())[:_REASON_LETTERS]
         reason = reason or type(error).__name__

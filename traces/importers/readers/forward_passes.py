@@ -16,23 +16,33 @@ if TYPE_CHECKING:
     Block = dict[str, np.ndarray]
 
 
+class UnclearError(Exception):
+    """Two passes may be pieces of one prompt or two prompts."""
+
+
 class ForwardPasses:
     """Deals the tokens of forward passes to sequences.
 
     A pass of several tokens is a prompt, a pass of one token continues the sequence. A
     layer may hold fewer tokens than its pass, and then they are the last ones: some
-    engines compute the last layer only where logits are wanted.
+    engines compute the last layer only where logits are wanted, so of a prompt in
+    several passes only the last one has all layers.
 
     Args:
-        chunked: whether consecutive passes of several tokens are pieces of one prompt;
-            otherwise each begins a sequence.
+        layers: of the model, where prompts come in several passes; 0 where every pass
+            of several tokens is a prompt of its own.
+        joins: whether passes of a prompt that all have every token at every layer are
+            pieces of one; None refuses such passes.
     """
 
-    def __init__(self, *, chunked: bool) -> None:
-        self._chunked = chunked
+    def __init__(self, *, layers: int = 0, joins: bool | None = None) -> None:
+        self._layers = layers
+        self._joins = joins
         self._sequence = -1
         self._next_pos = 0
-        self._in_prompt = False
+        # Whether the prompt goes on: of the last pass that was read.
+        self._is_open = False
+        self._is_unclear = False
 
     def rows(
         self,
@@ -48,6 +58,9 @@ class ForwardPasses:
             layer: int [R], layer of each run.
             tokens: int [R], tokens of each run.
             experts: int [N, K], rows of all runs, one run after the other.
+
+        Raises:
+            UnclearError: the passes do not say where a prompt ends.
         """
         new_pass = np.concatenate(([True], np.diff(number) != 0))
         pass_starts = np.flatnonzero(new_pass)
@@ -56,10 +69,7 @@ class ForwardPasses:
         # The fullest layer says how many tokens a pass has.
         size = np.maximum.reduceat(tokens, pass_starts)
         is_prompt = size > 1
-
-        begins = is_prompt.copy()
-        if self._chunked:
-            begins &= ~np.concatenate(([self._in_prompt], is_prompt[:-1]))
+        begins = self._begins(pass_starts, tokens, size)
         # Whatever comes first in the file begins a sequence, a single token too.
         begins[0] |= self._sequence < 0
 
@@ -71,7 +81,6 @@ class ForwardPasses:
         first_pos = tokens_before - sequence_start
 
         self._sequence = int(sequence[-1])
-        self._in_prompt = bool(is_prompt[-1])
         self._next_pos = int(first_pos[-1] + size[-1])
 
         # A run's tokens are the last ones of its pass.
@@ -88,3 +97,25 @@ class ForwardPasses:
             "layer": np.repeat(layer, tokens).astype(np.int32),
             "experts": experts,
         }
+
+    def _begins(
+        self, pass_starts: np.ndarray, tokens: np.ndarray, size: np.ndarray
+    ) -> np.ndarray:
+        """Bool [P]: whether each pass begins a sequence."""
+        is_prompt = size > 1
+        if not self._layers:
+            return is_prompt
+
+        runs = np.diff(np.append(pass_starts, len(tokens)))
+        last_run = tokens[pass_starts + runs - 1]
+        is_whole = runs == self._layers
+        is_unclear = is_prompt & is_whole & (last_run == size)
+        is_open = is_prompt & (~is_whole | (is_unclear & bool(self._joins)))
+
+        goes_on = np.concatenate(([self._is_open], is_open[:-1]))
+        after_unclear = np.concatenate(([self._is_unclear], is_unclear[:-1]))
+        if self._joins is None and (after_unclear & is_prompt).any():
+            raise UnclearError
+        self._is_open = bool(is_open[-1])
+        self._is_unclear = bool(is_unclear[-1])
+        return is_prompt & ~goes_on

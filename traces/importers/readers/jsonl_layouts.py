@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from moesim.base.inputs import load_json, read_text
 from moesim.traces.format.arrow import lists, numbers, values
 from moesim.traces.importers.readers.errors import decoding, layout_error
 from moesim.traces.importers.readers.json_lines import (
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from moesim.traces.errors import TraceError
+    from moesim.base.errors import TraceError
     from moesim.traces.importers.readers.json_lines import JsonLines
 
 Keys = dict[str, tuple[str, ...]]
@@ -138,6 +139,7 @@ def row_tables(path: Path, keys: Keys = KEYS) -> Iterator[RowTable]:
     first = _first_row(path, rows)
     if first is None:
         return
+    _refuse_two_positions(path, first, keys)
     layout = _layout_of(first, rows.top_k, keys)
     reader = JsonLinesReader(layout.structure)
 
@@ -149,6 +151,21 @@ def row_tables(path: Path, keys: Keys = KEYS) -> Iterator[RowTable]:
         table = layout.table(lines)
         if len(table.line):
             yield table
+
+
+def _refuse_two_positions(path: Path, first: Any, keys: Keys) -> None:
+    """Refuse rows with both a ``token`` and a ``step``: either may be a token id."""
+    if not isinstance(first, dict):
+        return
+    known = [key for key in keys["pos"] if key in first]
+    if known and known[0] == "token" and "step" in known:
+        raise layout_error(
+            path,
+            "rows",
+            "one key for the position",
+            "token and step",
+            "say --map pos=token or --map pos=step",
+        )
 
 
 # -- which lines hold rows -------------------------------------------------------------
@@ -177,7 +194,7 @@ def _rows_of(path: Path) -> _Rows:
 
     # One JSON text over many lines.
     with decoding(path, "JSON"):
-        text = json.loads(path.read_text(encoding="utf-8"))
+        text = load_json(read_text(path))
     if _is_header(text):
         return _Rows(_header_top_k(path, text), _lists_in(text), None)
     return _Rows(0, [json.dumps(text).encode()], None)

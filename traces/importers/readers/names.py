@@ -51,7 +51,7 @@ def named_by(path: Path, text: str, known: tuple[str, ...]) -> dict[str, str]:
         if not equals or not source or name not in known:
             raise layout_error(
                 path,
-                f"option map: {word!r}",
+                f"--map: {word!r}",
                 f"column=theirs with {', '.join(known)}",
                 name or "nothing",
                 "",
@@ -82,7 +82,7 @@ def layout_names(path: Path, text: str, meanings: Mapping[str, str]) -> dict[str
         name = meanings[word]
         if name in mapped or source in [names[other] for other in mapped]:
             raise layout_error(
-                path, "option map", "each column once", f"{word}={source}", ""
+                path, "--map", "each column once", f"{word}={source}", ""
             )
         mapped.add(name)
         names[name] = source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,8 +14,16 @@ NO_WEIGHTS = "no combine weights in the source"
 NO_PHASES = "the source does not tell prompt from generated tokens"
 PROMPT_TOKENS = "how many of the first tokens of every sequence are prompt"
 PROMPT_TOKENS_NOTE = (
-    f"{NO_PHASES}: all are taken as generated; option prompt_tokens=N says more"
+    f"{NO_PHASES}: all are taken as generated; --prompt-tokens N says more"
 )
+
+
+_FLAGS = ("map", "prompt_tokens", "batch")
+
+
+def spelled(name: str) -> str:
+    """Return how the command line calls an option of an importer."""
+    return f"--{name.replace('_', '-')}" if name in _FLAGS else f"--option {name}"
 
 
 def whole_number(
@@ -32,7 +40,7 @@ def whole_number(
     text = str(value).strip()
     if not text.isdecimal() or int(text) < least:
         raise TraceError(
-            f"{path}: option {name}: expected a whole number >= {least}, got {text!r}"
+            f"{path}: {spelled(name)}: expected a whole number >= {least}, got {text!r}"
         )
 
     return int(text)

@@ -19,10 +19,11 @@ import pickletools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import types as nb
 
-from moesim.traces.compilation import compiled, input_array
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -263,7 +264,7 @@ def _check_instructions(
 
 
 @compiled(
-    nb.Tuple((nb.int64, nb.boolean))(
+    nb.Several((nb.int64, nb.boolean))(
         input_array(nb.uint8),
         nb.int64[::1],
         nb.int64[:, ::1],

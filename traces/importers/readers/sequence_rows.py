@@ -71,6 +71,7 @@ def finished(
     shape: ModelShape,
     block: Block,
     names: Sequence[str] = (),
+    prompt: int | None = None,
 ) -> Block:
     """Give a whole, sorted sequence MoE layers instead of the file's numbers, and a
     phase.
@@ -82,6 +83,8 @@ def finished(
             columns.
         names: columns of `block` that belong to a token and must agree at all its
             layers.
+        prompt: how many of the first tokens are prompt; None where the rows say so, or
+            nobody knows.
 
     Raises:
         TraceError: layers that do not fit, a token twice at a layer.
@@ -113,6 +116,11 @@ def finished(
                 "one value at all layers",
                 "several",
             )
+
+    if prompt is not None:
+        number = np.cumsum(np.concatenate(([0], ~same_token)))
+        phase = np.where(number < prompt, Phase.PREFILL, Phase.DECODE).astype(np.int8)
+        return {**block, "layer": layer, "phase": phase}
 
     # Without prompts a trace replays as decode, and the report says so.
     phase = block.get("phase", np.full(len(pos), Phase.DECODE, np.int8))

@@ -4,7 +4,6 @@ torch's zip. Nothing is executed.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import warnings
@@ -13,7 +12,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.traces import tensor_seal
+from moesim.base.inputs import (
+    MOST_ARRAY_BYTES,
+    MOST_BYTES_VARIABLE,
+    load_json,
+    most_bytes,
+)
+from moesim.base.seals import check_tensors
+from moesim.base.sizes import format_bytes
 from moesim.traces.importers.readers import torch_file
 from moesim.traces.importers.readers.bfloat16 import BF16, from_bf16, raw_dtype
 from moesim.traces.importers.readers.errors import (
@@ -179,6 +185,15 @@ def array(
     )
 
     due = count * dtype.itemsize
+    most = max(MOST_ARRAY_BYTES, most_bytes())
+    if due > most:
+        raise layout_error(
+            path,
+            name,
+            f"an array of at most {format_bytes(most)}",
+            format_bytes(due),
+            f"{MOST_BYTES_VARIABLE} raises the limit",
+        )
     data = file.read(due)
     if len(data) != due:
         raise layout_error(
@@ -252,7 +267,7 @@ def _safetensors(path: Path) -> dict[str, np.ndarray]:
 
     metadata = header[0].get("__metadata__")
     if metadata:
-        tensor_seal.check(path, arrays, metadata)
+        check_tensors(path, arrays, metadata)
     return arrays
 
 
@@ -282,7 +297,7 @@ def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
                 actual,
                 _CUT_OFF,
             )
-        return json.loads(file.read(length)), 8 + length
+        return load_json(file.read(length)), 8 + length
 
 
 def _places(

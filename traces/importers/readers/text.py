@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moesim.base.inputs import open_input
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -27,7 +29,7 @@ def head(
 ) -> bytes:
     """Return the first bytes of a file; none where it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             return file.read(count)
     except OSError:
         return b""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from moesim.traces.errors import TraceError
+from moesim.base.errors import TraceError
 from moesim.traces.importers.readers.bfloat16 import BF16, from_bf16, raw_dtype
 from moesim.traces.importers.readers.errors import DECODING_ERRORS, decoding
 from moesim.traces.importers.readers.parse_cache import ParseCache

@@ -1,6 +1,7 @@
 """`moesim doctor`: what this machine has, and what of it works."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,12 @@ def doctor(
             help="Folder on the disk that will hold experts. Default: temporary files.",
         ),
     ] = None,
+    warm: Annotated[
+        bool,
+        typer.Option(
+            "--warm", help="Only compile everything that runs would wait for once."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what this machine has, and what of it works, in less than a minute.
@@ -35,10 +42,14 @@ def doctor(
     Examples:
       moesim doctor
       moesim doctor --disk /mnt/nvme --report doctor.json
+      moesim doctor --warm
     """
+    if warm:
+        _compile_ahead()
+        return
     check_places(files=[report])
-    from moesim.cli.progress import bar, quiet_libraries
-    from moesim.doctor.diagnosis import diagnose
+    from moesim.cli.output import bar, quiet_libraries
+    from moesim.evidence.doctor.diagnosis import diagnose
 
     quiet_libraries()
     with bar("checking", 1.0) as show:
@@ -53,3 +64,15 @@ def doctor(
             output.print_written([report])
     if diagnosis.of("fails"):
         raise typer.Exit(1)
+
+
+def _compile_ahead() -> None:
+    from moesim.base.host_limits import available_cores
+    from moesim.cli.output import bar
+    from moesim.machine_code.ahead import compile_ahead
+    from moesim.machine_code.store import folder
+
+    print("compiling everything, once, about 20 s of one core", file=sys.stderr)
+    with bar("compiling", 1.0) as show:
+        made = compile_ahead(available_cores(), show)
+    print(f"{made} functions compiled; all are in {folder()}")

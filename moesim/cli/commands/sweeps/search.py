@@ -1,31 +1,41 @@
 """`moesim search`: the best run, where a grid is too large."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
+from moesim.base.options import option
 from moesim.cli import output
-from moesim.cli.axes import with_axes
-from moesim.cli.checks import check_places
-from moesim.cli.commands.sweeps.sweep import (
-    Cluster,
-    Jobs,
-    Source,
-    Store,
-    Table,
-    sources,
-)
-from moesim.cli.options import AsJson
+from moesim.cli.commands.sweeps.sweep import ManyRunsOptions, sources
+from moesim.cli.options import from_dataclass
 
 SHOWN = 12
 """Proposals that a terminal shows; the table has all of them."""
 
 
-@with_axes()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions(ManyRunsOptions):
+    """What is sought, and how long."""
+
+    objectives: tuple[str, ...] = option(
+        ("tpot_s",),
+        "What is to be best; several metrics give a Pareto front.",
+        metavar="METRIC",
+        many=True,
+    )
+    trials: int = option(
+        60, "Runs that are proposed.", kind=int, metavar="N", minimum=1
+    )
+    halving: bool = option(
+        False, "Replay few steps first, and the best third for longer.", kind=bool
+    )
+
+
+@from_dataclass()
 def search(
-    source: Source = None,
-    *,
     axes: dict[str, Any],
+    options: SearchOptions,
     over: Annotated[
         list[str] | None,
         typer.Option(
@@ -34,29 +44,6 @@ def search(
             " policy, such as cache.decay=0.5:0.99. May be repeated.",
         ),
     ] = None,
-    objectives: Annotated[
-        str,
-        typer.Option(
-            "--objective",
-            "--objectives",
-            metavar="METRIC,…",
-            help="What is to be best; several metrics give a Pareto front.",
-        ),
-    ] = "tpot_s",
-    trials: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Runs that are proposed.")
-    ] = 60,
-    halving: Annotated[
-        bool,
-        typer.Option(
-            "--halving", help="Replay few steps first, and the best third for longer."
-        ),
-    ] = False,
-    store: Store = None,
-    jobs: Jobs = None,
-    cluster: Cluster = None,
-    table: Table = None,
-    as_json: AsJson = False,
 ) -> None:
     """Search for the best policy parameters, memory and machine with Optuna.
 
@@ -67,29 +54,27 @@ def search(
       moesim search q.parquet --policies greedy,fiddler --over cache_ratio=0.05:0.5 --objectives tpot_s,gpu_bytes
       moesim search q.parquet --policy on-demand --cache lfu --over cache.decay=0.5:0.99 --halving
     """
-    from moesim.cli.progress import bar
-    from moesim.reporting.tables import aligned
-    from moesim.reporting.text import save_table
-    from moesim.sweeps.search import search as search_for
+    from moesim.cli.output import bar
+    from moesim.questions.search import search as search_for
+    from moesim.reporting.tables import aligned, save_table
 
-    check_places(folder=store, files=[table], inputs=[source])
-    (trace,) = _single(sources(source, axes))
+    (trace,) = _single(sources(options.source, axes))
     with bar("searching", 1.0) as show:
         searched = search_for(
             trace,
             over=dict(map(_range, over or [])),
-            objectives=objectives.split(","),
-            trials=trials,
-            halving=halving,
-            store=store,
-            jobs=jobs,
-            cluster=cluster,
+            objectives=options.objectives,
+            trials=options.trials,
+            halving=options.halving,
+            store=options.store,
+            jobs=options.jobs,
+            cluster=options.cluster,
             progress=show,
             **{name: _value(values) for name, values in axes.items()},
         )
-    if table is not None:
-        save_table(searched, table)
-    if as_json:
+    if options.table is not None:
+        save_table(searched, options.table)
+    if options.as_json:
         print(searched.to_json(orient="records", indent=2))
         return
     shown = searched.drop(columns="digest").head(SHOWN).round(6)
@@ -97,7 +82,7 @@ def search(
     print("\n".join(aligned([list(map(str, shown.columns)), *rows])))
     best = int(searched["best"].sum())
     print(f"\nbest: {best} of {len(searched)} runs that were replayed in full")
-    output.print_written([store, table])
+    output.print_written([options.store, options.table])
 
 
 def _single(source: Any) -> list[Any]:

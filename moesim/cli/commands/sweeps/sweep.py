@@ -1,75 +1,70 @@
 """`moesim sweep`: every combination of the values of any options."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from moesim.base.options import (
+    PAGES,
+    PICTURES,
+    TABLES,
+    Options,
+    file_option,
+    folder_option,
+    json_option,
+    option,
+)
 from moesim.cli import output
-from moesim.cli.axes import with_axes
-from moesim.cli.checks import check_places
-from moesim.cli.options import AsJson
+from moesim.cli.options import from_dataclass
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Source = Annotated[
-    Path | None,
-    typer.Argument(
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManyRunsOptions(Options):
+    """What many runs are made of, and where they happen."""
+
+    source: Path | None = option(
+        None,
+        "A moesim trace, or a TOML file in which every list is an axis.",
+        kind=Path,
         metavar="TRACE|CONFIG",
-        help="A moesim trace, or a TOML file in which every list is an axis.",
-        show_default=False,
-    ),
-]
-Store = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Keep results there; runs that are there are not run again.",
-    ),
-]
-Cluster = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Run on a Dask cluster: tcp://HOST:8786, or local:N for N processes here.",
-    ),
-]
-Jobs = Annotated[
-    int | None,
-    typer.Option(
+        argument=True,
+        place="input",
+    )
+    store: Path | None = folder_option(
+        "Keep results there; runs that are there are not run again."
+    )
+    jobs: int | None = option(
+        None,
+        "Replays at the same time. Default: as many as pay, one per core at most.",
+        kind=int,
         metavar="N",
-        min=1,
-        help="Replays at the same time. Default: as many as pay, one per core at most.",
-    ),
-]
+        minimum=1,
+    )
+    cluster: str | None = option(
+        None,
+        "Run on a Dask cluster: tcp://HOST:8786, or local:N for N processes here.",
+        metavar="ADDRESS",
+    )
+    table: Path | None = file_option("Write the table.", *TABLES)
+    as_json: bool = json_option()
 
-Table = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write the table, .csv or .parquet."),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions(ManyRunsOptions):
+    """What `moesim sweep` writes beside the table."""
+
+    png: Path | None = file_option("Draw it.", *PICTURES)
+    html: Path | None = file_option("Write a page to explore it.", *PAGES)
 
 
-@with_axes()
-def sweep(
-    source: Source = None,
-    *,
-    axes: dict[str, Any],
-    store: Store = None,
-    jobs: Jobs = None,
-    cluster: Cluster = None,
-    png: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw it, as .png, .svg or .pdf."),
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a page to explore it."),
-    ] = None,
-    table: Table = None,
-    as_json: AsJson = False,
-) -> None:
+@from_dataclass()
+def sweep(axes: dict[str, Any], options: SweepOptions) -> None:
     """Replay every combination of policies, memories, machines, traces, batches and
     whatever else has several values, and say who is fastest where.
 
@@ -82,25 +77,30 @@ def sweep(
       moesim sweep exp.toml --seeds 0,1,2,3 --store results
       moesim sweep exp.toml --cluster tcp://192.168.0.5:8786 --store results
     """
-    from moesim.cli.progress import bar
-    from moesim.reporting.sweeps.text import sweep_text
-    from moesim.sweeps.plan import planned
-    from moesim.sweeps.sweep import configs_of, run_sweep
+    from moesim.cli.output import bar
+    from moesim.questions.sweep_text import sweep_text
+    from moesim.runs.sweeps.plan import planned
+    from moesim.runs.sweeps.sweep import configs_of, run_sweep
 
-    check_places(folder=store, files=[png, html, table], inputs=[source])
-    plan = planned(configs_of(sources(source, axes), axes))
+    plan = planned(configs_of(sources(options.source, axes), axes))
     with bar("replaying", 1.0) as show:
-        swept = run_sweep(plan, store=store, jobs=jobs, cluster=cluster, progress=show)
+        swept = run_sweep(
+            plan,
+            store=options.store,
+            jobs=options.jobs,
+            cluster=options.cluster,
+            progress=show,
+        )
 
     frame = swept.frame(details=True)
-    _write(frame, png=png, html=html, table=table)
-    if as_json:
+    _write(frame, options)
+    if options.as_json:
         print(swept.frame().to_json(orient="records", indent=2))
         return
     print(sweep_text(frame))
     if swept.stored:
-        print(f"{swept.stored} of {len(frame)} runs were in {store}")
-    output.print_written([store, png, html, table])
+        print(f"{swept.stored} of {len(frame)} runs were in {options.store}")
+    output.print_written([options.store, options.png, options.html, options.table])
     warnings = [line for text in frame["warnings"] for line in json.loads(text)]
     # Runs share most of their warnings; each is worth one line.
     output.print_notes([*swept.refusal_lines(), *dict.fromkeys(warnings)])
@@ -126,19 +126,16 @@ def sources(source: Path | None, axes: dict[str, Any]) -> Any:
     return source
 
 
-def _write(
-    frame: "pd.DataFrame", *, png: Path | None, html: Path | None, table: Path | None
-) -> None:
+def _write(frame: "pd.DataFrame", options: SweepOptions) -> None:
+    from moesim.questions.sweep_page import sweep_figure, write_sweep
     from moesim.reporting.figures import save
-    from moesim.reporting.sweeps.figure import sweep_figure
-    from moesim.reporting.sweeps.page import write_sweep
-    from moesim.reporting.text import save_table
-    from moesim.sweeps.rows import DETAILS
+    from moesim.reporting.tables import save_table
+    from moesim.runs.sweeps.rows import DETAILS
 
-    if table is not None:
+    if options.table is not None:
         names = [name for name in frame.columns if name not in DETAILS]
-        save_table(frame[names], table)
-    if html is not None:
-        write_sweep(frame, html, output.command_line())
-    if png is not None:
-        save(sweep_figure(frame), png)
+        save_table(frame[names], options.table)
+    if options.html is not None:
+        write_sweep(frame, options.html, output.command_line())
+    if options.png is not None:
+        save(sweep_figure(frame), options.png)

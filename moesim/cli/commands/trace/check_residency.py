@@ -50,8 +50,8 @@ def check_residency(
       moesim trace check-residency trace.parquet --cache 3000MiB
       moesim trace check-residency trace.parquet --cache auto --engine-hits 81234
     """
-    from moesim.analysis.residency import check_residency as compare
-    from moesim.traces.sizes import format_bytes
+    from moesim.base.sizes import format_bytes
+    from moesim.questions.residency import check_residency as compare
 
     cache_bytes = None if cache_size == AUTO else cache_size
     comparison = compare(trace, cache_bytes=cache_bytes, cache=policy)

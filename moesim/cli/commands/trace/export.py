@@ -34,7 +34,7 @@ def export(
     """
     # A layout of the same name would replace the trace that it is made from.
     check_places(files=[target], inputs=[trace])
-    from moesim.cli.progress import bar
+    from moesim.cli.output import bar
     from moesim.traces.exporters import export_trace
     from moesim.traces.format.reader import open_trace
 

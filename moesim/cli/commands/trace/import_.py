@@ -79,6 +79,14 @@ def import_(
             help="Sequences behind each other in router logits.",
         ),
     ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="What else the importer of this layout asks for; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     drop_incomplete: Annotated[
         bool,
         typer.Option(
@@ -101,13 +109,19 @@ def import_(
       moesim trace import unsorted.parquet sorted.parquet
     """
     check_places(files=[target], inputs=sources)
-    from moesim.cli.progress import bar
+    if weights is not None and "expert_bytes" in (shape or ""):
+        raise typer.BadParameter(
+            f"expected one of both, got {weights} beside expert_bytes in --shape, which"
+            " says the bytes already",
+            param_hint="--weights",
+        )
+    from moesim.cli.output import bar
     from moesim.traces.importers import import_trace
     from moesim.traces.models import model_shape
 
     # A sorted moesim trace keeps its own shape.
     model = None if shape is None else model_shape(shape, weights or "bf16")
-    options = import_options(columns, prompt_tokens, batch)
+    options = import_options(columns, prompt_tokens, batch, option or [])
     with bar("importing") as show:
         imported = import_trace(
             sources,
@@ -138,14 +152,26 @@ def import_(
 
 
 def import_options(
-    columns: str | None, prompt_tokens: int | None, batch: int | None
+    columns: str | None,
+    prompt_tokens: int | None,
+    batch: int | None,
+    others: list[str],
 ) -> dict[str, str]:
     """The options that `moesim.traces.importers.import_trace` takes, without those that
     were not given.
+
+    Raises:
+        typer.BadParameter: another option that is not NAME=VALUE.
     """
+    named = dict(word.partition("=")[::2] for word in others)
+    if not all(named) or not all(named.values()):
+        raise typer.BadParameter(
+            f"expected NAME=VALUE, got {', '.join(others)}", param_hint="--option"
+        )
     options = {"map": columns, "prompt_tokens": prompt_tokens, "batch": batch}
     # Importers read options as texts, since files name some of them too.
-    return {name: str(value) for name, value in options.items() if value is not None}
+    given = {name: str(value) for name, value in options.items() if value is not None}
+    return given | named
 
 
 def _print(imported: "ImportSummary", weights: str) -> None:
@@ -155,7 +181,7 @@ def _print(imported: "ImportSummary", weights: str) -> None:
         imported: the summary.
         weights: what is to be said of the weight format.
     """
-    from moesim.traces.sizes import format_sizes
+    from moesim.base.sizes import format_sizes
 
     shape = imported.shape
     # Layers of mixed quantisation have experts of several sizes.

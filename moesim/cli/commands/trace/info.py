@@ -30,7 +30,7 @@ def info(trace: TraceFile, as_json: AsJson = False) -> None:
 
 
 def _facts(trace: dict[str, Any]) -> dict[str, str]:
-    from moesim.traces.sizes import format_bytes, format_sizes
+    from moesim.base.sizes import format_bytes, format_sizes
     from moesim.traces.synthetic.marks import (
         PREDICTIONS,
         WIDTHS,

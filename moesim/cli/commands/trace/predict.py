@@ -70,7 +70,7 @@ def predict(
       moesim trace predict q.parquet p.parquet --recall 0.82 --at 1 --scores
     """
     check_places(files=[target], inputs=[trace])
-    from moesim.cli.progress import bar
+    from moesim.cli.output import bar
     from moesim.traces.synthetic.predict import predict as draw_predictions
     from moesim.traces.synthetic.prediction_noise import Dependence
 

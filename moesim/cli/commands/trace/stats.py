@@ -48,8 +48,8 @@ def stats(
       moesim trace stats trace.parquet --html stats.html --out stats
     """
     check_places(folder=out, files=[html], inputs=[trace])
-    from moesim.cli.progress import bar
-    from moesim.reporting.trace_page import verdict_text, write_html
+    from moesim.cli.output import bar
+    from moesim.questions.trace_page import verdict_text, write_html
     from moesim.traces.format.reader import open_trace
     from moesim.traces.stats.summary_tables import write_tables
     from moesim.traces.stats.trace_summary import summarise_trace

@@ -114,7 +114,7 @@ def synth(
         name: value for name, value in possible.items() if value is not None
     }
     check_places(files=[target, save_stats], inputs=[like])
-    from moesim.cli.progress import bar
+    from moesim.cli.output import bar
     from moesim.traces.synthetic.synth import synth as draw
 
     with bar("drawing") as show:

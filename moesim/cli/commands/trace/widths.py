@@ -69,7 +69,7 @@ def widths(
     scores = [] if by in {"random", "popularity"} else [Path(by)]
     tables = [] if table is None else [table]
     check_places(files=[target], inputs=[trace, *scores, *tables])
-    from moesim.traces.sizes import format_sizes
+    from moesim.base.sizes import format_sizes
     from moesim.traces.synthetic.marks import WIDTHS, widths_text
     from moesim.traces.synthetic.widths import set_widths
 

@@ -1,1 +1,0 @@
-"""Rows that `llama-bench` measured on the machine in question."""

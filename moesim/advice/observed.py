@@ -1,0 +1,404 @@
+"""Learns from rows measured on the machine, and names rows that do not fit.
+
+A row of another model on the same machine teaches about the machine; what is particular
+to one file stays with that file. A row is doubted only against other rows of the same
+machine, never against what machines do in general: what the user measured outweighs
+every prior, and where it lies far from it, the likely reasons are named.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moesim.advice.bench_rows import BenchRow, check_one_machine, setting_of
+from moesim.advice.errors import AdviceError
+from moesim.advice.model.catalogue import model_contents, named_contents
+from moesim.advice.plan.ranking import Grades
+from moesim.advice.times.latents import (
+    Beliefs,
+    Observation,
+    Prior,
+    learn,
+    standardised,
+)
+from moesim.advice.times.step_times import (
+    PREFILL_SPREAD,
+    REPEAT_SPREAD,
+    Target,
+    decode_target,
+    prefill_target,
+)
+from moesim.advice.times.work import DecodeWork
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moesim.advice.machine.machine import Machine
+    from moesim.advice.model.contents import ModelContents
+    from moesim.advice.times.latents import Priors
+
+# The weight formats end a file's name, as in Qwen3-30B-A3B-UD-Q4_K_XL.
+_LABEL = re.compile(r"[-._]((?:UD-)?(?:I?Q\d\w*|MXFP4|BF16|F16))$", re.IGNORECASE)
+
+# A row so many spreads away from what the others say is set aside.
+CONTRADICTION = 3.5
+FEWEST_WITNESSES = 3
+WIDENED = 5.0
+# A row so many spreads slower than expected is explained.
+SURPRISE = 1.5
+# States that come so near (in logarithms) explain a row equally well.
+AS_GOOD = 0.25
+MOST_EXPLANATIONS = 3
+# Files of one model in one format differ by less than this in size.
+SAME_FILE = 0.02
+
+
+@dataclass(frozen=True)
+class ObservedRow:
+    """A row with what was predicted for it before it was read.
+
+    Attributes:
+        row: as measured.
+        words: its flags.
+        expected: tokens per second expected without it.
+        target: what was predicted.
+    """
+
+    row: BenchRow
+    words: str
+    expected: float
+    target: Target
+
+
+@dataclass(frozen=True)
+class ObservedRows:
+    """Rows of llama-bench and what became of them.
+
+    Attributes:
+        rows: as read.
+        used: learned from.
+        contradicting: set aside, each with a reason in words.
+        surprises: learned from, though far from what was expected.
+        foreign: of a model that is not at hand.
+    """
+
+    rows: tuple[BenchRow, ...] = ()
+    used: tuple[ObservedRow, ...] = ()
+    contradicting: tuple[tuple[ObservedRow, str], ...] = ()
+    surprises: tuple[Surprise, ...] = ()
+    foreign: tuple[BenchRow, ...] = ()
+
+    @property
+    def observations(self) -> list[Observation]:
+        """Measured times of the rows that were learned from."""
+        return [_observation(row) for row in self.used]
+
+    def grades(self, model: ModelContents, machine: Machine) -> Grades:
+        """Return what predictions rest on with these rows."""
+        targets = [row.target for row in self.used if row.target.model == model.name]
+        steps = [target for target in targets if isinstance(target.work, DecodeWork)]
+        decode = "probes" if machine.probes.host_read else "specification"
+        if steps:
+            decode = "one row" if len(steps) == 1 else "two rows"
+        elif self.used:
+            decode = "another model"
+        prompts = len(targets) > len(steps)
+        return Grades(decode, "prompt one row" if prompts else "prompt specification")
+
+    @property
+    def devices(self) -> tuple[str | None, str | None]:
+        """CPU and GPU as llama-bench names them; None where no row does."""
+        cpu = next((row.text("cpu_info") for row in self.rows), "")
+        gpu = next((row.text("gpu_info") for row in self.rows), "")
+        return cpu or None, gpu or None
+
+
+def observe(
+    rows: ObservedRows, model: ModelContents, machine: Machine, priors: Priors
+) -> tuple[Beliefs, ObservedRows]:
+    """Learn from rows.
+
+    Args:
+        rows: as read; may hold none.
+        model: that is asked about.
+        machine: that they were measured on.
+        priors: of its latents.
+
+    Raises:
+        AdviceError: rows of several machines.
+    """
+    # The common case: nobody has measured yet.
+    if not rows.rows:
+        return Beliefs(priors), rows
+    check_one_machine(rows.rows)
+
+    known: list[ObservedRow] = []
+    foreign: list[BenchRow] = []
+    # What is not at hand has unknown bytes, so its times say nothing.
+    for row in rows.rows:
+        contents = _model_of(row, model)
+        if contents is None:
+            foreign.append(row)
+        else:
+            known.append(_observed(row, contents, machine, priors))
+
+    contradicting = _contradictions(known, priors)
+    aside = [each for each, _ in contradicting]
+    used = [each for each in known if each not in aside]
+    beliefs = learn(priors, [_observation(each) for each in used])
+    return beliefs, replace(
+        rows,
+        used=tuple(used),
+        contradicting=tuple(contradicting),
+        surprises=tuple(surprises(used, machine, priors)),
+        foreign=tuple(foreign),
+    )
+
+
+def _model_of(row: BenchRow, model: ModelContents) -> ModelContents | None:
+    """Return the contents of the row's file, if they are at hand."""
+    size = row.text("model_size")
+    name = Path(row.text("model_filename")).name
+    if size.isdecimal() and abs(int(size) / model.file_bytes - 1) < SAME_FILE:
+        return model
+    if not size.isdecimal() and (not name or name == model.name):
+        # Markdown states no exact size; take the user's word that it is this model.
+        return model
+    named = _named(Path(name).stem)
+    if named is not None and named.name == model.name and named.quant == model.quant:
+        return model
+    try:
+        return model_contents(row.text("model_filename"))
+    except (AdviceError, OSError):
+        return named
+
+
+def _named(stem: str) -> ModelContents | None:
+    """Compute a model from a file name such as ``Qwen3-30B-A3B-Q4_K_M``."""
+    label = _LABEL.search(stem)
+    if label is None:
+        return None
+    try:
+        return named_contents(stem, label.group(1))
+    except AdviceError:
+        return None
+
+
+def _observed(
+    row: BenchRow, contents: ModelContents, machine: Machine, priors: Priors
+) -> ObservedRow:
+    setting = setting_of(row)
+    if not machine.graphics:
+        # llama-bench prints its default of 99 layers even where there is no GPU.
+        setting = replace(setting, gpu_layers=0)
+    if row.kind == "decode":
+        depth = row.depth + row.tokens / 2
+        target = decode_target(machine, contents, setting, depth)
+    else:
+        target = prefill_target(machine, contents, setting, row.tokens, row.depth)
+
+    seconds = target.predicted(Beliefs(priors)).value
+    tokens = row.tokens if row.kind == "prefill" else 1
+    words = _words(row, setting.cpu_layers)
+    return ObservedRow(row, words, tokens / seconds, target)
+
+
+def _words(row: BenchRow, cpu_layers: int) -> str:
+    test = "pp" if row.kind == "prefill" else "tg"
+    words = [f"{test}{row.tokens}", f"-ncmoe {cpu_layers}"]
+    if row.kind == "prefill":
+        words.append(f"-ub {row.whole('n_ubatch', 512)}")
+    if row.depth:
+        words.append(f"depth {row.depth}")
+    return " ".join(words)
+
+
+def _observation(each: ObservedRow) -> Observation:
+    # Repetitions within one launch agree better than launches do.
+    floor = REPEAT_SPREAD if each.row.kind == "decode" else PREFILL_SPREAD
+    spread = max(floor, each.row.spread)
+    return each.target.observed(each.row.seconds, spread, each.words)
+
+
+def _contradictions(
+    rows: Sequence[ObservedRow], priors: Priors
+) -> list[tuple[ObservedRow, str]]:
+    """Find rows that the other rows of the machine speak against.
+
+    What is believed of machines in general doubts no row: priors are widened until only
+    rows count. One at a time, the worst first, because a gross error makes its
+    neighbours look wrong too; two rows alone cannot tell which of them is wrong.
+    """
+    left = list(rows)
+    contradicting: list[tuple[ObservedRow, str]] = []
+    open_minded = _Widened(priors)
+
+    while len(left) >= FEWEST_WITNESSES:
+        worst = None
+        for each in left:
+            # A row may not testify for itself.
+            others = [_observation(other) for other in left if other is not each]
+            beliefs = learn(open_minded, others, robust=True)
+            distance = standardised(beliefs, _observation(each))
+            if worst is None or abs(distance) > abs(worst[1]):
+                worst = (each, distance, beliefs)
+        assert worst is not None
+        each, distance, beliefs = worst
+        if abs(distance) < CONTRADICTION:
+            break
+
+        expected = each.target.predicted(beliefs).inverse()
+        tokens = each.row.tokens if each.row.kind == "prefill" else 1
+        reason = (
+            f"measured {each.row.tokens_per_s:.4g} tokens/s, the other rows say"
+            f" {tokens * expected.low:.4g} to {tokens * expected.high:.4g}"
+        )
+        contradicting.append((each, reason))
+        left.remove(each)
+    return contradicting
+
+
+class _Widened(Mapping[str, Prior]):
+    """Priors with spreads so wide that rows outweigh them."""
+
+    def __init__(self, priors: Priors) -> None:
+        self.priors = priors
+
+    def __getitem__(self, name: str) -> Prior:
+        prior = self.priors[name]
+        # What is particular to a file stays small, or it would explain every row.
+        if name.startswith("misfit:"):
+            return prior
+        return replace(prior, spread=WIDENED * prior.spread)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.priors)
+
+    def __len__(self) -> int:
+        return len(self.priors)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A state of the machine that would give what a row measured.
+
+    Attributes:
+        words: the state.
+        command: that tells whether it is so.
+        tokens_per_s: predicted in that state.
+    """
+
+    words: str
+    command: str
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Surprise:
+    """A row far from what was expected, with what may be the reason.
+
+    Attributes:
+        row: as measured.
+        explanations: states that come closest to it, best first.
+    """
+
+    row: ObservedRow
+    explanations: tuple[Explanation, ...]
+
+
+def surprises(
+    rows: Sequence[ObservedRow], machine: Machine, priors: Priors
+) -> list[Surprise]:
+    """Explain rows that lie outside what was expected of the machine."""
+    beliefs = Beliefs(priors)
+    surprising = []
+    for each in rows:
+        distance = standardised(beliefs, _observation(each))
+        if distance < SURPRISE:
+            # Faster than expected needs no excuse.
+            continue
+        surprising.append(Surprise(each, _explanations(each, machine, beliefs)))
+    return surprising
+
+
+def _explanations(
+    each: ObservedRow, machine: Machine, beliefs: Beliefs
+) -> tuple[Explanation, ...]:
+    """Predict the row in every state that slows machines down."""
+    rates = {name: beliefs.median(name) for name in each.target.latents}
+    tokens = each.row.tokens if each.row.kind == "prefill" else 1
+    measured = math.log(each.row.tokens_per_s)
+    options = []
+    for words, command, factors in _states(machine):
+        slowed = {
+            name: value * factors.get(name.partition(":")[0], 1.0)
+            for name, value in rates.items()
+        }
+        speed = tokens / each.target.seconds(slowed)
+        if speed < 0.97 * each.expected:
+            options.append(Explanation(words, command, speed))
+    options.sort(key=lambda option: abs(math.log(option.tokens_per_s) - measured))
+    near = [
+        option
+        for option in options
+        if abs(math.log(option.tokens_per_s) - measured) < AS_GOOD
+    ]
+    return tuple((near or options)[:MOST_EXPLANATIONS])
+
+
+def _states(machine: Machine) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Yield what slows machines down: words, command that tells, factors of latents."""
+    system = "windows" if machine.windows else "linux"
+    modules = {
+        "linux": "sudo dmidecode -t memory | grep -E 'Locator|Configured Memory Speed'",
+        "windows": "Get-CimInstance Win32_PhysicalMemory"
+        " | ft BankLabel,ConfiguredClockSpeed",
+    }[system]
+    channels = machine.memory.channels or machine.processor.channels
+    if channels > 1:
+        rate = {"host_read": 1 / channels, "upload": 0.8}
+        yield f"one of {channels} memory channels is filled", modules, rate
+        half = {"host_read": 0.5}
+        yield "half of the memory channels are filled", modules, half
+    yield (
+        "memory runs at its base rate, without XMP or EXPO",
+        modules,
+        {"host_read": 0.7},
+    )
+    if len(machine.processor.memory_generations) > 1:
+        yield "DDR4 where DDR5 was assumed", modules, {"host_read": 0.57}
+    threads = "llama-bench … -t 2,4,6,8,12,16 -p 0 -n 64"
+    few = {"core": 0.3, "core_flops": 0.3, "host_read": 0.8}
+    yield "too few threads, or threads on efficiency cores", threads, few
+    many = {"floor_s": 4.0, "host_layer_s": 4.0, "core": 0.6}
+    yield "more threads than cores, or other programs on them", threads, many
+    paging = {"linux": "vmstat 1", "windows": "typeperf \\Memory\\Pages/sec"}[system]
+    yield (
+        "weights are read from the SSD again and again",
+        paging,
+        {
+            "host_read": 0.08,
+            "upload": 0.1,
+        },
+    )
+    if not machine.graphics:
+        return
+    power = "nvidia-smi -q -d POWER,PERFORMANCE,CLOCK"
+    limited = {"device_reach": 0.6, "layer_s": 1.5, "flops_reach": 0.5}
+    yield "the card runs at a power or temperature limit", power, limited
+    if machine.unified:
+        return
+    spilled = "nvidia-smi --query-gpu=memory.used,memory.total --format=csv -l 1"
+    over_link = {"device_reach": 0.12, "kv_reach": 0.12}
+    yield "a part of graphics memory lies in host memory", spilled, over_link
+    link = (
+        "nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current"
+        " --format=csv"
+    )
+    slow = {"upload": 0.25, "floor_s": 1.5}
+    yield "the card's link is narrower than its slot", link, slow

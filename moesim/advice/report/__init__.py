@@ -1,1 +1,0 @@
-"""Answers as text and as one HTML page."""

@@ -1,0 +1,261 @@
+"""What machines have in common, learned from all of them at once.
+
+A latent's logarithm is what specification or probe say, plus *effects* that machines
+share (of the backend, the kind of card or processor, the weight format), plus what is
+particular to one machine. Effects and particulars are normal with zero means, so their
+joint distribution given all measured times is found in closed form after linearising:
+no machine counts more than it can tell, and an effect of which nobody has measured
+anything keeps its whole spread. The scale of the particulars is estimated too (EM).
+
+Leaving machines out is leaving out their rows: `Fit.without`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from importlib import resources
+from typing import TYPE_CHECKING
+
+import numpy as np
+import yaml
+
+from moesim.advice.times.latents import Prior, linearised
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from moesim.advice.times.latents import Observation
+
+# Standard deviation of an effect's logarithm before anything is measured, relative to
+# that of its latent: what is known well is alike everywhere.
+EFFECT_SPREAD = 0.7
+# The textbook's spread counts as much as so many machines.
+TEXTBOOK_MACHINES = 4.0
+# Freedom of the rows' t distribution, and their noise beyond repetitions: other
+# people's rows are rounded, and their flags are not always complete.
+FREEDOM = 4.0
+ROW_SPREAD = 0.03
+ROUNDS = 8
+FOLD_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Population:
+    """Effects that machines share, and the scale of what they do not.
+
+    Attributes:
+        effects: name -> (mean, standard deviation) of its logarithm.
+        scales: latent -> standard deviation over machines, relative to the textbook's.
+        widths: grade of knowledge -> factor on spreads and addition to them, such that
+            90 % intervals of machines that were left out hold what they say.
+        source: rows and machines behind it.
+    """
+
+    effects: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    scales: Mapping[str, float] = field(default_factory=dict)
+    widths: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    source: str = ""
+
+    def applied(self, name: str, prior: Prior) -> Prior:
+        """Return a latent's prior with the effects that its machine shares."""
+        shift = 0.0
+        spread = prior.spread * self.scales.get(kind_of(name), 1.0)
+        variance = spread**2
+        for effect in prior.effects:
+            unmeasured = (0.0, EFFECT_SPREAD * prior.spread)
+            mean, deviation = self.effects.get(effect, unmeasured)
+            shift += mean
+            variance += deviation**2
+        return replace(
+            prior, value=prior.value * math.exp(shift), spread=math.sqrt(variance)
+        )
+
+
+def stretched(spread: float, stretch: tuple[float, float]) -> float:
+    """Return a spread that left-out machines agree with.
+
+    Args:
+        spread: standard deviation of a logarithm, as beliefs have it.
+        stretch: factor, and addition (in squares).
+    """
+    return math.hypot(stretch[0] * spread, stretch[1])
+
+
+def kind_of(name: str) -> str:
+    """Latents whose machines' particulars have one scale."""
+    parts = name.split(":")
+    return ":".join(parts[:2]) if parts[0] == "misfit" else parts[0]
+
+
+@cache
+def shipped_population() -> Population:
+    """Return the population that `moesim validate --machines … --fit` wrote."""
+    folder = resources.files("moesim.advice").joinpath("data")
+    text = folder.joinpath("population.yaml").read_text(encoding="utf-8")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    loaded = yaml.load(text, Loader=loader)  # noqa: S506 # safe, in C or in Python
+    return Population(
+        effects={name: (pair[0], pair[1]) for name, pair in loaded["effects"].items()},
+        scales=loaded["scales"],
+        widths={name: (pair[0], pair[1]) for name, pair in loaded["widths"].items()},
+        source=loaded["source"],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One machine with what was measured on it.
+
+    Attributes:
+        name: of the machine.
+        priors: textbook's, by its specification or probes.
+        rows: measured times.
+    """
+
+    name: str
+    priors: Mapping[str, Prior]
+    rows: Sequence[Observation]
+
+
+class Fit:
+    """The joint distribution of effects and particulars, given all members' rows."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.rows = [(member, row) for member in members for row in member.rows]
+        self.columns: dict[tuple[str, str], int] = {}
+        self.kinds: list[str] = []
+        self.textbook: list[float] = []
+        for member, row in self.rows:
+            for name in row.latents:
+                prior = member.priors[name]
+                for effect in prior.effects:
+                    self._column("", effect, EFFECT_SPREAD * prior.spread, "")
+                self._column(member.name, name, prior.spread, kind_of(name))
+        self.measured = np.array([math.log(row.seconds) for _, row in self.rows])
+        self.noise = np.array([row.spread**2 + ROW_SPREAD**2 for _, row in self.rows])
+        self.weights = np.ones(len(self.rows))
+        self.scales: dict[str, float] = {}
+        self.point = np.zeros(len(self.columns))
+        self.slopes = np.zeros((len(self.rows), len(self.columns)))
+        self.offsets = np.zeros(len(self.rows))
+        for _ in range(ROUNDS):
+            self._linearise()
+            everything = np.ones(len(self.rows), dtype=bool)
+            self.point, variance = self._solved(everything, self.scales)
+            self.scales = self._rescaled(self.point, variance)
+            self._reweigh()
+
+    def _column(self, owner: str, name: str, spread: float, kind: str) -> None:
+        if (owner, name) not in self.columns:
+            self.columns[owner, name] = len(self.columns)
+            self.textbook.append(spread)
+            self.kinds.append(kind)
+
+    @cached_property
+    def particulars(self) -> dict[str, np.ndarray]:
+        """Kind of latent -> columns of the machines' particulars."""
+        columns: dict[str, list[int]] = defaultdict(list)
+        for at, kind in enumerate(self.kinds):
+            if kind:
+                columns[kind].append(at)
+        return {kind: np.array(at) for kind, at in columns.items()}
+
+    def _linearise(self) -> None:
+        """Predict every row, and how it moves with each column."""
+        self.slopes[:] = 0.0
+        for at, (member, row) in enumerate(self.rows):
+            names = sorted(row.latents)
+            places = [self._places(member, name) for name in names]
+            mean = np.array(
+                [
+                    math.log(member.priors[name].value) + self.point[columns].sum()
+                    for name, columns in zip(names, places, strict=True)
+                ]
+            )
+            value, slope = linearised(row.predict, names, mean)
+            for columns, along in zip(places, slope, strict=True):
+                self.slopes[at, columns] += along
+            self.offsets[at] = value
+        self.offsets -= self.slopes @ self.point
+
+    def _places(self, member: Member, name: str) -> list[int]:
+        effects = [self.columns["", each] for each in member.priors[name].effects]
+        return [*effects, self.columns[member.name, name]]
+
+    def _variances(self, scales: Mapping[str, float]) -> np.ndarray:
+        spreads = np.array(self.textbook)
+        for kind, scale in scales.items():
+            spreads[self.particulars[kind]] *= scale
+        return spreads**2
+
+    def _solved(
+        self, used: np.ndarray, scales: Mapping[str, float]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and variance of every column given the rows in use."""
+        prior = self._variances(scales)
+        slopes = self.slopes[used]
+        spread = slopes * prior
+        covariance = spread @ slopes.T
+        covariance[np.diag_indices_from(covariance)] += (
+            self.noise[used] / self.weights[used]
+        )
+        misses = self.measured[used] - self.offsets[used]
+        solved = np.linalg.solve(covariance, np.column_stack([misses, spread]))
+        mean = spread.T @ solved[:, 0]
+        variance = prior - np.einsum("rc,rc->c", spread, solved[:, 1:])
+        return mean, variance
+
+    def _rescaled(self, mean: np.ndarray, variance: np.ndarray) -> dict[str, float]:
+        """One step of EM for the scale of each kind of particulars."""
+        textbook = np.array(self.textbook)
+        scales = {}
+        for kind, at in self.particulars.items():
+            squares = (mean[at] ** 2 + variance[at]) / textbook[at] ** 2
+            total = squares.sum() + TEXTBOOK_MACHINES
+            scales[kind] = math.sqrt(total / (len(at) + TEXTBOOK_MACHINES))
+        return scales
+
+    def _reweigh(self) -> None:
+        """Weigh rows down that nothing explains, as under a t distribution."""
+        misses = self.measured - self.offsets - self.slopes @ self.point
+        self.weights = (FREEDOM + 1) / (FREEDOM + misses**2 / self.noise)
+
+    def population(self, source: str = "") -> Population:
+        """Return what all members have in common."""
+        return self.without((), source)
+
+    def without(self, names: Collection[str], source: str = "") -> Population:
+        """Return what the other members have in common.
+
+        Args:
+            names: of the members left out.
+            source: in words.
+        """
+        left_out = set(names)
+        used = np.array([member.name not in left_out for member, _ in self.rows])
+        scales: Mapping[str, float] = self.scales
+        for _ in range(FOLD_ROUNDS if left_out else 1):
+            mean, variance = self._solved(used, scales)
+            scales = self._rescaled_without(mean, variance, left_out)
+        effects = {
+            name: (float(mean[at]), math.sqrt(max(0.0, float(variance[at]))))
+            for (owner, name), at in self.columns.items()
+            if not owner
+        }
+        return Population(effects, scales, {}, source)
+
+    def _rescaled_without(
+        self, mean: np.ndarray, variance: np.ndarray, left_out: Collection[str]
+    ) -> dict[str, float]:
+        owners = {at: owner for (owner, _), at in self.columns.items()}
+        textbook = np.array(self.textbook)
+        scales = {}
+        for kind, columns in self.particulars.items():
+            at = np.array([c for c in columns if owners[c] not in left_out], dtype=int)
+            squares = (mean[at] ** 2 + variance[at]) / textbook[at] ** 2
+            total = squares.sum() + TEXTBOOK_MACHINES
+            scales[kind] = math.sqrt(total / (len(at) + TEXTBOOK_MACHINES))
+        return scales

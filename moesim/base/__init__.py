@@ -1,0 +1,1 @@
+"""What every package needs and none owns: files, checked JSON, sizes, seals, errors."""

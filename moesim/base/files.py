@@ -1,0 +1,444 @@
+"""Files that are either complete or absent: written beside, synced, then renamed.
+
+Everything that moesim writes goes through this module. A link is followed, and what it
+points to is replaced. A stream (``-``, ``/dev/stdout``, another device, a pipe) gets
+all bytes at the end.
+
+A file in progress has an unpredictable name, is opened exclusively, and is locked as
+long as its process lives. So what a killed process left can be told from what another
+one is writing, and the next writer in that folder removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import sys
+import tempfile
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+PART_SUFFIX: Final = ".part"
+_MOST_LINKS: Final = 40
+STDOUT: Final = Path("-")
+"""Stands for standard output where a file is asked for."""
+
+_SCRATCH_PREFIX: Final = ".moesim-"
+_TOKEN_BYTES: Final = 6
+# File systems allow 255 bytes; dots, token and suffix need 19 of them.
+_LONGEST_STEM: Final = 200
+
+_NO_LINKS: Final = getattr(os, "O_NOFOLLOW", 0)
+# A pipe in the way would keep us until somebody reads it.
+_PATIENCE: Final = getattr(os, "O_NONBLOCK", 0)
+_BINARY: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+_unfinished: set[NewFile | ScratchFolder] = set()
+"""What this process has begun and not finished, for an end at short notice."""
+
+
+class NewFile:
+    """A file in progress: written at `path`, it gets its name by `commit`.
+
+    Args:
+        final: the name to be; what stands there stays untouched until `commit`.
+
+    Attributes:
+        path: where to write; in the same folder, for a rename across disks would copy.
+
+    Raises:
+        OSError: the folder cannot be made or written, or something that is no file
+            stands at `final`.
+    """
+
+    def __init__(self, final: Path | str) -> None:
+        self.final = Path(final)
+        self._target = destination(self.final)
+        self._is_stream = is_stream(self.final)
+        if self._target.is_dir():
+            raise IsADirectoryError(
+                errno.EISDIR,
+                "expected a place for a file, found a folder",
+                str(self.final),
+            )
+        beside = self._target
+        if self._is_stream:
+            beside = Path(tempfile.gettempdir()) / "stream"
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(beside.parent)
+        with _named(self.final):
+            self.path, self._lock = _begin(beside)
+        _unfinished.add(self)
+
+    def errors_named(self) -> AbstractContextManager[None]:
+        """Let errors of a block of writes name `final`, which users know."""
+        return _named(self.final, self.path)
+
+    def commit(self) -> None:
+        """Bring the bytes to the disk, then give them their name."""
+        with self.errors_named():
+            if self._is_stream:
+                _pour(self.path, self.final)
+            else:
+                _sync(self.path)
+                os.replace(self.path, self._target)  # noqa: PTH105 - as promised
+                _sync_folder(self._target.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what is not committed; harmless afterwards."""
+        if self not in _unfinished:
+            return
+
+        _unfinished.discard(self)
+        # What made the write fail may make this fail; the next writer looks again.
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+        if self._lock is not None:
+            with suppress(OSError):
+                os.close(self._lock)
+
+
+@contextmanager
+def written_beside(path: Path | str) -> Iterator[Path]:
+    """Yield a path to write to; it becomes `path` on success and disappears on any
+    exception.
+
+    Raises:
+        OSError: a write failed; it names `path`, not the file in progress.
+    """
+    new = NewFile(path)
+    try:
+        with new.errors_named():
+            yield new.path
+        new.commit()
+    finally:
+        new.discard()
+
+
+def is_stdout(path: Path) -> bool:
+    """Whether a result that is written there goes to standard output."""
+    if path == STDOUT:
+        return True
+    try:
+        return _names_device(path) and os.path.samestat(path.stat(), os.fstat(1))
+    except OSError:
+        return False
+
+
+def is_stream(path: Path) -> bool:
+    """Whether bytes written there go on to somebody: ``-``, or a device or open pipe
+    by its name below ``/dev`` or ``/proc``.
+    """
+    if is_stdout(path):
+        return True
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return _names_device(path) and (stat.S_ISCHR(mode) or stat.S_ISFIFO(mode))
+
+
+def _names_device(path: Path) -> bool:
+    """Whether a path, or a link on the way that it stands for, is below ``/dev`` or
+    ``/proc``: what such a name means has no place of its own.
+    """
+    for _ in range(_MOST_LINKS):
+        if str(path.absolute()).startswith(("/dev/", "/proc/")):
+            return True
+        if not path.is_symlink():
+            return False
+        path = path.parent / path.readlink()
+    return False
+
+
+def destination(path: Path) -> Path:
+    """Where a result goes that is to be written at `path`: links are followed.
+
+    Raises:
+        OSError: a loop of links, or something that is neither file nor stream.
+    """
+    if is_stream(path):
+        return path
+    target = Path(os.path.realpath(path))
+    # What is still a link leads back to itself.
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, "expected a file, found a loop of links", str(path))
+    try:
+        mode = target.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return target
+    # A pipe that nobody reads would keep us for ever.
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise _not_a_file(path)
+    return target
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Write a text file in UTF-8, or none.
+
+    Bytes of a path that are no UTF-8 appear as escapes.
+    """
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_bytes(path: Path | str, content: bytes | memoryview) -> None:
+    """Write a file from memory, or none."""
+    with written_beside(path) as part, part.open("wb") as file:
+        file.write(content)
+
+
+class ScratchFolder:
+    """A folder for the time of a block, as a context manager.
+
+    What a killed process left of its own is removed by the next one that makes a folder
+    in the same place.
+
+    Args:
+        inside: folder to make it in; the system's for temporary files where None.
+    """
+
+    def __init__(self, inside: Path | str | None = None) -> None:
+        self._parent = Path(tempfile.gettempdir() if inside is None else inside)
+        self.path = self._parent
+        self._lock: int | None = None
+
+    def __enter__(self) -> Path:
+        """Make the folder and lock it."""
+        remove_leftovers(self._parent)
+        while True:
+            folder = tempfile.mkdtemp(PART_SUFFIX, _SCRATCH_PREFIX, self._parent)
+            self.path = Path(folder)
+            self._lock = _locked_folder(self.path)
+            # Another process may take it for a leftover in the moment before the lock.
+            if self.path.is_dir():
+                break
+        _unfinished.add(self)
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the folder and what is in it."""
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the folder and what is in it; harmless afterwards."""
+        if self not in _unfinished:
+            return
+
+        _unfinished.discard(self)
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            with suppress(OSError):
+                os.close(self._lock)
+
+
+def discard_all() -> None:
+    """Remove everything unfinished of this process, which is about to end."""
+    for item in tuple(_unfinished):
+        with suppress(OSError):
+            item.discard()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the files and folders in progress that killed processes left here.
+
+    What a living process is writing is locked and stays.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if _is_part_name(entry.name)]
+    except OSError:
+        return
+    for name in names:
+        # Another user's, or gone in the meantime: not ours to remove.
+        with suppress(OSError):
+            _remove_if_left(folder / name)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file whose name is known beforehand, such as a lock or a log.
+
+    Args:
+        path: of the file, which is made where it is not there.
+        flags: of `os.open`, without those that make or truncate.
+
+    Returns:
+        A descriptor.
+
+    Raises:
+        OSError: something stands there that is not a file of its own: a link, a pipe,
+            a device.
+    """
+    flags |= os.O_CREAT | _NO_LINKS | _BINARY | _PATIENCE
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        # What the system says of a link it must not follow helps nobody.
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _not_a_file(path) from None
+        raise
+
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(descriptor)
+        raise _not_a_file(path)
+    return descriptor
+
+
+def sha256(path: Path) -> str:
+    """Return the digest of a file's bytes, which are read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def refuse_all_but_files(path: Path) -> None:
+    """Refuse to read what would wait for somebody to write, such as a pipe.
+
+    Raises:
+        OSError: no such file, or a folder, a pipe or a device.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(
+            errno.EISDIR, "expected a file, found a folder", str(path)
+        )
+    if not stat.S_ISREG(mode):
+        raise _not_a_file(path)
+
+
+def _begin(final: Path) -> tuple[Path, int | None]:
+    """Make and lock a file beside `final`; return its path and its descriptor."""
+    stem = os.fsdecode(os.fsencode(final.name)[:_LONGEST_STEM])
+    while True:
+        token = secrets.token_hex(_TOKEN_BYTES)
+        part = final.with_name(f".{stem}.{token}{PART_SUFFIX}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINKS | _BINARY
+        try:
+            descriptor = os.open(part, flags, 0o666)
+        except FileExistsError:
+            continue
+        is_locked = try_lock(descriptor)
+        if is_locked and os.fstat(descriptor).st_nlink:
+            return part, descriptor
+
+        # An open file could be neither renamed nor removed on Windows.
+        os.close(descriptor)
+        if is_locked is None:
+            return part, None
+        # Another process took it for a leftover in the moment before the lock.
+
+
+def _is_part_name(name: str) -> bool:
+    """Whether a file or folder of this name is one in progress."""
+    if not (name.startswith(".") and name.endswith(PART_SUFFIX)):
+        return False
+    if name.startswith(_SCRATCH_PREFIX):
+        return True
+    token = name.removesuffix(PART_SUFFIX).rpartition(".")[2]
+    return len(token) == 2 * _TOKEN_BYTES and set(token) <= set("0123456789abcdef")
+
+
+def _locked_folder(path: Path) -> int | None:
+    """Lock a folder; None where that cannot be, or another process was faster."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _NO_LINKS)
+    except OSError:
+        return None
+    if try_lock(descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _remove_if_left(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | _NO_LINKS | _PATIENCE)
+    try:
+        # Without locks nobody can tell whether the writer still lives.
+        if not try_lock(descriptor):
+            return
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.is_file():
+            path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool | None:
+    """Lock an open file or folder until it is closed.
+
+    Returns:
+        Whether the lock is ours; None where there are no locks: on Windows and on some
+        network file systems.
+    """
+    try:
+        import fcntl  # noqa: PLC0415 - not on every system
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return True
+
+
+def _pour(part: Path, stream: Path) -> None:
+    """Write the bytes of a finished file into a stream."""
+    with part.open("rb") as source:
+        if is_stdout(stream) and sys.__stdout__ is not None:
+            # What was printed before comes first.
+            sys.__stdout__.flush()
+            shutil.copyfileobj(source, sys.__stdout__.buffer)
+            sys.__stdout__.flush()
+            return
+        with stream.open("wb") as drain:
+            shutil.copyfileobj(source, drain)
+
+
+def _not_a_file(path: Path) -> OSError:
+    return OSError(
+        errno.EINVAL,
+        "expected a file, found a link, a pipe or a device; choose another place",
+        str(path),
+    )
+
+
+@contextmanager
+def _named(final: Path, part: Path | None = None) -> Iterator[None]:
+    """Let errors of the block name the file that users know."""
+    try:
+        yield
+    except OSError as error:
+        is_ours = error.filename is None or str(error.filename) == str(part)
+        if not (is_ours and error.errno):
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(final)) from None
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's bytes are on the disk."""
+    descriptor = os.open(path, os.O_RDWR | _NO_LINKS | _BINARY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until a folder's names are on the disk, where the system can."""
+    # The file is complete and has its name; some file systems refuse this.
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

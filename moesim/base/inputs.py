@@ -1,0 +1,176 @@
+"""One door in: files of users and of other programs are read within limits.
+
+Only regular files are read, never pipes, devices or folders: those would wait, or never
+end. A text that is parsed as a whole may have `most_bytes`, and no parser is given
+lists, keys or numbers that it cannot take. `docs/reference/limits.md` states them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import tomllib
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+from moesim.base.sizes import format_bytes, parse_bytes
+from moesim.base.text import visible
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MOST_NESTING: Final = 100
+"""Lists and objects in each other, and parts of a TOML key."""
+
+MOST_DIGITS: Final = 400
+"""Digits of a number; no sensible one has more than a float's 309."""
+
+MOST_KEYS: Final = 1_000_000
+"""Keys, and values of lists, of a text that is parsed as a whole."""
+
+MOST_SEQUENCE_BYTES: Final = 512 << 20
+"""Rows of one sequence, which are sorted in memory, without their scores."""
+
+MOST_ARRAY_BYTES: Final = 1 << 30
+"""Of an array that is read as a whole, unpacked."""
+
+MOST_COLUMNS: Final = 10_000
+"""Columns of a table."""
+
+MOST_BYTES_VARIABLE: Final = "MOESIM_MOST_INPUT"
+"""Environment variable with another limit of bytes, such as ``2GiB``."""
+
+_MOST_BYTES: Final = 64 << 20
+_QUOTED_LETTERS: Final = 60
+
+_JSON_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+# A key may be quoted as well, so its quotes are kept.
+_TOML_STRING: Final = re.compile(
+    r'#[^\n]*|"""(?:[^"\\]|\\.|"(?!""))*+(?:""")?|\'\'\'.*?(?:\'\'\'|\Z)'
+    r'|"(?:[^"\\\n]|\\.)*+"?|\'[^\'\n]*+\'?',
+    re.DOTALL,
+)
+_BRACKET: Final = re.compile(r"[\[{]|[\]}]")
+_DIGITS: Final = re.compile(rf"[0-9_]{{{MOST_DIGITS + 1}}}")
+_PARTS: Final = re.compile(rf"(?:[^\s.=\[\]{{}},]*\s*\.\s*){{{MOST_NESTING}}}")
+
+
+class InputError(ValueError):
+    """A text is beyond what is read; one line that says by what."""
+
+
+def most_bytes() -> int:
+    """Return the largest file, or array, that is held as a whole."""
+    stated = os.environ.get(MOST_BYTES_VARIABLE)
+    if not stated:
+        return _MOST_BYTES
+    return parse_bytes(stated, where=MOST_BYTES_VARIABLE)
+
+
+def open_input(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a regular file to be read, with a buffer as `open` has it.
+
+    Raises:
+        OSError: no such file, or a folder, a pipe or a device.
+    """
+    # A pipe would be waited for until somebody writes.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb", buffering)
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        reason = "expected a file, found a folder"
+        raise IsADirectoryError(errno.EISDIR, reason, str(path))
+    reason = "expected a file, found a pipe or a device"
+    raise OSError(errno.EINVAL, reason, str(path))
+
+
+def read_bytes(path: Path, most: int | None = None) -> bytes:
+    """Read a whole file.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have; `most_bytes` where None.
+
+    Raises:
+        OSError: as `open_input`, or the file is larger.
+    """
+    most = most_bytes() if most is None else most
+    with open_input(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        reason = (
+            f"expected at most {format_bytes(most)}, found more; a larger file is read"
+            f" with {MOST_BYTES_VARIABLE} set, such as to 2GiB"
+        )
+        raise OSError(errno.EFBIG, reason, str(path))
+    return content
+
+
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    """Read a whole text.
+
+    Raises:
+        OSError: as `read_bytes`.
+        UnicodeDecodeError: it is none in this encoding.
+    """
+    return read_bytes(path).decode(encoding)
+
+
+def load_json(text: str | bytes) -> Any:
+    """Parse JSON that is nested no deeper, and whose numbers and keys are no more, than
+    the limits.
+
+    Raises:
+        InputError: it is beyond them.
+        ValueError: it is no JSON.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    plain = _JSON_STRING.sub('""', text)
+    _check(plain)
+    return json.loads(text)
+
+
+def load_toml(text: str) -> dict[str, Any]:
+    """Parse TOML within the limits.
+
+    Raises:
+        InputError: it is beyond them.
+        ValueError: it is no TOML.
+    """
+    plain = _TOML_STRING.sub(lambda match: match[0][0] * (match[0][0] != "#"), text)
+    _check(plain)
+    longest = _PARTS.search(plain)
+    if longest is not None:
+        raise InputError(f"expected keys of at most {MOST_NESTING} parts, found more")
+    return tomllib.loads(text)
+
+
+def quoted(value: object, letters: int = _QUOTED_LETTERS) -> str:
+    """Return the beginning of a value for an error's line, its controls visible."""
+    text = visible(str(value)[: letters + 1])
+    return text if len(text) <= letters else f"{text[:letters]}..."
+
+
+def _check(plain: str) -> None:
+    """Refuse what a parser cannot take, in a text without its strings."""
+    if _DIGITS.search(plain) is not None:
+        raise InputError(
+            f"expected numbers of at most {MOST_DIGITS} digits, found more"
+        )
+    # Every value but the last of its list is followed by one of these.
+    if plain.count(",") + plain.count("=") > MOST_KEYS:
+        raise InputError(f"expected at most {MOST_KEYS:,} values, found more")
+    depth = 0
+    for match in _BRACKET.finditer(plain):
+        depth += 1 if match[0] in "[{" else -1
+        if depth > MOST_NESTING:
+            raise InputError(
+                f"expected at most {MOST_NESTING} lists and objects in each other,"
+                " found more"
+            )

@@ -1,0 +1,327 @@
+"""Options declared once, as fields of a frozen dataclass.
+
+The command line, the keyword arguments of Python functions, configuration files, their
+JSON schema and the checks of what fits together are all derived from the fields. So a
+new option is a field here and a line where it is used::
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class HitsOptions(Options):
+        cache_ratios: tuple[float, ...] = option(
+            (0.1, 0.5), "Sizes, as shares of all experts.", kind=float, many=True
+        )
+        png: Path | None = option(
+            None, "Draw them.", kind=Path, place="file", suffixes=PICTURES
+        )
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, Field, dataclass, field, fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesim.base.files import is_stream
+from moesim.base.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+
+class ConfigError(ValueError):
+    """An option that does not exist, or a value that does not fit it."""
+
+
+PICTURES = (".png", ".svg", ".pdf")
+PAGES = (".html", ".htm")
+TABLES = (".csv", ".parquet")
+TIMELINES = (".json", ".json.gz")
+"""Endings of names, by what is written there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How people write the value of a field, and which values fit.
+
+    Attributes:
+        help: one line that explains it.
+        kind: what a text is read as: ``str``, ``int``, ``float``, ``bool`` or ``Path``.
+        metavar: stands for the value in help texts; None shows the kind.
+        minimum, maximum: bounds of a number, both included.
+        choices: the only texts that fit; empty where any does.
+        pattern: a regular expression that texts match as a whole, and what it stands
+            for in errors.
+        is_size: the number counts bytes, which people write as ``8GiB``.
+        policy_kind: the text names a policy of this kind, parameters included.
+        many: the value is a tuple, which people write with commas.
+        several: help for commands that take several values at once; None where no
+            command does.
+        argument: it stands on the command line without a flag.
+        flag: its name there; None derives it from the field's.
+        place: what a path is: an ``input``, a ``file`` or a ``folder`` that is written.
+        suffixes: endings that the name of a written file may have; empty for any.
+        needs: other fields, one of which must be given beside it.
+        excludes: other fields that must not be given beside it.
+        accepts_objects: Python may pass what the text stands for, already loaded.
+        on_command_line: False for what only files and Python say.
+    """
+
+    help: str
+    kind: type = str
+    metavar: str | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    pattern: tuple[str, str] | None = None
+    is_size: bool = False
+    policy_kind: str | None = None
+    many: bool = False
+    several: str | None = None
+    argument: bool = False
+    flag: str | None = None
+    place: str | None = None
+    suffixes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    accepts_objects: bool = False
+    on_command_line: bool = True
+
+
+REQUIRED: Any = MISSING
+"""The default of an option that must be given."""
+
+
+def option(default: Any, text: str, **details: Any) -> Any:
+    """Declare a field of an options dataclass; `details` as in `Option`."""
+    return field(default=default, metadata={"option": Option(text, **details)})
+
+
+def json_option() -> Any:
+    """``--json``, the same for every command."""
+    text = "Print one JSON object and nothing else."
+    return option(False, text, kind=bool, flag="--json")
+
+
+def file_option(text: str, *suffixes: str, **details: Any) -> Any:
+    """A file that is written where a user names one, with one of these endings."""
+    details = {"metavar": "FILE", **details}
+    place = {"place": "file", "suffixes": suffixes}
+    return option(None, text, kind=Path, **place, **details)
+
+
+def folder_option(text: str, **details: Any) -> Any:
+    """A folder that is written where a user names one."""
+    details = {"metavar": "DIR", **details}
+    return option(None, text, kind=Path, place="folder", **details)
+
+
+def option_of(declared: Field[Any]) -> Option:
+    """How people write the value of a field."""
+    return declared.metadata["option"]
+
+
+def default_of(declared: Field[Any]) -> Any:
+    """The default of a field; None where it must be given."""
+    return None if declared.default is MISSING else declared.default
+
+
+def flag_of(declared: Field[Any]) -> str:
+    """``gpu_memory_bytes`` -> ``--gpu-memory``: people write the unit themselves."""
+    stated = option_of(declared)
+    if stated.argument:
+        return stated.metavar or declared.name.upper()
+    name = declared.name.removesuffix("_bytes").replace("_", "-")
+    return stated.flag or f"--{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Base of all dataclasses of options.
+
+    Raises:
+        ConfigError: a value that does not fit its field.
+    """
+
+    def __post_init__(self) -> None:
+        """Refuse values of the wrong type or out of bounds, naming the field."""
+        for declared in fields(self):
+            value = getattr(self, declared.name)
+            stated = option_of(declared)
+            if value is None and declared.default is None:
+                continue
+            if stated.many and (is_list(value) or value is None):
+                texts = () if value is None else value
+                values = tuple(_fitting(declared.name, each, stated) for each in texts)
+                object.__setattr__(self, declared.name, values)
+                continue
+            value = _fitting(declared.name, value, stated)
+            object.__setattr__(self, declared.name, (value,) if stated.many else value)
+
+    def options(self) -> dict[str, Any]:
+        """All fields by name, as they are."""
+        return {
+            declared.name: getattr(self, declared.name) for declared in fields(self)
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values; paths are absolute, so that a run can be repeated
+        from any folder.
+        """
+        return {
+            declared.name: _plain(getattr(self, declared.name), option_of(declared))
+            for declared in fields(self)
+        }
+
+    def inputs(self) -> list[Path]:
+        """Files that are read."""
+        return self._places("input")
+
+    def outputs(self) -> list[Path]:
+        """Files that are written; one that fills a folder adds what it puts there."""
+        return self._places("file")
+
+    def folders(self) -> list[Path]:
+        """Folders that are written."""
+        return self._places("folder")
+
+    def _places(self, kind: str) -> list[Path]:
+        values = [
+            getattr(self, declared.name)
+            for declared in fields(self)
+            if option_of(declared).place == kind
+        ]
+        paths = [path for value in values for path in as_list(value)]
+        # Python may pass what a path stands for, already loaded.
+        return [Path(path) for path in paths if isinstance(path, str | Path)]
+
+
+def check_together(
+    declared: Iterable[Field[Any]],
+    given: Collection[str],
+    *,
+    name: Callable[[Field[Any]], str] | None = None,
+) -> None:
+    """Refuse options that contradict each other, or would be ignored.
+
+    Args:
+        declared: all fields of the options.
+        given: names of those that a user stated.
+        name: what errors call a field; None takes its name.
+
+    Raises:
+        ConfigError: naming both options.
+    """
+    by_name = {field.name: field for field in declared}
+
+    def called(field_name: str) -> str:
+        is_known = name is not None and field_name in by_name
+        return name(by_name[field_name]) if name and is_known else field_name
+
+    for field_name in by_name.keys() & given:
+        stated = option_of(by_name[field_name])
+        if stated.needs and not set(stated.needs) & set(given):
+            needed = " or ".join(map(called, stated.needs))
+            raise ConfigError(f"{called(field_name)}: expected {needed} beside it")
+        for other in stated.excludes:
+            if other in given:
+                raise ConfigError(
+                    f"{called(other)}: expected none beside {called(field_name)}"
+                )
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value is several values: a list, tuple, array or range."""
+    is_sequence = hasattr(value, "__iter__") and hasattr(value, "__len__")
+    return is_sequence and not isinstance(value, str)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Several values as a list; a single one as a list of one."""
+    return list(value) if is_list(value) else [value]
+
+
+_TYPES: dict[type, tuple[Any, str]] = {
+    str: (str, "a text"),
+    bool: (bool, "true or false"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    Path: ((str, Path), "a path"),
+}
+"""What each kind of option may be in Python, and how errors call it. Numbers of numpy
+are numbers too."""
+
+
+def _fitting(name: str, value: Any, stated: Option) -> Any:
+    """The value as Python's own kind.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    if stated.is_size and isinstance(value, str):
+        value = _bytes_of(name, value)
+    _check(name, value, stated)
+    # Numbers of numpy become Python's, which JSON and caches of compiled loops take.
+    return stated.kind(value) if isinstance(value, Real) else value
+
+
+def _bytes_of(name: str, text: str) -> int:
+    try:
+        return parse_bytes(text, where=name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check(name: str, value: Any, stated: Option) -> None:
+    if is_list(value):
+        raise ConfigError(
+            f"{name}: expected one value, got {value!r}; moesim.sweep takes several"
+        )
+    accepted, expected = _TYPES[stated.kind]
+    # Python counts truth values among the integers; `batch=True` is a slip.
+    is_flag = isinstance(value, bool) and stated.kind is not bool
+    fits = isinstance(value, accepted) and not is_flag
+
+    # Choices say more than the kind of a text.
+    if stated.choices:
+        expected = " or ".join(stated.choices)
+        fits = fits and value in stated.choices
+    if stated.pattern is not None:
+        pattern, expected = stated.pattern
+        fits = fits and re.fullmatch(pattern, value) is not None
+    if stated.suffixes and fits and not _ends(value, stated.suffixes):
+        expected = f"a name that ends in {' or '.join(stated.suffixes)}"
+        fits = False
+    if stated.minimum is not None:
+        low = stated.minimum
+        high = stated.maximum
+        expected += f" >= {low}" if high is None else f" between {low} and {high}"
+        # NaN fails both comparisons, as it should.
+        fits = fits and value >= low and (high is None or value <= high)
+    # Whether an object is the right one shows where it is used.
+    is_object = stated.accepts_objects and not isinstance(value, Real)
+    if not fits and not is_object:
+        shown = str(value) if isinstance(value, Path) else value
+        raise ConfigError(f"{name}: expected {expected}, got {shown!r}")
+
+
+def _ends(path: str | Path, suffixes: tuple[str, ...]) -> bool:
+    """Whether a name has one of the endings. A stream has no name, and takes text."""
+    if is_stream(Path(path)):
+        return not {".csv", ".json"}.isdisjoint(suffixes)
+    return str(path).lower().endswith(suffixes)
+
+
+def _plain(value: Any, stated: Option) -> Any:
+    if value is None:
+        return None
+    if stated.many:
+        return [_plain(each, _one(stated)) for each in value]
+    # A relative path would mean another file elsewhere.
+    if stated.kind is Path:
+        return str(Path(value).absolute())
+    return stated.kind(value)
+
+
+def _one(stated: Option) -> Option:
+    return Option(stated.help, kind=stated.kind)

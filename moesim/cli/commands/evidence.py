@@ -1,0 +1,655 @@
+"""`moesim verify`, `calibrate`, `validate` and `sensitivity`: how far the simulator is
+from this machine.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moesim.base.options import (
+    REQUIRED,
+    Options,
+    folder_option,
+    json_option,
+    option,
+)
+from moesim.cli import output, parsers
+from moesim.cli.options import from_dataclass
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moesim.evidence.validation.results import Validation
+    from moesim.hwprofiles.profile import HardwareProfile
+
+DIFFERENT = 1
+"""Exit code of a structure that differs, and of aims that are not met."""
+MOST_CONSTANTS = 12
+"""Constants that `sensitivity` prints, those with the largest effect."""
+
+
+STORES = "Folder for the experts' stores. Default: a temporary one."
+
+
+def _seed() -> Any:
+    return option(0, "Of everything that is drawn.", kind=int, metavar="N", minimum=0)
+
+
+def _minutes(default: float | None, text: str) -> Any:
+    return option(default, text, kind=float, metavar="M", minimum=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions(Options):
+    """What `moesim verify` is asked."""
+
+    out: Path = option(
+        Path("verify"),
+        "Folder of all results; an interrupted call is continued there.",
+        kind=Path,
+        metavar="DIR",
+        place="folder",
+    )
+    minutes: float = _minutes(
+        10.0, "For everything; decides how many cells and repetitions are made."
+    )
+    seed: int = _seed()
+    as_json: bool = json_option()
+
+
+@from_dataclass(from_file=False)
+def verify(options: VerifyOptions) -> None:
+    """Measure this PC, calibrate, run a grid for real and simulated, and say whether
+    the simulator holds here. Keep the PC quiet meanwhile.
+
+    \b
+    Examples:
+      moesim verify
+      moesim verify --minutes 30 --out report
+    """
+    from moesim.cli.output import steps_of
+    from moesim.evidence.validation import report
+    from moesim.evidence.validation import verify as library
+
+    line = output.command_line()
+    with steps_of("verifying") as progress:
+        verification = library.verify(
+            options.out,
+            minutes=options.minutes,
+            seed=options.seed,
+            save=lambda result: report.save(result, options.out, line),
+            progress=progress,
+        )
+    if options.as_json:
+        print(json.dumps(verification.to_json(), indent=2))
+    else:
+        print(verification.words)
+        places = [options.out / library.VERDICT]
+        if verification.result is not None:
+            places.append(options.out / "validation.html")
+            output.print_notes(verification.result["warnings"])
+        output.print_written(places)
+    if verification.holds is False:
+        raise typer.Exit(DIFFERENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidateOptions(Options):
+    """What `moesim validate` is asked."""
+
+    traces: tuple[Path, ...] = option(
+        (),
+        "moesim traces (Parquet); with --structure folders of real runs.",
+        kind=Path,
+        many=True,
+        argument=True,
+        metavar="TRACE…",
+    )
+    policies: str = option(
+        "all-cpu+none,on-demand+lru,fixed-mapping+lru,static-threshold+lru,"
+        "greedy+lru,greedy+lfu",
+        "As assignment+cache+prefetch.",
+        metavar="P,…",
+    )
+    cache_ratios: tuple[float, ...] = option(
+        (0.1, 0.3, 0.6),
+        "Shares of experts in the GPU cache.",
+        kind=float,
+        many=True,
+        metavar="R",
+    )
+    batches: tuple[int, ...] = option(
+        (1, 4), "Sequences that run together.", kind=int, many=True, metavar="B"
+    )
+    shapes: tuple[str, ...] | None = option(
+        None,
+        "Sizes of the experts. Default: the trace's own.",
+        many=True,
+        metavar="NAME[/N]",
+    )
+    host_ratios: tuple[float, ...] = option(
+        (1.0,),
+        "Shares of experts in host memory.",
+        kind=float,
+        many=True,
+        metavar="R",
+    )
+    hw: str | None = option(
+        None, "Profile of this machine. Default: measured now.", metavar="FILE"
+    )
+    steps: int = option(
+        16, "Forward passes of each run.", kind=int, metavar="N", minimum=2
+    )
+    repetitions: int = option(5, "Of each real run.", kind=int, metavar="N", minimum=1)
+    minutes: float | None = _minutes(
+        None, "A limit: cells and repetitions that do not fit are left out, and named."
+    )
+    stores: Path | None = folder_option(STORES)
+    out: Path | None = folder_option(
+        "Write the report there, after every half minute; a second call goes on."
+    )
+    structure: bool = option(
+        False,
+        "Instead: replay finished real runs with their measured times. What differs"
+        " then is structure, no noise.",
+        kind=bool,
+    )
+    protocol: Path | None = folder_option(
+        "Instead: follow docs/measurements/protocol.md, calibrations included; sittings"
+        " and the result go there."
+    )
+    sittings: int | None = option(
+        None,
+        "With --protocol: sittings now; 0 judges those that are there.",
+        kind=int,
+        metavar="N",
+        minimum=0,
+        needs=("protocol",),
+    )
+    earlier: Path | None = option(
+        None,
+        "Sum up with an earlier validation.json.",
+        kind=Path,
+        flag="--with",
+        metavar="FILE",
+        place="input",
+    )
+    seed: int = _seed()
+    as_json: bool = json_option()
+
+
+@from_dataclass(from_file=False)
+def validate(
+    options: ValidateOptions,
+    machines: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help=(
+                "Instead: predict other people's measurements in this folder, whole"
+                " platforms and sources left out. May be repeated."
+            ),
+        ),
+    ] = None,
+) -> None:
+    """Run a grid for real and simulated, interleaved, and say how far they differ.
+    Calibrate once before.
+
+    \b
+    Examples:
+      moesim validate q.parquet --shapes olmoe-1b-7b/2 --hw hw.toml --out report
+      moesim validate q.parquet --hw hw.toml --out report --minutes 10
+      moesim validate a.parquet b.parquet --policies greedy+lru,on-demand+lru --cache-ratios 0.2,0.5 --json
+      moesim validate q.parquet --hw hw.toml --host-ratios 0.5 --with report/validation.json --out both
+      moesim validate --structure run1 run2
+      moesim validate --machines measured --out report
+      moesim validate --protocol out/protocol
+    """
+    if options.protocol is not None:
+        _protocol(options.protocol, options)
+    elif options.structure:
+        _structure(options.traces, as_json=options.as_json)
+    elif machines:
+        _machines(machines, options.out, as_json=options.as_json)
+    elif options.traces:
+        _grid(options)
+    else:
+        raise typer.BadParameter("expected traces, --structure RUN…, or --machines DIR")
+
+
+def _grid(options: ValidateOptions) -> None:
+    """Run and simulate a grid of cells, and report after each half minute."""
+    from moesim.cli.output import steps_of
+    from moesim.evidence.validation import grid as library
+    from moesim.evidence.validation import report
+    from moesim.evidence.validation.report import validation_text
+    from moesim.evidence.validation.results import joined
+
+    # Read first: a missing file should not cost an hour of runs.
+    before = None if options.earlier is None else report.load(options.earlier)
+    # Parsed before anything runs, like every other list here.
+    names = parsers.split_policies(options.policies, "--policies")
+    out = options.out
+    line = output.command_line()
+    places: list[Path] = []
+
+    def save(validation: "Validation") -> dict[str, Any]:
+        result = validation.to_json()
+        if before is not None:
+            result = joined(result, before)
+        if out is not None:
+            places[:] = report.save(result, out, line)
+        return result
+
+    # Simulated and measured runs take turns, so that drift of the machine hits both.
+    with steps_of("validating") as progress:
+        validation = library.validate(
+            list(options.traces),
+            policies=names,
+            cache_ratios=options.cache_ratios,
+            hw=options.hw,
+            steps=options.steps,
+            batches=options.batches,
+            # None stands for the shape of each trace.
+            shapes=options.shapes or (None,),
+            host_ratios=options.host_ratios,
+            repetitions=options.repetitions,
+            stores=options.stores,
+            seed=options.seed,
+            minutes=options.minutes,
+            journal=None if out is None else out / "runs.jsonl",
+            on_result=None if out is None else save,
+            progress=progress,
+        )
+    result = save(validation)
+    if options.as_json:
+        print(json.dumps(result, indent=2))
+        return
+    print(validation_text(result))
+    output.print_written(places)
+    output.print_notes(validation.warnings)
+
+
+def _structure(folders: "Sequence[Path]", *, as_json: bool) -> None:
+    """Compare the structure of finished real runs with their replays'.
+
+    Args:
+        folders: of ``moesim run --out``.
+        as_json: print JSON instead of the table.
+
+    Raises:
+        typer.Exit: code 1 where a run differs by more than the aims.
+    """
+    if not folders:
+        raise typer.BadParameter("expected folders of real runs (moesim run --out)")
+    from moesim.evidence.validation.finished_runs import load_run
+    from moesim.evidence.validation.structure import compare_structure, structure_text
+
+    results = []
+    for folder in folders:
+        run = load_run(folder)
+        results.append(compare_structure(*run))
+    if as_json:
+        print(json.dumps([result.to_json() for result in results], indent=2))
+    else:
+        print(structure_text(results))
+    if not all(result.is_equal for result in results):
+        raise typer.Exit(DIFFERENT)
+
+
+def _machines(folders: list[Path], out: Path | None, *, as_json: bool) -> None:
+    """Predict every row of other people's machines blind, and say how far off.
+
+    Args:
+        folders: with ``decode.csv``, ``llama_bench.csv`` and the like.
+        out: folder for the page and all predictions.
+        as_json: print JSON instead of the table.
+    """
+    from moesim.advice.measured.judge import judge
+    from moesim.advice.measured.page import save, terminal_text, to_json
+    from moesim.advice.measured.rows import read_folder
+    from moesim.cli.output import bar
+
+    rows = [read_folder(folder) for folder in folders]
+    with bar("predicting", 1.0) as show:
+        judgement = judge(rows, lambda _name, share: show(share))
+    written = []
+    if out is not None:
+        written = save(judgement, out, output.command_line())
+    if as_json:
+        print(json.dumps(to_json(judgement), indent=2))
+        return
+    print(terminal_text(judgement))
+    output.print_written(written)
+
+
+def _protocol(folder: Path, options: ValidateOptions) -> None:
+    """Make sittings of the protocol, judge all that are there, and write the page.
+
+    Args:
+        folder: of the sittings, ``protocol.md`` and ``protocol.json``.
+        options: number of sittings now, seed of the first one; each later one has its
+            own.
+
+    Raises:
+        typer.Exit: code 1 where an aim is not met.
+    """
+    from moesim.base.files import write_text
+    from moesim.cli.output import steps_of
+    from moesim.evidence.validation.protocol import (
+        PLAN,
+        aim_rows,
+        earlier,
+        judge,
+        make_sitting,
+        protocol_page,
+    )
+    from moesim.reporting.tables import aligned
+
+    measured = earlier(folder, PLAN)
+    sittings = options.sittings
+    if sittings is None:
+        sittings = max(0, PLAN.sittings - len(measured))
+    for number in range(sittings):
+        with steps_of(f"sitting {number + 1} of {sittings}") as progress:
+            sitting = make_sitting(
+                folder, PLAN, seed=options.seed + len(measured), progress=progress
+            )
+        measured.append(sitting)
+
+    verdict = judge(PLAN, measured)
+    page = protocol_page(PLAN, measured, verdict, output.command_line())
+    places = [folder / "protocol.md", folder / "protocol.json"]
+    result = json.dumps(verdict.to_json(), indent=2)
+    write_text(places[0], page)
+    write_text(places[1], result + "\n")
+    if options.as_json:
+        print(result)
+    else:
+        print("\n".join(aligned(aim_rows(PLAN, verdict))).replace("*", ""))
+        output.print_written(places)
+    if not all(verdict.met.values()):
+        raise typer.Exit(DIFFERENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateOptions(Options):
+    """What `moesim calibrate` is asked."""
+
+    runs: tuple[Path, ...] = option(
+        (),
+        "With --from: folders of real runs (moesim run --out).",
+        kind=Path,
+        many=True,
+        argument=True,
+        metavar="RUN…",
+    )
+    out: Path = option(
+        Path("hw.toml"),
+        "The profile to write.",
+        kind=Path,
+        metavar="FILE",
+        place="file",
+    )
+    from_runs: bool = option(
+        False,
+        "Learn from finished real runs instead of making designed ones.",
+        kind=bool,
+        flag="--from",
+        excludes=("quick", "shapes", "against", "minutes", "stores"),
+    )
+    quick: bool = option(False, "Shorter runs.", kind=bool)
+    shapes: tuple[str, ...] | None = option(
+        None,
+        "Two sizes of experts, the larger first.",
+        many=True,
+        metavar="NAME[/N]",
+    )
+    hw: str | None = option(
+        None,
+        "Profile to start from. Default: measured first, about 10 s; with --from that"
+        " of --out where it is there, else that of the first run.",
+        metavar="FILE",
+    )
+    against: Path | None = option(
+        None,
+        "Say how far its predictions are from this profile's.",
+        kind=Path,
+        metavar="FILE",
+        place="input",
+    )
+    minutes: float | None = _minutes(
+        None,
+        "A limit: runs are repeated for so long at most, until no constant is so wide"
+        " that predictions move by more than 2 %.",
+    )
+    force: bool = option(
+        False, "Write a profile that cannot be trusted all the same.", kind=bool
+    )
+    stores: Path | None = folder_option(STORES)
+    seed: int = _seed()
+    as_json: bool = json_option()
+
+
+@from_dataclass(from_file=False)
+def calibrate(options: CalibrateOptions) -> None:
+    """Calibrate this machine by a designed set of short runs, and write its profile. A
+    few minutes; keep it quiet. With --from by runs that were made before.
+
+    \b
+    Examples:
+      moesim calibrate --out hw.toml
+      moesim calibrate --quick --shapes qwen3-30b-a3b/2,qwen3-30b-a3b/4
+      moesim calibrate --minutes 5
+      moesim calibrate --out again.toml --against hw.toml
+      moesim calibrate --from monday tuesday --out hw.toml
+    """
+    if options.from_runs:
+        _from(options)
+        return
+    if options.runs:
+        raise typer.BadParameter(
+            "expected folders of runs only with --from", param_hint="RUN…"
+        )
+    from moesim.cli.output import steps_of
+    from moesim.evidence.validation import calibrate as library
+    from moesim.evidence.validation.profile_checks import speed_change
+    from moesim.evidence.validation.wide import wide_constants
+    from moesim.hwprofiles.profile import load_profile
+
+    # Read first: a missing file should not cost minutes of measuring.
+    reference = None if options.against is None else load_profile(options.against)
+    sizes = options.shapes or library.SHAPES
+    # One size cannot tell latency from bandwidth.
+    if len(sizes) < 2:
+        raise typer.BadParameter(
+            f"expected two sizes, the larger first, got {','.join(sizes)!r}",
+            param_hint="--shapes",
+        )
+    with steps_of("calibrating") as progress:
+        profile = library.calibrate(
+            options.out,
+            shapes=sizes,
+            quick=options.quick,
+            hw=options.hw,
+            stores=options.stores,
+            seed=options.seed,
+            force=options.force,
+            minutes=options.minutes,
+            progress=progress,
+        )
+
+    # Small changes are said; of large ones a profile is not written.
+    if (warning := speed_change(profile)) is not None:
+        print(f"note: {warning}", file=sys.stderr)
+    difference: dict[str, Any] | None = None
+    if reference is not None:
+        errors = [
+            abs(error) for error in library.differences(reference, profile, sizes)
+        ]
+        difference = {
+            "profile": str(options.against),
+            "median": median(errors),
+            "worst": max(errors),
+        }
+    if options.as_json:
+        facts = {
+            "name": profile.name,
+            "digest": profile.digest,
+            "fit": profile.fit,
+            "against": difference,
+        }
+        print(json.dumps(facts, indent=2))
+        return
+    _print(profile, difference)
+    shape = library.shape_of(sizes[0])
+    for wide in wide_constants(profile, shape):
+        print(f"still wide: {wide.words()}")
+    output.print_written([options.out])
+
+
+def _print(profile: "HardwareProfile", difference: dict[str, Any] | None) -> None:
+    print(profile.description)
+    for name, report in sorted(profile.fit.items()):
+        print(
+            f"  {name:<12}  median {100 * report['residual_median']:.1f} %, worst"
+            f" {100 * report['residual_worst']:.1f} %"
+        )
+    if difference is not None:
+        print(
+            f"predictions differ from those of {difference['profile']} by median"
+            f" {100 * difference['median']:.1f} %, worst"
+            f" {100 * difference['worst']:.1f} %"
+        )
+
+
+def _from(options: CalibrateOptions) -> None:
+    """Learn from finished runs, and say how they are predicted now."""
+    if not options.runs:
+        raise typer.BadParameter(
+            "expected folders of real runs (moesim run --out)", param_hint="RUN…"
+        )
+    from moesim.cli.output import steps_of
+    from moesim.evidence.validation.learning import learn_from
+
+    with steps_of("learning") as progress:
+        learned = learn_from(
+            list(options.runs),
+            options.out,
+            hw=options.hw,
+            force=options.force,
+            seed=options.seed,
+            progress=progress,
+        )
+    if options.as_json:
+        print(json.dumps(learned.to_json(), indent=2))
+        return
+    print(learned.profile.description)
+    print("\n".join(learned.lines()))
+    output.print_written([options.out])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivityOptions(Options):
+    """What `moesim sensitivity` is asked."""
+
+    trace: Path = option(
+        REQUIRED,
+        "A moesim trace (Parquet), or tiny, which ships.",
+        kind=Path,
+        argument=True,
+        metavar="TRACE",
+    )
+    policies: str = option(
+        "greedy+lru,on-demand+lru,all-cpu+none", "Who competes.", metavar="P,…"
+    )
+    hw: str | None = option(None, "Machine: a name or a file.", metavar="NAME|FILE")
+    cache_ratio: float = option(
+        0.25,
+        "Share of experts cached.",
+        kind=float,
+        metavar="R",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    batch: int = option(
+        1, "Sequences that run together.", kind=int, metavar="B", minimum=1
+    )
+    steps: int = option(
+        32, "Forward passes replayed.", kind=int, metavar="N", minimum=1
+    )
+    as_json: bool = json_option()
+
+
+@from_dataclass(from_file=False)
+def sensitivity(options: SensitivityOptions) -> None:
+    """Move every constant of a profile within its interval and say whether another
+    policy would win.
+
+    \b
+    Example:
+      moesim sensitivity q.parquet --hw hw.toml --policies greedy+lru,on-demand+lfu
+    """
+    from moesim.cli.output import steps_of
+    from moesim.questions import sensitivity as library
+
+    names = parsers.split_policies(options.policies, "--policies")
+    # Every constant takes two comparisons, so a few steps must do.
+    with steps_of("moving constants") as progress:
+        result = library.sensitivity(
+            options.trace,
+            policies=names,
+            hw=options.hw,
+            cache_ratio=options.cache_ratio,
+            batch=options.batch,
+            steps=options.steps,
+            progress=progress,
+        ).to_json()
+    text = json.dumps(result, indent=2) if options.as_json else sensitivity_text(result)
+    print(text)
+
+
+def sensitivity_text(result: dict[str, Any]) -> str:
+    """Lay out winners, constants, break-even and cliff for a terminal."""
+    from moesim.reporting.tables import aligned
+
+    fastest_first = sorted(result["baseline_s"].items(), key=lambda item: item[1])
+    lines = [f"{name:<28} {seconds:10.4f} s" for name, seconds in fastest_first]
+
+    changes = ", ".join(result["winner_changes"]) or "none"
+    lines += [
+        "",
+        f"winner: {result['winner']}; constants that change it: {changes}",
+        "",
+    ]
+    constants = [
+        [each["path"], f"{100 * each['effect']:.2f} %", each["interval"]]
+        for each in result["constants"][:MOST_CONSTANTS]
+    ]
+    lines += aligned([["constant", "moves a run by", "interval"], *constants])
+
+    # Rows are sorted by tokens: the first one is where the lines cross.
+    fetched = [row["tokens"] for row in result["break_even"] if row["fetch"]]
+    since = "never, up to 1024 tokens"
+    if fetched:
+        since = f"from {fetched[0]} tokens of an expert on"
+    cliff = result["cliff"]
+    # A trace without decode steps has no hit rate to show.
+    rates = ", ".join(
+        f"{share} x: {100 * (rate or 0):.1f} %"
+        for share, rate in cliff["hit_rate"].items()
+    )
+    lines += [
+        "",
+        f"fetching an absent expert is cheaper than computing it on the CPU {since}",
+        (
+            f"capacity cliff of a global LRU: {cliff['working_set']} experts"
+            f" ({100 * cliff['ratio']:.1f} %); hits {rates}"
+        ),
+    ]
+    return "\n".join(lines)

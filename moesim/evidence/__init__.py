@@ -1,0 +1,1 @@
+"""What shows that answers can be believed: validation, reproduction, diagnosis."""

@@ -1,0 +1,270 @@
+"""Runs behind the papers' experiments: each is described, done once, and shared by all
+records that need it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from moesim.evidence.reproduction.workloads import Excerpt
+from moesim.hwprofiles.costs import Costs
+from moesim.hwprofiles.dense_costs import DenseSizes
+from moesim.hwprofiles.paths import link
+from moesim.hwprofiles.profile import load_profile
+from moesim.policies.assignment._optimum import modelled_s
+from moesim.policies.systems import System
+from moesim.questions.gap_mixes import MixReplays
+from moesim.runs.config import MemoryOptions, RunConfig
+from moesim.runs.memory import plan_memory
+from moesim.runs.replay import replay
+from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from moesim.evidence.reproduction.workloads import Workload
+    from moesim.runs.result import Run
+    from moesim.traces.format.batch import RoutedStep
+
+Outcome = dict[str, Any]
+"""Metrics of a run, and under ``prefill`` and ``decode`` the parts of those steps
+(`parts_of`).
+"""
+
+EPOCHS = 40
+"""Most epochs of a cache network's training, which stops early where it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """One run, before it is done.
+
+    Attributes:
+        workload: what is replayed.
+        policy: a system or an assignment policy.
+        machine: hardware profile.
+        options: further options of `moesim.runs.replay.replay`, sorted.
+        warm: whether the cache is filled from other sequences of the workload.
+        learned: whether a cache network is trained on those, for ``flashmoe``.
+        modelled: sum the modelled makespans of all decode steps instead, with nothing
+            resident (DALI, table 4).
+    """
+
+    workload: Workload
+    policy: str
+    machine: str
+    options: tuple[tuple[str, Any], ...] = ()
+    warm: bool = False
+    learned: bool = False
+    modelled: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        policy: str,
+        machine: str,
+        *,
+        warm: bool = False,
+        learned: bool = False,
+        modelled: bool = False,
+        **options: Any,
+    ) -> RunSpec:
+        """Describe a run; options that are None are left out."""
+        given = {name: value for name, value in options.items() if value is not None}
+        return cls(
+            workload,
+            policy,
+            machine,
+            tuple(sorted(given.items())),
+            warm=warm,
+            learned=learned,
+            modelled=modelled,
+        )
+
+    def on(self, machine: str) -> RunSpec:
+        """The same run on another machine."""
+        return replace(self, machine=machine)
+
+    def of_recording(self, sequences: int, **recorded: Any) -> RunSpec:
+        """The same run on so many sequences of recorded routing, with the predictions
+        that its workload draws.
+        """
+        workload = replace(self.workload, prompt=0, sequences=sequences, **recorded)
+        options = tuple(
+            (name, min(sequences, value) if name == "batch" else value)
+            for name, value in self.options
+        )
+        return replace(self, workload=workload, options=options)
+
+    @property
+    def words(self) -> str:
+        """The run in the words of the command line."""
+        words = [self.policy]
+        for name, value in self.options:
+            words.append(f"--{name.replace('_', '-')} {value}")
+        if self.warm:
+            words.append("--warm")
+        return " ".join(words)
+
+    def do(self, folder: Path) -> Outcome:
+        """Do the run; its traces lie in `folder`, or are drawn into it.
+
+        Raises:
+            TraceError, ProfileError, PolicyError: a description that fits nothing.
+        """
+        trace = self.workload.draw(folder)
+        if self.modelled:
+            return _modelled(self, trace)
+        options = dict(self.options)
+        if self.warm:
+            options["warm"] = self.workload.calibration().draw(folder)
+        if self.learned:
+            options["artefacts"] = learned_cache(self.workload, folder)
+        run = replay(trace, self.policy, hw=self.machine, **options)
+        return run.metrics | {phase.label: parts_of(run, phase) for phase in Phase}
+
+
+def parts_of(run: Run, phase: Phase) -> dict[str, float]:
+    """Seconds of all steps of a phase, by what was busy; lanes overlap.
+
+    Returns:
+        ``total``, the length of the steps, ``steps``, ``dense``, ``cpu`` and ``gpu``
+        (experts), ``link`` (copies to GPUs), ``ssd``, ``planning``.
+    """
+    steps = run.timeline.step_frame()
+    steps = steps[steps["phase"] == phase.label]
+    spans = run.timeline.frame()
+    spans = spans[spans["step"].isin(steps["step"])]
+    seconds = spans["end_s"] - spans["start_s"]
+    computes = spans["kind"] == "compute"
+    lane = spans["lane"].astype(str)
+    masks = {
+        "dense": spans["kind"] == "dense",
+        "cpu": computes & (lane == "cpu"),
+        "gpu": computes & (lane != "cpu"),
+        "link": lane.str.startswith("h2d"),
+        "ssd": lane == "ssd",
+        "planning": spans["kind"] == "plan",
+    }
+    parts = {name: float(seconds[mask].sum()) for name, mask in masks.items()}
+    parts["total"] = float((steps["end_s"] - steps["start_s"]).sum())
+    parts["steps"] = float(len(steps))
+    return parts
+
+
+def _modelled(spec: RunSpec, path: Path) -> Outcome:
+    """The modelled makespan of decode steps in which nothing is resident."""
+    trace = open_trace(path)
+    profile = load_profile(spec.machine)
+    system = System(assignment=spec.policy, cache="none")
+    excerpt = Excerpt(trace)
+    batch = dict(spec.options)["batch"]
+
+    def passes() -> Iterable[RoutedStep]:
+        decode = excerpt.decode(batch=batch)
+        # The first batch only: the others are more of the same.
+        for number, step in zip(range(spec.workload.generated), decode, strict=False):
+            # Prefill steps are left out, so steps are numbered anew.
+            yield replace(step, step=number)
+
+    total = _ModelledTime()
+    MixReplays(
+        shape=trace.shape,
+        profile=profile,
+        costs=Costs(profile, trace.shape),
+        memory=plan_memory(
+            MemoryOptions(cache_ratio=0.0), trace.shape, profile, system
+        ),
+        system=system,
+        passes=passes,
+        # Neither policy looks ahead.
+        future=RecordedFuture(()),
+        seed=0,
+    ).replay_s({}, observer=total)
+    return {"modelled_s": total.seconds}
+
+
+@dataclass(slots=True)
+class _ModelledTime:
+    """Sums the modelled makespans of assignments.
+
+    An observer of `AssignmentPolicy.assign` (`moesim.policies.planner.observers`).
+    """
+
+    seconds: float = 0.0
+
+    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
+        """Add one layer step."""
+        del call
+        work, _view = arguments
+        self.seconds += modelled_s(work, answer.lanes)
+
+
+def learned_cache(workload: Workload, folder: Path) -> Path:
+    """Train FlashMoE's cache network on other sequences of the workload, unless it is
+    there already, and return its folder.
+
+    Raises:
+        ImportError: PyTorch is not installed.
+    """
+    from moesim.questions.learned_cache import all_passes  # noqa: PLC0415 - needs torch
+    from moesim.runtime.train.cache import Recipe, train  # noqa: PLC0415 - needs torch
+
+    calibration = workload.calibration()
+    artefacts = folder / f"{calibration.name}-learned"
+    network = artefacts / "flashmoe.safetensors"
+    if not network.exists():
+        trace = open_trace(calibration.draw(folder))
+        trained = train(all_passes(trace), trace.shape, Recipe(epochs=EPOCHS))
+        artefacts.mkdir(exist_ok=True)
+        trained.save(network)
+    return artefacts
+
+
+# -- what follows from a run's description alone ---------------------------------------
+
+
+def spec_quantities() -> dict[str, Callable[[RunSpec, Mapping[str, Any]], float]]:
+    """Name -> quantity of a run that need not be done, with the values of the names in
+    its description.
+    """
+    return {"gpu_gb": _gpu_gb, "load_s": _load_s}
+
+
+def _gpu_gb(run: RunSpec, values: Mapping[str, Any]) -> float:
+    """GB of the expert cache, the staging slots, the dense weights, and the keys and
+    values of all sequences at the end of a context of ``seq_len`` tokens.
+    """
+    options = dict(run.options)
+    batch = options.pop("batch", 1)
+    config = RunConfig.of(None, run.policy, **options)
+    shape = run.workload.shape
+    plan = plan_memory(config.memory, shape, load_profile(run.machine), config.system)
+    layers = shape.layers + len(shape.dense_layers)
+    tokens = layers * batch * values["seq_len"]
+    keys_and_values = DenseSizes.of(shape).kv_bytes * tokens
+    staging_bytes = plan.staging * shape.max_expert_bytes
+    used = plan.gpu.total_bytes + staging_bytes + shape.other_bytes + keys_and_values
+    return used / 1e9
+
+
+def _load_s(run: RunSpec, _values: Mapping[str, Any]) -> float:
+    """Seconds to read from the SSD what must be in memory before the first token: all
+    weights, or those outside experts where these stay on the SSD.
+
+    Experts are read one by one, as a run reads them.
+    """
+    shape = run.workload.shape
+    ssd = link("ssd")
+    number = load_profile(run.machine).number
+    load_s = shape.other_bytes / number(ssd.bytes_per_s)
+    if "host_memory_bytes" not in dict(run.options):
+        experts = shape.layers * shape.experts
+        load_s += shape.routed_bytes / number(ssd.bytes_per_s)
+        load_s += experts * number(ssd.latency_s)
+    return load_s

@@ -1,0 +1,260 @@
+"""Statistics of agreement between simulated and measured runs.
+
+The unit of repetition is a run, made anew: steps of one run share the machine's speed
+meanwhile and whatever disturbed it, so a hundred of them are not a hundred
+measurements. Two means may be proven closer than a margin (TOST, which a lack of data
+cannot pass, unlike a test for a difference); runs may scatter alike within themselves
+(Kolmogorov-Smirnov, by permuting whole runs); two policies have an order only where
+their repetitions show one (a paired t-test), and orders are compared by Kendall's tau.
+`tests/evidence/test_agreement.py` holds each to its level under drift and correlated
+errors.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from scipy import special
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+LEVEL = 0.05
+"""Chance of each decision to be wrong where it matters: to prove an equivalence that is
+not there, to order equal policies, to call one distribution two.
+"""
+_PERMUTATIONS = 499
+_NO_SCATTER = 1e-12
+
+
+class Kolmogorov(NamedTuple):
+    """Largest distance between two empirical distribution functions, and its
+    p-value.
+    """
+
+    distance: float
+    p_value: float
+
+
+class Equivalence(NamedTuple):
+    """Result of two one-sided tests: `p_value` is the larger of the two."""
+
+    ratio: float
+    p_value: float
+    equivalent: bool
+
+
+def same_scatter(
+    simulated: Sequence[np.ndarray], measured: Sequence[np.ndarray]
+) -> Kolmogorov:
+    """Test whether steps scatter alike within simulated and within measured runs.
+
+    Each run is taken relative to its own mean: by how much means differ is another
+    question (`equivalent`), and a machine's drift from run to run is no scatter of
+    steps. Under the hypothesis any of the runs may have been simulated, so the distance
+    is compared with those of permuted runs.
+
+    Args:
+        simulated: by replication, seconds of single steps; means over replications
+            scatter less than any run does.
+        measured: by repetition, seconds of the same steps.
+
+    Raises:
+        ValueError: no run of one of both.
+    """
+    if not len(simulated) or not len(measured):
+        raise ValueError("two samples are compared, found an empty one")
+    runs = [np.asarray(run, np.float64) for run in (*simulated, *measured)]
+    relative = np.concatenate([run / run.mean() for run in runs])
+    run_of = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
+    ascending = np.argsort(relative, kind="stable")
+    run_of = run_of[ascending]
+    # Between equal values no distribution function has a value of its own.
+    steps_up = np.append(np.diff(relative[ascending]) > 0, True)
+
+    # Seeded, so that the same measurements always give the same figure. The first row
+    # is what was observed.
+    rng = np.random.default_rng(0)
+    order = np.tile(np.arange(len(runs)), (1 + _PERMUTATIONS, 1))
+    order[1:] = rng.permuted(order[1:], axis=1)
+    first = (order < len(simulated))[:, run_of]
+    below_first = np.cumsum(first, axis=1) / first.sum(axis=1, keepdims=True)
+    below_second = np.cumsum(~first, axis=1) / (~first).sum(axis=1, keepdims=True)
+    apart = np.abs(below_first - below_second)[:, steps_up]
+    distances = apart.max(axis=1)
+    as_far = float(np.mean(distances >= distances[0] - 1e-12))
+    return Kolmogorov(float(distances[0]), as_far)
+
+
+def equivalent(
+    predicted: float, repetitions: Sequence[float] | np.ndarray, *, margin: float = 0.05
+) -> Equivalence:
+    """Test whether a prediction differs by less than a factor of ``1 + margin`` from
+    what it predicts, geometric mean.
+
+    Args:
+        predicted: by the simulation, which answers the same however often it is asked.
+        repetitions: the same, measured in each run.
+        margin: relative.
+
+    Raises:
+        ValueError: fewer than two repetitions.
+
+    Source: two one-sided t-tests, Schuirmann (1987).
+    """
+    measured = np.asarray(repetitions, np.float64)
+    count = len(measured)
+    if count < 2:
+        raise ValueError(f"at least two repetitions are needed, found {count}")
+
+    # Logarithms: half as fast is as far away as twice as fast.
+    apart = np.log(predicted / measured)
+    mean = float(apart.mean())
+    ratio = float(np.exp(mean))
+    most = float(np.log1p(margin))
+    error = float(apart.std(ddof=1)) / np.sqrt(count)
+    if error < _NO_SCATTER:
+        # Without scatter there is nothing to test; the means are what they are.
+        inside = abs(mean) < most
+        return Equivalence(ratio, 0.0 if inside else 1.0, inside)
+
+    # Equivalent only if both one-sided tests reject: the larger p-value decides.
+    above = special.stdtr(count - 1, -(mean + most) / error)
+    below = special.stdtr(count - 1, (mean - most) / error)
+    p_value = float(max(above, below))
+    return Equivalence(ratio, p_value, p_value < LEVEL)
+
+
+def measured_order(first: Sequence[float], second: Sequence[float]) -> int:
+    """Return -1 where the first is certainly smaller, 1 where the second is, 0 where
+    repetitions do not tell: equal ones are ordered in 5 % of cases.
+
+    Args:
+        first, second: by repetition. Those of equal number were made in the same pass
+            over the grid, so what the machine did to both cancels.
+
+    Source: paired t-test of the logarithms.
+    """
+    if len(first) != len(second):
+        raise ValueError(
+            f"repetitions are compared in pairs, found {len(first)} and {len(second)}"
+        )
+    if len(first) < 2:
+        return 0
+    apart = np.log(first) - np.log(second)
+    mean = float(apart.mean())
+    error = float(apart.std(ddof=1)) / np.sqrt(len(apart))
+    least = float(special.stdtrit(len(apart) - 1, 1.0 - 0.5 * LEVEL)) * error
+    return int(np.sign(mean)) if abs(mean) > least else 0
+
+
+def kendall_tau(
+    predicted: Sequence[float], repetitions: Sequence[Sequence[float]]
+) -> float | None:
+    """Rank correlation of a predicted order with the measured one.
+
+    A pair that the measurement cannot order is no evidence either way, so it is left
+    out of numerator and denominator; a pair that only the prediction ties counts as
+    half wrong.
+
+    Args:
+        predicted: one value per policy.
+        repetitions: by policy, as `measured_order` compares them.
+
+    Returns:
+        -1 to 1, or None where the measurement orders no pair.
+
+    Raises:
+        ValueError: different lengths.
+    """
+    if len(predicted) != len(repetitions):
+        raise ValueError(
+            f"two orders of the same things are compared, found {len(predicted)} and"
+            f" {len(repetitions)}"
+        )
+    agreeing = 0
+    ordered = 0
+    for i, j in combinations(range(len(predicted)), 2):
+        sign = measured_order(repetitions[i], repetitions[j])
+        ordered += abs(sign)
+        # +1 where both order the pair alike, 0 where the prediction ties it.
+        agreeing += sign * int(np.sign(predicted[i] - predicted[j]))
+    return agreeing / ordered if ordered else None
+
+
+def repeated_tau(groups: Sequence[Sequence[Sequence[float]]]) -> float | None:
+    """Tau that a single repetition reaches with all others: what no simulation of them
+    can be expected to pass.
+
+    Args:
+        groups: by group of policies, by policy: its repetitions.
+
+    Returns:
+        The mean, or None where nothing is repeated or no pair is ever ordered.
+    """
+    taus = []
+    for policies in groups:
+        count = min(map(len, policies), default=0)
+        for left_out in range(count):
+            others = [np.delete(run, left_out).tolist() for run in policies]
+            tau = kendall_tau([run[left_out] for run in policies], others)
+            if tau is not None:
+                taus.append(tau)
+    return float(np.mean(taus)) if taus else None
+
+
+def noise_floor(repetitions: Sequence[Sequence[float]]) -> float:
+    """Median relative difference between two repetitions of the same run, over all
+    pairs of all runs.
+
+    Args:
+        repetitions: by run, its repeated measurements; runs with one are left out.
+
+    Returns:
+        0 where nothing was repeated.
+    """
+    apart = []
+    for values in repetitions:
+        for first, second in combinations(values, 2):
+            # Over their mean: neither of two repetitions is the true one.
+            mean = 0.5 * (first + second)
+            apart.append(abs(first - second) / mean)
+    return float(np.median(apart)) if apart else 0.0
+
+
+def estimate_noise(
+    repetitions: np.ndarray,
+    estimate: Callable[[np.ndarray], float],
+    *,
+    draws: int = 400,
+) -> float:
+    """Relative difference between two estimates from as many repetitions each, median.
+
+    Whole repetitions are resampled (bootstrap); what few of them hide is made up for by
+    ``sqrt(R / (R - 1))``.
+
+    Args:
+        repetitions: float64 [R, n], R identical runs.
+        estimate: of such an array.
+        draws: pairs of estimates.
+
+    Returns:
+        0.0 for a single repetition.
+    """
+    count = len(repetitions)
+    if count < 2:
+        return 0.0
+
+    rng = np.random.default_rng(0)
+    estimates = []
+    for _ in range(2 * draws):
+        rows = rng.integers(0, count, count)
+        estimates.append(estimate(repetitions[rows]))
+    first = np.array(estimates[:draws])
+    second = np.array(estimates[draws:])
+    mean = 0.5 * (first + second)
+    apart = np.abs(first - second) / mean
+    widening = np.sqrt(count / (count - 1))
+    return float(np.median(apart) * widening)

@@ -1,0 +1,495 @@
+"""Calibrates this machine: a designed set of short runs through the executor, then a
+fit.
+
+Each lane alone, each pair, all together; two sizes of experts; one token and many; with
+and without the SSD; every assignment policy's planning. Routing is drawn, so that no
+trace which a prediction is later compared with takes part; this module and
+`hwprofiles/calibration/fit_runs.py` know of no validation
+(`tests/evidence/test_separation.py`
+holds that).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from moesim.base.files import ScratchFolder
+from moesim.evidence.validation.calibration_runs import ROUTED, Design, designs
+from moesim.evidence.validation.drift import ReferenceRuns, with_reference_runs
+from moesim.evidence.validation.paired_runs import (
+    Trial,
+    TrialRunner,
+    simulate,
+    step_lengths,
+)
+from moesim.evidence.validation.profile_checks import (
+    DISTURBED,
+    MOST_LOST,
+    PACE,
+    PRESSURE,
+    STOLEN,
+    doubts_of,
+)
+from moesim.evidence.validation.wide import wide_constants
+from moesim.hwprofiles.calibration.estimates import FitReport
+from moesim.hwprofiles.calibration.fit_runs import DesignedRun, profile_entries
+from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
+from moesim.hwprofiles.calibration.pace import undisturbed_medians
+from moesim.hwprofiles.profile import PREDICTIONS, HardwareProfile, save_profile
+from moesim.hwprofiles.schema import ProfileError
+from moesim.policies.systems import compose
+from moesim.runs.machine import experts_dtype, machine_profile
+from moesim.traces.timeline.metrics import summarise
+from moesim.traces.timeline.operations import lost_shares
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from moesim.runtime.measure.evidence import SystemShares
+    from moesim.traces.format.schema import ModelShape
+    from moesim.traces.timeline.spans import Timeline
+
+SHAPES = ("olmoe-1b-7b/2", "olmoe-1b-7b/4")
+"""Whose sizes the designed runs' experts have: two, since only different bytes separate
+overhead from bandwidth.
+"""
+
+NARROW = 0.02
+"""Change of a prediction within a constant's interval that needs no further runs."""
+_PASSES = 5
+_QUICK_PASSES = 3
+"""How often all designed runs are run."""
+
+
+class FinishedRun(NamedTuple):
+    """A designed run that was really made, and what the whole machine lost
+    meanwhile.
+    """
+
+    shape: ModelShape
+    trial: Trial
+    timeline: Timeline
+    system: SystemShares
+
+
+def learn(
+    runs: Sequence[tuple[ModelShape, Trial, Timeline]],
+    base: HardwareProfile,
+    *,
+    date: str,
+    name: str,
+    seed: int = 0,
+    stolen: Sequence[float] | None = None,
+    pace: Sequence[float] | None = None,
+) -> HardwareProfile:
+    """Put what finished runs show into a profile of the machine they ran on.
+
+    Args:
+        runs: shape, trial and timeline of each.
+        base: the profile; what the runs do not show is kept from it.
+        date: day of the measurement, ISO 8601.
+        name: of the new profile.
+        seed: of the resampling behind intervals.
+        stolen: share of the cores' time that a hypervisor gave to others, by run; NaN
+            where it is not counted.
+        pace: factor by which the machine took longer than usual, by run.
+    """
+    designed = []
+    paces = [1.0] * len(runs) if pace is None else list(pace)
+    chosen_steps, lost = _chosen_steps(runs, stolen or [0.0] * len(runs), paces)
+    for (shape, trial, timeline), kept, slower in zip(
+        runs, chosen_steps, paces, strict=True
+    ):
+        designed.append(
+            DesignedRun(
+                timeline,
+                shape,
+                # Profiles know policies by name, whatever their parameters.
+                assignment=compose(trial.policy).assignment.partition(":")[0],
+                context_tokens=[step.context_tokens for step in trial.steps],
+                workers=base.workers,
+                kept=kept,
+                pace=slower,
+            )
+        )
+    calibration = fit(designed, date=date, seed=seed)
+
+    # Distributions of operations in isolation are not those of runs, and their farthest
+    # outliers would be drawn.
+    base_curves = {
+        path: replace(curve, quantiles=()) for path, curve in base.curves.items()
+    }
+    return replace(
+        base,
+        name=name,
+        kind="measured",
+        date=date,
+        numbers=profile_entries(calibration.numbers, base.numbers),
+        curves={**base_curves, **calibration.curves},
+        fit={**base.fit, **calibration.fit, DISTURBED: disturbance_report(lost)},
+    )
+
+
+def disturbance_report(lost: np.ndarray) -> dict[str, float]:
+    """Report what was lost to others.
+
+    Args:
+        lost: share of each step's or run's time, float64 [N].
+    """
+    report = FitReport(
+        samples=len(lost),
+        held_out=int((lost > MOST_LOST).sum()),
+        residual_median=float(np.median(lost)),
+        residual_worst=float(np.max(lost)),
+    )
+    return report.as_table()
+
+
+def _system_reports(shares: Sequence[SystemShares]) -> dict[str, dict[str, float]]:
+    """Report what the kernel counted of the whole machine, where it did."""
+    reports = {}
+    for name, counted in (
+        (STOLEN, [share.stolen for share in shares]),
+        (PRESSURE, [share.pressure for share in shares]),
+    ):
+        known = np.array(counted)
+        known = known[np.isfinite(known)]
+        if len(known):
+            reports[name] = disturbance_report(known)
+    return reports
+
+
+def _chosen_steps(
+    runs: Sequence[tuple[ModelShape, Trial, Timeline]],
+    stolen: Sequence[float],
+    paces: Sequence[float],
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Choose, for every step of a trial, the repetition that counts.
+
+    Returns:
+        Bool [steps] by run, and the share of time that each chosen step lost to others,
+        float64 [all steps].
+    """
+    # By identity: two designs may be equal trials, and are repeated each for itself.
+    repetitions: dict[tuple[str, int], list[int]] = {}
+    for number, (shape, trial, _) in enumerate(runs):
+        key = (shape.name, id(trial))
+        repetitions.setdefault(key, []).append(number)
+
+    chosen: list[np.ndarray] = [np.empty(0)] * len(runs)
+    lost_by_step = []
+    for numbers in repetitions.values():
+        timelines = [runs[number][2] for number in numbers]
+        seconds = np.array([step_lengths(timeline) for timeline in timelines])
+        lost = np.array(
+            [
+                lost_shares(timeline.operations, lengths)
+                for timeline, lengths in zip(timelines, seconds, strict=True)
+            ]
+        )
+        # No thread sees what is stolen; it is known of the whole run only.
+        stolen_of = np.array([stolen[number] for number in numbers])
+        lost += np.nan_to_num(stolen_of)[:, None]
+        # By length at the same pace, or those of one time would be chosen throughout.
+        pace_of = np.array([paces[number] for number in numbers])
+        best = undisturbed_medians(seconds / pace_of[:, None], lost)
+        lost_by_step.append(lost[best, np.arange(len(best))])
+        for repetition, number in enumerate(numbers):
+            chosen[number] = best == repetition
+    return chosen, np.concatenate(lost_by_step)
+
+
+def calibrate(
+    out: str | Path,
+    *,
+    shapes: Sequence[str] = SHAPES,
+    quick: bool = False,
+    hw: str | Path | HardwareProfile | None = None,
+    dtype: str | None = None,
+    stores: Path | None = None,
+    seed: int = 0,
+    force: bool = False,
+    minutes: float | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> HardwareProfile:
+    """Calibrate this machine and write its profile, if it can be trusted.
+
+    Args:
+        out: the TOML file to write.
+        shapes: whose sizes the experts have, largest first; see
+            `moesim.traces.models.model_shape`.
+        quick: shorter runs.
+        hw: profile of this machine to start from; measured now, in some ten seconds,
+            when None.
+        dtype: of the weights; float32 on the host accelerator, bfloat16 on CUDA when
+            None.
+        stores: folder for the experts' stores; a temporary one when None.
+        seed: of the drawn routing.
+        force: write a profile that cannot be trusted all the same.
+        minutes: at most so long, building stores included, and no longer than until no
+            constant is so wide that predictions move by more than `NARROW`; None makes
+            the usual number of repetitions. One pass is made in any case.
+        progress: called with what is done next and the share that is done.
+
+    Raises:
+        ProfileError: the profile cannot be trusted.
+        TraceError, StoreError, RuntimeFault: in one line.
+    """
+    from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415
+    from moesim.runtime.measure.evidence import (  # noqa: PLC0415 - torch
+        SystemEvidence,
+    )
+    from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
+
+    begin_s = time.monotonic()
+    report_progress = progress or (lambda _purpose, _share: None)
+    target = Path(out)
+    load = os.getloadavg()[0]
+    date = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    least_passes = _QUICK_PASSES if quick else _PASSES
+    # Stores are deleted last: runners read from them until they are closed.
+    with ScratchFolder(stores) as folder, ExitStack() as runners:
+        report_progress("the machine's lanes", 0.0)
+        if hw is None:
+            hw = measure(None, folder / "base.toml", quick=True)
+        base = machine_profile(hw, measure_again=True)
+        chosen_dtype = dtype or experts_dtype(base)
+
+        # All runners stay open, so that passes over both shapes can take turns.
+        planned: list[tuple[TrialRunner, Design]] = []
+        for number, spec in enumerate(shapes):
+            runner = runners.enter_context(
+                TrialRunner(
+                    shape_for(ROUTED, spec, chosen_dtype),
+                    base,
+                    dtype=chosen_dtype,
+                    store=folder / str(number),
+                )
+            )
+            of_shape = designs(runner.shape, quick=quick, seed=seed)
+            # The first run meets memory that was never written; it does not count.
+            runner.run(of_shape[-1].trial, base, seed=seed)
+            planned += [(runner, design) for design in of_shape]
+
+        reference = ReferenceRuns(base, chosen_dtype, folder, runners)
+        evidence = SystemEvidence()
+        runs: list[FinishedRun] = []
+        passes = 0
+        pass_s = 0.0
+
+        def widest() -> float:
+            """Largest effect of a constant that is still wide."""
+            so_far = [(run.shape, run.trial, run.timeline) for run in runs]
+            learned = learn(so_far, base, date=date, name="so-far", seed=seed)
+            wide = wide_constants(learned, planned[0][0].shape)
+            return max((constant.effect for constant in wide), default=0.0)
+
+        while True:
+            left_s = 60.0 * (minutes or 0.0) - (time.monotonic() - begin_s)
+            limited = minutes is not None
+            if is_enough(passes, least_passes, left_s, pass_s, widest, limited=limited):
+                break
+            pass_begin_s = time.monotonic()
+            # Forth and back: what drifts meanwhile hits all alike.
+            order = planned[::-1] if passes % 2 else planned
+            total = max(passes + 1, least_passes) * len(planned)
+            for runner, design in order:
+                shape = runner.shape
+                report_progress(f"{shape.name}: {design.purpose}", len(runs) / total)
+                reference.run_if_due()
+                evidence.shares()
+                timeline = runner.run(design.trial, base, seed=seed)
+                system = evidence.shares()
+                runs.append(FinishedRun(shape, design.trial, timeline, system))
+            passes += 1
+            pass_s = time.monotonic() - pass_begin_s
+
+    # No fit may learn costs from the reference runs, only when the machine was slower.
+    pace = reference.pace()
+    trials = [(run.shape, run.trial, run.timeline) for run in runs]
+    stolen = [run.system.stolen for run in runs]
+    profile = learn(
+        trials,
+        base,
+        date=date,
+        name=target.stem,
+        seed=seed,
+        stolen=stolen,
+        pace=pace.tolist(),
+    )
+    profile = with_reference_runs(profile, reference.quantities(date))
+    profile = replace(
+        profile,
+        description=(
+            f"{base.description.partition(';')[0]}; calibrated by {len(planned)}"
+            f" designed runs, {passes} times each, with {', '.join(shapes)}"
+            f" ({chosen_dtype}); load average {load:.1f} when it began"
+        ),
+        fit={
+            **profile.fit,
+            **_stability(_tpot_by_pass(runs, passes)),
+            **_system_reports([run.system for run in runs]),
+            PACE: disturbance_report(np.abs(pace - 1.0)),
+        },
+        where=target.name,
+    )
+    profile = replace(
+        profile, fit={**profile.fit, PREDICTIONS: prediction_errors(trials, profile)}
+    )
+    doubts = doubts_of(profile)
+    if doubts and not force:
+        raise ProfileError(
+            f"{target}: not written, as its predictions cannot be trusted:"
+            f" {'; '.join(doubts)}; calibrate again while nothing else runs, or write"
+            " it all the same with --force"
+        )
+    save_profile(profile, target)
+    report_progress("done", 1.0)
+    return profile
+
+
+def is_enough(
+    made: int,
+    least: int,
+    left_s: float,
+    pass_s: float,
+    widest: Callable[[], float],
+    *,
+    limited: bool = False,
+) -> bool:
+    """Tell whether designed runs were repeated often enough.
+
+    Args:
+        made: repetitions so far.
+        least: that are made in any case.
+        left_s: seconds that are left.
+        pass_s: seconds of one more repetition.
+        widest: largest change of a prediction by a constant that is still wide; asked
+            only where it decides, since it takes a fit.
+        limited: whether the seconds are a limit; fewer repetitions are made then.
+    """
+    # One pass in any case: without it there is nothing to learn from.
+    if limited and made and left_s < pass_s:
+        return True
+    if made < least:
+        return False
+    return left_s < pass_s or left_s <= 0.0 or widest() <= NARROW
+
+
+def prediction_errors(
+    runs: Sequence[tuple[ModelShape, Trial, Timeline]], profile: HardwareProfile
+) -> dict[str, float]:
+    """Report by how much predictions of runs with a profile miss the runs.
+
+    Every design is predicted once, and compared with the median of its repetitions.
+    """
+    measured: dict[tuple[str, int], list[int]] = {}
+    for number, (shape, trial, _) in enumerate(runs):
+        measured.setdefault((shape.name, id(trial)), []).append(number)
+    errors = []
+    for numbers in measured.values():
+        shape, trial, _ = runs[numbers[0]]
+        seconds = [_tpot_s(runs[number][2]) for number in numbers]
+        predicted_s = _tpot_s(simulate(trial, shape, profile, noise_seed=0))
+        errors.append(abs(predicted_s / float(np.median(seconds)) - 1.0))
+    report = FitReport(
+        samples=len(runs),
+        held_out=len(errors),
+        residual_median=float(np.median(errors)),
+        residual_worst=float(np.max(errors)),
+    )
+    return report.as_table()
+
+
+def shape_of(spec: str, dtype: str = "float32") -> ModelShape:
+    """The designed runs' model with experts of another's sizes."""
+    from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
+
+    return shape_for(ROUTED, spec, dtype)
+
+
+def differences(
+    first: HardwareProfile,
+    second: HardwareProfile,
+    shapes: Sequence[str] = SHAPES,
+    dtype: str = "float32",
+) -> list[float]:
+    """Return by how much predictions of the designed runs by one profile differ from
+    those by another.
+
+    Args:
+        first, second: profiles with the same lanes, such as two calibrations of one
+            machine.
+        shapes: as in `calibrate`.
+        dtype: of the weights.
+
+    Returns:
+        Seconds per output token by `second` over that by `first`, minus one, for each
+            design.
+    """
+    from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
+
+    # With mean times: two profiles differ in what they expect, not in what they draw.
+    relative = []
+    for spec in shapes:
+        shape = shape_for(ROUTED, spec, dtype)
+        for design in designs(shape, quick=True, seed=1):
+            first_s = _tpot_s(simulate(design.trial, shape, first))
+            second_s = _tpot_s(simulate(design.trial, shape, second))
+            relative.append(second_s / first_s - 1.0)
+    return relative
+
+
+def _tpot_s(timeline: Timeline) -> float:
+    return float(summarise(timeline)["tpot_s"])
+
+
+def _tpot_by_pass(runs: Sequence[FinishedRun], passes: int) -> np.ndarray:
+    """Seconds per output token of each designed run, float64 [passes, runs]."""
+    seconds = [_tpot_s(run.timeline) for run in runs]
+    tpot_s = np.array(seconds).reshape(passes, -1)
+    # Every other pass went backwards.
+    tpot_s[1::2] = tpot_s[1::2, ::-1]
+    return tpot_s
+
+
+def _stability(tpot_s: np.ndarray) -> dict[str, dict[str, float]]:
+    """Noise floor and drift of identical runs: by how much any two differ, and all last
+    ones from all first ones.
+
+    Args:
+        tpot_s: seconds per output token, float64 [repetitions, runs]; a single
+            repetition says nothing of either.
+    """
+    count = len(tpot_s)
+    if count < 2:
+        return {}
+    relative = [
+        tpot_s[first] / tpot_s[second] - 1.0
+        for first, second in combinations(range(count), 2)
+    ]
+    apart = np.abs(np.concatenate(relative))
+    # The median over runs: a machine's drift hits all of them, a disturbance one.
+    moved = abs(float(np.median(tpot_s[-1] / tpot_s[0])) - 1.0)
+    noise = FitReport(
+        samples=tpot_s.size,
+        held_out=len(apart),
+        residual_median=float(np.median(apart)),
+        residual_worst=float(np.max(apart)),
+    )
+    drift = FitReport(
+        samples=tpot_s.size,
+        held_out=tpot_s.shape[1],
+        residual_median=moved,
+        residual_worst=moved,
+    )
+    return {"noise_floor": noise.as_table(), "drift": drift.as_table()}

@@ -1,0 +1,236 @@
+"""Measures by how much a machine changed its speed: four short reference runs, made
+during a calibration and again during a validation.
+
+A profile is true of the machine as it was when it was calibrated. Other tenants, heat
+and clocks change its speed by several percent within minutes, and no model can know
+that. The same runs, then and now, tell how much of an error is the machine's and how
+much the model's. There are two sizes of experts, since a machine whose memory has
+become slow takes longer for what no cache holds only; each with and without the SSD;
+and the seconds are split by term, since what slows the dense part down may leave the
+lanes as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from moesim.evidence.validation.calibration_runs import ROUTED, drawn_steps
+from moesim.evidence.validation.paired_runs import Trial, TrialRunner
+from moesim.evidence.validation.time_breakdown import TERMS, terms_by_step
+from moesim.hwprofiles import paths
+from moesim.hwprofiles.calibration.pace import pace_at_times, pace_of_runs
+from moesim.hwprofiles.schema import Quantity
+from moesim.runs.config import MemoryOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import ExitStack
+    from pathlib import Path
+
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.traces.format.schema import ModelShape
+
+SHAPES: Final = {"": "olmoe-1b-7b/2", "_small": "olmoe-1b-7b/4"}
+"""Ending of a reference run's name -> whose sizes its experts have; see
+`moesim.hwprofiles.schema.REFERENCE_RUNS`.
+"""
+_POLICY: Final = "static-threshold:tokens=2+lru"
+"""Uses all lanes, and decides by counting tokens: what it does is the same whatever the
+profile states.
+"""
+_EVERY = 12
+"""Other runs after which the reference runs are made once more."""
+_DRAWS = 200
+"""Resamplings of runs, for the interval."""
+
+
+class ReferenceRun(NamedTuple):
+    """One of the reference runs, and what its repetitions took.
+
+    Attributes:
+        runner: makes it.
+        trial: what is run.
+        seconds: by repetition and term, float64 [steps].
+    """
+
+    runner: TrialRunner
+    trial: Trial
+    seconds: list[dict[str, np.ndarray]]
+
+
+class ReferenceRuns:
+    """The reference runs on this machine, repeated while something else is measured.
+
+    Args:
+        profile: lanes and workers of this machine, and the costs that policies see.
+        dtype: of the weights.
+        stores: folder for the experts.
+        open_runners: closes what is opened here.
+        shapes: whose sizes the experts have, as `SHAPES`.
+
+    Attributes:
+        runs: by name.
+    """
+
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        dtype: str,
+        stores: Path,
+        open_runners: ExitStack,
+        shapes: Mapping[str, str] = SHAPES,
+    ) -> None:
+        from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
+
+        self._profile = profile
+        self._other_runs = 0
+        self.runs: dict[str, ReferenceRun] = {}
+        # Fixed seed: the same routing in every calibration and validation.
+        steps = drawn_steps(batch=(4, 1), prompt=0, decode=8, seed=7)
+        for size, spec in shapes.items():
+            shape = shape_for(ROUTED, spec, dtype)
+            runner = open_runners.enter_context(
+                TrialRunner(
+                    shape,
+                    profile,
+                    dtype=dtype,
+                    store=stores / f"reference{size}",
+                )
+            )
+            half_bytes = shape.routed_bytes // 2
+            for tier, host_bytes in (("memory", None), ("ssd", half_bytes)):
+                memory = MemoryOptions(
+                    cache_ratio=0.3,
+                    host_memory_bytes=host_bytes,
+                )
+                trial = Trial(_POLICY, memory, steps)
+                # The first run meets memory that was never written; it does not count.
+                runner.run(trial, profile)
+                self.runs[tier + size] = ReferenceRun(runner, trial, [])
+
+    def run_if_due(self) -> None:
+        """Make the reference runs before the first of other runs, and before every
+        twelfth; called before each of these.
+        """
+        if self._other_runs % _EVERY == 0:
+            for run in self.runs.values():
+                timeline = run.runner.run(run.trial, self._profile)
+                run.seconds.append(terms_by_step(timeline))
+        self._other_runs += 1
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the reference runs were made at all."""
+        return all(run.seconds for run in self.runs.values())
+
+    def pace(self) -> np.ndarray:
+        """Return by what factor the machine took longer than usual during each of the
+        other runs so far: float64 [other runs].
+        """
+        # A step's terms add up to its length.
+        seconds = [
+            [sum(terms.values()) for terms in run.seconds] for run in self.runs.values()
+        ]
+        at_times = pace_at_times(np.array(seconds).swapaxes(0, 1))
+        return pace_of_runs(at_times, _EVERY, self._other_runs)
+
+    def quantities(self, date: str) -> dict[str, Quantity]:
+        """Return seconds per step of each term of each run so far, by path in a
+        profile.
+        """
+        quantities = {}
+        for name, run in self.runs.items():
+            for term in TERMS:
+                repetitions = [seconds[term] for seconds in run.seconds]
+                path = paths.reference(name, term)
+                quantities[path] = _quantity(np.array(repetitions), date)
+        return quantities
+
+
+def has_reference_runs(profile: HardwareProfile) -> bool:
+    """Tell whether a profile was calibrated beside reference runs."""
+    return any(paths.below(path, paths.REFERENCE) for path in profile.numbers)
+
+
+def drift(
+    calibrated: HardwareProfile, now: Mapping[str, Quantity], run: str
+) -> dict[str, float] | None:
+    """Return by how much longer a reference run takes now than when a profile was
+    calibrated.
+
+    Args:
+        calibrated: the profile.
+        now: as `ReferenceRuns.quantities` has it.
+        run: which, as `nearest_run` names it.
+
+    Returns:
+        By term (`time_breakdown.TERMS`): seconds now over seconds
+            then, minus one. None where one of both is unknown.
+    """
+    drift_of = {}
+    for term in TERMS:
+        path = paths.reference(run, term)
+        current = now.get(path)
+        earlier = calibrated.numbers.get(path)
+        # Half a drift would be taken for a whole one, so it is all terms or none.
+        if current is None or earlier is None or not earlier.value:
+            return None
+        drift_of[term] = current.value / earlier.value - 1.0
+    return drift_of
+
+
+def nearest_run(shape: ModelShape, dtype: str, *, ssd: bool) -> str:
+    """Name the reference run that is most like runs of a shape: with or without SSD,
+    the nearest size of experts.
+    """
+    from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
+
+    def distance(size: str) -> float:
+        # By ratio: what caches hold of an expert decides how alike two sizes are.
+        reference = shape_for(ROUTED, SHAPES[size], dtype)
+        ratio = shape.max_expert_bytes / reference.max_expert_bytes
+        return abs(float(np.log(ratio)))
+
+    tier = "ssd" if ssd else "memory"
+    return tier + min(SHAPES, key=distance)
+
+
+def with_reference_runs(
+    profile: HardwareProfile, quantities: Mapping[str, Quantity]
+) -> HardwareProfile:
+    """Keep reference runs in the profile that was calibrated beside them."""
+    return replace(profile, numbers={**profile.numbers, **quantities})
+
+
+def _quantity(steps_s: np.ndarray, date: str) -> Quantity:
+    """Mean over steps of the median over runs, of seconds float64 [runs, steps]."""
+    # Seeded afresh, so that every term's interval comes from the same resampled runs.
+    rng = np.random.default_rng(0)
+    count = len(steps_s)
+    draws = []
+    for _ in range(_DRAWS):
+        rows = rng.integers(0, count, count)
+        draws.append(_seconds(steps_s[rows]))
+    low, high = np.quantile(draws, (0.025, 0.975))
+
+    # The spread is that of whole runs, which a single disturbance moves.
+    value = _seconds(steps_s)
+    quartiles = np.quantile(steps_s.mean(axis=1), (0.25, 0.75))
+    return Quantity(
+        value,
+        "measured",
+        f"{_POLICY}, batches of four and one; of each step the median of all runs",
+        samples=count,
+        spread=float(quartiles[1] - quartiles[0]),
+        date=date,
+        interval=(min(value, float(low)), max(value, float(high))),
+    )
+
+
+def _seconds(steps_s: np.ndarray) -> float:
+    # Medians by step first: a burst of other tenants is shorter than a run.
+    medians_s = np.median(steps_s, axis=0)
+    return float(medians_s.mean())

@@ -1,0 +1,513 @@
+"""Validates the simulator: the same grid really run and simulated, side by side in
+time, and compared cell by cell.
+
+Cells take turns in a drawn order, each run for real and simulated right after; when all
+are done they are run again in reversed order, and so on: what drifts hits all cells
+alike, and repetitions of one lie as far apart as the grid is long. Reference runs in
+between tell how fast the machine is now, and so how much of an error is its drift since
+it was calibrated. The profile is taken as it is: nothing here fits anything, and
+calibration (`moesim/evidence/validation/calibrate.py`) does not know this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from contextlib import ExitStack
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from moesim.base.files import ScratchFolder
+from moesim.evidence.validation.drift import (
+    ReferenceRuns,
+    drift,
+    has_reference_runs,
+    nearest_run,
+)
+from moesim.evidence.validation.paired_runs import (
+    Trial,
+    TrialRunner,
+    simulate,
+    step_lengths,
+)
+from moesim.evidence.validation.profile_checks import warnings_of
+from moesim.evidence.validation.results import FIGURES, Cell, Coordinates, Validation
+from moesim.evidence.validation.saved import Journal
+from moesim.evidence.validation.time_breakdown import (
+    TERMS,
+    step_seconds,
+    terms,
+    terms_by_step,
+)
+from moesim.hwprofiles.costs import Costs
+from moesim.policies.systems import compose as compose_system
+from moesim.runs.config import MemoryOptions
+from moesim.runs.machine import experts_dtype, machine_profile
+from moesim.traces.format.batch import compose
+from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.timeline.metrics import summarise
+from moesim.traces.timeline.operations import lost_shares
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.policies.planner.plan import Policies
+    from moesim.traces.format.schema import ModelShape
+    from moesim.traces.timeline.spans import Timeline
+
+STEPS = 16
+LEAST_REPETITIONS = 3
+"""Repetitions below which a cell's interval says little; a time limit leaves out cells
+before it goes below.
+"""
+REPLICATIONS = 10
+"""Simulations with drawn operation times, whose mean is the prediction."""
+
+
+def validate(
+    traces: Sequence[str | Path | Trace],
+    *,
+    policies: Sequence[str],
+    cache_ratios: Sequence[float],
+    batches: Sequence[int],
+    hw: str | Path | HardwareProfile | None = None,
+    shapes: Sequence[str | None] = (None,),
+    host_ratios: Sequence[float] = (1.0,),
+    steps: int = STEPS,
+    repetitions: int = 5,
+    replications: int = REPLICATIONS,
+    dtype: str | None = None,
+    stores: Path | None = None,
+    seed: int = 0,
+    minutes: float | None = None,
+    journal: Path | None = None,
+    on_result: Callable[[Validation], object] | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> Validation:
+    """Run a grid for real and simulated, and compare.
+
+    Args:
+        traces: routing.
+        policies: each as ``assignment+cache+prefetch``, parts left out from the right.
+        cache_ratios: share of experts in the GPU cache.
+        batches: sequences that run together.
+        hw: the calibrated profile of this machine.
+        shapes: whose sizes the experts have; None keeps the trace's.
+        host_ratios: share of experts in host memory; the rest is read from the SSD.
+        steps: forward passes of each run.
+        repetitions: of each real run, every other one in reversed order.
+        replications: simulations with drawn times; with 0 the means are the prediction.
+        dtype, stores: as in `moesim.evidence.validation.calibrate.calibrate`.
+        seed: of policies that draw, and of drawn times.
+        minutes: after which it ends; what does not fit is left out, and said.
+        journal: file of finished runs; those that it holds already are not made again.
+            It is removed when the grid is whole.
+        on_result: called with what there is so far, after a run, at most every half
+            minute and after every pass.
+        progress: called with the cell that runs and the share that is done.
+
+    Raises:
+        TraceError, ProfileError, PolicyError, StoreError, RuntimeFault: in one line.
+    """
+    from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
+
+    profile = machine_profile(hw, measure_again=True)
+    began_s = time.time()
+    budget = _Budget(minutes, repetitions)
+    load = os.getloadavg()[0]
+    chosen_dtype = dtype or experts_dtype(profile)
+    opened = [
+        trace if isinstance(trace, Trace) else open_trace(trace) for trace in traces
+    ]
+    with ScratchFolder(stores) as folder, ExitStack() as runners:
+        grid = _Grid(profile, seed, replications)
+        for trace, spec in product(opened, shapes):
+            shape = shape_for(trace.shape, spec, chosen_dtype)
+            if shape not in grid.runners:
+                # Stores of the same shape hold the same random weights.
+                runner = TrialRunner(
+                    shape,
+                    profile,
+                    dtype=chosen_dtype,
+                    store=folder / str(len(grid.runners)),
+                )
+                grid.runners[shape] = runners.enter_context(runner)
+            for policy, cache_ratio, host_ratio, batch in product(
+                policies, cache_ratios, host_ratios, batches
+            ):
+                coordinates = Coordinates(
+                    trace=trace.path.name,
+                    shape=shape.name,
+                    policy=policy,
+                    cache_ratio=cache_ratio,
+                    host_ratio=host_ratio,
+                    batch=batch,
+                )
+                grid.add(shape, coordinates, _trial(trace, shape, coordinates, steps))
+
+        reference = None
+        if has_reference_runs(profile):
+            reference = ReferenceRuns(profile, chosen_dtype, folder, runners)
+
+        made_with = {
+            "hw": profile.name,
+            "hw_digest": profile.digest,
+            "hw_date": profile.date,
+            "machine": profile.versions.get("cpu"),
+            "traces": {trace.path.name: trace.digest() for trace in opened},
+            "shapes": [spec or "own" for spec in shapes],
+            "policies": list(policies),
+            "cache_ratios": list(cache_ratios),
+            "host_ratios": list(host_ratios),
+            "batches": list(batches),
+            "steps": steps,
+            "repetitions": repetitions,
+            "replications": replications,
+            "dtype": chosen_dtype,
+            "seed": seed,
+        }
+
+        def so_far() -> Validation:
+            # Each cell is held against the reference run most like it.
+            now = {}
+            if reference is not None and reference.is_made:
+                now = reference.quantities(_utc("%Y-%m-%d", began_s))
+            for planned in grid.cells:
+                cell = planned.cell
+                run = nearest_run(
+                    planned.shape, chosen_dtype, ssd=cell.coordinates.host_ratio < 1
+                )
+                cell.drift = drift(profile, now, run)
+            left_out = grid.left_out(repetitions)
+            config = made_with | {
+                "date": _utc("%Y-%m-%d %H:%M UTC", began_s),
+                "seconds": round(time.time() - began_s),
+                "load_before": round(load, 2),
+                "load_after": round(os.getloadavg()[0], 2),
+                "system": platform.platform(),
+                "reference_s": {path: number.value for path, number in now.items()},
+                "profile_noise_floor": profile.fit.get("noise_floor", {}).get(
+                    "residual_median"
+                ),
+                "left_out": left_out,
+            }
+            cells = [planned.cell for planned in grid.cells if planned.cell.is_known]
+            notes = [f"left out: {left_out}"] if left_out else []
+            return Validation(cells, config, [*notes, *warnings_of(profile, load)])
+
+        key = hashlib.sha256(json.dumps(made_with, sort_keys=True).encode())
+        kept = None if journal is None else Journal(journal, key.hexdigest())
+        report = _Every(lambda: on_result(so_far()) if on_result is not None else None)
+        grid.run(
+            repetitions,
+            reference,
+            progress or (lambda _cell, _share: None),
+            budget=budget,
+            journal=kept,
+            report=report,
+        )
+        validation = so_far()
+
+    if kept is not None and not validation.config["left_out"]:
+        kept.close()
+    return validation
+
+
+def _utc(form: str, seconds: float) -> str:
+    return time.strftime(form, time.gmtime(seconds))
+
+
+class _Every:
+    """Calls something at most every half minute.
+
+    Args:
+        call: what is called.
+    """
+
+    SECONDS = 30.0
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self._last_s = time.monotonic()
+
+    def if_due(self) -> None:
+        """Call if half a minute has passed."""
+        if time.monotonic() - self._last_s >= self.SECONDS:
+            self.now()
+
+    def now(self) -> None:
+        """Call."""
+        self._call()
+        self._last_s = time.monotonic()
+
+
+class _Budget:
+    """How long a validation may take, and what still fits.
+
+    Runs that are not repeated show little, so the first pass over the grid gets only
+    its share of the time; cells that it does not reach are left out.
+
+    Args:
+        minutes: for everything; None for no limit.
+        repetitions: that are wanted.
+        clock_s: tells the time; injected by tests.
+    """
+
+    def __init__(
+        self,
+        minutes: float | None,
+        repetitions: int,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock_s = clock_s
+        self._begin_s = clock_s()
+        self._limit_s = None if minutes is None else 60.0 * minutes
+        self._first_share = 1.0 / max(1, min(repetitions, LEAST_REPETITIONS))
+        self._longest_s = 0.0
+
+    def allows(self, *, first_pass: bool, expected_s: float | None) -> bool:
+        """Whether a run of so many seconds fits; the longest so far where unknown."""
+        if self._limit_s is None:
+            return True
+        spent_s = self._clock_s() - self._begin_s
+        needed_s = self._longest_s if expected_s is None else expected_s
+        share = self._first_share if first_pass else 1.0
+        # Something is always measured, however little time there is.
+        return not self._longest_s or spent_s + needed_s <= share * self._limit_s
+
+    def took(self, seconds: float) -> None:
+        """Note what a run took, its simulations included."""
+        self._longest_s = max(self._longest_s, seconds)
+
+
+def _trial(
+    trace: Trace, shape: ModelShape, coordinates: Coordinates, steps: int
+) -> Trial:
+    policy = coordinates.policy
+    policies = compose_system(policy).build(gpus=1, host_cache=None)
+    # In the order in which policies name them, each once.
+    needed = tuple(
+        dict.fromkeys(column for part in policies.all() for column in part.needs)
+    )
+    trace.require(needed, f"policy {policy!r}")
+
+    # None is no limit, and no SSD; a limit that holds everything would still have one.
+    host_bytes = None
+    if coordinates.host_ratio < 1:
+        all_bytes = shape.routed_bytes
+        host_bytes = int(coordinates.host_ratio * all_bytes)
+    memory = MemoryOptions(
+        cache_ratio=coordinates.cache_ratio,
+        host_memory_bytes=host_bytes,
+    )
+    passes = compose(
+        trace,
+        batch=coordinates.batch,
+        steps=steps,
+        columns=needed,
+    )
+    return Trial(policy, memory, list(passes))
+
+
+def timing_free(policies: Policies) -> bool:
+    """Tell whether no decision can depend on when copies land: no prefetch, no cache
+    that replaces experts by its own clock.
+    """
+    own_replacements = any(cache.replaces for cache in policies.caches)
+    return policies.names.get("prefetch") == "none" and not own_replacements
+
+
+class _PlannedCell(NamedTuple):
+    """A cell with what fills it."""
+
+    cell: Cell
+    shape: ModelShape
+    trial: Trial
+
+
+class _Grid:
+    """All cells with their trials, and the runners that make them.
+
+    Args:
+        profile: of this machine.
+        seed: of the order, of policies that draw, and of drawn times.
+        replications: simulations with drawn times.
+
+    Attributes:
+        runners: by shape.
+        cells: in the order in which they were added.
+    """
+
+    def __init__(self, profile: HardwareProfile, seed: int, replications: int) -> None:
+        self._profile = profile
+        self._seed = seed
+        self._replications = replications
+        self._warm: set[ModelShape] = set()
+        self.runners: dict[ModelShape, TrialRunner] = {}
+        self.cells: list[_PlannedCell] = []
+
+    def add(self, shape: ModelShape, coordinates: Coordinates, trial: Trial) -> None:
+        """Put in one cell."""
+        policies = compose_system(trial.policy).build(gpus=1, host_cache=None)
+        cell = Cell(
+            coordinates,
+            timing_free=timing_free(policies),
+            extrapolated=bool(Costs(self._profile, shape).extrapolated),
+        )
+        self.cells.append(_PlannedCell(cell, shape, trial))
+
+    def run(
+        self,
+        repetitions: int,
+        reference: ReferenceRuns | None,
+        report_progress: Callable[[str, float], None],
+        *,
+        budget: _Budget,
+        journal: Journal | None,
+        report: _Every,
+    ) -> None:
+        """Run all in a drawn order with simulations and reference runs in between, then
+        back, and so on, as far as the time allows.
+        """
+        count = len(self.cells)
+        rng = np.random.default_rng(self._seed)
+        # Drawn, so that neighbours in the grid are not neighbours in time.
+        drawn = [self.cells[number] for number in rng.permutation(count)]
+        if journal is not None:
+            self._restore(journal.lines)
+        seconds: dict[Coordinates, float] = {}
+        for repetition in range(repetitions):
+            order = drawn[::-1] if repetition % 2 else drawn
+            for number, planned in enumerate(order):
+                cell = planned.cell
+                done = repetition * count + number
+                report_progress(_describe(cell), done / (count * repetitions))
+                expected_s = seconds.get(cell.coordinates)
+                # More were restored from the journal, or an earlier one left out.
+                if len(cell.measured) != repetition or not budget.allows(
+                    first_pass=repetition == 0, expected_s=expected_s
+                ):
+                    continue
+                if reference is not None:
+                    reference.run_if_due()
+                begin_s = time.monotonic()
+                seconds[cell.coordinates] = self._run_cell(planned)
+                budget.took(time.monotonic() - begin_s)
+                if journal is not None:
+                    journal.add(cell.last_run())
+                report.if_due()
+            if any(planned.cell.is_known for planned in self.cells):
+                report.now()
+
+    def _run_cell(self, planned: _PlannedCell) -> float:
+        """Measure a cell once more, and predict it at the first time; return the
+        seconds of the run.
+        """
+        cell, shape, trial = planned
+        runner = self.runners[shape]
+        if shape not in self._warm:
+            # The first run meets memory that was never written; it does not count.
+            runner.run(trial, self._profile, seed=self._seed)
+            self._warm.add(shape)
+        begin_s = time.monotonic()
+        timeline = runner.run(trial, self._profile, seed=self._seed)
+        cell.measured.append(_figures(timeline))
+        cell.steps_s.append(step_seconds(timeline).tolist())
+        run_s = time.monotonic() - begin_s
+        # The same simulation answers for all repetitions.
+        if not cell.predicted:
+            self._predict(cell, shape, trial)
+        return run_s
+
+    def _restore(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Put earlier runs back into their cells."""
+        by_place = {planned.cell.coordinates: planned.cell for planned in self.cells}
+        for line in lines:
+            by_place[Coordinates(*line["coordinates"])].restore(line)
+
+    def left_out(self, repetitions: int) -> str:
+        """Say what of the grid was not run; empty where nothing is missing."""
+        counts = [len(planned.cell.measured) for planned in self.cells]
+        parts = []
+        if missing := counts.count(0):
+            parts.append(f"{missing} of {len(counts)} cells")
+        fewest = min((count for count in counts if count), default=0)
+        if fewest < repetitions:
+            parts.append(f"{repetitions - fewest} of {repetitions} repetitions")
+        return " and ".join(parts)
+
+    def _predict(self, cell: Cell, shape: ModelShape, trial: Trial) -> None:
+        # With means, every maximum over lanes comes out too early; the mean over draws
+        # is the prediction, and the means are kept to show by how much.
+        means = simulate(trial, shape, self._profile, seed=self._seed)
+        noise_seeds = range(self._seed, self._seed + self._replications)
+        drawn = [
+            simulate(
+                trial,
+                shape,
+                self._profile,
+                noise_seed=noise_seed,
+                seed=self._seed,
+            )
+            for noise_seed in noise_seeds
+        ]
+        timelines = drawn or [means]
+
+        replications = [_figures(timeline) for timeline in timelines]
+        cell.predicted = _averaged(replications)
+        cell.predicted["hits_by_means"] = _figures(means)["hits"]
+        cell.means_tpot_s = summarise(means)["tpot_s"]
+        cell.replications_s = [
+            figures["tpot_s"] for figures in replications if figures["tpot_s"]
+        ]
+        by_term = [terms_by_step(timeline) for timeline in timelines]
+        for term in TERMS:
+            of_term = [seconds[term] for seconds in by_term]
+            mean_s = np.mean(of_term, axis=0)
+            cell.predicted_terms_s[term] = mean_s.tolist()
+        steps_s = [step_seconds(timeline) for timeline in timelines]
+        cell.predicted_steps_s = np.mean(steps_s, axis=0).tolist()
+        if drawn:
+            cell.replication_steps_s = [seconds.tolist() for seconds in steps_s]
+
+
+def _figures(timeline: Timeline) -> dict[str, Any]:
+    metrics = summarise(timeline)
+    lost = lost_shares(timeline.operations, step_lengths(timeline))
+    return {
+        "lost": float(np.median(lost)),
+        **{key: metrics[key] for key in FIGURES},
+        "busy_s": metrics["busy_s"],
+        "bytes": metrics["bytes"],
+        "terms": terms(timeline),
+    }
+
+
+def _averaged(replications: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean of figures, also within tables; what is equal everywhere stays as it is."""
+    mean: dict[str, Any] = {}
+    for key, value in replications[0].items():
+        values = [figures[key] for figures in replications]
+        if isinstance(value, dict):
+            mean[key] = _averaged(values)
+        elif value is None or all(other == value for other in values):
+            # Counts stay integers, so that they can be compared with measured ones.
+            mean[key] = value
+        else:
+            mean[key] = float(np.mean(values))
+    return mean
+
+
+def _describe(cell: Cell) -> str:
+    at = cell.coordinates
+    return (
+        f"{at.trace}, {at.shape}, {at.policy}, cache {at.cache_ratio:g},"
+        f" batch {at.batch}"
+    )

@@ -1,0 +1,679 @@
+"""Learns a profile from finished real runs, whatever they were made for.
+
+A profile that was measured lane by lane is calibrated by the runs; one that was
+calibrated is improved by them. The runs are predicted before and after, and a profile
+that predicts them worse is not written.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import replace
+from math import hypot, log
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from moesim.evidence.validation.calibrate import disturbance_report, learn
+from moesim.evidence.validation.finished_runs import load_run
+from moesim.evidence.validation.paired_runs import Trial, step_lengths
+from moesim.evidence.validation.profile_checks import (
+    DISTURBED,
+    MOST_LOST,
+    doubts_of,
+    is_calibrated,
+)
+from moesim.hwprofiles import paths
+from moesim.hwprofiles.calibration.estimates import (
+    FitReport,
+    clipped_mean,
+    interval_around,
+)
+from moesim.hwprofiles.calibration.fit_curves import LEAST_SAMPLES
+from moesim.hwprofiles.calibration.fit_operations import SPAN_KINDS
+from moesim.hwprofiles.calibration.observations import (
+    DesignedRun,
+    Gaps,
+    RunSpans,
+    add_gaps,
+)
+from moesim.hwprofiles.costs import Costs
+from moesim.hwprofiles.dense_costs import DenseCosts, dense_reference
+from moesim.hwprofiles.lanes import COMPUTE_KINDS
+from moesim.hwprofiles.profile import PREDICTIONS, load_profile, save_profile
+from moesim.hwprofiles.roofline import MeasuredPart, expert_table
+from moesim.hwprofiles.schema import Curve, ProfileError, ReferenceExpert
+from moesim.sim.replay import Replay
+from moesim.traces.timeline.metrics import summarise
+from moesim.traces.timeline.operations import lost_shares
+from moesim.traces.timeline.spans import COMPUTE, Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from moesim.evidence.validation.finished_runs import FinishedRun
+    from moesim.hwprofiles.calibration.observations import LayerStepTimes
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.hwprofiles.schema import Quantity
+    from moesim.traces.format.schema import ModelShape
+
+
+MOST_WORSE = 0.01
+"""By how much predictions of the runs may become worse before nothing is learned."""
+_MACHINE = ("cpu", "accelerator")
+"""Entries of a profile's versions in which runs of one machine agree."""
+
+
+class LearnedRun(NamedTuple):
+    """How one run was predicted: relative errors of its time for each output token,
+    or of its whole time where it has none.
+    """
+
+    name: str
+    before: float
+    after: float
+
+
+class Learned(NamedTuple):
+    """A profile that was learned, the runs, and why it cannot be trusted."""
+
+    profile: HardwareProfile
+    runs: list[LearnedRun]
+    doubts: list[str]
+
+    def lines(self) -> list[str]:
+        """What became of each run's prediction, as text."""
+        width = max(len(run.name) for run in self.runs)
+        lines = [
+            f"  {run.name:<{width}}  predicted {100 * run.before:+.1f} % before,"
+            f" {100 * run.after:+.1f} % now"
+            for run in self.runs
+        ]
+        return lines + [f"  doubtful: {doubt}" for doubt in self.doubts]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "name": self.profile.name,
+            "digest": self.profile.digest,
+            "fit": {key: dict(report) for key, report in self.profile.fit.items()},
+            "runs": [run._asdict() for run in self.runs],
+            "doubts": self.doubts,
+        }
+
+
+def learn_from(
+    folders: Sequence[str | Path],
+    out: str | Path,
+    *,
+    hw: str | Path | HardwareProfile | None = None,
+    force: bool = False,
+    seed: int = 0,
+    progress: Callable[[str, float], None] | None = None,
+) -> Learned:
+    """Learn from finished real runs, and write the profile if it can be trusted.
+
+    Args:
+        folders: of `moesim run --out`.
+        out: the TOML file to write.
+        hw: the profile to start from; None takes `out` where it is there, else the
+            profile of the first run.
+        force: write a profile that cannot be trusted all the same.
+        seed: of the resampling behind intervals.
+        progress: called with what is done next and the share that is done.
+
+    Raises:
+        ProfileError: a run of another machine, or a profile that cannot be trusted.
+        TraceError, ConfigError, PolicyError, StoreError: a folder is no real run's.
+    """
+    target = Path(out)
+    report_progress = progress or (lambda _purpose, _share: None)
+    runs = []
+    for number, folder in enumerate(folders):
+        report_progress(f"reading {folder}", 0.5 * number / len(folders))
+        runs.append(load_run(folder))
+    if hw is None and target.is_file():
+        hw = target
+    base = runs[0].setup.profile
+    if hw is not None:
+        base = load_profile(hw) if isinstance(hw, str | Path) else hw
+
+    report_progress("comparing with predictions", 0.5)
+    learned = learn_runs(runs, base, name=target.stem, seed=seed)
+    if learned.doubts and not force:
+        raise ProfileError(
+            f"{target}: not written, as its predictions cannot be trusted:"
+            f" {'; '.join(learned.doubts)}; make other runs while nothing else runs, or"
+            " write it all the same with --force"
+        )
+    save_profile(learned.profile, target)
+    report_progress("done", 1.0)
+    return learned
+
+
+def learn_runs(
+    runs: Sequence[FinishedRun], base: HardwareProfile, *, name: str, seed: int = 0
+) -> Learned:
+    """Learn from runs of a profile's machine; nothing is written.
+
+    Args:
+        runs: at least one.
+        base: the profile to start from.
+        name: of the new profile.
+        seed: of the resampling behind intervals.
+
+    Raises:
+        ProfileError: a run of another machine, or with CUDA.
+    """
+    for run in runs:
+        _require_same_machine(run, base)
+    date = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    if is_calibrated(base):
+        profile = refined(base, factors_of(runs, base), date)
+    else:
+        trials = [_as_trial(run) for run in runs]
+        profile = learn(trials, base, date=date, name=name, seed=seed)
+
+    before = [_error(run, base) for run in runs]
+    after = [_error(run, profile) for run in runs]
+    lost = np.concatenate([lost_of_steps(run) for run in runs])
+    fit = {
+        **profile.fit,
+        DISTURBED: disturbance_report(lost),
+        PREDICTIONS: _predictions(base, after),
+    }
+    profile = replace(
+        profile,
+        name=name,
+        kind="measured",
+        description=_description(base, len(runs)),
+        fit=fit,
+        where=f"{name}.toml",
+    )
+    doubts = doubts_of(profile)
+    median_before = float(np.median(np.abs(before)))
+    median_after = float(np.median(np.abs(after)))
+    if median_after > median_before + MOST_WORSE:
+        doubts.append(
+            f"it would predict these runs worse than before ({100 * median_after:.0f} %"
+            f" instead of {100 * median_before:.0f} %)"
+        )
+    rows = [
+        LearnedRun(run.name, run_before, run_after)
+        for run, run_before, run_after in zip(runs, before, after, strict=True)
+    ]
+    return Learned(profile, rows, doubts)
+
+
+def _require_same_machine(run: FinishedRun, base: HardwareProfile) -> None:
+    profile = run.setup.profile
+    facts = {
+        "cores": (base.cores, profile.cores),
+        "workers": (dict(base.workers), dict(profile.workers)),
+        "accelerator": (base.accelerator, profile.accelerator),
+        **{
+            key: (base.versions.get(key), profile.versions.get(key))
+            for key in _MACHINE
+            if key in base.versions and key in profile.versions
+        },
+    }
+    for key, (expected, actual) in facts.items():
+        if expected != actual:
+            raise ProfileError(
+                f"{run.name}: expected a run on the machine of profile {base.name}"
+                f" ({key}: {expected}), found {actual}; start from a profile of that"
+                " machine (--hw)"
+            )
+
+
+def _as_trial(run: FinishedRun) -> tuple[ModelShape, Trial, Timeline]:
+    setup = run.setup
+    system = setup.system
+    policy = f"{system.assignment}+{system.cache}+{system.prefetch}"
+    return setup.shape, Trial(policy, setup.config.memory, run.steps), run.timeline
+
+
+def _error(run: FinishedRun, profile: HardwareProfile) -> float:
+    """Predicted over measured time, minus one."""
+    predicted = simulated(run, profile, noise_seed=0)
+    return _seconds(predicted) / _seconds(run.timeline) - 1.0
+
+
+def _seconds(timeline: Timeline) -> float:
+    figures = summarise(timeline)
+    return float(figures["tpot_s"] or figures["makespan_s"])
+
+
+def _predictions(base: HardwareProfile, errors: Sequence[float]) -> dict[str, float]:
+    """How far predictions are off: of these runs, and at worst of earlier ones too."""
+    earlier = base.fit.get(PREDICTIONS, {}) if is_calibrated(base) else {}
+    off = np.abs(errors)
+    report = FitReport(
+        samples=len(errors) + int(earlier.get("samples", 0)),
+        held_out=len(errors),
+        residual_median=float(np.median(off)),
+        residual_worst=max(float(off.max()), earlier.get("residual_worst", 0.0)),
+    )
+    return report.as_table()
+
+
+def _description(base: HardwareProfile, count: int) -> str:
+    before, _, learned = base.description.partition("; learned from ")
+    number = learned.partition(" ")[0]
+    total = count + (int(number) if number.isdigit() else 0)
+    return f"{before}; learned from {total} real runs"
+
+
+MOST_REMEMBERED: Final = 4
+"""Old measurements count as at most so many times the new ones: machines change, so new
+ones weigh at least a fifth.
+"""
+_FADES: Final = log(2.0)
+"""Beyond the tokens that were seen, a factor has faded at twice or half as many."""
+_SOURCE: Final = "improved by real runs"
+
+
+def refined(
+    profile: HardwareProfile, factors: Mapping[Part, Sequence[Factor]], date: str
+) -> HardwareProfile:
+    """Move a calibrated profile towards what runs showed.
+
+    Args:
+        profile: calibrated through the executor.
+        factors: measured over predicted, by part.
+        date: day of the measurement, ISO 8601.
+    """
+    numbers = dict(profile.numbers)
+    curves = dict(profile.curves)
+    expert_lanes = {kind.name for kind in COMPUTE_KINDS}
+    for part, of_part in factors.items():
+        if part.name in expert_lanes or part.name in (paths.DENSE, paths.HEAD):
+            assert part.shape is not None
+            placed = replace(profile, curves=curves)
+            curves |= _size_curves(placed, part.name, part.shape, of_part, date)
+            continue
+
+        (only,) = of_part
+        if part.name.startswith(PLANNING):
+            policy = part.name.removeprefix(PLANNING)
+            numbers |= _planning(numbers, policy, only, date)
+        elif part.name in (JOIN, FIRST_OPERATION):
+            control = paths.JOIN if part.name == JOIN else paths.FIRST_OPERATION
+            numbers |= _scaled(numbers, control, only, date)
+        else:
+            numbers |= _scaled(numbers, paths.link(part.name), only, date)
+            path = paths.points(part.name)
+            if path in curves:
+                curves[path] = _scaled_curve(curves[path], only, date)
+    return replace(profile, numbers=numbers, curves=curves, date=date)
+
+
+def share_of_new(new: int, old: int | None) -> float:
+    """Weight of new measurements against old ones, 0.2 to 1."""
+    remembered = min(old or 0, MOST_REMEMBERED * new)
+    return new / (new + remembered)
+
+
+def _towards(entry: Quantity | Curve, factor: Factor) -> float:
+    """Factor by which an entry moves."""
+    return float(factor.factor ** share_of_new(factor.samples, entry.samples))
+
+
+# Numbers.
+
+
+def _scaled(
+    numbers: Mapping[str, Quantity], constants: Iterable[str], factor: Factor, date: str
+) -> dict[str, Quantity]:
+    """Constants of one formula, all moved alike: their ratios stay as calibrated."""
+    moved = {}
+    for path in constants:
+        quantity = numbers.get(path)
+        if quantity is None:
+            continue
+        by = _towards(quantity, factor)
+        # A rate falls where seconds grow.
+        by = 1.0 / by if path.endswith("_per_s") else by
+        moved[path] = _moved(quantity, by, factor.samples, date)
+    return moved
+
+
+def _planning(
+    numbers: Mapping[str, Quantity], policy: str, factor: Factor, date: str
+) -> dict[str, Quantity]:
+    """Planning of one policy; what no calibration saw starts as all together do."""
+    constants = paths.planning(policy)
+    if constants.base_s in numbers:
+        return _scaled(numbers, constants, factor, date)
+    default = paths.planning(paths.DEFAULT_POLICY)
+    named = {
+        path: replace(numbers[general], samples=0)
+        for path, general in zip(constants, default, strict=True)
+        if general in numbers
+    }
+    return _scaled(named, constants, factor, date)
+
+
+def _moved(quantity: Quantity, by: float, samples: int, date: str) -> Quantity:
+    value = quantity.value * by
+    interval = quantity.interval or (quantity.value, quantity.value)
+    spread = 0.0 if quantity.spread is None else quantity.spread
+    return replace(
+        quantity,
+        value=value,
+        kind="measured",
+        source=_source(quantity.source),
+        samples=(quantity.samples or 0) + samples,
+        spread=spread * by,
+        date=date,
+        interval=interval_around(value, interval[0] * by, interval[1] * by),
+    )
+
+
+def _source(source: str) -> str:
+    # Once is enough, however often it is improved.
+    return source if source.endswith(_SOURCE) else f"{source}; {_SOURCE}"
+
+
+# Curves.
+
+
+def _scaled_curve(curve: Curve, factor: Factor, date: str) -> Curve:
+    by = _towards(curve, factor)
+    return replace(
+        curve,
+        seconds=tuple(seconds * by for seconds in curve.seconds),
+        kind="measured",
+        source=_source(curve.source),
+        samples=(curve.samples or 0) + factor.samples,
+        spread=tuple(seconds * by for seconds in curve.spread),
+        date=date,
+    )
+
+
+def _size_curves(
+    profile: HardwareProfile,
+    part: str,
+    shape: ModelShape,
+    factors: Sequence[Factor],
+    date: str,
+) -> dict[str, Curve]:
+    """Curves over tokens with that of a model's size among them, by path."""
+    reference = _reference(part, shape)
+    calibrated = {
+        small: measured
+        for small in (False, True)
+        if (measured := MeasuredPart.of(profile, part, small=small)) is not None
+    }
+    if not calibrated:
+        return {}
+    nearest = min(
+        calibrated, key=lambda small: _distance(calibrated[small].reference, reference)
+    )
+    old = calibrated[nearest]
+    known = _size(old.reference) == _size(reference)
+    if known:
+        curve = _improved(old.curve, factors, date)
+    else:
+        predicted = _predicted(profile, part, shape, old.curve, factors)
+        curve = _improved(replace(predicted, reference=reference), factors, date)
+
+    places = {small: measured.curve for small, measured in calibrated.items()}
+    if known or len(places) == 2:
+        places[nearest] = curve
+    elif reference.bytes < old.reference.bytes:
+        places[True] = curve
+    else:
+        places = {True: old.curve, False: curve}
+    return {paths.points(part, small=small): each for small, each in places.items()}
+
+
+def _improved(curve: Curve, factors: Sequence[Factor], date: str) -> Curve:
+    """Move each point by the factor of its tokens: between two that were seen by both.
+
+    Beyond them a size that was calibrated stays as it is; any other follows the nearer
+    factor.
+    """
+    seen_at = [log(factor.tokens) for factor in factors]
+    logs = [log(_towards(curve, factor)) for factor in factors]
+    if curve.samples:
+        seen_at = [seen_at[0] - _FADES, *seen_at, seen_at[-1] + _FADES]
+        logs = [0.0, *logs, 0.0]
+    by = np.exp(np.interp(np.log(curve.at), seen_at, logs))
+    return replace(
+        curve,
+        seconds=tuple((by * curve.seconds).tolist()),
+        kind="measured",
+        source=_source(curve.source),
+        samples=(curve.samples or 0) + min(factor.samples for factor in factors),
+        spread=tuple((by * curve.spread).tolist()) if curve.spread else (),
+        date=date,
+    )
+
+
+def _predicted(
+    profile: HardwareProfile,
+    part: str,
+    shape: ModelShape,
+    nearest: Curve,
+    factors: Sequence[Factor],
+) -> Curve:
+    """The curve of a size that was not calibrated, as the profile predicts it; nothing
+    of it is measured yet.
+    """
+    at = sorted({*nearest.at, *(round(factor.tokens, 3) for factor in factors)})
+    tokens = np.array(at)
+    if part in (paths.DENSE, paths.HEAD):
+        costs = DenseCosts(profile, shape)
+        head = part == paths.HEAD
+        seconds = np.array([costs.reference_s(each, head=head) for each in at])
+    else:
+        length = int(tokens.max()) + 2
+        table = expert_table(profile, shape, part, shape.max_expert_bytes, length)
+        seconds = np.interp(tokens, np.arange(length), table)
+    return replace(
+        nearest,
+        at=tuple(at),
+        seconds=tuple(seconds.tolist()),
+        source="real runs over what was calibrated with another size",
+        samples=0,
+        spread=tuple(np.zeros(len(at)).tolist()),
+    )
+
+
+def _reference(part: str, shape: ModelShape) -> ReferenceExpert:
+    if part in (paths.DENSE, paths.HEAD):
+        return dense_reference(shape, head=part == paths.HEAD)
+    return ReferenceExpert(
+        hidden=shape.hidden,
+        intermediate=shape.expert_intermediate,
+        bytes=shape.max_expert_bytes,
+        dtype=shape.dtype,
+    )
+
+
+def _size(reference: ReferenceExpert) -> tuple[int, int, int]:
+    return reference.hidden, reference.intermediate, reference.bytes
+
+
+def _distance(first: ReferenceExpert, second: ReferenceExpert) -> float:
+    # Ratios: twice as large is as far away as half as large.
+    return hypot(
+        log(first.hidden / second.hidden),
+        log(max(first.bytes, 1) / max(second.bytes, 1)),
+    )
+
+
+JOIN: Final = "join"
+FIRST_OPERATION: Final = "first operation"
+PLANNING: Final = "planning of "
+"""Parts without a lane of their own; a policy's name follows `PLANNING`."""
+
+_PER_DOUBLING: Final = 4
+"""Groups of operations by tokens: so many to a doubling."""
+
+
+class Part(NamedTuple):
+    """Which cost an operation has: that of a lane's kind, ``dense``, ``head``, or one
+    of the parts above; and of which model, where its size matters.
+    """
+
+    name: str
+    shape: ModelShape | None = None
+
+
+class Factor(NamedTuple):
+    """Measured over predicted seconds of about so many tokens; 0 tokens where they do
+    not matter.
+    """
+
+    tokens: float
+    factor: float
+    samples: int
+
+
+class _Samples(NamedTuple):
+    """Operations of one part: tokens and seconds, each float64 [N]."""
+
+    tokens: np.ndarray
+    seconds: np.ndarray
+
+
+def simulated(
+    run: FinishedRun, profile: HardwareProfile, *, noise_seed: int | None = None
+) -> Timeline:
+    """Replay a real run as a profile predicts it; decisions are made with the costs
+    that the run's own policies saw.
+
+    Args:
+        run: the run.
+        profile: predicts.
+        noise_seed: of drawn operation times; the means when None.
+    """
+    setup = run.setup
+    costs = Costs(profile, setup.shape, pageable=setup.system.pageable)
+    timeline = Timeline(profile.lanes)
+    replay = Replay(profile, costs, setup.planner(), timeline, noise_seed=noise_seed)
+    replay.run(run.steps)
+    timeline.close()
+    return timeline
+
+
+def lost_of_steps(run: FinishedRun) -> np.ndarray:
+    """Share of each step's time that other programs took, float64 [steps]."""
+    lengths_s = step_lengths(run.timeline)
+    return lost_shares(run.timeline.operations, lengths_s)
+
+
+def factors_of(
+    runs: Sequence[FinishedRun], profile: HardwareProfile
+) -> dict[Part, list[Factor]]:
+    """Compare runs with what a profile predicts of them.
+
+    Args:
+        runs: of the profile's machine.
+        profile: predicts.
+
+    Returns:
+        By part, by ascending tokens; what was seen less often than a point of a curve
+        needs is left out.
+    """
+    measured: dict[Part, list[_Samples]] = {}
+    predicted: dict[Part, list[_Samples]] = {}
+    for run in runs:
+        kept = lost_of_steps(run) <= MOST_LOST
+        # Where every step was disturbed there is nothing better to be had.
+        kept = kept if kept.any() else np.ones_like(kept)
+        for timeline, samples_of in (
+            (run.timeline, measured),
+            (simulated(run, profile), predicted),
+        ):
+            for part, samples in _parts(run, timeline, kept):
+                samples_of.setdefault(part, []).append(samples)
+
+    factors = {}
+    for part, of_runs in measured.items():
+        joined = _joined(of_runs)
+        of_part = list(_factors(joined, _joined(predicted.get(part, []))))
+        if of_part:
+            factors[part] = of_part
+    return factors
+
+
+def _factors(measured: _Samples, predicted: _Samples) -> Iterator[Factor]:
+    groups = _groups(measured.tokens)
+    predicted_groups = _groups(predicted.tokens)
+    for group in np.unique(groups):
+        seconds = measured.seconds[groups == group]
+        predicted_s = clipped_mean(predicted.seconds[predicted_groups == group])
+        if len(seconds) < LEAST_SAMPLES or not predicted_s:
+            continue
+        yield Factor(
+            tokens=float(measured.tokens[groups == group].mean()),
+            factor=clipped_mean(seconds) / predicted_s,
+            samples=len(seconds),
+        )
+
+
+def _groups(tokens: np.ndarray) -> np.ndarray:
+    """Number groups of about as many tokens, int64 [N]."""
+    return np.round(_PER_DOUBLING * np.log2(np.maximum(tokens, 0.5))).astype(np.int64)
+
+
+def _parts(
+    run: FinishedRun, timeline: Timeline, kept: np.ndarray
+) -> Iterator[tuple[Part, _Samples]]:
+    """Cut a run, or a simulation of it, into its parts."""
+    shape = run.setup.shape
+    policy = run.setup.system.assignment.partition(":")[0]
+    spans = RunSpans(
+        DesignedRun(
+            timeline,
+            shape,
+            assignment=policy,
+            context_tokens=[step.context_tokens for step in run.steps],
+            workers=run.setup.profile.workers,
+            kept=kept,
+        ),
+        shape_number=0,
+        number=0,
+    )
+    for lane_kind in COMPUTE_KINDS:
+        products = spans.operations(lane_kind, (COMPUTE,))
+        yield Part(lane_kind.name, shape), _samples(products.seconds, products.sizes)
+    for lane_kind, span_kinds in SPAN_KINDS.items():
+        moves = spans.operations(lane_kind, span_kinds)
+        yield Part(lane_kind.name), _samples(moves.seconds)
+    yield Part(PLANNING + policy), _samples(spans.planning().seconds)
+
+    dense = spans.dense_parts()
+    heads = dense.layer < 0
+    for name, chosen, amount in (
+        (paths.DENSE, ~heads, "tokens"),
+        (paths.HEAD, heads, "sequences"),
+    ):
+        tokens = spans.of_steps(amount)[dense.step[chosen]]
+        yield Part(name, shape), _samples(dense.seconds[chosen], tokens)
+
+    gaps = Gaps()
+    add_gaps(spans, gaps)
+    yield Part(FIRST_OPERATION), _samples(_gap_seconds(gaps.first))
+    yield Part(JOIN), _samples(_gap_seconds(gaps.join))
+
+
+def _samples(seconds: np.ndarray, tokens: np.ndarray | None = None) -> _Samples:
+    if tokens is None:
+        tokens = np.zeros(len(seconds))
+    return _Samples(tokens.astype(np.float64), seconds)
+
+
+def _gap_seconds(tables: Sequence[LayerStepTimes]) -> np.ndarray:
+    return np.concatenate([table.seconds for table in tables] or [np.zeros(0)])
+
+
+def _joined(parts: Sequence[_Samples]) -> _Samples:
+    if not parts:
+        return _Samples(np.zeros(0), np.zeros(0))
+    columns = zip(*parts, strict=True)
+    return _Samples(*(np.concatenate(column) for column in columns))

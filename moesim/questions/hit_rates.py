@@ -1,0 +1,120 @@
+"""Hit rates of cache policies at several sizes: the question of a cache simulator,
+asked before any machine is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moesim.base.units import percent
+from moesim.reporting.figures import new_figure
+from moesim.reporting.tables import aligned
+from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.replay import replay_cache
+from moesim.runs.setup import opened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from moesim.traces.format.reader import Trace
+
+CACHES = ("lru", "lfu", "arc", "belady")
+RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
+
+
+@takes_options(RunConfig, without=["policy", "cache", "cache_ratio", "cache_scope"])
+def hit_rates(
+    trace: RunConfig | str | Path | Trace,
+    caches: Sequence[str] = CACHES,
+    ratios: Sequence[float] = RATIOS,
+    *,
+    scope: str | None = None,
+    progress: Callable[[int], None] | None = None,
+    **options: Any,
+) -> pd.DataFrame:
+    """Drive every cache at every size with every access of a trace; each miss is
+    fetched and offered to the cache.
+
+    Args:
+        trace: a moesim trace, by path or opened; or a configuration.
+        caches: cache policies, such as ``lfu:decay=0.9``.
+        ratios: sizes, as shares of all experts.
+        scope: ``layer`` or ``global``; None takes ``layer``.
+        progress: called with the number of caches done.
+        options: as in `moesim.runs.replay.replay_cache`.
+
+    Returns:
+        Share of accesses that hit: a row per size, a column per cache.
+
+    Raises:
+        TraceError, PolicyError: as `moesim.runs.replay.replay_cache`.
+    """
+    import pandas as pd  # noqa: PLC0415 - half a second that a plain replay need not pay
+
+    # Opened once, for all caches and sizes.
+    config, _ = opened(RunConfig.of(trace, **options))
+    config = config.replaced(cache_scope=scope or config.cache_scope)
+    rates: dict[str, list[float]] = {}
+    done = 0
+    # A cache that is named twice is one column.
+    for cache in dict.fromkeys(caches):
+        rates[cache] = []
+        for ratio in ratios:
+            counts = replay_cache(config, cache, cache_ratio=ratio)
+            rates[cache].append(counts["hit_rate_active"])
+            done += 1
+            if progress is not None:
+                progress(done)
+    return pd.DataFrame(rates, index=pd.Index(ratios, name="cache_ratio"))
+
+
+def hits_text(rates: pd.DataFrame) -> str:
+    """Lay out a row per cache, a column per size."""
+    head = ["cache", *(f"{ratio:.4g}" for ratio in rates.index)]
+    rows = [
+        [str(name), *(percent(rate) for rate in rates[name])] for name in rates.columns
+    ]
+    legend = "hit rate of active experts, by the share of all experts that fits"
+    lines = [*aligned([head, *rows]), "", legend]
+    if oracles := _oracles(rates):
+        lines.append(
+            f"{', '.join(oracles)}: sees the future; no bound for batches, nor for"
+            " caches that start filled or copy what nobody missed"
+        )
+    return "\n".join(lines)
+
+
+def _oracles(rates: pd.DataFrame) -> list[str]:
+    # Here, since the registry scans all policies, which counting does not need.
+    from moesim.policies.registry import resolve  # noqa: PLC0415
+
+    return [str(name) for name in rates.columns if resolve(str(name), "cache").oracle]
+
+
+def hits_figure(rates: pd.DataFrame) -> Figure:
+    """Draw a line per cache; those that see the future are dashed."""
+    figure = new_figure(7, 4)
+    axis = figure.subplots()
+    oracles = _oracles(rates)
+    for name in rates.columns:
+        axis.plot(
+            rates.index,
+            rates[name],
+            "--" if str(name) in oracles else "-",
+            marker="o",
+            markersize=4,
+            label=str(name),
+        )
+    axis.set(
+        xlabel="cache, share of all experts",
+        ylabel="hit rate of active experts",
+        # The whole range, so that figures of two traces can lie side by side.
+        ylim=(0, 1),
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    return figure

@@ -1,0 +1,527 @@
+"""Evaluates a learned cache policy beside baselines, on a part of a trace that it was
+not trained on.
+
+Every policy drives the cache alone on the held-out part, from an empty cache, with
+every miss admitted, while its evictions are recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from moesim.base.errors import TraceError
+from moesim.policies.base import CachePolicy, PolicyError
+from moesim.policies.cache._learned_network import FlashMoERequests, LRURequests
+from moesim.policies.cache.flashmoe import FlashMoE
+from moesim.policies.cache_replay import replay
+from moesim.policies.planner.observers import observed_policy
+from moesim.policies.planner.residency import CacheSize
+from moesim.policies.registry import resolve
+from moesim.traces.format.batch import compose
+from moesim.traces.format.future import RecordedFuture
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from moesim.policies.cache._learned_network import Network
+    from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.reader import Trace
+    from moesim.traces.format.schema import ModelShape
+
+LEARNED = "flashmoe"
+BOUND = "belady:must_admit=true"
+CAUSAL_BASELINES = FlashMoE.compared_with
+BASELINES = (*CAUSAL_BASELINES, BOUND)
+"""What the learned policy is compared with: causal ones, and what bounds them all."""
+RATIOS = (0.125, 0.25, 0.5)
+
+
+@dataclass(slots=True)
+class CacheEvaluation:
+    """How one policy evicted. Evictions, unless said otherwise; every rate is None
+    where there were none.
+
+    Attributes:
+        policy: specification.
+        hit_rate: hits over accesses.
+        evictions: how many.
+        optimal: share whose victim is used no sooner than any expert that could have
+            left instead (ties are optimal): what Belady would have done with the same
+            cache.
+        refetch_5: share whose victim is used again within five steps.
+        delay_steps: steps between the first eviction of an expert by Belady on this
+            trace and the eviction that ends the same stay here, mean over stays that
+            ended later than Belady's.
+    """
+
+    policy: str
+    hit_rate: float | None
+    evictions: int
+    optimal: float | None
+    refetch_5: float | None
+    delay_steps: float | None
+
+
+def evaluate(
+    policies: Iterable[str],
+    steps: Iterable[RoutedStep],
+    shape: ModelShape,
+    slots: int,
+    artefacts: Mapping[str, Any],
+) -> list[CacheEvaluation]:
+    """Let each policy drive the cache alone on the same steps.
+
+    Args:
+        policies: cache policies, as on the command line.
+        steps: numbered from 0; walked once per policy and twice more.
+        shape: the model.
+        slots: per layer.
+        artefacts: what learned policies look for.
+
+    Raises:
+        PolicyError: an unknown policy, a network that does not fit, or a policy that
+            declines admissions.
+    """
+    future = RecordedFuture(steps)
+    size = CacheSize.for_model(shape, slots_per_layer=slots)
+
+    def record(spec: str) -> tuple[EvictionRecorder, float | None]:
+        policy = cast("CachePolicy", resolve(spec, "cache"))
+        recorder = EvictionRecorder(policy, future, shape.experts)
+        counts = replay(
+            observed_policy(policy, recorder, CALLS),
+            spec,
+            shape,
+            size,
+            steps,
+            future=future,
+            extras=artefacts,
+        )
+        return recorder, counts.hit_rate
+
+    # Delays are held against Belady with the same duty to admit.
+    belady, _ = record(BOUND)
+    evaluations = []
+    for spec in policies:
+        recorder, hit_rate = record(spec)
+        evaluations.append(
+            CacheEvaluation(
+                spec,
+                hit_rate,
+                evictions=recorder.evictions,
+                optimal=_share(recorder.optimal, recorder.evictions),
+                refetch_5=_share(recorder.soon, recorder.evictions),
+                delay_steps=mean_delay(recorder.stays, belady.stays),
+            )
+        )
+    return evaluations
+
+
+def per_request(
+    steps: Iterable[RoutedStep], trained: Network, slots: int
+) -> dict[str, float | None]:
+    """Hit rates where requests are served one by one, by policy: the learned one as in
+    the released code, and LRU.
+    """
+    caches: dict[str, FlashMoERequests | LRURequests] = {
+        LEARNED: FlashMoERequests(trained, slots),
+        "lru": LRURequests(trained.layers, slots),
+    }
+    hits = dict.fromkeys(caches, 0)
+    accesses = 0
+    for step in steps:
+        for routed in step.layers:
+            accesses += len(routed.experts)
+            for name, cache in caches.items():
+                hits[name] += cache.serve(routed.layer, routed.experts)
+    return {name: _share(count, accesses) for name, count in hits.items()}
+
+
+def _share(count: int, total: int) -> float | None:
+    return count / total if total else None
+
+
+def cache_sizes(shape: ModelShape, *ratios: float) -> list[int]:
+    """Return slots per layer for `ratios` and the usual `RATIOS`, where a choice
+    exists.
+
+    With no more slots than one token has experts every policy of this comparison does
+    the same.
+    """
+    # A set: a requested ratio may round to a usual size.
+    counts = {round(ratio * shape.experts) for ratio in (*RATIOS, *ratios)}
+    return sorted(count for count in counts if shape.top_k < count < shape.experts)
+
+
+def report(
+    held_out: TracePart,
+    trained: Network,
+    facts: Mapping[str, Any],
+    slots: Sequence[int],
+) -> dict[str, Any]:
+    """Evaluate a trained network beside its baselines at several cache sizes.
+
+    Args:
+        held_out: what it was not trained on.
+        trained: the network.
+        facts: of its training.
+        slots: cache sizes, per layer.
+
+    Returns:
+        One JSON object; `moesim.questions.learned_cache.report_text` prints it.
+    """
+    trace = held_out.trace
+    shape = trace.shape
+    artefacts = {LEARNED: trained._asdict()}
+    sizes = []
+    for count in slots:
+        evaluations = evaluate((LEARNED, *BASELINES), held_out, shape, count, artefacts)
+        sizes.append(
+            {
+                "slots": count,
+                "ratio": count / shape.experts,
+                "policies": [asdict(evaluation) for evaluation in evaluations],
+                "per_request": per_request(held_out, trained, count),
+            }
+        )
+    return {
+        "trace": trace.path.name,
+        "trace_digest": trace.digest(),
+        "model": shape.name,
+        "held_out_steps": [held_out.start, held_out.stop],
+        "training": dict(facts),
+        "evaluation_s": evaluation_s(trained),
+        "sizes": sizes,
+    }
+
+
+def evaluation_s(trained: Network, times: int = 200) -> float:
+    """Measure the median seconds of one evaluation of one layer on this machine, with
+    numpy.
+    """
+    # Any numbers will do: a product takes as long whatever it multiplies.
+    features = np.linspace(0.0, 1.0, 2 * trained.experts, dtype=np.float32)
+    seconds = []
+    for number in range(times):
+        # Layers take turns, as in a run: weights of the last one are not in the cache.
+        layer = number % trained.layers
+        begin_s = time.perf_counter()
+        trained.evaluate(layer, features)
+        seconds.append(time.perf_counter() - begin_s)
+    return median(seconds)
+
+
+_HEAD = (
+    "policy",
+    "hit rate",
+    "evictions",
+    "optimal",
+    "used again within 5",
+    "delay, steps",
+)
+
+
+def report_text(report: Mapping[str, Any]) -> str:
+    """Return the report as Markdown: one table per cache size, each with a conclusion.
+
+    Args:
+        report: as `moesim.questions.learned_cache.report` makes it.
+    """
+    start, stop = report["held_out_steps"]
+    held_out = (
+        f"Held-out part: forward passes {start:,} to {stop - 1:,} of"
+        f" `{report['trace']}`; every cache is empty at first and admits every miss,"
+        " step-atomic."
+    )
+    lines = [
+        f"# Learned cache: {report['model']}",
+        "",
+        held_out,
+        _training_line(report["training"], report["evaluation_s"]),
+    ]
+    for size in report["sizes"]:
+        lines += [
+            "",
+            f"## {size['slots']} slots per layer ({size['ratio']:.1%} of the experts)",
+            "",
+            *_table(size["policies"]),
+            "",
+            conclusion(size["policies"]),
+            "",
+            _requests_line(size["per_request"]),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _training_line(facts: Mapping[str, Any], evaluation_s: float) -> str:
+    # Masked labels are made by a cache of some size, distances by a horizon.
+    labels = f"K = {facts['horizon']}"
+    if facts["horizon"] is None:
+        labels = f"{facts['slots']} slots"
+    return (
+        f"Network: {facts['labels']} labels ({labels}), h = {facts['hidden']}, seed"
+        f" {facts['seed']}; {facts['training_steps']:,} training and"
+        f" {facts['validation_steps']:,} validation steps, {facts['epochs_run']} epochs"
+        f" in {facts['seconds_s']:.0f} s, validation loss"
+        f" {facts['validation_loss_first']:.4f} to {facts['validation_loss_best']:.4f};"
+        f" {facts['bytes_per_layer'] / 1024:.1f} KiB per layer,"
+        f" {evaluation_s * 1e6:.0f} µs per evaluation here."
+    )
+
+
+def _requests_line(rates: Mapping[str, float | None]) -> str:
+    shown = ", ".join(f"{name} {_percent(rate)}" for name, rate in rates.items())
+    return f"Served one request at a time, as the released code does: {shown}."
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines of a table, the best hit rate first."""
+    alignment = "|--:" * (len(_HEAD) - 1)
+    lines = [f"| {' | '.join(_HEAD)} |", f"|---{alignment}|"]
+    for row in sorted(rows, key=lambda row: -(row["hit_rate"] or 0.0)):
+        # Shorter than its specification, and the name that the text uses.
+        name = "belady, forced" if row["policy"] == BOUND else row["policy"]
+        delay = row["delay_steps"]
+        cells = [
+            name,
+            _percent(row["hit_rate"]),
+            f"{row['evictions']:,}",
+            _percent(row["optimal"]),
+            _percent(row["refetch_5"]),
+            "" if delay is None else f"{delay:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def conclusion(rows: Sequence[Mapping[str, Any]]) -> str:
+    """State whether the learned policy beats each causal baseline, in points of the hit
+    rate.
+    """
+    rates = {row["policy"]: row["hit_rate"] or 0.0 for row in rows}
+    learned = rates[LEARNED]
+    points = [
+        f"{100 * (learned - rates[baseline]):+.1f} to {baseline}"
+        for baseline in CAUSAL_BASELINES
+    ]
+    # Equal is not better.
+    unbeaten = [name for name in CAUSAL_BASELINES if learned <= rates[name]]
+    outcome = "beats every causal rival"
+    if unbeaten:
+        outcome = f"does not beat {', '.join(unbeaten)}"
+    return f"The learned policy {outcome}; points of hit rate: {', '.join(points)}."
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+CALLS = ("accessed", "admitted", "evicted", "victims")
+"""What a recorder must be told of."""
+
+SOON_STEPS = 5
+"""A victim that is used again within so many steps was evicted too early."""
+
+
+class EvictionRecorder:
+    """Records every eviction of a cache policy.
+
+    An observer (`moesim.policies.planner.observers`) of `CALLS`.
+
+    Args:
+        policy: whose evictions are recorded.
+        future: of the same forward passes.
+        experts: of a layer.
+
+    Attributes:
+        stays: flat key -> (first step, last step) of each finished stay in the cache,
+            in order.
+        evictions: how many.
+        optimal: those that were the best choice.
+        soon: those of experts used again within `SOON_STEPS`.
+
+    Raises:
+        PolicyError: the policy may decline admissions.
+    """
+
+    def __init__(
+        self, policy: CachePolicy, future: RecordedFuture, experts: int
+    ) -> None:
+        # With admissions declined, caches would differ in what they were offered.
+        if type(policy).admits is not CachePolicy.admits:
+            raise PolicyError(
+                "a policy that declines admissions cannot be compared with those that"
+                " admit every miss"
+            )
+        self._future = future
+        self._experts = experts
+        self._step = 0
+        self._entered: dict[int, int] = {}
+        self.stays: dict[int, list[tuple[int, int]]] = {}
+        self.evictions = 0
+        self.optimal = 0
+        self.soon = 0
+
+    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
+        """Note one call."""
+        match call:
+            case "accessed":
+                # Admissions and evictions carry no step; those of the accesses before
+                # count.
+                self._step = arguments[0].step
+            case "admitted":
+                entered = arguments[0].tolist()
+                self._entered.update(dict.fromkeys(entered, self._step))
+            case "evicted":
+                for key in arguments[0].tolist():
+                    stay = (self._entered.pop(key), self._step)
+                    self.stays.setdefault(key, []).append(stay)
+            case "victims":
+                _, candidates = arguments
+                self._judge(answer, candidates)
+
+    def _judge(self, chosen: np.ndarray, candidates: np.ndarray) -> None:
+        """Compare victims with those that hindsight would have named."""
+        assert chosen.min() >= 0, "every policy of the comparison admits every miss"
+
+        # Candidates are of one layer, and ascend.
+        layer = int(candidates[0]) // self._experts
+        experts = candidates - layer * self._experts
+        next_uses = self._future.next_uses(self._step, layer, experts)
+        of_victims = next_uses[np.searchsorted(candidates, chosen)]
+
+        # Belady would take those that are used last; ties are as good.
+        count = len(chosen)
+        threshold = np.sort(next_uses)[-count]
+        used_again = of_victims < self._future.never
+        within_steps = of_victims - self._step <= SOON_STEPS
+        self.evictions += count
+        self.optimal += int((of_victims >= threshold).sum())
+        self.soon += int((used_again & within_steps).sum())
+
+
+def mean_delay(
+    stays: Mapping[int, Sequence[tuple[int, int]]],
+    belady: Mapping[int, Sequence[tuple[int, int]]],
+) -> float | None:
+    """Return how many steps, on average, experts overstay; None if none does.
+
+    Args:
+        stays: key -> (first, last step) of each finished stay.
+        belady: the same under Belady.
+
+    Source: see `moesim.questions.learned_cache.CacheEvaluation.delay_steps`.
+    """
+    delays = []
+    for key, of_expert in stays.items():
+        belady_ends = [last for _, last in belady.get(key, ())]
+        for first, last in of_expert:
+            # Belady's first eviction of this expert since the stay began.
+            row = bisect_left(belady_ends, first)
+            if row < len(belady_ends) and belady_ends[row] < last:
+                delays.append(last - belady_ends[row])
+    return fmean(delays) if delays else None
+
+
+NEAR = 0.1
+"""A cut moves to the beginning of a sequence that lies within this share of the
+trace.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TracePart:
+    """Some forward passes of a trace, numbered anew from 0; may be walked again and
+    again.
+    """
+
+    trace: Trace
+    start: int
+    stop: int
+    batch: int = 1
+
+    def __len__(self) -> int:
+        """Forward passes."""
+        return self.stop - self.start
+
+    def __iter__(self) -> Iterator[RoutedStep]:
+        """Compose the trace afresh."""
+        steps = islice(compose(self.trace, batch=self.batch), self.start, self.stop)
+        for number, step in enumerate(steps):
+            yield replace(step, step=number)
+
+
+def split(
+    trace: Trace, *, held_out: float = 0.25, batch: int = 1, steps: int | None = None
+) -> tuple[TracePart, TracePart]:
+    """Cut a trace in two: the first part to learn from, the last one to evaluate on.
+
+    Args:
+        trace: an opened trace.
+        held_out: share of the last part, between 0 and 1.
+        batch: sequences that run together.
+        steps: keep the first so many forward passes.
+
+    Returns:
+        Two parts without a common step; the cut lies between two sequences if one
+        begins nearby.
+
+    Raises:
+        TraceError: nothing would be left of one part.
+    """
+    # A new group of sequences begins where the number of the batch changes.
+    groups = [step.batch for step in compose(trace, batch=batch, steps=steps)]
+    count = len(groups)
+    target = round(count * (1.0 - held_out))
+    begins = [step for step in range(1, count) if groups[step] != groups[step - 1]]
+
+    # Within a sequence, what comes next depends on what came before: both parts would
+    # know of each other.
+    cut = min(begins, key=lambda step: abs(step - target), default=target)
+    if abs(cut - target) > NEAR * count:
+        cut = target
+    if not 0 < cut < count:
+        raise TraceError(
+            f"{trace.path}: {count} forward passes cannot be cut in two; give a"
+            " longer trace"
+        )
+    return TracePart(trace, 0, cut, batch), TracePart(trace, cut, count, batch)
+
+
+def all_passes(trace: Trace, *, batch: int = 1, steps: int | None = None) -> TracePart:
+    """Take all forward passes of a trace, or the first `steps`."""
+    # Counted, not stored: a trace may be larger than memory.
+    count = sum(1 for _ in compose(trace, batch=batch, steps=steps))
+    return TracePart(trace, 0, count, batch)
+
+
+def check_held_out(training: Trace, held_out: Trace) -> None:
+    """Refuse a held-out trace that shares sequences with the training trace: judging on
+    what was learned from flatters whoever learned.
+
+    Raises:
+        TraceError: they share some, whatever their files are called.
+    """
+    learned = set(_routing_digests(training))
+    judged = list(_routing_digests(held_out))
+    shared = sum(digest in learned for digest in judged)
+    if shared:
+        raise TraceError(
+            f"{held_out.path}: expected sequences to judge on that are not in"
+            f" {training.path}, found {shared} of {len(judged)} that are; hold out"
+            " another trace, or leave a part of this one to be held out"
+        )
+
+
+def _routing_digests(trace: Trace) -> Iterator[bytes]:
+    """A digest of each sequence: which experts its tokens chose."""
+    for rows in trace.sequences():
+        yield hashlib.sha256(rows.experts.tobytes()).digest()

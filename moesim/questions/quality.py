@@ -1,0 +1,551 @@
+"""Measures what policies that change routing do to a model's answers: perplexity,
+divergence and agreement on held-out text.
+
+Speed alone is no measure of a policy that swaps one expert for another that happens to
+be resident. So the model itself reads text that it was not trained on, once as it is
+and once for each setting, and what it expects next is compared after every token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from moesim.base.errors import TraceError
+from moesim.base.files import write_text
+from moesim.policies.base import PolicyError
+from moesim.policies.parameters import split
+from moesim.reporting.figures import save as save_figure
+from moesim.reporting.tables import aligned, facts_lines
+from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.setup import (
+    Setup,
+    activation_counts,
+    needed_columns,
+    profile_of,
+)
+from moesim.traces.format.reader import Trace, open_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import numpy as np
+    from matplotlib.axes import Axes
+
+    from moesim.policies.planner.plan import MemoryPlan
+    from moesim.policies.systems import System
+    from moesim.runs.config import MemorySize
+    from moesim.runtime.models.local_model import LocalModel
+    from moesim.runtime.quality.measure import Passages, Scores
+    from moesim.runtime.record.calibration import Residual
+    from moesim.traces.format.schema import ModelShape
+
+TOKENS = 1024
+PROMPT_TOKENS = 64
+SCORED_TOKENS = 64
+"""Defaults: tokens scored in all, and per passage tokens read before and scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One setting and what it did. Nats per token; shares between 0 and 1.
+
+    Attributes:
+        routing: specification of the routing policy.
+        cache_ratio: share of all experts in the cache.
+        swept: value of the swept parameter; None if none is swept.
+        nats, reference_nats: mean minus log probability of the text's next token,
+            modified and unmodified.
+        delta_nats_se: standard error of their difference, over passages; NaN for a
+            single passage.
+        kl: mean KL(unmodified || modified).
+        agreement: share of tokens after which both find the same next token most
+            likely.
+        gate_mass_kept, altered, stale, hit_rate_active, experts_used: see
+            `moesim.runtime.quality.measure.Scores`.
+    """
+
+    routing: str
+    cache_ratio: float
+    swept: str | None
+    nats: float
+    reference_nats: float
+    delta_nats_se: float
+    kl: float
+    agreement: float
+    gate_mass_kept: float
+    altered: float
+    stale: float
+    hit_rate_active: float
+    experts_used: float
+
+    @property
+    def delta_nats(self) -> float:
+        """Nats lost per token."""
+        return self.nats - self.reference_nats
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every figure; perplexity is exp(nats)."""
+        figures: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        figures["delta_nats"] = self.delta_nats
+        figures["perplexity"] = math.exp(self.nats)
+        figures["reference_perplexity"] = math.exp(self.reference_nats)
+        # JSON has no NaN.
+        return {
+            key: None if isinstance(value, float) and math.isnan(value) else value
+            for key, value in figures.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """All settings of one `quality` run, and the effective configuration."""
+
+    rows: list[Row]
+    config: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one object."""
+        return {"settings": [row.to_json() for row in self.rows], "config": self.config}
+
+
+class _Setting(NamedTuple):
+    """One composition of policies with one size of the cache."""
+
+    swept: str | None
+    system: System
+    memory: MemoryPlan
+
+
+@takes_options(RunConfig, without=["trace"])
+def quality(
+    model: str | Path = "tiny",
+    policy: str = "smoe",
+    *,
+    config: RunConfig | None = None,
+    text: str | Path | None = None,
+    sweep: str | None = None,
+    cache_ratios: Sequence[float] = (),
+    tokens: int = TOKENS,
+    prompt_tokens: int = PROMPT_TOKENS,
+    scored_tokens: int = SCORED_TOKENS,
+    own_input: bool = False,
+    residual: str | Path | Residual | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    memory: MemorySize | None = None,
+    progress: Callable[[float], None] | None = None,
+    **options: Any,
+) -> Quality:
+    """Measure what policies do to a model's answers.
+
+    Args:
+        model: ``tiny``, or a Hugging Face folder; it must fit the device's memory,
+            experts included.
+        policy: a system or an assignment policy, also as ``assignment+cache+prefetch``.
+        config: a configuration, whose options those given here replace.
+        text: UTF-8 file, cut into passages from its beginning; None draws passages of
+            the corpus's evaluation part (``tiny`` only, which was not trained on it).
+        sweep: a parameter of the routing policy and its values, ``alpha=0,0.1,0.2``.
+        cache_ratios: shares of all experts in the cache, one setting each; with
+            `sweep`, each with each.
+        tokens: to score in all, rounded up to whole passages.
+        prompt_tokens, scored_tokens: of each passage.
+        own_input: give experts that were started one layer ahead their own layer's
+            input after all.
+        residual: vectors for ``pred1_res`` or their file; calibrated now for ``tiny``
+            when None.
+        dtype: to compute in; ``auto`` takes the checkpoint's (float32 for ``tiny``).
+        device: ``cpu``, ``cuda``, …
+        memory: sizes of memories in one object, instead of single options.
+        progress: called with the share of the work that is done.
+        options: fields of `moesim.runs.config.RunConfig`.
+
+    Raises:
+        TraceError, ProfileError, PolicyError: bad input, in one line.
+    """
+    for name, count in (
+        ("tokens", tokens),
+        ("prompt_tokens", prompt_tokens),
+        ("scored_tokens", scored_tokens),
+    ):
+        if count < 1:
+            raise TraceError(f"{name}: expected >= 1, got {count}")
+    # Before torch and the model are loaded, so that a typo costs no minute.
+    config = RunConfig.of(config, policy, memory=memory, **options)
+    systems = _swept_systems(config.system, sweep)
+    sizes = _cache_sizes(config, cache_ratios)
+    columns = _needed_columns(systems.values(), config.host_cache)
+
+    from moesim.runtime.models.gates import gate_facts  # noqa: PLC0415
+    from moesim.runtime.models.local_model import (  # noqa: PLC0415
+        load_model,
+        model_shape,
+    )
+    from moesim.runtime.models.moe_blocks import find_blocks  # noqa: PLC0415
+    from moesim.runtime.quality.measure import measure  # noqa: PLC0415
+    from moesim.runtime.quality.routing_override import PolicyUnderTest  # noqa: PLC0415
+    from moesim.runtime.record.calibration import residual_for  # noqa: PLC0415 - torch
+
+    local = load_model(model, device=device, dtype=dtype)
+    blocks = find_blocks(local.model)
+    facts = gate_facts(local.model, blocks)
+    shape = model_shape(local.model, local.name, blocks, facts)
+    passages = _passages(
+        local,
+        text,
+        tokens,
+        prompt=prompt_tokens,
+        scored=scored_tokens,
+        seed=config.seed,
+    )
+
+    profile = profile_of(config.hw)
+    calibration = None
+    if config.warm is not None:
+        calibration = _activation_counts(config.warm, shape)
+    settings = []
+    trials = []
+    for (swept, system), sized in product(systems.items(), sizes):
+        # Each setting has caches of its own, which carry over from passage to passage.
+        setup = Setup(sized, shape, profile, system, calibration)
+        settings.append(_Setting(swept, system, setup.memory))
+        trials.append(PolicyUnderTest(setup.planner(), own_input))
+
+    total_tokens = len(passages.tokens) * passages.scored
+
+    def report_tokens(done: int) -> None:
+        if progress is not None:
+            progress(done / total_tokens)
+
+    # Only the shipped model can calibrate residual vectors now; it has the text.
+    shipped = (lambda: local) if local.name == "tiny" else None
+    scores = measure(
+        local,
+        passages,
+        trials,
+        columns=columns,
+        residual=residual_for(columns, residual, shipped),
+        batch=config.batch,
+        progress=report_tokens,
+    )
+
+    # As shares, since sizes may have been given in slots or bytes.
+    all_bytes = shape.routed_bytes
+    rows = []
+    for setting, scored in zip(settings, scores, strict=True):
+        cache_ratio = setting.memory.gpu.total_bytes / all_bytes
+        rows.append(_row(setting.system.routing, cache_ratio, setting.swept, scored))
+
+    # Settings differ in what is swept and in the cache's size, and in nothing else.
+    first = settings[0]
+    plan = first.memory
+    effective = {
+        "model": shape.name,
+        "dtype": shape.dtype,
+        "device": device,
+        "text": "corpus" if text is None else str(text),
+        "passages": len(passages.tokens),
+        "prompt_tokens": prompt_tokens,
+        "scored_tokens": scored_tokens,
+        "tokens": total_tokens,
+        "assignment": first.system.assignment,
+        "cache": first.system.cache,
+        "prefetch": first.system.prefetch,
+        "routing": first.system.routing,
+        "sweep": sweep,
+        "own_input": own_input,
+        "hw": profile.name,
+        "hw_digest": profile.digest,
+        "cache_scope": plan.gpu.scope,
+        "staging": plan.staging,
+        "host_bytes": None if plan.host is None else plan.host.total_bytes,
+        "batch": config.batch,
+        "seed": config.seed,
+        "filled_by": "its policy, or empty" if config.warm is None else "calibration",
+    }
+    return Quality(rows, effective)
+
+
+def _swept_systems(base: System, sweep: str | None) -> dict[str | None, System]:
+    """Value of the swept parameter -> composition; a value that is named twice is one.
+
+    Raises:
+        PolicyError: not ``parameter=value,value,…``.
+    """
+    if sweep is None:
+        return {None: base}
+
+    parameter, equals, listed = sweep.partition("=")
+    if not (parameter.strip() and equals and listed.strip()):
+        raise PolicyError(
+            "--sweep: expected parameter=value,value,… of the routing policy, got"
+            f" {sweep!r}"
+        )
+    # Parameters that are given already stay, unless it is the one that is swept.
+    routing, _, settings = base.routing.partition(":")
+    parameters = split(settings) if settings else {}
+    fixed = {key: value for key, value in parameters.items() if key != parameter}
+    systems: dict[str | None, System] = {}
+    for value in (value.strip() for value in listed.split(",")):
+        given = {**fixed, parameter.strip(): value}
+        specification = ",".join(f"{key}={given[key]}" for key in given)
+        systems[value] = replace(base, routing=f"{routing}:{specification}")
+    return systems
+
+
+def _cache_sizes(config: RunConfig, ratios: Sequence[float]) -> list[RunConfig]:
+    """One configuration for each cache ratio.
+
+    Raises:
+        PolicyError: the cache has another size already.
+    """
+    sizes = (config.slots_per_layer, config.gpu_memory_bytes, config.cache_ratio)
+    if ratios and any(size is not None for size in sizes):
+        raise PolicyError(
+            "--cache-ratios: expected no other size of the cache beside it; drop one of"
+            " them"
+        )
+    return [config.replaced(cache_ratio=ratio) for ratio in ratios] or [config]
+
+
+def _needed_columns(systems: Iterable[System], host_cache: str) -> tuple[str, ...]:
+    """Columns that the policies need.
+
+    Raises:
+        PolicyError: one is unknown, or an oracle: a model that reads has no future.
+    """
+    # A dictionary keeps the order in which policies name them.
+    columns: dict[str, None] = {}
+    for system in systems:
+        policies = system.build(gpus=1, host_cache=host_cache)
+        by_kind = {
+            "assignment": policies.assignment,
+            "prefetch": policies.prefetch,
+            "cache": policies.caches[0],
+            "routing": policies.routing,
+        }
+        for kind, policy in by_kind.items():
+            if policy.oracle:
+                raise PolicyError(
+                    f"{kind} policy {policies.names[kind]!r} is an oracle: a model that"
+                    " reads has no future; choose a policy that sees the past only"
+                )
+        columns |= dict.fromkeys(needed_columns(policies))
+    return tuple(columns)
+
+
+def _passages(
+    local: LocalModel,
+    text: str | Path | None,
+    tokens: int,
+    *,
+    prompt: int,
+    scored: int,
+    seed: int,
+) -> Passages:
+    """Read as many passages as hold `tokens` scored tokens, or as many as the text
+    has.
+
+    Raises:
+        TraceError: no text for a model that has no corpus, or a text that is not UTF-8.
+    """
+    from moesim.runtime.quality.measure import Passages  # noqa: PLC0415 - torch
+
+    # Rounded up to whole passages.
+    most = -(-tokens // scored)
+    if text is None:
+        if local.name != "tiny":
+            raise TraceError(
+                f"{local.name}: expected --text FILE with text it was not trained on,"
+                " found none"
+            )
+        return Passages.of_corpus(most, prompt=prompt, scored=scored, seed=seed)
+    try:
+        passage_text = Path(text).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{text}: expected UTF-8 text, found {error}") from None
+    tokens_of_text = local.encode(passage_text)
+    return Passages.cut(tokens_of_text, prompt=prompt, scored=scored, most=most)
+
+
+def _activation_counts(warm: str | Path | Trace, shape: ModelShape) -> np.ndarray:
+    """Activations of each expert in a calibration trace of the same model, float64
+    [L, E].
+
+    Raises:
+        PolicyError: a trace of another model.
+    """
+    calibration = warm if isinstance(warm, Trace) else open_trace(warm)
+    recorded = calibration.shape
+    if (recorded.layers, recorded.experts) != (shape.layers, shape.experts):
+        raise PolicyError(
+            f"--warm {calibration.path}: expected {shape.layers} layers x"
+            f" {shape.experts} experts as {shape.name} has, found {recorded.layers} x"
+            f" {recorded.experts}; record it from that model"
+        )
+    return activation_counts(calibration)
+
+
+def _row(routing: str, cache_ratio: float, swept: str | None, scores: Scores) -> Row:
+    # Tokens of a passage depend on each other; passages do not.
+    lost_nats = (scores.nats - scores.reference_nats).mean(axis=1)
+    passages = len(lost_nats)
+    standard_error = math.nan
+    if passages > 1:
+        standard_error = float(lost_nats.std(ddof=1) / math.sqrt(passages))
+    return Row(
+        routing,
+        cache_ratio,
+        swept,
+        nats=float(scores.nats.mean()),
+        reference_nats=float(scores.reference_nats.mean()),
+        delta_nats_se=standard_error,
+        kl=float(scores.kl.mean()),
+        agreement=float(scores.agrees.mean()),
+        gate_mass_kept=scores.gate_mass,
+        altered=scores.altered,
+        stale=scores.stale,
+        hit_rate_active=scores.hit_rate,
+        experts_used=scores.used,
+    )
+
+
+_HEAD = (
+    "routing",
+    "cache",
+    "perplexity",
+    "nats lost",
+    "KL",
+    "top-1",
+    "gate mass",
+    "altered",
+    "stale",
+    "hits",
+    "used",
+)
+_LEAST_SHOWN_KL = 5e-5
+"""Below it four decimals would show zero, which only an unaltered model has."""
+
+
+def quality_text(report: Quality) -> str:
+    """Lay out a report for a terminal."""
+    config = report.config
+    reference_nats = report.rows[0].reference_nats
+    facts = {
+        "model": f"{config['model']} ({config['dtype']}), batch {config['batch']}",
+        "text": (
+            f"{config['text']}: {config['tokens']:,} tokens of"
+            f" {config['passages']:,} passages scored"
+        ),
+        "policy": (
+            f"{config['assignment']}, {config['cache']}, prefetch {config['prefetch']}"
+        ),
+        "unmodified": (
+            f"{reference_nats:.4f} nats per token, perplexity"
+            f" {math.exp(reference_nats):.3f}"
+        ),
+    }
+    table = [list(_HEAD), *(_cells(row) for row in report.rows)]
+    # A setting is a routing policy and a cache ratio; both lead every block.
+    return "\n".join([*facts_lines(facts.items()), "", *aligned(table, lead=2)])
+
+
+def _cells(row: Row) -> list[str]:
+    lost = f"{row.delta_nats:+.4f}"
+    # A single passage has no standard error.
+    if not math.isnan(row.delta_nats_se):
+        lost += f" ± {row.delta_nats_se:.4f}"
+    kl = f"{row.kl:.4f}"
+    if 0 != row.kl < _LEAST_SHOWN_KL:
+        kl = f"{row.kl:.1e}"
+    shares = (
+        row.agreement,
+        row.gate_mass_kept,
+        row.altered,
+        row.stale,
+        row.hit_rate_active,
+    )
+    return [
+        row.routing,
+        f"{row.cache_ratio:.3g}",
+        f"{math.exp(row.nats):.3f}",
+        lost,
+        kl,
+        *(f"{100 * share:.1f} %" for share in shares),
+        f"{row.experts_used:.2f}",
+    ]
+
+
+def quality_figure(report: Quality, path: str | Path) -> Path:
+    """Draw what is lost against what is won: KL and disagreement over the share of
+    hits, one line per cache ratio.
+    """
+    from matplotlib.backends.backend_agg import (  # noqa: PLC0415 - half a second, for pictures only
+        FigureCanvasAgg,
+    )
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    # No pyplot: it would look for a display, and keep figures alive.
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2)
+    panels = (
+        ("KL to the unmodified model, nats per token", "kl", 1),
+        ("top-1 agreement, %", "agreement", 100),
+    )
+    for axis, (title, name, scale) in zip(axes, panels, strict=True):
+        _draw(axis, report.rows, name, scale)
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_xlabel("hit rate of active experts, %")
+        axis.spines[["top", "right"]].set_visible(False)
+    # Divergence has a natural zero; agreement lies close to 100 %.
+    axes[0].set_ylim(bottom=0)
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(_title(report), fontsize=10, x=0.01, ha="left")
+    return save_figure(figure, path)
+
+
+def _draw(axis: Axes, rows: list[Row], name: str, scale: float) -> None:
+    """Draw one figure of all rows over their hit rates, labelled by what was swept."""
+    for ratio in sorted({row.cache_ratio for row in rows}):
+        of_ratio = [row for row in rows if row.cache_ratio == ratio]
+        hits = [100 * row.hit_rate_active for row in of_ratio]
+        values = [scale * getattr(row, name) for row in of_ratio]
+        axis.plot(hits, values, marker="o", label=f"cache {ratio:.3g}")
+        for row, hit, value in zip(of_ratio, hits, values, strict=True):
+            if row.swept is None:
+                continue
+            axis.annotate(
+                row.swept,
+                (hit, value),
+                xytext=(4, 4),
+                textcoords="offset points",
+                fontsize=8,
+            )
+
+
+def _title(report: Quality) -> str:
+    config = report.config
+    routing = config["routing"]
+    swept = ""
+    if config["sweep"]:
+        # The first row's specification holds its own value of the swept parameter.
+        routing = routing.partition(":")[0]
+        swept = f", labels: {config['sweep'].partition('=')[0]}"
+    return (
+        f"{config['model']}, {config['tokens']:,} tokens; {config['assignment']},"
+        f" {config['cache']}, {routing}{swept}"
+    )
+
+
+def save_quality(report: Quality, folder: Path) -> list[Path]:
+    """Write figures, configuration and the picture into a folder; return the files."""
+    figures = folder / "quality.json"
+    text = json.dumps(report.to_json(), indent=2)
+    write_text(figures, text + "\n")
+    return [figures, quality_figure(report, folder / "quality.png")]

@@ -1,0 +1,416 @@
+"""Results as text for a terminal, and comparisons as table files.
+
+`moesim.reporting.figures` draws the same results. Every figure of tokens per second
+stands beside the bytes that were moved for it: a speed alone cannot be judged.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moesim.base.sizes import format_bytes
+from moesim.base.units import bandwidth, ms, number, percent
+from moesim.hwprofiles.profile import rate_interval
+from moesim.policies.base import PolicyError
+from moesim.reporting.figures import CPU, GPU, KINDS, new_figure
+from moesim.reporting.tables import aligned, facts_lines
+from moesim.runs.result import busy_shares
+from moesim.traces.timeline.spans import KIND_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
+    from matplotlib.figure import Figure
+
+    from moesim.runs.result import Run
+
+
+def run_text(run: Run) -> str:
+    """Lay out one run: what was run, how fast, what was hit, what each lane did."""
+    results = _result_facts(run.metrics, error_of(run))
+    facts = [*_setting_facts(run), ("", ""), *results]
+    return "\n".join([*facts_lines(facts), "", *aligned(_lane_rows(run))])
+
+
+def _setting_facts(run: Run) -> list[tuple[str, str]]:
+    """What was run, on which machine, with how much memory."""
+    config = run.config
+    steps = run.metrics["steps"]
+    facts = [
+        ("model", f"{config['model']}, {steps:,} forward passes of {config['trace']}"),
+        ("machine", f"{config['hw']} ({config['hw_kind']} profile)"),
+        ("policy", _policy_parts(config)),
+        ("cache", _cache_size(config)),
+    ]
+    # Runs stored by older versions do not say what a GPU's memory was taken by.
+    if "gpu_bill" in config:
+        facts.append(("GPU memory", _gpu_memory(config)))
+    return facts
+
+
+def error_of(run: Run) -> float | None:
+    """By how much a predicted run may be off; None for a measured one."""
+    if run.config.get("world") == "measured":
+        return None
+    return run.config.get("prediction_error")
+
+
+def _result_facts(
+    metrics: Mapping[str, Any], error: float | None
+) -> list[tuple[str, str]]:
+    """How fast it was, and what was hit; energy and prefetches where there are any."""
+    facts = [
+        ("first token", _speed(metrics, "ttft_s", "prefill", error)),
+        ("each further token", _speed(metrics, "tpot_s", "decode", error)),
+        ("hit rate", _hit_rates(metrics)),
+        ("accesses", _access_counts(metrics)),
+        (
+            "planning",
+            (
+                f"{ms(metrics['planning_s'])} of {ms(metrics['makespan_s'])},"
+                f" {percent(metrics['planning_share'])}"
+            ),
+        ),
+    ]
+    if metrics["prefetched"]:
+        accuracy = percent(metrics["prefetch_accuracy"])
+        facts.append(
+            ("prefetch", f"{metrics['prefetched']:,} copies, {accuracy} of them used")
+        )
+    # Measured runs have no arrivals.
+    if metrics.get("requests"):
+        facts += _request_facts(metrics["requests"])
+    if metrics["energy_j"] is not None:
+        efficiency = number(metrics["tokens_per_kj"])
+        facts.append(
+            ("energy", f"{metrics['energy_j']:.0f} J, {efficiency} tokens per kJ")
+        )
+    if metrics["routing"] != "recorded":
+        kept = percent(metrics["gate_mass_kept"])
+        facts.append(
+            (
+                "routing",
+                f"{metrics['routing']}: counterfactual, {kept} of the gate mass kept",
+            )
+        )
+    if metrics["approximate"]:
+        facts.append(
+            (
+                "answers",
+                "approximate: experts started ahead see the layer before's input",
+            )
+        )
+    return facts
+
+
+def _request_facts(served: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What users of a server see."""
+    facts = [("requests", f"{served['requests']:,} served")]
+    for name, words in (("ttft", "first token"), ("tpot", "per token")):
+        shares = ", ".join(
+            f"{percent} % within {ms(served[f'{name}_p{percent}_s'])}"
+            for percent in (50, 95, 99)
+        )
+        facts.append((words, shares))
+    if served["slo_attainment"] is not None:
+        goodput = number(served["goodput_per_s"])
+        within = percent(served["slo_attainment"])
+        facts.append(("limits", f"{within} within them, {goodput} such requests/s"))
+    return facts
+
+
+def _lane_rows(run: Run) -> list[list[str]]:
+    """Heads, and a row for each lane; empty cells where a lane cannot stall or move
+    bytes.
+    """
+    metrics = run.metrics
+    shares = busy_shares(run)
+    rows = [["lane", "busy", "of the run", "stalled", "moved", "bandwidth"]]
+    for lane, busy_s in metrics["busy_s"].items():
+        # Only links move bytes, and only compute lanes wait for copies.
+        moved = metrics["bytes"].get(lane)
+        can_stall = lane in metrics["stall_s"]
+        rows.append(
+            [
+                lane,
+                ms(busy_s),
+                percent(shares[lane]),
+                ms(metrics["stall_s"][lane]) if can_stall else "",
+                format_bytes(moved) if moved else "",
+                bandwidth(metrics["bandwidth"].get(lane)) if moved else "",
+            ]
+        )
+    return rows
+
+
+def cache_text(counts: Mapping[str, Any]) -> str:
+    """Lay out the hits of a cache alone, as `replay --cache-only` counts them."""
+    slots = counts["cache_slots"][0]
+    per_layer = counts["scope"] == "layer"
+    size = f"{slots} experts {'per layer' if per_layer else 'in one pool'}"
+    rate = "no accesses"
+    if counts["hit_rate_active"] is not None:
+        rate = f"{counts['hit_rate_active']:.2%} of active experts"
+    per_s = counts["accesses"] / counts["wall_s"]
+    facts = [
+        ("cache", f"{counts['cache']}, {size}"),
+        ("hit rate", f"{rate}: {counts['hits']:,} hits, {counts['misses']:,} misses"),
+        (
+            "replayed",
+            (
+                f"{counts['accesses']:,} accesses in {counts['wall_s']:.2f} s,"
+                f" {per_s / 1e6:.2f} million per second"
+            ),
+        ),
+    ]
+    return "\n".join(facts_lines(facts))
+
+
+def shared_setting(runs: Mapping[str, Run]) -> str:
+    """Model, machine and batch; the cache where all runs have the same."""
+    config = next(iter(runs.values())).config
+    setting = (
+        f"{config['model']} on {config['hw']} ({config['hw_kind']} profile),"
+        f" batch {config['batch']}"
+    )
+    # Systems may divide the same memory differently between cache and staging.
+    sizes = {_cache_size(run.config) for run in runs.values()}
+    several = "as each system has it, within the same memory"
+    return f"{setting}\ncache: {sizes.pop() if len(sizes) == 1 else several}"
+
+
+def _policy_parts(config: Mapping[str, Any]) -> str:
+    parts = [
+        f"{part} {config[part]}"
+        for part in ("assignment", "cache", "prefetch", "routing", "batch")
+    ]
+    return ", ".join(parts)
+
+
+def _cache_size(config: Mapping[str, Any]) -> str:
+    """Slots of the GPU cache and their bytes; host memory where that is limited."""
+    slots = config["cache_slots"]
+    # One pool for all layers has one entry, else there is one for each layer.
+    if config["cache_scope"] == "global":
+        held = f"{slots[0]:,} experts of any layer"
+    elif max(slots) > min(slots):
+        held = f"{min(slots)} to {max(slots)} experts per layer"
+    else:
+        held = f"{min(slots)} experts per layer"
+    # Slots count the largest experts, and others are smaller.
+    least = "at least " if "expert_sizes" in config else ""
+    size = (
+        f"{least}{held}, {percent(config['cache_ratio'])} of all"
+        f" ({format_bytes(config['cache_bytes'])})"
+    )
+    # A quarter was nobody's wish, and nobody would offload such a model.
+    if config["fits_card"]:
+        size += "; the card would hold all: give --cache-ratio or --gpu-memory"
+    # None: host memory holds every expert, which needs no mention.
+    if config["host_bytes"] is None:
+        return size
+    host = format_bytes(config["host_bytes"])
+    return f"{size}; {host} of experts in host memory, the rest on SSD"
+
+
+def _gpu_memory(config: Mapping[str, Any]) -> str:
+    each = "each of them takes " if config["gpus"] > 1 else ""
+    bill = config["gpu_bill"]
+    names = {
+        "staging": f"{config['staging']} staged experts",
+        "keys and values": (
+            f"keys and values of {config['options']['context_tokens']:,} tokens"
+        ),
+    }
+    items = [f"{names.get(name, name)} {format_bytes(n)}" for name, n in bill.items()]
+    return f"{each}{format_bytes(sum(bill.values()))}: {', '.join(items)}"
+
+
+def _speed(
+    metrics: Mapping[str, Any], time: str, phase: str, error: float | None
+) -> str:
+    """Time and tokens per second of a phase, also per sequence where that differs; with
+    the profile's interval where it has one.
+    """
+    total = metrics[f"{phase}_tokens_per_s"]
+    if total is None:
+        return f"the trace has no {phase}"
+    unit = "prompt tokens/s" if phase == "prefill" else "tokens/s"
+    speed = f"{ms(metrics[time])}, {number(total)} {unit}"
+    if error is not None:
+        low, high = rate_interval(total, error)
+        speed += f" ({number(low)}–{number(high)})"  # noqa: RUF001 - a range
+
+    # With one sequence both rates are one; a batch serves each of its sequences slower.
+    each = metrics[f"{phase}_tokens_per_s_seq"]
+    if each is None or math.isclose(total, each, rel_tol=1e-3):
+        return speed
+    return f"{speed} ({number(each)} per sequence)"
+
+
+def _hit_rates(metrics: Mapping[str, Any]) -> str:
+    # The three differ by tens of points in one run, so each is named.
+    return (
+        f"{percent(metrics['hit_rate_active'])} of active experts,"
+        f" {percent(metrics['hit_rate_gpu'])} of GPU-assigned ones,"
+        f" {percent(metrics['hit_rate_token'])} weighted by tokens"
+    )
+
+
+def _access_counts(metrics: Mapping[str, Any]) -> str:
+    return (
+        f"{metrics['accesses']:,}: {metrics['hits']:,} hits,"
+        f" {metrics['delayed_hits']:,} delayed, {metrics['misses']:,} misses"
+    )
+
+
+DIGIT_SHARE = 0.008
+"""Width of a digit in a timeline, as a share of the whole."""
+
+MOST_LABELLED = 80
+"""With more operations in a figure their experts' numbers would overlap."""
+
+
+def placement_figure(run: Run) -> Figure:
+    """Draw which expert was computed where: a cell per expert, a row per layer, busiest
+    experts to the left.
+
+    Blue was computed on a GPU, orange on the CPU, pale in between; white was never
+    asked for.
+    """
+    placement = run.placement()
+    layers = placement["layer"].max() + 1 if len(placement) else 0
+    experts = placement["expert"].max() + 1 if len(placement) else 0
+    uses = np.zeros((layers, experts))
+    # What stays NaN is drawn white.
+    on_gpu = np.full((layers, experts), np.nan)
+    uses[placement["layer"], placement["expert"]] = placement["uses"]
+    on_gpu[placement["layer"], placement["expert"]] = placement["on_gpu"]
+    # By id the map would be noise: busy experts are spread over all ids.
+    busiest_first = np.argsort(-uses, axis=1, kind="stable")
+
+    figure = new_figure(9, 3.8)
+    axis = figure.subplots()
+    image = axis.imshow(
+        np.take_along_axis(on_gpu, busiest_first, axis=1),
+        cmap=device_colours(),
+        vmin=0,
+        vmax=1,
+        aspect="auto",
+        interpolation="nearest",
+    )
+    figure.colorbar(image, ax=axis, label="share of its uses on a GPU")
+    axis.set(xlabel="experts of a layer, busiest first", ylabel="layer")
+    return figure
+
+
+def device_colours() -> Colormap:
+    """From the processor's colour to that of a GPU."""
+    from matplotlib.colors import LinearSegmentedColormap  # noqa: PLC0415 - slow
+
+    return LinearSegmentedColormap.from_list("devices", [CPU, "#f2f2f2", GPU])
+
+
+def step_figure(run: Run, step: int | None = None, layers: int = 4) -> Figure:
+    """Draw what every lane did in the first layers of one forward pass, with the
+    numbers of the experts it was for.
+
+    Args:
+        run: with its timeline.
+        step: the forward pass; None takes the decode step in the middle of the run.
+        layers: how many MoE layers from the first on.
+
+    Raises:
+        PolicyError: no such step.
+    """
+    steps = run.timeline.step_frame()
+    if step is None and len(steps):
+        step = _middle_step(steps)
+    rows = steps[steps["step"] == step]
+    if rows.empty:
+        raise PolicyError(
+            f"step: expected one of the run's {len(steps)} forward passes, got {step}"
+        )
+    begin_s = float(rows["start_s"].iloc[0])
+    end_s = float(rows["end_s"].iloc[0])
+
+    spans = run.timeline.frame()
+    # Layer -1 is what follows the last layer, the output head.
+    in_layers = (spans["layer"] >= 0) & (spans["layer"] < layers)
+    spans = spans[(spans["step"] == step) & in_layers]
+    lanes = [lane for lane in run.timeline.lanes if (spans["lane"] == lane).any()]
+
+    figure = new_figure(10, 0.9 + 0.38 * len(lanes))
+    axis = figure.subplots()
+    for kind in KIND_NAMES:
+        _draw_kind(axis, spans, kind, lanes, begin_s)
+    axis.set_yticks(range(len(lanes)), lanes)
+    axis.invert_yaxis()
+    axis.set_xlabel(
+        f"ms since the start of step {step}, of {ms(end_s - begin_s)} in all"
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(
+        ncols=len(KIND_NAMES),
+        frameon=False,
+        fontsize=8,
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+    )
+    return figure
+
+
+def _middle_step(steps: pd.DataFrame) -> int:
+    """The decode step in the middle; a prefill step where nothing is generated."""
+    decode = steps[steps["phase"] == "decode"]
+    candidates = decode if len(decode) else steps
+    return int(candidates["step"].iloc[len(candidates) // 2])
+
+
+def _draw_kind(
+    axis: Axes, spans: pd.DataFrame, kind: str, lanes: list[str], begin_s: float
+) -> None:
+    """Draw the operations of one kind on all lanes."""
+    shown_ms = 1e3 * float(spans["end_s"].max() - begin_s)
+    # One entry in the legend, however many lanes show this kind.
+    label: str | None = kind
+    for row, lane in enumerate(lanes):
+        of_lane = spans[(spans["kind"] == kind) & (spans["lane"] == lane)]
+        if of_lane.empty:
+            continue
+        starts_ms = (of_lane["start_s"] - begin_s) * 1e3
+        lengths_ms = (of_lane["end_s"] - of_lane["start_s"]) * 1e3
+        bars = list(zip(starts_ms, lengths_ms, strict=True))
+        axis.broken_barh(
+            bars,
+            (row - 0.4, 0.8),
+            color=CPU if kind == "compute" and lane == "cpu" else KINDS[kind],
+            # Operations follow each other without a gap; an edge keeps them apart.
+            edgecolor="white",
+            lw=0.3,
+            label=label,
+        )
+        label = None
+        if len(spans) > MOST_LABELLED:
+            continue
+        for (start_ms, length_ms), expert in zip(bars, of_lane["expert"], strict=True):
+            # -1 stands for no expert, as in the dense part; a number that is wider
+            # than its bar would run into the next one.
+            if expert < 0 or length_ms < shown_ms * DIGIT_SHARE * len(str(expert)):
+                continue
+            axis.text(
+                start_ms + length_ms / 2,
+                row,
+                str(expert),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white",
+                clip_on=True,
+            )

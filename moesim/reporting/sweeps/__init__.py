@@ -1,1 +1,0 @@
-"""Reports of sweeps: text, pictures, and a page to explore."""

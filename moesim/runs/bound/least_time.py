@@ -1,0 +1,348 @@
+"""The least seconds that any schedule of some forward passes takes on a machine.
+
+Theorem (proof: `docs/explanation/bound.md`). Let A accesses (one expert in one layer
+step) be served by a machine whose GPU caches hold S experts, and let R be the misses of
+Belady's MIN with bypass. Whatever is computed where and copied when,
+
+    T >= min over m of max(C(m), X(R - m) / g, (D + G(A - m)) / g,
+                           C(m) + z X(R - m), y C(m) + X(R - m) / g)  (lanes)
+    T >= sum over layer steps of dense + min over splits              (order)
+
+where m accesses are computed on the CPU; C(m), G(n) and X(n) are the sums of the m or n
+smallest times of a product on the CPU, on a GPU, of a copy; D is the dense work and g
+the number of GPUs. The CPU and the links read one memory: y and z, at most 1 and 1/g,
+follow from what they slow each other (`_shared_memory`). With times of bytes over
+bandwidth this reads: the larger of device bytes over device bandwidth and host bytes
+over the highest read rate of the host.
+
+Prefetching, admission, eviction and overlap are free in it; only the number of reads,
+the lanes' rates and the order of layer steps count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moesim.hwprofiles.costs import seconds_by_expert
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
+from moesim.policies.planner.residency import GLOBAL
+from moesim.runs.bound.least_reads import least_reads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from moesim.hwprofiles.costs import Costs, Overlap
+    from moesim.policies.planner.plan import MemoryPlan
+    from moesim.policies.planner.residency import CacheSize
+    from moesim.traces.format.layer_steps import LayerSteps
+
+# Names of the resources in answers.
+CPU = "CPU"
+LINK = "link"
+HOST_MEMORY = "host memory"
+GPU = "GPU"
+ORDER = "order of layer steps"
+SSD = "SSD"
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The least seconds that any schedule takes.
+
+    Attributes:
+        seconds: the bound.
+        resource: what limits it.
+        by_resource: seconds that each resource alone forces at the best split.
+        accesses: A.
+        least_reads: R, experts that must be read from host memory.
+        cpu_accesses: m, accesses on the CPU at the best split.
+    """
+
+    seconds: float
+    resource: str
+    by_resource: dict[str, float]
+    accesses: int
+    least_reads: int
+    cpu_accesses: int
+
+    def share(self, makespan_s: float) -> float:
+        """Return the part of the possible speed that a run reached, at most 1."""
+        return self.seconds / makespan_s if makespan_s else 1.0
+
+    def words(self, makespan_s: float) -> str:
+        """Put a run's distance in words."""
+        share = 100 * self.share(makespan_s)
+        reads = f"{self.least_reads:,} of {self.accesses:,} expert reads"
+        return (
+            f"at {share:.0f} % of what this machine can do at best, limited by the"
+            f" {self.resource} ({reads} cannot be avoided)"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+
+def least_seconds(
+    blocks: Iterable[LayerSteps],
+    costs: Costs,
+    memory: MemoryPlan,
+    *,
+    gpus: int = 1,
+    warm: bool = False,
+    computes_ahead: bool = False,
+) -> Bound:
+    """Bound the seconds of any schedule of some forward passes.
+
+    Args:
+        blocks: what was asked for; their order is the order of layer steps.
+        costs: seconds of single operations, and what CPU and links cost each other.
+            Other contention and planning only add.
+        memory: sizes of the caches; staging holds nothing for a second use.
+        gpus: of the machine.
+        warm: a run may begin with any content in its caches.
+        computes_ahead: the CPU may compute experts before their layer step begins.
+    """
+    work = _Work(costs, gpus, computes_ahead=computes_ahead)
+    for block in blocks:
+        work.add(block)
+
+    shape = costs.shape
+    sizes = shape.expert_bytes, shape.bytes_by_expert
+    slots = gpus * most_experts(memory.gpu, *sizes)
+    shared = memory.gpu.scope == GLOBAL
+    least = work.reads(slots, shared=shared, warm=warm)
+    lanes, on_cpu = _best_split(work, least, gpus)
+    by_resource = {**lanes, ORDER: work.ordered_s}
+
+    if memory.host is not None:
+        # An expert in either memory needs no read; one pool of both is the best case.
+        host_slots = most_experts(memory.host, *sizes)
+        both = np.array([slots.sum() + host_slots.sum()])
+        reads = work.reads(both, shared=True, warm=warm)
+        fastest_s = float(seconds_by_expert(shape, costs.read_s).min())
+        by_resource[SSD] = reads * fastest_s
+
+    resource = max(by_resource, key=lambda name: by_resource[name])
+    return Bound(
+        seconds=by_resource[resource],
+        resource=resource,
+        by_resource=by_resource,
+        accesses=work.accesses,
+        least_reads=least,
+        cpu_accesses=on_cpu,
+    )
+
+
+def most_experts(
+    size: CacheSize,
+    expert_bytes: Sequence[int],
+    by_expert: Sequence[Sequence[int]] = (),
+) -> np.ndarray:
+    """Return how many experts a cache holds at most, int64 [L] or [1].
+
+    A pool of bytes is taken to hold its smallest experts: then more fit, and fewer
+    reads are called unavoidable.
+    """
+    if size.scope == GLOBAL:
+        return size.pool_bytes // min(map(min, by_expert or [expert_bytes]))
+    if by_expert:
+        return size.pool_bytes // np.array([min(layer) for layer in by_expert])
+    return size.slots
+
+
+class _Work:
+    """Least seconds of every access and layer step, collected in one walk."""
+
+    def __init__(self, costs: Costs, gpus: int, *, computes_ahead: bool) -> None:
+        self.costs = costs
+        self.gpus = gpus
+        self.computes_ahead = computes_ahead
+        self.accesses = 0
+        self.cpu_s: list[np.ndarray] = []
+        self.gpu_s: list[np.ndarray] = []
+        self.copy_s: list[np.ndarray] = []
+        self.dense_s = 0.0
+        self.ordered_s = 0.0
+        self.layers: list[np.ndarray] = []
+        self.counts: list[np.ndarray] = []
+        self.keys: list[np.ndarray] = []
+        # Warm processor caches can make what follows an SSD read faster than usual.
+        self.cpu_factor = min(1.0, costs.after_read("cpu"))
+        self.dense_factor = min(1.0, costs.after_read("dense"))
+        self.copy_factor = min(1.0, costs.after_read("h2d"))
+        self.copy_of_s = seconds_by_expert(costs.shape, costs.copy_s)
+
+    def add(self, block: LayerSteps) -> None:
+        """Add some layer steps."""
+        costs = self.costs
+        layers = costs.shape.layers
+        last = np.flatnonzero(block.layer == layers - 1)
+        dense_s, head_s = costs.dense_of_passes(
+            block.pass_tokens[last], block.context_tokens[last], block.sequences[last]
+        )
+        alone_s = float(head_s.sum() + layers * self.dense_factor * dense_s.sum())
+        self.dense_s += alone_s
+        self.ordered_s += alone_s
+
+        dispatch_s = costs.dispatch_s
+        counts = np.diff(block.edges)
+        layer = np.repeat(block.layer, counts)
+        cpu_s = np.empty(len(layer))
+        gpu_s = np.empty(len(layer))
+        for each in np.unique(block.layer).tolist():
+            at = layer == each
+            tokens = block.tokens[at]
+            experts = block.experts[at]
+            cpu_s[at] = costs.cpu_s(each, tokens, experts) * self.cpu_factor
+            gpu_s[at] = costs.gpu_s(each, tokens, experts=experts)
+        cpu_s += dispatch_s
+        gpu_s += dispatch_s
+        copy_s = self.copy_of_s[layer, block.experts] * self.copy_factor + dispatch_s
+
+        self.accesses += len(layer)
+        self.cpu_s.append(cpu_s)
+        self.gpu_s.append(gpu_s)
+        self.copy_s.append(copy_s)
+        self.layers.append(block.layer)
+        self.counts.append(counts)
+        self.keys.append(layer * costs.shape.experts + block.experts)
+        # Work ahead of its gate leaves its layer step: the dense part binds alone.
+        if not self.computes_ahead:
+            self.ordered_s += _sum_of_least_makespans(
+                np.ascontiguousarray(block.edges, np.int64), cpu_s, gpu_s / self.gpus
+            )
+
+    def reads(self, slots: np.ndarray, *, shared: bool, warm: bool) -> int:
+        """See `least_reads`."""
+        none = np.zeros(0, np.int64)
+        counts = np.concatenate([none, *self.counts])
+        edges = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts, out=edges[1:])
+        layer = np.concatenate([none, *self.layers])
+        keys = np.concatenate([none, *self.keys])
+        return least_reads(layer, edges, keys, slots, shared=shared, warm=warm)
+
+
+def least_makespan(cpu_s: np.ndarray, gpu_s: np.ndarray) -> float:
+    """Return the least makespan of a layer step's experts if each may be divided.
+
+    Moving an expert from the GPU to the CPU costs least where its CPU time is small for
+    its GPU time; so in the order of that ratio a prefix is on the CPU, and at most one
+    expert is cut (fractional knapsack). Whole experts can only take longer.
+
+    Args:
+        cpu_s: float64 [A], on the CPU.
+        gpu_s: float64 [A], on the GPUs together.
+    """
+    return _sum_of_least_makespans(np.array([0, len(cpu_s)]), cpu_s, gpu_s)
+
+
+_SECONDS = input_array(nb.float64)
+
+
+@compiled(nb.float64(input_array(nb.int64), _SECONDS, _SECONDS))
+def _sum_of_least_makespans(
+    edges: np.ndarray, cpu_s: np.ndarray, gpu_s: np.ndarray
+) -> float:
+    """The least makespans of many layer steps, added up."""
+    total_s = 0.0
+    for s in range(len(edges) - 1):
+        total_s += _least_makespan(
+            cpu_s[edges[s] : edges[s + 1]], gpu_s[edges[s] : edges[s + 1]]
+        )
+    return total_s
+
+
+@compiled
+def _least_makespan(cpu_s: np.ndarray, gpu_s: np.ndarray) -> float:
+    order = np.argsort(cpu_s / gpu_s)
+    on_cpu_s = 0.0
+    on_gpu_s = gpu_s.sum()
+    for i in order:
+        cpu_after_s = on_cpu_s + cpu_s[i]
+        gpu_after_s = on_gpu_s - gpu_s[i]
+        # The first expert with which the CPU is the later one is cut.
+        if cpu_after_s >= gpu_after_s:
+            share = (on_gpu_s - on_cpu_s) / (cpu_s[i] + gpu_s[i])
+            return on_cpu_s + max(0.0, share) * cpu_s[i]
+        on_cpu_s = cpu_after_s
+        on_gpu_s = gpu_after_s
+    return on_cpu_s
+
+
+def _best_split(work: _Work, reads: int, gpus: int) -> tuple[dict[str, float], int]:
+    """Choose how many accesses the CPU computes such that the latest is earliest."""
+    cpu_sum = _sums_of_smallest(work.cpu_s)
+    gpu_sum = _sums_of_smallest(work.gpu_s)
+    copy_sum = _sums_of_smallest(work.copy_s)
+
+    cpu_weight, copy_weight = _shared_memory(work.costs.overlap, gpus)
+
+    def lanes(on_cpu: int) -> dict[str, float]:
+        copies = max(0, reads - on_cpu)
+        on_gpu = work.accesses - on_cpu
+        cpu_s = float(cpu_sum[on_cpu])
+        copies_s = float(copy_sum[copies])
+        gpus_s = work.dense_s + float(gpu_sum[on_gpu])
+        return {
+            CPU: cpu_s,
+            LINK: copies_s / gpus,
+            HOST_MEMORY: max(
+                cpu_s + copy_weight * copies_s, cpu_weight * cpu_s + copies_s / gpus
+            ),
+            GPU: gpus_s / gpus,
+        }
+
+    def latest_s(on_cpu: int) -> float:
+        return max(lanes(on_cpu).values())
+
+    # Sums of the smallest are convex, so the latest of them falls, then rises.
+    # Bisection, because a trace may have a million accesses.
+    low = 0
+    high = work.accesses
+    while low < high:
+        middle = (low + high) // 2
+        if latest_s(middle) <= latest_s(middle + 1):
+            high = middle
+        else:
+            low = middle + 1
+    return lanes(low), low
+
+
+def _shared_memory(overlap: Overlap, gpus: int) -> tuple[float, float]:
+    """Weights y and z such that ``T >= C + z X`` and ``T >= y C + X / gpus``, of C
+    seconds on the CPU and X on all links, each as long as it takes alone.
+
+    While k links copy, the CPU does 1 / cpu**k of a second's work in a second, and
+    each link 1 / link. The weighted sum of what all do is at most one in every state.
+
+    Source: the dual of "least time in which both are done", a linear programme over
+    the states; proof in `docs/explanation/bound.md`.
+    """
+    busy = np.arange(1, gpus + 1)
+    copy_weight = min(
+        1.0 / gpus, float(np.min(overlap.link * (1.0 - overlap.cpu**-busy) / busy))
+    )
+    # With few links copying, the CPU gets on, as far as they leave of the time.
+    idle_share = 1.0 - busy / (gpus * overlap.link)
+    cpu_weight = min(1.0, float(np.min(overlap.cpu**busy * idle_share)))
+    return max(0.0, cpu_weight), max(0.0, copy_weight)
+
+
+def _sums_of_smallest(seconds: Sequence[np.ndarray]) -> np.ndarray:
+    """Sums of the n smallest, float64 [A + 1]."""
+    # The empty array stands for a trace without accesses.
+    values = np.concatenate([np.zeros(0), *seconds])
+    return _prefix_sums(np.sort(values))
+
+
+def _prefix_sums(values: np.ndarray) -> np.ndarray:
+    """Sums of the first n, float64 [A + 1]."""
+    sums = np.cumsum(values)
+    return np.concatenate([[0.0], sums])

@@ -1,0 +1,288 @@
+"""A Dask cluster as the place where tasks run.
+
+Dask is imported here only, and only when a cluster is asked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import re
+import signal
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesim.base.errors import TraceError
+from moesim.base.files import sha256
+from moesim.base.options import ConfigError
+from moesim.runs.sweeps.plan import code_digest
+from moesim.runs.sweeps.stops import STOPS, start_resource_trackers, stops_wait
+from moesim.traces.format.reader import Trace, open_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+WAIT_FOR_SCHEDULER_S = 10
+"""Seconds after which a scheduler that does not answer, or has no workers, counts as
+missing.
+"""
+
+_LOCAL = re.compile(r"local:([1-9]\d*)")
+_ADDRESS = re.compile(r"(tcp|tls|ws|wss|ucx)://.+")
+
+
+class DaskExecutor:
+    """The workers of a Dask cluster, as an `Executor` of `execution.py`.
+
+    Dask itself runs the tasks of a lost worker again on another one.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._executor = client.get_executor()
+
+    @property
+    def workers(self) -> int:
+        """Tasks at the same time, on the workers that are there now."""
+        return max(1, sum(self._client.nthreads().values()))
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
+        """Carry out a call on some worker."""
+        sent = self._executor.submit(function, *arguments)
+        answer: Future[Any] = Future()
+
+        def answered(done: Future[Any]) -> None:
+            try:
+                answer.set_result(done.result())
+            except CancelledError:
+                answer.set_exception(
+                    ConnectionResetError(errno.ECONNRESET, "the Dask cluster is gone")
+                )
+            except Exception as error:  # noqa: BLE001 - handed on to who waits
+                answer.set_exception(_for_users(error))
+
+        sent.add_done_callback(answered)
+        return answer
+
+    def restart(self) -> None:
+        """Do nothing: the cluster replaces its workers itself."""
+
+
+def _for_users(error: Exception) -> Exception:
+    # A class of Dask, which is not imported without need.
+    if type(error).__name__ == "KilledWorker":
+        return ChildProcessError(
+            errno.ECHILD,
+            "a task was tried on several workers of the cluster, and each was killed,"
+            " perhaps for want of memory",
+        )
+    return error
+
+
+@contextmanager
+def _log_of_dask() -> Iterator[logging.Logger]:
+    """Dask's log, whose level may be changed while the block runs."""
+    log = logging.getLogger("distributed")
+    level = log.level
+    try:
+        yield log
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
+def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]:
+    """Connect to a cluster while the block runs.
+
+    Args:
+        address: of a scheduler, such as ``tcp://192.168.0.5:8786``, or ``local:N``,
+            which starts N worker processes on this machine.
+        files: by digest, those that workers read; copied to those that lack them.
+
+    Raises:
+        ConfigError: it is no address, nobody answers, nobody works there, or workers
+            have another moesim.
+        ImportError: without Dask.
+    """
+    local = _LOCAL.fullmatch(address)
+    if local is None and not _ADDRESS.fullmatch(address):
+        raise ConfigError(
+            "--cluster: expected the address of a Dask scheduler such as"
+            f" tcp://192.168.0.5:8786, or local:N, got {address!r}"
+        )
+    # Seconds that only users of clusters pay.
+    import psutil  # noqa: PLC0415
+    from distributed import Client, LocalCluster  # noqa: PLC0415
+
+    if local is not None:
+        with (
+            _log_of_dask() as log,
+            _loop_without_stops() as loop,
+            LocalCluster(
+                n_workers=int(local[1]),
+                threads_per_worker=1,
+                # Any free port: its usual one may be another cluster's.
+                dashboard_address="127.0.0.1:0",
+                # Results are small, and a full disk is none of their business.
+                memory_limit=0,
+                loop=loop,
+            ) as cluster,
+            Client(cluster) as client,
+        ):
+            workers = client.run(_ignore_interrupts)
+            try:
+                yield DaskExecutor(client)
+            except BaseException:
+                # They hold nothing that needs an orderly end, which takes seconds. That
+                # their connections break is no news to anybody.
+                log.setLevel(logging.CRITICAL)
+                for number in workers.values():
+                    with suppress(psutil.NoSuchProcess):
+                        psutil.Process(number).kill()
+                raise
+        return
+
+    try:
+        client = Client(address, timeout=WAIT_FOR_SCHEDULER_S)
+    except OSError:
+        raise ConfigError(
+            f"--cluster: no Dask scheduler answers at {address}; start one with `dask"
+            " scheduler`"
+        ) from None
+    with client:
+        _check_workers(client, address)
+        _send_missing(client, files)
+        yield DaskExecutor(client)
+
+
+@contextmanager
+def _loop_without_stops() -> Iterator[Any]:
+    """Run an event loop in a thread that masks ctrl-C and SIGTERM while the block runs;
+    the worker processes that it starts inherit that.
+    """
+    from distributed.utils import LoopRunner  # noqa: PLC0415 - as above
+
+    start_resource_trackers()
+    runner = LoopRunner()
+    with stops_wait():
+        runner.start()
+    try:
+        yield runner.loop
+    finally:
+        runner.stop()
+
+
+def _ignore_interrupts() -> int:
+    """Leave ctrl-C to the process that started this one; return the number of this."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # It began with both masked, and may be ended by SIGTERM from now on.
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    return os.getpid()
+
+
+def _check_workers(client: Any, address: str) -> None:
+    """Refuse a cluster whose workers could not do the work, or would do other work.
+
+    Raises:
+        ConfigError: no workers, or other code.
+    """
+    try:
+        client.wait_for_workers(1, timeout=WAIT_FOR_SCHEDULER_S)
+    except TimeoutError:
+        raise ConfigError(
+            f"--cluster: nobody works for {address}; start `dask worker {address}"
+            " --nthreads 1`, once for each core"
+        ) from None
+    for worker, digest in client.run(code_digest).items():
+        if digest != code_digest():
+            raise ConfigError(
+                f"--cluster: worker {worker} has another moesim than this machine;"
+                " install the same one on both"
+            )
+
+
+def _send_missing(client: Any, files: Mapping[str, Path]) -> None:
+    """Copy files to workers if any of them does not have them, and to those that come
+    later.
+    """
+    missing = {
+        digest: path
+        for digest, path in files.items()
+        if not all(client.run(has_file, str(path), digest).values())
+    }
+    if missing:
+        client.register_plugin(copies_of(missing))
+
+
+def copies_of(files: Mapping[str, Path]) -> Any:
+    """A plugin that writes files into the folder of each worker.
+
+    Args:
+        files: by digest, which is the name of the copy.
+    """
+    from distributed import WorkerPlugin  # noqa: PLC0415 - as above
+
+    class Copies(WorkerPlugin):  # type: ignore[misc]
+        """Files of the machine that started the sweep."""
+
+        def __init__(self) -> None:
+            self.content = {name: file.read_bytes() for name, file in files.items()}
+
+        def setup(self, worker: Any) -> None:
+            """Write them, and look for them there from now on."""
+            for name, content in self.content.items():
+                Path(worker.local_directory, name).write_bytes(content)
+            keep_files_in(worker.local_directory)
+
+    return Copies()
+
+
+_folder: Path | None = None
+
+
+def keep_files_in(folder: str | Path) -> None:
+    """Look for files that are not under their path in a folder, where each is named by
+    its digest.
+    """
+    global _folder  # noqa: PLW0603 - a worker has one folder, whatever it works on
+    _folder = Path(folder)
+
+
+def open_shared(path: str, digest: str) -> Trace:
+    """Open the trace with a digest.
+
+    Args:
+        path: where it lies on the machine that named it.
+        digest: SHA-256 of the file.
+
+    Raises:
+        TraceError: this machine does not have it.
+    """
+    return _opened(path, digest, _folder)
+
+
+@functools.lru_cache(maxsize=16)
+def _opened(path: str, digest: str, folder: Path | None) -> Trace:
+    file = Path(path)
+    if file.is_file() and sha256(file) == digest:
+        return open_trace(file)
+    if folder is not None and (folder / digest).is_file():
+        return open_trace(folder / digest)
+    raise TraceError(
+        f"{path}: expected a file with SHA-256 {digest:.12}…, found none on this"
+        " machine; has it changed since the sweep began?"
+    )
+
+
+def has_file(path: str, digest: str) -> bool:
+    """Whether this machine can open a trace."""
+    try:
+        open_shared(path, digest)
+    except TraceError:
+        return False
+    return True

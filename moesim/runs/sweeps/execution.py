@@ -1,0 +1,262 @@
+"""Runs independent tasks in this process, in several, or on a Dask cluster.
+
+Results are the same wherever tasks run. Local processes are joblib's; both they and a
+cluster are used as executors of the standard library, so one loop serves them. A worker
+that is killed costs its tasks only: they run again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from moesim.base.host_limits import available_cores
+from moesim.policies.registry import registered, restore
+from moesim.runs.sweeps.cluster import connected
+from moesim.runs.sweeps.stops import start_resource_trackers, stops_wait
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from moesim.policies.base import Policy
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+Work = Callable[[Task, Callable[[float], None]], Result]
+"""Carries out one task; calls its second argument with the share that is done."""
+
+ROWS_PER_PROCESS = 50_000
+"""Rows to replay that outweigh the start of a process: about three seconds of work
+against one of imports.
+"""
+
+TASKS_PER_WORKER = 4
+"""Tasks that wait at each worker: enough that none is idle, few enough that a stop is
+quick.
+"""
+
+MOST_RESTARTS = 3
+"""Times that processes are started again without a result in between."""
+
+END_LIMIT_S = 0.5
+"""Seconds to wait for a process that was killed."""
+
+PARENT_CHECK_S = 1.0
+"""Seconds between two looks of a worker for its parent."""
+
+
+class Executor(Protocol):
+    """Where tasks run."""
+
+    @property
+    def workers(self) -> int:
+        """Tasks at the same time."""
+        ...
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
+        """Carry out a call somewhere else."""
+        ...
+
+    def restart(self) -> None:
+        """Replace workers that have died."""
+        ...
+
+
+def run_tasks(
+    work: Work[Task, Result],
+    tasks: Sequence[Task],
+    collect: Callable[[int, Result], None],
+    *,
+    jobs: int | None = 1,
+    cluster: str | None = None,
+    files: Mapping[str, Path] | None = None,
+    rows: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> None:
+    """Carry out every task, and hand over each result as it comes.
+
+    Work, tasks and results are pickled unless one process does everything. Policies
+    that were registered here by hand are known to all workers.
+
+    Args:
+        work: called with a task and a function that takes the share of it that is done.
+        tasks: inputs, independent of each other.
+        collect: called in this process with the place of a task and its result, in the
+            order in which they end.
+        jobs: tasks at the same time on this machine; None takes one per core, but only
+            as many as the work is worth.
+        cluster: address of a Dask scheduler, or ``local:N``; then `jobs` is ignored.
+        files: by digest, those that tasks read; a cluster gets what it lacks.
+        rows: rows of traces that all tasks together replay.
+        progress: called with the share of all tasks that is done.
+
+    Raises:
+        ConfigError: no such cluster.
+        ImportError: a cluster, without Dask.
+        ChildProcessError: workers were killed time and again.
+        Exception: what `work` or `collect` raises; other tasks are then abandoned.
+    """
+    report = progress or (lambda _share: None)
+    if jobs is None:
+        jobs = max(1, min(available_cores(), rows // ROWS_PER_PROCESS))
+    # A process without a task would only cost its start.
+    jobs = min(jobs, len(tasks))
+
+    if cluster is not None:
+        with connected(cluster, files or {}) as remote:
+            _run_elsewhere(remote, work, tasks, collect, report)
+    elif jobs > 1:
+        with _local_processes(jobs) as processes:
+            _run_elsewhere(processes, work, tasks, collect, report)
+    else:
+        for index, task in enumerate(tasks):
+            share = _share_of_all(report, index, len(tasks))
+            collect(index, work(task, share))
+            report((index + 1) / len(tasks))
+
+
+def _share_of_all(
+    report: Callable[[float], None], index: int, count: int
+) -> Callable[[float], None]:
+    return lambda share: report((index + share) / count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call(Generic[Task, Result]):
+    """What travels to a worker: the work, and policies that only this process knows."""
+
+    work: Work[Task, Result]
+    policies: Mapping[tuple[str, str], type[Policy]]
+
+    def __call__(self, task: Task) -> Result:
+        restore(self.policies)
+        return self.work(task, lambda _share: None)
+
+
+def _run_elsewhere(
+    executor: Executor,
+    work: Work[Task, Result],
+    tasks: Sequence[Task],
+    collect: Callable[[int, Result], None],
+    report: Callable[[float], None],
+) -> None:
+    call = _Call(work, registered())
+    # A dict keeps the order and forgets quickly.
+    todo = dict.fromkeys(range(len(tasks)))
+    restarts = 0
+    while todo:
+        count = len(todo)
+        try:
+            for index, result in _results(executor, call, tasks, todo):
+                collect(index, result)
+                del todo[index]
+                report(1 - len(todo) / len(tasks))
+        except BrokenExecutor:
+            # A task that kills every worker must not be tried for ever.
+            restarts = restarts + 1 if len(todo) == count else 0
+            if restarts > MOST_RESTARTS:
+                raise ChildProcessError(
+                    errno.ECHILD,
+                    "processes were killed again and again, perhaps for want of memory;"
+                    " try --jobs 1",
+                ) from None
+            executor.restart()
+
+
+def _results(
+    executor: Executor,
+    call: _Call[Task, Result],
+    tasks: Sequence[Task],
+    todo: Collection[int],
+) -> Iterator[tuple[int, Result]]:
+    """Results in the order in which they end; a bounded number of tasks waits."""
+    indices = iter(list(todo))
+    pending: dict[Future[Result], int] = {}
+    while True:
+        # Workers of a cluster come and go.
+        room = max(0, executor.workers * TASKS_PER_WORKER - len(pending))
+        for index in islice(indices, room):
+            pending[executor.submit(call, tasks[index])] = index
+        if not pending:
+            return
+        for future in wait(pending, return_when=FIRST_COMPLETED).done:
+            index = pending.pop(future)
+            yield index, future.result()
+
+
+class _Processes:
+    """Processes on this machine, as an `Executor`."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._pool = self._started()
+
+    @property
+    def workers(self) -> int:
+        return self._workers
+
+    def _started(self) -> Any:
+        # A tenth of a second that a run in one process need not pay.
+        from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415
+
+        start_resource_trackers()
+        return ProcessPoolExecutor(
+            self._workers, initializer=_prepare_worker, initargs=(os.getpid(),)
+        )
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
+        # Processes start here, and the thread that replaces them.
+        with stops_wait():
+            future: Future[Any] = self._pool.submit(function, *arguments)
+        return future
+
+    def restart(self) -> None:
+        self.kill()
+        self._pool = self._started()
+
+    def kill(self) -> None:
+        """End all processes at once; they hold nothing that needs an orderly end."""
+        import psutil  # noqa: PLC0415 - runs in one process need none
+
+        # The pool's own way waits for a thread that waits for the processes.
+        processes = dict(self._pool._processes or {})  # noqa: SLF001 - see above
+        for number in processes:
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(number).kill()
+        for process in processes.values():
+            process.join(END_LIMIT_S)
+        self._pool.shutdown(wait=False, kill_workers=True)
+
+
+@contextmanager
+def _local_processes(workers: int) -> Iterator[_Processes]:
+    processes = _Processes(workers)
+    try:
+        yield processes
+    finally:
+        processes.kill()
+
+
+def _prepare_worker(parent: int) -> None:
+    # A terminal sends ctrl-C to every process; the parent alone decides what follows.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has been killed and could not do so."""
+    # Windows keeps the number of a parent that is gone; there workers time out.
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_S)
+    os._exit(1)

@@ -1,0 +1,415 @@
+"""What a sweep runs: a configuration for every combination of the values of its axes.
+
+Any field of `RunConfig` is an axis. In Python and in TOML a list makes one; on the
+command line, words separated by commas do.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import uuid
+from dataclasses import dataclass, fields
+from itertools import product
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesim.base.files import sha256
+from moesim.base.options import ConfigError, option_of
+from moesim.policies.base import PolicyError
+from moesim.policies.registry import KINDS, find
+from moesim.runs.config import MemoryOptions, RunConfig, in_order
+from moesim.runs.config_file import load_config, read_config, read_content
+from moesim.runs.setup import artefact_files, check_digests, profile_of, trace_of
+from moesim.traces.format.reader import Trace, open_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.policies.base import Policy
+
+CONFIG_SUFFIXES = (".toml", ".json")
+"""Endings of configuration files; whatever else is named is a trace."""
+
+
+def combined(base: RunConfig, values: Mapping[str, Sequence[Any]]) -> list[RunConfig]:
+    """A configuration for every combination of values.
+
+    Policies vary fastest, so that the runs that are compared stand together.
+
+    Args:
+        base: what all of them share.
+        values: by field; those of ``memory`` are `MemoryOptions`.
+
+    Raises:
+        TypeError, ConfigError: an unknown field, or a value that does not fit.
+        PolicyError: a field without any value.
+    """
+    policies = _policy_fields()
+    # A stable sort keeps the order in which other axes were given.
+    ordered = sorted(values, key=lambda name: name in policies)
+    for name in ordered:
+        if not values[name]:
+            raise PolicyError(f"sweep: {name}: expected at least one value, got none")
+    return [
+        RunConfig.of(base, **dict(zip(ordered, combination, strict=True)))
+        for combination in product(*(values[name] for name in ordered))
+    ]
+
+
+def _policy_fields() -> list[str]:
+    return [
+        declared.name
+        for declared in fields(RunConfig)
+        if option_of(declared).policy_kind is not None
+    ]
+
+
+def split_options(
+    options: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Sequence[Any]]]:
+    """Divide the arguments of a call into single values and axes."""
+    single: dict[str, Any] = {}
+    axes: dict[str, Sequence[Any]] = {}
+    for name, value in options.items():
+        if _is_list(value):
+            # Twice the same value would make two equal rows.
+            axes[name] = _distinct(value)
+        else:
+            single[name] = value
+    return single, axes
+
+
+def _is_list(value: Any) -> bool:
+    # Arrays and ranges are lists as well; texts and paths are not.
+    is_sequence = hasattr(value, "__iter__") and hasattr(value, "__len__")
+    return is_sequence and not isinstance(value, str | Path | Trace | MemoryOptions)
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    distinct: list[Any] = []
+    for value in values:
+        if value not in distinct:
+            distinct.append(value)
+    return distinct
+
+
+def configs_of_file(path: str | Path, *, given: Iterable[str] = ()) -> list[RunConfig]:
+    """Every configuration that a file describes: each list in it is an axis, also those
+    of policies' parameters.
+
+    Args:
+        path: TOML, or a ``run.json``.
+        given: fields whose values come from elsewhere, so that lists of them in the
+            file do not multiply.
+
+    Raises:
+        ConfigError: unreadable, an unknown key, or a value that does not fit; one line
+            that names the file and the key.
+    """
+    file = Path(path)
+    # A run.json names one run.
+    if file.suffix == ".json":
+        return [load_config(file)]
+    content = read_content(file)
+    for name in given:
+        content.pop(name, None)
+    configs = [
+        read_config(file, variant).build(RunConfig, command="moesim sweep")
+        for variant in _variants(content)
+    ]
+    if not configs:
+        raise ConfigError(f"{file}: expected a value in every list, found an empty one")
+    return configs
+
+
+def _variants(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One content without lists for every combination of their items."""
+    choices = [
+        _variants(value) if isinstance(value, dict) else _as_list(value)
+        for value in content.values()
+    ]
+    return [
+        dict(zip(content, combination, strict=True))
+        for combination in product(*choices)
+    ]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run that a sweep asks for, ready to travel to a worker.
+
+    Attributes:
+        config: what it is made with, without its trace and machine.
+        trace: path of the trace, and its name in results.
+        trace_digest: SHA-256 of the trace.
+        profile: the machine.
+        digest: names the run, see `run_digest`.
+        files: digests of what its other files hold.
+        files_digest: of those, and of policies that are no part of moesim.
+        code: digest of the code.
+    """
+
+    config: RunConfig
+    trace: str
+    trace_name: str
+    trace_digest: str
+    profile: HardwareProfile
+    digest: str
+    files: Mapping[str, str | None]
+    files_digest: str
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The runs of a sweep, each once, and in what they differ.
+
+    Attributes:
+        points: in order.
+        axes: fields that have several values.
+        rows: rows of traces that all runs together replay.
+    """
+
+    points: list[Point]
+    axes: list[str]
+    rows: int
+
+
+def planned(configs: Sequence[RunConfig]) -> Plan:
+    """Name every run, and check what can be checked without running it.
+
+    Raises:
+        TraceError, ProfileError, PolicyError, ConfigError: an unknown policy, machine
+            or trace.
+    """
+    inputs = _Inputs()
+    points: dict[str, Point] = {}
+    rows = 0
+    for config in configs:
+        point = inputs.point(config)
+        if point.digest not in points:
+            points[point.digest] = point
+            rows += inputs.trace(config).rows
+    return Plan(list(points.values()), _axes(configs), rows)
+
+
+class _Inputs:
+    """Traces and machines of a sweep, each opened once."""
+
+    def __init__(self) -> None:
+        self._traces: dict[Any, Trace] = {}
+        self._profiles: dict[Any, HardwareProfile] = {}
+        self._systems: set[tuple[str | None, ...]] = set()
+
+    def trace(self, config: RunConfig) -> Trace:
+        key = _key(config.trace)
+        if key not in self._traces:
+            self._traces[key] = trace_of(config)
+        return self._traces[key]
+
+    def profile(self, config: RunConfig) -> HardwareProfile:
+        key = _key(config.hw)
+        if key not in self._profiles:
+            self._profiles[key] = profile_of(config.hw)
+        return self._profiles[key]
+
+    def point(self, config: RunConfig) -> Point:
+        """A run by its digest; a policy that does not exist is refused."""
+        parts = tuple(getattr(config, name) for name in _policy_fields())
+        if parts not in self._systems:
+            config.system.build(gpus=1, host_cache=config.host_cache)
+            self._systems.add(parts)
+
+        trace = self.trace(config)
+        profile = self.profile(config)
+        check_digests(config, trace, profile)
+        trace_digest = file_digest(trace.path)
+        # Workers may be in other folders, and do not share opened files.
+        warm = config.warm
+        if isinstance(warm, str | Path):
+            # The name of a trace that ships is no path.
+            warm = open_trace(warm)
+        files = {
+            "warm": None if warm is None else warm.path.absolute(),
+            "artefacts": _absolute(config.artefacts),
+            "arrivals": _absolute_arrivals(config.arrivals),
+        }
+        return Point(
+            config=config.replaced(trace=None, hw=None, **files),
+            trace=str(trace.path.absolute()),
+            trace_name=trace.name,
+            trace_digest=trace_digest,
+            profile=profile,
+            digest=run_digest(config, trace_digest, profile),
+            files=files_of(config),
+            files_digest=files_digest(config),
+            code=code_digest(),
+        )
+
+
+def _key(value: Any) -> Any:
+    """What tells values of an option apart; objects count as themselves."""
+    return value if isinstance(value, str | Path | Real | None) else id(value)
+
+
+def _absolute(place: str | Path | None) -> Path | None:
+    return None if place is None else Path(place).absolute()
+
+
+def _absolute_arrivals(arrivals: str | None) -> str | None:
+    """``poisson:RATE`` stays, a file gets its whole path."""
+    if arrivals is None or not Path(arrivals).is_file():
+        return arrivals
+    return str(Path(arrivals).absolute())
+
+
+def _axes(configs: Sequence[RunConfig]) -> list[str]:
+    """Fields in which configurations differ, in the order of their declaration."""
+    declared = [field.name for field in fields(RunConfig)]
+    names = [name for name in in_order(declared) if not name.endswith("_digest")]
+    values = {
+        name: {_key(getattr(config, name)) for config in configs} for name in names
+    }
+    return [name for name in names if len(values[name]) > 1]
+
+
+SIMULATING = ("base", "traces", "hwprofiles", "policies", "engine", "sim", "runs")
+"""Parts of moesim on which figures depend; reports and commands change none."""
+
+_UNKNOWN_CODE = uuid.uuid4().hex
+"""Stands for code that cannot be read: no later process takes it for its own."""
+
+
+@functools.cache
+def code_digest() -> str:
+    """SHA-256 of the sources that simulate, the same wherever they are installed."""
+    digest = hashlib.sha256()
+    for part in SIMULATING:
+        package = importlib.import_module(f"moesim.{part}")
+        # Rooms are namespace packages with one folder each.
+        (folder,) = map(Path, package.__path__)
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{part}/{file.relative_to(folder).as_posix()}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def run_digest(config: RunConfig, trace_digest: str, profile: HardwareProfile) -> str:
+    """SHA-256 that names a run: equal if and only if its figures must be.
+
+    What decides them: the values of the options, what the files hold that they name,
+    the machine, and the code. What files are called decides nothing, nor do digests
+    that only refuse other files. Versions of libraries are left out: within the bounds
+    that the project states, figures are the same.
+
+    Args:
+        config: what the run is made with.
+        trace_digest: of its trace.
+        profile: its machine.
+    """
+    inputs = config.options()
+    del inputs["trace_digest"], inputs["hw_digest"]
+    for path in _foreign_policies(config):
+        for option in ("policy", "cache", "prefetch", "routing", "host_cache"):
+            if inputs[option] is not None:
+                inputs[option] = inputs[option].replace(path, Path(path).name)
+    # Files of either kind are in the digest of all of them.
+    del inputs["warm"], inputs["artefacts"]
+    if Path(str(config.arrivals)).is_file():
+        del inputs["arrivals"]
+    inputs |= {
+        "trace": trace_digest,
+        "hw": profile.digest,
+        "files": files_digest(config),
+        "code": code_digest(),
+    }
+    return _digest_of_json(inputs)
+
+
+def files_of(config: RunConfig) -> dict[str, str | None]:
+    """SHA-256 of what the files of a run hold beside its trace and machine."""
+    arrivals = Path(str(config.arrivals))
+    return {
+        "warm": None if config.warm is None else _trace_digest(config.warm),
+        "artefacts": _artefacts_digest(config.artefacts),
+        "arrivals": file_digest(arrivals) if arrivals.is_file() else None,
+    }
+
+
+def files_digest(config: RunConfig) -> str:
+    """SHA-256 of `files_of` and of the policies that are no part of moesim."""
+    policies = {
+        Path(name).name: _code_of(cls)
+        for name, cls in _foreign_policies(config).items()
+    }
+    return _digest_of_json(files_of(config) | {"policies": policies})
+
+
+def _digest_of_json(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _trace_digest(trace: str | Path | Trace) -> str:
+    return trace.digest() if isinstance(trace, Trace) else open_trace(trace).digest()
+
+
+def _artefacts_digest(place: str | Path | None) -> str | None:
+    """Of the tensor files, whose names policies ask for."""
+    if place is None:
+        return None
+    return _digest_of_json(
+        {file.name: file_digest(file) for file in artefact_files(Path(place))}
+    )
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file; read again only if it has changed."""
+    status = path.stat()
+    return _digest_of(path.resolve(), status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=256)
+def _digest_of(path: Path, _mtime_ns: int, _size: int) -> str:
+    return sha256(path)
+
+
+def _foreign_policies(config: RunConfig) -> dict[str, type[Policy]]:
+    """Policies of a run that are no part of moesim, by name or path."""
+    system = config.system
+    specs = {kind: getattr(system, kind) for kind in KINDS}
+    used = [*specs.items(), ("cache", config.host_cache)]
+    classes = {_name(spec): find(_name(spec), kind) for kind, spec in used}
+    return {
+        name: cls
+        for name, cls in classes.items()
+        if not cls.__module__.startswith("moesim.")
+    }
+
+
+def _name(spec: str) -> str:
+    """The name in a specification; a path may hold colons before its ``.py``."""
+    head, suffix, _ = spec.partition(".py")
+    return head + suffix if suffix else spec.partition(":")[0]
+
+
+def _code_of(cls: type[Policy]) -> str:
+    try:
+        # The whole module: a policy may use what stands beside it.
+        source = inspect.getsource(inspect.getmodule(cls) or cls)
+    except (OSError, TypeError):
+        try:
+            source = inspect.getsource(cls)
+        except (OSError, TypeError):
+            return _UNKNOWN_CODE
+    return hashlib.sha256(source.encode()).hexdigest()

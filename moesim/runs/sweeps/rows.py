@@ -1,0 +1,337 @@
+"""One row of a results table for each run: its options, its figures, and what pages and
+statistics read of it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from moesim.base.options import ConfigError, option_of
+from moesim.runs.config import RunConfig
+from moesim.runs.replay import replay, share_of
+from moesim.runs.result import busiest
+from moesim.runs.sweeps.cluster import open_shared
+from moesim.runs.sweeps.plan import Point, files_of
+from moesim.traces.format.schema import Phase
+from moesim.traces.timeline.metrics import (
+    METRICS,
+    REQUEST_METRICS,
+    ROW_METRICS,
+    RUN_METRICS,
+)
+from moesim.traces.timeline.spans import HIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from moesim.runs.result import Run
+    from moesim.traces.format.schema import ModelShape
+    from moesim.traces.timeline.spans import Chunk
+
+DIGESTS = ("digest", "trace_digest", "hw_digest", "files_digest", "code")
+"""Columns that say exactly what was run."""
+
+DETAILS: dict[str, Any] = {
+    "lanes": pa.string(),
+    "warnings": pa.string(),
+    "batch_ttft_s": pa.list_(pa.float64()),
+    "batch_decode_s": pa.list_(pa.float64()),
+    "batch_decode_tokens": pa.list_(pa.int64()),
+    "batch_makespan_s": pa.list_(pa.float64()),
+    "placement_experts": pa.int64(),
+    "placement": pa.binary(),
+}
+"""What pages and statistics read: figures of lanes and warnings as JSON, times of each
+batch, and where each expert was (see `RunObserver.columns`).
+"""
+
+_KINDS: dict[type, Any] = {
+    str: pa.string(),
+    Path: pa.string(),
+    int: pa.int64(),
+    float: pa.float64(),
+    bool: pa.bool_(),
+}
+
+_BY_LANE = [name for name, metric in METRICS.items() if " per " in metric.unit]
+"""Metrics with a figure for each lane; machines differ in lanes, so all share one
+column.
+"""
+
+_OF_CONFIG: dict[str, Any] = {
+    "model": pa.string(),
+    "hw_kind": pa.string(),
+    "assignment": pa.string(),
+    "oracle": pa.bool_(),
+    "cache_bytes": pa.int64(),
+    "gpu_bytes": pa.int64(),
+    "host_bytes": pa.int64(),
+}
+"""What the effective configuration says beyond the options."""
+
+_OF_RUN: dict[str, Any] = {
+    "routing_altered": pa.bool_(),
+    "approximate": pa.bool_(),
+    "gate_mass_kept": pa.float64(),
+    "h2d_bytes": pa.int64(),
+    "ssd_bytes": pa.int64(),
+    "h2d_bytes_per_s": pa.float64(),
+    "busiest": pa.string(),
+    "busiest_share": pa.float64(),
+}
+
+_OF_REQUESTS = {
+    name: pa.float64() if metric.unit else pa.int64()
+    for name, metric in REQUEST_METRICS.items()
+}
+"""What a run with arrivals adds."""
+
+
+def options_schema() -> dict[str, Any]:
+    """Columns of the options, by name, with their Arrow types."""
+    return {
+        declared.name: _KINDS[option_of(declared).kind]
+        for declared in fields(RunConfig)
+        # Digests have columns of their own.
+        if not declared.name.endswith("_digest")
+    }
+
+
+def row_schema() -> pa.Schema:
+    """Columns of a results table, in their order."""
+    metrics = {
+        name: pa.int64() if metric.unit in ("", "tokens") else pa.float64()
+        for name, metric in METRICS.items()
+        if name not in _BY_LANE
+    }
+    columns = {
+        **options_schema(),
+        **_OF_CONFIG,
+        **metrics,
+        **_OF_RUN,
+        **_OF_REQUESTS,
+        **dict.fromkeys(DIGESTS, pa.string()),
+        **DETAILS,
+    }
+    return pa.schema(list(columns.items()))
+
+
+def directions() -> dict[str, str]:
+    """Columns that can be sought, each with whether ``larger`` or ``smaller`` is
+    better.
+    """
+    columns = row_schema().names
+    known = METRICS | RUN_METRICS | REQUEST_METRICS | ROW_METRICS
+    return {
+        name: metric.better
+        for name, metric in known.items()
+        if metric.better and name in columns
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A run that cannot be: its options contradict each other, the trace or the
+    machine.
+    """
+
+    reason: str
+
+
+def carry_out(
+    point: Point, progress: Callable[[float], None]
+) -> dict[str, Any] | Refusal:
+    """Replay one point of a sweep, and return its row."""
+    trace = open_shared(point.trace, point.trace_digest)
+    for option, digest in files_of(point.config).items():
+        if digest != point.files[option]:
+            raise ConfigError(
+                f"{option} {getattr(point.config, option)}: expected what it held when"
+                " the sweep began, found something else; start again, and copy it to"
+                " other machines first"
+            )
+    observer = RunObserver(trace.shape, point.profile.lanes)
+    config = point.config.replaced(trace=trace, hw=point.profile)
+    try:
+        run = replay(
+            config,
+            keep=False,
+            watch=observer.add,
+            progress=share_of(config, progress),
+        )
+    except ValueError as error:
+        # One impossible cell of many is a result, too.
+        return Refusal(str(error))
+    return _row(point, run, observer)
+
+
+def _row(point: Point, run: Run, observer: RunObserver) -> dict[str, Any]:
+    metrics = run.metrics
+    served = metrics["requests"] or {}
+    lane, share = busiest(run)
+    options = {name: getattr(point.config, name) for name in options_schema()}
+    options |= {"trace": point.trace_name, "hw": point.profile.name}
+    for name in ("warm", "artefacts"):
+        options[name] = None if options[name] is None else str(options[name])
+    return {
+        **options,
+        **{name: run.config[name] for name in _OF_CONFIG},
+        **{name: metrics[name] for name in METRICS if name not in _BY_LANE},
+        "routing_altered": metrics["routing"] != "recorded",
+        "approximate": metrics["approximate"],
+        "gate_mass_kept": metrics["gate_mass_kept"],
+        "h2d_bytes": moved_bytes(metrics, "h2d"),
+        "ssd_bytes": moved_bytes(metrics, "ssd"),
+        "h2d_bytes_per_s": bytes_per_s(metrics, "h2d"),
+        **{name: served.get(name) for name in _OF_REQUESTS},
+        "busiest": lane,
+        "busiest_share": share,
+        "digest": point.digest,
+        "trace_digest": point.trace_digest,
+        "hw_digest": point.profile.digest,
+        "files_digest": point.files_digest,
+        "code": point.code,
+        "lanes": json.dumps({name: metrics[name] for name in _BY_LANE}),
+        "warnings": json.dumps(run.warnings),
+        **observer.columns(),
+        **_sample_of_requests(metrics),
+    }
+
+
+def _sample_of_requests(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The times of a run with arrivals: one sample, as its requests wait for each
+    other.
+    """
+    if metrics["requests"] is None:
+        return {}
+    return {
+        "batch_ttft_s": [metrics["ttft_s"]],
+        "batch_decode_s": [metrics["tpot_s"] or 0.0],
+        "batch_decode_tokens": [int(metrics["tpot_s"] is not None)],
+        "batch_makespan_s": [metrics["makespan_s"]],
+    }
+
+
+def moved_bytes(metrics: Mapping[str, Any], link: str) -> int:
+    """Bytes over all links of a kind."""
+    return sum(
+        count for lane, count in metrics["bytes"].items() if lane.startswith(link)
+    )
+
+
+def bytes_per_s(metrics: Mapping[str, Any], link: str) -> float | None:
+    """Bandwidth of all links of a kind while they were busy."""
+    lanes = [
+        lane
+        for lane, count in metrics["bytes"].items()
+        if lane.startswith(link) and count
+    ]
+    busy_s = sum(metrics["busy_s"][lane] for lane in lanes)
+    return moved_bytes(metrics, link) / busy_s if busy_s else None
+
+
+def as_table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
+    """Rows as Arrow, in the columns of `row_schema`."""
+    return pa.Table.from_pylist(list(rows), schema=row_schema())
+
+
+NEVER_USED = 255
+"""Stands for an expert that no token asked for."""
+
+FULL_SHARE = 250
+"""Stands for a share of 1; shares between are rounded."""
+
+
+class RunObserver:
+    """Takes chunks of a run's tables. L MoE layers, E experts.
+
+    Attributes:
+        uses: int64 [L * E], layer steps in which an expert was active.
+        resident: int64 [L * E], those for which it was resident.
+        on_gpu: int64 [L * E], those that a GPU computed.
+        ttft_s: of each batch that has a prefill, and NaN of others.
+        decode_s, decode_tokens: seconds of each batch's decode steps, and tokens that
+            a sequence got in them: several of a step that verifies a draft.
+        makespan_s: of each batch.
+    """
+
+    def __init__(self, shape: ModelShape, lanes: Sequence[str]) -> None:
+        self._shape = shape
+        self._is_gpu = np.array([lane.startswith("gpu") for lane in lanes])
+        experts = shape.layers * shape.experts
+        self.uses = np.zeros(experts, np.int64)
+        self.resident = np.zeros(experts, np.int64)
+        self.on_gpu = np.zeros(experts, np.int64)
+        self.ttft_s: list[float] = []
+        self.decode_s: list[float] = []
+        self.decode_tokens: list[int] = []
+        self.makespan_s: list[float] = []
+        self._batch = -1
+        self._start_s = 0.0
+        self._last_s = 0.0
+
+    def add(self, table: str, chunk: Chunk) -> None:
+        """Take a chunk of `timeline`, `accesses` or `steps`, each in order."""
+        if table == "accesses":
+            self._add_accesses(chunk)
+        elif table == "steps":
+            each = np.rint(chunk["tokens"] / chunk["sequences"]).astype(int)
+            columns = ("batch", "phase", "start_s", "end_s")
+            rows = zip(*(chunk[name].tolist() for name in columns), each, strict=True)
+            for batch, phase, start_s, end_s, tokens in rows:
+                self._add_step(batch, phase, start_s, end_s, int(tokens))
+
+    def _add_accesses(self, chunk: Chunk) -> None:
+        place = chunk["layer"].astype(np.int64) * self._shape.experts + chunk["expert"]
+        is_resident = chunk["state"] == HIT
+        is_on_gpu = self._is_gpu[chunk["lane"]]
+        size = len(self.uses)
+
+        self.uses += np.bincount(place, minlength=size)
+        self.resident += np.bincount(place[is_resident], minlength=size)
+        self.on_gpu += np.bincount(place[is_on_gpu], minlength=size)
+
+    def _add_step(
+        self, batch: int, phase: int, start_s: float, end_s: float, tokens: int
+    ) -> None:
+        if batch != self._batch:
+            self._batch = batch
+            self._start_s = start_s
+            self._last_s = start_s
+            self.ttft_s.append(np.nan)
+            self.decode_s.append(0.0)
+            self.decode_tokens.append(0)
+            self.makespan_s.append(0.0)
+
+        if phase == Phase.PREFILL:
+            self.ttft_s[-1] = end_s - self._start_s
+        else:
+            # What lies between two steps belongs to the later one.
+            self.decode_s[-1] += end_s - self._last_s
+            self.decode_tokens[-1] += tokens
+        self.makespan_s[-1] = end_s - self._start_s
+        self._last_s = end_s
+
+    def columns(self) -> dict[str, Any]:
+        """Return what a row holds of it; `placement` is uint8 [2, L, E]: the share of
+        uses that a GPU computed, and that found the expert resident.
+        """
+        shares = np.full((2, len(self.uses)), NEVER_USED, np.uint8)
+        is_used = self.uses > 0
+        for row, counts in enumerate((self.on_gpu, self.resident)):
+            share = counts[is_used] / self.uses[is_used]
+            shares[row, is_used] = np.rint(share * FULL_SHARE)
+        return {
+            "batch_ttft_s": self.ttft_s,
+            "batch_decode_s": self.decode_s,
+            "batch_decode_tokens": self.decode_tokens,
+            "batch_makespan_s": self.makespan_s,
+            "placement_experts": self._shape.experts,
+            "placement": shares.tobytes(),
+        }

@@ -1,0 +1,238 @@
+"""Many runs, in parallel and never twice: `sweep` over any options, with a store that a
+stopped sweep goes on from.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from moesim.policies.base import PolicyError
+from moesim.policies.parameters import split_policies
+from moesim.policies.systems import SYSTEMS
+from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.sweeps.execution import run_tasks
+from moesim.runs.sweeps.plan import (
+    CONFIG_SUFFIXES,
+    combined,
+    configs_of_file,
+    planned,
+    split_options,
+)
+from moesim.runs.sweeps.rows import Refusal, as_table, carry_out
+from moesim.runs.sweeps.store import ResultStore, as_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import pandas as pd
+
+    from moesim.runs.config import MemorySize
+    from moesim.runs.sweeps.plan import Plan
+    from moesim.traces.format.reader import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """What a sweep found.
+
+    Attributes:
+        table: a row for each run that could be, in the order of the plan.
+        axes: fields of the configuration that have several values.
+        refusals: reasons of runs that could not be, with how many there were.
+        stored: runs that were in the store already.
+    """
+
+    table: pa.Table
+    axes: list[str]
+    refusals: dict[str, int]
+    stored: int
+
+    def frame(self, *, details: bool = False) -> pd.DataFrame:
+        """The table as a data frame, see `as_frame`."""
+        return as_frame(self.table, axes=self.axes, details=details)
+
+    def refusal_lines(self) -> list[str]:
+        """Which runs were left out, and why."""
+        runs = self.table.num_rows + sum(self.refusals.values())
+        return [
+            f"left out {count} of {runs} runs: {reason}"
+            for reason, count in self.refusals.items()
+        ]
+
+
+@takes_options(RunConfig, without=["policy"])
+def sweep(
+    trace: RunConfig | str | Path | Trace | Sequence[Any] | None = None,
+    policies: str | Sequence[str] | None = None,
+    *,
+    memory: MemorySize | Sequence[MemorySize] | None = None,
+    store: str | Path | None = None,
+    jobs: int | None = None,
+    cluster: str | None = None,
+    details: bool = False,
+    progress: Callable[[float], None] | None = None,
+    **options: Any,
+) -> pd.DataFrame:
+    """Replay every combination of the values of some options.
+
+    Every option may be a list, which makes it an axis::
+
+        moesim.sweep("tiny", ["greedy", "fiddler"], cache_ratio=[0.1, 0.2])
+
+    A combination that cannot be, such as a memory that is too small, is left out with a
+    warning.
+
+    Args:
+        trace: a moesim trace, by path or opened; a configuration, or a TOML file in
+            which lists are axes; or a list of traces or of configurations.
+        policies: systems or assignment policies, in a list or separated by commas;
+            ``greedy+lru+residual`` names cache and prefetch as well.
+        memory: sizes of memories in one object, that of the GPU cache as text such as
+            ``8GiB``, or a list of such.
+        store: folder of results. Runs that are there are not run again, others are
+            added; see `results`.
+        jobs: replays at the same time; None takes as many as pay.
+        cluster: a Dask scheduler (``tcp://192.168.0.5:8786``), or ``local:N``.
+        details: keep the columns that only statistics, pictures and pages read.
+        progress: called with the share that is done.
+        options: fields of `moesim.runs.config.RunConfig`, each a value or a list.
+
+    Returns:
+        One row for each run: the axes (also named by ``attrs["axes"]``), the other
+        options, all metrics, and digests.
+
+    Raises:
+        TypeError, ConfigError, TraceError, ProfileError, PolicyError: as `replay`, and
+            before anything runs where possible; also if no run is possible at all.
+        ResultsError: a damaged store.
+        ChildProcessError: workers were killed time and again.
+    """
+    if policies is not None:
+        listed = split_policies(policies) if isinstance(policies, str) else policies
+        options["policy"] = listed
+    if memory is not None:
+        options["memory"] = memory
+    configs = configs_of(trace, options)
+    swept = run_sweep(
+        planned(configs), store=store, jobs=jobs, cluster=cluster, progress=progress
+    )
+    for line in swept.refusal_lines():
+        warnings.warn(line, stacklevel=2)
+    return swept.frame(details=details)
+
+
+def configs_of(
+    trace: RunConfig | str | Path | Trace | Sequence[Any] | None,
+    options: Mapping[str, Any],
+) -> list[RunConfig]:
+    """Every configuration that the arguments of `sweep` describe."""
+    single, axes = split_options(_without_groups(options))
+    return [
+        config
+        for base in bases_of(trace, options)
+        for config in combined(RunConfig.of(base, **single), axes)
+    ]
+
+
+def bases_of(
+    trace: RunConfig | str | Path | Trace | Sequence[Any] | None,
+    options: Mapping[str, Any],
+) -> list[RunConfig]:
+    """The configurations that the first argument of `sweep` describes, before options
+    replace values of theirs.
+    """
+    bases: list[RunConfig] = []
+    sources: Sequence[Any] = trace if isinstance(trace, list | tuple) else [trace]
+    for source in sources:
+        if isinstance(source, str | Path) and str(source).endswith(CONFIG_SUFFIXES):
+            bases += configs_of_file(source, given=options)
+        else:
+            bases.append(RunConfig.of(source))
+    return bases
+
+
+def _without_groups(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The word ``systems`` among policies stands for every published system."""
+    policies = options.get("policy")
+    if policies is None:
+        return dict(options)
+    names = [policies] if isinstance(policies, str) else list(policies)
+    if "systems" not in names:
+        return dict(options)
+    place = names.index("systems")
+    return {**options, "policy": [*names[:place], *SYSTEMS, *names[place + 1 :]]}
+
+
+def run_sweep(
+    plan: Plan,
+    *,
+    store: str | Path | None = None,
+    jobs: int | None = None,
+    cluster: str | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> SweepResult:
+    """Carry out a plan: what is not in the store yet.
+
+    Args:
+        plan: of runs.
+        store, jobs, cluster, progress: as `sweep` takes them.
+
+    Raises:
+        PolicyError: no run is possible.
+        ResultsError, ConfigError, ChildProcessError: as `sweep`.
+    """
+    kept = None if store is None else ResultStore(store)
+    there = set() if kept is None else kept.digests()
+    todo = [point for point in plan.points if point.digest not in there]
+    rows: list[dict[str, Any]] = []
+    refusals: Counter[str] = Counter()
+
+    def collect(_index: int, row: dict[str, Any] | Refusal) -> None:
+        if isinstance(row, Refusal):
+            refusals[row.reason] += 1
+            return
+        rows.append(row)
+        if kept is not None:
+            kept.add(row)
+
+    try:
+        run_tasks(
+            carry_out,
+            todo,
+            collect,
+            jobs=jobs,
+            cluster=cluster,
+            files={point.trace_digest: Path(point.trace) for point in todo},
+            rows=plan.rows * len(todo) // max(1, len(plan.points)),
+            progress=progress,
+        )
+    finally:
+        # An interrupt too leaves behind what was finished.
+        if kept is not None:
+            kept.flush()
+
+    digests = [point.digest for point in plan.points]
+    stored = None if kept is None else kept.table(there.intersection(digests))
+    table = _in_order(digests, as_table(rows), stored)
+    if not table.num_rows and refusals:
+        raise PolicyError(next(iter(refusals)))
+    return SweepResult(table, plan.axes, dict(refusals), len(plan.points) - len(todo))
+
+
+def _in_order(
+    digests: Sequence[str], rows: pa.Table, stored: pa.Table | None
+) -> pa.Table:
+    """Rows in the order of a plan, wherever they come from."""
+    if stored is not None:
+        rows = pa.concat_tables([rows, stored.select(rows.column_names)])
+    places = {
+        digest: place for place, digest in enumerate(rows.column("digest").to_pylist())
+    }
+    order = [places[digest] for digest in digests if digest in places]
+    return rows.take(pa.array(order, pa.int64()))

@@ -1,1 +1,0 @@
-"""Improves a profile by finished real runs of any trace or model."""

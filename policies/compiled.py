@@ -1,0 +1,337 @@
+"""Bases of policies whose every answer is a kernel, in every engine.
+
+A subclass brings kernels and their state (`moesim.policies.kernels`), so that a rule
+stands once. The compiled engine calls them as they are; here Python does.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from moesim.policies.base import (
+    IN_FLIGHT,
+    RESIDENT,
+    Assignment,
+    AssignmentPolicy,
+    CachePolicy,
+    ExpertKey,
+    PrefetchPolicy,
+    Swap,
+)
+from moesim.policies.kernels import SERIAL, WAITS, KernelView, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moesim.policies.base import Future, LayerWork, MachineView, RunContext
+    from moesim.policies.kernels import (
+        AssignmentKernels,
+        CacheKernels,
+        PrefetchKernels,
+    )
+
+_NO_SCORES = np.empty(0)
+
+
+def kernel_work(work: LayerWork, view: MachineView | None = None) -> Work:
+    """The work of a layer step as kernels want it, made when one is first asked.
+
+    Args:
+        work: the layer step.
+        view: the machine; without it `gpu_state` knows only the best of several GPUs,
+            and `first_cpu_s` is left out.
+    """
+    if work.handed is not None:
+        made, made_with = work.handed
+        if view is None or view is made_with:
+            return made
+    state = work.state
+    first_cpu_s = 0.0
+    if view is not None:
+        first_cpu_s = float(getattr(view, "cpu_first_s", 0.0))
+        if len(work.arrive_s) > 1:
+            state = _states_by_gpu(work, view)
+    scores = _NO_SCORES
+    if work.scores is not None:
+        scores = work.scores.mean(axis=0, dtype=np.float64)
+    made = Work(
+        step=work.step,
+        layer=work.layer,
+        phase=int(work.phase),
+        batch=work.batch,
+        rows=len(work.routing),
+        experts=work.experts,
+        tokens=work.tokens,
+        state=work.state,
+        cpu_s=work.cpu_s,
+        host_s=work.host_s,
+        gpu_s=work.gpu_s,
+        arrive_s=work.arrive_s,
+        link_s=np.zeros(len(work.arrive_s)) if work.link_s is None else work.link_s,
+        gpu_state=state,
+        scores=scores,
+        first_cpu_s=first_cpu_s,
+    )
+    work.handed = made, view
+    return made
+
+
+def _states_by_gpu(work: LayerWork, view: MachineView) -> np.ndarray:
+    """State of every active expert on one GPU after the other: int8 [G * A]."""
+    flying = np.concatenate(
+        [
+            view.in_flight(work.layer, gpu)[work.experts]
+            for gpu in range(len(work.arrive_s))
+        ]
+    )
+    resident = work.arrive_s.ravel() == 0.0
+    return np.where(resident, RESIDENT, flying * IN_FLIGHT).astype(np.int8)
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    """The array, or a copy of one that is shared for reading."""
+    return array if array.flags.writeable else array.copy()
+
+
+class CompiledAssignment(AssignmentPolicy):
+    """An assignment that a kernel answers.
+
+    A subclass sets `brought` when it knows all of the kernel's state: in `__init__`, or
+    in `start`.
+
+    Attributes:
+        brought: the kernel and its state.
+    """
+
+    brought: AssignmentKernels
+
+    def kernels(self) -> AssignmentKernels:
+        """The same in compiled runs."""
+        return self.brought
+
+    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+        """Ask the kernel."""
+        active = len(work.experts)
+        lanes = np.empty(active, np.int8)
+        order = np.empty(active, np.int64)
+        given = kernel_work(work, view)
+        flags = self.brought.assign(self.brought.state, given, lanes, order)
+        waits = bool(flags & WAITS)
+        return Assignment(lanes, order, serial=bool(flags & SERIAL), waits=waits)
+
+
+class CompiledCache(CachePolicy):
+    """Answers with the kernels that a subclass brings, in every engine.
+
+    Attributes:
+        brought: the kernels and their state.
+        replaces_by_kernel: whether it brings a kernel for copies of its own.
+    """
+
+    brought: CacheKernels
+    replaces_by_kernel: ClassVar[bool] = False
+
+    @abstractmethod
+    def bring(self, context: RunContext) -> CacheKernels:
+        """Make the state of one run, and name the kernels."""
+
+    def start(self, context: RunContext) -> None:
+        """Take what the subclass brings."""
+        self.brought = self.bring(context)
+
+    def kernels(self) -> CacheKernels | None:
+        """The same in compiled runs."""
+        return self.brought
+
+    @property
+    def score(self) -> np.ndarray:
+        """The state's first row of scores: by most rules, what leaves lowest first."""
+        return self.brought.state.scores[0]
+
+    def accessed(self, work: LayerWork) -> None:
+        """Ask the kernel of this name."""
+        self.brought.accessed(self.brought.state, kernel_work(work))
+
+    def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
+        """Ask the kernel of this name."""
+        answers = np.empty(len(incoming), np.bool_)
+        given = kernel_work(work)
+        self.brought.admits(self.brought.state, given, _writable(incoming), answers)
+        return answers
+
+    def precedence(self, incoming: np.ndarray) -> np.ndarray:
+        """Ask the kernel of this name."""
+        ordered = incoming.copy()
+        self.brought.precedence(self.brought.state, ordered)
+        return ordered
+
+    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        """Ask the kernel of this name."""
+        chosen = np.empty(len(incoming), np.int64)
+        self.brought.victims(
+            self.brought.state, _writable(incoming), _writable(candidates), chosen
+        )
+        return chosen
+
+    def admitted(self, keys: np.ndarray) -> None:
+        """Ask the kernel of this name."""
+        self.brought.admitted(self.brought.state, _writable(keys))
+
+    def evicted(self, keys: np.ndarray) -> None:
+        """Ask the kernel of this name."""
+        self.brought.evicted(self.brought.state, _writable(keys))
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a kernel, or a subclass's own method, asks for copies."""
+        overridden = type(self).replacements is not CompiledCache.replacements
+        return self.replaces_by_kernel or overridden
+
+    def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
+        """Ask the kernel of this name."""
+        states = np.zeros((view.gpus, view.layers, view.experts), np.int8)
+        for gpu in range(view.gpus):
+            states[gpu, work.layer][view.in_flight(work.layer, gpu)] = IN_FLIGHT
+            states[gpu, work.layer][view.resident(work.layer, gpu)] = RESIDENT
+        outgoing = np.empty(view.layers * view.experts, np.int64)
+        incoming = np.empty(view.layers * view.experts, np.int64)
+        count = self.brought.replacements(
+            self.brought.state,
+            kernel_work(work),
+            states.reshape(view.gpus, -1),
+            outgoing,
+            incoming,
+        )
+        pairs = zip(outgoing[:count].tolist(), incoming[:count].tolist(), strict=True)
+        return [
+            Swap(
+                ExpertKey(*divmod(leaving, view.experts)),
+                ExpertKey(*divmod(entering, view.experts)),
+            )
+            for leaving, entering in pairs
+        ]
+
+
+class AdmittingCompiledCache(CompiledCache):
+    """As `CompiledCache`, of kernels that admit everything in launch order: nobody asks
+    then.
+    """
+
+    admits = CachePolicy.admits
+    precedence = CachePolicy.precedence
+
+
+_NO_ROUTING = np.empty((0, 0), np.uint16)
+_NO_TABLE = np.empty((0, 0))
+
+
+class CompiledPrefetch(PrefetchPolicy):
+    """Answers with the kernel that a subclass brings, in every engine.
+
+    A subclass sets `brought` when it knows all of the kernel's state: in `__init__`, or
+    in `start`.
+
+    Attributes:
+        brought: the kernel and its state.
+        ahead: coming layers whose experts' states the kernel reads.
+        weighs_costs: whether it reads seconds of the machine.
+    """
+
+    brought: PrefetchKernels
+    ahead: int = 1
+    weighs_costs: ClassVar[bool] = False
+    _future: Future | None = None
+    _last: LayerWork | None = None
+
+    def start(self, context: RunContext) -> None:
+        """Keep the future, which only oracles are given."""
+        self._future = context.future
+
+    def kernels(self) -> PrefetchKernels | None:
+        """The same in compiled runs."""
+        return self.brought
+
+    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+        """Ask the kernel."""
+        named = np.empty(view.layers * view.experts, np.int64)
+        count = self.brought.prefetch(
+            self.brought.state,
+            kernel_work(work, view),
+            self._view(work, view),
+            named,
+        )
+        keys = named[:count].tolist()
+        return [ExpertKey(*divmod(key, view.experts)) for key in keys]
+
+    def _view(self, work: LayerWork, view: MachineView) -> KernelView:
+        end = min(view.layers, work.layer + 1 + self.ahead)
+        # Copies of masks, layer by layer: a view has no flat array to give.
+        states = np.zeros((view.gpus, view.layers, view.experts), np.int8)
+        for gpu in range(view.gpus):
+            for layer in range(work.layer + 1, end):
+                states[gpu, layer][view.in_flight(layer, gpu)] = IN_FLIGHT
+                states[gpu, layer][view.resident(layer, gpu)] = RESIDENT
+        # Few policies predict, and all would wait for its machine code.
+        from moesim.traces.predictions import tallies  # noqa: PLC0415 - see above
+
+        workload, score_sums = tallies(
+            work.predicted, self.needs, work.routing.shape[1], view.experts
+        )
+
+        routing = before = _NO_ROUTING
+        if self.reads_routing:
+            routing, before = self._routing(work)
+        coming, edges = self._coming(work, view.layers)
+        copy_s = np.empty(0)
+        cpu_s = gpu_s = _NO_TABLE
+        if self.weighs_costs:
+            layers = range(view.layers)
+            tokens = np.arange(1 + int(workload.max(initial=0)))
+            copy_s = np.array([view.copy_s(layer) for layer in layers])
+            cpu_s = np.zeros((view.layers, len(tokens)))
+            gpu_s = np.zeros((view.layers, len(tokens)))
+            for layer in range(work.layer + 1, end):
+                cpu_s[layer] = view.cpu_s(layer, tokens)
+                gpu_s[layer] = view.gpu_s(layer, tokens)
+        return KernelView(
+            states.reshape(view.gpus, -1),
+            routing,
+            before,
+            workload,
+            score_sums,
+            coming,
+            edges,
+            copy_s,
+            cpu_s,
+            gpu_s,
+            view.link_wait_s() if self.weighs_costs else 0.0,
+            view.gap_s if self.weighs_costs else 0.0,
+        )
+
+    def _routing(self, work: LayerWork) -> tuple[np.ndarray, np.ndarray]:
+        """Experts of every token, in this layer and the one before in its pass."""
+        last = self._last
+        self._last = work
+        routing = np.array(work.routing, np.uint16)
+        follows = (
+            last is not None and last.step == work.step and last.layer + 1 == work.layer
+        )
+        if not follows:
+            return routing, _NO_ROUTING
+        assert last is not None
+        return routing, np.array(last.routing, np.uint16)
+
+    def _coming(self, work: LayerWork, layers: int) -> tuple[np.ndarray, np.ndarray]:
+        """Active experts of the coming layers of this pass, and where each begins."""
+        following = layers - 1 - work.layer
+        edges = np.zeros(following + 1, np.int64)
+        if self._future is None or not following:
+            return np.empty(0, np.int32), edges
+        active = [
+            self._future.active(work.step, work.layer + 1 + n) for n in range(following)
+        ]
+        edges[1:] = np.cumsum([len(experts) for experts in active])
+        return np.concatenate(active).astype(np.int32), edges

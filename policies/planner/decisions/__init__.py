@@ -1,1 +1,0 @@
-"""The parts of planning one layer step, one file each."""

@@ -1,0 +1,239 @@
+"""What a layer step consists of: which experts its tokens get, their states, costs and
+arrivals, and which of them the CPU has computed ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moesim.policies.base import (
+    ABSENT,
+    RESIDENT,
+    Gate,
+    LayerWork,
+    PolicyError,
+    Precompute,
+)
+from moesim.policies.planner.residency import look_up_work
+
+if TYPE_CHECKING:
+    from moesim.policies.planner.host_memory import HostMemory
+    from moesim.policies.planner.machine_state import MachineState
+    from moesim.policies.planner.plan import Plan
+    from moesim.traces.format.batch import RoutedLayer
+    from moesim.traces.format.schema import Phase
+
+
+def look(
+    machine: MachineState, routed: RoutedLayer, step: int, phase: Phase, batch: int
+) -> LayerWork:
+    """Look the active experts up: states, costs and expected arrivals."""
+    layer = routed.layer
+    experts = routed.experts
+    tokens = routed.tokens
+    active = len(experts)
+    gpus = machine.serving[layer]
+    now_s = machine.now_s
+    host_s = machine.no_wait_s[:active]
+    if machine.host is not None:
+        host_s = machine.host.wait_s(layer, experts, now_s)
+
+    costs = machine.costs
+    cpu_table_s, gpu_table_s = costs.tables_s(layer)
+    states = [np.empty(active, np.int8) for _ in gpus]
+    arrive_s = np.empty((len(gpus), active))
+    cpu_s = np.empty(active)
+    gpu_s = np.empty((len(gpus), active))
+    tabulated = True
+    # Links are idle in most layer steps.
+    link_s: np.ndarray | None = None
+    for row, gpu in enumerate(gpus):
+        memory = machine.gpu[gpu].memory
+        link = machine.links[gpu]
+        left_s = link.left_s(now_s)
+        if left_s:
+            if link_s is None:
+                link_s = np.zeros(len(gpus))
+            link_s[row] = left_s
+        tabulated = look_up_work(
+            memory.state,
+            memory.landing_s,
+            layer,
+            experts,
+            now_s,
+            left_s + link.first_copy_s[layer],
+            states[row],
+            arrive_s[row],
+            cpu_table_s,
+            gpu_table_s,
+            tokens,
+            cpu_s,
+            gpu_s[row],
+        )
+        if machine.host is not None or machine.unequal:
+            # A copy starts when link and expert are there, whichever is later.
+            absent = states[row] == ABSENT
+            copy_s = link.copy_s[layer, experts[absent]]
+            arrive_s[row, absent] = np.maximum(left_s, host_s[absent]) + copy_s
+
+    if not tabulated:
+        # So many tokens for the first time, or sizes that differ.
+        cpu_s[:] = costs.cpu_s(layer, tokens, experts)
+        gpu_s[:] = costs.gpu_s(layer, tokens, experts=experts)
+    state = states[0] if len(gpus) == 1 else np.max(states, axis=0)
+    return LayerWork(
+        step,
+        layer,
+        phase,
+        experts,
+        tokens,
+        state,
+        cpu_s=cpu_s,
+        host_s=host_s,
+        gpu_s=gpu_s,
+        arrive_s=arrive_s,
+        routing=routed.routing,
+        weights=routed.weights,
+        scores=routed.scores,
+        predicted=routed.predicted,
+        batch=batch,
+        link_s=link_s,
+    )
+
+
+_NO_MASS = 1e-30
+"""Stands for a sum of zero, which cannot divide."""
+
+
+def gate_mass_kept(scores: np.ndarray, recorded: np.ndarray, used: np.ndarray) -> float:
+    """Share of the recorded experts' gate scores that the used experts have, mean over
+    tokens.
+
+    Args:
+        scores: float [T, E]; recorded, used: ids [T, K]; ids >= E are unused places.
+    """
+    # Unused places read a column of zeros behind the experts'.
+    zeros = np.zeros((len(scores), 1))
+    padded = np.concatenate((scores.astype(np.float64), zeros), axis=1)
+    columns = np.minimum(used.astype(np.int64), scores.shape[1])
+    kept = np.take_along_axis(padded, columns, axis=1).sum(axis=1)
+    wanted = np.take_along_axis(padded, recorded.astype(np.int64), axis=1).sum(axis=1)
+    return float(np.mean(kept / np.maximum(wanted, _NO_MASS)))
+
+
+def weight_kept(weights: np.ndarray, recorded: np.ndarray, used: np.ndarray) -> float:
+    """As `gate_mass_kept`, where a trace has combine weights only: substitutes count
+    for nothing.
+
+    Args:
+        weights: float [T, K] of the recorded experts; recorded, used: ids [T, K].
+    """
+    kept = (recorded[:, :, None] == used[:, None, :]).any(axis=2)
+    wanted = weights.astype(np.float64)
+    shares = (wanted * kept).sum(axis=1) / np.maximum(wanted.sum(axis=1), _NO_MASS)
+    return float(np.mean(shares))
+
+
+class Rerouting:
+    """Asks the routing policy of a run.
+
+    Attributes:
+        gate_mass: share of the gate's weight that altered routing kept, by layer step.
+    """
+
+    def __init__(self) -> None:
+        self.gate_mass: list[float] = []
+        # Step and layer whose gate was asked one layer earlier, and its answer.
+        self._predicted: tuple[int, int, np.ndarray | None] = (-1, -1, None)
+
+    def route(
+        self, machine: MachineState, routed: RoutedLayer, step: int, phase: Phase
+    ) -> RoutedLayer:
+        """Let the routing policy choose the experts of every token."""
+        predicted_step, layer, predicted = self._predicted
+        if (predicted_step, layer) != (step, routed.layer):
+            predicted = None
+        coming = routed.predicted.get("pred1_raw")
+        self._predicted = (step, routed.layer + 1, coming)
+        gate = Gate(
+            step=step,
+            layer=routed.layer,
+            phase=phase,
+            experts=routed.routing,
+            weights=routed.weights,
+            scores=routed.scores,
+            predicted=predicted,
+        )
+        routing = machine.policies.routing.route(gate, machine)
+        if routed.scores is not None:
+            kept = gate_mass_kept(routed.scores, routed.routing, routing.experts)
+            self.gate_mass.append(kept)
+        elif routed.weights is not None:
+            kept = weight_kept(routed.weights, routed.routing, routing.experts)
+            self.gate_mass.append(kept)
+        used = routing.experts[routing.experts < machine.experts]
+        experts, tokens = np.unique(used, return_counts=True)
+        return replace(
+            routed,
+            experts=experts.astype(np.int32),
+            tokens=tokens.astype(np.int32),
+            routing=routing.experts,
+            weights=routing.weights,
+        )
+
+
+class WorkAhead:
+    """Asks the assignment policy of a run for it, and remembers what was started."""
+
+    def __init__(self) -> None:
+        # Both by layer.
+        self._started: dict[int, np.ndarray] = {}
+        self._held: dict[int, np.ndarray] = {}
+
+    def take(self, layer: int, experts: np.ndarray) -> np.ndarray | None:
+        """Which active experts the CPU has started one layer ahead, bool [A]; None if
+        it has started nothing here.
+        """
+        started = self._started.pop(layer, None)
+        return None if started is None else np.isin(experts, started)
+
+    def ask(self, machine: MachineState, plan: Plan) -> None:
+        """Let the assignment name experts of the next layer.
+
+        Those that are not in host memory are left to their own layer.
+        """
+        layer = plan.work.layer + 1
+        named = machine.policies.assignment.precompute(plan.work, machine)
+        if named is None or not len(named.experts):
+            return
+        experts = named.experts
+        inside = experts.min() >= 0 and experts.max() < machine.experts
+        if not inside or (np.diff(experts) <= 0).any():
+            raise PolicyError(
+                f"assignment policy {machine.assignment_name!r}: step {plan.work.step},"
+                f" layer {layer}, ahead: expected ascending experts below"
+                f" {machine.experts}, got {experts.tolist()}"
+            )
+        if machine.host is not None:
+            # Staging is for reads that somebody waits for, not for guesses of a layer.
+            memory = machine.host.memory
+            present = memory.state[layer][experts] == RESIDENT
+            present &= ~memory.staged[layer][experts]
+            named = Precompute(experts[present], named.tokens[present], named.routing)
+            # Needed until the product has ended and its layer step is over.
+            machine.host.memory.hold(layer, named.experts)
+            machine.host.memory.hold(layer, named.experts)
+            self._held[layer] = named.experts
+        self._started[layer] = named.experts
+        plan.precompute = named
+        seconds = machine.cpu_s(layer, named.tokens, named.experts)
+        plan.precompute_s = seconds.tolist()
+
+    def release(self, host: HostMemory, layer: int) -> None:
+        """End the holds of a layer step that is over."""
+        held = self._held.pop(layer, None)
+        if held is not None:
+            host.release(layer, held)

@@ -1,1 +1,0 @@
-"""Accelerators that torch knows: one small file for each kind of device."""

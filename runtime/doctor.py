@@ -1,0 +1,442 @@
+"""Checks of this machine: what it has, what that means for runs, and what its lanes
+reach alone and beside each other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+import numpy as np
+import psutil
+import torch
+
+from moesim.base.host_limits import (
+    available_cores,
+    available_memory_bytes,
+    total_memory_bytes,
+)
+from moesim.runtime.accelerators import accelerator_here
+from moesim.runtime.errors import RuntimeFault
+from moesim.runtime.measure.copies import CopyPool
+from moesim.runtime.measure.experts import ExpertPool, Size
+from moesim.runtime.measure.neighbours import (
+    LaneWork,
+    awaited,
+    device_copy,
+    slowdown,
+)
+from moesim.runtime.measure.profile import load_average, processor
+from moesim.runtime.measure.sampling import sample
+from moesim.runtime.store.direct_io import DirectFile
+from moesim.runtime.store.memory import HostSlots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from moesim.runtime.accelerators import Accelerator
+
+Verdict = Literal["ok", "limited", "fails"]
+"""``limited``: all works, with a consequence that is stated."""
+
+
+class Finding(NamedTuple):
+    """The outcome of one check.
+
+    Attributes:
+        verdict: whether it holds.
+        outcome: what was found, in a line.
+        way_out: what helps, where it does not hold.
+        figures: numbers behind the line.
+    """
+
+    verdict: Verdict
+    outcome: str
+    way_out: str = ""
+    figures: dict[str, Any] | None = None
+
+
+def holds(outcome: str, **figures: Any) -> Finding:
+    """All is well."""
+    return Finding("ok", outcome, figures=figures)
+
+
+def limited(outcome: str, way_out: str, **figures: Any) -> Finding:
+    """It works, and something is lost."""
+    return Finding("limited", outcome, way_out, figures)
+
+
+def fails(outcome: str, way_out: str, **figures: Any) -> Finding:
+    """It does not work."""
+    return Finding("fails", outcome, way_out, figures)
+
+
+_MIB: Final = 1 << 20
+READ_BYTES: Final = 4 * _MIB
+_READS: Final = 16
+_LEAST_FREE_BYTES: Final = 1 << 30
+
+CARDS: Final[Mapping[str, str]] = {
+    "/dev/nvidia0": "NVIDIA",
+    "/dev/kfd": "AMD",
+    "/dev/dri/renderD128": "other",
+}
+"""Files of the kernel -> whose graphics they stand for."""
+
+
+def check_torch(cards: Sequence[str] | None = None) -> Finding:
+    """Name torch, and the accelerator that it finds.
+
+    Args:
+        cards: makers of graphics that the system shows; looked for when None.
+    """
+    version = f"torch {torch.__version__}"
+    accelerator = accelerator_here()
+    if accelerator is not None:
+        memory = accelerator.total_bytes / 2**30
+        return holds(
+            f"{version}, {accelerator.driver}: {accelerator.name}, {memory:.1f} GiB",
+            kind=accelerator.kind,
+            unified=accelerator.unified,
+        )
+    if cards is None:
+        cards = [maker for path, maker in CARDS.items() if Path(path).exists()]
+    known = [maker for maker in cards if maker != "other"]
+    if known:
+        return fails(
+            f"{version} finds no accelerator, but the system has {known[0]} graphics",
+            "install the torch build for it (pytorch.org, 'Get started'), and its"
+            " driver",
+        )
+    return holds(
+        f"{version}, no graphics: a core of {processor()} stands in", kind="host"
+    )
+
+
+def check_page_lock() -> Finding:
+    """Page-lock some memory for the accelerator, where there is one."""
+    accelerator = accelerator_here()
+    if accelerator is None or not accelerator.page_locks:
+        return holds("not needed: no copies to a device's own memory")
+    try:
+        with HostSlots(64, _MIB, page_lock=accelerator):
+            return holds("64 MiB page-locked")
+    except RuntimeFault as error:
+        return fails(
+            str(error), "raise the limit: `ulimit -l unlimited`, or --ulimit memlock=-1"
+        )
+
+
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - the system's own
+    """Make a semaphore, as processes that share work need one."""
+    way_out = "sweeps: --jobs 1, or give the container /dev/shm (`--shm-size 1g`)"
+    try:
+        multiprocessing.get_context("spawn").Semaphore()
+    except (OSError, ImportError) as error:
+        return limited(f"no semaphores ({error}): one process at a time", way_out)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return limited(f"{folder} is not there or read-only", way_out)
+    free = shutil.disk_usage(folder).free
+    return holds(f"{folder}, {free / 2**30:.1f} GiB free", free_bytes=free)
+
+
+def check_cores(
+    cpus: Path = Path("/sys/devices/system/cpu"),
+    quota: Path = Path("/sys/fs/cgroup/cpu.max"),
+) -> Finding:
+    """Count cores, their siblings, the share that a container may use, and what other
+    programs take.
+    """
+    present = psutil.cpu_count() or available_cores()
+    allowed = (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(present))
+    )
+    # A quota, which takes further cores away, is a finding of its own.
+    count = len(allowed)
+    physical = {_siblings(cpus, core) for core in allowed}
+    words = f"{count} of {present} cores of {processor()}"
+    if len(physical) < count:
+        words += f", siblings on {len(physical)} physical cores"
+    share = _quota_cores(quota)
+    figures = {"cores": count, "physical": len(physical), "quota_cores": share}
+    if count < 2 or (share is not None and share <= 1):
+        return limited(
+            f"{words}: lanes take turns on one core, nothing overlaps",
+            "give the process two cores or more (taskset, --cpus)",
+            **figures,
+        )
+    if share is not None and share < count:
+        return limited(
+            f"{words}, but a quota of {share:.1f}: lanes are stopped now and then",
+            "lift the container's quota (--cpus), or name its cores (--cpuset-cpus)",
+            **figures,
+        )
+    load = load_average()
+    if load > 0.5 * count:
+        return limited(
+            f"{words}; other programs keep {load:.1f} busy",
+            "close them before anything is timed",
+            load=load,
+            **figures,
+        )
+    return holds(words, load=load, **figures)
+
+
+def _siblings(cpus: Path, core: int) -> str:
+    """The threads of a core's physical core, as the kernel lists them."""
+    listed = cpus / f"cpu{core}" / "topology" / "thread_siblings_list"
+    try:
+        return listed.read_text(encoding="utf-8").strip()
+    except OSError:
+        return str(core)
+
+
+def _quota_cores(quota: Path) -> float | None:
+    """Cores' worth of time that a container may use; None without a limit."""
+    try:
+        most, period = quota.read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return None if most == "max" else int(most) / int(period)
+
+
+def check_memory() -> Finding:
+    """Tell the memory that there is, and what is left of it."""
+    available = available_memory_bytes()
+    total = total_memory_bytes()
+    words = f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB available"
+    figures = {"total_bytes": total, "available_bytes": available}
+    if available < 2 * _LEAST_FREE_BYTES:
+        return limited(words, "close other programs, or limit --host-memory", **figures)
+    return holds(words, **figures)
+
+
+def check_huge_pages(
+    setting: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"),
+) -> Finding:
+    """Tell whether slots may lie in huge pages: a direct read into scattered small ones
+    takes up to twice as long.
+    """
+    way_out = f"as root: echo madvise > {setting}"
+    try:
+        chosen = setting.read_text(encoding="utf-8").split("[")[1].split("]")[0]
+    except (OSError, IndexError):
+        return limited("the system has none: reads may take twice as long", way_out)
+    if chosen == "never":
+        return limited("switched off: reads may take twice as long", way_out)
+    return holds(f"transparent huge pages: {chosen}", setting=chosen)
+
+
+def check_direct_io(folder: Path) -> Finding:
+    """Read a file around the page cache."""
+    with _file(folder) as place:
+        file = DirectFile(place)
+        try:
+            with HostSlots(1, READ_BYTES) as slots:
+                file.read_into(0, memoryview(slots.record(0).numpy()))
+        finally:
+            file.close()
+        if file.direct:
+            return holds(f"reads in {folder} go around the page cache")
+        return limited(
+            f"{folder}: {file.reason}, so they may come from memory",
+            "put experts on a disk with ext4 or xfs: --store DIR",
+            reason=file.reason,
+        )
+
+
+def check_disk(folder: Path) -> Finding:
+    """Read a file in pieces of an expert's size."""
+    usage = shutil.disk_usage(folder)
+    with _file(folder, _READS * READ_BYTES) as place:
+        file = DirectFile(place)
+        times_s = []
+        try:
+            with HostSlots(1, READ_BYTES) as slots:
+                view = memoryview(slots.record(0).numpy())
+                for read in range(_READS):
+                    begin_s = time.perf_counter()
+                    file.read_into(read * READ_BYTES, view)
+                    times_s.append(time.perf_counter() - begin_s)
+        finally:
+            file.close()
+    rate = READ_BYTES / float(np.median(times_s))
+    words = f"{rate / 1e9:.2f} GB/s in pieces of 4 MiB"
+    figures: dict[str, Any] = {"bytes_per_s": rate}
+    # Some file systems in memory count nothing.
+    if usage.total:
+        words += f", {usage.free / 2**30:.0f} GiB free"
+        figures["free_bytes"] = usage.free
+    if usage.total and usage.free < _LEAST_FREE_BYTES:
+        return limited(words, "make room, or name another disk: --disk DIR", **figures)
+    return holds(words, **figures)
+
+
+class _file:  # noqa: N801 - used as a function
+    """A file of noise in a folder, while a block runs.
+
+    Raises:
+        RuntimeFault: it cannot be written.
+    """
+
+    def __init__(self, folder: Path, nbytes: int = READ_BYTES) -> None:
+        self._place = folder / f".moesim-doctor-{os.getpid()}"
+        self._nbytes = nbytes
+
+    def __enter__(self) -> Path:
+        """Write it."""
+        noise = np.random.default_rng(0).bytes(READ_BYTES)
+        try:
+            with self._place.open("wb") as file:
+                for _ in range(self._nbytes // READ_BYTES):
+                    file.write(noise)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            self._place.unlink(missing_ok=True)
+            raise RuntimeFault(
+                f"{self._place.parent}: cannot write: {error.strerror}; name another"
+                " folder: --disk DIR"
+            ) from None
+        return self._place
+
+    def __exit__(self, *_: object) -> None:
+        """Remove it."""
+        self._place.unlink(missing_ok=True)
+
+
+_SIZE: Final = Size(2048, 768)
+"""Experts of Qwen3-30B-A3B."""
+_POOL_BYTES: Final = 192 << 20
+_SHARE_S: Final = 0.6
+_NO_OVERLAP: Final = 1.8
+"""A pair that takes so much longer than alone does little at the same time."""
+
+
+ONE_CORE: Final = limited(
+    "not measured: on one core they take turns", "give the process two cores or more"
+)
+
+
+def check_lanes() -> list[tuple[str, Finding]]:
+    """Time an expert on every lane alone, then lanes beside each other."""
+    cores = available_cores()
+    accelerator = accelerator_here()
+    threads = max(1, cores - 1)
+    cpu = ExpertPool(_SIZE, torch.float32, total_bytes=_POOL_BYTES)
+    nbytes = cpu.layout.expert_bytes
+    try:
+        work = {"cpu": LaneWork(threads, cpu.work(1))}
+        if accelerator is None:
+            work |= _host_work(nbytes)
+        else:
+            work |= _device_work(accelerator, nbytes)
+        findings = [_alone(lane, job, nbytes) for lane, job in work.items()]
+        if cores < 2:
+            findings.append(("lanes in pairs", ONE_CORE))
+        else:
+            others = [lane for lane in work if lane != "cpu"]
+            findings += [_pair("cpu", other, work) for other in others]
+    finally:
+        cpu.close()
+    if accelerator is not None:
+        findings.append(("copies beside compute", _device_overlap(accelerator, nbytes)))
+    return findings
+
+
+def _host_work(nbytes: int) -> dict[str, LaneWork]:
+    """What the host accelerator does: one thread computes, or copies."""
+    experts = ExpertPool(_SIZE, torch.float32, total_bytes=_POOL_BYTES)
+    copies = CopyPool(max(_POOL_BYTES, 2 * nbytes))
+    return {
+        "gpu0": LaneWork(1, experts.work(1)),
+        "h2d0": LaneWork(1, copies.streaming(nbytes)),
+    }
+
+
+def _device_work(accelerator: Accelerator, nbytes: int) -> dict[str, LaneWork]:
+    """What a device does, waited for by the host."""
+    experts = ExpertPool(
+        _SIZE, torch.bfloat16, accelerator=accelerator, total_bytes=_POOL_BYTES
+    )
+    return {
+        "gpu0": LaneWork(1, awaited(accelerator, experts.work(1))),
+        "h2d0": LaneWork(1, awaited(accelerator, device_copy(accelerator, nbytes))),
+    }
+
+
+def _alone(lane: str, work: LaneWork, nbytes: int) -> tuple[str, Finding]:
+    torch.set_num_threads(work.threads)
+    median_s = float(np.median(sample(work.run, _SHARE_S)))
+    rate = nbytes / median_s
+    return f"{lane} alone", holds(
+        f"{1e3 * median_s:.2f} ms for an expert of {nbytes / 2**20:.0f} MiB,"
+        f" {rate / 1e9:.1f} GB/s",
+        seconds=median_s,
+        bytes_per_s=rate,
+    )
+
+
+def _pair(victim: str, other: str, work: dict[str, LaneWork]) -> tuple[str, Finding]:
+    name = f"{victim} beside {other}"
+    factor = max(
+        1.0,
+        float(np.median([slowdown(work[victim], work[other], 0.3) for _ in range(3)])),
+    )
+    return name, pair_finding(factor)
+
+
+def pair_finding(factor: float) -> Finding:
+    """Say what a slowdown means."""
+    words = f"takes {factor:.2f} times as long as alone"
+    if factor < _NO_OVERLAP:
+        return holds(words, factor=factor)
+    return limited(
+        f"{words}: hardly any overlap",
+        "the lanes share a core or the memory; close other programs, and see `moesim"
+        " calibrate`, which measures by how much",
+        factor=factor,
+    )
+
+
+def overlap_share(first_s: float, second_s: float, both_s: float) -> float:
+    """How much of the shorter one is hidden behind the longer one, 0 to 1."""
+    hidden_s = first_s + second_s - both_s
+    return min(1.0, max(0.0, hidden_s / min(first_s, second_s)))
+
+
+def _device_overlap(accelerator: Accelerator, nbytes: int) -> Finding:
+    """Launch copies and products on two streams, and see how much is hidden."""
+    experts = ExpertPool(
+        _SIZE, torch.bfloat16, accelerator=accelerator, total_bytes=_POOL_BYTES
+    )
+    product = experts.work(1)
+    copy = device_copy(accelerator, nbytes)
+
+    def both(index: int) -> None:
+        copy(index)
+        product(index)
+
+    def median_s(work: Callable[[int], Any]) -> float:
+        def many(index: int) -> None:
+            for launch in range(16):
+                work(16 * index + launch)
+            accelerator.synchronize()
+
+        return float(np.median(sample(many, _SHARE_S)))
+
+    share = overlap_share(median_s(copy), median_s(product), median_s(both))
+    words = f"{share:.0%} of the shorter one is hidden"
+    if share >= 0.5:
+        return holds(words, share=share)
+    return limited(
+        f"{words}: copies hardly overlap",
+        "page-lock host memory; on some cards display and copies share an engine",
+        share=share,
+    )

@@ -1,0 +1,345 @@
+"""What operations work on: the data of one layer step, and which slot holds which
+expert.
+
+The planner says *that* an expert is in a memory (`moesim.policies.planner.residency`);
+here stands *where*. A slot is taken when a copy or a read starts, and given back the
+moment the planner lets the expert go. All changes are made with the lanes' lock held.
+
+T tokens, K experts per token, P token-expert pairs, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from moesim.policies.base import RESIDENT
+from moesim.policies.planner.residency import GLOBAL
+from moesim.runtime.models.expert_math import group_tokens
+from moesim.runtime.store.memory import HostSlots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from moesim.policies.base import LayerWork
+    from moesim.policies.planner.residency import CacheSize, Residency
+    from moesim.runtime.accelerators import Accelerator
+    from moesim.runtime.models.expert_layout import ExpertWeights
+    from moesim.runtime.models.expert_math import Groups
+    from moesim.runtime.store.memory import Slots
+    from moesim.runtime.store.store import ExpertStore
+    from moesim.traces.format.batch import RoutedLayer
+
+
+class PrecomputedRows:
+    """Rows that an expert computed one layer ahead, on that layer's hidden state.
+
+    Attributes:
+        tokens: int64 [t] ascending, those for which the expert was predicted, counted
+            from the end (-1 is the last): in a ragged prefill a layer asks about the
+            last tokens only.
+        result: [t, H], once its product has ended.
+    """
+
+    __slots__ = ("result", "tokens")
+
+    def __init__(self, tokens: np.ndarray, hidden: torch.Tensor) -> None:
+        self.tokens = tokens
+        self.result = hidden
+
+
+class Share(NamedTuple):
+    """What an expert computed one layer ahead contributes to its own layer step.
+
+    Attributes:
+        position: of the expert among the active ones.
+        rows: what was computed.
+        at: int64 [t], the row for each token routed here; any where there is none.
+        have: bool [t], whether there is one.
+    """
+
+    position: int
+    rows: PrecomputedRows
+    at: np.ndarray
+    have: np.ndarray
+
+
+class LayerJob:
+    """One layer step in the making.
+
+    Attributes:
+        routed: what the gate decided.
+        hidden: [T, H].
+        hidden_cpu: the same, where the CPU reads it.
+        weights: [T, K] combine weights.
+        groups: pairs by expert.
+        rows: int64 [P], the token of each pair, on the CPU; None where there is one
+            token only.
+        device_rows: the same on the device.
+        results: per active expert, [t, H]; after `gather` also for those computed
+            ahead.
+        answer: [T, H], once `answered`.
+        asked_s: instant at which the device has asked.
+        answered_s: instant at which it was answered.
+    """
+
+    __slots__ = (
+        "_shares",
+        "answer",
+        "answered",
+        "answered_s",
+        "asked_s",
+        "device_rows",
+        "groups",
+        "hidden",
+        "hidden_cpu",
+        "results",
+        "routed",
+        "rows",
+        "weights",
+    )
+
+    def __init__(
+        self,
+        routed: RoutedLayer,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        groups: Groups,
+    ) -> None:
+        self.routed = routed
+        self.hidden = hidden
+        self.hidden_cpu = hidden
+        self.answer = hidden
+        self.weights = weights
+        self.results: list[Any] = []
+        self.answered = False
+        self.asked_s = 0.0
+        self.answered_s = 0.0
+        self._shares: list[Share] = []
+        self._sort(groups)
+
+    @classmethod
+    def nothing(cls) -> LayerJob:
+        """Stand in until the first layer step."""
+        none = torch.empty(0, 0)
+        groups = group_tokens(np.empty((0, 1), np.int64))
+        return cls(None, none, none, groups)  # type: ignore[arg-type]
+
+    def _sort(self, groups: Groups) -> None:
+        self.groups = groups
+        if len(self.hidden) == 1:
+            self.rows = None
+            self.device_rows = None
+            return
+        self.rows = torch.from_numpy(groups.pairs // self._top_k)
+        self.device_rows = self.rows.to(self.hidden.device)
+
+    @property
+    def _top_k(self) -> int:
+        return max(1, self.weights.shape[1])
+
+    def reroute(self, work: LayerWork) -> None:
+        """Serve tokens by the experts and weights that a routing policy has chosen."""
+        assert work.weights is not None, (
+            "a routing policy that replaces experts says how they are weighted"
+        )
+        weights = np.ascontiguousarray(work.weights, np.float32)
+        # In the precision of the model's: some combine in float32 whatever they compute
+        # in.
+        self.weights = torch.from_numpy(weights).to(self.weights)
+        self._sort(group_tokens(work.routing))
+
+    def take_precomputed(self, position: int, rows: PrecomputedRows) -> np.ndarray:
+        """Note what was computed ahead for the expert at `position`.
+
+        Returns:
+            Tokens routed to it for which nothing was computed, int64 ascending: they
+            are served on their own input.
+        """
+        starts = self.groups.starts
+        pairs = self.groups.pairs[starts[position] : starts[position + 1]]
+        tokens = pairs // self._top_k
+        from_end = tokens - len(self.hidden)
+        at = np.searchsorted(rows.tokens, from_end)
+        have = np.isin(from_end, rows.tokens)
+        if have.any():
+            self._shares.append(Share(position, rows, at, have))
+        return tokens[~have]
+
+    def gather(self) -> None:
+        """Complete the results of experts that were computed ahead."""
+        for position, rows, at, have in self._shares:
+            if have.all():
+                self.results[position] = rows.result[torch.from_numpy(at)]
+                continue
+            result = rows.result.new_empty(len(have), rows.result.shape[1])
+            result[torch.from_numpy(have)] = rows.result[torch.from_numpy(at[have])]
+            result[torch.from_numpy(~have)] = self.results[position]
+            self.results[position] = result
+
+    def is_answered(self) -> bool:
+        """Whether the model may go on."""
+        return self.answered
+
+
+def cache_slots(size: CacheSize, expert_bytes: tuple[int, ...]) -> int:
+    """Most experts that a memory of this size may hold at once, staging not counted."""
+    if size.scope == GLOBAL:
+        return int(size.pool_bytes[0]) // min(expert_bytes)
+    return int(size.slots.sum())
+
+
+def residents(memory: Residency) -> list[int]:
+    """Keys that the planner holds resident, ascending: before the run, what fills a
+    memory from the start.
+    """
+    return np.flatnonzero(memory.state == RESIDENT).tolist()
+
+
+class SlotMap:
+    """Slots of one memory, by expert key ``layer * E + expert``.
+
+    Args:
+        slots: the memory; cache and staging together.
+        memory: the planner's books of it.
+        store: knows the experts' layouts.
+    """
+
+    def __init__(self, slots: Slots, memory: Residency, store: ExpertStore) -> None:
+        self.slots = slots
+        self._memory = memory
+        self._experts = memory.experts
+        self._slot_of = np.full(memory.state.size, -1, np.int32)
+        self._layouts = [store.layout(layer) for layer in range(store.layers)]
+        memory.on_leave = self.release
+
+    def record(self, key: int) -> torch.Tensor:
+        """Return the bytes of an expert's slot."""
+        return self.slots.record(int(self._slot_of[key]))
+
+    def weights(self, key: int) -> ExpertWeights:
+        """Look at an expert's slot as weights."""
+        layout = self._layouts[key // self._experts]
+        return self.slots.weights(int(self._slot_of[key]), layout)
+
+    def slot(self, key: int) -> int:
+        """Return the slot of an expert that has one."""
+        return int(self._slot_of[key])
+
+    def residents(self) -> list[int]:
+        """Keys of `residents` in this memory."""
+        return residents(self._memory)
+
+    def take(self, key: int) -> None:
+        """Give an expert a slot: its copy starts."""
+        assert self._slot_of[key] < 0, "an expert has two slots"
+        self._slot_of[key] = self.slots.take()
+
+    def release(self, key: int) -> None:
+        """Take an expert's slot back: the planner has let it go."""
+        self.slots.give_back(int(self._slot_of[key]))
+        self._slot_of[key] = -1
+
+
+class HostSlotMap:
+    """Host memory in front of the SSD: a limited part of the experts, or all of them
+    but those that the device keeps for good.
+
+    Where it is not limited, experts that share a record of the store share its slot.
+
+    Args:
+        store: where experts come from.
+        memory: the planner's books of host memory, None where it is not limited.
+        size: its size, None where it is not limited.
+        staging: staging slots beside it.
+        expert_bytes: per layer.
+        page_lock: for whom pages are kept in place, None for nobody.
+        kept: keys of experts that never leave the device, so that host memory that is
+            not limited need not hold them too.
+
+    Attributes:
+        tier: the memory itself.
+        limited: slots by expert, None where it is not limited.
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        memory: Residency | None,
+        size: CacheSize | None,
+        staging: int,
+        expert_bytes: tuple[int, ...],
+        *,
+        page_lock: Accelerator | None,
+        kept: Collection[int] = (),
+    ) -> None:
+        self._store = store
+        self._experts = store.experts(0)
+        self.limited: SlotMap | None = None
+        if memory is None or size is None:
+            record_of = [record for row in store.index.records for record in row]
+            needed = dict.fromkeys(
+                record for key, record in enumerate(record_of) if key not in kept
+            )
+            slot_of = {record: slot for slot, record in enumerate(needed)}
+            self._slot_of = [slot_of.get(record, -1) for record in record_of]
+            count = len(needed)
+            self.tier = HostSlots(count, store.slot_bytes, page_lock=page_lock)
+            self._layouts = [store.layout(layer) for layer in range(store.layers)]
+        else:
+            count = cache_slots(size, expert_bytes) + staging
+            self.tier = HostSlots(count, store.slot_bytes, page_lock=page_lock)
+            self.limited = SlotMap(self.tier, memory, store)
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Read what is resident from the start: all that it is to hold, or what the
+        host cache's policy chose.
+
+        Returns:
+            Bytes read.
+        """
+        read = 0
+        if self.limited is None:
+            wanted = {
+                slot: divmod(key, self._experts)
+                for key, slot in enumerate(self._slot_of)
+                if slot >= 0
+            }
+            for done, (slot, (layer, expert)) in enumerate(wanted.items()):
+                read += self._store.read_into(layer, expert, self.tier.record(slot))
+                if progress is not None:
+                    progress(done + 1, len(wanted))
+            return read
+        for key in self.limited.residents():
+            self.limited.take(key)
+            layer, expert = divmod(key, self._experts)
+            read += self._store.read_into(layer, expert, self.limited.record(key))
+        return read
+
+    def holds_always(self, key: int) -> bool:
+        """Whether an expert is in host memory throughout the run."""
+        return self.limited is None and self._slot_of[key] >= 0
+
+    def record(self, key: int) -> torch.Tensor:
+        """Return the bytes of an expert in host memory."""
+        if self.limited is None:
+            return self.tier.record(self._slot_of[key])
+        return self.limited.record(key)
+
+    def weights(self, key: int) -> ExpertWeights:
+        """Look at an expert in host memory as weights."""
+        if self.limited is None:
+            layout = self._layouts[key // self._experts]
+            return self.tier.weights(self._slot_of[key], layout)
+        return self.limited.weights(key)
+
+    def take(self, key: int) -> None:
+        """Give an expert a slot: its read starts."""
+        assert self.limited is not None, "nothing is read where all is held"
+        self.limited.take(key)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.tier.close()

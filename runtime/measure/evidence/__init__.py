@@ -1,1 +1,0 @@
-"""What the operating system counts while something is measured: was it disturbed?"""

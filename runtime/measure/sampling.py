@@ -1,0 +1,251 @@
+"""Times one operation, alone, many times, each time on other memory, and notes what was
+found in the form of a hardware profile's tables.
+
+A loop over one small buffer measures the cache, a loop over memory that was never
+written measures the zero page, and a single timing measures an accident.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+
+from moesim.base.host_limits import available_memory_bytes
+from moesim.hwprofiles.calibration.estimates import (
+    estimated,
+    inverse,
+    measured,
+    measured_curve,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from moesim.hwprofiles.calibration.estimates import Estimate, FitReport
+    from moesim.hwprofiles.calibration.fit_curves import Line, Roofline
+    from moesim.hwprofiles.schema import Curve, Quantity, ReferenceExpert
+    from moesim.runtime.accelerators import Accelerator
+
+FEWEST: Final = 7
+MOST: Final = 400
+
+Operation: TypeAlias = Callable[[int], object]
+"""Does operation number i."""
+
+Timer: TypeAlias = Callable[[Operation, int], float]
+"""Does operation number i and returns its seconds."""
+
+
+def once_s(work: Operation, index: int) -> float:
+    """Time operation `index`, in seconds."""
+    begin_ns = time.perf_counter_ns()
+    work(index)
+    return (time.perf_counter_ns() - begin_ns) * 1e-9
+
+
+def sample(
+    work: Operation,
+    seconds: float,
+    *,
+    fewest: int = FEWEST,
+    most: int = MOST,
+    once: Timer = once_s,
+) -> np.ndarray:
+    """Time `work(0)`, `work(1)`, … one by one until `seconds` have passed; two runs
+    before do not count.
+
+    Args:
+        work: does operation number i, on other memory than the one before.
+        seconds: to spend, roughly; `fewest` runs are made whatever they take.
+        fewest: least measurements.
+        most: most measurements.
+        once: how one operation is timed: on this thread, or by a device's own clock.
+
+    Returns:
+        Seconds of each run, float64 [n].
+    """
+    # The first runs compile, initialise libraries and map pages.
+    work(0)
+    work(1)
+
+    # Seconds bound a slow operation, `most` a fast one.
+    times: list[float] = []
+    end_s = time.perf_counter() + seconds
+    for index in count(2):
+        times.append(once(work, index))
+        enough = len(times) >= fewest and time.perf_counter() >= end_s
+        if enough or len(times) >= most:
+            break
+    return np.asarray(times, dtype=np.float64)
+
+
+def event_timer(accelerator: Accelerator) -> Timer:
+    """Return a timer of one operation on the accelerator's current stream, by its own
+    clock.
+
+    The time between an event before and one after holds what the lane would hold: the
+    kernels and the gaps between their launches, without the host's way there and back.
+    """
+    begin = accelerator.event(asleep=False)
+    end = accelerator.event(asleep=False)
+
+    def once(work: Operation, index: int) -> float:
+        stream = accelerator.current_stream()
+        begin.record(stream)
+        work(index)
+        end.record(stream)
+        end.synchronize()
+        # Events report milliseconds.
+        return float(begin.elapsed_time(end)) * 1e-3
+
+    return once
+
+
+_UNKNOWN_CACHES_BYTES: Final = 128 << 20
+"""Taken where the system does not tell: more than most processors that people own
+have.
+"""
+_CPU_FOLDER: Final = Path("/sys/devices/system/cpu")
+_POOL_CACHES: Final = 4
+"""A pool is so many times what caches hold. Read in turn, even a cache that protects a
+part of what passes through it then answers a quarter at most.
+"""
+_POOL_SHARE: Final = 8
+"""A pool takes at most this part of the free memory."""
+
+
+def all_caches_bytes(cores: Collection[int] | None = None) -> int | None:
+    """Add up the data caches of cores; None where the kernel does not say.
+
+    A cache that several of them share counts once; instructions hold no weights.
+
+    Args:
+        cores: numbers of cores; None for all.
+    """
+    sizes: dict[tuple[str, str], int] = {}
+    for folder in _CPU_FOLDER.glob("cpu[0-9]*/cache/index*"):
+        core = int(folder.parents[1].name.removeprefix("cpu"))
+        if cores is not None and core not in cores:
+            continue
+        try:
+            kind, size, level, sharing = (
+                (folder / name).read_text(encoding="ascii").strip()
+                for name in ("type", "size", "level", "shared_cpu_list")
+            )
+        # Some kernels, and most containers on ARM, list caches without sizes.
+        except OSError:
+            continue
+        # The kernel writes KiB, such as "32768K".
+        if kind != "Instruction" and size[:-1].isdigit() and size.endswith("K"):
+            sizes[level, sharing] = int(size[:-1]) << 10
+    return sum(sizes.values()) or None
+
+
+def caches_bytes() -> int:
+    """Bytes that the caches of the cores that this process may use hold together."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    return all_caches_bytes(cores) or _UNKNOWN_CACHES_BYTES
+
+
+def pool_bytes(experts_bytes: int = 0) -> int:
+    """Bytes of host memory that a measurement cycles through: four times all caches, an
+    eighth of free memory at most, two experts at least.
+    """
+    limit_bytes = available_memory_bytes() // _POOL_SHARE
+    pool = min(_POOL_CACHES * caches_bytes(), limit_bytes)
+    return max(pool, 2 * experts_bytes)
+
+
+def device_pool_bytes(accelerator: Accelerator, experts_bytes: int = 0) -> int:
+    """The same of a device's memory and cache."""
+    limit_bytes = accelerator.total_bytes // _POOL_SHARE
+    pool = min(_POOL_CACHES * accelerator.cache_bytes, limit_bytes)
+    return max(pool, 2 * experts_bytes)
+
+
+@dataclass
+class Measurements:
+    """What has been measured so far.
+
+    Attributes:
+        date: of all of it, ISO.
+        numbers: path in the profile -> quantity.
+        curves: path in the profile -> curve.
+        fit: name of a fit -> its errors.
+    """
+
+    date: str
+    numbers: dict[str, Quantity] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)
+    fit: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def number(self, path: str, samples: np.ndarray, source: str) -> None:
+        """Note repeated measurements of one number."""
+        self.numbers[path] = measured(samples, source=source, date=self.date)
+
+    def estimate(
+        self, path: str, estimate: Estimate, samples: int, source: str
+    ) -> None:
+        """Note a fitted constant."""
+        self.numbers[path] = estimated(
+            estimate, samples=samples, source=source, date=self.date
+        )
+
+    def report(self, name: str, report: FitReport) -> None:
+        """Note how far a fit missed points it had not seen."""
+        self.fit[name] = {
+            key: round(float(value), 6) for key, value in report._asdict().items()
+        }
+
+    def link(
+        self, name: str, samples: Mapping[int, np.ndarray], line: Line, source: str
+    ) -> None:
+        """Note a link: its curve by bytes, its latency and its bandwidth."""
+        self.curves[f"costs.{name}.points"] = measured_curve(
+            samples, "bytes", source=source, date=self.date
+        )
+        self.line(
+            f"costs.{name}",
+            ("latency_s", "bytes_per_s"),
+            line,
+            f"line through the medians by size: {source}",
+        )
+        self.report(name, line.report)
+
+    def line(self, path: str, keys: tuple[str, str], line: Line, source: str) -> None:
+        """Note a line's two constants; the second as a rate where its name says
+        ``_per_s``.
+        """
+        base_key, slope_key = keys
+        # A fit gives seconds per byte; a profile holds bytes per second.
+        is_rate = slope_key.endswith("_per_s")
+        slope = inverse(line.slope_s) if is_rate else line.slope_s
+        samples = line.report.samples
+        self.estimate(f"{path}.{base_key}", line.base_s, samples, source)
+        self.estimate(f"{path}.{slope_key}", slope, samples, source)
+
+    def roofline(self, name: str, fit: Roofline, source: str) -> None:
+        """Note a roofline's three constants."""
+        samples = fit.report.samples
+        for key in ("overhead_s", "bytes_per_s", "flops_per_s"):
+            self.estimate(f"costs.{name}.{key}", getattr(fit, key), samples, source)
+        self.report(name, fit.report)
+
+    def points(
+        self,
+        name: str,
+        samples: Mapping[int, np.ndarray],
+        reference: ReferenceExpert,
+        source: str,
+    ) -> None:
+        """Note an expert's curve by tokens."""
+        self.curves[f"costs.{name}.points"] = measured_curve(
+            samples, "tokens", source=source, date=self.date, reference=reference
+        )

@@ -1,1 +1,0 @@
-"""Text that models read: the shipped corpus, and prompts from files."""

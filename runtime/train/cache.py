@@ -1,0 +1,455 @@
+"""Trains FlashMoE's cache policy: its recipe, samples from the accesses of a trace, and
+the network.
+
+The teacher is hindsight. While a trace passes, each layer step gives one sample: the
+`History` of every expert as the policy would see it, and what came afterwards.
+
+All layers are trained side by side, as stacked matrices, but share nothing: each keeps
+the weights of its own best epoch on the validation part.
+
+S layer steps of one layer, L MoE layers, N experts per layer, B samples of a batch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+from safetensors.numpy import save
+from torch.nn import functional
+
+from moesim.base.errors import TraceError
+from moesim.base.files import write_bytes
+from moesim.base.seals import sealed_metadata
+from moesim.policies.cache._learned_network import History, Network, sizes
+from moesim.policies.cache.belady import Belady
+from moesim.policies.cache_replay import replay
+from moesim.policies.planner.residency import CacheSize
+from moesim.traces.format.future import RecordedFuture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from moesim.policies.base import LayerWork
+    from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.schema import ModelShape
+
+Labels = Literal["distance", "masked"]
+
+HORIZONS: Final = {64: 48, 128: 98}
+"""CECAR's horizon K by experts per layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The constants of the training.
+
+    Attributes:
+        labels: ``distance`` regresses the steps until the next use and needs no cache;
+            ``masked`` marks, at each miss of a Belady cache, the victims among the
+            candidates. The paper says "masked" and its formula is lost; the first is
+            what CECAR's training code does, and our default because it serves every
+            cache size.
+        hidden: h; 128 is the paper's table, 64 gives its 113 KB per layer.
+        horizon: K, distances beyond it look the same; none takes 48 for 64 experts and
+            98 for 128 (CECAR), else 3N/4; but no more than the validation steps, which
+            could not show a longer distance.
+        learning_rate, weight_decay: of AdamW; the paper's "learning rate decay 1e-2" is
+            read as weight decay.
+        epochs: at most so many.
+        batch: layer steps per gradient step (CECAR); fewer where an epoch would have
+            less than eight of them.
+        patience: epochs without any layer improving by a thousandth before training
+            stops (ours; CECAR waits 5).
+        validation: share of the training steps, the last ones, that only decide when to
+            stop.
+
+    Source: FlashMoE (arXiv 2601.17063), its training; CECAR, `ML_Train.py`.
+    """
+
+    labels: Labels = "distance"
+    hidden: int = 128
+    horizon: int | None = None
+    learning_rate: float = 1e-3
+    weight_decay: float = 1e-2
+    epochs: int = 200
+    batch: int = 256
+    patience: int = 10
+    validation: float = 0.2
+
+    def validation_steps(self, steps: int) -> int:
+        """How many of so many training steps only decide when to stop."""
+        return max(1, round(self.validation * steps))
+
+    def horizon_for(self, experts: int, steps: int) -> int:
+        """K, >= 2, for so many experts per layer and training steps."""
+        if self.horizon is not None:
+            return self.horizon
+        usual = HORIZONS.get(experts, round(0.75 * experts))
+        # At least 2: the scaled distance divides by K - 1.
+        return max(2, min(usual, self.validation_steps(steps)))
+
+
+LEAST_STEPS: Final = 20
+
+
+class Samples(NamedTuple):
+    """What there is to learn, layer steps first.
+
+    Attributes:
+        features: float32 [S, L, 2N].
+        target: float32 [S, L, N].
+        counts: bool [S, L, N], whether an entry counts at all.
+        at_least: bool [S, L, N], whether the target is only a lower bound, because the
+            trace ended before the next use.
+    """
+
+    features: np.ndarray
+    target: np.ndarray
+    counts: np.ndarray
+    at_least: np.ndarray
+
+    def part(self, start: int, stop: int) -> Self:
+        """Samples of the steps from `start` to before `stop`."""
+        arrays = {name: array[start:stop] for name, array in self._asdict().items()}
+        return self._replace(**arrays)
+
+
+def observe(
+    steps: Iterable[RoutedStep],
+    shape: ModelShape,
+    recipe: Recipe,
+    slots: int | None = None,
+) -> Samples:
+    """Walk a trace once for features and once more, if need be, for the teacher's
+    decisions.
+
+    Raises:
+        TraceError: too few steps, or no miss to learn from.
+    """
+    history = History(shape.layers, shape.experts)
+    features: list[np.ndarray] = []
+    active: list[np.ndarray] = []
+    for step in steps:
+        used = np.zeros((shape.layers, shape.experts), np.bool_)
+        for routed in step.layers:
+            history.note(routed.layer, routed.experts)
+            used[routed.layer, routed.experts] = True
+        # After the step is noted: the policy decides when it has seen its accesses.
+        layers = [history.features(layer) for layer in range(shape.layers)]
+        features.append(np.stack(layers))
+        active.append(used)
+
+    count = len(active)
+    if count < LEAST_STEPS:
+        raise TraceError(
+            f"training part: expected at least {LEAST_STEPS} forward passes, found"
+            f" {count}"
+        )
+
+    if recipe.labels == "masked":
+        assert slots is not None, "masked labels are those of a cache of some size"
+        target, counts = belady_labels(steps, shape, slots, count)
+        at_least = np.zeros_like(counts)
+    else:
+        horizon = recipe.horizon_for(shape.experts, count)
+        target, at_least = distance_labels(np.stack(active), horizon)
+        counts = np.ones_like(at_least)
+    return Samples(np.stack(features), target, counts, at_least)
+
+
+def distance_labels(active: np.ndarray, horizon: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scaled steps until each expert's next use, strictly later, and whether they are
+    only lower bounds.
+
+    An expert that the part shows no more comes back behind its end or never, so its
+    distance is at least that to the end. CECAR counts it as never; on the few hundred
+    steps of a short trace that would teach that all late steps are last ones.
+
+    Args:
+        active: bool [S, ...], the experts used in each step.
+        horizon: K.
+
+    Returns:
+        float32 and bool, both shaped as `active`.
+    """
+    steps = len(active)
+    distance = np.empty(active.shape, np.float32)
+    until_next = np.full(active.shape[1:], np.inf, np.float32)
+    # Backwards, because the next use lies in the future.
+    for step in range(steps - 1, -1, -1):
+        distance[step] = until_next
+        until_next += 1.0
+        until_next[active[step]] = 1.0
+
+    until_end = np.arange(steps, 0, -1, dtype=np.float32)
+    until_end = until_end.reshape(-1, *[1] * (active.ndim - 1))
+    unseen = np.isinf(distance)
+    return scaled(np.where(unseen, until_end, distance), horizon), unseen
+
+
+def scaled(distance: np.ndarray, horizon: int) -> np.ndarray:
+    """``(clip(d, 1, K) - 1) / (K - 1)``, float32: 0 is the next step, 1 is K steps
+    ahead or never.
+
+    Source: CECAR, `ML_Train.py`.
+    """
+    clipped = np.clip(distance, 1.0, horizon)
+    return ((clipped - 1.0) / (horizon - 1)).astype(np.float32)
+
+
+def belady_labels(
+    steps: Iterable[RoutedStep], shape: ModelShape, slots: int, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mark the victims of Belady, and the candidates it chose them from, in a cache of
+    `slots` per layer where every miss enters.
+
+    Returns:
+        float32 [S, L, N], 1 for victims; bool [S, L, N], true for residents that could
+        have been.
+
+    Raises:
+        TraceError: the cache never evicts, so there is nothing to learn.
+
+    Source: our reading of FlashMoE's "masked" labels, whose formula is not printed.
+    """
+    teacher = _Teacher(must_admit=True)
+    size = CacheSize.for_model(shape, slots_per_layer=slots)
+    replay(teacher, "belady", shape, size, steps, future=RecordedFuture(steps))
+    if not teacher.evictions:
+        raise TraceError(
+            f"masked labels: a cache of {slots} slots per layer never evicts here;"
+            " choose a smaller one"
+        )
+
+    # Flat, because the policy's ids count the experts of all layers.
+    target = np.zeros((count, shape.layers * shape.experts), np.float32)
+    counts = np.zeros(target.shape, np.bool_)
+    for step, candidates, victims in teacher.evictions:
+        counts[step, candidates] = True
+        target[step, victims] = 1.0
+    by_layer = (count, shape.layers, -1)
+    return target.reshape(by_layer), counts.reshape(by_layer)
+
+
+class _Teacher(Belady):
+    """Belady, with a record of each eviction: step, candidates, victims."""
+
+    def __init__(self, *, must_admit: bool) -> None:
+        super().__init__(must_admit=must_admit)
+        self.evictions: list[tuple[int, np.ndarray, np.ndarray]] = []
+
+    def accessed(self, work: LayerWork) -> None:
+        super().accessed(work)
+        self._step = work.step
+
+    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        chosen = super().victims(incoming, candidates)
+        self.evictions.append((self._step, candidates, chosen))
+        return chosen
+
+
+# A layer improves if its loss falls by a thousandth: less is noise.
+_IMPROVEMENT: Final = 0.999
+
+# Else a short trace would take one gradient step per epoch.
+_LEAST_BATCHES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A trained network and how it came about; `facts` is plain JSON."""
+
+    network: Network
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file, beside the target and then renamed onto it."""
+        metadata = {"moesim": json.dumps(self.facts, sort_keys=True)}
+        arrays = self.network._asdict()
+        write_bytes(path, save(arrays, sealed_metadata(arrays, metadata)))
+
+
+def train(
+    steps: Iterable[RoutedStep],
+    shape: ModelShape,
+    recipe: Recipe | None = None,
+    *,
+    slots: int | None = None,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> Trained:
+    """Train one network per layer on the layer steps of a trace's training part.
+
+    Args:
+        steps: the training part in replay order, numbered from 0; it is walked more
+            than once.
+        shape: the model.
+        recipe: the constants; the defaults where None.
+        slots: cache slots per layer of the teacher; needed for masked labels only.
+        seed: of the first weights and the order of samples. One thread does the work,
+            so equal seeds give equal bytes.
+        progress: called with the number of finished epochs.
+
+    Raises:
+        TraceError: too few steps, or no miss to learn from.
+    """
+    recipe = recipe or Recipe()
+    begin_s = time.perf_counter()
+    samples = observe(steps, shape, recipe, slots)
+    count = len(samples.features)
+    training_steps = count - recipe.validation_steps(count)
+
+    # Several threads add in an order of their own, and sums depend on it.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        fitted = _fit(
+            samples.part(0, training_steps),
+            samples.part(training_steps, count),
+            recipe,
+            seed,
+            progress,
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+    by_distance = recipe.labels == "distance"
+    horizon = recipe.horizon_for(shape.experts, count) if by_distance else None
+    facts = {
+        **asdict(recipe),
+        "horizon": horizon,
+        "model": shape.name,
+        "layers": shape.layers,
+        "experts": shape.experts,
+        "slots": slots if recipe.labels == "masked" else None,
+        "seed": seed,
+        "training_steps": training_steps,
+        "validation_steps": count - training_steps,
+        "bytes_per_layer": fitted.network.bytes_per_layer,
+        "torch": torch.__version__,
+        "seconds_s": round(time.perf_counter() - begin_s, 3),
+    }
+    return Trained(fitted.network, facts | fitted.facts)
+
+
+def forward(parameters: Sequence[torch.Tensor], features: torch.Tensor) -> torch.Tensor:
+    """Outputs [L, B, N] of all layers' networks for `features` [L, B, 2N]; as
+    `Network.evaluate` one by one.
+    """
+    w1, b1, w2, b2, w3, b3 = parameters
+    x = functional.silu(torch.baddbmm(b1[:, None], features, w1.mT))
+    x = functional.silu(torch.baddbmm(b2[:, None], x, w2.mT))
+    return torch.baddbmm(b3[:, None], x, w3.mT)
+
+
+def _fit(
+    samples: Samples,
+    validation: Samples,
+    recipe: Recipe,
+    seed: int,
+    progress: Callable[[int], None] | None,
+) -> Trained:
+    """Descend until no layer improves any more; keep each layer's best epoch."""
+    count, layers, _ = samples.features.shape
+    experts = samples.target.shape[2]
+    parameters = _initial(layers, experts, recipe.hidden, seed)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=recipe.learning_rate, weight_decay=recipe.weight_decay
+    )
+    data = _tensors(samples)
+    held_out = _tensors(validation)
+    draws = torch.Generator().manual_seed(seed)
+    batch = min(recipe.batch, max(1, count // _LEAST_BATCHES))
+
+    # The first weights count as an epoch: training may only make it worse.
+    best = [parameter.detach().clone() for parameter in parameters]
+    best_epochs = torch.zeros(layers, dtype=torch.int64)
+    first = _evaluate(parameters, held_out, recipe.batch)
+    lowest = first
+    improved = 0
+    epoch = 0
+    for epoch in range(1, recipe.epochs + 1):
+        for rows in torch.randperm(count, generator=draws).split(batch):
+            optimizer.zero_grad()
+            # Layers share no weights, so the gradient of the sum is that of each.
+            _losses(parameters, data, rows).sum().backward()
+            optimizer.step()
+
+        loss = _evaluate(parameters, held_out, recipe.batch)
+        if (loss < _IMPROVEMENT * lowest).any():
+            improved = epoch
+        better = loss < lowest
+        lowest = torch.where(better, loss, lowest)
+        best_epochs[better] = epoch
+        for best_parameter, parameter in zip(best, parameters, strict=True):
+            best_parameter[better] = parameter.detach()[better]
+
+        if progress is not None:
+            progress(epoch)
+        if epoch - improved >= recipe.patience:
+            break
+
+    facts = {
+        "epochs_run": epoch,
+        "best_epochs": best_epochs.tolist(),
+        "validation_loss_first": round(float(first.mean()), 6),
+        "validation_loss_best": round(float(lowest.mean()), 6),
+    }
+    return Trained(Network(*(parameter.numpy() for parameter in best)), facts)
+
+
+def _tensors(samples: Samples) -> list[torch.Tensor]:
+    """Return the arrays of samples as tensors, in the order of the fields."""
+    return [torch.from_numpy(np.ascontiguousarray(array)) for array in samples]
+
+
+def _initial(layers: int, experts: int, hidden: int, seed: int) -> list[torch.Tensor]:
+    """Weights and biases uniform within ``1 / sqrt(inputs)``, as `torch.nn.Linear`
+    begins.
+    """
+    draws = torch.Generator().manual_seed(seed)
+    # By the number in a parameter's name: w1 and b1 have the inputs of the first layer.
+    inputs = {"1": 2 * experts, "2": hidden, "3": hidden}
+    parameters = []
+    for name, size in sizes(layers, experts, hidden).items():
+        parameter = torch.empty(size).uniform_(-1.0, 1.0, generator=draws)
+        parameter.div_(math.sqrt(inputs[name[1]]))
+        parameters.append(parameter.requires_grad_())
+    return parameters
+
+
+def _losses(
+    parameters: Sequence[torch.Tensor],
+    samples: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+) -> torch.Tensor:
+    """Mean squared error of each layer over the entries that count, [L], for the given
+    steps.
+    """
+    features, target, counts, at_least = (
+        array[rows].transpose(0, 1) for array in samples
+    )
+    error = forward(parameters, features) - target
+    # Above a lower bound the answer may be right: only less than it is an error.
+    error = torch.where(at_least, error.clamp(max=0.0), error)
+    totals = (error.square() * counts).sum(dim=(1, 2))
+    return totals / counts.sum(dim=(1, 2)).clamp(min=1)
+
+
+@torch.no_grad()
+def _evaluate(
+    parameters: Sequence[torch.Tensor], samples: Sequence[torch.Tensor], batch: int
+) -> torch.Tensor:
+    """Loss of each layer over all samples, [L]: batches weigh by their steps."""
+    rows = torch.arange(len(samples[0]))
+    losses = [
+        _losses(parameters, samples, part) * len(part) for part in rows.split(batch)
+    ]
+    return torch.stack(losses).sum(dim=0) / len(rows)

@@ -1,0 +1,121 @@
+"""Machines in words: the tables of devices, memory and links, what is refused."""
+
+import pytest
+
+from moesim.advice.errors import AdviceError
+from moesim.advice.machine.devices import graphics_cards, processors, single_chips
+from moesim.advice.machine.machine import Grade, describe_machine, machine_of_profile
+from moesim.advice.machine.memory import parse_memory, parse_pcie
+from moesim.base.sizes import parse_bytes
+
+
+def names(table):
+    """Distinct devices: some have several names."""
+    return {device.name for device in table.values()}
+
+
+def test_the_tables_hold_what_people_own_each_with_a_source():
+    assert len(names(graphics_cards())) >= 60
+    assert len(names(processors())) >= 60
+    chips = single_chips().values()
+    assert sum(chip.processor.name.startswith("Apple") for chip in chips) >= 15
+    for table in (graphics_cards(), processors()):
+        assert all(device.source for device in table.values())
+
+
+def test_bandwidths_are_bus_times_rate():
+    """Figures that their makers print: 448, 288, 936 and 1,792 GB/s."""
+    cards = graphics_cards()
+    stated = {"RTX 5060 Ti 16GB": 448, "RTX 4060 Ti 16GB": 288, "RTX 3090": 936}
+    for name, rate in {**stated, "RTX 5090": 1792}.items():
+        assert cards[name].bytes_per_s == pytest.approx(rate * 1e9, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_gib", "rate"),
+    [
+        ("2x16GB DDR4-3600", 32, 57.6e9),
+        ("2x16GB-DDR4-3600", 32, 57.6e9),
+        ("64 GB DDR5-6000", 64, 96e9),
+        ("1x16GB DDR4-3200", 16, 25.6e9),
+        ("128GB, 80 GB/s", 128, 80e9),
+        ("64GB", 64, None),
+    ],
+)
+def test_memory_in_words(text, size_gib, rate):
+    memory = parse_memory(text, channels=2)
+    assert memory.size_bytes == size_gib * 1024**3
+    assert memory.peak_bytes_per_s == rate
+
+
+def test_links_in_words():
+    assert parse_pcie("4.0x8") == pytest.approx(15.75e9, rel=0.001)
+    assert parse_pcie("PCIe 3.0 x16") == pytest.approx(15.76e9, rel=0.001)
+    assert parse_pcie("nothing") is None
+
+
+def test_the_longest_name_counts_and_makers_may_be_left_out():
+    machine = describe_machine(
+        cpu="AMD Ryzen 7 5700X 8-Core Processor", gpu="NVIDIA GeForce RTX 5060 Ti"
+    )
+    assert machine.processor.name == "Ryzen 7 5700X"
+    assert machine.graphics[0].name == "RTX 5060 Ti 16GB"
+    assert machine.grade is Grade.SPEC
+
+
+def test_several_cards_share_their_memories():
+    machine = describe_machine(cpu="Ryzen 9 5950X", gpu="2x RTX 3090")
+    assert machine.gpu_count == 2
+    assert machine.vram_bytes == 48 * 1024**3
+
+
+def test_a_chip_with_one_memory_has_no_link():
+    machine = describe_machine(cpu="M4 Max", ram="128GB")
+    assert machine.unified
+    assert machine.device_bytes_per_s == 546e9
+
+
+def test_devices_in_numbers():
+    machine = describe_machine(
+        cpu="cores=6,ghz=3", ram="2x16GB DDR4-3200", gpu="vram=16GB,bandwidth=448GB/s"
+    )
+    assert machine.processor.cores == 6
+    assert machine.vram_bytes == parse_bytes("16GiB")
+    assert machine.device_bytes_per_s == 448e9
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({"gpu": "RTX 9999"}, "--gpu 'RTX 9999': not among the"),
+        ({"gpu": "RTX 4061 Ti"}, "did you mean"),
+        ({"cpu": "Ryzen 77 1"}, "--cpu 'Ryzen 77 1': not among the"),
+        ({"gpu": "vram=16GB"}, "expected bandwidth="),
+        ({"gpu": "vram=0GB,bandwidth=448"}, "more than 0 bytes"),
+        ({"gpu": "vram=16GB,bandwidth=fast"}, "expected a number, got 'fast'"),
+        ({"gpu": "vram=16GB,bandwidth=448,colour=red"}, "unknown word 'colour=red'"),
+        ({"cpu": "cores=0"}, "expected a number above 0"),
+        ({"gpu": "RTX 3060", "pcie": "9.0x3"}, "--pcie '9.0x3': expected generation"),
+        ({"gpu": "RTX 3060", "pcie": "4.0x7"}, "PCIe 4x7"),
+    ],
+)
+def test_what_cannot_be_is_one_line_with_a_way_out(words, expected):
+    with pytest.raises(AdviceError) as caught:
+        describe_machine(**words)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_measured_profile_is_a_probed_machine():
+    machine = machine_of_profile("two-core-host", ram="16GB")
+    assert machine.grade is Grade.PROBED
+    assert machine.processor.cores == 2
+    assert not machine.graphics
+    # What its experts reached when it was measured.
+    assert max(machine.probes.host_read.values()) == pytest.approx(7.8e9, rel=0.01)
+
+
+def test_a_datasheet_profile_is_a_specification():
+    machine = machine_of_profile("rtx4060ti")
+    assert machine.grade is Grade.SPEC
+    assert [card.name for card in machine.graphics] == ["RTX 4060 Ti 16GB"]

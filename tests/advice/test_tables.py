@@ -1,0 +1,233 @@
+"""Tables of devices and models against what their makers state, and names against rows."""
+
+import re
+from importlib import resources
+
+import pytest
+import yaml
+from support.model_files import write_gguf, write_hf
+
+from moesim.advice.machine.devices import find, graphics_cards, processors, single_chips
+from moesim.advice.model.catalogue import named_contents, shapes
+from moesim.advice.model.gguf_header import gguf_contents
+from moesim.advice.model.hf_folder import hf_contents
+
+MIB = 1024**2
+GIB = 1024**3
+
+
+def rows_of(name, key):
+    folder = resources.files("moesim.advice").joinpath("data")
+    groups = yaml.safe_load(folder.joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
+    return [(group, row) for group in groups for row in group[key]]
+
+
+@pytest.mark.parametrize("file", ["cpus", "gpus", "socs"])
+def test_every_row_names_its_source_and_date(file):
+    for group, row in rows_of(file, file):
+        assert group["source"], row["name"]
+        assert re.fullmatch(r"20\d\d-\d\d", group["date"]), row["name"]
+
+
+def test_no_alias_differs_in_cores_from_its_row():
+    """An alias is another spelling or a twin without graphics or overclocking: a number
+    of its own needs a row of its own.
+    """
+    for _, row in rows_of("cpus", "cpus"):
+        numbers = re.findall(r"\d{3,}", row["name"])
+        for alias in row.get("also", ()):
+            own = re.findall(r"\d{3,}", alias)
+            assert not own or own[0] == numbers[0], (row["name"], alias)
+            assert processors()[alias].cores == row["cores"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cores", "small"),
+    [
+        ("EPYC 9015", 8, 0),
+        ("EPYC 7643", 48, 0),
+        ("EPYC 7513", 32, 0),
+        ("Xeon w7-3455", 24, 0),
+        ("Xeon w5-3435X", 16, 0),
+        ("Xeon w5-2455X", 12, 0),
+        ("Xeon Platinum 8460Y+", 40, 0),
+        ("Xeon Gold 6248R", 24, 0),
+        ("Xeon Platinum 8268", 24, 0),
+        ("Xeon Gold 6226R", 16, 0),
+        ("Core i7-13620H", 6, 4),
+        ("Core Ultra 5 250K Plus", 6, 12),
+        ("AMD Ryzen 9 9950X3D 16-Core Processor", 16, 0),
+        ("Xeon E5-2650v4", 12, 0),
+    ],
+)
+def test_cores_are_those_of_the_makers_page(name, cores, small):
+    processor = find(name, processors())
+    assert (processor.cores, processor.small_cores) == (cores, small)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops", "gb_s"),
+    [
+        ("L40", 181.0, 864),
+        ("L40S", 362.0, 864),
+        ("GTX 1660 SUPER", 5.0, 336),
+        ("RTX 5070 Laptop", 27.6, 384),
+        ("A100-SXM4-80GB", 312.0, 2039),
+        ("RTX PRO 6000 Max-Q", 440.0, 1792),
+    ],
+)
+def test_cards_are_not_answered_as_their_neighbours(name, tflops, gb_s):
+    card = find(name, graphics_cards())
+    assert card.flops == pytest.approx(tflops * 1e12)
+    assert card.bytes_per_s == pytest.approx(gb_s * 1e9, rel=0.01)
+
+
+def test_chips_follow_their_own_rule():
+    """Shader rates: cores x 256 x clock. A chip's successor gains tens of per cent."""
+    chips = single_chips()
+    for older, newer in (("M4", "M5"), ("M4 Pro", "M5 Pro"), ("M4 Max", "M5 Max")):
+        ratio = chips[newer].graphics.flops / chips[older].graphics.flops
+        assert 0.8 < ratio < 1.5
+    nano = chips["Jetson Orin Nano"]
+    assert nano.bytes_per_s == pytest.approx(68.3e9)
+
+
+# Keys and values of one token in half precision: 2 x key heads x head size x 2 bytes x
+# layers; for latent attention (rank + rope) x 2 x layers. From the configurations that
+# the makers publish.
+KEYS_AND_VALUES = {
+    "mixtral-8x7b": 32 * 2 * 8 * 128 * 2,
+    "phi-3.5-moe": 32 * 2 * 8 * 128 * 2,
+    "qwen3-30b-a3b": 48 * 2 * 4 * 128 * 2,
+    "qwen2-57b-a14b": 28 * 2 * 4 * 128 * 2,
+    "qwen1.5-moe-a2.7b": 24 * 2 * 16 * 128 * 2,
+    "olmoe-1b-7b": 16 * 2 * 16 * 128 * 2,
+    "deepseek-v2-lite": 27 * (512 + 64) * 2,
+    "deepseek-v2": 60 * (512 + 64) * 2,
+    "deepseek-v3": 61 * (512 + 64) * 2,
+    "kimi-k2": 61 * (512 + 64) * 2,
+    "glm-4.7-flash": 47 * (512 + 64) * 2,
+    "deepseek-moe-16b": 28 * 2 * 16 * 128 * 2,
+    "glm-4.5-air": 46 * 2 * 8 * 128 * 2,
+    "glm-4.5": 92 * 2 * 8 * 128 * 2,
+    "qwen3-235b-a22b": 94 * 2 * 4 * 128 * 2,
+    "qwen3-coder-480b-a35b": 62 * 2 * 8 * 128 * 2,
+    "qwen3-next-80b-a3b": 12 * 2 * 2 * 256 * 2,
+    "qwen3.6-35b-a3b": 10 * 2 * 2 * 256 * 2,
+    "mixtral-8x22b": 56 * 2 * 8 * 128 * 2,
+    "minimax-m2": 62 * 2 * 8 * 128 * 2,
+    "hunyuan-a13b": 32 * 2 * 8 * 128 * 2,
+}
+
+
+@pytest.mark.parametrize("name", KEYS_AND_VALUES)
+def test_keys_and_values_are_those_of_the_configuration(name):
+    model = named_contents(name)
+    for tokens in (1024, 8192):
+        assert model.kv_bytes(tokens) == pytest.approx(
+            KEYS_AND_VALUES[name] * tokens, rel=0.02
+        )
+
+
+def test_windowed_layers_stop_at_their_window():
+    """gpt-oss-120b: 18 layers see 128 tokens, 18 see all."""
+    model = named_contents("gpt-oss-120b", "MXFP4")
+    entry = 2 * 8 * 64 * 2
+    assert model.kv_bytes(8192) == 18 * entry * (128 + 8192)
+
+
+@pytest.mark.parametrize("label", ["F16", "MXFP4", "Q4_K_M", "UD-Q8_K_XL"])
+def test_experts_of_gpt_oss_stay_as_trained(label):
+    """Files called F16 keep 4.25 bits in the experts: 65 GB, not 234."""
+    model = named_contents("gpt-oss-120b", label)
+    assert set(model.expert_formats) == {"mxfp4"}
+    assert model.file_bytes < 70e9
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "UD-Q2_K_XL",
+        "Q6_K_XL",
+        "Q2_K_L",
+        "UD-IQ2_XXS",
+        "Q3_K_XL",
+        "UD-Q5_K_XL",
+        "Q8_K_XL",
+    ],
+)
+def test_labels_that_people_download_are_known(label):
+    model = named_contents("qwen3-30b-a3b", label)
+    bits = 8 * model.expert_bytes / sum(each.expert_weights for each in model.layers)
+    stated = int(re.search(r"Q(\d)", label).group(1))
+    assert stated - 0.2 < bits < stated + 2.5
+
+
+def test_every_shape_can_be_computed():
+    for name in shapes():
+        assert named_contents(name).file_bytes > 0
+
+
+def test_a_tower_for_pictures_is_no_text_layer(tmp_path):
+    write_hf(tmp_path / "plain")
+    tower = [("visual.blocks.0.attn.qkv.weight", (256, 256), "BF16")]
+    tower += [("model.vision_tower.layers.1.mlp.weight", (256, 256), "BF16")]
+    write_hf(tmp_path / "seeing", more=tower)
+    plain, seeing = (hf_contents(tmp_path / name) for name in ("plain", "seeing"))
+    assert [each.dense_bytes for each in seeing.layers] == [
+        each.dense_bytes for each in plain.layers
+    ]
+    assert seeing.file_bytes == plain.file_bytes + 2 * 256 * 256 * 2
+
+
+def test_packed_integers_hold_eight_weights_each(tmp_path):
+    packed = [("model.layers.0.self_attn.o_proj.qweight", (32, 256), "I32")]
+    write_hf(tmp_path / "plain")
+    write_hf(tmp_path / "packed", more=packed)
+    plain, quantised = (hf_contents(tmp_path / name) for name in ("plain", "packed"))
+    added = quantised.layers[0].dense_weights - plain.layers[0].dense_weights
+    assert added == 256 * 256
+    assert quantised.file_bytes - plain.file_bytes == 32 * 256 * 4
+
+
+def test_every_nth_layer_has_full_attention_where_the_configuration_says_so(tmp_path):
+    write_hf(tmp_path / "hybrid", layers=8, full_attention_interval=4)
+    model = hf_contents(tmp_path / "hybrid")
+    full = [at for at, each in enumerate(model.layers) if each.kv_bytes_per_token]
+    assert full == [3, 7]
+
+
+def latent_file(path, **metadata):
+    """DeepSeek-V2-Lite's attention: 16 heads, keys of 192, values of 128, rank 512."""
+    write_gguf(path, architecture="deepseek2", **metadata)
+    return gguf_contents(path)
+
+
+OLD = {
+    "attention.head_count": 16,
+    "attention.head_count_kv": 16,
+    "attention.key_length": 192,
+    "attention.value_length": 128,
+    "attention.kv_lora_rank": 512,
+    "rope.dimension_count": 64,
+}
+NEW = OLD | {
+    "attention.head_count_kv": 1,
+    "attention.key_length": 576,
+    "attention.value_length": 512,
+    "attention.key_length_mla": 192,
+    "attention.value_length_mla": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "entry"), [(OLD, 16 * (192 + 128) * 2), (NEW, (512 + 64) * 2)]
+)
+def test_latent_attention_depends_on_the_age_of_the_file(tmp_path, metadata, entry):
+    """Files without `key_length_mla` run as plain attention: 2,160 MiB at 8,192 tokens
+    and 27 layers where newer ones keep 243.
+    """
+    model = latent_file(tmp_path / "m.gguf", **metadata)
+    assert {layer.kv_bytes_per_token for layer in model.layers} == {entry}
+    assert 27 * entry * 8192 / MIB == pytest.approx(2160 if metadata is OLD else 243)
+    assert all(layer.latent_attention == (metadata is NEW) for layer in model.layers)

@@ -1,0 +1,108 @@
+"""What is read is bounded before it is parsed; what is shown can do nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tomllib
+
+import pytest
+
+from moesim.base.inputs import (
+    MOST_DIGITS,
+    MOST_NESTING,
+    InputError,
+    load_json,
+    load_toml,
+    open_input,
+    read_bytes,
+)
+from moesim.base.text import LONGEST_LINE, VisibleStream, cell, one_line, visible
+
+
+@pytest.mark.parametrize("depth", [MOST_NESTING, MOST_NESTING + 1])
+@pytest.mark.parametrize(
+    ("load", "text"),
+    [
+        (load_json, lambda n: "[" * n + "]" * n),
+        (load_json, lambda n: '{"a":' * n + "1" + "}" * n),
+        (load_toml, lambda n: "x = " + "[" * n + "]" * n),
+        (load_toml, lambda n: ".".join(["a"] * n) + " = 1"),
+        (load_toml, lambda n: "[" + ".".join(['"a b"'] * n) + "]"),
+    ],
+)
+def test_nesting_up_to_the_limit(load, text, depth):
+    if depth <= MOST_NESTING:
+        assert load(text(depth))
+    else:
+        with pytest.raises(InputError, match=r"at most 100 .*found more"):
+            load(text(depth))
+
+
+@pytest.mark.parametrize("load", [load_json, load_toml])
+def test_digits_up_to_the_limit(load):
+    head = '{"a": %s}' if load is load_json else "a = %s"
+    # A float's digits count as well.
+    assert load(head % ("1" * MOST_DIGITS)) == {"a": int("1" * MOST_DIGITS)}
+    with pytest.raises(InputError, match="at most 400 digits"):
+        load(head % ("1" * (MOST_DIGITS + 1)))
+
+
+def test_strings_and_comments_do_not_count():
+    brackets = "[" * 1000
+    content = {"a": brackets, 'b"': "1" * 1000, "c": "x\\"}
+    assert load_json(json.dumps(content)) == content
+    text = f"# {brackets}\n" + "\n".join(
+        (
+            f'a = "{brackets}"',
+            f"b = '{brackets}'",
+            f'c = """\n{brackets}"{brackets}\n"""',
+            f"d = '''\n{brackets}\n'''",
+            r'e = "\"[[["',
+            "'[[['.f = 1",
+        )
+    )
+    assert load_toml(text) == tomllib.loads(text)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a pipe", "a folder"])
+def test_only_regular_files_are_opened(tmp_path, make):
+    make(tmp_path / "x")
+    with pytest.raises(OSError, match="expected a file, found a"):
+        open_input(tmp_path / "x")
+
+
+def test_a_file_beyond_the_limit_says_how_to_raise_it(tmp_path, monkeypatch):
+    (tmp_path / "x").write_bytes(bytes(5000))
+    assert len(read_bytes(tmp_path / "x", 5000)) == 5000
+    monkeypatch.setenv("MOESIM_MOST_INPUT", "4KiB")
+    with pytest.raises(OSError, match=r"at most 4\.0 KiB, found more;.*MOESIM_MOST_IN"):
+        read_bytes(tmp_path / "x")
+
+
+def test_controls_are_visible():
+    assert visible("a\x1b[2J\nb\u202e\x9b\ud800") == r"a\x1b[2J\nb\u202e\x9b\ud800"
+    assert one_line("  two\n lines\x07 ") == r"two lines\x07"
+    long = one_line("expected " + "x" * 5000 + " way out")
+    assert len(long) <= LONGEST_LINE
+    assert long.startswith("expected x")
+    assert long.endswith("x way out")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("=1+2", "'=1+2"), ("@x", "'@x"), ("-a", "'-a"), ("-1.5", "-1.5"), ("a", "a")],
+)
+def test_a_spreadsheet_takes_no_cell_for_a_formula(text, shown):
+    assert cell(text) == shown
+
+
+def test_a_stream_shows_controls_but_for_line_ends_and_styles():
+    raw = io.BytesIO()
+    stream = VisibleStream(io.TextIOWrapper(raw, encoding="utf-8"))
+    stream.write("\x1b[1mbold\x1b[0m\ta\r\x1b[2J\x1b[8mhidden\x1b]0;t\x07\n")
+    stream.flush()
+    assert raw.getvalue().decode() == (
+        "\x1b[1mbold\x1b[0m\ta\\r\\x1b[2J\\x1b[8mhidden\\x1b]0;t\\x07\n"
+    )

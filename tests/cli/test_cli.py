@@ -1,0 +1,604 @@
+"""The command line: what it prints, where it writes, and how it says no."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.command_line import refused, runner
+from support.small_trace import (
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    SEQUENCES,
+    SHAPE,
+    write_small_trace,
+)
+from typer.main import get_command
+
+from moesim import cli
+from moesim.base.units import number as number_text
+from moesim.cli.parsers import split_policies
+from moesim.reporting.tables import aligned
+
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return write_small_trace(tmp_path / "small.parquet")
+
+
+@pytest.fixture
+def moesim(capsys, monkeypatch, tmp_path):
+    return runner(capsys, monkeypatch, tmp_path)
+
+
+# Replay.
+
+
+def test_replay_prints_json_with_every_promised_key(moesim, trace):
+    code, out, err = moesim(
+        "replay",
+        trace,
+        "--policy",
+        "greedy",
+        "--cache",
+        "lru",
+        "--hw",
+        "rtx3090-epyc7532",
+        "--json",
+    )
+    found = json.loads(out)
+    promised = (
+        "accesses hits delayed_hits misses hit_rate_active hit_rate_gpu hit_rate_token"
+        " ttft_s tpot_s decode_tokens_per_s prefill_tokens_per_s bytes busy_s"
+        " planning_s makespan_s energy_j tokens_per_kj routing events wall_s config"
+    )
+    assert code == 0
+    assert err == ""
+    assert set(promised.split()) <= set(found)
+    assert found["accesses"] == found["hits"] + found["delayed_hits"] + found["misses"]
+    assert found["config"]["cache"] == "lru"
+    assert found["config"]["hw"] == "rtx3090-epyc7532"
+    assert found["decode_tokens"] == SEQUENCES * NEW_TOKENS
+    assert found["prefill_tokens"] == SEQUENCES * PROMPT_TOKENS
+
+
+def test_same_seed_prints_the_same_figures(moesim, trace):
+    runs = [
+        json.loads(
+            moesim(
+                "replay", trace, "--cache", "static:fill=random", "--seed", 3, "--json"
+            )[1]
+        )
+        for _ in "ab"
+    ]
+    assert runs[0].pop("wall_s") > 0
+    del runs[1]["wall_s"]
+    assert runs[0] == runs[1]
+
+
+def test_defaults_are_printed(moesim, trace):
+    """A newcomer sees which machine, cache, prefetch and batch were meant."""
+    code, out, _ = moesim("replay", trace)
+    assert code == 0
+    assert "rtx3090-epyc7532 (datasheet profile)" in out
+    assert "cache lru, prefetch none, routing as-recorded, batch 1" in " ".join(
+        out.split()
+    )
+    assert "2 experts per layer, 25.0 % of all" in out
+
+
+def test_a_profile_in_the_folder_is_the_default(moesim, trace):
+    source = (ROOT / "hwprofiles" / "data" / "rtx4060ti.toml").read_text(
+        encoding="utf-8"
+    )
+    Path("hw.toml").write_text(source, encoding="utf-8")
+    assert (
+        json.loads(moesim("replay", trace, "--json")[1])["config"]["hw"] == "rtx4060ti"
+    )
+
+
+def test_replay_writes_tables_figures_and_perfetto(moesim, trace, tmp_path):
+    out = tmp_path / "run"
+    code, printed, _ = moesim(
+        "replay", trace, "--out", out, "--perfetto", tmp_path / "p.json"
+    )
+    assert code == 0
+    names = {"timeline.parquet", "accesses.parquet", "steps.parquet", "run.json"}
+    assert {path.name for path in out.iterdir()} == names
+    for name in names:
+        assert f"wrote {out / name}" in printed
+    figures = json.loads((out / "run.json").read_text())
+    assert pq.read_metadata(out / "accesses.parquet").num_rows == figures["accesses"]
+    events = json.loads((tmp_path / "p.json").read_text())["traceEvents"]
+    assert (
+        sum(event["ph"] == "X" for event in events)
+        == pq.read_metadata(out / "timeline.parquet").num_rows
+    )
+
+
+def test_steps_keeps_the_first_forward_passes(moesim, trace):
+    assert json.loads(moesim("replay", trace, "--steps", 4, "--json")[1])["steps"] == 4
+
+
+def test_batch_joins_sequences(moesim, trace):
+    """Both sequences together: one prefill and as many decode steps as one of them has
+    tokens.
+    """
+    assert (
+        json.loads(moesim("replay", trace, "--batch", 2, "--json")[1])["steps"]
+        == 1 + NEW_TOKENS
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "slots"),
+    [
+        (("--slots-per-layer", 3), [3, 3, 3]),
+        (("--cache-ratio", 0.5), [4, 4, 4]),
+        (("--cache-ratio", 0), [0, 0, 0]),
+    ],
+)
+def test_cache_sizes(moesim, trace, option, slots):
+    assert (
+        json.loads(moesim("replay", trace, *option, "--json")[1])["config"][
+            "cache_slots"
+        ]
+        == slots
+    )
+
+
+def test_gpu_memory_leaves_the_rest_to_experts(moesim, trace):
+    """Other weights and two staging slots are set aside; the remaining 3.5 experts per
+    layer hold 3.
+    """
+    expert = SHAPE.max_expert_bytes
+    size = SHAPE.other_bytes + 2 * expert + 3 * 3 * expert + expert
+    found = json.loads(
+        moesim("replay", trace, "--gpu-memory", size, "--staging", 2, "--json")[1]
+    )
+    assert found["config"]["cache_slots"] == [3, 3, 3]
+
+
+# Compare.
+
+
+def test_cache_only_counts_what_on_demand_would(moesim, trace):
+    code, out, _ = moesim("replay", trace, "--cache", "lru", "--cache-only", "--json")
+    alone = json.loads(out)
+    _, out, _ = moesim(
+        "replay", trace, "--policy", "on-demand", "--cache", "lru", "--json"
+    )
+    timed = json.loads(out)
+    assert code == 0
+    assert (alone["hits"], alone["misses"]) == (timed["hits"], timed["misses"])
+    assert moesim("replay", trace, "--cache", "lfu", "--cache-only")[1].startswith(
+        "cache     lfu"
+    )
+
+
+def test_compare_equals_replay(moesim, trace):
+    """A row of the table is the run that `replay` makes."""
+    found = json.loads(
+        moesim("compare", trace, "--policies", "greedy,on-demand", "--json")[1]
+    )
+    both = {run["policy"]: run for run in found["runs"]}
+    alone = json.loads(moesim("replay", trace, "--policy", "on-demand", "--json")[1])
+    assert set(both) == {"greedy", "on-demand"}
+    for name in ("makespan_s", "hits", "bytes", "tpot_s", "config"):
+        assert both["on-demand"][name] == alone[name]
+
+
+def test_policies_split_where_a_policy_begins():
+    assert split_policies("a,b , c", "--policies") == ["a", "b", "c"]
+    found = split_policies("greedy+lfu:decay=0.9,variant=perfect,all-cpu", "--policies")
+    assert found == ["greedy+lfu:decay=0.9,variant=perfect", "all-cpu"]
+
+
+# List and trace.
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("assignment", "greedy"),
+        ("cache", "oracle: sees the future"),
+        ("prefetch", "needs pred1_raw"),
+        ("routing", "as-recorded"),
+        ("systems", "fiddler"),
+        ("hardware", "datasheet: RTX 3090"),
+        ("models", "48 MoE layers x 128 experts"),
+    ],
+)
+def test_list_names_what_can_be_named(moesim, kind, words):
+    code, out, _ = moesim("list", kind)
+    assert code == 0
+    assert words in out
+    entries = json.loads(moesim("list", kind, "--json")[1])[kind]
+    assert all(entry["name"] and entry["summary"] for entry in entries)
+
+
+def test_trace_info_counts_tokens(moesim, trace):
+    found = json.loads(moesim("trace", "info", trace, "--json")[1])
+    assert (found["prefill_tokens"], found["decode_tokens"]) == (
+        SEQUENCES * PROMPT_TOKENS,
+        SEQUENCES * NEW_TOKENS,
+    )
+    assert "small: 3 MoE layers x 8 experts, top 2" in moesim("trace", "info", trace)[1]
+
+
+def test_trace_stats_has_a_row_per_layer(moesim, trace):
+    lines = moesim("trace", "stats", trace)[1].splitlines()
+    assert [line.split()[0] for line in lines[3:6]] == ["0", "1", "2"]
+
+
+@pytest.mark.skipif(
+    not SHARED.is_dir(),
+    reason="other people's traces, no part of the project: ../shared is not here",
+)
+def test_import_then_replay_a_real_trace(moesim, tmp_path):
+    """The two commands of the README, on 156 tokens of Qwen3-30B-A3B."""
+    source = SHARED / "traces" / "qwen3_30b_a3b_top6.parquet"
+    target = tmp_path / "q.parquet"
+    code, out, err = moesim(
+        "trace", "import", source, target, "--shape", "qwen3-30b-a3b"
+    )
+    assert (code, "top-k is 6 in the trace, 8 in the model" in err) == (0, True)
+    assert "7,461 rows of 1 sequence" in out
+    found = json.loads(
+        moesim("replay", target, "--hw", "rtx3090-epyc7532", "--json")[1]
+    )
+    assert (found["prefill_tokens"], found["decode_tokens"]) == (28, 128)
+
+
+# Bad input.
+
+
+def foreign(path):
+    pq.write_table(pa.table({"a": [1, 2]}), path)
+
+
+def cut_off(path):
+    whole = write_small_trace(path).read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+
+
+def no_parquet(path):
+    path.write_text("not a trace")
+
+
+@pytest.mark.parametrize("spoil", [foreign, cut_off, no_parquet, Path.mkdir])
+def test_a_bad_trace_is_one_line(moesim, tmp_path, spoil):
+    path = tmp_path / "bad.parquet"
+    spoil(path)
+    assert refused(moesim("replay", path, "--out", tmp_path / "run"), str(path))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("--policy", "greedi"), ("greedi", "did you mean 'greedy'")),
+        (("--cache", "lruu"), ("unknown cache policy 'lruu'", "did you mean 'lru'")),
+        (("--cache", "lfu:decay=x"), ("decay", "'x'")),
+        (("--prefetch", "next-gate"), ("next-gate", "pred1_raw")),
+        (("--hw", "rtx9090"), ("rtx9090", "known")),
+        (("--hw", "none.toml"), ("none.toml",)),
+        (("--cache-ratio", 0.5, "--slots-per-layer", 2), ("at most one",)),
+        (("--gpu-memory", "1KiB"), ("no room to stage",)),
+        (("--warm", "nothing.parquet"), ("nothing.parquet",)),
+        (("--perfetto", "file/p.json"), ("file", "expected a folder")),
+        (("--out", "file"), ("file", "expected a folder")),
+    ],
+)
+def test_a_bad_option_is_one_line_and_leaves_nothing(moesim, trace, words, parts):
+    Path("file").write_text("in the way")
+    before = set(Path().rglob("*"))
+    assert refused(moesim("replay", trace, *words), *parts)
+    assert set(Path().rglob("*")) == before
+
+
+def test_a_failed_run_leaves_no_half_written_tables(moesim, trace, tmp_path):
+    """The trace breaks after the run has begun: rows of its second half are missing."""
+    table = pq.read_table(trace)
+    metadata = table.schema.metadata
+    broken = table.slice(0, table.num_rows - 1).replace_schema_metadata(metadata)
+    path = tmp_path / "broken.parquet"
+    pq.write_table(broken, path, row_group_size=16)
+    assert refused(
+        moesim(
+            "replay", path, "--out", tmp_path / "run", "--perfetto", tmp_path / "p.json"
+        ),
+        str(path),
+    )
+    assert not (tmp_path / "p.json").exists()
+    assert not (tmp_path / "run").exists() or list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_missing_extra_names_itself(monkeypatch, moesim, tmp_path):
+    """Without torch, what needs it says what to install; nothing else changes."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "moesim.runtime.measure.profile", raising=False)
+    assert refused(
+        moesim("profile", "--out", tmp_path / "hw.toml"),
+        "torch",
+        "pip install 'moesim[runtime]'",
+    )
+
+
+def test_a_bug_of_ours_is_not_dressed_up():
+    def bug():
+        raise ValueError("a plain ValueError is nobody's message to a user")
+
+    with pytest.raises(ValueError, match="plain"):
+        cli.guarded(bug)
+
+
+# The process.
+
+
+def start(*words, cwd, **options):
+    command = [sys.executable, "-m", "moesim", *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_help_comes_at_once(tmp_path):
+    """Nothing that takes long to import is imported. Seconds would say who else is
+    busy.
+    """
+    code = (
+        "import sys; from moesim.cli import main\ntry: main(['--help'])\nfinally:"
+        " print(*sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    out = subprocess.check_output(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True
+    )
+    assert "replay" in out
+    slow = {
+        "numpy",
+        "pandas",
+        "pyarrow",
+        "llvmlite",
+        "simpy",
+        "matplotlib",
+        "torch",
+        "transformers",
+        "duckdb",
+        # Commands are imported when they are called.
+        "moesim.runs.config",
+        "moesim.cli.commands.replay",
+    }
+    assert slow.isdisjoint(out.splitlines()[-1].split())
+
+
+def commands():
+    """Every command with the words that call it."""
+    words = []
+    for name, deferred in get_command(cli.app).commands.items():
+        of_group = getattr(deferred.command(), "commands", None)
+        words += [f"{name} {each}" for each in of_group] if of_group else [name]
+    return words
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_helps_with_an_example(moesim, command):
+    code, out, _ = moesim(*command.split(), "--help")
+    assert code == 0
+    assert f"moesim {command}" in out.partition("Example")[2]
+
+
+def test_version_is_that_of_the_distribution(moesim):
+    assert f'version = "{moesim("--version")[1].split()[1]}"' in (
+        ROOT / "pyproject.toml"
+    ).read_text(encoding="utf-8")
+
+
+ALONE = ("replay", "--policy", "ilp")
+SHARED_OUT = ("compare", "--policies", "ilp,beam", "--jobs", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "code"),
+    [
+        (ALONE, signal.SIGINT, 130),
+        (ALONE, signal.SIGTERM, 143),
+        (SHARED_OUT, signal.SIGTERM, 143),
+    ],
+    ids=("ctrl-C", "SIGTERM", "SIGTERM, two processes"),
+)
+def test_stopped_from_outside_it_says_so_and_leaves_nothing(
+    request, tmp_path, words, number, code
+):
+    """In the middle of replays that would take a minute or so; whoever shares the work
+    ends too.
+    """
+    trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
+    process = start(*words, trace, "--out", tmp_path / "run", cwd=tmp_path)
+    request.addfinalizer(process.kill)
+    deadline_s = time.monotonic() + 300
+    begun = 3 if words == ALONE else 6
+    while (
+        len(list(tmp_path.glob("run/**/*.part"))) < begun
+        and time.monotonic() < deadline_s
+    ):
+        time.sleep(0.05)
+    time.sleep(0.3)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == code
+    assert "Traceback" not in err
+    assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
+    assert psutil.wait_procs(children, timeout=60)[1] == []
+
+
+@pytest.mark.parametrize("words", [ALONE, SHARED_OUT], ids=("alone", "two processes"))
+def test_two_interrupts_in_quick_succession_end_it_as_one_does(
+    request, tmp_path, words
+):
+    """As a terminal sends them: to every process of the group. The second may not stop
+    the clearing up that the first began, nor hide its exit code.
+    """
+    trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
+    process = start(
+        *words, trace, "--out", tmp_path / "run", cwd=tmp_path, start_new_session=True
+    )
+    request.addfinalizer(process.kill)
+    deadline_s = time.monotonic() + 300
+    begun = 3 if words == ALONE else 6
+    while (
+        len(list(tmp_path.glob("run/**/*.part"))) < begun
+        and time.monotonic() < deadline_s
+    ):
+        time.sleep(0.05)
+    time.sleep(0.3)
+    children = psutil.Process(process.pid).children(recursive=True)
+    for _ in "ab":
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.1)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "interrupted\n"
+    assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
+    assert psutil.wait_procs(children, timeout=60)[1] == []
+
+
+# Somebody is quick: the signal comes while the commands are being imported.
+EARLY = """
+import os, sys
+from moesim.start import main
+class Quick:
+    def find_spec(self, name, path=None, target=None):
+        if name == "moesim.cli.errors":
+            os.kill(os.getpid(), int(sys.argv[1]))
+sys.meta_path.insert(0, Quick())
+main(["list", "policies"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")],
+)
+def test_a_signal_before_the_command_begins_ends_it_in_one_line(number, code, said):
+    command = [sys.executable, "-c", EARLY, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
+
+
+def test_the_installed_command_begins_where_signals_are_heard():
+    facts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert facts["project"]["scripts"] == {"moesim": "moesim.start:main"}
+
+
+SWALLOWED = """
+import os, sys
+from moesim.cli.errors import guarded
+def work():
+    try:
+        os.kill(os.getpid(), int(sys.argv[1]))
+    except KeyboardInterrupt:
+        raise {error}("could not determine the shape of object") from None
+guarded(work, [])
+"""
+
+
+@pytest.mark.parametrize("error", ["ValueError", "SystemError"])
+def test_a_library_that_makes_an_error_of_an_interrupt_hides_it_from_nobody(error):
+    """As torch does where its C code is asked for a slice of a tensor."""
+    script = SWALLOWED.format(error=error)
+    command = [sys.executable, "-c", script, str(int(signal.SIGINT))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+STUCK = """
+import sys, time
+from moesim.cli.errors import guarded
+def work():
+    try:
+        print("running", flush=True)
+        time.sleep(300)
+    finally:
+        time.sleep(300)
+guarded(work, [])
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_a_second_interrupt_ends_what_clears_up_for_ever(
+    request, tmp_path, number, code
+):
+    """It has two seconds, not the five minutes that it would take."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    request.addfinalizer(process.kill)
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(number)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait(timeout=100) == code
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("replay", "t.parquet", "--out", ""), "--out"),
+        (("compare", "t.parquet", "--png="), "--png"),
+        (("replay", ""), "argument"),
+        (("replay", "t.parquet", "--policy", "greedy", ""), "argument"),
+    ],
+)
+def test_an_empty_word_is_refused_by_name(moesim, words, name):
+    """``--out "$FOLDER"`` with nothing in FOLDER must not fill the current folder."""
+    assert refused(moesim(*words), name, "empty")
+
+
+# Words and numbers.
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.012345, "0.0123"),
+        (1.5, "1.50"),
+        (71.44, "71.4"),
+        (7395.2, "7,395"),
+        (None, "-"),
+    ],
+)
+def test_numbers_keep_three_digits(value, text):
+    assert number_text(value) == text
+
+
+def test_columns_are_aligned():
+    assert aligned([["a", "bb"], ["ccc", "d"]]) == ["a    bb", "ccc   d"]

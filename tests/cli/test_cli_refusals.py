@@ -1,0 +1,252 @@
+"""Whatever a user gets wrong: one line that says what and where, exit code 2, and
+nothing left behind.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.command_line import refused, runner
+from support.small_trace import write_small_trace
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A trace ``t.parquet`` and things that are none."""
+    folder = tmp_path_factory.mktemp("material")
+    whole = write_small_trace(folder / "t.parquet").read_bytes()
+    (folder / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    (folder / "text.parquet").write_text("not a trace\n")
+    (folder / "empty").write_bytes(b"")
+    (folder / "half.toml").write_text("x = [")
+    (folder / "other.toml").write_text("name = 'a'\n")
+    (folder / "binary").write_bytes(b"\xff\xfe\x00\x81")
+    (folder / "folder").mkdir()
+    return folder
+
+
+@pytest.fixture
+def moesim(capsys, monkeypatch, tmp_path):
+    return runner(capsys, monkeypatch, tmp_path)
+
+
+# Each line: a command line, in which @ stands for the folder of `material`, then words
+# that its error must have.
+WRONG = """
+replay                                                    | TRACE; moesim replay --help
+replay @none.parquet                                      | none.parquet; No such file
+replay @folder                                            | folder
+replay @empty                                             | empty
+replay @text.parquet                                      | text.parquet
+replay @cut.parquet                                       | cut.parquet
+replay @t.parquet more                                    | more
+replay @t.parquet --no-such                               | --no-such
+replay @t.parquet --hw                                    | --hw
+replay @t.parquet --policy nope                           | unknown policy 'nope'
+replay @t.parquet --policy greedy:foo=1                   | foo
+replay @t.parquet --policy greedy+lru+none+x              | at most assignment+cache+prefetch
+replay @t.parquet --policy greedy+lru --cache lfu         | said once
+replay @t.parquet --cache lfu:decay=nan                   | decay
+replay @t.parquet --cache greedy                          | unknown cache policy
+replay @t.parquet --prefetch lru                          | unknown prefetch policy
+replay @t.parquet --routing lru                           | unknown routing policy
+replay @t.parquet --host-cache nope                       | unknown cache policy 'nope'
+replay @t.parquet --hw nope                               | nope; known
+replay @t.parquet --hw @half.toml                         | half.toml
+replay @t.parquet --hw @other.toml                        | other.toml
+replay @t.parquet --hw @binary                            | binary
+gap @t.parquet --policy greedy --host-cache nope          | unknown cache policy 'nope'
+run @t.parquet --temperature 1                            | --temperature; meant for --model
+run @t.parquet --verify                                   | --verify; meant for --model
+run --model tiny --prompt @text.parquet --steps 4         | --steps; meant for a TRACE
+run --model tiny --prompt @none                           | none: ; found: No such file
+run --model tiny --prompt @none.jsonl                     | none.jsonl: ; found: No such file
+run --model tiny --prompt @text.parquet --residual @none  | --residual; no such file
+replay @t.parquet --hw @folder                            | folder
+replay @t.parquet --cache-ratio 1.1                       | --cache-ratio
+replay @t.parquet --cache-ratio nan                       | --cache-ratio
+replay @t.parquet --cache-ratio x                         | --cache-ratio
+replay @t.parquet --slots-per-layer -1                    | --slots-per-layer
+replay @t.parquet --slots-per-layer 9999999999            | 0 <= slots <= 8
+replay @t.parquet --gpu-memory 0                          | no room
+replay @t.parquet --gpu-memory -5GiB                      | --gpu-memory; such as 8GiB
+replay @t.parquet --gpu-memory 8Q                         | unknown unit 'Q'
+replay @t.parquet --host-memory 1KiB                      | --host-memory
+replay @t.parquet --cache-ratio 0.5 --gpu-memory 8GiB     | at most one
+replay @t.parquet --cache-scope both                      | layer or global
+replay @t.parquet --staging 0                             | --staging
+replay @t.parquet --prefetch-budget -1                    | --prefetch-budget
+replay @t.parquet --gpu-split rows                        | layers or experts
+replay @t.parquet --batch 0                               | --batch
+replay @t.parquet --batch 99999999999999999999999         | batch
+replay @t.parquet --steps 99999999999999999999999         | steps
+replay @t.parquet --seed -1                               | --seed
+replay @t.parquet --warm @text.parquet                    | text.parquet
+replay @t.parquet --artefacts @folder                     | --artefacts
+replay @t.parquet --out @t.parquet                        | t.parquet; expected a folder
+replay @t.parquet --out /proc/run                         | /proc
+replay @t.parquet --perfetto @folder                      | folder
+replay @t.parquet --slo ttft=1                            | --slo; expected --arrivals
+replay @t.parquet --cache-only --out run                  | --out; --cache-only
+replay @t.parquet --cache-only --perfetto p.json          | --perfetto; --cache-only
+replay @t.parquet --cache-only --prefetch random          | --prefetch; --cache-only
+replay @t.parquet --cache-only --host-memory 1GiB         | --host-memory; --cache-only
+replai                                                    | did you mean 'replay'
+compare @t.parquet --policies ,                           | --policies
+compare @t.parquet --policies all-cpu,greedi --out o      | greedi; did you mean
+compare @t.parquet --policies all-cpu,greedy+lruu --out o | lruu
+compare @t.parquet --policies dali,nope                   | unknown policy 'nope'
+compare @t.parquet --policies all-cpu --png @folder       | folder
+compare @t.parquet --policies all-cpu --html @t.parquet/x | t.parquet
+compare @t.parquet --policies all-cpu --table /proc/x.csv | /proc
+compare @t.parquet --gpu-memory 1KiB                      | cannot run on it as asked; --gpu-memory: no room
+compare @t.parquet --table @t.parquet                     | t.parquet; would replace what is read
+compare @t.parquet --png a.png --html a.png               | --html: expected a name that ends in .html
+replay @t.parquet --perfetto @folder/../t.parquet         | --perfetto; .json
+replay @t.parquet --out r --perfetto r/run.json           | r/run.json; would replace another result
+trace stats @t.parquet --html @t.parquet                  | t.parquet; would replace what is read
+trace import @t.parquet @t.parquet                        | t.parquet; would replace what is read
+trace export @t.parquet @t.parquet --to csv               | t.parquet; would replace what is read
+trace synth @t.parquet --tokens 9 --like @t.parquet       | t.parquet; would replace what is read
+hits @t.parquet --table @t.parquet                        | t.parquet; would replace what is read
+record --prompts @binary --out @binary                    | binary; would replace what is read
+hits @t.parquet --caches lru,nope --png x.png             | nope
+hits @t.parquet --caches ,                                | --caches
+hits @t.parquet --cache-ratios 0.1,2                      | shares between 0 and 1
+hits @t.parquet --table @folder                           | folder
+list nope                                                 | nope; cache
+list cache more                                           | more
+gap @t.parquet --routing expert-cache-router              | routing
+gap @t.parquet --steps 0                                  | --steps
+sensitivity @t.parquet --policies nope                    | nope
+reproduce nope                                            | nope
+reproduce hybrimoe-hit-rate --trace @none.parquet         | none.parquet
+reproduce --all                                           | --out
+reproduce --all --out x --machines mine                   | anchored or datasheet
+reproduce --all --out x --paper DALLI                     | expected one of DALI
+trace infoo                                               | did you mean 'info'
+trace info @cut.parquet                                   | cut.parquet
+trace stats @t.parquet --html @folder                     | folder
+trace check @none.parquet                                 | none.parquet
+trace export @t.parquet x.csv                             | --to
+trace export @t.parquet x.csv --to nope                   | nope
+trace synth x.parquet                                     | --tokens
+trace synth x.parquet --tokens inf --shape olmoe-1b-7b    | --tokens
+trace synth x.parquet --tokens 9                          | --like; --shape
+trace synth x.parquet --tokens 9 --shape nope             | nope
+trace synth x.parquet --tokens 9 --shape layers=9e9       | layers
+trace synth x.parquet --tokens 9 --shape layers=99999999999,experts=6,top_k=1,expert_bytes=1 | memory
+trace synth x.parquet --tokens 9 --like @t.parquet --skew 1          | --skew
+trace synth x.parquet --tokens 9 --like @t.parquet --weights q4_k_m  | --weights
+trace import @t.parquet                                   | SRC…
+trace import @binary x.parquet --shape olmoe-1b-7b        | binary
+trace import @binary x.parquet --shape layers=1,experts=2,top_k=1,expert_bytes=1KiB --weights q4_k_m | --weights; which says the bytes already
+trace import @binary x.parquet --shape olmoe-1b-7b --option batch | --option; NAME=VALUE
+trace import @empty x.parquet --shape olmoe-1b-7b         | empty
+trace check-residency @t.parquet --cache x                | --cache
+record                                                    | --prompts; --dataset-file
+record --prompts @none.txt --host-memory 1GiB             | --host-memory; --store
+record --prompts @t.parquet --split both                  | calibration or evaluation
+record --prompts @t.parquet --column x                    | --column; --dataset-file
+record --prompts @t.parquet --device nope                 | --device; nope
+quality --dtype nope                                      | --dtype; nope
+quality --residual @none                                  | none
+calibrate --shapes olmoe-1b-7b/4                          | two sizes
+store build tiny --out s --dtype nope                     | --dtype; nope
+train-cache @t.parquet --out o --seed -1                  | --seed
+profile --out hw.txt                                      | .toml
+profile --out @folder                                     | folder
+calibrate --out @folder                                   | folder
+validate @t.parquet --cache-ratios x                      | expected numbers
+run                                                       | TRACE; --model
+run --model tiny                                          | --prompt
+store build tiny                                          | --out
+quality --cache-ratios 2                                  | shares between 0 and 1
+train-cache @t.parquet                                    | --out
+train-tiny --out m --minutes 0                            | --minutes
+"""
+ROWS = [
+    tuple(part.strip() for part in line.split("|"))
+    for line in WRONG.strip().splitlines()
+]
+
+
+@pytest.mark.parametrize(("line", "words"), ROWS, ids=[line for line, _ in ROWS])
+def test_what_is_wrong_is_one_line_and_leaves_nothing(moesim, material, line, words):
+    before = {path: path.stat().st_mtime_ns for path in material.rglob("*")}
+    result = moesim(*shlex.split(line.replace("@", f"{material}/")))
+    for word in words.split(";"):
+        assert word.strip().lower() in result[2].lower()
+    assert refused(result)
+    assert list(Path().rglob("*")) == []
+    assert {path: path.stat().st_mtime_ns for path in material.rglob("*")} == before
+
+
+@pytest.mark.parametrize("group", [(), ("trace",), ("store",)])
+def test_a_group_without_a_command_answers_with_its_help(moesim, group):
+    code, out, err = moesim(*group)
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: moesim")
+    assert ("Commands:" if group else "Begin here:") in err
+
+
+# The process and what surrounds it.
+
+
+def start(words, folder, **surroundings):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CONFIG_HOME": str(folder),
+        **surroundings,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "moesim", *map(str, words)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [("list", "--json"), ("list", "hardware")], ids=" ".join
+)
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, words):
+    """``moesim list | head``, whether the output fills the pipe or still waits to be
+    flushed.
+    """
+    process = start(words, tmp_path)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=300) == 1
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"},
+        {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "20"},
+    ],
+    ids=["ascii", "dumb"],
+)
+def test_a_poor_terminal_gets_everything(tmp_path, surroundings):
+    """No character is lost to a traceback where the terminal knows ASCII only, or is
+    narrow and without colour.
+    """
+    write_small_trace(tmp_path / "t.parquet")
+    for words in (
+        ("compare", "t.parquet", "--policies", "all-cpu,greedy"),
+        ("validate", "--help"),
+        ("list",),
+    ):
+        out, err = start(words, tmp_path, **surroundings).communicate(timeout=300)
+        assert out
+        assert b"Traceback" not in err
+        assert b"\x1b" not in out

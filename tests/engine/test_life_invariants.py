@@ -1,0 +1,281 @@
+"""What holds of every copy's life, in both worlds, whatever the policies do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.handmade import HandCosts, plan_of, registered, routed, run, shape, steps
+from support.real_machine import LAUNCHED, TWO_WORKERS, host_profile
+from support.wild_policies import WildAssignment, WildCache, WildPrefetch
+
+from moesim.hwprofiles.costs import Costs
+from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT, ExpertKey
+from moesim.policies.planner.observers import observed
+from moesim.policies.planner.plan import MemoryPlan
+from moesim.policies.planner.planner import Planner
+from moesim.policies.planner.residency import CacheSize
+from moesim.policies.systems import System
+from moesim.runtime.executor.device import HostDevice
+from moesim.runtime.executor.executor import Executor
+from moesim.runtime.models.expert_math import group_tokens
+from moesim.runtime.store.build import build_random_store
+from moesim.traces.format.batch import RoutedLayer
+from moesim.traces.format.schema import ModelShape, Phase
+from moesim.traces.timeline.spans import Timeline
+
+LAYERS = 3
+EXPERTS = 6
+
+
+class Knobs(WildPrefetch):
+    """As `WildPrefetch`, with every reading of `late` and `no_place`."""
+
+    def start(self, context):
+        super().start(context)
+        self.late = self.draw.choice(["keep", "drop", "wait"])
+        self.no_place = self.draw.choice(["stage", "drop", "wait"])
+
+
+class Swaps(WildCache):
+    """As `WildCache`, but it neither declines nor refuses, so that it stays full."""
+
+    def admits(self, work, incoming):
+        return np.ones(len(incoming), np.bool_)
+
+    def victims(self, incoming, candidates):
+        return np.array(self.draw.sample(candidates.tolist(), len(incoming)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def policies_of_this_module():
+    with registered(
+        assignment_wild=WildAssignment, prefetch_knobs=Knobs, cache_swaps=Swaps
+    ):
+        yield
+
+
+class Auditor:
+    """Checks the books after every report to the planner.
+
+    Attributes:
+        reports: how many there were.
+        evictions: how many residents have left.
+    """
+
+    def __init__(self, planner):
+        self.reports = 0
+        self.evictions = 0
+        self._planner = planner
+        self._full = [self._empty(level) == 0 for level in self._levels()]
+
+    def _levels(self):
+        host = self._planner.host
+        return [*self._planner.gpu, *([] if host is None else [host.level])]
+
+    @staticmethod
+    def _empty(level):
+        """Places of the cache that hold nothing that has landed."""
+        memory = level.memory
+        cached = (memory.state == RESIDENT) & ~memory.staged
+        return int(memory.size.slots.sum()) - int(cached.sum())
+
+    def reported(self, call, arguments, answer):
+        self.reports += 1
+        if call in {"start_copy", "start_read"} and answer is not None:
+            self.evictions += len(answer.evicted)
+        for at, level in enumerate(self._levels()):
+            memory = level.memory
+            cached = ~memory.staged & (memory.state != ABSENT)
+            # Every byte is free or some expert's, and no expert is there twice.
+            used = sum(
+                int(cached[layer].sum()) * size
+                for layer, size in enumerate(memory.expert_bytes)
+            )
+            assert used + sum(memory._free_bytes) == memory.size.total_bytes
+            assert (memory.holds >= 0).all()
+            assert int(memory.staged.sum()) == memory.staged_total <= level._staging
+            # A full memory has an empty place only while a copy into it is running.
+            running = int((cached & (memory.state == IN_FLIGHT)).sum())
+            empty = self._empty(level)
+            self._full[at] |= empty == 0
+            assert not self._full[at] or empty == running, (call, arguments)
+
+
+def wild(prefetch="knobs", cache="swaps"):
+    return System("wild", cache=cache, prefetch=prefetch)
+
+
+layer_steps = st.lists(
+    st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS),
+    min_size=LAYERS,
+    max_size=LAYERS,
+)
+traces = st.lists(layer_steps, min_size=1, max_size=6)
+seeds = st.integers(0, 10_000)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    traces,
+    seeds,
+    st.integers(0, EXPERTS),
+    st.sampled_from(["layer", "global"]),
+    st.integers(1, 4),
+    st.one_of(st.none(), st.integers(1, LAYERS * EXPERTS)),
+    st.sampled_from(["swaps", "lru", "none"]),
+)
+def test_a_full_memory_has_an_empty_place_only_while_a_copy_into_it_runs(
+    trace, seed, slots, scope, staging, host_slots, cache
+):
+    """In the simulator: and every replay ends, every expert computed once."""
+    planner = plan_of(
+        shape(LAYERS, EXPERTS),
+        wild(cache=cache),
+        HandCosts(cpu=3.1, gpu=0.9, copy=2.3, read=3.7, dense=1.7, plan=0.1),
+        slots=slots,
+        scope=scope,
+        staging=staging,
+        host_slots=host_slots,
+        seed=seed,
+    )
+    auditor = Auditor(planner)
+    passes = steps(
+        *[
+            [routed(layer, *sorted(chosen)) for layer, chosen in enumerate(layers)]
+            for layers in trace
+        ]
+    )
+    _, timeline = run(observed(planner, auditor), passes)
+    computed = timeline.frame().query("kind == 'compute'")
+    assert len(computed) == sum(len(chosen) for layers in trace for chosen in layers)
+    assert auditor.reports > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.integers(1, 3), st.integers(1, 8))
+def test_a_promoted_copy_never_starts_later_than_one_that_is_not(seed, staging, slots):
+    """The same wishes; in one run the second layer needs the last of them.
+
+    Then that copy starts no later than where nobody awaits it.
+    """
+
+    def started_s(*, needed):
+        draw = np.random.default_rng(seed)
+        wishes = draw.permutation(8)[:5]
+        planner = plan_of(
+            shape(2, 8),
+            System("on-demand", prefetch="listed", cache="lru"),
+            slots=slots,
+            staging=staging,
+        )
+        planner.policies.prefetch.keys = [(1, int(expert)) for expert in wishes]
+        last = int(wishes[-1])
+        other = next(e for e in range(8) if e not in wishes)
+        # Dense 2, copy 4, product 1: layer 1 is planned at 9, with copies in the queue.
+        passes = steps(
+            [routed(0, 0), routed(1, last if needed else other)], [routed(0, 0)]
+        )
+        _, timeline = run(planner, passes)
+        copies = timeline.frame().query("layer == 1 and expert == @last")
+        copies = copies[copies["kind"].isin(["fetch", "prefetch"])]
+        return copies["start_s"].min() if len(copies) else np.inf
+
+    with registered(prefetch_listed=Listed):
+        assert started_s(needed=True) <= started_s(needed=False)
+
+
+class Listed(WildPrefetch):
+    """In the first layer step, wish for a list; what is late stays in the queue."""
+
+    keys: list = []  # noqa: RUF012 - each run sets its own
+
+    def start(self, context):
+        self.late = "keep"
+
+    def prefetch(self, work, view):
+        first = work.step == 0 and work.layer == 0
+        return [ExpertKey(*key) for key in self.keys] if first else []
+
+
+# -- real workers, real copies ----------------------------------------------------------
+
+MODEL = ModelShape(
+    "s",
+    LAYERS,
+    EXPERTS,
+    2,
+    hidden=32,
+    expert_intermediate=16,
+    expert_bytes=(6144,) * LAYERS,
+    other_bytes=1,
+    dtype="f32",
+)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    place = tmp_path_factory.mktemp("life") / "s"
+    with build_random_store(MODEL, place, dtype="float32") as built:
+        yield built
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    traces,
+    seeds,
+    st.integers(0, EXPERTS),
+    st.integers(1, 4),
+    st.one_of(st.none(), st.integers(1, LAYERS * EXPERTS)),
+    st.sampled_from([TWO_WORKERS, LAUNCHED]),
+)
+def test_the_same_holds_with_real_copies(
+    store, trace, seed, slots, staging, host_slots, workers
+):
+    profile = host_profile(workers, cores=8 if workers is LAUNCHED else 2)
+    size = CacheSize.of(MODEL.expert_bytes, EXPERTS, slots_per_layer=slots)
+    host = None
+    if host_slots is not None:
+        host = CacheSize.of(
+            MODEL.expert_bytes, EXPERTS, scope="global", total_bytes=host_slots * 6144
+        )
+    policies = wild().build(gpus=1, host_cache=None if host is None else "lru")
+    planner = Planner(
+        MODEL,
+        Costs(profile, MODEL),
+        policies,
+        MemoryPlan(size, host, staging),
+        seed=seed,
+    )
+    auditor = Auditor(planner)
+    timeline = Timeline(profile.lanes)
+    executor = Executor(
+        profile, observed(planner, auditor), timeline, store, HostDevice()
+    )
+    hidden = torch.zeros(1, 32)
+
+    def forward():
+        for step, layers in enumerate(trace):
+            executor.begin_step(step, Phase.DECODE, 0)
+            for layer, chosen in enumerate(layers):
+                routing = np.array([sorted(chosen)], np.uint16)
+                groups = group_tokens(routing)
+                asked = RoutedLayer(
+                    layer, groups.experts, groups.tokens, routing, None, None, {}
+                )
+                weights = torch.full(routing.shape, 0.5)
+                executor.layer(asked, hidden, weights, groups)
+            executor.end_step(1, 1)
+
+    try:
+        executor.fill()
+        executor.run(forward)
+        slots_taken = sum(slot >= 0 for slot in executor.memories.slots._slot_of)
+    finally:
+        executor.close()
+    computed = timeline.frame().query("kind == 'compute'")
+    assert len(computed) == sum(len(chosen) for layers in trace for chosen in layers)
+    # Nothing is lost or there twice: who has a slot is who the books say is there.
+    assert slots_taken == int((planner.gpu[0].memory.state != ABSENT).sum())

@@ -1,0 +1,411 @@
+"""The life of a copy by hand: wished for, started, landed; five rules (design §5).
+
+Dense part 2 s, copy 4 s, GPU 1 s, CPU 10 s and read 8 s unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.handmade import (
+    HandCosts,
+    plan_of,
+    registered,
+    routed,
+    run,
+    shape,
+    spans,
+    steps,
+)
+
+import moesim
+from moesim.policies.base import (
+    ABSENT,
+    IN_FLIGHT,
+    RESIDENT,
+    CachePolicy,
+    ExpertKey,
+    Late,
+    NoPlace,
+    PrefetchPolicy,
+    Swap,
+)
+from moesim.policies.cache.lru import LRU
+from moesim.policies.planner.observers import observed
+from moesim.policies.systems import System
+
+
+class Wishes(PrefetchPolicy):
+    """In layer 0, wish for experts ``layer.expert/…``."""
+
+    def __init__(
+        self, *, keys: str = "1.1", late: Late = "drop", no_place: NoPlace = "stage"
+    ) -> None:
+        self.late = late
+        self.no_place = no_place
+        self.keys = [ExpertKey(*map(int, key.split("."))) for key in keys.split("/")]
+
+    def prefetch(self, work, view):
+        return self.keys if work.layer == 0 and work.step == 0 else []
+
+
+class Swapping(LRU):
+    """In step 0, layer 0, ask for (1, 3) in the place of (1, 0), behind (2, 3) in the
+    place of (2, 0).
+    """
+
+    def replacements(self, work, view):
+        if work.step or work.layer:
+            return []
+        return [Swap(ExpertKey(n, 0), ExpertKey(n, 3)) for n in (2, 1)]
+
+
+class Reluctant(CachePolicy):
+    """Lets nobody leave."""
+
+    def victims(self, incoming, candidates):
+        return np.full(len(incoming), -1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def policies_of_this_module():
+    with registered(
+        prefetch_wishes=Wishes, cache_swapping=Swapping, cache_reluctant=Reluctant
+    ):
+        yield
+
+
+class Watching:
+    """Notes the states of some layers' experts on the GPU at every start."""
+
+    def __init__(self, planner):
+        self.memory = planner.gpu[0].memory
+        self.starts = []
+
+    def reported(self, call, arguments, answer):
+        if call == "start_copy":
+            _, layer, expert, now_s = arguments
+            self.starts.append((layer, expert, now_s, answer))
+
+
+def filled(layers, experts, per_layer):
+    """A calibration that saw the first `per_layer` experts of each layer."""
+    counts = np.zeros((layers, experts))
+    counts[:, :per_layer] = 1
+    return counts
+
+
+def made(
+    prefetch="none", cache="lru", assignment="on-demand", costs=None, layers=3, **more
+):
+    """Three layers of four experts, two slots each, which hold experts 0 and 1."""
+    slots = more.pop("slots", 2)
+    return plan_of(
+        shape(layers=layers),
+        System(assignment, cache=cache, prefetch=prefetch),
+        costs or HandCosts(),
+        slots=slots,
+        calibration=filled(layers, 4, slots),
+        **more,
+    )
+
+
+# -- 1. a place is taken when a copy starts ---------------------------------------------
+
+
+def test_a_victim_leaves_when_the_link_begins():
+    """Two prefetches at 2: (1,2) starts at once and takes the place of (1,0); the
+    second, for layer 2, starts at 6. Layer 0 ends at 3: (2,0) is still resident.
+    """
+    planner = made("wishes:keys=1.2/2.2")
+    watching = Watching(planner)
+    run(observed(planner, watching), steps([routed(0, 0)]))
+    state = planner.gpu[0].memory.state
+    assert [start[:3] for start in watching.starts] == [(1, 2, 2.0)]
+    assert watching.starts[0][3].evicted == (4,)
+    assert state[1].tolist() == [ABSENT, RESIDENT, IN_FLIGHT, ABSENT]
+    assert state[2].tolist() == [RESIDENT, RESIDENT, ABSENT, ABSENT]
+
+
+def test_a_copy_that_is_dropped_before_it_started_leaves_no_trace():
+    """(1,2) is on the link 2-6; layer 1 comes at 5 and drops (1,3). Nobody has left for
+    it: expert 1 hits.
+    """
+    planner = made("wishes:keys=1.2/1.3")
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
+    assert spans(timeline, "prefetch") == [("h2d0", 2, 2, 6)]
+    assert timeline.access_frame()["state"].tolist() == ["hit", "hit"]
+    memory = planner.gpu[0].memory
+    assert memory.state[1].tolist() == [ABSENT, RESIDENT, RESIDENT, ABSENT]
+    assert not memory.holds.any()
+
+
+@pytest.mark.parametrize(
+    ("no_place", "staging", "copied"),
+    [
+        ("stage", 3, [(2, "staged")]),
+        ("stage", 1, []),
+        ("drop", 3, []),
+        ("wait", 1, []),
+        ("wait", 3, [(2, "staged")]),
+    ],
+)
+def test_a_prefetch_without_a_place_is_staged_dropped_or_waits(
+    no_place, staging, copied
+):
+    """A cache that lets nobody leave. One staging slot is demand's alone."""
+    planner = made(
+        f"wishes:keys=1.2,no_place={no_place}", cache="reluctant", staging=staging
+    )
+    watching = Watching(planner)
+    run(observed(planner, watching), steps([routed(0, 0)]))
+    started = [
+        (expert, "staged" if place.staged else "cached")
+        for _, expert, _, place in watching.starts
+        if place is not None
+    ]
+    assert started == copied
+    # Who waits is still wished for; who was dropped is forgotten.
+    waits = planner.gpu[0].is_wished(1 * 4 + 2)
+    assert waits == (no_place == "wait" and not copied)
+
+
+def test_a_prefetch_waits_for_the_slot_that_demand_uses():
+    """No cache, two slots. The fetch 2-6 is computed to 7; then the prefetch starts."""
+    planner = made("wishes:keys=1.1", cache="none", slots=0, staging=2)
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
+    assert spans(timeline, "prefetch") == [("h2d0", 1, 7, 11)]
+    assert timeline.access_frame()["state"].tolist() == ["miss", "delayed"]
+
+
+def test_a_replacement_waits_until_the_one_it_replaces_is_free():
+    """Wished for at 3, when layer 0 has joined. (2,3) starts at once, to 7; layer 1,
+    from 5 on, computes the (1,0) that (1,3) should replace: only then may it go.
+    """
+    planner = made(cache="swapping", costs=HandCosts(gpu=3.0, dense=1.0))
+    passes = steps([routed(0, 0), routed(1, 0), routed(2, 1)])
+    _, timeline = run(planner, passes)
+    # Layer 0: dense to 1, product to 4. Layer 1: to 5, product to 8; the link is free
+    # at 8 too. Layer 2: to 9, product to 12.
+    assert spans(timeline, "replace") == [("h2d0", 3, 4, 8), ("h2d0", 3, 8, 12)]
+    assert planner.gpu[0].memory.state[1].tolist() == [
+        ABSENT,
+        RESIDENT,
+        ABSENT,
+        RESIDENT,
+    ]
+
+
+# -- 2. what is awaited is promoted -----------------------------------------------------
+
+
+class Arrivals:
+    """Notes what each plan expected of its active experts."""
+
+    def __init__(self):
+        self.expected = {}
+
+    def reported(self, call, arguments, answer):
+        if call == "plan":
+            work = answer.work
+            self.expected[work.step, work.layer] = (
+                work.state.tolist(),
+                work.arrive_s[0].tolist(),
+            )
+
+
+def test_a_queued_prefetch_that_a_layer_awaits_becomes_its_demand():
+    """(2,2) is on the link from 2 on; (1,3) waits behind it and behind (2,3). Layer 1
+    comes at 5 and needs it: expected after the copy under way, 1 s, and its own, 4 s.
+    """
+    planner = made("wishes:keys=2.2/2.3/1.3")
+    arrivals = Arrivals()
+    _, timeline = run(observed(planner, arrivals), steps([routed(0, 0), routed(1, 3)]))
+    assert arrivals.expected[0, 1] == ([ABSENT], [5.0])
+    assert spans(timeline, "fetch") == [("h2d0", 3, 6, 10)]
+    assert spans(timeline, "prefetch")[0] == ("h2d0", 2, 2, 6)
+
+
+def test_a_queued_replacement_that_a_layer_awaits_is_promoted():
+    """(2,3) is on the link 3-7; (1,3), asked for by the cache at the lowest priority, is
+    needed by layer 1 at 5: 2 s are left and 4 its own. It goes before a prefetch.
+    """
+    planner = made(cache="swapping")
+    arrivals = Arrivals()
+    _, timeline = run(
+        observed(planner, arrivals), steps([routed(0, 0), routed(1, 3), routed(2, 1)])
+    )
+    assert arrivals.expected[0, 1] == ([ABSENT], [6.0])
+    assert spans(timeline, "replace") == [("h2d0", 3, 3, 7), ("h2d0", 3, 7, 11)]
+    assert spans(timeline, "compute")[1] == ("gpu0", 3, 11, 12)
+    assert planner.gpu[0].memory.state[1].tolist() == [
+        ABSENT,
+        RESIDENT,
+        ABSENT,
+        RESIDENT,
+    ]
+
+
+def test_a_read_behind_an_awaited_copy_is_promoted_too():
+    """Host memory of one. Reads of (2,2), 2-10, then (2,3), then (1,3) for prefetches;
+    layer 1 comes at 5 and awaits (1,3): its read is next, 10-18, its copy 18-22.
+    """
+    planner = made("wishes:keys=2.2/2.3/1.3", host_slots=1, staging=3)
+    arrivals = Arrivals()
+    _, timeline = run(observed(planner, arrivals), steps([routed(0, 0), routed(1, 3)]))
+    assert spans(timeline, "read") == [("ssd", 2, 2, 10), ("ssd", 3, 10, 18)]
+    # 5 s of the read under way, 8 of its own, 4 of the copy.
+    assert arrivals.expected[0, 1] == ([ABSENT], [17.0])
+    assert spans(timeline, "fetch") == [("h2d0", 3, 18, 22)]
+
+
+# -- 3. in flight is not out of reach ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "greedy",
+        "exact",
+        "exact:objective=scheduled",
+        "ilp",
+        "hybrimoe-schedule",
+        "hybrimoe-schedule:reading=r1,stealing=false",
+    ],
+)
+def test_the_cpu_computes_what_is_50_seconds_away(assignment):
+    """Two layers, one expert each; copy 50 s, CPU 2 s.
+
+    Layer 0: dense to 2, its resident on the GPU to 3; the prefetch of (1,1) 2-52. Layer
+    1: dense to 5, and (1,1), in flight, on the CPU to 7. Awaited, it would be 53.
+    """
+    planner = plan_of(
+        shape(layers=2),
+        System(assignment, prefetch="wishes:keys=1.1", cache="lru"),
+        HandCosts(cpu=2.0, copy=50.0),
+        slots=1,
+        calibration=filled(2, 4, 1),
+    )
+    result, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
+    assert result.makespan_s == 7
+    assert timeline.access_frame()["state"].tolist() == ["hit", "delayed"]
+    assert timeline.access_frame()["lane"].tolist() == ["gpu0", "cpu"]
+    # The copy goes on.
+    assert planner.gpu[0].memory.state[1, 1] == IN_FLIGHT
+
+
+def test_a_copy_that_has_not_started_is_taken_back_when_the_cpu_takes_over():
+    """(2,2) is on the link; (1,3) behind it is computed on the CPU and never copied."""
+    planner = made(
+        "wishes:keys=2.2/1.3", assignment="greedy", costs=HandCosts(cpu=2.0, copy=50.0)
+    )
+    result, timeline = run(planner, steps([routed(0, 0), routed(1, 3)]))
+    assert result.makespan_s == 7
+    assert not planner.gpu[0].is_wished(1 * 4 + 3)
+    assert not spans(timeline, "fetch")
+
+
+# -- 5. demand never waits behind prefetches for a staging slot -------------------------
+
+
+def predicted(layer, experts, count=16):
+    """Scores [1, E] that name these experts of the next layer."""
+    scores = np.zeros((1, count), np.float16)
+    scores[0, experts] = 1
+    return {"pred1_res": scores, "layer": layer}
+
+
+@pytest.mark.parametrize("staging", [8, 16])
+def test_more_staging_slots_never_turn_hits_into_misses(staging):
+    """No cache; the residual gate names four experts of the next layer, all of them
+    right. A copy takes 0.1 s beside a dense part of 2 s: from the second layer on all
+    have landed, with 8 slots as with 16.
+    """
+    layers = 4
+    planner = plan_of(
+        shape(layers=layers, experts=16, top_k=4),
+        System("on-demand", cache="none", prefetch="residual:size=4"),
+        HandCosts(copy=0.1),
+        staging=staging,
+    )
+    draw = np.random.default_rng(0)
+    passes = []
+    for _ in range(8):
+        chosen = [sorted(draw.choice(16, 4, replace=False).tolist()) for _ in range(4)]
+        passes.append(
+            [
+                routed(
+                    layer,
+                    *chosen[layer],
+                    pred1_res=predicted(layer, chosen[(layer + 1) % 4])["pred1_res"],
+                )
+                for layer in range(layers)
+            ]
+        )
+    _, timeline = run(planner, steps(*passes))
+    accesses = timeline.access_frame()
+    later = accesses[accesses["layer"] > 0]
+    assert (later["state"] == "hit").all()
+
+
+def test_demand_takes_the_staging_slot_of_the_farthest_guess():
+    """Two slots; (2,2) was staged 2-6 for a later layer. Layer 1 needs two at once:
+    the first takes the free slot, the second that of (2,2).
+    """
+    planner = made(
+        "wishes:keys=2.2", cache="none", slots=0, costs=HandCosts(gpu=5.0), staging=2
+    )
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 1, 2), routed(2, 2)]))
+    # Layer 0: fetch 2-6, product to 11. The prefetch waits for its slot: 11-15.
+    assert spans(timeline, "prefetch") == [("h2d0", 2, 11, 15)]
+    # Layer 1: dense to 13, fetches 15-19 and 19-23, without a wait between them.
+    fetches = spans(timeline, "fetch")
+    assert fetches[1:3] == [("h2d0", 1, 15, 19), ("h2d0", 2, 19, 23)]
+    assert timeline.access_frame()["state"].tolist()[-1] == "miss"
+
+
+def test_a_read_goes_before_guesses_that_fill_host_memorys_staging():
+    """One place in host memory and one beside it; a queued guess keeps neither."""
+    planner = made(
+        "wishes:keys=0.3/0.2/1.3,late=keep,no_place=wait",
+        assignment="all-cpu",
+        cache="reluctant",
+        host_slots=1,
+        staging=1,
+    )
+    result, timeline = run(planner, steps([routed(0, 2, 3), routed(1, 3)]))
+    assert len(spans(timeline, "compute")) == 3
+    assert result.makespan_s < 100
+
+
+@pytest.mark.parametrize("prefetch", ["whole-layer", "hybrimoe-released"])
+def test_a_copy_of_this_very_plan_is_not_promoted_before_it_is_queued(prefetch):
+    """A cache replaces before the layer step is assigned; the barrier promotes what
+    earlier plans have queued.
+    """
+    run = moesim.replay(
+        "tiny", "greedy", cache="prefill-swap", prefetch=prefetch, steps=4
+    )
+    assert run.metrics["steps"] == 4
+
+
+@pytest.mark.parametrize("engine", ["simpy", "compiled"])
+def test_an_awaited_read_takes_the_slot_that_a_landed_copy_has_left_to_a_guess(engine):
+    """Host memory has one slot, and an expert in it that two GPUs want for later. While
+    one copy runs the other cannot yield alone. When it has landed the read must be
+    offered again, or everybody waits for ever.
+    """
+    replayed = moesim.replay(
+        "tiny",
+        "on-demand",
+        cache="decayed-frequency:half_life=2,margin=0.1",
+        hw="dali-2x-rtx3090",
+        gpu_split="experts",
+        cache_ratio=0.3,
+        host_memory_bytes=13 * 86016,
+        host_cache="none",
+        staging=1,
+        batch=2,
+        engine=engine,
+    )
+    assert replayed.metrics["steps"] == 196

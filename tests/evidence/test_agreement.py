@@ -1,0 +1,209 @@
+"""Equivalence must be proven, differences must be seen, and ties are no evidence: each
+decision keeps its level where steps are correlated and the machine drifts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from moesim.evidence.validation.agreement import (
+    equivalent,
+    estimate_noise,
+    kendall_tau,
+    measured_order,
+    noise_floor,
+    repeated_tau,
+    same_scatter,
+)
+
+VALUES = st.lists(st.integers(1, 50), min_size=3, max_size=12)
+STEPS = 15
+REPETITIONS = 5
+REPLICATIONS = 10
+DRAWS = 300
+
+
+def runs(rng, count, *, scatter=0.1, drift=0.015, slope=0.0, correlation=0.5):
+    """Seconds of steps of some runs, float64 [count, STEPS], one on average: each step
+    does other work, neighbours of a run scatter alike, every run has the machine's own
+    speed, and it becomes slower by `slope` from one to the next.
+    """
+    work = 1.0 + 0.2 * np.sin(np.arange(STEPS))
+    noise = np.empty((count, STEPS))
+    noise[:, 0] = rng.standard_normal(count)
+    rest = np.sqrt(1.0 - correlation**2)
+    for step in range(1, STEPS):
+        fresh = rng.standard_normal(count)
+        noise[:, step] = correlation * noise[:, step - 1] + rest * fresh
+    speed = 1.0 + drift * rng.standard_normal(count)
+    speed += slope * (np.arange(count) - 0.5 * (count - 1))
+    seconds = work * (1.0 + scatter * noise) * speed[:, None]
+    return seconds / work.mean()
+
+
+CIRCUMSTANCES = {
+    "independent": {"drift": 0.0, "correlation": 0.0},
+    "drift of 1.5 % from run to run": {},
+    "a machine that gets slower": {"slope": 0.01},
+    "a quiet machine that drifts": {"scatter": 0.02, "drift": 0.02},
+}
+circumstances = pytest.mark.parametrize(
+    "given_by", CIRCUMSTANCES.values(), ids=CIRCUMSTANCES
+)
+
+
+@circumstances
+def test_a_true_error_of_the_margin_is_called_equivalent_in_five_percent(given_by):
+    rng = np.random.default_rng(2)
+    passed = 0
+    for _ in range(DRAWS):
+        repetitions = runs(rng, REPETITIONS, **given_by).mean(axis=1)
+        passed += equivalent(1.05, repetitions).equivalent
+    assert passed / DRAWS < 0.05 + 3 * np.sqrt(0.05 * 0.95 / DRAWS)
+
+
+@circumstances
+def test_equal_policies_are_ordered_in_five_percent(given_by):
+    """Both were run in the same passes, whose speed they share."""
+    rng = np.random.default_rng(3)
+    ordered = 0
+    for _ in range(DRAWS):
+        common = runs(rng, REPETITIONS, **given_by).mean(axis=1)
+        own = given_by | {"drift": 0.005, "slope": 0.0}
+        first = common * runs(rng, REPETITIONS, **own).mean(axis=1)
+        second = common * runs(rng, REPETITIONS, **own).mean(axis=1)
+        ordered += abs(measured_order(first, second))
+    assert ordered / DRAWS < 0.05 + 3 * np.sqrt(0.05 * 0.95 / DRAWS)
+
+
+@circumstances
+def test_a_perfect_model_is_called_another_distribution_in_five_percent(given_by):
+    """Replications of a simulation do not drift; the runs it predicts do."""
+    rng = np.random.default_rng(4)
+    called = 0
+    still = given_by | {"drift": 0.0, "slope": 0.0}
+    for _ in range(DRAWS):
+        simulated = runs(rng, REPLICATIONS, **still)
+        measured = runs(rng, REPETITIONS, **given_by)
+        called += same_scatter(simulated, measured).p_value <= 0.05
+    assert called / DRAWS < 0.05 + 3 * np.sqrt(0.05 * 0.95 / DRAWS)
+
+
+def test_decisions_have_power_where_there_is_something_to_see():
+    """A prediction that is right is proven to be; policies 10 % apart are ordered; steps
+    that scatter by a fifth are no steps that scatter by 5 %.
+    """
+    rng = np.random.default_rng(5)
+    proven = ordered = told = 0
+    for _ in range(50):
+        near = runs(rng, REPETITIONS, scatter=0.05, drift=0.01)
+        proven += equivalent(1.0, near.mean(axis=1)).equivalent
+        slower = 1.1 * runs(rng, REPETITIONS, scatter=0.05, drift=0.01)
+        ordered += measured_order(near.mean(axis=1), slower.mean(axis=1)) == -1
+        wide = runs(rng, REPLICATIONS, scatter=0.3)
+        told += same_scatter(wide, near).p_value <= 0.05
+    assert min(proven, ordered, told) > 40
+
+
+def test_distance_of_scatter_by_hand():
+    """Of two runs one step lies 50 % from the mean, of the others 10 %: half of each
+    lies below its own mean, so distances are a half; their order is the only one of
+    three such far apart.
+    """
+    wide, narrow = np.array([0.5, 1.5]), np.array([0.9, 1.1])
+    answer = same_scatter([wide, 3 * wide], [narrow, narrow])
+    assert answer.distance == pytest.approx(0.5)
+    assert 0.2 < answer.p_value < 0.5
+    assert same_scatter([wide], [wide]) == (0.0, 1.0)
+
+
+def test_repetitions_that_scatter_prove_nothing():
+    """Equal means, but they scatter by a half: no difference can be shown, and no
+    equivalence either.
+    """
+    assert not equivalent(1.0, [1.0, 1.5, 0.5]).equivalent
+    assert measured_order([1.0, 1.5, 0.5], [1.0, 0.6, 1.5]) == 0
+
+
+def test_exact_repetitions_need_no_test():
+    assert equivalent(1.04, [1.0, 1.0]) == (pytest.approx(1.04), 0.0, True)
+    assert not equivalent(1.06, [1.0, 1.0]).equivalent
+    assert measured_order([1.0, 1.0], [1.0, 1.0]) == 0
+    assert measured_order([1.0, 1.0], [1.1, 1.1]) == -1
+    assert measured_order([2.0], [1.0]) == 0, "one repetition orders nothing"
+
+
+def twice(values):
+    return [[float(value)] * 2 for value in values]
+
+
+def test_tau_by_hand():
+    """Of three pairs one is in the wrong order: (2 - 1) / 3."""
+    assert kendall_tau([1, 3, 2], twice([1, 2, 3])) == pytest.approx(1 / 3)
+    assert kendall_tau([3, 2, 1], twice([1, 2, 3])) == -1
+
+
+def test_what_the_measurement_cannot_order_is_no_evidence():
+    unsure = [[1.0, 1.1, 1.05], [1.02, 1.0, 1.2], [3.0, 3.1, 3.0]]
+    assert kendall_tau([2, 1, 9], unsure) == 1.0
+    assert kendall_tau([1, 2], twice([5.0, 5.0])) is None
+
+
+@given(VALUES, st.randoms(use_true_random=False))
+def test_without_ties_tau_is_scipys(values, random):
+    measured = list(dict.fromkeys(values))
+    simulated = measured[:]
+    random.shuffle(simulated)
+    if len(measured) > 1:
+        assert kendall_tau(simulated, twice(measured)) == pytest.approx(
+            stats.kendalltau(simulated, measured).statistic
+        )
+
+
+def test_measurements_far_apart_agree_with_themselves():
+    """Ten percent of noise: policies a factor of two apart keep their order; equal ones
+    and those that were not repeated have none.
+    """
+    rng = np.random.default_rng(3)
+    far = [middle * rng.lognormal(0.0, 0.1, 5) for middle in (1, 2, 4)]
+    assert repeated_tau([far]) == 1.0
+    assert repeated_tau([[[1.0], [2.0]]]) is None
+    assert repeated_tau([[[1.0, 1.0, 1.0]] * 2]) is None
+
+
+def test_noise_floor_by_hand():
+    """Two runs: 1.0 and 1.1 differ by 0.1 / 1.05, the others by nothing; the third was
+    not repeated.
+    """
+    assert noise_floor([[1.0, 1.1], [2.0, 2.0], [7.0]]) == pytest.approx(
+        0.5 * 0.1 / 1.05
+    )
+    assert noise_floor([[1.0], [2.0]]) == 0.0
+
+
+def test_samples_that_cannot_be_compared_are_refused():
+    for compare in (same_scatter, kendall_tau, measured_order):
+        with pytest.raises(ValueError, match="found"):
+            compare([], [1.0])
+    with pytest.raises(ValueError, match="at least two repetitions"):
+        equivalent(1.0, [1.0])
+
+
+def test_the_noise_of_an_estimate_is_what_a_second_one_differs_by():
+    """Means of five draws that scatter by 10 %: the bootstrap finds what really making
+    them anew shows.
+    """
+    rng = np.random.default_rng(0)
+    runs = rng.normal(1.0, 0.1, (2000, 5, 1))
+    means = runs.mean(axis=(1, 2))
+    true = np.median(np.abs(means[::2] - means[1::2]))
+    found = [estimate_noise(one, lambda part: float(part.mean())) for one in runs[:200]]
+    assert np.mean(found) == pytest.approx(true, rel=0.1)
+
+
+def test_one_repetition_says_nothing_of_its_noise():
+    assert estimate_noise(np.ones((1, 3)), lambda part: float(part.mean())) == 0.0

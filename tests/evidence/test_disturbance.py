@@ -1,0 +1,298 @@
+"""A calibration knows what disturbed it: by what the system counted, not by length."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from support.real_machine import host_profile
+
+from moesim.evidence.validation.calibrate import (
+    _chosen_steps,
+    _system_reports,
+    is_enough,
+    learn,
+    prediction_errors,
+)
+from moesim.evidence.validation.calibration_runs import ROUTED, designs, drawn_steps
+from moesim.evidence.validation.paired_runs import (
+    Trial,
+    TrialRunner,
+    simulate,
+    step_lengths,
+)
+from moesim.evidence.validation.profile_checks import (
+    DISTURBED,
+    PRESSURE,
+    STOLEN,
+    doubts_of,
+)
+from moesim.evidence.validation.wide import wide_constants
+from moesim.hwprofiles import paths
+from moesim.hwprofiles.calibration.pace import undisturbed_medians
+from moesim.hwprofiles.profile import prediction_error, rate_interval
+from moesim.questions.compare_text import ranking_lines
+from moesim.runs.config import MemoryOptions
+from moesim.runs.result import Run
+from moesim.runtime.executor.trace_driven import shape_for
+from moesim.runtime.measure.evidence import SystemEvidence, SystemShares, ThreadEvidence
+from moesim.traces.timeline.operations import OperationTable, Part, lost_shares
+from moesim.traces.timeline.spans import COMPUTE, Timeline
+
+LINUX = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux counts what a thread waits for"
+)
+SPIN = "import os, time\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+ON_AND_OFF = """
+import os, time
+os.sched_setaffinity(0, {{{core}}})
+while True:
+    end_s = time.perf_counter() + 0.2
+    while time.perf_counter() < end_s:
+        pass
+    time.sleep(0.2)
+"""
+CORE = max(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
+"""That of the host accelerator."""
+DATE = "2026-01-01"
+
+
+def busy(script):
+    """A process that works on the accelerator's core."""
+    command = [sys.executable, "-c", script.format(core=CORE)]
+    return subprocess.Popen(command)
+
+
+def report(median_share, worst=0.0):
+    return {
+        "samples": 1.0,
+        "held_out": 1.0,
+        "residual_median": median_share,
+        "residual_worst": worst,
+    }
+
+
+# The evidence.
+
+
+@LINUX
+def test_a_thread_that_shares_its_core_is_seen_to_wait():
+    """Two threads of one core: one waits while the other works."""
+    counted = []
+    walls = []
+
+    def work():
+        os.sched_setaffinity(0, {CORE})
+        evidence = ThreadEvidence()
+        before = evidence.read()
+        begin_s = time.perf_counter()
+        shared = before.since(before)
+        # Until the scheduler has let the other one work, whenever that is.
+        while shared.waited_s == 0.0 and time.perf_counter() < begin_s + 120:
+            shared = evidence.read().since(before)
+        walls.append(time.perf_counter() - begin_s)
+        counted.append(shared)
+        evidence.close()
+
+    other = busy(SPIN)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        other.kill()
+        other.wait()
+    assert counted[0].waited_s > 0.0
+    assert counted[0].switches > 0
+    assert counted[0].cpu_s < walls[0]
+
+
+def test_shares_are_of_the_step_that_lost_them():
+    table = OperationTable()
+    for step, waited_s in ((0, 0.1), (0, 0.2), (2, 0.5), (1, float("nan"))):
+        table.add(Part(0, COMPUTE, step, 0, 1, 0.0, 0.0, 1.0, 1.0, 0.5, waited_s, 0))
+    lost = lost_shares(table, np.array([1.0, 1.0, 2.0]))
+    assert lost == pytest.approx([0.3, 0.0, 0.25])
+    assert lost_shares(None, np.ones(2)).tolist() == [0.0, 0.0]
+
+
+def test_disturbed_repetitions_are_left_out_whatever_their_length():
+    """First step: the median is disturbed, as is the shortest. Second: nobody is, so the
+    median counts. Third: all are, and the least disturbed one counts.
+    """
+    lengths_s = np.array([[1.0, 3.0, 2.0], [2.0, 1.0, 3.0], [3.0, 2.0, 4.0]])
+    lost = np.array([[0.2, 0.0, 0.5], [0.4, 0.0, 0.2], [0.0, 0.005, 0.4]])
+    assert undisturbed_medians(lengths_s, lost).tolist() == [2, 2, 1]
+
+
+def test_what_a_hypervisor_takes_is_a_share_of_all_cores(tmp_path):
+    """Of 100 further ticks 25 were stolen; guests' ticks are users' as well."""
+    stat = tmp_path / "stat"
+    pressure = tmp_path / "cpu"
+    stat.write_text("cpu  10 0 10 80 0 0 0 5 7 0\ncpu0 1 1\n")
+    pressure.write_text("some avg10=0.0 avg60=0.0 avg300=0.0 total=0\nfull total=9\n")
+    evidence = SystemEvidence(stat, pressure)
+    stat.write_text("cpu  50 0 10 115 0 0 0 30 9 0\ncpu0 1 1\n")
+    pressure.write_text("some avg10=0.0 total=3600000000\nfull total=9\n")
+    shares = evidence.shares()
+    assert shares.stolen == 0.25
+    assert shares.pressure == 1.0, "an hour of it since a moment ago"
+
+
+def test_where_nothing_is_counted_nothing_is_known(tmp_path):
+    evidence = SystemEvidence(tmp_path / "none", tmp_path / "none")
+    assert np.isnan(evidence.shares()).all()
+    (tmp_path / "old").write_text("cpu  1 2 3 4\n")
+    evidence = SystemEvidence(tmp_path / "old", tmp_path / "old")
+    assert np.isnan(evidence.shares()).all()
+    assert _system_reports([SystemShares(float("nan"), 0.5)]).keys() == {PRESSURE}
+
+
+def test_a_repetition_whose_cores_were_stolen_does_not_count():
+    """The second of three repetitions would be the median."""
+    shape = shape_for(ROUTED, "olmoe-1b-7b/8", "float32")
+    (trial, *_) = [design.trial for design in designs(shape, quick=True)]
+    runs = [(shape, trial, simulate(trial, shape, host_profile())) for _ in range(3)]
+    chosen, lost = _chosen_steps(runs, [0.2, 0.0, float("nan")], [1.0] * 3)
+    assert not chosen[0].any()
+    assert sum(map(np.count_nonzero, chosen)) == len(trial.steps)
+    assert (lost == 0.0).all()
+
+
+# The verdict.
+
+
+def test_a_profile_is_doubted_for_what_its_calibration_saw():
+    quiet = replace(
+        host_profile(),
+        fit={
+            DISTURBED: report(0.001),
+            "noise_floor": report(0.05),
+            "drift": report(0.02),
+        },
+    )
+    assert not doubts_of(quiet)
+    for name, share, word in (
+        (DISTURBED, 0.2, "20 % of half of the steps"),
+        ("noise_floor", 0.3, "identical runs differ by 30 %"),
+        ("drift", 0.4, "changed its speed by 40 %"),
+        (STOLEN, 0.1, "gave 10 % of the cores' time to others"),
+    ):
+        (doubt,) = doubts_of(replace(quiet, fit={**quiet.fit, name: report(share)}))
+        assert word in doubt
+
+
+@LINUX
+def test_a_busy_process_is_seen_by_the_threads_that_wait_for_it(tmp_path):
+    """It comes and goes on the accelerator's core: in some step a thread of the run
+    waited for its core, and the calibration says how much.
+    """
+    base = host_profile()
+    shape = shape_for(ROUTED, "olmoe-1b-7b/16", "float32")
+    steps = drawn_steps(batch=(2, 1, 4), prompt=0, decode=9, seed=3)
+    trial = Trial("greedy+lru", MemoryOptions(cache_ratio=0.3), steps)
+    with TrialRunner(shape, base, store=tmp_path / "store") as runner:
+        runner.run(trial, base)
+        other = busy(ON_AND_OFF)
+        try:
+            time.sleep(0.1)
+            runs = [(shape, trial, runner.run(trial, base)) for _ in range(3)]
+        finally:
+            other.kill()
+            other.wait()
+    lost = [
+        lost_shares(timeline.operations, step_lengths(timeline))
+        for _, _, timeline in runs
+    ]
+    assert max(map(np.max, lost)) > 0.0
+    learned = learn(runs, base, date=DATE, name="disturbed")
+    assert 0.0 <= learned.fit[DISTURBED]["residual_worst"] <= np.max(lost)
+
+
+# Intervals.
+
+
+def test_a_rate_has_the_interval_of_its_profile():
+    """8 % and 6 % of the time are 10 % together; rates are shorter below than above."""
+    assert prediction_error(host_profile()) is None
+    profile = replace(
+        host_profile(),
+        fit={"predictions": report(0.02, worst=0.08), "drift": report(0.06)},
+    )
+    assert prediction_error(profile) == pytest.approx(0.1)
+    low, high = rate_interval(49.5, 0.1)
+    assert (low, high) == pytest.approx((45.0, 55.0))
+
+
+def test_what_is_still_wide_is_named_with_what_it_does():
+    """A rate known to half of itself is felt; one that nothing uses is not."""
+    base = host_profile()
+    shape = shape_for(ROUTED, "olmoe-1b-7b/8", "float32")
+    assert wide_constants(base, shape) == []
+
+    def known_to(path, relative):
+        number = base.numbers[path]
+        ends = ((1 - relative) * number.value, (1 + relative) * number.value)
+        return {path: replace(number, interval=ends)}
+
+    rate = paths.link("h2d").bytes_per_s
+    numbers = base.numbers | known_to(rate, 0.5) | known_to(paths.PER_OPERATION_S, 0.05)
+    numbers |= known_to(paths.link("d2h").bytes_per_s, 0.9)
+    (wide,) = wide_constants(replace(base, numbers=numbers), shape)
+    assert (wide.path, wide.half_width) == (rate, pytest.approx(0.5))
+    assert wide.effect > 0.05
+    assert f"{rate} is known to ±50 %: predictions move by up to" in wide.words()
+
+
+def test_measuring_goes_on_until_it_is_narrow_or_time_is_over():
+    def wide():
+        return 0.05
+
+    def narrow():
+        return 0.01
+
+    def unasked():
+        raise AssertionError("a fit that decides nothing")
+
+    assert not is_enough(2, 3, left_s=-9.0, pass_s=5.0, widest=unasked)
+    assert is_enough(3, 3, left_s=-9.0, pass_s=5.0, widest=unasked)
+    assert is_enough(3, 3, left_s=4.0, pass_s=5.0, widest=unasked)
+    assert not is_enough(3, 3, left_s=6.0, pass_s=5.0, widest=wide)
+    assert is_enough(3, 3, left_s=6.0, pass_s=5.0, widest=narrow)
+
+
+def run_of(error):
+    config = {"oracle": False, "prediction_error": error}
+    metrics = {"routing": "recorded", "approximate": False}
+    return Run(metrics, Timeline(("cpu",)), config, [])
+
+
+def test_a_comparison_inside_the_interval_is_a_tie():
+    rows = [
+        {"policy": name, "makespan_s": seconds, "decode_tokens_per_s": 1 / seconds}
+        | {"oracle": False, "busiest": "cpu", "busiest_share": 0.5, "ttft_s": None}
+        for name, seconds in (("a", 1.0), ("b", 1.04), ("c", 1.2))
+    ]
+    table = pd.DataFrame(rows)
+    lines = ranking_lines(table, {name: run_of(0.05) for name in "abc"})
+    assert lines[0].startswith(
+        "a tie over the whole trace within the profile's ±5 %: a, b, "
+    )
+    lines = ranking_lines(table, {name: run_of(0.01) for name in "abc"})
+    assert not any("tie" in line for line in lines)
+    lines = ranking_lines(table, {name: run_of(None) for name in "abc"})
+    assert not any("tie" in line for line in lines)
+
+
+def test_predictions_of_the_runs_themselves_are_exact():
+    """Runs that were simulated with a profile are predicted by it without error."""
+    base = host_profile()
+    shape = shape_for(ROUTED, "olmoe-1b-7b/8", "float32")
+    (trial, *_) = [design.trial for design in designs(shape, quick=True)]
+    runs = [(shape, trial, simulate(trial, shape, base)) for _ in range(3)]
+    assert prediction_errors(runs, base)["residual_worst"] < 1e-9

@@ -1,0 +1,226 @@
+"""The doctor: a verdict and a way out for everything that a machine may lack."""
+
+import json
+import os
+
+import pytest
+from support.real_machine import host_profile
+
+from moesim.evidence.doctor import diagnosis as doctor
+from moesim.evidence.doctor import runs
+from moesim.runtime import doctor as lanes
+from moesim.runtime import doctor as system
+from moesim.runtime.doctor import fails, holds, limited
+from moesim.runtime.errors import RuntimeFault
+from moesim.runtime.store import direct_io
+
+
+def test_graphics_that_torch_does_not_find_fail_with_a_way_out(monkeypatch):
+    monkeypatch.setattr(system, "accelerator_here", lambda: None)
+    found = system.check_torch(["NVIDIA"])
+    assert found.verdict == "fails"
+    assert "the system has NVIDIA graphics" in found.outcome
+    assert "pytorch.org" in found.way_out
+    assert system.check_torch([]).verdict == "ok"
+
+
+class Card:
+    """An accelerator that locks no memory."""
+
+    kind = "cuda"
+    page_locks = True
+    unified = False
+    driver = "CUDA 12"
+    name = "a card"
+    total_bytes = 8 << 30
+
+    def page_lock(self, memory):
+        raise RuntimeFault("cannot page-lock 0.06 GiB of host memory: CUDA error 2")
+
+
+def test_memory_that_cannot_be_page_locked_fails(monkeypatch):
+    monkeypatch.setattr(system, "accelerator_here", Card)
+    assert system.check_torch().outcome.endswith("CUDA 12: a card, 8.0 GiB")
+    found = system.check_page_lock()
+    assert found.verdict == "fails"
+    assert "ulimit -l" in found.way_out
+
+
+def test_without_shared_memory_sweeps_take_one_process(monkeypatch, tmp_path):
+    found = system.check_shared_memory(tmp_path / "shm")
+    assert (found.verdict, "--jobs 1" in found.way_out) == ("limited", True)
+
+    class NoSemaphores:
+        def Semaphore(self):  # noqa: N802 - the library's name
+            raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(system.multiprocessing, "get_context", lambda _: NoSemaphores())
+    found = system.check_shared_memory()
+    assert found.verdict == "limited"
+    assert "No such file" in found.outcome
+
+
+def test_without_direct_io_reads_may_come_from_memory(monkeypatch, tmp_path):
+    """As on a file system that refuses the flag."""
+    straight = os.open
+
+    def refusing(path, flags, *more, **named):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return straight(path, flags, *more, **named)
+
+    monkeypatch.setattr(direct_io.os, "open", refusing)
+    found = system.check_direct_io(tmp_path)
+    assert found.verdict == "limited"
+    assert "page cache" in found.outcome
+    assert "--store DIR" in found.way_out
+    assert system.check_disk(tmp_path).verdict == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_a_finding(tmp_path):
+    nowhere = tmp_path / "none"
+    (one,) = doctor._checked("disk", lambda: [("disk", system.check_disk(nowhere))])
+    assert one.finding.verdict == "fails"
+
+
+def test_one_core_overlaps_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(system.os, "sched_getaffinity", lambda _: {0})
+    found = system.check_cores(tmp_path, tmp_path)
+    assert found.verdict == "limited"
+    assert "one core" in found.outcome
+    assert lanes.ONE_CORE.verdict == "limited"
+
+
+@pytest.mark.parametrize(
+    ("quota", "load", "words"),
+    [
+        ("150000 100000", 0.0, "a quota of 1.5"),
+        ("max 100000", 7.0, "other programs keep 7.0 busy"),
+        ("max 100000", 0.0, "siblings on 1 physical"),
+    ],
+)
+def test_quotas_siblings_and_other_programs_are_named(
+    monkeypatch, tmp_path, quota, load, words
+):
+    cores = (0, 1, 2, 3)
+    monkeypatch.setattr(system.os, "sched_getaffinity", lambda _: set(cores))
+    monkeypatch.setattr(system, "load_average", lambda: load)
+    for core in cores:
+        topology = tmp_path / f"cpu{core}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text("0-3\n")
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    assert words in system.check_cores(tmp_path, tmp_path / "cpu.max").outcome
+
+
+@pytest.mark.parametrize(
+    ("setting", "verdict"),
+    [
+        ("always [madvise] never", "ok"),
+        ("always madvise [never]", "limited"),
+        (None, "limited"),
+    ],
+)
+def test_huge_pages_that_are_off_say_how_to_switch_them_on(tmp_path, setting, verdict):
+    place = tmp_path / "enabled"
+    if setting is not None:
+        place.write_text(setting)
+    found = system.check_huge_pages(place)
+    assert found.verdict == verdict
+    assert (f"echo madvise > {place}" in found.way_out) == (verdict != "ok")
+
+
+def test_overlap_is_what_the_longer_one_hides():
+    """2 s and 3 s: together 3 s hide all, 4 s half, 5 s nothing."""
+    assert [lanes.overlap_share(2.0, 3.0, both) for both in (3.0, 4.0, 5.0, 6.0)] == [
+        1.0,
+        0.5,
+        0.0,
+        0.0,
+    ]
+    assert lanes.pair_finding(1.2).verdict == "ok"
+    assert lanes.pair_finding(1.9).verdict == "limited"
+
+
+def test_the_verdict_names_what_fails_before_what_is_limited():
+    diagnosis = doctor.Diagnosis({})
+    assert diagnosis.verdict == "everything works"
+    diagnosis.checks.append(doctor.Checked("cores", limited("one", "two"), 0.1))
+    assert diagnosis.verdict == "everything works, within limits: cores"
+    diagnosis.checks.append(doctor.Checked("disk", fails("broken", "mend it"), 0.1))
+    assert diagnosis.verdict == "disk: does not work here; mend it"
+    assert diagnosis.lines()[0] == "cores  limited  one"
+    assert diagnosis.lines()[-1].startswith("verdict: disk")
+
+
+def test_no_check_can_end_the_others():
+    def broken():
+        raise ZeroDivisionError("by zero\nand more")
+
+    (one,) = doctor._checked("lanes", broken)
+    assert one.finding.outcome == "ZeroDivisionError: by zero"
+    assert "--report" in one.finding.way_out
+
+
+def test_on_one_core_nothing_is_said_to_overlap(monkeypatch):
+    monkeypatch.setattr(runs, "rough_profile", host_profile)
+    monkeypatch.setattr(runs, "this_machine", lambda: ("host", 1))
+    monkeypatch.setattr(runs, "_exact", lambda *_: (True, "left out"))
+    assert dict(runs.check_runs())["copies and products"] is lanes.ONE_CORE
+
+
+def test_a_wrong_expert_is_found_by_the_doctor(monkeypatch, tmp_path):
+    """Exact output and plans on the shipped model, and what a fault makes of them."""
+    from moesim.runtime.executor.memories import HostSlotMap
+
+    monkeypatch.setattr(runs, "rough_profile", host_profile)
+    found = dict(runs.check_runs())
+    assert {name: one.verdict for name, one in found.items()} == {
+        "exact output": "ok",
+        "parity": "ok",
+        "copies and products": found["copies and products"].verdict,
+    }
+    straight = HostSlotMap.weights
+    monkeypatch.setattr(
+        HostSlotMap, "weights", lambda self, key: straight(self, key ^ 1)
+    )
+    assert next(iter(runs.check_runs()))[1].verdict == "fails"
+
+
+def test_a_report_is_complete_and_the_code_says_whether_something_fails(
+    monkeypatch, tmp_path, capsys
+):
+    from moesim.cli import main
+
+    checks = {"torch": holds("torch 2"), "disk": fails("broken", "mend it")}
+
+    def diagnosis(disk, progress):
+        assert disk == tmp_path
+        made = [doctor.Checked(name, one, 0.1) for name, one in checks.items()]
+        return doctor.Diagnosis({"torch": "2"}, made)
+
+    monkeypatch.setattr(doctor, "diagnose", diagnosis)
+    place = tmp_path / "report.json"
+    words = ["doctor", "--disk", str(tmp_path), "--report", str(place)]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 1
+    assert "FAILS    broken" in capsys.readouterr().out
+    report = json.loads(place.read_text())
+    assert [one["check"] for one in report["checks"]] == ["torch", "disk"]
+    assert report["verdict"] == "disk: does not work here; mend it"
+    del checks["disk"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--json"])
+    assert ended.value.code in (0, None)
+    assert json.loads(capsys.readouterr().out)["versions"] == {"torch": "2"}
+
+
+def test_lanes_of_this_machine_are_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(lanes, "accelerator_here", lambda: None)
+    monkeypatch.setattr(lanes, "available_cores", lambda: 1)
+    monkeypatch.setattr(lanes, "_SHARE_S", 0.01)
+    monkeypatch.setattr(lanes, "_POOL_BYTES", 48 << 20)
+    names = [name for name, _ in lanes.check_lanes()]
+    assert names == ["cpu alone", "gpu0 alone", "h2d0 alone", "lanes in pairs"]

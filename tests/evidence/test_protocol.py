@@ -1,0 +1,218 @@
+"""A protocol is stated before it is measured, and judged by what it states."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from support.command_line import refused, runner
+from support.real_machine import host_profile
+
+from moesim.evidence.validation import protocol as sittings
+from moesim.evidence.validation.protocol import (
+    PLAN,
+    Plan,
+    interval,
+    judge,
+    protocol_page,
+)
+from moesim.hwprofiles.profile import save_profile
+from moesim.hwprofiles.schema import ProfileError
+
+PAGE = Path(__file__).parents[2] / "docs" / "measurements" / "protocol.md"
+
+
+def cell(policy, measured_s, predicted_s, *, batch=1, lost=0.0):
+    return {
+        "trace": "t",
+        "shape": "s",
+        "policy": policy,
+        "cache_ratio": 0.4,
+        "host_ratio": 1.0,
+        "batch": batch,
+        "measured": [{"tpot_s": each, "lost": lost} for each in measured_s],
+        "predicted": {"tpot_s": predicted_s},
+    }
+
+
+def sitting(*cells, refusal=""):
+    return {
+        "began": "2026-01-01 00:00 UTC",
+        "seconds": 9,
+        "load": 0.1,
+        "refused": refusal,
+        "validation": {"cells": list(cells)},
+    }
+
+
+STEADY = [1.0] * 5
+ONE = Plan(sittings=1)
+
+
+# By hand.
+
+
+def test_the_page_states_what_the_command_does():
+    text = PAGE.read_text(encoding="utf-8")
+    runs = f"each run for {PLAN.steps} forward passes, {PLAN.repetitions} times"
+    for words in (
+        f"{PLAN.sittings} sittings",
+        f"{PLAN.cells} cells, {runs}",
+        f"≤ {100 * PLAN.median:.0f} %",
+        f"≤ {100 * PLAN.worst:.0f} %",
+        f"wider than {100 * PLAN.widest:.0f} %",
+        f"more than {100 * PLAN.most_lost:.0f} %",
+        f"`{PLAN.trace}`",
+        *(f"`{policy}`" for policy in PLAN.policies),
+        *(f"`{shape}`" for shape in (*PLAN.shapes, *PLAN.calibrated)),
+        "batches of " + " and ".join(map(str, PLAN.batches)),
+        *(f"cache ratio {ratio:g}" for ratio in PLAN.cache_ratios),
+    ):
+        assert words in text, words
+
+
+def test_an_error_counts_beyond_the_interval_of_the_measurement():
+    """Repetitions of 1.00 ± 0.02: 1.01 is no error, 1.20 is one of less than 20 %."""
+    scattered = [0.98, 0.99, 1.0, 1.01, 1.02]
+    _, low, high = interval(scattered)
+    assert low < 0.99
+    assert high > 1.01
+    verdict = judge(ONE, [sitting(cell("a", scattered, 1.01))])
+    assert verdict.cells[0].error == pytest.approx(0.01)
+    assert verdict.worst == 0.0
+    verdict = judge(ONE, [sitting(cell("a", scattered, 1.2))])
+    assert verdict.worst == pytest.approx(1.2 - high)
+    assert verdict.met["worst"] is False
+    assert interval([2.0]) == (2.0, 2.0, 2.0)
+
+
+def test_cells_that_others_disturbed_or_that_scatter_do_not_count():
+    verdict = judge(
+        ONE,
+        [
+            sitting(
+                cell("a", STEADY, 1.02),
+                cell("b", STEADY, 9.0, lost=0.2),
+                cell("c", [1.0, 2.0, 3.0, 4.0, 5.0], 9.0),
+            )
+        ],
+    )
+    assert [each.excluded for each in verdict.cells] == [
+        "",
+        "other programs took 20 %",
+        verdict.cells[2].excluded,
+    ]
+    assert verdict.cells[2].excluded.startswith("repetitions differ")
+    assert (verdict.median, verdict.worst) == pytest.approx((0.02, 0.02))
+    assert verdict.met["median"]
+
+
+def test_only_pairs_that_repetitions_order_count():
+    """a and c are measured before b in each; c before and behind a."""
+    unsure = [0.5, 1.5, 0.5, 1.5, 0.5]
+    cells = [
+        cell("a", STEADY, 1.0),
+        cell("b", [2.0] * 5, 2.0),
+        cell("c", unsure, 1.5),
+        cell("d", [0.1] * 5, 0.1, batch=4),
+    ]
+    order = judge(ONE, [sitting(*cells)]).order
+    assert (order.pairs, order.agreed, order.tau) == (2, 2, 1.0)
+    cells[1]["predicted"]["tpot_s"] = 0.5
+    wrong = judge(ONE, [sitting(*cells)])
+    assert wrong.order.tau < 1.0
+    assert wrong.met["order"] is False
+
+
+def test_a_refused_calibration_is_a_result_and_nothing_is_met_by_nothing():
+    verdict = judge(ONE, [sitting(refusal="others were busy")])
+    assert verdict.refused == {1: "others were busy"}
+    assert verdict.met == {
+        "median": None,
+        "worst": None,
+        "order": None,
+        "sittings": False,
+    }
+    page = protocol_page(
+        ONE, [sitting(refusal="others were busy")], verdict, "moesim x"
+    )
+    assert "refused: others were busy" in page
+    assert "nothing counts" in page
+
+
+# The command.
+
+
+@pytest.fixture
+def moesim(capsys, monkeypatch, tmp_path):
+    return runner(capsys, monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A protocol of seconds, with a calibration that is made up."""
+    plan = replace(
+        PLAN,
+        sittings=2,
+        shapes=("olmoe-1b-7b/32",),
+        policies=("all-cpu+none", "greedy+lru"),
+        batches=(1,),
+        steps=3,
+        repetitions=2,
+    )
+    monkeypatch.setattr("moesim.evidence.validation.protocol.PLAN", plan)
+
+    def calibrate(out, **options):
+        assert options["shapes"] == plan.calibrated
+        options["progress"]("made up", 0.5)
+        profile = host_profile()
+        save_profile(profile, out)
+        return profile
+
+    monkeypatch.setattr(sittings, "calibrate", calibrate)
+    return plan
+
+
+def test_sittings_may_lie_apart_and_are_judged_together(moesim, tmp_path, small):
+    folder = tmp_path / "p"
+    code, out, err = moesim("validate", "--protocol", folder, "--sittings", 1)
+    assert code == 1, err
+    assert "calibrations that were trusted" in out
+    code, out, err = moesim("validate", "--protocol", folder, "--json")
+    assert code in (0, 1)
+    result = json.loads(out)
+    assert result["met"]["sittings"]
+    assert [each["sitting"] for each in result["cells"]] == [1, 1, 2, 2]
+    assert all(each["lost"] >= 0.0 for each in result["cells"])
+    page = (folder / "protocol.md").read_text()
+    assert "moesim validate --protocol" in page
+    assert page.count("olmoe-1b-7b/32, greedy+lru") == 2
+
+    # Judged once more, nothing is measured.
+    assert moesim("validate", "--protocol", folder, "--sittings", 0, "--json")[1] == out
+
+
+def test_a_refusal_ends_a_sitting_and_not_the_protocol(
+    moesim, tmp_path, small, monkeypatch
+):
+    def refuse(out, **_):
+        raise ProfileError(
+            f"{out}: not written, as its predictions cannot be trusted: x"
+        )
+
+    monkeypatch.setattr(sittings, "calibrate", refuse)
+    code, out, _ = moesim("validate", "--protocol", tmp_path / "p")
+    assert code == 1
+    assert "nothing counts" in out
+    files = sorted((tmp_path / "p").glob("sitting-*.json"))
+    assert [json.loads(file.read_text())["refused"] for file in files] == ["x", "x"]
+
+
+def test_sittings_of_another_protocol_are_refused(moesim, tmp_path):
+    other = json.dumps({"plan": asdict(replace(PLAN, steps=99))})
+    (tmp_path / "sitting-1.json").write_text(other)
+    told = moesim("validate", "--protocol", tmp_path)
+    assert refused(told, "sitting-1.json", "found one of another")
+    (tmp_path / "sitting-1.json").write_text("{}")
+    assert refused(moesim("validate", "--protocol", tmp_path), "expected a sitting")
+    assert moesim("validate", "--sittings", 1)[0] == 2

@@ -1,0 +1,249 @@
+"""A real run, replayed with its own measured times, differs in structure alone: and
+nothing of its structure differs.
+"""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from support.learned_network import write
+from support.real_machine import (
+    ONE_WORKER,
+    READS_TOO,
+    TWO_WORKERS,
+    combinations,
+    host_profile,
+    random_store,
+)
+from support.small_trace import write_trace
+from typer.testing import CliRunner
+
+from moesim import cli
+from moesim.base.errors import TraceError
+from moesim.evidence.validation.structure import MeasuredDurations, compare_structure
+from moesim.hwprofiles.profile import save_profile
+from moesim.policies.systems import SYSTEMS
+from moesim.runs import replay as api
+from moesim.runs.config import RunConfig
+from moesim.runs.measured import columns_of, run_trace
+from moesim.runs.setup import Setup
+from moesim.sim.clock import Operation
+from moesim.sim.machine import Machine
+from moesim.traces.format.batch import compose
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape
+from moesim.traces.timeline.operations import LAUNCH, REQUEST, OperationTable, Part
+from moesim.traces.timeline.spans import COMPUTE, DENSE
+
+SHAPE = ModelShape(
+    name="small",
+    layers=4,
+    experts=8,
+    top_k=2,
+    hidden=64,
+    expert_intermediate=32,
+    expert_bytes=(3 * 64 * 32 * 4,) * 4,
+    other_bytes=1 << 12,
+    dtype="f32",
+    vocab=50,
+)
+EXPERT = 3 * 64 * 32 * 4
+COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS)
+STAGED = 20 * EXPERT
+"""Host memory for some experts, whatever a system stages."""
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    place = tmp_path_factory.mktemp("trace") / "t.parquet"
+    sequences = ((5, 6), (3, 4), (7, 6), (4, 5))
+    return open_trace(
+        write_trace(place, SHAPE, sequences, columns=COLUMNS, ragged=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory, trace):
+    with random_store(trace, tmp_path_factory.mktemp("s")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def artefacts(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("learned"), SHAPE.layers, SHAPE.experts)
+
+
+def both(trace, store, artefacts, name, *, workers=TWO_WORKERS, batch=1, **memory):
+    """Run for real; return the setup, its steps and the measured timeline."""
+    policy, *parts = name.split("+")
+    options = dict(zip(("cache", "prefetch"), parts, strict=False))
+    options |= {"batch": batch, "artefacts": artefacts}
+    options["memory"] = api.MemoryOptions(**memory)
+    profile = host_profile(workers, cores=1 if workers is ONE_WORKER else 2)
+    run = run_trace(trace, policy, store=store, dtype="float32", hw=profile, **options)
+    config = RunConfig.of(trace, policy, **options)
+    setup = Setup.of(config, trace, profile=profile, shape=run.shape)
+    columns = columns_of(trace, setup.policies())
+    return setup, list(compose(trace, batch=batch, columns=columns)), run.timeline
+
+
+# By hand.
+
+
+def part(kind, picked_s, ended_s, *, lane=0, step=0, layer=0, expert=-1):
+    return Part(lane, kind, step, layer, expert, picked_s, picked_s, ended_s, ended_s)
+
+
+def table_of(*parts):
+    table = OperationTable()
+    for each in parts:
+        table.add(each)
+    return table
+
+
+def lasting(durations, kind, *, lane=0, layer=0, expert=-1):
+    operation = Operation(lane, kind, 0, layer, expert, work_s=99.0)
+    durations.scatter(operation)
+    return operation.work_s
+
+
+def test_an_operation_lasts_from_instant_to_instant():
+    """The first dense part begins with the run, an expert that comes twice in its
+    order; what was never there lasts as predicted, and is counted.
+    """
+    table = table_of(
+        part(DENSE, 1.0, 4.0, lane=2),
+        part(COMPUTE, 7.0, 9.5, expert=3),
+        part(COMPUTE, 5.0, 6.0, expert=3),
+        part(LAUNCH, 4.0, 4.25),
+    )
+    durations = MeasuredDurations(table, end_s=20.0)
+    assert lasting(durations, DENSE, lane=2) == 4.0
+    assert lasting(durations, COMPUTE, expert=3) == 1.0
+    assert lasting(durations, COMPUTE, expert=3) == 2.5
+    assert lasting(durations, COMPUTE, expert=3) == 99.0
+    assert durations.unmatched == Counter(compute=1)
+    assert not durations.left()
+
+
+def test_what_was_not_simulated_is_counted_unless_it_ended_after_the_last_pass():
+    table = table_of(
+        part(COMPUTE, 5.0, 6.0, expert=1),
+        part(COMPUTE, 5.0, 21.0, expert=2),
+        part(REQUEST, 1.0, 2.0),
+    )
+    durations = MeasuredDurations(table, end_s=20.0)
+    assert durations.left() == Counter(compute=1)
+
+
+# Real runs.
+
+
+def drawn_cells(count, seed=11):
+    """Systems and combinations of policies, each with other memories and batches."""
+    names = [*SYSTEMS, *combinations(oracles=True, approximate=True)]
+    draws = np.random.default_rng(seed)
+    chosen = draws.choice(names, size=count, replace=False).tolist()
+    for number, name in enumerate(chosen):
+        host = STAGED if number % 2 else None
+        yield name, 1 + 3 * (number // 2 % 2), int(draws.integers(0, 6)), host
+
+
+@pytest.mark.parametrize(("name", "batch", "slots", "host"), list(drawn_cells(20)))
+def test_no_structure_differs(trace, store, artefacts, name, batch, slots, host):
+    memory = {"slots_per_layer": slots, "host_memory_bytes": host}
+    cell = both(trace, store, artefacts, name, batch=batch, **memory)
+    structure = compare_structure(name, *cell)
+    assert not structure.findings()
+    assert structure.worst <= 0.02
+    assert structure.median <= 0.005
+    assert structure.accesses > 100
+
+
+@pytest.mark.parametrize("workers", [ONE_WORKER, READS_TOO], ids=["one", "reads"])
+@pytest.mark.parametrize("name", ["dali", "daop"])
+def test_nor_with_other_workers(trace, store, artefacts, name, workers):
+    memory = {"slots_per_layer": 3, "host_memory_bytes": STAGED}
+    cell = both(trace, store, artefacts, name, workers=workers, **memory)
+    structure = compare_structure(name, *cell)
+    assert not structure.findings()
+    assert structure.worst <= 0.02
+
+
+def test_another_policy_is_found(trace, store, artefacts):
+    """States, lanes and orders differ from those of a run under another policy."""
+    memory = {"slots_per_layer": 3}
+    _, _, timeline = both(trace, store, artefacts, "greedy+lru+none", **memory)
+    name = "on-demand+lfu+next-gate"
+    other, steps, _ = both(trace, store, artefacts, name, **memory)
+    structure = compare_structure("mixed", other, steps, timeline)
+    assert not structure.is_equal
+    assert structure.other_states
+    assert structure.other_lanes
+    assert "gpu0" in structure.orders
+    assert structure.simulated_only["prefetch"]
+    assert "accesses" in structure.findings()[0]
+
+
+def test_a_worker_that_chooses_too_early_is_found(trace, store, artefacts, monkeypatch):
+    """The simulator once let a worker take a prefetch before the product that its own
+    copy had made ready was queued.
+    """
+    memory = {"slots_per_layer": 0, "host_memory_bytes": STAGED}
+    cell = both(trace, store, artefacts, "smoe", batch=4, **memory)
+    assert compare_structure("smoe", *cell).is_equal
+
+    finished = Machine._finished
+
+    def free_first(machine, operation):
+        machine._worker_of[operation.lane].busy = operation.kind == DENSE
+        if not machine._worker_of[operation.lane].busy:
+            machine.offer()
+        finished(machine, operation)
+
+    monkeypatch.setattr(Machine, "_finished", free_first)
+    assert not compare_structure("smoe", *cell).is_equal
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, trace, store):
+    place = tmp_path_factory.mktemp("run")
+    profile = save_profile(host_profile(), place / "machine.toml")
+    arguments = [trace.path, "--hw", profile, "--out", place / "run"]
+    arguments += ["--policy", "dali", "--cache-ratio", 0.3, "--dtype", "float32"]
+    result = CliRunner().invoke(cli.app, ["run", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    profile.unlink()
+    return place / "run"
+
+
+def test_a_folder_of_a_real_run_tells_its_structure(folder):
+    """Its profile lies beside it: that of the machine may have changed since."""
+    result = CliRunner().invoke(cli.app, ["validate", "--structure", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "1 of 1 runs have the simulator's structure" in result.output
+    assert "workers' time: " in result.output
+
+    result = CliRunner().invoke(
+        cli.app, ["validate", "--structure", str(folder), "--json"]
+    )
+    (facts,) = json.loads(result.output)
+    assert facts["equal"]
+    assert sum(facts["shares"].values()) == pytest.approx(1.0)
+
+
+def test_folders_that_are_no_real_runs_are_refused(tmp_path):
+    result = CliRunner().invoke(cli.app, ["validate", "--structure", str(tmp_path)])
+    assert isinstance(result.exception, TraceError)
+    assert "operations.parquet: no such file" in str(result.exception)
+
+    (tmp_path / "operations.parquet").write_bytes(b"not a table")
+    with pytest.raises(TraceError, match=r"not a readable table of operations"):
+        OperationTable.load(tmp_path)
+
+    result = CliRunner().invoke(cli.app, ["validate", "--structure"])
+    assert result.exit_code == 2

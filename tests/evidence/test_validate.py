@@ -1,0 +1,449 @@
+"""A validation tells the truth about what it compares: by hand, and on real runs of
+experts small enough for a test.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.browser import browser, check_page
+from support.real_machine import host_profile
+from support.validations import cell, result
+from typer.testing import CliRunner
+
+from moesim import cli
+from moesim.evidence.validation.grid import timing_free, validate
+from moesim.evidence.validation.paired_runs import Trial, simulate
+from moesim.evidence.validation.profile_checks import machine_differences, warnings_of
+from moesim.evidence.validation.report import (
+    load,
+    markdown,
+    page,
+    save,
+    validation_text,
+)
+from moesim.evidence.validation.results import joined
+from moesim.evidence.validation.time_breakdown import (
+    step_seconds,
+    terms,
+    terms_by_step,
+)
+from moesim.hwprofiles.profile import load_profile, save_profile
+from moesim.hwprofiles.schema import FIT_KEYS, ProfileError
+from moesim.policies.base import PolicyError
+from moesim.policies.systems import compose as compose_system
+from moesim.questions.sensitivity import break_even, capacity_cliff, sensitivity
+from moesim.runs.config import MemoryOptions
+from moesim.traces.format.batch import compose
+from moesim.traces.format.reader import open_trace
+
+TRACE = Path(__file__).parents[2] / "traces" / "data" / "tiny_evaluation.parquet"
+KEYS = {
+    "cells",
+    "tpot_error_median",
+    "tpot_error_max",
+    "ttft_error_median",
+    "hits_equal",
+    "kendall_tau",
+    "noise_floor",
+    "tost_pass_share",
+}
+
+
+def test_cells_that_are_predicted_to_take_the_very_same_time_do_the_same_work():
+    """1.0, 1.1 and 1.32 s at three cache ratios: pairs differ by 10, 32 and 20 %; the
+    fourth does other work.
+    """
+    report = result(
+        cell("all-cpu", [1.0, 1.0], 1.2),
+        cell("all-cpu", [1.1, 1.1], 1.2, ratio=0.7),
+        cell("all-cpu", [1.32, 1.32], 1.2, ratio=0.9),
+        cell("greedy", [5.0, 5.0], 1.3),
+    )
+    assert report["same_work"] == {
+        "count": 3,
+        "tpot_differs_median": pytest.approx(0.2),
+        "tpot_differs_max": pytest.approx(0.32),
+    }
+    assert (
+        "same work differ from each other (3 pairs) | median 20.0 %, worst 32.0 %"
+        in markdown(report)
+    )
+    assert "same work" not in markdown(result(cell("greedy", [5.0], 1.3)))
+
+
+def test_the_summary_by_hand():
+    """Measured 1.0 (0.98 and 1.02), 2.0 and 3.0; predicted 1.1, 2.0 and 2.7: errors 10
+    %, 0 and 10 %.
+    """
+    report = result(
+        cell("a", [0.98, 1.02], 1.1),
+        cell("b", [2.0, 2.0], 2.0),
+        cell("c", [3.0, 3.0], 2.7),
+    )
+    assert report.keys() >= KEYS
+    assert report["tpot_error_median"] == pytest.approx(0.1)
+    assert report["tpot_error_signed_median"] == pytest.approx(0.0, abs=1e-12)
+    assert report["tpot_error_max"] == pytest.approx(0.1)
+    assert report["kendall_tau"] == 1.0
+    assert report["noise_floor"] == 0.0
+    assert report["noise_floor_max"] > 0.0
+    assert report["repetitions_differ"] == 0.0
+    assert report["cells"][0]["repetitions_differ"] == pytest.approx(0.04)
+    assert report["below_noise_share"] == pytest.approx(0.0)
+    assert report["tost_pass_share"] == pytest.approx(1 / 3)
+    assert report["hits_equal"] is True
+
+
+def test_more_repetitions_make_the_measured_time_surer():
+    """Nine times as many scatter a third as much; which is what the error is held
+    against.
+    """
+    rng = np.random.default_rng(0)
+    floor_of_3, floor_of_27 = (
+        np.median(
+            [
+                cell("a", rng.lognormal(0.0, 0.1, count).tolist(), 1.0).noise_floor()
+                for _ in range(40)
+            ]
+        )
+        for count in (3, 27)
+    )
+    assert 2.0 < floor_of_3 / floor_of_27 < 4.5
+
+
+def test_a_swap_of_the_order_is_seen():
+    """One of three pairs is predicted the wrong way round."""
+    report = result(
+        cell("a", [1.0, 1.0], 2.1),
+        cell("b", [2.0, 2.0], 2.0),
+        cell("c", [3.0, 3.0], 3.0),
+    )
+    assert report["kendall_tau"] == pytest.approx(1 / 3)
+
+
+def test_only_cells_that_timing_cannot_change_must_have_equal_hits():
+    timed = cell("a", [1.0, 1.0], 1.0, free=False, hits=4)
+    assert result(timed, cell("b", [2.0, 2.0], 2.0))["hits_equal"] is True
+    assert result(timed, cell("b", [2.0, 2.0], 2.0, hits=4))["hits_equal"] is False
+    assert result(timed)["hits_equal"] is None
+
+
+def test_what_was_held_out_is_told_apart():
+    report = result(
+        cell("a", [1.0, 1.0], 1.2, extrapolated=True), cell("b", [1.0, 1.0], 1.01)
+    )
+    assert (report["held_out"]["count"], report["calibrated"]["count"]) == (1, 1)
+    assert report["held_out"]["tpot_error_median"] == pytest.approx(0.2)
+    assert report["calibrated"]["tpot_error_median"] == pytest.approx(0.01)
+
+
+def test_what_the_machine_did_since_its_calibration_is_told_apart_from_what_the_model_missed():
+    """Predicted 1.0, three quarters of it dense; measured 1.05. Dense parts take 4 %
+    longer now: that is 3 of the 5.
+    """
+    report = result(cell("a", [1.05, 1.05], 1.0, drift={"dense": 0.04, "lanes": 0.0}))
+    assert report["tpot_error_median"] == pytest.approx(1 - 1 / 1.05)
+    assert report["at_speed"]["tpot_error_signed_median"] == pytest.approx(
+        1.03 / 1.05 - 1.0
+    )
+    assert (
+        "| reference runs took longer than when it was calibrated by | dense +4.0 %,"
+        " lanes +0.0 % |" in markdown(report)
+    )
+    assert "| TPOT error without that drift, median | 1.9 % |" in markdown(report)
+    unknown = result(cell("a", [1.05, 1.05], 1.0))
+    assert unknown["at_speed"]["tpot_error_median"] is None
+    assert "without that drift" not in markdown(unknown)
+
+
+def test_errors_are_told_apart_by_every_coordinate():
+    report = result(
+        cell("a", [1.0, 1.0], 1.2, ratio=0.1),
+        cell("a", [1.0, 1.0], 1.01),
+        cell("b", [1.0, 1.0], 0.97),
+    )
+    assert report["by"]["policy"]["a"]["tpot_error_median"] == pytest.approx(0.105)
+    assert report["by"]["policy"]["b"]["tpot_error_signed_median"] == pytest.approx(
+        -0.03
+    )
+    assert report["by"]["cache_ratio"]["0.1"]["count"] == 1
+    assert "| policy b | 1 | 3.0 % |" in markdown(report)
+    assert "| batch" not in markdown(report).split("coordinate")[1], (
+        "all cells have one batch size"
+    )
+
+
+def test_two_validations_by_one_profile_are_summed_up_together(tmp_path):
+    first = result(cell("a", [1.0, 1.0], 1.1))
+    second = result(cell("b", [2.0, 2.0], 2.1, host=0.5))
+    save(first, tmp_path)
+    both = joined(second, load(tmp_path / "validation.json"))
+    assert [row["policy"] for row in both["cells"]] == ["a", "b"]
+    assert both["tpot_error_median"] == pytest.approx(0.075)
+    assert (both["ssd"]["count"], both["config"]["seconds"]) == (1, 2)
+    # As files from before knew none.
+    for key in (
+        "drift",
+        "tpot_error_at_speed",
+        "ttft_error_at_speed",
+    ):
+        del first["cells"][0][key]
+    assert "TPOT error, median" in markdown(joined(second, first))
+    second["config"]["hw_digest"] = "another"
+    with pytest.raises(ProfileError, match="another profile"):
+        joined(second, first)
+    (tmp_path / "other.json").write_text("[1]")
+    with pytest.raises(
+        ProfileError, match=r"other\.json: expected an object, found \[1\]"
+    ):
+        load(tmp_path / "other.json")
+
+
+def test_a_machine_that_changed_while_it_was_calibrated_is_named():
+    """The last runs of the calibration took 22 % longer than the first: so may every
+    prediction.
+    """
+    steady = host_profile()
+    fit = {
+        "noise_floor": dict.fromkeys(FIT_KEYS, 0.05),
+        "drift": dict.fromkeys(FIT_KEYS, 0.22),
+    }
+    moved = replace(steady, fit=fit)
+    assert any(
+        "changed its speed by 22 %" in warning for warning in warnings_of(moved, 0.0)
+    )
+    kept = replace(steady, fit=fit | {"drift": dict.fromkeys(FIT_KEYS, 0.02)})
+    assert not any("speed" in warning for warning in warnings_of(kept, 0.0))
+
+
+def test_terms_are_shares_of_the_measured_makespan():
+    """Each term is 2 of 10; predicted 10 % more: 0.2 / 10."""
+    assert cell("a", [1.0, 1.0], 1.1).term_errors()["dense"] == pytest.approx(0.02)
+
+
+def test_terms_add_up_to_the_makespan():
+    trace = open_trace(TRACE)
+    trial = Trial(
+        "greedy+lru", MemoryOptions(cache_ratio=0.3), list(compose(trace, steps=6))
+    )
+    timeline = simulate(trial, trace.shape, load_profile("two-core-host"))
+    chunk = next(timeline.chunks())
+    seconds = terms(timeline)
+    assert sum(seconds.values()) == pytest.approx(
+        chunk["end_s"].max() - chunk["start_s"].min()
+    )
+    assert (
+        min(seconds["dense"], seconds["planning"], seconds["lanes"], seconds["between"])
+        > 0
+    )
+    assert seconds["between"] >= -1e-12
+    steps = terms_by_step(timeline)
+    assert sum(steps.values())[1:] == pytest.approx(step_seconds(timeline)), (
+        "of each step as well"
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "free"),
+    [
+        ("greedy+lru", True),
+        ("greedy+lru+random", False),
+        ("greedy+workload-window", False),
+        ("all-cpu+none", True),
+    ],
+)
+def test_timing_is_free_where_nothing_lands_between_layers(policy, free):
+    assert timing_free(compose_system(policy).build(gpus=1, host_cache=None)) is free
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    """Real runs: three policies, two cache ratios, a batch, the SSD; experts of the
+    tiny model.
+    """
+    return validate(
+        [TRACE],
+        policies=["all-cpu+none", "on-demand+lru", "greedy+lfu"],
+        cache_ratios=[0.2, 0.5],
+        batches=[2],
+        host_ratios=[1.0, 0.5],
+        hw=host_profile(),
+        steps=5,
+        repetitions=3,
+        replications=1,
+        stores=tmp_path_factory.mktemp("stores"),
+    ).to_json()
+
+
+def test_hits_of_real_and_simulated_runs_are_equal(grid):
+    assert grid["hits_equal"] is True
+    assert grid["hits_compared"] == len(grid["cells"]) == 12
+    assert any(cell["predicted"]["hits"] for cell in grid["cells"])
+
+
+def test_bytes_of_real_and_simulated_runs_are_equal(grid):
+    """What is copied and read follows from the plans, so it is no matter of timing
+    either.
+    """
+    for row in grid["cells"]:
+        assert all(
+            run["bytes"] == row["predicted"]["bytes"] for run in row["measured"]
+        ), row["policy"]
+    assert any(row["predicted"]["bytes"]["ssd"] for row in grid["cells"])
+
+
+def test_every_cell_was_run_three_times_and_has_its_figures(grid):
+    assert {len(row["measured"]) for row in grid["cells"]} == {3}
+    assert all(
+        row["tpot_error"] is not None and row["ttft_error"] is not None
+        for row in grid["cells"]
+    )
+    assert all(len(row["step_errors"]) == 4 for row in grid["cells"])
+    assert np.isfinite(grid["tpot_error_median"])
+    assert any("not calibrated" in warning for warning in grid["warnings"])
+
+
+def test_a_foreign_profile_is_recognised(grid):
+    assert any("another machine's" in warning for warning in grid["warnings"])
+    assert any(
+        difference.startswith("cores")
+        for difference in machine_differences(load_profile("a6000-i9-10980xe"))
+    )
+
+
+def test_the_report_is_whole(grid, tmp_path):
+    assert json.loads(json.dumps(grid)) == grid
+    text = markdown(grid)
+    assert text.count("| greedy+lfu |") == 4
+    assert "greedy+lfu" in validation_text(grid)
+    html = page(grid)
+    assert html.count("<figure>") == html.count("<svg") == 4
+    assert "src=" not in html
+    assert [path.name for path in save(grid, tmp_path)] == [
+        "validation.json",
+        "validation.md",
+        "validation.html",
+    ]
+
+
+def test_axe_finds_nothing_on_the_page(grid, tmp_path):
+    save(grid, tmp_path)
+    with browser(tmp_path / "browser") as driver:
+        check_page(driver, tmp_path / "validation.html")
+
+
+def test_an_oracle_is_refused():
+    with pytest.raises(PolicyError, match="oracle"):
+        validate(
+            [TRACE],
+            policies=["on-demand+belady"],
+            cache_ratios=[0.2],
+            batches=[1],
+            hw=host_profile(),
+            steps=3,
+        )
+
+
+def test_too_many_parts_are_refused():
+    with pytest.raises(PolicyError, match="at most"):
+        compose_system("greedy+lru+none+more")
+
+
+# -- sensitivity -----------------------------------------------------------------------
+
+
+def test_the_break_even_line_by_hand():
+    """An expert of the tiny model, 86 016 bytes: copies at 1 GB/s take 96 us, longer
+    than the CPU for few tokens.
+    """
+    rows = break_even(host_profile(), open_trace(TRACE).shape)
+    assert not rows[0]["fetch"]
+    turns = [row["fetch"] for row in rows]
+    assert turns == sorted(turns)
+    assert all(
+        row["fetch"] == (row["copy_s"] + row["gpu_s"] < row["cpu_s"]) for row in rows
+    )
+
+
+def test_a_global_lru_below_the_working_set_hits_nothing():
+    """Every token asks for all it asked for before, in a circle larger than the cache:
+    LRU's classic zero.
+    """
+    cliff = capacity_cliff(open_trace(TRACE), steps=40)
+    assert cliff["working_set"] == 24
+    assert cliff["hit_rate"]["0.5"] == 0.0
+    assert cliff["hit_rate"]["2"] > 0.2
+
+
+def test_a_constant_that_decides_the_winner_is_named():
+    """All-CPU wins by a hair; a slower CPU within its interval lets on-demand win, and
+    nothing else is blamed first.
+    """
+    profile = host_profile()
+    report = sensitivity(
+        TRACE, policies=("all-cpu+none", "on-demand+lru"), hw=profile, steps=6
+    ).to_json()
+    assert report["winner"] == min(report["baseline_s"], key=report["baseline_s"].get)
+    effects = [constant["effect"] for constant in report["constants"]]
+    assert effects == sorted(effects, reverse=True)
+    named = {constant["path"]: constant for constant in report["constants"]}
+    assert "costs.cpu.bytes_per_s" in named
+    assert all(
+        constant["changes_winner"]
+        == any(w != report["winner"] for w in constant["winners"])
+        for constant in named.values()
+    )
+    assert all(path.startswith(("costs.", "contention.")) for path in named)
+
+
+# -- commands --------------------------------------------------------------------------
+
+
+def test_validate_prints_json_and_writes_the_report(tmp_path):
+    profile = save_profile(host_profile(), tmp_path / "here.toml")
+    done = CliRunner().invoke(
+        cli.app,
+        [
+            "validate",
+            str(TRACE),
+            "--policies",
+            "all-cpu+none,on-demand+lru",
+            "--cache-ratios",
+            "0.3",
+            "--batches",
+            "1",
+            "--steps",
+            "3",
+            "--repetitions",
+            "1",
+            "--hw",
+            str(profile),
+            "--out",
+            str(tmp_path / "out"),
+            "--json",
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout).keys() >= KEYS
+    assert (tmp_path / "out" / "validation.html").is_file()
+
+
+def test_sensitivity_prints_winner_line_and_cliff():
+    done = CliRunner().invoke(
+        cli.app, ["sensitivity", str(TRACE), "--hw", "two-core-host", "--steps", "3"]
+    )
+    assert done.exit_code == 0, done.output
+    for part in ("winner:", "cheaper than computing it on the CPU", "capacity cliff"):
+        assert part in done.stdout
+
+
+def test_numbers_must_be_numbers():
+    done = CliRunner().invoke(
+        cli.app, ["validate", str(TRACE), "--cache-ratios", "a,b"]
+    )
+    assert done.exit_code == 2

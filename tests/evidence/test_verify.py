@@ -1,0 +1,218 @@
+"""Long work keeps its time limit, says what it left out, and goes on after a kill; one
+command says whether the simulator holds on this PC.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support.real_machine import host_profile
+from support.validations import cell, result
+from test_validate import TRACE
+
+from moesim.cli.output import PlainProgress
+from moesim.evidence.validation.calibrate import is_enough
+from moesim.evidence.validation.grid import _Budget, validate
+from moesim.evidence.validation.protocol import Plan
+from moesim.evidence.validation.saved import Journal
+from moesim.evidence.validation.verify import verdict_of
+from moesim.hwprofiles.profile import save_profile
+from moesim.hwprofiles.schema import ProfileError
+
+GRID = {
+    "policies": ["all-cpu+none", "on-demand+lru"],
+    "cache_ratios": [0.3],
+    "batches": [1],
+    "steps": 3,
+    "repetitions": 3,
+    "replications": 2,
+}
+
+
+class Clock:
+    """Seconds that a test moves on."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_the_first_pass_leaves_time_for_repetitions():
+    """Three repetitions in one minute: 20 s for the first pass, where a run takes 8."""
+    clock = Clock()
+    budget = _Budget(1.0, 3, clock)
+    assert budget.allows(first_pass=True, expected_s=None)
+    clock.now_s = 8.0
+    budget.took(8.0)
+    assert budget.allows(first_pass=True, expected_s=None)
+    clock.now_s = 16.0
+    assert not budget.allows(first_pass=True, expected_s=None)
+    assert budget.allows(first_pass=False, expected_s=8.0)
+    clock.now_s = 55.0
+    assert not budget.allows(first_pass=False, expected_s=8.0)
+    assert budget.allows(first_pass=False, expected_s=4.0)
+
+
+def test_without_a_limit_everything_fits():
+    assert _Budget(None, 5).allows(first_pass=True, expected_s=1e9)
+
+
+def test_a_limit_on_calibration_makes_fewer_repetitions_and_at_least_one():
+    def unasked():
+        raise AssertionError("the width of constants decides nothing here")
+
+    assert not is_enough(0, 3, -9.0, 5.0, unasked, limited=True)
+    assert is_enough(1, 3, 4.0, 5.0, unasked, limited=True)
+    assert not is_enough(1, 3, 6.0, 5.0, unasked, limited=True)
+
+
+def test_progress_without_a_terminal_is_a_line_in_half_a_minute(capsys):
+    """Two of ten after 40 s: the rest takes 160 s."""
+    clock = Clock()
+    progress = PlainProgress("validating", clock)
+    for second in range(0, 41, 10):
+        clock.now_s = float(second)
+        progress.show(0.05 * second, 10.0)
+    clock.now_s = 61.0
+    progress.show(9.0, 10.0)
+    assert capsys.readouterr().err.splitlines() == [
+        "validating: 15%, about 3 min left",
+        "validating: 90%, about 7 s left",
+    ]
+
+
+def test_a_journal_drops_half_a_line_and_refuses_other_runs(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    journal = Journal(path, "key")
+    journal.add({"run": 1})
+    journal.add({"run": 2})
+    with path.open("a") as file:
+        file.write('{"run": 3, "half')
+    again = Journal(path, "key")
+    assert again.lines == [{"run": 1}, {"run": 2}]
+    again.add({"run": 3})
+    assert Journal(path, "key").lines[-1] == {"run": 3}
+    with pytest.raises(ProfileError, match="runs of this validation, found those of"):
+        Journal(path, "other")
+    journal.close()
+    assert not path.exists()
+
+
+def grid(journal=None, **changes):
+    return validate([TRACE], hw=host_profile(), journal=journal, **GRID | changes)
+
+
+def test_runs_of_an_interrupted_grid_are_not_made_again(tmp_path, monkeypatch):
+    """It stops after four of six runs; the next call makes two."""
+    journal = tmp_path / "runs.jsonl"
+    made = []
+
+    def stop_after(count):
+        def note(*_args):
+            made.append(1)
+            if len(made) == count:
+                raise KeyboardInterrupt
+
+        return note
+
+    add = Journal.add
+    with monkeypatch.context() as patch:
+        interrupt = stop_after(4)
+        patch.setattr(Journal, "add", lambda *args: (add(*args), interrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            grid(journal)
+    before = Journal(journal, _key(journal)).lines
+    assert len(before) == 4
+
+    reports = []
+    validation = grid(journal, on_result=reports.append).to_json()
+    kept = [line["measured"]["tpot_s"] for line in before]
+    told = [run["tpot_s"] for each in validation["cells"] for run in each["measured"]]
+    assert len(told) == 6
+    assert set(kept) <= set(told)
+    assert reports
+    assert not journal.exists(), "the grid is whole"
+
+
+def _key(journal):
+    return json.loads(journal.read_text().splitlines()[0])["key"]
+
+
+def test_what_a_limit_leaves_out_is_said(tmp_path):
+    journal = tmp_path / "runs.jsonl"
+    validation = grid(journal, minutes=0.0)
+    assert len(validation.cells) == 1
+    assert validation.config["left_out"] == "1 of 2 cells and 2 of 3 repetitions"
+    assert validation.warnings[0].startswith("left out: 1 of 2 cells")
+    assert journal.exists(), "the next call goes on"
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 1.0])
+def test_a_killed_validation_leaves_a_report_or_nothing_and_the_next_goes_on(
+    tmp_path, wait_s
+):
+    """SIGKILL at any moment after the first run: every file is whole."""
+    hw = save_profile(host_profile(), tmp_path / "here.toml")
+    out = tmp_path / "report"
+    words = [sys.executable, "-m", "moesim", "validate", str(TRACE), "--hw", str(hw)]
+    words += ["--policies", "all-cpu+none,on-demand+lru", "--cache-ratios", "0.2,0.4"]
+    words += ["--batches", "1", "--steps", "4", "--out", str(out)]
+    process = subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    journal = out / "runs.jsonl"
+    deadline_s = time.monotonic() + 120
+    while not journal.exists() and process.poll() is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    time.sleep(wait_s)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    if (out / "validation.json").exists():
+        assert json.loads((out / "validation.json").read_text())["cells"]
+
+    done = subprocess.run(
+        [*words, "--json"], capture_output=True, text=True, check=True, timeout=300
+    )
+    answer = json.loads(done.stdout)
+    assert {len(each["measured"]) for each in answer["cells"]} == {5}
+    assert len(answer["cells"]) == 4
+    assert {path.name for path in out.iterdir()} == {
+        "validation.json",
+        "validation.md",
+        "validation.html",
+    }
+
+
+STEADY = [1.0, 1.001, 0.999, 1.0005, 0.9995]
+
+
+def verdict(*cells):
+    return verdict_of(Plan(), result(*cells) | {"config": {"left_out": ""}})
+
+
+def test_the_verdict_by_hand():
+    """Beyond ± 0.1 % of the measurement: 1 % is near, 20 % is not."""
+    near = verdict(cell("a", STEADY, 1.01), cell("b", [2 * s for s in STEADY], 2.0))
+    assert near.holds
+    assert near.words.startswith("the simulator holds on this PC: beyond what")
+    assert "1 of 1 orders of policies agree" in near.words
+    far = verdict(cell("a", STEADY, 1.2))
+    assert far.holds is False
+    assert far.words.startswith("it does not hold here: ")
+    wrong = verdict(cell("a", STEADY, 1.0), cell("b", [2 * s for s in STEADY], 0.99))
+    assert wrong.holds is False
+
+
+def test_cells_that_scatter_tell_nothing():
+    loud = verdict(cell("a", [1.0, 2.0, 3.0, 4.0, 5.0], 9.0))
+    assert loud.holds is None
+    assert loud.words.startswith("cannot tell")

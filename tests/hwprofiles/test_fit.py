@@ -1,0 +1,165 @@
+"""The fit finds constants that it can know, and says how well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesim.hwprofiles.calibration.estimates import inverse, measured, measured_curve
+from moesim.hwprofiles.calibration.fit_curves import fit_line, fit_roofline
+from moesim.hwprofiles.profile import default_profile
+from moesim.hwprofiles.roofline import isotonic
+from moesim.sim.noise import Noise
+
+SIZES = (65_536, 262_144, 1_048_576, 4_194_304, 16_777_216)
+
+
+def noisy_link(latency_s, bytes_per_s, *, seed, count=30):
+    """Seconds by size with 5 % noise and a tail: one copy in twenty takes twice as
+    long.
+    """
+    rng = np.random.default_rng(seed)
+    return {
+        size: (latency_s + size / bytes_per_s)
+        * rng.lognormal(0.0, 0.05, count)
+        * np.where(rng.random(count) < 0.05, 2.0, 1.0)
+        for size in SIZES
+    }
+
+
+def test_a_line_through_exact_points_is_found_exactly():
+    line = fit_line({1: np.array([5.0]), 2: np.array([8.0]), 4: np.array([14.0])})
+    assert line.base_s.value == pytest.approx(2.0)
+    assert line.slope_s.value == pytest.approx(3.0)
+    assert line.report.held_out == 3
+    assert line.report.residual_worst == pytest.approx(0.0, abs=1e-12)
+
+
+def test_latency_and_bandwidth_lie_in_their_intervals_about_as_often_as_promised():
+    inside_latency = inside_bandwidth = 0
+    for seed in range(20):
+        line = fit_line(noisy_link(20e-6, 12e9, seed=seed), seed=seed)
+        low, high = line.base_s.interval
+        inside_latency += low <= 20e-6 <= high
+        rate = inverse(line.slope_s)
+        inside_bandwidth += rate.interval[0] <= 12e9 <= rate.interval[1]
+        assert rate.value == pytest.approx(12e9, rel=0.1)
+        assert line.report.residual_worst < 0.25
+    assert inside_latency >= 17
+    assert inside_bandwidth >= 17
+
+
+def test_one_late_measurement_in_twenty_does_not_move_the_line():
+    with_tail = fit_line(noisy_link(20e-6, 12e9, seed=3))
+    assert with_tail.base_s.value == pytest.approx(20e-6, rel=0.1)
+
+
+def test_a_falling_time_gives_no_negative_slope():
+    line = fit_line({1: np.array([2.0]), 2: np.array([1.0])})
+    assert line.slope_s.value == 0.0
+    assert line.base_s.value > 0
+
+
+def test_a_line_needs_two_sizes():
+    with pytest.raises(ValueError, match="two sizes, got 1"):
+        fit_line({1: np.array([1.0])})
+
+
+def roofline_points(rng, noise):
+    """Two experts, 8 MB and 2 MB, by tokens; overhead 30 us, 20 GB/s, 100 GFLOP/s: the
+    border is at 10 tokens.
+    """
+    moved = []
+    flops = []
+    seconds = []
+    for size in (8e6, 2e6):
+        for tokens in (1, 2, 4, 8, 16, 32, 64):
+            work = size * tokens / 2
+            moved.append(size)
+            flops.append(work)
+            seconds.append(
+                (30e-6 + max(size / 20e9, work / 100e9)) * rng.lognormal(0.0, noise, 15)
+            )
+    return moved, flops, seconds
+
+
+def test_a_roofline_is_found_with_its_three_constants():
+    fit = fit_roofline(*roofline_points(np.random.default_rng(0), 0.0))
+    assert fit.overhead_s.value == pytest.approx(30e-6, rel=1e-6)
+    assert fit.bytes_per_s.value == pytest.approx(20e9, rel=1e-6)
+    assert fit.flops_per_s.value == pytest.approx(100e9, rel=1e-6)
+    assert fit.report.residual_worst < 1e-6
+
+
+def test_a_noisy_roofline_is_found_within_its_interval():
+    fit = fit_roofline(*roofline_points(np.random.default_rng(1), 0.05))
+    for estimate, truth in (
+        (fit.overhead_s, 30e-6),
+        (fit.bytes_per_s, 20e9),
+        (fit.flops_per_s, 100e9),
+    ):
+        assert estimate.interval[0] <= truth <= estimate.interval[1]
+        assert estimate.value == pytest.approx(truth, rel=0.1)
+    assert fit.report.samples == 14 * 15
+
+
+def test_a_rate_that_nothing_waited_for_is_the_fastest_seen():
+    """One token everywhere: arithmetic never binds, so its rate is what was done, not
+    invented.
+    """
+    moved = [1e6, 2e6, 4e6, 8e6]
+    seconds = [np.array([10e-6 + size / 20e9]) for size in moved]
+    fit = fit_roofline(moved, [size / 2 for size in moved], seconds)
+    assert fit.bytes_per_s.value == pytest.approx(20e9, rel=1e-6)
+    assert fit.flops_per_s.value == pytest.approx(4e6 / (8e6 / 20e9), rel=1e-6)
+
+
+def test_a_measured_number_is_the_median_with_its_quartiles():
+    number = measured(
+        np.array([1.0, 2.0, 3.0, 4.0, 100.0]), source="test", date="2026-01-01"
+    )
+    assert (number.value, number.spread, number.samples) == (3.0, 2.0, 5)
+    assert number.interval[0] <= 3.0 <= number.interval[1]
+
+
+def test_a_curve_pools_the_scatter_of_single_operations_relative_to_their_median():
+    curve = measured_curve(
+        {1: np.array([1.0, 1.0, 1.0]), 2: np.array([2.0, 4.0, 6.0])},
+        "tokens",
+        source="test",
+        date="2026-01-01",
+    )
+    assert curve.seconds == (1.0, 4.0)
+    assert curve.spread == (0.0, 2.0)
+    assert curve.quantiles[10] == pytest.approx(1.0, abs=1e-3)
+    # The 2 % and 98 % points of 0.5, four times 1, 1.5.
+    assert curve.quantiles[0] == pytest.approx(0.55, abs=1e-3)
+    assert curve.quantiles[-1] == pytest.approx(1.45, abs=1e-3)
+
+
+def test_noise_of_a_measured_curve_adds_no_time():
+    """One delay of 30 times in 300 samples: drawn noise has mean 1 (it had 1.78)."""
+    seconds = np.random.default_rng(0).lognormal(0.0, 0.1, 300)
+    seconds[7] *= 30.0
+    curve = measured_curve({1: seconds}, "tokens", source="test", date="2026-01-01")
+    noisy = replace(default_profile(), curves={"costs.cpu.points": curve})
+    drawn = Noise(noisy, seed=0).factors(noisy.lanes.index("cpu"), 20_000)
+    assert drawn.mean() == pytest.approx(1.0, abs=0.01)
+
+
+@given(st.lists(st.floats(0.0, 1e3), min_size=1, max_size=12))
+def test_isotonic_never_falls_keeps_the_mean_and_leaves_rising_tables_alone(values):
+    fitted = isotonic(np.array(values))
+    assert (np.diff(fitted) >= -1e-9).all()
+    assert fitted.mean() == pytest.approx(np.mean(values), abs=1e-6)
+    assert isotonic(np.sort(values)) == pytest.approx(np.sort(values), abs=1e-9)
+
+
+def test_isotonic_pools_a_dip_by_hand():
+    assert isotonic(np.array([1.0, 5.0, 3.0, 6.0])) == pytest.approx(
+        [1.0, 4.0, 4.0, 6.0]
+    )

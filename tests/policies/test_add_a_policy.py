@@ -1,0 +1,164 @@
+"""A new policy is one file: dropped into its folder, it is found, listed, replayed, and
+held by the contract suite, while no other file changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.small_trace import write_small_trace
+
+ROOT = Path(__file__).parents[2]
+
+NEW = {
+    "assignment/every_other.py": '''
+"""Alternating lanes."""
+
+import numpy as np
+from moesim.policies.base import Assignment, AssignmentPolicy
+
+
+class EveryOther(AssignmentPolicy):
+    """Compute every other active expert on the CPU.
+
+    Args:
+        first: lane of the first one.
+    """
+
+    def __init__(self, *, first: int = 0) -> None:
+        self.first = first
+
+    def assign(self, work, view):
+        lanes = (np.arange(len(work.experts)) + self.first) % 2
+        return Assignment(lanes.astype(np.int8))
+''',
+    "cache/highest_id.py": '''
+"""Eviction by id."""
+
+from moesim.policies.base import CachePolicy
+
+
+class HighestId(CachePolicy):
+    """Evict the expert with the highest id."""
+
+    def victims(self, incoming, candidates):
+        return candidates[::-1][: len(incoming)].copy()
+''',
+    "prefetch/first_ids.py": '''
+"""Prefetch by id."""
+
+from moesim.policies.base import ExpertKey, PrefetchPolicy
+
+
+class FirstIds(PrefetchPolicy):
+    """Prefetch the lowest absent ids of the next layer."""
+
+    def prefetch(self, work, view):
+        layer = work.layer + 1
+        if layer >= view.layers:
+            return ()
+        absent = [e for e in range(view.experts) if not view.resident(layer)[e]]
+        return [ExpertKey(layer, expert) for expert in absent[:2]]
+''',
+    "routing/equal_weights.py": '''
+"""Routing with equal weights."""
+
+import numpy as np
+from moesim.policies.base import Routing, RoutingPolicy
+
+
+class EqualWeights(RoutingPolicy):
+    """Give the chosen experts of a token equal weights."""
+
+    def route(self, gate, view):
+        share = 1.0 / gate.experts.shape[1]
+        return Routing(gate.experts, np.full(gate.experts.shape, share, np.float32))
+''',
+}
+"""Path below ``policies/`` and text of one new policy of each kind."""
+
+NAMES = {path.partition("/")[0]: Path(path).stem.replace("_", "-") for path in NEW}
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A copy of the package: `policies` with the four new files, all else linked."""
+    folder = tmp_path_factory.mktemp("copy") / "moesim"
+    folder.mkdir()
+    for path in (ROOT / "moesim").iterdir():
+        (folder / path.name).symlink_to(path.resolve())
+
+    (folder / "policies").unlink()
+    shutil.copytree(ROOT / "policies", folder / "policies")
+    for path, text in NEW.items():
+        (folder / "policies" / path).write_text(text.lstrip(), encoding="utf-8")
+    return folder.parent
+
+
+def python(package, *words):
+    """Run Python on the copy, away from the checkout; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, words)],
+        cwd=package,
+        env={**os.environ, "PYTHONPATH": str(package)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_nothing_but_the_new_files_was_added(package):
+    before = {
+        path.relative_to(ROOT / "policies") for path in sources(ROOT / "policies")
+    }
+    copied = package / "moesim" / "policies"
+    after = {path.relative_to(copied) for path in sources(copied)}
+    assert after - before == {Path(path) for path in NEW}
+    for path in before:
+        assert (copied / path).read_bytes() == (ROOT / "policies" / path).read_bytes()
+
+
+def sources(folder):
+    return folder.rglob("*.py")
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_it_is_listed_with_its_summary(package, kind):
+    listed = json.loads(python(package, "moesim", "list", kind, "--json"))[kind]
+    entries = {entry["name"]: entry for entry in listed}
+    text = NEW[f"{kind}/{NAMES[kind].replace('-', '_')}.py"]
+    assert entries[NAMES[kind]]["summary"] in text
+    assert entries[NAMES[kind]]["summary"].endswith(".")
+
+
+def test_the_contract_suite_holds_it(package):
+    """Every test of the suite that runs over names meets the four new ones; a policy
+    that broke its promises would fail there.
+    """
+    suite = Path(__file__).parent / "test_policy_contract.py"
+    options = ("-p", "no:cacheprovider", "-k", " or ".join(NAMES.values()))
+    printed = python(package, "pytest", suite, *options)
+    # One for the assignment, three for the cache (two scopes), two for prefetching,
+    # one for routing.
+    assert re.search(r"\b8 passed", printed), printed
+
+
+def test_a_replay_takes_all_four(package, tmp_path):
+    trace = write_small_trace(tmp_path / "t.parquet")
+    printed = python(
+        package,
+        *("moesim", "replay", trace, "--json", "--hw", "rtx3090-epyc7532"),
+        *("--policy", "every-other:first=1", "--cache", "highest-id"),
+        *("--prefetch", "first-ids", "--routing", "equal-weights"),
+    )
+    assert json.loads(printed)["layer_steps"] > 0

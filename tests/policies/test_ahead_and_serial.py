@@ -1,0 +1,215 @@
+"""Work ahead of the gate (DAOP) and serial issue (Fiddler), by hand."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.cache_driver import View, work
+from support.handmade import (
+    HandCosts,
+    HandProfile,
+    plan_of,
+    registered,
+    routed,
+    run,
+    shape,
+    spans,
+    steps,
+)
+
+from moesim.policies.assignment.daop import DAOP
+from moesim.policies.base import Assignment, AssignmentPolicy, PolicyError, Precompute
+from moesim.policies.systems import System
+from moesim.traces.format.schema import Phase
+
+
+class Foreseeing(AssignmentPolicy):
+    """All on the CPU; starts the experts of `guess` one layer ahead."""
+
+    def __init__(self, *, guess: str = "1"):
+        self.guess = [int(e) for e in guess.split("/")]
+
+    def assign(self, work, view):
+        return Assignment(np.zeros(len(work.experts), np.int8))
+
+    def precompute(self, work, view):
+        return Precompute(
+            np.array(self.guess, np.int32), np.ones(len(self.guess), np.int32)
+        )
+
+
+class Turns(AssignmentPolicy):
+    """Expert 0 on the CPU, the rest on the GPU, one after the other."""
+
+    def __init__(self, *, serial: bool = True):
+        self.serial = serial
+
+    def assign(self, work, view):
+        return Assignment((work.experts > 0).astype(np.int8), None, self.serial)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def policies_of_this_module():
+    with registered(assignment_foreseeing=Foreseeing, assignment_turns=Turns):
+        yield
+
+
+def ahead(guess="1"):
+    return System(f"foreseeing:guess={guess}", cache="none")
+
+
+def test_section_2_3_a_precalculated_expert_is_awaited_for_the_remainder_only():
+    """Layer 0: dense 0-2, CPU expert 0 2-12, then (1,1) ahead 12-22; layer 1: dense
+    12-14, waits to 22.
+    """
+    planner = plan_of(shape(layers=2), ahead())
+    result, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
+    assert spans(timeline, "compute") == [("cpu", 0, 2, 12), ("cpu", 1, 12, 22)]
+    assert result.makespan_s == 22
+
+
+def test_what_ended_before_its_layer_came_costs_nothing_there():
+    planner = plan_of(shape(layers=2), ahead(), HandCosts(dense=20.0))
+    result, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
+    assert spans(timeline, "compute") == [("cpu", 0, 20, 30), ("cpu", 1, 30, 40)]
+    assert result.makespan_s == 50
+
+
+def test_a_wrong_guess_keeps_the_cpu_busy_and_joins_nothing():
+    """Layer 1 wants expert 2, but the CPU is at expert 1 until 22."""
+    planner = plan_of(shape(layers=2), ahead())
+    result, timeline = run(planner, steps([routed(0, 0), routed(1, 2)]))
+    assert spans(timeline, "compute")[1:] == [("cpu", 1, 12, 22), ("cpu", 2, 22, 32)]
+    assert result.makespan_s == 32
+
+
+def test_the_access_of_a_precalculated_expert_is_on_the_cpu_and_nothing_is_fetched_for_it():
+    planner = plan_of(shape(layers=2), ahead(), slots=2)
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
+    assert set(timeline.access_frame()["lane"]) == {"cpu"}
+    assert not spans(timeline, "fetch")
+
+
+def test_with_limited_host_memory_only_what_is_there_is_computed_ahead():
+    planner = plan_of(shape(layers=2), ahead(), host_slots=4)
+    _, timeline = run(
+        planner, steps([routed(0, 0), routed(1, 1)], [routed(0, 0), routed(1, 1)])
+    )
+    # The second pass starts (1, 1) from host memory.
+    assert [s[1] for s in spans(timeline, "read")] == [
+        0,
+        1,
+    ]
+    assert not planner.host.memory.holds.any()
+
+
+def test_nothing_lies_ahead_of_the_last_layer_and_ids_are_checked():
+    planner = plan_of(shape(layers=1), ahead())
+    assert planner.plan(routed(0, 0), 0, 1, 0.0).precompute is None
+    with pytest.raises(PolicyError, match="ahead"):
+        plan_of(shape(layers=2), ahead("9")).plan(routed(0, 0), 0, 1, 0.0)
+
+
+@pytest.mark.parametrize(("serial", "cpu_starts"), [("true", 7), ("false", 2)])
+def test_serial_issue_lets_the_cpu_wait_for_fetched_experts(serial, cpu_starts):
+    """Copy 2-6, GPU 6-7; only then does a serial CPU begin."""
+    planner = plan_of(shape(), System(f"turns:serial={serial}", cache="lru"), slots=2)
+    _, timeline = run(planner, steps([routed(0, 0, 1)]))
+    assert [s for s in spans(timeline, "compute") if s[0] == "cpu"] == [
+        ("cpu", 0, cpu_starts, cpu_starts + 10)
+    ]
+
+
+def test_residents_overlap_a_serial_cpu():
+    planner = plan_of(shape(), System("turns", cache="lru"), slots=2)
+    _, timeline = run(planner, steps([routed(0, 0, 1)], [routed(0, 0, 1)]))
+    assert spans(timeline, "compute")[-2:] == [("gpu0", 1, 19, 20), ("cpu", 0, 19, 29)]
+
+
+def test_section_2_3_daop_predicts_from_layer_four_on_and_starts_what_no_gpu_holds():
+    model = shape(layers=7, experts=4, top_k=2)
+    planner = plan_of(model, System("daop:first_layer=2", cache="lru"), slots=2)
+    predicted = np.array([[0.1, 0.4, 0.3, 0.2]], np.float16)
+    first = planner.plan(routed(0, 0, 1, pred1_raw=predicted), 0, 1, 0.0)
+    assert first.precompute is None  # layer 1 runs on demand
+    second = planner.plan(routed(1, 0, 1, pred1_raw=predicted), 0, 1, 0.0)
+    assert second.precompute.experts.tolist() == [1, 2]
+    third = planner.plan(routed(2, 1, 3, pred1_raw=predicted), 0, 1, 0.0)
+    assert third.work.precomputed.tolist() == [True, False]
+
+
+def test_section_2_3_on_demand_layers_are_parallel_as_drawn_or_serial_as_coded():
+    """Experts 0 resident, 1 absent; layer 0 is below the first predicted one, layer 1
+    is not.
+    """
+    now = work(cpu_s=[5, 5], gpu_s=[1, 1], arrive_s=[0, 4], state=[2, 0])
+    for before_first, serial in (
+        ("parallel", [False, False]),
+        ("serial", [True, False]),
+    ):
+        policy = DAOP(first_layer=1, before_first=before_first)
+        answers = [policy.assign(replace(now, layer=layer), View()) for layer in (0, 1)]
+        assert [answer.lanes.tolist() for answer in answers] == [[1, 0], [1, 0]]
+        assert [answer.serial for answer in answers] == serial
+
+
+def test_section_2_2_prompts_run_in_place_or_where_the_sum_of_latencies_is_least():
+    """A6000: 8.5 ms a token on the CPU, 210 ms a load. 24 tokens stay (204), 25 load
+    (212.5), a tie loads too.
+    """
+    cpu_ms = [8.5 * 24, 8.5 * 25, 8.5, 210.0]
+    now = work(
+        cpu_s=cpu_ms,
+        gpu_s=[0] * 4,
+        arrive_s=[210, 210, 0, 210],
+        tokens=[24, 25, 1, 24],
+        state=[0, 0, 2, 0],
+    )
+    prompt = replace(now, phase=Phase.PREFILL)
+    assert DAOP().assign(prompt, View()).lanes.tolist() == [0, 0, 1, 0]
+    assert DAOP(prefill="cheapest").assign(prompt, View()).lanes.tolist() == [
+        0,
+        1,
+        1,
+        1,
+    ]
+    # Decode stays as it is.
+    assert DAOP(prefill="cheapest").assign(now, View()).lanes.tolist() == [
+        0,
+        0,
+        1,
+        0,
+    ]
+
+    def latency_ms(lanes):
+        return sum(
+            prompt.arrive_s[0, i] if lane else cpu_ms[i] for i, lane in enumerate(lanes)
+        )
+
+    assert latency_ms([0, 1, 1, 1]) == min(
+        map(latency_ms, itertools.product((0, 1), repeat=4))
+    )
+
+
+def test_daop_replays_the_shipped_trace():
+    from pathlib import Path
+
+    from moesim.runs.replay import replay
+
+    trace = Path(__file__).parents[2] / "traces" / "data" / "tiny_evaluation.parquet"
+    run_ = replay(trace, "daop", hw="rtx3090-epyc7532", steps=20)
+    assert run_.metrics["routing"] == "altered"
+    assert 0 < run_.metrics["gate_mass_kept"] <= 1
+
+
+def test_parity_of_decision_logs_covers_work_ahead():
+    from moesim.policies.planner.observers import DecisionLog, observed, repeat
+
+    passes = steps([routed(0, 0), routed(1, 1)], [routed(0, 2), routed(1, 3)])
+    log = DecisionLog()
+    planner = observed(plan_of(shape(layers=2), ahead("1/3")), log)
+    run(planner, passes, HandProfile())
+    assert len(repeat(log.entries, plan_of(shape(layers=2), ahead("1/3")), passes)) == 4

@@ -1,0 +1,509 @@
+"""Cache policies against the worked examples of the reference, linear scans and
+libCacheSim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cache_driver import (
+    LayerStep,
+    ListFuture,
+    atomic,
+    context,
+    drive,
+    flattened,
+    one_by_one,
+    real_trace,
+    shape,
+    work,
+)
+
+from moesim.policies.base import PolicyError, RunContext
+from moesim.policies.cache.belady import Belady
+from moesim.policies.cache.lfu import LFU
+from moesim.policies.cache.lru import LRU
+from moesim.policies.cache.none import NoCache
+from moesim.policies.cache.static import Static
+from moesim.policies.planner.memory_level import MemoryLevel
+from moesim.policies.planner.residency import CacheSize, Residency
+from moesim.policies.registry import resolve
+
+UNIT_STRING = [5, 2, 4, 2, 1, 3, 1, 5, 3, 5, 1, 3, 1, 4, 3, 5, 1, 4]
+STEPS = atomic([0, 1], [2, 3], [0, 2], [1, 4], [0, 2], [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("policy", "hits", "evicted"),
+    [
+        (LRU(), 8, [5, 4, 2, 5, 1, 4, 3]),
+        (LFU(tie="lru"), 5, [5, 4, 3, 5, 3, 5, 3, 4, 3, 5]),
+        (Belady(must_admit=True), 11, [2, 4, 1, 3]),
+    ],
+    ids=["lru", "lfu", "belady"],
+)
+def test_section_5_5_unit_string(policy, hits, evicted):
+    run = drive(policy, one_by_one(UNIT_STRING), 3)
+    assert (run.hits, run.evicted) == (hits, evicted)
+
+
+@pytest.mark.parametrize(
+    ("policy", "hits", "evicted"),
+    [(LRU(), 3, [0, 1, 3, 0, 1, 0]), (Belady(must_admit=True), 4, [1, 3, 0, 1, 0])],
+    ids=["lru", "belady"],
+)
+def test_section_5_5_step_atomic(policy, hits, evicted):
+    run = drive(policy, STEPS, 3)
+    assert (run.hits, run.accesses, run.evicted) == (hits, 12, evicted)
+
+
+def exhaustive_hits(accesses, capacity, *, must_admit):
+    """Most hits that any sequence of decisions can reach, one access at a time."""
+    states = {frozenset(): 0}
+    for expert in accesses:
+        reached = {}
+        for cache, hits in states.items():
+            if expert in cache:
+                options = [(cache, hits + 1)]
+            elif len(cache) < capacity:
+                options = [(cache | {expert}, hits)]
+            else:
+                options = [(cache - {victim} | {expert}, hits) for victim in cache]
+                options += [] if must_admit else [(cache, hits)]
+            for option, score in options:
+                reached[option] = max(score, reached.get(option, 0))
+        states = reached
+    return max(states.values())
+
+
+def test_section_5_5_belady_is_the_exhaustive_optimum():
+    assert exhaustive_hits(UNIT_STRING, 3, must_admit=True) == 11
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 5), max_size=14), st.integers(1, 3), st.booleans())
+def test_belady_equals_exhaustive_search(accesses, capacity, must_admit):
+    run = drive(Belady(must_admit=must_admit), one_by_one(accesses), capacity)
+    assert run.hits == exhaustive_hits(accesses, capacity, must_admit=must_admit)
+
+
+def atomic_bound(steps, capacity):
+    """Most hits if anything may leave at the end of each step: keep the `capacity`
+    nearest next uses.
+    """
+    future = ListFuture(steps)
+    cache = set()
+    hits = 0
+    for step, layer, active in steps:
+        hits += len(cache & set(active))
+        pool = sorted(
+            cache | set(active), key=lambda e: future.next_use(step, layer, e)
+        )
+        cache = set(pool[:capacity])
+    return hits
+
+
+def atomic_optimum(steps, capacity):
+    """The same by trying every set that may survive each step."""
+    states = {frozenset(): 0}
+    for _, _, active in steps:
+        reached = {}
+        for cache, hits in states.items():
+            pool = sorted(cache | set(active))
+            for chosen in itertools.combinations(pool, min(capacity, len(pool))):
+                score = hits + len(cache & set(active))
+                reached[frozenset(chosen)] = max(
+                    score, reached.get(frozenset(chosen), 0)
+                )
+        states = reached
+    return max(states.values())
+
+
+ATOMIC_STEPS = st.lists(
+    st.sets(st.integers(0, 5), min_size=1, max_size=3), max_size=7
+).map(lambda steps: atomic(*(sorted(step) for step in steps)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(ATOMIC_STEPS, st.integers(1, 4))
+def test_no_policy_beats_the_step_atomic_bound(steps, capacity):
+    bound = atomic_bound(steps, capacity)
+    assert bound == atomic_optimum(steps, capacity)
+    for policy in (LRU(), LFU(), Belady(), Belady(must_admit=True)):
+        assert drive(policy, steps, capacity).hits <= bound
+
+
+def test_holding_active_experts_can_cost_belady_a_hit():
+    """At step 2 expert 1 is hit for the last time and held, so 0 cannot take its only
+    slot.
+
+    Had step 1 broken its tie the other way, 0 would have hit twice: the bound that may
+    drop anything at the end of a step is 2, Belady under the rule "nothing active is
+    evicted" gets 1.
+    """
+    steps = atomic([0], [1], [0, 1], [0])
+    assert drive(Belady(), steps, 1).hits == 1
+    assert atomic_bound(steps, 1) == 2
+
+
+def test_belady_declines_only_what_returns_later_than_every_candidate():
+    """0 and 1 return at once; 2 never does. Declining it saves a hit that the textbook
+    form loses.
+    """
+    steps = one_by_one([0, 1, 2, 0, 1])
+    declining = drive(Belady(), steps, 2)
+    textbook = drive(Belady(must_admit=True), steps, 2)
+    assert (declining.hits, declining.evicted, declining.declined) == (2, [], [2])
+    assert (textbook.hits, textbook.evicted) == (1, [1, 0])
+
+
+@pytest.mark.parametrize("must_admit", [False, True])
+def test_belady_chooses_whom_to_let_in_where_not_all_can_enter(must_admit):
+    """Two places, three newcomers of which 1 and 2 return at once: launch order would
+    have let 0 in.
+
+    Then 3, 4 and 5 come while 1 is held: the one other place goes to 5, the only one
+    that returns, not to 3.
+    """
+    run = drive(
+        Belady(must_admit=must_admit),
+        atomic([0, 1, 2], [1, 2], [1, 3, 4, 5], [1, 5]),
+        2,
+    )
+    assert run.hits == 2 + 1 + 2
+    assert run.evicted == [2]
+    # Others keep launch order.
+    assert drive(LRU(), atomic([0, 1, 2]), 2).resident == [
+        0,
+        1,
+    ]
+
+
+def test_an_order_that_loses_an_expert_is_the_policys_error():
+    class Forgetful(LRU):
+        def precedence(self, incoming):
+            return incoming[1:]
+
+    model = shape(1, 4)
+    level = MemoryLevel(
+        Residency(1, 4, (100,), CacheSize.of((100,), 4, slots_per_layer=1)),
+        Forgetful(),
+        "forgetful",
+        staging=2,
+    )
+    level.cache.start(RunContext(model, 1, np.array([1]), "layer"))
+    with pytest.raises(
+        PolicyError, match=r"'forgetful': precedence \[1\] is not an order of \[0, 1\]"
+    ):
+        level.demand(work(experts=[0, 1]), 0, np.array([0, 1]))
+
+
+@pytest.mark.parametrize("cache", ["arc", "clock"])
+def test_nobody_is_named_for_an_expert_that_cannot_fit(cache):
+    """A pool of 200 bytes holds two experts of 100, one of them in use. One of 200 finds
+    no place, and the other stays on the policy's lists: it leaves for the next.
+    """
+    model = replace(shape(2, 2), expert_bytes=(100, 200))
+    size = CacheSize.of((100, 200), 2, scope="global", total_bytes=200)
+    level = MemoryLevel(
+        Residency(2, 2, (100, 200), size), resolve(cache, "cache"), cache, staging=1
+    )
+    level.cache.start(RunContext(model, 1, size.slots, "global"))
+    level.fill(np.array([0, 1]))
+    level.memory.hold(0, np.array([0]))
+    level.prefetch(work(experts=[0]), 2)
+    assert level.start(2, 0.0) is None
+    assert level.cache.victims(np.array([2]), np.array([1])).tolist() == [1]
+
+
+def test_belady_admits_on_a_tie():
+    """Neither 0 nor 1 returns: the newcomer enters."""
+    assert drive(Belady(), one_by_one([0, 1]), 1).evicted == [0]
+
+
+def test_belady_compares_layers_by_their_place_in_global_scope():
+    """Room for two. When (step 0, layer 2) misses, layer 1 returns in step 1 and layer
+    0 not before step 2.
+    """
+    places = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 0)]
+    steps = [LayerStep(step, layer, [7]) for step, layer in places]
+    run = drive(Belady(must_admit=True), steps, 2, layers=3, scope="global")
+    assert run.evicted[0] == 0 * 8 + 7
+    assert run.hits == 2
+
+
+def scan_lru(accesses, capacity):
+    cache = []
+    hits = []
+    for key in accesses:
+        hits.append(key in cache)
+        if key in cache:
+            cache.remove(key)
+        elif len(cache) == capacity:
+            cache.pop(0)
+        cache.append(key)
+    return hits
+
+
+def scan_lfu(accesses, capacity, variant, tie):
+    """A dictionary and a linear search: counts live with the entry, or for ever."""
+    cache = {}
+    forever = {}
+    hits = []
+    for now, key in enumerate(accesses):
+        forever[key] = forever.get(key, 0) + 1
+        hits.append(key in cache)
+        if key in cache:
+            cache[key]["count"] += 1
+        else:
+            if len(cache) == capacity:
+                rank = {
+                    k: (
+                        v["count"] if variant == "in-cache" else forever[k],
+                        v.get(tie, k),
+                        k,
+                    )
+                    for k, v in cache.items()
+                }
+                del cache[min(cache, key=rank.get)]
+            cache[key] = {"count": 1, "fifo": now}
+        cache[key]["lru"] = now
+    return hits
+
+
+def scan_belady(accesses, capacity):
+    cache = set()
+    hits = []
+    for now, key in enumerate(accesses):
+        hits.append(key in cache)
+        if key not in cache and len(cache) == capacity:
+            later = accesses[now + 1 :]
+            rank = {
+                k: (later.index(k) if k in later else len(accesses), -k) for k in cache
+            }
+            cache.remove(max(cache, key=rank.get))
+        cache.add(key)
+    return hits
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 7), max_size=40), st.integers(1, 5))
+def test_each_policy_equals_a_linear_scan(accesses, capacity):
+    steps = one_by_one(accesses)
+    assert drive(LRU(), steps, capacity).hit_log == scan_lru(accesses, capacity)
+    assert drive(Belady(must_admit=True), steps, capacity).hit_log == scan_belady(
+        accesses, capacity
+    )
+    for variant, tie in itertools.product(
+        ("in-cache", "perfect"), ("id", "fifo", "lru")
+    ):
+        run = drive(LFU(variant=variant, tie=tie), steps, capacity)
+        assert run.hit_log == scan_lfu(accesses, capacity, variant, tie), (variant, tie)
+
+
+def test_lfu_decay_forgets_an_old_favourite():
+    """Three uses, then two rests: 1.75 / 4 = 0.4375 is below the newcomer's 0.5;
+    without decay 3 stays above 1.
+    """
+    accesses = one_by_one([0, 0, 0, 1, 2])
+    assert drive(LFU(), accesses, 2).evicted == [1]
+    assert drive(LFU(decay=0.5), accesses, 2).evicted == [0]
+
+
+def test_lfu_variants_differ_on_a_returning_favourite():
+    """0 leaves with four uses and returns for two: six in all beat 1's five, two since
+    its return do not.
+    """
+    accesses = one_by_one([0] * 4 + [1] * 5 + [2, 0, 0, 3])
+    assert drive(LFU(variant="in-cache"), accesses, 2).evicted == [0, 2, 0]
+    assert drive(LFU(variant="perfect"), accesses, 2).evicted == [0, 2, 1]
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 7])
+def test_cyclic_access_below_capacity_plus_one_gives_lru_no_hit(capacity):
+    accesses = list(range(capacity + 1)) * 20
+    assert drive(LRU(), one_by_one(accesses), capacity).hits == 0
+    assert drive(LRU(), one_by_one(accesses), capacity + 1).hits == 19 * (capacity + 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 7), max_size=60))
+def test_lru_hits_never_fall_as_capacity_grows(accesses):
+    hits = [drive(LRU(), one_by_one(accesses), capacity).hits for capacity in range(9)]
+    assert hits == sorted(hits)
+
+
+def test_a_prefetched_expert_that_is_never_used_leaves_in_its_turn():
+    """Entering is a use: 3 came in while 0 was used, so it goes before 1 and 2, which
+    were used later.
+    """
+    policy = LRU()
+    policy.start(context(atomic([0]), 3))
+    policy.accessed(work(experts=[0]))
+    policy.admitted(np.array([3]))
+    policy.accessed(work(experts=[1, 2], step=1))
+    policy.admitted(np.array([1, 2]))
+    assert policy.victims(np.array([4, 5]), np.array([1, 2, 3])).tolist() == [3, 1]
+
+
+TRACES = [
+    ("qwen3_30b_a3b_top6", 48, 128, 40),
+    ("olmoe_1b_7b_decode299", 16, 64, 80),
+    ("gpt_oss_20b", 24, 32, 105),
+]
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="libcachesim is published for Linux only"
+)
+@pytest.mark.parametrize(("name", "layers", "experts", "tokens"), TRACES)
+def test_lru_and_lfu_equal_libcachesim_on_real_traces(name, layers, experts, tokens):
+    """One expert at a time, keys of all layers in one cache of an eighth of the model:
+    hit for hit.
+
+    libCacheSim's LFU evicts the least recently used among equal counts and forgets at
+    eviction, which is our ``variant=in-cache,tie=lru``; the other variants are other
+    algorithms.
+    """
+    import libcachesim
+
+    steps = flattened(real_trace(name, tokens), experts)
+    capacity = layers * experts // 8
+    for cache, counterpart in (
+        (LRU(), libcachesim.LRU),
+        (LFU(tie="lru"), libcachesim.LFU),
+    ):
+        judge = counterpart(cache_size=capacity)
+        expected = []
+        for step in steps:
+            request = libcachesim.Request()
+            request.obj_id = step.experts[0]
+            request.obj_size = 1
+            expected.append(bool(judge.get(request)))
+        run = drive(cache, steps, capacity, experts=layers * experts)
+        assert run.accesses > 10_000
+        assert run.hit_log == expected
+
+
+@pytest.mark.parametrize(("name", "layers", "experts", "tokens"), TRACES[1:])
+def test_belady_equals_a_linear_scan_on_real_traces_and_no_policy_beats_it(
+    name, layers, experts, tokens
+):
+    """One layer of a real trace, sequential."""
+    steps = [s for s in real_trace(name, tokens) if s.layer == layers // 2]
+    accesses = [expert for s in steps for expert in s.experts]
+    capacity = experts // 4
+    run = drive(
+        Belady(must_admit=True), one_by_one(accesses), capacity, experts=experts
+    )
+    assert run.hit_log == scan_belady(accesses, capacity)
+    assert (
+        drive(Belady(), one_by_one(accesses), capacity, experts=experts).hits
+        >= run.hits
+    )
+    for other in (LRU(), LFU(), LFU(variant="perfect"), LFU(tie="lru")):
+        assert (
+            drive(other, one_by_one(accesses), capacity, experts=experts).hits
+            <= run.hits
+        )
+
+
+def test_section_5_2_slots_per_layer_from_bytes():
+    """16 GB less 2.4 of other weights and 1.0 in reserve; 57 GB of experts, 128 a
+    layer: floor(28.3) of each.
+    """
+    layers = 48
+    experts = 128
+    size = CacheSize.of(
+        (57_000_000_000 // (layers * experts),) * layers,
+        experts,
+        total_bytes=12_600_000_000,
+    )
+    assert size.slots.tolist() == [28] * layers
+
+
+def test_no_cache_never_keeps_anything():
+    run = drive(NoCache(), STEPS, 3)
+    assert (run.hits, run.resident) == (0, [])
+
+
+def test_static_fills_by_calibration_by_layer_or_over_the_whole_model():
+    counts = np.array([[5, 1, 5, 0], [9, 8, 7, 0]], float)
+    per_layer = Static()
+    per_layer.start(context([], 2, layers=2, experts=4, calibration=counts))
+    assert per_layer.initial(np.array([2, 1])).tolist() == [0, 2, 4]
+    static = Static(fill="calibrated")
+    static.start(
+        context([], 3, layers=2, experts=4, scope="global", calibration=counts)
+    )
+    # 5 ties with 5: the lower id.
+    assert static.initial(np.array([4])).tolist() == [
+        0,
+        4,
+        5,
+        6,
+    ]
+
+
+def test_static_without_calibration_takes_the_lowest_ids_of_every_layer():
+    policy = Static()
+    policy.start(context([], 3, layers=2, experts=4, scope="global"))
+    assert policy.initial(np.array([3])).tolist() == [0, 1, 4]
+    steps = atomic([0], [5], [0, 5])
+    assert drive(Static(), steps, 2).resident == [0, 1]
+
+
+def test_section_6_1_and_6_2_static_fills_the_first_layers_or_the_last_ones():
+    """Three layers of four, six slots: one layer whole and half the next; slots per
+    layer cannot do that.
+    """
+    for fill, filled in (("front", [0, 1, 2, 3, 4, 5]), ("last", [4, 5, 8, 9, 10, 11])):
+        policy = Static(fill=fill)
+        policy.start(context([], 6, layers=3, experts=4, scope="global"))
+        assert policy.initial(np.array([6])).tolist() == filled
+        with pytest.raises(
+            PolicyError, match=f"fill={fill} fills whole layers.*--cache-scope global"
+        ):
+            Static(fill=fill).start(context([], 2, layers=3, experts=4))
+
+
+def test_static_fills_what_its_gpu_serves():
+    """Layers 0 and 1 live on another GPU: six slots hold layer 3 and half of layer 2,
+    popular experts likewise.
+    """
+    base = context(
+        [], 6, layers=4, experts=4, scope="global", calibration=np.ones((4, 4))
+    )
+    served = np.array([False, False, True, True])
+    for fill, filled in (
+        ("last", [8, 9, 12, 13, 14, 15]),
+        ("calibrated", [8, 9, 10, 11, 12, 13]),
+    ):
+        policy = Static(fill=fill)
+        policy.start(replace(base, served=served))
+        assert policy.initial(np.array([6])).tolist() == filled
+
+
+def test_static_random_follows_the_seed():
+    filled = [
+        drive(Static(fill="random"), [], 4, seed=seed).resident for seed in (1, 1, 2)
+    ]
+    assert filled[0] == filled[1] != filled[2]
+
+
+def test_static_says_what_it_misses():
+    with pytest.raises(PolicyError, match="calibration trace; found none"):
+        drive(Static(fill="calibrated"), [], 2)
+
+
+def test_belady_without_a_future_is_refused():
+    blind = context([], 2)
+    object.__setattr__(blind, "future", None)
+    with pytest.raises(PolicyError, match="must see the future"):
+        Belady().start(blind)

@@ -1,0 +1,378 @@
+"""Caches defined one request at a time: worked examples, plain-list models, and what
+layer steps add.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cache_driver import atomic, context, drive, one_by_one, work
+
+from moesim.policies.base import PolicyError
+from moesim.policies.cache import _request_lists
+from moesim.policies.cache.arc import ARC
+from moesim.policies.cache.clock import Clock
+from moesim.policies.cache.fifo import FIFO
+from moesim.policies.cache.lecar import LeCaR
+from moesim.policies.cache.lifo import LIFO
+from moesim.policies.cache.s3_fifo import S3FIFO
+from moesim.policies.cache.sieve import SIEVE
+from moesim.policies.cache.slru import SLRU
+
+UNIT_STRING = [5, 2, 4, 2, 1, 3, 1, 5, 3, 5, 1, 3, 1, 4, 3, 5, 1, 4]
+REQUEST_CACHES = [ARC, Clock, LeCaR, SIEVE, S3FIFO, SLRU]
+
+
+def inside(policy, keys=range(8)):
+    """Which keys a cache of one pool knows to be in it."""
+    if isinstance(policy, LeCaR):
+        return [key for key in keys if key in policy._pools[0]]
+    known = policy.kernels().state
+    return [key for key in keys if _request_lists.is_cached(known, 0, key)]
+
+
+def in_list(policy, number):
+    """The keys of a list of the first pool, oldest first."""
+    known = policy.kernels().state
+    head = _request_lists.head_of(known, 0, number)
+    keys = [_request_lists.following(known, head)]
+    while keys[-1] != head:
+        keys.append(_request_lists.following(known, keys[-1]))
+    return keys[:-1]
+
+
+@pytest.mark.parametrize("policy", REQUEST_CACHES)
+def test_a_victim_that_stays_after_all_can_be_chosen_again(policy):
+    """Of two residents one is chosen, but its copy is not made; then the other is held,
+    so that nobody else may leave.
+    """
+    cache = policy()
+    cache.start(context([], 2))
+    cache.admitted(np.array([0, 1]))
+    (stays,) = cache.victims(np.array([2]), np.array([0, 1]))
+    assert cache.victims(np.array([3]), np.array([stays])).tolist() == [stays]
+    assert inside(cache) == [1 - stays, 3]
+
+
+class AlternatingLeCaR(LeCaR):
+    """The draws of the worked example: .25, .75, .25, ..."""
+
+    def start(self, context):
+        super().start(context)
+        self.draw = itertools.cycle((0.25, 0.75)).__next__
+
+
+@pytest.mark.parametrize(
+    ("policy", "hits", "evicted"),
+    [
+        (FIFO(), 10, [5, 2, 4, 1, 3]),
+        (LIFO(), 4, [4, 1, 3, 1, 3, 1, 3, 1, 4, 3, 1]),
+        (ARC(), 7, [5, 4, 3, 2, 5, 1, 4, 3]),
+        (AlternatingLeCaR(), 6, [5, 1, 4, 3, 2, 5, 1, 4, 3]),
+    ],
+    ids=["fifo", "lifo", "arc", "lecar"],
+)
+def test_section_5_5_unit_string(policy, hits, evicted):
+    run = drive(policy, one_by_one(UNIT_STRING), 3)
+    assert (run.hits, run.evicted) == (hits, evicted)
+
+
+def test_section_5_5_final_state_of_arc_and_lecar():
+    arc = ARC()
+    lecar = AlternatingLeCaR()
+    drive(arc, one_by_one(UNIT_STRING), 3)
+    drive(lecar, one_by_one(UNIT_STRING), 3)
+    assert arc.kernels().state.scores[0, 0] == 0
+    assert lecar._pools[0].weight_lru == pytest.approx(0.5192, abs=5e-5)
+    assert lecar._pools[0].history == 1
+
+
+def scan_arc(accesses, capacity):
+    """Megiddo and Modha's figure 4 on plain lists, cases I to IV."""
+    t1 = []
+    t2 = []
+    b1 = []
+    b2 = []
+    p = 0
+    hits = []
+
+    def replace(in_b2):
+        if t1 and (len(t1) > p or (in_b2 and len(t1) == p)):
+            b1.append(t1.pop(0))
+        else:
+            b2.append(t2.pop(0))
+
+    for x in accesses:
+        hits.append(x in t1 or x in t2)
+        if x in t1 or x in t2:
+            (t1 if x in t1 else t2).remove(x)
+            t2.append(x)
+        elif x in b1 or x in b2:
+            back = x in b2
+            shift = max(1, len(b1) // len(b2)) if back else max(1, len(b2) // len(b1))
+            p = max(p - shift, 0) if back else min(p + shift, capacity)
+            (b2 if back else b1).remove(x)
+            replace(back)
+            t2.append(x)
+        else:
+            full = len(t1) + len(t2) == capacity
+            if len(t1) + len(b1) == capacity:
+                (b1 if len(t1) < capacity else t1).pop(0)
+            elif len(t1) + len(t2) + len(b1) + len(b2) == 2 * capacity:
+                b2.pop(0)
+            if full and len(t1) + len(t2) == capacity:
+                replace(False)
+            t1.append(x)
+    return hits
+
+
+def scan_sieve(accesses, capacity):
+    """The queue newest first, the hand an element of it."""
+    queue = []
+    used = set()
+    hand = None
+    hits = []
+    for x in accesses:
+        hits.append(x in queue)
+        if x in queue:
+            used.add(x)
+            continue
+        if len(queue) == capacity:
+            place = queue.index(hand) if hand is not None else len(queue) - 1
+            while queue[place] in used:
+                used.remove(queue[place])
+                place = place - 1 if place > 0 else len(queue) - 1
+            hand = queue[place - 1] if place > 0 else None
+            queue.pop(place)
+        queue.insert(0, x)
+    return hits
+
+
+def scan_s3fifo(accesses, capacity):
+    """The paper's algorithm 1: while full, the small queue pays if it holds its tenth,
+    else the main one.
+    """
+    small = []
+    main = []
+    ghost = []
+    uses = {}
+    hits = []
+    for x in accesses:
+        hits.append(x in small or x in main)
+        if hits[-1]:
+            uses[x] = min(uses[x] + 1, 3)
+            continue
+        known = x in ghost
+        if known:
+            ghost.remove(x)
+        while len(small) + len(main) == capacity:
+            if len(small) >= max(1, capacity // 10):
+                while small:
+                    y = small.pop(0)
+                    if uses[y] <= 1:
+                        ghost = (
+                            [*ghost, y][-(capacity * 9 // 10) :] if capacity > 1 else []
+                        )
+                        break
+                    main.append(y)
+                    uses[y] = 0
+            else:
+                y = main.pop(0)
+                if uses[y]:
+                    uses[y] -= 1
+                    main.append(y)
+        (main if known else small).append(x)
+        uses[x] = 0
+    return hits
+
+
+def scan_slru(accesses, capacity):
+    """Probation and protected, both least recent first."""
+    probation = []
+    protected = []
+    hits = []
+    for x in accesses:
+        hits.append(x in probation or x in protected)
+        if hits[-1]:
+            (probation if x in probation else protected).remove(x)
+            protected.append(x)
+            if len(protected) > capacity // 2:
+                probation.append(protected.pop(0))
+        else:
+            if len(probation) + len(protected) == capacity:
+                (probation or protected).pop(0)
+            probation.append(x)
+    return hits
+
+
+def scan_clock(accesses, capacity, rounds=1):
+    """Fixed places and a hand: a used expert is spared, place by place."""
+    dial = []
+    uses = {}
+    hand = 0
+    hits = []
+    for x in accesses:
+        hits.append(x in dial)
+        if hits[-1]:
+            uses[x] = min(uses[x] + 1, rounds)
+            continue
+        uses[x] = 0
+        if len(dial) < capacity:
+            dial.append(x)
+            continue
+        while uses[dial[hand]]:
+            uses[dial[hand]] -= 1
+            hand = (hand + 1) % capacity
+        dial[hand] = x
+        hand = (hand + 1) % capacity
+    return hits
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 7), max_size=60), st.integers(1, 6), st.integers(1, 3))
+def test_clock_equals_a_dial_with_a_hand(accesses, capacity, rounds):
+    assert drive(
+        Clock(rounds=rounds), one_by_one(accesses), capacity
+    ).hit_log == scan_clock(accesses, capacity, rounds)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 7), max_size=60), st.integers(1, 6))
+def test_each_cache_equals_a_model_of_plain_lists(accesses, capacity):
+    for policy, model in (
+        (ARC(), scan_arc),
+        (SIEVE(), scan_sieve),
+        (S3FIFO(), scan_s3fifo),
+        (SLRU(), scan_slru),
+    ):
+        assert drive(policy, one_by_one(accesses), capacity).hit_log == model(
+            accesses, capacity
+        ), type(policy)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_cache_equals_its_model_on_long_skewed_streams(seed):
+    """800 requests for 64 experts, 30 slots: every queue and ghost list fills and
+    overflows.
+    """
+    accesses = (64 * np.random.default_rng(seed).random(800) ** 3).astype(int).tolist()
+    for policy, model in (
+        (ARC(), scan_arc),
+        (SIEVE(), scan_sieve),
+        (S3FIFO(), scan_s3fifo),
+        (SLRU(), scan_slru),
+    ):
+        assert drive(policy, one_by_one(accesses), 30, experts=64).hit_log == model(
+            accesses, 30
+        ), type(policy)
+
+
+def test_slru_spares_what_was_hit_once():
+    """0 was used twice and is protected; a scan of newcomers passes through
+    probation.
+    """
+    run = drive(SLRU(), one_by_one([0, 0, 1, 2, 3, 4, 0]), 2)
+    assert run.evicted == [1, 2, 3]
+    assert run.hit_log[-1]
+
+
+def test_a_layer_step_is_its_hits_in_ascending_id_then_its_misses_in_launch_order():
+    """Hits 1 then 0 are noted as 0, 1, so 0 is the older of T2; 5 is launched before 4,
+    so 5 leaves T1 first.
+    """
+    policy = ARC()
+    policy.start(context([], 4))
+    policy.accessed(work(experts=[0, 1]))
+    policy.admitted(np.array([0, 1]))
+    policy.accessed(work(experts=[0, 1, 4, 5], routing=[[1, 0, 5, 4]]))
+    policy.admitted(np.array([5, 4]))
+    once, often = in_list(policy, 0), in_list(policy, 1)
+    assert (often, once) == ([0, 1], [5, 4])
+    assert policy.victims(np.array([7, 6]), np.arange(6)[[0, 1, 4, 5]]).tolist() == [
+        5,
+        4,
+    ]
+
+
+@pytest.mark.parametrize("cls", REQUEST_CACHES)
+def test_every_layer_has_queues_of_its_own_or_one_is_shared(cls):
+    """Two layers of the same requests: each alone as if the other did not exist."""
+    alone = drive(cls(), one_by_one([0, 1, 2, 0, 3, 0, 1] * 3), 2)
+    both = [
+        step
+        for s in one_by_one([0, 1, 2, 0, 3, 0, 1] * 3)
+        for step in (s, s._replace(layer=1))
+    ]
+    if cls is not LeCaR:  # pools share one generator: the draws interleave
+        assert drive(cls(), both, 2, layers=2).hits == 2 * alone.hits
+    assert len(drive(cls(), both, 3, layers=2, scope="global").resident) == 3
+
+
+@pytest.mark.parametrize("cls", REQUEST_CACHES)
+def test_what_is_placed_but_never_enters_is_forgotten(cls):
+    """A staged expert: `victims` was asked, but nothing entered."""
+    policy = cls()
+    policy.start(context([], 2))
+    policy.admitted(np.array([0, 1]))
+    victim = policy.victims(np.array([2]), np.array([0, 1]))
+    policy.evicted(victim)
+    policy.accessed(work(experts=[5], step=1))
+    assert 2 not in inside(policy)
+    assert len(inside(policy)) == 1
+
+
+@pytest.mark.parametrize("cls", REQUEST_CACHES)
+def test_a_cancelled_copy_leaves_no_trace(cls):
+    policy = cls()
+    policy.start(context([], 3))
+    policy.admitted(np.array([0, 1, 2]))
+    policy.evicted(np.array([1]))
+    policy.admitted(np.array([3]))
+    left = set()
+    for incoming in (4, 5):
+        victim = policy.victims(np.array([incoming]), np.array(inside(policy)))
+        policy.evicted(victim)
+        policy.admitted(np.array([incoming]))
+        left |= set(victim.tolist())
+    assert 1 not in left
+    assert len(left) == 2
+
+
+@pytest.mark.parametrize("cls", REQUEST_CACHES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_only_free_experts_leave_however_few_they_are(cls, data):
+    """Everything else is held."""
+    policy = cls()
+    steps = atomic(
+        *data.draw(
+            st.lists(
+                st.lists(st.integers(0, 7), min_size=1, max_size=3, unique=True),
+                max_size=12,
+            )
+        )
+    )
+    drive(policy, steps, 4)
+    cached = inside(policy)
+    if not cached:
+        return
+    free = data.draw(st.sets(st.sampled_from(cached), min_size=1))
+    absent = [key for key in range(8) if key not in cached][: len(free)]
+    victims = policy.victims(np.array(absent, np.int64), np.array(sorted(free)))
+    assert set(victims.tolist()) <= free
+    assert len(set(victims.tolist())) == len(absent)
+
+
+def test_parameters_out_of_range_are_refused():
+    for make, message in (
+        (lambda: LeCaR(discount=0.0), "discount"),
+        (lambda: SLRU(segments=0), "segments"),
+        (lambda: S3FIFO(small=1.0), "small"),
+        (lambda: ARC(ratio="half"), "ratio"),
+    ):
+        with pytest.raises(PolicyError, match=message):
+            make()

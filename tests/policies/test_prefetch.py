@@ -1,0 +1,149 @@
+"""Prefetch policies: what they want, in which order, and what they leave out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cache_driver import View, work
+
+from moesim.policies.base import PolicyError
+from moesim.policies.prefetch.next_gate import NextGate
+from moesim.policies.prefetch.none import NoPrefetch
+from moesim.policies.prefetch.residual import Residual
+from moesim.traces.predictions import predicted_workload
+
+
+def experts(keys):
+    return [key.expert for key in keys]
+
+
+def predicting(scores, *, top_k=1, layer=0, column="pred1_raw"):
+    return work(
+        experts=[0],
+        layer=layer,
+        routing=[list(range(top_k))] * len(scores),
+        predicted={column: scores},
+    )
+
+
+def test_section_1_5_residual_correction_changes_the_choice():
+    """Raw logits (.10, .05, .02) choose expert 0; with res_vec (1, 1) they are (.10,
+    .55, 1.22) and choose 2.
+
+    For h = (1, 0) both choose 0. The vector is the mean change from layer to layer of
+    two calibration tokens.
+    """
+    gate = np.array([(1, -1), (0, 0.5), (-1, 2.2)])
+    inputs = np.array([(1, 0), (0, 1)])
+    next_inputs = np.array([(2, 1), (1, 2)])
+    hidden = np.array([0.2, 0.1])
+    res_vec = (next_inputs - inputs).mean(axis=0)
+    assert res_vec.tolist() == [1, 1]
+    assert (
+        (gate @ (1, 0)).argmax() == (gate @ (res_vec + np.array([1, 0]))).argmax() == 0
+    )
+    now = work(
+        experts=[0],
+        predicted={
+            "pred1_raw": [gate @ hidden],
+            "pred1_res": [gate @ (hidden + res_vec)],
+        },
+        routing=[[0]],
+    )
+    assert np.allclose(now.predicted["pred1_res"], [[0.10, 0.55, 1.22]], atol=1e-3)
+    view = View(layers=2, experts=3)
+    assert NextGate(size=1).prefetch(now, view) == [(1, 0)]
+    assert Residual(size=1).prefetch(now, view) == [(1, 2)]
+
+
+def test_experts_are_ranked_by_predicted_workload_not_by_score():
+    """Two tokens choose 1, one chooses 3 with a higher score."""
+    scores = [[0.1, 0.3, 0.2, 0.0], [0.1, 0.3, 0.2, 0.0], [0, 0, 0, 0.9]]
+    assert experts(
+        NextGate(size=2).prefetch(predicting(scores), View(layers=2, experts=4))
+    ) == [1, 3]
+
+
+def test_equal_workloads_go_to_the_lower_id_or_by_score():
+    scores = [[0.1, 0.2, 0.3, 0.4]]
+    view = View(layers=2, experts=4)
+    assert experts(NextGate(size=2).prefetch(predicting(scores, top_k=3), view)) == [
+        1,
+        2,
+    ]
+    assert experts(
+        NextGate(size=2, tie="score").prefetch(predicting(scores, top_k=3), view)
+    ) == [3, 2]
+
+
+def test_section_1_5_a_present_experts_use_up_their_place_unless_refilled():
+    """Ranked 0, 1, 2, 3; 0 resident and 1 on its way: of the top two nothing is left,
+    refilled 2 and 3 come.
+    """
+    now = predicting([[0.4, 0.3, 0.2, 0.1]], top_k=4, column="pred1_res")
+    view = View(layers=2, experts=4, resident={(0, 1, 0)}, in_flight={(0, 1, 1)})
+    assert experts(Residual(size=2).prefetch(now, view)) == []
+    assert experts(Residual(size=3).prefetch(now, view)) == [2]
+    assert experts(Residual(size=2, refill=True).prefetch(now, view)) == [2, 3]
+
+
+def test_an_expert_on_any_gpu_is_present():
+    now = predicting([[0.4, 0.3]], top_k=2)
+    view = View(layers=2, experts=2, gpus=2, resident={(1, 1, 0)})
+    assert experts(NextGate(size=2).prefetch(now, view)) == [1]
+
+
+def test_an_expert_that_no_token_is_predicted_to_choose_is_not_wanted():
+    assert experts(
+        NextGate(size=4).prefetch(
+            predicting([[0.4, 0.3, 0.2, 0.1]]), View(layers=2, experts=4)
+        )
+    ) == [0]
+
+
+def test_depth_asks_nearer_layers_first_and_stops_at_the_last():
+    columns = {
+        "pred1_raw": [[1, 0, 0]],
+        "pred2_raw": [[0, 1, 0]],
+        "pred3_raw": [[0, 0, 1]],
+    }
+    policy = NextGate(size=1, depth=3)
+    assert policy.needs == ("pred1_raw", "pred2_raw", "pred3_raw")
+    assert NextGate().needs == ("pred1_raw",)
+    now = work(experts=[0], layer=0, predicted=columns)
+    assert policy.prefetch(now, View(layers=4, experts=3)) == [(1, 0), (2, 1), (3, 2)]
+    assert policy.prefetch(now, View(layers=3, experts=3)) == [(1, 0), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    "policy", [NextGate(), NextGate(depth=3), Residual(), NoPrefetch()]
+)
+def test_the_last_layer_wants_nothing_and_needs_no_column(policy):
+    assert not policy.prefetch(work(experts=[0], layer=1), View(layers=2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 6), st.integers(1, 9), st.integers(1, 9))
+def test_predicted_workload_counts_each_tokens_best(data, tokens, width, top_k):
+    """Ties inside a token go to the lower id, as a stable sort gives them."""
+    score = st.sampled_from([-1.0, -0.0, 0.0, 0.25, 0.5])
+    row = st.lists(score, min_size=width, max_size=width)
+    scores = np.array(
+        data.draw(st.lists(row, min_size=tokens, max_size=tokens)), np.float32
+    )
+    expected = np.zeros(width, int)
+    for token in scores:
+        for expert in sorted(range(width), key=lambda e: -token[e])[:top_k]:
+            expected[expert] += 1
+    assert predicted_workload(scores, top_k).tolist() == expected.tolist()
+
+
+def test_parameters_out_of_range_are_named():
+    with pytest.raises(PolicyError, match="depth: expected 1 to 3, got 4"):
+        NextGate(depth=4)
+    with pytest.raises(PolicyError, match="size: expected a number >= 0, got -1"):
+        Residual(size=-1)
+    with pytest.raises(PolicyError, match="tie: expected id or score, got 'luck'"):
+        Residual(tie="luck")

@@ -1,0 +1,317 @@
+"""Prefetches by hand: delayed hits, late ones, the byte budget, and what they may never
+evict.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.handmade import (
+    HandCosts,
+    plan_of,
+    registered,
+    routed,
+    run,
+    shape,
+    spans,
+    steps,
+)
+
+from moesim.policies.base import (
+    ABSENT,
+    IN_FLIGHT,
+    RESIDENT,
+    ExpertKey,
+    Late,
+    PolicyError,
+    PrefetchPolicy,
+)
+from moesim.policies.systems import System
+
+
+class Scripted(PrefetchPolicy):
+    """Prefetch the experts written down for each layer."""
+
+    def __init__(self, *, late: Late = "keep", script: str = "1") -> None:
+        self.late = late
+        self.script = [int(e) for e in script.split("/")]
+
+    def prefetch(self, work, view):
+        return (
+            [ExpertKey(work.layer + 1, e) for e in self.script]
+            if work.layer + 1 < view.layers
+            else []
+        )
+
+
+class Far(PrefetchPolicy):
+    """Layer 2 from layer 0."""
+
+    def prefetch(self, work, view):
+        return [ExpertKey(2, 0), ExpertKey(2, 1)] if work.layer == 0 else []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def policies_of_this_module():
+    with registered(prefetch_scripted=Scripted, prefetch_far=Far, prefetch_anew=Anew):
+        yield
+
+
+def ahead(spec="scripted", cache="lru"):
+    return System("on-demand", cache=cache, prefetch=spec)
+
+
+def test_section_1_5_e_a_delayed_hit_waits_only_for_the_remainder():
+    """Layer 0: demand copy 2-6, then the prefetch of (1,1) 6-10, compute to 7; layer 1
+    plans at 9: 1 s is left.
+    """
+    planner = plan_of(shape(layers=2), ahead(), slots=2)
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
+    assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10)]
+    assert spans(timeline, "compute") == [("gpu0", 0, 6, 7), ("gpu0", 1, 10, 11)]
+    assert timeline.access_frame()["state"].tolist() == ["miss", "delayed"]
+
+
+def test_a_prefetch_that_came_in_time_is_a_hit():
+    planner = plan_of(shape(layers=2), ahead(), HandCosts(dense=8.0), slots=2)
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
+    assert timeline.access_frame()["state"].tolist() == ["miss", "hit"]
+
+
+def test_section_3_2_a_late_prefetch_is_dropped_and_the_one_in_flight_ends():
+    """Two prefetches, one running (6-10) when layer 1 comes at 9: the other has not
+    started and is dropped.
+    """
+    planner = plan_of(shape(layers=2), ahead("scripted:late=drop,script=1/2"), slots=3)
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 3)]))
+    assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10)]
+    assert spans(timeline, "fetch")[-1] == ("h2d0", 3, 10, 14)
+    assert planner.gpu[0].memory.free_bytes(1) == 100  # experts 1 and 3 of three slots
+
+
+def test_section_1_5_c_what_a_layer_turns_out_to_need_becomes_a_demand():
+    """Kept when late: (1,2) is active, so it goes first, as a fetch; (1,1), which has
+    started, ends; (1,4) is not, so it stays in the queue, behind the fetches.
+    """
+    planner = plan_of(
+        shape(layers=2, experts=5), ahead("scripted:script=1/4/2"), slots=4
+    )
+    passes = steps([routed(0, 0), routed(1, 2, 3)], [routed(0, 0)])
+    _, timeline = run(planner, passes)
+    assert spans(timeline, "prefetch")[:2] == [("h2d0", 1, 6, 10), ("h2d0", 4, 18, 22)]
+    assert spans(timeline, "fetch") == [
+        ("h2d0", 0, 2, 6),
+        ("h2d0", 2, 10, 14),
+        ("h2d0", 3, 14, 18),
+    ]
+    assert timeline.access_frame()["state"].tolist() == ["miss", "miss", "miss", "hit"]
+
+
+def test_active_is_an_older_word_for_drop():
+    """Layer 1 comes at 9 while (1,1) is on the link; of 2 and 3, which have not
+    started, its gate wants 3 only: a fetch, and 2 is forgotten.
+    """
+    timelines = []
+    for late in ("active", "drop"):
+        planner = plan_of(
+            shape(layers=2), ahead(f"scripted:late={late},script=1/2/3"), slots=4
+        )
+        _, timeline = run(planner, steps([routed(0, 0), routed(1, 0, 3)]))
+        assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10)]
+        assert spans(timeline, "fetch")[1:] == [
+            ("h2d0", 0, 10, 14),
+            ("h2d0", 3, 14, 18),
+        ]
+        # 0, 1 and 3 of four slots; 2 never had one.
+        assert planner.gpu[0].memory.free_bytes(1) == 100
+        timelines.append(timeline.frame())
+    assert timelines[0].equals(timelines[1])
+
+
+class Anew(PrefetchPolicy):
+    """Layer 0 wants (3, 0), (3, 1) and (2, 0); layer 1 thinks again and wants (2, 1)
+    before (3, 1).
+    """
+
+    def __init__(self, *, requeue: bool = True) -> None:
+        self.requeue = requeue
+
+    def prefetch(self, work, view):
+        script = {0: [(3, 0), (3, 1), (2, 0)], 1: [(2, 1), (3, 1)]}
+        return [ExpertKey(*key) for key in script.get(work.layer, [])]
+
+
+@pytest.mark.parametrize(
+    ("requeue", "prefetched"),
+    [(True, [(3, 0), (2, 1)]), (False, [(3, 0), (3, 1)])],
+)
+def test_a_queue_that_is_sorted_anew_starts_with_what_the_nearer_layer_wants(
+    requeue, prefetched
+):
+    """(3, 0) has started when layer 1 comes, and stays; what had not is taken back, and
+    (2, 0) is named no more.
+
+    Nor is (3, 1) when layer 2 comes: what is not named again is out. Dense 2 and
+    compute 1 a layer: layer 0 copies 2-6 and computes to 7, layer 1 plans at 9 and
+    copies behind (3, 0), 10-14. A queue that is not sorted anew goes on with (3, 1),
+    14-18, and both copies for layer 2, whose gate speaks at 17, come too late.
+    """
+    planner = plan_of(
+        shape(layers=4), ahead(f"anew:requeue={str(requeue).lower()}"), slots=4
+    )
+    _, timeline = run(
+        planner, steps([routed(0, 0), routed(1, 0), routed(2, 3), routed(3, 3)])
+    )
+    moved = timeline.frame().query("kind == 'prefetch'")
+    assert list(zip(moved["layer"], moved["expert"], strict=True)) == prefetched
+    used = (
+        4 * 4
+        - sum(planner.gpu[0].memory.free_bytes(layer) for layer in range(4)) // 100
+    )
+    assert used == 4 + len(prefetched)
+
+
+def test_a_queue_that_is_sorted_anew_gives_back_the_places_and_the_link_it_had_been_promised():
+    """Each layer names the whole next one and the one after, in turn; at no time is a
+    place counted twice.
+    """
+
+    class Greedy(PrefetchPolicy):
+        requeue = True
+
+        def prefetch(self, work, view):
+            layers = range(work.layer + 1, min(work.layer + 3, view.layers))
+            return [
+                ExpertKey(layer, (e + work.layer) % 4)
+                for layer in layers
+                for e in range(4)
+            ]
+
+    with registered(prefetch_greedy=Greedy):
+        for cache, scope, host_slots in (
+            ("lru", "layer", None),
+            ("arc", "global", 5),
+            ("none", "layer", 3),
+        ):
+            planner = plan_of(
+                shape(layers=4),
+                ahead("greedy", cache),
+                slots=2,
+                scope=scope,
+                host_slots=host_slots,
+                staging=4,
+            )
+            passes = steps(
+                *[
+                    [routed(layer, (step + layer) % 4) for layer in range(4)]
+                    for step in range(6)
+                ]
+            )
+            _, timeline = run(planner, passes)
+            memory = planner.gpu[0].memory
+            stored = int(((memory.state != 0) & ~memory.staged).sum()) * 100
+            assert stored + sum(memory._free_bytes) == memory.size.total_bytes
+            assert len(timeline.frame().query("kind == 'compute'")) == 24
+            assert planner.link_wait_s() >= 0.0
+
+
+def test_demand_goes_before_prefetches_that_have_not_started():
+    """A prefetch two layers ahead waits behind the next layer's demand."""
+    planner = plan_of(shape(layers=3), ahead("far"), slots=2)
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 0), routed(2, 0)]))
+    copies = timeline.frame()
+    copies = copies[copies["lane"] == "h2d0"]
+    assert list(
+        zip(copies["kind"], copies["layer"], copies["expert"], strict=True)
+    ) == [
+        ("fetch", 0, 0),
+        ("prefetch", 2, 0),
+        ("fetch", 1, 0),
+        ("prefetch", 2, 1),
+    ]
+
+
+def test_the_byte_budget_trims_what_is_wanted_least():
+    planner = plan_of(
+        shape(layers=2), ahead("scripted:script=1/2/3"), slots=4, budget=250
+    )
+    plan = planner.plan(routed(0, 0), 0, 1, 0.0)
+    assert [c.experts for c in plan.copies] == [[0], [1], [2]]
+
+
+def seen(layers, *keys):
+    """A calibration that saw these (layer, expert) and nothing else."""
+    counts = np.zeros((layers, 4))
+    for key in keys:
+        counts[key] = 1
+    return counts
+
+
+def test_a_prefetch_never_evicts_what_the_same_prediction_wants():
+    """Layer 1 holds {1, 2}; predicted {2, 1, 3}: 3 finds no victim in the cache and
+    goes to staging.
+    """
+    planner = plan_of(
+        shape(layers=2),
+        ahead("scripted:script=2/1/3"),
+        slots=2,
+        staging=2,
+        calibration=seen(2, (0, 0), (0, 1), (1, 1), (1, 2)),
+    )
+    run(planner, steps([routed(0, 0)]))
+    memory = planner.gpu[0].memory
+    assert memory.state[1].tolist() == [ABSENT, RESIDENT, RESIDENT, IN_FLIGHT]
+    assert memory.staged[1].tolist() == [False, False, False, True]
+
+
+def test_declined_prefetches_wait_in_staging_but_one_slot_stays_for_demand():
+    """Three slots: the demand fetch 20-24 has one until 25, the prefetch of 1 the second
+    from 24 on; the last stays free, and when 2 could start at 28 the demand's slot is
+    free again. Then prefetches have two of three, so 3 is dropped. Layer 1 wants
+    neither 1 nor 2: both are forgotten, and its own prefetches find staging free.
+    """
+    planner = plan_of(
+        shape(layers=3),
+        ahead("scripted:script=1/2/3", cache="none"),
+        HandCosts(dense=20.0),
+        slots=0,
+        staging=3,
+    )
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 0)]))
+    assert spans(timeline, "prefetch") == [("h2d0", 1, 24, 28), ("h2d0", 2, 28, 32)]
+    memory = planner.gpu[0].memory
+    assert not memory.staged[1].any()
+    assert memory.state[2].tolist() == [ABSENT, IN_FLIGHT, ABSENT, ABSENT]
+
+
+def test_section_1_5_b_staged_prefetches_are_forgotten_after_their_layer():
+    planner = plan_of(
+        shape(layers=2), ahead("scripted:script=1", cache="none"), slots=0, staging=2
+    )
+    _, timeline = run(
+        planner, steps([routed(0, 0), routed(1, 2)], [routed(0, 0), routed(1, 1)])
+    )
+    assert timeline.access_frame()["state"].tolist() == [
+        "miss",
+        "miss",
+        "miss",
+        "delayed",
+    ]
+    assert not planner.gpu[0].memory.staged.any()
+    assert not planner.gpu[0].memory.holds.any()
+
+
+def test_a_prefetch_of_an_expert_that_does_not_exist_is_the_policys_error():
+    planner = plan_of(shape(layers=2), ahead("scripted:script=9"), slots=1)
+    with pytest.raises(PolicyError, match="scripted"):
+        planner.plan(routed(0, 0), 0, 1, 0.0)
+
+
+def test_a_prefetch_from_ssd_reads_first():
+    planner = plan_of(
+        shape(layers=2), ahead(), HandCosts(dense=30.0), slots=2, host_slots=2
+    )
+    _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
+    assert spans(timeline, "read") == [("ssd", 0, 30, 38), ("ssd", 1, 38, 46)]
+    assert spans(timeline, "prefetch") == [("h2d0", 1, 46, 50)]
+    assert np.array_equal(timeline.access_frame()["state"], ["miss", "hit"])

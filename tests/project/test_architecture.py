@@ -1,0 +1,330 @@
+"""The import diagram of the architecture, held by parsing every module.
+
+`docs/explanation/architecture.md` shows the same diagram to readers. A line that would break it
+fails here, with file and line.
+"""
+
+import ast
+import graphlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support.small_trace import write_small_trace
+
+from benchmarks.size import PACKAGES, Size, size_of
+
+ROOT = Path(__file__).parents[2]
+
+WORLDS = ("base", "machine_code", "traces", "hwprofiles", "policies", "engine")
+BOTH = (*WORLDS, "sim", "runtime")
+MAY_IMPORT = {
+    "base": (),
+    "machine_code": ("base",),
+    "traces": ("base", "machine_code"),
+    "hwprofiles": ("base", "traces"),
+    "policies": ("base", "machine_code", "traces", "hwprofiles"),
+    "engine": WORLDS[:-1],
+    "sim": WORLDS,
+    "runtime": WORLDS,
+    "reporting": ("base", "traces"),
+    "runs": (*BOTH, "reporting"),
+    "questions": (*BOTH, "reporting", "runs"),
+    "advice": (*BOTH, "reporting", "runs"),
+    "evidence": (*BOTH, "reporting", "runs", "questions", "advice"),
+    "cli": (*BOTH, "reporting", "runs", "questions", "advice", "evidence"),
+    "moesim": (*BOTH, "reporting", "runs", "questions", "advice", "evidence", "cli"),
+}
+"""Which of our packages may name which others; itself always. Those that are not at the
+top of the repository lie in ``moesim``, whose own modules are its face.
+"""
+
+NOT_YET = {
+    ("reporting", "runs"),
+    ("reporting", "evidence"),
+    ("reporting", "policies"),
+    ("reporting", "hwprofiles"),
+    ("reporting", "questions"),
+    ("cli", "moesim"),
+}
+
+TOP = ("traces", "hwprofiles", "policies", "engine", "sim", "runtime", "moesim")
+
+MOST_CODE_LINES = 73_000
+MOST_FILES = 480
+MOST_TEST_LINES = 38_900
+"""What a person must hold; `benchmarks/size.py` counts it. A change that needs more
+raises the number, and says why.
+"""
+
+ONLY_IN = {
+    "simpy": {"sim"},
+    "duckdb": {"traces", "runs"},
+    "torch": {"runtime"},
+    "transformers": {"runtime"},
+    "safetensors": {"runtime"},
+    "llvmlite": {"machine_code"},
+    "pulp": {"policies"},
+    "highspy": {"policies"},
+    "joblib": {"runs"},
+    "distributed": {"runs"},
+    "optuna": {"questions"},
+    "matplotlib": {"reporting", "questions", "advice", "evidence"},
+    "rich": {"reporting", "cli"},
+    "jinja2": {"reporting"},
+    "typer": {"cli"},
+}
+"""Libraries with one home."""
+
+POLICIES_USE = {"numpy", "scipy", "pulp", "highspy"}
+"""Everything outside the standard library that a decision may need."""
+
+POLICY_KINDS = ("routing", "assignment", "prefetch", "cache")
+
+CLOCKS_AND_IO = {
+    "asyncio",
+    "datetime",
+    "io",
+    "logging",
+    "os",
+    "shutil",
+    "socket",
+    "subprocess",
+    "tempfile",
+    "threading",
+    "time",
+}
+"""What no policy may touch: time is given to it, and files and processes are none of
+its business.
+"""
+
+
+class Import(NamedTuple):
+    """One imported module, as written: where, from which room, into which room or
+    library.
+    """
+
+    where: str
+    room: str
+    module: str
+    target: str
+    level: int
+
+
+def room_of(path):
+    """The package of a file; what lies in ``moesim`` itself is its face."""
+    parts = path.relative_to(ROOT).parts
+    return parts[1] if parts[0] == "moesim" and len(parts) > 2 else parts[0]
+
+
+def modules(*rooms):
+    files = [path for name in TOP for path in sorted((ROOT / name).rglob("*.py"))]
+    return [path for path in files if not rooms or room_of(path) in rooms]
+
+
+def module_name(path):
+    """``policies/base.py`` is installed as ``moesim.policies.base``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "moesim" else ("moesim", *parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+NAMES = {module_name(path): path for path in modules()}
+
+
+def target_of(module):
+    """The room of a module of ours, or the library that it belongs to."""
+    top, _, rest = module.partition(".")
+    inner = rest.partition(".")[0]
+    return inner if top == "moesim" and inner in MAY_IMPORT else top
+
+
+def imported(path):
+    """Line, module and level of every import of a file, in functions and under
+    `TYPE_CHECKING` too.
+    """
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, 0) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (
+                    node.lineno,
+                    inner if inner in NAMES else node.module or "",
+                    node.level,
+                )
+
+
+def imports(path):
+    name = path.relative_to(ROOT)
+    for line, module, level in imported(path):
+        yield Import(f"{name}:{line}", room_of(path), module, target_of(module), level)
+
+
+ALL = [line for path in modules() for line in imports(path)]
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_only_what_the_diagram_allows(room):
+    lines = [line for line in ALL if line.room == room]
+    assert lines
+    allowed = {*MAY_IMPORT[room], room}
+    assert [
+        line.where
+        for line in lines
+        if line.target in MAY_IMPORT
+        and line.target not in allowed
+        and (line.room, line.target) not in NOT_YET
+    ] == []
+
+
+def test_the_order_of_packages_has_no_circle():
+    graphlib.TopologicalSorter(MAY_IMPORT).prepare()
+
+
+def test_no_module_imports_itself_on_a_detour():
+    """Imports under `TYPE_CHECKING` count: whoever needs another's types to be
+    understood depends on it.
+    """
+    imports_of = {
+        name: {module for _, module, _ in imported(path)} & NAMES.keys()
+        for name, path in NAMES.items()
+    }
+    order = graphlib.TopologicalSorter(
+        {name: found - {name} for name, found in imports_of.items()}
+    )
+    order.prepare()
+
+
+def test_everything_is_installed_in_one_namespace():
+    """A folder called `policies` or `traces` of somebody else must not be met by
+    accident.
+    """
+    assert [
+        line.where
+        for line in ALL
+        if line.module.partition(".")[0] in MAY_IMPORT.keys() - {"moesim"}
+    ] == []
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_a_library_stays_at_home(library):
+    assert [
+        line.where
+        for line in ALL
+        if line.target == library and line.room not in ONLY_IN[library]
+    ] == []
+
+
+def test_simulator_and_runtime_never_import_each_other():
+    """The seam is real only when neither side can lean on the other."""
+    pairs = {(line.room, line.target) for line in ALL}
+    assert ("sim", "runtime") not in pairs
+    assert ("runtime", "sim") not in pairs
+    assert ("sim", "policies") in pairs, "the walk over the modules found nothing"
+
+
+def test_policies_have_no_clock_and_no_io():
+    lines = [line for line in ALL if line.room == "policies"]
+    assert [line.where for line in lines if line.target in CLOCKS_AND_IO] == []
+    third_party = (
+        {line.target for line in lines} - set(sys.stdlib_module_names) - set(MAY_IMPORT)
+    )
+    assert third_party <= POLICIES_USE
+
+
+def test_imports_are_absolute():
+    assert [line.where for line in ALL if line.level] == []
+
+
+def test_nothing_edits_the_import_path():
+    """The package names are generic, so whoever else owns a `sim` or `traces` must not
+    meet ours by accident.
+    """
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            edits = (
+                isinstance(node, ast.Attribute)
+                and node.attr == "path"
+                and getattr(node.value, "id", "") == "sys"
+            )
+            assert not edits, f"{path.relative_to(ROOT)}:{node.lineno}: sys.path"
+
+
+def test_the_whole_grows_on_purpose_only():
+    """No ratio: what is split or moved counts as before."""
+    package = sum((size_of(ROOT / name) for name in PACKAGES), Size())
+    tests = size_of(ROOT / "tests")
+    assert package.code_lines <= MOST_CODE_LINES
+    assert package.files <= MOST_FILES
+    assert tests.code_lines <= MOST_TEST_LINES
+
+
+def test_every_module_says_what_it_is_for():
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in modules()
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert silent == []
+
+
+def modules_loaded_by(code, *arguments, cwd):
+    """Top-level names in `sys.modules` after running `code` in a fresh interpreter,
+    outside the checkout.
+    """
+    report = (
+        "\nimport sys; print('LOADED', *sorted({name.partition('.')[0] for name in"
+        " sys.modules}))"
+    )
+    command = [sys.executable, "-c", code + report, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=cwd,
+        env=environment,
+        timeout=300,
+    )
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+def test_import_moesim_is_light(tmp_path):
+    """Asking for the package costs nothing: its functions import what they need when
+    first touched.
+    """
+    loaded = modules_loaded_by("import moesim", cwd=tmp_path)
+    assert "moesim" in loaded
+    assert loaded.isdisjoint(
+        {
+            "torch",
+            "numpy",
+            "pandas",
+            "pyarrow",
+            "simpy",
+            "llvmlite",
+            "matplotlib",
+            "typer",
+        }
+    )
+
+
+def test_a_replay_never_imports_torch(tmp_path):
+    """Nor pandas or matplotlib, which cost half a second each, nor what pages need."""
+    trace = write_small_trace(tmp_path / "small.parquet")
+    code = (
+        "import sys, moesim; assert moesim.replay(sys.argv[1],"
+        " 'greedy', engine='simpy').metrics['accesses'];"
+        " assert 'scipy.linalg' not in sys.modules"
+    )
+    loaded = modules_loaded_by(code, trace, cwd=tmp_path)
+    assert "simpy" in loaded
+    assert loaded.isdisjoint(
+        {"torch", "transformers", "matplotlib", "pandas", "jinja2", "rich"}
+    )

@@ -1,0 +1,109 @@
+"""The commands around an import. Those of docs/how-to/import.md run in test_docs.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support import foreign_files as files
+from support.command_line import refused, runner
+from support.imports import bring
+from typer.testing import CliRunner
+
+from moesim import cli
+from moesim.cli.commands.trace import app as trace_app
+from moesim.cli.commands.trace.import_ import import_options
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(cli.app, list(map(str, arguments)))
+    assert result.exit_code == code, (arguments, result.output, result.exception)
+    return result
+
+
+def test_every_command_of_the_group_is_there_once():
+    names = [command.name for command in trace_app.registered_commands]
+    assert len(set(names)) == len(names)
+    assert {"check", "export", "synth", "check-residency"} <= set(names)
+
+
+def test_options_of_the_import_are_words():
+    assert import_options("pos=p", 5, None, []) == {
+        "map": "pos=p",
+        "prompt_tokens": "5",
+    }
+    assert import_options(None, 0, 2, ["cut_at=8"]) == {
+        "prompt_tokens": "0",
+        "batch": "2",
+        "cut_at": "8",
+    }
+
+
+def test_check_warns_with_its_exit_code(tmp_path):
+    truth = files.routing(((4, 8), (4, 8)))
+    truth[1] = truth[0]
+    _, trace = bring(files.per_token(tmp_path / "dump", truth))
+    result = run("trace", "check", trace.path, code=1)
+    assert "warning: 1 sequences are copies of others (1 = 0)" in result.output
+    told = json.loads(run("trace", "check", trace.path, "--json", code=1).output)
+    assert (told["trusted"], [one["kind"] for one in told["findings"]]) == (
+        False,
+        ["copy"],
+    )
+
+
+def test_export_and_check_residency(tmp_path):
+    _, trace = bring(files.route_trace(tmp_path / "dump", files.routing()))
+    assert (
+        "records"
+        in run(
+            "trace", "export", trace.path, tmp_path / "t.bin", "--to", "oracle-general"
+        ).output
+    )
+    # The smallest expert has 1,000 bytes.
+    result = run("trace", "check-residency", trace.path, "--cache", "999B")
+    assert (
+        "decode: 78 accesses, 100.00% agree; hits 0.0% in the engine, 0.0% in the"
+        " replay" in result.output
+    )
+    told = json.loads(
+        run("trace", "check-residency", trace.path, "--cache", "48000", "--json").output
+    )
+    assert told["phases"]["decode"]["only_replay"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "5"], "either --like TRACE or --shape MODEL"),
+        (
+            ["--tokens", "5", "--like", "x", "--skew", "1"],
+            "--skew states what --like measures",
+        ),
+        (["--tokens", "0", "--like", "x"], "tokens"),
+    ],
+)
+def test_synth_options_that_contradict(
+    tmp_path, monkeypatch, capsys, arguments, message
+):
+    command = runner(capsys, monkeypatch, tmp_path)
+    assert refused(command("trace", "synth", tmp_path / "t", *arguments), message)
+
+
+def test_synth_of_a_model_nobody_recorded(tmp_path):
+    shape = "layers=2,experts=8,top_k=2,expert_bytes=1MiB"
+    run(
+        "trace",
+        "synth",
+        tmp_path / "t.parquet",
+        "--shape",
+        shape,
+        "--tokens",
+        "1e2",
+        "--skew",
+        "1",
+        "--prompt",
+        "4",
+    )
+    told = json.loads(run("trace", "info", tmp_path / "t.parquet", "--json").output)
+    assert (told["prefill_tokens"], told["decode_tokens"]) == (4, 96)

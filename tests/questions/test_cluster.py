@@ -1,0 +1,193 @@
+"""Sweeps on a Dask cluster: the same bytes as in one process, whoever is killed."""
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from support.doc_examples import examples
+from support.interrupts import end_by_two_interrupts
+from support.small_trace import write_small_trace
+
+import moesim
+from moesim.base.files import sha256
+from moesim.base.options import ConfigError
+from moesim.runs.sweeps import cluster as sweep_cluster
+from moesim.runs.sweeps.cluster import copies_of
+
+pytest.importorskip("distributed", reason="Dask is not installed: moesim[cluster]")
+
+ROOT = Path(__file__).parents[2]
+AXES = {"policies": ["greedy", "on-demand"], "slots_per_layer": [1, 2, 3, 4]}
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    return write_small_trace(
+        tmp_path_factory.mktemp("trace") / "small.parquet", sequences=8, new_tokens=60
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(trace):
+    return moesim.sweep(trace, jobs=1, details=True, **AXES)
+
+
+def commands():
+    """The lines that the page tells readers to type."""
+    page = (ROOT / "docs" / "how-to" / "sweeps.md").read_text(encoding="utf-8")
+    lines = [line for each in examples(page) for line in each.text.splitlines()]
+    return [shlex.split(line) for line in lines if line.startswith("dask ")]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A scheduler and two workers on this machine, started as the page says."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "DASK_DISTRIBUTED__WORKER__DAEMON": "true",
+    }
+    processes = []
+    for command in commands():
+        words = [re.sub(r"^tcp://.*", address, word) for word in command]
+        words = [str(port) if word == "8786" else word for word in words]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", *words],
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        )
+    assert len(processes) == 2
+    yield address
+    for process in processes:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+def workers_of(address):
+    from distributed import Client
+
+    with Client(address) as client:
+        client.wait_for_workers(2, timeout=120)
+        return list(client.run(os.getpid).values())
+
+
+def as_bytes(frame, path):
+    frame.to_parquet(path)
+    return path.read_bytes()
+
+
+def test_two_workers_give_the_bytes_of_one_process(trace, alone, cluster, tmp_path):
+    assert len(workers_of(cluster)) == 2
+    found = moesim.sweep(trace, cluster=cluster, details=True, **AXES)
+    assert as_bytes(found, tmp_path / "a") == as_bytes(alone, tmp_path / "b")
+
+
+def test_a_killed_worker_costs_nothing_but_its_runs(trace, alone, cluster, tmp_path):
+    """Killed after the first result; all others arrive nevertheless."""
+    pids = workers_of(cluster)
+
+    def kill(_share):
+        if pids:
+            psutil.Process(pids.pop(0)).kill()
+            pids.clear()
+
+    store = tmp_path / "s"
+    found = moesim.sweep(
+        trace, cluster=cluster, details=True, store=store, progress=kill, **AXES
+    )
+    assert pids == []
+    assert as_bytes(found, tmp_path / "a") == as_bytes(alone, tmp_path / "b")
+
+
+def test_a_worker_without_the_trace_gets_a_copy(trace, tmp_path, monkeypatch):
+    """On another machine its path leads nowhere."""
+    digest = sha256(trace)
+    assert not sweep_cluster.has_file("/nowhere/small.parquet", digest)
+    monkeypatch.setattr(sweep_cluster, "_folder", None)
+    copies_of({digest: trace}).setup(SimpleNamespace(local_directory=tmp_path))
+    copy = sweep_cluster.open_shared("/nowhere/small.parquet", digest)
+    assert copy.digest() == digest
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("192.168.0.5", "expected the address"), ("local:0", "expected the address")],
+)
+def test_what_is_no_cluster_is_said(trace, address, words):
+    with pytest.raises(ConfigError, match=words):
+        moesim.sweep(trace, cluster=address)
+
+
+def test_nobody_answers(trace, monkeypatch):
+    monkeypatch.setattr("moesim.runs.sweeps.cluster.WAIT_FOR_SCHEDULER_S", 1)
+    with pytest.raises(ConfigError, match="no Dask scheduler answers"):
+        moesim.sweep(trace, cluster="tcp://127.0.0.1:1")
+
+
+def test_without_dask_the_extra_is_named(trace, tmp_path):
+    code = (
+        "import sys; sys.modules['distributed'] = None\n"
+        "from moesim import cli; cli.main(sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "sweep", trace, "--cluster", "local:2"],
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'moesim[cluster]'" in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no process groups")
+@pytest.mark.parametrize("moment", ["while it starts", "while it runs"])
+def test_two_interrupts_end_a_local_cluster_at_once(tmp_path, request, moment):
+    """As a terminal sends them: to the command and to its workers."""
+    trace = write_small_trace(tmp_path / "long.parquet", sequences=2, new_tokens=2000)
+    words = ["sweep", trace, "--policies", "ilp,beam", "--cluster", "local:2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moesim", *map(str, words)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    request.addfinalizer(process.kill)
+    parent = psutil.Process(process.pid)
+    # The workers come after the process that keeps account of what they share.
+    expected = 2 if moment == "while it starts" else 3
+    deadline_s = time.monotonic() + 120
+    while len(parent.children()) < expected and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    if moment == "while it runs":
+        # Either policy would work for minutes.
+        time.sleep(6)
+    children = parent.children(recursive=True)
+
+    end_by_two_interrupts(process, 0.1)
+    assert psutil.wait_procs(children, timeout=30)[1] == []

@@ -1,0 +1,359 @@
+"""Policies beside each other: who is fastest and why, which expert was where, and a
+page that shows it.
+"""
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pandas as pd
+import pytest
+from support.command_line import refused, runner
+from support.small_trace import LARGE, write_small_trace
+
+import moesim
+from moesim.policies.base import PolicyError
+from moesim.questions.compare_page import write_comparison
+from moesim.questions.compare_text import comparison_text, ranking_lines
+from moesim.reporting.figures import SUFFIXES, save
+from moesim.runs.result import busy_shares
+from moesim.traces.timeline.metrics import summarise
+
+POLICIES = ("all-cpu", "on-demand", "greedy", "on-demand+belady")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "small.parquet"
+    return write_small_trace(path, shape=LARGE)
+
+
+@pytest.fixture(scope="module")
+def compared(trace):
+    return moesim.compare(
+        trace, POLICIES, hw="rtx4060ti", memory=moesim.MemoryOptions(slots_per_layer=3)
+    )
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A trace without any optional column, as engines write them."""
+    path = tmp_path_factory.mktemp("bare") / "bare.parquet"
+    shape = "layers=2,experts=8,top_k=2,expert_bytes=1MiB"
+    return moesim.synth(path, tokens=8, shape=shape).path
+
+
+@pytest.fixture
+def command(capsys, monkeypatch, tmp_path):
+    return runner(capsys, monkeypatch, tmp_path)
+
+
+# The table and what it comes to.
+
+
+def test_gpu_memory_is_cache_and_staging_and_the_rest_of_the_model(compared):
+    table, runs = compared
+    staging = runs["greedy"].config["staging"]
+    expected = (3 * 3 + staging) * LARGE.max_expert_bytes + LARGE.other_bytes
+    assert table["gpu_bytes"].tolist() == [expected] * len(POLICIES)
+
+
+def test_the_busiest_lane_is_the_one_that_worked_most(compared):
+    table, runs = compared
+    for row in table.to_dict("records"):
+        figures = summarise(runs[row["policy"]].timeline)
+        busy_s = figures["busy_s"]
+        assert busy_s[row["busiest"]] == max(busy_s.values())
+        assert row["busiest_share"] == busy_s[row["busiest"]] / figures["makespan_s"]
+    assert table.set_index("policy")["busiest"]["all-cpu"] == "cpu"
+
+
+def test_who_sees_the_future_does_not_win(compared):
+    """Belady stands first in neither sentence, however short its run."""
+    table, runs = compared
+    text = comparison_text(table, runs)
+    real = table[table["policy"] != "on-demand+belady"]
+    assert f"fastest over the whole trace: {real['policy'].iloc[0]}," in text
+    assert "on-demand+belady: sees the future" in text
+    assert text.count("sees the future") == 1
+
+
+def test_the_part_that_sees_the_future_is_named(trace):
+    """``greedy`` itself knows nothing of it."""
+    text = comparison_text(*moesim.compare(trace, ["greedy"], cache="belady", steps=3))
+    assert "greedy: sees the future (cache belady), so no rival" in text
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_the_bound_is_that_of_the_fastest_and_not_of_an_oracle(command, trace, options):
+    """Belady's run is the shorter one, and is compared with no bound of its own."""
+    words = ("compare", trace, "--policies", "on-demand+belady,on-demand", "--steps", 9)
+    code, out, _ = command(*words, "--slots-per-layer", 3, *options)
+    assert code == 0
+    alone = ("replay", trace, "--policy", "on-demand", "--steps", 9)
+    _, expected, _ = command(*alone, "--slots-per-layer", 3, *options)
+    if options:
+        assert json.loads(out)["bound"] == json.loads(expected)["bound"]
+        assert json.loads(out)["fastest"][0]["policy"] == "on-demand"
+    else:
+        (line,) = [line for line in out.splitlines() if line.startswith("bound: ")]
+        assert line.startswith("bound: on-demand is at ")
+        assert line.replace("on-demand is ", "") in expected
+
+
+def test_other_answers_are_said(trace):
+    found = moesim.compare(
+        trace, ["on-demand+lru", "all-cpu"], routing="expert-cache-router:alpha=0.9"
+    )
+    assert "on-demand+lru, all-cpu: changes the routing" in comparison_text(*found)
+
+
+def test_a_part_is_said_once(trace):
+    """``greedy+lfu`` and --cache lfu agree; with --cache lru nobody could tell which
+    was meant.
+    """
+    _, runs = moesim.compare(trace, ["greedy+lfu"], cache="lfu", steps=3)
+    assert runs["greedy+lfu"].config["cache"] == "lfu"
+    with pytest.raises(PolicyError, match="cache said once"):
+        moesim.compare(trace, ["greedy+lfu"], cache="lru", steps=3)
+
+
+def test_nothing_runs_if_one_cannot(trace, tmp_path):
+    with pytest.raises(PolicyError, match="lruu"):
+        moesim.compare(trace, ["all-cpu", "greedy+lruu"], out=tmp_path / "o")
+    assert not (tmp_path / "o").exists()
+
+
+# Which expert where.
+
+
+def test_placement_counts_every_access_once(compared):
+    """Summed over experts it gives the run's own figures; single cells by a plain count
+    of the log.
+    """
+    _, runs = compared
+    for run in runs.values():
+        placed = run.placement()
+        log = run.timeline.access_frame()
+        assert placed["uses"].sum() == run.metrics["accesses"]
+        assert placed["tokens"].sum() == log["tokens"].sum()
+        assert (placed["uses"] * placed["resident"]).sum() == pytest.approx(
+            run.metrics["hits"]
+        )
+        one = placed.loc[placed["uses"].idxmax()]
+        mine = log[(log["layer"] == one["layer"]) & (log["expert"] == one["expert"])]
+        assert one["uses"] == len(mine)
+        assert one["on_gpu"] == np.mean(mine["lane"] == "gpu0")
+    assert runs["all-cpu"].placement()["on_gpu"].max() == 0
+    assert runs["on-demand"].placement()["on_gpu"].min() == 1
+
+
+# Pictures and the page.
+
+
+class Reader(HTMLParser):
+    """Tags, links and words of a page."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags = []
+        self.links = []
+        self.text = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [
+            value
+            for name, value in attrs
+            if name in {"src", "href"} and not value.startswith("#")
+        ]
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_shows_everything_and_loads_nothing(compared, tmp_path):
+    table, runs = compared
+    reader = Reader()
+    reader.feed(
+        write_comparison(table, runs, tmp_path / "c.html").read_text(encoding="utf-8")
+    )
+    text = " ".join(reader.text)
+    assert reader.tags.count("svg") == 3
+    assert [link for link in reader.links if "://" in link] == []
+    assert {"link", "img"}.isdisjoint(reader.tags)
+    for words in (
+        *POLICIES,
+        "fastest over the whole trace",
+        "Which expert where",
+        "sees the future",
+        "slots",
+    ):
+        assert words in text
+    shares = busy_shares(runs["all-cpu"])
+    assert f"{100 * shares['cpu']:.0f} %" in text
+
+
+def test_the_page_warns_where_there_is_something_to_warn_of(compared, tmp_path):
+    """A heading stands above each warning, once, and above nothing else."""
+    table, runs = compared
+    calm = {name: dataclasses.replace(run, warnings=[]) for name, run in runs.items()}
+    alarmed = {
+        name: dataclasses.replace(run, warnings=["beware", "of it"])
+        for name, run in runs.items()
+    }
+    quiet, loud = (
+        write_comparison(table, some, tmp_path / "c.html").read_text()
+        for some in (calm, alarmed)
+    )
+    assert "What to know" not in quiet
+    assert (
+        loud.count("What to know")
+        == loud.count("<p>beware</p>")
+        == loud.count("<p>of it</p>")
+        == 1
+    )
+
+
+def test_the_page_is_the_same_every_time(compared, tmp_path, monkeypatch):
+    """Where the environment states the date, as for reproducible builds."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    first, second = (
+        write_comparison(*compared, tmp_path / name).read_bytes()
+        for name in ("a.html", "b.html")
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_pictures_are_what_their_names_say(compared, tmp_path, suffix):
+    start = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
+    assert (
+        save(moesim.comparison_figure(*compared), tmp_path / f"c{suffix}")
+        .read_bytes()
+        .startswith(start)
+    )
+
+
+def test_a_step_shows_each_lane_that_worked_in_it(compared):
+    run = compared[1]["greedy"]
+    spans = run.timeline.frame()
+    mine = spans[(spans["step"] == 7) & (spans["layer"] >= 0) & (spans["layer"] < 2)]
+    (axis,) = moesim.step_figure(run, 7, layers=2).axes
+    assert {label.get_text() for label in axis.get_yticklabels()} == set(mine["lane"])
+    assert {text.get_text() for text in axis.texts} == {
+        str(expert) for expert in mine["expert"] if expert >= 0
+    }
+    with pytest.raises(PolicyError, match="99999"):
+        moesim.step_figure(run, 99999)
+
+
+def test_a_lead_that_no_model_can_tell_is_a_tie(compared):
+    """Half a per cent between two; the third is out of it."""
+    table, runs = compared
+    near = table[~table["oracle"]].iloc[:3].copy()
+    near["makespan_s"] = [1.0, 1.005, 1.2]
+    first, second, third = near["policy"]
+    answer = ranking_lines(near, runs)[0]
+    assert answer.startswith(f"a tie over the whole trace: {first}, {second}")
+    assert third not in answer.partition(",")[0]
+    near["makespan_s"] = [1.0, 1.1, 1.2]
+    assert ranking_lines(near, runs)[0].startswith(
+        f"fastest over the whole trace: {first}"
+    )
+
+
+# The command.
+
+
+def test_out_holds_page_picture_table_and_every_run(command, trace, tmp_path):
+    out = tmp_path / "c"
+    code, printed, _ = command(
+        "compare",
+        trace,
+        "--policies",
+        "all-cpu,greedy+lfu:variant=perfect,tie=fifo",
+        "--out",
+        out,
+    )
+    assert code == 0
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "compare.html").stat().st_size > 10_000
+    assert len((out / "compare.csv").read_text().splitlines()) == 3
+    assert (out / "all-cpu" / "timeline.parquet").is_file()
+    assert (out / "greedy+lfu_variant=perfect,tie=fifo" / "run.json").is_file()
+    assert "greedy+lfu:variant=perfect,tie=fifo" in printed
+
+
+def test_one_timeline_holds_every_run(command, trace, tmp_path):
+    words = (
+        "compare",
+        trace,
+        "--policies",
+        "all-cpu,greedy",
+        "--steps",
+        3,
+        "--perfetto",
+        tmp_path / "p.json",
+    )
+    assert command(*words)[0] == 0
+    events = json.loads((tmp_path / "p.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "all-cpu",
+        "greedy",
+    }
+
+
+def test_without_out_nothing_is_written(command, trace, tmp_path):
+    assert command("compare", trace, "--policies", "all-cpu")[0] == 0
+    assert list((tmp_path / "cwd").iterdir()) == []
+
+
+def test_a_table_is_parquet_if_its_name_says_so(command, trace, tmp_path):
+    for name in ("t.csv", "t.parquet"):
+        assert (
+            command(
+                "compare",
+                trace,
+                "--policies",
+                "all-cpu,greedy",
+                "--table",
+                tmp_path / name,
+            )[0]
+            == 0
+        )
+    csv = pd.read_csv(tmp_path / "t.csv")
+    parquet = pd.read_parquet(tmp_path / "t.parquet")
+    assert csv.columns.tolist() == parquet.columns.tolist()
+    assert csv["makespan_s"].tolist() == pytest.approx(parquet["makespan_s"].tolist())
+
+
+def test_systems_are_those_that_the_trace_can_serve(command, trace):
+    """Without predictions in the trace DALI and DAOP are left out and say why;
+    llama.cpp needs none.
+    """
+    code, out, err = command("compare", trace, "--policies", "systems", "--steps", 2)
+    assert code == 0
+    assert re.search(r"left out .*\bdali\b.*: .* lacks .*pred1_res", err)
+    assert "\nllama.cpp " in out
+    assert "\ndali " not in out
+
+
+def test_systems_that_the_trace_cannot_serve_are_left_out_in_one_line(command, bare):
+    code, out, err = command(
+        "compare", bare, "--policies", "smoe,hybrimoe,greedy,all-cpu", "--steps", 4
+    )
+    assert code == 0
+    assert "greedy" in out
+    (line,) = [line for line in err.splitlines() if "left out" in line]
+    assert line.startswith("note: left out smoe, hybrimoe: ")
+    assert "lacks pred1_raw" in line
+    assert "`moesim trace predict` adds synthetic ones" in line
+
+
+def test_where_nothing_is_left_the_way_out_is_named(command, bare):
+    assert refused(
+        command("compare", bare, "--policies", "smoe"), "pred1_raw", "trace predict"
+    )

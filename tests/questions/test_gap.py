@@ -1,0 +1,371 @@
+"""Gap accounting: where the cause is known by hand, the blame falls there, and the
+shares sum to the gap.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.handmade import HandCosts, HandProfile, routed, shape, steps
+from support.small_trace import write_trace
+from typer.testing import CliRunner
+
+from moesim import cli
+from moesim.base.options import ConfigError
+from moesim.policies.base import PolicyError
+from moesim.policies.planner.plan import MemoryPlan
+from moesim.policies.planner.residency import CacheSize
+from moesim.policies.systems import System
+from moesim.questions.gap import decompose, gap, shapley
+from moesim.questions.gap_eviction import split_eviction
+from moesim.questions.gap_mixes import BOUND, PARTS, Grades, MixReplays
+from moesim.runs import replay as api
+from moesim.runs.config import MemoryOptions
+from moesim.traces.format.future import RecordedFuture
+
+NO_CPU = 1000.0
+"""Seconds of an expert on a CPU that nobody would choose."""
+
+
+def replays(model, system, forward, *, slots, **costs):
+    size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=slots)
+    return MixReplays(
+        shape=model,
+        profile=HandProfile(),
+        costs=HandCosts(**costs),
+        memory=MemoryPlan(size),
+        system=system,
+        passes=lambda: forward,
+        future=RecordedFuture(forward),
+    )
+
+
+def moesim(*options):
+    return CliRunner().invoke(cli.app, [str(option) for option in options])
+
+
+def one_layer(*experts):
+    return steps(*[[routed(0, expert)] for expert in experts])
+
+
+def shares(result):
+    return {part.name: part.share_s for part in result.parts}
+
+
+# Sharing out.
+
+
+def test_two_players_share_what_they_save_together():
+    """Alone a saves 4 and b saves 1, together 6: a gets (4 + 5) / 2, b gets (1 + 2) /
+    2.
+    """
+    value = {
+        frozenset(): 10.0,
+        frozenset("a"): 6.0,
+        frozenset("b"): 9.0,
+        frozenset("ab"): 4.0,
+    }
+    assert shapley(value, ["a", "b"]) == {"a": 4.5, "b": 1.5}
+
+
+@given(st.lists(st.floats(0.0, 100.0), min_size=16, max_size=16))
+def test_shares_sum_to_the_whole_and_a_dummy_gets_nothing(numbers):
+    """Player d changes nothing: the value of a set is that of the set without it."""
+    subsets = [frozenset(c) for size in range(5) for c in combinations("abcd", size)]
+    value = {subset: numbers[subsets.index(subset - {"d"})] for subset in subsets}
+    result = shapley(value, list("abcd"))
+    assert sum(result.values()) == pytest.approx(
+        value[frozenset()] - value[frozenset("abcd")], abs=1e-9
+    )
+    assert result["d"] == pytest.approx(0.0, abs=1e-9)
+
+
+# One cause at a time.
+
+
+def test_only_eviction_differs():
+    """Two slots, 0 1 2 0 1 2 …: LRU misses all 6 (7 s each), Belady hits 2 of them (3 s
+    each).
+    """
+    model = shape(experts=3)
+    forward = one_layer(0, 1, 2, 0, 1, 2)
+    result = decompose(
+        replays(model, System("on-demand", cache="lru"), forward, slots=2, cpu=NO_CPU)
+    )
+    assert result.policy_s == 6 * (2 + 4 + 1)
+    assert result.bound_s == 4 * (2 + 4 + 1) + 2 * (2 + 1)
+    assert shares(result) == pytest.approx(
+        {"eviction": 8.0, "assignment": 0.0, "prefetch": 0.0, "planning": 0.0}
+    )
+    assert result.belady_s == result.bound_s
+
+
+def test_only_assignment_differs():
+    """Everything is on the GPU (1 s), and yet the CPU (10 s) computes it."""
+    model = shape(experts=2)
+    forward = one_layer(0, 1, 0)
+    result = decompose(
+        replays(model, System("all-cpu", cache="static:fill=lowest"), forward, slots=2)
+    )
+    assert result.policy_s == 3 * (2 + 10)
+    assert result.bound_s == result.resident_s == 3 * (2 + 1)
+    assert shares(result) == pytest.approx(
+        {"eviction": 0.0, "assignment": 27.0, "prefetch": 0.0, "planning": 0.0}
+    )
+
+
+def test_only_prefetch_differs():
+    """Two layers, no cache, two staging slots, one of them for demand alone. Late:
+    2 (2 + 4 + 1) = 14 s. Foreseen at 2 s, the second copy gets the slot of the first
+    when that is computed, and runs from 7 to 11 s: 12 s.
+    """
+    model = shape(layers=2, experts=2)
+    forward = steps([routed(0, 0), routed(1, 1)])
+    system = System(BOUND.assignment, cache="belady", prefetch="none")
+    result = decompose(replays(model, system, forward, slots=0, cpu=NO_CPU))
+    assert (result.policy_s, result.bound_s) == (14.0, 12.0)
+    assert shares(result) == pytest.approx({"prefetch": 2.0, "planning": 0.0})
+
+
+def test_only_planning_differs():
+    model = shape(experts=2)
+    forward = one_layer(0, 1, 0, 1)
+    result = decompose(
+        replays(
+            model,
+            System("on-demand", cache="lru"),
+            forward,
+            slots=2,
+            cpu=NO_CPU,
+            plan=0.5,
+        )
+    )
+    assert shares(result) == pytest.approx(
+        {"eviction": 0.0, "assignment": 0.0, "prefetch": 0.0, "planning": 4 * 0.5}
+    )
+
+
+def test_the_clairvoyant_composition_has_no_gap():
+    model = shape(layers=2, experts=4)
+    forward = steps(*[[routed(0, i % 4), routed(1, (i + 1) % 3)] for i in range(6)])
+    result = decompose(replays(model, BOUND, forward, slots=2, plan=0.0))
+    assert result.gap_s == 0.0
+    assert [part.name for part in result.parts] == ["planning"]
+    assert result.parts[0].replaced_by is None
+
+
+def test_a_prefetcher_that_floods_the_link_is_not_forced_on_the_policy():
+    """A copy takes longer than the whole run: foreseeing helps nobody, and the bound
+    leaves it out.
+    """
+    model = shape(layers=2, experts=4)
+    forward = steps(*[[routed(0, i % 4), routed(1, (i + 2) % 4)] for i in range(6)])
+    result = decompose(
+        replays(
+            model, System("all-cpu", cache="lru"), forward, slots=1, cpu=3.0, copy=1e4
+        )
+    )
+    parts = {part.name: part for part in result.parts}
+    assert result.mixes["clairvoyant"] >= result.policy_s
+    assert parts["prefetch"].replaced_by is None
+    assert parts["prefetch"].share_s == 0.0
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=2, max_size=2),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(0, 5),
+    st.sampled_from(["greedy", "on-demand", "all-cpu"]),
+    st.sampled_from(["lru", "static:fill=lowest", "none"]),
+)
+def test_shares_are_never_negative_and_sum_to_the_gap(trace, slots, assignment, cache):
+    model = shape(layers=2, experts=5, top_k=2)
+    forward = steps(
+        *[
+            [routed(layer, *sorted(chosen)) for layer, chosen in enumerate(layers)]
+            for layers in trace
+        ]
+    )
+    result = decompose(
+        replays(
+            model,
+            System(assignment, cache=cache),
+            forward,
+            slots=slots,
+            plan=0.25,
+            cpu=3.0,
+        )
+    )
+    assert sum(shares(result).values()) == pytest.approx(result.gap_s, abs=1e-9)
+    assert min(shares(result).values()) >= -1e-9
+    assert min(part.alone_s for part in result.parts) >= 0.0
+    assert min(part.last_s for part in result.parts) >= 0.0
+    assert result.bound_s == min(result.mixes.values())
+    assert result.policy_s == result.mixes["as it is"]
+
+
+# The eviction gap.
+
+
+def split(cache, experts, *, slots, causal=("lru",)):
+    model = shape(experts=4)
+    forward = one_layer(*experts)
+    size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=slots)
+    return split_eviction(
+        cache, model, size, lambda: forward, RecordedFuture(forward), causal=causal
+    )
+
+
+def test_what_must_enter_costs_belady_a_miss():
+    """One slot, 0 1 0: only who turns 1 away keeps 0. Choosing victims cannot help
+    where there is one.
+    """
+    result = split("lru", (0, 1, 0), slots=1)
+    assert (result.misses, result.forced, result.belady) == (3, 3, 2)
+    assert (result.victims, result.admissions) == (0, 1)
+
+
+def test_the_wrong_victim_costs_lru_a_miss():
+    """Two slots, 0 1 2 0: LRU drops 0 for 2; both Beladys keep it."""
+    result = split("lru", (0, 1, 2, 0), slots=2)
+    assert (result.misses, result.forced, result.belady) == (4, 3, 3)
+    assert (result.victims, result.admissions) == (1, 0)
+
+
+def test_a_causal_cache_that_wins_part_of_the_gap_is_named():
+    """Two slots, 0 0 1 2 0: LFU keeps 0 and misses 3, as Belady does; LRU misses 4."""
+    result = split("lru", (0, 0, 1, 2, 0), slots=2, causal=("lru", "lfu"))
+    assert (result.misses, result.belady, result.best_causal, result.won) == (
+        4,
+        3,
+        "lfu",
+        1,
+    )
+    assert result.to_json()["won_by_causal_share"] == 1.0
+
+
+def test_no_gap_has_no_shares():
+    result = split("belady", (0, 1, 2, 0, 1), slots=2)
+    assert result.gap == 0
+    assert result.to_json()["victims_share"] is None
+
+
+def test_a_cache_that_swaps_by_its_own_clock_is_not_judged_by_misses_alone():
+    assert split("workload-window", (0, 1), slots=2) is None
+
+
+def test_both_beladys_start_with_what_the_policy_starts_with():
+    """Lowest ids fill both slots; 0 and 1 hit at once, so nobody misses."""
+    result = split("static:fill=lowest", (0, 1, 0, 1), slots=2)
+    assert (result.misses, result.forced, result.belady, result.causal) == (
+        0,
+        0,
+        0,
+        {"lru": 0},
+    )
+
+
+# Grades of the assignment.
+
+
+def test_an_assignment_ten_times_slower_than_the_best_is_graded_ten():
+    model = shape(experts=2)
+    forward = one_layer(0, 1, 0)
+    grades = Grades()
+    replays(
+        model, System("all-cpu", cache="static:fill=lowest"), forward, slots=2
+    ).replay_s({}, grades)
+    assert list(grades.modelled) == [10.0] * 3
+    assert list(grades.scheduled) == [10.0] * 3
+    assert grades.to_json()["total_ratio"] == 10.0
+
+
+def test_nobody_is_graded_better_than_the_best_and_the_best_is_best():
+    rng = np.random.default_rng(1)
+    model = shape(experts=8, top_k=4)
+    forward = steps(
+        *[
+            [routed(0, *rng.choice(8, 5, replace=False), tokens=rng.integers(1, 9, 5))]
+            for _ in range(40)
+        ]
+    )
+    for assignment, best in (("greedy", False), ("exact", True), ("beam", False)):
+        grades = Grades()
+        replays(
+            model, System(assignment), forward, slots=3, per_token=0.7, cpu=2.0
+        ).replay_s({}, grades)
+        result = grades.to_json()["modelled"]
+        assert min(grades.modelled) >= 1.0 - 1e-9
+        assert min(grades.scheduled) >= 1.0 - 1e-9
+        assert (result["optimal_share"] == 1.0) is best
+
+
+# On traces.
+
+
+@pytest.fixture
+def trace(tmp_path, tiny_shape):
+    return write_trace(
+        tmp_path / "trace.parquet", tiny_shape, ((4, 8), (4, 8)), columns=("scores",)
+    )
+
+
+def test_the_policy_itself_is_timed_as_replay_times_it(trace):
+    given = {
+        "cache": "lru",
+        "hw": "rtx3090-epyc7532",
+        "batch": 2,
+        "memory": MemoryOptions(slots_per_layer=3),
+    }
+    result = gap(trace, "greedy", **given)
+    assert result.policy_s == api.replay(trace, "greedy", **given).metrics["makespan_s"]
+    assert {part.name for part in result.parts} == set(PARTS)
+    assert sum(shares(result).values()) == pytest.approx(result.gap_s)
+    assert result.eviction.misses >= result.eviction.forced >= result.eviction.belady
+    assert result.config["model"] == "tiny"
+    assert json.loads(json.dumps(result.to_json()))["parts"]["planning"]["share_s"] > 0
+
+
+def test_noise_that_no_mix_would_have_is_refused(trace):
+    """It was dropped, and recorded as if it had been drawn."""
+    with pytest.raises(ConfigError, match="noise_seed: the gap compares mean times"):
+        gap(trace, "greedy", hw="rtx3090-epyc7532", noise_seed=1)
+
+
+def test_altered_routing_has_no_future(trace):
+    with pytest.raises(PolicyError, match=r"cache-prior.*alters the routing"):
+        gap(trace, "greedy", routing="cache-prior", hw="rtx3090-epyc7532")
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_the_command_prints_shares_that_sum_to_the_gap(trace, options):
+    done = moesim(
+        "gap",
+        trace,
+        "--policy",
+        "greedy",
+        "--hw",
+        "rtx3090-epyc7532",
+        "--steps",
+        "6",
+        *options,
+    )
+    assert done.exit_code == 0, done.output
+    if options:
+        result = json.loads(done.stdout)
+        assert sum(
+            part["share_s"] for part in result["parts"].values()
+        ) == pytest.approx(result["gap_s"])
+    else:
+        assert all(
+            part in done.stdout for part in (*PARTS, "100.0 %", "Belady", "tiny")
+        )

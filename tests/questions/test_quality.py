@@ -1,0 +1,467 @@
+"""Altered routing does nothing where nothing is altered, and what brute force says
+elsewhere.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from support.families import SOME, VOCABULARY, Swapped
+from support.handmade import registered
+from torch.nn import functional
+
+from moesim import cli
+from moesim.base.errors import TraceError
+from moesim.hwprofiles.costs import Costs
+from moesim.hwprofiles.profile import load_profile
+from moesim.policies import cache_replay
+from moesim.policies.base import (
+    IN_FLIGHT,
+    RESIDENT,
+    PolicyError,
+    Routing,
+    RoutingPolicy,
+)
+from moesim.policies.cache.lru import LRU
+from moesim.policies.planner.planner import Planner
+from moesim.policies.systems import System
+from moesim.questions import quality
+from moesim.runs.config import MemoryOptions
+from moesim.runs.memory import plan_memory
+from moesim.runtime.models.expert_math import UNUSED
+from moesim.runtime.models.gates import read_gate
+from moesim.runtime.models.local_model import LocalModel, load_model, model_shape
+from moesim.runtime.models.moe_blocks import find_blocks
+from moesim.runtime.models.offloaded import StoreExperts
+from moesim.runtime.quality.measure import Passages, measure
+from moesim.runtime.quality.routing_override import PolicyUnderTest
+from moesim.traces.format.batch import RoutedStep
+from moesim.traces.format.schema import Phase
+
+torch.set_num_threads(1)
+PROFILE = load_profile("rtx3090-epyc7532")
+PROMPT = 6
+SCORED = 5
+
+
+class Unmoved(RoutingPolicy):
+    """Says it alters, and repeats the gate: in other words, with other memory, in a
+    wider row.
+    """
+
+    def route(self, gate, view):
+        del view
+        wide = np.pad(gate.experts, ((0, 0), (0, 1)), constant_values=UNUSED)
+        return Routing(wide, np.pad(gate.weights, ((0, 0), (0, 1))))
+
+
+class Crossed(RoutingPolicy):
+    """Every expert gives its place to its neighbour."""
+
+    def route(self, gate, view):
+        del view
+        return Routing(gate.experts ^ 1, gate.weights)
+
+
+class Undecided(RoutingPolicy):
+    """Names experts and no weights."""
+
+    def route(self, gate, view):
+        del view
+        return Routing(gate.experts ^ 1, None)
+
+
+class Curious(RoutingPolicy):
+    """Wants the words themselves."""
+
+    needs = ("token",)
+
+    def route(self, gate, view):
+        del view
+        return Routing(gate.experts, gate.weights)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def policies_of_this_module():
+    with registered(
+        routing_unmoved=Unmoved,
+        routing_crossed=Crossed,
+        routing_undecided=Undecided,
+        routing_curious=Curious,
+    ):
+        yield
+
+
+@pytest.fixture(scope="module", params=SOME)
+def swapped(request, tmp_path_factory):
+    made = Swapped(request.param, tmp_path_factory.mktemp("quality"))
+    yield made
+    made.store.close()
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model("tiny")
+
+
+def trial(
+    local, system, ratio=0.25, *, own_input=False, cls=PolicyUnderTest, full=False
+):
+    shape = model_shape(local.model, local.name)
+    plan = plan_memory(
+        MemoryOptions(cache_ratio=ratio, staging=4), shape, PROFILE, system
+    )
+    counts = np.ones((shape.layers, shape.experts)) if full else None
+    policies = system.build(gpus=1, host_cache=None)
+    return cls(
+        Planner(shape, Costs(PROFILE, shape), policies, plan, calibration=counts),
+        own_input,
+    )
+
+
+def random_passages(count=2, scored=SCORED):
+    draws = torch.Generator().manual_seed(1)
+    return Passages(
+        torch.randint(0, VOCABULARY, (count, PROMPT + scored + 1), generator=draws),
+        PROMPT,
+    )
+
+
+def is_the_model_itself(scores):
+    return (
+        (scores.kl == 0).all()
+        and scores.agrees.all()
+        and (scores.nats == scores.reference_nats).all()
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_gate_that_keeps_its_word_is_the_model_itself(swapped, batch):
+    """Not nearly: bit for bit, in every architecture, recorded or repeated."""
+    local = LocalModel("random", swapped.plain)
+    trials = [
+        trial(local, System("on-demand", routing=name))
+        for name in ("as-recorded", "unmoved")
+    ]
+    for scores in measure(local, random_passages(), trials, batch=batch):
+        assert is_the_model_itself(scores)
+        assert (scores.altered, scores.stale, scores.gate_mass) == (0, 0, 1)
+
+
+def test_the_unmodified_reader_is_the_library_reading_at_once(swapped):
+    """Token by token with a KV cache, or the whole passage in one pass: the same nats,
+    but for rounding.
+    """
+    local = LocalModel("random", swapped.plain)
+    passages = random_passages()
+    (scores,) = measure(local, passages, [trial(local, System("on-demand"))])
+    with torch.inference_mode():
+        logits = swapped.plain(passages.tokens[:, :-1]).logits[:, PROMPT:]
+    nats = functional.cross_entropy(
+        logits.mT, passages.tokens[:, PROMPT + 1 :], reduction="none"
+    ).numpy()
+    assert scores.reference_nats == pytest.approx(nats, abs=2e-4)
+
+
+def test_wrong_experts_do_what_brute_force_says(swapped):
+    """The same swap inside `StoreExperts`, another way to the experts, gives the same
+    loss; and it is one.
+    """
+
+    class Neighbours(StoreExperts):
+        def experts(self, layer, hidden, index, weights):
+            return super().experts(layer, hidden, index ^ 1, weights)
+
+    local = LocalModel("random", swapped.plain)
+    passages = random_passages()
+    (scores,) = measure(
+        local, passages, [trial(local, System("on-demand", routing="crossed"))]
+    )
+    swapped.offloaded.handler = Neighbours(swapped.store)
+    with torch.inference_mode():
+        logits = swapped.offloaded.model(passages.tokens[:, :-1]).logits[:, PROMPT:]
+        plain = swapped.plain(passages.tokens[:, :-1]).logits[:, PROMPT:]
+    nats = functional.cross_entropy(
+        logits.mT, passages.tokens[:, PROMPT + 1 :], reduction="none"
+    ).numpy()
+    kl = functional.kl_div(
+        logits.log_softmax(-1), plain.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
+    assert scores.nats == pytest.approx(nats, abs=2e-4)
+    assert scores.kl == pytest.approx(kl.numpy(), abs=2e-4)
+    assert scores.kl.min() > 1e-6
+    assert scores.altered > 0.5
+
+
+def test_experts_begun_a_layer_ahead_work_on_the_input_of_that_layer(tmp_path):
+    """DAOP's pre-calculation by brute force: two layers, nothing resident, the gate
+    itself keeps its word.
+    """
+    made = Swapped("qwen3_moe", tmp_path, num_hidden_layers=2, num_experts_per_tok=3)
+    blocks = find_blocks(made.offloaded.model)
+
+    class Early(StoreExperts):
+        def experts(self, layer, hidden, index, weights):
+            if layer == 0 or len(hidden) > 1:
+                self.before = hidden
+                return super().experts(layer, hidden, index, weights)
+            foreseen = read_gate(blocks[1].gate(self.before), 8)[0].topk(3).indices
+            early = (index[:, :, None] == foreseen[:, None, :]).any(-1)
+            late = super().experts(layer, hidden, index, weights * ~early)
+            return late + super().experts(layer, self.before, index, weights * early)
+
+    local = LocalModel("random", made.plain)
+    passages = random_passages(1, scored=8)
+    daop = System("daop:first_layer=1", "none")
+    scores, own = measure(
+        local,
+        passages,
+        [trial(local, daop), trial(local, daop, own_input=True)],
+        columns=("pred1_raw",),
+    )
+    made.offloaded.handler = Early(made.store)
+    cache = None
+    nats = []
+    with torch.inference_mode():
+        for piece in (
+            passages.tokens[:, :PROMPT],
+            *passages.tokens[:, PROMPT:-1].split(1, dim=1),
+        ):
+            out = made.offloaded.model(piece, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            nats.append(out.logits[:, -1])
+    nats = functional.cross_entropy(
+        torch.stack(nats[1:], -1), passages.tokens[:, PROMPT + 1 :], reduction="none"
+    )
+    made.store.close()
+    assert scores.nats == pytest.approx(nats.numpy(), abs=2e-4)
+    assert 0 < scores.stale <= 0.5
+    assert scores.kl.max() > 1e-4
+    assert is_the_model_itself(own)
+    assert own.stale == 0
+
+
+@pytest.mark.parametrize(
+    ("system", "full"),
+    [
+        (System("on-demand", routing="expert-cache-router:alpha=0"), False),
+        (
+            System(
+                "on-demand",
+                "none",
+                routing="expert-cache-router:alpha=0.9,phase=decode",
+            ),
+            False,
+        ),
+        (System("on-demand", routing="adaptive-gating:budget=0"), False),
+        (System("on-demand", routing="cache-prior:strength=0"), False),
+        (System("on-demand", routing="expert-cache-router:alpha=0.9"), True),
+        (System("on-demand", routing="cache-prior:strength=0.9"), True),
+        (
+            System(
+                "daop:first_layer=1",
+                routing="graceful-degradation:first_layer=1,choice=gate",
+            ),
+            True,
+        ),
+    ],
+)
+def test_no_band_nothing_resident_or_everything_resident_changes_nothing(
+    tiny, system, full
+):
+    """Exactly: a policy that swaps absent experts for resident ones has neither reason
+    nor choice.
+    """
+    passages = Passages.of_corpus(1, prompt=24, scored=12)
+    one = trial(tiny, system, ratio=1.0 if full else 0.25, full=full)
+    (scores,) = measure(
+        tiny, passages, [one], columns=("scores", "weights", "pred1_raw")
+    )
+    assert is_the_model_itself(scores)
+    assert scores.altered == 0
+    assert scores.hit_rate == 1 if full else scores.hit_rate < 1
+
+
+def test_half_a_cache_costs_answers_and_wins_hits(tiny):
+    """All shares of one reading hang together."""
+    passages = Passages.of_corpus(2, prompt=24, scored=12)
+    systems = [
+        System("on-demand"),
+        System("on-demand", routing="expert-cache-router:alpha=0.5"),
+    ]
+    plain, swapping = measure(
+        tiny, passages, [trial(tiny, system) for system in systems], columns=("scores",)
+    )
+    assert is_the_model_itself(plain)
+    assert swapping.hit_rate > plain.hit_rate
+    assert swapping.altered > 0
+    assert 0.5 < swapping.gate_mass < 1
+    assert swapping.used == plain.used == tiny.model.config.num_experts_per_tok
+    assert (swapping.kl >= -1e-12).all()
+    assert swapping.kl.max() > 0
+    assert (swapping.reference_nats == plain.reference_nats).all()
+
+
+def test_experts_that_are_left_out_are_not_counted(tiny):
+    """AdapMoE with a threshold above every share: one expert serves each token, at
+    every layer of every step.
+    """
+    one = trial(tiny, System("on-demand", routing="adaptive-gating:budget=10"))
+    (scores,) = measure(
+        tiny, Passages.of_corpus(1, prompt=16, scored=8), [one], columns=("weights",)
+    )
+    assert (scores.used, scores.altered) == (1, 1)
+    assert 0.25 < scores.gate_mass < 1
+    assert scores.kl.max() > 0
+
+
+class Witness(PolicyUnderTest):
+    """Keeps what the gates said, and looks at the books after every layer step."""
+
+    __slots__ = ("seen",)
+
+    def begin(self, phase, batch):
+        if self._step < 0:
+            self.seen = []
+        super().begin(phase, batch)
+        self.seen.append(RoutedStep(self._step, phase, batch, 0, 0, 0, []))
+
+    def layer(self, routed):
+        work = super().layer(routed)
+        self.seen[-1].layers.append(routed)
+        memory = self.planner.gpu[0].memory
+        assert not (memory.state == IN_FLIGHT).any()
+        assert not memory.holds.any()
+        return work
+
+
+def test_every_copy_lands_before_the_next_layer_and_hits_are_those_of_the_cache_alone(
+    tiny,
+):
+    """LRU under on-demand, prefetching or not; without prefetch a cache alone, on the
+    same gates, hits as often.
+    """
+
+    class Counting(LRU):
+        def accessed(self, work):
+            super().accessed(work)
+            if work.phase == Phase.DECODE:
+                states.extend(work.state.tolist())
+
+    passages = Passages.of_corpus(2, prompt=16, scored=8)
+    bare = trial(tiny, System("on-demand"), cls=Witness)
+    ahead = trial(tiny, System("on-demand", prefetch="next-gate"), cls=Witness)
+    alone, prefetching = measure(tiny, passages, [bare, ahead], columns=("pred1_raw",))
+    states = []
+    shape = bare.planner.shape
+    size = bare.planner.sizes.gpu
+    cache_replay.replay(Counting(), "lru", shape, size, bare.seen)
+    assert alone.hit_rate == states.count(RESIDENT) / len(states)
+    assert prefetching.hit_rate > alone.hit_rate
+    assert is_the_model_itself(prefetching)
+
+
+def test_answers_do_not_depend_on_the_machine():
+    """A link ten times as slow changes nothing where the assignment does not weigh
+    it.
+    """
+    options = {
+        "cache": "lru",
+        "routing": "expert-cache-router:alpha=0.4",
+        "tokens": 8,
+        "scored_tokens": 8,
+    }
+    rows = [
+        quality.quality("tiny", "on-demand", hw=hw, prompt_tokens=12, **options).rows
+        for hw in ("rtx3090-epyc7532", "two-core-host")
+    ]
+    assert repr(rows[0]) == repr(rows[1])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"policy": "on-demand+belady"}, "cache policy 'belady' is an oracle"),
+        (
+            {"policy": "on-demand", "routing": "curious"},
+            "policy needs 'token': a model's gates show weights, scores",
+        ),
+        (
+            {"policy": "on-demand", "routing": "undecided"},
+            "expected weights beside the experts",
+        ),
+        (
+            {"policy": "on-demand", "sweep": "alpha"},
+            "--sweep: expected parameter=value",
+        ),
+        ({"policy": "on-demand", "sweep": "alpha=0.1"}, "unknown parameter 'alpha'"),
+        ({"policy": "on-demand+lru+none+none"}, "expected at most assignment"),
+        (
+            {"cache_ratios": [0.1], "memory": MemoryOptions(slots_per_layer=3)},
+            "--cache-ratios: expected no other size",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(given, words):
+    with pytest.raises(PolicyError, match=words):
+        quality.quality(
+            "tiny", tokens=4, scored_tokens=4, prompt_tokens=4, hw=PROFILE, **given
+        )
+
+
+def test_text_is_cut_into_consecutive_passages(tmp_path):
+    """Three of six tokens from nineteen; a text shorter than one passage is refused."""
+    passages = Passages.cut(range(19), prompt=3, scored=2, most=9)
+    assert passages.tokens.tolist() == [
+        [0, 1, 2, 3, 4, 5],
+        [6, 7, 8, 9, 10, 11],
+        [12, 13, 14, 15, 16, 17],
+    ]
+    assert passages.scored == 2
+    assert len(Passages.cut(range(19), prompt=3, scored=2, most=2).tokens) == 2
+    (tmp_path / "short.txt").write_text("abc")
+    with pytest.raises(TraceError, match=r"expected at least 129 tokens .* found 3"):
+        quality.quality("tiny", "on-demand", text=tmp_path / "short.txt", hw=PROFILE)
+
+
+def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(
+        "def add(one, other):\n    return one + other\n" * 9
+    )
+    given = {
+        "policy": "on-demand",
+        "routing": "expert-cache-router:phase=decode",
+        "text": tmp_path / "text.txt",
+        "sweep": "alpha=0,0.4",
+        "cache-ratios": "0.25,0.5",
+        "tokens": 8,
+        "prompt-tokens": 16,
+        "scored-tokens": 4,
+        "hw": "rtx3090-epyc7532",
+        "out": tmp_path / "out",
+    }
+    with pytest.raises(SystemExit) as end:
+        cli.main(["quality", *(f"--{name}={value}" for name, value in given.items())])
+    assert not end.value.code
+    printed = capsys.readouterr().out
+    rows = [line.split()[:2] for line in printed.splitlines() if line[:6] == "expert"]
+    for alpha in ("0", "0.4"):
+        setting = f"expert-cache-router:phase=decode,alpha={alpha}"
+        assert [setting, "0.25"] in rows
+        assert [setting, "0.5"] in rows
+    assert (tmp_path / "out" / "quality.png").read_bytes().startswith(b"\x89PNG")
+    scores = json.loads((tmp_path / "out" / "quality.json").read_text())
+    assert [(row["swept"], row["cache_ratio"]) for row in scores["settings"]] == [
+        ("0", 0.25),
+        ("0", 0.5),
+        ("0.4", 0.25),
+        ("0.4", 0.5),
+    ]
+    assert {row["kl"] for row in scores["settings"] if row["swept"] == "0"} == {0.0}
+    assert scores["config"]["tokens"] == 8
+    assert len({row["reference_nats"] for row in scores["settings"]}) == 1
+    for row in scores["settings"]:
+        assert row["perplexity"] == pytest.approx(
+            np.exp(row["reference_nats"] + row["delta_nats"])
+        )

@@ -1,0 +1,255 @@
+"""Who is faster for certain: intervals that cover the truth, and ties where it is not
+known.
+"""
+
+import numpy as np
+import pandas as pd
+import pytest
+from support.small_trace import write_small_trace
+
+import moesim
+from moesim.policies.base import PolicyError
+from moesim.questions.sweep_text import candidate_rows, sweep_text, winner_rows
+from moesim.runs.sweeps.ranking import LEAST_SAMPLES, ranking
+
+
+def frame_of(times_s, *, axes=("policy",), tokens=None, **columns):
+    """Rows of a sweep: a run for each entry of `times_s`, seconds per sequence with one
+    token each unless `tokens` says otherwise.
+    """
+    rows = [
+        {
+            "policy": policy,
+            "model": "m",
+            "oracle": policy == "oracle",
+            "tpot_s": float(np.mean(seconds)),
+            "batch_decode_s": list(seconds),
+            "batch_decode_tokens": [1] * len(seconds)
+            if tokens is None
+            else tokens[place],
+            "batch_makespan_s": list(seconds),
+            **{name: values[place] for name, values in columns.items()},
+        }
+        for place, (policy, seconds) in enumerate(times_s)
+    ]
+    frame = pd.DataFrame(rows)
+    frame.attrs["axes"] = list(axes)
+    return frame
+
+
+def test_a_difference_in_every_sequence_is_certain():
+    """B is slower by a tenth in each: however the sequences vary, that is no chance."""
+    rng = np.random.default_rng(0)
+    times_s = rng.uniform(1, 5, 20)
+    ranked = ranking(frame_of([("a", times_s), ("b", 1.1 * times_s)]))
+    assert ranked["candidate"].tolist() == ["a", "b"]
+    assert ranked["tied"].tolist() == [True, False]
+    assert ranked["behind"].tolist() == pytest.approx([0, 0.1])
+    # Although their intervals overlap widely: the draws are paired.
+    assert ranked["low_s"].iloc[1] < ranked["high_s"].iloc[0]
+
+
+def test_a_lead_that_hangs_on_one_sequence_is_a_tie():
+    times_s = np.full(10, 1.0)
+    other_s = np.full(10, 1.001)
+    other_s[3] = 0.98
+    ranked = ranking(frame_of([("a", times_s), ("b", other_s)]))
+    assert ranked["tied"].tolist() == [True, True]
+
+
+SAMPLES = (8, 16, 48)
+WORKLOADS = {
+    "alike": lambda rng, shape: rng.normal(1.0, 0.1, shape),
+    "skewed": lambda rng, shape: rng.lognormal(-0.125, 0.5, shape),
+    "very skewed": lambda rng, shape: rng.exponential(1.0, shape),
+}
+
+
+def draws(request):
+    return request.config.option.interval_draws
+
+
+@pytest.mark.parametrize("samples", SAMPLES)
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_an_interval_covers_the_truth_as_often_as_it_says(request, workload, samples):
+    """Times per token of sequences with 5 to 50 tokens each, whose mean is 1: "95 %" is
+    90 to 98 %.
+    """
+    rng = np.random.default_rng(samples)
+    covered = 0
+    for _ in range(draws(request)):
+        tokens = rng.integers(5, 50, samples)
+        seconds = WORKLOADS[workload](rng, samples) * tokens
+        row = ranking(frame_of([("a", seconds)], tokens=[tokens])).iloc[0]
+        covered += row["low_s"] <= 1.0 <= row["high_s"]
+    assert is_share(covered, draws(request), 0.90, 0.98)
+
+
+@pytest.mark.parametrize(("seeds", "batches"), [(8, 1), (8, 3), (10, 12), (16, 40)])
+def test_an_interval_of_seeds_and_batches_covers_the_truth(request, seeds, batches):
+    """Batches differ, seeds differ, and each seed does something else to each batch.
+    Fewer than eight batches are not drawn from: they are the workload.
+    """
+    rng = np.random.default_rng([seeds, batches])
+    covered = 0
+    for _ in range(draws(request)):
+        of_batch = rng.normal(0, 0.1, batches)
+        of_seed = rng.normal(0, 0.03, (seeds, 1))
+        seconds = 1 + of_batch + of_seed + rng.normal(0, 0.05, (seeds, batches))
+        truth_s = 1.0 if batches >= LEAST_SAMPLES else 1 + of_batch.mean()
+        runs = [("a", row) for row in seconds]
+        frame = frame_of(runs, axes=("policy", "noise_seed"), noise_seed=range(seeds))
+        row = ranking(frame).iloc[0]
+        covered += row["low_s"] <= truth_s <= row["high_s"]
+    assert is_share(covered, draws(request), 0.90, 0.98)
+
+
+@pytest.mark.parametrize("samples", SAMPLES)
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("policies", [2, 5])
+def test_equal_policies_are_seldom_called_slower(request, policies, workload, samples):
+    """They differ in each sequence, and in the mean not at all: in at most 5 % of pairs
+    the slower one is "certainly slower" than the fastest.
+    """
+    rng = np.random.default_rng([policies, samples])
+    slower = 0
+    for _ in range(draws(request)):
+        common = rng.uniform(0.5, 2.0, samples)
+        times_s = common * WORKLOADS[workload](rng, (policies, samples))
+        ranked = ranking(frame_of([(f"p{n}", row) for n, row in enumerate(times_s)]))
+        slower += (~ranked["tied"]).sum()
+    assert is_share(slower, draws(request) * (policies - 1), 0.0, 0.05)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_equal_policies_that_draw_are_seldom_called_slower(request, others):
+    """One batch, ten seeds. A third policy that draws nothing changes none of it, and is
+    itself compared by what the others draw.
+    """
+    rng = np.random.default_rng(7)
+    slower = 0
+    for _ in range(draws(request)):
+        runs = [(name, [each]) for name in "ab" for each in rng.normal(1, 0.1, 10)]
+        runs += [("constant", [1.0])] * 10 * others
+        seeds = [*range(10)] * (2 + others)
+        frame = frame_of(runs, axes=("policy", "seed"), seed=seeds)
+        slower += (~ranking(frame)["tied"]).sum()
+    assert is_share(slower, draws(request) * (1 + others), 0.0, 0.05)
+
+
+def is_share(count, total, low, high):
+    """Whether a count is compatible with a share between `low` and `high`: within three
+    standard errors of it.
+    """
+    share = count / total
+    error = 3 * np.sqrt(max(share * (1 - share), 0.01) / total)
+    return low - error <= share <= high + error
+
+
+def test_one_that_draws_does_not_make_others_certain():
+    """Two policies that draw nothing, on one sequence, a ten thousandth apart: nothing is
+    known beyond this trace, and no interval has a width of zero.
+    """
+    rng = np.random.default_rng(0)
+    runs = [("a", [1.0])] * 10 + [("b", [1.0001])] * 10
+    runs += [("draws", [each]) for each in rng.normal(1.2, 0.01, 10)]
+    frame = frame_of(runs, axes=("policy", "seed"), seed=[*range(10)] * 3)
+    ranked = ranking(frame).set_index("candidate")
+    assert ranked.loc[["a", "b"], "low_s"].isna().all()
+    assert ranked.loc["draws", "low_s"] < 1.2 < ranked.loc["draws", "high_s"]
+    assert ranked["tied"].to_dict() == {"a": True, "b": False, "draws": False}
+
+
+def test_a_batch_without_tokens_counts_for_nothing():
+    """Prompts alone: intervals are stated, and the fastest ties with itself."""
+    tokens = [[1] * 9 + [0]] * 2
+    seconds = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0, 1.02, 0.98, 0.0]
+    frame = frame_of([("a", seconds), ("b", np.multiply(2, seconds))], tokens=tokens)
+    ranked = ranking(frame)
+    assert ranked["low_s"].notna().all()
+    assert ranked["seconds"].iloc[0] == pytest.approx(1.0)
+    assert ranked["tied"].tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch": 1, "draft_tokens": 3},
+        {"batch": 2, "arrivals": "poisson:50"},
+        {"batch": 2, "arrivals": "poisson:5000", "steps": 40, "micro_batch": 2},
+        {"batch": 4},
+    ],
+)
+def test_the_time_that_is_ranked_is_the_time_per_token(tmp_path, options):
+    """Of drafts a step makes several tokens; of requests it is the mean of theirs."""
+    trace = write_small_trace(tmp_path / "small.parquet", sequences=9, new_tokens=6)
+    swept = moesim.sweep(trace, ["greedy"], jobs=1, details=True, **options)
+    assert ranking(swept)["seconds"].iloc[0] == pytest.approx(swept["tpot_s"].iloc[0])
+
+
+def test_seeds_that_change_nothing_are_no_repetitions():
+    """Eight copies of one run made a lead of a ten thousandth certain."""
+    copies = [("a", [1.0, 2.0])] * 8 + [("b", [1.0, 2.0001])] * 8
+    frame = frame_of(copies, axes=("policy", "seed"), seed=[*range(8)] * 2)
+    ranked = ranking(frame)
+    assert ranked["low_s"].isna().all()
+    assert "got 2 and 8, which change nothing" in sweep_text(frame)
+
+
+def test_seeds_that_change_something_are_repetitions():
+    drawn = [("a", [1.0 + place / 100]) for place in range(8)]
+    ranked = ranking(frame_of(drawn, axes=("policy", "seed"), seed=range(8)))
+    assert 1.0 <= ranked["low_s"].iloc[0] < ranked["high_s"].iloc[0] <= 1.07
+
+
+def test_too_few_sequences_give_no_interval_and_tie_only_when_equal():
+    ranked = ranking(frame_of([("a", [1.0]), ("b", [1.0]), ("c", [1.0001])]))
+    assert ranked["low_s"].isna().all()
+    assert ranked["tied"].tolist() == [True, True, False]
+
+
+def test_seeds_repeat_a_run():
+    """Eight seeds of one sequence: they are the samples."""
+    noise = [0.9, 1.1, 1.0, 0.95, 1.05, 1.0, 0.98, 1.02]
+    runs = [("a", [value]) for value in noise]
+    runs += [("b", [value + 1]) for value in noise]
+    ranked = ranking(frame_of(runs, axes=("policy", "seed"), seed=[*range(8)] * 2))
+    assert ranked["runs"].tolist() == [8, 8]
+    assert ranked["seconds"].tolist() == pytest.approx([1.0, 2.0])
+    assert ranked["low_s"].notna().all()
+    assert ranked["tied"].tolist() == [True, False]
+
+
+def test_an_oracle_is_a_bound_and_no_rival():
+    frame = frame_of([("oracle", [0.5] * 5), ("a", [1.0] * 5), ("b", [2.0] * 5)])
+    ranked = ranking(frame)
+    assert ranked["candidate"].tolist() == ["a", "b", "oracle"]
+    assert ranked["tied"].tolist() == [True, False, False]
+    rows = {row[0]: row[1:] for row in candidate_rows(ranked)}
+    assert rows["a"][0] == "1 of 1"
+    assert rows["oracle"][0] == "sees the future"
+    assert rows["oracle"][2] == "-50.0 %"
+
+
+def test_ties_are_printed_as_ties():
+    """Per cell and in the count: nobody wins alone where two are equal."""
+    times_s = [("a", [1.0] * 4), ("b", [1.0] * 4), ("a", [1.0] * 4), ("b", [2.0] * 4)]
+    frame = frame_of(times_s, axes=("policy", "batch"), batch=[1, 1, 2, 2])
+    ranked = ranking(frame)
+    _, first, second = winner_rows(ranked)
+    assert first[:2] == ["1", "a = b"]
+    assert second[:2] == ["2", "a"]
+    assert second[-2:] == ["100.0 %", "b"]
+    rows = {row[0]: row[1:3] for row in candidate_rows(ranked)}
+    assert rows == {
+        "policy": ["fastest", "tied"],
+        "a": ["1 of 2", "1"],
+        "b": ["0 of 2", "1"],
+    }
+    assert "a = b" in sweep_text(frame)
+
+
+def test_a_frame_without_times_is_refused():
+    frame = frame_of([("a", [1.0])]).drop(columns="batch_decode_tokens")
+    with pytest.raises(PolicyError, match="details=True"):
+        moesim.ranking(frame)

@@ -1,0 +1,182 @@
+"""Searches: better than chance on a known landscape, the same every time, and a Pareto
+front that nothing beats.
+"""
+
+import subprocess
+import sys
+
+import pytest
+from support.command_line import refused, runner
+from support.small_trace import write_small_trace
+
+import moesim
+from moesim.base.options import ConfigError
+from moesim.runs.sweeps.rows import directions
+
+pytest.importorskip("optuna", reason="Optuna is not installed: moesim[search]")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    return write_small_trace(
+        tmp_path_factory.mktemp("trace") / "small.parquet", new_tokens=12
+    )
+
+
+@pytest.fixture
+def command(capsys, monkeypatch, tmp_path):
+    return runner(capsys, monkeypatch, tmp_path)
+
+
+FRONT = {
+    "policies": ["on-demand", "all-cpu"],
+    "over": {"slots_per_layer": (0, 8)},
+    "objectives": ["hit_rate_active", "gpu_bytes"],
+    "trials": 24,
+    "jobs": 1,
+}
+
+
+def test_nothing_beats_the_front(trace):
+    """Each row of it has more hits than every smaller memory that was tried."""
+    found = moesim.search(trace, **FRONT)
+    front = found[found["best"]].sort_values("gpu_bytes")
+    assert len(front) >= 3
+    assert front["hit_rate_active"].is_monotonic_increasing
+    for row in found[~found["best"]].to_dict("records"):
+        beaten = front[
+            (front["gpu_bytes"] <= row["gpu_bytes"])
+            & (front["hit_rate_active"] >= row["hit_rate_active"])
+        ]
+        assert len(beaten)
+
+
+def test_the_same_search_finds_the_same(trace, tmp_path):
+    """And asks a store first: the second time nothing is replayed."""
+    store = tmp_path / "s"
+    first = moesim.search(trace, store=store, **FRONT)
+    files = sorted(store.iterdir())
+    assert first.equals(moesim.search(trace, store=store, **FRONT))
+    assert sorted(store.iterdir()) == files
+
+
+def test_a_parameter_of_a_policy_is_chosen_in_its_range(trace):
+    found = moesim.search(
+        trace,
+        "on-demand",
+        cache=["lru", "lfu"],
+        over={"cache.decay": (0.5, 0.99)},
+        slots_per_layer=2,
+        trials=12,
+        steps=4,
+        jobs=1,
+    )
+    assert found["cache.decay"].between(0.5, 0.99).all()
+    assert set(found["cache"]) == {"lru", "lfu"}
+    # All proposals with LRU are one run: it has no such parameter.
+    assert (found["cache"] == "lru").sum() == 1
+
+
+def test_halving_replays_the_better_third_in_full(trace):
+    found = moesim.search(
+        trace,
+        "on-demand",
+        over={"cache_ratio": (0.0, 1.0)},
+        objectives="hit_rate_active",
+        halving=True,
+        trials=12,
+        jobs=1,
+    )
+    assert 1 <= len(found) <= 2
+    # The more places, the more hits: the search must end near the upper end.
+    assert found["cache_ratio"].iloc[0] > 0.6
+
+
+def test_a_search_knows_which_way_is_better():
+    """A share within limits is to be large, delayed hits few, and of forward passes
+    neither more nor fewer are better.
+    """
+    assert directions()["slo_attainment"] == directions()["hits"] == "larger"
+    assert directions()["delayed_hits"] == directions()["gpu_bytes"] == "smaller"
+    assert "steps" not in directions()
+    assert {"larger", "smaller"} == set(directions().values())
+
+
+def test_the_best_share_within_limits_is_found(trace):
+    """A limit between the times of no cache and of one for all experts."""
+    options = {"warm": trace, "arrivals": "poisson:10"}
+    times_s = [
+        moesim.replay(trace, "on-demand", slots_per_layer=slots, **options).metrics[
+            "tpot_s"
+        ]
+        for slots in (0, 8)
+    ]
+    served = moesim.search(
+        trace,
+        "on-demand",
+        slots_per_layer=[0, 8],
+        slo=f"tpot={sum(times_s) / 2}",
+        objectives="slo_attainment",
+        trials=6,
+        jobs=1,
+        **options,
+    )
+    assert served["slo_attainment"].tolist() == [1.0, 0.0]
+    assert served["slots_per_layer"].tolist() == [8, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"objectives": "tpot"}, "did you mean 'tpot_s'"),
+        ({"over": {"cache_ratio": (0.5, 0.1)}}, "expected low < high"),
+        ({"over": {"cache.decai": (0.1, 0.5)}, "cache": "lfu"}, "none of the policies"),
+        ({"over": {"nothing": (0.1, 0.5)}}, "expected a number among the options"),
+        ({}, "something to choose"),
+        (
+            {"seed": [0, 1], "objectives": ["tpot_s", "hits"], "halving": True},
+            "one objective",
+        ),
+    ],
+)
+def test_slips_are_refused(trace, options, words):
+    with pytest.raises(ConfigError, match=words):
+        moesim.search(trace, trials=1, **options)
+
+
+def test_the_command_prints_the_front(command, trace, tmp_path):
+    code, out, _ = command(
+        "search",
+        trace,
+        "--policies",
+        "on-demand,all-cpu",
+        "--over",
+        "slots-per-layer=1:6",
+        "--objectives",
+        "tpot_s,gpu_bytes",
+        "--trials",
+        6,
+        "--table",
+        tmp_path / "t.csv",
+    )
+    assert code == 0
+    assert "best: " in out
+    assert (tmp_path / "t.csv").read_text().startswith("policy,slots_per_layer,")
+    assert refused(command("search", trace, "--over", "cache_ratio"), "LOW:HIGH")
+
+
+def test_without_optuna_the_extra_is_named(trace):
+    code = (
+        "import sys; sys.modules['optuna'] = None\n"
+        "from moesim import cli; cli.main(sys.argv[1:])"
+    )
+    words = ["search", trace, "--over", "cache_ratio=0.1:0.5"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "pip install 'moesim[search]'" in done.stderr

@@ -1,0 +1,238 @@
+"""Sweeps and comparisons that are stopped or killed: quickly, leaving nothing but what
+was finished, and going on from there.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+from support.interrupts import end_by_two_interrupts
+from support.small_trace import write_small_trace
+
+import moesim
+from moesim.runs.sweeps.stops import stops_wait
+from moesim.runs.sweeps.store import read_results
+
+ROOT = Path(__file__).parents[2]
+POLICIES = ["all-cpu", "on-demand", "greedy", "fiddler"]
+RUNS = 4 * 10
+
+
+def run_script(source, *, cwd):
+    """A Python process of its own, and how it ended."""
+    return subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def start(*words, cwd):
+    return subprocess.Popen(
+        [sys.executable, "-m", "moesim", *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition):
+    deadline_s = time.monotonic() + 120
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert condition()
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    return write_small_trace(
+        tmp_path_factory.mktemp("trace") / "small.parquet", sequences=4, new_tokens=12
+    )
+
+
+def test_a_killed_sweep_goes_on_where_it_was(trace, tmp_path, request):
+    store = tmp_path / "store"
+    seeds = ",".join(map(str, range(10)))
+    words = ("sweep", trace, "--policies", ",".join(POLICIES), "--seeds", seeds)
+    process = start(*words, "--jobs", 2, "--store", store, cwd=tmp_path)
+    request.addfinalizer(process.kill)
+    wait_for(lambda: len(list(store.glob("*.parquet"))) >= 1)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    # Workers see that nobody waits for them any more.
+    assert psutil.wait_procs(workers, timeout=30)[1] == []
+
+    there = set(read_results(store)["digest"].to_pylist())
+    assert 0 < len(there) < RUNS
+    options = {"seed": range(10), "jobs": 1, "details": True}
+    found = moesim.sweep(trace, POLICIES, store=store, **options)
+    pd.testing.assert_frame_equal(found, moesim.sweep(trace, POLICIES, **options))
+    # Each run is there once: what was finished was not run again.
+    rows = sum(
+        pd.read_parquet(file, columns=["digest"])["digest"].count()
+        for file in store.glob("*.parquet")
+    )
+    assert rows == RUNS
+
+
+def test_an_interrupted_sweep_keeps_what_was_finished(trace, tmp_path, request):
+    store = tmp_path / "store"
+    seeds = ",".join(map(str, range(4000)))
+    process = start(
+        "sweep", trace, "--seeds", seeds, "--jobs", 1, "--store", store, cwd=tmp_path
+    )
+    request.addfinalizer(process.kill)
+    wait_for(lambda: list(store.glob("*.parquet")))
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "interrupted\n"
+    assert read_results(store).num_rows > 0
+    assert {file.suffix for file in store.iterdir()} == {".parquet"}
+
+
+@pytest.mark.parametrize("gap_s", [0.02, 0.1])
+@pytest.mark.parametrize("moment", ["while it starts", "while it runs"])
+def test_two_interrupts_end_a_comparison_at_once(tmp_path, request, gap_s, moment):
+    """As a terminal sends them, to all processes of the group; 20 ms apart the second
+    meets the clearing up of the first.
+    """
+    trace = write_small_trace(tmp_path / "long.parquet", sequences=2, new_tokens=2000)
+    words = ("compare", trace, "--policies", "ilp,beam", "--jobs", 2, "--out", "run")
+    process = start(*words, cwd=tmp_path)
+    request.addfinalizer(process.kill)
+    parent = psutil.Process(process.pid)
+    if moment == "while it starts":
+        wait_for(parent.children)
+    else:
+        wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) == 6)
+    children = parent.children(recursive=True)
+
+    end_by_two_interrupts(process, gap_s)
+    assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+
+
+BORN = """
+import signal, sys, time
+from moesim.runs.sweeps.execution import run_tasks
+
+def mask(_task, _report):
+    # The other worker must not do both tasks.
+    time.sleep(0.5)
+    return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+
+masks = []
+run_tasks(mask, [1, 2], lambda _index, found: masks.append(found), jobs=2)
+print(masks)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signal masks")
+def test_workers_are_born_with_stops_masked(tmp_path):
+    """In a fresh process, where no library has started a process of its own yet."""
+    done = run_script(BORN, cwd=tmp_path)
+    stops = [int(signal.SIGINT), int(signal.SIGTERM)]
+    assert done.stdout == f"{[stops, stops]}\n"
+
+
+LEFT = """
+import os
+from moesim.runs.sweeps.stops import start_resource_trackers
+
+start_resource_trackers()
+from joblib.externals.loky.backend.synchronize import Semaphore
+import multiprocessing
+
+semaphores = Semaphore(1), multiprocessing.get_context("spawn").Semaphore(1)
+os._exit(130)
+"""
+
+
+def test_what_an_interrupted_command_shared_is_removed_in_silence(tmp_path):
+    """At the deadline the command ends, and others clear up behind it."""
+    done = run_script(LEFT, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signal masks")
+def test_a_stop_waits_until_a_process_has_started():
+    arrived = []
+    before = signal.signal(signal.SIGINT, lambda *_: arrived.append("handled"))
+    try:
+        with stops_wait():
+            # Another thread takes the signal, so the mask of this one is not enough.
+            thread = threading.Thread(target=interrupt_here)
+            thread.start()
+            thread.join()
+            assert arrived == []
+        assert arrived == ["handled"]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupt_here():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    signal.raise_signal(signal.SIGINT)
+
+
+VANISHED = """
+import signal
+import psutil
+from moesim.cli.errors import _give_up
+
+class Vanished:
+    def cmdline(self):
+        raise psutil.NoSuchProcess(1)
+
+psutil.Process.children = lambda self, recursive: [Vanished()]
+_give_up(signal.SIGINT)
+"""
+
+
+def test_the_deadline_holds_though_a_child_ends_meanwhile(tmp_path):
+    done = run_script(VANISHED, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+LOST = """
+import os
+import signal
+import time
+from moesim.cli.errors import guarded
+
+class Ending:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+def work():
+    Ending()
+    time.sleep(60)
+
+guarded(work, [])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no such signal")
+def test_an_interrupt_in_the_end_of_an_object_is_not_lost(tmp_path):
+    """Python prints what is raised there, and goes on."""
+    began_s = time.monotonic()
+    done = run_script(LOST, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    # Half a minute less than it would have slept: machines may be busy.
+    assert time.monotonic() - began_s < 30

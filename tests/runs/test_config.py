@@ -1,0 +1,477 @@
+"""One description of a run: options, arguments, files and ``run.json`` say the same."""
+
+import dataclasses
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+from support.command_line import refused, runner
+from support.small_trace import SHAPE, write_small_trace, write_trace
+
+import moesim
+from moesim.base.options import ConfigError, default_of, option_of
+from moesim.cli.options import from_dataclass
+from moesim.hwprofiles.profile import load_profile, save_profile
+from moesim.runs import config_file
+from moesim.runs.config import RunConfig, in_order
+from moesim.runs.config_file import POLICY_TABLES, json_schema, toml_template
+
+ROOT = Path(__file__).parents[2]
+ROOM = SHAPE.other_bytes + 12 * SHAPE.max_expert_bytes
+HOST_ROOM = 14 * SHAPE.max_expert_bytes
+TABLES = ("timeline.parquet", "accesses.parquet", "steps.parquet")
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return write_small_trace(tmp_path / "small.parquet")
+
+
+@pytest.fixture
+def command(capsys, monkeypatch, tmp_path):
+    run = runner(capsys, monkeypatch, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+def tables(folder):
+    return [(folder / name).read_bytes() for name in TABLES]
+
+
+def recorded(folder):
+    return json.loads((folder / "run.json").read_text())["config"]
+
+
+# A run that is repeated.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--policy", "greedy", "--cache", "lfu:decay=0.9", "--slots-per-layer", 3),
+        ("--policy", "hybrimoe-released", "--batch", 2, "--hw", "rtx4060ti"),
+        ("--policy", "on-demand+static:fill=random", "--seed", 5, "--steps", 9),
+        ("--policy", "dali", "--prefetch", "none", "--staging", 3),
+        ("--hw", "two-core-host", "--gpu-memory", ROOM, "--host-memory", HOST_ROOM),
+    ],
+    ids=lambda options: " ".join(map(str, options[:2])),
+)
+def test_a_run_json_repeats_its_run_to_the_byte(
+    command, trace, tmp_path, monkeypatch, options
+):
+    """From another folder, where another profile would be the default."""
+    first = tmp_path / "first"
+    assert command("replay", trace, *options, "--out", first)[0] == 0
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    save_profile(load_profile("rtx3080ti"), elsewhere / "hw.toml")
+    monkeypatch.chdir(elsewhere)
+    code, _, err = command(
+        "replay", "--config", first / "run.json", "--out", tmp_path / "second"
+    )
+    assert (code, err.count("made by")) == (0, 0)
+    assert tables(tmp_path / "second") == tables(first)
+    assert recorded(tmp_path / "second") == recorded(first)
+
+
+def test_noise_and_calibration_are_repeated_too(command, trace, tmp_path):
+    """Times drawn from a profile's distributions, and caches filled from a trace."""
+    warm = write_small_trace(tmp_path / "warm.parquet", seed=8)
+    words = ("replay", trace, "--hw", "two-core-host", "--cache", "static")
+    words = (*words, "--warm", warm, "--noise-seed", 4)
+    assert command(*words, "--out", "a")[0] == 0
+    assert command("replay", "--config", "a/run.json", "--out", "b")[0] == 0
+    assert tables(tmp_path / "b") == tables(tmp_path / "a")
+    again = ("replay", "--config", "a/run.json", "--noise-seed", 5, "--out", "c")
+    assert command(*again)[0] == 0
+    assert tables(tmp_path / "c") != tables(tmp_path / "a")
+    assert recorded(tmp_path / "b")["options"]["warm"] == str(warm)
+
+
+def test_python_repeats_what_the_command_line_ran(command, trace, tmp_path):
+    command("replay", trace, "--cache", "arc", "--batch", 2, "--out", tmp_path / "a")
+    config = moesim.load_config(tmp_path / "a" / "run.json")
+    assert (config.cache, config.batch) == ("arc", 2)
+    moesim.replay(config, out=tmp_path / "b")
+    assert tables(tmp_path / "b") == tables(tmp_path / "a")
+
+
+def test_the_command_line_overrides_the_file(command, trace, tmp_path):
+    """What was given goes; what belongs to it goes too, and nothing else."""
+    words = ("--cache-ratio", 0.5, "--batch", 2, "--steps", 4)
+    command("replay", trace, *words, "--out", "a")
+    code, out, _ = command(
+        "replay",
+        "--config",
+        "a/run.json",
+        "--slots-per-layer",
+        3,
+        "--batch",
+        1,
+        "--json",
+    )
+    options = json.loads(out)["config"]["options"]
+    assert code == 0
+    assert (options["cache_ratio"], options["slots_per_layer"]) == (None, 3)
+    assert (options["batch"], options["steps"]) == (1, 4)
+
+
+def test_a_changed_trace_or_profile_is_refused_unless_it_is_named(
+    command, trace, tmp_path
+):
+    save_profile(load_profile("rtx4060ti"), tmp_path / "mine.toml")
+    command("replay", trace, "--hw", "mine.toml", "--out", "a")
+    write_small_trace(trace, seed=9)
+    again = ("replay", "--config", "a/run.json")
+    assert refused(command(*again), str(trace), "expected a file with SHA-256")
+    assert command(*again, trace)[0] == 0
+    write_small_trace(trace)
+    save_profile(load_profile("rtx3080ti"), tmp_path / "mine.toml")
+    assert refused(command(*again), "mine.toml", "expected digest", "--hw")
+    assert command(*again, "--hw", "mine.toml")[0] == 0
+
+
+def test_a_run_of_another_version_says_so(command, trace, tmp_path):
+    command("replay", trace, "--out", "a")
+    path = tmp_path / "a" / "run.json"
+    path.write_text(path.read_text().replace('"version": "', '"version": "9'))
+    code, _, err = command("replay", "--config", "a/run.json")
+    assert code == 0
+    assert "note: a/run.json was made by moesim 9" in err
+
+
+def test_a_run_json_holds_the_whole_effective_configuration(trace, tmp_path):
+    """Parameters that nobody named, digests, seed, version; and the keys of old."""
+    moesim.replay(trace, "greedy", cache="lfu:decay=0.9", out=tmp_path / "a")
+    found = recorded(tmp_path / "a")
+    lfu = {"name": "lfu", "variant": "in-cache", "decay": 0.9, "tie": "id"}
+    assert found["policies"]["cache"] | lfu == found["policies"]["cache"]
+    assert set(found["policies"]) == set(POLICY_TABLES)
+    assert found["version"] == moesim.__version__
+    assert found["options"]["trace_digest"] == found["trace_digest"]
+    assert found["options"]["hw_digest"] == found["hw_digest"]
+    assert set(found["options"]) == {
+        field.name for field in dataclasses.fields(RunConfig)
+    }
+    for key in ("trace", "hw", "assignment", "cache_slots", "seed", "git_commit"):
+        assert key in found
+
+
+# Files by hand.
+
+
+def write(folder, text, name="exp.toml"):
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+GOOD = """
+trace = "small.parquet"
+policy = "greedy"
+gpu_memory_bytes = "8GiB"
+batch = 2
+
+[policies.cache]
+name = "lfu"
+decay = 0.9
+
+[policies.prefetch]
+name = "random"
+"""
+
+
+def test_a_toml_file_is_a_run(command, trace, tmp_path):
+    write(tmp_path, GOOD)
+    code, out, _ = command("replay", "--config", "exp.toml", "--json")
+    words = ("--gpu-memory", "8GiB", "--batch", 2, "--cache", "lfu:decay=0.9")
+    by_hand = command("replay", trace, *words, "--prefetch", "random", "--json")[1]
+    assert code == 0
+    first, second = (json.loads(text) for text in (out, by_hand))
+    for run in (first, second):
+        del run["wall_s"], run["config"]["git_commit"], run["config"]["trace"]
+    assert first == second
+
+
+def test_a_table_is_what_the_colon_says():
+    """Numbers, truth values and words, as they are typed in TOML."""
+    spec = {"name": "mrs", "first_row": True, "tie": "touched", "fill": "lowest"}
+    lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in spec.items())
+    path = Path("spec.toml")
+    config = load_text(f"[policies.cache]\n{lines}\n", path)
+    assert config.cache == "mrs:first_row=true,tie=touched,fill=lowest"
+    assert config.system.build(gpus=1, host_cache=None).names["cache"] == config.cache
+
+
+def load_text(text, path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config_file, "read_text", lambda _: text)
+        return moesim.load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "parts"),
+    [
+        ("batch = 2", "bach = 2", ("bach: unknown key", "did you mean 'batch'")),
+        ("batch = 2", "batch = 0", ("batch: expected a whole number >= 1, got 0",)),
+        ("batch = 2", 'batch = "x"', ("batch: expected a whole number",)),
+        ("batch = 2", "batch = true", ("batch: expected a whole number",)),
+        ("batch = 2", "cache_ratio = nan", ("cache_ratio: expected a number between",)),
+        ("batch = 2", "batch = ", ("not TOML",)),
+        ("batch = 2", 'cache = "lru"', ("policies.cache: expected it once",)),
+        ("batch = 2", 'shape = "x"', ("shape: moesim replay has no such option",)),
+        ("8GiB", "8Q", ("gpu_memory_bytes: unknown unit 'Q'",)),
+        ('"greedy"', '"greedi"', ("greedi", "did you mean 'greedy'")),
+        ('"lfu"', '"lfuu"', ("policies.cache", "did you mean 'lfu'")),
+        ("decay", "deacy", ("policies.cache.deacy: unknown key", "mean 'decay'")),
+        ("0.9", "1.5", ("policies.cache.decay: expected 0 < decay <= 1, got 1.5",)),
+        ("policies.cache", "policies.cash", ("policies.cash: unknown key", "'cache'")),
+        ('name = "lfu"', "", ("policies.cache: expected a table with a name",)),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_it(
+    command, trace, tmp_path, before, after, parts
+):
+    assert before in GOOD
+    write(tmp_path, GOOD.replace(before, after, 1))
+    assert refused(command("replay", "--config", "exp.toml"), "exp.toml: ", *parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        ("none.toml", None, "cannot be read: No such file"),
+        ("a.json", "{", "not JSON"),
+        ("a.json", "[]", "expected keys and values"),
+        ("a.json", '{"config": {"cache": "lru"}}', "config.options: expected"),
+        ("a.toml", "policies = 3", "policies: expected tables"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(command, tmp_path, name, text, part):
+    if text is not None:
+        write(tmp_path, text, name)
+    assert refused(command("replay", "--config", name), f"{name}: ", part)
+
+
+def test_without_a_trace_nothing_runs(command, tmp_path):
+    write(tmp_path, "batch = 2\n")
+    assert refused(command("replay", "--config", "exp.toml"), "TRACE", "--help")
+    assert refused(command("gap"), "TRACE")
+    with pytest.raises(ConfigError, match="expected a trace"):
+        moesim.replay(RunConfig())
+
+
+def test_the_template_is_the_defaults_and_the_schema_knows_every_key():
+    """What `moesim config` prints is a file that changes nothing."""
+    template = toml_template()
+    assert load_text(template, Path("t.toml")) == RunConfig()
+    keys = re.findall(r"^# (\w+) = ", template, flags=re.MULTILINE)
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    fields = in_order([field.name for field in dataclasses.fields(RunConfig)])
+    assert [key for key in keys if key not in {"name", "decay"}] == fields
+    assert set(schema["properties"]) == {*fields, "policies"}
+    jsonschema.validate(tomllib.loads(GOOD), schema)
+    for wrong in ({"bach": 2}, {"batch": 0}, {"gpu_split": "rows"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+
+
+def test_the_schema_holds_for_what_runs_write(command, trace, tmp_path):
+    command("replay", trace, "--out", "a", "--cache-ratio", 0.5)
+    options = recorded(tmp_path / "a")["options"]
+    jsonschema.validate(options, json_schema())
+    printed = json.loads(command("config", "--schema")[1])
+    assert printed == json_schema()
+    assert command("config")[1] == toml_template()
+
+
+def test_other_commands_take_the_file_too(command, trace, tmp_path):
+    write(tmp_path, GOOD.replace('policy = "greedy"', ""))
+    words = ("--config", "exp.toml", "--steps", 3, "--json")
+    gap = json.loads(command("gap", *words)[1])
+    assert (gap["config"]["cache"], gap["config"]["batch"]) == ("lfu:decay=0.9", 2)
+    both = ("compare", "--policies", "greedy,all-cpu", "--gpu-memory", "4GiB,6GiB")
+    runs = json.loads(command(*both, *words)[1])["runs"]
+    assert {run["memory"] for run in runs} == {"4.0 GiB", "6.0 GiB"}
+    assert {run["config"]["cache"] for run in runs} == {"lfu:decay=0.9"}
+    write(tmp_path, GOOD)
+    named = GOOD.replace("greedy", "on-demand")
+    write(tmp_path, named)
+    assert refused(
+        command("compare", *words), "exp.toml: policy: moesim compare has no"
+    )
+
+
+# Arguments.
+
+
+def test_the_old_arguments_and_the_new_say_the_same(trace):
+    memory = moesim.MemoryOptions(slots_per_layer=3, cache_scope="global", staging=3)
+    old = moesim.replay(trace, "greedy", cache="lru", memory=memory, batch=2)
+    new = moesim.replay(
+        trace, cache="lru", slots_per_layer=3, cache_scope="global", staging=3, batch=2
+    )
+    for run in (old, new):
+        del run.metrics["wall_s"]
+    assert (old.metrics, old.config) == (new.metrics, new.config)
+
+
+def test_an_argument_that_does_not_exist_is_named(trace):
+    with pytest.raises(TypeError, match=r"unknown option 'cach'.*mean 'cache'"):
+        moesim.replay(trace, cach="lru")
+    with pytest.raises(TypeError, match="slots_per_layer: expected it once"):
+        moesim.replay(trace, memory=moesim.MemoryOptions(), slots_per_layer=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch", 0), ("seed", True), ("cache_scope", "row"), ("hw", 3), ("policy", None)],
+)
+def test_a_value_that_does_not_fit_is_named(name, value):
+    with pytest.raises(ConfigError, match=f"{name}: expected "):
+        RunConfig(**{name: value})
+
+
+def test_numbers_of_numpy_are_numbers(trace, tmp_path):
+    run = moesim.replay(
+        trace, batch=np.int64(2), cache_ratio=np.float64(0.5), out=tmp_path / "a"
+    )
+    assert run.config["options"]["batch"] == 2
+    assert recorded(tmp_path / "a")["options"]["cache_ratio"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "function",
+    [moesim.replay, moesim.sweep, moesim.gap, moesim.quality, moesim.replay_cache],
+)
+def test_help_shows_every_option_of_a_function(function):
+    shown = inspect.signature(function).parameters
+    assert shown["batch"].default == 1
+    assert shown["host_memory_bytes"].default is None
+
+
+def test_every_option_says_what_it_is_and_its_unit():
+    for field in dataclasses.fields(RunConfig):
+        option = option_of(field)
+        assert option.help.endswith(".")
+        assert field.name.endswith("_bytes") == option.is_size
+        assert default_of(field) is None or isinstance(default_of(field), option.kind)
+
+
+def test_no_call_of_ours_passes_seven_arguments_by_position():
+    """Nobody counts commas: the seventh argument has a name."""
+    import ast
+
+    rooms = ("moesim/cli", "moesim/runs")
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for room in rooms
+        for path in (ROOT / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and len(node.args) > 6
+    ]
+    assert long == []
+
+
+# A new option.
+
+
+FIELD = """    hedge: int = option(7, "What nobody needs.", kind=int, metavar="N", minimum=1)
+    trace_digest: str | None = option("""
+USE = """        "steps": result.steps,
+        "hedge": config.hedge,"""
+
+
+def test_an_option_for_all_runs_is_a_field_and_the_line_that_uses_it(tmp_path):
+    """In a copy of the checkout: two files change, and every face of a run has it."""
+    copy = tmp_path / "checkout"
+    package = copy / "moesim"
+    ignored = shutil.ignore_patterns("__pycache__", "tiny")
+    shutil.copytree(ROOT / "moesim", package, ignore=ignored)
+    for name, before, after in (
+        ("config.py", "    trace_digest: str | None = option(", FIELD),
+        ("replay.py", '        "steps": result.steps,', USE),
+    ):
+        path = package / "runs" / name
+        text = path.read_text(encoding="utf-8")
+        assert text.count(before) == 1
+        path.write_text(text.replace(before, after), encoding="utf-8")
+    write_trace(tmp_path / "t.parquet", moesim.open_trace(TINY).shape, ((2, 3),))
+    write(tmp_path, 'trace = "t.parquet"\nhedge = 4\n')
+
+    def run(*words):
+        done = subprocess.run(
+            [sys.executable, *map(str, words)],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(copy),
+                "PYTHONSAFEPATH": "1",
+                # Compiling anew would only cost time.
+                "NUMBA_DISABLE_JIT": "1",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    where = run("-c", "import moesim.runs.config as c; print(c.__file__)")
+    assert str(copy) in where
+    for command in ("replay", "compare", "gap", "run", "hits", "quality"):
+        text = run("-m", "moesim", command, "--help")
+        assert "--hedge N" in text
+        assert "What nobody needs." in text
+    figures = json.loads(
+        run("-m", "moesim", "replay", "t.parquet", "--hedge", 3, "--json")
+    )
+    assert figures["hedge"] == figures["config"]["options"]["hedge"] == 3
+    run("-m", "moesim", "replay", "--config", "exp.toml", "--out", "a")
+    assert recorded(tmp_path / "a")["options"]["hedge"] == 4
+    code = "import moesim; print(moesim.replay('t.parquet', hedge=5).metrics['hedge'])"
+    assert run("-c", code).strip() == "5"
+    assert json.loads(run("-m", "moesim", "config", "--schema"))["properties"]["hedge"]
+
+
+TINY = ROOT / "traces" / "data" / "tiny_evaluation.parquet"
+
+
+def test_a_decorated_command_keeps_its_own_options():
+    """The fields stand where `config` stands."""
+
+    @from_dataclass(without=["trace"], from_file=False)
+    def command(first: str = "a", *, config: RunConfig, last: int = 1) -> None:
+        """Nothing."""
+
+    names = list(inspect.signature(command).parameters)
+    assert names[:2] == ["first", "policy"]
+    assert names[-2:] == ["last", "context"]
+    assert {"trace", "config_file"}.isdisjoint(names)
+
+
+# The page, whose examples run in test_docs.py.
+
+PAGE = (ROOT / "docs" / "how-to" / "configuration.md").read_text(encoding="utf-8")
+
+
+def test_the_errors_that_the_page_quotes(command, tmp_path):
+    (toml,) = re.findall(r"^```toml\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    quoted = re.findall(r"^    (error: .*)$", PAGE, flags=re.MULTILINE)
+    for line, before, after in zip(
+        quoted, ("decay", "batch = 4"), ("deacy", "batch = 0"), strict=True
+    ):
+        write(tmp_path, toml.replace(before, after, 1))
+        assert command("replay", "--config", "exp.toml")[2] == f"{line}\n"

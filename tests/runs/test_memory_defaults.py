@@ -1,0 +1,218 @@
+"""Sizes of memories that nobody stated: what a card leaves, by hand; sizes and formats
+as people write them; machines with all their parts.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.command_line import refused, runner
+
+import moesim
+from moesim.base.sizes import parse_bytes
+from moesim.hwprofiles.profile import list_profiles, load_profile
+from moesim.policies.systems import compose
+from moesim.runs.config import MemoryOptions, RunConfig
+from moesim.runs.memory import kv_bytes_per_token, plan_memory, workspace_bytes
+from moesim.runs.setup import Setup
+from moesim.traces.models import model_shape
+from moesim.traces.weight_formats import bytes_per_weight
+
+GIB = 1 << 30
+CARD = "rtx4060ti"
+MODEL = "qwen3-30b-a3b"
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    return runner(capsys, monkeypatch, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen") / "q.parquet"
+    moesim.synth(path, tokens=6, shape=MODEL, weights="q4_k_m")
+    return path
+
+
+def setup_of(trace, policy="greedy", **options):
+    config = RunConfig.of(trace, policy, **{"hw": CARD, **options})
+    return Setup.of(config, moesim.open_trace(trace))
+
+
+# What the card leaves.
+
+
+def test_keys_and_values_by_hand():
+    """48 layers, 4 heads of 128 for keys and 4 for values, 2 bytes each: 96 KiB."""
+    assert kv_bytes_per_token(model_shape(MODEL)) == 48 * 2 * 4 * 128 * 2 == 96 * 1024
+
+
+def test_workspace_is_a_driver_and_the_outputs_of_512_tokens():
+    shape = model_shape(MODEL)
+    assert workspace_bytes(shape) == shape.vocab * 512 * 4 + 450 * 2**20
+
+
+def test_the_default_cache_is_what_the_card_leaves(qwen):
+    setup = setup_of(qwen, context_tokens=4096)
+    shape = setup.shape
+    rest = (
+        4096 * 96 * 1024
+        + workspace_bytes(shape)
+        + shape.other_bytes
+        + 2 * shape.max_expert_bytes
+    )
+    left = 16 * GIB - rest
+    cached = setup.memory.gpu.total_bytes
+    # Within one expert in each of the layers, which all get as many slots.
+    assert left - shape.layers * shape.max_expert_bytes < cached <= left
+    bill = setup.gpu_bill()
+    assert list(bill) == [
+        "cache",
+        "staging",
+        "dense weights",
+        "keys and values",
+        "workspace",
+    ]
+    assert bill["keys and values"] == 4096 * 96 * 1024
+    assert 0 <= 16 * GIB - sum(bill.values()) < shape.layers * shape.max_expert_bytes
+
+
+def test_a_longer_context_and_a_batch_leave_less(qwen):
+    caches = [
+        setup_of(qwen, **options).memory.gpu.total_bytes
+        for options in ({}, {"context_tokens": 32_768}, {"batch": 4})
+    ]
+    assert caches[0] > caches[1] == caches[2]
+
+
+def test_a_stated_size_is_for_weights_alone(qwen):
+    """So a series of sizes compares caches, whatever the context."""
+    one, other = (
+        setup_of(qwen, gpu_memory="8GiB", context_tokens=context)
+        for context in (1024, 65_536)
+    )
+    assert one.memory.gpu.total_bytes == other.memory.gpu.total_bytes
+    assert "keys and values" not in one.gpu_bill()
+
+
+def test_a_model_that_fits_the_card_is_studied_at_a_quarter(command):
+    assert setup_of("tiny").fits_card()
+    code, out, _ = command("replay", "tiny", "--hw", CARD, "--steps", 2)
+    assert code == 0
+    assert "the card would hold all" in " ".join(out.split())
+    stated = command(
+        "replay", "tiny", "--hw", CARD, "--steps", 2, "--cache-ratio", 0.25
+    )
+    assert "the card would hold all" not in " ".join(stated[1].split())
+
+
+def test_a_machine_without_a_card_keeps_a_quarter(qwen):
+    setup = setup_of(qwen, hw="two-core-host")
+    experts_bytes = sum(setup.shape.expert_bytes) * setup.shape.experts
+    assert setup.memory.gpu.total_bytes == pytest.approx(experts_bytes / 4, rel=0.01)
+    assert not setup.fits_card()
+
+
+def test_the_bill_is_printed(command, qwen):
+    code, out, err = command("replay", qwen, "--hw", CARD, "--steps", 1)
+    assert code == 0
+    text = " ".join(out.split())
+    assert "16.0 GiB: cache 13." in text
+    for item in (
+        "2 staged experts 5.8 MiB",
+        "dense weights 826.7 MiB",
+        "keys and values of 8,192 tokens 768.0 MiB",
+        "workspace 746.8 MiB",
+    ):
+        assert item in text
+    # It was sized for the card, so nothing is to be said against it.
+    assert "GPU memory" not in err
+
+
+def test_a_note_about_too_much_memory_is_true(command, qwen):
+    """It used to recommend --gpu-memory to somebody who had just given it."""
+    _, _, err = command(
+        "replay", qwen, "--hw", CARD, "--gpu-memory", "17GiB", "--steps", 1
+    )
+    assert "more than the card has" in err
+    assert "16.0 GiB" in err
+    assert "--gpu-memory" not in err
+
+
+def test_host_memory_need_not_hold_what_a_gpu_keeps_for_good(qwen):
+    """llama.cpp loads each tensor into one memory; LRU needs the copy that it evicts."""
+    shape = model_shape(MODEL, "q4_k_m")
+    experts_bytes = sum(shape.expert_bytes) * shape.experts
+    # Enough for all but what 14 GiB of the card hold.
+    host = experts_bytes - 12 * GIB
+    for system, on_ssd in (("llama.cpp", False), ("greedy", True)):
+        plan = plan_memory(
+            MemoryOptions(gpu_memory_bytes=14 * GIB, host_memory_bytes=host),
+            shape,
+            load_profile(CARD),
+            compose(system),
+        )
+        assert (plan.host is not None) is on_ssd
+
+
+# Machines.
+
+
+def test_every_shipped_machine_has_an_ssd():
+    for name in list_profiles():
+        profile = load_profile(name)
+        rate = profile.numbers["costs.ssd.bytes_per_s"]
+        assert 1e9 < rate.value < 16e9, name
+        assert rate.source
+
+
+def test_every_shipped_card_has_its_own_memory():
+    sizes = {
+        name: load_profile(name).memory.gpu_bytes // GIB
+        for name in list_profiles()
+        if load_profile(name).accelerator == "cuda"
+    }
+    assert sizes["rtx4060ti"] == 16
+    assert set(sizes.values()) <= {12, 16, 24, 48}
+
+
+def test_a_profile_may_be_any_file_that_is_written_as_a_path(tmp_path, monkeypatch):
+    source = tmp_path / "card.toml"
+    moesim.save_profile(load_profile(CARD), source)
+    source.rename(tmp_path / "card")
+    monkeypatch.chdir(tmp_path)
+    assert load_profile("./card").name == CARD
+
+
+# Sizes and formats.
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("16G", 16 << 30), ("16g", 16 << 30), ("512M", 512 << 20), ("16GB", 16 * 10**9)],
+)
+def test_sizes_have_short_units(text, count):
+    assert parse_bytes(text) == count
+
+
+def test_a_bare_number_of_gigabytes_is_asked_about(command, qwen):
+    result = command("replay", qwen, "--gpu-memory", "16", "--hw", CARD)
+    assert refused(result, "--gpu-memory", "16 means 16 bytes; write 16GiB")
+
+
+@pytest.mark.parametrize(
+    ("label", "up", "down"),
+    [
+        ("Q4_K_M", "q4_k", "q6_k"),
+        ("q5_k_m", "q5_k", "q6_k"),
+        ("iq4_xs", "iq4_xs", "q5_k"),
+        ("MXFP4", "mxfp4", "mxfp4"),
+    ],
+)
+def test_labels_of_files_are_weight_formats(label, up, down):
+    """Two of three matrices in one format, the third in more bits in the first layer."""
+    shape = model_shape(MODEL, label)
+    weights = shape.hidden * shape.expert_intermediate
+    expected = weights * (2 * bytes_per_weight(up) + bytes_per_weight(down))
+    assert shape.expert_bytes[0] == expected
+    assert shape.dtype == label.lower()

@@ -1,0 +1,267 @@
+"""`import moesim` in a notebook: values as one writes them, results that print as tables,
+and errors of one's own policies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+from support.command_line import refused, runner
+
+import moesim
+from moesim.base.options import ConfigError
+from moesim.policies import registry
+from moesim.policies.cache.lru import LRU
+from moesim.policies.faults import PolicyFault
+from moesim.runs.config import MemoryOptions
+
+STEPS = 2
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    return runner(capsys, monkeypatch, tmp_path)
+
+
+# Values as people write them.
+
+
+def test_one_machine_is_a_list_of_one():
+    """Its letters were taken for machines."""
+    compared = moesim.compare_cells("tiny", ["greedy"], hw="rtx4060ti", steps=STEPS)
+    assert set(compared.table["hw"]) == {"rtx4060ti"}
+    swept = moesim.sweep("tiny", "greedy", hw="rtx4060ti", steps=STEPS)
+    assert list(swept["hw"]) == ["rtx4060ti"]
+
+
+def test_policies_may_stand_in_one_text():
+    table, runs = moesim.compare(
+        "tiny", "greedy+lfu:decay=0.9,variant=perfect,all-cpu", steps=STEPS
+    )
+    assert set(runs) == {"greedy+lfu:decay=0.9,variant=perfect", "all-cpu"}
+    assert len(table) == 2
+    assert list(moesim.compare("tiny", "greedy", steps=STEPS)[1]) == ["greedy"]
+    swept = moesim.sweep("tiny", "greedy,all-cpu", steps=STEPS, jobs=1)
+    assert list(swept["policy"]) == ["greedy", "all-cpu"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("8GiB", MemoryOptions(gpu_memory_bytes=8 * 2**30)),
+        (4096, MemoryOptions(gpu_memory_bytes=4096)),
+        ("16 slots", MemoryOptions(slots_per_layer=16)),
+        ("12.5 %", MemoryOptions(cache_ratio=0.125)),
+    ],
+)
+def test_a_size_of_memory_may_be_a_text(text, options):
+    """The texts are those that tables print."""
+    assert MemoryOptions.parse(text) == options
+    assert MemoryOptions.parse(options.size_words) == options
+    assert moesim.RunConfig.of("tiny", memory=text).memory == options
+
+
+def test_memories_may_be_texts():
+    sizes = ["1 slots", "3 slots"]
+    compared = moesim.compare_cells("tiny", "greedy", memory=sizes, steps=STEPS)
+    assert list(compared.table["memory"]) == sizes
+    swept = moesim.sweep("tiny", "greedy", memory=sizes, steps=STEPS, jobs=1)
+    assert list(swept["slots_per_layer"]) == [1, 3]
+
+
+def test_traces_and_seeds_may_be_lists():
+    swept = moesim.sweep(
+        ["tiny", "tiny-calibration"], "greedy", seed=[0, 1], steps=STEPS, jobs=1
+    )
+    assert len(swept) == 4
+    assert set(swept["seed"]) == {0, 1}
+    assert swept["trace"].nunique() == 2
+    # Numbers, with units in their names.
+    for name in ("tpot_p95_s", "energy_j", "gpu_bytes"):
+        assert swept[name].dtype.kind in "fi"
+
+
+def test_a_size_is_an_option_under_both_names():
+    expected = 8 * 2**30
+    for name in ("gpu_memory", "gpu_memory_bytes"):
+        config = moesim.RunConfig.of("tiny", **{name: "8GiB"})
+        assert config.gpu_memory_bytes == expected
+    with pytest.raises(ConfigError, match="gpu_memory_bytes: unknown unit 'frogs'"):
+        moesim.RunConfig.of("tiny", gpu_memory="8 frogs")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"trace": ["tiny", "tiny"]},
+        {"seed": [0, 1]},
+        {"hw": ["rtx4060ti"]},
+        {"policy": ["greedy"]},
+        {"memory": ["8GiB"]},
+        {"cache_ratio": [0.1, 0.2]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_list_where_one_value_is_meant_says_so(options):
+    arguments = {"trace": "tiny", **options}
+    name = next(iter(options))
+    with pytest.raises(ConfigError, match=f"{name}: expected one (value|size), got"):
+        moesim.replay(arguments.pop("trace"), **arguments)
+
+
+def test_compare_takes_one_machine_and_says_who_takes_several():
+    with pytest.raises(ConfigError, match=r"hw: expected one value.*moesim\.sweep"):
+        moesim.compare("tiny", "greedy", hw=["rtx4060ti", "rtx3080ti"])
+
+
+def test_policies_of_all_kinds_are_listed():
+    kinds = {info.kind for info in moesim.list_policies()}
+    assert kinds == {"assignment", "cache", "prefetch", "routing"}
+    assert {info.kind for info in moesim.list_policies("cache")} == {"cache"}
+
+
+def test_a_trace_is_drawn_in_one_call(tmp_path):
+    trace = moesim.synth(
+        tmp_path / "s.parquet", tokens=20, shape="qwen3-30b-a3b", skew=1.0
+    )
+    assert trace.rows == 20 * trace.shape.layers
+    with pytest.raises(ValueError, match="--skew states what --like measures"):
+        moesim.synth(tmp_path / "t", tokens=20, like="qwen3-30b-a3b", skew=1.0)
+
+
+# Results.
+
+
+def test_tables_say_of_what_and_hold_numbers():
+    table, _ = moesim.compare("tiny", "greedy,all-cpu", steps=6, seed=3)
+    assert set(table["seed"]) == {3}
+    assert table["trace"].nunique() == 1
+    for name in ("tpot_s", "tpot_p95_s", "ttft_s", "energy_j", "gpu_bytes"):
+        assert table[name].dtype.kind in "fi"
+    assert (table["tpot_p95_s"] >= table["tpot_s"] * 0.5).all()
+
+
+def test_results_show_small_tables_in_a_notebook():
+    run = moesim.replay("tiny", "greedy", steps=STEPS)
+    assert len(repr(run)) < 200
+    assert "greedy" in repr(run)
+    shown = run._repr_html_()
+    assert "<table>" in shown
+    assert "hit rate" in shown
+    machines = ["rtx4060ti", "rtx3080ti"]
+    compared = moesim.compare_cells("tiny", "greedy", hw=machines, steps=STEPS)
+    assert "rtx3080ti" in compared._repr_html_()
+    assert len(repr(compared)) < 200
+
+
+# Policies of one's own.
+
+
+class Failing(LRU):
+    """Fails at the fourth layer step."""
+
+    layers = 0
+
+    def accessed(self, work):
+        self.layers += 1
+        if self.layers > 3:
+            {}["no such key"]
+        super().accessed(work)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    moesim.register("cache", "failing", Failing)
+
+
+def test_a_bug_in_a_policy_is_named_and_shown_in_its_own_lines(failing):
+    with pytest.raises(PolicyFault) as caught:
+        moesim.replay("tiny", "greedy", cache="failing")
+    message = str(caught.value)
+    assert message.startswith("cache policy 'failing' failed, in ")
+    assert __file__ in message
+    assert "KeyError: 'no such key'" in message
+    frames = caught.value.frames
+    assert '{}["no such key"]' in frames
+    assert "planner.py" not in frames
+    cause = caught.value.__cause__
+    assert isinstance(cause, KeyError)
+    assert cause.__traceback__.tb_frame.f_code.co_name == "accessed"
+
+
+SOURCE = """
+from moesim.policies.cache.lru import LRU
+
+class Mine(LRU):
+    '''Fails at once.'''
+
+    def accessed(self, work):
+        helper()
+
+def helper():
+    raise KeyError(7)
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_command_prints_the_lines_of_the_policy_alone(command, tmp_path, jobs):
+    """Also where another process ran it."""
+    (tmp_path / "mine.py").write_text(SOURCE)
+    policy = tmp_path / "mine.py"
+    code, out, err = command(
+        "compare", "tiny", "--policies", "greedy,on-demand", "--cache", policy,
+        "--jobs", jobs, "--steps", STEPS,
+    )  # fmt: skip
+    assert code == 2
+    assert out == ""
+    assert "in helper" in err
+    assert "moesim/runs" not in err
+    assert err.splitlines()[-1].startswith(f"error: cache policy '{policy}' failed")
+
+
+def test_a_policy_may_refuse_in_one_line(command, tmp_path):
+    refusing = SOURCE.replace("raise KeyError(7)", "raise PolicyError('not here')")
+    imported = "from moesim.policies.base import PolicyError\n"
+    (tmp_path / "mine.py").write_text(imported + refusing)
+    assert refused(
+        command("replay", "tiny", "--cache", tmp_path / "mine.py"), "not here"
+    )
+
+
+def test_a_run_names_defaults_and_the_digest_of_a_policys_file(command, tmp_path):
+    source = SOURCE.replace("helper()\n\n", "super().accessed(work)\n\n")
+    (tmp_path / "mine.py").write_text(source)
+    code, out, _ = command(
+        "replay", "tiny", "--cache", tmp_path / "mine.py", "--steps", STEPS, "--json"
+    )
+    assert code == 0
+    policies = json.loads(out)["config"]["policies"]
+    # A default that nobody stated.
+    assert policies["assignment"] == {"name": "greedy", "staging": None}
+    assert policies["cache"] == {
+        "name": str(tmp_path / "mine.py"),
+        "file": str(tmp_path / "mine.py"),
+        "sha256": hashlib.sha256(source.encode()).hexdigest(),
+    }
+
+
+# The shell.
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("moesim rep", {"replay", "reproduce"}),
+        ("moesim replay x --hw rtx4060", {"rtx4060ti"}),
+        ("moesim replay x --cache workload", {"workload-window"}),
+        ("moesim compare x --policies greedy,fid", {"greedy,fiddler"}),
+    ],
+)
+def test_a_shell_completes_commands_and_names(command, monkeypatch, words, expected):
+    monkeypatch.setenv("_MOESIM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    assert set(command()[1].split()) == expected

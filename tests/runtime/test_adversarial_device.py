@@ -1,0 +1,423 @@
+"""The CUDA code on a device that is as late and as disorderly as CUDA may be: nothing
+is found in it, and every wait that is taken out is missed.
+"""
+
+import random
+import threading
+
+import pytest
+import torch
+from support.adversarial_device import ReadTooEarly
+from support.adversarial_runs import PROFILE, Schedule, differ, expected
+from support.broken_devices import BROKEN, a_copy_back_waits_for_nobody
+from support.drawn_schedules import DrawnSchedules
+from support.drawn_threads import Deadlock, DrawnThreads
+from support.learned_network import write
+from support.real_machine import Case, combinations, random_store
+from support.small_trace import write_trace
+
+from moesim.policies import systems
+from moesim.policies.planner.observers import repeat
+from moesim.policies.planner.plan import MemoryPlan
+from moesim.policies.planner.residency import CacheSize
+from moesim.policies.systems import System
+from moesim.runs import replay as api
+from moesim.runs.config import RunConfig
+from moesim.runs.setup import Setup
+from moesim.runtime.errors import RuntimeFault
+from moesim.runtime.executor.device import StreamDevice
+from moesim.runtime.executor.lanes import Interrupts
+from moesim.runtime.executor.live import verify
+from moesim.runtime.executor.trace_driven import shape_for
+from moesim.runtime.models import local_model as tiny
+from moesim.runtime.store import direct_io
+from moesim.traces.format.batch import compose
+from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape
+
+torch.set_num_threads(1)
+
+SHAPE = ModelShape("f", 2, 8, 2, 32, 16, (8192,) * 2, 1, dtype="f32")
+COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS)
+EXPERT = 8192
+KEEP_ANSWERS = (
+    "dali",
+    "edgemoe",
+    "fiddler",
+    "hybrimoe",
+    "mixtral-offloading",
+    "moe-infinity",
+    "moe-on-demand",
+    "deepspeed",
+)
+"""Systems that leave the model's answers as they are; some begin with a full cache."""
+POLICIES = (*KEEP_ANSWERS, *combinations(oracles=True))
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    place = tmp_path_factory.mktemp("trace") / "t.parquet"
+    return open_trace(write_trace(place, SHAPE, ((4, 3),), columns=COLUMNS))
+
+
+@pytest.fixture(scope="module")
+def store(trace, tmp_path_factory):
+    with random_store(trace, tmp_path_factory.mktemp("store")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def artefacts(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("learned"), SHAPE.layers, SHAPE.experts)
+
+
+@pytest.fixture(scope="module")
+def right(trace, store):
+    """No policy among them changes an answer, so there is one right one."""
+    return expected(trace, "all-cpu", store=store)
+
+
+def options(seed):
+    """Policy and memories of a schedule: all policies in turn, memories as drawn."""
+    draws = random.Random(seed)
+    policy = POLICIES[seed % len(POLICIES)]
+    host = draws.choice((None, 6, 8, 12))
+    # Some stage whole layers, or keep a buffer, which need room.
+    if host:
+        system = systems.compose(policy)
+        staged = (system.staging_slots(SHAPE) or 0) + system.buffer_slots()
+        host += max(staged, 2 * SHAPE.experts if "whole-layer" in policy else 0)
+    return policy, api.MemoryOptions(
+        slots_per_layer=draws.choice((0, 1, 2, 4)),
+        host_memory_bytes=host and host * EXPERT,
+    )
+
+
+@pytest.fixture
+def fault(trace, store, right, artefacts):
+    """What is found in one schedule, None if nothing."""
+
+    def of(seed):
+        schedule = Schedule(seed)
+        policy, memory = options(seed)
+        try:
+            schedule.run(trace, policy, store=store, memory=memory, artefacts=artefacts)
+        except (ReadTooEarly, Deadlock) as error:
+            return str(error)
+        if schedule.device.findings:
+            return schedule.device.findings[0]
+        return "other hidden states" if differ(schedule.states(), right) else None
+
+    return of
+
+
+def test_nothing_is_found_in_the_code_as_it_stands(fault, schedules):
+    for seed in schedules.seeds():
+        assert fault(seed) is None, f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_every_broken_variant_is_found(name, fault, monkeypatch, schedules):
+    BROKEN[name](monkeypatch)
+    assert any(map(fault, range(schedules.count))), f"{name}: not found"
+
+
+@pytest.mark.parametrize(
+    ("policy", "memory"),
+    [
+        ("mixtral-offloading", api.MemoryOptions(slots_per_layer=1)),
+        # The CPU computes a layer that is resident in part, and only on the device.
+        ("llama.cpp", api.MemoryOptions(cache_ratio=0.6)),
+    ],
+)
+def test_copies_back_land_before_anyone_uses_them(
+    trace, store, right, schedules, policy, memory
+):
+    """And spans of those that are lanes' own say when, by the device's clock."""
+    for seed in schedules.seeds(every=4):
+        schedule = Schedule(seed)
+        run = schedule.run(trace, policy, store=store, memory=memory)
+        assert not schedule.device.findings
+        assert not differ(schedule.states(), right)
+        spans = run.timeline.frame()
+        back = spans[(spans["lane"] == "d2h0") & (spans["kind"] == "replace")]
+        assert (len(back) > 0) == (policy == "mixtral-offloading")
+        assert (back["end_s"] >= back["start_s"]).all()
+
+
+def test_copies_back_that_nobody_awaits_are_found(trace, store, monkeypatch):
+    """They would write into memory that is no longer page-locked."""
+    a_copy_back_waits_for_nobody(monkeypatch)
+    memory = api.MemoryOptions(slots_per_layer=1)
+    with pytest.raises(ReadTooEarly, match="that was let go of"):
+        Schedule(0).run(trace, "mixtral-offloading", store=store, memory=memory)
+
+
+def test_a_seed_draws_the_same_schedule_again(trace, store, artefacts):
+    """The order of everything that was computed, and what the planner saw of it."""
+
+    def once(seed):
+        schedule = Schedule(seed)
+        run = schedule.run(
+            trace, "on-demand+lru+statistical", store=store, artefacts=artefacts
+        )
+        return schedule.device.log, run.decision_log.entries
+
+    assert once(3) == once(3)
+    assert once(3)[0] != once(4)[0]
+
+
+def test_plans_repeat_and_spans_are_in_order(trace, store, artefacts, schedules):
+    for seed in schedules.seeds(every=3):
+        policy, memory = options(seed)
+        options_ = {"memory": memory, "artefacts": artefacts}
+        run = Schedule(seed).run(trace, policy, store=store, **options_)
+        config = RunConfig.of(policy=policy, **options_)
+        shape = shape_for(trace.shape, None)
+        future = RecordedFuture.of(trace)
+        planner = Setup(config, shape, PROFILE, config.system, future=future).planner()
+        steps = compose(trace, columns=COLUMNS)
+        plans = repeat(run.decision_log.entries, planner, steps)
+        assert len(plans) == run.metrics["layer_steps"]
+        spans = run.timeline.frame()
+        assert (spans["end_s"] >= spans["start_s"]).all()
+        assert (spans["kind"] == "compute").sum() == len(run.timeline.access_frame())
+
+
+class Dying:
+    """Dies at a drawn call."""
+
+    def __init__(self, straight, calls, error):
+        self.straight = straight
+        self.calls = calls
+        self.error = error
+
+    def __call__(self, *arguments, **named):
+        self.calls -= 1
+        if self.calls == 0:
+            raise self.error
+        return self.straight(*arguments, **named)
+
+
+FAULTS = {
+    "a disk": (direct_io.os, "preadv", OSError(5, "EIO"), RuntimeFault),
+    "a copy": (StreamDevice, "copy", torch.OutOfMemoryError("full"), RuntimeFault),
+    "a product": (StreamDevice, "end_compute", ZeroDivisionError(), ZeroDivisionError),
+    "the model": (StreamDevice, "mark", KeyboardInterrupt(), KeyboardInterrupt),
+    "control": (StreamDevice, "join", KeyboardInterrupt(), KeyboardInterrupt),
+}
+
+
+@pytest.mark.parametrize("fault_of", FAULTS)
+def test_a_fault_anywhere_ends_every_thread(fault_of, trace, store, schedules):
+    """What breaks at a drawn moment is raised as itself; nobody waits for ever, and no
+    thread stays.
+    """
+    owner, name, error, expected_error = FAULTS[fault_of]
+    memory = api.MemoryOptions(slots_per_layer=1, host_memory_bytes=6 * EXPERT)
+    for seed in schedules.seeds(every=4):
+        schedule = Schedule(seed)
+        calls = 3 + random.Random(seed).randrange(6)
+        with pytest.MonkeyPatch.context() as patch:
+            dying = Dying(getattr(owner, name), calls, error)
+            patch.setattr(owner, name, lambda *a, dying=dying, **k: dying(*a, **k))
+            with pytest.raises(expected_error):
+                schedule.run(
+                    trace, "on-demand+lru+statistical", store=store, memory=memory
+                )
+        assert schedule.threads.names() == ["main"]
+
+
+def interrupted(seed, trace, store):
+    """A run during which ctrl-C is pressed at a drawn turn; whether it ended so."""
+    schedule = Schedule(seed)
+    schedule.threads.interrupt_at = 150 + random.Random(seed).randrange(1200)
+    memory = api.MemoryOptions(slots_per_layer=1, host_memory_bytes=6 * EXPERT)
+    try:
+        schedule.run(trace, "on-demand+lru+statistical", store=store, memory=memory)
+    except KeyboardInterrupt:
+        assert schedule.threads.names() == ["main"]
+        return True
+    return False
+
+
+def test_ctrl_c_at_any_moment_ends_every_thread(trace, store, schedules):
+    ended = [interrupted(seed, trace, store) for seed in schedules.seeds(every=2)]
+    assert any(ended)
+
+
+def test_ctrl_c_between_a_lock_and_its_sleepers_would_leave_threads(
+    trace, store, schedules, monkeypatch
+):
+    """Where the handler of the program is called at once, somebody is not woken."""
+    monkeypatch.setattr(
+        Interrupts,
+        "_note",
+        lambda self, number, frame: self._handlers[number](number, frame),
+    )
+
+    # One schedule in fifty meets that moment: number 49 did. Another place of a lock
+    # moves it, so that more are tried.
+    def all_end():
+        for seed in range(49, 49 + 4 * schedules.count):
+            interrupted(seed, trace, store)
+
+    with pytest.raises((Deadlock, AssertionError)):
+        all_end()
+
+
+@pytest.fixture(scope="module")
+def tiny_store(tmp_path_factory):
+    return tmp_path_factory.mktemp("tiny") / "s"
+
+
+def test_a_live_model_is_exact(tiny_store, schedules):
+    """The shipped model, prefetching from the SSD, in some schedules."""
+    for seed in schedules.seeds(every=12):
+        case = Case.make(tiny.tiny_dir(), tiny_store)
+        host = CacheSize.of(
+            case.shape.expert_bytes,
+            case.shape.experts,
+            scope="global",
+            total_bytes=40 * case.shape.max_expert_bytes,
+        )
+        slots = CacheSize.of(
+            case.shape.expert_bytes, case.shape.experts, slots_per_layer=3
+        )
+        live, log, _, fresh, _ = Schedule(seed).live(
+            case,
+            System("on-demand" if seed % 2 else "greedy", "lru", "next-gate"),
+            MemoryPlan(slots, host, 2, None),
+            batch=2,
+            new=1,
+        )
+        assert verify(case.plain, live.result.passes, "float32").passed
+        repeat(log.entries, fresh, live.result.steps)
+        case.store.close()
+
+
+# -- the device itself, by hand --------------------------------------------------------
+
+
+@pytest.fixture
+def late():
+    """A device that does nothing before somebody waits for it."""
+    schedule = Schedule(0)
+    with schedule.drawn():
+        device = schedule.device
+        device.side = device.new_stream()
+        for stream in device.streams:
+            stream.haste = 0.0
+        yield device
+
+
+def test_nothing_is_computed_before_somebody_waits(late):
+    ones = torch.ones(2).to(late.device)
+    twos = ones + ones
+    assert torch.isnan(twos.there).all()
+    late.synchronize()
+    assert twos.there.tolist() == [2.0, 2.0]
+
+
+def test_a_question_of_the_host_waits_for_its_stream_only(late):
+    ones = torch.ones(2).to(late.device)
+    with late.on(late.side):
+        elsewhere = torch.zeros(2, device=late.device)
+    assert (ones + ones).tolist() == [2.0, 2.0]
+    assert torch.isnan(elsewhere.there).all()
+
+
+def test_another_stream_sees_what_it_waits_for(late):
+    ones = torch.ones(2).to(late.device)
+    event = late.event()
+    twos = ones + ones
+    event.record(late.current_stream())
+    late.side.wait_event(event)
+    with late.on(late.side):
+        assert (twos + twos).tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["never", "too early"])
+def test_another_stream_that_waits_for_the_wrong_thing_reads_too_early(late, recorded):
+    ones = torch.ones(2).to(late.device)
+    event = late.event()
+    if recorded:
+        event.record(late.current_stream())
+    twos = ones + ones
+    late.side.wait_event(event)
+    with late.on(late.side), pytest.raises(ReadTooEarly, match="before it was written"):
+        (twos + twos).tolist()
+
+
+def test_a_copy_from_page_locked_memory_reads_it_when_it_runs(late):
+    """From other memory it has been read when the call returns."""
+    for place, found in ((late.page_locked, 5.0), (torch.clone, 1.0)):
+        source = place(torch.ones(1))
+        there = source.to(late.device, non_blocking=True)
+        source.fill_(5.0)
+        assert there.tolist() == [found]
+
+
+def test_the_host_may_not_look_at_a_copy_that_it_has_not_awaited(late):
+    ones = torch.ones(2).to(late.device)
+    there = late.page_locked_like(ones)
+    there.copy_(ones, non_blocking=True)
+    with pytest.raises(ReadTooEarly, match="on the host reads a page-locked buffer"):
+        there + 1
+    late.current_stream().synchronize()
+    assert (there + 1).tolist() == [2.0, 2.0]
+
+
+def test_memory_that_another_stream_still_reads_is_lost_with_its_last_tensor(late):
+    ones = torch.ones(2).to(late.device)
+    late.synchronize()
+    with late.on(late.side):
+        twos = ones + ones
+    del ones
+    late.current_stream().synchronize()
+    torch.zeros(1, device=late.device)
+    late.streams[0].synchronize()
+    with late.on(late.side), pytest.raises(ReadTooEarly):
+        twos.tolist()
+
+
+def test_schedules_end_in_time_and_go_on_where_they_ended(tmp_path):
+    """Three at most, then the next three; with no time at all still one."""
+    done = tmp_path / "out" / "done.json"
+
+    def once(**given):
+        drawn = DrawnSchedules(**{"count": 3, "seconds": None, "done": done} | given)
+        seeds = list(drawn.of("claim").seeds())
+        drawn.note("claim")
+        return seeds
+
+    assert once() == [0, 1, 2]
+    assert once() == [3, 4, 5]
+    assert once(seconds=0.0) == [6]
+    assert once(done=None) == [0, 1, 2]
+    assert once() == [7, 8, 9]
+    assert list(DrawnSchedules(4, None, None).of("x").seeds(every=3)) == [0, 3]
+
+
+def test_threads_that_wait_for_each_other_are_a_deadlock():
+    threads = DrawnThreads(0)
+    first = threads.Lock()
+    first.acquire()
+    with pytest.raises(Deadlock, match="main"):
+        first.acquire()
+
+
+def test_threads_that_a_deadlock_has_left_are_ended():
+    """Later tests of the same process look for threads of theirs."""
+    threads = DrawnThreads(0)
+    held = threads.Lock()
+    held.acquire()
+    waiting = threads.Thread(held.acquire, "moesim-waiting")
+    waiting.start()
+    with pytest.raises(Deadlock, match="moesim-waiting"):
+        held.acquire()
+    assert threads.names() == ["main", "moesim-waiting"]
+    threads.end()
+    alive = [thread.name for thread in threading.enumerate()]
+    assert "moesim-waiting" not in alive

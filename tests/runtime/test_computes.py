@@ -1,0 +1,421 @@
+"""What real lanes compute beside the plain layer step: ahead of the gate (DAOP), after
+the GPU (Fiddler).
+"""
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from support.handmade import registered
+from support.real_machine import LAUNCHED, ONE_WORKER, TWO_WORKERS, host_profile
+from support.small_trace import write_trace
+
+from moesim.hwprofiles.costs import Costs
+from moesim.policies.base import CPU, RESIDENT, Assignment, AssignmentPolicy
+from moesim.policies.base import Precompute as Named
+from moesim.policies.planner.plan import MemoryPlan
+from moesim.policies.planner.planner import Planner
+from moesim.policies.planner.residency import CacheSize
+from moesim.policies.systems import System
+from moesim.runs import replay as api
+from moesim.runs.measured import run_trace
+from moesim.runtime.executor.device import HostDevice
+from moesim.runtime.executor.executor import Executor
+from moesim.runtime.executor.operations import Compute, Precompute, Read
+from moesim.runtime.executor.world import RealWorld
+from moesim.runtime.models.expert_math import expert_forward, group_tokens
+from moesim.runtime.store.build import build_random_store
+from moesim.runtime.store.memory import HostSlots
+from moesim.traces.format.batch import RoutedLayer
+from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape, Phase
+from moesim.traces.timeline.spans import Timeline
+
+torch.set_num_threads(1)
+WORKERS = {
+    "one core": (ONE_WORKER, 1),
+    "two cores": (TWO_WORKERS, 2),
+    "a thread per lane": (LAUNCHED, 8),
+}
+SAID = np.array([[1], [2], [1]], np.uint16)
+"""Layer 1's expert as predicted for each of three tokens."""
+
+
+class Foretelling(AssignmentPolicy):
+    """All on the CPU; starts expert 1 for tokens 0 and 2, and 2 for token 1; or expert
+    1 for three tokens, unnamed.
+    """
+
+    def __init__(self, *, tokens: str = "named"):
+        self.named = tokens == "named"
+
+    def assign(self, work, view):
+        return Assignment(np.zeros(len(work.experts), np.int8))
+
+    def precompute(self, work, view):
+        if self.named:
+            return Named(np.array([1, 2], np.int32), np.array([2, 1], np.int32), SAID)
+        return Named(np.array([1], np.int32), np.array([3], np.int32))
+
+
+class Guessing(AssignmentPolicy):
+    """All on the GPU; the CPU starts expert 1 of the next layer."""
+
+    def assign(self, work, view):
+        return Assignment(np.ones(len(work.experts), np.int8))
+
+    def precompute(self, work, view):
+        return Named(np.array([1], np.int32), np.array([1], np.int32))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def policies_of_this_module():
+    with registered(assignment_foretelling=Foretelling, assignment_guessing=Guessing):
+        yield
+
+
+def shape(layers=2):
+    return ModelShape(
+        "s",
+        layers,
+        6,
+        2,
+        hidden=32,
+        expert_intermediate=16,
+        expert_bytes=(6144,) * layers,
+        other_bytes=1,
+        dtype="f32",
+    )
+
+
+@contextmanager
+def executor(store, policy, workers, *, slots=0, host=None):
+    """An executor, its planner and its timeline."""
+    profile = host_profile(WORKERS[workers][0], cores=WORKERS[workers][1])
+    model = shape()
+    size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=slots)
+    limited = None
+    if host is not None:
+        limited = CacheSize.of(
+            model.expert_bytes, model.experts, scope="global", total_bytes=host * 6144
+        )
+    policies = System(policy, "lru").build(gpus=1, host_cache="lru" if host else None)
+    planner = Planner(model, Costs(profile, model), policies, MemoryPlan(size, limited))
+    timeline = Timeline(profile.lanes)
+    made = Executor(profile, planner, timeline, store, HostDevice())
+    try:
+        made.fill()
+        yield made, planner, timeline
+    finally:
+        made.close()
+
+
+def ask(made, layer, routing, hidden):
+    """One layer step with equal weights."""
+    groups = group_tokens(routing)
+    weights = torch.full(routing.shape, 0.5)
+    routed = RoutedLayer(layer, groups.experts, groups.tokens, routing, None, None, {})
+    return made.layer(routed, hidden, weights, groups)
+
+
+def computed(timeline, lane="cpu"):
+    """Computations of a lane, in the order in which they started."""
+    spans = timeline.frame()
+    return spans[(spans["kind"] == "compute") & (spans["lane"] == lane)].sort_values(
+        "start_s"
+    )
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("asked", [3, 2])
+@pytest.mark.parametrize("tokens", ["named", "any"])
+def test_a_token_is_served_ahead_only_where_that_was_predicted_for_it(
+    tmp_path, workers, asked, tokens
+):
+    """Token 0: expert 2, said of token 1. Token 1: expert 1, not said. Token 2: expert
+    1, said: on layer 0's input.
+
+    Where the last two tokens alone are asked about (a ragged prefill), positions are
+    counted from the end.
+    """
+    routing = np.array([[2, 0], [1, 3], [1, 0]], np.uint16)
+    draw = torch.Generator().manual_seed(1)
+    first = torch.randn(3, 32, generator=draw)
+    second = torch.randn(3, 32, generator=draw)
+    with (
+        build_random_store(shape(), tmp_path / "s", dtype="float32") as store,
+        HostSlots(1, store.slot_bytes) as tier,
+    ):
+
+        def answer(expert, row):
+            store.read_into(1, expert, tier.record(0))
+            return expert_forward(
+                store.layout(1).views(tier.record(0)), row[None], store.layout(1)
+            )[0]
+
+        expected = torch.stack(
+            [
+                (answer(2, second[0]) + answer(0, second[0])) / 2,
+                (
+                    answer(1, (second if tokens == "named" else first)[1])
+                    + answer(3, second[1])
+                )
+                / 2,
+                (answer(1, first[2]) + answer(0, second[2])) / 2,
+            ]
+        )
+        with executor(store, f"foretelling:tokens={tokens}", workers) as (
+            made,
+            _,
+            timeline,
+        ):
+            got = []
+
+            def forward():
+                made.begin_step(0, Phase.PREFILL, 0)
+                ask(made, 0, np.array([[4, 5]] * 3, np.uint16), first)
+                got.append(ask(made, 1, routing[-asked:], second[-asked:]))
+                made.end_step(3, 1)
+
+            made.run(forward)
+    assert torch.allclose(got[0], expected[-asked:], atol=1e-6)
+    spans = computed(timeline)
+    products = [0, 1, 1, 2, 2, 3] if tokens == "named" else [0, 1, 2, 3]
+    if asked == 2:
+        products.remove(2)  # token 0's: its layer does not ask about it
+    assert sorted(spans.loc[spans["layer"] == 1, "expert"]) == products
+    assert spans["expert"].tolist()[:3] == [4, 5, 1], (
+        "this layer's own experts come first"
+    )
+
+
+def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeypatch):
+    """Host memory of three: (0, 0), (1, 1) and (1, 2) when (0, 3) must be read.
+
+    Least recently used is (1, 1), but a product on it, started in vain a step ago, is
+    still inside: it stays, and (0, 0) leaves instead.
+    """
+    run = Precompute.run
+    ended = Read.ended
+    go = threading.Event()
+    unchanged = []
+
+    def slow(self):
+        record = self._memories.host.record(self.key)
+        before = record.clone()
+        assert go.wait(120), "nothing was read meanwhile"
+        run(self)
+        unchanged.append(torch.equal(before, record))
+
+    def noting(self):
+        """When the read's end is written down: the product ends later, whatever core
+        does what when.
+        """
+        ended(self)
+        if (self.layer, self.expert) == (0, 3):
+            go.set()
+
+    monkeypatch.setattr(Precompute, "run", slow)
+    monkeypatch.setattr(Read, "ended", noting)
+    hidden = torch.randn(1, 32)
+    with (
+        build_random_store(shape(), tmp_path / "s", dtype="float32") as store,
+        executor(store, "guessing", "a thread per lane", host=3) as (
+            made,
+            planner,
+            timeline,
+        ),
+    ):
+
+        def forward():
+            for step, (first, second) in enumerate([(0, 1), (0, 2), (3, 2)]):
+                made.begin_step(step, Phase.DECODE, 0)
+                ask(made, 0, np.array([[first]], np.uint16), hidden)
+                ask(made, 1, np.array([[second]], np.uint16), hidden)
+                made.end_step(1, 1)
+
+        made.run(forward)
+        resident = np.argwhere(planner.host.memory.state == RESIDENT).tolist()
+    assert resident == [[0, 3], [1, 1], [1, 2]]
+    assert unchanged
+    assert all(unchanged)
+    early = computed(timeline).iloc[0]
+    assert (early["step"], early["layer"], early["expert"]) == (1, 1, 1)
+    reads = timeline.frame().query("kind == 'read' and step == 2")
+    assert reads["end_s"].max() < early["end_s"], "it was read while the product ran"
+
+
+SMALL = ModelShape(
+    name="small",
+    layers=3,
+    experts=8,
+    top_k=2,
+    hidden=32,
+    expert_intermediate=16,
+    expert_bytes=(3 * 32 * 16 * 4,) * 3,
+    other_bytes=1 << 12,
+    dtype="f32",
+    vocab=50,
+)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    place = tmp_path_factory.mktemp("trace") / "t.parquet"
+    columns = ("weights", "scores", *PREDICTION_COLUMNS)
+    return write_trace(place, SMALL, ((5, 8), (3, 9)), columns=columns, ragged=True)
+
+
+def wait_for_work_ahead(monkeypatch):
+    """Let the model ask for experts only when a first product ahead of its gate has
+    begun, if one was planned: a scheduler may else put its thread last for a whole run.
+    """
+    begun = threading.Event()
+    run = Precompute.run
+    layer = Executor.layer
+
+    def noting(self):
+        begun.set()
+        run(self)
+
+    def waiting(self, *arguments):
+        if self._world._coming:
+            begun.wait(20)
+        return layer(self, *arguments)
+
+    monkeypatch.setattr(Precompute, "run", noting)
+    monkeypatch.setattr(Executor, "layer", waiting)
+
+
+@pytest.mark.parametrize("workers", ["one core", "two cores"])
+@pytest.mark.parametrize("host_experts", [None, 12])
+def test_daop_computes_each_foreseen_expert_once_and_begins_before_its_gate(
+    trace, tmp_path, monkeypatch, workers, host_experts
+):
+    """One sequence: no expert is computed twice in its layer, and products begun early
+    are those the plan named.
+    """
+    lanes, cores = WORKERS[workers]
+    if workers != "one core":
+        wait_for_work_ahead(monkeypatch)
+    run = run_trace(
+        trace,
+        "daop:first_layer=1",
+        store=tmp_path / "s",
+        dtype="float32",
+        hw=host_profile(lanes, cores=cores),
+        memory=api.MemoryOptions(
+            slots_per_layer=2, host_memory_bytes=host_experts and host_experts * 8192
+        ),
+    )
+    assert run.metrics["approximate"] is True
+    plans = [entry.answer for entry in run.decision_log.entries if entry.call == "plan"]
+    named = {
+        (plan[0], plan[1] + 1, expert) for plan in plans for expert in plan[-1] or ()
+    }
+    spans = run.timeline.frame()
+    accesses = run.timeline.access_frame()
+    key = ["step", "layer", "expert"]
+    products = list(map(tuple, spans.loc[spans["kind"] == "compute", key].to_numpy()))
+    assert len(set(products)) == len(products)
+    wanted = set(map(tuple, accesses[key].to_numpy()))
+    assert wanted <= set(products)
+    assert set(products) - wanted <= named
+    planned_s = spans[spans["kind"] == "plan"].set_index(["step", "layer"])["start_s"]
+    early = {
+        tuple(row[key])
+        for _, row in computed(run.timeline).iterrows()
+        if row.start_s < planned_s[row.step, row.layer]
+    }
+    assert early <= named
+    # Which has something else to do, unless it waits for the SSD.
+    assert early or workers == "one core"
+    assert wanted & named, "some were foreseen rightly"
+
+
+def test_little_host_memory_is_enough_for_work_ahead_and_prefetches(tmp_path):
+    """Two experts and two staging slots: some leave host memory in the very plan that
+    reads them again.
+    """
+    columns = ("weights", "scores", *PREDICTION_COLUMNS)
+    longer = write_trace(
+        tmp_path / "t.parquet",
+        SMALL,
+        ((5, 20), (3, 16), (7, 18), (2, 9)),
+        columns=columns,
+    )
+    lanes, cores = WORKERS["one core"]
+    run = run_trace(
+        longer,
+        "daop:first_layer=1,before_first=serial",
+        cache="lru",
+        prefetch="next-gate",
+        routing="as-recorded",
+        batch=2,
+        store=tmp_path / "s",
+        dtype="float32",
+        hw=host_profile(lanes, cores=cores),
+        memory=api.MemoryOptions(slots_per_layer=3, host_memory_bytes=4 * 8192),
+    )
+    assert run.metrics["bytes"]["ssd"] > 0
+    assert run.metrics["memory_high_bytes"]["host"] <= 2 * 8192
+
+
+def hold_products_for_the_cpu(monkeypatch):
+    """Let products of the device wait until one of the CPU has begun, in layer steps
+    that have both: a scheduler may else run one after the other all the time.
+    """
+    begun = threading.Event()
+    launching = RealWorld.launching
+    run = Compute.run
+
+    def noting(self, plan):
+        launching(self, plan)
+        begun.clear()
+        if (plan.lanes != CPU).all() or (plan.lanes == CPU).all():
+            begun.set()
+
+    def meeting(self):
+        if self._on_cpu:
+            begun.set()
+        else:
+            assert begun.wait(120)
+        return run(self)
+
+    monkeypatch.setattr(RealWorld, "launching", noting)
+    monkeypatch.setattr(Compute, "run", meeting)
+
+
+def test_fiddlers_cpu_begins_after_the_last_fetched_expert(
+    trace, tmp_path, monkeypatch
+):
+    """Loading takes 18 us, the CPU 10 us and 3 us per token: from three tokens on,
+    experts are fetched.
+    """
+    profile = host_profile(**{"costs.cpu.flops_per_s": 1e9})
+    overlapping = {}
+    for issue in ("serial", "parallel"):
+        if issue == "parallel":
+            hold_products_for_the_cpu(monkeypatch)
+        run = run_trace(
+            trace,
+            f"fiddler:issue={issue}",
+            store=tmp_path / "s",
+            dtype="float32",
+            hw=profile,
+            batch=2,
+            memory=api.MemoryOptions(slots_per_layer=2),
+        )
+        accesses = run.timeline.access_frame()
+        fetched = accesses[(accesses["lane"] == "gpu0") & (accesses["state"] != "hit")]
+        on_gpu = computed(run.timeline, "gpu0").merge(
+            fetched[["step", "layer", "expert"]]
+        )
+        ended_s = on_gpu.groupby(["step", "layer"])["end_s"].max()
+        started_s = computed(run.timeline).groupby(["step", "layer"])["start_s"].min()
+        both = ended_s.index.intersection(started_s.index)
+        assert len(both), "layer steps with both"
+        overlapping[issue] = int((started_s[both] < ended_s[both]).sum())
+    assert overlapping["serial"] == 0
+    assert overlapping["parallel"] > 0

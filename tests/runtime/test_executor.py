@@ -1,0 +1,394 @@
+"""Lanes with threads in them: order, gates, withdrawals, failures; and trace-driven
+runs with real bytes.
+"""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from support.real_machine import host_profile
+from support.small_trace import write_trace
+
+from moesim.engine.lanes import DEMAND, DROP, PREFETCH, REPLACEMENT, START, WAIT
+from moesim.runs import replay as api
+from moesim.runs.measured import run_trace
+from moesim.runtime.errors import StoreError
+from moesim.runtime.executor.lanes import (
+    Lanes,
+    Operation,
+    Stopped,
+)
+from moesim.runtime.executor.trace_driven import shape_for
+from moesim.runtime.models.dense import DenseSizes, DenseStack
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import ModelShape
+from moesim.traces.timeline.spans import COMPUTE, FETCH
+
+torch.set_num_threads(1)
+
+
+class Noted(Operation):
+    """Writes its name down; may wait for a signal first."""
+
+    __slots__ = ("block", "log", "name")
+
+    def __init__(self, lane, name, log, block=None):
+        super().__init__(lane, COMPUTE, 0, 0)
+        self.name = name
+        self.log = log
+        self.block = block
+
+    def run(self):
+        if self.block is not None:
+            assert self.block.wait(120)
+        self.log.append(self.name)
+
+
+@pytest.fixture
+def lanes():
+    made = Lanes(host_profile())
+    made.open()
+    yield made
+    made.close()
+
+
+def until_idle(lanes, log, count):
+    """Wait on the control thread's own condition until so many operations have
+    ended.
+    """
+
+    class Last(Noted):
+        __slots__ = ()
+
+        def ended(self):
+            lanes.control.wake()
+
+    # The last lane of the accelerator, the lowest turn.
+    done = Last(lanes.names.index("d2h0"), "last", log)
+    lanes.post([(done, REPLACEMENT)])
+    lanes.control.serve(lambda: len(log) == count + 1)
+    assert log.pop() == "last"
+
+
+def test_a_shared_worker_takes_turns_as_in_the_simulator(lanes):
+    """While it is busy, queue up in the worst order: products first, then demand,
+    prefetches, replacements.
+    """
+    gpu = lanes.names.index("gpu0")
+    link = lanes.names.index("h2d0")
+    log = []
+    go = threading.Event()
+    lanes.post(
+        [
+            (Noted(link, "busy", log, go), DEMAND),
+            (Noted(link, "replacement", log), REPLACEMENT),
+            (Noted(link, "prefetch", log), PREFETCH),
+            (Noted(link, "demand", log), DEMAND),
+            (Noted(gpu, "product 1", log), DEMAND),
+            (Noted(gpu, "product 2", log), DEMAND),
+        ]
+    )
+    go.set()
+    until_idle(lanes, log, 6)
+    assert log == [
+        "busy",
+        "product 1",
+        "product 2",
+        "demand",
+        "prefetch",
+        "replacement",
+    ]
+
+
+def test_what_has_not_started_can_be_withdrawn_and_what_has_cannot(lanes):
+    link = lanes.names.index("h2d0")
+    log = []
+    go = threading.Event()
+    first = Noted(link, "first", log, go)
+    second = Noted(link, "second", log)
+    lanes.post([(first, PREFETCH), (second, PREFETCH)])
+    with lanes.lock:
+        lanes.withdraw(second, PREFETCH)
+        with pytest.raises(ValueError, match="not in deque"):
+            lanes.withdraw(first, PREFETCH)
+    go.set()
+    until_idle(lanes, log, 1)
+    assert log == ["first"]
+
+
+def test_admission_lets_a_copy_wait_for_a_place_start_or_be_dropped(lanes):
+    """The demand copy waits, the first prefetch is dropped, the second starts; once
+    there is a place the demand copy starts too.
+    """
+    link = lanes.names.index("h2d0")
+    log = []
+    verdicts = {"demand": WAIT, "unlucky": DROP}
+    lanes.admission.decide = lambda operation: verdicts.get(operation.name, START)
+    lanes.post(
+        [
+            (Noted(link, "demand", log), DEMAND),
+            (Noted(link, "unlucky", log), PREFETCH),
+            (Noted(link, "prefetch", log), PREFETCH),
+        ]
+    )
+    until_idle(lanes, log, 1)
+    assert log == ["prefetch"]
+    verdicts["demand"] = START
+    with lanes.lock:
+        lanes.offer()
+    until_idle(lanes, log, 2)
+    assert log == ["prefetch", "demand"]
+
+
+def test_the_control_thread_serves_the_cpu_lane_itself(lanes):
+    log = []
+    lanes.post(
+        [(Noted(lanes.names.index("cpu"), threading.current_thread(), log), DEMAND)]
+    )
+    lanes.control.serve(lambda: bool(log))
+    assert log == [threading.current_thread()]
+    assert {t.name for t in threading.enumerate() if t.name.startswith("moesim-")} == {
+        "moesim-accelerator",
+        "moesim-ssd",
+    }
+
+
+def test_a_failure_in_a_lane_wakes_whoever_waits(lanes):
+    class Broken(Operation):
+        __slots__ = ()
+
+        def run(self):
+            raise ZeroDivisionError("a lane died")
+
+    lanes.post([(Broken(lanes.names.index("ssd"), FETCH, 0, 0), DEMAND)])
+    with pytest.raises(Stopped):
+        lanes.control.serve(lambda: False)
+    assert isinstance(lanes.failure, ZeroDivisionError)
+
+
+def test_cuda_launches_are_made_by_the_control_thread():
+    """On CUDA the device computes by itself: its lanes are served where launches
+    happen, copies keep a thread.
+    """
+    lanes = Lanes(host_profile(), with_control=("gpu", "d2h"))
+    assert lanes.worker("gpu0") is lanes.worker("d2h0") is lanes.control
+    assert lanes.worker("h2d0") is not lanes.control
+
+
+# -- trace-driven ----------------------------------------------------------------------
+
+
+def shape(layers=2, experts=6, **more):
+    return ModelShape(
+        "s",
+        layers,
+        experts,
+        2,
+        hidden=32,
+        expert_intermediate=16,
+        expert_bytes=(6144,) * layers,
+        other_bytes=1,
+        dtype="f32",
+        **more,
+    )
+
+
+def test_a_run_takes_no_more_memory_than_its_budget_says(tmp_path, monkeypatch):
+    """Three slots per layer of two, two staging slots; in front of the SSD five experts
+    and two staging slots.
+    """
+    from moesim.runtime.executor import device as host_lanes
+    from moesim.runtime.executor import memories as places
+
+    taken = []
+    for module, name in ((host_lanes, "DeviceSlots"), (places, "HostSlots")):
+        real = getattr(module, name)
+
+        def noting(slots, slot_bytes, *more, real=real, name=name, **named):
+            taken.append((name, slots, slot_bytes))
+            return real(slots, slot_bytes, *more, **named)
+
+        monkeypatch.setattr(module, name, noting)
+    trace = write_trace(tmp_path / "t.parquet", shape(), ((6, 8),))
+    memory = api.MemoryOptions(slots_per_layer=3, host_memory_bytes=7 * 8192)
+    run = run_trace(
+        trace,
+        "greedy",
+        store=tmp_path / "s",
+        dtype="float32",
+        hw=host_profile(),
+        memory=memory,
+    )
+    assert [entry for entry in taken if entry[1] > 0] == [
+        ("HostSlots", 7, 8192),
+        ("DeviceSlots", 8, 8192),
+    ]
+    assert run.metrics["memory_high_bytes"]["host"] <= 5 * 8192
+    assert run.config["direct_reads"] in (True, False)
+
+
+def test_forced_routing_computes_what_the_trace_says(tmp_path):
+    """One layer, known weights: the answer of the executor is the weighted sum of the
+    experts' own answers.
+    """
+    from moesim.hwprofiles.costs import Costs
+    from moesim.policies.planner.plan import MemoryPlan
+    from moesim.policies.planner.planner import Planner
+    from moesim.policies.planner.residency import CacheSize
+    from moesim.policies.systems import System
+    from moesim.runtime.executor.device import HostDevice
+    from moesim.runtime.executor.executor import Executor
+    from moesim.runtime.models.expert_math import expert_forward, group_tokens
+    from moesim.runtime.store.build import build_random_store
+    from moesim.runtime.store.memory import HostSlots
+    from moesim.traces.format.batch import RoutedLayer
+    from moesim.traces.format.schema import Phase
+    from moesim.traces.timeline.spans import Timeline
+
+    small = shape(layers=1)
+    routing = np.array([[5, 0], [0, 3]], np.uint16)
+    weights = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+    hidden = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
+    groups = group_tokens(routing)
+    profile = host_profile()
+    with (
+        build_random_store(small, tmp_path / "s", dtype="float32") as store,
+        HostSlots(1, store.slot_bytes) as tier,
+    ):
+        answers = {}
+        for expert in (0, 3, 5):
+            store.read_into(0, expert, tier.record(0))
+            answers[expert] = expert_forward(
+                store.layout(0).views(tier.record(0)), hidden, store.layout(0)
+            )
+        expected = torch.stack(
+            [
+                0.75 * answers[5][0] + 0.25 * answers[0][0],
+                0.5 * answers[0][1] + 0.5 * answers[3][1],
+            ]
+        )
+        for policy in ("all-cpu", "on-demand", "greedy"):
+            size = CacheSize.of(small.expert_bytes, small.experts, slots_per_layer=1)
+            planner = Planner(
+                small,
+                Costs(profile, small),
+                System(policy).build(gpus=1, host_cache=None),
+                MemoryPlan(size),
+            )
+            executor = Executor(
+                profile, planner, Timeline(profile.lanes), store, HostDevice()
+            )
+            executor.fill()
+            got = []
+
+            def forward(executor=executor, got=got):
+                executor.begin_step(0, Phase.PREFILL, 0)
+                routed = RoutedLayer(
+                    0, groups.experts, groups.tokens, routing, None, None, {}
+                )
+                got.append(executor.layer(routed, hidden, weights, groups))
+                executor.end_step(2, 1)
+
+            result = executor.run(forward)
+            executor.close()
+            assert torch.allclose(got[0], expected, atol=1e-6)
+            assert (result.steps, result.layer_steps) == (1, 1)
+
+
+def test_the_sizes_of_another_model_keep_the_routing_of_the_trace():
+    """qwen3-30b-a3b/4: hidden 2048 / 4, intermediate 768 / 4; 3 H F weights of 4 bytes
+    are 288 blocks.
+    """
+    found = shape_for(shape(layers=2, experts=6), "qwen3-30b-a3b/4")
+    assert (
+        found.layers,
+        found.experts,
+        found.top_k,
+        found.hidden,
+        found.expert_intermediate,
+    ) == (2, 6, 2, 512, 192)
+    assert found.expert_bytes == (3 * 512 * 192 * 4,) * 2
+
+
+def test_bytes_outside_the_experts_are_those_that_are_computed_with():
+    """Two layers: qkv and output of 4 heads x 8 on 32, gate of 6; head and embedding of
+    50: one not kept.
+    """
+    sizes = shape(heads=4, kv_heads=2, head_dim=8, vocab=50)
+    stack = DenseStack(DenseSizes.of(sizes), torch.float32, torch.device("cpu"))
+    layer = 32 * (32 + 2 * 16) + 32 * 32 + 6 * 32
+    assert stack.bytes == 4 * (2 * layer + 50 * 32)
+    assert shape_for(sizes, None).other_bytes == 4 * (2 * layer + 2 * 50 * 32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "context"), [(7, 1, 7), (7, 2, 5), (3, 3, 9), (1, 1, 1)]
+)
+def test_dense_layers_serve_ragged_batches(tokens, sequences, context):
+    sizes = DenseSizes.of(
+        shape(heads=4, kv_heads=2, head_dim=8, shared_intermediate=8, vocab=50)
+    )
+    stack = DenseStack(sizes, torch.float32, torch.device("cpu"))
+    stack.allocate_cache(sequences, context)
+    out, normed = stack.layer(1, stack.embed(tokens), sequences, context)
+    stack.head(out, sequences)
+    assert out.shape == normed.shape == (tokens, 32)
+    assert bool(torch.isfinite(out).all())
+    assert torch.allclose(normed.square().mean(1), torch.ones(tokens), atol=1e-3), (
+        "experts are asked about a norm"
+    )
+
+
+def test_a_store_of_other_sizes_is_refused(tmp_path):
+    trace = write_trace(tmp_path / "t.parquet", shape(), ((2, 2),))
+    run_trace(trace, store=tmp_path / "s", dtype="float32", hw=host_profile())
+    with pytest.raises(StoreError, match=r"expected 2 layers x 6 experts of 512 x 192"):
+        run_trace(
+            trace,
+            store=tmp_path / "s",
+            shape="qwen3-30b-a3b/4",
+            dtype="float32",
+            hw=host_profile(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "batch"),
+    [
+        ("qwen3_30b_a3b_top6", "qwen3-30b-a3b", 1),
+        ("olmoe_1b_7b_decode299", "olmoe-1b-7b", 1),
+        ("gpt_oss_20b", "gpt-oss-20b", 4),
+    ],
+)
+def test_real_routing_runs_at_a_sixteenth_of_its_models_width(
+    shared_traces, tmp_path, name, model, batch
+):
+    """SSD tier included: an eighth of the experts in host memory, a tenth in slots,
+    some records shared on disk.
+    """
+    from moesim.traces.importers import import_trace
+    from moesim.traces.models import model_shape
+
+    place = tmp_path / "t.parquet"
+    import_trace(shared_traces / f"{name}.parquet", place, shape=model_shape(model))
+    trace = open_trace(place)
+    sixteenth = shape_for(trace.shape, f"{model}/16")
+    total = sixteenth.expert_bytes[0] * sixteenth.layers * sixteenth.experts
+    run = run_trace(
+        trace,
+        "greedy",
+        shape=f"{model}/16",
+        store=tmp_path / "s",
+        distinct=64,
+        dtype="float32",
+        batch=batch,
+        steps=3,
+        hw=host_profile(),
+        memory=api.MemoryOptions(cache_ratio=0.1, host_memory_bytes=total // 8),
+    )
+    assert run.metrics["steps"] == 3
+    assert run.metrics["layer_steps"] == 3 * trace.shape.layers
+    assert run.metrics["bytes"]["ssd"] > 0
+    assert run.metrics["memory_high_bytes"]["host"] <= total // 8
+    assert run.config["distinct_experts"] == 64

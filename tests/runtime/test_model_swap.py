@@ -1,0 +1,414 @@
+"""A model whose experts are ours answers like the library's own model.
+
+Seven architectures, tiny and random: weights with a spread that makes every expert
+matter, biases that are not zero.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from support.families import SOME, VOCABULARY, Swapped, make_checkpoint
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from moesim.runtime.errors import StoreError
+from moesim.runtime.models import local_model as tiny
+from moesim.runtime.models.checkpoint import tensor_bytes
+from moesim.runtime.models.expert_layout import (
+    ALPHA_SWIGLU,
+    MODULE_GATING,
+    ExpertWeights,
+    Gating,
+    layout_of,
+    pack_layout,
+    swiglu_layout,
+)
+from moesim.runtime.models.expert_math import (
+    UNUSED,
+    combine,
+    expert_forward,
+    group_tokens,
+)
+from moesim.runtime.models.gates import read_gate
+from moesim.runtime.models.moe_blocks import offloadable_blocks
+from moesim.runtime.models.offloaded import OffloadedModel, StoreExperts
+from moesim.runtime.store.build import build_store
+from moesim.runtime.store.sources import CheckpointSource
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", params=SOME)
+def swapped(request, tmp_path_factory):
+    made = Swapped(request.param, tmp_path_factory.mktemp("swapped"))
+    yield made
+    made.store.close()
+
+
+def largest_difference(plain, ours, batch, *, prompt=9, steps=3):
+    """Run prefill and some decode steps on both; the largest logit difference of any
+    step.
+
+    Relative to the largest logit where that exceeds 1, as `moesim run --verify` counts:
+    a trained model's logits are large, and float32 rounding grows with them.
+    """
+    tokens = torch.randint(
+        0, VOCABULARY, (batch, prompt), generator=torch.Generator().manual_seed(batch)
+    )
+    largest = 0.0
+    caches = [None, None]
+    with torch.inference_mode():
+        for _ in range(1 + steps):
+            outs = [
+                model(tokens, past_key_values=cache, use_cache=True)
+                for model, cache in zip((plain, ours), caches, strict=True)
+            ]
+            caches = [out.past_key_values for out in outs]
+            scale = max(1.0, float(outs[0].logits.abs().max()))
+            largest = max(
+                largest, float((outs[0].logits - outs[1].logits).abs().max()) / scale
+            )
+            tokens = outs[0].logits[:, -1:].argmax(-1)
+    assert caches[1].get_seq_length() == prompt + steps
+    return largest
+
+
+def test_every_expert_matters_to_the_comparison(swapped):
+    """Swap two experts' answers: the logits must notice, or comparing them proves
+    nothing.
+    """
+
+    class Crossed(StoreExperts):
+        def experts(self, layer, hidden, index, weights):
+            return super().experts(layer, hidden, index ^ 1, weights)
+
+    ours = swapped.offloaded
+    straight = ours.handler
+    ours.handler = Crossed(swapped.store)
+    try:
+        assert largest_difference(swapped.plain, ours.model, 1) > 100 * TOLERANCE
+    finally:
+        ours.handler = straight
+
+
+def test_expert_weights_never_enter_the_module(swapped):
+    blocks = offloadable_blocks(swapped.plain)
+    assert [layer.name for layer in swapped.offloaded.layers] == [
+        f"{block.name}.experts" for block in blocks
+    ]
+    for layer in swapped.offloaded.layers:
+        experts = swapped.offloaded.model.get_submodule(layer.name)
+        assert list(experts.parameters()) == []
+        assert list(experts.buffers()) == []
+    routed = sum(tensor_bytes(block.experts) for block in blocks)
+    assert swapped.offloaded.dense_bytes == tensor_bytes(swapped.plain) - routed
+    assert all(
+        parameter.device.type == "cpu"
+        for parameter in swapped.offloaded.model.parameters()
+    )
+
+
+def test_one_expert_equals_the_librarys_eager_forward(swapped):
+    """A token that goes to expert e alone with weight 1 is expert e's own answer."""
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(3))
+    experts = offloadable_blocks(swapped.plain)[0].experts
+    layout = layout_of(experts, torch.float32)
+    for expert in range(8):
+        weights = ExpertWeights(
+            *(getattr(experts, spec.name)[expert] for spec in layout.tensors)
+        )
+        with torch.inference_mode():
+            expected = experts(hidden, torch.full((5, 1), expert), torch.ones(5, 1))
+            assert torch.allclose(
+                expert_forward(weights, hidden, layout),
+                expected,
+                rtol=0,
+                atol=TOLERANCE,
+            )
+
+
+def test_gates_are_seen_before_their_experts_with_the_layers_own_index(swapped):
+    calls = []
+    ours = swapped.offloaded
+    inner = ours.handler
+
+    class Observed:
+        def experts(self, layer, hidden, index, weights):
+            calls.append(("experts", layer, index.clone()))
+            return inner.experts(layer, hidden, index, weights)
+
+    ours.handler = Observed()
+    handles = [
+        layer.gate.register_forward_hook(
+            lambda _gate, _args, output, index=layer.index: calls.append(
+                ("gate", index, output)
+            )
+        )
+        for layer in ours.layers
+    ]
+    try:
+        with torch.inference_mode():
+            ours.model(torch.arange(6)[None])
+    finally:
+        ours.handler = inner
+        for handle in handles:
+            handle.remove()
+    assert [call[:2] for call in calls] == [
+        (kind, layer)
+        for layer in range(len(ours.layers))
+        for kind in ("gate", "experts")
+    ]
+    for (_, _, gate), (_, _, index) in zip(calls[::2], calls[1::2], strict=True):
+        scores, _, chosen = read_gate(gate, 8)
+        assert scores.shape == (6, 8)
+        if chosen is not None:
+            assert torch.equal(chosen, index)
+
+
+def test_the_shipped_model_answers_the_same(tmp_path):
+    """A trained model, stored in bfloat16 and computed in float32: six layers of 32
+    experts.
+    """
+    plain = tiny.load_tiny()
+    with build_store(tiny.tiny_dir(), tmp_path / "s", dtype="float32") as store:
+        ours = OffloadedModel.load(
+            tiny.tiny_dir(), StoreExperts(store), dtype=torch.float32
+        )
+        assert (store.layers, store.experts(0)) == (6, 32)
+        assert largest_difference(plain, ours.model, 2, prompt=24) <= TOLERANCE
+
+
+# -- layouts ---------------------------------------------------------------------------
+
+
+def test_gpt_oss_is_recognised_as_transposed_biased_interleaved_and_clamped(tmp_path):
+    source = CheckpointSource(make_checkpoint("gpt_oss", tmp_path / "m"))
+    layout = source.layouts[0]
+    assert layout.transposed
+    assert [spec.name for spec in layout.tensors][2:] == [
+        "gate_up_proj_bias",
+        "down_proj_bias",
+    ]
+    assert layout.gating == Gating(
+        ALPHA_SWIGLU, interleaved=True, limit=7.0, alpha=1.702
+    )
+
+
+def test_a_gating_that_nobody_has_a_name_for_is_the_models_own(tmp_path, monkeypatch):
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    def strange(_self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.sin(gate) * up
+
+    monkeypatch.setattr(MixtralExperts, "_apply_gate", strange)
+    directory = make_checkpoint("mixtral", tmp_path / "m")
+    # The library's eager forward of Mixtral does not ask `_apply_gate`; its grouped one
+    # does.
+    plain = AutoModelForCausalLM.from_pretrained(
+        directory, experts_implementation="batched_mm"
+    ).eval()
+    with build_store(directory, tmp_path / "s") as store:
+        assert store.layout(0).gating.act == MODULE_GATING
+        ours = OffloadedModel.load(directory)
+        ours.handler = StoreExperts(store, [layer.gating for layer in ours.layers])
+        assert largest_difference(plain, ours.model, 1) <= TOLERANCE
+
+
+def test_swiglu_by_hand():
+    """H = 1, F = 1: down * silu(gate x) * up x, with gate 1, up 2, down 3 at x = 2."""
+    layout = swiglu_layout(1, 1, torch.float32)
+    weights = ExpertWeights(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]]))
+    expected = 3 * (2 / (1 + np.exp(-2))) * 4
+    assert float(
+        expert_forward(weights, torch.tensor([[2.0]]), layout)
+    ) == pytest.approx(expected)
+
+
+def test_biased_transposed_clamped_expert_by_hand():
+    """Interleaved gate 9 and up -9 clamp to 7 and -7: (-7 + 1) * 7 * sigmoid(1.7 * 7) *
+    2 + 0.5.
+    """
+    gating = Gating(ALPHA_SWIGLU, interleaved=True, limit=7.0, alpha=1.7)
+    shapes = {
+        "gate_up_proj": (1, 2),
+        "down_proj": (1, 1),
+        "gate_up_proj_bias": (2,),
+        "down_proj_bias": (1,),
+    }
+    layout = pack_layout(shapes, dtype=torch.float32, transposed=True, gating=gating)
+    weights = ExpertWeights(
+        torch.tensor([[4.0, -4.0]]),
+        torch.tensor([[2.0]]),
+        torch.tensor([1.0, -1.0]),
+        torch.tensor([0.5]),
+    )
+    expected = -6 * 7 / (1 + np.exp(-1.7 * 7)) * 2 + 0.5
+    assert float(
+        expert_forward(weights, torch.tensor([[2.0]]), layout)
+    ) == pytest.approx(expected)
+
+
+def test_an_expert_without_a_gate_is_two_products_and_an_activation():
+    gating = Gating("relu2", gated=False)
+    layout = pack_layout(
+        {"up_proj": (6, 4), "down_proj": (4, 6)},
+        dtype=torch.float32,
+        transposed=False,
+        gating=gating,
+    )
+    draws = torch.Generator().manual_seed(0)
+    up, down, hidden = (
+        torch.randn(*shape, generator=draws) for shape in ((6, 4), (4, 6), (3, 4))
+    )
+    expected = functional.relu(hidden @ up.T) ** 2 @ down.T
+    assert torch.allclose(
+        expert_forward(ExpertWeights(up, down), hidden, layout), expected
+    )
+
+
+def test_tensors_of_a_record_are_disjoint_and_on_cache_lines():
+    """gpt-oss's four tensors in bfloat16: 2 * 5 * 6 = 60 bytes, then 30, 12 and 10,
+    each on the next 64.
+    """
+    shapes = {
+        "gate_up_proj": (5, 6),
+        "down_proj": (3, 5),
+        "gate_up_proj_bias": (6,),
+        "down_proj_bias": (5,),
+    }
+    layout = pack_layout(shapes, dtype=torch.bfloat16, transposed=True, gating=Gating())
+    assert [spec.offset_bytes for spec in layout.tensors] == [0, 64, 128, 192]
+    assert layout.expert_bytes == 192 + 10
+    record = torch.zeros(256, dtype=torch.uint8)
+    for view in layout.views(record):
+        view.fill_(1.0)
+    # Bfloat16 1.0 is 0x3f80: both bytes set.
+    assert int((record != 0).sum()) == 60 + 30 + 12 + 10
+
+
+# -- grouping and combining ------------------------------------------------------------
+
+
+def test_pairs_are_grouped_by_expert_in_token_order():
+    groups = group_tokens(np.array([[5, 2], [2, 7], [7, 5]]))
+    assert groups.experts.tolist() == [2, 5, 7]
+    assert groups.tokens.tolist() == [2, 2, 2]
+    assert groups.starts.tolist() == [0, 2, 4, 6]
+    assert groups.pairs.tolist() == [1, 2, 0, 5, 3, 4]
+
+
+def test_places_left_unused_belong_to_nobody():
+    groups = group_tokens(np.array([[UNUSED, 3], [3, UNUSED]], dtype=np.uint16))
+    assert (groups.experts.tolist(), groups.pairs.tolist()) == ([3], [1, 2])
+
+
+def test_no_tokens_are_no_groups():
+    groups = group_tokens(np.empty((0, 2), dtype=np.int64))
+    assert (
+        groups.experts.size,
+        groups.tokens.size,
+        groups.pairs.size,
+        groups.starts.tolist(),
+    ) == (0, 0, 0, [0])
+
+
+def test_results_are_weighted_and_added_to_their_tokens():
+    """Token 0 takes half of expert A's 2 and all of B's 10; token 1 takes a quarter of
+    B's 20.
+    """
+    weights = torch.tensor([[0.5, 1.0], [0.25, 0.0]])
+    first = (torch.tensor([0]), torch.tensor([[2.0]]))
+    second = (torch.tensor([1, 2]), torch.tensor([[10.0], [20.0]]))
+    assert combine(torch.zeros(2, 1), [first, second], weights).tolist() == [
+        [11.0],
+        [5.0],
+    ]
+
+
+# -- what does not belong together -----------------------------------------------------
+
+
+def test_a_store_belongs_to_one_checkpoint(tmp_path):
+    """Same architecture, same shapes, one weight changed: another model."""
+    first = make_checkpoint("olmoe", tmp_path / "first")
+    model = AutoModelForCausalLM.from_pretrained(first)
+    with torch.no_grad():
+        model.model.embed_tokens.weight += 1
+    model.save_pretrained(tmp_path / "second")
+    with build_store(first, tmp_path / "s") as store:
+        OffloadedModel.load(first).check_store(store)
+        with pytest.raises(
+            StoreError, match=r"found those of first \(another model or version\)"
+        ):
+            OffloadedModel.load(tmp_path / "second").check_store(store)
+
+
+# -- what cannot be offloaded ----------------------------------------------------------
+
+
+def test_a_dense_model_is_refused(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
+    with pytest.raises(StoreError, match="expected MoE layers"):
+        CheckpointSource(tmp_path / "m")
+    with pytest.raises(StoreError, match="expected MoE layers"):
+        OffloadedModel.load(tmp_path / "m")
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path):
+    directory = make_checkpoint("olmoe", tmp_path / "m")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    with pytest.raises(
+        StoreError, match="expected float weights, found a quantised checkpoint"
+    ):
+        CheckpointSource(directory)
+
+
+def test_directories_that_are_no_models_are_refused(tmp_path):
+    with pytest.raises(
+        StoreError, match=r"expected a Hugging Face model directory with config\.json"
+    ):
+        OffloadedModel.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(StoreError, match="not a causal language model"):
+        OffloadedModel.load(tmp_path)
+
+
+def test_a_checkpoint_without_weights_or_with_lost_ones_is_refused(tmp_path):
+    directory = make_checkpoint("olmoe", tmp_path / "m")
+    weights = directory / "model.safetensors"
+    with safe_open(weights, framework="pt") as file:
+        tensors = {
+            key: file.get_tensor(key)
+            for key in file.keys()  # noqa: SIM118
+            if ".layers.1.mlp.experts." not in key
+        }
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(
+        StoreError,
+        match=(
+            r"layers\.1\.mlp\.experts\.down_proj: no tensor in the checkpoint feeds it"
+        ),
+    ):
+        CheckpointSource(directory)
+    weights.write_bytes(b"\x00" * 64)
+    with pytest.raises(StoreError, match=r"model\.safetensors: not a safetensors file"):
+        CheckpointSource(directory)
+    weights.unlink()
+    with pytest.raises(StoreError, match=r"expected model\.safetensors or"):
+        CheckpointSource(directory)

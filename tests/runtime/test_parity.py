@@ -1,0 +1,336 @@
+"""Two worlds, one planner: what a real run saw and decided, and what the simulator
+makes of it.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.handmade import registered
+from support.learned_network import write
+from support.real_machine import (
+    ONE_WORKER,
+    combinations,
+    host_profile,
+    random_store,
+    usable,
+)
+from support.small_trace import write_trace
+
+from moesim.policies.base import ExpertKey, Late, PrefetchPolicy
+from moesim.policies.planner.observers import repeat
+from moesim.runs import replay as api
+from moesim.runs.measured import run_trace
+from moesim.runtime.executor.decision_log_file import FILE_NAME, load_decision_log
+from moesim.traces.format.batch import compose
+from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape
+
+ROOT = Path(__file__).parents[2]
+SHAPE = ModelShape(
+    name="small",
+    layers=3,
+    experts=8,
+    top_k=2,
+    hidden=32,
+    expert_intermediate=16,
+    expert_bytes=(3 * 32 * 16 * 4,) * 3,
+    other_bytes=1 << 12,
+    dtype="f32",
+    vocab=50,
+)
+EXPERT = 8192  # 3 x 32 x 16 weights of 4 bytes, in whole blocks
+COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    place = tmp_path_factory.mktemp("trace") / "t.parquet"
+    return open_trace(
+        write_trace(
+            place, SHAPE, ((5, 8), (3, 6), (7, 8)), columns=COLUMNS, ragged=True
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory, trace):
+
+    with random_store(trace, tmp_path_factory.mktemp("store")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def artefacts(tmp_path_factory):
+    """What learned policies need."""
+    return write(tmp_path_factory.mktemp("learned"), SHAPE.layers, SHAPE.experts)
+
+
+def measured(
+    trace,
+    store,
+    combination,
+    *,
+    batch=1,
+    routing=None,
+    workers=None,
+    out=None,
+    artefacts=None,
+    **memory,
+):
+    policy, cache, prefetch = combination.split("+")
+    cores = {"cores": 1} if workers is ONE_WORKER else {}
+    return run_trace(
+        trace,
+        policy,
+        cache=cache,
+        prefetch=prefetch,
+        routing=routing,
+        store=store,
+        dtype="float32",
+        batch=batch,
+        hw=host_profile(workers, **cores),
+        memory=api.MemoryOptions(**memory),
+        out=out,
+        artefacts=artefacts,
+    )
+
+
+def fresh_planner(trace, combination, *, batch=1, artefacts=None, **memory):
+    from moesim.runs.config import RunConfig
+    from moesim.runs.setup import Setup
+    from moesim.runtime.executor.trace_driven import shape_for
+
+    config = RunConfig.of(
+        policy=combination, memory=api.MemoryOptions(**memory), artefacts=artefacts
+    )
+    setup = Setup(
+        config,
+        shape_for(trace.shape, None),
+        host_profile(),
+        config.system,
+        future=RecordedFuture.of(trace, batch=batch),
+    )
+    return setup.planner()
+
+
+def test_views_of_a_run_give_the_same_plans_for_every_policy(trace, store, artefacts):
+    """Oracles, work ahead and learning included; each combination at another cache
+    size, batch and host memory.
+    """
+    for one, combination in enumerate(combinations(oracles=True, approximate=True)):
+        batch = 1 + one % 3
+        memory = {
+            "slots_per_layer": one % 9,
+            "host_memory_bytes": (7 + one % 9) * EXPERT if one % 2 else None,
+        }
+        # Some stage whole layers, which need room.
+        if one % 2 and "moe-lightning" in combination:
+            memory["host_memory_bytes"] += 2 * SHAPE.experts * EXPERT
+        run = measured(
+            trace, store, combination, batch=batch, artefacts=artefacts, **memory
+        )
+        planner = fresh_planner(
+            trace, combination, batch=batch, artefacts=artefacts, **memory
+        )
+        plans = repeat(
+            run.decision_log.entries,
+            planner,
+            compose(trace, batch=batch, columns=COLUMNS),
+        )
+        assert len(plans) == run.metrics["layer_steps"] == 3 * run.metrics["steps"], (
+            combination
+        )
+
+
+def test_hits_equal_the_simulators_for_every_cache_policy(trace, store, artefacts):
+    """Without prefetch nothing depends on time: hits, delayed hits and misses are
+    equal, not similar.
+    """
+    caches = usable("cache", oracles=True)
+    for one, cache in enumerate(caches):
+        memory = {
+            "slots_per_layer": 1 + one % 5,
+            "cache_scope": "global" if one % 4 == 3 else "layer",
+        }
+        run = measured(
+            trace,
+            store,
+            f"on-demand+{cache}+none",
+            batch=1 + one % 2,
+            artefacts=artefacts,
+            **memory,
+        )
+        simulated = api.replay(
+            trace,
+            "on-demand",
+            cache=cache,
+            prefetch="none",
+            hw=host_profile(),
+            batch=1 + one % 2,
+            memory=api.MemoryOptions(**memory),
+            artefacts=artefacts,
+        )
+        for figure in ("accesses", "hits", "delayed_hits", "misses"):
+            assert run.metrics[figure] == simulated.metrics[figure], (cache, figure)
+        assert (
+            run.timeline.access_frame()["state"]
+            == simulated.timeline.access_frame()["state"]
+        ).all(), cache
+
+
+class Flood(PrefetchPolicy):
+    """Names all experts of the next two layers, each layer in another order, and takes
+    back what has not started.
+    """
+
+    def __init__(self, *, late: Late = "active") -> None:
+        self.late = late
+        self.requeue = True
+
+    def prefetch(self, work, view):
+        layers = range(work.layer + 1, min(work.layer + 3, view.layers))
+        return [
+            ExpertKey(layer, (e + work.step + work.layer) % view.experts)
+            for layer in layers
+            for e in range(view.experts)
+        ]
+
+
+@pytest.mark.parametrize("late", ["keep", "drop", "active"])
+@pytest.mark.parametrize("host_experts", [None, 9])
+def test_a_queue_that_is_sorted_anew_is_sorted_alike_in_both_worlds(
+    trace, store, tmp_path, late, host_experts
+):
+    """Prefetches of later layers are really taken back; the same reports give the same
+    plans, also from the disk.
+
+    One core does everything in turn, so that copies for later layers find no time
+    before the next layer comes.
+    """
+    memory = {
+        "slots_per_layer": 4,
+        "host_memory_bytes": host_experts and host_experts * EXPERT,
+    }
+    with registered(prefetch_flood=Flood):
+        combination = f"on-demand+lru+flood:late={late}"
+        run = measured(
+            trace, store, combination, workers=ONE_WORKER, out=tmp_path, **memory
+        )
+        entries = [
+            entry for entry in run.decision_log.entries if entry.call == "drop_late"
+        ]
+        assert any(
+            one[1] != layer
+            for waiting, layer, _ in (e.arguments for e in entries)
+            for one in waiting
+        )
+        for entry in entries:
+            waiting, layer, active = entry.arguments
+            kept = {tuple(one) for one in waiting} - set(entry.answer)
+            assert all(own == layer for _, own, _ in kept)
+            assert late != "drop" or not kept
+            assert late != "active" or all(expert in active for *_, expert in kept)
+        saved, _ = load_decision_log(tmp_path / FILE_NAME)
+        plans = repeat(
+            saved,
+            fresh_planner(trace, combination, **memory),
+            compose(trace, columns=COLUMNS),
+        )
+        assert len(plans) == run.metrics["layer_steps"]
+        simulated = api.replay(
+            trace,
+            "on-demand",
+            cache="lru",
+            prefetch=f"flood:late={late}",
+            hw=host_profile(),
+            memory=api.MemoryOptions(**memory),
+        )
+    for figures in (run.metrics, simulated.metrics):
+        assert (
+            figures["accesses"]
+            == figures["hits"] + figures["delayed_hits"] + figures["misses"]
+        )
+    assert run.metrics["accesses"] == simulated.metrics["accesses"]
+
+
+def test_the_page_of_files_names_every_file_of_a_run(trace, store, tmp_path):
+    """And says which a replay has as well."""
+    measured(
+        trace, store, "greedy+lru+next-gate", out=tmp_path / "a", slots_per_layer=3
+    )
+    api.replay(trace, "greedy", out=tmp_path / "b")
+    page = (ROOT / "docs/reference/files.md").read_text(encoding="utf-8")
+    section = page.partition("## Run")[2].partition("\n## ")[0]
+    listed = dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", section, re.MULTILINE))
+    simulated = {name for name, words in listed.items() if "real runs" not in words}
+    written = {file.name for file in (tmp_path / "a").iterdir()}
+    # The command writes its summary when all is done.
+    assert written | {"run.json"} == listed.keys()
+    assert {file.name for file in (tmp_path / "b").iterdir()} == simulated
+
+
+def test_saved_views_are_checked_in_another_process_without_torch(
+    trace, store, tmp_path
+):
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    measured(trace, store, "greedy+lru+next-gate", out=tmp_path, slots_per_layer=3)
+    entries, steps = load_decision_log(tmp_path / FILE_NAME)
+    assert steps is None, "routing is in the trace"
+    assert [e.call for e in entries].count("plan") > 0
+    code = (
+        "import sys; from pathlib import Path; from"
+        " moesim.runtime.executor.decision_log_file import load_decision_log\nentries, _ ="
+        f" load_decision_log(Path({str(tmp_path / FILE_NAME)!r}))\nassert 'torch' not in"
+        " sys.modules; print(len(entries))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert int(done.stdout) == len(entries)
+
+
+@pytest.mark.parametrize("workers", [None, ONE_WORKER], ids=["two cores", "one core"])
+def test_spans_and_accesses_tell_the_whole_run(trace, store, workers):
+    """One compute span per access, on the lane that the access names; one plan, join
+    and dense span per layer step.
+    """
+    run = measured(
+        trace,
+        store,
+        "greedy+lru+next-gate",
+        workers=workers,
+        slots_per_layer=3,
+        host_memory_bytes=9 * EXPERT,
+    )
+    spans = run.timeline.frame()
+    accesses = run.timeline.access_frame()
+    key = ["step", "layer", "expert", "lane"]
+    compute = spans[spans["kind"] == "compute"]
+    assert sorted(map(tuple, compute[key].to_numpy())) == sorted(
+        map(tuple, accesses[key].to_numpy())
+    )
+    layer_steps = run.metrics["layer_steps"]
+    for kind in ("plan", "join"):
+        assert (spans["kind"] == kind).sum() == layer_steps
+    # And the head of every step.
+    assert (spans["kind"] == "dense").sum() == layer_steps + run.metrics["steps"]
+    assert (spans["end_s"] >= spans["start_s"]).all()
+    copies = spans[spans["kind"].isin(["fetch", "prefetch", "read"])]
+    assert set(copies["bytes"]) == {EXPERT}
+    for lanes in host_profile(
+        workers, **({"cores": 1} if workers else {})
+    ).workers.values():
+        mine = spans[spans["lane"].isin(lanes)].sort_values("start_s")
+        assert (
+            mine["start_s"].to_numpy()[1:] >= mine["end_s"].to_numpy()[:-1] - 1e-9
+        ).all(), "a worker does one thing"

@@ -1,0 +1,534 @@
+"""The compiled engine answers what SimPy answers, to the last bit."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engine_pairs import assert_equal, both, machine
+from support.handmade import hand_trace, registered, shape
+from support.strategies import DrawnTrace, traces
+
+import moesim
+from moesim.hwprofiles.schema import Quantity
+from moesim.policies.base import PolicyError
+from moesim.policies.cache.lru import LRU
+from moesim.policies.faults import PolicyFault
+from moesim.policies.registry import find, names
+from moesim.sim.compiled.support import brings_kernels
+from moesim.traces.format.reader import Trace, open_trace
+
+ASSIGNMENTS = (
+    "all-cpu",
+    "on-demand",
+    "greedy",
+    "greedy:staging=1",
+    "static-threshold",
+    "static-threshold:rule=sum",
+    "static-threshold:tokens=2",
+    "fixed-mapping",
+    "fixed-mapping:wait=true,prefill=gpu",
+    "layer-wise",
+    "layer-wise:side=first",
+    "layer-wise:upload_tokens=2",
+    "layer-wise:upload_tokens=1,counted=expert",
+    "mixtral-offloading",
+    "fiddler",
+    "fiddler:issue=parallel",
+    "hybrimoe-schedule",
+    "hybrimoe-schedule:reading=r1,stealing=false",
+    "smoe-balancer",
+    "smoe-balancer:form=guarded,prefill=balance",
+    "fetch-split",
+    "fetch-split:fraction=0.4",
+    "fetch-split:table=0/0/1/2",
+)
+CACHES = (
+    "none",
+    "static",
+    "static:fill=random",
+    "lru",
+    "lfu",
+    "lfu:variant=perfect,decay=0.9,tie=lru",
+    "lfu:tie=fifo",
+    "fifo",
+    "lifo",
+    "lfru",
+    "lfru:variant=in-cache",
+    "decayed-frequency:half_life=2,margin=0.1",
+    "clock",
+    "clock:rounds=2",
+    "sieve",
+    "s3-fifo",
+    "s3-fifo:small=0.4,uses=1",
+    "s3-fifo:variant=libcachesim,ghosts=0.3",
+    "slru",
+    "slru:segments=4,entry=free",
+    "arc",
+    "arc:ratio=real",
+    "workload-window:window=2,swaps=2",
+    "workload-window:window=3,trigger=literal,gain=gain-only",
+    "workload-window:window=1,prefill=false,deadline=none,fill=lowest",
+    "belady",
+    "belady:must_admit=true",
+    "belady-cost",
+    "belady-size",
+)
+PREFETCHES = (
+    "none",
+    "next-gate",
+    "next-gate:depth=3,refill=true,tie=score",
+    "next-gate:depth=2,late=keep,requeue=true",
+    "residual:size=2",
+    "residual:refill=true,tie=score",
+    "first-missing",
+    "statistical",
+    "statistical:refill=true,size=2",
+    "impact",
+    "impact:depth=1,size=2,requeue=false",
+    "impact:depth=2,discount=0.5",
+    "clairvoyant",
+    "clairvoyant:depth=3",
+    "pre-gated",
+)
+PREDICTORS = ("pred1_raw", "pred2_raw", "pred3_raw", "pred1_res")
+HOST_RATIOS = (0.0, 0.1, 0.3, 0.6, 0.9)
+HOST_CACHES = ("lru", "lfu", "fifo", "none", "static", "lfru:variant=in-cache")
+
+machines = st.builds(
+    machine,
+    gpus=st.sampled_from([1, 1, 2]),
+    shared=st.sampled_from(
+        [
+            (),
+            (),
+            ("gpu", "h2d", "d2h"),
+            ("control", "cpu"),
+            ("control", "gpu", "h2d", "d2h"),
+            ("control", "h2d"),
+            ("control", "cpu", "gpu", "h2d", "d2h"),
+            ("h2d", "ssd"),
+        ]
+    ),
+    slowdown=st.sampled_from(
+        [
+            None,
+            None,
+            {("cpu", "ssd"): 1.1, ("h2d", "ssd"): 1.06, ("cpu", "h2d"): 1.8},
+            {("cpu", "gpu"): 1.14, ("gpu", "cpu"): 1.09, ("gpu", "ssd"): 1.13},
+            {("cpu", "h2d"): 1.3, ("h2d", "cpu"): 1.2, ("gpu", "cpu"): 1.1},
+            {("gpu", "h2d"): 2.0, ("h2d", "gpu"): 1.7},
+        ]
+    ),
+)
+options = st.fixed_dictionaries(
+    {
+        "cache": st.sampled_from(CACHES),
+        "hw": machines,
+        "cache_ratio": st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]),
+        "cache_scope": st.sampled_from(["layer", "global"]),
+        "staging": st.integers(1, 3),
+        "batch": st.integers(1, 3),
+        "gpu_split": st.sampled_from(["layers", "experts"]),
+        "noise_seed": st.sampled_from([None, 7]),
+    }
+)
+
+
+ahead = st.fixed_dictionaries(
+    {
+        "prefetch": st.sampled_from(PREFETCHES),
+        "prefetch_budget_bytes": st.sampled_from([None, None, 2 << 20]),
+    }
+)
+
+
+def check(drawn, policy, given, columns=(), host_ratio=None):
+    """Run one drawn configuration in both engines."""
+    if host_ratio is not None:
+        experts = given["staging"] + int(
+            host_ratio * drawn.shape.experts * drawn.shape.layers
+        )
+        given = given | {"host_memory_bytes": experts * drawn.shape.max_expert_bytes}
+    with tempfile.TemporaryDirectory() as folder:
+        trace = open_trace(drawn.write(Path(folder) / "drawn.parquet", columns))
+        assert_equal(*both(trace, policy, **given))
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces(), st.sampled_from(ASSIGNMENTS), options)
+def test_both_engines_give_the_same_run(drawn, policy, given):
+    check(drawn, policy, given)
+
+
+@settings(max_examples=40, deadline=None)
+@given(traces(max_layers=4), st.sampled_from(ASSIGNMENTS), options, ahead)
+def test_prefetches_are_the_same_in_both_engines(drawn, policy, given, ahead):
+    check(drawn, policy, given | ahead, PREDICTORS)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    traces(max_layers=4),
+    st.sampled_from(ASSIGNMENTS),
+    options,
+    ahead,
+    st.sampled_from(HOST_CACHES),
+    st.sampled_from(HOST_RATIOS),
+)
+def test_reads_from_the_ssd_are_the_same(
+    drawn, policy, given, ahead, host_cache, host_ratio
+):
+    given = given | ahead | {"host_cache": host_cache}
+    check(drawn, policy, given, PREDICTORS, host_ratio)
+
+
+def test_by_hand_a_read_then_its_copy_then_its_product(tmp_path):
+    """An expert that is nowhere is read, then copied, then computed: each begins when
+    the one before ends.
+    """
+    trace = hand_trace(tmp_path / "t.parquet", [[[0]]], experts=4, prompt=0)
+    run = moesim.replay(
+        trace,
+        "on-demand",
+        cache="lru",
+        staging=1,
+        host_memory_bytes=100,
+        engine="compiled",
+    )
+    spans = run.timeline.frame()
+    read, copy, product = (
+        spans[spans["kind"] == kind].iloc[0] for kind in ("read", "fetch", "compute")
+    )
+    assert read["bytes"] == copy["bytes"] == 100
+    assert copy["start_s"] == read["end_s"]
+    assert product["start_s"] == copy["end_s"]
+
+
+@pytest.mark.parametrize(("shared", "rate_changes"), [((), 4), (("control", "cpu"), 3)])
+def test_by_hand_who_plans_computes_when_copies_and_reads_have_begun(
+    tmp_path, shared, rate_changes
+):
+    """Reads slow the CPU. Step 1 reads 0, then 1 while the CPU computes 0; step 2 reads
+    2 beside 0. Each read ends before the product beside it does.
+
+    A CPU thread of its own begins at once, so each read changes its rate twice: when it
+    starts and when it ends. The thread that has planned serves the CPU's lane last:
+    the second step's read is under way already, and changes the rate once.
+    """
+    trace = hand_trace(
+        tmp_path / "t.parquet", [[[0, 1]], [[0, 2]]], experts=4, prompt=0
+    )
+    # So that a first product takes longer than the read beside it.
+    numbers = {"costs.cpu.first_s": 5e-5, "costs.dispatch.per_op_s": 5.2e-6}
+    hw = machine(shared=shared, slowdown={("cpu", "ssd"): 1.1}, numbers=numbers)
+    runs = both(
+        trace,
+        "all-cpu",
+        hw=hw,
+        staging=1,
+        cache="lru",
+        host_memory_bytes=300,
+        host_cache="lru",
+    )
+    assert_equal(*runs)
+    spans = 2 * len(("dense", "plan", "activation", "join", "head")) + 3 + 4
+    turns = 2 * len(("dense", "plan", "products", "activation", "join", "head"))
+    assert runs[1].result.events == spans + turns + rate_changes
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "states"), [(200, [0, 0, 0, 0, 0, 0]), (400, [0, 0, 0, 2, 2, 2])]
+)
+def test_by_hand_two_small_experts_leave_for_a_large_one(tmp_path, pool_bytes, states):
+    """Layers weigh 100, 100 and 200 bytes an expert, in one pool. In 200 bytes the last
+    one takes both places of the others, and loses them to the first in the next pass,
+    which leaves 100 bytes for the second. Had it been staged, the next pass would begin
+    with two hits. In 400 bytes nobody leaves.
+    """
+    trace = hand_trace(
+        tmp_path / "t.parquet",
+        [[[0], [0], [0]]] * 2,
+        experts=4,
+        expert_bytes=[100, 100, 200],
+    )
+    runs = both(
+        trace,
+        "on-demand",
+        cache="lru",
+        cache_scope="global",
+        staging=1,
+        # Beside the pool: one staged expert, and one byte of dense weights.
+        gpu_memory_bytes=pool_bytes + 200 + 1,
+    )
+    assert_equal(*runs)
+    (accesses,) = runs[1].timeline.access_chunks()
+    assert accesses["state"].tolist() == states
+
+
+def test_by_hand_who_leaves_is_copied_back_when_the_copy_in_its_place_begins(tmp_path):
+    """One slot: 0 comes, then 1 takes its place, and 0 goes back on a link of its own.
+    Nobody waits for it.
+    """
+    trace = hand_trace(tmp_path / "t.parquet", [[[0]], [[1]]], experts=4)
+    runs = both(trace, "mixtral-offloading", slots_per_layer=1)
+    assert_equal(*runs)
+    spans = runs[1].timeline.frame()
+    copies = spans[spans["bytes"] > 0]
+    rows = list(zip(copies["lane"], copies["kind"], copies["expert"], strict=True))
+    assert rows == [("h2d0", "fetch", 0), ("h2d0", "fetch", 1), ("d2h0", "replace", 0)]
+    assert copies["start_s"].iloc[1] == copies["start_s"].iloc[2]
+
+
+def test_copies_back_may_queue_for_longer_than_the_run(make_trace):
+    """The way back is slow: hundreds wait, more than the loop first has room for."""
+    profile = machine()
+    slow = Quantity(1e9, "assumed", "slower than everything else")
+    numbers = {**profile.numbers, "costs.d2h.bytes_per_s": slow}
+    curves = {k: v for k, v in profile.curves.items() if "d2h" not in k}
+    trace = open_trace(make_trace(sequences=((4, 60), (2, 50))))
+    runs = both(
+        trace,
+        "mixtral-offloading",
+        slots_per_layer=1,
+        hw=replace(profile, numbers=numbers, curves=curves),
+    )
+    assert_equal(*runs)
+    kinds = runs[1].timeline.frame()["kind"].value_counts()
+    waiting = kinds["fetch"] - kinds["replace"]
+    shape = trace.shape
+    assert waiting > 4 * shape.layers * shape.experts + 2 * shape.experts + 64
+
+
+@pytest.mark.parametrize("policy", ["greedy", "on-demand", "all-cpu"])
+def test_one_memory_for_cpu_and_gpu(make_trace, policy):
+    profile = machine()
+    one = {"memory.unified": Quantity(1, "assumed", "one memory")}
+    hw = replace(profile, numbers={**profile.numbers, **one})
+    runs = both(open_trace(make_trace()), policy, hw=hw)
+    assert_equal(*runs)
+    assert set(runs[1].metrics["bytes"].values()) == {0}
+
+
+def test_by_hand_a_prefetch_follows_demand_on_the_link(tmp_path):
+    """Layer 0 fetches its expert; then layer 1's is prefetched, and not fetched again."""
+    trace = hand_trace(tmp_path / "t.parquet", [[[0], [1]]], experts=4, prompt=0)
+    run = moesim.replay(
+        trace, "on-demand", cache="lru", prefetch="clairvoyant", engine="compiled"
+    )
+    spans = run.timeline.frame()
+    copies = spans[spans["bytes"] > 0]
+    assert list(copies["kind"]) == ["fetch", "prefetch"]
+    assert list(copies["layer"]) == [0, 1]
+    assert list(copies["expert"]) == [0, 1]
+    assert copies["start_s"].iloc[1] == copies["end_s"].iloc[0]
+
+
+def test_by_hand_products_that_wait_begin_when_the_last_copy_has_landed(tmp_path):
+    """A whole layer of four is streamed for two experts: both begin after the fourth."""
+    trace = hand_trace(tmp_path / "t.parquet", [[[0, 1]]], experts=4, prompt=0)
+    run = moesim.replay(
+        trace,
+        "on-demand",
+        cache="none",
+        prefetch="whole-layer",
+        staging=4,
+        engine="compiled",
+    )
+    spans = run.timeline.frame()
+    copies = spans[spans["bytes"] > 0]
+    products = spans[spans["kind"] == "compute"]
+    assert len(copies) == 4
+    assert products["start_s"].iloc[0] == copies["end_s"].max()
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        "score-window:window=2",
+        "score-window",
+        "mrs",
+        "mrs:alpha=0.3,p=2,tie=touched,fill=lowest",
+        "mrs:fill=lowest,copies=missed",
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_caches_that_read_gate_scores(make_trace, cache, batch):
+    trace = open_trace(
+        make_trace(sequences=((3, 9), (2, 5), (0, 4)), columns=("scores",))
+    )
+    for policy in ("greedy", "on-demand", "fixed-mapping:prefill=gpu"):
+        assert_equal(*both(trace, policy, cache=cache, cache_ratio=0.4, batch=batch))
+
+
+def test_by_hand_two_misses_share_one_link(tmp_path):
+    """Two experts fetched on one link: the second copy starts when the first lands."""
+    trace = hand_trace(tmp_path / "t.parquet", [[[0, 1]]], experts=4, prompt=0)
+    run = moesim.replay(trace, "on-demand", cache="lru", engine="compiled")
+    spans = run.timeline.frame()
+    copies = spans[spans["kind"] == "fetch"]
+    assert list(copies["expert"]) == [0, 1]
+    assert copies["start_s"].iloc[1] == copies["end_s"].iloc[0]
+    products = spans[(spans["kind"] == "compute")]
+    assert products["start_s"].iloc[0] == copies["end_s"].iloc[0]
+
+
+def test_by_hand_products_wait_for_no_replacement_that_waits_for_them(tmp_path):
+    """Two layer steps of two tokens are uploaded. The first wishes for a replacement of
+    expert 0, whose copy finds the one worker busy; the second computes expert 0, and
+    waits for all of its own copies, but not for one that needs the place of 0.
+    """
+    tokens = ([[[2, 4]], [[1, 0]]], [[[3, 2]], [[1, 0]]])
+    drawn = DrawnTrace(shape(1, 5, 2), tuple((0, np.array(each)) for each in tokens))
+    lanes = ("control", "cpu", "gpu", "h2d", "d2h")
+    runs = both(
+        open_trace(drawn.write(tmp_path / "t.parquet", ())),
+        "layer-wise:upload_tokens=2",
+        cache="workload-window:window=1,prefill=false,deadline=none,fill=lowest",
+        prefetch="pre-gated",
+        hw=machine(shared=lanes),
+        slots_per_layer=1,
+        staging=3,
+        batch=2,
+    )
+    assert_equal(*runs)
+    accesses = next(runs[0].timeline.access_chunks())
+    assert accesses["expert"].tolist() == [2, 3, 4, 0, 1]
+
+
+def test_auto_says_which_engine_ran_and_why(make_trace):
+    trace = make_trace(columns=("scores", "pred1_raw"))
+    run = moesim.replay(trace, "greedy", cache="lru")
+    assert run.config["engine"] == "compiled"
+    assert run.config["engine_reason"] is None
+    run = moesim.replay(trace, "daop", cache="lru", routing="as-recorded")
+    assert run.config["engine"] == "simpy"
+    assert (
+        run.config["engine_reason"] == "experts that are computed ahead of their gate"
+    )
+    assert moesim.replay(trace, "greedy", engine="simpy").config["engine"] == "simpy"
+
+
+def test_what_is_not_compiled_is_refused_in_one_line(make_trace):
+    trace = make_trace(columns=("weights",))
+    with pytest.raises(PolicyError, match="--engine compiled: not possible"):
+        moesim.replay(trace, routing="adaptive-gating", engine="compiled")
+
+
+def test_an_answer_overridden_in_python_is_not_passed_over(make_trace):
+    """A subclass that inherits kernels would otherwise be run as its parent: Python is
+    asked.
+    """
+
+    class Moody(LRU):
+        def victims(self, incoming, candidates):
+            return candidates[-len(incoming) :]
+
+    assert brings_kernels(LRU)
+    assert not brings_kernels(Moody)
+    trace = open_trace(make_trace(sequences=((4, 6), (2, 5))))
+    options = {"cache_ratio": 0.4}
+    with registered(cache_moody=Moody):
+        moody = both(trace, "on-demand", cache="moody", **options)
+    assert_equal(*moody)
+    _, parent = both(trace, "on-demand", cache="lru", **options)
+    assert moody[1].metrics != parent.metrics
+
+
+IN_PYTHON = (
+    ("exact", "lru", "next-gate"),
+    ("beam", "lecar", "none"),
+    ("fetch-split", "s3-fifo", "residual"),
+    ("layer-wise:upload_tokens=2", "lru", "whole-layer"),
+    ("greedy", "sieve", "random"),
+    ("ik-break-even", "arc", "noisy-oracle"),
+    ("on-demand", "random", "statistical:preceding=2"),
+    ("hybrimoe-schedule", "mrs", "hybrimoe-released"),
+    ("fiddler", "belady", "activation-matrix"),
+    ("on-demand", "workload-window:window=2", "partial-hidden"),
+)
+
+
+@pytest.mark.parametrize(("policy", "cache", "prefetch"), IN_PYTHON)
+@pytest.mark.parametrize("limited", [False, True])
+def test_policies_without_kernels_are_asked_in_python(
+    make_trace, policy, cache, prefetch, limited
+):
+    columns = ("scores", "weights", "pred1_raw", "pred1_res")
+    trace = open_trace(make_trace(sequences=((4, 6), (2, 5), (0, 3)), columns=columns))
+    options = {"cache": cache, "prefetch": prefetch, "cache_ratio": 0.4, "staging": 3}
+    if limited:
+        options |= {"host_memory_bytes": 10 << 20, "host_cache": cache}
+    assert_equal(*both(trace, policy, **options))
+
+
+def test_what_a_policy_raises_ends_the_run(make_trace):
+    """An exception crosses the compiled loop, with the lines of the policy."""
+
+    class Broken(LRU):
+        def victims(self, incoming, candidates):
+            raise KeyError("mislaid")
+
+    with registered(cache_broken=Broken), pytest.raises(PolicyFault) as fault:
+        moesim.replay(
+            make_trace(),
+            "on-demand",
+            cache="broken",
+            cache_ratio=0.2,
+            engine="compiled",
+        )
+    assert "mislaid" in str(fault.value)
+    assert "raise KeyError" in fault.value.frames
+
+
+@pytest.mark.parametrize("kind", ["assignment", "cache", "prefetch"])
+def test_the_page_names_the_policies_that_bring_kernels(kind):
+    page = Path(__file__).parents[2] / "docs" / "reference" / "engines.md"
+    row = re.search(rf"^\| {kind} \| (.*) \|$", page.read_text("utf-8"), re.MULTILINE)
+    bring = [name for name in names(kind) if brings_kernels(find(name, kind))]
+    assert re.findall(r"`([a-z0-9-]+)`", row[1]) == sorted(bring)
+
+
+def test_results_do_not_depend_on_where_chunks_end(make_trace, monkeypatch):
+    """Blocks, chunks and room for spans are cut elsewhere; rows stay the same."""
+    from moesim.sim.compiled import engine
+    from moesim.traces.timeline import spans
+
+    trace = open_trace(make_trace(sequences=((4, 6), (2, 5))))
+    whole, _ = both(trace, "on-demand", cache="lru")
+    for module in (engine, spans):
+        monkeypatch.setattr(module, "CHUNK_SPANS", 7)
+        monkeypatch.setattr(module, "CHUNK_ACCESSES", 3)
+    first, second = both(trace, "on-demand", cache="lru")
+    assert_equal(first, second)
+    rows = np.concatenate([c["end_s"] for c in second.timeline.chunks()])
+    assert len(list(second.timeline.chunks())) > 1
+    np.testing.assert_array_equal(rows, next(iter(whole.timeline.chunks()))["end_s"])
+
+
+def test_a_trace_is_cut_once_for_equal_runs(make_trace, monkeypatch):
+    """Runs of a sweep share it; another batch is another cut, and so are other
+    passes.
+    """
+    trace = open_trace(make_trace(sequences=((4, 6), (2, 5))))
+    reads = []
+    sequences = Trace.sequences
+    monkeypatch.setattr(
+        Trace, "sequences", lambda *given: reads.append(1) or sequences(*given)
+    )
+    runs = [
+        moesim.replay(trace, policy, batch=batch, engine="compiled").metrics["accesses"]
+        for batch in (1, 2)
+        for policy in ("greedy", "all-cpu", "on-demand")
+    ]
+    assert len(reads) == 2
+    assert runs[:3] == [runs[0]] * 3
+    assert runs[3:] == [runs[3]] * 3
+    assert pickle.loads(pickle.dumps(trace)).last_cut == {}

@@ -1,0 +1,89 @@
+"""One run in both engines, and whether they answer the same to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moesim.hwprofiles.lanes import lane_names
+from moesim.hwprofiles.profile import Contention, HardwareProfile, load_profile
+from moesim.runs.config import RunConfig
+from moesim.runs.engines import Engine, choose_engine
+from moesim.runs.setup import Setup, figures_of, watts
+from moesim.traces.timeline.metrics import summarise
+from moesim.traces.timeline.spans import Timeline
+
+
+def machine(*, gpus=1, slowdown=None, shared=(), name="rtx3090-epyc7532", numbers=None):
+    """A shipped machine with other lanes: more GPUs, contention, and one worker for all
+    lanes of the kinds that are shared; `numbers` replaces some by their paths.
+    """
+    profile = load_profile(name)
+    for path, value in (numbers or {}).items():
+        profile.numbers[path] = replace(profile.numbers[path], value=value)
+    workers = {lane: (lane,) for lane in lane_names(gpus)}
+    if shared:
+        taken = [lane for lane in workers if lane.startswith(shared)]
+        workers = {k: v for k, v in workers.items() if k not in taken}
+        workers["shared"] = tuple(taken)
+    profile = replace(profile, workers=workers)
+    if slowdown:
+        profile.__dict__["contention"] = Contention(slowdown)
+    return profile
+
+
+@dataclass
+class Outcome:
+    """What one engine answered."""
+
+    result: object
+    timeline: Timeline
+    metrics: dict
+    figures: dict
+
+
+def outcome(engine, setup, trace, config):
+    planner = setup.planner()
+    timeline = Timeline(setup.profile.lanes)
+    result = engine.run(
+        trace,
+        planner,
+        setup.profile,
+        timeline,
+        batch=config.batch,
+        steps=config.steps,
+        noise_seed=config.noise_seed,
+        progress=None,
+    )
+    timeline.close()
+    metrics = summarise(timeline, power=watts(setup.profile))
+    return Outcome(result, timeline, metrics, figures_of(planner))
+
+
+def both(trace, policy, **options):
+    """The outcomes of SimPy and of the compiled engine, which must know everything."""
+    config = RunConfig.of(trace, policy, **options)
+    profile = config.hw if isinstance(config.hw, HardwareProfile) else None
+    setup = Setup.of(config, trace, profile=profile)
+    compiled = choose_engine("compiled", setup.planner(), setup.profile)
+    return (
+        outcome(Engine("simpy"), setup, trace, config),
+        outcome(compiled, setup, trace, config),
+    )
+
+
+def assert_equal(first, second):
+    """Chunks, their rows, metrics and counts of events are the same, bit by bit."""
+    for table in ("chunks", "access_chunks", "step_chunks"):
+        ours = list(getattr(first.timeline, table)())
+        theirs = list(getattr(second.timeline, table)())
+        assert len(ours) == len(theirs), table
+        for one, other in zip(ours, theirs, strict=True):
+            assert list(one) == list(other)
+            for name in one:
+                assert one[name].dtype == other[name].dtype, (table, name)
+                np.testing.assert_array_equal(one[name], other[name], f"{table} {name}")
+    assert first.result == second.result
+    assert first.metrics == second.metrics
+    assert first.figures == second.figures

@@ -1,0 +1,87 @@
+"""Import what the writers of `support.foreign_files` wrote, and judge what came of it."""
+
+from __future__ import annotations
+
+import pytest
+from support import foreign_files as files
+
+from moesim.base.errors import TraceError
+from moesim.traces.format.reader import open_trace
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
+
+WRITERS = {
+    # file name without meaning -> (writer, importer, options, what comes back:
+    # sequences, phases, weights, ragged)
+    "sglang_per_token": (files.sglang_per_token, "sglang", {}, "all phases"),
+    "vllm_npz": (files.vllm_npz, "vllm", {}, "first phases"),
+    "vllm_npy": (files.vllm_npy, "vllm", {"prompt_tokens": "5"}, "first phases"),
+    "vllm_json": (files.vllm_json, "vllm", {}, "all phases"),
+    "hf_safetensors": (
+        files.hf_safetensors,
+        "hf_router_logits",
+        {"batch": "2", "prompt_tokens": "4"},
+        "cut weights",
+    ),
+    "hf_npz": (files.hf_npz, "hf_router_logits", {"batch": "2"}, "cut weights"),
+    "hf_torch": (files.hf_torch, "hf_router_logits", {"batch": "2"}, "cut weights"),
+    "llama_cpp": (files.llama_cpp, "llama_cpp", {}, "all phases ragged"),
+    "megatron": (files.megatron, "megatron", {}, "all phases ragged"),
+    "route_trace": (files.route_trace, "route_trace", {}, "all phases ragged weights"),
+    "lattice": (files.lattice, "jsonl", {"prompt_tokens": "5"}, "first phases weights"),
+    "per_token": (files.per_token, "jsonl", {}, "all phases weights"),
+    "imp": (files.imp, "jsonl", {"prompt_tokens": "5"}, "first phases"),
+    "routing_rows": (files.routing_rows, "routing_rows", {}, "all phases weights"),
+    "columns_csv": (
+        files.columns_csv,
+        "columns",
+        files.COLUMNS_MAP,
+        "all phases weights",
+    ),
+    "columns_long": (files.columns_long, "columns", {}, "all phases weights"),
+    "moesim_unordered": (
+        files.moesim_unordered,
+        "moesim_trace",
+        {},
+        "all phases weights",
+    ),
+}
+
+
+def write(folder, name, truth=None):
+    """Write one foreign file; numpy insists on its endings, nobody else looks at
+    them.
+    """
+    ending = {"vllm_npz": ".npz", "hf_npz": ".npz", "vllm_npy": ".npy"}.get(name, "")
+    return WRITERS[name][0](folder / f"dump{ending}", truth or files.routing())
+
+
+def bring(source, options=None, shape=files.SHAPE):
+    out = source.parent / "out.parquet"
+    summary = import_trace(source, out, shape=model_shape(shape), options=options)
+    return summary, open_trace(out)
+
+
+def refused(source, message, options=None, shape=files.SHAPE):
+    """The import fails in one line, and leaves nothing behind."""
+    with pytest.raises(TraceError, match=message) as caught:
+        bring(source, options, shape)
+    assert "\n" not in str(caught.value)
+    assert not list(source.parent.glob("out.parquet*"))
+
+
+def survives(source, options):
+    """Either one line, or a trace that its reader accepts whole."""
+    out = source.parent / "out.parquet"
+    out.unlink(missing_ok=True)
+    try:
+        summary, trace = bring(source, options)
+    except TraceError as error:
+        told = str(error)
+    else:
+        assert sum(len(rows.pos) for rows in trace.sequences()) == summary.rows
+        return True
+    assert "\n" not in told
+    assert str(source) in told
+    assert not out.exists()
+    return False

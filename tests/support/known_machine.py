@@ -1,0 +1,226 @@
+"""Measurements drawn from a machine whose constants are known: what a calibration
+states of it can be held against the truth, term by term.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+from scipy.special import ndtri
+from support.calibrating import sized
+
+from moesim.evidence.validation.calibrate import learn
+from moesim.evidence.validation.calibration_runs import designs
+from moesim.evidence.validation.paired_runs import simulate
+from moesim.hwprofiles.calibration.estimates import Units, measured
+from moesim.hwprofiles.calibration.fit_curves import (
+    Entries,
+    centres_of,
+    fit_line,
+    fit_roofline,
+    points_of,
+)
+from moesim.hwprofiles.calibration.fit_runs import fit_control_plane
+from moesim.hwprofiles.calibration.observations import LayerStepTimes
+from moesim.hwprofiles.lanes import lane_names
+from moesim.hwprofiles.paths import JOIN
+from moesim.hwprofiles.profile import load_profile
+from moesim.hwprofiles.schema import Quantity, is_in_place
+
+RUNS = 12
+STEPS = 12
+CONTENTION = {
+    "contention.cpu.gpu": 1.4,
+    "contention.cpu.h2d": 1.5,
+    "contention.h2d.cpu": 1.8,
+    "contention.gpu.cpu": 1.2,
+    "contention.cpu.ssd": 1.1,
+    "contention.ssd.cpu": 1.3,
+    "contention.h2d.ssd": 1.2,
+}
+"""CPU beside GPU and copies at once: 2.1 times, as the simulator multiplies."""
+_LINE = (20e-6, 1 / 12e9)
+_ROOF = (30e-6, 20e9, 100e9)
+_PLANE = (200e-6, 9e-6, 15e-6, 0.0)
+
+
+class Noise:
+    """How measurements differ from the truth.
+
+    Args:
+        scatter: standard deviation of single operations, relative.
+        drift: of whole runs.
+        outliers: share of operations that take six times as long.
+    """
+
+    def __init__(self, scatter: float, drift: float, outliers: float) -> None:
+        self.scatter = scatter
+        self.drift = drift
+        self.outliers = outliers
+
+    def factors(self, runs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Of operations of some runs, float64 [N], mean 1 without outliers."""
+        own = np.maximum(1.0 + self.scatter * rng.standard_normal(len(runs)), 0.1)
+        common = 1.0 + self.drift * rng.standard_normal(int(runs.max()) + 1)
+        late = np.where(rng.random(len(runs)) < self.outliers, 6.0, 1.0)
+        return own * common[runs] * late
+
+
+def runs_and_steps(each: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of so many samples in every step of every run."""
+    runs = np.repeat(np.arange(RUNS), STEPS * each)
+    steps = np.tile(np.repeat(np.arange(STEPS), each), RUNS)
+    return runs, steps
+
+
+def inside(interval: tuple[float, float], truth: float) -> bool:
+    return interval[0] <= truth <= interval[1]
+
+
+def mean_covers(noise: Noise, seed: int) -> dict[str, bool]:
+    """The mean of one operation over runs."""
+    rng = np.random.default_rng(seed)
+    runs, steps = runs_and_steps(4)
+    entries = Entries("2026-01-01", seed)
+    seconds = 1e-3 * noise.factors(runs, rng)
+    entries.put_mean("costs.dispatch.per_op_s", seconds, Units(runs, steps), "a test")
+    interval = entries.numbers["costs.dispatch.per_op_s"].interval
+    return {"mean": inside(interval, 1e-3)}
+
+
+def line_covers(noise: Noise, seed: int) -> dict[str, bool]:
+    """Latency and seconds per byte of a link, five sizes in every run."""
+    rng = np.random.default_rng(seed)
+    runs, steps = runs_and_steps(5)
+    sizes = np.tile(4 ** np.arange(8, 13), RUNS * STEPS)
+    seconds = (_LINE[0] + sizes * _LINE[1]) * noise.factors(runs, rng)
+    points = points_of(seconds, sizes, sizes)
+    centres = centres_of(points, seconds, Units(runs, steps))
+    line = fit_line({int(p.size): p.seconds for p in points}, centres=centres)
+    return {
+        "latency": inside(line.base_s.interval, _LINE[0]),
+        "slope": inside(line.slope_s.interval, _LINE[1]),
+    }
+
+
+def roofline_covers(noise: Noise, seed: int) -> dict[str, bool]:
+    """Overhead, bandwidth and peak of a lane: two sizes, five numbers of tokens."""
+    rng = np.random.default_rng(seed)
+    runs, steps = runs_and_steps(10)
+    number = np.tile(np.arange(10), RUNS * STEPS)
+    moved = np.repeat([8e6, 2e6], 5)
+    flops = moved * np.tile([1, 4, 16, 32, 64], 2) / 2
+    exact = _ROOF[0] + np.maximum(moved / _ROOF[1], flops / _ROOF[2])
+    seconds = exact[number] * noise.factors(runs, rng)
+    points = points_of(seconds, number, number)
+    centres = centres_of(points, seconds, Units(runs, steps))
+    fit = fit_roofline(moved, flops, [p.seconds for p in points], centres=centres)
+    estimates = (fit.overhead_s, fit.bytes_per_s, fit.flops_per_s)
+    names = ("overhead", "bandwidth", "peak")
+    return {
+        name: inside(estimate.interval, truth)
+        for name, estimate, truth in zip(names, estimates, _ROOF, strict=True)
+    }
+
+
+def plane_covers(noise: Noise, seed: int) -> dict[str, bool]:
+    """Base, seconds per active expert and per copy of the join."""
+    rng = np.random.default_rng(seed)
+    runs, steps = runs_and_steps(6)
+    active = rng.integers(2, 17, len(runs)).astype(float)
+    copies = rng.binomial(active.astype(int), 0.4).astype(float)
+    exact = _PLANE[0] + _PLANE[1] * active + _PLANE[2] * copies
+    nothing = np.zeros(len(runs))
+    table = LayerStepTimes(
+        seconds=exact * noise.factors(runs, rng),
+        active=active,
+        copies=copies,
+        tiered=nothing,
+        lane_kind=nothing.astype(int),
+        runs=runs,
+        steps=steps,
+    )
+    entries = Entries("2026-01-01", seed)
+    fit_control_plane(JOIN, [table], "a test", entries)
+    return {
+        path.rpartition(".")[2]: inside(entries.numbers[path].interval, truth)
+        for path, truth in zip(JOIN, _PLANE, strict=True)
+        if path in entries.numbers
+    }
+
+
+def few_samples_cover(noise: Noise, seed: int) -> dict[str, bool]:
+    """Three or ten independent measurements of one number."""
+    rng = np.random.default_rng(seed)
+    covers = {}
+    for count in (3, 10):
+        values = noise.factors(np.arange(count), rng)
+        quantity = measured(values, source="a test", date="2026-01-01")
+        covers[f"of {count}"] = inside(quantity.interval, 1.0)
+    return covers
+
+
+def machine_with_contention(scatter: float):
+    """Every lane with a worker of its own, `CONTENTION` between them, and operations
+    that scatter normally.
+    """
+    shipped = load_profile("two-core-host")
+    probabilities = np.clip(np.linspace(0, 1, 21), 0.02, 0.98)
+    quantiles = tuple(1.0 + scatter * ndtri(probabilities))
+    known = {path: q for path, q in shipped.numbers.items() if not is_in_place(path)}
+    stated = CONTENTION | {"cores": 8, "costs.dispatch.first_op_s": 31e-6}
+    numbers = known | {
+        path: Quantity(value, "assumed", "a test") for path, value in stated.items()
+    }
+    curves = {
+        path: replace(curve, quantiles=quantiles if curve.quantiles else ())
+        for path, curve in shipped.curves.items()
+    }
+    return replace(
+        shipped,
+        numbers=numbers,
+        curves=curves,
+        workers={lane: (lane,) for lane in lane_names(1)},
+    )
+
+
+def learned_contention(noise: Noise, seed: int, specs=("olmoe-1b-7b/4",)):
+    """Contention that a whole calibration finds in simulated runs of such a machine,
+    by path.
+    """
+    rng = np.random.default_rng(seed)
+    machine = machine_with_contention(noise.scatter)
+    runs = []
+    for spec in specs:
+        shape = sized(spec)
+        for number, design in enumerate(designs(shape, quick=True, seed=seed)):
+            timeline = simulate(
+                design.trial, shape, machine, noise_seed=1000 * seed + number
+            )
+            runs.append((shape, design.trial, timeline))
+    # The machine was slower by this; nobody knows, so it is not divided out.
+    drift = 1.0 + noise.drift * rng.standard_normal(len(runs))
+    learned = learn(
+        runs, machine, date="2026-01-01", name="x", seed=seed, pace=(1 / drift).tolist()
+    )
+    return {path: learned.numbers[path] for path in CONTENTION}
+
+
+def contention_covers(noise: Noise, seed: int) -> dict[str, bool]:
+    """Every factor of a machine whose lanes slow each other at once."""
+    learned = learned_contention(noise, seed)
+    return {
+        path: inside(number.interval, CONTENTION[path])
+        for path, number in learned.items()
+    }
+
+
+def coverage(covers, noise: Noise, draws: int) -> dict[str, float]:
+    """Share of draws whose 95 % interval holds the truth, by term."""
+    held = defaultdict(list)
+    for seed in range(draws):
+        for term, holds in covers(noise, seed).items():
+            held[term].append(holds)
+    return {term: float(np.mean(values)) for term, values in held.items()}

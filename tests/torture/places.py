@@ -1,0 +1,290 @@
+"""Where results go: every writer, on every kind of node, and on every input of its own.
+
+What is read stays as it was, whatever a command says. A link stays a link, and what it
+points to is whole. A refusal is one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from .commands import run
+from .report import Report
+
+MOST_LINE_CHARACTERS = 400
+
+
+class Writer(NamedTuple):
+    """A command that writes.
+
+    Attributes:
+        words: of its command line, without results.
+        outputs: option of a result -> ending of its name; ``/`` for a folder.
+        inputs: what it reads, below the current folder.
+    """
+
+    words: str
+    outputs: dict[str, str]
+    inputs: tuple[str, ...]
+
+
+RUN = "--config c.toml --hw hw.toml --warm warm.parquet --steps 3"
+RUN_INPUTS = ("t.parquet", "c.toml", "hw.toml", "warm.parquet")
+SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
+WRITERS = (
+    Writer(
+        f"replay t.parquet {RUN}", {"--out": "/", "--perfetto": ".json"}, RUN_INPUTS
+    ),
+    Writer(
+        f"replay t.parquet {RUN} --arrivals a.txt",
+        {"--perfetto": ".json"},
+        (*RUN_INPUTS, "a.txt"),
+    ),
+    Writer(
+        f"compare t.parquet {RUN} --policies all-cpu,greedy --jobs 1",
+        {"--table": ".csv", "--html": ".html", "--png": ".png", "--perfetto": ".json"},
+        RUN_INPUTS,
+    ),
+    Writer(
+        "sweep t.parquet --hw hw.toml --steps 3 --jobs 1",
+        {"--table": ".csv", "--html": ".html", "--png": ".png", "--store": "/"},
+        ("t.parquet", "hw.toml"),
+    ),
+    Writer(
+        "hits t.parquet --cache-ratios 0.5 --caches lru",
+        {"--table": ".csv", "--png": ".png"},
+        ("t.parquet",),
+    ),
+    Writer("results STORE", {"--table": ".parquet"}, ("STORE/row.parquet",)),
+    Writer(
+        "train-cache t.parquet --held-out warm.parquet --hidden 8 --epochs 1",
+        {"--out": "/"},
+        ("t.parquet", "warm.parquet"),
+    ),
+    Writer(
+        f"trace import foreign OUT --shape {SHAPE}", {"OUT": ".parquet"}, ("foreign",)
+    ),
+    Writer("trace export t.parquet OUT --to csv", {"OUT": ".csv"}, ("t.parquet",)),
+    Writer("trace predict t.parquet OUT", {"OUT": ".parquet"}, ("t.parquet",)),
+    Writer(
+        "trace widths t.parquet OUT --bits 4,8", {"OUT": ".parquet"}, ("t.parquet",)
+    ),
+    Writer(
+        "trace synth OUT --like t.parquet --tokens 20",
+        {"OUT": ".parquet", "--save-stats": ".npz"},
+        ("t.parquet",),
+    ),
+    Writer("trace stats t.parquet", {"--html": ".html"}, ("t.parquet",)),
+    Writer(
+        "record --prompts p.txt --max-new-tokens 1", {"--out": ".parquet"}, ("p.txt",)
+    ),
+    Writer(
+        "advise qwen3-30b-a3b --gpu RTX3090 --bench rows.jsonl",
+        {"--html": ".html"},
+        ("rows.jsonl",),
+    ),
+)
+
+NODES = (
+    "absent", "file", "folder", "link to a file", "link to nothing", "loop of links",
+    "link to a folder", "link to a device", "pipe", "socket", "device", "full device",
+    "below a file", "closed folder",
+)  # fmt: skip
+GUISES = ("same name", "dotted path", "absolute path", "soft link", "hard link")
+
+
+def run_suite(count, seed, only=None):
+    """Try nodes and pairs in a drawn order."""
+    report = Report("places")
+    cases = [
+        (writer, option, kind, name)
+        for writer in WRITERS
+        for option in writer.outputs
+        for kind, names in (
+            ("node", NODES),
+            (
+                "input",
+                [f"{guise}|{read}" for guise in GUISES for read in writer.inputs],
+            ),
+        )
+        for name in names
+        if not only or only in writer.words
+    ]
+    random.Random(seed).shuffle(cases)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source"
+        source.mkdir()
+        prepare(source)
+        for number, case in enumerate(cases):
+            if number >= count or report.is_over:
+                break
+            work = Path(folder) / "work"
+            shutil.rmtree(work, ignore_errors=True)
+            shutil.copytree(source, work)
+            attack(*case, work, report)
+    return report
+
+
+def prepare(folder):
+    """Write what the commands read."""
+    from support import foreign_files as files
+    from support.small_trace import write_small_trace
+
+    from moesim.hwprofiles.profile import load_profile, save_profile
+
+    for name, seed in (("t.parquet", 0), ("warm.parquet", 1)):
+        write_small_trace(folder / name, seed=seed)
+    save_profile(load_profile("rtx4060ti"), folder / "hw.toml")
+    (folder / "c.toml").write_text("batch = 1\n")
+    (folder / "a.txt").write_text("0\n0.0001\n")
+    (folder / "p.txt").write_text("One, two.\n")
+    (folder / "rows.jsonl").write_text("")
+    files.llama_cpp(folder / "foreign", files.routing(seed=3))
+    store = folder / "STORE"
+    store.mkdir()
+    (store / "row.parquet").write_bytes((folder / "t.parquet").read_bytes())
+
+
+def attack(writer, option, kind, name, work, report):
+    """Put a node in the place of one result, and run."""
+    before = contents(work)
+    ending = writer.outputs[option]
+    stem = f"result{ending.strip('/')}"
+    node = Node(work, stem, is_folder=ending == "/")
+    place = node.set(name) if kind == "node" else node.disguised(name)
+    words = writer.words.split()
+    if option == "OUT":
+        words = [place if word == "OUT" else word for word in words]
+    else:
+        others = [
+            f"other{end.strip('/')}"
+            for key, end in writer.outputs.items()
+            if key == "OUT"
+        ]
+        words = [others[0] if word == "OUT" else word for word in words]
+        words += [option, place]
+    ended = run(words, work)
+    node.clear()
+
+    where = f"{writer.words.split()[0]} {option} on {name}"
+    lines = [line for line in ended.err.splitlines() if not line.startswith("note: ")]
+    report.count(f"{kind}:", "done" if ended.code == 0 else "refused")
+    if ended.code not in (0, 2):
+        report.fail(f"{where}: exit code {ended.code}: {ended.err[-300:]!r}")
+    elif ended.code == 2 and (len(lines) != 1 or len(lines[0]) > MOST_LINE_CHARACTERS):
+        report.fail(f"{where}: not one line: {ended.err[-300:]!r}")
+    after = contents(work)
+    changed = [key for key, value in before.items() if after.get(key) != value]
+    if changed:
+        report.fail(f"{where}: changed {changed}, exit code {ended.code}")
+    if kind == "input" and ended.code == 0 and ending != "/":
+        report.fail(f"{where}: wrote over what is read")
+    for fault in node.faults(name):
+        report.fail(f"{where}: {fault}")
+    leftover = [key for key in after if key.endswith(".part")]
+    if leftover:
+        report.fail(f"{where}: left {leftover}")
+
+
+class Node:
+    """What stands where a result should go."""
+
+    def __init__(self, work, stem, *, is_folder):
+        self.work = work
+        self.place = work / stem
+        self.outside = work.with_name("outside")
+        self.is_folder = is_folder
+        self.open = None
+        shutil.rmtree(self.outside, ignore_errors=True)
+        self.outside.mkdir()
+
+    def set(self, kind):
+        """Make a node; the words that name it."""
+        place, victim = self.place, self.outside / "victim"
+        if "link" in kind:
+            self._link(kind, place, victim)
+        elif kind == "file":
+            place.write_text("older")
+        elif kind == "folder":
+            place.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(place)
+        elif kind == "socket":
+            with contextlib.chdir(place.parent):
+                self.open = socket.socket(socket.AF_UNIX)
+                self.open.bind(place.name)
+        elif kind == "below a file":
+            victim.write_text("older")
+            return str(victim / place.name)
+        elif kind == "closed folder":
+            self.outside.chmod(0o500)
+            return str(self.outside / place.name)
+        devices = {"device": "/dev/null", "full device": "/dev/full"}
+        return devices.get(kind, place.name)
+
+    @staticmethod
+    def _link(kind, place, victim):
+        if kind == "link to a device":
+            place.symlink_to("/dev/null")
+        elif kind == "loop of links":
+            other = place.with_name("other-link")
+            place.symlink_to(other)
+            other.symlink_to(place)
+        else:
+            place.symlink_to(victim)
+        if kind == "link to a file":
+            victim.write_text("older")
+        elif kind == "link to a folder":
+            victim.mkdir()
+
+    def disguised(self, name):
+        """The words that name an input in another way."""
+        guise, _, read = name.partition("|")
+        source = self.work / read
+        if guise == "same name":
+            return read
+        if guise == "dotted path":
+            (self.work / "sub").mkdir(exist_ok=True)
+            return f"sub/../{read}"
+        if guise == "absolute path":
+            return str(source)
+        if guise == "soft link":
+            self.place.symlink_to(source)
+        else:
+            os.link(source, self.place)
+        return self.place.name
+
+    def faults(self, kind):
+        """What a command did to a link or to what it points to."""
+        victim = self.outside / "victim"
+        is_link = kind.startswith("link") or kind == "loop of links"
+        if is_link and not self.place.is_symlink():
+            yield "replaced the link itself"
+        if kind == "link to a file" and victim.is_file() and not victim.stat().st_size:
+            yield "emptied what the link points to"
+        if not Path("/dev/null").is_char_device():
+            yield "replaced /dev/null"
+
+    def clear(self):
+        """Close and unlock what `set` made."""
+        self.outside.chmod(0o700)
+        if self.open is not None:
+            self.open.close()
+
+
+def contents(folder):
+    """Bytes of every file that a command may read, by name."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and not path.is_symlink()
+        and not path.name.startswith(("result", "other"))
+    }

@@ -1,0 +1,268 @@
+"""Hit-rate curves at every size, against the caches that a replay drives one size at a
+time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.handmade import hand_trace, shape
+from support.small_trace import write_trace
+
+from moesim.policies import cache_replay
+from moesim.policies.planner.residency import CacheSize
+from moesim.traces.format.batch import compose
+from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.layer_steps import layer_steps, of_sequences
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import Phase
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
+from moesim.traces.stats.hit_rate_curves import CurveAggregator, curves
+
+
+def replayed(trace, spec, slots, *, batch=1, scope="layer"):
+    """Hits by layer of the compiled replay with `slots` per pool."""
+    counts = np.full(trace.shape.layers if scope == "layer" else 1, slots, np.int64)
+    sizes = CacheSize(scope, counts, counts * trace.shape.expert_bytes[0])
+    future = RecordedFuture.of(trace, batch=batch)
+    blocks = layer_steps(trace, batch=batch)
+    return cache_replay.replay_compiled(
+        spec, trace.shape, sizes, blocks, future=future
+    ).hits_by_layer
+
+
+def test_by_hand(tmp_path):
+    """0 1 2 0 1 2: a circle of three misses LRU below three slots; Belady keeps expert
+    0 in one slot, 0 and 1 in two.
+
+    One slot: 0 stays (2 is offered last and used sooner than 1 never), so the second 0
+    hits, then 1, 2 come once more.
+    """
+    found = curves(
+        hand_trace(
+            tmp_path / "t.parquet",
+            [[[0]], [[1]], [[2]], [[0]], [[1]], [[2]]],
+            experts=4,
+        )
+    )
+    assert found.hits("lru").tolist() == [[0, 0, 0, 3, 3]]
+    assert found.hits("belady").tolist() == [[0, 1, 2, 3, 3]]
+    assert found.accesses("lru").tolist() == [6]
+    assert found.hits("lru_global").tolist() == [0, 0, 0, 3, 3]
+
+
+def naive_belady(trace, slots, *, batch=1, scope="layer"):
+    """Hits by pool, one set per pool: of misses and unheld residents the sooner-used
+    stay.
+    """
+    width = trace.shape.experts
+    visits = [
+        [layer.layer * width + expert for expert in layer.experts.tolist()]
+        for step in compose(trace, batch=batch)
+        for layer in step.layers
+    ]
+    pools = trace.shape.layers if scope == "layer" else 1
+    hits = [0] * pools
+    residents = [set() for _ in range(pools)]
+    for now, active in enumerate(visits):
+        pool = now % pools
+        resident = residents[pool]
+
+        def due(key, now=now):
+            return next(
+                (
+                    later
+                    for later in range(now + 1, len(visits))
+                    if key in visits[later]
+                ),
+                len(visits),
+            )
+
+        hits[pool] += len(resident.intersection(active))
+        missing = sorted((key for key in active if key not in resident), key=due)
+        room = min(slots - len(resident), len(missing))
+        rivals = [(due(key), 0, key, key) for key in missing[room:]]
+        rivals += [(due(key), 1, -key, key) for key in resident.difference(active)]
+        held = resident.intersection(active) | set(missing[:room])
+        residents[pool] = held | {
+            rival[-1] for rival in sorted(rivals)[: len(resident) + room - len(held)]
+        }
+    return hits
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_size_of_lru_equals_the_replay_of_that_size(make_trace, batch):
+    """Layer scope, prompts larger than the cache included, layer by layer."""
+    trace = open_trace(
+        make_trace(sequences=((5, 40), (0, 25), (9, 60), (1, 3)), ragged=True)
+    )
+    hits = curves(trace, batch=batch).hits("lru")
+    for slots in range(trace.shape.experts + 1):
+        assert (
+            hits[:, slots].tolist()
+            == replayed(trace, "lru", slots, batch=batch).tolist()
+        ), slots
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    experts=st.integers(2, 12),
+    top_k=st.integers(1, 4),
+    batch=st.integers(1, 4),
+    lengths=st.lists(
+        st.tuples(st.integers(0, 6), st.integers(1, 25)), min_size=1, max_size=5
+    ),
+)
+def test_any_small_trace_equals_its_replays(
+    tmp_path_factory, seed, experts, top_k, batch, lengths
+):
+    """LRU and Belady at every size, per layer and, for Belady, over all layers; Belady
+    also against plain sets.
+    """
+    model = shape(2, experts, min(top_k, experts))
+    path = tmp_path_factory.mktemp("any") / "t.parquet"
+    trace = open_trace(write_trace(path, model, tuple(lengths), seed=seed))
+    found = curves(trace, batch=batch)
+    for slots in range(experts + 1):
+        assert (
+            found.hits("lru")[:, slots].tolist()
+            == replayed(trace, "lru", slots, batch=batch).tolist()
+        ), slots
+        hits = found.hits("belady")[:, slots].tolist()
+        assert hits == naive_belady(trace, slots, batch=batch), slots
+        assert hits == replayed(trace, "belady", slots, batch=batch).tolist(), slots
+    for slots in range(2 * experts + 1):
+        hits = found.hits("belady_global")[slots]
+        assert [hits] == naive_belady(trace, slots, batch=batch, scope="global"), slots
+        assert (
+            hits == replayed(trace, "belady", slots, batch=batch, scope="global").sum()
+        ), slots
+
+
+def test_global_lru_equals_the_replay_from_the_largest_layer_step_on(make_trace):
+    trace = open_trace(make_trace(sequences=((5, 200), (0, 125))))
+    largest = max(int(np.diff(block.edges).max()) for block in layer_steps(trace))
+    hits = curves(trace).hits("lru_global")
+    for slots in range(largest, 25):
+        assert hits[slots] == replayed(trace, "lru", slots, scope="global").sum()
+
+
+def test_blocks_that_are_passed_over_change_nothing(tmp_path):
+    """Forty experts in each of three layers, so that stacks have many blocks: every
+    size against one set.
+    """
+    trace = open_trace(
+        write_trace(tmp_path / "t.parquet", shape(3, 40, 2), ((3, 60), (0, 40)))
+    )
+    found = curves(trace)
+    for slots in range(0, 121, 7):
+        assert [found.hits("belady_global")[slots]] == naive_belady(
+            trace, slots, scope="global"
+        ), slots
+    for slots in range(0, 41, 5):
+        assert found.hits("belady")[:, slots].tolist() == naive_belady(trace, slots), (
+            slots
+        )
+
+
+def test_belady_is_never_below_lru_and_both_grow(make_trace):
+    found = curves(open_trace(make_trace(sequences=((0, 300),))))
+    for scope in ("", "_global"):
+        for name in ("lru", "belady"):
+            assert (np.diff(found.hits(name + scope), axis=-1) >= 0).all()
+        assert (found.hits("belady" + scope) >= found.hits("lru" + scope)).all()
+
+
+def test_a_short_horizon_only_costs_what_it_cannot_see(make_trace):
+    """Two to three sequences in sight: hits stay within 2 % of all accesses, and each
+    is still counted once.
+    """
+    trace = open_trace(make_trace(sequences=((0, 40),) * 8))
+    exact = curves(trace)
+    fold = CurveAggregator(trace.shape, horizon=200)
+    for block in of_sequences(trace.sequences(), trace.shape):
+        fold.add(block)
+    near = fold.end()
+    assert near.accesses("belady").tolist() == exact.accesses("belady").tolist()
+    assert near.hits("lru").tolist() == exact.hits("lru").tolist()
+    lost = exact.hits("belady") - near.hits("belady")
+    assert np.abs(lost).max() <= 0.02 * exact.accesses("belady").max()
+
+
+def test_phases_are_counted_apart_and_add_up(make_trace):
+    trace = open_trace(make_trace(sequences=((4, 6), (3, 5))))
+    found = curves(trace)
+    assert found.accesses("lru", Phase.DECODE).tolist() == [11 * 2] * 3
+    both = found.hits("belady", Phase.PREFILL) + found.hits("belady", Phase.DECODE)
+    assert both.tolist() == found.hits("belady").tolist()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_layer_steps_are_those_of_compose(make_trace, batch):
+    trace = open_trace(make_trace(sequences=((5, 7), (0, 4), (2, 9)), ragged=True))
+    steps = [
+        (s.step, s.batch, int(s.phase), r)
+        for s in compose(trace, batch=batch)
+        for r in s.layers
+    ]
+    (block,) = layer_steps(trace, batch=batch)
+    assert len(block.layer) == len(steps)
+    for i, (step, group, phase, routed) in enumerate(steps):
+        mine = slice(block.edges[i], block.edges[i + 1])
+        assert (block.step[i], block.batch[i], block.phase[i], block.layer[i]) == (
+            step,
+            group,
+            phase,
+            routed.layer,
+        )
+        assert block.experts[mine].tolist() == routed.experts.tolist()
+        assert block.tokens[mine].tolist() == routed.tokens.tolist()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 8, 13, 99])
+def test_layer_steps_end_after_so_many_forward_passes(make_trace, batch, count):
+    trace = open_trace(make_trace(sequences=((5, 7), (0, 4), (2, 9)), ragged=True))
+    (block,) = layer_steps(trace, batch=batch, steps=count)
+    expected = [
+        routed
+        for step in compose(trace, batch=batch, steps=count)
+        for routed in step.layers
+    ]
+    assert block.layer.tolist() == [routed.layer for routed in expected]
+    assert block.experts.tolist() == [
+        expert for routed in expected for expert in routed.experts.tolist()
+    ]
+    assert block.edges[-1] == len(block.experts) == len(block.tokens)
+
+
+def test_a_real_trace_at_several_sizes(shared_traces, tmp_path):
+    """qwen3-30b-a3b, 48 layers of 128 experts, ragged prompt."""
+    target = tmp_path / "q.parquet"
+    import_trace(
+        shared_traces / "qwen3_30b_a3b_top6.parquet",
+        target,
+        shape=model_shape("qwen3-30b-a3b"),
+    )
+    trace = open_trace(target)
+    found = curves(trace)
+    largest = max(int(np.diff(block.edges).max()) for block in layer_steps(trace))
+    for slots in (3, 6, 32, 96):
+        assert (
+            found.hits("lru")[:, slots].tolist()
+            == replayed(trace, "lru", slots).tolist()
+        )
+    for slots in (largest, 128):
+        assert (
+            found.hits("belady")[:, slots].tolist()
+            == replayed(trace, "belady", slots).tolist()
+        )
+    for slots in (largest, 1000, 3000):
+        assert (
+            found.hits("belady_global")[slots]
+            == replayed(trace, "belady", slots, scope="global").sum()
+        )

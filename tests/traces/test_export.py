@@ -1,0 +1,170 @@
+"""Exported files, read back by the tools they are for."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+
+import libcachesim
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from support import foreign_files as files
+from support.imports import bring
+
+from moesim.base.errors import TraceError
+from moesim.traces.exporters import export_trace, exporters
+from moesim.traces.exporters.oracle_general import NEVER, RECORD
+from moesim.traces.format.batch import compose
+from moesim.traces.format.reader import open_trace
+from moesim.traces.stats.statistics import stats
+from moesim.traces.synthetic.generate import stated, synthesise
+
+
+@pytest.fixture
+def long_trace(tmp_path, tiny_shape):
+    """2,500 tokens in 5 sequences: more steps than the exporter holds at once."""
+    synthesise(
+        stated(tiny_shape, skew=1, reuse=0.5, generated=500),
+        tmp_path / "t.parquet",
+        tokens=2500,
+    )
+    return open_trace(tmp_path / "t.parquet")
+
+
+def requests(trace):
+    """(step, layer, expert) of every access, ascending within a layer step."""
+    for step in compose(trace):
+        for layer in step.layers:
+            yield from (
+                (step.step, layer.layer, expert) for expert in layer.experts.tolist()
+            )
+
+
+def test_oracle_general_record_by_record(tmp_path, long_trace):
+    """The layout of 24 bytes, and the next use of each object, by walking backwards
+    once.
+    """
+    written = export_trace(long_trace, tmp_path / "t.oracleGeneral", "oracle-general")
+    data = (tmp_path / "t.oracleGeneral").read_bytes()
+    expected = list(requests(long_trace))
+    assert (written, len(data)) == (len(expected), 24 * len(expected))
+    records = np.frombuffer(data, RECORD)
+    following = {}
+    for number in range(len(expected), 0, -1):
+        step, layer, expert = expected[number - 1]
+        record = records[number - 1]
+        assert record.tolist() == (
+            step,
+            layer * 8 + expert,
+            1 << 20,
+            following.get((layer, expert), NEVER),
+        )
+        following[layer, expert] = number
+
+
+def test_libcachesim_reads_the_same_requests(tmp_path, long_trace):
+    export_trace(long_trace, tmp_path / "t.oracleGeneral", "oracle-general")
+    reader = libcachesim.TraceReader(
+        str(tmp_path / "t.oracleGeneral"), libcachesim.TraceType.ORACLE_GENERAL_TRACE
+    )
+    expected = list(requests(long_trace))
+    assert reader.get_num_of_req() == len(expected)
+    for (step, layer, expert), request in zip(expected, reader, strict=False):
+        assert (request.clock_time, request.obj_id, request.obj_size) == (
+            step,
+            layer * 8 + expert,
+            1 << 20,
+        )
+
+
+@pytest.mark.parametrize("slots", [4, 9, 16])
+def test_libcachesim_misses_what_a_list_misses(tmp_path, long_trace, slots):
+    """LRU as an ordered dict; Belady by looking for the farthest next use. Both from
+    the trace, not from the file.
+    """
+    export_trace(long_trace, tmp_path / "t.oracleGeneral", "oracle-general")
+    keys = [layer * 8 + expert for _, layer, expert in requests(long_trace)]
+    for kind, misses in (
+        ("LRU", lru_misses(keys, slots)),
+        ("Belady", belady_misses(keys, slots)),
+    ):
+        reader = libcachesim.TraceReader(
+            str(tmp_path / "t.oracleGeneral"),
+            libcachesim.TraceType.ORACLE_GENERAL_TRACE,
+        )
+        ratio, _ = getattr(libcachesim, kind)(cache_size=slots << 20).process_trace(
+            reader
+        )
+        assert round(ratio * len(keys)) == misses
+
+
+def lru_misses(keys, slots):
+    cache = OrderedDict()
+    misses = 0
+    for key in keys:
+        if key not in cache:
+            misses += 1
+            if len(cache) == slots:
+                cache.popitem(last=False)
+        cache[key] = True
+        cache.move_to_end(key)
+    return misses
+
+
+def belady_misses(keys, slots):
+    later = {}
+    due = [0] * len(keys)
+    for number in range(len(keys) - 1, -1, -1):
+        due[number] = later.get(keys[number], len(keys))
+        later[keys[number]] = number
+    cache = {}
+    misses = 0
+    for number, key in enumerate(keys):
+        if key not in cache:
+            misses += 1
+            if len(cache) == slots:
+                del cache[max(cache, key=cache.get)]
+        cache[key] = due[number]
+    return misses
+
+
+def test_csv_comes_back_through_the_importer(tmp_path):
+    _, trace = bring(files.per_token(tmp_path / "dump", files.routing()))
+    written = export_trace(trace, tmp_path / "t.csv", "csv")
+    lines = (tmp_path / "t.csv").read_text().splitlines()
+    assert lines[0] == "seq,pos,phase,layer,e0,e1,w0,w1"
+    assert len(lines) == written + 1
+    (tmp_path / "again").mkdir()
+    source = (tmp_path / "t.csv").rename(tmp_path / "again" / "t.csv")
+    _, again = bring(source, {"map": "experts=e*,weights=w*"})
+    for one, two in zip(
+        trace.sequences(("weights",)), again.sequences(("weights",)), strict=True
+    ):
+        for name in ("pos", "phase", "layer", "experts"):
+            assert (getattr(one, name) == getattr(two, name)).all()
+        assert (one.columns["weights"] == two.columns["weights"]).all()
+
+
+def test_statistics_are_those_of_stats(tmp_path, long_trace):
+    assert export_trace(long_trace, tmp_path / "s.parquet", "statistics") == 3
+    table = pq.read_table(tmp_path / "s.parquet")
+    expected = stats(long_trace)
+    assert table.column("entropy_bits").to_pylist() == expected["entropy_bits"]
+    assert table.column("lru_0.25").to_pylist() == expected["lru"][0.25]
+    told = json.loads(table.schema.metadata[b"statistics"])
+    assert (told["decode_tokens"], told["model"]) == (2500, "tiny")
+
+
+def test_layouts_and_their_limits(tmp_path, make_trace, tiny_shape):
+    assert set(exporters()) == {"csv", "oracle-general", "statistics"}
+    import dataclasses
+
+    large = dataclasses.replace(tiny_shape, expert_bytes=(1 << 32,) * 3)
+    for shape, layout, message in (
+        (tiny_shape, "pcap", "known: csv, oracle-general"),
+        (large, "oracle-general", "< 4 GiB"),
+    ):
+        with pytest.raises(TraceError, match=message):
+            export_trace(open_trace(make_trace(shape=shape)), tmp_path / "out", layout)
+        assert not list(tmp_path.glob("out*"))

@@ -1,0 +1,228 @@
+"""One way of writing for all files: whole or absent, under names nobody can guess."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.small_trace import write_small_trace
+
+from moesim.base.errors import TraceError
+from moesim.base.files import ScratchFolder, open_own, write_text, written_beside
+from moesim.traces.format.reader import open_trace
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_fails_leaves_the_older_file_and_nothing_else(tmp_path):
+    write_text(tmp_path / "a.txt", "older")
+    with pytest.raises(UnicodeEncodeError), written_beside(tmp_path / "a.txt") as part:
+        part.write_text("half \ud800", encoding="utf-8")
+    assert (tmp_path / "a.txt").read_text() == "older"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_an_error_names_the_file_that_users_know(tmp_path):
+    with (
+        pytest.raises(OSError, match=r"No space left on device.*a\.txt"),
+        written_beside(tmp_path / "a.txt"),
+    ):
+        raise OSError(28, "whatever the system says")
+
+
+def test_bytes_reach_the_disk_before_the_name(tmp_path, monkeypatch):
+    calls = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("sync"), sync(fd)))
+    monkeypatch.setattr(os, "replace", lambda *to: (calls.append("name"), replace(*to)))
+    write_text(tmp_path / "a.txt", "text")
+    assert calls == ["sync", "name", "sync"]
+
+
+def test_names_in_progress_cannot_be_guessed(tmp_path):
+    names = set()
+    for _ in range(20):
+        with written_beside(tmp_path / "a.txt") as part:
+            part.write_text("")
+            names.add(part.name)
+    assert len(names) == 20
+
+
+@pytest.mark.parametrize("thing", ["fifo", "link"])
+def test_what_stands_at_the_old_name_in_progress_is_left_alone(tmp_path, thing):
+    """Formerly a pipe at ``a.txt.part`` hung the writer, and a link was followed."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    trap = tmp_path / "a.txt.part"
+    os.mkfifo(trap) if thing == "fifo" else trap.symlink_to(victim)
+    write_text(tmp_path / "a.txt", "text")
+    assert victim.read_text() == "mine"
+    assert (tmp_path / "a.txt").read_text() == "text"
+
+
+def test_a_pipe_a_device_or_a_folder_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name, message in (("pipe", "expected a file"), ("folder", "found a folder")):
+        with pytest.raises(OSError, match=message):
+            write_text(tmp_path / name, "text")
+
+
+def test_locks_and_logs_are_opened_through_no_link_and_no_pipe(tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    (tmp_path / "hard").hardlink_to(tmp_path / "victim")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "hard", "pipe"):
+        with pytest.raises(OSError, match="expected a file"):
+            open_own(tmp_path / name, os.O_WRONLY)
+    os.close(open_own(tmp_path / "new", os.O_WRONLY))
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+KILLED = """
+import os, sys, time
+from moesim.base.files import ScratchFolder, written_beside
+with ScratchFolder(sys.argv[1]) as folder, written_beside(sys.argv[1] + "/a.txt") as part:
+    part.write_text("half")
+    (folder / "large").write_text("960 MiB")
+    print("begun", flush=True)
+    time.sleep(300)
+"""
+
+
+def test_what_a_killed_process_left_goes_with_the_next_writer_but_not_what_lives(
+    tmp_path, request
+):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    killed, living = (
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        for _ in "ab"
+    )
+    request.addfinalizer(living.kill)
+    request.addfinalizer(killed.kill)
+    assert killed.stdout.readline() == living.stdout.readline() == b"begun\n"
+    assert len(list(tmp_path.iterdir())) == 4
+    killed.kill()
+    killed.wait()
+
+    write_text(tmp_path / "b.txt", "another file in that folder")
+    assert len(list(tmp_path.iterdir())) == 3
+    living.kill()
+    living.wait()
+    with ScratchFolder(tmp_path) as folder:
+        assert sorted(tmp_path.iterdir()) == sorted([folder, tmp_path / "b.txt"])
+    assert [path.name for path in tmp_path.iterdir()] == ["b.txt"]
+
+
+def test_every_flipped_bit_of_a_trace_is_found(tmp_path):
+    """Formerly most gave other rows, silently."""
+    data = bytearray(write_small_trace(tmp_path / "t.parquet").read_bytes())
+    copy = tmp_path / "copy.parquet"
+    for at in range(0, len(data), len(data) // 150):
+        data[at] ^= 1 << at % 8
+        copy.write_bytes(data)
+        with pytest.raises(TraceError):
+            list(open_trace(copy).sequences())
+        data[at] ^= 1 << at % 8
+    copy.write_bytes(data)
+    assert list(open_trace(copy).sequences())
+
+
+def test_a_trace_rewritten_by_another_program_has_no_seal_and_is_read(tmp_path):
+    import pyarrow.parquet as pq
+
+    path = write_small_trace(tmp_path / "t.parquet")
+    pq.write_table(pq.read_table(path), tmp_path / "u.parquet")
+    rows = [part.experts.tolist() for part in open_trace(path).sequences()]
+    again = open_trace(tmp_path / "u.parquet").sequences()
+    assert [part.experts.tolist() for part in again] == rows
+
+
+def command(*words, folder, before=(), **environment):
+    """A command in a process of its own, perhaps under a limit."""
+    limits = "".join(f"{line}; " for line in before)
+    line = f"{limits}exec {sys.executable} -m moesim " + " ".join(words)
+    return subprocess.run(
+        ["bash", "-c", line],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_too_little_memory_is_one_line_with_both_numbers(tmp_path):
+    """Formerly a traceback from the middle of an import, or the end by a signal."""
+    done = command("list cache", folder=tmp_path, before=["ulimit -v 300000"])
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"error: needs \d+ MiB of memory, has 292 MiB; .*\n", done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"MPLBACKEND": "nonsense"}, "hits t.parquet --cache-ratios 0.5 --png h.png"),
+        ({"PYTHONOPTIMIZE": "2"}, "list cache"),
+        ({"HOME": "/dev/null", "XDG_CONFIG_HOME": ""}, "trace info t.parquet"),
+    ],
+)
+def test_odd_environments_change_nothing(tmp_path, environment, words):
+    write_small_trace(tmp_path / "t.parquet")
+    done = command(words, folder=tmp_path, **environment)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+SWALLOWED = """
+import time
+from moesim.cli.errors import guarded
+from moesim.base.files import written_beside
+def work():
+    with written_beside("a.txt"):
+        print("running", flush=True)
+        while True:
+            try:
+                time.sleep(300)
+            except KeyboardInterrupt:
+                pass
+guarded(work, [])
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")],
+)
+def test_a_signal_that_a_library_swallows_ends_it_all_the_same(
+    tmp_path, request, number, code, line
+):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SWALLOWED],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    request.addfinalizer(process.kill)
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(number)
+    began_s = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (code, line)
+    assert time.monotonic() - began_s < 30
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,91 @@
+"""What the loops in machine code find is what numpy finds, for every float and every
+row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from moesim.traces.format.distinct import _first_repeat, first_repeat
+from moesim.traces.format.float16 import to_float16
+
+
+def numpy_halves(values):
+    with np.errstate(all="ignore"):
+        return values.astype(np.float16)
+
+
+def same(one, other):
+    return (one.view(np.uint16) == other.view(np.uint16)).all()
+
+
+def test_halves_by_hand():
+    found, finite = to_float16(
+        np.array(
+            [1, -2.5, 1 + 2**-11, 1 + 3 * 2**-11, 2**-24, 2**-25, 65_519], np.float32
+        )
+    )
+    assert found.tolist() == [1, -2.5, 1, 1 + 2**-9, 2**-24, 0, 65_504]
+    assert finite
+
+
+def test_every_half_and_the_floats_around_the_middle_of_two_round_as_numpy_rounds():
+    below = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    middle = (below[:-1] + below[1:]) / 2
+    for values in (
+        below,
+        middle,
+        np.nextafter(middle, np.float32(0)),
+        np.nextafter(middle, np.float32(9e4)),
+    ):
+        for signed in (values, -values):
+            found, finite = to_float16(signed)
+            assert same(found, numpy_halves(signed))
+            assert finite
+
+
+@given(arrays.arrays(np.uint32, (7, 3), elements=st.integers(0, 2**32 - 1)))
+def test_any_bits_round_as_numpy_rounds_or_are_said_to_be_beyond(bits):
+    values = bits.view(np.float32)
+    found, finite = to_float16(values)
+    expected = numpy_halves(values)
+    good = np.isfinite(expected)
+    assert same(found[good], expected[good])
+    assert (np.isfinite(found) == good).all()
+    assert finite == good.all()
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float64, np.int64])
+def test_other_numbers_become_halves_too(kind):
+    values = np.array([[0, 1], [2, 1000]], kind)
+    assert same(to_float16(values)[0], numpy_halves(values))
+    assert not to_float16(np.array([1, 1e6]))[1]
+
+
+def test_a_turned_matrix_keeps_its_places():
+    values = np.arange(6, dtype=np.float32).reshape(2, 3).T
+    assert (to_float16(values)[0] == values).all()
+
+
+@given(
+    arrays.arrays(
+        np.uint16,
+        st.tuples(st.integers(0, 9), st.integers(1, 5)),
+        elements=st.integers(0, 12),
+    )
+)
+def test_the_first_row_with_an_id_twice(ids):
+    repeats = [
+        row for row, found in enumerate(ids.tolist()) if len(set(found)) < len(found)
+    ]
+    expected = repeats[0] if repeats else -1
+    assert first_repeat(ids) == _first_repeat(ids) == expected
+
+
+def test_ids_up_to_the_largest_are_told_apart():
+    ids = np.array([[65_535, 0], [0, 65_535], [65_535, 65_535]], np.uint16)
+    assert first_repeat(ids) == _first_repeat(ids) == 2

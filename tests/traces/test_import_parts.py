@@ -1,0 +1,102 @@
+"""Files that are read in parts give what they give as a whole, wherever a part ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from support import foreign_files as files
+from support.imports import WRITERS, bring, write
+
+from moesim.traces.format import sorting
+from moesim.traces.format.schema import Phase
+from moesim.traces.importers import hf_router_logits, route_trace, sglang, vllm
+from moesim.traces.importers.readers import csv_columns, json_lines
+
+
+def told(trace, columns=()):
+    return [
+        [
+            rows.pos.tolist(),
+            rows.phase.tolist(),
+            rows.experts.tolist(),
+            *(rows.columns[n].tolist() for n in columns),
+        ]
+        for rows in trace.sequences(columns)
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "columns_csv"])
+def test_parts_of_any_size_are_the_whole(tmp_path, monkeypatch, name):
+    """Texts in parts of a line, arrays of a token, passes one by one."""
+    source = write(tmp_path, name)
+    options = WRITERS[name][2]
+    columns = ("weights",) if "weights" in WRITERS[name][3] else ()
+    whole = told(bring(source, options)[1], columns)
+    monkeypatch.setattr(json_lines, "PIECE_BYTES", 0)
+    monkeypatch.setattr(json_lines, "BATCH_LINES", 1)
+    monkeypatch.setattr(csv_columns, "CSV_BYTES", 160)
+    for module in (hf_router_logits, vllm, sglang, route_trace):
+        monkeypatch.setattr(module, "BATCH_ROWS", 1)
+    assert told(bring(source, options)[1], columns) == whole
+
+
+def lines_of(path):
+    lines = path.read_text().splitlines()
+    first = (
+        next(number for number, line in enumerate(lines) if line.startswith("turn")) + 1
+    )
+    return lines[:first], lines[first:]
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 0])
+def test_route_trace_lines_that_stand_apart_are_sorted(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(sorting, "IN_MEMORY_BYTES", limit)
+    path = files.route_trace(tmp_path / "dump", files.routing())
+    _, trace = bring(path)
+    whole = told(trace, ("weights",))
+    residency = pq.read_table(route_trace.residency_path(trace.path))
+    head, rows = lines_of(path)
+    order = np.random.default_rng(0).permutation(len(rows))
+    path.write_text("\n".join([*head, *(rows[row] for row in order)]) + "\n")
+    _, trace = bring(path)
+    assert told(trace, ("weights",)) == whole
+    assert pq.read_table(route_trace.residency_path(trace.path)).equals(residency)
+
+
+def test_route_trace_one_unknown_weight_makes_all_unknown(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_columns, "CSV_BYTES", 200)
+    path = files.route_trace(tmp_path / "dump", files.routing())
+    head, rows = lines_of(path)
+    last = rows[-1].split(",")
+    last[6] = "nan"
+    path.write_text("\n".join([*head, *rows[:-1], ",".join(last)]) + "\n")
+    summary, trace = bring(path)
+    assert summary.columns == ()
+    for rows, (_, ids, *_) in zip(trace.sequences(), files.routing(), strict=True):
+        assert (rows.experts == ids[rows.pos, rows.layer]).all()
+
+
+def test_vllm_a_prompt_alone_is_a_prompt(tmp_path):
+    ids = files.routing()[0][1]
+    np.savez(tmp_path / "dump.npz", prompt_routed_experts=ids)
+    _, trace = bring(tmp_path / "dump.npz")
+    (rows,) = trace.sequences()
+    assert (rows.phase == Phase.PREFILL).all()
+    assert (rows.experts == ids[rows.pos, rows.layer]).all()
+
+
+def test_a_packed_npz_streams_and_its_sum_is_checked(tmp_path):
+    arrays = files.hf_arrays(files.routing())
+    np.savez_compressed(tmp_path / "dump.npz", **arrays)
+    packed = told(
+        bring(tmp_path / "dump.npz", {"batch": "2"})[1], ("weights", "scores")
+    )
+    np.savez(
+        tmp_path / "dump.npz",
+        **{name: np.asfortranarray(array) for name, array in arrays.items()},
+    )
+    assert (
+        told(bring(tmp_path / "dump.npz", {"batch": "2"})[1], ("weights", "scores"))
+        == packed
+    )

@@ -1,0 +1,317 @@
+"""SGLang dumps: what torch.save writes comes back without torch; nothing in it is ever
+executed.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from support import foreign_files as files
+from support.imports import bring, refused
+
+from moesim.base.errors import TraceError
+from moesim.traces.format.schema import Phase
+from moesim.traces.importers.readers import torch_file
+from moesim.traces.importers.sglang import deal
+
+
+def test_dense_layers_stay_minus_one_and_are_not_counted(tmp_path):
+    truth = files.routing()
+    _, trace = bring(
+        files.sglang_per_token(tmp_path / "dump.pt", truth, dense_before=1)
+    )
+    for rows, (_, ids, *_) in zip(trace.sequences(("token",)), truth, strict=True):
+        assert (rows.experts == ids[rows.pos, rows.layer]).all()
+    assert (
+        rows.columns["token"].tolist()
+        == np.repeat([110 + position for position in range(10)], 3).tolist()
+    )
+
+
+def test_chunked_prefill_goes_on_and_equal_positions_follow_the_batch(tmp_path):
+    """Two prompts of equal length, one of them in two chunks; both decode at the same
+    positions.
+    """
+    truth = files.routing(((4, 3), (4, 3)))
+    path = files.sglang_per_token(tmp_path / "dump.pt", truth)
+    found = torch.load(path, weights_only=True)
+    whole = found["records"][0]
+    rest = found["records"][1:]
+
+    def part(columns, lengths):
+        cut = {
+            name: [whole[name][i] for i in columns]
+            for name in ("positions", "input_ids")
+        }
+        return {
+            **whole,
+            **cut,
+            "extend_seq_lens": lengths,
+            "topk_ids_of_layer": whole["topk_ids_of_layer"][:, columns],
+        }
+
+    found["records"] = [part([0, 1], [2]), part([2, 3, 4, 5, 6, 7], [2, 4]), *rest]
+    torch.save(found, path)
+    refused(path, "may be either; say --option cut_at=N")
+    assert bring(path, {"cut_at": "0"})[0].sequences == 3
+    _, trace = bring(path, {"cut_at": "2"})
+    for rows, (prompt, ids, *_) in zip(trace.sequences(), truth, strict=True):
+        assert (rows.experts == ids[rows.pos, rows.layer]).all()
+        assert ((rows.phase == Phase.PREFILL) == (rows.pos < prompt)).all()
+
+
+def test_whoever_is_not_in_a_decode_pass_has_ended(tmp_path):
+    """Prompts of 4 and 5 tokens; the first ends at position 6. The second is at 6 a pass
+    later, and is not the first.
+    """
+    truth = files.routing(((4, 2), (5, 4)))
+    _, trace = bring(files.sglang_per_token(tmp_path / "dump.pt", truth))
+    assert [len(rows.pos) for rows in trace.sequences()] == [18, 27]
+    for rows, (_, ids, *_) in zip(trace.sequences(), truth, strict=True):
+        assert (rows.experts == ids[rows.pos, rows.layer]).all()
+
+
+def test_one_of_two_at_the_same_position_ends(tmp_path):
+    """Nothing in the dump says which, so it is refused unless an option decides."""
+    truth = files.routing(((4, 3), (4, 1)))
+    path = files.sglang_per_token(tmp_path / "dump.pt", truth)
+    refused(path, "one request at each position, found several at 5")
+    summary, trace = bring(path, {"equal_positions": "first"})
+    for rows, (_, ids, *_) in zip(trace.sequences(), truth, strict=True):
+        assert (rows.experts == ids[rows.pos, rows.layer]).all()
+    assert any("the first are taken to go on" in note for note in summary.notes)
+
+
+def test_a_reused_prefix_is_a_hole_that_the_notes_name(tmp_path):
+    path = files.sglang_per_token(tmp_path / "dump.pt", files.routing(((4, 3),)))
+    found = torch.load(path, weights_only=True)
+    for record in found["records"]:
+        record["positions"] = [position + 100 for position in record["positions"]]
+    torch.save(found, path)
+    summary, _ = bring(path)
+    assert any("begin their prompt behind position 0" in note for note in summary.notes)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_per_pass_keeps_every_workload(tmp_path, batch):
+    """A pass of one token is exact up to rank; a pass of three has the same tokens per
+    expert.
+    """
+    truth = files.routing(((0, 12),))
+    summary, trace = bring(
+        files.sglang_per_pass(tmp_path / "dump.pt", truth, batch=batch)
+    )
+    ids = truth[0][1]
+    sequences = list(trace.sequences())
+    assert (summary.rows, len(sequences)) == (36, 1 if batch == 1 else 4)
+    routed = np.concatenate([rows.experts.reshape(-1, 3, 2) for rows in sequences])
+    for start in range(0, 12, batch):
+        for layer in range(3):
+            got = routed[start : start + batch, layer]
+            expected = ids[start : start + batch, layer]
+            assert sorted(got.reshape(-1)) == sorted(expected.reshape(-1))
+    assert all(
+        (rows.phase == (Phase.DECODE if batch == 1 else Phase.PREFILL)).all()
+        for rows in sequences
+    )
+
+
+def test_dealing_by_hand(tmp_path):
+    """Loads 2, 1, 3, 0 at top-2: copies 0 0 1 | 2 2 2 dealt to three tokens."""
+    assert deal(tmp_path, "x", np.array([2, 1, 3, 0]), 2).tolist() == [
+        [0, 2],
+        [0, 2],
+        [1, 2],
+    ]
+    with pytest.raises(TraceError, match="whole tokens of 2 experts, found 5 choices"):
+        deal(tmp_path, "x", np.array([2, 0, 3]), 2)
+    with pytest.raises(TraceError, match="at most 3 of one expert"):
+        deal(tmp_path, "x", np.array([3, 1]), 2)
+
+
+def altered(tmp_path, change):
+    path = files.sglang_per_token(tmp_path / "dump.pt", files.routing())
+    found = torch.load(path, weights_only=True)
+    change(found)
+    torch.save(found, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda d: d["records"].clear(),
+            "records: expected at least one pass, found none",
+        ),
+        (
+            lambda d: d["records"][1].update(forward_mode=6),
+            r"forward_mode 1 \(extend\), 2 \(decode\) or 3",
+        ),
+        (
+            lambda d: d["records"][0].update(extend_seq_lens=[1, 2]),
+            "extend_seq_lens that add up to 9",
+        ),
+        (
+            lambda d: d["records"][0]["positions"].pop(),
+            "as many positions and input_ids as tokens",
+        ),
+        (
+            lambda d: d["records"][0]["positions"].__setitem__(1, 7),
+            "consecutive positions of a request",
+        ),
+        (
+            lambda d: d["records"][0]["topk_ids_of_layer"].__setitem__((0, 0, 0), 99),
+            "physical ids 0..9 or -1, found 99",
+        ),
+        (
+            lambda d: d["records"][0]["topk_ids_of_layer"].__setitem__((1, 2, 1), -1),
+            "token 2, layer 1: expected 2 experts",
+        ),
+        (
+            lambda d: d["records"][0]["topk_ids_of_layer"].__setitem__((0, 0, 1), 7),
+            "distinct ids",
+        ),
+        (
+            lambda d: d.update(
+                last_physical_to_logical_map=d["last_physical_to_logical_map"][:2]
+            ),
+            "2 layers as in the map",
+        ),
+        (
+            lambda d: d.update(logical_count=torch.zeros(1)),
+            "stat, which holds sums only; record with --expert-dist",
+        ),
+        (lambda d: d["records"][0].pop("positions"), "positions"),
+    ],
+)
+def test_a_dump_that_contradicts_itself(tmp_path, change, message):
+    if (
+        "distinct" in message
+        # expert 0 has the physical ids 7 and 8 in layer 0: make both choices of a token
+        # meet
+    ):
+
+        def change(found):
+            found["records"][0]["topk_ids_of_layer"][0, 0, :2] = torch.tensor([7, 8])
+
+    refused(altered(tmp_path, change), message)
+
+
+class _Bomb:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def test_pickles_are_never_executed(tmp_path, capsys):
+    source = tmp_path / "dump"
+    source.write_bytes(
+        pickle.dumps(
+            {"records": [_Bomb()], "last_physical_to_logical_map": 1}, protocol=2
+        )
+    )
+    refused(
+        source, "found a bare pickle, which is never executed; open it with torch.load"
+    )
+    torch.save({"records": [_Bomb()], "last_physical_to_logical_map": 1}, source)
+    refused(source, "refused to call .*print: pickles are never executed")
+    torch.save(files.routing()[0], source, _use_new_zipfile_serialization=False)
+    refused(source, "bare pickle")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_dump_nested_without_end_is_one_line(tmp_path):
+    """A million tuples in each other as the key of a dict: looking for its place would
+    use up Python's stack.
+    """
+    data = pickle.dumps({"records": [], "last_physical_to_logical_map": 1}, protocol=2)
+    with zipfile.ZipFile(tmp_path / "dump", "w") as archive:
+        archive.writestr(
+            "dump/data.pkl", data[:-1] + b"})" + b"\x85" * 1_000_000 + b"Ns\x86."
+        )
+    refused(
+        tmp_path / "dump",
+        "data.pkl: byte .*: expected at most 100 containers in each other, found more;"
+        " open it",
+    )
+
+
+def test_large_and_small_tensors_side_by_side(tmp_path):
+    """Small ones are read some at a time, a large one by itself."""
+    sizes = [1, 3, 40_000, 2, 70_000, 0, 5, 100_000, 4]
+    tensors = [torch.arange(size) * (place + 1) for place, size in enumerate(sizes)]
+    torch.save(tensors, tmp_path / "t.pt")
+    for order in (list(range(len(sizes))), [8, 2, 0, 7, 1, 4, 6, 3, 5]):
+        found = torch_file.load(tmp_path / "t.pt", stored=True)
+        for place in order:
+            assert (found[place].array() == tensors[place].numpy()).all()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "int8",
+        "uint8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "bool",
+    ],
+)
+def test_tensors_equal_what_torch_saved(tmp_path, dtype):
+    """Views with strides and offsets share one storage, as torch keeps them."""
+    base = (torch.arange(48).reshape(4, 12) % 2).to(getattr(torch, dtype))
+    if dtype not in ("bool", "uint8"):
+        base = base * 3 - 1
+    views = {
+        "whole": base,
+        "turned": base.t(),
+        "part": base[1:3, 2:9:3],
+        "row": base[2],
+        "one": base[1, 1],
+        "none": base[:0],
+    }
+    torch.save(
+        {
+            **views,
+            "numbers": [1, -2, 3.5, None, True, "x", 1 << 40],
+            "pair": (1, (2, 3)),
+        },
+        tmp_path / "t.pt",
+    )
+    found = torch_file.load(tmp_path / "t.pt")
+    for name, view in views.items():
+        assert (
+            found[name] == view.float().numpy()
+            if dtype == "bfloat16"
+            else found[name] == view.numpy()
+        ).all()
+        assert found[name].shape == tuple(view.shape)
+    assert (found["numbers"], found["pair"]) == (
+        [1, -2, 3.5, None, True, "x", 1 << 40],
+        (1, (2, 3)),
+    )
+
+
+def test_a_torch_file_rewritten_by_other_hands(tmp_path):
+    source = files.sglang_per_token(tmp_path / "dump.pt", files.routing())
+    other = tmp_path / "packed"
+    with (
+        zipfile.ZipFile(source) as old,
+        zipfile.ZipFile(other, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(TraceError, match="stored members"):
+        torch_file.load(other)
+    torch.save({"records": torch.zeros(1).expand(1 << 30)}, tmp_path / "wide.pt")
+    with pytest.raises(TraceError, match="more than once"):
+        torch_file.load(tmp_path / "wide.pt")

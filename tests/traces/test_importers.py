@@ -1,0 +1,220 @@
+"""Every importer gives back the routing its writer was given; every broken file is one
+line and no trace.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from support import foreign_files as files
+from support.imports import WRITERS, bring, refused, survives, write
+
+from moesim.traces.format.schema import Phase
+from moesim.traces.importers import importers
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_was_routed_comes_back(tmp_path, name):
+    _, importer, options, given = WRITERS[name]
+    truth = files.routing()
+    summary, trace = bring(write(tmp_path, name, truth), options)
+    assert summary.importer == importer
+    expected = truth[:1] if "first" in given else truth
+    assert summary.sequences == len(expected)
+    columns = ("weights",) if "weights" in given else ()
+    for rows, (prompt, ids, weights, _) in zip(
+        trace.sequences(columns), expected, strict=True
+    ):
+        tokens = min(len(one[1]) for one in truth) if "cut" in given else len(ids)
+        missing = prompt - 1 if "ragged" in given else 0
+        assert len(rows.pos) == tokens * files.LAYERS - missing
+        assert (rows.experts == ids[rows.pos, rows.layer]).all()
+        if "phases" in given:
+            assert ((rows.phase == Phase.PREFILL) == (rows.pos < prompt)).all()
+        if columns:
+            assert np.allclose(
+                rows.columns["weights"], weights[rows.pos, rows.layer], atol=1e-3
+            )
+
+
+def test_every_importer_has_a_writer_here_or_its_own_test():
+    assert set(importers()) == {importer for _, importer, *_ in WRITERS.values()}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_name_of_a_file_says_nothing(tmp_path, name):
+    source = write(tmp_path, name)
+    renamed = source.rename(tmp_path / "a.parquet")
+    assert bring(renamed, WRITERS[name][2])[0].importer == WRITERS[name][1]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_cut_off_anywhere_is_refused_or_a_whole_shorter_trace(tmp_path, name):
+    data = write(tmp_path, name).read_bytes()
+    source = tmp_path / "cut"
+    for share in (0.0, 0.01, 0.3, 0.6, 0.9, 0.999):
+        source.write_bytes(data[: int(share * len(data))])
+        survives(source, WRITERS[name][2])
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_mutations_by_the_hundred_never_give_a_traceback(tmp_path, name):
+    """Bytes changed, removed, doubled or exchanged at random places: only a line, or a
+    valid trace.
+    """
+    data = write(tmp_path, name, files.routing(((3, 2), (2, 2)))).read_bytes()
+    source = tmp_path / "mutant"
+    dice = random.Random(name)
+    accepted = 0
+    for _ in range(MUTANTS):
+        source.write_bytes(mutated(data, dice))
+        accepted += survives(source, WRITERS[name][2])
+    assert accepted < MUTANTS
+
+
+MUTANTS = 200
+_WORDS = (
+    b"-1",
+    b"0",
+    b"999999999999",
+    b"null",
+    b"nan",
+    b'"x"',
+    b"[]",
+    b"{}",
+    b",",
+    b"1e9",
+    b"\xff\xfe",
+    b"\x00" * 8,
+)
+
+
+def mutated(data, dice):
+    """One to three small injuries."""
+    body = bytearray(data)
+    for _ in range(dice.randint(1, 3)):
+        at = dice.randrange(max(1, len(body)))
+        length = dice.randint(1, 12)
+        kind = dice.randrange(6)
+        if kind == 0:
+            body[at : at + 1] = bytes([dice.randrange(256)])
+        elif kind == 1:
+            del body[at : at + length]
+        elif kind == 2:
+            body[at:at] = body[at : at + length * 4]
+        elif kind == 3:
+            body[at : at + dice.randint(0, 3)] = dice.choice(_WORDS)
+        elif kind == 4:
+            body[at : at + 1] = bytes(
+                [(body[at] if body else 0) ^ (1 << dice.randrange(8))]
+            )
+        else:
+            there = dice.randrange(max(1, len(body)))
+            body[at : at + length], body[there : there + length] = (
+                body[there : there + length],
+                body[at : at + length],
+            )
+    return bytes(body)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_shape_of_another_model_is_refused(tmp_path, name):
+    source = write(tmp_path, name)
+    for change in (
+        ("layers=3", "layers=2"),
+        ("layers=3", "layers=7"),
+        ("experts=8", "experts=4"),
+    ):
+        refused(source, "expected", WRITERS[name][2], files.SHAPE.replace(*change))
+
+
+_DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        (
+            '{"pos": 0, "layer": 0, "experts": [1, 2]}\n{"pos": 0, "layer": 1,'
+            f' "experts": {_DEEP}}}\n'
+        ),
+        f'{{"top_k": 2}}\n{_DEEP}\n',
+        f'{{"step":0,"layer":0,"rank":0,"num_tokens":1,"topk":2,"top_indices":{_DEEP}}}\n',
+        f'{{"id": "x", "choices": [{{"index": 0, "routed_experts": {_DEEP}}}]}}',
+        len(_DEEP).to_bytes(8, "little").decode() + f'{{"a": {_DEEP}}}',
+    ],
+    ids=["jsonl", "lists", "megatron", "vllm", "safetensors"],
+)
+def test_text_nested_without_end_is_one_line(tmp_path, text):
+    (tmp_path / "deep").write_text(text)
+    refused(
+        tmp_path / "deep",
+        "lists and objects in each other",
+    )
+
+
+def test_an_empty_file_a_folder_and_nothing(tmp_path):
+    (tmp_path / "empty").touch()
+    refused(tmp_path / "empty", "no importer knows this layout")
+    refused(tmp_path, "a folder; expected one file")
+    refused(tmp_path / "none", "no such file")
+
+
+def test_options_nobody_knows(tmp_path):
+    source = write(tmp_path, "llama_cpp")
+    refused(
+        source,
+        "--option colour: no importer knows them; known: --batch, --option cut_at",
+        {"colour": "red"},
+    )
+    refused(
+        source,
+        "layout llama_cpp: expected options that it knows, --map, .* found --batch",
+        {"batch": "2"},
+    )
+    refused(
+        write(tmp_path, "hf_npz"),
+        "--batch: expected a whole number >= 1, got 'two'",
+        {"batch": "two"},
+    )
+
+
+def test_what_means_nothing_is_said_in_the_notes(tmp_path):
+    """1,500 tokens of evenly drawn experts are what a naive copy of a strided tensor
+    looks like.
+    """
+    rng = np.random.default_rng(0)
+    ids = np.argsort(rng.random((1500, 3, 8)), axis=2)[:, :, :2]
+    summary, _ = bring(files.llama_cpp(tmp_path / "flat", [(5, ids, None, None)]))
+    assert any(
+        note.startswith("routing looks drawn at random: chi-square")
+        for note in summary.notes
+    )
+    assert not any(
+        "random" in note for note in bring(write(tmp_path, "llama_cpp"))[0].notes
+    )
+
+
+def test_provenance_names_file_and_importer(tmp_path):
+    _, trace = bring(write(tmp_path, "vllm_json"))
+    told = trace.header.provenance
+    assert (told["importer"], told["file"], told["model"]) == ("vllm", "dump", "m")
+    assert json.dumps(told)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_pickle_of_anything_is_refused(tmp_path, name, capsys):
+    """Whatever ending it has, and whatever importer would like it."""
+    import pickle
+
+    class Bomb:
+        def __reduce__(self):
+            return print, ("executed",)
+
+    ending = write(tmp_path, name).suffix
+    (tmp_path / f"bomb{ending}").write_bytes(pickle.dumps([Bomb()], protocol=4))
+    refused(tmp_path / f"bomb{ending}", "found a bare pickle, which is never executed")
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,492 @@
+"""Synthetic predictions: as accurate as asked for, wrong together as stated, and marked
+wherever a result was made with them.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from support.command_line import refused, runner
+
+import moesim
+from moesim.base.errors import TraceError
+from moesim.traces.format.reader import open_trace
+from moesim.traces.format.schema import Phase, TraceHeader
+from moesim.traces.format.writer import TraceWriter
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
+from moesim.traces.stats.predictor_accuracy import prediction
+from moesim.traces.synthetic import predict as module
+from moesim.traces.synthetic.gate_scores import (
+    fill_logits,
+    fill_scores,
+    popularity_logits,
+)
+from moesim.traces.synthetic.generate import stated, synthesise
+from moesim.traces.synthetic.marks import PREDICTIONS, synthetic_caveats
+from moesim.traces.synthetic.predict import predict
+from moesim.traces.synthetic.prediction_noise import Dependence, SequenceNoise, Walk
+
+RECALL = (0.8, 0.7, 0.62)
+COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
+POINTS = 0.005
+
+
+def copied(source, target, columns):
+    """A trace with only these of its optional columns."""
+    with TraceWriter(target, source.header, columns) as writer:
+        for rows in source.sequences(columns):
+            writer.write(
+                rows.seq, rows.pos, rows.phase, rows.layer, rows.experts, **rows.columns
+            )
+    return target
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """The shipped trace, with weights only."""
+    path = tmp_path_factory.mktemp("predict") / "bare.parquet"
+    return copied(open_trace("tiny"), path, ["weights"])
+
+
+@pytest.fixture(scope="module")
+def predicted(bare):
+    path = bare.with_name("predicted.parquet")
+    predict(bare, path, recall=RECALL, residual=0.83, scores=True, seed=3)
+    return path
+
+
+def recall_of(path, column):
+    """Recall over all tokens, by rank of the used expert: float64 [K]."""
+    trace = open_trace(path)
+    shape = trace.shape
+    depth = int(column[4])
+    hits = []
+    for rows in trace.sequences([column]):
+        # Rows of a ragged prefill have no neighbour at a later layer: a dictionary
+        # finds those that are there.
+        places = {
+            key: at for at, key in enumerate(zip(rows.pos, rows.layer, strict=True))
+        }
+        best = np.argsort(-rows.columns[column], axis=1, kind="stable")
+        for (pos, layer), at in places.items():
+            target = places.get((pos, layer + depth))
+            if target is not None:
+                guesses = best[at, : shape.top_k]
+                hits.append(np.isin(rows.experts[target], guesses))
+    return np.mean(hits, axis=0)
+
+
+# -- accuracy --------------------------------------------------------------------------
+
+
+def test_recall_at_one_is_how_often_the_best_expert_is_foreseen(bare, tmp_path):
+    made = predict(bare, tmp_path / "made", recall=(0.8,), at=1)
+    shares = []
+    for rows in open_trace(tmp_path / "made").sequences(["pred1_raw"]):
+        layer_tokens = dict(
+            zip(zip(rows.pos, rows.layer, strict=True), rows.experts[:, 0], strict=True)
+        )
+        for pos, layer, scores in zip(
+            rows.pos, rows.layer, rows.columns["pred1_raw"], strict=True
+        ):
+            best = layer_tokens.get((pos, layer + 1))
+            if best is not None:
+                shares.append(best == np.argmax(scores))
+    assert np.mean(shares) == pytest.approx(0.8, abs=POINTS)
+    assert made.predictors[0].measured == pytest.approx(np.mean(shares), abs=1e-9)
+    # It is foreseen as one of K more often than as the best.
+    assert recall_of(tmp_path / "made", "pred1_raw")[0] > 0.9
+
+
+@pytest.mark.parametrize("kept", [(), ("weights",), ("weights", "scores")])
+def test_recall_is_the_one_asked_for(tmp_path, kept):
+    """With recorded scores, with scores drawn behind recorded weights, and with neither:
+    counted anew, from the file.
+    """
+    source = copied(open_trace("tiny"), tmp_path / "source", kept)
+    made = predict(source, tmp_path / "made", recall=RECALL, residual=0.9)
+    for column, asked in zip((*COLUMNS, "pred1_res"), (*RECALL, 0.9), strict=True):
+        by_rank = recall_of(tmp_path / "made", column)
+        assert by_rank.mean() == pytest.approx(asked, abs=POINTS)
+        # Confident experts are predicted better than marginal ones.
+        assert (np.diff(by_rank) < 0).all()
+        (entry,) = [one for one in made.predictors if one.column == column]
+        assert entry.measured == pytest.approx(by_rank.mean(), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("mixtral_8x7b_like", None),
+        ("deepseek_v2_lite_like", None),
+        ("qwen3_30b_a3b_top6", "qwen3-30b-a3b"),
+        ("gpt_oss_20b", "gpt-oss-20b"),
+        ("olmoe_1b_7b_decode299", "olmoe-1b-7b"),
+        ("kimi_linear_48b_a3b_decode300", "kimi-linear-48b-a3b"),
+    ],
+)
+def test_recall_on_other_peoples_traces(shared_traces, tmp_path, name, model):
+    """Sigmoid gates, a ragged prefill, and traces larger than what is solved on."""
+    source = shared_traces / f"{name}.parquet"
+    if model is not None:
+        shape = model_shape(model)
+        source = import_trace(source, tmp_path / "real", shape=shape).path
+    made = predict(source, tmp_path / "made", recall=RECALL, scores=True)
+    for predictor in made.predictors:
+        assert predictor.measured == pytest.approx(predictor.asked, abs=POINTS)
+    if name.startswith(("qwen3", "olmoe")):
+        for column, asked in zip(COLUMNS, RECALL, strict=True):
+            recall = recall_of(tmp_path / "made", column).mean()
+            assert recall == pytest.approx(asked, abs=POINTS)
+
+
+def test_a_perfect_predictor_knows_every_expert(bare, tmp_path):
+    predict(bare, tmp_path / "made", recall=(1.0,))
+    # Weights that float16 made equal are all that may be lost.
+    assert recall_of(tmp_path / "made", "pred1_raw").mean() > 0.999
+
+
+def test_statistics_see_the_same_accuracy(predicted):
+    """The report of `moesim trace stats` counts decode tokens only."""
+    figures = prediction(open_trace(predicted))
+    for column, asked in zip(COLUMNS, RECALL, strict=True):
+        assert figures[column]["accuracy"] == pytest.approx(asked, abs=0.02)
+        assert figures[column]["by_layer"][0] is None
+
+
+# -- dependence ------------------------------------------------------------------------
+
+
+def noise_of(count, **coefficients):
+    noise = SequenceNoise(
+        0, 0, layers=4, experts=16, depths=3, dependence=Dependence(**coefficients)
+    )
+    difficulty, of_depth = noise.next(count)
+    return difficulty.reshape(count, 4), [one.reshape(count, -1) for one in of_depth]
+
+
+def correlation(left, right):
+    return np.corrcoef(left.ravel(), right.ravel())[0, 1]
+
+
+def test_noise_depends_on_itself_as_stated():
+    """Unit variance; 0.7 between adjacent depths and 0.49 over two; 0.5 between tokens;
+    half of the difficulty is common to all layers.
+    """
+    difficulty, (one, two, three) = noise_of(
+        4000, depths=0.7, tokens=0.5, layers=0.5, spread=0.3
+    )
+    for noise in (one, two, three):
+        assert noise.std() == pytest.approx(1, abs=0.02)
+        assert correlation(noise[1:], noise[:-1]) == pytest.approx(0.5, abs=0.02)
+    assert correlation(one, two) == pytest.approx(0.7, abs=0.02)
+    assert correlation(one, three) == pytest.approx(0.49, abs=0.02)
+    exponent = np.log(difficulty)
+    assert exponent.std() == pytest.approx(0.3, abs=0.01)
+    assert correlation(exponent[:, 0], exponent[:, 3]) == pytest.approx(0.5, abs=0.05)
+
+
+def wrong_together(path):
+    """Correlation of the recalls of depths 1 and 2, about the same token and layer."""
+    trace = open_trace(path)
+    layers = trace.shape.layers
+    top_k = trace.shape.top_k
+    pairs = []
+    for rows in trace.sequences(COLUMNS[:2]):
+        experts = rows.experts.reshape(-1, layers, top_k)
+        recalls = []
+        for depth, column in enumerate(COLUMNS[:2], start=1):
+            scores = rows.columns[column].reshape(-1, layers, trace.shape.experts)
+            best = np.argsort(-scores, axis=2, kind="stable")[
+                :, 2 - depth : -depth, :top_k
+            ]
+            hits = (experts[:, 2:, :, None] == best[:, :, None, :]).any(axis=3)
+            recalls.append(hits.mean(axis=2))
+        pairs.append(np.stack(recalls))
+    depth1, depth2 = np.concatenate(pairs, axis=1)
+    return correlation(depth1, depth2)
+
+
+def test_an_error_of_depth_1_makes_one_of_depth_2_likelier(bare, tmp_path):
+    """The recorded predictors of the shipped trace are wrong together by 0.54; the
+    default is as much, and independent noise leaves what marginal experts share.
+    """
+    found = []
+    for depths in (0.0, 0.6, 0.95):
+        coefficients = Dependence(depths=depths)
+        path = tmp_path / str(depths)
+        predict(bare, path, recall=RECALL[:2], dependence=coefficients)
+        found.append(wrong_together(path))
+    assert found[0] < found[1] - 0.1 < found[2] - 0.2
+    assert wrong_together("tiny") == pytest.approx(0.54, abs=0.01)
+    assert found[1] == pytest.approx(0.54, abs=0.1)
+
+
+# -- scores ----------------------------------------------------------------------------
+
+
+def test_drawn_scores_are_those_of_the_recorded_experts(predicted):
+    """The K recorded are the K highest, best first, their softmax is the recorded
+    weights, and all of them sum to one.
+    """
+    for rows in open_trace(predicted).sequences(["scores", "weights"]):
+        scores = rows.columns["scores"].astype(np.float64)
+        best = np.argsort(-scores, axis=1, kind="stable")[:, :4]
+        assert (np.sort(best, axis=1) == np.sort(rows.experts, axis=1)).all()
+        chosen = np.take_along_axis(scores, rows.experts.astype(int), axis=1)
+        assert (np.diff(chosen, axis=1) <= 0).all()
+        weights = chosen / chosen.sum(axis=1, keepdims=True)
+        assert weights == pytest.approx(rows.columns["weights"], rel=0.003, abs=1e-3)
+        assert scores.sum(axis=1) == pytest.approx(1, abs=0.01)
+
+
+def test_weights_follow_from_drawn_scores_where_there_are_none(tmp_path):
+    """`adapmoe` and SMoE's router need both. The shipped model's gate renormalises."""
+    source = copied(open_trace("tiny"), tmp_path / "source", [])
+    predict(source, tmp_path / "made", scores=True)
+    made = open_trace(tmp_path / "made")
+    for rows in made.sequences(["scores", "weights"]):
+        scores = rows.columns["scores"].astype(np.float64)
+        used = np.take_along_axis(scores, rows.experts.astype(int), axis=1)
+        expected = used / used.sum(axis=1, keepdims=True)
+        assert rows.columns["weights"] == pytest.approx(expected, abs=1e-3)
+    (caveat,) = synthetic_caveats(made.header)
+    assert "scores and weights drawn" in caveat
+
+
+def logits_for(weights, *, renormalised=True, sigmoid=False):
+    """Scores [E] of one row of 6 experts, of which 4 and 1 are used with `weights`."""
+    keys = np.array([[0.3, -1.0, 2.0, 0.5, 1.0, -2.0]], np.float32)
+    experts = np.array([[4, 1]], np.uint16)
+    given = np.array([weights] if weights else np.zeros((0, 2)), np.float32)
+    logits = np.empty((1, 6), np.float32)
+    fill_logits(keys, experts, given, renormalised, sigmoid, logits)
+    scores = np.empty((1, 6), np.float32)
+    fill_scores(logits, sigmoid, scores)
+    return logits[0], scores[0]
+
+
+def test_logits_by_hand():
+    """Keys 2, 1, 0.5, 0.3, -1, -2: the used experts get 2 and 1, the others keep their
+    order: 2 before 3 before 0 before 5. Weights 0.75 and 0.25 make the first of them
+    1 + ln 3.
+    """
+    logits, _ = logits_for(None)
+    assert logits == pytest.approx([-1.0, 1.0, 0.5, 0.3, 2.0, -2.0])
+    logits, scores = logits_for([0.75, 0.25])
+    assert logits == pytest.approx([-1.0, 1.0, 0.5, 0.3, 1 + np.log(3), -2.0])
+    assert scores.sum() == pytest.approx(1)
+
+
+def test_weights_that_are_scores_stay_scores():
+    """Not renormalised: 0.5 and 0.2 are scores, 0.3 is left for four experts. Of 0.2 and
+    0.17, 0.63 is left, nearly as much as four of 0.17 hold: the others are flattened.
+    """
+    _, scores = logits_for([0.5, 0.2], renormalised=False)
+    assert scores[[4, 1]] == pytest.approx([0.5, 0.2], rel=1e-4)
+    assert scores[2] > scores[3] > scores[0] > scores[5]
+    _, scores = logits_for([0.2, 0.17], renormalised=False)
+    assert scores[[4, 1]] == pytest.approx([0.2, 0.17], rel=1e-3)
+    assert scores[[2, 3, 0, 5]].max() < scores[1]
+
+
+def test_sigmoid_scores_have_the_ratio_of_the_weights():
+    _, scores = logits_for([0.6, 0.4], sigmoid=True)
+    assert scores[4] / scores[1] == pytest.approx(1.5, rel=1e-3)
+    assert scores[[2, 3, 0, 5]].max() < scores[1] < scores[4] < 1
+
+
+def test_popular_experts_are_near_misses():
+    """An expert that every second token chose stands above one that few chose."""
+    keys = popularity_logits(np.array([[500, 100, 100, 300]]), top_k=1)
+    assert keys[0, 0] > keys[0, 3] > keys[0, 1] == keys[0, 2]
+    assert keys.mean() == pytest.approx(0, abs=1e-6)
+
+
+# -- files -----------------------------------------------------------------------------
+
+
+def test_the_same_file_however_large_the_chunks(bare, tmp_path, monkeypatch):
+    options = {"recall": RECALL, "residual": 0.7, "scores": True}
+    files = []
+    # 1,152 tokens of 192 logits: all at once, 5 tokens, one token.
+    for number, values in enumerate((1 << 20, 1000, 1)):
+        monkeypatch.setattr(module, "CHUNK_VALUES", values)
+        predict(bare, tmp_path / str(number), **options, seed=1)
+        files.append((tmp_path / str(number)).read_bytes())
+    assert files[0] == files[1] == files[2]
+    predict(bare, tmp_path / "other", **options, seed=2)
+    assert (tmp_path / "other").read_bytes() != files[0]
+
+
+def test_one_more_depth_changes_no_other(bare, tmp_path):
+    predict(bare, tmp_path / "one", recall=RECALL[:1])
+    predict(bare, tmp_path / "two", recall=RECALL[:2])
+    columns = [
+        [
+            rows.columns["pred1_raw"]
+            for rows in open_trace(tmp_path / name).sequences(["pred1_raw"])
+        ]
+        for name in ("one", "two")
+    ]
+    for one, two in zip(*columns, strict=True):
+        assert (one == two).all()
+
+
+def test_a_sample_stands_for_a_longer_trace(bare, tmp_path, monkeypatch):
+    """Solved on every fourth token, measured on all."""
+    monkeypatch.setattr(module, "SAMPLE_VALUES", 6912 * 32 // 4)
+    made = predict(bare, tmp_path / "made", recall=(0.7,))
+    recall = recall_of(tmp_path / "made", "pred1_raw").mean()
+    assert made.predictors[0].measured == pytest.approx(recall, abs=1e-9)
+    assert recall == pytest.approx(0.7, abs=0.02)
+
+
+def test_a_walk_is_the_same_in_any_steps():
+    """5 and 3 and 2 tokens are 10: an odd width leaves half a random word behind."""
+    walk = Walk((1, 2), 7, 0.3)
+    parts = np.concatenate([walk.next(tokens) for tokens in (5, 3, 2)])
+    assert (parts == Walk((1, 2), 7, 0.3).next(10)).all()
+
+
+def test_a_ragged_prefill_and_gaps_in_positions(tmp_path):
+    """The last layer has only the last prompt token: rows stay as they are."""
+    shape = model_shape("layers=3,experts=8,top_k=2,expert_bytes=1")
+    pos = np.array([0, 0, 1, 1, 1, 5, 5, 5])
+    layer = np.array([0, 1, 0, 1, 2, 0, 1, 2])
+    phase = np.where(pos < 5, Phase.PREFILL, Phase.DECODE).astype(np.int8)
+    experts = np.array([[0, 1], [2, 3]] * 4)
+    with TraceWriter(tmp_path / "ragged", TraceHeader(shape)) as writer:
+        writer.write(0, pos, phase, layer, experts)
+    predict(tmp_path / "ragged", tmp_path / "made", recall=(0.9,), scores=True)
+    (rows,) = open_trace(tmp_path / "made").sequences(["scores", "pred1_raw"])
+    assert (rows.pos == pos).all()
+    assert (rows.experts == experts).all()
+    # Position 0 has a guess about a layer that nobody recorded, and none past the end.
+    assert (rows.columns["pred1_raw"] > 0).all(axis=1).tolist() == (layer < 2).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recall": (0.6, 0.8)}, "expected no more at a greater depth, got 0.6,0.8"),
+        ({"recall": (1.2,)}, "recall of pred1_raw: expected 0 < R <= 1, got 1.2"),
+        ({"recall": (float("nan"),)}, "expected 0 < R <= 1, got nan"),
+        ({"recall": (0.8,) * 4}, "expected at most 3 depths"),
+        ({"residual": 0}, "recall of pred1_res: expected 0 < R <= 1"),
+        ({}, "nothing to add"),
+        (
+            {"recall": (0.8,), "at": 99},
+            r"at: expected 1\.\.\d experts of a token, got 99",
+        ),
+        ({"recall": (0.01,)}, r"recall of pred1_raw: expected 0\.\d+\.\.1\.000"),
+    ],
+)
+def test_what_cannot_be_asked_for(bare, tmp_path, options, message):
+    with pytest.raises(TraceError, match=message) as refusal:
+        predict(bare, tmp_path / "made", **options)
+    assert "\n" not in str(refusal.value)
+    # Neither the trace nor what it is written to at first.
+    assert not list(tmp_path.iterdir())
+
+
+def test_columns_that_are_there_stay(predicted, tmp_path):
+    for options in ({"recall": (0.8,)}, {"scores": True}):
+        with pytest.raises(TraceError, match="is there already"):
+            predict(predicted, tmp_path / "made", **options)
+    shallow = tmp_path / "shallow"
+    synthesise(
+        stated(model_shape("layers=2,experts=8,top_k=2,expert_bytes=1"), generated=9),
+        shallow,
+        tokens=9,
+    )
+    with pytest.raises(TraceError, match="depths below the 2 layers"):
+        predict(shallow, tmp_path / "made", recall=(0.8, 0.7))
+
+
+@pytest.mark.parametrize(
+    "coefficients", [{"depths": 1.1}, {"tokens": 1.0}, {"layers": -1}, {"spread": 3}]
+)
+def test_dependence_that_cannot_be(coefficients):
+    with pytest.raises(TraceError, match="dependence of"):
+        Dependence(**coefficients)
+
+
+# -- marks -----------------------------------------------------------------------------
+
+
+def test_the_header_says_what_was_drawn(predicted):
+    provenance = open_trace(predicted).header.provenance
+    # What the trace said before is still there.
+    assert provenance["model"] == "tiny"
+    drawn = provenance[PREDICTIONS]
+    assert sorted(drawn) == [
+        "pred1_raw",
+        "pred1_res",
+        "pred2_raw",
+        "pred3_raw",
+        "scores",
+    ]
+    entry = drawn["pred2_raw"]
+    assert entry["recall_asked"] == 0.7
+    assert entry["recall_measured"] == pytest.approx(0.7, abs=POINTS)
+    assert entry["seed"] == 3
+    assert entry["dependence"] == {
+        "depths": 0.6,
+        "tokens": 0.4,
+        "layers": 0.4,
+        "spread": 0.25,
+    }
+
+
+def test_scores_first_and_predictions_later(bare, tmp_path):
+    """Both calls stay in the header."""
+    predict(bare, tmp_path / "scored", scores=True, seed=1)
+    predict(tmp_path / "scored", tmp_path / "both", recall=(0.8,), seed=2)
+    drawn = open_trace(tmp_path / "both").header.provenance[PREDICTIONS]
+    assert drawn["scores"]["seed"] == 1
+    assert drawn["pred1_raw"]["seed"] == 2
+
+
+def test_every_result_says_so(predicted, tmp_path):
+    run = moesim.replay(
+        str(predicted), "greedy", prefetch="next-gate", steps=3, out=tmp_path / "run"
+    )
+    (warning,) = [text for text in run.warnings if "synthetic predictions" in text]
+    assert "pred1_raw recall 0.8" in warning
+    saved = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert warning in saved["warnings"]
+    assert saved["config"]["synthetic"] == [warning]
+    # A trace that was recorded has nothing to confess.
+    assert moesim.replay("tiny", "greedy", steps=1).config["synthetic"] == []
+
+
+def test_routing_that_was_drawn_is_said_to_be(tmp_path):
+    synthesise(
+        stated(model_shape("layers=2,experts=8,top_k=2,expert_bytes=1MiB")),
+        tmp_path / "drawn",
+        tokens=20,
+    )
+    run = moesim.replay(str(tmp_path / "drawn"), "greedy")
+    assert any(text.startswith("synthetic routing: drawn") for text in run.warnings)
+
+
+def test_the_command_line(bare, tmp_path, capsys, monkeypatch):
+    run = runner(capsys, monkeypatch, tmp_path)
+    out = tmp_path / "made.parquet"
+    code, printed, _ = run(
+        "trace", "predict", bare, out, "--recall", "0.8,0.7,0.62", "--scores"
+    )
+    assert code == 0
+    assert "pred1_raw: recall 0.800, asked 0.8" in printed
+    _, printed, _ = run("trace", "info", out)
+    assert "synthetic predictions" in printed
+    assert "(asked 0.62)" in " ".join(printed.split())
+    _, _, notes = run("replay", out, "--prefetch", "next-gate", "--steps", "2")
+    assert "synthetic predictions" in " ".join(notes.split())
+    assert refused(
+        run("trace", "predict", bare, out, "--recall", "0.6,0.8"), "greater depth"
+    )

@@ -1,0 +1,154 @@
+"""The page of a trace, its tables, and the verdict."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from support.handmade import hand_trace
+from support.small_trace import write_trace
+
+from moesim import cli
+from moesim.questions.trace_page import curve_picture, write_html
+from moesim.traces.format.reader import open_trace
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
+from moesim.traces.stats.statistics import stats
+from moesim.traces.stats.trace_summary import knee, summarise_trace
+
+
+def routed(path, choose, *, tokens=200, experts=64):
+    """One layer of decode whose token t uses ``choose(t)``."""
+    return hand_trace(
+        path,
+        [[choose(t)] for t in range(tokens)],
+        experts=experts,
+        expert_bytes=1 << 20,
+    )
+
+
+def test_knee_by_hand():
+    """Above the diagonal 0, 1/4, 1/2, 3/4, 1 by 0, 0.35, 0.4, 0.2, 0."""
+    assert knee(np.array([0.0, 0.6, 0.9, 0.95, 1.0])) == 2
+
+
+def test_faithful_routing_is_worth_it(tmp_path):
+    """Four experts do everything: 4 slots, 4 MiB, all but two first uses of each pair
+    hit.
+    """
+    found = summarise_trace(
+        routed(tmp_path / "t.parquet", lambda t: (0, 1) if t % 2 else (2, 3))
+    ).figures["verdict"]
+    assert found["answer"] == "yes"
+    assert found["sizes"][0] == {
+        "at": "knee",
+        "slots": 4,
+        "bytes": 4 << 20,
+        "lru": 396 / 400,
+        "belady": 396 / 400,
+        "copied_bytes_per_step": pytest.approx(0.01 * 2 * (1 << 20)),
+    }
+
+
+def test_even_routing_and_dense_routing_are_not(tmp_path):
+    circle = routed(tmp_path / "c.parquet", lambda t: (2 * t % 64, (2 * t + 1) % 64))
+    assert summarise_trace(circle).figures["verdict"]["answer"] == "no"
+    dense = summarise_trace(
+        routed(tmp_path / "d.parquet", lambda t: (0, 1), experts=4)
+    ).figures["verdict"]
+    assert dense["answer"] == "no"
+    assert "Too dense" in dense["why"][-1]
+
+
+def test_a_prompt_alone_gives_no_verdict_but_a_page(make_trace, tmp_path):
+    trace = open_trace(make_trace(sequences=((9, 0),)))
+    found = summarise_trace(trace)
+    assert found.figures["verdict"]["answer"] == "unknown"
+    assert "No verdict" in write_html(trace, found, tmp_path / "p.html").read_text()
+    with pytest.raises(ValueError, match="no generated tokens"):
+        curve_picture(found, tmp_path / "c.png")
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_survey_holds_what_stats_says(make_trace, batch):
+    trace = open_trace(make_trace(sequences=((4, 70), (0, 66), (5, 20))))
+    figures = summarise_trace(trace, batch=batch).figures
+    assert {name: figures[name] for name in stats(trace, batch=batch)} == stats(
+        trace, batch=batch
+    )
+    assert sum(figures["reuse"]) == sum(
+        sum(curve)
+        for curve in [summarise_trace(trace, batch=batch).curves.accesses("lru", 1)]
+    )
+    assert figures["working_set_by_window"]["32"] == pytest.approx(
+        np.mean(figures["working_set"])
+    )
+
+
+def test_page_is_whole_and_needs_nothing_else(make_trace, tmp_path):
+    trace = open_trace(
+        make_trace("<b>.parquet", sequences=((6, 300),), columns=("pred1_raw",))
+    )
+    text = write_html(trace, summarise_trace(trace), tmp_path / "p.html").read_text()
+    assert text.count("<svg") == 10
+    assert "<b>.parquet" not in text
+    for foreign in ("src=", "<link", "@import"):
+        assert foreign not in text
+    HTMLParser().feed(text)
+
+
+def test_command_writes_page_and_tables(tmp_path, tiny_shape, capsys):
+    path = write_trace(tmp_path / "t.parquet", tiny_shape, ((4, 40),))
+    with pytest.raises(SystemExit) as end:
+        cli.main(
+            [
+                "trace",
+                "stats",
+                str(path),
+                "--html",
+                str(tmp_path / "p.html"),
+                "--out",
+                str(tmp_path / "o"),
+                "--json",
+            ]
+        )
+    assert not end.value.code
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["verdict"]["answer"] in ("yes", "hardly", "no")
+    assert (tmp_path / "p.html").stat().st_size > 10_000
+    layers = pq.read_table(tmp_path / "o" / "layers.parquet")
+    assert layers.column("entropy_bits").to_pylist() == figures["entropy_bits"]
+    curves = pq.read_table(tmp_path / "o" / "curves.parquet").to_pandas()
+    decode = curves[(curves.phase == "decode") & (curves.slots == 4)]
+    assert decode.belady.sum() / decode.accesses.sum() == pytest.approx(
+        figures["curve_decode"]["belady"][4]
+    )
+    assert json.loads(layers.schema.metadata[b"statistics"])["decode_tokens"] == 40
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "tokens"),
+    [
+        ("qwen3_30b_a3b_top6", "qwen3-30b-a3b", (28, 128)),
+        ("olmoe_1b_7b_decode299", "olmoe-1b-7b", (0, 299)),
+        ("kimi_linear_48b_a3b_decode300", "kimi-linear-48b-a3b", (0, 300)),
+    ],
+)
+def test_shared_traces_agree_with_an_independent_count(
+    shared_traces, tmp_path, name, model, tokens
+):
+    """Loads and touched experts, counted with pandas from the foreign file."""
+    source = shared_traces / f"{name}.parquet"
+    import_trace(source, tmp_path / "t.parquet", shape=model_shape(model))
+    found = summarise_trace(open_trace(tmp_path / "t.parquet"))
+    assert (found.figures["prefill_tokens"], found.figures["decode_tokens"]) == tokens
+    rows = pq.read_table(source, columns=["phase", "layer", "expert_ids"]).to_pandas()
+    rows = rows[rows.phase == "decode"].explode("expert_ids")
+    counts = rows.groupby(["layer", "expert_ids"]).size()
+    first = counts.index.get_level_values("layer").min()
+    for (layer, expert), count in counts.items():
+        assert found.load[layer - first, expert] == count
+    assert found.load.sum() == len(rows)

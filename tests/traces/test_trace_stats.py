@@ -1,0 +1,93 @@
+"""Characteristics of routing, against counts done by hand and against an LRU list."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.handmade import hand_trace
+
+from moesim.traces.format.reader import open_trace
+from moesim.traces.stats.statistics import CACHE_RATIOS, info, stats, stats_frame
+
+
+def write(path, routing, experts=8):
+    """One layer, decode only: `routing` lists the experts of each token."""
+    return hand_trace(path, [[chosen] for chosen in routing], experts=experts)
+
+
+def test_by_hand(tmp_path):
+    """Tokens {0,1} {1,2} {1,0} {0,1}: loads 3, 4, 1; overlaps 1/2, 1/2, 2/2."""
+    figures = stats(write(tmp_path / "t.parquet", [[0, 1], [1, 2], [1, 0], [0, 1]]))
+    assert figures["active"] == [2.0]
+    assert figures["overlap"] == [pytest.approx(2 / 3)]
+    assert figures["overlap_chance"] == 2 / 8
+    assert figures["max_share"] == [4 / 8]
+    assert figures["entropy_bits"] == [
+        pytest.approx(
+            -(3 / 8 * np.log2(3 / 8) + 0.5 * np.log2(0.5) + np.log2(1 / 8) / 8)
+        )
+    ]
+    assert figures["touched"] == [3]
+    assert figures["active_prefill"] is figures["working_set"] is None
+
+
+def test_even_loads_have_all_the_bits(tmp_path):
+    figures = stats(write(tmp_path / "t.parquet", [[i % 8] for i in range(64)]))
+    assert figures["entropy_bits"] == [pytest.approx(3.0)]
+    assert figures["overlap"] == [0.0]
+    assert figures["working_set"] == [8.0]
+
+
+def test_cyclic_access_gives_lru_no_hit_below_capacity(tmp_path):
+    """Four experts in a circle through an LRU cache of two slots."""
+    figures = stats(write(tmp_path / "t.parquet", [[i % 4] for i in range(40)]))
+    assert figures["lru"] == {
+        0.125: [0.0],
+        0.25: [0.0],
+        0.5: [36 / 40],
+        0.75: [36 / 40],
+    }
+
+
+def test_stack_distances_agree_with_an_lru_list(tmp_path):
+    rng = np.random.default_rng(0)
+    weights = np.arange(1, 17) ** 2
+    routing = [
+        rng.choice(16, 3, replace=False, p=weights / weights.sum()).tolist()
+        for _ in range(300)
+    ]
+    figures = stats(write(tmp_path / "t.parquet", routing, experts=16))
+    for ratio in CACHE_RATIOS:
+        # least recently used first
+        recent = []
+        hits = 0
+        for token in routing:
+            resident = recent[-round(ratio * 16) :]
+            hits += sum(expert in resident for expert in token)
+            recent = [expert for expert in recent if expert not in token] + sorted(
+                token
+            )
+        assert figures["lru"][ratio] == [hits / 900]
+
+
+def test_frame_has_one_row_per_layer(make_trace):
+    frame = stats_frame(open_trace(make_trace(sequences=((3, 40),))), batch=1)
+    assert frame.index.tolist() == [0, 1, 2]
+    assert {"active", "active_prefill", "overlap", "working_set", "lru_0.25"} <= set(
+        frame.columns
+    )
+
+
+def test_info_counts_tokens_not_rows(make_trace):
+    told = info(
+        open_trace(
+            make_trace(sequences=((4, 2), (0, 3)), columns=("weights",), ragged=True)
+        )
+    )
+    assert (told["sequences"], told["prefill_tokens"], told["decode_tokens"]) == (
+        2,
+        4,
+        5,
+    )
+    assert told["columns"] == ["weights"]
+    assert told["rows"] == 9 * 3 - 3
