@@ -82,9 +82,7 @@ def demonstrate(out: Path, hw: Path | None = None) -> None:
     _run_and_simulate(trace, hw)
 
     _title(f"4. A model that people run, {MODEL}, on a PC with an RTX 4060 Ti")
-    packaged, page = _compare(
-        out / "packaged", hw=PACKAGED, gpu_memory=PACKAGED_MEMORY
-    )
+    packaged, page = _compare(out / "packaged", hw=PACKAGED, gpu_memory=PACKAGED_MEMORY)
     print("\nThe page shows why: which expert was where, and what every lane did.")
 
     _title("5. The same model on this PC")

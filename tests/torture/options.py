@@ -104,9 +104,7 @@ def _ended(chosen, source, work):
 
 
 def _words(chosen):
-    return [
-        word for pair in chosen.items() for word in pair if word is not None
-    ]
+    return [word for pair in chosen.items() for word in pair if word is not None]
 
 
 def _figures(text):
