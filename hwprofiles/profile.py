@@ -540,13 +540,11 @@ def own_profile_path() -> Path | None:
     """The user's own profile: ``./hw.toml``, else ``moesim/hw.toml`` in the user's
     configuration folder; None where there is none.
     """
-    own = Path("hw.toml")
-    # The nearest one first, as for configuration files elsewhere.
-    if own.is_file():
-        return own
+    places = [Path("hw.toml")]
     with suppress(OSError):
-        own = user_folder("config") / "hw.toml"
-    return own if own.is_file() else None
+        places.append(user_folder("config") / "hw.toml")
+    # The nearest one first, as for configuration files elsewhere.
+    return next((path for path in places if path.is_file()), None)
 
 
 def save_profile(profile: HardwareProfile, path: str | os.PathLike[str]) -> Path:

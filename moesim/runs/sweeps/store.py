@@ -136,20 +136,20 @@ def _read(file: Path, columns: list[str] | None = None) -> pa.Table:
         ) from None
 
 
-def _check_columns(file: Path, found: pa.Schema) -> None:
+def _check_columns(file: Path, schema: pa.Schema) -> None:
     """Refuse a table that no sweep has written.
 
     Raises:
         ResultsError: naming it, and what is strange in it.
     """
     known = {field.name: (field.type, pa.null()) for field in row_schema()}
-    faults = [f"none called {name}" for name in _NAMING if name not in found.names]
+    faults = [f"none called {name}" for name in _NAMING if name not in schema.names]
     faults += [
         f"{name} of {kind}"
-        for name, kind in zip(found.names, found.types, strict=True)
+        for name, kind in zip(schema.names, schema.types, strict=True)
         if kind not in known.get(name, (kind,))
     ]
-    if len(set(found.names)) < len(found.names):
+    if len(set(schema.names)) < len(schema.names):
         faults.append("two of one name")
     if faults:
         raise ResultsError(
