@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.cpu_seconds import cpu_seconds
-from moesim.traces.format.arrow import lists, named, numbers
 from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
+from moesim.traces.format.parquet import lists, named, numbers
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import ROW_GROUP_ROWS, TraceWriter, arrow_schema

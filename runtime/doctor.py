@@ -32,8 +32,8 @@ from moesim.runtime.measure.neighbours import (
 )
 from moesim.runtime.measure.profile import load_average, processor
 from moesim.runtime.measure.sampling import sample
-from moesim.runtime.store.direct_io import DirectFile
 from moesim.runtime.store.memory import HostSlots
+from moesim.runtime.store.sources import DirectFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

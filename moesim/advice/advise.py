@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesim.advice.errors import AdviceError
+from moesim.advice.machine.devices import check_memory
 from moesim.advice.machine.machine import (
     Grade,
     Machine,
     describe_machine,
     machine_of_profile,
 )
-from moesim.advice.machine.memory import check_memory
 from moesim.advice.model.catalogue import model_contents
 from moesim.advice.model.contents import ModelContents
 from moesim.advice.observed import ObservedRows, observe

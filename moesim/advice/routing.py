@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from moesim.advice.machine.machine import Machine
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.plan.ranking import Forecast, Prospect
-    from moesim.runs.bound.bandwidths import RoutingBound
+    from moesim.runs.bound.least_time import RoutingBound
     from moesim.traces.format.reader import Trace
 
 
@@ -92,11 +92,11 @@ def bound_of_routing(
         decodes: what is asked for.
     """
     # Answers without a trace need not load what reads one.
-    from moesim.runs.bound.bandwidths import (  # noqa: PLC0415
+    from moesim.runs.bound.least_reads import flattened, least_reads  # noqa: PLC0415
+    from moesim.runs.bound.least_time import (  # noqa: PLC0415
         Bandwidths,
         routing_bound,
     )
-    from moesim.runs.bound.least_reads import flattened, least_reads  # noqa: PLC0415
 
     model = forecast.model
     sizes = [

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.plan.ranking import Prospect
     from moesim.advice.times.latents import Interval
-    from moesim.runs.bound.bandwidths import RoutingBound
+    from moesim.runs.bound.least_time import RoutingBound
 
 
 def advice_text(

@@ -182,12 +182,11 @@ def quality(
     sizes = _cache_sizes(config, cache_ratios)
     columns = _needed_columns(systems.values(), config.host_cache)
 
-    from moesim.runtime.models.gates import gate_facts  # noqa: PLC0415
+    from moesim.runtime.models.gates import find_blocks, gate_facts  # noqa: PLC0415
     from moesim.runtime.models.local_model import (  # noqa: PLC0415
         load_model,
         model_shape,
     )
-    from moesim.runtime.models.moe_blocks import find_blocks  # noqa: PLC0415
     from moesim.runtime.quality.measure import measure  # noqa: PLC0415
     from moesim.runtime.quality.routing_override import PolicyUnderTest  # noqa: PLC0415
     from moesim.runtime.record.calibration import residual_for  # noqa: PLC0415 - torch

@@ -27,9 +27,8 @@ from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import GLOBAL, CacheSize
 from moesim.policies.systems import compose
-from moesim.traces.format.arrow import values
 from moesim.traces.format.batch import compose as compose_steps
-from moesim.traces.format.parquet import open_parquet
+from moesim.traces.format.parquet import open_parquet, values
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers.route_trace import find_residency

@@ -17,7 +17,7 @@ from moesim.hwprofiles.profile import save_profile
 from moesim.policies.faults import policy_faults
 from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.observers import DecisionLog, observed
-from moesim.runs.bound.host_memory import MemoryBound, highest_read_rate, memory_bound
+from moesim.runs.bound.least_reads import MemoryBound, highest_read_rate, memory_bound
 from moesim.runs.config import MeasuredConfig, takes_options
 from moesim.runs.machine import (
     device_of,

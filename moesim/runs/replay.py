@@ -16,7 +16,7 @@ from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
 from moesim.policies.faults import policy_faults
 from moesim.policies.systems import compose
-from moesim.runs.bound.of_replay import layer_steps_of, replay_bound
+from moesim.runs.bound.least_time import layer_steps_of, replay_bound
 from moesim.runs.config import MemoryOptions, RunConfig, takes_options
 from moesim.runs.engines import Engine, choose_engine
 from moesim.runs.memory import plan_memory

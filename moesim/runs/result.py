@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from moesim.runs.bound.host_memory import MemoryBound
+    from moesim.runs.bound.least_reads import MemoryBound
     from moesim.runs.bound.least_time import Bound
     from moesim.traces.timeline.spans import Timeline
 

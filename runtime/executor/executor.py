@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from moesim.policies.planner.planner import Planner
     from moesim.runtime.executor.device import Device
     from moesim.runtime.executor.lanes import Worker
-    from moesim.runtime.measure.evidence import Counters
-    from moesim.runtime.models.expert_math import Groups
+    from moesim.runtime.measure.profile import Counters
+    from moesim.runtime.models.expert_layout import Groups
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.batch import RoutedLayer
     from moesim.traces.timeline.spans import Timeline

@@ -25,14 +25,14 @@ import torch
 from moesim.engine.lanes import DEMAND, Admission, WorkerQueues, takes_places
 from moesim.hwprofiles.lanes import CONTROL, CPU
 from moesim.runtime.errors import RuntimeFault
-from moesim.runtime.measure.evidence import ThreadEvidence
+from moesim.runtime.measure.profile import ThreadEvidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from types import FrameType, TracebackType
 
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.runtime.measure.evidence import Counters
+    from moesim.runtime.measure.profile import Counters
 
 
 _JOIN_S: Final = 20.0

@@ -23,11 +23,15 @@ import torch
 from moesim.base.errors import TraceError
 from moesim.policies.base import PolicyError
 from moesim.runtime.models.checkpoint import DTYPES, skeleton
-from moesim.runtime.models.expert_math import UNUSED, group_tokens
-from moesim.runtime.models.gates import best_first, gate_facts, read_gate
-from moesim.runtime.models.generate import Pass, Sampling, generate
-from moesim.runtime.models.local_model import model_shape
-from moesim.runtime.models.moe_blocks import MoeBlock, find_blocks
+from moesim.runtime.models.expert_layout import UNUSED, group_tokens
+from moesim.runtime.models.gates import (
+    MoeBlock,
+    best_first,
+    find_blocks,
+    gate_facts,
+    read_gate,
+)
+from moesim.runtime.models.local_model import Pass, Sampling, generate, model_shape
 from moesim.runtime.models.offloaded import StoreExperts
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase

@@ -17,7 +17,7 @@ import torch
 
 from moesim.policies.base import RESIDENT
 from moesim.policies.planner.residency import GLOBAL
-from moesim.runtime.models.expert_math import group_tokens
+from moesim.runtime.models.expert_layout import group_tokens
 from moesim.runtime.store.memory import HostSlots
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from moesim.policies.base import LayerWork
     from moesim.policies.planner.residency import CacheSize, Residency
     from moesim.runtime.accelerators import Accelerator
-    from moesim.runtime.models.expert_layout import ExpertWeights
-    from moesim.runtime.models.expert_math import Groups
+    from moesim.runtime.models.expert_layout import ExpertWeights, Groups
     from moesim.runtime.store.memory import Slots
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.batch import RoutedLayer

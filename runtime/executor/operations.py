@@ -9,7 +9,7 @@ import torch
 from moesim.policies.planner.plan import READ, REPLACE
 from moesim.runtime.executor.lanes import Operation
 from moesim.runtime.executor.memories import LayerJob, PrecomputedRows
-from moesim.runtime.models.expert_math import expert_forward
+from moesim.runtime.models.expert_layout import expert_forward
 from moesim.traces.timeline.spans import COMPUTE, DENSE
 
 if TYPE_CHECKING:

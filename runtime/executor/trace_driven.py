@@ -28,8 +28,7 @@ import torch
 from moesim.base.errors import TraceError
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models.dense import DenseSizes, DenseStack
-from moesim.runtime.models.expert_layout import swiglu_layout, torch_dtype
-from moesim.runtime.models.expert_math import group_tokens
+from moesim.runtime.models.expert_layout import group_tokens, swiglu_layout, torch_dtype
 from moesim.runtime.store.store import record_stride
 from moesim.traces.models import model_shape
 

@@ -30,9 +30,9 @@ from moesim.runtime.measure.sampling import (
 from moesim.runtime.models.expert_layout import (
     ExpertLayout,
     dtype_name,
+    expert_forward,
     swiglu_layout,
 )
-from moesim.runtime.models.expert_math import expert_forward
 from moesim.runtime.store.memory import DeviceSlots, HostSlots, Slots
 
 if TYPE_CHECKING:

@@ -33,11 +33,13 @@ from moesim.runtime.models.checkpoint import (
 )
 from moesim.runtime.models.expert_layout import (
     MODULE_GATING,
+    combine,
+    expert_forward,
     gating_function,
+    group_tokens,
     layout_of,
 )
-from moesim.runtime.models.expert_math import combine, expert_forward, group_tokens
-from moesim.runtime.models.moe_blocks import MoeBlock, offloadable_blocks
+from moesim.runtime.models.gates import MoeBlock, offloadable_blocks
 from moesim.runtime.store.memory import HostSlots
 
 if TYPE_CHECKING:
@@ -189,7 +191,7 @@ class OffloadedModel:
         return cls(model, layers, checkpoint_digest(directory), handler)
 
     def blocks(self) -> list[MoeBlock]:
-        """List the MoE layers as `moesim.runtime.models.moe_blocks.find_blocks` lists
+        """List the MoE layers as `moesim.runtime.models.gates.find_blocks` lists
         those of a whole model.
         """
         blocks = []

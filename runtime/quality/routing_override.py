@@ -20,9 +20,15 @@ from moesim.base.errors import TraceError
 from moesim.policies.base import RESIDENT, PolicyError
 from moesim.policies.planner.at_once import carry_out
 from moesim.runtime.executor.live import Foresight
-from moesim.runtime.models.expert_math import UNUSED, group_tokens
-from moesim.runtime.models.gates import best_first, gate_facts, read_gate
-from moesim.runtime.models.moe_blocks import Arguments, ExpertsCall, find_blocks
+from moesim.runtime.models.expert_layout import UNUSED, group_tokens
+from moesim.runtime.models.gates import (
+    Arguments,
+    ExpertsCall,
+    best_first,
+    find_blocks,
+    gate_facts,
+    read_gate,
+)
 from moesim.traces.format.batch import RoutedLayer
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 

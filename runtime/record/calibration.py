@@ -36,8 +36,7 @@ from moesim.policies.cache._slot_shares import kept_alone
 from moesim.policies.prefetch.statistical import Transitions
 from moesim.runtime import text as corpus
 from moesim.runtime.models.checkpoint import weights_digest
-from moesim.runtime.models.gates import gate_facts
-from moesim.runtime.models.moe_blocks import find_blocks
+from moesim.runtime.models.gates import find_blocks, gate_facts
 from moesim.runtime.record.gate_observer import GateObserver
 from moesim.traces.format.reader import open_trace
 

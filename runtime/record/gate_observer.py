@@ -1,6 +1,6 @@
 """Observes the gates: each MoE layer's choice in one forward pass, and predictions.
 
-Hooks sit on both sides of the structure that `runtime/models/moe_blocks.py` finds.
+Hooks sit on both sides of the structure that `runtime/models/gates.py` finds.
 Chosen ids and weights are the arguments that the `experts` module receives, so they are
 what the model used, whatever masks, biases or groups the gate applied. When layer l's
 gate has run, it is called again on the gate inputs of layers l-1, l-2 and l-3: these
@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from moesim.base.errors import TraceError
-from moesim.runtime.models.gates import GateFacts, best_first, read_gate
-from moesim.runtime.models.moe_blocks import ExpertsCall
+from moesim.runtime.models.gates import ExpertsCall, GateFacts, best_first, read_gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from moesim.runtime.models.moe_blocks import MoeBlock
+    from moesim.runtime.models.gates import MoeBlock
 
 PREDICTION_DEPTH: Final = 3
 """How many layers ahead predictions are recorded: `pred1_raw`, `pred2_raw`,

@@ -15,9 +15,8 @@ import torch
 
 from moesim.base.errors import TraceError
 from moesim.runtime.models.checkpoint import weights_digest
-from moesim.runtime.models.gates import gate_facts
+from moesim.runtime.models.gates import find_blocks, gate_facts
 from moesim.runtime.models.local_model import model_shape
-from moesim.runtime.models.moe_blocks import find_blocks
 from moesim.runtime.record.gate_observer import PREDICTION_DEPTH, GateObserver
 from moesim.runtime.record.stored_model import StoredModel
 from moesim.traces.format.schema import ModelShape, Phase
@@ -25,8 +24,7 @@ from moesim.traces.format.schema import ModelShape, Phase
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moesim.runtime.models.generate import Pass
-    from moesim.runtime.models.local_model import LocalModel
+    from moesim.runtime.models.local_model import LocalModel, Pass
     from moesim.runtime.record.calibration import Residual
 
 

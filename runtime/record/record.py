@@ -27,8 +27,13 @@ import transformers
 
 from moesim.base.errors import TraceError
 from moesim.runtime.models.checkpoint import weights_digest
-from moesim.runtime.models.generate import Pass, Sampling, generate
-from moesim.runtime.models.local_model import LocalModel, load_model
+from moesim.runtime.models.local_model import (
+    LocalModel,
+    Pass,
+    Sampling,
+    generate,
+    load_model,
+)
 from moesim.runtime.record.gate_recorder import GateRecorder
 from moesim.runtime.record.options import EVALUATION, RecordOptions
 from moesim.runtime.record.segments import Segments

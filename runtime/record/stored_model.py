@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from moesim.runtime.models.checkpoint import DTYPES, skeleton
-from moesim.runtime.models.gates import GateFacts, gate_facts
+from moesim.runtime.models.gates import GateFacts, MoeBlock, find_blocks, gate_facts
 from moesim.runtime.models.local_model import (
     LocalModel,
     load_tokenizer,
     model_shape,
     tiny_dir,
 )
-from moesim.runtime.models.moe_blocks import MoeBlock, find_blocks
 from moesim.runtime.models.offloaded import OffloadedModel, OneByOne
 from moesim.runtime.store.build import build_store
 from moesim.runtime.store.memory import HostSlots

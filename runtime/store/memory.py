@@ -35,7 +35,7 @@ from moesim.base.host_limits import available_memory_bytes
 from moesim.machine_code.library import assembled
 from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.models.expert_layout import ExpertLayout, ExpertWeights, round_up
-from moesim.runtime.store.direct_io import BLOCK_BYTES
+from moesim.runtime.store.sources import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,8 +25,8 @@ from moesim.base.files import write_text
 from moesim.base.inputs import load_json, read_text
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models.expert_layout import ExpertLayout, round_up
-from moesim.runtime.store.direct_io import BLOCK_BYTES, DirectFile
 from moesim.runtime.store.memory import HostSlots
+from moesim.runtime.store.sources import BLOCK_BYTES, DirectFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

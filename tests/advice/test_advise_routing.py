@@ -12,7 +12,7 @@ from moesim.advice.advise import advise
 from moesim.advice.errors import AdviceError
 from moesim.advice.plan.what_if import shape_of
 from moesim.advice.routing import DecodeSteps, decode_steps, expert_mask
-from moesim.runs.bound.bandwidths import DEVICE, HOST, LINK, Bandwidths, routing_bound
+from moesim.runs.bound.least_time import DEVICE, HOST, LINK, Bandwidths, routing_bound
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.synthetic.generate import stated, synthesise
 

@@ -3,9 +3,14 @@
 import pytest
 
 from moesim.advice.errors import AdviceError
-from moesim.advice.machine.devices import graphics_cards, processors, single_chips
+from moesim.advice.machine.devices import (
+    graphics_cards,
+    parse_memory,
+    parse_pcie,
+    processors,
+    single_chips,
+)
 from moesim.advice.machine.machine import Grade, describe_machine, machine_of_profile
-from moesim.advice.machine.memory import parse_memory, parse_pcie
 from moesim.base.sizes import parse_bytes
 
 

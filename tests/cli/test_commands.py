@@ -15,7 +15,7 @@ import pytest
 from support.command_line import runner
 from support.small_trace import write_small_trace
 
-from moesim.evidence.doctor.diagnosis import Checked, Diagnosis
+from moesim.evidence.doctor import Checked, Diagnosis
 from moesim.runtime.doctor import Finding
 
 ROOT = Path(__file__).parents[2]

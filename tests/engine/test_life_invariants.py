@@ -20,7 +20,7 @@ from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.executor import Executor
-from moesim.runtime.models.expert_math import group_tokens
+from moesim.runtime.models.expert_layout import group_tokens
 from moesim.runtime.store.build import build_random_store
 from moesim.traces.format.batch import RoutedLayer
 from moesim.traces.format.schema import ModelShape, Phase

@@ -11,8 +11,7 @@ import pytest
 from support.calibrating import DATE, sized
 
 from moesim.evidence.validation.calibrate import _stability, differences, learn
-from moesim.evidence.validation.calibration_runs import designs, drawn_steps
-from moesim.evidence.validation.paired_runs import Trial, simulate
+from moesim.evidence.validation.paired_runs import Trial, designs, drawn_steps, simulate
 from moesim.hwprofiles.calibration.estimates import (
     clipped_mean,
     comparable,

@@ -19,10 +19,12 @@ from moesim.evidence.validation.calibrate import (
     learn,
     prediction_errors,
 )
-from moesim.evidence.validation.calibration_runs import ROUTED, designs, drawn_steps
 from moesim.evidence.validation.paired_runs import (
+    ROUTED,
     Trial,
     TrialRunner,
+    designs,
+    drawn_steps,
     simulate,
     step_lengths,
 )
@@ -40,7 +42,7 @@ from moesim.questions.compare_text import ranking_lines
 from moesim.runs.config import MemoryOptions
 from moesim.runs.result import Run
 from moesim.runtime.executor.trace_driven import shape_for
-from moesim.runtime.measure.evidence import SystemEvidence, SystemShares, ThreadEvidence
+from moesim.runtime.measure.profile import SystemEvidence, SystemShares, ThreadEvidence
 from moesim.traces.timeline.operations import OperationTable, Part, lost_shares
 from moesim.traces.timeline.spans import COMPUTE, Timeline
 

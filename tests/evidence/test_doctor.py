@@ -6,13 +6,13 @@ import os
 import pytest
 from support.real_machine import host_profile
 
-from moesim.evidence.doctor import diagnosis as doctor
-from moesim.evidence.doctor import runs
+from moesim.evidence import doctor
+from moesim.evidence import doctor as runs
 from moesim.runtime import doctor as lanes
 from moesim.runtime import doctor as system
 from moesim.runtime.doctor import fails, holds, limited
 from moesim.runtime.errors import RuntimeFault
-from moesim.runtime.store import direct_io
+from moesim.runtime.store import sources as direct_io
 
 
 def test_graphics_that_torch_does_not_find_fail_with_a_way_out(monkeypatch):

@@ -9,8 +9,7 @@ import pytest
 from support.calibrating import DATE, sized
 
 from moesim.evidence.validation.calibrate import learn
-from moesim.evidence.validation.calibration_runs import designs
-from moesim.evidence.validation.paired_runs import simulate
+from moesim.evidence.validation.paired_runs import designs, simulate
 from moesim.hwprofiles.calibration.pace import pace_at_times, pace_of_runs
 from moesim.hwprofiles.profile import load_profile
 

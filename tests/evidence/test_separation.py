@@ -16,9 +16,8 @@ from support.real_machine import host_profile
 
 from moesim.evidence.validation import calibrate as calibration
 from moesim.evidence.validation.calibrate import learn
-from moesim.evidence.validation.calibration_runs import designs, drawn_steps
 from moesim.evidence.validation.grid import validate
-from moesim.evidence.validation.paired_runs import Trial, simulate
+from moesim.evidence.validation.paired_runs import Trial, designs, drawn_steps, simulate
 from moesim.evidence.validation.results import Validation
 from moesim.hwprofiles.profile import load_profile
 from moesim.runs.config import MemoryOptions

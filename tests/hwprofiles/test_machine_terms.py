@@ -12,8 +12,7 @@ from support.engine_pairs import assert_equal, both
 from support.handmade import hand_trace
 from test_profile import number, profile
 
-from moesim.evidence.validation.calibration_runs import drawn_steps
-from moesim.evidence.validation.paired_runs import Trial, simulate
+from moesim.evidence.validation.paired_runs import Trial, drawn_steps, simulate
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.costs import Costs, Kernels
 from moesim.hwprofiles.profile import list_profiles, load_profile

@@ -25,11 +25,12 @@ from moesim.runs.bound.least_time import (
     ORDER,
     Bound,
     _shared_memory,
+    bound_of,
     least_makespan,
     least_seconds,
     most_experts,
+    replay_bound,
 )
-from moesim.runs.bound.of_replay import bound_of, replay_bound
 from moesim.runs.config import MemoryOptions, RunConfig
 from moesim.runs.replay import replay
 from moesim.runs.setup import Setup, profile_of
@@ -292,6 +293,6 @@ def test_a_trace_too_long_to_wait_for_has_no_bound(tmp_path, monkeypatch):
     trace = hand_trace(tmp_path / "t.parquet", [[[0, 1]], [[1, 2]]], experts=4)
     config = RunConfig.of(trace, policy="greedy")
     assert bound_of(config).accesses == 4
-    monkeypatch.setattr("moesim.runs.bound.of_replay.MOST_ACCESSES", 3)
+    monkeypatch.setattr("moesim.runs.bound.least_time.MOST_ACCESSES", 3)
     assert bound_of(config) is None
     assert bound_of(config.replaced(steps=1)).accesses == 2

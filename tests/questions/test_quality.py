@@ -29,10 +29,9 @@ from moesim.policies.systems import System
 from moesim.questions import quality
 from moesim.runs.config import MemoryOptions
 from moesim.runs.memory import plan_memory
-from moesim.runtime.models.expert_math import UNUSED
-from moesim.runtime.models.gates import read_gate
+from moesim.runtime.models.expert_layout import UNUSED
+from moesim.runtime.models.gates import find_blocks, read_gate
 from moesim.runtime.models.local_model import LocalModel, load_model, model_shape
-from moesim.runtime.models.moe_blocks import find_blocks
 from moesim.runtime.models.offloaded import StoreExperts
 from moesim.runtime.quality.measure import Passages, measure
 from moesim.runtime.quality.routing_override import PolicyUnderTest

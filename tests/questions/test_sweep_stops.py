@@ -17,7 +17,7 @@ from support.interrupts import end_by_two_interrupts
 from support.small_trace import write_small_trace
 
 import moesim
-from moesim.runs.sweeps.stops import stops_wait
+from moesim.runs.sweeps.cluster import stops_wait
 from moesim.runs.sweeps.store import read_results
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +152,7 @@ def test_workers_are_born_with_stops_masked(tmp_path):
 
 LEFT = """
 import os
-from moesim.runs.sweeps.stops import start_resource_trackers
+from moesim.runs.sweeps.cluster import start_resource_trackers
 
 start_resource_trackers()
 from joblib.externals.loky.backend.synchronize import Semaphore

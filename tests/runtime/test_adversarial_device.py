@@ -30,7 +30,7 @@ from moesim.runtime.executor.lanes import Interrupts
 from moesim.runtime.executor.live import verify
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.models import local_model as tiny
-from moesim.runtime.store import direct_io
+from moesim.runtime.store import sources as direct_io
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace

@@ -25,7 +25,7 @@ from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.executor import Executor
 from moesim.runtime.executor.operations import Compute, Precompute, Read
 from moesim.runtime.executor.world import RealWorld
-from moesim.runtime.models.expert_math import expert_forward, group_tokens
+from moesim.runtime.models.expert_layout import expert_forward, group_tokens
 from moesim.runtime.store.build import build_random_store
 from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.batch import RoutedLayer

@@ -239,7 +239,7 @@ def test_forced_routing_computes_what_the_trace_says(tmp_path):
     from moesim.policies.systems import System
     from moesim.runtime.executor.device import HostDevice
     from moesim.runtime.executor.executor import Executor
-    from moesim.runtime.models.expert_math import expert_forward, group_tokens
+    from moesim.runtime.models.expert_layout import expert_forward, group_tokens
     from moesim.runtime.store.build import build_random_store
     from moesim.runtime.store.memory import HostSlots
     from moesim.traces.format.batch import RoutedLayer

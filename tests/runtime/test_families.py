@@ -13,8 +13,7 @@ from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
 from moesim.runtime.executor.live import live_shape, verify
-from moesim.runtime.models.generate import generate
-from moesim.runtime.models.local_model import LocalModel
+from moesim.runtime.models.local_model import LocalModel, generate
 from moesim.runtime.models.offloaded import OffloadedModel
 from moesim.runtime.record.gate_recorder import GateRecorder
 from moesim.runtime.record.stored_model import stored_model

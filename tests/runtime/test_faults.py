@@ -28,7 +28,7 @@ from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.memories import HostSlotMap
 from moesim.runtime.executor.trace_driven import ForcedRouting
-from moesim.runtime.store import direct_io
+from moesim.runtime.store import sources as direct_io
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
 

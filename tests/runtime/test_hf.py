@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from moesim.base.errors import TraceError
 from moesim.runtime.models.checkpoint import weights_digest
-from moesim.runtime.models.gates import best_first, gate_facts, read_gate
+from moesim.runtime.models.gates import best_first, find_blocks, gate_facts, read_gate
 from moesim.runtime.models.local_model import load_model, model_shape
-from moesim.runtime.models.moe_blocks import find_blocks
 
 
 @pytest.mark.parametrize("name", GATES)

@@ -34,8 +34,7 @@ from moesim.runtime.executor.decision_log_file import (
 from moesim.runtime.executor.device import StreamDevice
 from moesim.runtime.executor.live import TOLERANCES, verify
 from moesim.runtime.models import local_model as tiny
-from moesim.runtime.models.generate import generate
-from moesim.runtime.models.local_model import LocalModel, load_tokenizer
+from moesim.runtime.models.local_model import LocalModel, generate, load_tokenizer
 from moesim.runtime.record.calibration import Residual
 from moesim.runtime.record.gate_recorder import GateRecorder
 from moesim.traces.format.schema import Phase

@@ -42,7 +42,7 @@ from moesim.runtime.measure.sampling import (  # noqa: E402
     pool_bytes,
     sample,
 )
-from moesim.runtime.store.direct_io import DirectFile  # noqa: E402
+from moesim.runtime.store.sources import DirectFile  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelShape(

@@ -22,20 +22,17 @@ from moesim.runtime.models.checkpoint import tensor_bytes
 from moesim.runtime.models.expert_layout import (
     ALPHA_SWIGLU,
     MODULE_GATING,
+    UNUSED,
     ExpertWeights,
     Gating,
+    combine,
+    expert_forward,
+    group_tokens,
     layout_of,
     pack_layout,
     swiglu_layout,
 )
-from moesim.runtime.models.expert_math import (
-    UNUSED,
-    combine,
-    expert_forward,
-    group_tokens,
-)
-from moesim.runtime.models.gates import read_gate
-from moesim.runtime.models.moe_blocks import offloadable_blocks
+from moesim.runtime.models.gates import offloadable_blocks, read_gate
 from moesim.runtime.models.offloaded import OffloadedModel, StoreExperts
 from moesim.runtime.store.build import build_store
 from moesim.runtime.store.sources import CheckpointSource

@@ -13,8 +13,8 @@ from support.families import GATES, by_hand, family
 
 from moesim.base.errors import TraceError
 from moesim.base.options import ConfigError
+from moesim.runtime.models.gates import find_blocks
 from moesim.runtime.models.local_model import load_model
-from moesim.runtime.models.moe_blocks import find_blocks
 from moesim.runtime.record.calibration import Residual, mean_drift, residual_vectors
 from moesim.runtime.record.record import read_prompts, record
 from moesim.traces.format.schema import TraceHeader

@@ -16,11 +16,12 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from moesim.runtime.accelerators import Cuda
 from moesim.runtime.errors import RuntimeFault, StoreError
-from moesim.runtime.store import build, direct_io
+from moesim.runtime.store import build
 from moesim.runtime.store import sources as checkpoint_source
+from moesim.runtime.store import sources as direct_io
 from moesim.runtime.store.build import build_random_store, build_store
-from moesim.runtime.store.direct_io import BLOCK_BYTES, DirectFile
 from moesim.runtime.store.memory import DeviceSlots, HostSlots, huge_tensor
+from moesim.runtime.store.sources import BLOCK_BYTES, DirectFile
 from moesim.runtime.store.store import (
     BUILD_LOG_NAME,
     DATA_NAME,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moesim.evidence.validation.calibration_runs import ROUTED
+from moesim.evidence.validation.paired_runs import ROUTED
 from moesim.traces.models import model_shape
 
 DATE = "2026-01-01"

@@ -19,8 +19,8 @@ from transformers.models.auto.configuration_auto import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from moesim.runtime.models.gates import find_blocks
 from moesim.runtime.models.local_model import LocalModel
-from moesim.runtime.models.moe_blocks import find_blocks
 from moesim.runtime.models.offloaded import OffloadedModel, StoreExperts
 from moesim.runtime.store.build import build_store
 

@@ -12,8 +12,7 @@ from scipy.special import ndtri
 from support.calibrating import sized
 
 from moesim.evidence.validation.calibrate import learn
-from moesim.evidence.validation.calibration_runs import designs
-from moesim.evidence.validation.paired_runs import simulate
+from moesim.evidence.validation.paired_runs import designs, simulate
 from moesim.hwprofiles.calibration.estimates import Units, measured
 from moesim.hwprofiles.calibration.fit_curves import (
     Entries,

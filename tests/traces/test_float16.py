@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from moesim.traces.format.distinct import _first_repeat, first_repeat
-from moesim.traces.format.float16 import to_float16
+from moesim.traces.format.arrays import _first_repeat, first_repeat, to_float16
 
 
 def numpy_halves(values):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesim.base.errors import TraceError
-from moesim.traces.format.arrow import numbers, values
+from moesim.traces.format.parquet import numbers, values
 from moesim.traces.importers.readers import json_lines, jsonl_layouts
 from moesim.traces.importers.readers.json_lines import (
     JsonLinesReader,

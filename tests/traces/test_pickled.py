@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesim.base.errors import TraceError
-from moesim.traces.importers.readers.errors import DECODING_ERRORS
+from moesim.traces.importers.readers.foreign import DECODING_ERRORS
 from moesim.traces.importers.readers.pickle_data import DEEPEST, read_pickle
 
 PLAIN = st.recursive(

@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyarrow import csv
 
 from moesim.base.files import written_beside
-from moesim.traces.format.arrow import named, numbers
+from moesim.traces.format.parquet import named, numbers
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:

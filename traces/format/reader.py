@@ -17,11 +17,9 @@ import pyarrow as pa
 
 from moesim.base.errors import MissingColumnError, TraceError
 from moesim.base.seals import Digests, Footer, check_footer, digests
-from moesim.traces.format.arrow import codes, flat, values
+from moesim.traces.format.arrays import first_repeat
 from moesim.traces.format.checks import check_sequence
-from moesim.traces.format.distinct import first_repeat
-from moesim.traces.format.parquet import open_parquet
-from moesim.traces.format.row_order import follow
+from moesim.traces.format.parquet import codes, flat, open_parquet, values
 from moesim.traces.format.schema import (
     METADATA_KEY,
     OPTIONAL_COLUMNS,
@@ -30,7 +28,7 @@ from moesim.traces.format.schema import (
     Phase,
     TraceHeader,
 )
-from moesim.traces.format.sorting import joined
+from moesim.traces.format.sorting import follow, joined
 from moesim.traces.format.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width
 from moesim.traces.passes import Passes
 from moesim.traces.shipped import no_trace, resolve_trace

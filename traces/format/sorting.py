@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,10 +25,10 @@ from moesim.base.inputs import (
     most_bytes,
 )
 from moesim.base.sizes import format_bytes
-from moesim.traces.format.arrow import batches_of, numbers, values
+from moesim.traces.format.parquet import batches_of, numbers, values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     Block = dict[str, np.ndarray]
@@ -371,3 +371,44 @@ class _RowPacking:
         for name in self._names:
             block[name] = np.ascontiguousarray(rows[name])
         return block
+
+
+# -- row order -------------------------------------------------------------------------
+# The order of a trace's rows: ascending by sequence, position and layer.
+
+
+class Followed(NamedTuple):
+    """Rows of a block behind the last row before it.
+
+    Attributes:
+        seq: [1 + N] sequences.
+        place: int64 [1 + N], ``position * layers + layer``.
+        row: first row of the block that does not ascend; None if all do.
+    """
+
+    seq: np.ndarray
+    place: np.ndarray
+    row: int | None
+
+
+def follow(
+    last: tuple[int, int],
+    block: Mapping[str, np.ndarray],
+    layers: int,
+) -> Followed:
+    """Check that the rows of a block ascend from the row before it.
+
+    Args:
+        last: sequence and place of the row before.
+        block: ``seq``, ``pos`` and ``layer`` of N rows.
+        layers: of the model.
+    """
+    last_seq, last_place = last
+    seq = np.concatenate(([last_seq], block["seq"]))
+    # Position and layer in one number, so that one comparison settles both.
+    places = block["pos"].astype(np.int64) * layers + block["layer"]
+    place = np.concatenate(([last_place], places))
+
+    step = np.diff(seq)
+    ascends = (step > 0) | ((step == 0) & (np.diff(place) > 0))
+    return Followed(seq, place, None if ascends.all() else int(np.argmin(ascends)))

@@ -16,10 +16,8 @@ import pyarrow.parquet as pq
 
 from moesim.base.errors import TraceError
 from moesim.base.files import NewFile
-from moesim.traces.format.arrow import lists, named, numbers
-from moesim.traces.format.float16 import to_float16
-from moesim.traces.format.parquet import sealed_writer
-from moesim.traces.format.row_order import follow
+from moesim.traces.format.arrays import to_float16
+from moesim.traces.format.parquet import lists, named, numbers, sealed_writer
 from moesim.traces.format.schema import (
     METADATA_KEY,
     OPTIONAL_COLUMNS,
@@ -27,6 +25,7 @@ from moesim.traces.format.schema import (
     Phase,
     TraceHeader,
 )
+from moesim.traces.format.sorting import follow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -43,14 +43,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from moesim.base.errors import TraceError
+from moesim.traces.format.arrays import first_repeat
 from moesim.traces.format.checks import check_sequence
-from moesim.traces.format.distinct import first_repeat
 from moesim.traces.format.schema import OPTIONAL_COLUMNS, ModelShape, TraceHeader
 from moesim.traces.format.sorting import ApartError, Unordered, joined, whole_sequences
 from moesim.traces.format.sorting import TooLongError as TooLongError
 from moesim.traces.format.writer import TraceWriter
-from moesim.traces.importers.readers.errors import decoding
-from moesim.traces.importers.readers.options import spelled
+from moesim.traces.importers.readers.foreign import decoding, spelled
 from moesim.traces.importers.readers.sequence_rows import without_cut_tokens
 from moesim.traces.importers.readers.text import whole_lines
 from moesim.traces.stats.quality_checks import QualityChecker

@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from moesim.traces.format.arrow import codes, flat, values
-from moesim.traces.format.parquet import open_parquet, read_schema
+from moesim.traces.format.parquet import codes, flat, open_parquet, read_schema, values
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 from moesim.traces.format.sorting import BATCH_ROWS, Appearance, Unordered
-from moesim.traces.importers.readers.errors import decoding, layout_error
-from moesim.traces.importers.readers.names import NAMES, named_by
-from moesim.traces.importers.readers.options import (
+from moesim.traces.importers.readers.foreign import (
+    NAMES,
     NO_WEIGHTS,
     PROMPT_TOKENS,
     PROMPT_TOKENS_NOTE,
+    decoding,
+    layout_error,
+    named_by,
     prompt_length,
 )
 from moesim.traces.importers.readers.sequence_rows import finished

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from moesim.traces.format.arrays import top_k
 from moesim.traces.format.sorting import BATCH_ROWS
-from moesim.traces.format.top_k import top_k
 from moesim.traces.importers.readers.array_stream import in_memory, streams
-from moesim.traces.importers.readers.errors import layout_error
-from moesim.traces.importers.readers.options import (
+from moesim.traces.importers.readers.foreign import (
     PROMPT_TOKENS,
     PROMPT_TOKENS_NOTE,
+    layout_error,
     prompt_length,
     whole_number,
 )

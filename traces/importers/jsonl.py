@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.traces.format.arrow import codes, values
+from moesim.traces.format.parquet import codes, values
 from moesim.traces.format.schema import Phase
 from moesim.traces.format.sorting import Appearance, Unordered
-from moesim.traces.importers.readers.errors import layout_error
+from moesim.traces.importers.readers.foreign import (
+    NO_WEIGHTS,
+    PROMPT_TOKENS,
+    PROMPT_TOKENS_NOTE,
+    layout_error,
+    prompt_length,
+)
 from moesim.traces.importers.readers.json_lines import (
     is_null,
     list_lengths,
@@ -28,12 +34,6 @@ from moesim.traces.importers.readers.jsonl_layouts import (
     has_key,
     keys_of,
     row_tables,
-)
-from moesim.traces.importers.readers.options import (
-    NO_WEIGHTS,
-    PROMPT_TOKENS,
-    PROMPT_TOKENS_NOTE,
-    prompt_length,
 )
 from moesim.traces.importers.readers.sequence_rows import finished
 from moesim.traces.importers.readers.text import first_object, head

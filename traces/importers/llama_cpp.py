@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.traces.format.distinct import first_repeat
+from moesim.traces.format.arrays import first_repeat
 from moesim.traces.format.sorting import Unordered
 from moesim.traces.importers.readers.csv_columns import csv_columns
-from moesim.traces.importers.readers.errors import layout_error
-from moesim.traces.importers.readers.forward_passes import ForwardPasses, UnclearError
-from moesim.traces.importers.readers.names import layout_names
-from moesim.traces.importers.readers.sequence_rows import finished
+from moesim.traces.importers.readers.foreign import layout_error, layout_names
+from moesim.traces.importers.readers.sequence_rows import (
+    ForwardPasses,
+    UnclearError,
+    finished,
+)
 from moesim.traces.importers.readers.text import head
 
 if TYPE_CHECKING:

@@ -16,10 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from moesim.traces.format.arrow import numbers, values
+from moesim.traces.format.parquet import numbers, values
 from moesim.traces.format.sorting import Unordered
-from moesim.traces.importers.readers.errors import decoding, layout_error
-from moesim.traces.importers.readers.forward_passes import ForwardPasses
+from moesim.traces.importers.readers.foreign import (
+    NO_WEIGHTS,
+    decoding,
+    layout_error,
+    layout_names,
+)
 from moesim.traces.importers.readers.json_lines import (
     JsonLinesReader,
     columns_of,
@@ -28,9 +32,7 @@ from moesim.traces.importers.readers.json_lines import (
     list_values,
     whole_numbers,
 )
-from moesim.traces.importers.readers.names import layout_names
-from moesim.traces.importers.readers.options import NO_WEIGHTS
-from moesim.traces.importers.readers.sequence_rows import finished
+from moesim.traces.importers.readers.sequence_rows import ForwardPasses, finished
 from moesim.traces.importers.readers.text import (
     first_line,
     first_object,

@@ -18,7 +18,7 @@ from moesim.traces.format.schema import (
     TraceHeader,
 )
 from moesim.traces.importers import columns
-from moesim.traces.importers.readers.errors import layout_error
+from moesim.traces.importers.readers.foreign import layout_error
 
 if TYPE_CHECKING:
     from pathlib import Path

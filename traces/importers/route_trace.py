@@ -23,13 +23,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moesim.base.files import sha256, written_beside
-from moesim.traces.format.arrow import numbers
-from moesim.traces.format.parquet import read_metadata, sealed_writer
+from moesim.traces.format.parquet import numbers, read_metadata, sealed_writer
 from moesim.traces.format.sorting import BATCH_ROWS, ApartError, Unordered
 from moesim.traces.importers.readers.csv_columns import csv_columns
-from moesim.traces.importers.readers.errors import decoding, layout_error
-from moesim.traces.importers.readers.names import layout_names
-from moesim.traces.importers.readers.options import NO_WEIGHTS
+from moesim.traces.importers.readers.foreign import (
+    NO_WEIGHTS,
+    decoding,
+    layout_error,
+    layout_names,
+)
 from moesim.traces.importers.readers.sequence_rows import (
     finished,
     layer_numbers,

@@ -14,12 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from moesim.base.errors import TraceError
-from moesim.traces.format.arrow import codes, flat, values
-from moesim.traces.format.parquet import open_parquet, read_schema
+from moesim.traces.format.parquet import codes, flat, open_parquet, read_schema, values
 from moesim.traces.format.schema import Phase
 from moesim.traces.format.sorting import BATCH_ROWS, Unordered
-from moesim.traces.importers.readers.options import NO_WEIGHTS
-from moesim.traces.importers.readers.parse_cache import ParseCache
+from moesim.traces.importers.readers.foreign import NO_WEIGHTS, ParseCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

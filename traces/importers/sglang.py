@@ -22,11 +22,14 @@ import numpy as np
 from moesim.traces.format.schema import Phase
 from moesim.traces.format.sorting import BATCH_ROWS, Appearance, Unordered
 from moesim.traces.importers.readers import torch_file
-from moesim.traces.importers.readers.errors import decoding, layout_error
-from moesim.traces.importers.readers.forward_passes import ForwardPasses
-from moesim.traces.importers.readers.options import NO_WEIGHTS, whole_number
-from moesim.traces.importers.readers.parse_cache import ParseCache
-from moesim.traces.importers.readers.sequence_rows import layer_numbers
+from moesim.traces.importers.readers.foreign import (
+    NO_WEIGHTS,
+    ParseCache,
+    decoding,
+    layout_error,
+    whole_number,
+)
+from moesim.traces.importers.readers.sequence_rows import ForwardPasses, layer_numbers
 from moesim.traces.importers.readers.tensors import integers
 
 if TYPE_CHECKING:

@@ -19,14 +19,12 @@ import numpy as np
 from moesim.base.inputs import load_json, open_input, read_text
 from moesim.traces.format.sorting import BATCH_ROWS
 from moesim.traces.importers.readers.array_stream import in_memory, streams
-from moesim.traces.importers.readers.errors import (
+from moesim.traces.importers.readers.foreign import (
     DECODING_ERRORS,
-    decoding,
-    layout_error,
-)
-from moesim.traces.importers.readers.options import (
     NO_WEIGHTS,
     PROMPT_TOKENS_NOTE,
+    decoding,
+    layout_error,
     prompt_length,
 )
 from moesim.traces.importers.readers.sequence_rows import dense_block

@@ -40,8 +40,14 @@ from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
 from moesim.machine_code.types import input_array
 from moesim.traces.format.layer_steps import join, layer_steps
-from moesim.traces.stats.reuse_distance import PLACES, later_used
-from moesim.traces.stats.stack_distance import BLOCK, NEVER, belady_stack, lru_stack
+from moesim.traces.stats.stack_distance import (
+    BLOCK,
+    NEVER,
+    PLACES,
+    belady_stack,
+    later_used,
+    lru_stack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -11,9 +11,9 @@ import numpy as np
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
 from moesim.machine_code.types import input_array
+from moesim.traces.format.arrays import top_k
 from moesim.traces.format.batch import compose
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
-from moesim.traces.format.top_k import top_k
 
 if TYPE_CHECKING:
     from moesim.traces.format.batch import RoutedLayer

@@ -25,7 +25,7 @@ from moesim.base.errors import TraceError
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
 from moesim.machine_code.types import input_array
-from moesim.traces.format.float16 import to_float16
+from moesim.traces.format.arrays import to_float16
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.synthetic.gate_scores import (

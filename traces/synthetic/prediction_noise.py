@@ -26,7 +26,7 @@ from moesim.base.errors import TraceError
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
 from moesim.machine_code.types import input_array
-from moesim.traces.format.top_k import top_k
+from moesim.traces.format.arrays import top_k
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

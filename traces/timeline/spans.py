@@ -23,8 +23,14 @@ import pyarrow as pa
 from moesim.base.errors import TraceError
 from moesim.base.files import NewFile
 from moesim.base.seals import check_seal
-from moesim.traces.format.arrow import codes, named, numbers, values
-from moesim.traces.format.parquet import open_parquet, sealed_writer
+from moesim.traces.format.parquet import (
+    codes,
+    named,
+    numbers,
+    open_parquet,
+    sealed_writer,
+    values,
+)
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:

@@ -12,24 +12,22 @@ from typing import TYPE_CHECKING
 
 from moesim.advice.errors import AdviceError
 from moesim.advice.machine.devices import (
+    USUAL_RATES,
     Graphics,
+    MemorySpec,
     Processor,
     SingleChip,
     closest,
     count_in,
     find,
-    graphics_cards,
-    processors,
-    single_chips,
-)
-from moesim.advice.machine.memory import (
-    USUAL_RATES,
-    MemorySpec,
     generation_of,
+    graphics_cards,
     measured_rate,
     parse_memory,
     parse_pcie,
     pcie_bytes_per_s,
+    processors,
+    single_chips,
 )
 from moesim.base.sizes import parse_bytes
 from moesim.hwprofiles import paths

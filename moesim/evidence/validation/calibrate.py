@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from moesim.base.files import ScratchFolder
-from moesim.evidence.validation.calibration_runs import ROUTED, Design, designs
 from moesim.evidence.validation.drift import ReferenceRuns, with_reference_runs
 from moesim.evidence.validation.paired_runs import (
+    ROUTED,
+    Design,
     Trial,
     TrialRunner,
+    designs,
     simulate,
     step_lengths,
 )
@@ -54,7 +56,7 @@ from moesim.traces.timeline.operations import lost_shares
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moesim.runtime.measure.evidence import SystemShares
+    from moesim.runtime.measure.profile import SystemShares
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.timeline.spans import Timeline
 
@@ -245,10 +247,10 @@ def calibrate(
         TraceError, StoreError, RuntimeFault: in one line.
     """
     from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415
-    from moesim.runtime.measure.evidence import (  # noqa: PLC0415 - torch
+    from moesim.runtime.measure.profile import (  # noqa: PLC0415 - torch
         SystemEvidence,
+        measure,
     )
-    from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
 
     begin_s = time.monotonic()
     report_progress = progress or (lambda _purpose, _share: None)

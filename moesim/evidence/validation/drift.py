@@ -17,8 +17,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from moesim.evidence.validation.calibration_runs import ROUTED, drawn_steps
-from moesim.evidence.validation.paired_runs import Trial, TrialRunner
+from moesim.evidence.validation.paired_runs import (
+    ROUTED,
+    Trial,
+    TrialRunner,
+    drawn_steps,
+)
 from moesim.evidence.validation.time_breakdown import TERMS, terms_by_step
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.pace import pace_at_times, pace_of_runs

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from moesim.evidence.validation.calibration_runs import designs
-from moesim.evidence.validation.paired_runs import simulate
+from moesim.evidence.validation.paired_runs import designs, simulate
 from moesim.hwprofiles import paths
 from moesim.traces.timeline.metrics import summarise
 

@@ -30,16 +30,22 @@ from moesim.hwprofiles.costs import seconds_by_expert
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
 from moesim.machine_code.types import input_array
+from moesim.policies.base import RESIDENT, AssignmentPolicy
 from moesim.policies.planner.residency import GLOBAL
 from moesim.runs.bound.least_reads import least_reads
+from moesim.runs.setup import Setup, trace_of
+from moesim.traces.format.layer_steps import layer_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from moesim.hwprofiles.costs import Costs, Overlap
     from moesim.policies.planner.plan import MemoryPlan
+    from moesim.policies.planner.planner import Planner
     from moesim.policies.planner.residency import CacheSize
+    from moesim.runs.config import RunConfig
     from moesim.traces.format.layer_steps import LayerSteps
+    from moesim.traces.format.reader import Trace
 
 # Names of the resources in answers.
 CPU = "CPU"
@@ -346,3 +352,152 @@ def _prefix_sums(values: np.ndarray) -> np.ndarray:
     """Sums of the first n, float64 [A + 1]."""
     sums = np.cumsum(values)
     return np.concatenate([[0.0], sums])
+
+
+# -- of replay -------------------------------------------------------------------------
+# The bound of one replay: its trace, machine and memories, as commands name them.
+
+# Belady's choice takes 0.1 µs per access; more would delay an answer.
+MOST_ACCESSES = 10_000_000
+
+
+def replay_bound(
+    setup: Setup, trace: Trace, planner: Planner | None = None
+) -> Bound | None:
+    """Bound what a replay of a trace can reach with its memories on its machine.
+
+    Args:
+        setup: of the replay.
+        trace: that it walks through.
+        planner: of the replay, before it begins; None to make one.
+
+    Returns:
+        The bound; None where the routing policy alters what is asked for, where times
+        are drawn (a lucky run may be faster than mean costs allow), where requests
+        arrive over time, or where the trace is too long to bound while somebody waits.
+    """
+    config = setup.config
+    if config.noise_seed is not None or config.arrivals is not None:
+        return None
+    tokens = layer_steps_of(config, trace) * config.batch
+    if tokens * trace.shape.top_k > MOST_ACCESSES:
+        return None
+    planner = setup.planner() if planner is None else planner
+    policies = planner.policies
+    if policies.routing.alters:
+        return None
+    warm = any((tier.memory.state == RESIDENT).any() for tier in planner.gpu)
+    ahead = type(policies.assignment).precompute is not AssignmentPolicy.precompute
+    return least_seconds(
+        layer_steps(trace, batch=setup.config.batch, steps=setup.config.steps),
+        planner.costs,
+        setup.memory,
+        gpus=setup.profile.gpus,
+        # What a limited host memory begins with is not looked at: any content.
+        warm=warm or planner.host is not None,
+        computes_ahead=ahead,
+    )
+
+
+def bound_of(config: RunConfig) -> Bound | None:
+    """Bound a replay by its configuration; see `replay_bound`."""
+    trace = trace_of(config)
+    return replay_bound(Setup.of(config, trace), trace)
+
+
+def layer_steps_of(config: RunConfig, trace: Trace) -> float:
+    """Layer steps of a run, about; prompts have fewer."""
+    passes = trace.rows / trace.shape.layers / config.batch
+    if config.steps is not None:
+        passes = min(passes, config.steps)
+    return passes * trace.shape.layers
+
+
+# -- bandwidths ------------------------------------------------------------------------
+# The theorem with bytes over bandwidth: what a routing allows on a specification.
+#
+# Times of single operations are bytes over a rate, so only sizes, rates and the least
+# reads count. Proof: `docs/explanation/bound.md`, "Bytes over bandwidth".
+
+HOST = "host memory"
+DEVICE = "graphics memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidths:
+    """Highest rates of a machine, bytes per second.
+
+    Attributes:
+        host: reads of host memory, by CPU and link together.
+        link: copies to the cards.
+        device: reads of graphics memory, all cards together.
+    """
+
+    host: float
+    link: float
+    device: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingBound:
+    """The least seconds of some steps, wherever experts are kept and computed.
+
+    Attributes:
+        seconds: of all steps together.
+        resource: what sets it.
+        steps: how many.
+        reads: experts that must be read from host memory.
+        accesses: experts used.
+    """
+
+    seconds: float
+    resource: str
+    steps: int
+    reads: int
+    accesses: int
+
+    @property
+    def steps_per_s(self) -> float:
+        """Speed that nothing can beat."""
+        return self.steps / self.seconds
+
+
+def routing_bound(
+    sizes: Sequence[int],
+    reads: int,
+    steps: int,
+    other_bytes: float,
+    rates: Bandwidths,
+) -> RoutingBound:
+    """Bound the seconds of some decode steps by the best split of their accesses.
+
+    Args:
+        sizes: bytes of every expert used, one entry per access.
+        reads: the least reads from host memory.
+        steps: number of decode steps.
+        other_bytes: read from graphics memory in each step.
+        rates: of the machine.
+    """
+    # The smallest ones first, wherever they are served: no split has fewer bytes.
+    least_bytes = np.concatenate([[0], np.cumsum(np.sort(np.asarray(sizes)))])
+    on_cpu = np.arange(len(sizes) + 1)
+    copies = np.maximum(0, reads - on_cpu)
+
+    # Whoever reads it, what no cache holds crosses the memory's wires.
+    from_host = np.maximum(least_bytes, least_bytes[reads])
+    on_device = steps * other_bytes + least_bytes[::-1]
+    lanes = {
+        HOST: from_host / rates.host,
+        LINK: least_bytes[copies] / rates.link,
+        DEVICE: on_device / rates.device,
+    }
+    latest = np.maximum.reduce(list(lanes.values()))
+    split = int(latest.argmin())
+    resource = max(lanes, key=lambda name: float(lanes[name][split]))
+    return RoutingBound(
+        seconds=float(latest[split]),
+        resource=resource,
+        steps=steps,
+        reads=reads,
+        accesses=len(sizes),
+    )

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from moesim.base.host_limits import available_cores
 from moesim.policies.registry import registered, restore
-from moesim.runs.sweeps.cluster import connected
-from moesim.runs.sweeps.stops import start_resource_trackers, stops_wait
+from moesim.runs.sweeps.cluster import connected, start_resource_trackers, stops_wait
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.traces.importers.readers import tensors, torch_file
-from moesim.traces.importers.readers.bfloat16 import (
+from moesim.traces.importers.readers.foreign import (
+    decoding,
     from_bf16,
     raw_dtype,
     row_dtype,
 )
-from moesim.traces.importers.readers.errors import decoding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.traces.format.arrow import values
-from moesim.traces.importers.readers.errors import decoding, layout_error
+from moesim.traces.format.parquet import values
+from moesim.traces.importers.readers.foreign import decoding, layout_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -23,8 +23,8 @@ import numpy as np
 import pyarrow as pa
 
 from moesim.base.inputs import MOST_LINE_BYTES
-from moesim.traces.format.arrow import batches_of, flat, values
-from moesim.traces.importers.readers.errors import decoding, layout_error
+from moesim.traces.format.parquet import batches_of, flat, values
+from moesim.traces.importers.readers.foreign import decoding, layout_error
 from moesim.traces.importers.readers.text import filled, head
 
 if TYPE_CHECKING:

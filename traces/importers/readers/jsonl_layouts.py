@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from moesim.base.inputs import load_json, read_text
-from moesim.traces.format.arrow import lists, numbers, values
-from moesim.traces.importers.readers.errors import decoding, layout_error
+from moesim.traces.format.parquet import lists, numbers, values
+from moesim.traces.importers.readers.foreign import (
+    NAMES,
+    decoding,
+    layout_error,
+    named_by,
+)
 from moesim.traces.importers.readers.json_lines import (
     JsonLinesReader,
     columns_of,
@@ -21,7 +26,6 @@ from moesim.traces.importers.readers.json_lines import (
     list_lengths,
     list_values,
 )
-from moesim.traces.importers.readers.names import NAMES, named_by
 from moesim.traces.importers.readers.text import filled, first_line, first_object
 
 if TYPE_CHECKING:

@@ -21,11 +21,13 @@ from moesim.base.inputs import (
 from moesim.base.seals import check_tensors
 from moesim.base.sizes import format_bytes
 from moesim.traces.importers.readers import torch_file
-from moesim.traces.importers.readers.bfloat16 import BF16, from_bf16, raw_dtype
-from moesim.traces.importers.readers.errors import (
+from moesim.traces.importers.readers.foreign import (
+    BF16,
     DECODING_ERRORS,
     decoding,
+    from_bf16,
     layout_error,
+    raw_dtype,
 )
 from moesim.traces.importers.readers.text import head
 

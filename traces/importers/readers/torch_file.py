@@ -26,9 +26,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.traces.importers.readers.bfloat16 import BF16, from_bf16, raw_dtype
-from moesim.traces.importers.readers.errors import DECODING_ERRORS, decoding
-from moesim.traces.importers.readers.parse_cache import ParseCache
+from moesim.traces.importers.readers.foreign import (
+    BF16,
+    DECODING_ERRORS,
+    ParseCache,
+    decoding,
+    from_bf16,
+    raw_dtype,
+)
 from moesim.traces.importers.readers.pickle_data import (
     WAY_OUT,
     GlobalName,

@@ -49,7 +49,7 @@ def doctor(
         return
     check_places(files=[report])
     from moesim.cli.output import bar, quiet_libraries
-    from moesim.evidence.doctor.diagnosis import diagnose
+    from moesim.evidence.doctor import diagnose
 
     quiet_libraries()
     with bar("checking", 1.0) as show:

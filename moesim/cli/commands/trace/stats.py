@@ -51,8 +51,7 @@ def stats(
     from moesim.cli.output import bar
     from moesim.questions.trace_page import verdict_text, write_html
     from moesim.traces.format.reader import open_trace
-    from moesim.traces.stats.summary_tables import write_tables
-    from moesim.traces.stats.trace_summary import summarise_trace
+    from moesim.traces.stats.trace_summary import summarise_trace, write_tables
 
     opened = open_trace(trace)
     with bar("reading", opened.rows) as show:

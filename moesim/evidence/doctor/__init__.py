@@ -1,1 +1,0 @@
-"""The doctor: what a machine has, and what of it works."""
