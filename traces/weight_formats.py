@@ -34,6 +34,9 @@ FORK_BITS = {
     "nvfp4": 4.5,
 }
 
+FLOAT_FORMATS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+"""Dtypes that a run on this PC computes in -> their weight formats."""
+
 # What llama.cpp falls back to where a row is no multiple of 256 weights.
 SHORT_ROWS = {
     "q2_k": "iq4_nl",

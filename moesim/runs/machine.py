@@ -22,6 +22,7 @@ from moesim.hwprofiles.lanes import gpu_of, lane_names
 from moesim.hwprofiles.profile import HardwareProfile, default_profile, load_profile
 from moesim.hwprofiles.schema import ProfileError
 from moesim.runtime.errors import RuntimeFault
+from moesim.traces.weight_formats import FLOAT_FORMATS
 
 if TYPE_CHECKING:
     from moesim.runtime.store.store import ExpertStore
@@ -109,7 +110,10 @@ def experts_dtype(profile: HardwareProfile) -> str:
     """
     curve = profile.curves.get(paths.points("cpu"))
     if curve is not None and curve.kind == "measured" and curve.reference is not None:
-        return curve.reference.dtype
+        # Shapes of models name formats, measurements of experts name dtypes.
+        dtypes = {weights: dtype for dtype, weights in FLOAT_FORMATS.items()}
+        measured = curve.reference.dtype
+        return dtypes.get(measured, measured)
     return "float32" if profile.accelerator == "host" else "bfloat16"
 
 

@@ -31,6 +31,7 @@ from moesim.runtime.models.dense import DenseSizes, DenseStack
 from moesim.runtime.models.expert_layout import group_tokens, swiglu_layout, torch_dtype
 from moesim.runtime.store.store import record_stride
 from moesim.traces.models import model_shape
+from moesim.traces.weight_formats import FLOAT_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,10 +40,6 @@ if TYPE_CHECKING:
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.batch import RoutedLayer, RoutedStep
     from moesim.traces.format.schema import ModelShape
-
-
-WEIGHTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-"""Names of dtypes in model shapes."""
 
 
 def shape_for(
@@ -67,7 +64,7 @@ def shape_for(
             " store do not; simulate this trace (moesim replay), or run the one it was"
             " made of"
         )
-    sizes = routed if spec is None else model_shape(spec, WEIGHTS[dtype])
+    sizes = routed if spec is None else model_shape(spec, FLOAT_FORMATS[dtype])
     kind = torch_dtype(dtype)
     layout = swiglu_layout(sizes.hidden, sizes.expert_intermediate, kind)
     named = replace(
@@ -77,7 +74,7 @@ def shape_for(
         experts=routed.experts,
         top_k=routed.top_k,
         expert_bytes=(record_stride(layout),) * routed.layers,
-        dtype=WEIGHTS[dtype],
+        dtype=FLOAT_FORMATS[dtype],
     )
     return replace(named, other_bytes=DenseSizes.of(named).weights * kind.itemsize)
 

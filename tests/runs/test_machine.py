@@ -4,15 +4,18 @@ the disk that will hold the experts.
 
 import datetime as dt
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.real_machine import host_profile
 
+from moesim import hwprofiles
 from moesim.base import host_limits
-from moesim.hwprofiles.profile import save_profile
+from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.hwprofiles.schema import Curve, ProfileError, Quantity, ReferenceExpert
 from moesim.runs import machine
 from moesim.runtime.measure.profile import workers_of
+from moesim.traces.weight_formats import FLOAT_FORMATS
 
 
 def test_of_several_gpus_a_run_takes_the_first(monkeypatch):
@@ -51,6 +54,14 @@ def test_a_run_computes_in_the_type_that_was_measured(accelerator, kind, dtype):
     profile = host_profile(accelerator=accelerator)
     profile = replace(profile, curves={"costs.cpu.points": curve})
     assert machine.experts_dtype(profile) == dtype
+
+
+def test_a_run_knows_the_type_of_every_profile_that_ships():
+    """Some name a weight format, ``f32``; a run needs torch's name."""
+    shipped = sorted((Path(hwprofiles.__file__).parent / "data").glob("*.toml"))
+    types = {path.stem: machine.experts_dtype(load_profile(path)) for path in shipped}
+    assert types["two-core-host"] == "float32"
+    assert set(types.values()) <= set(FLOAT_FORMATS)
 
 
 @pytest.fixture
