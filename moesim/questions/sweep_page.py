@@ -41,7 +41,9 @@ LEVELS = 25
 """Steps in which a page shows shares: finer ones would not be seen, only downloaded."""
 
 
-def write_sweep(frame: pd.DataFrame, path: Path, command: str | None = None) -> Path:
+def write_sweep(
+    frame: pd.DataFrame, path: Path | str, command: str | None = None
+) -> Path:
     """Write the page of a sweep.
 
     Args:
