@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moesim.base.files import user_folder
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -30,15 +32,13 @@ _SUM_BYTES = 32
 def folder() -> Path | None:
     """The folder; None where there is no safe one, so that nothing is kept."""
     named = os.environ.get(FOLDER_VARIABLE)
-    if named:
-        place = Path(named)
-    elif sys.platform == "win32":
-        place = Path(os.environ.get("LOCALAPPDATA") or Path.home()) / "moesim"
-    else:
-        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        place = Path(caches) / "moesim"
-    place /= "machine-code"
+    local = os.environ.get("LOCALAPPDATA") if sys.platform == "win32" else None
     try:
+        if named:
+            place = Path(named)
+        else:
+            place = Path(local) / "moesim" if local else user_folder("cache")
+        place /= "machine-code"
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         return place if _is_own(place) else None
     except OSError:
