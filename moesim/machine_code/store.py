@@ -98,11 +98,13 @@ def noted(name: str) -> bool:
 def alone(digest: str) -> Iterator[None]:
     """Wait until no other process makes what belongs to a digest."""
     place = folder()
-    if place is None or sys.platform == "win32":
+    try:
+        import fcntl  # noqa: PLC0415 - not on every system
+    except ImportError:
+        place = None
+    if place is None:
         yield
         return
-    import fcntl  # noqa: PLC0415 - not on every system
-
     try:
         file = (place / f"{digest[:2]}.lock").open("w")
     except OSError:
@@ -117,9 +119,10 @@ def alone(digest: str) -> Iterator[None]:
 
 def _is_own(place: Path) -> bool:
     """Whether nobody else can have written a file or folder."""
-    if sys.platform == "win32":
+    user = getattr(os, "getuid", None)  # Windows has none, and folders of one's own
+    if user is None:
         return True
     about = place.lstat()
-    if stat.S_ISLNK(about.st_mode) or about.st_uid != os.getuid():
+    if stat.S_ISLNK(about.st_mode) or about.st_uid != user():
         return False
     return not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
