@@ -270,8 +270,8 @@ def sees_everything(entry: Mapping[str, Any], layer: int) -> bool:
 
 
 def _kv_values(entry: Mapping[str, Any]) -> int:
-    """What a layer with full attention keeps of a token, where it is not keys and values
-    of `kv_heads`.
+    """What a layer with full attention keeps of a token where that is not the keys and
+    values of `kv_heads`.
     """
     if latent := entry.get("mla"):
         return int(latent["kv"] + latent["rope"])

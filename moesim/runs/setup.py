@@ -142,8 +142,8 @@ class Setup:
     @property
     def kv_bytes(self) -> int:
         """Keys and values of all sequences, which a GPU holds."""
-        one = kept_bytes(self.shape, self.config.context_tokens)
-        return self.config.batch * one
+        of_sequence = kept_bytes(self.shape, self.config.context_tokens)
+        return self.config.batch * of_sequence
 
     def costs(self) -> Costs:
         """Seconds of this model's operations on this machine, as the system uses it."""

@@ -142,7 +142,11 @@ def test_windowed_layers_stop_at_their_window():
 
 @pytest.mark.parametrize(
     ("name", "micro_batch", "cells"),
-    [("gpt-oss-20b", 512, 768), ("gpt-oss-20b", 64, 256), ("gemma-4-26b-a4b", 512, 1536)],
+    [
+        ("gpt-oss-20b", 512, 768),
+        ("gpt-oss-20b", 64, 256),
+        ("gemma-4-26b-a4b", 512, 1536),
+    ],
 )
 def test_windows_keep_their_micro_batch_too(name, micro_batch, cells):
     """As many entries as llama.cpp logs for these windows of 128 and 1,024 tokens."""
@@ -167,7 +171,9 @@ LOGS = yaml.safe_load(
 )["logs"]
 
 
-@pytest.mark.parametrize("log", LOGS, ids=lambda log: f"{log['model']}-{log['context']}")
+@pytest.mark.parametrize(
+    "log", LOGS, ids=lambda log: f"{log['model']}-{log['context']}"
+)
 def test_memory_is_what_engines_logged(log):
     """Keys and values within 2 %, windows with their micro-batch; buffers within 15 %."""
     model = named_contents(log["model"], log["quant"])

@@ -147,19 +147,7 @@ class ModelShape:
                 f"model shape {self.name!r}: kv_heads {self.kv_heads} exceeds heads"
                 f" {self.heads}"
             )
-        # Dense layers and MoE layers together are all layers of the model.
-        last = self.all_layers - 1
-        inside = all(0 <= layer <= last for layer in self.dense_layers)
-        if not inside or len(set(self.dense_layers)) < len(self.dense_layers):
-            raise TraceError(
-                f"model shape {self.name!r}: dense_layers: expected different layers"
-                f" 0..{last}, got {self.dense_layers}"
-            )
-        if self.windowed_layers > self.all_layers:
-            raise TraceError(
-                f"model shape {self.name!r}: windowed_layers: expected at most"
-                f" {self.all_layers}, got {self.windowed_layers}"
-            )
+        self._check_layers()
         if self.top_k > self.experts:
             raise TraceError(
                 f"model shape {self.name!r}: top_k {self.top_k} exceeds experts"
@@ -176,6 +164,21 @@ class ModelShape:
             raise TraceError(
                 f"model shape {self.name!r}: expert_bytes: expected"
                 f" 1..{MOST_OF_A_SIZE} bytes in every layer"
+            )
+
+    def _check_layers(self) -> None:
+        # Dense layers and MoE layers together are all layers of the model.
+        last = self.all_layers - 1
+        inside = all(0 <= layer <= last for layer in self.dense_layers)
+        if not inside or len(set(self.dense_layers)) < len(self.dense_layers):
+            raise TraceError(
+                f"model shape {self.name!r}: dense_layers: expected different layers"
+                f" 0..{last}, got {self.dense_layers}"
+            )
+        if self.windowed_layers > self.all_layers:
+            raise TraceError(
+                f"model shape {self.name!r}: windowed_layers: expected at most"
+                f" {self.all_layers}, got {self.windowed_layers}"
             )
 
     def _check_bytes_by_expert(self) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, KV_SHARES, Setting
 from moesim.advice.model.contents import F16_BYTES
+from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, KV_SHARES, Setting
 from moesim.hwprofiles.workspace import ACTIVATION_BYTES, CONTEXT_BYTES
 
 if TYPE_CHECKING:
@@ -319,9 +319,7 @@ def _kept(layer: LayerContents, setting: Setting, context_tokens: int) -> float:
     """Bytes that a layer keeps of one sequence."""
     share = KV_SHARES.get(setting.kv_format, 1.0)
     micro_batch = min(setting.micro_batch, setting.batch)
-    return (
-        layer.kv_cache_bytes(context_tokens, micro_batch) * share + layer.state_bytes
-    )
+    return layer.kv_cache_bytes(context_tokens, micro_batch) * share + layer.state_bytes
 
 
 def compute_buffers(
@@ -483,7 +481,6 @@ def with_split(
     """
     needs = layer_needs(model, setting, job.context, job.sequences)
     free = cards_free(machine, job.keep_vram_bytes)
-    on_host = set(setting.on_host(model))
     own_bytes = CONTEXT_BYTES + compute_buffers(model, setting, job.context)
     counts = best_split(needs, free, own_bytes)
     return setting if counts is None else replace(setting, split=counts)
