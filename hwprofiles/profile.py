@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import hypot
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import tomli_w
 
-from moesim.base.files import write_text
+from moesim.base.files import user_folder, write_text
 from moesim.base.inputs import load_toml, read_text
 from moesim.base.words import did_you_mean, one_expected
 from moesim.hwprofiles import paths
@@ -539,12 +540,11 @@ def own_profile_path() -> Path | None:
     """The user's own profile: ``./hw.toml``, else ``moesim/hw.toml`` in the user's
     configuration folder; None where there is none.
     """
-    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    places = [Path("hw.toml")]
+    with suppress(OSError):
+        places.append(user_folder("config") / "hw.toml")
     # The nearest one first, as for configuration files elsewhere.
-    for path in (Path("hw.toml"), Path(home) / "moesim" / "hw.toml"):
-        if path.is_file():
-            return path
-    return None
+    return next((path for path in places if path.is_file()), None)
 
 
 def save_profile(profile: HardwareProfile, path: str | os.PathLike[str]) -> Path:

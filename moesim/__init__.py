@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from moesim.questions.replay import placement_figure, run_text, step_figure
     from moesim.questions.search import search
     from moesim.questions.sensitivity import sensitivity
-    from moesim.questions.sweep_page import sweep_figure
+    from moesim.questions.sweep_page import sweep_figure, write_sweep
     from moesim.questions.sweep_text import sweep_text
     from moesim.runs.config import MeasuredConfig, MemoryOptions, RunConfig
     from moesim.runs.config_file import load_config
     from moesim.runs.replay import replay, replay_cache
     from moesim.runs.result import Run
     from moesim.runs.sweeps.ranking import ranking
-    from moesim.runs.sweeps.store import results
+    from moesim.runs.sweeps.store import query, results
     from moesim.runs.sweeps.sweep import sweep
     from moesim.traces.exporters import export_trace
     from moesim.traces.format.reader import Trace, open_trace
@@ -85,6 +85,7 @@ __all__ = [
     "placement_figure",
     "predict",
     "quality",
+    "query",
     "ranking",
     "register",
     "replay",
@@ -100,6 +101,7 @@ __all__ = [
     "sweep_text",
     "synth",
     "write_perfetto",
+    "write_sweep",
 ]
 
 # A module that moves is one line here.
@@ -122,14 +124,14 @@ _MODULES = {
     "moesim.questions.replay": ("placement_figure", "run_text", "step_figure"),
     "moesim.questions.search": ("search",),
     "moesim.questions.sensitivity": ("sensitivity",),
-    "moesim.questions.sweep_page": ("sweep_figure",),
+    "moesim.questions.sweep_page": ("sweep_figure", "write_sweep"),
     "moesim.questions.sweep_text": ("sweep_text",),
     "moesim.runs.config": ("MeasuredConfig", "MemoryOptions", "RunConfig"),
     "moesim.runs.config_file": ("load_config",),
     "moesim.runs.replay": ("replay", "replay_cache"),
     "moesim.runs.result": ("Run",),
     "moesim.runs.sweeps.ranking": ("ranking",),
-    "moesim.runs.sweeps.store": ("results",),
+    "moesim.runs.sweeps.store": ("query", "results"),
     "moesim.runs.sweeps.sweep": ("sweep",),
     "moesim.traces.exporters": ("export_trace",),
     "moesim.traces.format.reader": ("Trace", "open_trace"),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
+import io
 import random
 import sysconfig
 from functools import cache
@@ -27,9 +27,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from moesim.base.errors import TraceError
+from moesim.base.inputs import (
+    MOST_LINE_BYTES,
+    InputError,
+    load_json,
+    open_input,
+    read_text,
+)
+from moesim.traces.format.parquet import open_parquet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -238,7 +245,7 @@ def read_prompts(path: Path | str) -> list[str]:
     if file.suffix == ".jsonl":
         return read_dataset(file)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(
             f"{file}: expected a UTF-8 text file with prompts, found: {_reason(error)}"
@@ -318,34 +325,48 @@ def _reason(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
+def _lines_of(file: Path, encoding: str) -> Iterator[str]:
+    """Yield the lines of a text, none of them longer than `MOST_LINE_BYTES`."""
+    with io.TextIOWrapper(open_input(file), encoding=encoding, newline="") as text:
+        while line := text.readline(MOST_LINE_BYTES + 1):
+            if len(line) > MOST_LINE_BYTES:
+                raise TraceError(
+                    f"{file}: expected lines of up to {MOST_LINE_BYTES >> 20} MiB,"
+                    " found a longer one"
+                )
+            yield line
+
+
 def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the objects of a file with one per line, and where they are."""
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield f"line {number}", json.loads(line)
-            except ValueError:
-                raise TraceError(
-                    f"{file}: line {number}: expected a JSON string or object, found"
-                    " neither"
-                ) from None
+    for number, line in enumerate(_lines_of(file, "utf-8"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield f"line {number}", load_json(line)
+        except InputError as error:
+            raise TraceError(f"{file}: line {number}: {error}") from None
+        except ValueError:
+            raise TraceError(
+                f"{file}: line {number}: expected a JSON string or object, found"
+                " neither"
+            ) from None
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a table with a header line, and where they are."""
     csv.field_size_limit(_LONGEST_CELL)
     # Spreadsheets put a byte-order mark before the first column's name.
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        table = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
-        for row in table:
-            yield f"line {table.line_num}", row
+    table = csv.DictReader(
+        _lines_of(file, "utf-8-sig"), delimiter="\t" if file.suffix == ".tsv" else ","
+    )
+    for row in table:
+        yield f"line {table.line_num}", row
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield rows, and where they are, without loading the file at once."""
-    with pq.ParquetFile(file) as table:
+    with open_parquet(file) as table:
         number = 0
         for batch in table.iter_batches(_BATCH_ROWS):
             for row in batch.to_pylist():

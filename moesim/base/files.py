@@ -294,25 +294,31 @@ def open_own(path: Path, flags: int) -> int:
     return descriptor
 
 
+def user_folder(kind: str) -> Path:
+    """The folder of moesim among those that a user has of one kind, which may be
+    missing.
+
+    Args:
+        kind: ``cache`` for what can be made again, or ``config``.
+
+    Raises:
+        OSError: this user has none.
+    """
+    variable = f"XDG_{kind.upper()}_HOME"
+    named = os.environ.get(variable)
+    if named:
+        return Path(named) / "moesim"
+    try:
+        return Path.home() / f".{kind}" / "moesim"
+    except RuntimeError:
+        reason = f"this user has no home folder; set {variable}"
+        raise OSError(errno.ENOENT, reason, "~") from None
+
+
 def sha256(path: Path) -> str:
     """Return the digest of a file's bytes, which are read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def refuse_all_but_files(path: Path) -> None:
-    """Refuse to read what would wait for somebody to write, such as a pipe.
-
-    Raises:
-        OSError: no such file, or a folder, a pipe or a device.
-    """
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(
-            errno.EISDIR, "expected a file, found a folder", str(path)
-        )
-    if not stat.S_ISREG(mode):
-        raise _not_a_file(path)
 
 
 def _begin(final: Path) -> tuple[Path, int | None]:

@@ -34,7 +34,10 @@ MOST_SEQUENCE_BYTES: Final = 512 << 20
 """Rows of one sequence, which are sorted in memory, without their scores."""
 
 MOST_ARRAY_BYTES: Final = 1 << 30
-"""Of an array that is read as a whole, unpacked."""
+"""Of an array or a table that is read as a whole, unpacked."""
+
+MOST_LINE_BYTES: Final = 16 << 20
+"""Of a line of JSON lines."""
 
 MOST_COLUMNS: Final = 10_000
 """Columns of a table."""
@@ -78,15 +81,21 @@ def open_input(path: Path, buffering: int = -1) -> BinaryIO:
     # A pipe would be waited for until somebody writes.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return os.fdopen(descriptor, "rb", buffering)
-    os.close(descriptor)
-    if stat.S_ISDIR(mode):
-        reason = "expected a file, found a folder"
-        raise IsADirectoryError(errno.EISDIR, reason, str(path))
-    reason = "expected a file, found a pipe or a device"
-    raise OSError(errno.EINVAL, reason, str(path))
+    try:
+        _check_mode(path, os.fstat(descriptor).st_mode)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb", buffering)
+
+
+def check_input(path: Path) -> None:
+    """Check what a library is about to open by its name.
+
+    Raises:
+        OSError: as `open_input`.
+    """
+    _check_mode(path, path.stat().st_mode)
 
 
 def read_bytes(path: Path, most: int | None = None) -> bytes:
@@ -155,6 +164,16 @@ def quoted(value: object, letters: int = _QUOTED_LETTERS) -> str:
     """Return the beginning of a value for an error's line, its controls visible."""
     text = visible(str(value)[: letters + 1])
     return text if len(text) <= letters else f"{text[:letters]}..."
+
+
+def _check_mode(path: Path, mode: int) -> None:
+    """Refuse a node that is no regular file."""
+    if stat.S_ISDIR(mode):
+        reason = "expected a file, found a folder"
+        raise IsADirectoryError(errno.EISDIR, reason, str(path))
+    if not stat.S_ISREG(mode):
+        reason = "expected a file, found a pipe or a device"
+        raise OSError(errno.EINVAL, reason, str(path))
 
 
 def _check(plain: str) -> None:

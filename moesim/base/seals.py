@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.base.files import refuse_all_but_files
+from moesim.base.inputs import open_input
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,8 +85,7 @@ def check_footer(path: Path) -> Footer:
         TraceError: it was altered.
         OSError: no such file, or it is none.
     """
-    refuse_all_but_files(path)
-    with path.open("rb") as file:
+    with open_input(path) as file:
         start, footer = _footer(file)
     # What is cut off is not Parquet, which whoever opens it says.
     if not footer.endswith(_MAGIC):
@@ -111,8 +110,7 @@ def digests(path: Path, footer: Footer) -> Digests:
     Raises:
         TraceError: it was altered.
     """
-    refuse_all_but_files(path)
-    with path.open("rb") as file:
+    with open_input(path) as file:
         state = _hashed(file, footer.start)
         body = state.hexdigest()
         while piece := file.read(_PIECE_BYTES):

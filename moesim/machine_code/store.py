@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moesim.base.files import user_folder
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -30,15 +32,13 @@ _SUM_BYTES = 32
 def folder() -> Path | None:
     """The folder; None where there is no safe one, so that nothing is kept."""
     named = os.environ.get(FOLDER_VARIABLE)
-    if named:
-        place = Path(named)
-    elif sys.platform == "win32":
-        place = Path(os.environ.get("LOCALAPPDATA") or Path.home()) / "moesim"
-    else:
-        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        place = Path(caches) / "moesim"
-    place /= "machine-code"
+    local = os.environ.get("LOCALAPPDATA") if sys.platform == "win32" else None
     try:
+        if named:
+            place = Path(named)
+        else:
+            place = Path(local) / "moesim" if local else user_folder("cache")
+        place /= "machine-code"
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         return place if _is_own(place) else None
     except OSError:
@@ -98,11 +98,13 @@ def noted(name: str) -> bool:
 def alone(digest: str) -> Iterator[None]:
     """Wait until no other process makes what belongs to a digest."""
     place = folder()
-    if place is None or sys.platform == "win32":
+    try:
+        import fcntl  # noqa: PLC0415 - not on every system
+    except ImportError:
+        place = None
+    if place is None:
         yield
         return
-    import fcntl  # noqa: PLC0415 - not on every system
-
     try:
         file = (place / f"{digest[:2]}.lock").open("w")
     except OSError:
@@ -117,9 +119,10 @@ def alone(digest: str) -> Iterator[None]:
 
 def _is_own(place: Path) -> bool:
     """Whether nobody else can have written a file or folder."""
-    if sys.platform == "win32":
+    user = getattr(os, "getuid", None)  # Windows has none, and folders of one's own
+    if user is None:
         return True
     about = place.lstat()
-    if stat.S_ISLNK(about.st_mode) or about.st_uid != os.getuid():
+    if stat.S_ISLNK(about.st_mode) or about.st_uid != user():
         return False
     return not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

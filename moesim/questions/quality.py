@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesim.base.errors import TraceError
 from moesim.base.files import write_text
+from moesim.base.inputs import read_text
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split
 from moesim.reporting.figures import save as save_figure
@@ -366,7 +367,7 @@ def _passages(
             )
         return Passages.of_corpus(most, prompt=prompt, scored=scored, seed=seed)
     try:
-        passage_text = Path(text).read_text(encoding="utf-8")
+        passage_text = read_text(Path(text))
     except UnicodeDecodeError as error:
         raise TraceError(f"{text}: expected UTF-8 text, found {error}") from None
     tokens_of_text = local.encode(passage_text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from moesim.runs.sweeps.rows import FULL_SHARE, NEVER_USED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     import pandas as pd
     from matplotlib.axes import Axes
@@ -41,7 +41,9 @@ LEVELS = 25
 """Steps in which a page shows shares: finer ones would not be seen, only downloaded."""
 
 
-def write_sweep(frame: pd.DataFrame, path: Path, command: str | None = None) -> Path:
+def write_sweep(
+    frame: pd.DataFrame, path: Path | str, command: str | None = None
+) -> Path:
     """Write the page of a sweep.
 
     Args:
@@ -60,7 +62,7 @@ def write_sweep(frame: pd.DataFrame, path: Path, command: str | None = None) -> 
     heads, *rows = candidate_rows(ranked)
     warnings = [line for text in frame["warnings"] for line in json.loads(text)]
     return write_page(
-        path,
+        Path(path),
         "sweep.html",
         title=sweep_title(frame),
         origin=page_origin(

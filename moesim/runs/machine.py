@@ -8,13 +8,13 @@ import contextlib
 import datetime as dt
 import hashlib
 import importlib.metadata
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moesim.base.files import user_folder
 from moesim.base.host_limits import available_cores
 from moesim.base.version import __version__
 from moesim.hwprofiles import paths
@@ -148,7 +148,7 @@ def _measurement_file(disk: Path) -> Path:
         importlib.metadata.version("torch"),
     )
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    return _cache_folder() / "machines" / digest / f"{_MEASURED}.toml"
+    return user_folder("cache") / "machines" / digest / f"{_MEASURED}.toml"
 
 
 def measurement_notes(profile: HardwareProfile) -> list[str]:
@@ -197,13 +197,7 @@ Building = Callable[[int, int], None]
 def default_store(name: str) -> Path:
     """The folder of a store that was given none, in the user's cache folder."""
     # A model's name may look like a path, which would nest folders.
-    return _cache_folder() / "stores" / name.replace("/", "_")
-
-
-def _cache_folder() -> Path:
-    """What moesim keeps for a user and can make again."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "moesim"
+    return user_folder("cache") / "stores" / name.replace("/", "_")
 
 
 def open_random_store(

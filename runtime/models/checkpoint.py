@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moesim.base.inputs import load_json, read_text
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models.expert_layout import dtype_name
 
@@ -157,7 +158,7 @@ def checkpoint_digest(model_dir: Path) -> str:
     """
     total = hashlib.blake2b(digest_size=16)
     # Sorted keys, so that a file that was merely reformatted keeps its name.
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    config = load_json(read_text(model_dir / "config.json"))
     total.update(json.dumps(config, sort_keys=True).encode())
 
     for path in sorted(set(tensor_files(model_dir).values())):
@@ -222,7 +223,7 @@ def tensor_files(model_dir: Path) -> dict[str, Path]:
 def _sharded(model_dir: Path, index: Path) -> dict[str, Path]:
     """Map tensors as an index file does."""
     try:
-        body = json.loads(index.read_text(encoding="utf-8"))
+        body = load_json(read_text(index))
         weight_map: dict[str, str] = dict(body["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise StoreError(

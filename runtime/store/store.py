@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 
 from moesim.base.checked import parse_json
 from moesim.base.files import write_text
+from moesim.base.inputs import load_json, read_text
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models.expert_layout import ExpertLayout, round_up
 from moesim.runtime.store.direct_io import BLOCK_BYTES, DirectFile
@@ -176,7 +177,7 @@ def digest_of(body: Mapping[str, Any]) -> str:
 def _read_json(path: Path) -> Any:
     """Read a JSON file; None where it is none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return load_json(read_text(path))
     except (OSError, ValueError):
         return None
 

@@ -6,9 +6,13 @@ import io
 import json
 import os
 import tomllib
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from moesim.base.files import user_folder
 from moesim.base.inputs import (
     MOST_DIGITS,
     MOST_NESTING,
@@ -19,6 +23,7 @@ from moesim.base.inputs import (
     read_bytes,
 )
 from moesim.base.text import LONGEST_LINE, VisibleStream, cell, one_line, visible
+from moesim.traces.format import parquet
 
 
 @pytest.mark.parametrize("depth", [MOST_NESTING, MOST_NESTING + 1])
@@ -79,6 +84,36 @@ def test_a_file_beyond_the_limit_says_how_to_raise_it(tmp_path, monkeypatch):
     monkeypatch.setenv("MOESIM_MOST_INPUT", "4KiB")
     with pytest.raises(OSError, match=r"at most 4\.0 KiB, found more;.*MOESIM_MOST_IN"):
         read_bytes(tmp_path / "x")
+
+
+def test_a_table_is_bounded_by_what_it_holds_unpacked(tmp_path, monkeypatch):
+    """Equal texts take no space in a file: 60 MB of them are a kilobyte or two."""
+    path = tmp_path / "t.parquet"
+    texts = pa.array(["x" * 20_000]).take(pa.array([0] * 3000))
+    pq.write_table(pa.table({"a": texts, "b": range(3000)}), path)
+    monkeypatch.setattr(parquet, "MOST_ARRAY_BYTES", 1 << 20)
+    monkeypatch.setenv("MOESIM_MOST_INPUT", "1MiB")
+    with parquet.open_parquet(path) as file:
+        with pytest.raises(OSError, match=r"at most 1\.0 MiB unpacked, found more"):
+            parquet.read_table(file, path)
+        assert parquet.read_table(file, path, ["b"]).column("b").to_pylist() == [
+            *range(3000)
+        ]
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/named")
+    assert user_folder("cache") == Path("/named/moesim")
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: Path("/someone"))
+    assert user_folder("config") == Path("/someone/.config/moesim")
+
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    with pytest.raises(OSError, match="no home folder; set XDG_CONFIG_HOME"):
+        user_folder("config")
 
 
 def test_controls_are_visible():

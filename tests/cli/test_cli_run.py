@@ -147,7 +147,7 @@ def test_perfetto_shows_lanes_of_both_worlds(moesim, trace, tmp_path):
         ]
         dense = [
             sum(
-                e["ph"] == "X" and e["pid"] == world and e["cat"] == "dense"
+                e["ph"] == "X" and e["pid"] == world and e.get("cat") == "dense"
                 for e in events
             )
             for world in (1, 2)

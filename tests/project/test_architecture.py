@@ -42,20 +42,11 @@ MAY_IMPORT = {
 top of the repository lie in ``moesim``, whose own modules are its face.
 """
 
-NOT_YET = {
-    ("reporting", "runs"),
-    ("reporting", "evidence"),
-    ("reporting", "policies"),
-    ("reporting", "hwprofiles"),
-    ("reporting", "questions"),
-    ("cli", "moesim"),
-}
-
 TOP = ("traces", "hwprofiles", "policies", "engine", "sim", "runtime", "moesim")
 
-MOST_CODE_LINES = 73_000
+MOST_CODE_LINES = 73_800
 MOST_FILES = 480
-MOST_TEST_LINES = 38_900
+MOST_TEST_LINES = 39_400
 """What a person must hold; `benchmarks/size.py` counts it. A change that needs more
 raises the number, and says why.
 """
@@ -176,9 +167,7 @@ def test_a_room_imports_only_what_the_diagram_allows(room):
     assert [
         line.where
         for line in lines
-        if line.target in MAY_IMPORT
-        and line.target not in allowed
-        and (line.room, line.target) not in NOT_YET
+        if line.target in MAY_IMPORT and line.target not in allowed
     ] == []
 
 

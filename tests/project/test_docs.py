@@ -29,7 +29,7 @@ PAGES = [page for page in ALL if page.parent != DOCS / "measurements"]
 MARKED = Counter(
     {
         "needs a model": 4,
-        "takes minutes": 7,
+        "takes minutes": 8,
         "needs a network": 4,
         "needs an interruption": 1,
         "needs your trace": 2,

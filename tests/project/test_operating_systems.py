@@ -20,9 +20,10 @@ REAL_RUNS = (
     "moesim/base/host_limits.py",
     "moesim/evidence/validation/",
     "moesim/cli/errors.py",
+    "moesim/base/files.py",
 )
-"""Rooms that measure the machine or run on it, and what explains a lack of memory: that
-says less where the kernel does not answer.
+"""Rooms that measure the machine or run on it, what explains a lack of memory (that says
+less where the kernel does not answer), and names below /proc that someone writes to.
 """
 
 

@@ -19,6 +19,8 @@ from torture import (
     places,
     real_runs,
     separators,
+    streams,
+    users,
 )
 from torture.audit import Record, audit
 from torture.report import Report
@@ -182,8 +184,32 @@ def test_the_suites_of_make_torture_are_there():
         "imports",
         "write_errors",
         "kills",
+        "places",
+        "streams",
+        "screen",
+        "bombs",
+        "options",
+        "users",
     ):
         assert f'"{name}"' in text
+
+
+def test_streams_that_are_gone_or_full_end_in_a_line():
+    report = streams.run_suite(4, "tests", "trace info")
+    assert report.failures == []
+    assert report.tried == 4
+
+
+def test_the_judge_of_streams_sees_what_is_printed_beside_a_table(tmp_path):
+    shell = 'echo more; "$@" >/dev/null'
+    assert list(streams.judge("into -", shell, "list", ".csv", tmp_path))
+
+
+@pytest.mark.skipif(users.interpreter() is None, reason="nobody else can be asked")
+def test_somebody_without_a_home_is_answered():
+    report = users.run_suite(1, "tests", "no home: trace info")
+    assert report.failures == []
+    assert report.tried == 1
 
 
 def test_results_replace_nothing_that_is_read():

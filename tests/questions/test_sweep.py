@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.command_line import runner
@@ -28,7 +29,7 @@ from moesim.runs.config import RunConfig
 from moesim.runs.sweeps import execution, plan, rows
 from moesim.runs.sweeps.execution import run_tasks
 from moesim.runs.sweeps.rows import FULL_SHARE, NEVER_USED
-from moesim.runs.sweeps.store import ResultsError, read_results
+from moesim.runs.sweeps.store import ResultsError, ResultStore, read_results
 from moesim.runs.sweeps.sweep import configs_of
 
 ROOT = Path(__file__).parents[2]
@@ -370,6 +371,32 @@ def test_a_damaged_file_is_named(trace, tmp_path):
         moesim.results(store, details=True)
     with pytest.raises(ResultsError, match="expected a folder of results"):
         moesim.results(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("columns", "found"),
+    [
+        ({"a": [1]}, "none called digest"),
+        ({"a": pa.array([b"x"]).dictionary_encode()}, "none called digest"),
+        ({"digest": ["x"], "trace_digest": ["x"]}, "none called hw_digest"),
+        ({"digest": [1], "trace_digest": ["x"], "hw_digest": ["x"]}, "digest of int64"),
+        (
+            {
+                "digest": ["x"],
+                "trace_digest": ["x"],
+                "hw_digest": ["x"],
+                "tpot_s": ["y"],
+            },
+            "tpot_s of string",
+        ),
+    ],
+)
+def test_tables_of_others_are_no_results(tmp_path, columns, found):
+    """They were rows of nothing, or ended in a traceback."""
+    pq.write_table(pa.table(columns), tmp_path / "foreign.parquet")
+    for read in (read_results, lambda folder: ResultStore(folder).digests()):
+        with pytest.raises(ResultsError, match=f"foreign.parquet: .*found {found};"):
+            read(tmp_path)
 
 
 def test_files_stay_few_and_complete(trace, tmp_path):

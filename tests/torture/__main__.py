@@ -21,6 +21,8 @@ SUITES = {
     "kills": 500,
     "signals": 500,
     "places": 2_000,
+    "streams": 200,
+    "users": 100,
     "options": 1_000,
 }
 

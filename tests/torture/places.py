@@ -97,6 +97,9 @@ NODES = (
     "link to a folder", "link to a device", "pipe", "socket", "device", "full device",
     "below a file", "closed folder",
 )  # fmt: skip
+WAYS = ("plain", "absolute", "through a link")
+"""How a node is named."""
+
 GUISES = ("same name", "dotted path", "absolute path", "soft link", "hard link")
 
 
@@ -108,7 +111,7 @@ def run_suite(count, seed, only=None):
         for writer in WRITERS
         for option in writer.outputs
         for kind, names in (
-            ("node", NODES),
+            ("node", [f"{node}|{way}" for node in NODES for way in WAYS]),
             (
                 "input",
                 [f"{guise}|{read}" for guise in GUISES for read in writer.inputs],
@@ -158,7 +161,11 @@ def attack(writer, option, kind, name, work, report):
     ending = writer.outputs[option]
     stem = f"result{ending.strip('/')}"
     node = Node(work, stem, is_folder=ending == "/")
-    place = node.set(name) if kind == "node" else node.disguised(name)
+    if kind == "node":
+        name, _, way = name.partition("|")
+        place = named(node.set(name), way, work)
+    else:
+        place = node.disguised(name)
     words = writer.words.split()
     if option == "OUT":
         words = [place if word == "OUT" else word for word in words]
@@ -173,7 +180,7 @@ def attack(writer, option, kind, name, work, report):
     ended = run(words, work)
     node.clear()
 
-    where = f"{writer.words.split()[0]} {option} on {name}"
+    where = f"{' '.join(writer.words.split()[:2])} {option} on {name} as {place}"
     lines = [line for line in ended.err.splitlines() if not line.startswith("note: ")]
     report.count(f"{kind}:", "done" if ended.code == 0 else "refused")
     if ended.code not in (0, 2):
@@ -191,6 +198,18 @@ def attack(writer, option, kind, name, work, report):
     leftover = [key for key in after if key.endswith(".part")]
     if leftover:
         report.fail(f"{where}: left {leftover}")
+
+
+def named(place, way, work):
+    """The same place, called in another way."""
+    if way == "absolute":
+        return str(work / place)
+    if way == "through a link":
+        link = work.with_name("link")
+        link.unlink(missing_ok=True)
+        link.symlink_to((work / place).parent)
+        return str(link / Path(place).name)
+    return place
 
 
 class Node:

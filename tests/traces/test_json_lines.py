@@ -101,7 +101,7 @@ def test_half_of_a_surrogate_pair_is_named(dump):
 
 
 def test_a_line_that_is_too_long_is_refused(dump, monkeypatch):
-    monkeypatch.setattr(json_lines, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(json_lines, "MOST_LINE_BYTES", 1 << 20)
     # DuckDB allows more than it is told to, but not that much.
     long = b'{"pos": 1' + b" " * (40 << 20) + b"}\n"
     with pytest.raises(TraceError, match="expected JSON in lines of up to 1 MiB"):

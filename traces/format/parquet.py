@@ -14,8 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moesim.base import seals
-from moesim.base.files import refuse_all_but_files, written_beside
-from moesim.base.inputs import MOST_COLUMNS
+from moesim.base.files import written_beside
+from moesim.base.inputs import (
+    MOST_ARRAY_BYTES,
+    MOST_BYTES_VARIABLE,
+    MOST_COLUMNS,
+    check_input,
+    most_bytes,
+)
+from moesim.base.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
 # Values encoded at a time. Lists are written a tenth faster than with Arrow's 1024, and
 # the file is the same.
 _ENCODED_VALUES = 1 << 16
+# Equal texts take no space in a file, and all of it in memory.
+_BATCH_ROWS = 1024
 
 
 @contextmanager
@@ -37,7 +46,7 @@ def open_parquet(
         OSError: no such file, or it is none.
         pyarrow.ArrowException: not Parquet, or damaged.
     """
-    refuse_all_but_files(path)
+    check_input(path)
     # As bytes: Arrow takes no text that is not UTF-8.
     with pa.OSFile(os.fsencode(path)) as source:
         file = pq.ParquetFile(
@@ -50,6 +59,35 @@ def open_parquet(
             reason = f"expected at most {MOST_COLUMNS:,} columns, found more"
             raise OSError(errno.EFBIG, reason, str(path))
         yield file
+
+
+def read_table(file: pq.ParquetFile, path: Path, columns: Any = None) -> pa.Table:
+    """Read a table that is held as a whole.
+
+    Args:
+        file: opened.
+        path: of it, for errors.
+        columns: names of those to be read; None reads all.
+
+    Raises:
+        OSError: it is larger, unpacked, than what is held.
+        pyarrow.ArrowException: damaged.
+    """
+    most = max(MOST_ARRAY_BYTES, most_bytes())
+    batches, size = [], 0
+    for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
+        batches.append(batch)
+        size += batch.nbytes
+        if size > most:
+            reason = (
+                f"expected at most {format_bytes(most)} unpacked, found more;"
+                f" {MOST_BYTES_VARIABLE} raises the limit"
+            )
+            raise OSError(errno.EFBIG, reason, str(path))
+    schema = batches[0].schema if batches else file.schema_arrow
+    if columns is not None and not batches:
+        schema = pa.schema([schema.field(name) for name in columns])
+    return pa.Table.from_batches(batches, schema)
 
 
 def read_schema(path: Path) -> pa.Schema:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from moesim.base.errors import TraceError
 from moesim.base.files import written_beside
+from moesim.traces.format.parquet import open_parquet, read_table
 from moesim.traces.timeline.spans import KIND_NAMES
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ class OperationTable:
                 " with `moesim run --out`"
             )
         try:
-            table = pq.read_table(path)
+            with open_parquet(path) as file:
+                table = read_table(file, path)
         except (pa.ArrowException, OSError) as error:
             reason = (str(error).splitlines() or ["unreadable"])[0]
             raise TraceError(

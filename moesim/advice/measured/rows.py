@@ -9,6 +9,7 @@ or that are about something else, are skipped with the reason.
 from __future__ import annotations
 
 import csv
+import io
 import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,6 +29,7 @@ from moesim.advice.times.step_times import (
     prefill_target,
 )
 from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, Setting
+from moesim.base.inputs import read_text
 from moesim.traces.weight_formats import recipe
 
 if TYPE_CHECKING:
@@ -152,17 +154,16 @@ def read_folder(path: Path) -> MeasuredFolder:
 
 def _rows(path: Path, needed: Iterable[str]) -> Iterable[Row]:
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            columns = reader.fieldnames or []
-            missing = [name for name in needed if name not in columns]
-            if missing:
-                raise AdviceError(
-                    f"{path}: expected the columns {', '.join(needed)}; missing:"
-                    f" {', '.join(missing)}"
-                )
-            for cells in reader:
-                yield Row(path.name, reader.line_num, cells)
+        reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
+        columns = reader.fieldnames or []
+        missing = [name for name in needed if name not in columns]
+        if missing:
+            raise AdviceError(
+                f"{path}: expected the columns {', '.join(needed)}; missing:"
+                f" {', '.join(missing)}"
+            )
+        for cells in reader:
+            yield Row(path.name, reader.line_num, cells)
     except (UnicodeDecodeError, csv.Error) as error:
         raise AdviceError(f"{path}: not a CSV file in UTF-8: {error}") from None
 

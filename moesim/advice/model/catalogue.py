@@ -7,6 +7,7 @@ experts are scaled so that the sum is right.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -316,7 +317,7 @@ def model_contents(model: str, quant: str = "") -> ModelContents:
     Raises:
         AdviceError: nothing of the kind, a broken header, or no experts.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # noqa: PTH111 - pathlib raises for strangers
     # Folders first: a folder may be named like a model.
     if path.is_dir():
         if not is_hf_folder(path):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.base.errors import TraceError
 from moesim.base.host_limits import available_cores
+from moesim.base.inputs import load_json, read_text
 from moesim.base.version import __version__, git_commit
 from moesim.evidence.reproduction.questions import (
     Answered,
@@ -185,10 +186,10 @@ class Journal:
         self._results: dict[str, Any] = {}
         head = json.dumps([__version__, git_commit()])
         with contextlib.suppress(OSError, ValueError):
-            first, *lines = path.read_text(encoding="utf-8").splitlines()
+            first, *lines = read_text(path).splitlines()
             if first == head:
                 for line in lines:
-                    key, result = json.loads(line)
+                    key, result = load_json(line)
                     self._results[key] = result
         if not self._results:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesim.base.errors import TraceError
+from moesim.base.inputs import load_json, read_text
 from moesim.hwprofiles.profile import load_profile
 from moesim.runs.config import MeasuredConfig
 from moesim.runs.config_file import load_config
@@ -75,7 +75,7 @@ def load_run(folder: str | Path) -> FinishedRun:
 
 def _facts(file: Path) -> dict[str, Any]:
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))["config"]
+        facts = load_json(read_text(file))["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TraceError(
             f"{file}: expected the figures of a real run, found {error}; run again with"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from moesim.base.files import write_text
+from moesim.base.inputs import load_json, read_text
 from moesim.base.version import git_commit
 from moesim.evidence.validation.agreement import measured_order
 from moesim.evidence.validation.calibrate import calibrate
@@ -388,7 +389,7 @@ def earlier(folder: Path, plan: Plan) -> list[dict[str, Any]]:
     sittings = []
     for path in sorted(folder.glob("sitting-*.json")):
         try:
-            sitting = json.loads(path.read_text(encoding="utf-8"))
+            sitting = load_json(read_text(path))
             followed = sitting["plan"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ProfileError(

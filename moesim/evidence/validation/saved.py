@@ -121,10 +121,10 @@ class Journal:
         self.lines: list[dict[str, Any]] = []
         if not path.exists():
             return
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         complete = text[: text.rfind("\n") + 1]
         try:
-            lines = [json.loads(line) for line in complete.splitlines()]
+            lines = [load_json(line) for line in complete.splitlines()]
         except ValueError as error:
             raise ProfileError(f"{path}: damaged: {error}; remove it") from None
         if lines and lines[0] != {"key": key}:

@@ -17,8 +17,8 @@ import pyarrow as pa
 from moesim.base.errors import TraceError
 from moesim.base.files import remove_leftovers
 from moesim.base.seals import check_seal
-from moesim.runs.sweeps.rows import DETAILS, as_table
-from moesim.traces.format.parquet import open_parquet, write_table
+from moesim.runs.sweeps.rows import DETAILS, as_table, row_schema
+from moesim.traces.format.parquet import open_parquet, read_table, write_table
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -30,6 +30,10 @@ LEAST_INTERVAL_S = 1.0
 
 SHARE_AT_RISK = 0.01
 """Of a long sweep, the share that a kill may cost: files stay few."""
+
+
+_NAMING = ("digest", "trace_digest", "hw_digest")
+"""Columns without which nobody could tell what was run."""
 
 
 class ResultsError(ValueError):
@@ -122,13 +126,36 @@ def _read(file: Path, columns: list[str] | None = None) -> pa.Table:
     try:
         check_seal(file)
         with open_parquet(file) as opened:
-            return opened.read(columns)
+            _check_columns(file, opened.schema_arrow)
+            return read_table(opened, file, columns)
     except (pa.ArrowException, OSError, TraceError) as error:
         reason = (str(error).splitlines() or ["unreadable"])[0]
         raise ResultsError(
             f"{file}: not a readable table of results: {reason}; remove it, and the"
             " sweep runs what it held again"
         ) from None
+
+
+def _check_columns(file: Path, schema: pa.Schema) -> None:
+    """Refuse a table that no sweep has written.
+
+    Raises:
+        ResultsError: naming it, and what is strange in it.
+    """
+    known = {field.name: (field.type, pa.null()) for field in row_schema()}
+    faults = [f"none called {name}" for name in _NAMING if name not in schema.names]
+    faults += [
+        f"{name} of {kind}"
+        for name, kind in zip(schema.names, schema.types, strict=True)
+        if kind not in known.get(name, (kind,))
+    ]
+    if len(set(schema.names)) < len(schema.names):
+        faults.append("two of one name")
+    if faults:
+        raise ResultsError(
+            f"{file}: expected columns as `moesim sweep --store` writes them, found"
+            f" {faults[0]}; keep results in a folder of their own"
+        )
 
 
 def results(folder: str | Path, *, details: bool = False) -> pd.DataFrame:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from moesim.base.inputs import MOST_LINE_BYTES
 from moesim.traces.format.arrow import batches_of, flat, values
 from moesim.traces.importers.readers.errors import decoding, layout_error
 from moesim.traces.importers.readers.text import filled, head
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-# A line must be shorter; DuckDB reads twice as much at a time.
-LINE_BYTES = 16 << 20
 # Values that are yielded at a time, which stay in the processor's cache.
 PIECE_BYTES = 2 << 20
 # DuckDB returns so many lines at a time, fewer of long ones.
@@ -122,7 +121,7 @@ class JsonLinesReader:
             skip: how many of the first lines that are not blank are left out.
 
         Raises:
-            TraceError: a line that is not JSON, or longer than `LINE_BYTES`.
+            TraceError: a line that is not JSON, or longer than `MOST_LINE_BYTES`.
         """
         import duckdb  # noqa: PLC0415 - as above
 
@@ -134,7 +133,7 @@ class JsonLinesReader:
                 piece = next(pieces, None)
             except (duckdb.Error, pa.ArrowException, OSError) as error:
                 behind = f"lines behind line {place}"
-                expected = f"JSON in lines of up to {LINE_BYTES >> 20} MiB"
+                expected = f"JSON in lines of up to {MOST_LINE_BYTES >> 20} MiB"
                 reason = _in_one_line(error)
                 raise layout_error(path, behind, expected, reason) from None
             if piece is None:
@@ -206,7 +205,7 @@ def _batches(path: Path, structure: Any) -> Iterator[pa.RecordBatch]:
             format = 'newline_delimited',
             records = false,
             ignore_errors = true,
-            maximum_object_size = {LINE_BYTES},
+            maximum_object_size = {MOST_LINE_BYTES},
             compression = 'none',
             hive_partitioning = false
         )

@@ -1,0 +1,258 @@
+"""Commands run by somebody who owns nothing: not the installation, not his home, not the
+folder of machine code. Each works or says one line, and nothing planted there runs.
+
+Root alone can become somebody else; another user gets an empty report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from .places import MOST_LINE_CHARACTERS, prepare
+from .report import Report
+from .subjects import ROOT
+
+NOBODY, UNKNOWN = 65_534, 54_321
+LONGEST_S = 120
+SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
+
+COMMANDS = (
+    "list", "config", "model olmoe-1b-7b", "advise olmoe-1b-7b --gpu RTX3090",
+    "replay t.parquet --steps 3 --out result",
+    "compare t.parquet --policies all-cpu,greedy --steps 3 --jobs 2 --html result.html",
+    "sweep t.parquet --hw hw.toml --steps 3 --store result",
+    "search t.parquet --hw hw.toml --steps 2 --trials 2 --policies greedy --over cache_ratio=0.1:0.9 --store result",
+    "results STORE", "hits t.parquet --caches lru --png result.png",
+    "gap t.parquet --steps 2 --hw hw.toml",
+    "sensitivity t.parquet --hw hw.toml --steps 2 --policies greedy+lru,all-cpu",
+    "trace info t.parquet", "trace stats t.parquet --html result.html",
+    "trace check t.parquet", f"trace import foreign result.parquet --shape {SHAPE}",
+    "trace export t.parquet result.csv --to csv",
+    "trace synth result.parquet --like t.parquet --tokens 20",
+    "trace predict t.parquet result.parquet",
+    "trace widths t.parquet result.parquet --bits 4,8",
+    "train-cache t.parquet --out result --hidden 8 --epochs 1",
+    "train-tiny --out result --minutes 0.01",
+    "store build tiny --out result",
+    "record --prompts p.txt --max-new-tokens 1 --out result.parquet",
+    "run t.parquet --steps 2 --hw hw.toml", "run tiny --steps 2",
+    "quality --tokens 64 --cache-ratios 0.5",
+    "doctor", "doctor --warm", "profile --quick --out result.toml",
+    "calibrate --hw hw.toml --minutes 0.05 --quick --out result.toml",
+    "validate t.parquet --hw hw.toml --policies on-demand+lru --cache-ratios 0.5 --batches 1 --steps 2 --repetitions 1 --out result",
+    "verify --minutes 0.1 --out result",
+    "reproduce --list",
+)  # fmt: skip
+
+PLANTED = """
+import os
+open({mark!r}, "a").write(__name__ + os.linesep)
+"""
+MODULES = (
+    "moesim",
+    "numpy",
+    "simpy",
+    "typer",
+    "sitecustomize",
+    "usercustomize",
+    "json",
+)
+
+
+def _somebody(folder, number=NOBODY):
+    """A folder with what the commands read, which belongs to a user."""
+    prepare(folder)
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, number, number)
+
+
+def _home(folder, mode):
+    home = folder.with_name("home")
+    home.mkdir()
+    home.chmod(mode)
+    return home
+
+
+def read_only_home(folder):
+    """Nothing can be written at home."""
+    return {"HOME": str(_home(folder, 0o555))}
+
+
+def no_home(folder):
+    """A user whom the system does not know."""
+    del folder
+    return {"HOME": None}
+
+
+def foreign_machine_code(folder):
+    """The folder of machine code is another one's, with good digests in it."""
+    home = _home(folder, 0o555)
+    code = folder.with_name("code")
+    _plant_code(code / "machine-code")
+    return {"HOME": str(home), "MOESIM_MACHINE_CODE": str(code)}
+
+
+def open_machine_code(folder):
+    """Anybody may write the folder of machine code; a link leads there, too."""
+    home = _home(folder, 0o755)
+    (home / ".cache" / "moesim").mkdir(parents=True)
+    _plant_code(folder.with_name("code"), NOBODY)
+    folder.with_name("code").chmod(0o777)
+    link = home / ".cache" / "moesim" / "machine-code"
+    link.symlink_to(folder.with_name("code"))
+    for path in home.rglob("*"):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    os.chown(home, NOBODY, NOBODY)
+    return {"HOME": str(home)}
+
+
+def planted_modules(folder):
+    """Modules with well-known names lie in the current folder."""
+    for name in MODULES:
+        text = PLANTED.format(mark=str(folder.with_name("mark")))
+        (folder / f"{name}.py").write_text(text)
+    return {"HOME": str(_home(folder, 0o777))}
+
+
+CONDITIONS = {
+    make.__name__.replace("_", " "): make
+    for make in (
+        read_only_home,
+        no_home,
+        foreign_machine_code,
+        open_machine_code,
+        planted_modules,
+    )
+}
+
+
+def _plant_code(code, owner=0):
+    """Machine code under every digest that this machine has, with a right sum of its
+    bytes, which would end the process.
+    """
+    from moesim.machine_code import store
+
+    code.mkdir(parents=True)
+    kept = store.folder()
+    for file in () if kept is None else kept.iterdir():
+        if file.is_file() and not file.name.endswith(".lock"):
+            body = b"planted" * 100
+            (code / file.name).write_bytes(hashlib.sha256(body).digest() + body)
+            os.chown(code / file.name, owner, owner)
+    code.chmod(0o755)
+    os.chown(code, owner, owner)
+
+
+def interpreter():
+    """Words that start Python as any user can, and the folders of its modules; None
+    where only this user can.
+    """
+    if os.geteuid():
+        return None
+    folders = [str(ROOT), *(path for path in sys.path if "site-packages" in path)]
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    for program in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                [program, "-c", "import numpy"],
+                user=NOBODY,
+                group=NOBODY,
+                extra_groups=[],
+                cwd="/",
+                env={"PYTHONPATH": os.pathsep.join(folders)},
+                capture_output=True,
+                check=True,
+            )
+            return program, os.pathsep.join(folders)
+    return None
+
+
+def judge(words, variables, number, started, work):
+    """Run one command as somebody; what is wrong with its end."""
+    program, folders = started
+    # As the installed program: the current folder is no place of modules.
+    done = subprocess.run(
+        [program, "-P", "-m", "moesim", *words.split()],
+        user=number,
+        group=number,
+        extra_groups=[],
+        cwd=work,
+        env={
+            name: value
+            for name, value in {
+                "PATH": os.environ["PATH"],
+                "PYTHONPATH": folders,
+                "PYTHONDONTWRITEBYTECODE": "1",
+                **variables,
+            }.items()
+            if value is not None
+        },
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+        check=False,
+    )
+    quiet = ("note: ", "compiling ")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(quiet)]
+    # Two say by their code that what they found is not as it should be.
+    codes = {0, 2} | ({1, 3} if words.startswith(("doctor", "verify")) else set())
+    if done.returncode not in codes:
+        yield f"exit code {done.returncode}: {done.stderr[-300:]!r}"
+    elif done.returncode == 2 and (
+        len(lines) != 1 or len(lines[0]) > MOST_LINE_CHARACTERS
+    ):
+        yield f"not one line: {done.stderr[-300:]!r}"
+    elif done.returncode == 0 and lines and not _is_progress(lines):
+        yield f"besides the answer: {done.stderr[-300:]!r}"
+    mark = work.with_name("mark")
+    if mark.exists():
+        yield f"ran what was planted: {mark.read_text()!r}"
+    yield f"={done.returncode} {lines[-1] if done.returncode == 2 else ''}"
+
+
+def _is_progress(lines):
+    return all("left" in line or "%" in line for line in lines)
+
+
+def run_suite(count, seed=0, only=None):
+    """Run `count` commands, drawn from all under all conditions."""
+    report = Report("users")
+    started = interpreter()
+    if started is None:
+        return report
+    chosen = [
+        one
+        for one in itertools.product(CONDITIONS, COMMANDS)
+        if not only or only in ": ".join(one)
+    ]
+    random.Random(seed).shuffle(chosen)
+    for name, words in chosen[:count]:
+        if report.is_over:
+            break
+        number = UNKNOWN if name == "no home" else NOBODY
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder).chmod(0o755)
+            work = Path(folder) / "work"
+            work.mkdir()
+            _somebody(work, number)
+            variables = CONDITIONS[name](work)
+            try:
+                *faults, end = judge(words, variables, number, started, work)
+            except subprocess.TimeoutExpired:
+                report.count(f"{name}: worked for longer than {LONGEST_S} s:", words)
+                continue
+            report.count(name, "fell" if faults else f"ended {end[1:2]}")
+            report.count("said", end[3:]) if len(end) > 3 and not faults else None
+            for fault in faults:
+                report.fail(f"{name}: {words}: {fault}")
+            shutil.rmtree(work, ignore_errors=True)
+    return report
