@@ -424,13 +424,14 @@ class Costs:
     # --- control
 
     def planning_terms(
-        self, policy_name: str, *, tiered: bool = False
+        self, policy_name: str, *, tiered: bool = False, own_s: float = 0.0
     ) -> tuple[float, ...]:
         """Base, per active expert and per copy of `planning_s`, and what an SSD behind
         host memory adds.
         """
         cost = self._planning.get(policy_name) or self._planning_cost(policy_name)
-        return cost.terms(tiered=tiered)
+        base_s, *others = cost.terms(tiered=tiered)
+        return (base_s + own_s, *others)
 
     def first_op_terms(self, *, tiered: bool = False) -> tuple[float, ...]:
         """The same of `first_op_s`."""
@@ -447,6 +448,7 @@ class Costs:
         copies: int = 0,
         *,
         tiered: bool = False,
+        own_s: float = 0.0,
     ) -> float:
         """Seconds the control lane plans one layer step.
 
@@ -458,12 +460,14 @@ class Costs:
             active: experts of the layer step.
             copies: experts that the plan has brought from another memory.
             tiered: an SSD lies behind host memory.
+            own_s: what the policies say that they take beyond that.
         """
         cost = self._planning.get(policy_name)
         if cost is None:
             cost = self._planning_cost(policy_name)
             self._planning[policy_name] = cost
-        return cost.seconds(active, copies, tiered=tiered)
+        planned = cost._replace(base_s=cost.base_s + own_s)
+        return planned.seconds(active, copies, tiered=tiered)
 
     def _planning_cost(self, policy_name: str) -> _ControlCost:
         default = paths.planning(paths.DEFAULT_POLICY)

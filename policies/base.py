@@ -13,15 +13,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+)
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from moesim.hwprofiles.costs import Costs
     from moesim.traces.format.schema import ModelShape, Phase
+
+_Shared = TypeVar("_Shared")
 
 # Plain numbers, not enumerations: lanes and states travel in arrays of int8.
 CPU = 0
@@ -320,6 +330,8 @@ class Policy:
             qualify; a cache must also admit every miss.
         compared_with: specifications of the policies of the same kind that its own
             report judges it beside.
+        own_planning_s: seconds that its decisions about one layer step take, where that
+            is more than what a machine's planning counts for all policies.
     """
 
     # The registry knows policies by class. Code that needs to tell them apart reads
@@ -329,6 +341,7 @@ class Policy:
     reference: ClassVar[tuple[str, ...]] = ()
     compared_with: ClassVar[tuple[str, ...]] = ()
     needs: tuple[str, ...] = ()
+    own_planning_s: float = 0.0
 
     def start(self, context: RunContext) -> None:
         """Learn the sizes of the run, once, before the first layer step."""
@@ -370,6 +383,8 @@ class RunContext:
         pool_bytes: int64 [L] or [1], bytes of each pool, as in `capacity_slots`; None
             where slots say everything. Experts of unequal layers fill a global pool by
             bytes: its one entry of `capacity_slots` counts the largest.
+        shared: what policies of the run know together, by what describes it: see
+            `share`.
     """
 
     shape: ModelShape
@@ -383,6 +398,16 @@ class RunContext:
     costs: Costs | None = None
     served: np.ndarray | None = None
     pool_bytes: np.ndarray | None = None
+    shared: dict[Any, Any] = field(default_factory=dict)
+
+    def share(self, description: Any, make: Callable[[], _Shared]) -> _Shared:
+        """What several policies of this run know together: made for the first that
+        asks, the same for all that ask with an equal, hashable `description`.
+        """
+        if description not in self.shared:
+            self.shared[description] = make()
+        known: _Shared = self.shared[description]
+        return known
 
 
 class AssignmentPolicy(Policy, ABC):

@@ -378,6 +378,18 @@ SYSTEMS = {
             " misses to copy at once: fetch-split:table=0/1/1/2/3+decayed-frequency"
         ),
     ),
+    # Ours.
+    "recall": System(
+        assignment="hybrimoe-schedule",
+        cache="recall",
+        prefetch="recall",
+        note=(
+            "ours: the routing of this token so far is compared with that of the last"
+            " ones, whose deeper layers and next tokens say what is streamed and what"
+            " stays; no gate is evaluated, nothing is trained; docs/explanation/"
+            "recall.md"
+        ),
+    ),
     # Systems that speculate: a draft proposes tokens, one pass verifies them.
     "sp-moe": System(
         assignment="on-demand",

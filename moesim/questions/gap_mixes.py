@@ -82,10 +82,16 @@ class _FreePlanning:
         return getattr(self._costs, name)
 
     def planning_s(
-        self, policy_name: str, active: int, copies: int = 0, *, tiered: bool = False
+        self,
+        policy_name: str,
+        active: int,
+        copies: int = 0,
+        *,
+        tiered: bool = False,
+        own_s: float = 0.0,
     ) -> float:
         """Return zero."""
-        del policy_name, active, copies, tiered
+        del policy_name, active, copies, tiered, own_s
         return 0.0
 
 

@@ -87,13 +87,23 @@ class Planner(MachineState):
         self._ascending = np.arange(self.experts)
         limited = self.host is not None
         self._planning_s = cache(
-            partial(costs.planning_s, self.assignment_name, tiered=limited)
+            partial(
+                costs.planning_s,
+                self.assignment_name,
+                tiered=limited,
+                own_s=self.own_planning_s,
+            )
         )
 
         start_policies(
             self, seed=seed, future=future, calibration=calibration, extras=extras or {}
         )
         fill_memories(self, calibration)
+
+    @property
+    def own_planning_s(self) -> float:
+        """Seconds of a layer step that policies take beyond the machine's planning."""
+        return sum(policy.own_planning_s for policy in self.policies.all())
 
     @property
     def requeues(self) -> bool:

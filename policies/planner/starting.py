@@ -52,6 +52,7 @@ def start_policies(
         PolicyError: a policy needs the future and there is none.
     """
     sizes = planner.sizes
+    shared: dict[Any, Any] = {}
     for policy in planner.policies.all():
         if policy.oracle and future is None:
             module = type(policy).__module__.rpartition(".")[2]
@@ -60,7 +61,8 @@ def start_policies(
                 " future, which only the replay of a trace has; choose a policy that"
                 " sees the past only"
             )
-        size = sizes.host if policy is planner.policies.host_cache else sizes.gpu
+        of_host = policy is planner.policies.host_cache
+        size = sizes.host if of_host else sizes.gpu
         assert size is not None
         policy.start(
             RunContext(
@@ -75,6 +77,8 @@ def start_policies(
                 costs=planner.costs,
                 served=_served(planner, policy),
                 pool_bytes=size.pool_bytes,
+                # Host memory's cache is told of some active experts only.
+                shared={} if of_host else shared,
             )
         )
 

@@ -296,7 +296,7 @@ class CompiledReplay:
         constants["gpu_first_s"] = costs.gpu_first_s
         tiered = planner.host is not None
         constants["planning_s"] = costs.planning_terms(
-            planner.assignment_name, tiered=tiered
+            planner.assignment_name, tiered=tiered, own_s=planner.own_planning_s
         )
         constants["first_op_s"] = costs.first_op_terms(tiered=tiered)
         constants["join_s"] = costs.join_terms(tiered=tiered)

@@ -135,8 +135,8 @@ class HandCosts:
     def head_s(self, tokens, logits=None):
         return self.head
 
-    def planning_s(self, policy, active, copies=0, *, tiered=False):
-        return self.plan
+    def planning_s(self, policy, active, copies=0, *, tiered=False, own_s=0.0):
+        return self.plan + own_s
 
     def first_op_s(self, active, copies, *, tiered=False):
         return self.first_op

@@ -1,0 +1,130 @@
+"""Routing recall: what followed similar tokens stays, and what was used of late."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moesim.machine_code.functions import compiled
+from moesim.policies.cache._kernels import outscored_victims
+from moesim.policies.cache._own_replacements import (
+    note_admitted,
+    note_evicted,
+    replace_by_missed,
+)
+from moesim.policies.cache.decayed_frequency import Fill
+from moesim.policies.cache.static import Static
+from moesim.policies.compiled import AdmittingCompiledCache
+from moesim.policies.kernels import (
+    ACCESSED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+)
+from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.routing_memory import SCORE, RoutingMemory, observe
+
+if TYPE_CHECKING:
+    from moesim.policies.base import RunContext
+
+
+@compiled(ACCESSED)
+def _accessed(state: State, work: Work) -> None:
+    observe(state, work)
+
+
+@compiled(VICTIMS)
+def _victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    chosen[:] = outscored_victims(incoming, candidates, state.scores[SCORE])
+
+
+class Recall(AdmittingCompiledCache):
+    """Keep the experts of a layer that the next token most likely uses.
+
+    That is a weighted mean of two shares: how often tokens used the expert that came
+    right after tokens with the same routing as this one so far (see
+    `moesim.policies.routing_memory`), and how often it was used of late, by two decayed
+    frequencies. What is fetched anyway, on demand or ahead of its layer, stays if it is
+    worth more than the worst resident: that costs no copy. What the CPU has computed is
+    copied after the layer step if it is worth more by `margin`, the price of the link.
+
+    Args:
+        recall: weight of the tokens that followed similar ones; the rest is use of
+            late.
+        short: weight of the first of the two frequencies.
+        short_half_life, long_half_life: of these, in tokens.
+        margin: uses per token, by which a newcomer must beat whom it replaces to be
+            worth a copy of its own.
+        history: tokens that are compared.
+        sharpness: a token that shares all experts with this one so far weighs e to this
+            power more than one that shares none.
+        planning_us: microseconds of a layer step that this takes.
+        fill: the start, as in `static`.
+
+    Source: ours; see docs/explanation/recall.md.
+    """
+
+    replaces_by_kernel = True
+
+    def __init__(
+        self,
+        *,
+        recall: float = 0.3,
+        short: float = 0.3,
+        short_half_life: float = 4.0,
+        long_half_life: float = 64.0,
+        margin: float = 0.4,
+        history: int = 256,
+        sharpness: float = 20.0,
+        planning_us: float = 5.0,
+        fill: Fill = "auto",
+    ) -> None:
+        expect(0 <= recall <= 1, "recall", "0 <= recall <= 1", recall)
+        expect(0 <= short <= 1, "short", "0 <= short <= 1", short)
+        expect(short_half_life > 0, "short_half_life", "> 0", short_half_life)
+        expect(long_half_life > 0, "long_half_life", "> 0", long_half_life)
+        expect(margin >= 0, "margin", ">= 0", margin)
+        expect(history >= 1, "history", "a number >= 1", history)
+        expect(sharpness > 0, "sharpness", "> 0", sharpness)
+        expect(planning_us >= 0, "planning_us", ">= 0", planning_us)
+        expect_choice("fill", fill, Fill)
+        self.recall = recall
+        self.short = short
+        self.half_lives = (short_half_life, long_half_life)
+        self.margin = margin
+        self.history = history
+        self.sharpness = sharpness
+        self.own_planning_s = 1e-6 * planning_us
+        self.fill: Fill = fill
+
+    def bring(self, context: RunContext) -> CacheKernels:
+        """Take the run's memory of routing, and begin without uses."""
+        self._initial_content = Static(fill=self.fill)
+        self._initial_content.start(context)
+        memory = RoutingMemory.of(
+            context, history=self.history, sharpness=self.sharpness
+        )
+        memory.value_by(
+            recall=self.recall, half_lives=self.half_lives, short=self.short
+        )
+        keys = context.shape.layers * context.shape.experts
+        # Several GPUs have a memory of routing in common, and contents of their own.
+        known = memory.state._replace(marks=np.zeros((1, keys), np.int64))
+        # Where `replace_by_missed` reads it.
+        known.numbers[-1] = self.margin
+        return CacheKernels(
+            known,
+            victims=_victims,
+            accessed=_accessed,
+            admitted=note_admitted,
+            evicted=note_evicted,
+            replacements=replace_by_missed,
+        )
+
+    def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
+        """Fill the cache as `fill` says: int64 flat keys, ascending."""
+        return self._initial_content.initial(capacity_slots)

@@ -1,0 +1,176 @@
+"""Routing recall: what similar tokens used in the coming layers is streamed in time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from moesim.machine_code.functions import compiled
+from moesim.policies.base import RESIDENT
+from moesim.policies.compiled import CompiledPrefetch
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+)
+from moesim.policies.parameters import expect
+from moesim.policies.prefetch._kernels import is_present
+from moesim.policies.routing_memory import (
+    COMING,
+    TOTAL,
+    RoutingMemory,
+    expect_coming,
+    observe,
+)
+
+if TYPE_CHECKING:
+    from moesim.policies.base import RunContext
+
+# Of the row of marks, which says what has been named in this layer step.
+_NAMED = 0
+
+# Places in the numbers: the last one is a cache's.
+_DEPTH = -5
+_LEAST = -4
+_ADVANCE = -3
+_WORTH = -2
+
+_AHEAD = 1.5
+"""Layer steps within which a copy must be able to start: later ones are chosen anew."""
+
+_SHARE_ON_CPU = 0.7
+"""Of the CPU's time for all that is absent, what a layer lasts, about: the link takes
+some of it, and the GPU computes beside.
+"""
+
+
+@compiled
+def _layer_s(work: Work, view: KernelView) -> float:
+    """Seconds from now until the next layer's gate has spoken, about."""
+    seconds = view.gap_s
+    for i in range(len(work.experts)):
+        if work.state[i] != RESIDENT:
+            seconds += _SHARE_ON_CPU * work.cpu_s[i]
+    return seconds
+
+
+@compiled
+def _most_expected(
+    state: State, view: KernelView, first: int, end: int, least: float
+) -> int:
+    """The absent expert that is expected most, and as much as `least`, among keys that
+    are not named yet; -1 if there is none. Ties go to the lower key.
+    """
+    best = -1
+    expected = least
+    for key in range(first, end):
+        uses = state.scores[COMING, key]
+        better = uses > expected or (best < 0 and uses >= expected)
+        if not better or state.marks[_NAMED, key] or is_present(view.states, key):
+            continue
+        best = key
+        expected = uses
+    return best
+
+
+@compiled(PREFETCH)
+def _stream(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
+    observe(state, work)
+    if state.numbers[TOTAL] == 0.0:
+        return 0
+    layers = len(view.copy_s)
+    experts = state.integers[0]
+    layer_s = _layer_s(work, view)
+    begins_s = layer_s
+    start_s = view.link_wait_s
+    count = 0
+    last = min(layers - 1, work.layer + int(state.numbers[_DEPTH]))
+    for layer in range(work.layer + 1, last + 1):
+        if start_s > _AHEAD * layer_s:
+            break
+        expect_coming(state, layer, state.numbers[_WORTH])
+        first = layer * experts
+        needed_s = state.numbers[_ADVANCE] * view.copy_s[layer]
+        while start_s + needed_s <= begins_s:
+            key = _most_expected(
+                state, view, first, first + experts, state.numbers[_LEAST]
+            )
+            if key < 0:
+                break
+            state.marks[_NAMED, key] = 1
+            named[count] = key
+            count += 1
+            start_s += view.copy_s[layer]
+        begins_s += layer_s
+    for n in range(count):
+        state.marks[_NAMED, named[n]] = 0
+    return count
+
+
+class Recall(CompiledPrefetch):
+    """Stream what tokens with the same routing so far used in the coming layers.
+
+    Nearest layer first, then what is expected most (see
+    `moesim.policies.routing_memory`), as far as it is expected `least` uses and its
+    copy could start, and be done in part, before its layer's gate has spoken. A layer
+    is taken to last as long as this one does: a share of the CPU's time for what is
+    absent, and the dense part. The queue is chosen anew at every layer, and holds no
+    more than the link could start before the next one.
+
+    What is named is worth more in a cache of the same name until its layer has come.
+
+    Args:
+        depth: layers ahead, at most.
+        least: expected uses of what is worth a copy; 1 is certain, at batch 1.
+        advance: share of a copy that must be done when the layer begins.
+        worth: most uses of this token that count in the cache, whose scores are uses
+            of a later one.
+        history, sharpness: as in the cache policy.
+        planning_us: microseconds of a layer step that this takes, beside the cache
+            policy's.
+
+    Source: ours; see docs/explanation/recall.md.
+    """
+
+    weighs_costs: ClassVar[bool] = True
+    late = "drop"
+    requeue = True
+
+    def __init__(
+        self,
+        *,
+        depth: int = 8,
+        least: float = 0.8,
+        advance: float = 0.5,
+        worth: float = 0.5,
+        history: int = 256,
+        sharpness: float = 20.0,
+        planning_us: float = 7.0,
+    ) -> None:
+        expect(depth >= 1, "depth", "a number >= 1", depth)
+        expect(least > 0, "least", "> 0", least)
+        expect(advance >= 0, "advance", ">= 0", advance)
+        expect(worth >= 0, "worth", ">= 0", worth)
+        expect(history >= 1, "history", "a number >= 1", history)
+        expect(sharpness > 0, "sharpness", "> 0", sharpness)
+        expect(planning_us >= 0, "planning_us", ">= 0", planning_us)
+        self.rules = (depth, least, advance, worth)
+        self.ahead = depth
+        self.history = history
+        self.sharpness = sharpness
+        self.own_planning_s = 1e-6 * planning_us
+
+    def start(self, context: RunContext) -> None:
+        """Take the run's memory of routing."""
+        super().start(context)
+        memory = RoutingMemory.of(
+            context, history=self.history, sharpness=self.sharpness
+        )
+        keys = context.shape.layers * context.shape.experts
+        # Two parts work on one memory, and each has marks of its own.
+        known = memory.state._replace(marks=np.zeros((1, keys), np.int64))
+        known.numbers[_DEPTH : _WORTH + 1] = self.rules
+        self.brought = PrefetchKernels(_stream, known)

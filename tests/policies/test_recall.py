@@ -1,0 +1,188 @@
+"""Routing recall: what similar tokens used is expected, kept and streamed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.cache_driver import View, shape, work
+from support.engine_pairs import assert_equal, both, machine
+
+from moesim.policies.base import ABSENT, RunContext
+from moesim.policies.cache.recall import Recall as RecallCache
+from moesim.policies.prefetch.recall import Recall as RecallPrefetch
+from moesim.policies.routing_memory import COMING, FOLLOWING, VALUE, RoutingMemory
+from moesim.policies.systems import SYSTEMS
+from moesim.traces.format.reader import open_trace
+
+LAYERS = 3
+EXPERTS = 4
+
+
+class TimedView(View):
+    """A machine whose CPU takes 4 s for an expert and whose link takes 3 s."""
+
+    gap_s = 1.0
+    cpu_first_s = 0.0
+
+    def copy_s(self, layer, expert=None):
+        return 3.0
+
+    def link_wait_s(self, gpu=0):
+        return 0.0
+
+    def cpu_s(self, layer, tokens, experts=None):
+        return 4.0 * tokens
+
+    def gpu_s(self, layer, tokens, experts=None):
+        return 1.0 * tokens
+
+
+def run_context(**given):
+    return RunContext(shape(LAYERS, EXPERTS), 1, np.full(LAYERS, 1), "layer", **given)
+
+
+def layer_step(step, layer, expert):
+    return work(step=step, layer=layer, experts=[expert], cpu_s=[4.0])
+
+
+def walk(policy, tokens):
+    """Show a cache tokens of one expert per layer; the last may be cut short."""
+    for step, experts in enumerate(tokens):
+        for layer, expert in enumerate(experts):
+            policy.accessed(layer_step(step, layer, expert))
+
+
+@pytest.fixture
+def parts():
+    """Cache and prefetcher of one run."""
+    context = run_context()
+    cache = RecallCache(recall=0.5, short=0.25, short_half_life=1, long_half_life=2)
+    prefetch = RecallPrefetch()
+    cache.start(context)
+    prefetch.start(context)
+    return cache, prefetch
+
+
+def scores(cache, row):
+    return cache.brought.state.scores[row].reshape(LAYERS, EXPERTS)
+
+
+def test_a_token_that_begins_as_another_is_expected_to_go_on_as_it_did(parts):
+    cache, prefetch = parts
+    walk(cache, [(0, 1, 2), (3, 2, 1), (0,)])
+
+    named = prefetch.prefetch(layer_step(2, 0, 0), TimedView(LAYERS, EXPERTS))
+
+    assert named == [(1, 1), (2, 2)]
+    assert scores(cache, COMING)[1:].tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
+
+
+def test_what_came_after_a_similar_token_is_worth_keeping(parts):
+    """After the token like this one, layer 0 used expert 3; by frequency, over half-lives
+    of 1 and 2 tokens, expert 0 was used now and two tokens ago, expert 3 one ago.
+    """
+    cache, _ = parts
+    walk(cache, [(0, 1, 2), (3, 2, 1), (0,)])
+
+    assert scores(cache, FOLLOWING)[0].tolist() == [0, 0, 0, 1]
+    root = 0.5**0.5
+    by_short = np.array([0.5 * (1 + 0.25), 0, 0, 0.5 * 0.5])
+    by_long = (1 - root) * np.array([1 + 0.5, 0, 0, root])
+    lately = 0.25 * by_short + 0.75 * by_long
+    expected = 0.5 * lately + 0.5 * np.array([0, 0, 0, 1])
+    assert scores(cache, VALUE)[0] == pytest.approx(expected)
+
+
+def test_a_copy_that_would_come_too_late_is_not_named(parts):
+    """A resident expert leaves the layer 1 s long; half a copy takes 1.5 s. What is two
+    layers ahead begins at 2 s.
+    """
+    cache, prefetch = parts
+    walk(cache, [(0, 1, 2), (3, 2, 1), (0,)])
+    now = work(step=2, layer=0, experts=[0], cpu_s=[4.0], state=[2])
+
+    assert prefetch.prefetch(now, TimedView(LAYERS, EXPERTS)) == [(2, 2)]
+
+
+def test_what_is_present_is_not_named(parts):
+    cache, prefetch = parts
+    walk(cache, [(0, 1, 2), (3, 2, 1), (0,)])
+    view = TimedView(LAYERS, EXPERTS, resident=[(0, 1, 1)], in_flight=[(0, 2, 2)])
+    assert prefetch.prefetch(layer_step(2, 0, 0), view) == []
+
+
+def test_a_prefetcher_alone_remembers_as_well(parts):
+    """Beside another cache nobody else tells it of layer steps."""
+    prefetch = RecallPrefetch()
+    prefetch.start(run_context())
+    view = TimedView(LAYERS, EXPERTS)
+    for step, experts in enumerate([(0, 1, 2), (3, 2, 1), (0,)]):
+        for layer, expert in enumerate(experts):
+            named = prefetch.prefetch(layer_step(step, layer, expert), view)
+    assert named == [(1, 1), (2, 2)]
+
+
+def test_parts_share_a_memory_if_they_ask_for_it_alike():
+    context = run_context()
+    memories = [
+        RoutingMemory.of(context, history=history, sharpness=20.0)
+        for history in (4, 4, 5)
+    ]
+    assert memories[0] is memories[1]
+    assert memories[0] is not memories[2]
+    assert RoutingMemory.of(run_context(), history=4, sharpness=20.0) is not memories[0]
+
+
+def test_tokens_beyond_the_history_are_forgotten():
+    cache = RecallCache(history=2)
+    cache.start(run_context())
+    walk(cache, [(0, 1, 2), (3, 2, 1), (0,)])
+    # Only the token before is left; it shares nothing, and this one came after it.
+    assert scores(cache, FOLLOWING)[0].tolist() == [1, 0, 0, 0]
+
+
+def test_what_is_fetched_anyway_stays_if_it_is_worth_more(parts):
+    cache, _ = parts
+    walk(cache, [(0, 1, 2), (0, 1, 2), (3,)])
+    assert cache.victims(np.array([1]), np.array([0])).tolist() == [-1]
+    assert cache.victims(np.array([0]), np.array([1])).tolist() == [1]
+
+
+def test_what_the_cpu_computed_is_copied_if_it_is_worth_more_by_the_margin():
+    """Used in one of two tokens, half-lives of one: worth 1/2 · 1; the other half of it."""
+    view = View(LAYERS, EXPERTS, resident=[(0, 0, 1)])
+    swap = [((0, 1), (0, 0))]
+    for margin, wanted in ((0.24, swap), (0.26, [])):
+        cache = RecallCache(margin=margin, recall=0, short=1, short_half_life=1)
+        cache.start(run_context())
+        cache.admitted(np.array([1]))
+        walk(cache, [(1,)])
+        now = work(step=1, layer=0, experts=[0], state=[ABSENT])
+        cache.accessed(now)
+        assert cache.replacements(now, view) == wanted
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_both_engines_give_the_same_run_with_both_parts(make_trace, gpus, batch):
+    trace = open_trace(make_trace(sequences=((4, 12),) * 3))
+    options = {
+        "prefetch": "recall:least=0.2,advance=0,history=4",
+        "cache": "recall:margin=0.05,history=4",
+    }
+    assert_equal(
+        *both(
+            trace,
+            "recall",
+            hw=machine(gpus=gpus),
+            cache_ratio=0.4,
+            batch=batch,
+            **options,
+        )
+    )
+
+
+def test_the_system_charges_the_time_that_both_parts_take():
+    policies = SYSTEMS["recall"].build(gpus=1, host_cache=None)
+    own_s = sum(policy.own_planning_s for policy in policies.all())
+    assert own_s == pytest.approx(12e-6)
