@@ -39,6 +39,44 @@ class DenseWork(NamedTuple):
     flops: Any
 
 
+class KeptEntries(NamedTuple):
+    """Keys and values, or what stands for them, of the mean layer."""
+
+    full_bytes: float
+    """Of one token in a layer that keeps all of them."""
+    windowed_bytes: float
+    windowed_share: float
+    """Layers that keep no more than a window, as a share of all."""
+    window_tokens: int
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, element_bytes: int, *, unknown: int = 0
+    ) -> KeptEntries:
+        """Those of a model; `unknown` values where it states neither heads nor
+        `kv_values`.
+        """
+        windowed = 2 * shape.kv_heads * shape.head_dim or unknown
+        return cls(
+            full_bytes=float(element_bytes * (shape.kv_values or windowed)),
+            windowed_bytes=float(element_bytes * windowed),
+            windowed_share=shape.windowed_layers / shape.all_layers,
+            window_tokens=shape.window_tokens,
+        )
+
+    def bytes(self, context_tokens: Counts) -> Any:
+        """Bytes of one sequence in the mean layer."""
+        full = (1.0 - self.windowed_share) * self.full_bytes * context_tokens
+        in_window = np.minimum(context_tokens, self.window_tokens)
+        return full + self.windowed_share * self.windowed_bytes * in_window
+
+    def tokens(self, context_tokens: Counts) -> Any:
+        """Tokens that the mean layer looks back at."""
+        in_window = np.minimum(context_tokens, self.window_tokens)
+        full = (1.0 - self.windowed_share) * context_tokens
+        return full + self.windowed_share * in_window
+
+
 class DenseSizes(NamedTuple):
     """Parameters outside the routed experts, by when they are read."""
 
@@ -49,8 +87,7 @@ class DenseSizes(NamedTuple):
     head_params: float
     """Output head; of the embedding only the tokens' own rows are read."""
     param_bytes: float
-    kv_bytes: float
-    """Keys and values of one token in one layer."""
+    kept: KeptEntries
     attention_flops: float
     """Per query and key: scores and weighted values."""
     element_bytes: int
@@ -63,12 +100,9 @@ class DenseSizes(NamedTuple):
         Where the shape does not know its attention (0 heads), four H x H matrices and
         full-width keys are assumed.
         """
-        if shape.heads and shape.head_dim:
-            query_width = shape.heads * shape.head_dim
-            kv_width = (shape.kv_heads or shape.heads) * shape.head_dim
-        else:
-            query_width = shape.hidden
-            kv_width = shape.hidden
+        heads, kv_heads, head_dim = shape.attention
+        query_width = heads * head_dim
+        kv_width = kv_heads * head_dim
 
         # Query and output projections are query_width wide, keys and values kv_width.
         attention = 2 * shape.hidden * (query_width + kv_width)
@@ -89,7 +123,7 @@ class DenseSizes(NamedTuple):
             dense_layer_params=dense_layers,
             head_params=head,
             param_bytes=shape.other_bytes / params,
-            kv_bytes=2.0 * kv_width * element_bytes,
+            kept=KeptEntries.of(shape, element_bytes, unknown=2 * kv_width),
             attention_flops=4.0 * query_width,
             element_bytes=element_bytes,
         )
@@ -102,9 +136,9 @@ class DenseSizes(NamedTuple):
         # (causal attention).
         keys_seen = context_tokens - (tokens / sequences - 1) / 2
         projections = 2.0 * self.layer_params * tokens
-        attention = self.attention_flops * tokens * keys_seen
+        attention = self.attention_flops * tokens * self.kept.tokens(keys_seen)
         weights = self.layer_params * self.param_bytes
-        keys_and_values = self.kv_bytes * context_tokens * sequences
+        keys_and_values = self.kept.bytes(context_tokens) * sequences
         return DenseWork(weights + keys_and_values, projections + attention)
 
     def head_work(self, tokens: Counts, outputs: Counts) -> DenseWork:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -27,6 +27,9 @@ from moesim.traces.weight_formats import (
     recipe,
     row_bytes,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _NEEDED = ("layers", "experts", "top_k")
 _WORDS = (
@@ -193,10 +196,14 @@ def _from_table(
     total = layers + len(dense)
     moe_layers = [layer for layer in range(total) if layer not in dense]
 
+    # Layers with a window, or with a recurrence in place of attention.
+    windowed = total - sum(sees_everything(entry, layer) for layer in range(total))
     # Weights of everything but routed experts: attention and norms of all layers, gates
     # and shared experts of MoE layers, three matrices of dense ones, two of tokens.
-    attention = _attention_weights({**entry, "hidden": hidden}) + 2 * hidden
-    other_weights = total * attention
+    attention = attention_weights({**entry, "hidden": hidden})
+    other_weights = total * (attention + 2 * hidden)
+    if "linear_weights" in entry:
+        other_weights += windowed * (entry["linear_weights"] // scale - attention)
     other_weights += layers * hidden * (experts + 3 * shared_intermediate)
     other_weights += 3 * len(dense) * hidden * dense_intermediate
     other_weights += 2 * vocab * hidden
@@ -220,6 +227,9 @@ def _from_table(
         heads=entry.get("heads", 0),
         kv_heads=entry.get("kv_heads", 0),
         head_dim=entry.get("head_dim", 0),
+        kv_values=_kv_values(entry),
+        window_tokens=entry.get("window", 0) if windowed else 0,
+        windowed_layers=windowed,
         vocab=vocab,
         dtype=weights,
         scoring=entry.get("scoring", "softmax"),
@@ -249,23 +259,47 @@ def _assumed(
     return assumed
 
 
-def _attention_weights(entry: dict[str, Any]) -> int:
-    """Weights of one attention block; ``4 H²`` where its sizes are not known."""
-    hidden: int = entry["hidden"]
-    heads: int = entry.get("heads", 0)
+def sees_everything(entry: Mapping[str, Any], layer: int) -> bool:
+    """Whether the attention of a table entry's layer is neither a window nor a
+    recurrence.
+    """
+    if "full_layers" in entry:
+        return layer in entry["full_layers"]
+    every = entry.get("full_every") or entry.get("window_every") or 1
+    return bool((layer + 1) % every == 0)
 
-    if "kv_lora_rank" in entry:  # multi-head latent attention
-        rank = int(entry["kv_lora_rank"])
-        nope = int(entry["qk_nope"])
-        rope = int(entry["qk_rope"])
-        value = int(entry["v_head"])
-        of_hidden = heads * (nope + rope + value) + rank + rope
-        return hidden * of_hidden + rank * heads * (nope + value)
+
+def _kv_values(entry: Mapping[str, Any]) -> int:
+    """What a layer with full attention keeps of a token where that is not the keys and
+    values of `kv_heads`.
+    """
+    if latent := entry.get("mla"):
+        return int(latent["kv"] + latent["rope"])
+    if "global_kv_heads" in entry:
+        return 2 * int(entry["global_kv_heads"] * entry["global_head_dim"])
+    return 0
+
+
+def attention_weights(entry: Mapping[str, Any]) -> int:
+    """Weights of one attention block of a table entry; ``4 H²`` where its sizes are not
+    known.
+    """
+    hidden = int(entry["hidden"])
+    heads = int(entry.get("heads", 0))
+
+    if latent := entry.get("mla"):
+        queries = heads * (latent["nope"] + latent["rope"])
+        query_weights = hidden * queries
+        if "q" in latent:
+            query_weights = latent["q"] * (hidden + queries)
+        down = hidden * (latent["kv"] + latent["rope"])
+        up = latent["kv"] * heads * (latent["nope"] + latent["value"])
+        return int(query_weights + down + up + heads * latent["value"] * hidden)
 
     if entry.get("kv_heads") and entry.get("head_dim"):
-        # Queries and output have all heads, keys and values share some.
-        return 2 * hidden * int(entry["head_dim"]) * (heads + int(entry["kv_heads"]))
-
+        # Queries and outputs, keys and values; some models gate their outputs.
+        wide = heads * (3 if entry.get("query_gate") else 2)
+        return hidden * int(entry["head_dim"]) * (wide + 2 * int(entry["kv_heads"]))
     return 4 * hidden * hidden
 
 

@@ -35,7 +35,14 @@ from moesim.hwprofiles.calibration.fit_curves import (
     seconds_of,
 )
 from moesim.hwprofiles.calibration.observations import LayerStepTimes, Operations
-from moesim.hwprofiles.lanes import CPU, H2D, LANE_KINDS, SSD, LaneKind
+from moesim.hwprofiles.lanes import (
+    COMPUTE_KINDS,
+    CPU,
+    H2D,
+    LANE_KINDS,
+    SSD,
+    LaneKind,
+)
 from moesim.hwprofiles.roofline import isotonic
 from moesim.hwprofiles.schema import Curve, ReferenceExpert
 from moesim.traces.timeline.spans import COMPUTE, FETCH, PREFETCH, READ, REPLACE
@@ -366,11 +373,22 @@ class OperationFit:
 
         # Unlike in time, and unlike in what runs beside them.
         groups = 4 * groups + 2 * ops.fresh + ops.first
-        factors = fit_slowdowns(logs, shares, expected, busy, groups)
-        units = Units(ops.runs // 2, ops.steps)
+        # First products take longer the more copies there are, whether or not these run
+        # beside them, which would count as being slowed.
+        told_by = ~ops.first | (lane_kind not in COMPUTE_KINDS)
+        if (
+            min(_overlapped(ops, column, told_by) for column in others)
+            < LEAST_OVERLAPPED
+        ):
+            told_by[:] = True
+        chosen = np.flatnonzero(told_by)
+        factors = fit_slowdowns(
+            logs[chosen], shares[chosen], expected[chosen], busy, groups[chosen]
+        )
+        units = Units(ops.runs[chosen] // 2, ops.steps[chosen])
         draws = []
         for _ in range(DRAWS):
-            rows = units.redrawn(self._entries.rng)
+            rows = chosen[units.redrawn(self._entries.rng)]
             draws.append(
                 fit_slowdowns(
                     logs[rows],
@@ -397,7 +415,7 @@ class OperationFit:
                 "log duration of designed runs' operations regressed on who else was"
                 " busy for which share; what was expected from their start is the"
                 " instrument",
-                samples=_overlapped(ops, column),
+                samples=_overlapped(ops, column, told_by),
                 spread=interquartile_range(drawn),
                 interval=(max(1.0, low), max(1.0, high)),
             )
@@ -465,10 +483,13 @@ class OperationFit:
         )
 
 
-def _overlapped(ops: Operations, column: int) -> int:
+def _overlapped(
+    ops: Operations, column: int, chosen: np.ndarray | slice = slice(None)
+) -> int:
     """Operations beside which lanes of a kind worked for a tenth of their time."""
     beside = _busy(np.arange(ops.states.shape[1]), [column])[:, 0]
-    return int((ops.states[:, beside].sum(axis=1) > _OVERLAPPED).sum())
+    shares = ops.states[chosen][:, beside].sum(axis=1)
+    return int((shares > _OVERLAPPED).sum())
 
 
 def _busy(states: np.ndarray, columns: Sequence[int]) -> np.ndarray:

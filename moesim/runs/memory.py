@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.base.sizes import format_bytes
+from moesim.hwprofiles.dense_costs import KeptEntries
 from moesim.hwprofiles.workspace import (
     ACTIVATION_BYTES,
     CONTEXT_BYTES,
@@ -47,7 +48,7 @@ def plan_memory(
     system: System,
     artefacts: Mapping[str, Any] | None = None,
     *,
-    kv_tokens: int = 0,
+    kv_bytes: int = 0,
 ) -> MemoryPlan:
     """Turn options into sizes.
 
@@ -58,7 +59,7 @@ def plan_memory(
             that.
         artefacts: ``single_share`` and ``prefetch_accuracy``, float [L], see
             `moesim.policies.cache._slot_shares`.
-        kv_tokens: tokens whose keys and values the GPU holds, where no size of its
+        kv_bytes: keys and values that the GPU holds, where no size of its
             cache is stated.
 
     Raises:
@@ -82,7 +83,7 @@ def plan_memory(
         budget_bytes = options.gpu_memory_bytes
         total_bytes = _left_on_gpu(options, budget_bytes, shape, staging, profile.gpus)
     elif not options.is_stated:
-        total_bytes = _left_on_card(options, shape, profile, staging, kv_tokens)
+        total_bytes = _left_on_card(options, shape, profile, staging, kv_bytes)
         ratio = DEFAULT_CACHE_RATIO if total_bytes is None else None
     gpu = CacheSize.for_model(
         shape,
@@ -188,12 +189,12 @@ def _left_on_card(
     shape: ModelShape,
     profile: HardwareProfile,
     staging: int,
-    kv_tokens: int,
+    kv_bytes: int,
 ) -> int | None:
     """Bytes that the card leaves for the expert cache; None where there is no card,
     where the rest of the model fills it, or where every expert would fit.
     """
-    budget_bytes = card_budget_bytes(options, shape, profile, kv_tokens)
+    budget_bytes = card_budget_bytes(options, shape, profile, kv_bytes)
     if budget_bytes is None:
         return None
     try:
@@ -204,23 +205,22 @@ def _left_on_card(
 
 
 def card_budget_bytes(
-    options: MemoryOptions, shape: ModelShape, profile: HardwareProfile, kv_tokens: int
+    options: MemoryOptions, shape: ModelShape, profile: HardwareProfile, kv_bytes: int
 ) -> int | None:
     """Memory of one card for weights: its own, less keys and values and workspace.
     None without a card.
     """
     if profile.accelerator == HOST_ACCELERATOR:
         return None
-    bill = card_bill(options, shape, profile, kv_tokens)
+    bill = card_bill(options, shape, profile, kv_bytes)
     return profile.memory.gpu_bytes - sum(bill.values())
 
 
 def card_bill(
-    options: MemoryOptions, shape: ModelShape, profile: HardwareProfile, kv_tokens: int
+    options: MemoryOptions, shape: ModelShape, profile: HardwareProfile, kv_bytes: int
 ) -> dict[str, int]:
     """What a card holds beside weights: item -> bytes."""
     split = profile.gpus if options.gpu_split == LAYERS else 1
-    kv_bytes = kv_tokens * kv_bytes_per_token(shape)
     return {
         "keys and values": kv_bytes // split,
         "workspace": workspace_bytes(shape),
@@ -251,12 +251,12 @@ def _host(
     return CacheSize.for_model(shape, scope=GLOBAL, total_bytes=left)
 
 
-def kv_bytes_per_token(shape: ModelShape) -> int:
-    """Bytes of one token's keys and values over all layers; 0 where the model's heads
-    are not known.
+def kept_bytes(shape: ModelShape, context_tokens: int) -> int:
+    """Bytes of one sequence's keys and values over all layers; 0 where the model's
+    heads are not known.
     """
-    layers = shape.layers + len(shape.dense_layers)
-    return 2 * layers * shape.kv_heads * shape.head_dim * KV_VALUE_BYTES
+    kept = KeptEntries.of(shape, KV_VALUE_BYTES)
+    return round(shape.all_layers * kept.bytes(context_tokens))
 
 
 def workspace_bytes(shape: ModelShape) -> int:

@@ -30,6 +30,7 @@ from moesim.runs.memory import (
     HOST_ACCELERATOR,
     card_bill,
     card_budget_bytes,
+    kept_bytes,
     plan_memory,
 )
 from moesim.traces.format.future import RecordedFuture
@@ -135,13 +136,14 @@ class Setup:
             self.profile,
             self.system,
             artefacts,
-            kv_tokens=self.kv_tokens,
+            kv_bytes=self.kv_bytes,
         )
 
     @property
-    def kv_tokens(self) -> int:
-        """Tokens of all sequences whose keys and values a GPU holds."""
-        return self.config.batch * self.config.context_tokens
+    def kv_bytes(self) -> int:
+        """Keys and values of all sequences, which a GPU holds."""
+        of_sequence = kept_bytes(self.shape, self.config.context_tokens)
+        return self.config.batch * of_sequence
 
     def costs(self) -> Costs:
         """Seconds of this model's operations on this machine, as the system uses it."""
@@ -186,7 +188,7 @@ class Setup:
     def fits_card(self) -> bool:
         """Whether the cache got a default size although every expert would fit."""
         memory = self.config.memory
-        budget = card_budget_bytes(memory, self.shape, self.profile, self.kv_tokens)
+        budget = card_budget_bytes(memory, self.shape, self.profile, self.kv_bytes)
         if memory.is_stated or budget is None:
             return False
         bill = self.weights_bill()
@@ -202,7 +204,7 @@ class Setup:
         memory = self.config.memory
         bill = self.weights_bill()
         if not memory.is_stated and self.profile.accelerator != HOST_ACCELERATOR:
-            bill |= card_bill(memory, self.shape, self.profile, self.kv_tokens)
+            bill |= card_bill(memory, self.shape, self.profile, self.kv_bytes)
         return bill
 
     def effective_config(self, trace: Trace | None) -> dict[str, Any]:

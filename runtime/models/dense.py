@@ -31,7 +31,7 @@ _STANDARD_DEVIATION: Final = 0.02
 @dataclass(frozen=True, slots=True)
 class DenseSizes:
     """Widths of the dense part. Where a shape does not know its attention, four H x H
-    matrices are assumed.
+    matrices are assumed; windows and recurrences are computed as full attention.
     """
 
     hidden: int
@@ -49,13 +49,7 @@ class DenseSizes:
     @classmethod
     def of(cls, shape: ModelShape) -> DenseSizes:
         """Take them from a model's shape."""
-        heads = 1
-        kv_heads = 1
-        head_dim = shape.hidden
-        if shape.heads and shape.head_dim:
-            heads = shape.heads
-            kv_heads = shape.kv_heads or shape.heads
-            head_dim = shape.head_dim
+        heads, kv_heads, head_dim = shape.attention
         return cls(
             hidden=shape.hidden,
             heads=heads,

@@ -14,6 +14,7 @@ H hidden, F expert intermediate.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -215,6 +216,10 @@ def load_tokenizer(folder: Path, model: nn.Module) -> Any:
 
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
+# Kinds of layers that do not look back at everything.
+_RECURRENT = re.compile("linear|mamba|recurrent|conv")
+_WINDOWED = re.compile("sliding|chunked")
+
 
 def model_shape(
     model: nn.Module,
@@ -246,6 +251,7 @@ def model_shape(
     )
 
     heads = int(first_setting(config, ("num_attention_heads",), 0))
+    window, windowed = _windows(config)
     shared_width = _shared_intermediate(first.owner, hidden)
     # A block can hold a shared expert that no setting counts: it is one.
     shared_count = first_setting(config, _SHARED_COUNTS, 1) if shared_width else 0
@@ -267,12 +273,36 @@ def model_shape(
         heads=heads,
         kv_heads=int(first_setting(config, ("num_key_value_heads",), heads)),
         head_dim=int(first_setting(config, ("head_dim",), hidden // max(heads, 1))),
+        kv_values=_latent_values(config),
+        window_tokens=window if windowed else 0,
+        windowed_layers=windowed,
         vocab=int(config.vocab_size),
         dtype=main_dtype(first.experts),
         scoring=facts.scoring,
         norm_topk=facts.norm_topk,
         assumed=facts.assumed,
     )
+
+
+def _latent_values(config: Any) -> int:
+    """Return what latent attention keeps of a token in each layer, 0 without it."""
+    rank = int(first_setting(config, ("kv_lora_rank",), 0))
+    return rank and rank + int(first_setting(config, ("qk_rope_head_dim",), 0))
+
+
+def _windows(config: Any) -> tuple[int, int]:
+    """Return the tokens that layers without full attention keep, and their number.
+
+    Recurrent layers keep none; where there are both kinds, they count as windows.
+    """
+    kinds = [str(kind) for kind in first_setting(config, ("layer_types",), ())]
+    recurrent = sum(bool(_RECURRENT.search(kind)) for kind in kinds)
+    windowed = sum(bool(_WINDOWED.search(kind)) for kind in kinds)
+    names = ("sliding_window", "attention_chunk_size")
+    tokens = int(first_setting(config, names, 0)) if windowed else 0
+    if windowed and not tokens:  # a window that is switched off
+        windowed = 0
+    return tokens, windowed + recurrent
 
 
 def _shared_intermediate(owner: nn.Module, hidden: int) -> int:

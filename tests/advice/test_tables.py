@@ -2,15 +2,19 @@
 
 import re
 from importlib import resources
+from pathlib import Path
 
 import pytest
 import yaml
 from support.model_files import write_gguf, write_hf
 
 from moesim.advice.machine.devices import find, graphics_cards, processors, single_chips
+from moesim.advice.machine.machine import describe_machine
 from moesim.advice.model.catalogue import named_contents, shapes
 from moesim.advice.model.gguf_header import gguf_contents
 from moesim.advice.model.hf_folder import hf_contents
+from moesim.advice.plan.memory import memory_bill
+from moesim.advice.times.work import Setting
 
 MIB = 1024**2
 GIB = 1024**3
@@ -134,6 +138,63 @@ def test_windowed_layers_stop_at_their_window():
     model = named_contents("gpt-oss-120b", "MXFP4")
     entry = 2 * 8 * 64 * 2
     assert model.kv_bytes(8192) == 18 * entry * (128 + 8192)
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batch", "cells"),
+    [
+        ("gpt-oss-20b", 512, 768),
+        ("gpt-oss-20b", 64, 256),
+        ("gemma-4-26b-a4b", 512, 1536),
+    ],
+)
+def test_windows_keep_their_micro_batch_too(name, micro_batch, cells):
+    """As many entries as llama.cpp logs for these windows of 128 and 1,024 tokens."""
+    windowed = [layer for layer in named_contents(name).layers if layer.window_tokens]
+    for layer in windowed:
+        kept = layer.kv_cache_bytes(8192, micro_batch)
+        assert kept == cells * layer.kv_bytes_per_token
+        assert layer.kv_cache_bytes(100, micro_batch) == 100 * layer.kv_bytes_per_token
+    assert windowed
+
+
+def test_layers_with_full_attention_may_be_named():
+    """Kimi Linear keeps latents in 7 of 27 layers, MiMo all tokens in 9 of 48."""
+    kimi = named_contents("kimi-linear-48b-a3b")
+    assert kimi.kv_bytes(1000) == 7 * (512 + 64) * 2 * 1000
+    mimo = named_contents("mimo-v2-flash")
+    assert sum(not layer.window_tokens for layer in mimo.layers) == 9
+
+
+LOGS = yaml.safe_load(
+    Path(__file__).with_name("logged_memory.yaml").read_text(encoding="utf-8")
+)["logs"]
+
+
+@pytest.mark.parametrize(
+    "log", LOGS, ids=lambda log: f"{log['model']}-{log['context']}"
+)
+def test_memory_is_what_engines_logged(log):
+    """Keys and values within 2 %, windows with their micro-batch; buffers within 15 %."""
+    model = named_contents(log["model"], log["quant"])
+    micro_batch = log.get("micro_batch", 512)
+    setting = Setting(
+        cpu_layers=len(model.layers) if log.get("on_host") else 0,
+        kv_format=log.get("kv_format", "f16"),
+        micro_batch=micro_batch,
+        batch=max(2048, micro_batch),
+    )
+    machine = describe_machine(cpu="EPYC 9354", gpu="RTX PRO 6000 Blackwell")
+    bill = memory_bill(model, machine, setting, log["context"])
+    states = sum(layer.state_bytes for layer in model.layers)
+    if "kept" in log:
+        kept = (bill.gpu["keys and values"] - states) / MIB
+        assert kept == pytest.approx(log["kept"], rel=0.02)
+    if "state" in log:
+        assert states / MIB == pytest.approx(log["state"], rel=0.02)
+    if "computing" in log:
+        buffers = bill.gpu["compute buffers"] / MIB
+        assert buffers == pytest.approx(log["computing"], rel=0.15)
 
 
 @pytest.mark.parametrize("label", ["F16", "MXFP4", "Q4_K_M", "UD-Q8_K_XL"])

@@ -46,8 +46,8 @@ def test_intervals_hold_the_truth_as_often_as_they_say(covers, noise):
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_contention_of_a_known_machine_comes_back(noise):
-    """CPU beside GPU and copies at once: factors multiply, and noise does not draw them
-    towards one.
+    """CPU beside GPU and copies at once: factors multiply, noise does not draw them
+    towards one, and waiting for copies is not taken for being slowed by them.
     """
     learned = learned_contention(NOISES[noise], seed=7)
     errors = []
@@ -59,4 +59,4 @@ def test_contention_of_a_known_machine_comes_back(noise):
         assert low - slack <= truth <= high + slack, path
         errors.append(abs(number.value / truth - 1.0))
     # Reads are few, so what slows them is known less well than the rest.
-    assert np.median(errors) < 0.02
+    assert np.median(errors) < 0.01 + NOISES[noise].scatter / 8

@@ -294,6 +294,22 @@ def test_a_digest_changes_with_the_code(trace, monkeypatch):
     assert digest_of(trace) != before
 
 
+LOADED = """
+import sys, moesim
+for engine in ("simpy", "compiled"):
+    moesim.replay(sys.argv[1], "greedy", steps=2, engine=engine)
+print(*{name.split(".")[1] for name in sys.modules if name.startswith("moesim.")})
+"""
+
+
+def test_the_digest_of_the_code_holds_all_that_a_replay_loads(trace):
+    """Machine code had come to stand in a room of its own, and was left out."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LOADED, trace]
+    loaded = subprocess.check_output(command, env=environment, text=True)
+    assert set(loaded.split()) == set(plan.SIMULATING)
+
+
 def test_an_edited_file_of_arrivals_is_run_again(trace, tmp_path):
     """A store gave the row of the file as it had been."""
     file = tmp_path / "arrivals.txt"

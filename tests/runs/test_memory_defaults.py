@@ -9,11 +9,13 @@ from support.command_line import refused, runner
 
 import moesim
 from moesim.base.sizes import parse_bytes
+from moesim.hwprofiles.dense_costs import DenseSizes
 from moesim.hwprofiles.profile import list_profiles, load_profile
 from moesim.policies.systems import compose
 from moesim.runs.config import MemoryOptions, RunConfig
-from moesim.runs.memory import kv_bytes_per_token, plan_memory, workspace_bytes
+from moesim.runs.memory import kept_bytes, plan_memory, workspace_bytes
 from moesim.runs.setup import Setup
+from moesim.traces.format.schema import TraceHeader
 from moesim.traces.models import model_shape
 from moesim.traces.weight_formats import bytes_per_weight
 
@@ -44,7 +46,34 @@ def setup_of(trace, policy="greedy", **options):
 
 def test_keys_and_values_by_hand():
     """48 layers, 4 heads of 128 for keys and 4 for values, 2 bytes each: 96 KiB."""
-    assert kv_bytes_per_token(model_shape(MODEL)) == 48 * 2 * 4 * 128 * 2 == 96 * 1024
+    assert kept_bytes(model_shape(MODEL), 1) == 48 * 2 * 4 * 128 * 2 == 96 * 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "context_bytes"),
+    [
+        # One latent of 512 + 64 values in each of 27 layers, 61 of V3.
+        ("deepseek-v2-lite", 27 * 576 * 2 * 4096),
+        ("deepseek-v3", 61 * 576 * 2 * 4096),
+        # Half of 24 layers see 128 tokens.
+        ("gpt-oss-20b", 12 * 2 * 8 * 64 * 2 * (4096 + 128)),
+        # Every fourth of 48 layers has attention, the others a recurrence.
+        ("qwen3-next-80b-a3b", 12 * 2 * 2 * 256 * 2 * 4096),
+        # Five of 30 layers see everything, with fewer and wider heads.
+        ("gemma-4-26b-a4b", 2 * (5 * 2 * 2 * 512 * 4096 + 25 * 2 * 8 * 256 * 1024)),
+        ("kimi-linear-48b-a3b", 7 * 576 * 2 * 4096),
+    ],
+)
+def test_layers_keep_what_their_attention_looks_back_at(name, context_bytes):
+    """Latents, windows and recurrences kept keys and values of full width; what a step
+    reads are those of the mean layer.
+    """
+    shape = model_shape(name)
+    assert kept_bytes(shape, 4096) == context_bytes
+    kept = DenseSizes.of(shape).kept
+    assert kept.bytes(4096) * shape.all_layers == pytest.approx(context_bytes)
+    header = TraceHeader(shape).to_json()
+    assert TraceHeader.from_json(header, where="a test").shape == shape
 
 
 def test_workspace_is_a_driver_and_the_outputs_of_512_tokens():

@@ -27,7 +27,7 @@ from moesim.hwprofiles.calibration.observations import LayerStepTimes
 from moesim.hwprofiles.lanes import lane_names
 from moesim.hwprofiles.paths import JOIN
 from moesim.hwprofiles.profile import load_profile
-from moesim.hwprofiles.schema import Quantity, is_in_place
+from moesim.hwprofiles.schema import Quantity
 
 RUNS = 12
 STEPS = 12
@@ -164,15 +164,14 @@ def few_samples_cover(noise: Noise, seed: int) -> dict[str, bool]:
 
 def machine_with_contention(scatter: float):
     """Every lane with a worker of its own, `CONTENTION` between them, and operations
-    that scatter normally.
+    that scatter normally; the first of a layer step wait, longer beside more copies.
     """
     shipped = load_profile("two-core-host")
     probabilities = np.clip(np.linspace(0, 1, 21), 0.02, 0.98)
     quantiles = tuple(1.0 + scatter * ndtri(probabilities))
-    known = {path: q for path, q in shipped.numbers.items() if not is_in_place(path)}
-    stated = CONTENTION | {"cores": 8, "costs.dispatch.first_op_s": 31e-6}
-    numbers = known | {
-        path: Quantity(value, "assumed", "a test") for path, value in stated.items()
+    numbers = shipped.numbers | {
+        path: Quantity(value, "assumed", "a test")
+        for path, value in (CONTENTION | {"cores": 8}).items()
     }
     curves = {
         path: replace(curve, quantiles=quantiles if curve.quantiles else ())

@@ -48,6 +48,9 @@ _LIMITS = {
             "kv_heads",
             "head_dim",
             "vocab",
+            "kv_values",
+            "window_tokens",
+            "windowed_layers",
         ),
         (0, MOST_OF_A_SIZE),
     ),
@@ -55,6 +58,8 @@ _LIMITS = {
 """Least and most of each size of a model."""
 
 _NO_OTHER_FIELDS = {"extra": "forbid"}
+
+_SELDOM = ("bytes_by_expert", "kv_values", "window_tokens", "windowed_layers")
 
 
 class Phase(enum.IntEnum):
@@ -91,6 +96,10 @@ class ModelShape:
     has their sizes, [L][E], and `expert_bytes` the mean of each layer, rounded; it is
     empty elsewhere. `assumed` names the fields that were not known and hold stated
     defaults.
+
+    A layer keeps `2 x kv_heads x head_dim` values of each token, or `kv_values` where
+    that is stated: latent attention compresses keys and values. Of all layers
+    `windowed_layers` keep no more than `window_tokens`, none where they are recurrent.
     """
 
     name: str
@@ -114,6 +123,9 @@ class ModelShape:
     norm_topk: bool = True
     assumed: tuple[str, ...] = ()
     bytes_by_expert: tuple[tuple[int, ...], ...] = ()
+    kv_values: int = 0
+    window_tokens: int = 0
+    windowed_layers: int = 0
 
     __pydantic_config__ = _NO_OTHER_FIELDS
 
@@ -135,14 +147,7 @@ class ModelShape:
                 f"model shape {self.name!r}: kv_heads {self.kv_heads} exceeds heads"
                 f" {self.heads}"
             )
-        # Dense layers and MoE layers together are all layers of the model.
-        last = self.layers + len(self.dense_layers) - 1
-        inside = all(0 <= layer <= last for layer in self.dense_layers)
-        if not inside or len(set(self.dense_layers)) < len(self.dense_layers):
-            raise TraceError(
-                f"model shape {self.name!r}: dense_layers: expected different layers"
-                f" 0..{last}, got {self.dense_layers}"
-            )
+        self._check_layers()
         if self.top_k > self.experts:
             raise TraceError(
                 f"model shape {self.name!r}: top_k {self.top_k} exceeds experts"
@@ -159,6 +164,21 @@ class ModelShape:
             raise TraceError(
                 f"model shape {self.name!r}: expert_bytes: expected"
                 f" 1..{MOST_OF_A_SIZE} bytes in every layer"
+            )
+
+    def _check_layers(self) -> None:
+        # Dense layers and MoE layers together are all layers of the model.
+        last = self.all_layers - 1
+        inside = all(0 <= layer <= last for layer in self.dense_layers)
+        if not inside or len(set(self.dense_layers)) < len(self.dense_layers):
+            raise TraceError(
+                f"model shape {self.name!r}: dense_layers: expected different layers"
+                f" 0..{last}, got {self.dense_layers}"
+            )
+        if self.windowed_layers > self.all_layers:
+            raise TraceError(
+                f"model shape {self.name!r}: windowed_layers: expected at most"
+                f" {self.all_layers}, got {self.windowed_layers}"
             )
 
     def _check_bytes_by_expert(self) -> None:
@@ -206,6 +226,21 @@ class ModelShape:
         return tuple((size,) * self.experts for size in self.expert_bytes)
 
     @property
+    def attention(self) -> tuple[int, int, int]:
+        """Heads, heads of keys, and size of a head, as attention is computed: latents
+        like one head of keys, and like one of the hidden size where nothing is known.
+        """
+        if self.heads and self.head_dim:
+            return self.heads, self.kv_heads or self.heads, self.head_dim
+        head_dim = self.kv_values // 2 or self.hidden
+        return max(1, self.hidden // head_dim), 1, head_dim
+
+    @property
+    def all_layers(self) -> int:
+        """Layers with experts and without."""
+        return self.layers + len(self.dense_layers)
+
+    @property
     def expert_sizes(self) -> tuple[int, ...]:
         """The different sizes of its experts in bytes, ascending."""
         if self.bytes_by_expert:
@@ -240,9 +275,10 @@ class ModelShape:
     def fields(self) -> dict[str, Any]:
         """All fields by name, for files."""
         fields = asdict(self)
-        # Few models need it; without it, versions that do not know it read the file.
-        if not self.bytes_by_expert:
-            del fields["bytes_by_expert"]
+        # Few models need them; without, versions that do not know them read the file.
+        for name in _SELDOM:
+            if not fields[name]:
+                del fields[name]
         return fields
 
 

@@ -23,6 +23,7 @@ from moesim.advice.model.contents import F16_BYTES, LayerContents, ModelContents
 from moesim.advice.model.gguf_header import gguf_contents
 from moesim.advice.model.hf_folder import hf_contents, is_hf_folder
 from moesim.base.words import did_you_mean
+from moesim.traces.models import attention_weights, sees_everything
 from moesim.traces.weight_formats import (
     Recipe,
     bytes_per_weight,
@@ -183,9 +184,8 @@ def _layer(
     row: dict[str, Any], formats: Recipe, at: int, count: int, *, dense: bool
 ) -> LayerContents:
     hidden = row["hidden"]
-    every = row.get("full_every", 0)
-    recurrent = bool(every) and (at + 1) % every != 0
-    mixer = row["linear_weights"] if recurrent else _attention_weights(row)
+    recurrent = "linear_weights" in row and not sees_everything(row, at)
+    mixer = row["linear_weights"] if recurrent else attention_weights(row)
 
     # Gates and norms stay in single precision in GGUF files.
     exact = 2 * hidden
@@ -243,35 +243,13 @@ def _expert_formats(
     return stored
 
 
-def _attention_weights(row: dict[str, Any]) -> int:
-    hidden = int(row["hidden"])
-    heads = int(row.get("heads", 0))
-
-    if latent := row.get("mla"):
-        both = latent["nope"] + latent["rope"]
-        queries = heads * both
-        if "q" in latent:
-            query_weights = latent["q"] * (hidden + queries)
-        else:
-            query_weights = hidden * queries
-        down = hidden * (latent["kv"] + latent["rope"])
-        up = latent["kv"] * heads * (latent["nope"] + latent["value"])
-        return int(query_weights + down + up + heads * latent["value"] * hidden)
-
-    if row.get("kv_heads") and row.get("head_dim"):
-        # Queries and outputs, keys and values; some models gate their outputs.
-        wide = heads * (3 if row.get("query_gate") else 2) + 2 * int(row["kv_heads"])
-        return hidden * int(row["head_dim"]) * wide
-    return 4 * hidden * hidden
-
-
 def _context_sizes(row: dict[str, Any], at: int, *, recurrent: bool) -> dict[str, int]:
     """Key-value bytes, window and width of one layer's attention."""
     heads = int(row.get("heads", 0))
 
     if recurrent:
         # A matrix of head size x head size per head, in single precision.
-        return {"state_bytes": heads * 2 * 128 * 128 * 4}
+        return {"state_bytes": row.get("linear_heads", 2 * heads) * 128 * 128 * 4}
     if latent := row.get("mla"):
         entry = latent["kv"] + latent["rope"]
         return {
@@ -284,13 +262,14 @@ def _context_sizes(row: dict[str, Any], at: int, *, recurrent: bool) -> dict[str
 
     head_dim = int(row.get("head_dim", 128))
     kv_heads = int(row.get("kv_heads", heads)) or 8
-    every = row.get("window_every", 0)
-    windowed = bool(every) and (at + 1) % every != 0
+    windowed = "window" in row and not sees_everything(row, at)
     if not windowed and "global_kv_heads" in row:
         # Layers without a window have fewer and wider heads.
         kv_heads, head_dim = int(row["global_kv_heads"]), int(row["global_head_dim"])
     return {
-        "kv_bytes_per_token": 2 * kv_heads * head_dim * F16_BYTES,
+        # An indexer, which finds the keys that are worth reading, has keys of its own.
+        "kv_bytes_per_token": (2 * kv_heads * head_dim + row.get("index_dim", 0))
+        * F16_BYTES,
         "window_tokens": row["window"] if windowed else 0,
         "attention_width": 2 * heads * head_dim,
         "query_group": max(1, heads // kv_heads),

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 F16_BYTES = 2
 
+# llama.cpp keeps windows in multiples of so many entries (`llama_kv_cache_iswa`).
+WINDOW_CELLS = 256
+
 
 MOST_EXPERTS = 1 << 16
 """Traces number experts with 16 bits."""
@@ -87,6 +90,16 @@ class LayerContents:
     def active_bytes(self) -> float:
         """Bytes of routed experts that one token reads."""
         return self.expert_bytes * self.active_share
+
+    def kv_cache_bytes(self, context_tokens: float, micro_batch: int) -> float:
+        """Key and value bytes, in half precision, that are kept for so much context: of
+        a window also the tokens that are computed together, as llama.cpp keeps them.
+        """
+        tokens = context_tokens
+        if self.window_tokens:
+            cells = -(-(self.window_tokens + micro_batch) // WINDOW_CELLS)
+            tokens = min(tokens, cells * WINDOW_CELLS)
+        return self.kv_bytes_per_token * tokens
 
     def kv_bytes(self, context_tokens: float) -> float:
         """Key and value bytes, in half precision, behind one token at this depth."""
@@ -187,15 +200,9 @@ class ModelContents:
         # Sorted by bytes, so the first one is the main one.
         return next(iter(self.expert_formats), self.head_format)
 
-    def kv_bytes(self, context_tokens: float, format_share: float = 1.0) -> float:
-        """Bytes of the key-value cache at a depth.
-
-        Args:
-            context_tokens: entries of one sequence.
-            format_share: of half precision; 34 / 64 for ``q8_0``.
-        """
-        half_precision = sum(layer.kv_bytes(context_tokens) for layer in self.layers)
-        return half_precision * format_share
+    def kv_bytes(self, context_tokens: float) -> float:
+        """Bytes of keys and values, in half precision, behind one token at a depth."""
+        return sum(layer.kv_bytes(context_tokens) for layer in self.layers)
 
     def renamed(self, name: str) -> ModelContents:
         """Return the same contents under another name."""

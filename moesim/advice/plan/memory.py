@@ -10,18 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from moesim.advice.model.contents import F16_BYTES
 from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, KV_SHARES, Setting
-from moesim.hwprofiles.workspace import (
-    ACTIVATION_BYTES,
-    CONTEXT_BYTES,
-    LIVE_ACTIVATIONS,
-)
+from moesim.hwprofiles.workspace import ACTIVATION_BYTES, CONTEXT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moesim.advice.machine.machine import Machine
-    from moesim.advice.model.contents import ModelContents
+    from moesim.advice.model.contents import LayerContents, ModelContents
 
 
 MIB = 1024**2
@@ -38,6 +35,9 @@ PROGRAM_BYTES = 600 * MIB
 SYSTEM_BYTES = 3 * GIB
 
 
+# Live copies of what the experts of one micro-batch make, T x K x H values each.
+# Source: as `compute_buffers`; 3 to 5 there.
+LIVE_EXPERT_OUTPUTS = 4
 # With less of the experts in the page cache an answer would take minutes.
 LEAST_CACHED = 0.25
 # Halvings of the headroom while layers are parted among cards: to a few MiB.
@@ -163,7 +163,6 @@ def memory_bill(
     """
     first_gpu = setting.first_gpu_layer(model)
     on_host = set(setting.on_host(model))
-    kv_share = KV_SHARES.get(setting.kv_format, 1.0)
     gpu = dict.fromkeys(("dense weights", "experts", "keys and values"), 0.0)
     host = dict.fromkeys(("embeddings", "dense weights", "experts"), 0.0)
     host["keys and values"] = 0.0
@@ -172,8 +171,7 @@ def memory_bill(
         # Keys and values lie where their layer runs.
         place = gpu if at >= first_gpu else host
         place["dense weights"] += layer.dense_bytes
-        entries = layer.kv_bytes(context_tokens) * kv_share + layer.state_bytes
-        place["keys and values"] += entries * sequences
+        place["keys and values"] += sequences * _kept(layer, setting, context_tokens)
         (host if at in on_host else gpu)["experts"] += layer.expert_bytes
 
     head_on_gpu = setting.head_on_gpu(model)
@@ -182,14 +180,15 @@ def memory_bill(
     host["program"] = PROGRAM_BYTES
     cards: tuple[CardBill, ...] = ()
     if machine.graphics:
-        gpu["compute buffers"] = _compute_buffers(model, setting, on_host)
+        buffers = compute_buffers(model, setting, context_tokens)
+        gpu["compute buffers"] = buffers
         gpu["driver"] = CONTEXT_BYTES * machine.gpu_count
     if machine.gpu_count > 1:
         # Each card has buffers of its own.
         gpu["compute buffers"] *= machine.gpu_count
         needs = layer_needs(model, setting, context_tokens, sequences)
         free = cards_free(machine, keep_vram_bytes)
-        own_bytes = CONTEXT_BYTES + _compute_buffers(model, setting, on_host)
+        own_bytes = CONTEXT_BYTES + buffers
         counts = setting.split or even_split(len(needs), free)
         cards = _card_bills(machine, needs, free, counts, own_bytes)
 
@@ -215,14 +214,13 @@ def layer_needs(
     """
     first_gpu = setting.first_gpu_layer(model)
     on_host = set(setting.on_host(model))
-    kv_share = KV_SHARES.get(setting.kv_format, 1.0)
     needs = []
     for at, layer in enumerate(model.layers):
         if at < first_gpu:
             continue
-        entries = layer.kv_bytes(context_tokens) * kv_share + layer.state_bytes
+        entries = sequences * _kept(layer, setting, context_tokens)
         experts = 0 if at in on_host else layer.expert_bytes
-        needs.append(layer.dense_bytes + entries * sequences + experts)
+        needs.append(layer.dense_bytes + entries + experts)
     if setting.head_on_gpu(model):
         needs.append(float(model.head_bytes))
     return needs
@@ -317,25 +315,40 @@ def _card_bills(
     return tuple(bills)
 
 
-def _compute_buffers(
-    model: ModelContents, setting: Setting, on_host: set[int]
-) -> float:
-    """Largest live tensors of one micro-batch on one card.
+def _kept(layer: LayerContents, setting: Setting, context_tokens: int) -> float:
+    """Bytes that a layer keeps of one sequence."""
+    share = KV_SHARES.get(setting.kv_format, 1.0)
+    micro_batch = min(setting.micro_batch, setting.batch)
+    return layer.kv_cache_bytes(context_tokens, micro_batch) * share + layer.state_bytes
 
-    Source: llama.cpp reserves a worst-case graph: outputs of a whole micro-batch beside
-    the one expert tensor that is being uploaded (933 MiB logged for gpt-oss at 512
-    tokens: 393 of outputs, 540 of a third of a layer's experts).
+
+def compute_buffers(
+    model: ModelContents, setting: Setting, context_tokens: int
+) -> float:
+    """Largest live tensors of one micro-batch on one card, with flash attention.
+
+    llama.cpp reserves a worst-case graph. It is largest at the outputs of a whole
+    micro-batch, or in a layer with the mask of attention, what each expert makes of its
+    tokens, and the one expert tensor that is being uploaded. A tensor larger than the
+    outputs was logged beside them (gpt-oss-120b: 933 MiB).
+
+    Source: buffers that llama.cpp logged, in ``tests/advice/logged_memory.yaml``.
     """
     tokens = min(setting.micro_batch, setting.batch)
+    hidden_bytes = max(model.hidden, 2048) * tokens * ACTIVATION_BYTES
     outputs = 0.0
     if model.hidden:
         vocabulary = model.head_weights / model.hidden
         outputs = vocabulary * tokens * ACTIVATION_BYTES
-    width = max(model.hidden, 2048)
-    activations = LIVE_ACTIVATIONS * tokens * width * ACTIVATION_BYTES
-    experts = max((model.layers[at].expert_bytes for at in on_host), default=0)
-    # Up, gate and down are uploaded one after another.
-    return max(outputs, activations) + experts / 3 + 4 * MIB
+    experts = max(
+        (model.layers[at].expert_bytes for at in setting.on_host(model)), default=0
+    )
+    upload = experts / 3  # up, gate and down one after another
+    top_k = max((layer.top_k for layer in model.layers), default=0)
+    mask = context_tokens * tokens * F16_BYTES
+    in_layer = upload + mask + (LIVE_EXPERT_OUTPUTS * top_k + 2) * hidden_bytes
+    at_the_end = outputs + hidden_bytes + (upload if upload > outputs else 0.0)
+    return max(in_layer, at_the_end)
 
 
 def _gpu_free(machine: Machine, keep_bytes: int) -> float:
@@ -468,8 +481,7 @@ def with_split(
     """
     needs = layer_needs(model, setting, job.context, job.sequences)
     free = cards_free(machine, job.keep_vram_bytes)
-    on_host = set(setting.on_host(model))
-    own_bytes = CONTEXT_BYTES + _compute_buffers(model, setting, on_host)
+    own_bytes = CONTEXT_BYTES + compute_buffers(model, setting, job.context)
     counts = best_split(needs, free, own_bytes)
     return setting if counts is None else replace(setting, split=counts)
 

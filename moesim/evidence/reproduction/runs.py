@@ -245,9 +245,8 @@ def _gpu_gb(run: RunSpec, values: Mapping[str, Any]) -> float:
     config = RunConfig.of(None, run.policy, **options)
     shape = run.workload.shape
     plan = plan_memory(config.memory, shape, load_profile(run.machine), config.system)
-    layers = shape.layers + len(shape.dense_layers)
-    tokens = layers * batch * values["seq_len"]
-    keys_and_values = DenseSizes.of(shape).kv_bytes * tokens
+    of_layer = DenseSizes.of(shape).kept.bytes(values["seq_len"])
+    keys_and_values = shape.all_layers * batch * of_layer
     staging_bytes = plan.staging * shape.max_expert_bytes
     used = plan.gpu.total_bytes + staging_bytes + shape.other_bytes + keys_and_values
     return used / 1e9
