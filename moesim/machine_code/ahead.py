@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import os
 import pkgutil
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -43,11 +46,25 @@ def compile_ahead(
         (function.python.__module__, function.__name__)
         for function in missing(functions.MARKED)
     ]
-    with ProcessPoolExecutor(processes) as pool:
+    with ProcessPoolExecutor(processes, initializer=_end_with_parent) as pool:
         for done, _ in enumerate(pool.map(_make, names, chunksize=2), start=1):
             if progress is not None:
                 progress(done / len(names))
     return len(names)
+
+
+def _end_with_parent() -> None:
+    """A worker holds both ends of the pipe that it waits at, so that it would outlive a
+    parent that was killed, for ever.
+    """
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _make(place: tuple[str, str]) -> None:
