@@ -91,11 +91,11 @@ def test_a_thread_that_shares_its_core_is_seen_to_wait():
     def work():
         os.sched_setaffinity(0, {CORE})
         evidence = ThreadEvidence()
-        before = evidence.read()
         begin_s = time.perf_counter()
+        before = evidence.read()
         shared = before.since(before)
         # Until the scheduler has let the other one work, whenever that is.
-        while shared.waited_s == 0.0 and time.perf_counter() < begin_s + 120:
+        while shared.waited_s < 1e-3 and time.perf_counter() < begin_s + 120:
             shared = evidence.read().since(before)
         walls.append(time.perf_counter() - begin_s)
         counted.append(shared)
@@ -109,7 +109,7 @@ def test_a_thread_that_shares_its_core_is_seen_to_wait():
     finally:
         other.kill()
         other.wait()
-    assert counted[0].waited_s > 0.0
+    assert counted[0].waited_s >= 1e-3
     assert counted[0].switches > 0
     assert counted[0].cpu_s < walls[0]
 
