@@ -265,11 +265,12 @@ def _checked(job: Job) -> Job:
             )
     if job.prompt + job.answer > job.context:
         raise AdviceError(
-            f"--context {job.context} does not hold a prompt of {job.prompt} and an"
-            f" answer of {job.answer} tokens; give at least {job.prompt + job.answer}"
+            f"--context-tokens {job.context} does not hold a prompt of {job.prompt} and"
+            f" an answer of {job.answer} tokens; give at least"
+            f" {job.prompt + job.answer}"
         )
     if job.micro_batch is not None and job.micro_batch < 1:
-        raise AdviceError(f"--ub: expected at least 1, got {job.micro_batch}")
+        raise AdviceError(f"--micro-batch: expected at least 1, got {job.micro_batch}")
     return job
 
 
@@ -322,14 +323,14 @@ def _nothing_fits(model: ModelContents, machine: Machine, job: Job) -> AdviceErr
     usual = Job()
     kept = ""
     if job.keep_vram_bytes > usual.keep_vram_bytes:
-        kept += ", a smaller --keep-vram"
+        kept += ", a smaller --keep-gpu-memory"
     if job.keep_ram_bytes > usual.keep_ram_bytes:
-        kept += ", a smaller --keep-ram"
+        kept += ", a smaller --keep-host-memory"
     return AdviceError(
         f"{model.name} does not fit: it needs {no_fit_words(model, job)};"
         f" {machine.name} has {has}, and {(bill.host_free or 0) / 1024**3:.1f} GiB of"
-        " RAM are free for weights; take a smaller quantisation, a shorter --context"
-        f"{kept}, or more memory"
+        " RAM are free for weights; take a smaller quantisation, smaller"
+        f" --context-tokens{kept}, or more memory"
     )
 
 

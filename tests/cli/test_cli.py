@@ -190,7 +190,7 @@ def test_cache_only_counts_what_on_demand_would(moesim, trace):
 def test_compare_equals_replay(moesim, trace):
     """A row of the table is the run that `replay` makes."""
     found = json.loads(
-        moesim("compare", trace, "--policies", "greedy,on-demand", "--json")[1]
+        moesim("compare", trace, "--policy", "greedy,on-demand", "--json")[1]
     )
     both = {run["policy"]: run for run in found["runs"]}
     alone = json.loads(moesim("replay", trace, "--policy", "on-demand", "--json")[1])
@@ -200,8 +200,8 @@ def test_compare_equals_replay(moesim, trace):
 
 
 def test_policies_split_where_a_policy_begins():
-    assert split_policies("a,b , c", "--policies") == ["a", "b", "c"]
-    found = split_policies("greedy+lfu:decay=0.9,variant=perfect,all-cpu", "--policies")
+    assert split_policies("a,b , c", "--policy") == ["a", "b", "c"]
+    found = split_policies("greedy+lfu:decay=0.9,variant=perfect,all-cpu", "--policy")
     assert found == ["greedy+lfu:decay=0.9,variant=perfect", "all-cpu"]
 
 
@@ -330,7 +330,7 @@ def test_a_missing_extra_names_itself(monkeypatch, moesim, tmp_path):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "moesim.runtime.measure.profile", raising=False)
     assert refused(
-        moesim("profile", "--out", tmp_path / "hw.toml"),
+        moesim("profile", tmp_path / "hw.toml"),
         "torch",
         "pip install 'moesim[runtime]'",
     )
@@ -414,7 +414,7 @@ def test_version_is_that_of_the_distribution(moesim):
 
 
 ALONE = ("replay", "--policy", "ilp")
-SHARED_OUT = ("compare", "--policies", "ilp,beam", "--jobs", "2")
+SHARED_OUT = ("compare", "--policy", "ilp,beam", "--jobs", "2")
 
 
 @pytest.mark.parametrize(

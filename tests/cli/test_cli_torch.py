@@ -30,9 +30,8 @@ def recorded(tmp_path_factory):
     words = (
         "--prompts",
         folder / "prompts.txt",
-        "--out",
         folder / "t.parquet",
-        "--max-new-tokens",
+        "--new-tokens",
         6,
         "--json",
     )
@@ -129,7 +128,6 @@ def test_a_missing_prompt_file_is_one_line(capsys, tmp_path):
         "record",
         "--prompts",
         tmp_path / "none.txt",
-        "--out",
         tmp_path / "t.parquet",
     )
     assert (code, out) == (2, "")
@@ -144,7 +142,6 @@ def test_a_device_that_is_not_there_is_one_line(capsys, tmp_path, monkeypatch):
     words = (
         "--prompts",
         tmp_path / "p.txt",
-        "--out",
         tmp_path / "t.parquet",
         "--device",
         "cuda",
@@ -164,7 +161,6 @@ def test_a_folder_that_is_no_model_is_one_line(capsys, tmp_path):
         tmp_path,
         "--prompts",
         tmp_path / "p.txt",
-        "--out",
         tmp_path / "t.parquet",
     )
     assert code == 2

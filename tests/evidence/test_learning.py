@@ -235,7 +235,7 @@ def test_a_profile_is_learned_from_a_real_run_and_improved_as_others_are_made(
     folder = tmp_path / "run"
     assert real_run(moesim, tmp_path, "--out", folder)[0] == 0
     place = tmp_path / "learned.toml"
-    code, out, err = moesim("calibrate", "--from", folder, "--out", place, "--force")
+    code, out, err = moesim("calibrate", place, "--from", folder, "--force")
     assert code == 0, err
     assert "learned from 1 real runs" in out
     assert "run  predicted" in out
@@ -258,7 +258,7 @@ def test_what_cannot_be_trusted_is_refused_in_a_line(moesim, tmp_path, monkeypat
     assert real_run(moesim, tmp_path, "--out", folder)[0] == 0
     monkeypatch.setattr(learning, "doubts_of", lambda _: ["others were busy"])
     place = tmp_path / "learned.toml"
-    told = moesim("calibrate", "--from", folder, "--out", place)
+    told = moesim("calibrate", place, "--from", folder)
     assert refused(told, "learned.toml: not written", "others were busy", "--force")
     assert not place.exists()
 
@@ -274,5 +274,5 @@ def test_words_that_do_not_go_together_are_refused(moesim, tmp_path):
     assert moesim("calibrate", tmp_path)[0] == 2
     assert moesim("calibrate", "--from", tmp_path, "--quick")[0] == 2
     assert moesim("run", "tiny", "--force")[0] == 2
-    told = moesim("calibrate", "--from", tmp_path, "--out", tmp_path / "hw.toml")
+    told = moesim("calibrate", tmp_path / "hw.toml", "--from", tmp_path)
     assert refused(told, "operations.parquet: no such file")

@@ -250,9 +250,9 @@ def test_a_closed_output_ends_nothing(tmp_path):
 
 
 def test_a_table_goes_to_standard_output_alone(tmp_path):
-    command = [sys.executable, "-m", "moesim", "hits", "tiny", "--caches", "lru"]
+    command = [sys.executable, "-m", "moesim", "hits", "tiny", "--cache", "lru"]
     done = subprocess.run(
-        [*command, "--cache-ratios", "0.5", "--table", "-"],
+        [*command, "--cache-ratio", "0.5", "--table", "-"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -57,9 +57,9 @@ def test_the_command_prints_draws_and_writes_them(capsys, monkeypatch, trace, tm
     words = (
         "hits",
         trace,
-        "--caches",
+        "--cache",
         "lru,lfu:decay=0.9,variant=perfect",
-        "--cache-ratios",
+        "--cache-ratio",
         "0.25,0.5",
     )
     code, out, _ = run(

@@ -398,7 +398,7 @@ def test_answers_do_not_depend_on_the_machine():
         ({"policy": "on-demand+lru+none+none"}, "expected at most assignment"),
         (
             {"cache_ratios": [0.1], "memory": MemoryOptions(slots_per_layer=3)},
-            "--cache-ratios: expected no other size",
+            "--cache-ratio: expected no other size",
         ),
     ],
 )

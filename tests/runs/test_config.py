@@ -301,7 +301,7 @@ def test_other_commands_take_the_file_too(command, trace, tmp_path):
     words = ("--config", "exp.toml", "--steps", 3, "--json")
     gap = json.loads(command("gap", *words)[1])
     assert (gap["config"]["cache"], gap["config"]["batch"]) == ("lfu:decay=0.9", 2)
-    both = ("compare", "--policies", "greedy,all-cpu", "--gpu-memory", "4GiB,6GiB")
+    both = ("compare", "--policy", "greedy,all-cpu", "--gpu-memory", "4GiB,6GiB")
     runs = json.loads(command(*both, *words)[1])["runs"]
     assert {run["memory"] for run in runs} == {"4.0 GiB", "6.0 GiB"}
     assert {run["config"]["cache"] for run in runs} == {"lfu:decay=0.9"}

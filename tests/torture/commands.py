@@ -44,7 +44,7 @@ COMMANDS = (
     ),
     Command(
         "compare",
-        "compare tiny --policies on-demand,greedy --steps SEED --jobs 1 --out out/runs --html out/runs.html",
+        "compare tiny --policy on-demand,greedy --steps SEED --jobs 1 --out out/runs --html out/runs.html",
     ),
     Command(
         "trace import",
@@ -60,9 +60,7 @@ COMMANDS = (
         "trace export oracle",
         "trace export smallSEED.parquet out/t.oracle --to oracle-general",
     ),
-    Command(
-        "hits", "hits smallSEED.parquet --cache-ratios 0.25,0.5 --png out/hits.png"
-    ),
+    Command("hits", "hits smallSEED.parquet --cache-ratio 0.25,0.5 --png out/hits.png"),
     Command(
         "train-cache",
         "train-cache smallSEED.parquet --out out/learned --hidden 64 --epochs 3",
@@ -70,7 +68,7 @@ COMMANDS = (
     Command("store build", "store build tiny --out out/store"),
     Command(
         "record",
-        "record --prompts promptsSEED.txt --out out/r.parquet --max-new-tokens 2 --batch 1 --resume",
+        "record out/r.parquet --prompts promptsSEED.txt --new-tokens 2 --batch 1 --resume",
     ),
 )
 """Each takes half a second or so."""

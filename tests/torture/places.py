@@ -48,17 +48,17 @@ WRITERS = (
         (*RUN_INPUTS, "a.txt"),
     ),
     Writer(
-        f"compare t.parquet {RUN} --policies all-cpu,greedy --jobs 1",
+        f"compare t.parquet {RUN} --policy all-cpu,greedy --jobs 1",
         {"--table": ".csv", "--html": ".html", "--png": ".png", "--perfetto": ".json"},
         RUN_INPUTS,
     ),
     Writer(
         "sweep t.parquet --hw hw.toml --steps 3 --jobs 1",
-        {"--table": ".csv", "--html": ".html", "--png": ".png", "--store": "/"},
+        {"--table": ".csv", "--html": ".html", "--png": ".png", "--results": "/"},
         ("t.parquet", "hw.toml"),
     ),
     Writer(
-        "hits t.parquet --cache-ratios 0.5 --caches lru",
+        "hits t.parquet --cache-ratio 0.5 --cache lru",
         {"--table": ".csv", "--png": ".png"},
         ("t.parquet",),
     ),
@@ -83,7 +83,7 @@ WRITERS = (
     ),
     Writer("trace stats t.parquet", {"--html": ".html"}, ("t.parquet",)),
     Writer(
-        "record --prompts p.txt --max-new-tokens 1", {"--out": ".parquet"}, ("p.txt",)
+        "record OUT --prompts p.txt --new-tokens 1", {"OUT": ".parquet"}, ("p.txt",)
     ),
     Writer(
         "advise qwen3-30b-a3b --gpu RTX3090 --bench rows.jsonl",

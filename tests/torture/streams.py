@@ -32,9 +32,9 @@ COMMANDS = (
     "advise olmoe-1b-7b --gpu RTX3090",
     "replay t.parquet --steps 3 --hw hw.toml --out result",
     "replay t.parquet --policy nope",
-    "compare t.parquet --policies all-cpu,greedy --steps 3 --jobs 1 --html result.html",
-    "sweep t.parquet --hw hw.toml --steps 3 --jobs 1 --store result",
-    "hits t.parquet --caches lru --cache-ratios 0.5 --table result.csv",
+    "compare t.parquet --policy all-cpu,greedy --steps 3 --jobs 1 --html result.html",
+    "sweep t.parquet --hw hw.toml --steps 3 --jobs 1 --results result",
+    "hits t.parquet --cache lru --cache-ratio 0.5 --table result.csv",
     "gap t.parquet --steps 2 --hw hw.toml",
     "results STORE",
     "trace info t.parquet",
@@ -58,9 +58,9 @@ ENDS = {
 
 POURED = {
     # command -> ending of what `PLACE` gets
-    "hits t.parquet --caches lru --cache-ratios 0.5 --table PLACE": ".csv",
-    "compare t.parquet --policies all-cpu,greedy --steps 3 --jobs 1 --table PLACE": ".csv",
-    "compare t.parquet --policies all-cpu,greedy --steps 3 --jobs 1 --perfetto PLACE": ".json",
+    "hits t.parquet --cache lru --cache-ratio 0.5 --table PLACE": ".csv",
+    "compare t.parquet --policy all-cpu,greedy --steps 3 --jobs 1 --table PLACE": ".csv",
+    "compare t.parquet --policy all-cpu,greedy --steps 3 --jobs 1 --perfetto PLACE": ".json",
     "replay t.parquet --steps 3 --perfetto PLACE": ".json",
     "sweep t.parquet --hw hw.toml --steps 3 --jobs 1 --table PLACE": ".csv",
     "trace export t.parquet PLACE --to csv": ".csv",
