@@ -81,7 +81,7 @@ def test_export_and_check_residency(tmp_path):
         (["--tokens", "5"], "either --like TRACE or --shape MODEL"),
         (
             ["--tokens", "5", "--like", "x", "--skew", "1"],
-            "--skew states what --like measures",
+            "--skew: expected --shape beside it",
         ),
         (["--tokens", "0", "--like", "x"], "tokens"),
     ],

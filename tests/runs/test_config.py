@@ -305,12 +305,11 @@ def test_other_commands_take_the_file_too(command, trace, tmp_path):
     runs = json.loads(command(*both, *words)[1])["runs"]
     assert {run["memory"] for run in runs} == {"4.0 GiB", "6.0 GiB"}
     assert {run["config"]["cache"] for run in runs} == {"lfu:decay=0.9"}
-    write(tmp_path, GOOD)
-    named = GOOD.replace("greedy", "on-demand")
-    write(tmp_path, named)
-    assert refused(
-        command("compare", *words), "exp.toml: policy: moesim compare has no"
-    )
+    write(tmp_path, GOOD.replace('"greedy"', '["on-demand", "all-cpu"]'))
+    runs = json.loads(command("compare", *words)[1])["runs"]
+    assert {run["policy"] for run in runs} == {"on-demand", "all-cpu"}
+    write(tmp_path, GOOD.replace("greedy", "on-demand"))
+    assert refused(command("hits", trace, "--config", "exp.toml"), "--config")
 
 
 # Arguments.

@@ -2,7 +2,7 @@
 
 import typer
 
-from moesim.cli.commands.trace import look, make
+from moesim.cli.commands.trace import describe, make
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -11,17 +11,17 @@ app = typer.Typer(
     help="Look into traces, or make them of foreign files.",
 )
 for _name, _function, _short_help in (
-    ("info", look.info, "Say what a trace holds."),
-    ("stats", look.stats, "Characterise its routing, layer by layer."),
+    ("info", describe.info, "Say what a trace holds."),
+    ("stats", describe.stats, "Characterise its routing, layer by layer."),
     ("import", make.import_, "Make a trace of a foreign file."),
-    ("check", look.check, "Say whether a trace can be trusted."),
+    ("check", describe.check, "Say whether a trace can be trusted."),
     ("export", make.export, "Write a trace in another layout."),
     ("synth", make.synth, "Draw a synthetic trace."),
     ("predict", make.predict, "Add synthetic predictions to a trace."),
     ("widths", make.widths, "Give the experts of one layer bit-widths of their own."),
     (
         "check-residency",
-        look.check_residency,
+        describe.check_residency,
         "Compare a replay with the residency an engine recorded.",
     ),
 ):
