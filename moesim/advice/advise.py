@@ -260,17 +260,14 @@ def _checked(job: Job) -> Job:
     # The command line checks these too; notebooks call this directly.
     for name in ("context", "prompt", "answer", "sequences"):
         if getattr(job, name) < 1:
-            raise AdviceError(
-                f"--{name}: expected at least 1, got {getattr(job, name)}"
-            )
+            raise AdviceError(f"{name}: expected at least 1, got {getattr(job, name)}")
     if job.prompt + job.answer > job.context:
         raise AdviceError(
-            f"--context-tokens {job.context} does not hold a prompt of {job.prompt} and"
-            f" an answer of {job.answer} tokens; give at least"
-            f" {job.prompt + job.answer}"
+            f"context: {job.context} tokens do not hold a prompt of {job.prompt} and an"
+            f" answer of {job.answer}; give at least {job.prompt + job.answer}"
         )
     if job.micro_batch is not None and job.micro_batch < 1:
-        raise AdviceError(f"--micro-batch: expected at least 1, got {job.micro_batch}")
+        raise AdviceError(f"micro_batch: expected at least 1, got {job.micro_batch}")
     return job
 
 

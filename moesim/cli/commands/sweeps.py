@@ -73,9 +73,9 @@ def sweep(axes: dict[str, Any], options: SweepOptions) -> None:
 
     \b
     Examples:
-      moesim sweep q.parquet --policies greedy,fiddler --gpu-memory 4GiB,8GiB --hw rtx4060ti,rtx3080ti
-      moesim sweep q.parquet --policies systems --batches 1,4,16 --results results --html q.html
-      moesim sweep exp.toml --seeds 0,1,2,3 --results results
+      moesim sweep q.parquet --policy greedy,fiddler --gpu-memory 4GiB,8GiB --hw rtx4060ti,rtx3080ti
+      moesim sweep q.parquet --policy systems --batch 1,4,16 --results results --html q.html
+      moesim sweep exp.toml --seed 0,1,2,3 --results results
       moesim sweep exp.toml --cluster tcp://192.168.0.5:8786 --results results
     """
     from moesim.cli.output import bar
@@ -179,7 +179,7 @@ def search(axes: dict[str, Any], options: SearchOptions) -> None:
 
     \b
     Examples:
-      moesim search q.parquet --policies greedy,fiddler --over cache_ratio=0.05:0.5 --objectives tpot_s,gpu_bytes
+      moesim search q.parquet --policy greedy,fiddler --over cache_ratio=0.05:0.5 --objective tpot_s,gpu_bytes
       moesim search q.parquet --policy on-demand --cache lfu --over cache.decay=0.5:0.99 --halving
     """
     from moesim.cli.output import bar
