@@ -547,6 +547,7 @@ class MeasuredConfig(RunConfig):
         "Expert store; built where there is none. Default: the user's cache folder.",
         kind=Path,
         metavar="DIR",
+        place="folder",
         accepts_objects=True,
     )
     dtype: str | None = option(

@@ -98,9 +98,7 @@ def test_a_replay_of_the_placement_takes_what_advice_says(advice, tmp_path):
 @pytest.mark.parametrize("cpu_layers", [0, 3, 6])
 def test_the_shipped_trace_too(tmp_path, cpu_layers):
     """A model of floors and launches only: its bytes take no time worth a name."""
-    advice = advise(
-        TINY, **PC, **CARD, job=Job(context=512, prompt_tokens=64, answer=64)
-    )
+    advice = advise(TINY, **PC, **CARD, job=Job(context=512, prompt=64, answer=64))
     setting = Setting(cpu_layers=cpu_layers, random_tokens=False)
     whole_s, parts = replayed(advice, setting, open_trace("tiny"), tmp_path, steps=40)
 

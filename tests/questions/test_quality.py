@@ -433,7 +433,7 @@ def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
         "routing": "expert-cache-router:phase=decode",
         "text": tmp_path / "text.txt",
         "sweep": "alpha=0,0.4",
-        "cache-ratios": "0.25,0.5",
+        "cache-ratio": "0.25,0.5",
         "tokens": 8,
         "prompt-tokens": 16,
         "scored-tokens": 4,

@@ -93,7 +93,9 @@ LONG_COMMANDS = (
         " --steps 10 --trials 8 --jobs 1 --results out/results --table out/t.csv",
     ),
     Command(
-        "calibrate --from", "calibrate out/hw.toml --from runSEED --force", measures=True
+        "calibrate --from",
+        "calibrate out/hw.toml --from runSEED --force",
+        measures=True,
     ),
     Command(
         "calibrate",
@@ -202,6 +204,24 @@ def finished(number, folder, began_s):
     if left:
         err += f"\nleft processes {left}"
     return Ended(os.waitstatus_to_exitcode(status), out, err, seconds)
+
+
+MOST_LINE_CHARACTERS = 400
+
+
+def lines_of(err):
+    """Lines on standard error, without what may always be said."""
+    quiet = ("note: ", "compiling ")
+    return [line for line in err.splitlines() if not line.startswith(quiet)]
+
+
+def faults_of_end(code, err, allowed=(0, 2)):
+    """What is wrong with an exit code and what was said on standard error."""
+    lines = lines_of(err)
+    if code not in allowed or "Traceback" in err:
+        yield f"exit code {code}: {err[-300:]!r}"
+    elif code == 2 and (len(lines) != 1 or len(lines[0]) > MOST_LINE_CHARACTERS):
+        yield f"not one line: {err[-300:]!r}"
 
 
 def run(words, folder, *, before=None):

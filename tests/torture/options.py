@@ -17,51 +17,19 @@ import tempfile
 from dataclasses import fields
 from pathlib import Path
 
-from .commands import run
-from .places import MOST_LINE_CHARACTERS, contents, preload, prepare
+from .commands import faults_of_end, run
+from .places import contents, preload, prepare
 from .report import Report
 
-VALUES = {
-    "--policy": ("on-demand", "fiddler", "daop", "nope", "greedy:x=1"),
-    "--cache": ("lfu", "belady", "none", "lfu:decay=2"),
-    "--prefetch": ("next-gate", "random", "clairvoyant"),
-    "--routing": ("cache-prior", "nope"),
-    "--hw": ("rtx4060ti", "hw.toml", "nothing.toml", "two-core-host"),
-    "--cache-ratio": ("0", "0.3", "1", "1.5"),
-    "--slots-per-layer": ("0", "3", "99"),
-    "--gpu-memory": ("1GiB", "600MiB", "0", "8"),
-    "--context-tokens": ("0", "100", "99999999999999"),
-    "--host-memory": ("1MiB", "1GiB"),
-    "--host-cache": ("lfu", "arc"),
-    "--cache-scope": ("global", "row"),
-    "--staging": ("1", "8", "0"),
-    "--prefetch-budget": ("1KiB", "1GiB"),
-    "--gpu-split": ("experts", "rows"),
-    "--batch": ("2", "1000", "0"),
-    "--steps": ("1", "5", "0"),
-    "--micro-batch": ("1", "3"),
-    "--draft-tokens": ("1", "2"),
-    "--acceptance": ("0.1", "2"),
-    "--seed": ("1", "-1"),
-    "--warm": ("warm.parquet", "a.txt"),
-    "--noise-seed": ("1",),
-    "--engine": ("simpy", "compiled"),
-    "--arrivals": ("a.txt", "poisson:2", "poisson:0"),
-    "--slo": ("ttft=1", "ttft=.5,ttft=.1"),
-    "--out": ("result", "t.parquet"),
-    "--perfetto": ("p.json", "p.png"),
-    "--cache-only": (None,),
-}
-BASE = "replay t.parquet --json"
 SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
 TIMES = re.compile(r'"(wall_s|simulated_s|date|version|git_commit)": [^,}]+')
-SILENT = ("--seed", "--engine", "--out", "--perfetto", "--hw", "--warm")
+SILENT = ("--seed", "--engine", "--out", "--perfetto", "--hw", "--warm", "--artefacts")
 """What may leave figures as they are without a word: where results go, what equals a
 default, and what answers the same in another way.
 """
 
-
-OTHERS = {
+COMMANDS = {
+    "replay": "t.parquet --json",
     # command -> what it needs at least, and keeps short
     "compare": "t.parquet --policy all-cpu,greedy --steps 3 --jobs 1",
     "sweep": "t.parquet --policy all-cpu,greedy --steps 3 --jobs 1",
@@ -112,6 +80,9 @@ WORDS = {
     "routing": ("cache-prior", "nope"),
     "trace": ("t.parquet", "tiny", "a.txt"),
     "warm": ("warm.parquet", "a.txt"),
+    "host_cache": ("lfu", "arc"),
+    "steps": ("1", "5", "0"),
+    "context_tokens": ("0", "100", "99999999999999"),
 }
 SLOW = ("everything", "trials", "tokens", "jobs", "cluster_processes")
 """What would only take long."""
@@ -121,26 +92,21 @@ def run_suite(count, seed, only=None):
     """Draw pairs, every other one of `replay`."""
     report = Report("options")
     dice = random.Random(seed)
-    names = [name for name in VALUES if not only or only in name]
+    others = [name for name in COMMANDS if not only or only in name]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         source.mkdir()
         prepare(source)
         preload(Path(folder) / "imports")
-        fields_of = {command: _fields(command) for command in OTHERS}
+        fields_of = {command: _fields(command) for command in COMMANDS}
         for number in range(count):
             if report.is_over:
                 break
+            is_replay = number % 2 and "replay" in others
+            command = "replay" if is_replay else dice.choice(others)
+            pair = _drawn(dice, fields_of[command])
             work = Path(folder) / "work"
-            if number % 2 and not only:
-                command = dice.choice(list(OTHERS))
-                pair = _drawn(dice, fields_of[command])
-                other(command, pair, source, work, report, f"{seed}/{number}")
-                continue
-            first = dice.choice(names)
-            second = dice.choice([name for name in VALUES if name != first])
-            chosen = {name: dice.choice(VALUES[name]) for name in (first, second)}
-            attack(chosen, source, work, report, f"{seed}/{number}")
+            attack(command, pair, source, work, report, f"{seed}/{number}")
     return report
 
 
@@ -166,7 +132,7 @@ def _fields(command):
         for each in every
         if not option_of(each).argument
         and option_of(each).on_command_line
-        and each.name not in (*SLOW, "trace")
+        and each.name not in (*SLOW, "trace", "as_json")
     }
 
 
@@ -199,9 +165,35 @@ def _value(dice, field):  # noqa: PLR0911 - one kind of value each
     return dice.choice(("t.parquet", "a.txt", "nothing", "hw.toml", "STORE", "x"))
 
 
-def other(command, pair, source, work, report, name):
-    """Run a command with two options; it answers, or says one line."""
-    base = OTHERS[command].split()
+def attack(command, pair, source, work, report, name):
+    """Run a command with two options: it answers, or says one line. Where `replay`
+    answers, it is run without each of them, too.
+    """
+    ended, before = _ended(command, pair, source, work)
+    where = f"{name}: {command} {' '.join(_words(pair))}"
+    report.count(command, "answered" if ended.code == 0 else "refused")
+    # `trace check` says by its code that a trace misleads.
+    allowed = (0, 1, 2) if command == "trace check" else (0, 2)
+    for fault in faults_of_end(ended.code, ended.err, allowed):
+        report.fail(f"{where}: {fault}")
+    after = contents(work)
+    changed = [key for key, value in before.items() if after.get(key) != value]
+    if changed:
+        report.fail(f"{where}: changed {changed}")
+    if command != "replay" or ended.code:
+        return
+    for flag in pair:
+        rest = {key: value for key, value in pair.items() if key != flag}
+        alone, _ = _ended(command, rest, source, work)
+        is_same = alone.code == 0 and _figures(alone.out) == _figures(ended.out)
+        is_told = f"{flag} changes nothing" in ended.err
+        if is_same and not is_told and flag not in SILENT:
+            report.fail(f"{where}: {flag} changes nothing, without a word")
+
+
+def _ended(command, pair, source, work):
+    """How a command ended in a fresh folder, and what lay there before."""
+    base = COMMANDS[command].split()
     for flag in pair:
         if flag in base:
             at = base.index(flag)
@@ -210,55 +202,11 @@ def other(command, pair, source, work, report, name):
     shutil.copytree(source, work)
     before = contents(work)
     words = [*command.split(), *base, *_words(pair)]
-    ended = run(words, work, before=lambda: signal.alarm(LONGEST_S))
-    where = f"{name}: {' '.join(words)}"
-    lines = [line for line in ended.err.splitlines() if not line.startswith("note: ")]
-    lines = [line for line in lines if not line.startswith("compiling ")]
-    report.count(command, "answered" if ended.code == 0 else "refused")
-    # `trace check` says by its code that a trace misleads.
-    allowed = (0, 1, 2) if command == "trace check" else (0, 2)
-    if ended.code not in allowed or "Traceback" in ended.err:
-        report.fail(f"{where}: exit code {ended.code}: {ended.err[-300:]!r}")
-    elif ended.code == 2 and (
-        len(lines) != 1 or len(lines[0]) > MOST_LINE_CHARACTERS
-    ):
-        report.fail(f"{where}: not one line: {ended.err[-300:]!r}")
-    after = contents(work)
-    changed = [key for key, value in before.items() if after.get(key) != value]
-    if changed:
-        report.fail(f"{where}: changed {changed}")
+    return run(words, work, before=lambda: signal.alarm(LONGEST_S)), before
 
 
-def attack(chosen, source, work, report, name):
-    """Run with both options, and where that works without each of them."""
-    both = _ended(chosen, source, work)
-    where = f"{name}: {_words(chosen)}"
-    lines = [line for line in both.err.splitlines() if not line.startswith("note: ")]
-    report.count("pair:", "answered" if both.code == 0 else "refused")
-    if both.code not in (0, 2):
-        report.fail(f"{where}: exit code {both.code}: {both.err[-300:]!r}")
-        return
-    if both.code == 2:
-        if len(lines) != 1 or len(lines[0]) > MOST_LINE_CHARACTERS:
-            report.fail(f"{where}: not one line: {both.err[-300:]!r}")
-        return
-    for option in chosen:
-        rest = {key: value for key, value in chosen.items() if key != option}
-        alone = _ended(rest, source, work)
-        is_same = alone.code == 0 and _figures(alone.out) == _figures(both.out)
-        is_told = f"{option} changes nothing" in both.err
-        if is_same and not is_told and option not in SILENT:
-            report.fail(f"{where}: {option} changes nothing, without a word")
-
-
-def _ended(chosen, source, work):
-    shutil.rmtree(work, ignore_errors=True)
-    shutil.copytree(source, work)
-    return run([*BASE.split(), *_words(chosen)], work)
-
-
-def _words(chosen):
-    return [word for pair in chosen.items() for word in pair if word is not None]
+def _words(pair):
+    return [word for both in pair.items() for word in both if word is not None]
 
 
 def _figures(text):

@@ -16,11 +16,9 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from .commands import faults_of_end, run, warm_up
 from .commands import prepare as prepare_commands
-from .commands import run, warm_up
 from .report import Report
-
-MOST_LINE_CHARACTERS = 400
 
 
 class Writer(NamedTuple):
@@ -92,9 +90,7 @@ WRITERS = (
         {"OUT": ".parquet", "--save-stats": ".npz"},
         ("t.parquet",),
     ),
-    Writer(
-        "trace stats t.parquet", {"--html": ".html", "--out": "/"}, ("t.parquet",)
-    ),
+    Writer("trace stats t.parquet", {"--html": ".html", "--out": "/"}, ("t.parquet",)),
     Writer(
         "record OUT --prompts p.txt --new-tokens 1 --no-overhead",
         {"OUT": ".parquet", "--calibration": ".safetensors", "--residual": ".st"},
@@ -242,12 +238,11 @@ def attack(writer, option, kind, name, work, report):
     node.clear()
 
     where = f"{' '.join(writer.words.split()[:2])} {option} on {name} as {place}"
-    lines = [line for line in ended.err.splitlines() if not line.startswith("note: ")]
     report.count(f"{kind}:", "done" if ended.code == 0 else "refused")
-    if ended.code not in (0, 2):
-        report.fail(f"{where}: exit code {ended.code}: {ended.err[-300:]!r}")
-    elif ended.code == 2 and (len(lines) != 1 or len(lines[0]) > MOST_LINE_CHARACTERS):
-        report.fail(f"{where}: not one line: {ended.err[-300:]!r}")
+    # Two say by their code that what they found is not as it should be.
+    says = words[0] in ("doctor", "verify")
+    for fault in faults_of_end(ended.code, ended.err, (0, 1, 2) if says else (0, 2)):
+        report.fail(f"{where}: {fault}")
     after = contents(work)
     changed = [key for key, value in before.items() if after.get(key) != value]
     if changed:

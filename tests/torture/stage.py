@@ -104,7 +104,6 @@ class Stage:
             faults += [f"{name} is gone" for name in older if name not in found]
         return faults
 
-
     def _broken(self, found, older, newer, allowed):
         """What measuring commands left that is neither older nor whole."""
         faults = [f"{name} is gone" for name in older if name not in found]

@@ -17,7 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .places import MOST_LINE_CHARACTERS, prepare
+from .commands import faults_of_end, lines_of
+from .places import prepare
 from .report import Report
 from .subjects import ROOT
 
@@ -201,17 +202,12 @@ def judge(words, variables, number, started, work):
         timeout=LONGEST_S,
         check=False,
     )
-    quiet = ("note: ", "compiling ")
-    lines = [line for line in done.stderr.splitlines() if not line.startswith(quiet)]
+    lines = lines_of(done.stderr)
     # Two say by their code that what they found is not as it should be.
-    codes = {0, 2} | ({1, 3} if words.startswith(("doctor", "verify")) else set())
-    if done.returncode not in codes:
-        yield f"exit code {done.returncode}: {done.stderr[-300:]!r}"
-    elif done.returncode == 2 and (
-        len(lines) != 1 or len(lines[0]) > MOST_LINE_CHARACTERS
-    ):
-        yield f"not one line: {done.stderr[-300:]!r}"
-    elif done.returncode == 0 and lines and not _is_progress(lines):
+    says = words.startswith(("doctor", "verify"))
+    codes = (0, 1, 2, 3) if says else (0, 2)
+    yield from faults_of_end(done.returncode, done.stderr, codes)
+    if done.returncode == 0 and lines and not _is_progress(lines):
         yield f"besides the answer: {done.stderr[-300:]!r}"
     mark = work.with_name("mark")
     if mark.exists():

@@ -178,7 +178,7 @@ def test_drift_makes_far_apart_tokens_less_alike():
         ({"skew": -1}, "skew: expected 0..5, got -1"),
         ({"reuse": 1}, "reuse: expected 0..0.99, got 1"),
         ({"drift": float("nan")}, "drift: expected 0..5, got nan"),
-        ({"prompt": 0, "generated": 0}, "at least one token per sequence"),
+        ({"prompt_tokens": 0, "new_tokens": 0}, "at least one token per sequence"),
     ],
 )
 def test_statistics_that_cannot_be(options, message):

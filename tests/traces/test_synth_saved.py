@@ -134,7 +134,7 @@ def test_lengths_can_be_stated(fitted, tmp_path):
     synthesise(model, tmp_path / "made", tokens=16)
     trace = open_trace(tmp_path / "made")
     assert [len(rows.pos) // 6 for rows in trace.sequences()] == [8, 8]
-    assert trace.header.provenance["prompt"] == 3
+    assert trace.header.provenance["prompt_tokens"] == 3
     assert of_lengths(fitted).lengths == fitted.lengths
     with pytest.raises(TraceError, match="at least one token"):
         of_lengths(fitted, prompt_tokens=0, new_tokens=0)
