@@ -114,6 +114,8 @@ trace import @t.parquet @t.parquet                        | t.parquet; would rep
 trace export @t.parquet @t.parquet --to csv               | t.parquet; would replace what is read
 trace synth @t.parquet --tokens 9 --like @t.parquet       | t.parquet; would replace what is read
 hits @t.parquet --table @t.parquet                        | t.parquet; would replace what is read
+record x.parquet --prompts @absent.txt                     | absent.txt
+record x.parquet --prompts @text.parquet --model @folder   | config.json
 record @binary --prompts @binary                    | binary; would replace what is read
 hits @t.parquet --cache lru,nope --png x.png             | nope
 hits @t.parquet --cache ,                                | --cache

@@ -89,10 +89,11 @@ def run_command(command: str, capsys) -> str:
     """Run one command of moesim; what it prints, notes on standard error last."""
     words = shlex.split(command.replace("\\\n", " "), comments=True)
     assert words[0] == "moesim", f"{command}: only moesim runs here; mark the block"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+    with pytest.MonkeyPatch.context() as patch:
         # On a busy machine everything takes long enough to be told of.
         patch.setattr(PlainProgress, "EVERY_S", float("inf"))
-        cli.main(words[1:])
+        with pytest.raises(SystemExit) as end:
+            cli.main(words[1:])
     streams = capsys.readouterr()
     code = end.value.code
     assert not code, f"{command}: exit {code}: {streams.out}{streams.err}"

@@ -6,15 +6,7 @@ import random
 import shutil
 from pathlib import Path
 
-from .commands import (
-    COMMANDS,
-    LONG_COMMANDS,
-    digests,
-    prepare,
-    run,
-    warm_up,
-    words_of,
-)
+from .commands import COMMANDS, LONG_COMMANDS, digests, prepare, run, warm_up, words_of
 
 OLDER, NEWER = 3, 4
 
