@@ -11,13 +11,14 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from moesim import cli
-from moesim.evidence.reproduction import orders, questions
+from moesim.evidence.reproduction import orders, questions, workloads
 from moesim.evidence.reproduction import report as pages
 from moesim.evidence.reproduction.orders import PARTS, sides
 from moesim.evidence.reproduction.questions import (
@@ -38,6 +39,7 @@ from moesim.evidence.reproduction.runs import RunSpec
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.hwprofiles import profile as profiles
 from moesim.traces.format.reader import open_trace
+from moesim.traces.synthetic.saved import model_like
 
 PROFILES = sorted(profiles._DATA.glob("*.toml"))
 SOURCES = sorted(Path(questions.__file__).parent.glob("*.py"))
@@ -334,6 +336,20 @@ def test_the_anchored_machine_gives_the_times_it_was_anchored_on(tmp_path):
     assert spec.do(tmp_path)["modelled_s"] == pytest.approx(22.6, rel=0.06)
 
 
+def test_stated_statistics_have_as_much_of_a_topic_as_those_of_many_texts():
+    """Else calibration on other texts would foresee each text's favourites."""
+    shares = []
+    for name in ("mixtral-8x7b", "deepseek-v2-lite", "gpt-oss-20b"):
+        model = model_like(name)
+        common = model.popularity - model.popularity.mean(axis=-1, keepdims=True)
+        own = model.topics - model.topics.mean(axis=-1, keepdims=True)
+        shares.append(own.var() / (own.var() + common.var()))
+    assert np.mean(shares) == pytest.approx(workloads.TOPIC_SHARE, abs=0.1)
+    drawn = Workload("phi-3.5-moe", "bf16", 4, 4, 1)._synthetic()
+    own, common = drawn.topics.var(axis=-1), drawn.popularity.var(axis=-1)
+    assert own.mean() / (own.mean() + common.mean()) == pytest.approx(0.7, abs=0.02)
+
+
 def test_workloads_are_drawn_alike_and_once(tmp_path):
     first = LOAD.draw(tmp_path)
     written = first.read_bytes()
@@ -521,6 +537,27 @@ def test_anchored_records_count_nowhere():
     counts = pages.summary([one])
     assert counts["anchored"] == 1
     assert counts["simulated"] == counts["computed"] == 0
+
+
+def test_ratios_are_of_figures_that_something_decides():
+    """An upper bound, a share that unpublished seconds decide, and a baseline beside
+    itself tell nothing; a figure of the wrong sign is far off.
+    """
+    (against,) = _cases(("greedy", "all-cpu"))
+    itself = Case(_spec("greedy"), (_spec("greedy"),), {})
+    questions_asked = [
+        Question(RECORD, cases=(against,), compare="ratio"),
+        Question(RECORD, cases=(against,), compare="gain"),
+        Question(RECORD, cases=(against,), bound=True),
+        Question(RECORD, cases=(against,), undecidable="seconds of planning"),
+        Question(RECORD, cases=(itself,), compare="ratio"),
+    ]
+    ours = (2.2, -2.0, 0.5, 9.0, 1.0)
+    answered = [Answered(*pair) for pair in zip(questions_asked, ours, strict=True)]
+    counts = pages.summary(answered)
+    assert counts["simulated"] == 5
+    assert (counts["ratios"], counts["within_1.5"]) == (2, 1)
+    assert counts["median_ratio"] == pytest.approx((1.1 - 1.0) / 2)
 
 
 # The command.
