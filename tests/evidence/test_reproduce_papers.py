@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import signal
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,12 @@ import pytest
 from typer.testing import CliRunner
 
 from moesim import cli
-from moesim.evidence.reproduction import orders, questions, workloads
+from moesim.evidence.reproduction import (
+    orders,
+    questions,
+    reproduce_all,
+    workloads,
+)
 from moesim.evidence.reproduction import report as pages
 from moesim.evidence.reproduction.orders import PARTS, sides
 from moesim.evidence.reproduction.questions import (
@@ -414,7 +421,9 @@ def test_a_run_is_moved_to_a_datasheet_machine_when_asked():
 
 
 def test_an_interrupted_command_goes_on_where_it_stopped(tmp_path):
-    """The second command finds the first one's result, and does the rest."""
+    """The second command finds the first one's result, whose second line was cut off by
+    a kill, and does the rest.
+    """
     path = tmp_path / "part.jsonl"
     done = []
 
@@ -423,15 +432,52 @@ def test_an_interrupted_command_goes_on_where_it_stopped(tmp_path):
         return {"x": task}
 
     Journal(path).add_all(work, {"a": 1}, 1, print)
+    with path.open("a") as file:
+        file.write('["half a line')
     again = Journal(path)
-    assert again.add_all(work, {"a": 1, "b": 2}, 1, print) == {
-        "a": {"x": 1},
-        "b": {"x": 2},
-    }
+    again.add_all(work, {"a": 1, "b": 2}, 1, print)
+    assert (Journal(path).of("a"), Journal(path).of("b")) == ({"x": 1}, {"x": 2})
     assert done == [1, 2]
     # What another version did is done anew.
     path.write_text('["other", null]\n' + path.read_text().split("\n", 1)[1])
     assert not Journal(path).has("a")
+
+
+def test_a_limit_leaves_out_what_the_next_call_does(moesim, small, tmp_path):
+    words = ("--all", "--out", tmp_path, "--paper", "DAOP", "--jobs", 1)
+    done = moesim(*words, "--minutes", 0)
+    assert done.exit_code == 0, done.output
+    assert "NOT ALL: 2 runs" in done.stdout
+    saved = json.loads((tmp_path / "reproduction.json").read_text())
+    assert [entry["ours"] is not None for entry in saved["records"]] == [False, True]
+
+    assert "NOT ALL" not in moesim(*words).stdout
+    saved = json.loads((tmp_path / "reproduction.json").read_text())
+    assert [entry["ours"] is not None for entry in saved["records"]] == [True, True]
+
+
+def test_a_killed_command_leaves_a_page_and_the_next_goes_on(small, tmp_path):
+    """Killed behind its first run, with a page after each: the page has that run, and
+    the next call does the others only.
+    """
+    pages_dir = tmp_path / "papers"
+
+    def saved(reproduced):
+        pages.write(pages_dir, reproduced, pages.report(reproduced))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pages_dir.mkdir()
+    child = os.fork()
+    if not child:
+        reproduce_all.SAVE_EVERY_S = 0.0
+        reproduce_all.reproduce_all(pages_dir, papers=["DAOP"], jobs=1, save=saved)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    facts = json.loads((pages_dir / "reproduction.json").read_text())["facts"]
+    assert any("NOT ALL: 1 runs" in fact for fact in facts)
+    whole = reproduce_all.reproduce_all(pages_dir, papers=["DAOP"], jobs=1)
+    assert whole.left_out == 0
+    assert not list(pages_dir.glob("*.part.jsonl"))
 
 
 # What they say about orders.
