@@ -40,7 +40,7 @@ from moesim.evidence.reproduction.questions import (
     quantity_of,
     records,
 )
-from moesim.evidence.reproduction.reproduce_all import Journal
+from moesim.evidence.reproduction.reproduce_all import Done
 from moesim.evidence.reproduction.routing import EXPERIMENTS
 from moesim.evidence.reproduction.runs import RunSpec
 from moesim.evidence.reproduction.workloads import Workload
@@ -421,9 +421,7 @@ def test_a_run_is_moved_to_a_datasheet_machine_when_asked():
 
 
 def test_an_interrupted_command_goes_on_where_it_stopped(tmp_path):
-    """The second command finds the first one's result, whose second line was cut off by
-    a kill, and does the rest.
-    """
+    """The second command finds the first one's result, and does the rest."""
     path = tmp_path / "part.jsonl"
     done = []
 
@@ -431,16 +429,13 @@ def test_an_interrupted_command_goes_on_where_it_stopped(tmp_path):
         done.append(task)
         return {"x": task}
 
-    Journal(path).add_all(work, {"a": 1}, 1, print)
-    with path.open("a") as file:
-        file.write('["half a line')
-    again = Journal(path)
-    again.add_all(work, {"a": 1, "b": 2}, 1, print)
-    assert (Journal(path).of("a"), Journal(path).of("b")) == ({"x": 1}, {"x": 2})
+    Done(path).add_all(work, {"a": 1}, 1, print)
+    Done(path).add_all(work, {"a": 1, "b": 2}, 1, print)
+    assert (Done(path).of("a"), Done(path).of("b")) == ({"x": 1}, {"x": 2})
     assert done == [1, 2]
     # What another version did is done anew.
-    path.write_text('["other", null]\n' + path.read_text().split("\n", 1)[1])
-    assert not Journal(path).has("a")
+    path.write_text('{"key": "other"}\n' + path.read_text().split("\n", 1)[1])
+    assert not Done(path).has("a")
 
 
 def test_a_limit_leaves_out_what_the_next_call_does(moesim, small, tmp_path):
@@ -469,7 +464,7 @@ def test_a_killed_command_leaves_a_page_and_the_next_goes_on(small, tmp_path):
     pages_dir.mkdir()
     child = os.fork()
     if not child:
-        reproduce_all.SAVE_EVERY_S = 0.0
+        reproduce_all.Every.SECONDS = 0.0
         reproduce_all.reproduce_all(pages_dir, papers=["DAOP"], jobs=1, save=saved)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

@@ -16,11 +16,11 @@ from support.real_machine import host_profile
 from support.validations import cell, result
 from test_validate import TRACE
 
+from moesim.base.long_work import Journal
 from moesim.cli.output import PlainProgress
 from moesim.evidence.validation.calibrate import is_enough
 from moesim.evidence.validation.grid import _Budget, validate
 from moesim.evidence.validation.protocol import Plan
-from moesim.evidence.validation.saved import Journal
 from moesim.evidence.validation.verify import verdict_of
 from moesim.hwprofiles.profile import save_profile
 from moesim.hwprofiles.schema import ProfileError
@@ -89,7 +89,7 @@ def test_progress_without_a_terminal_is_a_line_in_half_a_minute(capsys):
     ]
 
 
-def test_a_journal_drops_half_a_line_and_refuses_other_runs(tmp_path):
+def test_a_journal_drops_half_a_line_and_other_runs(tmp_path):
     path = tmp_path / "runs.jsonl"
     journal = Journal(path, "key")
     journal.add({"run": 1})
@@ -100,8 +100,9 @@ def test_a_journal_drops_half_a_line_and_refuses_other_runs(tmp_path):
     assert again.lines == [{"run": 1}, {"run": 2}]
     again.add({"run": 3})
     assert Journal(path, "key").lines[-1] == {"run": 3}
-    with pytest.raises(ProfileError, match="runs of this validation, found those of"):
-        Journal(path, "other")
+    with pytest.raises(ProfileError, match="made with the same options, found others"):
+        Journal(path, "other", refuse=ProfileError)
+    assert Journal(path, "other").lines == []
     journal.close()
     assert not path.exists()
 

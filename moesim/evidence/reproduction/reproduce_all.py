@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import hashlib
-import json
 import math
 import os
 import tempfile
@@ -22,9 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.errors import TraceError
-from moesim.base.files import write_text
 from moesim.base.host_limits import available_cores
-from moesim.base.inputs import load_json, read_text
+from moesim.base.long_work import Every, Journal, Until
 from moesim.base.version import __version__, git_commit
 from moesim.evidence.reproduction.questions import (
     Answered,
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
 MOST_JOBS = 2
 EXPERIMENT_STEPS = 50
 """Forward passes of each trace that experiments on routing alone look at."""
-SAVE_EVERY_S = 30.0
 # Shares of the whole work, for a progress bar only.
 _RUNS_SHARE = 0.8
 
@@ -122,23 +119,16 @@ def reproduce_all(
     end_s = math.inf if minutes is None else time.time() + 60.0 * minutes
     # The first call of several should not spend all of its time on drawing.
     drawn_s = end_s if minutes is None else end_s - 30.0 * minutes
-    last_s = time.monotonic()
-
-    def collected() -> None:
-        nonlocal last_s
-        if time.monotonic() - last_s >= SAVE_EVERY_S:
-            save(plan.answer(journal))
-            last_s = time.monotonic()
-
-    journal = Journal(out / "reproduction.part.jsonl", collected)
+    saving = Every(lambda: save(plan.answer(done)))
+    done = Done(out / "reproduction.part.jsonl", saving.if_due)
     # Traces are drawn anew every time: what lay there could be of an older version.
     with tempfile.TemporaryDirectory(prefix="moesim-papers-") as name:
         folder = Path(name)
         wanted = plan.runs()
-        draws = _draws([spec for spec in wanted if not journal.has(spec)], folder)
+        draws = _draws([spec for spec in wanted if not done.has(spec)], folder)
         drawn = _RUNS_SHARE * len(draws) / (len(draws) + len(wanted))
         run_tasks(
-            _Until(_draw, drawn_s),
+            Until(_draw, drawn_s),
             draws,
             lambda _index, _result: None,
             jobs=jobs,
@@ -146,8 +136,8 @@ def reproduce_all(
         )
         # What is drawn already comes first.
         wanted.sort(key=lambda spec: not spec.workload.path(folder).exists())
-        journal.add_all(
-            _Until(_do, end_s),
+        done.add_all(
+            Until(_do, end_s),
             {spec: (spec, folder) for spec in wanted},
             jobs,
             lambda share: show(drawn + (_RUNS_SHARE - drawn) * share),
@@ -157,15 +147,15 @@ def reproduce_all(
             if end_s > time.time():
                 traces = _experiment_traces(folder)
                 tasks = {name: (name, traces) for name in tasks}
-            journal.add_all(
-                _Until(_experiment, end_s),
+            done.add_all(
+                Until(_experiment, end_s),
                 tasks,
                 jobs,
                 lambda share: show(_RUNS_SHARE + (1 - _RUNS_SHARE) * share),
             )
-    reproduced = plan.answer(journal)
+    reproduced = plan.answer(done)
     if not reproduced.left_out:
-        journal.discard()
+        done.discard()
     return reproduced
 
 
@@ -193,19 +183,19 @@ class _Plan:
         """Each run once."""
         return list(dict.fromkeys(self._actual.values()))
 
-    def answer(self, journal: Journal) -> Reproduced:
+    def answer(self, done: Done) -> Reproduced:
         """Every record, with the runs that are done."""
         outcomes, failures = {}, {}
         for spec, run in self._actual.items():
-            if journal.has(run):
-                outcome, failure = journal.of(run)
+            if done.has(run):
+                outcome, failure = done.of(run)
                 if failure:
                     failures[spec] = failure
                 else:
                     outcomes[spec] = outcome
         experiments = []
-        for name in filter(journal.has, self.experiments):
-            measured, models = journal.of(name)
+        for name in filter(done.has, self.experiments):
+            measured, models = done.of(name)
             experiments.append(
                 Reproduction(EXPERIMENTS[name], measured, models, EXPERIMENT_STEPS)
             )
@@ -251,10 +241,8 @@ class _Plan:
         return facts
 
 
-class Journal:
-    """Results by task, each appended to a file as it comes.
-
-    A file of another commit is ignored and overwritten.
+class Done:
+    """Results by task, kept in a file; those of another commit are forgotten.
 
     Args:
         path: the file.
@@ -264,20 +252,9 @@ class Journal:
     def __init__(
         self, path: Path, collected: Callable[[], object] = lambda: None
     ) -> None:
-        self._path = path
+        self._journal = Journal(path, f"{__version__} {git_commit()}")
+        self._results: dict[str, Any] = dict(self._journal.lines)
         self._collected = collected
-        self._results: dict[str, Any] = {}
-        head = json.dumps([__version__, git_commit()])
-        with contextlib.suppress(OSError, ValueError):
-            first, *lines = read_text(path).splitlines()
-            if first == head:
-                for line in lines:
-                    key, result = load_json(line)
-                    self._results[key] = result
-        # Written anew: behind half a line, the mark of a kill, no other could be read.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [head, *(json.dumps(item) for item in self._results.items())]
-        write_text(path, "\n".join(lines) + "\n")
 
     def has(self, task: Any) -> bool:
         """Whether a task's result is there."""
@@ -288,15 +265,9 @@ class Journal:
         return self._results[_key(task)]
 
     def add_all(
-        self,
-        work: Callable[[Any, Progress], Any],
-        tasks: dict[Any, Any],
-        jobs: int,
-        progress: Progress,
+        self, work: Until, tasks: dict[Any, Any], jobs: int, progress: Progress
     ) -> None:
-        """Do the tasks, name -> input, that are not done yet; a result of None is that
-        of one which was not begun.
-        """
+        """Do the tasks, name -> input, that are not done yet, as far as time allows."""
         todo = [name for name in tasks if not self.has(name)]
 
         def collect(index: int, result: Any) -> None:
@@ -304,8 +275,7 @@ class Journal:
                 return
             key = _key(todo[index])
             self._results[key] = result
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([key, result]) + "\n")
+            self._journal.add([key, result])
             self._collected()
 
         inputs = [tasks[name] for name in todo]
@@ -313,18 +283,7 @@ class Journal:
 
     def discard(self) -> None:
         """Remove the file."""
-        self._path.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Until:
-    """Work of which nothing is begun after a time of the clock on the wall."""
-
-    work: Callable[[Any, Progress], Any]
-    end_s: float
-
-    def __call__(self, task: Any, progress: Progress) -> Any:
-        return self.work(task, progress) if time.time() < self.end_s else None
+        self._journal.close()
 
 
 def _key(task: Any) -> str:
