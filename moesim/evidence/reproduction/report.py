@@ -18,6 +18,7 @@ from moesim.evidence.reproduction.orders import (
     sides,
 )
 from moesim.evidence.reproduction.questions import ANCHORED, INPUT, UNANSWERED, anchors
+from moesim.reporting.tables import markdown_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -400,14 +401,8 @@ def markdown(page: Report, title: str) -> str:
         blocks.append(f"## {table.title}")
         if table.note:
             blocks.append(table.note)
-        lines = [_line(table.heads), _line(["---"] * len(table.heads))]
-        lines += [_line(row) for row in table.rows]
-        blocks.append("\n".join(lines))
+        blocks.append("\n".join(markdown_table(table.heads, table.rows)))
     return "\n\n".join(blocks) + "\n"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def summary_json(reproduced: Reproduced, page: Report) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from moesim.evidence.validation.calibrate import calibrate
 from moesim.evidence.validation.grid import validate
 from moesim.hwprofiles.calibration.estimates import measured
 from moesim.hwprofiles.schema import ProfileError
+from moesim.reporting.tables import markdown_table
 from moesim.traces.shipped import resolve_trace
 
 if TYPE_CHECKING:
@@ -297,20 +298,15 @@ def protocol_page(
         "",
         f"    {command}",
         "",
-        *_table(("aim", "stated", "result", ""), aim_rows(plan, verdict)),
+        *markdown_table(("aim", "stated", "result", ""), aim_rows(plan, verdict)),
         "",
-        *_table(_SITTING_HEADS, sitting_rows),
+        *markdown_table(_SITTING_HEADS, sitting_rows),
         "",
-        *_table(_CELL_HEADS, [_cell_row(cell) for cell in verdict.cells]),
+        *markdown_table(_CELL_HEADS, [_cell_row(cell) for cell in verdict.cells]),
         "",
         _LEGEND,
     ]
     return "\n".join(lines) + "\n"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    body = (heads, ["---"] * len(heads), *rows)
-    return [f"| {' | '.join(row)} |" for row in body]
 
 
 def aim_rows(plan: Plan, verdict: Verdict) -> list[list[str]]:
