@@ -6,12 +6,13 @@ mix is timed. Replacing one part saves more or less time depending on which othe
 replaced already, so the whole gap is shared out by Shapley's value
 (`moesim.questions.gap`).
 
-Four parts are replaced: eviction (the cache's rule, from the same start -> Belady),
-assignment (-> exact), prefetch (-> clairvoyant), planning (-> free). A substitute is an
-offer: a policy that knows the future also knows when it would hurt, so a set of offers
-is worth its fastest mix. Hence no share is negative, and the *clairvoyant bound* is the
-fastest mix of all. It is a bound for these parts, not a theorem: the exact assignment
-looks at one layer step only, and Belady saves misses, not seconds.
+Four parts are replaced: eviction (the cache's rule, from the same start), assignment
+and prefetch by those of the clairvoyant system, whose rules are searched for this run
+(`moesim.runs.clairvoyant`), and planning (-> free). A substitute is an offer: a policy
+that knows the future also knows when it would hurt, so a set of offers is worth its
+fastest mix. Hence no share is negative, and the *ceiling* is the fastest mix of all: a
+schedule that was carried out. What no schedule can beat is another question
+(`moesim.runs.bound`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moesim.base.options import ConfigError
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import references, resolve
-from moesim.questions.gap_eviction import FORCED, EvictionSplit, split_eviction
-from moesim.questions.gap_mixes import BOUND, EVICTION, Grades, MixReplays, Substitute
+from moesim.policies.systems import compose
+from moesim.questions.gap_eviction import (
+    BELADY,
+    FORCED,
+    EvictionSplit,
+    split_eviction,
+)
+from moesim.questions.gap_mixes import EVICTION, Grades, MixReplays
 from moesim.reporting.tables import aligned, facts_lines
+from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.replay import clairvoyant_rules
 from moesim.runs.setup import (
     Setup,
     check_needs,
@@ -141,14 +150,14 @@ class Gap:
 class _TimedMix(NamedTuple):
     """A mix and its makespan."""
 
-    mix: dict[str, Substitute]
+    mix: dict[str, str]
     seconds: float
 
 
 def decompose(
     replays: MixReplays, progress: Callable[[int], None] | None = None
 ) -> Gap:
-    """Replay all mixes (32 where all four parts differ) and share out the gap.
+    """Replay all mixes (16 where all four parts differ) and share out the gap.
 
     Args:
         replays: the trace, the machine and the policy.
@@ -161,7 +170,7 @@ def decompose(
     grades = Grades()
     times: list[_TimedMix] = []
     # None first: the first mix is the policy itself, the only one that is graded.
-    for chosen in product(*([None, *offers] for offers in substitutes.values())):
+    for chosen in product(*([None, offer] for offer in substitutes.values())):
         mix = {
             part: substitute
             for part, substitute in zip(substitutes, chosen, strict=True)
@@ -186,11 +195,8 @@ def decompose(
     )
     # In seconds, beside the misses that `split_eviction` counts.
     if EVICTION in substitutes:
-        gap_of_policy.belady_s = next(
-            timed.seconds for timed in times if timed.mix.keys() == {EVICTION}
-        )
-        forced = Substitute(FORCED, budget=None, label=FORCED)
-        gap_of_policy.forced_s = replays.replay_s({EVICTION: forced})
+        gap_of_policy.belady_s = replays.replay_s({EVICTION: BELADY})
+        gap_of_policy.forced_s = replays.replay_s({EVICTION: FORCED})
     return gap_of_policy
 
 
@@ -212,7 +218,7 @@ def _fastest_by_offers(
 def _parts(
     value: Mapping[frozenset[str], float],
     names: Sequence[str],
-    bound: Mapping[str, Substitute],
+    bound: Mapping[str, str],
     specifications: Mapping[str, str],
 ) -> list[Part]:
     # Alone and last are the ends of what an exchange can save; the share lies between.
@@ -223,7 +229,7 @@ def _parts(
         Part(
             name,
             policy=specifications[name],
-            replaced_by=bound[name].label if name in bound else None,
+            replaced_by=bound.get(name),
             alone_s=value[no_offers] - value[frozenset({name})],
             last_s=value[all_offers - {name}] - value[all_offers],
             share_s=shares[name],
@@ -232,9 +238,8 @@ def _parts(
     ]
 
 
-def _label(mix: Mapping[str, Substitute]) -> str:
-    labels = [substitute.label for substitute in mix.values()]
-    return " + ".join(labels) or "as it is"
+def _label(mix: Mapping[str, str]) -> str:
+    return " + ".join(mix.values()) or "as it is"
 
 
 @takes_options(RunConfig, without=["noise_seed"])
@@ -242,7 +247,7 @@ def gap(
     trace: RunConfig | str | Path | Trace,
     policy: str | None = None,
     *,
-    bound: System = BOUND,
+    bound: System | None = None,
     causal: Sequence[str] | None = None,
     progress: Callable[[int], None] | None = None,
     **options: Any,
@@ -250,7 +255,8 @@ def gap(
     """Measure where a policy loses its time against the clairvoyant bound.
 
     Args:
-        bound: what its parts are replaced by; its routing is not used.
+        bound: what its parts are replaced by, its routing not; None for the clairvoyant
+            system with the rules that are fastest in this run.
         causal: cache policies that see the past only, against which the eviction gap is
             held; those whose columns the trace lacks are left out. None for the
             registry's references.
@@ -271,6 +277,11 @@ def gap(
         )
     opened = trace_of(config)
     setup = Setup.of(config, opened)
+    if bound is None:
+        rules = clairvoyant_rules(
+            config.replaced(trace=opened, policy=CLAIRVOYANT, cache=None, prefetch=None)
+        )
+        bound = compose(rules.policy, cache=rules.cache, prefetch=rules.prefetch)
     # A trace without scores cannot drive caches that go by scores; the rest can be
     # compared all the same.
     at_hand = [
