@@ -268,8 +268,9 @@ class CompiledPrefetch(PrefetchPolicy):
 
     def _view(self, work: LayerWork, view: MachineView) -> KernelView:
         end = min(view.layers, work.layer + 1 + self.ahead)
-        # Whoever looks at all layers looks at the next token's, too.
-        seen = range(0 if self.ahead >= view.layers else work.layer + 1, end)
+        seen = range(view.layers)
+        if not self.foresees_passes:
+            seen = range(work.layer + 1, end)
         # Copies of masks, layer by layer: a view has no flat array to give.
         states = np.zeros((view.gpus, view.layers, view.experts), np.int8)
         for gpu in range(view.gpus):

@@ -45,12 +45,12 @@ class Rules(NamedTuple):
         )
 
     def others(self) -> list[Rules]:
-        """What prompts of large batches may want: other assignments, and copies on
-        demand alone.
+        """What large batches may want: the exact assignment, and copies on demand
+        alone.
         """
-        assignments = (EXACT, "greedy", self.assignment)
+        assignments = (EXACT, self.assignment)
         on_demand = [Rules(name, "lru", "none") for name in assignments]
-        return [self._replace(assignment=name) for name in assignments] + on_demand
+        return [self._replace(assignment=EXACT), *on_demand]
 
 
 def is_searched(config: RunConfig) -> bool:

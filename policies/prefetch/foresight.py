@@ -180,6 +180,7 @@ class ForesightPrefetch(CompiledPrefetch):
 
     oracle: ClassVar[bool] = True
     weighs_costs: ClassVar[bool] = True
+    foresees_passes: ClassVar[bool] = True
     late = "drop"
     requeue = True
 
@@ -200,8 +201,6 @@ class ForesightPrefetch(CompiledPrefetch):
             PolicyError: the future is not available.
         """
         super().start(context)
-        # Layers of the next tokens are looked at, too.
-        self.ahead = context.shape.layers
         known = Foresight.of(context, self.decay).state
         known.numbers[_MARGIN] = self.margin
         known.numbers[_TOKENS] = self.tokens
