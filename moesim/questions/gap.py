@@ -67,7 +67,7 @@ class Part:
         name: one of `moesim.questions.gap_mixes.PARTS`.
         policy: specification under study; for planning, the assignment policy whose
             decisions are charged.
-        replaced_by: substitute in the clairvoyant bound; None if the bound is faster
+        replaced_by: substitute in the ceiling; None if the bound is faster
             without one.
         alone_s: saved by this substitute only.
         last_s: saved by this substitute when all others are on offer already.
@@ -84,7 +84,7 @@ class Part:
 
 @dataclass(slots=True)
 class Gap:
-    """The gap of a policy to the clairvoyant bound, and its parts.
+    """The gap of a policy to the ceiling, and its parts.
 
     Attributes:
         policy_s: makespan of the policy as it is.
@@ -116,7 +116,7 @@ class Gap:
 
     @property
     def gap_s(self) -> float:
-        """Seconds above the clairvoyant bound."""
+        """Seconds above the ceiling."""
         return self.policy_s - self.bound_s
 
     def to_json(self) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def gap(
     progress: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Gap:
-    """Measure where a policy loses its time against the clairvoyant bound.
+    """Measure where a policy loses its time against a clairvoyant schedule.
 
     Args:
         bound: what its parts are replaced by, its routing not; None for the clairvoyant
@@ -382,7 +382,7 @@ def gap_text(report: Gap) -> str:
                 f" prefetch {config['prefetch']}"
             ),
         ),
-        ("bound", f"{_ms(report.bound_s)}: {_bound_words(report)}"),
+        ("ceiling", f"{_ms(report.bound_s)}: {_bound_words(report)}"),
         (
             "gap",
             (
@@ -392,12 +392,12 @@ def gap_text(report: Gap) -> str:
         ),
         (
             "all resident",
-            f"{_ms(report.resident_s)}: the bound if the GPUs held every expert",
+            f"{_ms(report.resident_s)}: the ceiling if the GPUs held every expert",
         ),
     ]
     facts += [("note", caveat) for caveat in config["synthetic"]]
     head = facts_lines(facts)
-    rows = [["part", "share", "of the gap", "alone", "last", "exchanged for"]]
+    rows = [["part", "share", "of the gap", "alone", "last"]]
     rows += [
         [
             part.name,
@@ -405,12 +405,11 @@ def gap_text(report: Gap) -> str:
             _percent(part.share_s, report.gap_s),
             _ms(part.alone_s),
             _ms(part.last_s),
-            part.replaced_by or "nothing",
         ]
         for part in report.parts
     ]
     rows.append(
-        ["sum", _ms(report.gap_s), _percent(report.gap_s, report.gap_s), "", "", ""]
+        ["sum", _ms(report.gap_s), _percent(report.gap_s, report.gap_s), "", ""]
     )
     legend = (
         "share: saved on average over all orders of exchanges; alone: as the only one;"
