@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.command_line import runner
 from support.drawn_schedules import DrawnSchedules
-from support.small_trace import write_trace
+from support.small_trace import write_small_trace, write_trace
 
 from moesim.base.host_limits import available_cores
 from moesim.machine_code import store
@@ -130,6 +131,20 @@ def tiny_shape() -> ModelShape:
         expert_bytes=(1 << 20,) * 3,
         other_bytes=1 << 20,
     )
+
+
+@pytest.fixture
+def command(capsys, monkeypatch, tmp_path):
+    """Run a command line as a user would in an empty folder: ``command("replay", path)``
+    returns exit code, standard output and standard error.
+    """
+    return runner(capsys, monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def trace(tmp_path) -> Path:
+    """A trace of two short sequences."""
+    return write_small_trace(tmp_path / "small.parquet")
 
 
 @pytest.fixture

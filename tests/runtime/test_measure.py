@@ -5,8 +5,6 @@ things about this machine.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.fake_accelerator import FakeAccelerator
+from support.processes import output_of
 
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
@@ -182,14 +181,7 @@ def test_written_memory_is_really_there():
     """A process of its own, where no other test frees memory meanwhile, grows by what
     the pools hold: 128 MiB.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", GROWTH],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert 1.9 < float(done.stdout) < 2.5
+    assert 1.9 < float(output_of("-c", GROWTH)) < 2.5
 
 
 def processor_of(folder, slices, cores_each, kib):

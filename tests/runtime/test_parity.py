@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.handmade import registered
 from support.learned_network import write
+from support.processes import output_of
 from support.real_machine import (
     ONE_WORKER,
     combinations,
@@ -276,10 +277,6 @@ def test_the_page_of_files_names_every_file_of_a_run(trace, store, tmp_path):
 def test_saved_views_are_checked_in_another_process_without_torch(
     trace, store, tmp_path
 ):
-    import subprocess
-    import sys
-    from pathlib import Path
-
     measured(trace, store, "greedy+lru+next-gate", out=tmp_path, slots_per_layer=3)
     entries, steps = load_decision_log(tmp_path / FILE_NAME)
     assert steps is None, "routing is in the trace"
@@ -290,15 +287,7 @@ def test_saved_views_are_checked_in_another_process_without_torch(
         f" load_decision_log(Path({str(tmp_path / FILE_NAME)!r}))\nassert 'torch' not in"
         " sys.modules; print(len(entries))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-        env={"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert int(done.stdout) == len(entries)
+    assert int(output_of("-c", code)) == len(entries)
 
 
 @pytest.mark.parametrize("workers", [None, ONE_WORKER], ids=["two cores", "one core"])
