@@ -65,6 +65,12 @@ def pytest_configure(config):
 
 
 @pytest.fixture
+def draws(request) -> int:
+    """How often a test draws what an interval must cover."""
+    return request.config.option.interval_draws
+
+
+@pytest.fixture
 def schedules(request) -> Iterator[DrawnSchedules]:
     """Seeds of the schedules that one claim about the device is tried with."""
     options = request.config.option
