@@ -188,8 +188,8 @@ def cache_slots(size: CacheSize, expert_bytes: tuple[int, ...]) -> int:
     """Most experts that a memory of this size may hold at once, staging not counted.
 
     Raises:
-        RuntimeFault: layers whose experts differ in size share the memory: slots, all of
-            one size, would take more of it than was asked for.
+        RuntimeFault: layers whose experts differ in size share the memory: slots, all
+            of one size, would take more of it than was asked for.
     """
     if size.scope != GLOBAL:
         return int(size.slots.sum())
