@@ -34,7 +34,6 @@ from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from moesim.policies.base import LayerWork
     from moesim.policies.planner.planner import Planner
@@ -197,12 +196,7 @@ class RoutingOverride:
             self._hooks += [gate_hook, experts_hook, result_hook]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove them."""
         while self._hooks:
             self._hooks.pop().remove()
