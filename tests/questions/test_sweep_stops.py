@@ -55,7 +55,8 @@ def test_a_killed_sweep_goes_on_where_it_was(trace, tmp_path, request):
     assert psutil.wait_procs(workers, timeout=PATIENCE_S)[1] == []
 
     there = set(read_results(store)["digest"].to_pylist())
-    assert 0 < len(there) < RUNS
+    # A machine may have ended them all before it was killed.
+    assert 0 < len(there) <= RUNS
     options = {"seed": range(10), "jobs": 1, "details": True}
     found = moesim.sweep(trace, POLICIES, store=store, **options)
     pd.testing.assert_frame_equal(found, moesim.sweep(trace, POLICIES, **options))
