@@ -13,7 +13,7 @@ experts per token, H hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,18 +21,16 @@ import torch
 
 from moesim.base.errors import TraceError
 from moesim.policies.base import PolicyError
-from moesim.runtime.models.checkpoint import DTYPES, skeleton
 from moesim.runtime.models.expert_layout import UNUSED, group_tokens
 from moesim.runtime.models.gates import (
     MoeBlock,
     best_first,
-    find_blocks,
     further_arguments,
     gate_facts,
     read_gate,
 )
-from moesim.runtime.models.local_model import Pass, Sampling, generate, model_shape
-from moesim.runtime.models.offloaded import StoreExperts
+from moesim.runtime.models.local_model import Pass, Sampling, generate
+from moesim.runtime.models.offloaded import StoreExperts, offloaded_shape
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
@@ -61,23 +59,9 @@ def live_shape(
     """Describe an offloaded model: experts as they lie in the store, everything else as
     loaded.
     """
-    frame = skeleton(model_dir)
-    blocks = find_blocks(frame)
-    shape = model_shape(
-        frame,
-        model_dir.resolve().name,
-        blocks,
-        gate_facts(offloaded.model, offloaded.blocks()),
-    )
-    records = tuple(store.record_bytes(layer) for layer in range(store.layers))
-    # The frame's tensors were never loaded, so their type says nothing.
-    dtype = store.layout(0).dtype
-    return replace(
-        shape,
-        expert_bytes=records,
-        other_bytes=offloaded.dense_bytes,
-        dtype=DTYPES.get(dtype, dtype),
-    )
+    records = [store.record_bytes(layer) for layer in range(store.layers)]
+    name = model_dir.resolve().name
+    return offloaded_shape(offloaded, model_dir, name, store, records)
 
 
 def encode(local: LocalModel, prompts: Sequence[str | bytes]) -> list[list[int]]:

@@ -17,7 +17,6 @@ import datetime as dt
 import os
 import platform
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -49,12 +48,13 @@ from moesim.runtime.measure.neighbours import (
     device_copy,
     measure_contention,
     measure_probes,
+    torch_threads,
 )
 from moesim.runtime.measure.sampling import Measurements, pool_bytes
 from moesim.runtime.models.expert_layout import dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from moesim.runtime.accelerators import Accelerator
     from moesim.traces.format.schema import ModelShape
@@ -206,7 +206,7 @@ def measure(
 
     # The shares of seconds below follow how much each figure decides, and add up to
     # about one.
-    with _torch_threads(max(1, cores - 1)):
+    with torch_threads(max(1, cores - 1)):
         report("expert compute on the CPU", 0.0)
         # Both lanes compute from the same records: beside a card in its type.
         dtype = DEVICE_DTYPE
@@ -297,7 +297,7 @@ def _measure_accelerator(session: _Session) -> None:
         source = "host accelerator, 1 thread, weights read from memory"
     else:
         source = f"{accelerator.name}, its events"
-    with _torch_threads(1):
+    with torch_threads(1):
         if accelerator is None and session.cores <= 2:
             _copy_cpu_costs(measurements)
         else:
@@ -436,17 +436,6 @@ def workers_of(
     if cores == 1:
         return {"cpu": ("control", *cpu, *accelerator), **ssd_worker}
     return {"cpu": ("control", *cpu), "accelerator": accelerator, **ssd_worker}
-
-
-@contextmanager
-def _torch_threads(threads: int) -> Iterator[None]:
-    """Let torch compute on so many threads inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # -- evidence --------------------------------------------------------------------------
