@@ -1,5 +1,6 @@
 """A machine whose CPU and GPU compute from one memory: nothing is copied."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -66,6 +67,10 @@ def test_each_kind_of_accelerator_is_found_by_its_own_class(monkeypatch, kind):
     found = accelerator_here()
     assert (found.kind, found.device.type) == (kind, types[kind])
     assert found.page_locks == (kind != "mps")
+    # Torch's CUDA calls serve CUDA and ROCm alone: other streams are their own blocks.
+    stream = contextlib.nullcontext()
+    of_cuda = isinstance(found.on(stream), torch.cuda.StreamContext)
+    assert of_cuda == (types[kind] == "cuda")
 
 
 def test_a_machine_without_any_has_the_host_accelerator(monkeypatch):
