@@ -178,7 +178,11 @@ def _loop_without_stops() -> Iterator[Any]:
 
 
 def _ignore_interrupts() -> int:
-    """Leave ctrl-C to the process that started this one; return the number of this."""
+    """Leave ctrl-C, and its words, to the process that started this one; return the
+    number of this.
+    """
+    # A worker that is stopped a moment after its scheduler would report that.
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # It began with both masked, and may be ended by SIGTERM from now on.
     if hasattr(signal, "pthread_sigmask"):
