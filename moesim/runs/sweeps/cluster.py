@@ -130,6 +130,8 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
                 dashboard_address="127.0.0.1:0",
                 # Results are small, and a full disk is none of their business.
                 memory_limit=0,
+                # Workers that outlive the scheduler by a moment would report that.
+                silence_logs=logging.CRITICAL,
                 loop=loop,
             ) as cluster,
             Client(cluster) as client,
@@ -178,11 +180,7 @@ def _loop_without_stops() -> Iterator[Any]:
 
 
 def _ignore_interrupts() -> int:
-    """Leave ctrl-C, and its words, to the process that started this one; return the
-    number of this.
-    """
-    # A worker that is stopped a moment after its scheduler would report that.
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    """Leave ctrl-C to the process that started this one; return the number of this."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # It began with both masked, and may be ended by SIGTERM from now on.
     if hasattr(signal, "pthread_sigmask"):
