@@ -229,12 +229,12 @@ def _measure_beside(
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """Let torch use so many threads in the block."""
-    before = torch.get_numtorch_threads()
-    torch.set_numtorch_threads(count)
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_numtorch_threads(before)
+        torch.set_num_threads(before)
 
 
 def device_copy(accelerator: Accelerator, nbytes: int) -> Callable[[int], None]:
