@@ -2,11 +2,9 @@
 front that nothing beats.
 """
 
-import subprocess
-import sys
-
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
+from support.processes import run_python
 from support.small_trace import write_small_trace
 
 import moesim
@@ -21,11 +19,6 @@ def trace(tmp_path_factory):
     return write_small_trace(
         tmp_path_factory.mktemp("trace") / "small.parquet", new_tokens=12
     )
-
-
-@pytest.fixture
-def command(capsys, monkeypatch, tmp_path):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 FRONT = {
@@ -183,12 +176,6 @@ def test_without_optuna_the_extra_is_named(trace):
         "from moesim import cli; cli.main(sys.argv[1:])"
     )
     words = ["search", trace, "--over", "cache_ratio=0.1:0.5"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python("-c", code, *words)
     assert done.returncode == 2
     assert "pip install 'moesim[search]'" in done.stderr

@@ -271,7 +271,7 @@ def _on_recorded(reproduced: Reproduced) -> Table:
             label(entry),
             _number(entry.published),
             _number(entry.ours),
-            *(_with_interval(of[name]) for name in names),
+            *(mean_with_interval(of[name]) for name in names),
         )
         for entry, of in reproduced.recorded
         if of
@@ -286,7 +286,8 @@ def _on_recorded(reproduced: Reproduced) -> Table:
     )
 
 
-def _with_interval(figures: Sequence[float]) -> str:
+def mean_with_interval(figures: Sequence[float]) -> str:
+    """The mean, with its 95 % interval in brackets where there are three or more."""
     if not figures:
         return "-"
     text = _number(fmean(figures))
