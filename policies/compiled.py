@@ -268,10 +268,13 @@ class CompiledPrefetch(PrefetchPolicy):
 
     def _view(self, work: LayerWork, view: MachineView) -> KernelView:
         end = min(view.layers, work.layer + 1 + self.ahead)
+        seen = range(view.layers)
+        if not self.foresees_passes:
+            seen = range(work.layer + 1, end)
         # Copies of masks, layer by layer: a view has no flat array to give.
         states = np.zeros((view.gpus, view.layers, view.experts), np.int8)
         for gpu in range(view.gpus):
-            for layer in range(work.layer + 1, end):
+            for layer in seen:
                 states[gpu, layer][view.in_flight(layer, gpu)] = IN_FLIGHT
                 states[gpu, layer][view.resident(layer, gpu)] = RESIDENT
         # Few policies predict, and all would wait for its machine code.

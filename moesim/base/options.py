@@ -108,6 +108,11 @@ def seed_option(text: str = "Of everything that is drawn.") -> Any:
     return option(0, text, kind=int, metavar="N", minimum=0)
 
 
+def minutes_option(text: str, default: float | None = None) -> Any:
+    """``--minutes``, a limit of time that is kept."""
+    return option(default, text, kind=float, metavar="M", minimum=0.0)
+
+
 def policies_option(*names: str) -> Any:
     """Policies that compete."""
     text = "Systems, or assignment+cache+prefetch such as greedy+lru+none."

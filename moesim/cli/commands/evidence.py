@@ -15,6 +15,7 @@ from moesim.base.options import (
     Options,
     folder_option,
     json_option,
+    minutes_option,
     option,
     policies_option,
     seed_option,
@@ -42,10 +43,6 @@ MOST_CONSTANTS = 12
 STORES = "Folder of the experts' stores. Default: a temporary one."
 
 
-def _minutes(default: float | None, text: str) -> Any:
-    return option(default, text, kind=float, metavar="M", minimum=0.0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions(Options):
     """What `moesim verify` is asked."""
@@ -57,8 +54,8 @@ class VerifyOptions(Options):
         metavar="DIR",
         place="folder",
     )
-    minutes: float = _minutes(
-        10.0, "For everything; decides how many cells and repetitions are made."
+    minutes: float = minutes_option(
+        "For everything; decides how many cells and repetitions are made.", 10.0
     )
     seed: int = seed_option()
     as_json: bool = json_option()
@@ -147,8 +144,8 @@ class ValidateOptions(Options):
         16, "Forward passes of each run.", kind=int, metavar="N", minimum=2
     )
     repetitions: int = option(5, "Of each real run.", kind=int, metavar="N", minimum=1)
-    minutes: float | None = _minutes(
-        None, "A limit: cells and repetitions that do not fit are left out, and named."
+    minutes: float | None = minutes_option(
+        "A limit: cells and repetitions that do not fit are left out, and named."
     )
     store: Path | None = folder_option(STORES)
     out: Path | None = folder_option(
@@ -413,8 +410,7 @@ class CalibrateOptions(Options):
         metavar="FILE",
         place="input",
     )
-    minutes: float | None = _minutes(
-        None,
+    minutes: float | None = minutes_option(
         "A limit: runs are repeated for so long at most, until no constant is so wide"
         " that predictions move by more than 2 %.",
     )

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moesim.base.inputs import check_input
-from moesim.base.options import Options, folder_option, json_option, option
+from moesim.base.options import (
+    Options,
+    folder_option,
+    json_option,
+    minutes_option,
+    option,
+)
 from moesim.cli import output
 from moesim.cli.checks import check_device, device_option
 from moesim.cli.options import from_dataclass
@@ -83,6 +89,9 @@ class QualityOptions(Options):
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     device: str = device_option()
+    minutes: float | None = minutes_option(
+        "A limit on reading: passages that do not fit are left out.",
+    )
     out: Path | None = folder_option("Write figures and a picture there.")
     as_json: bool = json_option()
 
@@ -127,6 +136,7 @@ def quality(config: RunConfig, options: QualityOptions) -> None:
             residual=options.residual,
             dtype=options.dtype,
             device=options.device,
+            minutes=options.minutes,
             progress=show,
         )
     written = [] if options.out is None else save_quality(result, options.out)

@@ -16,6 +16,7 @@ from moesim.base.options import (
     file_option,
     folder_option,
     json_option,
+    minutes_option,
     option,
 )
 from moesim.cli import output
@@ -169,6 +170,10 @@ class SearchOptions(ManyRunsOptions):
     halving: bool = option(
         False, "Replay few steps first, and the best third for longer.", kind=bool
     )
+    minutes: float | None = minutes_option(
+        "A limit: proposals that do not fit are left out; with --results the next call"
+        " goes on.",
+    )
 
 
 @from_dataclass()
@@ -194,6 +199,7 @@ def search(axes: dict[str, Any], options: SearchOptions) -> None:
             objectives=options.objective,
             trials=options.trials,
             halving=options.halving,
+            minutes=options.minutes,
             store=options.results,
             jobs=options.jobs,
             cluster=options.cluster,
@@ -210,6 +216,8 @@ def search(axes: dict[str, Any], options: SearchOptions) -> None:
     print("\n".join(aligned([list(map(str, shown.columns)), *rows])))
     best = int(searched["best"].sum())
     print(f"\nbest: {best} of {len(searched)} runs that were replayed in full")
+    if left_out := searched.attrs["left_out"]:
+        print(f"left out: {left_out} of {options.trials} proposals")
     output.print_written([options.results, options.table])
 
 
@@ -221,7 +229,7 @@ def _single(source: Any) -> list[Any]:
     """
     named = source if isinstance(source, list) else [source]
     if len(named) != 1:
-        raise typer.BadParameter("expected one trace", param_hint="--traces")
+        raise typer.BadParameter("expected one trace", param_hint="--trace")
     return named
 
 
