@@ -18,19 +18,24 @@ from moesim.policies.base import (
     AssignmentPolicy,
     CachePolicy,
     ExpertKey,
+    Gate,
+    Precompute,
     PrefetchPolicy,
+    Routing,
+    RoutingPolicy,
     Swap,
 )
-from moesim.policies.kernels import SERIAL, WAITS, KernelView, Work
+from moesim.policies.kernels import SERIAL, WAITS, GateWork, KernelView, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from moesim.policies.base import Future, LayerWork, MachineView, RunContext
     from moesim.policies.kernels import (
         AssignmentKernels,
         CacheKernels,
         PrefetchKernels,
+        RoutingKernels,
     )
 
 _NO_SCORES = np.empty(0)
@@ -91,6 +96,35 @@ def _states_by_gpu(work: LayerWork, view: MachineView) -> np.ndarray:
     return np.where(resident, RESIDENT, flying * IN_FLIGHT).astype(np.int8)
 
 
+def kernel_gate(gate: Gate, view: MachineView) -> GateWork:
+    """A gate's outputs as kernels want them, with the states of its layer."""
+    return GateWork(
+        step=gate.step,
+        layer=gate.layer,
+        phase=int(gate.phase),
+        experts=np.ascontiguousarray(gate.experts, np.uint16),
+        weights=_numbers(gate.weights),
+        scores=_numbers(gate.scores),
+        predicted=_numbers(gate.predicted),
+        states=_states_of(view, [gate.layer]),
+    )
+
+
+def _numbers(values: np.ndarray | None) -> np.ndarray:
+    return _NO_TABLE if values is None else np.ascontiguousarray(values, np.float64)
+
+
+def _states_of(view: MachineView, layers: Iterable[int]) -> np.ndarray:
+    """State of every expert of some layers on every GPU: int8 [G, L * E]."""
+    # Copies of masks, layer by layer: a view has no flat array to give.
+    states = np.zeros((view.gpus, view.layers, view.experts), np.int8)
+    for gpu in range(view.gpus):
+        for layer in layers:
+            states[gpu, layer][view.in_flight(layer, gpu)] = IN_FLIGHT
+            states[gpu, layer][view.resident(layer, gpu)] = RESIDENT
+    return states.reshape(view.gpus, -1)
+
+
 def _writable(array: np.ndarray) -> np.ndarray:
     """The array, or a copy of one that is shared for reading."""
     return array if array.flags.writeable else array.copy()
@@ -103,10 +137,18 @@ class CompiledAssignment(AssignmentPolicy):
     in `start`.
 
     Attributes:
-        brought: the kernel and its state.
+        brought: the kernels and their state.
+        precomputes_by_kernel: whether it brings a kernel for work ahead of a gate.
     """
 
     brought: AssignmentKernels
+    precomputes_by_kernel: ClassVar[bool] = False
+
+    @property
+    def precomputes(self) -> bool:
+        """Whether a kernel, or a subclass's own method, names experts ahead."""
+        overridden = type(self).precompute is not CompiledAssignment.precompute
+        return self.precomputes_by_kernel or overridden
 
     def kernels(self) -> AssignmentKernels:
         """The same in compiled runs."""
@@ -121,6 +163,59 @@ class CompiledAssignment(AssignmentPolicy):
         flags = self.brought.assign(self.brought.state, given, lanes, order)
         waits = bool(flags & WAITS)
         return Assignment(lanes, order, serial=bool(flags & SERIAL), waits=waits)
+
+    def precompute(self, work: LayerWork, view: MachineView) -> Precompute | None:
+        """Ask the kernel of this name, by what the next gate says of this layer's
+        input.
+        """
+        gate = Gate(
+            step=work.step,
+            layer=work.layer + 1,
+            phase=work.phase,
+            experts=work.routing,
+            weights=None,
+            scores=None,
+            predicted=work.predicted.get("pred1_raw"),
+        )
+        rows = len(work.routing)
+        routing = np.empty(rows * view.experts, np.uint16)
+        tokens = np.zeros(view.experts, np.int32)
+        given = kernel_gate(gate, view)
+        columns = self.brought.precompute(self.brought.state, given, routing, tokens)
+        if not columns:
+            return None
+        experts = np.flatnonzero(tokens).astype(np.int32)
+        predicted = routing[: rows * columns].reshape(rows, columns)
+        return Precompute(experts, tokens[experts], predicted)
+
+
+class CompiledRouting(RoutingPolicy):
+    """A routing whose experts a kernel chooses.
+
+    Attributes:
+        brought: the kernel and its state, set as `CompiledAssignment` says.
+    """
+
+    brought: RoutingKernels
+
+    def kernels(self) -> RoutingKernels:
+        """The same in compiled runs, which need no weights."""
+        return self.brought
+
+    def route(self, gate: Gate, view: MachineView) -> Routing:
+        """Ask the kernel, and weigh the experts that it has altered."""
+        tokens = len(gate.experts)
+        routing = np.empty(tokens * view.experts, np.uint16)
+        given = kernel_gate(gate, view)
+        columns = self.brought.route(self.brought.state, given, routing)
+        if not columns:
+            return Routing(gate.experts, gate.weights)
+        experts = routing[: tokens * columns].reshape(tokens, columns)
+        return self.weigh(gate, experts, view)
+
+    @abstractmethod
+    def weigh(self, gate: Gate, experts: np.ndarray, view: MachineView) -> Routing:
+        """Find the combine weights of altered `experts`, uint16 [T, K']."""
 
 
 class CompiledCache(CachePolicy):
@@ -192,16 +287,12 @@ class CompiledCache(CachePolicy):
 
     def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
         """Ask the kernel of this name."""
-        states = np.zeros((view.gpus, view.layers, view.experts), np.int8)
-        for gpu in range(view.gpus):
-            states[gpu, work.layer][view.in_flight(work.layer, gpu)] = IN_FLIGHT
-            states[gpu, work.layer][view.resident(work.layer, gpu)] = RESIDENT
         outgoing = np.empty(view.layers * view.experts, np.int64)
         incoming = np.empty(view.layers * view.experts, np.int64)
         count = self.brought.replacements(
             self.brought.state,
             kernel_work(work),
-            states.reshape(view.gpus, -1),
+            _states_of(view, [work.layer]),
             outgoing,
             incoming,
         )
@@ -238,11 +329,13 @@ class CompiledPrefetch(PrefetchPolicy):
         brought: the kernel and its state.
         ahead: coming layers whose experts' states the kernel reads.
         weighs_costs: whether it reads seconds of the machine.
+        foretells_by_kernel: whether it brings a kernel for drafted tokens.
     """
 
     brought: PrefetchKernels
     ahead: int = 1
     weighs_costs: ClassVar[bool] = False
+    foretells_by_kernel: ClassVar[bool] = False
     _future: Future | None = None
     _last: LayerWork | None = None
 
@@ -266,14 +359,43 @@ class CompiledPrefetch(PrefetchPolicy):
         keys = named[:count].tolist()
         return [ExpertKey(*divmod(key, view.experts)) for key in keys]
 
+    @property
+    def foretells(self) -> bool:
+        """Whether a kernel, or a subclass's own method, looks at drafted tokens."""
+        overridden = type(self).foretold is not CompiledPrefetch.foretold
+        return self.foretells_by_kernel or overridden
+
+    def foretold(
+        self, experts: np.ndarray, draft_s: float, view: MachineView
+    ) -> Sequence[ExpertKey]:
+        """Ask the kernel of this name."""
+        if not self.foretells_by_kernel:
+            return ()
+        layers = range(view.layers)
+        none = np.empty((0, view.experts))
+        machine = KernelView(
+            states=_states_of(view, layers),
+            routing=_NO_ROUTING,
+            before=_NO_ROUTING,
+            workload=none.astype(np.int32),
+            score_sums=none.astype(np.float32),
+            coming=np.empty(0, np.int32),
+            coming_edges=np.empty(0, np.int64),
+            copy_s=np.array([view.copy_s(layer) for layer in layers]),
+            cpu_s=_NO_TABLE,
+            gpu_s=_NO_TABLE,
+            link_wait_s=view.link_wait_s(),
+            gap_s=view.gap_s,
+        )
+        named = np.empty(view.layers * view.experts, np.int64)
+        (predicted,) = self.drafted(experts[None])
+        count = self.brought.foretold(
+            self.brought.state, predicted, draft_s, machine, named
+        )
+        return [ExpertKey(*divmod(key, view.experts)) for key in named[:count].tolist()]
+
     def _view(self, work: LayerWork, view: MachineView) -> KernelView:
         end = min(view.layers, work.layer + 1 + self.ahead)
-        # Copies of masks, layer by layer: a view has no flat array to give.
-        states = np.zeros((view.gpus, view.layers, view.experts), np.int8)
-        for gpu in range(view.gpus):
-            for layer in range(work.layer + 1, end):
-                states[gpu, layer][view.in_flight(layer, gpu)] = IN_FLIGHT
-                states[gpu, layer][view.resident(layer, gpu)] = RESIDENT
         # Few policies predict, and all would wait for its machine code.
         from moesim.traces.predictions import tallies  # noqa: PLC0415 - see above
 
@@ -297,7 +419,7 @@ class CompiledPrefetch(PrefetchPolicy):
                 cpu_s[layer] = view.cpu_s(layer, tokens)
                 gpu_s[layer] = view.gpu_s(layer, tokens)
         return KernelView(
-            states.reshape(view.gpus, -1),
+            _states_of(view, range(work.layer + 1, end)),
             routing,
             before,
             workload,

@@ -8,7 +8,8 @@ as well, in the engine that everybody can read.
 Kernels have fixed signatures, those below, so that one compiled loop serves all of
 them. They may change their state and what is named as a result, and nothing else.
 
-A active experts, G GPUs, M incoming, C candidates.
+A active experts, G GPUs, L layers, E experts of a layer, T tokens, K experts per token,
+M incoming, C candidates.
 """
 
 from __future__ import annotations
@@ -128,6 +129,28 @@ class KernelView(NamedTuple):
     gap_s: float
 
 
+class GateWork(NamedTuple):
+    """Outputs of a layer's gate, as `moesim.policies.base.Gate` has them. What a trace
+    lacks has no rows.
+
+    Attributes:
+        step, layer, phase: as there.
+        experts: uint16 [T, K].
+        weights: float64 [T, K].
+        scores, predicted: float64 [T, E].
+        states: int8 [G, L * E], state of every expert on every GPU.
+    """
+
+    step: int
+    layer: int
+    phase: int
+    experts: np.ndarray
+    weights: np.ndarray
+    scores: np.ndarray
+    predicted: np.ndarray
+    states: np.ndarray
+
+
 KEYS = input_array(nb.int64)
 """Flat keys of experts, ``layer * experts + expert``."""
 
@@ -189,12 +212,33 @@ VIEW = structure(
     ),
 )
 
+GATE = structure(
+    GateWork,
+    (
+        *[nb.int64] * 3,
+        input_array(nb.uint16, 2),
+        *[input_array(nb.float64, 2)] * 3,
+        nb.int8[:, ::1],
+    ),
+)
+
 SERIAL = 1
 WAITS = 2
 """What an assignment kernel may answer, added up: see `Assignment`."""
 
 ASSIGN = nb.int64(STATE, WORK, nb.int8[::1], nb.int64[::1])
 """``assign(state, work, lanes, order) -> flags``: fills in lanes and launch order."""
+
+PRECOMPUTE = nb.int64(STATE, GATE, nb.uint16[::1], nb.int32[::1])
+"""``precompute(state, gate, routing, tokens) -> columns``: of the next layer, whose gate
+has not spoken: fills in the experts that are predicted for its tokens, row by row, and
+how many tokens of each expert the CPU starts now; 0 columns for none.
+"""
+
+ROUTE = nb.int64(STATE, GATE, nb.uint16[::1])
+"""``route(state, gate, routing) -> columns``: fills in the experts of every token, row by
+row, `UNUSED` in unused places; 0 columns leave the recorded ones.
+"""
 
 ACCESSED = nb.void(STATE, WORK)
 """``accessed(state, work)``."""
@@ -221,9 +265,21 @@ PREFETCH = nb.int64(STATE, WORK, VIEW, _KEYS)
 coming layers, most wanted first.
 """
 
+FORETOLD = nb.int64(STATE, input_array(nb.int32, 2), nb.float64, VIEW, _KEYS)
+"""``foretold(state, predicted, draft_s, view, named) -> count``: as `PREFETCH`, of a
+drafted token; ``predicted`` [L, K] are the experts that its draft knows of, -1 where it
+knows of none. Of the view, what it says of a layer step is empty.
+"""
+
+UNUSED = 65535
+"""Marks a place that no expert takes in a token's routing."""
+
 KERNELS = {
+    "route": ROUTE,
     "assign": ASSIGN,
+    "precompute": PRECOMPUTE,
     "prefetch": PREFETCH,
+    "foretold": FORETOLD,
     "accessed": ACCESSED,
     "admits": ADMITS,
     "precedence": PRECEDENCE,
@@ -297,6 +353,32 @@ def prefetches_nothing(
     return 0
 
 
+@compiled(FORETOLD)
+def foretells_nothing(
+    state: State,
+    predicted: np.ndarray,
+    draft_s: float,
+    view: KernelView,
+    named: np.ndarray,
+) -> int:
+    """Name nothing."""
+    return 0
+
+
+@compiled(PRECOMPUTE)
+def precomputes_nothing(
+    state: State, gate: GateWork, routing: np.ndarray, tokens: np.ndarray
+) -> int:
+    """Start nothing."""
+    return 0
+
+
+@compiled(ROUTE)
+def routes_as_recorded(state: State, gate: GateWork, routing: np.ndarray) -> int:
+    """Leave every token its experts."""
+    return 0
+
+
 # Fields of this name stand beside the function.
 state = _state
 
@@ -306,6 +388,14 @@ class AssignmentKernels(NamedTuple):
 
     assign: Any
     state: State = _state()
+    precompute: Any = precomputes_nothing
+
+
+class RoutingKernels(NamedTuple):
+    """What a routing policy brings."""
+
+    route: Any = routes_as_recorded
+    state: State = _state()
 
 
 class PrefetchKernels(NamedTuple):
@@ -313,6 +403,7 @@ class PrefetchKernels(NamedTuple):
 
     prefetch: Any = prefetches_nothing
     state: State = _state()
+    foretold: Any = foretells_nothing
 
 
 class CacheKernels(NamedTuple):

@@ -135,12 +135,10 @@ def replay(
         summary = Summary(profile.lanes)
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
 
-    drafts = opened.passes.draft_tokens > 0
     engine = choose_engine(
         config.engine,
         planner,
         profile,
-        drafts=drafts,
         layer_steps=layer_steps_of(config, opened),
     )
     requests = None

@@ -216,6 +216,9 @@ def complete(world: Any, layer: int) -> None:
     first = layer * world.constants.experts
     for key in range(first, first + world.constants.experts):
         world.experts[m, key].cpu_reads = False
+        if world.experts[m, key].held_ahead:
+            world.experts[m, key].held_ahead = False
+            world.holds[m, key] -= 1
         if world.experts[m, key].used:
             world.experts[m, key].used = False
             world.holds[m, key] -= 1

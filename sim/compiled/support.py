@@ -14,6 +14,7 @@ from moesim.policies.base import (
     CachePolicy,
     Policy,
     PrefetchPolicy,
+    RoutingPolicy,
 )
 from moesim.policies.planner.planner import Planner
 from moesim.sim.compiled.records import MOST_LANES
@@ -21,9 +22,7 @@ from moesim.sim.compiled.records import MOST_LANES
 if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
 
-_READ_ONLY = frozenset(
-    {"kernels", "initial", "start", "replaces", "evaluations", "foretold"}
-)
+_READ_ONLY = frozenset({"kernels", "initial", "start", "evaluations", "drafted"})
 """Members of a policy that a kernel has no part in."""
 
 
@@ -41,29 +40,18 @@ def unsupported(planner: Any, profile: HardwareProfile, costs: Any) -> str | Non
         return "costs that are not a hardware profile's"
     if len(profile.lanes) > MOST_LANES:
         return f"a machine of more than {MOST_LANES} lanes"
-    policies = planner.policies
-    if policies.routing.alters:
-        return f"routing policy {policies.names.get('routing')!r}"
-    return _unsupported_policies(planner)
-
-
-def _unsupported_policies(planner: Planner) -> str | None:
-    policies = planner.policies
-    cache = policies.caches[0]
-    name = policies.names.get("cache")
-    if type(policies.assignment).precompute is not AssignmentPolicy.precompute:
-        return "experts that are computed ahead of their gate"
-    if type(cache).exposed_s is not CachePolicy.exposed_s:
-        return f"cache policy {name!r}: its choice of victims takes time"
-    if cache.replaces and cache.replaces_first:
-        return f"cache policy {name!r}: replaces before the step"
     return None
 
 
 def all_bring_kernels(planner: Planner) -> bool:
     """Whether no policy's Python is asked in a compiled run."""
     policies = planner.policies
-    asked: list[Policy] = [policies.assignment, policies.prefetch, policies.caches[0]]
+    asked: list[Policy] = [
+        policies.routing,
+        policies.assignment,
+        policies.prefetch,
+        policies.caches[0],
+    ]
     host_cache = policies.host_cache
     of_host = host_cache is None or host_answers_with_kernels(host_cache)
     return of_host and all(map(answers_with_kernels, asked))
@@ -108,4 +96,4 @@ def _depth(kinds: tuple[type, ...], name: str) -> int:
     return next(place for place, kind in enumerate(kinds) if name in vars(kind))
 
 
-_KINDS = (AssignmentPolicy, CachePolicy, PrefetchPolicy)
+_KINDS = (AssignmentPolicy, CachePolicy, PrefetchPolicy, RoutingPolicy)
