@@ -330,6 +330,8 @@ class Policy:
             qualify; a cache must also admit every miss.
         compared_with: specifications of the policies of the same kind that its own
             report judges it beside.
+        reads_tokens: whether its kernels read the gate outputs of single tokens.
+        reads_states: whether its kernels read where all experts of a layer are.
         own_planning_s: seconds that its decisions about one layer step take, where that
             is more than what a machine's planning counts for all policies.
     """
@@ -341,6 +343,9 @@ class Policy:
     reference: ClassVar[tuple[str, ...]] = ()
     compared_with: ClassVar[tuple[str, ...]] = ()
     needs: tuple[str, ...] = ()
+    # May be parameters of a policy, as what it needs.
+    reads_tokens: bool = False
+    reads_states: bool = False
     own_planning_s: float = 0.0
 
     def start(self, context: RunContext) -> None:

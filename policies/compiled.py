@@ -39,18 +39,26 @@ if TYPE_CHECKING:
     )
 
 _NO_SCORES = np.empty(0)
+_NO_STATES = np.empty((0, 0), np.int8)
 
 
-def kernel_work(work: LayerWork, view: MachineView | None = None) -> Work:
+def kernel_work(
+    work: LayerWork, view: MachineView | None = None, *, states: bool = False
+) -> Work:
     """The work of a layer step as kernels want it, made when one is first asked.
 
     Args:
         work: the layer step.
         view: the machine; without it `gpu_state` knows only the best of several GPUs,
             and `first_cpu_s` is left out.
+        states: whether `Work.states` is read.
     """
     if work.handed is not None:
         made, made_with = work.handed
+        if states and not len(made.states):
+            assert view is not None
+            made = made._replace(states=_states_of(view, [work.layer]))
+            work.handed = made, made_with
         if view is None or view is made_with:
             return made
     state = work.state
@@ -59,9 +67,14 @@ def kernel_work(work: LayerWork, view: MachineView | None = None) -> Work:
         first_cpu_s = float(getattr(view, "cpu_first_s", 0.0))
         if len(work.arrive_s) > 1:
             state = _states_by_gpu(work, view)
-    scores = _NO_SCORES
+    scores = first_scores = _NO_SCORES
     if work.scores is not None:
         scores = work.scores.mean(axis=0, dtype=np.float64)
+        first_scores = work.scores[:1].astype(np.float64).reshape(-1)
+    every_state = _NO_STATES
+    if states:
+        assert view is not None
+        every_state = _states_of(view, [work.layer])
     made = Work(
         step=work.step,
         layer=work.layer,
@@ -78,6 +91,8 @@ def kernel_work(work: LayerWork, view: MachineView | None = None) -> Work:
         link_s=np.zeros(len(work.arrive_s)) if work.link_s is None else work.link_s,
         gpu_state=state,
         scores=scores,
+        first_scores=first_scores,
+        states=every_state,
         first_cpu_s=first_cpu_s,
     )
     work.handed = made, view
@@ -159,7 +174,7 @@ class CompiledAssignment(AssignmentPolicy):
         active = len(work.experts)
         lanes = np.empty(active, np.int8)
         order = np.empty(active, np.int64)
-        given = kernel_work(work, view)
+        given = kernel_work(work, view, states=self.reads_states)
         flags = self.brought.assign(self.brought.state, given, lanes, order)
         waits = bool(flags & WAITS)
         return Assignment(lanes, order, serial=bool(flags & SERIAL), waits=waits)
@@ -197,6 +212,7 @@ class CompiledRouting(RoutingPolicy):
     """
 
     brought: RoutingKernels
+    reads_tokens = True
 
     def kernels(self) -> RoutingKernels:
         """The same in compiled runs, which need no weights."""
@@ -337,7 +353,8 @@ class CompiledPrefetch(PrefetchPolicy):
     weighs_costs: ClassVar[bool] = False
     foretells_by_kernel: ClassVar[bool] = False
     _future: Future | None = None
-    _last: LayerWork | None = None
+    # What was routed in this pass so far, the last two layers.
+    _last: tuple[LayerWork, ...] = ()
 
     def start(self, context: RunContext) -> None:
         """Keep the future, which only oracles are given."""
@@ -377,8 +394,10 @@ class CompiledPrefetch(PrefetchPolicy):
             states=_states_of(view, layers),
             routing=_NO_ROUTING,
             before=_NO_ROUTING,
+            before_that=_NO_ROUTING,
             workload=none.astype(np.int32),
             score_sums=none.astype(np.float32),
+            predicted=none,
             coming=np.empty(0, np.int32),
             coming_edges=np.empty(0, np.int64),
             copy_s=np.array([view.copy_s(layer) for layer in layers]),
@@ -403,9 +422,9 @@ class CompiledPrefetch(PrefetchPolicy):
             work.predicted, self.needs, work.routing.shape[1], view.experts
         )
 
-        routing = before = _NO_ROUTING
+        routing = before = before_that = _NO_ROUTING
         if self.reads_routing:
-            routing, before = self._routing(work)
+            routing, before, before_that = self._routing(work)
         coming, edges = self._coming(work, view.layers)
         copy_s = np.empty(0)
         cpu_s = gpu_s = _NO_TABLE
@@ -422,8 +441,10 @@ class CompiledPrefetch(PrefetchPolicy):
             _states_of(view, range(work.layer + 1, end)),
             routing,
             before,
+            before_that,
             workload,
             score_sums,
+            _numbers(work.predicted.get("pred1_raw")),
             coming,
             edges,
             copy_s,
@@ -433,18 +454,15 @@ class CompiledPrefetch(PrefetchPolicy):
             view.gap_s if self.weighs_costs else 0.0,
         )
 
-    def _routing(self, work: LayerWork) -> tuple[np.ndarray, np.ndarray]:
-        """Experts of every token, in this layer and the one before in its pass."""
+    def _routing(self, work: LayerWork) -> list[np.ndarray]:
+        """Experts of every token, in this layer and the two before in its pass."""
         last = self._last
-        self._last = work
-        routing = np.array(work.routing, np.uint16)
-        follows = (
-            last is not None and last.step == work.step and last.layer + 1 == work.layer
-        )
-        if not follows:
-            return routing, _NO_ROUTING
-        assert last is not None
-        return routing, np.array(last.routing, np.uint16)
+        if not last or (last[0].step, last[0].layer + 1) != (work.step, work.layer):
+            last = ()
+        known = (work, *last)
+        self._last = known[:2]
+        routing = [np.array(each.routing, np.uint16) for each in known]
+        return (routing + [_NO_ROUTING] * 2)[:3]
 
     def _coming(self, work: LayerWork, layers: int) -> tuple[np.ndarray, np.ndarray]:
         """Active experts of the coming layers of this pass, and where each begins."""

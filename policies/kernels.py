@@ -70,6 +70,10 @@ class Work(NamedTuple):
         link_s: float64 [G], until each link has ended the copy under way.
         gpu_state: int8 [G * A], state of every expert on one GPU after the other.
         scores: float64 [E], gate scores, mean over the tokens; empty if there are none.
+        first_scores: float64 [E], those of the first token; empty unless the policy
+            `reads_tokens`.
+        states: int8 [G, L * E], state of every expert of the layer on every GPU; no
+            rows unless the policy `reads_states`.
         first_cpu_s: extra seconds of the first CPU expert of a layer step.
     """
 
@@ -88,6 +92,8 @@ class Work(NamedTuple):
     link_s: np.ndarray
     gpu_state: np.ndarray
     scores: np.ndarray
+    first_scores: np.ndarray
+    states: np.ndarray
     first_cpu_s: float
 
 
@@ -102,10 +108,13 @@ class KernelView(NamedTuple):
         states: int8 [G, L * E], state of every expert on every GPU.
         routing: uint16 [T, K], experts of every token; no rows unless the policy
             `reads_routing`.
-        before: the same of the layer before in this forward pass.
+        before, before_that: the same of the layer before in this forward pass, and of
+            the one before that.
         workload: int32 [P, E], tokens that each predictor gives to the experts of its
             layer.
         score_sums: float32 [P, E], their predicted scores, summed over the tokens.
+        predicted: float64 [T, E], ``pred1_raw`` of every token; no rows unless the
+            policy `reads_tokens`.
         coming: int32, active experts, layer after layer, for oracles; empty for others.
         coming_edges: int64, where in `coming` each of the following layers of this
             forward pass begins, and where the last one ends.
@@ -118,8 +127,10 @@ class KernelView(NamedTuple):
     states: np.ndarray
     routing: np.ndarray
     before: np.ndarray
+    before_that: np.ndarray
     workload: np.ndarray
     score_sums: np.ndarray
+    predicted: np.ndarray
     coming: np.ndarray
     coming_edges: np.ndarray
     copy_s: np.ndarray
@@ -190,6 +201,8 @@ WORK = structure(
         SECONDS,
         input_array(nb.int8),
         SECONDS,
+        SECONDS,
+        input_array(nb.int8, 2),
         nb.float64,
     ),
 )
@@ -198,10 +211,10 @@ VIEW = structure(
     KernelView,
     (
         nb.int8[:, ::1],
-        nb.uint16[:, ::1],
-        nb.uint16[:, ::1],
+        *[nb.uint16[:, ::1]] * 3,
         nb.int32[:, ::1],
         nb.float32[:, ::1],
+        nb.float64[:, ::1],
         _INT32,
         _KEYS,
         _SECONDS,
@@ -230,14 +243,14 @@ ASSIGN = nb.int64(STATE, WORK, nb.int8[::1], nb.int64[::1])
 """``assign(state, work, lanes, order) -> flags``: fills in lanes and launch order."""
 
 PRECOMPUTE = nb.int64(STATE, GATE, nb.uint16[::1], nb.int32[::1])
-"""``precompute(state, gate, routing, tokens) -> columns``: of the next layer, whose gate
-has not spoken: fills in the experts that are predicted for its tokens, row by row, and
+"""``precompute(state, gate, routing, tokens) -> columns``, of the next layer, before its
+gate has spoken: fills in the experts that are predicted for its tokens, row by row, and
 how many tokens of each expert the CPU starts now; 0 columns for none.
 """
 
 ROUTE = nb.int64(STATE, GATE, nb.uint16[::1])
-"""``route(state, gate, routing) -> columns``: fills in the experts of every token, row by
-row, `UNUSED` in unused places; 0 columns leave the recorded ones.
+"""``route(state, gate, routing) -> columns``: fills in the experts of every token, row
+by row, `UNUSED` in unused places; 0 columns leave the recorded ones.
 """
 
 ACCESSED = nb.void(STATE, WORK)

@@ -108,7 +108,7 @@ def _blocks(
     predictors: tuple[str, ...] = ()
     # Policies in Python are shown every layer step as an object.
     routed = not all_bring_kernels(planner)
-    tokens = policies.assignment.precomputes or (policies.routing.alters and not routed)
+    tokens = any(policy.reads_tokens for policy in policies.all())
     routing = tokens or policies.routing.alters or prefetch.foretells
     if answers_with_kernels(prefetch):
         predictors = tuple(
@@ -145,6 +145,7 @@ def choose_engine(
     planner: Planner,
     profile: HardwareProfile,
     *,
+    arrivals: bool = False,
     layer_steps: float = math.inf,
 ) -> Engine:
     """Choose the engine of a run.
@@ -154,6 +155,7 @@ def choose_engine(
             everything that is involved.
         planner: of the run.
         profile: the machine.
+        arrivals: whether requests arrive over time: what runs then depends on the time.
         layer_steps: of the run, about. Where compiling the engine would take longer
             than SimPy, ``auto`` takes SimPy for the first such run; whoever runs a
             second will run more.
@@ -166,6 +168,8 @@ def choose_engine(
     from moesim.sim.compiled.support import unsupported  # noqa: PLC0415 - as above
 
     reason = unsupported(planner, profile, planner.costs)
+    if arrivals:
+        reason = "requests that arrive over time"
     if reason is None:
         if wanted == COMPILED or not _is_soon_done(layer_steps):
             return Engine(COMPILED)

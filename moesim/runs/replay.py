@@ -18,7 +18,7 @@ from moesim.policies.faults import policy_faults
 from moesim.policies.systems import compose
 from moesim.runs.bound.least_time import layer_steps_of, replay_bound
 from moesim.runs.config import MemoryOptions, RunConfig, takes_options
-from moesim.runs.engines import Engine, choose_engine
+from moesim.runs.engines import choose_engine
 from moesim.runs.memory import plan_memory
 from moesim.runs.result import Run, save_run
 from moesim.runs.setup import (
@@ -139,6 +139,7 @@ def replay(
         config.engine,
         planner,
         profile,
+        arrivals=config.arrivals is not None,
         layer_steps=layer_steps_of(config, opened),
     )
     requests = None
@@ -156,8 +157,6 @@ def replay(
                     progress=progress,
                 )
             else:
-                # Steps depend on the time then, which only SimPy's clock tells.
-                engine = Engine("simpy", "requests that arrive over time")
                 simulation = Replay(
                     profile,
                     planner.costs,

@@ -21,7 +21,8 @@ from moesim.policies.kernels import (
     state,
 )
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.routing._substitute import best_of, keep_one_absent, on_gpu
+from moesim.policies.ranking import best_of
+from moesim.policies.routing._substitute import keep_one_absent, on_gpu
 from moesim.traces.format.schema import Phase
 
 Overlap = Literal["parallel", "serial"]
@@ -123,6 +124,7 @@ class DAOP(CompiledAssignment):
 
     approximates: ClassVar[bool] = True
     precomputes_by_kernel: ClassVar[bool] = True
+    reads_tokens = True
     needs = ("pred1_raw",)
 
     def __init__(

@@ -211,16 +211,16 @@ class Network(NamedTuple):
         return self.b1.shape[1]
 
     def packed(self, layer: int) -> np.ndarray:
-        """One layer's parameters in a row, float64: of each matrix a row per input, then
-        its biases.
+        """One layer's parameters, float64: of each matrix a row per input, then its
+        biases.
         """
         pairs = ((self.w1, self.b1), (self.w2, self.b2), (self.w3, self.b3))
         parts = [part for w, b in pairs for part in (w[layer].T.ravel(), b[layer])]
         return np.concatenate(parts).astype(np.float64)
 
     def evaluate(self, layer: int, features: np.ndarray) -> np.ndarray:
-        """float64 [N]: how late each expert is expected, from `features` [2N]; larger is
-        later.
+        """How late each expert is expected, float64 [N], from `features` [2N]; larger
+        is later.
         """
         given = features.astype(np.float64)
         return evaluate(self.packed(layer), self.hidden, given)

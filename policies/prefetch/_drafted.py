@@ -3,8 +3,9 @@ which verifies them will use are copied.
 
 No trace holds what a draft model knows of the target's experts. Here every expert of a
 drafted token is known with a stated probability; otherwise another one, drawn at random
-among those that the token does not use, is taken for it. D drafted tokens, L MoE layers,
-E experts per layer, K experts per token.
+among those that the token does not use, is taken for it.
+
+D drafted tokens, L MoE layers, E experts per layer, K experts per token.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from moesim.machine_code.functions import compiled
 from moesim.policies.base import ABSENT, RESIDENT, Routing
 from moesim.policies.compiled import CompiledRouting
 from moesim.policies.kernels import UNUSED
+from moesim.policies.ranking import best_of
 
 if TYPE_CHECKING:
     from moesim.policies.base import Gate, MachineView
@@ -51,28 +52,6 @@ def chosen_by(experts: np.ndarray, width: int) -> np.ndarray:
         if expert < width:
             mask[expert] = True
     return mask
-
-
-@compiled
-def best_of(scores: np.ndarray, among: np.ndarray, most: int) -> np.ndarray:
-    """At most so many ids of a token's experts by descending score, ties to the lower
-    id: int64.
-    """
-    best = np.empty(most, np.int64)
-    count = 0
-    for expert in range(len(scores)):
-        if not among[expert]:
-            continue
-        rank = count
-        while rank > 0 and scores[best[rank - 1]] < scores[expert]:
-            rank -= 1
-        if rank == most:
-            continue
-        count = min(count + 1, most)
-        for n in range(count - 1, rank, -1):
-            best[n] = best[n - 1]
-        best[rank] = expert
-    return best[:count]
 
 
 @compiled

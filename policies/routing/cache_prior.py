@@ -10,9 +10,9 @@ import numpy as np
 from moesim.machine_code.functions import compiled
 from moesim.policies.kernels import ROUTE, GateWork, RoutingKernels, State, state
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranking import best_of
 from moesim.policies.routing._substitute import (
     SubstitutingRouting,
-    best_of,
     chosen_by,
     on_gpu,
 )

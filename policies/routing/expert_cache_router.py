@@ -16,10 +16,10 @@ from moesim.policies.kernels import (
     state,
 )
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranking import best_of
 from moesim.policies.routing._substitute import (
     SMALLEST,
     SubstitutingRouting,
-    best_of,
     chosen_by,
     on_gpu,
     substitute,
@@ -95,25 +95,53 @@ def _route(state: State, gate: GateWork, routing: np.ndarray) -> int:
 
     experts = np.empty((tokens, top_k), np.int64)
     missing = np.zeros((tokens, top_k), np.bool_)
-    alternatives = np.empty(width, np.bool_)
     for t in range(tokens):
-        for expert in range(width):
-            close = known[t, expert] & (_CLOSE | _CHOSEN) == _CLOSE
-            alternatives[expert] = close and available[expert]
-        for column in range(top_k):
-            expert = gate.experts[t, column]
-            experts[t, column] = expert
-            low = not known[t, expert] & _TOP
-            missing[t, column] = low and not available[expert]
-        substitute(experts[t], missing[t], gate.scores[t], alternatives)
-        for column in range(top_k):
-            missing[t, column] &= experts[t, column] == gate.experts[t, column]
+        _by_residents(
+            gate.experts[t],
+            gate.scores[t],
+            known[t],
+            available,
+            experts[t],
+            missing[t],
+        )
     if gathers:
         _gather(experts, missing, gate.scores, known)
     for t in range(tokens):
         for column in range(top_k):
             routing[t * top_k + column] = experts[t, column]
     return top_k
+
+
+@compiled
+def _by_residents(
+    recorded: np.ndarray,
+    scores: np.ndarray,
+    known: np.ndarray,
+    available: np.ndarray,
+    experts: np.ndarray,
+    missing: np.ndarray,
+) -> None:
+    """Replace a token's low-score experts that are absent by the best of those present.
+
+    Args:
+        recorded: uint16 [K].
+        scores: float64 [E].
+        known: int8 [E], see `_bands`.
+        available: bool [E].
+        experts: int64 [K], filled in.
+        missing: bool [K], filled in: low-score experts that would have to be fetched.
+    """
+    alternatives = np.empty(len(scores), np.bool_)
+    for expert in range(len(scores)):
+        close = known[expert] & (_CLOSE | _CHOSEN) == _CLOSE
+        alternatives[expert] = close and available[expert]
+    for column in range(len(experts)):
+        expert = recorded[column]
+        experts[column] = expert
+        missing[column] = not (known[expert] & _TOP) and not available[expert]
+    substitute(experts, missing, scores, alternatives)
+    for column in range(len(experts)):
+        missing[column] &= experts[column] == recorded[column]
 
 
 @compiled

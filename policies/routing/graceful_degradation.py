@@ -9,9 +9,9 @@ import numpy as np
 from moesim.machine_code.functions import compiled
 from moesim.policies.kernels import ROUTE, GateWork, RoutingKernels, State, state
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranking import best_of
 from moesim.policies.routing._substitute import (
     SubstitutingRouting,
-    best_of,
     keep_one_absent,
     on_gpu,
     routing,

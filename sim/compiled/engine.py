@@ -16,7 +16,7 @@ from moesim.policies.planner.residency import GLOBAL
 from moesim.sim.compiled import memory, records
 from moesim.sim.compiled.loop import run_steps
 from moesim.sim.compiled.planning import plan_layer_step
-from moesim.sim.compiled.records import NONE, OF_CACHES, World
+from moesim.sim.compiled.records import KEPT_ROUTING, NONE, OF_CACHES, World
 from moesim.sim.compiled.support import (
     COMPILE_S,
     all_bring_kernels,
@@ -586,7 +586,7 @@ class CompiledReplay:
         tokens = int(block.rows.max(initial=0))
         ahead = self._planner.policies.assignment.precomputes
         room = tokens * shape.experts if alters or ahead else 0
-        world["routed"] = np.zeros((3, room), np.uint16)
+        world["routed"] = np.zeros((KEPT_ROUTING + 1, room), np.uint16)
         accesses = count * shape.experts if alters else len(block.experts)
         if alters:
             world["served"] = np.zeros(accesses, np.int32)

@@ -96,6 +96,8 @@ def note_accesses(world: Any, work: Work, lanes: Any) -> None:
         work.link_s,
         state[:asked],
         work.scores,
+        work.first_scores,
+        work.states,
         0.0,
     )
     world.host_accessed(memory.cache_state(world, m), part_of_it)

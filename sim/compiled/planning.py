@@ -13,7 +13,7 @@ from moesim.policies.planner.layer_work import gate_mass_kept
 from moesim.policies.planner.plan import FETCH, PREFETCH, READ, REPLACE
 from moesim.sim.compiled import host, memory
 from moesim.sim.compiled.memory import cache_state
-from moesim.sim.compiled.records import ENTRIES, NONE, WORLD
+from moesim.sim.compiled.records import ENTRIES, KEPT_ROUTING, NONE, WORLD
 from moesim.sim.compiled.transfers import LATE_WAIT, link_enqueue
 from moesim.traces.format.schema import Phase
 
@@ -74,11 +74,11 @@ def _rows_of_trace(world: Any, column: Any, s: int) -> Any:
 
 @compiled
 def _routing(world: Any, s: int) -> Any:
-    """Experts of every token of a layer step of this pass: of the last two layers."""
-    parity = world.layer[s] & 1
-    columns = world.run.columns[parity]
+    """Experts of every token of a layer step of this pass: of the last three layers."""
+    place = world.layer[s] % KEPT_ROUTING
+    columns = world.run.columns[place]
     if world.constants.alters and columns:
-        return rows_at(world.routed[parity], world.rows[s], columns)
+        return rows_at(world.routed[place], world.rows[s], columns)
     return _rows_of_trace(world, world.routing, s)
 
 
@@ -106,11 +106,11 @@ def _route(world: Any, s: int) -> None:
     """Let the routing policy choose the experts of every token."""
     run = world.run
     experts = world.constants.experts
-    parity = world.layer[s] & 1
+    place = world.layer[s] % KEPT_ROUTING
     gate = _gate(world, s)
-    room = world.routed[parity]
+    room = world.routed[place]
     columns = world.route(loaded(State, world.constants.routing), gate, room)
-    run.columns[parity] = columns
+    run.columns[place] = columns
     first = world.served_edges[s]
     count = 0
     if columns:
@@ -198,8 +198,11 @@ def work_of(world: Any, s: int) -> Work:
     tokens = _served_tokens(world, s)
     active = len(experts)
     scores = world.work_s[0][:0]
+    first_scores = world.work_s[0][:0]
     if len(world.scores):
         scores = world.scores[s]
+    if len(world.token_scores) and world.rows[s]:
+        first_scores = world.token_scores[world.row_edges[s]]
     return Work(
         world.step[s],
         world.layer[s],
@@ -216,6 +219,8 @@ def work_of(world: Any, s: int) -> Work:
         world.work_link_s[:rows],
         world.work_state[1][: rows * active],
         scores,
+        first_scores,
+        gpu_states(world),
         world.constants.cpu_first_s,
     )
 
@@ -456,10 +461,13 @@ def _view(world: Any, s: int) -> KernelView:
     layer = world.layer[s]
     routing = world.routing[:0]
     before = world.routing[:0]
+    before_that = world.routing[:0]
     if constants.reads_routing:
         routing = _routing(world, s)
         if layer:
             before = _routing(world, s - 1)
+        if layer > 1:
+            before_that = _routing(world, s - 2)
     coming = world.active[:0]
     coming_edges = world.edges[:0]
     if constants.oracle:
@@ -470,8 +478,10 @@ def _view(world: Any, s: int) -> KernelView:
         gpu_states(world),
         routing,
         before,
+        before_that,
         world.workload[min(s, len(world.workload) - 1)],
         world.score_sums[min(s, len(world.score_sums) - 1)],
+        _rows_of_trace(world, world.token_predicted, s),
         coming,
         coming_edges,
         world.mean_copy_s,
@@ -518,8 +528,10 @@ def foretell(world: Any, s: int) -> None:
         gpu_states(world),
         world.routing[:0],
         world.routing[:0],
+        world.routing[:0],
         world.workload[0],
         world.score_sums[0],
+        world.token_predicted[:0],
         world.active[:0],
         world.edges[:0],
         world.mean_copy_s,
@@ -567,6 +579,8 @@ def _between_layers(world: Any) -> Work:
         link_s,
         states,
         nothing,
+        nothing,
+        gpu_states(world),
         0.0,
     )
 
@@ -799,7 +813,7 @@ def _precompute(world: Any, s: int) -> None:
         gpu_states(world),
     )
     named = world.precompute(
-        loaded(State, constants.assignment), gate, world.routed[2], tokens
+        loaded(State, constants.assignment), gate, world.routed[KEPT_ROUTING], tokens
     )
     if run.error or not named:
         return

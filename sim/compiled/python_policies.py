@@ -48,6 +48,7 @@ from moesim.policies.planner.copies import BETWEEN_LAYERS
 from moesim.policies.planner.layer_work import check_ahead
 from moesim.policies.planner.memory_level import preferred
 from moesim.sim.compiled.memory import BAD_ASSIGNMENT, BAD_VICTIMS, RAISED
+from moesim.sim.compiled.records import KEPT_ROUTING
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -344,7 +345,7 @@ class PythonPolicies:
             )
             self._rerouted = rerouted
             routing = rerouted.routing
-            room = self._world["routed"][rerouted.layer & 1]
+            room = self._world["routed"][rerouted.layer % KEPT_ROUTING]
             room[: routing.size] = routing.reshape(-1)
             self._marks[COUNTS, 2] = routing.shape[1]
 

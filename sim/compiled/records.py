@@ -24,6 +24,9 @@ from moesim.policies.kernels import KERNELS as POLICY_KERNELS
 MOST_LANES = 32
 """Lanes that a worker's record has room for."""
 
+KEPT_ROUTING = 3
+"""Layers whose altered routing is kept."""
+
 NONE = -1
 """No operation, no key, no GPU."""
 
@@ -64,7 +67,11 @@ RUN = _record(
         ("drafts", np.int64),  # drafted tokens of the block that have been read
         ("released", np.int64),  # active residents that nobody holds any more
         ("looked", np.int64),  # how often a layer step's work was looked up or changed
-        ("columns", np.int64, (2,)),  # of `routed`; 0 where routing is as recorded
+        (
+            "columns",
+            np.int64,
+            (KEPT_ROUTING,),
+        ),  # of `routed`; 0 where routing is as recorded
         ("exposed_s", np.float64),  # by which choosing victims outlasts a first load
         ("pass_s", np.float64),
         ("error", np.int64),
@@ -335,7 +342,7 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "start_s": (np.float64, 1),  # of the pass, in its last layer step
     "end_s": (np.float64, 1),
     # Room for the arrays of one layer step.
-    "routed": (np.uint16, 2),  # [3, T E], altered routing of two layers; predicted one
+    "routed": (np.uint16, 2),  # [4, T E], altered routing; predicted one
     "counts": (np.int32, 1),  # [E], tokens
     "ahead_tokens": (np.int32, 1),  # [E], of products ahead of their gate
     "work_precomputed": (np.bool_, 1),
