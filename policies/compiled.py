@@ -258,6 +258,14 @@ class CompiledCache(CachePolicy):
         return self.brought
 
     @property
+    def inside(self) -> np.ndarray:
+        """Experts that have entered and not left, copies in flight included: bool
+        [L * E], of rules that mark them in the state's first row.
+        """
+        inside: np.ndarray = self.brought.state.marks[0] != 0
+        return inside
+
+    @property
     def score(self) -> np.ndarray:
         """The state's first row of scores: by most rules, what leaves lowest first."""
         return self.brought.state.scores[0]

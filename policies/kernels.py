@@ -243,7 +243,7 @@ ASSIGN = nb.int64(STATE, WORK, nb.int8[::1], nb.int64[::1])
 """``assign(state, work, lanes, order) -> flags``: fills in lanes and launch order."""
 
 PRECOMPUTE = nb.int64(STATE, GATE, nb.uint16[::1], nb.int32[::1])
-"""``precompute(state, gate, routing, tokens) -> columns``, of the next layer, before its
+"""``precompute(state, gate, routing, tokens) -> columns``, of the next layer before its
 gate has spoken: fills in the experts that are predicted for its tokens, row by row, and
 how many tokens of each expert the CPU starts now; 0 columns for none.
 """

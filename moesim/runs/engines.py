@@ -165,11 +165,12 @@ def choose_engine(
     """
     if wanted == SIMPY:
         return Engine(SIMPY)
-    from moesim.sim.compiled.support import unsupported  # noqa: PLC0415 - as above
+    from moesim.sim.compiled.support import (  # noqa: PLC0415 - as above
+        ARRIVALS,
+        unsupported,
+    )
 
-    reason = unsupported(planner, profile, planner.costs)
-    if arrivals:
-        reason = "requests that arrive over time"
+    reason = ARRIVALS if arrivals else unsupported(planner, profile, planner.costs)
     if reason is None:
         if wanted == COMPILED or not _is_soon_done(layer_steps):
             return Engine(COMPILED)

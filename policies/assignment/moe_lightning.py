@@ -29,8 +29,8 @@ MOST_TOKENS = 1 << 13
 
 _PREFILL = int(Phase.PREFILL)
 
-# Rows of the state's marks, by key: plans of prefill and of decode; whether each layer's
-# first key has such a plan; and experts by layer, most popular first.
+# Rows of the state's marks, by key: plans of prefill and of decode; whether there is
+# such a plan, at each layer's first key; and experts by layer, most popular first.
 _MADE = 2
 _RANKED = 4
 

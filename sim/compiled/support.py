@@ -30,16 +30,24 @@ COMPILE_S = 4.0
 """Seconds that the engine takes to compile, about: once."""
 
 
+OBSERVED = "a planner that somebody observes"
+OTHER_COSTS = "costs that are not a hardware profile's"
+MANY_LANES = f"a machine of more than {MOST_LANES} lanes"
+ARRIVALS = "requests that arrive over time"
+SIMPY_ALONE = (ARRIVALS, OBSERVED, OTHER_COSTS, MANY_LANES)
+"""What SimPy's engine runs, and the compiled one does not."""
+
+
 def unsupported(planner: Any, profile: HardwareProfile, costs: Any) -> str | None:
     """Say why the compiled engine cannot run this; None if it can."""
     if INTERPRETED:
         return "compilation is switched off (NUMBA_DISABLE_JIT)"
     if type(planner) is not Planner:
-        return "somebody observes the planner"
+        return OBSERVED
     if type(costs) is not Costs:
-        return "costs that are not a hardware profile's"
+        return OTHER_COSTS
     if len(profile.lanes) > MOST_LANES:
-        return f"a machine of more than {MOST_LANES} lanes"
+        return MANY_LANES
     return None
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +18,11 @@ from moesim.hwprofiles.schema import Quantity
 from moesim.policies.base import PolicyError
 from moesim.policies.cache.lru import LRU
 from moesim.policies.faults import PolicyFault
-from moesim.policies.registry import find, names
+from moesim.policies.registry import find, name_of
+from moesim.policies.systems import SYSTEMS
 from moesim.sim.compiled.support import brings_kernels
 from moesim.traces.format.reader import Trace, open_trace
+
 
 @settings(max_examples=160, deadline=None)
 @given(configurations)
@@ -325,12 +325,11 @@ def test_what_a_policy_raises_ends_the_run(make_trace):
     assert "raise KeyError" in fault.value.frames
 
 
-@pytest.mark.parametrize("kind", ["assignment", "cache", "prefetch"])
-def test_the_page_names_the_policies_that_bring_kernels(kind):
-    page = Path(__file__).parents[2] / "docs" / "reference" / "engines.md"
-    row = re.search(rf"^\| {kind} \| (.*) \|$", page.read_text("utf-8"), re.MULTILINE)
-    bring = [name for name in names(kind) if brings_kernels(find(name, kind))]
-    assert re.findall(r"`([a-z0-9-]+)`", row[1]) == sorted(bring)
+def test_every_system_runs_on_kernels_alone():
+    for name, system in SYSTEMS.items():
+        for kind in ("assignment", "cache", "prefetch", "routing"):
+            policy = name_of(getattr(system, kind))
+            assert brings_kernels(find(policy, kind)), (name, policy)
 
 
 def test_results_do_not_depend_on_where_chunks_end(make_trace, monkeypatch):
