@@ -484,6 +484,8 @@ class PrefetchPolicy(Policy, ABC):
         buffer_slots: staging slots that it needs beside those of the system or the
             profile, as what it names never enters the cache.
         reads_routing: whether its kernel reads the experts of single tokens.
+        foresees_passes: whether it also names experts of the next forward passes, in
+            layers that this one has behind it.
     """
 
     # `late`, `requeue` and `no_place` may be parameters of a policy, so they are asked
@@ -494,6 +496,7 @@ class PrefetchPolicy(Policy, ABC):
     no_place: NoPlace = "stage"
     buffer_slots: int = 0
     reads_routing: ClassVar[bool] = False
+    foresees_passes: ClassVar[bool] = False
 
     @abstractmethod
     def prefetch(

@@ -423,6 +423,9 @@ class CompiledPrefetch(PrefetchPolicy):
 
     def _view(self, work: LayerWork, view: MachineView) -> KernelView:
         end = min(view.layers, work.layer + 1 + self.ahead)
+        seen = range(view.layers)
+        if not self.foresees_passes:
+            seen = range(work.layer + 1, end)
         # Few policies predict, and all would wait for its machine code.
         from moesim.traces.predictions import tallies  # noqa: PLC0415 - see above
 
@@ -446,7 +449,7 @@ class CompiledPrefetch(PrefetchPolicy):
                 cpu_s[layer] = view.cpu_s(layer, tokens)
                 gpu_s[layer] = view.gpu_s(layer, tokens)
         return KernelView(
-            _states_of(view, range(work.layer + 1, end)),
+            _states_of(view, seen),
             routing,
             before,
             before_that,
