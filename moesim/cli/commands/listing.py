@@ -142,7 +142,7 @@ def _engines() -> list[dict[str, Any]]:
         kind: [name for name in names(kind) if not brings_kernels(find(name, kind))]
         for kind in POLICY_KINDS
     }
-    whole = [
+    compiled = [
         system
         for system in SYSTEMS.values()
         if not any(name_of(getattr(system, kind)) in asked[kind] for kind in asked)
@@ -151,13 +151,13 @@ def _engines() -> list[dict[str, Any]]:
         f"{len(names(kind)) - len(asked[kind])} of {len(names(kind))} {kind}"
         for kind in asked
     ]
-    in_python = [f"{kind} {', '.join(found)}" for kind, found in asked.items() if found]
+    in_python = [f"{kind} {', '.join(asked[kind])}" for kind in asked if asked[kind]]
     return [
         {
             "name": "compiled",
             "summary": (
                 f"one loop of machine code, kernels of policies included:"
-                f" {len(whole)} of {len(SYSTEMS)} systems; {', '.join(counts)} policies"
+                f" {len(compiled)} of {len(SYSTEMS)} systems; {', '.join(counts)} policies"
             ),
         },
         {
