@@ -27,6 +27,7 @@ from moesim.base.ends import (
     say_end,
     stopping_signals,
 )
+from moesim.base.files import discard_all
 from moesim.base.text import VisibleStream, one_line
 
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
@@ -80,6 +81,8 @@ def guarded(
             if not signals:
                 _explain(error)
                 code = BAD_INPUT
+        # What began before a block could watch over it is still there.
+        discard_all()
     if signals:
         code = exit_code(signals[0])
         say_end(code)
@@ -99,7 +102,8 @@ def _prepare_streams() -> None:
             setattr(sys, name, nowhere)
         # A terminal that lacks a character shows a question mark.
         elif type(stream) is io.TextIOWrapper:
-            shown = VisibleStream(stream)
+            # A command works although nobody hears its notes.
+            shown = VisibleStream(stream, is_lossy=name == "stderr")
             # Its buffer has moved; results are poured into the process's own stream.
             if getattr(sys, f"__{name}__") is stream:
                 setattr(sys, f"__{name}__", shown)
@@ -167,8 +171,6 @@ def _interruptible() -> Iterator[list[int]]:
 def _give_up(number: int) -> None:
     """End this process and its children at once, and remove what is unfinished."""
     import psutil
-
-    from moesim.base.files import discard_all
 
     for child in psutil.Process().children(recursive=True):
         # A child may end by itself while we look at it.
