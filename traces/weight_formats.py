@@ -124,6 +124,14 @@ _STEP_UP = {
 }
 
 
+_PLAIN = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2)}
+
+
+def _block(name: str) -> tuple[int, int] | None:
+    """Weights and bytes of one block of a format; None for one that is not ggml's."""
+    return _PLAIN.get(name) or _blocks().get(name)
+
+
 @cache
 def _blocks() -> dict[str, tuple[int, int]]:
     """Weights and bytes of one block, by the name of ggml's format."""
@@ -136,8 +144,9 @@ def _blocks() -> dict[str, tuple[int, int]]:
 @cache
 def bytes_per_weight(name: str) -> float:
     """Return stored bytes per weight of a format; 16 bits for one nobody knows."""
-    if name in _blocks():
-        weights, block_bytes = _blocks()[name]
+    block = _block(name)
+    if block is not None:
+        weights, block_bytes = block
         return block_bytes / weights
     return FORK_BITS.get(name, 16.0) / 8
 
@@ -145,15 +154,16 @@ def bytes_per_weight(name: str) -> float:
 def row_bytes(name: str, width: int) -> int:
     """Return the bytes of one row of `width` weights: whole blocks."""
     name = row_format(name, width)
-    if name not in _blocks():
+    block = _block(name)
+    if block is None:
         return math.ceil(width * bytes_per_weight(name))
-    weights, block_bytes = _blocks()[name]
+    weights, block_bytes = block
     return math.ceil(width / weights) * block_bytes
 
 
 def known_format(name: str) -> bool:
     """Tell whether the bytes of a format are known."""
-    return name in _blocks() or name in FORK_BITS
+    return _block(name) is not None or name in FORK_BITS
 
 
 def known_labels() -> tuple[str, ...]:
