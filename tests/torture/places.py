@@ -98,9 +98,9 @@ WRITERS = (
         most=80,
     ),
     Writer(
-        "advise qwen3-30b-a3b --gpu RTX3090 --bench rows.jsonl --trace t.parquet",
+        "advise qwen3-30b-a3b --hw hw.toml --bench rows.jsonl",
         {"--html": ".html", "--save-profile": ".toml"},
-        ("rows.jsonl", "t.parquet"),
+        ("rows.jsonl", "hw.toml"),
     ),
     Writer("calibrate OUT --from run --force", {"OUT": ".toml"}, ("run/run.json",)),
     Writer("store build tiny", {"--out": "/"}, (), most=30),
