@@ -506,7 +506,10 @@ def _undisturbed(threads: int) -> Iterator[None]:
     """
     interval_s = sys.getswitchinterval()
     before = torch.get_num_threads()
-    gc.freeze()
+    # Whoever has frozen objects of their own wants them to stay so.
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(threads)
     try:
@@ -514,4 +517,5 @@ def _undisturbed(threads: int) -> Iterator[None]:
     finally:
         torch.set_num_threads(before)
         sys.setswitchinterval(interval_s)
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
