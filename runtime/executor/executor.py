@@ -506,10 +506,7 @@ def _undisturbed(threads: int) -> Iterator[None]:
     """
     interval_s = sys.getswitchinterval()
     before = torch.get_num_threads()
-    # Whoever has frozen objects of their own wants them to stay so.
-    freezes = not gc.get_freeze_count()
-    if freezes:
-        gc.freeze()
+    gc.freeze()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(threads)
     try:
@@ -517,5 +514,4 @@ def _undisturbed(threads: int) -> Iterator[None]:
     finally:
         torch.set_num_threads(before)
         sys.setswitchinterval(interval_s)
-        if freezes:
-            gc.unfreeze()
+        gc.unfreeze()
