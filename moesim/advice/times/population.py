@@ -38,6 +38,9 @@ TEXTBOOK_MACHINES = 4.0
 # people's rows are rounded, and their flags are not always complete.
 FREEDOM = 4.0
 ROW_SPREAD = 0.03
+# Freedom of the particulars' t distribution: what is wrong with a few machines (a memory
+# channel left empty, a laptop's power limit) shall not shift what all have in common.
+PARTICULAR_FREEDOM = 3.0
 ROUNDS = 8
 FOLD_ROUNDS = 2
 
@@ -138,6 +141,8 @@ class Fit:
         self.noise = np.array([row.spread**2 + ROW_SPREAD**2 for _, row in self.rows])
         self.weights = np.ones(len(self.rows))
         self.scales: dict[str, float] = {}
+        self.tails = np.ones(len(self.columns))
+        self.owned = np.array([bool(kind) for kind in self.kinds])
         self.point = np.zeros(len(self.columns))
         self.slopes = np.zeros((len(self.rows), len(self.columns)))
         self.offsets = np.zeros(len(self.rows))
@@ -146,6 +151,7 @@ class Fit:
             everything = np.ones(len(self.rows), dtype=bool)
             self.point, variance = self._solved(everything, self.scales)
             self.scales = self._rescaled(self.point, variance)
+            self._retail(self.point, variance)
             self._reweigh()
 
     def _column(self, owner: str, name: str, spread: float, kind: str) -> None:
@@ -189,7 +195,14 @@ class Fit:
         spreads = np.array(self.textbook)
         for kind, scale in scales.items():
             spreads[self.particulars[kind]] *= scale
-        return spreads**2
+        return spreads**2 * self.tails
+
+    def _retail(self, mean: np.ndarray, variance: np.ndarray) -> None:
+        """Widen the particulars that lie far out, as under a t distribution."""
+        expected = self._variances(self.scales) / self.tails
+        far = (mean**2 + variance) / expected
+        freedom = PARTICULAR_FREEDOM
+        self.tails = np.where(self.owned, (freedom + far) / (freedom + 1), 1.0)
 
     def _solved(
         self, used: np.ndarray, scales: Mapping[str, float]
@@ -213,7 +226,7 @@ class Fit:
         textbook = np.array(self.textbook)
         scales = {}
         for kind, at in self.particulars.items():
-            squares = (mean[at] ** 2 + variance[at]) / textbook[at] ** 2
+            squares = (mean[at] ** 2 + variance[at]) / textbook[at] ** 2 / self.tails[at]
             total = squares.sum() + TEXTBOOK_MACHINES
             scales[kind] = math.sqrt(total / (len(at) + TEXTBOOK_MACHINES))
         return scales
@@ -255,7 +268,7 @@ class Fit:
         scales = {}
         for kind, columns in self.particulars.items():
             at = np.array([c for c in columns if owners[c] not in left_out], dtype=int)
-            squares = (mean[at] ** 2 + variance[at]) / textbook[at] ** 2
+            squares = (mean[at] ** 2 + variance[at]) / textbook[at] ** 2 / self.tails[at]
             total = squares.sum() + TEXTBOOK_MACHINES
             scales[kind] = math.sqrt(total / (len(at) + TEXTBOOK_MACHINES))
         return scales
