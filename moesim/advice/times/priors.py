@@ -47,7 +47,6 @@ REACH = {
 # llama.cpp's users publish, against bandwidth: A100 and H100 half, GTX 10 two thirds.
 REACH_OF_CLASS = {"hbm": (0.55, 0.20), "old": (0.60, 0.25)}
 OLD_LAUNCHES = 1.5
-SERVER_CLOCK = 1.5
 REACH_FAMILY_SPREAD = 0.08
 SYCL_MXFP4 = (0.25, 0.80)
 
@@ -299,9 +298,6 @@ def _device_priors(machine: Machine) -> dict[str, Prior]:
         reach, reach_spread = REACH_OF_CLASS[card_class]
     if card_class == "old":
         layer *= OLD_LAUNCHES
-    if machine.processor.server:
-        # Server cores run at about two thirds of a desktop's clock, and launch slower.
-        layer *= SERVER_CLOCK
     priors = {
         "device_read": read,
         "layer_s": Prior(

@@ -428,12 +428,18 @@ class Setting:
         return tuple(at for at in model.moe_layers if at in chosen or at < first_gpu)
 
     def first_gpu_layer(self, model: ModelContents) -> int:
-        """Return the first layer that the GPUs hold; layers are taken from the end."""
-        return max(0, len(model.layers) - self.gpu_layers)
+        """Return the first layer that the GPUs hold; layers are taken from the end.
+
+        The output head counts as the last of them.
+        Source: `i_gpu_start = max(n_layer + 1 - n_gpu_layers, 0)` in llama.cpp; its forks
+        of before December 2025 took the head as the one layer more.
+        """
+        layers = len(model.layers)
+        return min(layers, max(0, layers + 1 - self.gpu_layers))
 
     def head_on_gpu(self, model: ModelContents) -> bool:
-        """Tell whether the output head is on a GPU: it counts as one more layer."""
-        return self.gpu_layers > len(model.layers)
+        """Tell whether the output head is on a GPU; it is the first to go there."""
+        return self.gpu_layers > 0
 
     def with_cpu_layers(self, count: int) -> Setting:
         """Return the same setting with another ``--n-cpu-moe``."""
