@@ -47,6 +47,10 @@ REACH = {
 # llama.cpp's users publish, against bandwidth: A100 and H100 half, GTX 10 two thirds.
 REACH_OF_CLASS = {"hbm": (0.55, 0.20), "old": (0.60, 0.25)}
 OLD_LAUNCHES = 1.5
+# A narrow memory is filled even by one token's products. Source: Q4_0 of 7B models on
+# Strix Halo, M1 and M2, three quarters to five sixths; wide ones (M2 Ultra) half.
+NARROW_BYTES_PER_S = 300e9
+REACH_OF_NARROW = (0.90, 0.15)
 REACH_FAMILY_SPREAD = 0.08
 SYCL_MXFP4 = (0.25, 0.80)
 
@@ -258,6 +262,9 @@ def _host_read(machine: Machine, threads: int | None) -> Prior:
 def _unstated(machine: Machine) -> tuple[str, float, float, str]:
     """Effect, share and spread where nobody stated the memory's rate."""
     processor = machine.processor
+    if processor.kind == "laptop":
+        why = "laptops are often sold with one module in two channels"
+        return "host_read@unstated laptop", 0.60, 0.40, why
     if machine.memory.generation is not None and not processor.server:
         why = "read share of the usual rate of the generation"
         return "host_read@generation", 0.75, 0.18, why
@@ -299,6 +306,8 @@ def _device_priors(machine: Machine) -> dict[str, Prior]:
     reach, reach_spread = REACH[backend]
     if card_class in REACH_OF_CLASS:
         reach, reach_spread = REACH_OF_CLASS[card_class]
+    elif machine.unified and machine.device_bytes_per_s < NARROW_BYTES_PER_S:
+        reach, reach_spread = REACH_OF_NARROW
     if card_class == "old":
         layer *= OLD_LAUNCHES
     priors = {
