@@ -459,7 +459,8 @@ def _probes(rows: Iterable[Row]) -> Probes:  # noqa: C901 # one branch per kind 
         elif kind == "concurrent_sum":
             best["both"] = value
         elif kind == "stream_triad" and mode:
-            triads[int(mode) if mode.isdecimal() else 1] = _read_rate(value, row.text("cpu"))
+            threads = int(mode) if mode.isdecimal() else 1
+            triads[threads] = _read_rate(value, row.text("cpu"))
         elif kind == "memcpy_payload":
             # Every byte is read and written, so memory moves twice the payload.
             best["moved"] = 2 * value

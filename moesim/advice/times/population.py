@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Standard deviation of an effect's logarithm before anything is measured, relative to
 # that of its latent. Small: what a handful of machines seem to share is mostly theirs
-# alone. Of 0.7, 0.4, 0.3 and 0.2, machines left out were predicted best by the last two.
+# alone. Of 0.7, 0.4, 0.3 and 0.2, the last two predicted left-out machines best.
 EFFECT_SPREAD = 0.3
 # What a kind has of its own of which no machine was measured may be anything.
 UNMEASURED_SPREAD = 0.7
@@ -41,8 +41,8 @@ TEXTBOOK_MACHINES = 4.0
 # people's rows are rounded, and their flags are not always complete.
 FREEDOM = 4.0
 ROW_SPREAD = 0.03
-# Freedom of the particulars' t distribution: what is wrong with a few machines (a memory
-# channel left empty, a laptop's power limit) shall not shift what all have in common.
+# Freedom of the particulars' t distribution: what is wrong with a few machines (an empty
+# memory channel, a laptop's power limit) shall not shift what all have in common.
 PARTICULAR_FREEDOM = 3.0
 # A normal distribution with this spread has 90 % of its mass where that of a t
 # distribution with the spread 1 has them.
