@@ -41,7 +41,7 @@ TEXTBOOK_MACHINES = 4.0
 # people's rows are rounded, and their flags are not always complete.
 FREEDOM = 4.0
 ROW_SPREAD = 0.03
-# Freedom of the particulars' t distribution: what is wrong with a few machines (an empty
+# Freedom of the particulars' t distribution: what is wrong with a few machines (a single
 # memory channel, a laptop's power limit) shall not shift what all have in common.
 PARTICULAR_FREEDOM = 3.0
 # A normal distribution with this spread has 90 % of its mass where that of a t
