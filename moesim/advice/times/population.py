@@ -41,7 +41,7 @@ TEXTBOOK_MACHINES = 4.0
 # people's rows are rounded, and their flags are not always complete.
 FREEDOM = 4.0
 ROW_SPREAD = 0.03
-# Freedom of the particulars' t distribution: what is wrong with a few machines (a single
+# Freedom of the particulars' t distribution: what is wrong with a few machines (one
 # memory channel, a laptop's power limit) shall not shift what all have in common.
 PARTICULAR_FREEDOM = 3.0
 # A normal distribution with this spread has 90 % of its mass where that of a t
@@ -196,9 +196,7 @@ class Fit:
         effects = [self.columns["", each] for each in member.priors[name].effects]
         return [*effects, self.columns[member.name, name]]
 
-    def _variances(
-        self, scales: Mapping[str, float], tails: np.ndarray
-    ) -> np.ndarray:
+    def _variances(self, scales: Mapping[str, float], tails: np.ndarray) -> np.ndarray:
         spreads = np.array(self.textbook)
         for kind, scale in scales.items():
             spreads[self.particulars[kind]] *= scale
