@@ -340,7 +340,7 @@ def test_shipped_intervals_hold_other_peoples_rows():
 def test_the_command_prints_the_table_and_writes_the_page(command, tmp_path):
     folder = make(tmp_path / "measured")
     out = tmp_path / "out"
-    code, text, _ = command("validate", "--machines", folder, "--out", out)
+    code, text, _ = command("validate", "--measured", folder, "--out", out)
     assert code == 0
     assert "inside 90 %" in text
     numbers = json.loads((tmp_path / "out/machines.json").read_text(encoding="utf-8"))
@@ -368,5 +368,5 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, files, expected):
 
 def test_without_traces_and_machines_validate_says_what_it_wants(command, tmp_path):
     assert command("validate")[0] == 2
-    result = command("validate", "--machines", tmp_path / "nothing")
+    result = command("validate", "--measured", tmp_path / "nothing")
     assert refused(result, "expected a folder with")
