@@ -13,11 +13,11 @@ from support.real_machine import host_profile
 from support.validations import cell, result
 from test_validate import TRACE
 
+from moesim.base.long_work import Journal
 from moesim.cli.output import PlainProgress
 from moesim.evidence.validation.calibrate import is_enough
 from moesim.evidence.validation.grid import _Budget, validate
 from moesim.evidence.validation.protocol import Plan
-from moesim.evidence.validation.saved import Journal
 from moesim.evidence.validation.verify import verdict_of
 from moesim.hwprofiles.profile import save_profile
 from moesim.hwprofiles.schema import ProfileError
@@ -86,7 +86,7 @@ def test_progress_without_a_terminal_is_a_line_in_half_a_minute(capsys):
     ]
 
 
-def test_a_journal_drops_half_a_line_and_refuses_other_runs(tmp_path):
+def test_a_journal_drops_half_a_line_and_other_runs(tmp_path):
     path = tmp_path / "runs.jsonl"
     journal = Journal(path, "key")
     journal.add({"run": 1})
@@ -97,8 +97,9 @@ def test_a_journal_drops_half_a_line_and_refuses_other_runs(tmp_path):
     assert again.lines == [{"run": 1}, {"run": 2}]
     again.add({"run": 3})
     assert Journal(path, "key").lines[-1] == {"run": 3}
-    with pytest.raises(ProfileError, match="runs of this validation, found those of"):
-        Journal(path, "other")
+    with pytest.raises(ProfileError, match="made with the same options, found others"):
+        Journal(path, "other", refuse=ProfileError)
+    assert Journal(path, "other").lines == []
     journal.close()
     assert not path.exists()
 
@@ -160,8 +161,8 @@ def test_a_killed_validation_leaves_a_report_or_nothing_and_the_next_goes_on(
     hw = save_profile(host_profile(), tmp_path / "here.toml")
     out = tmp_path / "report"
     words = ["-m", "moesim", "validate", TRACE, "--hw", hw, "--out", out]
-    words += ["--policies", "all-cpu+none,on-demand+lru", "--cache-ratios", "0.2,0.4"]
-    words += ["--batches", 1, "--steps", 4]
+    words += ["--policy", "all-cpu+none,on-demand+lru", "--cache-ratio", "0.2,0.4"]
+    words += ["--batch", 1, "--steps", 4]
     process = start(*words)
     journal = out / "runs.jsonl"
     wait_for(lambda: journal.exists() or process.poll() is not None)

@@ -237,6 +237,7 @@ def test_properties_of_policies_are_listed_not_their_names():
     """What used to be lists of names elsewhere is read off the classes."""
     assert names_with("prefetch", "oracle") == [
         "clairvoyant",
+        "foresight",
         "moe-speq",
         "noisy-oracle",
         "pre-gated",
