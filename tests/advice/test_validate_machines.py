@@ -134,13 +134,14 @@ def test_no_prediction_sees_its_own_platform_or_source(
         assert after[key][OURS].log_s == pytest.approx(guesses[OURS].log_s, abs=0.02)
         for name in set(guesses) & set(BASELINES):
             assert after[key][name].log_s == pytest.approx(guesses[name].log_s)
-    # Others learn from it.
+    # Others learn from it, though one odd machine does not carry them away.
     other = predicted(judgement, left_out, "three")
     moved = predicted(again, left_out, "three")
-    assert any(
-        abs(moved[key][OURS].log_s - guesses[OURS].log_s) > 0.02
+    moves = [
+        abs(moved[key][OURS].log_s - guesses[OURS].log_s)
         for key, guesses in other.items()
-    )
+    ]
+    assert 1e-3 < max(moves) < 0.1
 
 
 def test_rows_of_the_machine_tell_more_than_its_specification(judgement):
