@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from moesim.questions.gap import gap, gap_text
     from moesim.questions.hit_rates import hit_rates, hits_figure
     from moesim.questions.quality import quality
-    from moesim.questions.replay import placement_figure, run_text, step_figure
+    from moesim.questions.replay import run_text
+    from moesim.questions.replay_page import placement_figure, step_figure, write_run
     from moesim.questions.search import search
     from moesim.questions.sensitivity import sensitivity
     from moesim.questions.sweep_page import sweep_figure, write_sweep
@@ -101,6 +102,7 @@ __all__ = [
     "sweep_text",
     "synth",
     "write_perfetto",
+    "write_run",
     "write_sweep",
 ]
 
@@ -121,7 +123,8 @@ _MODULES = {
     "moesim.questions.gap": ("gap", "gap_text"),
     "moesim.questions.hit_rates": ("hit_rates", "hits_figure"),
     "moesim.questions.quality": ("quality",),
-    "moesim.questions.replay": ("placement_figure", "run_text", "step_figure"),
+    "moesim.questions.replay": ("run_text",),
+    "moesim.questions.replay_page": ("placement_figure", "step_figure", "write_run"),
     "moesim.questions.search": ("search",),
     "moesim.questions.sensitivity": ("sensitivity",),
     "moesim.questions.sweep_page": ("sweep_figure", "write_sweep"),
