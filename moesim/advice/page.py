@@ -206,7 +206,7 @@ def memory_chart(advice: Advice) -> Chart:
     at = {"field": "gib", "type": "quantitative"}
     seen = shown(("memory", "memory"), ("gib", "GiB programs may use", ".2f"))
     limits = layer(mark, data="free", x=at, y=y, tooltip=seen)
-    size = {"width": 560, "height": {"step": 40}}
+    size = {"width": 560, "height": 40 * len(memories)}
     spec = {"data": {"name": "bill"}, **size, "layer": [bars, limits]}
     data = {"bill": records(rows), "free": records(free)}
     return Chart(spec, data, "Memory of the advised setting")

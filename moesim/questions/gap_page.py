@@ -107,7 +107,7 @@ def gap_figure(gap: Gap) -> Chart:
     spec = {
         "data": {"name": "parts"},
         "width": 700,
-        "height": {"step": 30},
+        "height": 30 * len(names),
         "layer": [bars, labels, rule(gap.resident_s, "x")],
     }
     return Chart(spec, {"parts": data}, "From the policy's time to the bound, by part")

@@ -314,7 +314,7 @@ def _map(rows: Sequence[Mapping[str, Any]], cells: Sequence[str]) -> Chart:
             },
         ],
         "width": 800,
-        "height": {"step": 46},
+        "height": 46 * max(map(len, orders.values())),
         "layer": [boxes, names],
     }
     winners = [row for row in rows if row["wins"]]
@@ -482,7 +482,7 @@ def _lanes(runs: Sequence[Mapping[Any, Any]]) -> Chart:
         "params": [{"name": "run", "value": "0"}],
         "transform": [{"filter": "datum.run == toNumber(run)"}],
         "width": 560,
-        "height": {"step": 22},
+        "height": 22 * len({row["lane"] for row in rows}),
         **layer(
             "bar",
             x=channel(
@@ -540,7 +540,7 @@ def _places(runs: Sequence[Mapping[Any, Any]], held: Sequence[int]) -> Chart | N
         "params": [{"name": "run", "value": "0"}],
         "transform": [{"filter": "datum.run == toNumber(run)"}],
         "width": 800,
-        "height": {"step": 9},
+        "height": 9 * (max(columns["layer"]) + 1),
         **layer(
             "rect",
             x=channel("expert", "expert", "O", axis={"labelOverlap": True}),

@@ -293,16 +293,19 @@ def _bars(
         x2={"field": "end"},
         y=y,
         color=channel("kind", None, "N", scale=colours, legend=legend),
-        tooltip={"field": "words", "type": "nominal"},
+        tooltip={"field": "words" if data else "lane", "type": "nominal"},
         params=list(params),
     )
     numbers = layer(
         {"type": "text", "clip": True, "color": "white", "fontSize": 10},
-        transform=[{"calculate": "(datum.start + datum.end) / 2", "as": "middle"}],
+        transform=[
+            {"filter": "datum.label != ''"},
+            {"calculate": "(datum.start + datum.end) / 2", "as": "middle"},
+        ],
         x={"field": "middle", "type": "quantitative"},
         y=y,
         text={"field": "label"},
-        tooltip={"field": "words", "type": "nominal"},
+        tooltip={"field": "words" if data else "lane", "type": "nominal"},
     )
     spec = {
         "data": {"name": "spans"},

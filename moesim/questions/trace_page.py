@@ -272,7 +272,7 @@ def _by_layer(
     """A bar per layer, and a line to compare them with."""
     if not values:
         return None
-    columns = {"layer": list(range(len(values))), "value": values}
+    columns: Columns = {"layer": list(range(len(values))), "value": values}
     bars = layer(
         "bar",
         x=channel("layer", "layer", "O", axis={"labelOverlap": True, "labelAngle": 0}),

@@ -322,7 +322,7 @@ class Styles:
             first + (last - first) * place / steps
             for place in range(len(scale["domain"]))
         ]
-        return channel(column, None, "N", scale=scale)
+        return channel(column, None, "O", scale=scale)
 
     def lines(self, x: Spec, y: Spec, hover: list[Spec]) -> list[Spec]:
         """Layers of a line with marks for each policy."""

@@ -481,7 +481,7 @@ def ratios(answered: Sequence[Answered]) -> Chart | None:
             ("ratio", "ours over published", ".3g"),
         ),
     )
-    size = {"width": 700, "height": {"step": 28}}
+    size = {"width": 700, "height": 28 * len({row["paper"] for row in rows})}
     spec = {"data": {"name": "rows"}, **size, "layer": [ticks, rule(1.0, "x")]}
     return Chart(spec, {"rows": records(rows)}, "A mark for each figure; 1 is equal")
 

@@ -5,7 +5,7 @@
 const COLLATOR = new Intl.Collator("en", { numeric: true });
 const ROWS_WORTH_A_FILTER = 8;
 const ROWS_AT_ONCE = 200;
-const FINEST_PX = 1;
+const FINEST_PX = 2;
 
 async function inflate(text) {
   const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -22,7 +22,7 @@ function choose(name, value, source) {
   if (state.get(name) === text) return;
   state.set(name, text);
   history.replaceState(null, "", `#${new URLSearchParams([...state])}`);
-  for (const follow of followers) if (follow.source !== source) follow(name, value);
+  for (const follow of followers) if (!source || follow.source !== source) follow(name, value);
 }
 
 function follow(act, source) {
@@ -236,7 +236,7 @@ async function draw(place, part) {
   const spec = { ...fitted(part.spec, place), config: look };
   spec.datasets = Object.fromEntries(Object.entries(part.data).map(([name, columns]) => [name, rowsOf(columns)]));
   const tooltip = { theme: dark.matches ? "dark" : "light" };
-  const made = await vegaEmbed(place, spec, { renderer: "canvas", actions: false, tooltip, logLevel: 1 });
+  const made = await vegaEmbed(place, spec, { renderer: "canvas", actions: false, tooltip });
   part.view = made.view;
   connect(place, part);
   await part.after?.();
@@ -251,7 +251,9 @@ function paramsOf(spec) {
 function connect(place, part) {
   const params = paramsOf(part.spec);
   const set = (name, value) => {
-    if (params.some((param) => param.name === name && !param.select)) part.view.signal(name, value);
+    const known = params.some((param) => param.name === name && !param.select);
+    if (known) part.view.signal(name, value);
+    return known;
   };
   for (const { name } of params) if (chosen(name) !== undefined) set(name, chosen(name));
   for (const { name, select } of params) {
@@ -276,15 +278,14 @@ function connect(place, part) {
   if (!part.connected) {
     part.connected = true;
     follow((name, value) => {
-      set(name, value);
-      part.view.runAsync();
+      if (set(name, value)) part.view.runAsync();
     }, part);
   }
   return part.view.runAsync();
 }
 
-// Timelines. Only what can be seen is given to the chart: operations shorter than a
-// pixel become one, and what is outside is left out.
+// Timelines. Only what can be seen is given to the chart: operations shorter than two
+// pixels become one, and what is outside is left out.
 function decoded(run) {
   const start = new Float64Array(run.start.length);
   let last = 0;
@@ -353,7 +354,7 @@ function visible(run, origin, [from, to], width) {
       start: (start - origin) / 1e6,
       end: (till - origin) / 1e6,
       label: count === 1 && run.expert[at] >= 0 && till - start > wide * label.length ? label : "",
-      words: count > 1 ? `${count} operations; zoom in to tell them apart` : wordsOf(run, at, origin),
+      count,
     };
   });
 }
@@ -382,12 +383,13 @@ function makeTimeline(place, part) {
     const [from, to] = domain().map((ms) => origin + 1e6 * ms);
     return visible(run(), origin, [from, to], part.view.width());
   };
+  const redraw = () => part.view.data("spans", rows()).runAsync();
   const update = () => {
     if (waiting) return;
     waiting = true;
     requestAnimationFrame(() => {
       waiting = false;
-      part.view.data("spans", rows()).runAsync();
+      redraw();
     });
   };
   const show = (span) => {
@@ -419,10 +421,18 @@ function makeTimeline(place, part) {
   };
   const keys = { "+": "in", "=": "in", "-": "out", ArrowLeft: "left", ArrowRight: "right", Home: "all", 0: "all", n: "next" };
 
+  part.words = ({ at, count }) => (count > 1 ? `${count} operations; zoom in to tell them apart` : wordsOf(run(), at, step()[1]));
   part.changed = update;
+  part.show = (span) => {
+    show(span);
+    return redraw();
+  };
   part.after = async () => {
     part.view.signal("when_start", domain());
-    await part.view.data("spans", rows()).runAsync();
+    await redraw();
+    // Words are made for what is pointed at only: thousands of rows come with a frame.
+    const show = part.view.tooltip();
+    part.view.tooltip((handler, event, item, value) => show.call(handler, handler, event, item, value && part.words(item.datum)));
     part.view.addEventListener("dblclick", (_, item) => {
       if (item?.datum?.at >= 0) around(item.datum.at, 0.2);
       else acts.all();
