@@ -10,14 +10,14 @@ from html.parser import HTMLParser
 import numpy as np
 import pandas as pd
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
 from support.small_trace import LARGE, write_small_trace
 
 import moesim
 from moesim.policies.base import PolicyError
 from moesim.questions.compare_page import write_comparison
 from moesim.questions.compare_text import comparison_text, ranking_lines
-from moesim.reporting.figures import SUFFIXES, save
+from moesim.reporting.charts import SUFFIXES
 from moesim.runs.result import busy_shares
 from moesim.traces.timeline.metrics import summarise
 
@@ -43,11 +43,6 @@ def bare(tmp_path_factory):
     path = tmp_path_factory.mktemp("bare") / "bare.parquet"
     shape = "layers=2,experts=8,top_k=2,expert_bytes=1MiB"
     return moesim.synth(path, tokens=8, shape=shape).path
-
-
-@pytest.fixture
-def command(capsys, monkeypatch, tmp_path):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 # The table and what it comes to.
@@ -229,23 +224,20 @@ def test_the_page_is_the_same_every_time(compared, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_pictures_are_what_their_names_say(compared, tmp_path, suffix):
-    start = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
-    assert (
-        save(moesim.comparison_figure(*compared), tmp_path / f"c{suffix}")
-        .read_bytes()
-        .startswith(start)
-    )
+    start = {".png": b"\x89PNG", ".svg": b"<svg", ".pdf": b"%PDF"}[suffix]
+    picture = moesim.comparison_figure(*compared).save(tmp_path / f"c{suffix}")
+    assert picture.read_bytes().startswith(start)
 
 
 def test_a_step_shows_each_lane_that_worked_in_it(compared):
     run = compared[1]["greedy"]
     spans = run.timeline.frame()
     mine = spans[(spans["step"] == 7) & (spans["layer"] >= 0) & (spans["layer"] < 2)]
-    (axis,) = moesim.step_figure(run, 7, layers=2).axes
-    assert {label.get_text() for label in axis.get_yticklabels()} == set(mine["lane"])
-    assert {text.get_text() for text in axis.texts} == {
-        str(expert) for expert in mine["expert"] if expert >= 0
-    }
+    shown = moesim.step_figure(run, 7, layers=2).data["spans"]
+    assert set(shown["lane"]) == set(mine["lane"])
+    assert len(shown["start"]) == len(mine)
+    experts = {str(expert) for expert in mine["expert"] if expert >= 0}
+    assert {label for label in shown["label"] if label} <= experts
     with pytest.raises(PolicyError, match="99999"):
         moesim.step_figure(run, 99999)
 
