@@ -156,7 +156,8 @@ def quality(
         cache_ratios: shares of all experts in the cache, one setting each; with
             `sweep`, each with each.
         tokens: to score in all, rounded up to whole passages.
-        prompt_tokens, scored_tokens: of each passage.
+        prompt_tokens: of each passage that are read and not scored.
+        scored_tokens: of each passage.
         own_input: give experts that were started one layer ahead their own layer's
             input after all.
         residual: vectors for ``pred1_res`` or their file; calibrated now for ``tiny``

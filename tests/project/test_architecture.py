@@ -44,7 +44,7 @@ top of the repository lie in ``moesim``, whose own modules are its face.
 
 TOP = ("traces", "hwprofiles", "policies", "engine", "sim", "runtime", "moesim")
 
-MOST_CODE_LINES = 75_800
+MOST_CODE_LINES = 76_500
 MOST_FILES = 480
 MOST_TEST_LINES = 39_600
 """What a person must hold; `benchmarks/size.py` counts it. A change that needs more

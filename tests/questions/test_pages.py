@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.browser import browser, check_page, errors_of, opened, screenshots, wait
-from support.command_line import runner
 from support.small_trace import write_small_trace, write_trace
 
 import moesim
@@ -169,16 +168,15 @@ def test_a_page_is_one_file_that_loads_nothing(pages, kind):
     assert len(text) < 5_000_000
 
 
-def test_the_command_stands_in_the_head_with_a_button(tmp_path, monkeypatch, capsys):
-    run = runner(capsys, monkeypatch, tmp_path)
+def test_the_command_stands_in_the_head_with_a_button(command, tmp_path, monkeypatch):
     page = tmp_path / "a b.html"
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
-    assert run("trace", "stats", "tiny", "--html", page)[0] == 0
+    assert command("trace", "stats", "tiny", "--html", page)[0] == 0
     head = text_of(page).partition("</header>")[0]
     # As a shell takes it: the name has a space.
-    command = html.escape(f"moesim trace stats tiny --html '{page}'", quote=True)
-    command = command.replace("&#x27;", "&#39;")
-    assert f'<code>{command}</code><button type="button" class="copy"' in head
+    line = html.escape(f"moesim trace stats tiny --html '{page}'", quote=True)
+    line = line.replace("&#x27;", "&#39;")
+    assert f'<code>{line}</code><button type="button" class="copy"' in head
     assert "1970-01-02 00:00 UTC" in head
 
 
@@ -191,10 +189,9 @@ def test_the_command_stands_in_the_head_with_a_button(tmp_path, monkeypatch, cap
     ],
     ids=lambda words: words[0],
 )
-def test_commands_write_their_pages(tmp_path, monkeypatch, capsys, words):
-    run = runner(capsys, monkeypatch, tmp_path)
+def test_commands_write_their_pages(command, tmp_path, words):
     page = tmp_path / "page.html"
-    code, printed, _ = run(*words, "--html", page)
+    code, printed, _ = command(*words, "--html", page)
     assert code == 0
     assert f"wrote {page}" in printed
     assert f"moesim {' '.join(words)} --html" in text_of(page)
