@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 FOLDER = "reference/api"
 GROUPS = {
-    "Runs": "RunConfig MemoryOptions MeasuredConfig load_config replay replay_cache Run",
+    "Runs": "RunConfig MemoryOptions MeasuredConfig load_config replay replay_cache"
+    " Run",
     "Questions": "compare compare_cells gap hit_rates quality search sensitivity",
     "Sweeps": "sweep results query ranking",
     "Text, charts and pages": "run_text comparison_text cells_text gap_text sweep_text"

@@ -184,7 +184,7 @@ def test_the_command_stands_in_the_head_with_a_button(command, tmp_path, monkeyp
     "words",
     [
         ("replay", "tiny", "--policy", "greedy", "--steps", "4"),
-        ("hits", "tiny", "--caches", "lru", "--cache-ratios", "0.5"),
+        ("hits", "tiny", "--cache", "lru", "--cache-ratio", "0.5"),
         ("gap", "tiny", "--policy", "on-demand", "--steps", "2"),
     ],
     ids=lambda words: words[0],
