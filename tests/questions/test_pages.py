@@ -4,17 +4,23 @@ they are touched.
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import re
-import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.browser import browser, check_page, errors_of, opened, screenshots, wait
+from support.browser import (
+    browser,
+    check_page,
+    data_of,
+    errors_of,
+    opened,
+    screenshots,
+    wait,
+)
 from support.small_trace import write_small_trace, write_trace
 
 import moesim
@@ -83,12 +89,6 @@ EACH = pytest.mark.parametrize("kind", KINDS_OF_PAGES)
 
 def text_of(page):
     return page.read_text(encoding="utf-8")
-
-
-def data_of(page):
-    """What the page's script reads."""
-    packed = re.search(r'id="data">(.*?)</script>', text_of(page))[1]
-    return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
 class Outline(HTMLParser):

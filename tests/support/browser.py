@@ -1,8 +1,11 @@
 """A real browser for tests of pages, where this machine has one."""
 
+import base64
 import importlib.util
 import json
+import re
 import shutil
+import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -77,6 +80,13 @@ def opened(driver, page, *, width=1280, height=900, scheme="light"):
         "window.page.then(() => done(''), (error) => done(String(error.stack)))"
     )
     assert not error, error
+
+
+def data_of(page):
+    """What the script of a page reads."""
+    text = page.read_text(encoding="utf-8")
+    packed = re.search(r'id="data">(.*?)</script>', text)[1]
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
 def wait(driver, condition):
