@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from moesim.questions.sensitivity import sensitivity
     from moesim.questions.sweep_page import sweep_figure, write_sweep
     from moesim.questions.sweep_text import sweep_text
+    from moesim.reporting.charts import Chart, line_figure
     from moesim.runs.config import MeasuredConfig, MemoryOptions, RunConfig
     from moesim.runs.config_file import load_config
     from moesim.runs.replay import replay, replay_cache
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Advice",
+    "Chart",
     "HardwareProfile",
     "Job",
     "MeasuredConfig",
@@ -78,6 +80,7 @@ __all__ = [
     "hit_rates",
     "hits_figure",
     "import_trace",
+    "line_figure",
     "list_policies",
     "list_profiles",
     "load_config",
@@ -129,6 +132,7 @@ _MODULES = {
     "moesim.questions.sensitivity": ("sensitivity",),
     "moesim.questions.sweep_page": ("sweep_figure", "write_sweep"),
     "moesim.questions.sweep_text": ("sweep_text",),
+    "moesim.reporting.charts": ("Chart", "line_figure"),
     "moesim.runs.config": ("MeasuredConfig", "MemoryOptions", "RunConfig"),
     "moesim.runs.config_file": ("load_config",),
     "moesim.runs.replay": ("replay", "replay_cache"),

@@ -7,7 +7,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.units import percent
-from moesim.reporting.charts import Chart, Styles, channel, columns_of, shown
+from moesim.reporting.charts import (
+    Chart,
+    Styles,
+    channel,
+    columns_of,
+    layer,
+    shown,
+)
 from moesim.reporting.pages import Page, PageTable, page_origin, trace_words
 from moesim.reporting.tables import aligned
 from moesim.runs.config import RunConfig, takes_options
@@ -116,8 +123,38 @@ def hits_figure(rates: pd.DataFrame) -> Chart:
         ("cache_ratio", "size", ".3~%"),
         ("rate", "hit rate", ".2%"),
     )
-    lines = {"data": {"name": "rates"}, "layer": styles.lines(x, y, hover)}
-    spec = {"width": 620, "height": 330, **lines}
+    # A slider reads all curves at one size: the nearest that was counted.
+    sizes = list(rates.index)
+    slider = {"input": "range", "min": min(sizes), "max": max(sizes), "step": 0.01}
+    size = {"name": "size", "value": sizes[len(sizes) // 2]}
+    size["bind"] = slider | {"name": "cache, share of all experts "}
+    nearest = [
+        {"calculate": "abs(datum.cache_ratio - size)", "as": "distance"},
+        {
+            "window": [{"op": "row_number", "as": "place"}],
+            "sort": [{"field": "distance"}],
+            "groupby": ["policy"],
+        },
+        {"filter": "datum.place == 1"},
+    ]
+    words = {"calculate": "datum.policy + format(datum.rate, ' .1%')", "as": "words"}
+    read = layer(
+        {"type": "text", "align": "left", "dx": 8, "dy": 9},
+        x=x,
+        y=y,
+        text={"field": "words"},
+        transform=[*nearest, words],
+    )
+    mark = {"type": "rule", "strokeDash": [3, 3]}
+    place = {"datum": {"expr": "size"}, "type": "quantitative"}
+    at = {"mark": mark, "encoding": {"x": place}}
+    spec = {
+        "data": {"name": "rates"},
+        "params": [size],
+        "width": 620,
+        "height": 330,
+        "layer": [*styles.lines(x, y, hover), at, read],
+    }
     label = "Hit rate of every cache over its size"
     return Chart(spec, {"rates": columns_of(rows.reset_index())}, label)
 

@@ -339,3 +339,23 @@ class Styles:
             "point", x=x, y=y, color=colour, shape=self.mark(), tooltip=hover
         )
         return [line, points]
+
+
+def line_figure(frame: pd.DataFrame, title: str, *, log: bool = False) -> Chart:
+    """Draw a line for each column of a table over its index.
+
+    Args:
+        frame: numbers; the index has the name of the horizontal axis.
+        title: of the vertical axis.
+        log: both axes are logarithmic.
+    """
+    across = str(frame.index.name)
+    rows = frame.melt(ignore_index=False, var_name="policy", value_name="value")
+    rows = rows.rename_axis("across").reset_index()
+    scale = {"type": "log"} if log else {"zero": False}
+    x = channel("across", across, scale=scale)
+    y = channel("value", title, scale=scale)
+    hover = shown(("policy", "line"), ("across", across), ("value", title, ".4g"))
+    lines = Styles(list(map(str, frame.columns))).lines(x, y, hover)
+    spec = {"data": {"name": "rows"}, "width": 480, "height": 260, "layer": lines}
+    return Chart(spec, {"rows": columns_of(rows)}, f"{title} over {across}")
