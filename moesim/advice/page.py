@@ -14,9 +14,11 @@ from moesim.advice.text import (
     interval_words,
     memory_words,
     model_words,
+    row_lines,
     setting_rows,
     speed_words,
     term_rows,
+    tie_lines,
     what_if_rows,
 )
 from moesim.advice.times.latents import NINETY
@@ -65,7 +67,7 @@ def write_advice(advice: Advice, path: Path, command: str | None = None) -> Path
             model_words(advice.model),
         ],
         answer=f"Decode {decode}, prompt {prompt}, the job {job}.",
-        notes=[bound_words(advice)],
+        notes=[bound_words(advice), *tie_lines(advice)],
     )
     setting = best.candidate.setting
     line = server_command(setting, advice.model, machine, advice.job)
@@ -92,13 +94,8 @@ def write_advice(advice: Advice, path: Path, command: str | None = None) -> Path
     terms = _table(term_rows(best), "Seconds by term")
     page.add("Where the time goes", terms, note="Of the first setting.")
     page.add("What would change it", _table(what_if_rows(advice), "Changes"))
-    rows = advice.observed.contradicting
-    lines = [f"{row.words}: {reason}" for row, reason in rows]
-    page.add(
-        "Rows that contradict the rest",
-        Text(lines) if lines else None,
-        note="They were set aside.",
-    )
+    rows = row_lines(advice)
+    page.add("Measured rows", Text(rows) if rows else None)
     asked = [
         part
         for question in advice.questions

@@ -271,7 +271,8 @@ def test_the_page_shows_the_curve_the_cliff_and_measured_points(command, tmp_pat
     assert code == 0
     assert f"wrote {page}" in text
     html = page.read_text()
-    for words in ("--n-cpu-moe", "does not fit", "90 %"):
+    shown = ("--n-cpu-moe", "does not fit", "90 %", "learned from 2 of 2 rows")
+    for words in (*shown, ">copy</button>"):
         assert words in html
     charts = [part["data"] for part in data_of(page)["parts"] if part]
     decode, prompt, memory = charts
