@@ -58,9 +58,6 @@ def guarded(
         arguments: of the command line; None takes those of the process.
     """
     _prepare_streams()
-    # Of a user's notebook, and may name what is not installed; nothing is shown here.
-    os.environ["MPLBACKEND"] = "agg"
-
     code: object = 0
     with _interruptible() as signals:
         try:
