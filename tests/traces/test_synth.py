@@ -19,6 +19,7 @@ from moesim.traces.format.writer import TraceWriter
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from moesim.traces.stats.quality_checks import check_quality
+from moesim.traces.stats.routing_curves import routing_curves
 from moesim.traces.stats.statistics import stats
 from moesim.traces.stats.trace_summary import summarise_trace
 from moesim.traces.synthetic.draw import choose, draw, inclusion
@@ -27,6 +28,8 @@ from moesim.traces.synthetic.generate import stated, synthesise
 
 SHIPPED = Path(__file__).parents[2] / "traces" / "data" / "tiny_evaluation.parquet"
 SHAPE = model_shape("layers=4,experts=16,top_k=2,expert_bytes=1MiB")
+PLAIN = {"skew": 0, "topic": 0, "reuse": 0, "dependence": 0, "drift": 0}
+"""Habits of even, independent choices."""
 REAL = {
     # trace -> (model, synthetic tokens, tolerances of means over layers: entropy in
     # bits, overlap, LRU hit rates,           tolerance of every single pair of layers
@@ -96,7 +99,9 @@ def test_skew_is_zipfs_exponent(tmp_path):
     for skew in (0.0, 1.0, 2.0):
         share = np.arange(1, 17.0) ** -skew
         share /= share.sum()
-        found = figures(tmp_path / "t.parquet", stated(shape, skew=skew, reuse=0), 8000)
+        found = figures(
+            tmp_path / "t.parquet", stated(shape, **PLAIN | {"skew": skew}), 8000
+        )
         assert np.mean(found["entropy_bits"]) == pytest.approx(
             -(share * np.log2(share)).sum(), abs=0.05
         )
@@ -106,7 +111,7 @@ def test_skew_is_zipfs_exponent(tmp_path):
 def test_reuse_is_the_overlap_of_adjacent_tokens(tmp_path, reuse):
     found = figures(
         tmp_path / "t.parquet",
-        stated(SHAPE, skew=0.3, reuse=reuse, generated=256),
+        stated(SHAPE, **PLAIN | {"skew": 0.3, "reuse": reuse}, generated=256),
         4096,
     )
     assert np.mean(found["overlap"]) == pytest.approx(reuse, abs=0.04)
@@ -117,7 +122,7 @@ def test_even_independent_choices_have_the_hit_rate_of_chance(tmp_path):
     step-atomic.
     """
     found = figures(
-        tmp_path / "t.parquet", stated(SHAPE, skew=0, reuse=0, generated=4000), 4000
+        tmp_path / "t.parquet", stated(SHAPE, **PLAIN, generated=4000), 4000
     )
     for ratio, rates in found["lru"].items():
         assert np.mean(rates) == pytest.approx(ratio, abs=0.03)
@@ -138,17 +143,45 @@ def test_dependence_ties_layers_together():
     found = [
         information(
             draw(
-                stated(SHAPE, skew=0.3, reuse=0, dependence=d),
+                stated(SHAPE, **PLAIN | {"dependence": d}),
                 256,
                 64,
                 np.random.default_rng(0),
             )
         )
-        for d in (0, 0.5, 1)
+        for d in (0, 1, 3)
     ]
     assert found[0] < 0.02
     assert found[0] < found[1] < found[2]
     assert found[2] > 0.5
+
+
+def test_memory_is_how_long_an_expert_stays_likely():
+    """At the same overlap of adjacent tokens, what was used 16 tokens ago is used
+    again more often where less is forgotten.
+    """
+    found = []
+    for memory in (0.0, 1.0):
+        model = stated(SHAPE, **PLAIN | {"reuse": 0.4, "memory": memory})
+        routing = list(draw(model, 256, 16, np.random.default_rng(0)))
+        overlap = routing_curves(routing, 16)["overlap"]
+        assert overlap["1"] == pytest.approx(0.4, abs=0.06)
+        found.append(overlap["16"])
+    assert found[0] > found[1] + 0.1
+
+
+def test_topics_of_a_batch_differ_and_each_sequence_stays_as_it_is():
+    """Swapped parts change nothing within a sequence; a batch touches more experts."""
+    found = []
+    for topic in (0.0, 0.5, 1.0):
+        model = stated(SHAPE, skew=2, topic=topic, dependence=0)
+        drawn = draw(model, 64, 32, np.random.default_rng(0))
+        alone = [routing_curves([part], 16) for part in drawn]
+        union = routing_curves(list(drawn), 16)["union"]["32"]
+        found.append((union, [one["lru"] | one["overlap"] for one in alone]))
+    assert found[0][0] < found[1][0] - 0.05 < found[2][0] - 0.1
+    lags = [[one["8"] for one in within] for _, within in found]
+    assert lags[0] == lags[1] == lags[2]
 
 
 def test_drift_makes_far_apart_tokens_less_alike():
@@ -158,7 +191,7 @@ def test_drift_makes_far_apart_tokens_less_alike():
 
     def change(drift):
         drawn = draw(
-            stated(SHAPE, skew=0, reuse=0, drift=drift, drift_tokens=64),
+            stated(SHAPE, **PLAIN | {"drift": drift}, drift_tokens=64),
             400,
             24,
             np.random.default_rng(0),
@@ -272,9 +305,9 @@ def test_layers_that_depend_and_layers_that_do_not(tmp_path, tied):
     half = rng.integers(2, size=(600, 1 if tied else 6))
     routing = (4 * half + rng.integers(4, size=(600, 6))).astype(np.uint16)
     with TraceWriter(tmp_path / "real", TraceHeader(shape)) as writer:
-        for number, part in enumerate(np.split(routing, 6)):
-            pos = np.repeat(np.arange(100), 6)
-            layer = np.tile(np.arange(6), 100)
+        for number, part in enumerate(np.split(routing, 8)):
+            pos = np.repeat(np.arange(75), 6)
+            layer = np.tile(np.arange(6), 75)
             writer.write(number, pos, Phase.DECODE, layer, part.reshape(-1, 1))
     synthesise(fit(open_trace(tmp_path / "real")), tmp_path / "made", tokens=6000)
     for gap in (1, 5):

@@ -157,7 +157,7 @@ def test_damaged_files_are_refused_in_one_line(fitted, tmp_path):
     header = (
         arrays["header"]
         .tobytes()
-        .replace(b'"moesim_statistics": 1', b'"moesim_statistics": 9')
+        .replace(b'"moesim_statistics": 2', b'"moesim_statistics": 9')
     )
     np.savez_compressed(newer, **(arrays | {"header": np.frombuffer(header, np.uint8)}))
     for file, message in (
@@ -165,7 +165,7 @@ def test_damaged_files_are_refused_in_one_line(fitted, tmp_path):
         (empty, "statistics: "),
         (wrong, "popularity: expected shape"),
         (course, "course: expected kinds"),
-        (newer, "expected version 1, found 9"),
+        (newer, "expected version 2, found 9"),
     ):
         with pytest.raises(TraceError, match=message) as refusal:
             model_like(file)

@@ -110,4 +110,4 @@ def predict(
         )
     if predicted.scores:
         print("scores: drawn consistent with the experts")
-    print(f"wrote {target}: {predicted.rows:,} rows; synthetic, and it says so")
+    print(f"wrote {target}: {predicted.rows:,} rows; synthetic (marked in its header)")

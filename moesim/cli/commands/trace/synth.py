@@ -1,6 +1,7 @@
 """`moesim trace synth`: synthetic traces."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,27 +58,41 @@ def synth(
     ] = None,
     skew: Annotated[
         float | None,
-        typer.Option(min=0, max=5, help="With --shape: Zipf exponent. Default: 0.8."),
+        typer.Option(min=0, max=5, help="With --shape: Zipf exponent of popularity."),
+    ] = None,
+    topic: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="With --shape: share of popularity that is a sequence's own.",
+        ),
     ] = None,
     reuse: Annotated[
         float | None,
         typer.Option(
             min=0,
             max=0.99,
-            help="With --shape: overlap of adjacent tokens. Default: 0.3.",
+            help="With --shape: overlap of adjacent tokens.",
+        ),
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=10,
+            help="With --shape: exponent by which earlier use is forgotten.",
         ),
     ] = None,
     dependence: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, help="With --shape: of adjacent layers. Default: 0."
+            min=0, max=5, help="With --shape: what ties layers, by kinds of tokens."
         ),
     ] = None,
     drift: Annotated[
         float | None,
-        typer.Option(
-            min=0, max=5, help="With --shape: wandering popularity. Default: 0."
-        ),
+        typer.Option(min=0, max=5, help="With --shape: wandering popularity."),
     ] = None,
     prompt: Annotated[
         int | None,
@@ -93,7 +108,7 @@ def synth(
     as_json: AsJson = False,
 ) -> None:
     """Draw a trace with the statistics of a real one (--like), or with stated ones
-    (--shape).
+    (--shape), and compare its curves with those of real routing: drawn (real).
 
     \b
     Examples:
@@ -103,7 +118,9 @@ def synth(
     """
     possible = {
         "skew": skew,
+        "topic": topic,
         "reuse": reuse,
+        "memory": memory,
         "dependence": dependence,
         "drift": drift,
         "prompt": prompt,
@@ -117,6 +134,7 @@ def synth(
     from moesim.cli.output import bar
     from moesim.traces.synthetic.synth import synth as draw
 
+    compared: list[Any] = []
     with bar("drawing") as show:
         trace = draw(
             target,
@@ -127,8 +145,10 @@ def synth(
             weights=weights,
             seed=seed,
             progress=show,
+            comparison=compared.append,
             **stated,
         )
+    likeness = compared[0]
     if as_json:
         facts = {
             "trace": str(target),
@@ -137,12 +157,20 @@ def synth(
             "model": trace.shape.name,
             "synthetic": True,
             "seed": seed,
+            "likeness": None if likeness is None else asdict(likeness),
         }
         print(json.dumps(facts, indent=2))
         return
+    if likeness is None:
+        print(
+            f"not compared: no real routing of {trace.shape.name} is known here; drawn"
+            " are habits of other models"
+        )
+    else:
+        print("\n".join(likeness.lines()))
     print(
-        f"wrote {target}: {trace.rows:,} rows, {int(tokens):,} tokens; synthetic, and it"
-        " says so"
+        f"wrote {target}: {trace.rows:,} rows, {int(tokens):,} tokens; synthetic (marked"
+        " in its header)"
     )
     if save_stats is not None:
         output.print_written([save_stats])
