@@ -92,10 +92,7 @@ class Likeness:
         return lines
 
 
-def _axis(
-    curve: str,
-    place: str,
-) -> str:
+def _axis(curve: str, place: str) -> str:
     if curve == "next_layer":
         return ""
     if curve in ("lru", "lfu", "belady"):
@@ -104,9 +101,7 @@ def _axis(
 
 
 def routing_curves(
-    routing: Sequence[np.ndarray],
-    experts: int,
-    seed: int = 0,
+    routing: Sequence[np.ndarray], experts: int, seed: int = 0
 ) -> Curves:
     """Compute all curves.
 
@@ -147,18 +142,12 @@ def mean_curves(several: Sequence[Curves]) -> Curves:
     }
 
 
-def _used(
-    routing: np.ndarray,
-    experts: int,
-) -> np.ndarray:
+def _used(routing: np.ndarray, experts: int) -> np.ndarray:
     """Bool [L, T, E]: which experts each token uses."""
     tokens, layers, _ = routing.shape
     used = np.zeros((layers, tokens, experts), bool)
     np.put_along_axis(
-        used,
-        routing.transpose(1, 0, 2).astype(np.intp),
-        values=True,
-        axis=2,
+        used, routing.transpose(1, 0, 2).astype(np.intp), values=True, axis=2
     )
     return used
 
@@ -168,10 +157,7 @@ def _slots(experts: int) -> list[int]:
 
 
 def _online_hits(
-    routing: list[np.ndarray],
-    experts: int,
-    *,
-    by_count: bool,
+    routing: list[np.ndarray], experts: int, *, by_count: bool
 ) -> dict[str, float]:
     """Hit rates of LRU, or of the experts used most often so far (LFU, ties to the more
     recent one); a token's experts are asked for one after the other, lowest id first.
@@ -208,10 +194,7 @@ def _online_hits(
     return _by_size(hits, asked)
 
 
-def _by_size(
-    hits: np.ndarray,
-    asked: int,
-) -> dict[str, float]:
+def _by_size(hits: np.ndarray, asked: int) -> dict[str, float]:
     rates = hits / max(asked, 1)
     return {f"{size:g}": float(rate) for size, rate in zip(SIZES, rates, strict=True)}
 
@@ -238,12 +221,7 @@ def _belady_hits(used: list[np.ndarray]) -> dict[str, float]:
                 # Ties, of experts that are never used again, do not matter.
                 kept = np.argpartition(soon, size - 1, axis=1)[:, :size]
                 resident = np.zeros((layers, experts), bool)
-                np.put_along_axis(
-                    resident,
-                    kept,
-                    values=True,
-                    axis=1,
-                )
+                np.put_along_axis(resident, kept, values=True, axis=1)
                 resident &= candidates
 
     return _by_size(hits, asked)
@@ -289,10 +267,7 @@ def _overlap(used: list[np.ndarray]) -> dict[str, float]:
     return shares
 
 
-def _union(
-    used: list[np.ndarray],
-    rng: np.random.Generator,
-) -> dict[str, float]:
+def _union(used: list[np.ndarray], rng: np.random.Generator) -> dict[str, float]:
     """Tokens at one place of different sequences, sequences without repetition."""
     shares: dict[str, float] = {}
     for batch in BATCHES:

@@ -163,23 +163,14 @@ def draw(
         drawn[:, token] = chosen
 
         age += age < OLDEST
-        np.put_along_axis(
-            age,
-            chosen,
-            1,
-            axis=2,
-        )
+        np.put_along_axis(age, chosen, 1, axis=2)
 
     if model.permuted:
         _permute(drawn, model, rng)
     return drawn
 
 
-def _permute(
-    drawn: np.ndarray,
-    model: SynthModel,
-    rng: np.random.Generator,
-) -> None:
+def _permute(drawn: np.ndarray, model: SynthModel, rng: np.random.Generator) -> None:
     """Swap the parts of some experts, others in every sequence and layer, in place."""
     experts = np.arange(model.shape.experts, dtype=drawn.dtype)
     for routing in drawn:
@@ -194,10 +185,7 @@ class _Drift:
     """Popularity's wandering: an Ornstein-Uhlenbeck walk of every weight."""
 
     def __init__(
-        self,
-        model: SynthModel,
-        base: np.ndarray,
-        rng: np.random.Generator,
+        self, model: SynthModel, base: np.ndarray, rng: np.random.Generator
     ) -> None:
         keep = math.exp(-1 / model.drift_tokens)
         self._keep = np.float32(keep)
@@ -213,10 +201,7 @@ class _Drift:
         return self._offset
 
 
-def _by_weight(
-    chosen: np.ndarray,
-    logits: np.ndarray,
-) -> np.ndarray:
+def _by_weight(chosen: np.ndarray, logits: np.ndarray) -> np.ndarray:
     """Experts [B, L', K] by descending weight."""
     weights = np.take_along_axis(logits, chosen, axis=2)
     order = np.argsort(-weights, axis=2, kind="stable")
@@ -224,10 +209,7 @@ def _by_weight(
 
 
 def _draw_kinds(
-    kinds: TokenKinds,
-    topics: np.ndarray,
-    tokens: int,
-    rng: np.random.Generator,
+    kinds: TokenKinds, topics: np.ndarray, tokens: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Int [B, T]: each token's kind: runs of those that the topic's real tokens had at
     about the same place.
@@ -251,10 +233,7 @@ def _draw_kinds(
     return np.asarray(kinds.course[first + along % count])
 
 
-def inclusion(
-    logits: np.ndarray,
-    top_k: int,
-) -> np.ndarray:
+def inclusion(logits: np.ndarray, top_k: int) -> np.ndarray:
     """Return probabilities ``min(1, λ exp(logits))`` [N, E] that add up to K in each
     row.
     """
@@ -284,11 +263,7 @@ def inclusion(
     return weight
 
 
-def choose(
-    inclusion: np.ndarray,
-    top_k: int,
-    rng: np.random.Generator,
-) -> np.ndarray:
+def choose(inclusion: np.ndarray, top_k: int, rng: np.random.Generator) -> np.ndarray:
     """Draw distinct experts, each with its probability [N, E], by systematic sampling
     in one random order: int [N, K].
     """

@@ -37,11 +37,7 @@ from moesim.traces.synthetic.draw import (
     draw,
     inclusion,
 )
-from moesim.traces.synthetic.marks import (
-    ENOUGH_SEQUENCES,
-    FITTED_SEQUENCES,
-    WIDTHS,
-)
+from moesim.traces.synthetic.marks import ENOUGH_SEQUENCES, FITTED_SEQUENCES, WIDTHS
 
 if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
@@ -84,11 +80,7 @@ _PROJECTED = 256
 _MOST_CHARACTER = 6.0
 
 
-def fit(
-    trace: Trace,
-    *,
-    tokens: int = FIT_TOKENS,
-) -> SynthModel:
+def fit(trace: Trace, *, tokens: int = FIT_TOKENS) -> SynthModel:
     """Learn popularity, reuse, topics and kinds of tokens from a real trace.
 
     Args:
@@ -126,9 +118,7 @@ def fit(
 
 
 def _likeness(
-    model: SynthModel,
-    left_out: list[np.ndarray],
-    fitted: list[np.ndarray],
+    model: SynthModel, left_out: list[np.ndarray], fitted: list[np.ndarray]
 ) -> Likeness:
     """Curves of sequences that were left out of the fit, or of those that were fitted
     where there are no others, and of as many that are drawn.
@@ -169,10 +159,7 @@ def _origin(trace: Trace) -> dict[str, Any]:
     return origin
 
 
-def _with_topics(
-    model: SynthModel,
-    count: int,
-) -> SynthModel:
+def _with_topics(model: SynthModel, count: int) -> SynthModel:
     """The model with `count` of its topics, spread evenly, and their courses of
     kinds.
     """
@@ -195,8 +182,7 @@ def _edges(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _sample(
-    trace: Trace,
-    tokens: int,
+    trace: Trace, tokens: int
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[tuple[int, int]]]:
     """Routing [T, L, K] of whole sequences that are fitted to and of some that are left
     out, and (prompt, generated) of all.
@@ -240,8 +226,7 @@ def _sample(
 
 
 def _popularity(
-    sequences: list[np.ndarray],
-    shape: ModelShape,
+    sequences: list[np.ndarray], shape: ModelShape
 ) -> tuple[np.ndarray, np.ndarray]:
     """Shares of all choices by expert, float64 [L, E], and the log-weights that single
     sequences add, [Q, L, E].
@@ -263,17 +248,11 @@ def _popularity(
     return share, np.log(of_sequence / share)
 
 
-def _flat(
-    routing: np.ndarray,
-    shape: ModelShape,
-) -> np.ndarray:
+def _flat(routing: np.ndarray, shape: ModelShape) -> np.ndarray:
     return (routing + np.arange(shape.layers)[:, None] * shape.experts).reshape(-1)
 
 
-def shared_bits(
-    routing: list[np.ndarray],
-    shape: ModelShape,
-) -> np.ndarray:
+def shared_bits(routing: list[np.ndarray], shape: ModelShape) -> np.ndarray:
     """Return the plug-in mutual information of adjacent layers, from the routing [T, L,
     K] of sequences: float64 [L - 1].
     """
@@ -285,8 +264,7 @@ def shared_bits(
 
 
 def _counts(
-    routing: list[np.ndarray],
-    shape: ModelShape,
+    routing: list[np.ndarray], shape: ModelShape
 ) -> tuple[np.ndarray, np.ndarray]:
     """Shares of all choices by expert [L, E] and by class of age [L, A]."""
     by_expert = np.zeros((shape.layers, shape.experts))
@@ -303,22 +281,14 @@ def _counts(
     return by_expert, by_age
 
 
-def _past(
-    routing: np.ndarray,
-    experts: int,
-) -> tuple[np.ndarray, np.ndarray]:
+def _past(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
     """Class of age of every expert before each token, uint8 [T, E], and whether the
     token chose it, bool [T, E].
     """
     tokens = len(routing)
     token = np.arange(tokens)[:, None]
     chosen = np.zeros((tokens, experts), bool)
-    np.put_along_axis(
-        chosen,
-        routing.astype(np.intp),
-        values=True,
-        axis=1,
-    )
+    np.put_along_axis(chosen, routing.astype(np.intp), values=True, axis=1)
 
     # A token far before the first stands for "never".
     never = -UNUSED * 4
@@ -332,9 +302,7 @@ def _past(
 
 
 def _cluster_kinds(
-    sequences: list[np.ndarray],
-    shape: ModelShape,
-    share: np.ndarray,
+    sequences: list[np.ndarray], shape: ModelShape, share: np.ndarray
 ) -> TokenKinds:
     """Kinds of tokens, by log-lifts over `share`: those of a kind use similar experts
     at all layers.
@@ -372,11 +340,7 @@ def _cluster_kinds(
     )
 
 
-def _clustered(
-    points: np.ndarray,
-    count: int,
-    rng: np.random.Generator,
-) -> np.ndarray:
+def _clustered(points: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
     """The cluster of each point [N, D], int64 [N]."""
     centres = points[rng.choice(len(points), count, replace=False)]
 
@@ -396,10 +360,7 @@ def _clustered(
 # -- habits ----------------------------------------------------------------------------
 
 
-def _scaled(
-    model: SynthModel,
-    sequences: list[np.ndarray],
-) -> SynthModel:
+def _scaled(model: SynthModel, sequences: list[np.ndarray]) -> SynthModel:
     """Move popularity and reuse until the real tokens' probabilities add up to what
     they did.
 
@@ -447,9 +408,7 @@ class _Habits(NamedTuple):
 
 
 def _freed(
-    model: SynthModel,
-    kinds: TokenKinds,
-    sequences: list[np.ndarray],
+    model: SynthModel, kinds: TokenKinds, sequences: list[np.ndarray]
 ) -> SynthModel:
     """Correct what changes when the past is the model's own: draw, compare with the
     real tokens, move, again.
@@ -496,11 +455,7 @@ def _freed(
     return best
 
 
-def _measured(
-    made: list[np.ndarray],
-    group: int,
-    shape: ModelShape,
-) -> _Habits:
+def _measured(made: list[np.ndarray], group: int, shape: ModelShape) -> _Habits:
     """What drawn sequences do; the bits are means over groups of so many."""
     groups = [made[start : start + group] for start in range(0, len(made), group)]
     bits = np.mean([shared_bits(part, shape) for part in groups], axis=0)
@@ -508,10 +463,7 @@ def _measured(
     return _Habits(share, age, bits, _repeated(made, shape))
 
 
-def _repeated(
-    routing: list[np.ndarray],
-    shape: ModelShape,
-) -> np.ndarray:
+def _repeated(routing: list[np.ndarray], shape: ModelShape) -> np.ndarray:
     """Probability that a choice of one token is also one of another token of the same
     sequence, divided by K: float64 [L], a mean over sequences of several tokens.
 
@@ -534,18 +486,12 @@ def _repeated(
     return np.mean(shares, axis=0)
 
 
-def _missing_bits(
-    current: _Habits,
-    target: _Habits,
-) -> np.ndarray:
+def _missing_bits(current: _Habits, target: _Habits) -> np.ndarray:
     """Float64 [L - 1]: logarithm of the bits wanted over those there are."""
     return np.log((target.bits + _FLOOR_BITS) / (current.bits + _FLOOR_BITS))
 
 
-def _distance(
-    current: _Habits,
-    target: _Habits,
-) -> float:
+def _distance(current: _Habits, target: _Habits) -> float:
     missing = _missing_bits(current, target)
     of_age = float(np.abs(current.age - target.age).sum(axis=1).mean())
     repeated = np.abs(np.log(current.repeated / target.repeated)).mean()
@@ -555,10 +501,7 @@ def _distance(
 
 
 def _moved(
-    model: SynthModel,
-    current: _Habits,
-    target: _Habits,
-    pull: float,
+    model: SynthModel, current: _Habits, target: _Habits, pull: float
 ) -> SynthModel:
     """The model with popularity and reuse nearer to the target."""
     by_expert = np.log((target.share + _FLOOR) / (current.share + _FLOOR))
@@ -580,10 +523,7 @@ def _moved(
 
 
 def _moved_kinds(
-    kinds: TokenKinds,
-    current: _Habits,
-    target: _Habits,
-    pull: float,
+    kinds: TokenKinds, current: _Habits, target: _Habits, pull: float
 ) -> TokenKinds:
     """Kinds whose character is nearer to the target."""
     missing = _missing_bits(current, target)

@@ -132,19 +132,14 @@ def stated(
     return replace(model, permuted=topic)
 
 
-def _log_ranks(
-    rng: np.random.Generator,
-    shape: tuple[int, ...],
-) -> np.ndarray:
+def _log_ranks(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Float32: logarithms of 1 to E along the last axis, in random order."""
     ranks = np.argsort(rng.random(shape), axis=-1)
     return np.log1p(ranks).astype(np.float32)
 
 
 def _stated_kinds(
-    shape: ModelShape,
-    dependence: float,
-    rng: np.random.Generator,
+    shape: ModelShape, dependence: float, rng: np.random.Generator
 ) -> TokenKinds:
     """Kinds of tokens that follow each other by chance."""
     chances = np.arange(1, _KINDS + 1) ** -_KIND_SKEW
@@ -158,10 +153,7 @@ def _stated_kinds(
 
 
 def of_lengths(
-    model: SynthModel,
-    *,
-    prompt: int | None = None,
-    generated: int | None = None,
+    model: SynthModel, *, prompt: int | None = None, generated: int | None = None
 ) -> SynthModel:
     """Return a model whose sequences have so many tokens; None keeps those it has.
 
@@ -252,9 +244,7 @@ def synthesise(
 
 
 def _sequences(
-    model: SynthModel,
-    tokens: int,
-    seed: int,
+    model: SynthModel, tokens: int, seed: int
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(prompt, uint16 [T, L, K]) of sequence after sequence, until `tokens` tokens."""
     rng = np.random.default_rng(seed)
@@ -289,11 +279,7 @@ def _side_by_side(model: SynthModel) -> int:
     return max(1, fitting)
 
 
-def _with_reuse(
-    model: SynthModel,
-    reuse: float,
-    memory: float,
-) -> SynthModel:
+def _with_reuse(model: SynthModel, reuse: float, memory: float) -> SynthModel:
     """Raise the weight of the experts used before until the share of the last token's
     is `reuse`.
     """
@@ -330,9 +316,7 @@ def _overlap(model: SynthModel) -> float:
     kinds = model.kinds
     if kinds is not None:
         kinds = replace(
-            kinds,
-            weights=kinds.weights[:, :layers],
-            character=kinds.character[:layers],
+            kinds, weights=kinds.weights[:, :layers], character=kinds.character[:layers]
         )
     part = replace(
         model,

@@ -48,10 +48,7 @@ def shipped_statistics() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(SUFFIX) for name in names))
 
 
-def model_like(
-    like: Path | str,
-    weights: str | None = None,
-) -> SynthModel:
+def model_like(like: Path | str, weights: str | None = None) -> SynthModel:
     """Return what a trace like that one is drawn from.
 
     Args:
@@ -87,10 +84,7 @@ def _begins_as_archive(path: Path) -> bool:
         return file.read(len(_ARCHIVE)) == _ARCHIVE
 
 
-def _with_weights(
-    model: SynthModel,
-    weights: str,
-) -> SynthModel:
+def _with_weights(model: SynthModel, weights: str) -> SynthModel:
     """The same routing of experts of other sizes."""
     shape = model.shape
     sizes = model_shape(shape.name, weights) if shape.name in known_models() else None
@@ -120,10 +114,7 @@ _KINDS: Mapping[str, tuple[type, int]] = {
 """What each array holds, and its number of dimensions."""
 
 
-def save(
-    model: SynthModel,
-    path: Path | str,
-) -> Path:
+def save(model: SynthModel, path: Path | str) -> Path:
     """Write a fitted model; the file appears when it is complete.
 
     Raises:
@@ -229,10 +220,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _model(
-    arrays: dict[str, np.ndarray],
-    header: _Header,
-) -> SynthModel:
+def _model(arrays: dict[str, np.ndarray], header: _Header) -> SynthModel:
     step = np.float32(_STEP)
     kinds = TokenKinds(
         weights=arrays["kinds"] * step,
@@ -253,10 +241,7 @@ def _model(
     )
 
 
-def _check(
-    model: SynthModel,
-    path: Path | str,
-) -> None:
+def _check(model: SynthModel, path: Path | str) -> None:
     """Refuse arrays that do not fit together, before drawing trips over them."""
     kinds = model.kinds
     assert kinds is not None

@@ -90,11 +90,7 @@ def synth(
     return open_trace(target)
 
 
-def _model_of(
-    shape: ModelShape,
-    seed: int,
-    statistics: dict[str, Any],
-) -> SynthModel:
+def _model_of(shape: ModelShape, seed: int, statistics: dict[str, Any]) -> SynthModel:
     """The statistics that ship of a model, unless others are stated, at the numbers of
     experts and layers that it has.
     """
