@@ -8,6 +8,7 @@ Shape legend: T tokens, E experts, L MoE layers, H hidden, F expert intermediate
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -468,6 +469,15 @@ class Costs:
             self._planning[policy_name] = cost
         planned = cost._replace(base_s=cost.base_s + own_s)
         return planned.seconds(active, copies, tiered=tiered)
+
+    def least_planning_s(self, active: int) -> float:
+        """Seconds that planning a layer step takes at least, whoever plans."""
+        stated = {
+            path.split(".")[2]
+            for path in self.profile.numbers
+            if fnmatch(path, paths.planning("*").base_s)
+        }
+        return min(self.planning_s(name, active) for name in stated)
 
     def _planning_cost(self, policy_name: str) -> _ControlCost:
         default = paths.planning(paths.DEFAULT_POLICY)

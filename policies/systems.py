@@ -390,6 +390,17 @@ SYSTEMS = {
             "recall.md"
         ),
     ),
+    "clairvoyant": System(
+        assignment="hybrimoe-schedule",
+        cache="foresight",
+        prefetch="foresight",
+        note=(
+            "ours, an oracle: knows the whole routing, and copies behind the work what"
+            " is used soon and often. A replay tries some twenty settings of its rules"
+            " and keeps the fastest, unless a part is given: the ceiling that `moesim"
+            " gap` measures against; docs/explanation/gap.md"
+        ),
+    ),
     # Systems that speculate: a draft proposes tokens, one pass verifies them.
     "sp-moe": System(
         assignment="on-demand",

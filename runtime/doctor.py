@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import torch
 
+from moesim.base.files import ScratchFolder
 from moesim.base.host_limits import (
     available_cores,
     available_memory_bytes,
@@ -235,37 +236,20 @@ def check_huge_pages(
 
 def check_direct_io(folder: Path) -> Finding:
     """Read a file around the page cache."""
-    with _file(folder) as place:
-        file = DirectFile(place)
-        try:
-            with HostSlots(1, READ_BYTES) as slots:
-                file.read_into(0, memoryview(slots.record(0).numpy()))
-        finally:
-            file.close()
-        if file.direct:
-            return holds(f"reads in {folder} go around the page cache")
-        return limited(
-            f"{folder}: {file.reason}, so they may come from memory",
-            "put experts on a disk with ext4 or xfs: --store DIR",
-            reason=file.reason,
-        )
+    file, _ = _read_noise(folder, 1)
+    if file.direct:
+        return holds(f"reads in {folder} go around the page cache")
+    return limited(
+        f"{folder}: {file.reason}, so they may come from memory",
+        "put experts on a disk with ext4 or xfs: --store DIR",
+        reason=file.reason,
+    )
 
 
 def check_disk(folder: Path) -> Finding:
     """Read a file in pieces of an expert's size."""
     usage = shutil.disk_usage(folder)
-    with _file(folder, _READS * READ_BYTES) as place:
-        file = DirectFile(place)
-        times_s = []
-        try:
-            with HostSlots(1, READ_BYTES) as slots:
-                view = memoryview(slots.record(0).numpy())
-                for read in range(_READS):
-                    begin_s = time.perf_counter()
-                    file.read_into(read * READ_BYTES, view)
-                    times_s.append(time.perf_counter() - begin_s)
-        finally:
-            file.close()
+    _, times_s = _read_noise(folder, _READS)
     rate = READ_BYTES / float(np.median(times_s))
     words = f"{rate / 1e9:.2f} GB/s in pieces of 4 MiB"
     figures: dict[str, Any] = {"bytes_per_s": rate}
@@ -278,37 +262,36 @@ def check_disk(folder: Path) -> Finding:
     return holds(words, **figures)
 
 
-class _file:  # noqa: N801 - used as a function
-    """A file of noise in a folder, while a block runs.
+def _read_noise(folder: Path, reads: int) -> tuple[DirectFile, list[float]]:
+    """Write a file of noise, read it in pieces, and remove it.
+
+    Returns:
+        The file, closed, and the seconds of each read.
 
     Raises:
         RuntimeFault: it cannot be written.
     """
-
-    def __init__(self, folder: Path, nbytes: int = READ_BYTES) -> None:
-        self._place = folder / f".moesim-doctor-{os.getpid()}"
-        self._nbytes = nbytes
-
-    def __enter__(self) -> Path:
-        """Write it."""
-        noise = np.random.default_rng(0).bytes(READ_BYTES)
-        try:
-            with self._place.open("wb") as file:
-                for _ in range(self._nbytes // READ_BYTES):
-                    file.write(noise)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            self._place.unlink(missing_ok=True)
-            raise RuntimeFault(
-                f"{self._place.parent}: cannot write: {error.strerror}; name another"
-                " folder: --disk DIR"
-            ) from None
-        return self._place
-
-    def __exit__(self, *_: object) -> None:
-        """Remove it."""
-        self._place.unlink(missing_ok=True)
+    noise = np.random.default_rng(0).bytes(READ_BYTES)
+    times_s = []
+    try:
+        with ScratchFolder(folder) as scratch:
+            place = scratch / "noise"
+            with place.open("wb") as written:
+                for _ in range(reads):
+                    written.write(noise)
+                written.flush()
+                os.fsync(written.fileno())
+            with DirectFile(place) as file, HostSlots(1, READ_BYTES) as slots:
+                view = memoryview(slots.record(0).numpy())
+                for read in range(reads):
+                    begin_s = time.perf_counter()
+                    file.read_into(read * READ_BYTES, view)
+                    times_s.append(time.perf_counter() - begin_s)
+    except OSError as error:
+        raise RuntimeFault(
+            f"{folder}: cannot write: {error.strerror}; name another folder: --disk DIR"
+        ) from None
+    return file, times_s
 
 
 _SIZE: Final = Size(2048, 768)

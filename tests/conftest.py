@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.command_line import runner
 from support.drawn_schedules import DrawnSchedules
-from support.small_trace import write_trace
+from support.learned_network import write as write_artefacts
+from support.small_trace import write_small_trace, write_trace
 
 from moesim.base.host_limits import available_cores
-from moesim.machine_code import store
 from moesim.machine_code.ahead import compile_ahead
+from moesim.machine_code.store import FOLDER_VARIABLE
 from moesim.runs import machine
 from moesim.traces.format.schema import ModelShape
 
@@ -57,10 +59,16 @@ def pytest_configure(config):
     """Compile once for all processes of tests, where there are several."""
     # Tests give commands empty cache folders; machine code is no part of that.
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    os.environ.setdefault(store.FOLDER_VARIABLE, str(Path(caches) / "moesim"))
+    os.environ.setdefault(FOLDER_VARIABLE, str(Path(caches) / "moesim"))
     processes = config.getoption("numprocesses", None)
     if processes and not hasattr(config, "workerinput"):
         compile_ahead(processes)
+
+
+@pytest.fixture
+def draws(request) -> int:
+    """How often a test draws what an interval must cover."""
+    return request.config.option.interval_draws
 
 
 @pytest.fixture
@@ -130,6 +138,36 @@ def tiny_shape() -> ModelShape:
         expert_bytes=(1 << 20,) * 3,
         other_bytes=1 << 20,
     )
+
+
+@pytest.fixture
+def command(capsys, monkeypatch, tmp_path):
+    """Run a command line as a user would in an empty folder: ``command("replay", path)``
+    returns exit code, standard output and standard error.
+    """
+    return runner(capsys, monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def trace(tmp_path) -> Path:
+    """A trace of two short sequences."""
+    return write_small_trace(tmp_path / "small.parquet")
+
+
+@pytest.fixture(scope="module")
+def store(trace, tmp_path_factory):
+    """Random experts for the module's own `trace`, opened."""
+    from support.real_machine import random_store  # torch
+
+    with random_store(trace, tmp_path_factory.mktemp("store")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def artefacts(trace, tmp_path_factory):
+    """What learned policies need for the module's own `trace`."""
+    folder = tmp_path_factory.mktemp("learned")
+    return write_artefacts(folder, trace.shape.layers, trace.shape.experts)
 
 
 @pytest.fixture

@@ -175,10 +175,6 @@ def _wrapped(begin: str, text: str) -> list[str]:
     )
 
 
-def _alone(name: str, check: Callable[[], Finding]) -> list[tuple[str, Finding]]:
-    return [(name, check())]
-
-
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that is there."""
     return next(

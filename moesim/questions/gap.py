@@ -6,12 +6,13 @@ mix is timed. Replacing one part saves more or less time depending on which othe
 replaced already, so the whole gap is shared out by Shapley's value
 (`moesim.questions.gap`).
 
-Four parts are replaced: eviction (the cache's rule, from the same start -> Belady),
-assignment (-> exact), prefetch (-> clairvoyant), planning (-> free). A substitute is an
-offer: a policy that knows the future also knows when it would hurt, so a set of offers
-is worth its fastest mix. Hence no share is negative, and the *clairvoyant bound* is the
-fastest mix of all. It is a bound for these parts, not a theorem: the exact assignment
-looks at one layer step only, and Belady saves misses, not seconds.
+Four parts are replaced: eviction (the cache's rule, from the same start), assignment
+and prefetch by those of the clairvoyant system, whose rules are searched for this run
+(`moesim.runs.clairvoyant`), and planning (-> free). A substitute is an offer: a policy
+that knows the future also knows when it would hurt, so a set of offers is worth its
+fastest mix. Hence no share is negative, and the *ceiling* is the fastest mix of all: a
+schedule that was carried out. What no schedule can beat is another question
+(`moesim.runs.bound`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moesim.base.options import ConfigError
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import references, resolve
-from moesim.questions.gap_eviction import FORCED, EvictionSplit, split_eviction
-from moesim.questions.gap_mixes import BOUND, EVICTION, Grades, MixReplays, Substitute
+from moesim.policies.systems import compose
+from moesim.questions.gap_eviction import (
+    BELADY,
+    FORCED,
+    EvictionSplit,
+    split_eviction,
+)
+from moesim.questions.gap_mixes import EVICTION, Grades, MixReplays
 from moesim.reporting.tables import aligned, facts_lines
+from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.replay import clairvoyant_rules
 from moesim.runs.setup import (
     Setup,
     check_needs,
@@ -58,7 +67,7 @@ class Part:
         name: one of `moesim.questions.gap_mixes.PARTS`.
         policy: specification under study; for planning, the assignment policy whose
             decisions are charged.
-        replaced_by: substitute in the clairvoyant bound; None if the bound is faster
+        replaced_by: substitute in the ceiling; None if the bound is faster
             without one.
         alone_s: saved by this substitute only.
         last_s: saved by this substitute when all others are on offer already.
@@ -75,7 +84,7 @@ class Part:
 
 @dataclass(slots=True)
 class Gap:
-    """The gap of a policy to the clairvoyant bound, and its parts.
+    """The gap of a policy to the ceiling, and its parts.
 
     Attributes:
         policy_s: makespan of the policy as it is.
@@ -107,7 +116,7 @@ class Gap:
 
     @property
     def gap_s(self) -> float:
-        """Seconds above the clairvoyant bound."""
+        """Seconds above the ceiling."""
         return self.policy_s - self.bound_s
 
     def to_json(self) -> dict[str, Any]:
@@ -141,14 +150,14 @@ class Gap:
 class _TimedMix(NamedTuple):
     """A mix and its makespan."""
 
-    mix: dict[str, Substitute]
+    mix: dict[str, str]
     seconds: float
 
 
 def decompose(
     replays: MixReplays, progress: Callable[[int], None] | None = None
 ) -> Gap:
-    """Replay all mixes (32 where all four parts differ) and share out the gap.
+    """Replay all mixes (16 where all four parts differ) and share out the gap.
 
     Args:
         replays: the trace, the machine and the policy.
@@ -161,7 +170,7 @@ def decompose(
     grades = Grades()
     times: list[_TimedMix] = []
     # None first: the first mix is the policy itself, the only one that is graded.
-    for chosen in product(*([None, *offers] for offers in substitutes.values())):
+    for chosen in product(*([None, offer] for offer in substitutes.values())):
         mix = {
             part: substitute
             for part, substitute in zip(substitutes, chosen, strict=True)
@@ -186,11 +195,8 @@ def decompose(
     )
     # In seconds, beside the misses that `split_eviction` counts.
     if EVICTION in substitutes:
-        gap_of_policy.belady_s = next(
-            timed.seconds for timed in times if timed.mix.keys() == {EVICTION}
-        )
-        forced = Substitute(FORCED, budget=None, label=FORCED)
-        gap_of_policy.forced_s = replays.replay_s({EVICTION: forced})
+        gap_of_policy.belady_s = replays.replay_s({EVICTION: BELADY})
+        gap_of_policy.forced_s = replays.replay_s({EVICTION: FORCED})
     return gap_of_policy
 
 
@@ -212,7 +218,7 @@ def _fastest_by_offers(
 def _parts(
     value: Mapping[frozenset[str], float],
     names: Sequence[str],
-    bound: Mapping[str, Substitute],
+    bound: Mapping[str, str],
     specifications: Mapping[str, str],
 ) -> list[Part]:
     # Alone and last are the ends of what an exchange can save; the share lies between.
@@ -223,7 +229,7 @@ def _parts(
         Part(
             name,
             policy=specifications[name],
-            replaced_by=bound[name].label if name in bound else None,
+            replaced_by=bound.get(name),
             alone_s=value[no_offers] - value[frozenset({name})],
             last_s=value[all_offers - {name}] - value[all_offers],
             share_s=shares[name],
@@ -232,9 +238,8 @@ def _parts(
     ]
 
 
-def _label(mix: Mapping[str, Substitute]) -> str:
-    labels = [substitute.label for substitute in mix.values()]
-    return " + ".join(labels) or "as it is"
+def _label(mix: Mapping[str, str]) -> str:
+    return " + ".join(mix.values()) or "as it is"
 
 
 @takes_options(RunConfig, without=["noise_seed"])
@@ -242,15 +247,16 @@ def gap(
     trace: RunConfig | str | Path | Trace,
     policy: str | None = None,
     *,
-    bound: System = BOUND,
+    bound: System | None = None,
     causal: Sequence[str] | None = None,
     progress: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Gap:
-    """Measure where a policy loses its time against the clairvoyant bound.
+    """Measure where a policy loses its time against a clairvoyant schedule.
 
     Args:
-        bound: what its parts are replaced by; its routing is not used.
+        bound: what its parts are replaced by, its routing not; None for the clairvoyant
+            system with the rules that are fastest in this run.
         causal: cache policies that see the past only, against which the eviction gap is
             held; those whose columns the trace lacks are left out. None for the
             registry's references.
@@ -271,6 +277,11 @@ def gap(
         )
     opened = trace_of(config)
     setup = Setup.of(config, opened)
+    if bound is None:
+        rules = clairvoyant_rules(
+            config.replaced(trace=opened, policy=CLAIRVOYANT, cache=None, prefetch=None)
+        )
+        bound = compose(rules.policy, cache=rules.cache, prefetch=rules.prefetch)
     # A trace without scores cannot drive caches that go by scores; the rest can be
     # compared all the same.
     at_hand = [
@@ -371,7 +382,7 @@ def gap_text(report: Gap) -> str:
                 f" prefetch {config['prefetch']}"
             ),
         ),
-        ("bound", f"{_ms(report.bound_s)}: {_bound_words(report)}"),
+        ("ceiling", f"{_ms(report.bound_s)}: {_bound_words(report)}"),
         (
             "gap",
             (
@@ -381,12 +392,12 @@ def gap_text(report: Gap) -> str:
         ),
         (
             "all resident",
-            f"{_ms(report.resident_s)}: the bound if the GPUs held every expert",
+            f"{_ms(report.resident_s)}: the ceiling if the GPUs held every expert",
         ),
     ]
     facts += [("note", caveat) for caveat in config["synthetic"]]
     head = facts_lines(facts)
-    rows = [["part", "share", "of the gap", "alone", "last", "exchanged for"]]
+    rows = [["part", "share", "of the gap", "alone", "last"]]
     rows += [
         [
             part.name,
@@ -394,12 +405,11 @@ def gap_text(report: Gap) -> str:
             _percent(part.share_s, report.gap_s),
             _ms(part.alone_s),
             _ms(part.last_s),
-            part.replaced_by or "nothing",
         ]
         for part in report.parts
     ]
     rows.append(
-        ["sum", _ms(report.gap_s), _percent(report.gap_s, report.gap_s), "", "", ""]
+        ["sum", _ms(report.gap_s), _percent(report.gap_s, report.gap_s), "", ""]
     )
     legend = (
         "share: saved on average over all orders of exchanges; alone: as the only one;"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -44,31 +44,12 @@ PREFETCH = "prefetch"
 PLANNING = "planning"
 PARTS = (EVICTION, ASSIGNMENT, PREFETCH, PLANNING)
 BOUND = System(
-    assignment="exact:objective=scheduled", cache="belady", prefetch="clairvoyant"
+    assignment="exact:objective=scheduled", cache="foresight", prefetch="foresight"
 )
-"""What parts are replaced by. The scheduled objective knows that copies follow each
-other on a link.
-"""
-BUDGETS = (1, 4, None)
-"""Experts that the clairvoyant prefetcher may copy per layer step; None for all.
-Knowing what comes is not knowing how much of it the link can take: with no limit a slow
-link is flooded and demand fetches wait behind it.
+"""What parts are replaced by, unless the clairvoyant system's rules are searched. The
+scheduled objective knows that copies follow each other on a link.
 """
 FREE = "free planning"
-
-
-class Substitute(NamedTuple):
-    """What a part may be replaced by.
-
-    Attributes:
-        spec: specification of the policy.
-        budget: experts per layer step, for prefetch.
-        label: names both.
-    """
-
-    spec: str
-    budget: int | None
-    label: str
 
 
 class _FreePlanning:
@@ -139,28 +120,28 @@ class MixReplays:
             PLANNING: system.assignment.partition(":")[0],
         }
 
-    def substitutes(self) -> dict[str, list[Substitute]]:
-        """Part -> substitutes, for parts that differ from theirs; planning always
+    def substitutes(self) -> dict[str, str]:
+        """Part -> its substitute, for parts that differ from theirs; planning always
         does.
         """
         # A part that is its own substitute would double the replays for nothing.
         bound = self.bound
+        of_bound = {
+            EVICTION: bound.cache,
+            ASSIGNMENT: bound.assignment,
+            PREFETCH: bound.prefetch,
+            PLANNING: FREE,
+        }
         under_study = self.specifications()
-        substitutes: dict[str, list[Substitute]] = {}
-        if bound.cache != under_study[EVICTION]:
-            substitutes[EVICTION] = [_unlimited(bound.cache)]
-        if bound.assignment != under_study[ASSIGNMENT]:
-            substitutes[ASSIGNMENT] = [_unlimited(bound.assignment)]
-        if bound.prefetch != under_study[PREFETCH]:
-            substitutes[PREFETCH] = [
-                _with_budget(bound.prefetch, budget) for budget in BUDGETS
-            ]
-        substitutes[PLANNING] = [_unlimited(FREE)]
-        return substitutes
+        return {
+            part: substitute
+            for part, substitute in of_bound.items()
+            if substitute != under_study[part]
+        }
 
     def replay_s(
         self,
-        mix: Mapping[str, Substitute],
+        mix: Mapping[str, str],
         grades: Grades | None = None,
         *,
         observer: Observer | None = None,
@@ -185,7 +166,7 @@ class MixReplays:
                 policies.assignment = observed_policy(
                     policies.assignment, watching, calls=("assign",)
                 )
-        return self._run(policies, self._memory(mix), free=PLANNING in mix)
+        return self._run(policies, self.memory, free=PLANNING in mix)
 
     def resident_s(self) -> float:
         """Return the makespan if all experts were on the GPUs from the start, with the
@@ -198,23 +179,12 @@ class MixReplays:
         policies = system.build(gpus=self.profile.gpus, host_cache=None)
         return self._run(policies, memory, free=True)
 
-    def _memory(self, mix: Mapping[str, Substitute]) -> MemoryPlan:
-        """Sizes of memories, with the prefetch budget of a mix."""
-        budget_bytes = self.memory.prefetch_budget_bytes
-        prefetch = mix.get(PREFETCH)
-        if prefetch is not None and prefetch.budget is not None:
-            most_bytes = prefetch.budget * self.shape.max_expert_bytes
-            # The user's own limit holds for all mixes.
-            if budget_bytes is None or most_bytes < budget_bytes:
-                budget_bytes = most_bytes
-        return replace(self.memory, prefetch_budget_bytes=budget_bytes)
-
-    def _policies(self, mix: Mapping[str, Substitute]) -> Policies:
+    def _policies(self, mix: Mapping[str, str]) -> Policies:
         system = self.system
         if ASSIGNMENT in mix:
-            system = replace(system, assignment=mix[ASSIGNMENT].spec)
+            system = replace(system, assignment=mix[ASSIGNMENT])
         if PREFETCH in mix:
-            system = replace(system, prefetch=mix[PREFETCH].spec)
+            system = replace(system, prefetch=mix[PREFETCH])
         policies = system.build(
             gpus=self.profile.gpus,
             host_cache=self.host_cache if self.memory.host else None,
@@ -224,7 +194,7 @@ class MixReplays:
 
         if EVICTION in mix:
             # One instance per GPU: caches keep state of their own.
-            spec = mix[EVICTION].spec
+            spec = mix[EVICTION]
             policies.caches = [
                 SameStart(cast("CachePolicy", resolve(spec, "cache")), cache)
                 for cache in policies.caches
@@ -249,15 +219,6 @@ class MixReplays:
         result = Replay(self.profile, costs, planner, timeline).run(self.passes())
         timeline.close()
         return result.makespan_s
-
-
-def _unlimited(spec: str) -> Substitute:
-    return Substitute(spec, budget=None, label=spec)
-
-
-def _with_budget(spec: str, budget: int | None) -> Substitute:
-    label = spec if budget is None else f"{spec}, {budget} a layer"
-    return Substitute(spec, budget, label)
 
 
 PROVEN = 1e-9

@@ -5,7 +5,7 @@ policies say where experts work.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,16 +219,9 @@ def run_live(
     if config.verify:
         plain = load_weights(folder, dtype).eval().to(device.device)
         verification = live.verify(plain, result.passes, dtype)
+    measured = {each.name: getattr(run, each.name) for each in fields(run)}
     return LiveMeasuredRun(
-        metrics=run.metrics,
-        timeline=run.timeline,
-        config=run.config,
-        warnings=run.warnings,
-        shape=run.shape,
-        result=run.result,
-        decision_log=run.decision_log,
-        startup=run.startup,
-        footprint=None,
+        **measured,
         texts=[local.decode(tokens) for tokens in result.tokens],
         tokens=result.tokens,
         steps=result.steps,

@@ -17,8 +17,9 @@ from moesim.policies.base import PolicyError
 from moesim.policies.faults import policy_faults
 from moesim.policies.systems import compose
 from moesim.runs.bound.least_time import layer_steps_of, replay_bound
+from moesim.runs.clairvoyant import is_searched, searched
 from moesim.runs.config import MemoryOptions, RunConfig, takes_options
-from moesim.runs.engines import Engine, choose_engine
+from moesim.runs.engines import choose_engine
 from moesim.runs.memory import plan_memory
 from moesim.runs.result import Run, save_run
 from moesim.runs.setup import (
@@ -123,6 +124,8 @@ def replay(
     begin_s = time.perf_counter()
     config = RunConfig.of(trace, policy, memory=memory, **options)
     opened = trace_of(config)
+    if is_searched(config):
+        config = clairvoyant_rules(config.replaced(trace=opened))
     setup = Setup.of(config, opened)
     profile = setup.profile
     with policy_faults():
@@ -135,12 +138,11 @@ def replay(
         summary = Summary(profile.lanes)
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
 
-    drafts = opened.passes.draft_tokens > 0
     engine = choose_engine(
         config.engine,
         planner,
         profile,
-        drafts=drafts,
+        arrivals=config.arrivals is not None,
         layer_steps=layer_steps_of(config, opened),
     )
     requests = None
@@ -158,8 +160,6 @@ def replay(
                     progress=progress,
                 )
             else:
-                # Steps depend on the time then, which only SimPy's clock tells.
-                engine = Engine("simpy", "requests that arrive over time")
                 simulation = Replay(
                     profile,
                     planner.costs,
@@ -214,6 +214,13 @@ def replay(
     if out is not None:
         save_run(run, Path(out))
     return run
+
+
+def clairvoyant_rules(config: RunConfig) -> RunConfig:
+    """The run with the rules of the clairvoyant system that make it shortest."""
+    return searched(
+        config, lambda trial: float(replay(trial, keep=False).metrics["makespan_s"])
+    )
 
 
 def _requests(

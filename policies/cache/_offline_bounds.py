@@ -12,7 +12,7 @@ held or not.
 
 U uses, P times.
 
-Source: Berger, Beckmann, Harchol-Balter, SIGMETRICS 2018 (FOO and PFOO); Carlisle and
+Source: Berger, Beckmann, Harchol-Balter, SIGMETRICS 2018 (FOO); Carlisle and
 Lloyd 1995 (equal sizes).
 """
 
@@ -258,39 +258,6 @@ def plan_cost(
     misses = uses.cost[~hit].sum()
     beginnings = uses.entry[kept & ~hit].sum()
     return float(misses + beginnings)
-
-
-def least_cost_fast(uses: Uses, capacity: float) -> float:
-    """Bound the cost of all misses from below in O(U log U), for sequences too long for
-    `best_stays`.
-
-    Stays are granted by value per capacity and time until capacity times time is used
-    up, as if they could be cut and shifted; `entry` is ignored, which only lowers the
-    bound.
-
-    Source: PFOO-L.
-    """
-    count = len(uses.key)
-    after = uses.following()
-    fits = uses.size <= capacity
-    stays = np.flatnonzero((after < count) & fits)
-    _, time_of = np.unique(uses.time, return_inverse=True)
-    ends = after[stays]
-    need = uses.size[stays] * (time_of[ends] - time_of[stays])
-    value = uses.cost[ends]
-
-    order = np.argsort(-value / need, kind="stable")
-    used = np.cumsum(need[order])
-    budget = capacity * float(time_of.max(initial=-1))
-    granted = int(np.searchsorted(used, budget, side="right"))
-    saved = float(value[order[:granted]].sum())
-
-    # The first stay that does not fit is granted in part, so the bound stays a bound.
-    if granted < len(order):
-        left = budget - (used[granted - 1] if granted else 0.0)
-        partial = order[granted]
-        saved += float(value[partial] * left / need[partial])
-    return float(uses.cost.sum()) - saved
 
 
 def miss_costs(

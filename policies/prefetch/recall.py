@@ -48,7 +48,7 @@ some of it, and the GPU computes beside.
 
 
 @compiled
-def _layer_s(work: Work, view: KernelView) -> float:
+def layer_s(work: Work, view: KernelView) -> float:
     """Seconds from now until the next layer's gate has spoken, about."""
     seconds = view.gap_s
     for i in range(len(work.experts)):
@@ -83,13 +83,13 @@ def _stream(state: State, work: Work, view: KernelView, named: np.ndarray) -> in
         return 0
     layers = len(view.copy_s)
     experts = state.integers[0]
-    layer_s = _layer_s(work, view)
-    begins_s = layer_s
+    each_s = layer_s(work, view)
+    begins_s = each_s
     start_s = view.link_wait_s
     count = 0
     last = min(layers - 1, work.layer + int(state.numbers[_DEPTH]))
     for layer in range(work.layer + 1, last + 1):
-        if start_s > _AHEAD * layer_s:
+        if start_s > _AHEAD * each_s:
             break
         expect_coming(state, layer, state.numbers[_WORTH])
         first = layer * experts
@@ -104,7 +104,7 @@ def _stream(state: State, work: Work, view: KernelView, named: np.ndarray) -> in
             named[count] = key
             count += 1
             start_s += view.copy_s[layer]
-        begins_s += layer_s
+        begins_s += each_s
     for n in range(count):
         state.marks[_NAMED, named[n]] = 0
     return count

@@ -46,16 +46,7 @@ def save_decision_log(
     if steps is not None:
         passes = []
         for step in steps:
-            passes.append(
-                [
-                    step.step,
-                    int(step.phase),
-                    step.batch,
-                    step.tokens,
-                    step.context_tokens,
-                    step.sequences,
-                ]
-            )
+            passes.append([int(getattr(step, name)) for name in _Pass._fields])
             for layer in step.layers:
                 for name, values in _arrays_of(layer).items():
                     arrays[f"{step.step}/{layer.layer}/{name}"] = values
@@ -108,23 +99,15 @@ def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]
                 f"{path}: step {step}, layer {layer}: {fault}; run it again"
             )
     steps = []
-    for number, phase, batch, tokens, context, sequences in passes:
+    for numbers_of_pass in passes:
         layers = [
             _layer_of(layer, named)
             for (step_of_layer, layer), named in sorted(by_layer.items())
-            if step_of_layer == number
+            if step_of_layer == numbers_of_pass.step
         ]
-        steps.append(
-            RoutedStep(
-                step=number,
-                phase=_phase(path, phase),
-                batch=batch,
-                tokens=tokens,
-                context_tokens=context,
-                sequences=sequences,
-                layers=layers,
-            )
-        )
+        routed = RoutedStep(**numbers_of_pass._asdict(), layers=layers)
+        routed.phase = _phase(path, numbers_of_pass.phase)
+        steps.append(routed)
     return entries, steps
 
 

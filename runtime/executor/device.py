@@ -25,7 +25,7 @@ coarser than a product is long, and its clock drifts from the host's.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -37,63 +37,6 @@ if TYPE_CHECKING:
     from moesim.runtime.executor.memories import LayerJob
     from moesim.runtime.store.memory import Slots
     from moesim.traces.timeline.spans import Timeline
-
-
-class Device(Protocol):
-    """What the `gpu0`, `h2d0` and `d2h0` lanes do.
-
-    Times that only the device's clock knows are returned where it can tell them at
-    once; negative ones mean that `step_done` writes them down later.
-
-    Attributes:
-        device: where hidden states live.
-        with_control: lane classes that the control thread serves itself.
-        page_lock: for whom host memory must keep its pages, None for nobody.
-    """
-
-    device: torch.device
-    with_control: ClassVar[tuple[str, ...]]
-    page_lock: Accelerator | None
-
-    def allocate(self, slots: int, slot_bytes: int) -> Slots:
-        """Take the device's memory."""
-
-    def copy(
-        self, slot: int, record: torch.Tensor, nbytes: int
-    ) -> tuple[float, float] | None:
-        """Copy a record into a slot; return when it is there."""
-
-    def copy_back(
-        self, record: torch.Tensor, slot: int, nbytes: int
-    ) -> tuple[float, float] | None:
-        """Copy a slot into a record of host memory; return when it is there."""
-
-    def begin_compute(self, operation: Operation, slot: int) -> None:
-        """Note that an expert in this slot is about to compute."""
-
-    def end_compute(self, operation: Operation) -> tuple[float, float] | None:
-        """Note that it has."""
-
-    def settle(self) -> None:
-        """Wait until the last product has really been computed."""
-
-    def to_host(self, hidden: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Bring hidden states to where the CPU reads; also the bytes moved."""
-
-    def join(self, job: LayerJob) -> torch.Tensor:
-        """Add weighted results by ascending expert id, whoever computed them."""
-
-    def begin(self, began_s: float) -> None:
-        """Note when the run began."""
-
-    def mark(self) -> None:
-        """Note the start of dense work."""
-
-    def marked(self, operation: Operation) -> None:
-        """Note the end of dense work."""
-
-    def step_done(self, timeline: Timeline) -> None:
-        """Wait for the device at the end of a forward pass; write its times down."""
 
 
 def weighted_sum(
@@ -121,12 +64,16 @@ def weighted_sum(
 
 
 class HostDevice:
-    """What the `gpu0`, `h2d0` and `d2h0` lanes do on a machine without a GPU.
+    """What the `gpu0`, `h2d0` and `d2h0` lanes do on a machine without a GPU; other
+    devices do the same in their own way.
+
+    Times that only the device's clock knows are returned where it can tell them at
+    once; negative ones mean that `step_done` writes them down later.
 
     Attributes:
         device: where hidden states live.
         with_control: lane classes that the control thread serves itself.
-        page_lock: for whom host memory must keep its pages: nobody.
+        page_lock: for whom host memory must keep its pages, None for nobody.
     """
 
     device = torch.device("cpu")
@@ -145,13 +92,21 @@ class HostDevice:
         self._slots = DeviceSlots(slots, slot_bytes)
         return self._slots
 
-    def copy(self, slot: int, record: torch.Tensor, nbytes: int) -> None:
-        """Copy a record into a slot, past the caches."""
+    def copy(
+        self, slot: int, record: torch.Tensor, nbytes: int
+    ) -> tuple[float, float] | None:
+        """Copy a record into a slot, past the caches; it is there on return."""
         streamed(self._slots.record(slot), record, nbytes)
+        return None
 
-    def copy_back(self, record: torch.Tensor, slot: int, nbytes: int) -> None:
-        """Copy a slot into a record of host memory, past the caches."""
+    def copy_back(
+        self, record: torch.Tensor, slot: int, nbytes: int
+    ) -> tuple[float, float] | None:
+        """Copy a slot into a record of host memory, past the caches; it is there on
+        return.
+        """
         streamed(record, self._slots.record(slot), nbytes)
+        return None
 
     def begin_compute(self, operation: Operation, slot: int) -> None:
         """Note that an expert in this slot is about to compute."""
@@ -213,9 +168,8 @@ class Anchor(NamedTuple):
         return self.at_s + float(self.event.elapsed_time(event)) * 1e-3
 
 
-class StreamDevice:
+class StreamDevice(HostDevice):
     """What the `gpu0`, `h2d0` and `d2h0` lanes do on a machine with an accelerator.
-    Attributes as in `HostDevice`.
 
     Args:
         accelerator: what computes.

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.planner import Planner
-    from moesim.runtime.executor.device import Device
+    from moesim.runtime.executor.device import HostDevice
     from moesim.runtime.executor.lanes import Worker
     from moesim.runtime.measure.profile import Counters
     from moesim.runtime.models.expert_layout import Groups
@@ -134,7 +134,7 @@ class Executor:
         planner: Planner,
         timeline: Timeline,
         store: ExpertStore,
-        device: Device,
+        device: HostDevice,
         gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None = None,
         *,
         own_cores: bool = False,
@@ -418,7 +418,7 @@ class Executor:
 def _allocate(
     planner: Planner,
     store: ExpertStore,
-    device: Device,
+    device: HostDevice,
     gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None,
 ) -> Memories:
     """Take host memory and the device's slots, or neither."""

@@ -29,7 +29,7 @@ from moesim.runtime.measure.profile import ThreadEvidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from types import FrameType, TracebackType
+    from types import FrameType
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.runtime.measure.profile import Counters
@@ -81,12 +81,7 @@ class WakingLock:
         self._lock.acquire()
         self.instant_s = time.perf_counter() - self.began_s
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave, then wake."""
         sleepers = self._sleepers
         self._sleepers = []
@@ -546,16 +541,11 @@ class Interrupts:
                 signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Give the handlers back, and call the one that is due."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if error is None:
+        if kind is None:
             self.check()
 
     def check(self) -> None:

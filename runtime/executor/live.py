@@ -13,8 +13,7 @@ experts per token, H hidden.
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,17 +21,16 @@ import torch
 
 from moesim.base.errors import TraceError
 from moesim.policies.base import PolicyError
-from moesim.runtime.models.checkpoint import DTYPES, skeleton
 from moesim.runtime.models.expert_layout import UNUSED, group_tokens
 from moesim.runtime.models.gates import (
     MoeBlock,
     best_first,
-    find_blocks,
+    further_arguments,
     gate_facts,
     read_gate,
 )
-from moesim.runtime.models.local_model import Pass, Sampling, generate, model_shape
-from moesim.runtime.models.offloaded import StoreExperts
+from moesim.runtime.models.local_model import Pass, Sampling, generate
+from moesim.runtime.models.offloaded import StoreExperts, offloaded_shape
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.runtime.executor.executor import Executor
+    from moesim.runtime.models.expert_layout import Groups
     from moesim.runtime.models.gates import GateFacts
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.models.offloaded import OffloadedModel
@@ -60,23 +59,9 @@ def live_shape(
     """Describe an offloaded model: experts as they lie in the store, everything else as
     loaded.
     """
-    frame = skeleton(model_dir)
-    blocks = find_blocks(frame)
-    shape = model_shape(
-        frame,
-        model_dir.resolve().name,
-        blocks,
-        gate_facts(offloaded.model, offloaded.blocks()),
-    )
-    records = tuple(store.record_bytes(layer) for layer in range(store.layers))
-    # The frame's tensors were never loaded, so their type says nothing.
-    dtype = store.layout(0).dtype
-    return replace(
-        shape,
-        expert_bytes=records,
-        other_bytes=offloaded.dense_bytes,
-        dtype=DTYPES.get(dtype, dtype),
-    )
+    records = [store.record_bytes(layer) for layer in range(store.layers)]
+    name = model_dir.resolve().name
+    return offloaded_shape(offloaded, model_dir, name, store, records)
 
 
 def encode(local: LocalModel, prompts: Sequence[str | bytes]) -> list[list[int]]:
@@ -146,7 +131,7 @@ class Foresight:
         self._facts = facts
         self._columns = list(columns)
         self._residual = residual
-        self._extras = [_further_arguments(block) for block in blocks]
+        self._extras = [further_arguments(block) for block in blocks]
 
     def predict(self, layer: int, state: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return column -> scores [T, E] for a coming layer; none past the last one."""
@@ -173,16 +158,30 @@ class Foresight:
         return predicted
 
 
-def _further_arguments(block: MoeBlock) -> dict[str, Any]:
-    """Arguments of a gate beside the state: attributes of its owner with the same name,
-    as the library passes them.
+def routed_layer(
+    layer: int, index: torch.Tensor, weights: torch.Tensor
+) -> tuple[RoutedLayer, Groups]:
+    """Describe a gate's choice as a trace would, and group its pairs by expert.
+
+    Args:
+        layer: MoE layer.
+        index: [T, K] ids, best first.
+        weights: [T, K].
     """
-    _, *further = inspect.signature(block.gate.forward).parameters.values()
-    return {
-        parameter.name: value
-        for parameter in further
-        if (value := getattr(block.owner, parameter.name, None)) is not None
-    }
+    chosen = index.cpu().numpy().astype(np.uint16)
+    assert not (chosen == UNUSED).any(), "a gate names experts that exist"
+    groups = group_tokens(chosen)
+    routed = RoutedLayer(
+        layer=layer,
+        experts=groups.experts,
+        tokens=groups.tokens,
+        routing=chosen,
+        # In full: a token whose experts a policy keeps must keep its answer.
+        weights=weights.float().cpu().numpy(),
+        scores=None,
+        predicted={},
+    )
+    return routed, groups
 
 
 class PassRecord(NamedTuple):
@@ -344,18 +343,7 @@ class LiveRun:
             self._rows(self._gate_output) if self._scores or self._predicts else None
         )
         index, weights = best_first(index, weights, output)
-        chosen = index.cpu().numpy().astype(np.uint16)
-        groups = group_tokens(chosen)
-        routed = RoutedLayer(
-            layer=layer,
-            experts=groups.experts,
-            tokens=groups.tokens,
-            routing=chosen,
-            # In full: a token whose experts a policy keeps must keep its answer.
-            weights=weights.float().cpu().numpy(),
-            scores=None,
-            predicted={},
-        )
+        routed, groups = routed_layer(layer, index, weights)
         if self._scores and output is not None:
             routed.scores = _half(self._facts.scores(output))
         if self._predicts:
@@ -363,7 +351,6 @@ class LiveRun:
             routed.predicted = {
                 name: _half(self._rows(scores)) for name, scores in predicted.items()
             }
-        assert not (chosen == UNUSED).any(), "a gate names experts that exist"
         return routed, weights, groups
 
     def _rows(self, values: torch.Tensor) -> torch.Tensor:
@@ -503,27 +490,17 @@ def made_up_steps(
     for step in range(count):
         layers = []
         for layer in range(shape.layers):
-            scores = rng.random((1, shape.experts)).astype(np.float16)
-            chosen = np.argsort(-scores, axis=1)[:, : shape.top_k].astype(np.uint16)
-            groups = group_tokens(chosen)
-            weights = np.full(chosen.shape, 1 / shape.top_k, np.float16)
+            scores = torch.from_numpy(rng.random((1, shape.experts)))
+            weights, index = scores.topk(shape.top_k)
+            routed, _ = routed_layer(layer, index, weights)
+            routed.scores = _half(scores)
             reach = {
                 name
                 for name in columns
                 if name in PREDICTION_COLUMNS and layer + int(name[4]) < shape.layers
             }
-            predicted = dict.fromkeys(sorted(reach), scores)
-            layers.append(
-                RoutedLayer(
-                    layer=layer,
-                    experts=groups.experts,
-                    tokens=groups.tokens,
-                    routing=chosen,
-                    weights=weights,
-                    scores=scores,
-                    predicted=predicted,
-                )
-            )
+            routed.predicted = dict.fromkeys(sorted(reach), routed.scores)
+            layers.append(routed)
         steps.append(
             RoutedStep(
                 step=step,

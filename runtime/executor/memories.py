@@ -17,6 +17,7 @@ import torch
 
 from moesim.policies.base import RESIDENT
 from moesim.policies.planner.residency import GLOBAL
+from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.models.expert_layout import group_tokens
 from moesim.runtime.store.memory import HostSlots
 
@@ -184,10 +185,21 @@ class LayerJob:
 
 
 def cache_slots(size: CacheSize, expert_bytes: tuple[int, ...]) -> int:
-    """Most experts that a memory of this size may hold at once, staging not counted."""
-    if size.scope == GLOBAL:
-        return int(size.pool_bytes[0]) // min(expert_bytes)
-    return int(size.slots.sum())
+    """Most experts that a memory of this size may hold at once, staging not counted.
+
+    Raises:
+        RuntimeFault: layers whose experts differ in size share the memory: slots, all
+            of one size, would take more of it than was asked for.
+    """
+    if size.scope != GLOBAL:
+        return int(size.slots.sum())
+    if len(set(expert_bytes)) > 1:
+        raise RuntimeFault(
+            "expected experts of one size in a memory that layers share, found"
+            f" {min(expert_bytes):,} to {max(expert_bytes):,} bytes; use --cache-scope"
+            " layer, and no --host-memory"
+        )
+    return int(size.pool_bytes[0]) // expert_bytes[0]
 
 
 def residents(memory: Residency) -> list[int]:

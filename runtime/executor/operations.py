@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moesim.policies.planner.plan import READ, REPLACE
 from moesim.runtime.executor.lanes import Operation
 from moesim.runtime.executor.memories import LayerJob, PrecomputedRows
 from moesim.runtime.models.expert_layout import expert_forward
@@ -15,7 +14,7 @@ from moesim.traces.timeline.spans import COMPUTE, DENSE
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moesim.runtime.executor.device import Device
+    from moesim.runtime.executor.device import HostDevice
     from moesim.runtime.executor.lanes import Worker
     from moesim.runtime.executor.memories import HostSlotMap, SlotMap
     from moesim.runtime.models.expert_layout import ExpertLayout, ExpertWeights
@@ -49,7 +48,7 @@ class Memories:
         store: ExpertStore,
         host: HostSlotMap,
         slots: SlotMap,
-        device: Device,
+        device: HostDevice,
         gatings: Sequence[Gating | None],
         written_back: Slots | None = None,
         brought: Slots | None = None,
@@ -98,54 +97,67 @@ class Memories:
                 records.close()
 
 
-class Read(Operation):
-    """The read of an expert from the SSD into host memory."""
+class ExpertOperation(Operation):
+    """Something that is done with one expert.
 
-    __slots__ = ("_key", "_memories")
+    Args:
+        memories: where its weights are.
+        lane: index of its lane.
+        kind: kind of span.
+        place: step, layer, expert.
+
+    Attributes:
+        key: flat key of the expert.
+    """
+
+    __slots__ = ("_memories", "key")
 
     def __init__(
-        self, memories: Memories, lane: int, step: int, layer: int, expert: int
+        self, memories: Memories, lane: int, kind: int, place: tuple[int, int, int]
     ) -> None:
-        nbytes = memories.store.record_bytes(layer)
-        super().__init__(lane, READ, step, layer, expert, nbytes)
+        super().__init__(lane, kind, *place)
         self._memories = memories
-        self._key = memories.key(self)
+        self.key = memories.key(self)
+
+
+class Move(ExpertOperation):
+    """The move of an expert's record from one memory to another."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, memories: Memories, lane: int, kind: int, place: tuple[int, int, int]
+    ) -> None:
+        super().__init__(memories, lane, kind, place)
+        self.nbytes = memories.store.record_bytes(self.layer)
+
+
+class Read(Move):
+    """The read of an expert from the SSD into host memory."""
+
+    __slots__ = ()
 
     def run(self) -> None:
         """Read around the page cache into the expert's slot."""
         memories = self._memories
-        record = memories.host.record(self._key)
+        record = memories.host.record(self.key)
         memories.store.read_into(self.layer, self.expert, record)
 
 
-class Copy(Operation):
+class Copy(Move):
     """The copy of an expert from host memory into a device slot."""
 
-    __slots__ = ("_key", "_memories")
-
-    def __init__(
-        self,
-        memories: Memories,
-        lane: int,
-        kind: int,
-        step: int,
-        layer: int,
-        expert: int,
-    ) -> None:
-        nbytes = memories.store.record_bytes(layer)
-        super().__init__(lane, kind, step, layer, expert, nbytes)
-        self._memories = memories
-        self._key = memories.key(self)
+    __slots__ = ()
 
     def run(self) -> tuple[float, float] | None:
         """Copy the record into the expert's slot."""
         memories = self._memories
-        slot = memories.slots.slot(self._key)
-        record = memories.host.record(self._key)
+        slot = memories.slots.slot(self.key)
+        record = memories.host.record(self.key)
         return memories.device.copy(slot, record, self.nbytes)
 
 
-class WriteBack(Operation):
+class WriteBack(Move):
     """The copy of an expert that leaves the device back to host memory.
 
     Host memory has the same weights still, so neither where the bytes come from nor
@@ -153,14 +165,7 @@ class WriteBack(Operation):
     are moved as their system moves.
     """
 
-    __slots__ = ("_memories",)
-
-    def __init__(
-        self, memories: Memories, lane: int, step: int, layer: int, expert: int
-    ) -> None:
-        nbytes = memories.store.record_bytes(layer)
-        super().__init__(lane, REPLACE, step, layer, expert, nbytes)
-        self._memories = memories
+    __slots__ = ()
 
     def run(self) -> tuple[float, float] | None:
         """Copy."""
@@ -200,8 +205,13 @@ class Prediction(Operation):
         self._evaluate(self.layer, self._parts)
 
 
-class Compute(Operation):
+class Compute(ExpertOperation):
     """One expert on its tokens, from a device slot or from host memory.
+
+    Args:
+        memories, lane, place: as in `ExpertOperation`.
+        position: of the expert among the active ones.
+        on_cpu: reads host memory, else a device slot.
 
     Attributes:
         only: tokens to compute, int64 on the CPU; None for all that are routed to it.
@@ -209,14 +219,7 @@ class Compute(Operation):
             the last fetched expert of a serial plan lets the CPU begin.
     """
 
-    __slots__ = (
-        "_key",
-        "_memories",
-        "_on_cpu",
-        "_position",
-        "only",
-        "settles",
-    )
+    __slots__ = ("_on_cpu", "_position", "only", "settles")
 
     def __init__(
         self,
@@ -227,20 +230,9 @@ class Compute(Operation):
         *,
         on_cpu: bool,
     ) -> None:
-        """Describe a product.
-
-        Args:
-            memories: where its weights are.
-            lane: index of its lane.
-            place: step, layer, expert.
-            position: of the expert among the active ones.
-            on_cpu: reads host memory, else a device slot.
-        """
-        super().__init__(lane, COMPUTE, *place)
+        super().__init__(memories, lane, COMPUTE, place)
         self.only: torch.Tensor | None = None
         self.settles: Callable[[], bool] | None = None
-        self._memories = memories
-        self._key = memories.key(self)
         self._position = position
         self._on_cpu = on_cpu
 
@@ -251,7 +243,7 @@ class Compute(Operation):
         if self._on_cpu:
             hidden = self._tokens_of(job.hidden_cpu, job.rows)
             job.results[self._position] = expert_forward(
-                memories.for_cpu(self._key),
+                memories.for_cpu(self.key),
                 hidden,
                 memories.layouts[self.layer],
                 memories.gatings[self.layer],
@@ -259,8 +251,8 @@ class Compute(Operation):
             return None
 
         device = memories.device
-        weights = memories.slots.weights(self._key)
-        device.begin_compute(self, memories.slots.slot(self._key))
+        weights = memories.slots.weights(self.key)
+        device.begin_compute(self, memories.slots.slot(self.key))
         hidden = self._tokens_of(job.hidden, job.device_rows)
         job.results[self._position] = expert_forward(
             weights,
@@ -287,15 +279,19 @@ class Compute(Operation):
         return hidden.index_select(0, rows[first:end])
 
 
-class Precompute(Operation):
+class Precompute(ExpertOperation):
     """An expert of the next layer on this layer's hidden state, computed on the CPU.
+
+    Args:
+        memories, lane, place: as in `ExpertOperation`.
+        hidden: [T, H] of the layer before.
+        rows: tokens to compute; takes the result.
 
     Attributes:
         rows: what it computes.
-        key: flat key of its expert.
     """
 
-    __slots__ = ("_hidden", "_memories", "key", "rows")
+    __slots__ = ("_hidden", "rows")
 
     def __init__(
         self,
@@ -305,19 +301,8 @@ class Precompute(Operation):
         hidden: torch.Tensor,
         rows: PrecomputedRows,
     ) -> None:
-        """Describe a product ahead of its gate.
-
-        Args:
-            memories: where its weights are.
-            lane: the CPU's.
-            place: step, layer, expert.
-            hidden: [T, H] of the layer before.
-            rows: tokens to compute; takes the result.
-        """
-        super().__init__(lane, COMPUTE, *place)
+        super().__init__(memories, lane, COMPUTE, place)
         self.rows = rows
-        self.key = memories.key(self)
-        self._memories = memories
         self._hidden = hidden
 
     def run(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from moesim.engine.lanes import Admission
 from moesim.hwprofiles import lanes as kinds
 from moesim.policies.base import CPU, RESIDENT
+from moesim.policies.planner.plan import READ, REPLACE
 from moesim.runtime.executor.memories import PrecomputedRows
 from moesim.runtime.executor.operations import (
     Compute,
@@ -141,13 +142,12 @@ class RealWorld:
     def read(self, step: int, layer: int, expert: int, *, demanded: bool) -> Read:
         """Make the read of an expert."""
         del demanded  # real reads take as long as they take
-        return Read(self._memories, self._ssd, step, layer, expert)
+        return Read(self._memories, self._ssd, READ, (step, layer, expert))
 
     def copy(self, copies: Copies, position: int, step: int) -> Copy:
         """Make the copy of an expert."""
-        expert = copies.experts[position]
-        layer = copies.layer
-        return Copy(self._memories, self._link, copies.kind, step, layer, expert)
+        place = step, copies.layer, copies.experts[position]
+        return Copy(self._memories, self._link, copies.kind, place)
 
     def computes(self, plan: Plan) -> list[Compute]:
         """The products that `launching` has made; the lock is held."""
@@ -187,8 +187,8 @@ class RealWorld:
 
     def write_back(self, operation: Operation, layer: int, expert: int) -> None:
         """Copy an expert that leaves its slot to a copy back to host memory."""
-        step = operation.step
-        self.submit(WriteBack(self._memories, self._back_link, step, layer, expert))
+        place = operation.step, layer, expert
+        self.submit(WriteBack(self._memories, self._back_link, REPLACE, place))
 
     def computed(self, _: Operation | None) -> None:
         """Wake the control thread, which joins the results."""

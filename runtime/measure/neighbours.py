@@ -133,7 +133,7 @@ def measure_probes(measurements: Measurements, cores: int, *, seconds: float) ->
     share_s = seconds / (len(counts) + (0 if accelerator is None else 5))
 
     for threads in counts:
-        with _threads(threads):
+        with torch_threads(threads):
             times_s = sample(lambda _index: words.sum(), share_s)
         measurements.number(
             paths.host_read(threads),
@@ -201,7 +201,7 @@ def _measure_beside(
     copies = []
     stream = accelerator.new_stream()
 
-    with _threads(cores):
+    with torch_threads(cores):
         for _ in range(_BESIDE_READS):
             begin = accelerator.event(asleep=False)
             end = accelerator.event(asleep=False)
@@ -227,7 +227,7 @@ def _measure_beside(
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def torch_threads(count: int) -> Iterator[None]:
     """Let torch use so many threads in the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)

@@ -17,7 +17,6 @@ import datetime as dt
 import os
 import platform
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -49,12 +48,13 @@ from moesim.runtime.measure.neighbours import (
     device_copy,
     measure_contention,
     measure_probes,
+    torch_threads,
 )
 from moesim.runtime.measure.sampling import Measurements, pool_bytes
 from moesim.runtime.models.expert_layout import dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from moesim.runtime.accelerators import Accelerator
     from moesim.traces.format.schema import ModelShape
@@ -138,12 +138,33 @@ _QUICK: Final = _Extent(
 )
 
 
-class _Subject(NamedTuple):
-    """What is measured: an expert, in which dtype, on how many cores."""
+class _Session(NamedTuple):
+    """One measurement of this machine.
 
+    Attributes:
+        measurements: receive the figures.
+        extent: how much is measured.
+        size: of the expert.
+        dtype: of its weights.
+        cores: that this process may use.
+        accelerator: that there is; None for the host accelerator.
+    """
+
+    measurements: Measurements
+    extent: _Extent
     size: Size
     dtype: torch.dtype
     cores: int
+    accelerator: Accelerator | None
+
+    @property
+    def cpu_threads(self) -> int:
+        """One core stays free for the accelerator, as in a run."""
+        return max(1, self.cores - 1)
+
+    def seconds(self, share: float) -> float:
+        """Part of the whole time."""
+        return share * self.extent.seconds
 
 
 def measure(
@@ -183,42 +204,39 @@ def measure(
     size = REFERENCE if shape is None else Size(shape.hidden, shape.expert_intermediate)
     accelerator = accelerator_here()
 
-    # One core stays free for the accelerator, as in a run. The shares of seconds below
-    # follow how much each figure decides, and add up to about one.
-    with _torch_threads(max(1, cores - 1)):
+    # The shares of seconds below follow how much each figure decides, and add up to
+    # about one.
+    with torch_threads(max(1, cores - 1)):
         report("expert compute on the CPU", 0.0)
         # Both lanes compute from the same records: beside a card in its type.
         dtype = DEVICE_DTYPE
         if accelerator is None:
             dtype = choose_dtype(size, seconds=0.05 * extent.seconds)
-        subject = _Subject(size, dtype, cores)
-        _measure_cpu(measurements, subject, extent)
+        session = _Session(measurements, extent, size, dtype, cores, accelerator)
+        _measure_cpu(session)
 
         report("the accelerator: experts, copies and the dense part", 0.35)
-        if accelerator is None:
-            _measure_host_accelerator(measurements, subject, extent)
-        else:
-            _measure_gpu(measurements, accelerator, size, extent)
+        _measure_accelerator(session)
 
         report("disk reads", 0.68)
         disk = measure_disk(
             measurements,
             folder,
             file_bytes=extent.file_bytes,
-            seconds=0.1 * extent.seconds,
+            seconds=session.seconds(0.1),
         )
 
         report("hand-offs and planning", 0.8)
-        measure_dispatch(measurements, seconds=0.04 * extent.seconds)
-        measure_planning(measurements, extent.active, seconds=0.12 * extent.seconds)
+        measure_dispatch(measurements, seconds=session.seconds(0.04))
+        measure_planning(measurements, extent.active, seconds=session.seconds(0.12))
 
         report("what memories and links reach alone", 0.88)
-        measure_probes(measurements, cores, seconds=0.05 * extent.seconds)
+        measure_probes(measurements, cores, seconds=session.seconds(0.05))
 
         # On one core nothing works beside anything.
         if cores > 1:
             report("what lanes cost each other", 0.9)
-            _measure_contention(measurements, subject, extent, accelerator)
+            _measure_contention(session)
 
     _note_memory(measurements, cores)
     # With more cores a read that keeps one busy has one of its own.
@@ -246,58 +264,68 @@ def measure(
     return profile
 
 
-def _measure_cpu(
-    measurements: Measurements, subject: _Subject, extent: _Extent
-) -> None:
+def _measure_cpu(session: _Session) -> None:
     """Measure experts on the CPU lane."""
-    threads = max(1, subject.cores - 1)
+    threads = session.cpu_threads
     source = f"{threads} thread{'s' * (threads > 1)}, weights read from memory"
     # Most of the time goes here: the CPU's curve decides every assignment.
     measure_experts(
-        measurements,
+        session.measurements,
         "cpu",
-        subject.size,
-        subject.dtype,
-        tokens=extent.tokens,
-        seconds=0.22 * extent.seconds,
+        session.size,
+        session.dtype,
+        tokens=session.extent.tokens,
+        seconds=session.seconds(0.22),
         source=source,
     )
     measure_first_expert(
-        measurements,
-        subject.size,
-        subject.dtype,
-        seconds=0.04 * extent.seconds,
+        session.measurements,
+        session.size,
+        session.dtype,
+        seconds=session.seconds(0.04),
         source=source,
     )
 
 
-def _measure_host_accelerator(
-    measurements: Measurements, subject: _Subject, extent: _Extent
-) -> None:
-    """Measure one core: experts, the dense part and copies."""
-    source = "host accelerator, 1 thread, weights read from memory"
-    with _torch_threads(1):
-        if subject.cores > 2:
+def _measure_accelerator(session: _Session) -> None:
+    """Measure experts, the dense part and copies on the first GPU, or on the core that
+    stands in for one.
+    """
+    measurements = session.measurements
+    accelerator = session.accelerator
+    if accelerator is None:
+        source = "host accelerator, 1 thread, weights read from memory"
+    else:
+        source = f"{accelerator.name}, its events"
+    with torch_threads(1):
+        if accelerator is None and session.cores <= 2:
+            _copy_cpu_costs(measurements)
+        else:
             measure_experts(
                 measurements,
                 "gpu",
-                subject.size,
-                subject.dtype,
-                tokens=extent.tokens,
-                seconds=0.15 * extent.seconds,
+                session.size,
+                session.dtype,
+                tokens=session.extent.tokens,
+                seconds=session.seconds(0.15),
+                accelerator=accelerator,
                 source=source,
             )
-        else:
-            _copy_cpu_costs(measurements)
         measure_dense(
             measurements,
-            subject.dtype,
-            widths=extent.widths,
-            tokens=extent.dense_tokens,
-            seconds=0.12 * extent.seconds,
+            session.dtype,
+            widths=session.extent.widths,
+            tokens=session.extent.dense_tokens,
+            seconds=session.seconds(0.12),
+            accelerator=accelerator,
             source=source,
         )
-        measure_host_copies(measurements, seconds=0.12 * extent.seconds)
+        if accelerator is None:
+            measure_host_copies(measurements, seconds=session.seconds(0.12))
+        else:
+            measure_device_copies(
+                measurements, accelerator, seconds=session.seconds(0.12)
+            )
 
 
 def _copy_cpu_costs(measurements: Measurements) -> None:
@@ -310,50 +338,15 @@ def _copy_cpu_costs(measurements: Measurements) -> None:
     measurements.curves["costs.gpu.points"] = measurements.curves["costs.cpu.points"]
 
 
-def _measure_gpu(
-    measurements: Measurements,
-    accelerator: Accelerator,
-    size: Size,
-    extent: _Extent,
-) -> None:
-    """Measure experts, the dense part and copies on the first GPU."""
-    dtype = DEVICE_DTYPE
-    source = f"{accelerator.name}, its events"
-    measure_experts(
-        measurements,
-        "gpu",
-        size,
-        dtype,
-        tokens=extent.tokens,
-        seconds=0.12 * extent.seconds,
-        accelerator=accelerator,
-        source=source,
-    )
-    measure_dense(
-        measurements,
-        dtype,
-        widths=extent.widths,
-        tokens=extent.dense_tokens,
-        seconds=0.1 * extent.seconds,
-        accelerator=accelerator,
-        source=source,
-    )
-    measure_device_copies(measurements, accelerator, seconds=0.12 * extent.seconds)
-
-
-def _measure_contention(
-    measurements: Measurements,
-    subject: _Subject,
-    extent: _Extent,
-    accelerator: Accelerator | None,
-) -> None:
+def _measure_contention(session: _Session) -> None:
     """Measure the CPU lane beside the accelerator's compute and copies, and both of
     those beside it: they read one host memory.
     """
-    cpu_experts = ExpertPool(subject.size, subject.dtype)
+    accelerator = session.accelerator
+    cpu_experts = ExpertPool(session.size, session.dtype)
     # Pools of their own: shared weights would come from a shared cache.
     accelerator_experts = ExpertPool(
-        subject.size, subject.dtype, accelerator=accelerator
+        session.size, session.dtype, accelerator=accelerator
     )
     expert_bytes = cpu_experts.layout.expert_bytes
     compute: Callable[[int], object] = accelerator_experts.work(1)
@@ -364,15 +357,15 @@ def _measure_contention(
         compute = awaited(accelerator, compute)
         copy = awaited(accelerator, device_copy(accelerator, expert_bytes))
     work = {
-        "cpu": LaneWork(max(1, subject.cores - 1), cpu_experts.work(1)),
+        "cpu": LaneWork(session.cpu_threads, cpu_experts.work(1)),
         "gpu": LaneWork(1, compute),
         "h2d": LaneWork(1, copy),
     }
     pairs = [("cpu", "gpu"), ("gpu", "cpu"), ("cpu", "h2d"), ("h2d", "cpu")]
-    measure_contention(measurements, work, pairs, seconds=0.12 * extent.seconds)
+    measure_contention(session.measurements, work, pairs, seconds=session.seconds(0.12))
 
     # Both directions move the same bytes through host memory.
-    numbers = measurements.numbers
+    numbers = session.measurements.numbers
     numbers["contention.cpu.d2h"] = numbers["contention.cpu.h2d"]
     numbers["contention.d2h.cpu"] = numbers["contention.h2d.cpu"]
     cpu_experts.close()
@@ -443,17 +436,6 @@ def workers_of(
     if cores == 1:
         return {"cpu": ("control", *cpu, *accelerator), **ssd_worker}
     return {"cpu": ("control", *cpu), "accelerator": accelerator, **ssd_worker}
-
-
-@contextmanager
-def _torch_threads(threads: int) -> Iterator[None]:
-    """Let torch compute on so many threads inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # -- evidence --------------------------------------------------------------------------

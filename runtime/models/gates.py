@@ -198,18 +198,8 @@ def _probe(block: MoeBlock, hidden: int) -> _Probe | None:
     draws = torch.Generator().manual_seed(0)
     states = torch.randn(_PROBE_TOKENS, hidden, generator=draws).to(weight)
 
-    # Further arguments of a gate (a correction bias) are attributes of its owner with
-    # the same name, as the library passes them.
-    _, *further = inspect.signature(block.gate.forward).parameters.values()
-    extra = {}
-    for parameter in further:
-        value = getattr(block.owner, parameter.name, None)
-        if value is not None:
-            extra[parameter.name] = value
-        elif parameter.default is parameter.empty:
-            return None
-
-    output, weights, index = read_gate(_asked(block.gate, states, extra), block.count)
+    answer = _asked(block.gate, states, further_arguments(block))
+    output, weights, index = read_gate(answer, block.count)
     if output is None or weights is None or index is None:
         return None
     top_k = index.shape[-1]
@@ -220,13 +210,25 @@ def _probe(block: MoeBlock, hidden: int) -> _Probe | None:
     )
 
 
+def further_arguments(block: MoeBlock) -> dict[str, Any]:
+    """Arguments of a gate beside the state, such as a correction bias: attributes of
+    its owner with the same name, as the library passes them.
+    """
+    _, *further = inspect.signature(block.gate.forward).parameters.values()
+    return {
+        parameter.name: value
+        for parameter in further
+        if (value := getattr(block.owner, parameter.name, None)) is not None
+    }
+
+
 def _asked(gate: nn.Module, states: torch.Tensor, extra: dict[str, Any]) -> Any:
     """Call a gate on states [T, H] alone; None where it needs more than them.
 
     Models hand tokens to their gates as [T, H] or by sequence, [B, S, H].
     """
     for shaped in (states, states[None]):
-        unfit = contextlib.suppress(ValueError, IndexError, RuntimeError)
+        unfit = contextlib.suppress(ValueError, IndexError, RuntimeError, TypeError)
         with unfit, torch.inference_mode():
             return gate.forward(shaped, **extra)
     return None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -27,8 +27,10 @@ import torch
 
 from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.models.checkpoint import (
+    DTYPES,
     checkpoint_digest,
     read_config,
+    skeleton,
     tensor_bytes,
 )
 from moesim.runtime.models.expert_layout import (
@@ -39,7 +41,13 @@ from moesim.runtime.models.expert_layout import (
     group_tokens,
     layout_of,
 )
-from moesim.runtime.models.gates import MoeBlock, offloadable_blocks
+from moesim.runtime.models.gates import (
+    MoeBlock,
+    find_blocks,
+    gate_facts,
+    offloadable_blocks,
+)
+from moesim.runtime.models.local_model import model_shape
 from moesim.runtime.store.memory import HostSlots
 
 if TYPE_CHECKING:
@@ -49,6 +57,7 @@ if TYPE_CHECKING:
 
     from moesim.runtime.models.expert_layout import ExpertLayout, ExpertWeights
     from moesim.runtime.store.store import ExpertStore
+    from moesim.traces.format.schema import ModelShape
 
 IMPLEMENTATION: Final = "moesim"
 """The name under which the library finds our experts function."""
@@ -215,6 +224,36 @@ class OffloadedModel:
                 f" found those of {store.index.model} (another model or version); build"
                 " a store from this directory"
             )
+
+
+def offloaded_shape(
+    offloaded: OffloadedModel,
+    model_dir: Path,
+    name: str,
+    store: ExpertStore,
+    expert_bytes: Sequence[int],
+) -> ModelShape:
+    """Describe an offloaded model as if its experts were loaded.
+
+    Args:
+        offloaded: the model.
+        model_dir: its directory.
+        name: what it is called.
+        store: its experts.
+        expert_bytes: [L] of an expert of each layer, with padding or without.
+    """
+    # On meta the experts' shapes are still there.
+    frame = skeleton(model_dir)
+    facts = gate_facts(offloaded.model, offloaded.blocks())
+    shape = model_shape(frame, name, find_blocks(frame), facts)
+    # The frame's tensors were never loaded, so their type says nothing.
+    dtype = store.layout(0).dtype
+    return replace(
+        shape,
+        expert_bytes=tuple(expert_bytes),
+        other_bytes=offloaded.dense_bytes,
+        dtype=DTYPES.get(dtype, dtype),
+    )
 
 
 class OneByOne(ABC):

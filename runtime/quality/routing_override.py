@@ -19,8 +19,8 @@ import torch
 from moesim.base.errors import TraceError
 from moesim.policies.base import RESIDENT, PolicyError
 from moesim.policies.planner.at_once import carry_out
-from moesim.runtime.executor.live import Foresight
-from moesim.runtime.models.expert_layout import UNUSED, group_tokens
+from moesim.runtime.executor.live import Foresight, routed_layer
+from moesim.runtime.models.expert_layout import UNUSED
 from moesim.runtime.models.gates import (
     Arguments,
     ExpertsCall,
@@ -29,17 +29,16 @@ from moesim.runtime.models.gates import (
     gate_facts,
     read_gate,
 )
-from moesim.traces.format.batch import RoutedLayer
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from moesim.policies.base import LayerWork
     from moesim.policies.planner.planner import Planner
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.record.calibration import Residual
+    from moesim.traces.format.batch import RoutedLayer
 
 
 @dataclass(slots=True)
@@ -197,12 +196,7 @@ class RoutingOverride:
             self._hooks += [gate_hook, experts_hook, result_hook]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove them."""
         while self._hooks:
             self._hooks.pop().remove()
@@ -307,24 +301,14 @@ class RoutingOverride:
         """Describe the gate's choice, best expert first, as a trace would."""
         output = self._gate_output
         index, weights = best_first(call.index, call.weights, output)
-        chosen = index.cpu().numpy().astype(np.uint16)
-        groups = group_tokens(chosen)
-        predicted = self._foresight.predict(layer, self._gate_input)
-        scores = None
+        routed, _ = routed_layer(layer, index, weights)
         if self._needs_scores and output is not None:
-            scores = self._facts.scores(output).cpu().numpy()
-        return RoutedLayer(
-            layer=layer,
-            experts=groups.experts,
-            tokens=groups.tokens,
-            routing=chosen,
-            # In full: a token whose experts a policy keeps must keep its weights.
-            weights=weights.float().cpu().numpy(),
-            scores=scores,
-            predicted={
-                name: values.cpu().numpy() for name, values in predicted.items()
-            },
-        )
+            routed.scores = self._facts.scores(output).cpu().numpy()
+        predicted = self._foresight.predict(layer, self._gate_input)
+        routed.predicted = {
+            name: values.cpu().numpy() for name, values in predicted.items()
+        }
+        return routed
 
     def _stale_pairs(
         self, policy: PolicyUnderTest, index: torch.Tensor

@@ -20,7 +20,6 @@ from moesim.runtime.models.gates import ExpertsCall, GateFacts, best_first, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     import torch
     from torch import nn
@@ -118,12 +117,7 @@ class GateObserver:
             self._hooks.append(experts_hook)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove the hooks; the last pass is forgotten."""
         while self._hooks:
             self._hooks.pop().remove()

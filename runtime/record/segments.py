@@ -28,7 +28,6 @@ from moesim.traces.format.writer import TraceWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import TracebackType
 
 # The name that unfinished recordings have on disk.
 _PLAN_NAME: Final = "journal.json"
@@ -135,12 +134,7 @@ class Segments:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave what is finished; leave nothing where nothing is."""
         if not self.done:
             shutil.rmtree(self._folder, ignore_errors=True)

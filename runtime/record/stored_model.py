@@ -13,21 +13,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from moesim.runtime.models.checkpoint import DTYPES, skeleton
-from moesim.runtime.models.gates import GateFacts, MoeBlock, find_blocks, gate_facts
+from moesim.runtime.models.gates import GateFacts, MoeBlock, gate_facts
 from moesim.runtime.models.local_model import (
     LocalModel,
     load_tokenizer,
-    model_shape,
     tiny_dir,
 )
-from moesim.runtime.models.offloaded import OffloadedModel, OneByOne
+from moesim.runtime.models.offloaded import (
+    OffloadedModel,
+    OneByOne,
+    offloaded_shape,
+)
 from moesim.runtime.store.build import build_store
 from moesim.runtime.store.memory import HostSlots
 
@@ -187,33 +189,16 @@ def stored_model(
                 tokenizer,
                 blocks=blocks,
                 facts=facts,
-                shape=_shape(folder, name, offloaded, experts, facts),
+                shape=offloaded_shape(
+                    offloaded,
+                    folder,
+                    name,
+                    experts,
+                    [experts.layout(at).expert_bytes for at in range(experts.layers)],
+                ),
                 cache=cache,
                 checkpoint=offloaded.digest,
             )
         finally:
             offloaded.handler = None
             cache.close()
-
-
-def _shape(
-    folder: Path,
-    name: str,
-    offloaded: OffloadedModel,
-    store: ExpertStore,
-    facts: GateFacts,
-) -> ModelShape:
-    """Describe the model as if it were loaded: bytes are those of its tensors, without
-    the store's padding.
-    """
-    # On meta the experts' shapes are still there.
-    frame = skeleton(folder)
-    shape = model_shape(frame, name, find_blocks(frame), facts)
-    dtype = store.layout(0).dtype
-    layers = range(store.layers)
-    return replace(
-        shape,
-        expert_bytes=tuple(store.layout(layer).expert_bytes for layer in layers),
-        other_bytes=offloaded.dense_bytes,
-        dtype=DTYPES.get(dtype, dtype),
-    )

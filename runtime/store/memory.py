@@ -27,10 +27,11 @@ import ctypes
 import math
 import mmap
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from moesim.base.files import Closing
 from moesim.base.host_limits import available_memory_bytes
 from moesim.machine_code.library import assembled
 from moesim.runtime.errors import RuntimeFault
@@ -39,12 +40,11 @@ from moesim.runtime.store.sources import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from moesim.runtime.accelerators import Accelerator
 
 
-class Slots:
+class Slots(Closing):
     """A row of slots over one contiguous uint8 tensor.
 
     Args:
@@ -124,19 +124,6 @@ class Slots:
         self._views.clear()
         self._rows.clear()
         self.memory = torch.empty(0, dtype=torch.uint8)
-
-    def __enter__(self) -> Self:
-        """Use as ``with HostSlots(...) as slots``."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        """Close on leaving."""
-        self.close()
 
 
 class HostSlots(Slots):

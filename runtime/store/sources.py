@@ -25,12 +25,13 @@ import stat
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moesim.base.files import Closing
 from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.models.checkpoint import (
     checkpoint_digest,
@@ -44,7 +45,6 @@ from moesim.runtime.models.gates import offloadable_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from torch import nn
 
@@ -365,7 +365,7 @@ _MOST_STALLS: Final = 3
 _REFUSALS: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
-class DirectFile:
+class DirectFile(Closing):
     """An open file that is read block by block. Safe to share between threads: reads
     carry their own offset.
 
@@ -447,19 +447,6 @@ class DirectFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> Self:
-        """Use as ``with DirectFile(path) as file``."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        """Close on leaving."""
-        self.close()
 
     def _read_some(self, offset_bytes: int, target: memoryview) -> int:
         """Read once; return how many bytes came."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 
 from moesim.base.checked import parse_json
-from moesim.base.files import write_text
+from moesim.base.files import Closing, write_text
 from moesim.base.inputs import load_json, read_text
 from moesim.runtime.errors import StoreError
 from moesim.runtime.models.expert_layout import ExpertLayout, round_up
@@ -30,7 +30,6 @@ from moesim.runtime.store.sources import BLOCK_BYTES, DirectFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from types import TracebackType
 
     import torch
 
@@ -196,7 +195,7 @@ class BuildProgress(NamedTuple):
     total_bytes: int
 
 
-class ExpertStore:
+class ExpertStore(Closing):
     """An open store. Reads are safe from several threads at once.
 
     Args:
@@ -342,19 +341,6 @@ class ExpertStore:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        """Use as ``with ExpertStore(directory) as store``."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        """Close on leaving."""
-        self.close()
 
     def _instead_of_index(self) -> str:
         """Say what a directory without an index holds."""

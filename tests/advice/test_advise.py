@@ -6,7 +6,7 @@ import re
 import pytest
 from support.bench_files import as_json, row
 from support.browser import browser, check_page
-from support.command_line import refused, runner
+from support.command_line import refused
 from support.model_files import write_gguf
 
 import moesim
@@ -32,11 +32,6 @@ WORDS = [word for name, value in PC.items() for word in (f"--{name}", value)]
 @pytest.fixture(scope="module")
 def advice():
     return advise(MODEL, **PC)
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 def bench(folder, rows):

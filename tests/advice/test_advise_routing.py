@@ -5,7 +5,7 @@ import shlex
 
 import numpy as np
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
 from support.small_trace import write_trace
 
 from moesim.advice.advise import advise
@@ -32,11 +32,6 @@ def trace(tmp_path_factory):
 @pytest.fixture(scope="module")
 def advice(trace):
     return advise(MODEL, **PC, trace=trace)
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 def test_a_bound_of_bytes_by_hand():

@@ -5,7 +5,6 @@ files, Hugging Face folders, names; broken ones in one line with a way out.
 import json
 
 import pytest
-from support.command_line import runner
 from support.model_files import HIDDEN, INTERMEDIATE, write_gguf, write_hf
 
 from moesim.advice.errors import AdviceError
@@ -153,11 +152,6 @@ def test_a_file_knows_its_own_formats(tmp_path):
     write_gguf(path)
     with pytest.raises(AdviceError, match="says its own formats"):
         model_contents(str(path), "Q8_0")
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 def test_the_command_prints_layers(tmp_path, command):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.bench_files import as_json, row
-from support.command_line import refused, runner
+from support.command_line import refused
 
 from moesim.advice.advise import advise
 from moesim.advice.machine.machine import machine_of_profile
@@ -37,11 +37,6 @@ SAME_WITHIN = 1.10
 @pytest.fixture(scope="module")
 def advice():
     return advise("qwen3-30b-a3b", **PC, **CARD)
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 def replayed(advice, setting, trace, folder, steps=None):

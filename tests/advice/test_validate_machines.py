@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
 
 from moesim.advice.errors import AdviceError
 from moesim.advice.machine.machine import describe_machine
@@ -334,11 +334,6 @@ def test_shipped_intervals_hold_other_peoples_rows():
         distance = abs(math.log(run.seconds / found.value)) / found.spread
         inside.append(distance < NINETY)
     assert 0.80 < np.mean(inside) < 0.99
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 def test_the_command_prints_the_table_and_writes_the_page(command, tmp_path):

@@ -1,9 +1,7 @@
 """The command line: what it prints, where it writes, and how it says no."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 import tomllib
@@ -13,7 +11,16 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
+from support.processes import (
+    PATIENCE_S,
+    ROOT,
+    end_by_two_interrupts,
+    output_of,
+    run_python,
+    start,
+    wait_for,
+)
 from support.small_trace import (
     NEW_TOKENS,
     PROMPT_TOKENS,
@@ -28,25 +35,14 @@ from moesim.base.units import number as number_text
 from moesim.cli.parsers import split_policies
 from moesim.reporting.tables import aligned
 
-ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
-
-
-@pytest.fixture
-def trace(tmp_path):
-    return write_small_trace(tmp_path / "small.parquet")
-
-
-@pytest.fixture
-def moesim(capsys, monkeypatch, tmp_path):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 # Replay.
 
 
-def test_replay_prints_json_with_every_promised_key(moesim, trace):
-    code, out, err = moesim(
+def test_replay_prints_json_with_every_promised_key(command, trace):
+    code, out, err = command(
         "replay",
         trace,
         "--policy",
@@ -73,10 +69,10 @@ def test_replay_prints_json_with_every_promised_key(moesim, trace):
     assert found["prefill_tokens"] == SEQUENCES * PROMPT_TOKENS
 
 
-def test_same_seed_prints_the_same_figures(moesim, trace):
+def test_same_seed_prints_the_same_figures(command, trace):
     runs = [
         json.loads(
-            moesim(
+            command(
                 "replay", trace, "--cache", "static:fill=random", "--seed", 3, "--json"
             )[1]
         )
@@ -87,9 +83,9 @@ def test_same_seed_prints_the_same_figures(moesim, trace):
     assert runs[0] == runs[1]
 
 
-def test_defaults_are_printed(moesim, trace):
+def test_defaults_are_printed(command, trace):
     """A newcomer sees which machine, cache, prefetch and batch were meant."""
-    code, out, _ = moesim("replay", trace)
+    code, out, _ = command("replay", trace)
     assert code == 0
     assert "rtx3090-epyc7532 (datasheet profile)" in out
     assert "cache lru, prefetch none, routing as-recorded, batch 1" in " ".join(
@@ -98,19 +94,19 @@ def test_defaults_are_printed(moesim, trace):
     assert "2 experts per layer, 25.0 % of all" in out
 
 
-def test_a_profile_in_the_folder_is_the_default(moesim, trace):
+def test_a_profile_in_the_folder_is_the_default(command, trace):
     source = (ROOT / "hwprofiles" / "data" / "rtx4060ti.toml").read_text(
         encoding="utf-8"
     )
     Path("hw.toml").write_text(source, encoding="utf-8")
     assert (
-        json.loads(moesim("replay", trace, "--json")[1])["config"]["hw"] == "rtx4060ti"
+        json.loads(command("replay", trace, "--json")[1])["config"]["hw"] == "rtx4060ti"
     )
 
 
-def test_replay_writes_tables_figures_and_perfetto(moesim, trace, tmp_path):
+def test_replay_writes_tables_figures_and_perfetto(command, trace, tmp_path):
     out = tmp_path / "run"
-    code, printed, _ = moesim(
+    code, printed, _ = command(
         "replay", trace, "--out", out, "--perfetto", tmp_path / "p.json"
     )
     assert code == 0
@@ -127,16 +123,16 @@ def test_replay_writes_tables_figures_and_perfetto(moesim, trace, tmp_path):
     )
 
 
-def test_steps_keeps_the_first_forward_passes(moesim, trace):
-    assert json.loads(moesim("replay", trace, "--steps", 4, "--json")[1])["steps"] == 4
+def test_steps_keeps_the_first_forward_passes(command, trace):
+    assert json.loads(command("replay", trace, "--steps", 4, "--json")[1])["steps"] == 4
 
 
-def test_batch_joins_sequences(moesim, trace):
+def test_batch_joins_sequences(command, trace):
     """Both sequences together: one prefill and as many decode steps as one of them has
     tokens.
     """
     assert (
-        json.loads(moesim("replay", trace, "--batch", 2, "--json")[1])["steps"]
+        json.loads(command("replay", trace, "--batch", 2, "--json")[1])["steps"]
         == 1 + NEW_TOKENS
     )
 
@@ -149,23 +145,23 @@ def test_batch_joins_sequences(moesim, trace):
         (("--cache-ratio", 0), [0, 0, 0]),
     ],
 )
-def test_cache_sizes(moesim, trace, option, slots):
+def test_cache_sizes(command, trace, option, slots):
     assert (
-        json.loads(moesim("replay", trace, *option, "--json")[1])["config"][
+        json.loads(command("replay", trace, *option, "--json")[1])["config"][
             "cache_slots"
         ]
         == slots
     )
 
 
-def test_gpu_memory_leaves_the_rest_to_experts(moesim, trace):
+def test_gpu_memory_leaves_the_rest_to_experts(command, trace):
     """Other weights and two staging slots are set aside; the remaining 3.5 experts per
     layer hold 3.
     """
     expert = SHAPE.max_expert_bytes
     size = SHAPE.other_bytes + 2 * expert + 3 * 3 * expert + expert
     found = json.loads(
-        moesim("replay", trace, "--gpu-memory", size, "--staging", 2, "--json")[1]
+        command("replay", trace, "--gpu-memory", size, "--staging", 2, "--json")[1]
     )
     assert found["config"]["cache_slots"] == [3, 3, 3]
 
@@ -173,27 +169,27 @@ def test_gpu_memory_leaves_the_rest_to_experts(moesim, trace):
 # Compare.
 
 
-def test_cache_only_counts_what_on_demand_would(moesim, trace):
-    code, out, _ = moesim("replay", trace, "--cache", "lru", "--cache-only", "--json")
+def test_cache_only_counts_what_on_demand_would(command, trace):
+    code, out, _ = command("replay", trace, "--cache", "lru", "--cache-only", "--json")
     alone = json.loads(out)
-    _, out, _ = moesim(
+    _, out, _ = command(
         "replay", trace, "--policy", "on-demand", "--cache", "lru", "--json"
     )
     timed = json.loads(out)
     assert code == 0
     assert (alone["hits"], alone["misses"]) == (timed["hits"], timed["misses"])
-    assert moesim("replay", trace, "--cache", "lfu", "--cache-only")[1].startswith(
+    assert command("replay", trace, "--cache", "lfu", "--cache-only")[1].startswith(
         "cache     lfu"
     )
 
 
-def test_compare_equals_replay(moesim, trace):
+def test_compare_equals_replay(command, trace):
     """A row of the table is the run that `replay` makes."""
     found = json.loads(
-        moesim("compare", trace, "--policies", "greedy,on-demand", "--json")[1]
+        command("compare", trace, "--policies", "greedy,on-demand", "--json")[1]
     )
     both = {run["policy"]: run for run in found["runs"]}
-    alone = json.loads(moesim("replay", trace, "--policy", "on-demand", "--json")[1])
+    alone = json.loads(command("replay", trace, "--policy", "on-demand", "--json")[1])
     assert set(both) == {"greedy", "on-demand"}
     for name in ("makespan_s", "hits", "bytes", "tpot_s", "config"):
         assert both["on-demand"][name] == alone[name]
@@ -220,25 +216,27 @@ def test_policies_split_where_a_policy_begins():
         ("models", "48 MoE layers x 128 experts"),
     ],
 )
-def test_list_names_what_can_be_named(moesim, kind, words):
-    code, out, _ = moesim("list", kind)
+def test_list_names_what_can_be_named(command, kind, words):
+    code, out, _ = command("list", kind)
     assert code == 0
     assert words in out
-    entries = json.loads(moesim("list", kind, "--json")[1])[kind]
+    entries = json.loads(command("list", kind, "--json")[1])[kind]
     assert all(entry["name"] and entry["summary"] for entry in entries)
 
 
-def test_trace_info_counts_tokens(moesim, trace):
-    found = json.loads(moesim("trace", "info", trace, "--json")[1])
+def test_trace_info_counts_tokens(command, trace):
+    found = json.loads(command("trace", "info", trace, "--json")[1])
     assert (found["prefill_tokens"], found["decode_tokens"]) == (
         SEQUENCES * PROMPT_TOKENS,
         SEQUENCES * NEW_TOKENS,
     )
-    assert "small: 3 MoE layers x 8 experts, top 2" in moesim("trace", "info", trace)[1]
+    assert (
+        "small: 3 MoE layers x 8 experts, top 2" in command("trace", "info", trace)[1]
+    )
 
 
-def test_trace_stats_has_a_row_per_layer(moesim, trace):
-    lines = moesim("trace", "stats", trace)[1].splitlines()
+def test_trace_stats_has_a_row_per_layer(command, trace):
+    lines = command("trace", "stats", trace)[1].splitlines()
     assert [line.split()[0] for line in lines[3:6]] == ["0", "1", "2"]
 
 
@@ -246,17 +244,17 @@ def test_trace_stats_has_a_row_per_layer(moesim, trace):
     not SHARED.is_dir(),
     reason="other people's traces, no part of the project: ../shared is not here",
 )
-def test_import_then_replay_a_real_trace(moesim, tmp_path):
+def test_import_then_replay_a_real_trace(command, tmp_path):
     """The two commands of the README, on 156 tokens of Qwen3-30B-A3B."""
     source = SHARED / "traces" / "qwen3_30b_a3b_top6.parquet"
     target = tmp_path / "q.parquet"
-    code, out, err = moesim(
+    code, out, err = command(
         "trace", "import", source, target, "--shape", "qwen3-30b-a3b"
     )
     assert (code, "top-k is 6 in the trace, 8 in the model" in err) == (0, True)
     assert "7,461 rows of 1 sequence" in out
     found = json.loads(
-        moesim("replay", target, "--hw", "rtx3090-epyc7532", "--json")[1]
+        command("replay", target, "--hw", "rtx3090-epyc7532", "--json")[1]
     )
     assert (found["prefill_tokens"], found["decode_tokens"]) == (28, 128)
 
@@ -278,10 +276,10 @@ def no_parquet(path):
 
 
 @pytest.mark.parametrize("spoil", [foreign, cut_off, no_parquet, Path.mkdir])
-def test_a_bad_trace_is_one_line(moesim, tmp_path, spoil):
+def test_a_bad_trace_is_one_line(command, tmp_path, spoil):
     path = tmp_path / "bad.parquet"
     spoil(path)
-    assert refused(moesim("replay", path, "--out", tmp_path / "run"), str(path))
+    assert refused(command("replay", path, "--out", tmp_path / "run"), str(path))
     assert not (tmp_path / "run").exists()
 
 
@@ -301,14 +299,14 @@ def test_a_bad_trace_is_one_line(moesim, tmp_path, spoil):
         (("--out", "file"), ("file", "expected a folder")),
     ],
 )
-def test_a_bad_option_is_one_line_and_leaves_nothing(moesim, trace, words, parts):
+def test_a_bad_option_is_one_line_and_leaves_nothing(command, trace, words, parts):
     Path("file").write_text("in the way")
     before = set(Path().rglob("*"))
-    assert refused(moesim("replay", trace, *words), *parts)
+    assert refused(command("replay", trace, *words), *parts)
     assert set(Path().rglob("*")) == before
 
 
-def test_a_failed_run_leaves_no_half_written_tables(moesim, trace, tmp_path):
+def test_a_failed_run_leaves_no_half_written_tables(command, trace, tmp_path):
     """The trace breaks after the run has begun: rows of its second half are missing."""
     table = pq.read_table(trace)
     metadata = table.schema.metadata
@@ -316,7 +314,7 @@ def test_a_failed_run_leaves_no_half_written_tables(moesim, trace, tmp_path):
     path = tmp_path / "broken.parquet"
     pq.write_table(broken, path, row_group_size=16)
     assert refused(
-        moesim(
+        command(
             "replay", path, "--out", tmp_path / "run", "--perfetto", tmp_path / "p.json"
         ),
         str(path),
@@ -325,12 +323,12 @@ def test_a_failed_run_leaves_no_half_written_tables(moesim, trace, tmp_path):
     assert not (tmp_path / "run").exists() or list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_missing_extra_names_itself(monkeypatch, moesim, tmp_path):
+def test_a_missing_extra_names_itself(monkeypatch, command, tmp_path):
     """Without torch, what needs it says what to install; nothing else changes."""
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "moesim.runtime.measure.profile", raising=False)
     assert refused(
-        moesim("profile", "--out", tmp_path / "hw.toml"),
+        command("profile", "--out", tmp_path / "hw.toml"),
         "torch",
         "pip install 'moesim[runtime]'",
     )
@@ -347,20 +345,6 @@ def test_a_bug_of_ours_is_not_dressed_up():
 # The process.
 
 
-def start(*words, cwd, **options):
-    command = [sys.executable, "-m", "moesim", *map(str, words)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
 def test_help_comes_at_once(tmp_path):
     """Nothing that takes long to import is imported. Seconds would say who else is
     busy.
@@ -369,10 +353,7 @@ def test_help_comes_at_once(tmp_path):
         "import sys; from moesim.cli import main\ntry: main(['--help'])\nfinally:"
         " print(*sys.modules)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    out = subprocess.check_output(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True
-    )
+    out = output_of("-c", code, cwd=tmp_path)
     assert "replay" in out
     slow = {
         "numpy",
@@ -400,15 +381,15 @@ def commands():
     return words
 
 
-@pytest.mark.parametrize("command", commands())
-def test_every_command_helps_with_an_example(moesim, command):
-    code, out, _ = moesim(*command.split(), "--help")
+@pytest.mark.parametrize("words", commands())
+def test_every_command_helps_with_an_example(command, words):
+    code, out, _ = command(*words.split(), "--help")
     assert code == 0
-    assert f"moesim {command}" in out.partition("Example")[2]
+    assert f"moesim {words}" in out.partition("Example")[2]
 
 
-def test_version_is_that_of_the_distribution(moesim):
-    assert f'version = "{moesim("--version")[1].split()[1]}"' in (
+def test_version_is_that_of_the_distribution(command):
+    assert f'version = "{command("--version")[1].split()[1]}"' in (
         ROOT / "pyproject.toml"
     ).read_text(encoding="utf-8")
 
@@ -433,54 +414,31 @@ def test_stopped_from_outside_it_says_so_and_leaves_nothing(
     ends too.
     """
     trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
-    process = start(*words, trace, "--out", tmp_path / "run", cwd=tmp_path)
+    words = ("-m", "moesim", *words, trace, "--out", tmp_path / "run")
+    process = start(*words, cwd=tmp_path)
     request.addfinalizer(process.kill)
-    deadline_s = time.monotonic() + 300
-    begun = 3 if words == ALONE else 6
-    while (
-        len(list(tmp_path.glob("run/**/*.part"))) < begun
-        and time.monotonic() < deadline_s
-    ):
-        time.sleep(0.05)
-    time.sleep(0.3)
+    begun = 6 if "--jobs" in words else 3
+    wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) == begun)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
-    _, err = process.communicate(timeout=300)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code
     assert "Traceback" not in err
     assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
-    assert psutil.wait_procs(children, timeout=60)[1] == []
+    assert psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []
 
 
-@pytest.mark.parametrize("words", [ALONE, SHARED_OUT], ids=("alone", "two processes"))
-def test_two_interrupts_in_quick_succession_end_it_as_one_does(
-    request, tmp_path, words
-):
+def test_two_interrupts_in_quick_succession_end_it_as_one_does(request, tmp_path):
     """As a terminal sends them: to every process of the group. The second may not stop
     the clearing up that the first began, nor hide its exit code.
     """
     trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
-    process = start(
-        *words, trace, "--out", tmp_path / "run", cwd=tmp_path, start_new_session=True
-    )
+    words = ("-m", "moesim", *ALONE, trace, "--out", tmp_path / "run")
+    process = start(*words, cwd=tmp_path, start_new_session=True)
     request.addfinalizer(process.kill)
-    deadline_s = time.monotonic() + 300
-    begun = 3 if words == ALONE else 6
-    while (
-        len(list(tmp_path.glob("run/**/*.part"))) < begun
-        and time.monotonic() < deadline_s
-    ):
-        time.sleep(0.05)
-    time.sleep(0.3)
-    children = psutil.Process(process.pid).children(recursive=True)
-    for _ in "ab":
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.1)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err == "interrupted\n"
+    wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) == 3)
+    end_by_two_interrupts(process, 0.1)
     assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
-    assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
 # Somebody is quick: the signal comes while the commands are being imported.
@@ -501,8 +459,7 @@ main(["list", "policies"])
     [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")],
 )
 def test_a_signal_before_the_command_begins_ends_it_in_one_line(number, code, said):
-    command = [sys.executable, "-c", EARLY, str(int(number))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python("-c", EARLY, int(number))
     assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
 
 
@@ -527,8 +484,7 @@ guarded(work, [])
 def test_a_library_that_makes_an_error_of_an_interrupt_hides_it_from_nobody(error):
     """As torch does where its C code is asked for a slice of a tensor."""
     script = SWALLOWED.format(error=error)
-    command = [sys.executable, "-c", script, str(int(signal.SIGINT))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python("-c", script, int(signal.SIGINT))
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
@@ -552,20 +508,14 @@ def test_a_second_interrupt_ends_what_clears_up_for_ever(
     request, tmp_path, number, code
 ):
     """It has two seconds, not the five minutes that it would take."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", STUCK],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start("-c", STUCK, cwd=tmp_path)
     request.addfinalizer(process.kill)
     assert process.stdout.readline() == "running\n"
     process.send_signal(number)
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(number)
-    assert process.wait(timeout=100) == code
+    assert process.wait(timeout=PATIENCE_S) == code
 
 
 @pytest.mark.parametrize(
@@ -577,9 +527,9 @@ def test_a_second_interrupt_ends_what_clears_up_for_ever(
         (("replay", "t.parquet", "--policy", "greedy", ""), "argument"),
     ],
 )
-def test_an_empty_word_is_refused_by_name(moesim, words, name):
+def test_an_empty_word_is_refused_by_name(command, words, name):
     """``--out "$FOLDER"`` with nothing in FOLDER must not fill the current folder."""
-    assert refused(moesim(*words), name, "empty")
+    assert refused(command(*words), name, "empty")
 
 
 # Words and numbers.

@@ -2,14 +2,13 @@
 nothing left behind.
 """
 
-import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
+from support.processes import PATIENCE_S, start
 from support.small_trace import write_small_trace
 
 ROOT = Path(__file__).parents[2]
@@ -28,11 +27,6 @@ def material(tmp_path_factory):
     (folder / "binary").write_bytes(b"\xff\xfe\x00\x81")
     (folder / "folder").mkdir()
     return folder
-
-
-@pytest.fixture
-def moesim(capsys, monkeypatch, tmp_path):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 # Each line: a command line, in which @ stands for the folder of `material`, then words
@@ -177,9 +171,9 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("line", "words"), ROWS, ids=[line for line, _ in ROWS])
-def test_what_is_wrong_is_one_line_and_leaves_nothing(moesim, material, line, words):
+def test_what_is_wrong_is_one_line_and_leaves_nothing(command, material, line, words):
     before = {path: path.stat().st_mtime_ns for path in material.rglob("*")}
-    result = moesim(*shlex.split(line.replace("@", f"{material}/")))
+    result = command(*shlex.split(line.replace("@", f"{material}/")))
     for word in words.split(";"):
         assert word.strip().lower() in result[2].lower()
     assert refused(result)
@@ -188,8 +182,8 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(moesim, material, line, wo
 
 
 @pytest.mark.parametrize("group", [(), ("trace",), ("store",)])
-def test_a_group_without_a_command_answers_with_its_help(moesim, group):
-    code, out, err = moesim(*group)
+def test_a_group_without_a_command_answers_with_its_help(command, group):
+    code, out, err = command(*group)
     assert (code, out) == (2, "")
     assert err.startswith("Usage: moesim")
     assert ("Commands:" if group else "Begin here:") in err
@@ -198,20 +192,14 @@ def test_a_group_without_a_command_answers_with_its_help(moesim, group):
 # The process and what surrounds it.
 
 
-def start(words, folder, **surroundings):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "XDG_CONFIG_HOME": str(folder),
-        **surroundings,
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "moesim", *map(str, words)],
+def started(words, folder, **surroundings):
+    """A command whose output is bytes."""
+    return start(
+        *("-m", "moesim", *words),
         cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        environment={"XDG_CONFIG_HOME": str(folder), **surroundings},
         stdin=subprocess.DEVNULL,
+        text=False,
     )
 
 
@@ -222,10 +210,10 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, words):
     """``moesim list | head``, whether the output fills the pipe or still waits to be
     flushed.
     """
-    process = start(words, tmp_path)
+    process = started(words, tmp_path)
     process.stdout.close()
     assert process.stderr.read() == b""
-    assert process.wait(timeout=300) == 1
+    assert process.wait(timeout=PATIENCE_S) == 1
 
 
 @pytest.mark.parametrize(
@@ -246,7 +234,7 @@ def test_a_poor_terminal_gets_everything(tmp_path, surroundings):
         ("validate", "--help"),
         ("list",),
     ):
-        out, err = start(words, tmp_path, **surroundings).communicate(timeout=300)
+        out, err = started(words, tmp_path, **surroundings).communicate()
         assert out
         assert b"Traceback" not in err
         assert b"\x1b" not in out

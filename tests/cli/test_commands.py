@@ -4,16 +4,12 @@ that a command does not use.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import runner
-from support.small_trace import write_small_trace
+from support.processes import output_of
 
 from moesim.evidence.doctor import Checked, Diagnosis
 from moesim.runtime.doctor import Finding
@@ -24,15 +20,9 @@ COLUMNS = 80
 TABLE_LINE = re.compile(r"\S {2,}\S")
 
 
-@pytest.fixture
-def trace(tmp_path):
-    return write_small_trace(tmp_path / "small.parquet")
-
-
-@pytest.fixture
-def command(capsys, monkeypatch, tmp_path):
+@pytest.fixture(autouse=True)
+def width(monkeypatch):
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 TABLES = [
@@ -120,14 +110,7 @@ finally:
 @pytest.mark.parametrize("words", USES)
 def test_nothing_is_imported_that_a_command_does_not_use(trace, tmp_path, words):
     arguments = shlex.split(words.replace("TRACE", str(trace)))
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    imported = set(done.stdout.splitlines()[-1].split()[1:])
+    out = output_of("-c", CODE, *arguments, cwd=tmp_path)
+    imported = set(out.splitlines()[-1].split()[1:])
     assert "moesim" in imported
     assert imported & (HEAVY | USES[words]) == set()

@@ -4,10 +4,9 @@ and loads is counted, and whoever waits is told what for.
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+from support.processes import run_python
 
 OWN_POLICY = '''
 from moesim.policies.base import CachePolicy
@@ -47,19 +46,9 @@ def counted(tmp_path_factory):
 
     def run(*words, cache=None, **variables):
         folder = tmp_path_factory.mktemp("cache") if cache is None else cache
-        done = subprocess.run(
-            [sys.executable, "-c", CODE, *words],
-            cwd=empty,
-            env={
-                **os.environ,
-                "MOESIM_MACHINE_CODE": str(folder),
-                "XDG_CACHE_HOME": str(folder),
-                **variables,
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
+        folders = dict.fromkeys(("MOESIM_MACHINE_CODE", "XDG_CACHE_HOME"), str(folder))
+        done = run_python(
+            "-c", CODE, *words, cwd=empty, environment=folders | variables
         )
         *_, last = [x for x in done.stdout.splitlines() if x.startswith("COUNTED")]
         return done, json.loads(last.removeprefix("COUNTED"))

@@ -7,12 +7,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.command_line import refused, runner
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    return runner(capsys, monkeypatch, tmp_path)
+from support.command_line import refused
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.calibrating import sized
-from support.command_line import refused, runner
+from support.command_line import refused
 from support.real_machine import host_profile
 from support.small_trace import write_trace
 
@@ -212,12 +212,7 @@ def test_runs_of_another_machine_are_refused(truth, shipped):
 # The commands, on this machine.
 
 
-@pytest.fixture
-def moesim(capsys, monkeypatch, tmp_path):
-    return runner(capsys, monkeypatch, tmp_path)
-
-
-def real_run(moesim, tmp_path, *more):
+def real_run(command, tmp_path, *more):
     trace = tmp_path / "t.parquet"
     if not trace.is_file():
         write_trace(trace, SMALL, ((4, 14), (4, 14)))
@@ -225,17 +220,17 @@ def real_run(moesim, tmp_path, *more):
     words = ["run", trace, "--dtype", "float32", "--cache-ratio", 0.3, *more]
     if "--hw" not in more and "again" not in more:
         words += ["--hw", tmp_path / "machine.toml"]
-    return moesim(*[word for word in words if word != "again"])
+    return command(*[word for word in words if word != "again"])
 
 
 def test_a_profile_is_learned_from_a_real_run_and_improved_as_others_are_made(
-    moesim, tmp_path
+    command, tmp_path
 ):
     """Forced, since what else runs here is not known."""
     folder = tmp_path / "run"
-    assert real_run(moesim, tmp_path, "--out", folder)[0] == 0
+    assert real_run(command, tmp_path, "--out", folder)[0] == 0
     place = tmp_path / "learned.toml"
-    code, out, err = moesim("calibrate", "--from", folder, "--out", place, "--force")
+    code, out, err = command("calibrate", "--from", folder, "--out", place, "--force")
     assert code == 0, err
     assert "learned from 1 real runs" in out
     assert "run  predicted" in out
@@ -243,7 +238,7 @@ def test_a_profile_is_learned_from_a_real_run_and_improved_as_others_are_made(
     assert first.kind == "measured"
     assert first.fit["predictions"]["samples"] == 1
 
-    code, out, err = real_run(moesim, tmp_path, "again", "--learn", place, "--force")
+    code, out, err = real_run(command, tmp_path, "again", "--learn", place, "--force")
     assert code == 0, err
     assert f"wrote {place}" in out
     second = load_profile(place)
@@ -253,26 +248,26 @@ def test_a_profile_is_learned_from_a_real_run_and_improved_as_others_are_made(
     assert joins[1] > joins[0]
 
 
-def test_what_cannot_be_trusted_is_refused_in_a_line(moesim, tmp_path, monkeypatch):
+def test_what_cannot_be_trusted_is_refused_in_a_line(command, tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    assert real_run(moesim, tmp_path, "--out", folder)[0] == 0
+    assert real_run(command, tmp_path, "--out", folder)[0] == 0
     monkeypatch.setattr(learning, "doubts_of", lambda _: ["others were busy"])
     place = tmp_path / "learned.toml"
-    told = moesim("calibrate", "--from", folder, "--out", place)
+    told = command("calibrate", "--from", folder, "--out", place)
     assert refused(told, "learned.toml: not written", "others were busy", "--force")
     assert not place.exists()
 
-    code, out, err = real_run(moesim, tmp_path, "--learn", place)
+    code, out, err = real_run(command, tmp_path, "--learn", place)
     assert (code, err.count("\n")) == (2, 1)
     assert "tokens/s" in out
     assert "--force" in err
     assert not place.exists()
 
 
-def test_words_that_do_not_go_together_are_refused(moesim, tmp_path):
-    assert moesim("calibrate", "--from")[0] == 2
-    assert moesim("calibrate", tmp_path)[0] == 2
-    assert moesim("calibrate", "--from", tmp_path, "--quick")[0] == 2
-    assert moesim("run", "tiny", "--force")[0] == 2
-    told = moesim("calibrate", "--from", tmp_path, "--out", tmp_path / "hw.toml")
+def test_words_that_do_not_go_together_are_refused(command, tmp_path):
+    assert command("calibrate", "--from")[0] == 2
+    assert command("calibrate", tmp_path)[0] == 2
+    assert command("calibrate", "--from", tmp_path, "--quick")[0] == 2
+    assert command("run", "tiny", "--force")[0] == 2
+    told = command("calibrate", "--from", tmp_path, "--out", tmp_path / "hw.toml")
     assert refused(told, "operations.parquet: no such file")

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
 from support.real_machine import host_profile
 
 from moesim.evidence.validation import protocol as sittings
@@ -112,7 +112,7 @@ def test_only_pairs_that_repetitions_order_count():
     unsure = [0.5, 1.5, 0.5, 1.5, 0.5]
     cells = [
         cell("a", STEADY, 1.0),
-        cell("b", [2.0] * 5, 2.0),
+        cell("b", [4.0] * 5, 4.0),
         cell("c", unsure, 1.5),
         cell("d", [0.1] * 5, 0.1, batch=4),
     ]
@@ -144,11 +144,6 @@ def test_a_refused_calibration_is_a_result_and_nothing_is_met_by_nothing():
 
 
 @pytest.fixture
-def moesim(capsys, monkeypatch, tmp_path):
-    return runner(capsys, monkeypatch, tmp_path)
-
-
-@pytest.fixture
 def small(monkeypatch):
     """A protocol of seconds, with a calibration that is made up."""
     plan = replace(
@@ -173,12 +168,12 @@ def small(monkeypatch):
     return plan
 
 
-def test_sittings_may_lie_apart_and_are_judged_together(moesim, tmp_path, small):
+def test_sittings_may_lie_apart_and_are_judged_together(command, tmp_path, small):
     folder = tmp_path / "p"
-    code, out, err = moesim("validate", "--protocol", folder, "--sittings", 1)
+    code, out, err = command("validate", "--protocol", folder, "--sittings", 1)
     assert code == 1, err
     assert "calibrations that were trusted" in out
-    code, out, err = moesim("validate", "--protocol", folder, "--json")
+    code, out, err = command("validate", "--protocol", folder, "--json")
     assert code in (0, 1)
     result = json.loads(out)
     assert result["met"]["sittings"]
@@ -189,11 +184,13 @@ def test_sittings_may_lie_apart_and_are_judged_together(moesim, tmp_path, small)
     assert page.count("olmoe-1b-7b/32, greedy+lru") == 2
 
     # Judged once more, nothing is measured.
-    assert moesim("validate", "--protocol", folder, "--sittings", 0, "--json")[1] == out
+    assert (
+        command("validate", "--protocol", folder, "--sittings", 0, "--json")[1] == out
+    )
 
 
 def test_a_refusal_ends_a_sitting_and_not_the_protocol(
-    moesim, tmp_path, small, monkeypatch
+    command, tmp_path, small, monkeypatch
 ):
     def refuse(out, **_):
         raise ProfileError(
@@ -201,18 +198,18 @@ def test_a_refusal_ends_a_sitting_and_not_the_protocol(
         )
 
     monkeypatch.setattr(sittings, "calibrate", refuse)
-    code, out, _ = moesim("validate", "--protocol", tmp_path / "p")
+    code, out, _ = command("validate", "--protocol", tmp_path / "p")
     assert code == 1
     assert "nothing counts" in out
     files = sorted((tmp_path / "p").glob("sitting-*.json"))
     assert [json.loads(file.read_text())["refused"] for file in files] == ["x", "x"]
 
 
-def test_sittings_of_another_protocol_are_refused(moesim, tmp_path):
+def test_sittings_of_another_protocol_are_refused(command, tmp_path):
     other = json.dumps({"plan": asdict(replace(PLAN, steps=99))})
     (tmp_path / "sitting-1.json").write_text(other)
-    told = moesim("validate", "--protocol", tmp_path)
+    told = command("validate", "--protocol", tmp_path)
     assert refused(told, "sitting-1.json", "found one of another")
     (tmp_path / "sitting-1.json").write_text("{}")
-    assert refused(moesim("validate", "--protocol", tmp_path), "expected a sitting")
-    assert moesim("validate", "--sittings", 1)[0] == 2
+    assert refused(command("validate", "--protocol", tmp_path), "expected a sitting")
+    assert command("validate", "--sittings", 1)[0] == 2

@@ -4,17 +4,18 @@ nothing of its structure differs.
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.learned_network import write
+from support import real_machine
 from support.real_machine import (
+    COLUMNS,
     ONE_WORKER,
     READS_TOO,
     TWO_WORKERS,
     combinations,
     host_profile,
-    random_store,
 )
 from support.small_trace import write_trace
 from typer.testing import CliRunner
@@ -32,24 +33,17 @@ from moesim.sim.clock import Operation
 from moesim.sim.machine import Machine
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape
 from moesim.traces.timeline.operations import LAUNCH, REQUEST, OperationTable, Part
 from moesim.traces.timeline.spans import COMPUTE, DENSE
 
-SHAPE = ModelShape(
-    name="small",
+EXPERT = 3 * 64 * 32 * 4
+SHAPE = replace(
+    real_machine.SHAPE,
     layers=4,
-    experts=8,
-    top_k=2,
     hidden=64,
     expert_intermediate=32,
-    expert_bytes=(3 * 64 * 32 * 4,) * 4,
-    other_bytes=1 << 12,
-    dtype="f32",
-    vocab=50,
+    expert_bytes=(EXPERT,) * 4,
 )
-EXPERT = 3 * 64 * 32 * 4
-COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS)
 STAGED = 20 * EXPERT
 """Host memory for some experts, whatever a system stages."""
 
@@ -61,17 +55,6 @@ def trace(tmp_path_factory):
     return open_trace(
         write_trace(place, SHAPE, sequences, columns=COLUMNS, ragged=True)
     )
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory, trace):
-    with random_store(trace, tmp_path_factory.mktemp("s")) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def artefacts(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("learned"), SHAPE.layers, SHAPE.experts)
 
 
 def both(trace, store, artefacts, name, *, workers=TWO_WORKERS, batch=1, **memory):

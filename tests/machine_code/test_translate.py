@@ -1,14 +1,12 @@
 """Machine code does what Python does: every construct, on drawn numbers, both ways."""
 
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.processes import output_of
 
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import INTERPRETED, compiled
@@ -140,10 +138,4 @@ def test_without_machine_code_functions_run_as_python(tmp_path):
         "moesim.replay('tiny', 'hybrimoe', steps=3);"
         "assert 'llvmlite' not in sys.modules"
     )
-    subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        cwd=tmp_path,
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
-        timeout=300,
-    )
+    output_of("-c", code, cwd=tmp_path, environment={"NUMBA_DISABLE_JIT": "1"})

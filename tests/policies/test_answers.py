@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
 
 import moesim
 from moesim.policies import registry
@@ -22,11 +22,6 @@ from moesim.policies.base import (
 )
 from moesim.policies.cache._score_based import ScoreBasedCache
 from moesim.policies.registry import resolve
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 @pytest.fixture

@@ -203,12 +203,13 @@ def test_prefetch_names_distinct_absent_experts_of_coming_layers(name, data, now
     assert len(set(keys)) == len(keys)
     # A layer whose products wait for all its copies may name itself, when it is the first.
     waits = started("prefetch", name, gpus).late == "wait" and now.layer == 0
+    any_layer = started("prefetch", name, gpus).foresees_passes
     for key in keys:
-        assert now.layer < key.layer + waits
+        assert any_layer or now.layer < key.layer + waits
         assert key.layer < LAYERS
         assert 0 <= key.expert < EXPERTS
     if now.layer == LAYERS - 1 and not waits:
-        assert keys == []
+        assert any_layer or keys == []
     assert keys == list(started("prefetch", name, gpus).prefetch(now, view))
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Literal
 
 import pytest
 from support.cache_driver import drive, one_by_one
+from support.processes import output_of
 
 from moesim.policies import registry
 from moesim.policies.base import CachePolicy, PolicyError, PrefetchPolicy
@@ -78,14 +77,7 @@ def test_only_what_is_asked_for_is_imported():
         "resolve('lru', 'cache'); assert 'pulp' not in sys.modules; "
         "assert 'moesim.policies.cache.belady' not in sys.modules"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    output_of("-c", script)
 
 
 def test_parameters_are_read_from_text():
@@ -245,6 +237,7 @@ def test_properties_of_policies_are_listed_not_their_names():
     """What used to be lists of names elsewhere is read off the classes."""
     assert names_with("prefetch", "oracle") == [
         "clairvoyant",
+        "foresight",
         "moe-speq",
         "noisy-oracle",
         "pre-gated",

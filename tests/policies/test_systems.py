@@ -232,7 +232,7 @@ def test_few_systems_see_the_future():
         for name, system in SYSTEMS.items()
         if any(resolve(getattr(system, k), k).oracle for k in KINDS)
     }
-    assert oracles == {"pre-gated", "sp-moe", "moe-speq"}
+    assert oracles == {"clairvoyant", "pre-gated", "sp-moe", "moe-speq"}
 
 
 def test_only_three_systems_alter_routing():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from support import foreign_files as files
-from support.command_line import refused, runner
+from support.command_line import refused
 from support.imports import bring
 from typer.testing import CliRunner
 
@@ -83,10 +83,7 @@ def test_export_and_check_residency(tmp_path):
         (["--tokens", "0", "--like", "x"], "tokens"),
     ],
 )
-def test_synth_options_that_contradict(
-    tmp_path, monkeypatch, capsys, arguments, message
-):
-    command = runner(capsys, monkeypatch, tmp_path)
+def test_synth_options_that_contradict(command, tmp_path, arguments, message):
     assert refused(command("trace", "synth", tmp_path / "t", *arguments), message)
 
 

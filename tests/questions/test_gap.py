@@ -32,7 +32,11 @@ NO_CPU = 1000.0
 """Seconds of an expert on a CPU that nobody would choose."""
 
 
-def replays(model, system, forward, *, slots, **costs):
+ONE_LAYER_AHEAD = System(BOUND.assignment, cache="belady", prefetch="clairvoyant")
+"""Substitutes that look no further than causes by hand."""
+
+
+def replays(model, system, forward, *, slots, bound=ONE_LAYER_AHEAD, **costs):
     size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=slots)
     return MixReplays(
         shape=model,
@@ -42,6 +46,7 @@ def replays(model, system, forward, *, slots, **costs):
         system=system,
         passes=lambda: forward,
         future=RecordedFuture(forward),
+        bound=bound,
     )
 
 
@@ -153,7 +158,7 @@ def test_only_planning_differs():
 def test_the_clairvoyant_composition_has_no_gap():
     model = shape(layers=2, experts=4)
     forward = steps(*[[routed(0, i % 4), routed(1, (i + 1) % 3)] for i in range(6)])
-    result = decompose(replays(model, BOUND, forward, slots=2, plan=0.0))
+    result = decompose(replays(model, BOUND, forward, slots=2, plan=0.0, bound=BOUND))
     assert result.gap_s == 0.0
     assert [part.name for part in result.parts] == ["planning"]
     assert result.parts[0].replaced_by is None
@@ -203,6 +208,7 @@ def test_shares_are_never_negative_and_sum_to_the_gap(trace, slots, assignment, 
             slots=slots,
             plan=0.25,
             cpu=3.0,
+            bound=BOUND,
         )
     )
     assert sum(shares(result).values()) == pytest.approx(result.gap_s, abs=1e-9)

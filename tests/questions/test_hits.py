@@ -6,17 +6,10 @@ import dataclasses
 import json
 
 import pandas as pd
-import pytest
-from support.command_line import runner
-from support.small_trace import SHAPE, write_small_trace, write_trace
+from support.small_trace import SHAPE, write_trace
 
 import moesim
 from moesim.questions.hit_rates import hits_text
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory):
-    return write_small_trace(tmp_path_factory.mktemp("trace") / "small.parquet")
 
 
 def test_every_cell_is_a_replay_of_its_own(trace):
@@ -52,8 +45,7 @@ def test_one_sequence_hits_no_more_often_than_belady_and_a_whole_cache_misses_fi
     assert (rates["lru"].diff().dropna() >= 0).all()
 
 
-def test_the_command_prints_draws_and_writes_them(capsys, monkeypatch, trace, tmp_path):
-    run = runner(capsys, monkeypatch, tmp_path)
+def test_the_command_prints_draws_and_writes_them(command, trace, tmp_path):
     words = (
         "hits",
         trace,
@@ -62,7 +54,7 @@ def test_the_command_prints_draws_and_writes_them(capsys, monkeypatch, trace, tm
         "--cache-ratios",
         "0.25,0.5",
     )
-    code, out, _ = run(
+    code, out, _ = command(
         *words, "--png", tmp_path / "h.svg", "--table", tmp_path / "h.parquet"
     )
     assert code == 0
@@ -72,7 +64,7 @@ def test_the_command_prints_draws_and_writes_them(capsys, monkeypatch, trace, tm
         "lfu:decay=0.9,variant=perfect",
     ]
     rates = pd.read_parquet(tmp_path / "h.parquet").set_index("cache_ratio")
-    found = json.loads(run(*words, "--json")[1])
+    found = json.loads(command(*words, "--json")[1])
     assert found == {
         name: {str(r): rates.loc[r, name] for r in (0.25, 0.5)}
         for name in rates.columns

@@ -302,6 +302,21 @@ def test_half_a_cache_costs_answers_and_wins_hits(tiny):
     assert (swapping.reference_nats == plain.reference_nats).all()
 
 
+def test_without_time_one_passage_is_read_and_the_others_are_said():
+    report = quality.quality(
+        policy="on-demand",
+        routing="expert-cache-router:alpha=0.3",
+        tokens=12,
+        prompt_tokens=8,
+        scored_tokens=4,
+        hw="rtx3090-epyc7532",
+        minutes=0.0,
+    )
+    assert (report.config["passages"], report.config["left_out"]) == (1, 2)
+    assert report.config["tokens"] == 4
+    assert "1 passages scored, 2 left out" in quality.quality_text(report)
+
+
 def test_experts_that_are_left_out_are_not_counted(tiny):
     """AdapMoE with a threshold above every share: one expert serves each token, at
     every layer of every step.

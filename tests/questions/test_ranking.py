@@ -5,6 +5,7 @@ known.
 import numpy as np
 import pandas as pd
 import pytest
+from support.interval_coverage import WORKLOADS, is_share
 from support.small_trace import write_small_trace
 
 import moesim
@@ -58,41 +59,32 @@ def test_a_lead_that_hangs_on_one_sequence_is_a_tie():
 
 
 SAMPLES = (8, 16, 48)
-WORKLOADS = {
-    "alike": lambda rng, shape: rng.normal(1.0, 0.1, shape),
-    "skewed": lambda rng, shape: rng.lognormal(-0.125, 0.5, shape),
-    "very skewed": lambda rng, shape: rng.exponential(1.0, shape),
-}
-
-
-def draws(request):
-    return request.config.option.interval_draws
 
 
 @pytest.mark.parametrize("samples", SAMPLES)
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_an_interval_covers_the_truth_as_often_as_it_says(request, workload, samples):
+def test_an_interval_covers_the_truth_as_often_as_it_says(draws, workload, samples):
     """Times per token of sequences with 5 to 50 tokens each, whose mean is 1: "95 %" is
     90 to 98 %.
     """
     rng = np.random.default_rng(samples)
     covered = 0
-    for _ in range(draws(request)):
+    for _ in range(draws):
         tokens = rng.integers(5, 50, samples)
         seconds = WORKLOADS[workload](rng, samples) * tokens
         row = ranking(frame_of([("a", seconds)], tokens=[tokens])).iloc[0]
         covered += row["low_s"] <= 1.0 <= row["high_s"]
-    assert is_share(covered, draws(request), 0.90, 0.98)
+    assert is_share(covered, draws, 0.90, 0.98)
 
 
 @pytest.mark.parametrize(("seeds", "batches"), [(8, 1), (8, 3), (10, 12), (16, 40)])
-def test_an_interval_of_seeds_and_batches_covers_the_truth(request, seeds, batches):
+def test_an_interval_of_seeds_and_batches_covers_the_truth(draws, seeds, batches):
     """Batches differ, seeds differ, and each seed does something else to each batch.
     Fewer than eight batches are not drawn from: they are the workload.
     """
     rng = np.random.default_rng([seeds, batches])
     covered = 0
-    for _ in range(draws(request)):
+    for _ in range(draws):
         of_batch = rng.normal(0, 0.1, batches)
         of_seed = rng.normal(0, 0.03, (seeds, 1))
         seconds = 1 + of_batch + of_seed + rng.normal(0, 0.05, (seeds, batches))
@@ -101,49 +93,40 @@ def test_an_interval_of_seeds_and_batches_covers_the_truth(request, seeds, batch
         frame = frame_of(runs, axes=("policy", "noise_seed"), noise_seed=range(seeds))
         row = ranking(frame).iloc[0]
         covered += row["low_s"] <= truth_s <= row["high_s"]
-    assert is_share(covered, draws(request), 0.90, 0.98)
+    assert is_share(covered, draws, 0.90, 0.98)
 
 
 @pytest.mark.parametrize("samples", SAMPLES)
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("policies", [2, 5])
-def test_equal_policies_are_seldom_called_slower(request, policies, workload, samples):
+def test_equal_policies_are_seldom_called_slower(draws, policies, workload, samples):
     """They differ in each sequence, and in the mean not at all: in at most 5 % of pairs
     the slower one is "certainly slower" than the fastest.
     """
     rng = np.random.default_rng([policies, samples])
     slower = 0
-    for _ in range(draws(request)):
+    for _ in range(draws):
         common = rng.uniform(0.5, 2.0, samples)
         times_s = common * WORKLOADS[workload](rng, (policies, samples))
         ranked = ranking(frame_of([(f"p{n}", row) for n, row in enumerate(times_s)]))
         slower += (~ranked["tied"]).sum()
-    assert is_share(slower, draws(request) * (policies - 1), 0.0, 0.05)
+    assert is_share(slower, draws * (policies - 1), 0.0, 0.05)
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_equal_policies_that_draw_are_seldom_called_slower(request, others):
+def test_equal_policies_that_draw_are_seldom_called_slower(draws, others):
     """One batch, ten seeds. A third policy that draws nothing changes none of it, and is
     itself compared by what the others draw.
     """
     rng = np.random.default_rng(7)
     slower = 0
-    for _ in range(draws(request)):
+    for _ in range(draws):
         runs = [(name, [each]) for name in "ab" for each in rng.normal(1, 0.1, 10)]
         runs += [("constant", [1.0])] * 10 * others
         seeds = [*range(10)] * (2 + others)
         frame = frame_of(runs, axes=("policy", "seed"), seed=seeds)
         slower += (~ranking(frame)["tied"]).sum()
-    assert is_share(slower, draws(request) * (1 + others), 0.0, 0.05)
-
-
-def is_share(count, total, low, high):
-    """Whether a count is compatible with a share between `low` and `high`: within three
-    standard errors of it.
-    """
-    share = count / total
-    error = 3 * np.sqrt(max(share * (1 - share), 0.01) / total)
-    return low - error <= share <= high + error
+    assert is_share(slower, draws * (1 + others), 0.0, 0.05)
 
 
 def test_one_that_draws_does_not_make_others_certain():

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from jinja2 import UndefinedError
 from rich.cells import cell_len
 from support.browser import browser, check_page, show
-from support.command_line import runner
 from support.small_trace import write_small_trace, write_trace
 
 import moesim
@@ -259,15 +258,14 @@ def test_the_head_says_where_the_figures_come_from(pages, kind):
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC by moesim ", head)
 
 
-def test_the_head_of_a_page_repeats_the_command(tmp_path, monkeypatch, capsys):
-    run = runner(capsys, monkeypatch, tmp_path)
+def test_the_head_of_a_page_repeats_the_command(command, tmp_path, monkeypatch):
     page = tmp_path / "a b.html"
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
-    assert run("trace", "stats", "tiny", "--html", page)[0] == 0
+    assert command("trace", "stats", "tiny", "--html", page)[0] == 0
     head = page.read_text(encoding="utf-8").partition("</header>")[0]
     # As a shell takes it: the name has a space.
-    command = html.escape(f"moesim trace stats tiny --html '{page}'", quote=True)
-    assert f"<dd><code>{command}</code>".replace("&#x27;", "&#39;") in head
+    line = html.escape(f"moesim trace stats tiny --html '{page}'", quote=True)
+    assert f"<dd><code>{line}</code>".replace("&#x27;", "&#39;") in head
     assert "1970-01-02 00:00 UTC" in head
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from support import foreign_files as files
-from support.command_line import refused, runner
+from support.command_line import refused
 from support.imports import bring
 
 from moesim.base.errors import TraceError
@@ -165,11 +165,10 @@ def test_the_record_of_a_renamed_trace_is_found_by_its_digest(tmp_path):
     assert check_residency(moved, cache_bytes=26_000).first is None
 
 
-def test_counters_of_the_engine_stand_beside_its_record(tmp_path, monkeypatch, capsys):
+def test_counters_of_the_engine_stand_beside_its_record(command, tmp_path):
     truth = files.routing(((3, 20),), seed=4)
     residency, _ = engine(truth, 26_000)
     _, trace = bring(files.route_trace(tmp_path / "dump", truth, residency=residency))
-    command = runner(capsys, monkeypatch, tmp_path)
     recorded = check_residency(trace, cache_bytes=26_000).engine_hits
     words = ["trace", "check-residency", trace.path, "--cache"]
     code, out, _ = command(*words, "26000", "--engine-hits", recorded + 1)

@@ -2,11 +2,9 @@
 front that nothing beats.
 """
 
-import subprocess
-import sys
-
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
+from support.processes import run_python
 from support.small_trace import write_small_trace
 
 import moesim
@@ -21,11 +19,6 @@ def trace(tmp_path_factory):
     return write_small_trace(
         tmp_path_factory.mktemp("trace") / "small.parquet", new_tokens=12
     )
-
-
-@pytest.fixture
-def command(capsys, monkeypatch, tmp_path):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 FRONT = {
@@ -58,6 +51,18 @@ def test_the_same_search_finds_the_same(trace, tmp_path):
     files = sorted(store.iterdir())
     assert first.equals(moesim.search(trace, store=store, **FRONT))
     assert sorted(store.iterdir()) == files
+
+
+def test_a_search_that_ran_out_of_time_goes_on(trace, tmp_path):
+    """One round of twelve proposals is made in any case; the next call finds its runs
+    in the store, and makes the other twelve.
+    """
+    places = {"store": tmp_path / "s"}
+    first = moesim.search(trace, minutes=0.0, **places, **FRONT)
+    assert first.attrs["left_out"] == 12
+    whole = moesim.search(trace, **places, **FRONT)
+    assert whole.attrs["left_out"] == 0
+    assert set(first["digest"]) < set(whole["digest"])
 
 
 def test_a_parameter_of_a_policy_is_chosen_in_its_range(trace):
@@ -171,12 +176,6 @@ def test_without_optuna_the_extra_is_named(trace):
         "from moesim import cli; cli.main(sys.argv[1:])"
     )
     words = ["search", trace, "--over", "cache_ratio=0.1:0.5"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python("-c", code, *words)
     assert done.returncode == 2
     assert "pip install 'moesim[search]'" in done.stderr

@@ -5,8 +5,6 @@ is run again.
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.command_line import runner
+from support.processes import PATIENCE_S, output_of, start
 from support.small_trace import write_small_trace
 
 import moesim
@@ -47,11 +45,6 @@ def trace(tmp_path_factory):
 @pytest.fixture(scope="module")
 def swept(trace):
     return moesim.sweep(trace, POLICIES, jobs=1, details=True, **AXES)
-
-
-@pytest.fixture
-def command(capsys, monkeypatch, tmp_path):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 # Combinations.
@@ -304,9 +297,7 @@ print(*{name.split(".")[1] for name in sys.modules if name.startswith("moesim.")
 
 def test_the_digest_of_the_code_holds_all_that_a_replay_loads(trace):
     """Machine code had come to stand in a room of its own, and was left out."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", LOADED, trace]
-    loaded = subprocess.check_output(command, env=environment, text=True)
+    loaded = output_of("-c", LOADED, trace)
     assert set(loaded.split()) == set(plan.SIMULATING)
 
 
@@ -348,12 +339,8 @@ def test_two_sweeps_at_once_do_no_harm(trace, swept, tmp_path):
         " slots_per_layer=[1, 3], batch=[1, 2], hw=['rtx4060ti', 'rtx3080ti'],"
         " jobs=1, store=sys.argv[2])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code, trace, store], env=environment)
-        for _ in range(2)
-    ]
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    processes = [start("-c", code, trace, store) for _ in range(2)]
+    assert [process.wait(timeout=PATIENCE_S) for process in processes] == [0, 0]
     found = moesim.sweep(trace, POLICIES, store=store, details=True, **AXES)
     pd.testing.assert_frame_equal(found, swept)
     assert read_results(store).num_rows == 24

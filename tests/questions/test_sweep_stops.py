@@ -2,18 +2,21 @@
 was finished, and going on from there.
 """
 
-import os
 import signal
-import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pandas as pd
 import psutil
 import pytest
-from support.interrupts import end_by_two_interrupts
+from support.processes import (
+    PATIENCE_S,
+    end_by_two_interrupts,
+    run_python,
+    start,
+    wait_for,
+)
 from support.small_trace import write_small_trace
 
 import moesim
@@ -25,35 +28,11 @@ POLICIES = ["all-cpu", "on-demand", "greedy", "fiddler"]
 RUNS = 4 * 10
 
 
-def run_script(source, *, cwd):
-    """A Python process of its own, and how it ended."""
-    return subprocess.run(
-        [sys.executable, "-c", source],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def start(*words, cwd):
-    return subprocess.Popen(
-        [sys.executable, "-m", "moesim", *map(str, words)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for(condition):
-    deadline_s = time.monotonic() + 120
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert condition()
+def command(request, folder, *words):
+    """A command of ours under way, in a process group of its own."""
+    process = start("-m", "moesim", *words, cwd=folder, start_new_session=True)
+    request.addfinalizer(process.kill)
+    return process
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +46,17 @@ def test_a_killed_sweep_goes_on_where_it_was(trace, tmp_path, request):
     store = tmp_path / "store"
     seeds = ",".join(map(str, range(10)))
     words = ("sweep", trace, "--policies", ",".join(POLICIES), "--seeds", seeds)
-    process = start(*words, "--jobs", 2, "--store", store, cwd=tmp_path)
-    request.addfinalizer(process.kill)
+    process = command(request, tmp_path, *words, "--jobs", 2, "--store", store)
     wait_for(lambda: len(list(store.glob("*.parquet"))) >= 1)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
     # Workers see that nobody waits for them any more.
-    assert psutil.wait_procs(workers, timeout=30)[1] == []
+    assert psutil.wait_procs(workers, timeout=PATIENCE_S)[1] == []
 
     there = set(read_results(store)["digest"].to_pylist())
-    assert 0 < len(there) < RUNS
+    # A machine may have ended them all before it was killed.
+    assert 0 < len(there) <= RUNS
     options = {"seed": range(10), "jobs": 1, "details": True}
     found = moesim.sweep(trace, POLICIES, store=store, **options)
     pd.testing.assert_frame_equal(found, moesim.sweep(trace, POLICIES, **options))
@@ -92,13 +71,11 @@ def test_a_killed_sweep_goes_on_where_it_was(trace, tmp_path, request):
 def test_an_interrupted_sweep_keeps_what_was_finished(trace, tmp_path, request):
     store = tmp_path / "store"
     seeds = ",".join(map(str, range(4000)))
-    process = start(
-        "sweep", trace, "--seeds", seeds, "--jobs", 1, "--store", store, cwd=tmp_path
-    )
-    request.addfinalizer(process.kill)
+    words = ("sweep", trace, "--seeds", seeds, "--jobs", 1, "--store", store)
+    process = command(request, tmp_path, *words)
     wait_for(lambda: list(store.glob("*.parquet")))
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert err == "interrupted\n"
     assert read_results(store).num_rows > 0
@@ -113,8 +90,7 @@ def test_two_interrupts_end_a_comparison_at_once(tmp_path, request, gap_s, momen
     """
     trace = write_small_trace(tmp_path / "long.parquet", sequences=2, new_tokens=2000)
     words = ("compare", trace, "--policies", "ilp,beam", "--jobs", 2, "--out", "run")
-    process = start(*words, cwd=tmp_path)
-    request.addfinalizer(process.kill)
+    process = command(request, tmp_path, *words)
     parent = psutil.Process(process.pid)
     if moment == "while it starts":
         wait_for(parent.children)
@@ -124,7 +100,7 @@ def test_two_interrupts_end_a_comparison_at_once(tmp_path, request, gap_s, momen
 
     end_by_two_interrupts(process, gap_s)
     assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
-    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []
 
 
 BORN = """
@@ -145,7 +121,7 @@ print(masks)
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signal masks")
 def test_workers_are_born_with_stops_masked(tmp_path):
     """In a fresh process, where no library has started a process of its own yet."""
-    done = run_script(BORN, cwd=tmp_path)
+    done = run_python("-c", BORN, cwd=tmp_path)
     stops = [int(signal.SIGINT), int(signal.SIGTERM)]
     assert done.stdout == f"{[stops, stops]}\n"
 
@@ -165,7 +141,7 @@ os._exit(130)
 
 def test_what_an_interrupted_command_shared_is_removed_in_silence(tmp_path):
     """At the deadline the command ends, and others clear up behind it."""
-    done = run_script(LEFT, cwd=tmp_path)
+    done = run_python("-c", LEFT, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "")
 
 
@@ -205,7 +181,7 @@ _give_up(signal.SIGINT)
 
 
 def test_the_deadline_holds_though_a_child_ends_meanwhile(tmp_path):
-    done = run_script(VANISHED, cwd=tmp_path)
+    done = run_python("-c", VANISHED, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
@@ -222,7 +198,7 @@ class Ending:
 
 def work():
     Ending()
-    time.sleep(60)
+    time.sleep(3600)
 
 guarded(work, [])
 """
@@ -231,8 +207,5 @@ guarded(work, [])
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no such signal")
 def test_an_interrupt_in_the_end_of_an_object_is_not_lost(tmp_path):
     """Python prints what is raised there, and goes on."""
-    began_s = time.monotonic()
-    done = run_script(LOST, cwd=tmp_path)
+    done = run_python("-c", LOST, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
-    # Half a minute less than it would have slept: machines may be busy.
-    assert time.monotonic() - began_s < 30

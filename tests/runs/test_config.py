@@ -3,18 +3,16 @@
 import dataclasses
 import inspect
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
+from support.processes import output_of
 from support.small_trace import SHAPE, write_small_trace, write_trace
 
 import moesim
@@ -32,15 +30,9 @@ TABLES = ("timeline.parquet", "accesses.parquet", "steps.parquet")
 
 
 @pytest.fixture
-def trace(tmp_path):
-    return write_small_trace(tmp_path / "small.parquet")
-
-
-@pytest.fixture
-def command(capsys, monkeypatch, tmp_path):
-    run = runner(capsys, monkeypatch, tmp_path)
+def command(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    return run
+    return command
 
 
 def tables(folder):
@@ -411,23 +403,13 @@ def test_an_option_for_all_runs_is_a_field_and_the_line_that_uses_it(tmp_path):
     write(tmp_path, 'trace = "t.parquet"\nhedge = 4\n')
 
     def run(*words):
-        done = subprocess.run(
-            [sys.executable, *map(str, words)],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(copy),
-                "PYTHONSAFEPATH": "1",
-                # Compiling anew would only cost time.
-                "NUMBA_DISABLE_JIT": "1",
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        environment = {
+            "PYTHONPATH": str(copy),
+            "PYTHONSAFEPATH": "1",
+            # Compiling anew would only cost time.
+            "NUMBA_DISABLE_JIT": "1",
+        }
+        return output_of(*words, cwd=tmp_path, environment=environment)
 
     where = run("-c", "import moesim.runs.config as c; print(c.__file__)")
     assert str(copy) in where

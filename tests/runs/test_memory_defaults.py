@@ -5,7 +5,7 @@ as people write them; machines with all their parts.
 from __future__ import annotations
 
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
 
 import moesim
 from moesim.base.sizes import parse_bytes
@@ -22,11 +22,6 @@ from moesim.traces.weight_formats import bytes_per_weight
 GIB = 1 << 30
 CARD = "rtx4060ti"
 MODEL = "qwen3-30b-a3b"
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import hashlib
 import json
 
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
 
 import moesim
 from moesim.base.options import ConfigError
@@ -18,11 +18,6 @@ from moesim.policies.faults import PolicyFault
 from moesim.runs.config import MemoryOptions
 
 STEPS = 2
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 # Values as people write them.

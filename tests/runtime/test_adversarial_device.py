@@ -12,8 +12,7 @@ from support.adversarial_runs import PROFILE, Schedule, differ, expected
 from support.broken_devices import BROKEN, a_copy_back_waits_for_nobody
 from support.drawn_schedules import DrawnSchedules
 from support.drawn_threads import Deadlock, DrawnThreads
-from support.learned_network import write
-from support.real_machine import Case, combinations, random_store
+from support.real_machine import COLUMNS, Case, combinations
 from support.small_trace import write_trace
 
 from moesim.policies import systems
@@ -34,12 +33,11 @@ from moesim.runtime.store import sources as direct_io
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape
+from moesim.traces.format.schema import ModelShape
 
 torch.set_num_threads(1)
 
 SHAPE = ModelShape("f", 2, 8, 2, 32, 16, (8192,) * 2, 1, dtype="f32")
-COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS)
 EXPERT = 8192
 KEEP_ANSWERS = (
     "dali",
@@ -59,17 +57,6 @@ POLICIES = (*KEEP_ANSWERS, *combinations(oracles=True))
 def trace(tmp_path_factory):
     place = tmp_path_factory.mktemp("trace") / "t.parquet"
     return open_trace(write_trace(place, SHAPE, ((4, 3),), columns=COLUMNS))
-
-
-@pytest.fixture(scope="module")
-def store(trace, tmp_path_factory):
-    with random_store(trace, tmp_path_factory.mktemp("store")) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def artefacts(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("learned"), SHAPE.layers, SHAPE.experts)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 from support.handmade import registered
-from support.real_machine import LAUNCHED, ONE_WORKER, TWO_WORKERS, host_profile
+from support.real_machine import (
+    COLUMNS,
+    LAUNCHED,
+    ONE_WORKER,
+    SHAPE,
+    TWO_WORKERS,
+    host_profile,
+)
 from support.small_trace import write_trace
 
 from moesim.hwprofiles.costs import Costs
@@ -246,25 +253,10 @@ def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeyp
     assert reads["end_s"].max() < early["end_s"], "it was read while the product ran"
 
 
-SMALL = ModelShape(
-    name="small",
-    layers=3,
-    experts=8,
-    top_k=2,
-    hidden=32,
-    expert_intermediate=16,
-    expert_bytes=(3 * 32 * 16 * 4,) * 3,
-    other_bytes=1 << 12,
-    dtype="f32",
-    vocab=50,
-)
-
-
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     place = tmp_path_factory.mktemp("trace") / "t.parquet"
-    columns = ("weights", "scores", *PREDICTION_COLUMNS)
-    return write_trace(place, SMALL, ((5, 8), (3, 9)), columns=columns, ragged=True)
+    return write_trace(place, SHAPE, ((5, 8), (3, 9)), columns=COLUMNS, ragged=True)
 
 
 def wait_for_work_ahead(monkeypatch):
@@ -341,7 +333,7 @@ def test_little_host_memory_is_enough_for_work_ahead_and_prefetches(tmp_path):
     columns = ("weights", "scores", *PREDICTION_COLUMNS)
     longer = write_trace(
         tmp_path / "t.parquet",
-        SMALL,
+        SHAPE,
         ((5, 20), (3, 16), (7, 18), (2, 9)),
         columns=columns,
     )

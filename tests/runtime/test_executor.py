@@ -11,14 +11,16 @@ from support.real_machine import host_profile
 from support.small_trace import write_trace
 
 from moesim.engine.lanes import DEMAND, DROP, PREFETCH, REPLACEMENT, START, WAIT
+from moesim.policies.planner.residency import GLOBAL, CacheSize
 from moesim.runs import replay as api
 from moesim.runs.measured import run_trace
-from moesim.runtime.errors import StoreError
+from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.executor.lanes import (
     Lanes,
     Operation,
     Stopped,
 )
+from moesim.runtime.executor.memories import cache_slots
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.models.dense import DenseSizes, DenseStack
 from moesim.traces.format.reader import open_trace
@@ -226,6 +228,15 @@ def test_a_run_takes_no_more_memory_than_its_budget_says(tmp_path, monkeypatch):
     ]
     assert run.metrics["memory_high_bytes"]["host"] <= 5 * 8192
     assert run.config["direct_reads"] in (True, False)
+
+
+def test_slots_of_one_size_are_not_shared_by_layers_of_several():
+    """They were as many as there are small experts, each as large as the largest."""
+    large = CacheSize.of((8192, 16384), 6, scope=GLOBAL, total_bytes=1 << 16)
+    with pytest.raises(RuntimeFault, match="8,192 to 16,384 bytes"):
+        cache_slots(large, (8192, 16384))
+    even = CacheSize.of((8192, 8192), 6, scope=GLOBAL, total_bytes=1 << 16)
+    assert cache_slots(even, (8192, 8192)) == 8
 
 
 def test_forced_routing_computes_what_the_trace_says(tmp_path):

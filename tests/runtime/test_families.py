@@ -4,15 +4,18 @@ and answers from a store, as the library's own model does.
 
 import pytest
 import torch
-from support.families import families, family
+from support.families import AROUND_TEXT, OWN_KIND, families, family, tiny_config
 from support.real_machine import Case
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesim.base.errors import TraceError
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
+from moesim.runtime.errors import StoreError
 from moesim.runtime.executor.live import live_shape, verify
+from moesim.runtime.models.gates import offloadable_blocks
 from moesim.runtime.models.local_model import LocalModel, generate
 from moesim.runtime.models.offloaded import OffloadedModel
 from moesim.runtime.record.gate_recorder import GateRecorder
@@ -20,15 +23,6 @@ from moesim.runtime.record.stored_model import stored_model
 from moesim.runtime.store.build import build_store
 
 torch.set_num_threads(1)
-
-AROUND_TEXT = "a model of pictures around a text model that is a family of its own"
-SKIPPED = {
-    "dots3_note": AROUND_TEXT,
-    "gemma4": AROUND_TEXT,
-    "qwen3_5_moe": AROUND_TEXT,
-    "qwen4_exp": AROUND_TEXT,
-}
-"""Families that cannot be run, and why."""
 
 CHOICE_ONLY = {"zaya"}
 """Families whose gates do not show a score for every expert: one class more than
@@ -41,8 +35,8 @@ NEW = 2
 
 @pytest.mark.parametrize("model_type", families())
 def test_a_family_answers_live_recorded_and_from_a_store(model_type, tmp_path):
-    if model_type in SKIPPED:
-        pytest.skip(SKIPPED[model_type])
+    if reason := families()[model_type]:
+        pytest.skip(reason)
     plain = family(model_type).model
     plain.save_pretrained(tmp_path / "m")
     with build_store(tmp_path / "m", tmp_path / "s") as store:
@@ -76,10 +70,21 @@ def test_a_family_answers_live_recorded_and_from_a_store(model_type, tmp_path):
     assert float((stored_logits - logits).abs().max()) <= 1e-5 * scale
 
 
-@pytest.mark.parametrize("model_type", SKIPPED)
+@pytest.mark.parametrize(
+    "model_type", [name for name, why in families().items() if why == AROUND_TEXT]
+)
 def test_what_is_skipped_has_a_text_model_that_is_not(model_type):
     text = CONFIG_MAPPING[model_type]().get_text_config().model_type
-    assert text in set(families()) - set(SKIPPED)
+    assert families()[text] is None
+
+
+@pytest.mark.parametrize("model_type", ["jetmoe", "llama4_text", "longcat_flash"])
+def test_experts_of_another_kind_are_refused(model_type):
+    assert families()[model_type] == OWN_KIND
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(model_type))
+    with pytest.raises(StoreError, match=r"experts served by|MoE layers"):
+        offloadable_blocks(model)
 
 
 def recorded(local, *, scores=True):

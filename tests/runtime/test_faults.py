@@ -7,14 +7,12 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from support.adversarial_runs import differ, expected
+from support.processes import PATIENCE_S, ROOT, start
 from support.real_machine import host_profile, random_store
 from support.small_trace import write_trace
 
@@ -285,16 +283,8 @@ except KeyboardInterrupt:
 def long_run(trace, store, tmp_path):
     """A run of its own process that would take minutes, once it has begun."""
     write_trace(tmp_path / "long.parquet", SHAPE, ((4, 6_000),))
-    tests = Path(__file__).parents[1]
-    command = [sys.executable, "-c", LONG_RUN, str(tests), str(tmp_path)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tests.parent),
-        "OMP_NUM_THREADS": "1",
-    }
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    words = ("-c", LONG_RUN, ROOT / "tests", tmp_path)
+    with start(*words, environment={"OMP_NUM_THREADS": "1"}) as process:
         assert process.stdout.readline() == "running\n"
         yield process
         process.kill()
@@ -305,7 +295,7 @@ def test_ctrl_c_stops_a_run_and_leaves_nothing(long_run, tmp_path):
     would end with code 0.
     """
     long_run.send_signal(signal.SIGINT)
-    assert long_run.wait(timeout=120) == 130
+    assert long_run.wait(timeout=PATIENCE_S) == 130
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -313,7 +303,7 @@ def test_a_killed_run_leaves_no_table_that_looks_whole(
     long_run, trace, store, tmp_path
 ):
     long_run.kill()
-    long_run.wait(timeout=120)
+    long_run.wait(timeout=PATIENCE_S)
     left = [path.name for path in (tmp_path / "out").iterdir()]
     assert left
     assert all(name.endswith(".part") for name in left)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from support.handmade import registered
-from support.learned_network import write
+from support.processes import output_of
 from support.real_machine import (
+    COLUMNS,
     ONE_WORKER,
+    SHAPE,
     combinations,
     host_profile,
-    random_store,
     usable,
 )
 from support.small_trace import write_trace
@@ -25,23 +26,9 @@ from moesim.runtime.executor.decision_log_file import FILE_NAME, load_decision_l
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape
 
 ROOT = Path(__file__).parents[2]
-SHAPE = ModelShape(
-    name="small",
-    layers=3,
-    experts=8,
-    top_k=2,
-    hidden=32,
-    expert_intermediate=16,
-    expert_bytes=(3 * 32 * 16 * 4,) * 3,
-    other_bytes=1 << 12,
-    dtype="f32",
-    vocab=50,
-)
 EXPERT = 8192  # 3 x 32 x 16 weights of 4 bytes, in whole blocks
-COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS)
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +39,6 @@ def trace(tmp_path_factory):
             place, SHAPE, ((5, 8), (3, 6), (7, 8)), columns=COLUMNS, ragged=True
         )
     )
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory, trace):
-
-    with random_store(trace, tmp_path_factory.mktemp("store")) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def artefacts(tmp_path_factory):
-    """What learned policies need."""
-    return write(tmp_path_factory.mktemp("learned"), SHAPE.layers, SHAPE.experts)
 
 
 def measured(
@@ -276,10 +250,6 @@ def test_the_page_of_files_names_every_file_of_a_run(trace, store, tmp_path):
 def test_saved_views_are_checked_in_another_process_without_torch(
     trace, store, tmp_path
 ):
-    import subprocess
-    import sys
-    from pathlib import Path
-
     measured(trace, store, "greedy+lru+next-gate", out=tmp_path, slots_per_layer=3)
     entries, steps = load_decision_log(tmp_path / FILE_NAME)
     assert steps is None, "routing is in the trace"
@@ -290,15 +260,7 @@ def test_saved_views_are_checked_in_another_process_without_torch(
         f" load_decision_log(Path({str(tmp_path / FILE_NAME)!r}))\nassert 'torch' not in"
         " sys.modules; print(len(entries))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-        env={"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert int(done.stdout) == len(entries)
+    assert int(output_of("-c", code)) == len(entries)
 
 
 @pytest.mark.parametrize("workers", [None, ONE_WORKER], ids=["two cores", "one core"])

@@ -6,14 +6,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from support.families import family
+from support.processes import ROOT, run_python
 
 from moesim import cli
 from moesim.base.errors import TraceError
@@ -24,7 +22,6 @@ from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import TraceHeader
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).parents[2]
 PROMPTS = ["def double(x):", "for i", "import numpy as np", "class A:", "x = 1"]
 HOW = {"max_new_tokens": 4, "batch": 2, "temperature": 1.0, "overhead": False}
 FIXED = HOW | {"provenance": {"date": "2026-01-01"}}
@@ -65,16 +62,10 @@ def test_a_killed_recording_goes_on_to_the_same_bytes(tmp_path, whole):
     made as if nothing had been.
     """
     out = tmp_path / "t.parquet"
-    paths = os.pathsep.join(
-        str(folder) for folder in (ROOT, ROOT / "tests", Path(__file__).parent)
-    )
-    code = subprocess.run(
-        [sys.executable, "-c", KILLED, str(out), json.dumps([PROMPTS, FIXED])],
-        env=os.environ | {"PYTHONPATH": paths},
-        check=False,
-        timeout=300,
-    ).returncode
-    assert code == -signal.SIGKILL
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    words = ("-c", KILLED, out, json.dumps([PROMPTS, FIXED]))
+    done = run_python(*words, environment={"PYTHONPATH": paths})
+    assert done.returncode == -signal.SIGKILL, done.stderr
     assert not out.exists()
     assert unfinished(out) == 4
     parts = [open_trace(path) for path in sorted(parts_dir(out).glob("*.parquet"))]

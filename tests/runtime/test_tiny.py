@@ -4,12 +4,11 @@ was held out.
 
 import json
 import math
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.processes import output_of
 
 torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
 
@@ -129,10 +128,7 @@ def test_digests_name_different_texts_differently():
 
 
 def test_the_corpus_does_not_import_torch():
-    code = "import sys, moesim.runtime.text; sys.exit('torch' in sys.modules)"
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2]
-    )
+    output_of("-c", "import sys, moesim.runtime.text; sys.exit('torch' in sys.modules)")
 
 
 # --- the shipped checkpoint

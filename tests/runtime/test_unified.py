@@ -66,6 +66,10 @@ def test_each_kind_of_accelerator_is_found_by_its_own_class(monkeypatch, kind):
     found = accelerator_here()
     assert (found.kind, found.device.type) == (kind, types[kind])
     assert found.page_locks == (kind != "mps")
+    # Torch's CUDA calls serve CUDA and ROCm alone: other streams are their own blocks.
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: "a call for CUDA")
+    is_of_cuda = found.on("a stream") == "a call for CUDA"
+    assert is_of_cuda == (types[kind] == "cuda")
 
 
 def test_a_machine_without_any_has_the_host_accelerator(monkeypatch):

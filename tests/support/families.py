@@ -5,6 +5,7 @@ three serve a token.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -139,17 +140,39 @@ _CHANGES = {
 """What a family needs beside `_SMALL`, or shows only then."""
 
 
-def families() -> list[str]:
-    """Model types with a causal language model whose source names the library's experts
-    interface; experts of another kind (dbrx, jetmoe, llama4) cannot be offloaded.
+OWN_KIND = "experts of a kind of its own, which the library's interface does not serve"
+NO_TEXT = "no causal language model in the library"
+AROUND_TEXT = "a model of pictures around a text model that is a family of its own"
+
+_OWN_EXPERTS = re.compile(r"^class \w*(?:Experts|MoE|Moe)\w*\(", re.MULTILINE)
+
+
+@cache
+def families() -> dict[str, str | None]:
+    """Every model family with routed experts, and why it cannot be run; None where it
+    can be: a causal language model whose source names the library's experts interface.
     """
     folder = Path(transformers.__file__).parent / "models"
-    found = []
-    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        sources = (folder / model_type_to_module_name(name)).glob("modeling_*.py")
-        if any("use_experts_implementation" in path.read_text() for path in sources):
-            found.append(name)
-    return sorted(found)
+    sources = {
+        place.name: "".join(path.read_text() for path in place.glob("modeling_*.py"))
+        for place in folder.iterdir()
+    }
+    served = {name for name in sources if "use_experts_implementation" in sources[name]}
+    module_of = {
+        name: model_type_to_module_name(name)
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    }
+    found: dict[str, str | None] = dict.fromkeys(
+        served - set(module_of.values()), NO_TEXT
+    )
+    for name, module in module_of.items():
+        if module not in served:
+            if _OWN_EXPERTS.search(sources.get(module, "")):
+                found[name] = OWN_KIND
+            continue
+        text = CONFIG_MAPPING[name]().get_text_config().model_type
+        found[name] = AROUND_TEXT if text != name else None
+    return dict(sorted(found.items()))
 
 
 def tiny_config(model_type, **changes):

@@ -138,6 +138,9 @@ class HandCosts:
     def planning_s(self, policy, active, copies=0, *, tiered=False, own_s=0.0):
         return self.plan + own_s
 
+    def least_planning_s(self, active):
+        return self.plan
+
     def first_op_s(self, active, copies, *, tiered=False):
         return self.first_op
 

@@ -257,6 +257,64 @@ def copy_figures(tables):
     }
 
 
+def row_figures(tables, figures):
+    """What a row of a sweep holds beside the metrics; figures of requests apart."""
+    spans = tables.spans.assign(
+        seconds=tables.spans["end_s"] - tables.spans["start_s"],
+        lane=tables.spans["lane"].astype(str),
+    )
+    links = spans[spans["lane"].str.startswith("h2d")]
+    used = links[links.groupby("lane")["bytes"].transform("sum") > 0]
+    h2d_bytes = int(links["bytes"].sum())
+    share = {
+        lane: ratio(busy_s, figures["makespan_s"])
+        for lane, busy_s in figures["busy_s"].items()
+    }
+    most = max(each or 0.0 for each in share.values())
+    busiest = next(lane for lane, each in share.items() if (each or 0.0) == most)
+
+    batches = {
+        name: [] for name in ("ttft_s", "decode_s", "decode_tokens", "makespan_s")
+    }
+    for _, batch in tables.steps.groupby("batch", sort=True):
+        start_s = batch["start_s"].iloc[0]
+        before_s = batch["end_s"].shift(fill_value=start_s)
+        is_decode = batch["phase"] == "decode"
+        prefill_ends_s = batch.loc[~is_decode, "end_s"]
+        each = (batch["tokens"] / batch["sequences"]).round()[is_decode]
+        decode_s = (batch["end_s"] - before_s)[is_decode]
+        first_s = prefill_ends_s.iloc[-1] - start_s if len(prefill_ends_s) else math.nan
+        batches["ttft_s"].append(first_s)
+        batches["decode_s"].append(decode_s.sum())
+        batches["decode_tokens"].append(int(each.sum()))
+        batches["makespan_s"].append(batch["end_s"].iloc[-1] - start_s)
+    return {
+        "h2d_bytes": h2d_bytes,
+        "ssd_bytes": int(spans.loc[spans["lane"] == "ssd", "bytes"].sum()),
+        "h2d_bytes_per_s": ratio(h2d_bytes, used["seconds"].sum()),
+        "busiest": busiest,
+        "busiest_share": share[busiest],
+        **{f"batch_{name}": values for name, values in batches.items()},
+    }
+
+
+def placement_of(accesses):
+    """Uses and tokens of each expert, and the shares of its uses for which it was
+    resident and that a GPU computed.
+    """
+    rows = {}
+    for row in accesses.itertuples():
+        cell = rows.setdefault((row.layer, row.expert), [0, 0, 0, 0])
+        cell[0] += 1
+        cell[1] += row.tokens
+        cell[2] += row.state == "hit"
+        cell[3] += str(row.lane).startswith("gpu")
+    return [
+        [*key, uses, tokens, hits / uses, on_gpu / uses]
+        for key, (uses, tokens, hits, on_gpu) in sorted(rows.items())
+    ]
+
+
 def energy_figures(figures, power):
     if power is None:
         return {"energy_j": None, "tokens_per_kj": None}

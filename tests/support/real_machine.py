@@ -27,7 +27,25 @@ from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.models.local_model import LocalModel
 from moesim.runtime.models.offloaded import OffloadedModel
 from moesim.runtime.store.build import build_store
+from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape
 from moesim.traces.timeline.spans import Timeline
+
+SHAPE = ModelShape(
+    name="small",
+    layers=3,
+    experts=8,
+    top_k=2,
+    hidden=32,
+    expert_intermediate=16,
+    expert_bytes=(3 * 32 * 16 * 4,) * 3,
+    other_bytes=1 << 12,
+    dtype="f32",
+    vocab=50,
+)
+"""A model small enough for many real runs."""
+
+COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS)
+"""Of a trace that serves every policy."""
 
 TWO_WORKERS = {
     "cpu": ("control", "cpu"),

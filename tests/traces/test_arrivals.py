@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
 from support.small_trace import write_trace
 
 import moesim
@@ -17,11 +17,6 @@ from moesim.traces.format.arrivals import (
 )
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
-
-
-@pytest.fixture
-def command(capsys, monkeypatch, tmp_path):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 def file_of(folder, times_s):

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support import imports as importers
-from support.command_line import refused, runner
+from support.command_line import refused
 
 from moesim.base.errors import TraceError
 from moesim.traces.format.reader import open_trace
@@ -199,11 +199,6 @@ def test_nothing_is_left_out_of_a_dump_that_is_whole(tmp_path):
 
 
 # The command.
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 PREAMBLE = """# route_trace v1

@@ -8,7 +8,7 @@ import json
 
 import numpy as np
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
 
 import moesim
 from moesim.base.errors import TraceError
@@ -474,19 +474,18 @@ def test_routing_that_was_drawn_is_said_to_be(tmp_path):
     assert any(text.startswith("synthetic routing: drawn") for text in run.warnings)
 
 
-def test_the_command_line(bare, tmp_path, capsys, monkeypatch):
-    run = runner(capsys, monkeypatch, tmp_path)
+def test_the_command_line(bare, command, tmp_path):
     out = tmp_path / "made.parquet"
-    code, printed, _ = run(
+    code, printed, _ = command(
         "trace", "predict", bare, out, "--recall", "0.8,0.7,0.62", "--scores"
     )
     assert code == 0
     assert "pred1_raw: recall 0.800, asked 0.8" in printed
-    _, printed, _ = run("trace", "info", out)
+    _, printed, _ = command("trace", "info", out)
     assert "synthetic predictions" in printed
     assert "(asked 0.62)" in " ".join(printed.split())
-    _, _, notes = run("replay", out, "--prefetch", "next-gate", "--steps", "2")
+    _, _, notes = command("replay", out, "--prefetch", "next-gate", "--steps", "2")
     assert "synthetic predictions" in " ".join(notes.split())
     assert refused(
-        run("trace", "predict", bare, out, "--recall", "0.6,0.8"), "greater depth"
+        command("trace", "predict", bare, out, "--recall", "0.6,0.8"), "greater depth"
     )

@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support.command_line import refused, runner
+from support.command_line import refused
 
 from benchmarks.likeness import pair_bits
 from benchmarks.ship_statistics import DATA, OURS, SUFFIX, source_of
@@ -189,9 +189,8 @@ def test_a_file_of_that_name_comes_first(fitted, tmp_path, monkeypatch):
     assert model_like("mixtral-8x7b").shape.name == "tiny"
 
 
-def test_the_command_line(tmp_path, capsys, monkeypatch):
-    run = runner(capsys, monkeypatch, tmp_path)
-    code, printed, _ = run(
+def test_the_command_line(command):
+    code, printed, _ = command(
         "trace",
         "synth",
         "a.parquet",
@@ -205,7 +204,7 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     assert code == 0
     assert printed.endswith("wrote tiny.npz\n")
     for source in ("tiny.npz", "olmoe-1b-7b"):
-        code, _, _ = run(
+        code, _, _ = command(
             "trace",
             "synth",
             "b.parquet",
@@ -221,10 +220,10 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
         assert code == 0
     assert open_trace("b.parquet").shape.name == "olmoe-1b-7b"
     assert refused(
-        run("trace", "synth", "c.parquet", "--like", "olmo", "--tokens", 9),
+        command("trace", "synth", "c.parquet", "--like", "olmo", "--tokens", 9),
         "olmoe-1b-7b",
     )
-    code, _, err = run(
+    code, _, err = command(
         "trace",
         "synth",
         "c.parquet",

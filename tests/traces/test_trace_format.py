@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
+from support.processes import output_of
 from support.small_trace import write_trace
 from support.strategies import traces
 
@@ -348,10 +349,6 @@ def test_a_header_that_cannot_be_trusted(make_trace, header, message):
 
 
 def test_reading_never_imports_pandas_or_torch(make_trace):
-    import subprocess
-    import sys
-    from pathlib import Path
-
     path = make_trace()
     code = (
         "import sys; from moesim.traces.format.reader import open_trace; from"
@@ -359,15 +356,7 @@ def test_reading_never_imports_pandas_or_torch(make_trace):
         f" compose;list(compose(open_trace({str(path)!r}))); print(sorted({{'pandas',"
         " 'torch'} & set(sys.modules)))"
     )
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "[]"
+    assert output_of("-c", code).strip() == "[]"
 
 
 def test_write_trace_helper_is_deterministic(tmp_path, tiny_shape):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.command_line import refused, runner
+from support.command_line import refused
 from support.engine_pairs import assert_equal, both
 from support.handmade import SizedCosts, plan_of, routed, run, shape, steps
 from support.small_trace import SHAPE, write_small_trace
@@ -511,11 +511,6 @@ def test_a_damaged_table_is_refused(source, tmp_path, rows, message):
 def test_widths_that_make_no_sense_are_refused(source, tmp_path, options, message):
     with pytest.raises(TraceError, match=message):
         set_widths(source, tmp_path / "w.parquet", **options)
-
-
-@pytest.fixture
-def command(capsys, monkeypatch, tmp_path):
-    return runner(capsys, monkeypatch, tmp_path)
 
 
 def test_every_result_says_that_widths_were_given(source, tmp_path, command):

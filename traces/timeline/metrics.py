@@ -266,7 +266,10 @@ ROW_METRICS: dict[str, Metric] = {
     "h2d_bytes": Metric(LANES, "bytes", SMALLER, "moved over all links to GPUs"),
     "ssd_bytes": Metric(LANES, "bytes", SMALLER, "read from the SSD"),
     "h2d_bytes_per_s": Metric(
-        LANES, "bytes/s", LARGER, "over the links to GPUs while one of them was busy"
+        LANES,
+        "bytes/s",
+        LARGER,
+        "h2d_bytes ÷ seconds in which these links were busy, added up over links",
     ),
     "busiest_share": Metric(
         LANES,

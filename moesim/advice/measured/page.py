@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections import Counter, defaultdict
 from dataclasses import asdict
 from statistics import median
@@ -76,11 +77,13 @@ def table(case: Case) -> list[tuple[str, ...]]:
 
 
 def verdict(predictions: Sequence[Prediction]) -> str:
-    """Say whether the best baseline differs by more than platforms drawn again do."""
+    """Say whether the best baseline differs by more than platforms do."""
     result = compared(predictions)
     if result is None:
         return "no baseline answers all rows"
     best, low, high = result
+    if math.isnan(low):
+        return "one platform, which says nothing of others"
     interval = f"{low:+.2f} to {high:+.2f}"
     if low > 0:
         return f"better than the best baseline ({best}; its score is {interval} higher)"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from scipy import special
 
 from moesim.advice.times.latents import NINETY
 from moesim.advice.times.population import stretched
@@ -31,7 +32,6 @@ NEAREST = "nearest row"
 BASELINES = (ONE_EFFICIENCY, TWO_CONSTANTS, STRAIGHT_LINE, NEAREST)
 
 MISSED = 0.10
-BOOTSTRAPS = 400
 FACTORS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 
 
@@ -276,14 +276,15 @@ def _weighted_quantile(values: np.ndarray, weights: np.ndarray, share: float) ->
     return float(values[order][at])
 
 
-def compared(
-    predictions: Sequence[Prediction], seed: int = 0
-) -> tuple[str, float, float] | None:
-    """Compare the interval score with the best baseline's, by platforms drawn again.
+def compared(predictions: Sequence[Prediction]) -> tuple[str, float, float] | None:
+    """Compare the interval score with the best baseline's, over platforms.
 
     Returns:
         The baseline, and the 90 % interval of its score minus ours: above 0 we are
-        better, around 0 nothing is shown. None where no baseline answers.
+        better, around 0 nothing is shown; NaN for a single platform. None where no
+        baseline answers.
+
+    Source: Student's t over the means of platforms.
     """
     shared = [each for each in predictions if len(each.guesses) > 1]
     scores = {name: score(shared, name) for name in BASELINES}
@@ -301,11 +302,13 @@ def compared(
         gain = _loss(each, best) - _loss(each, OURS)
         platforms[each.run.group].append(gain)
     means = np.array([np.mean(rows) for rows in platforms.values()])
-    draws = np.random.default_rng(seed).integers(
-        len(means), size=(BOOTSTRAPS, len(means))
-    )
-    low, high = np.quantile(means[draws].mean(axis=1), [0.05, 0.95])
-    return best, float(low), float(high)
+    count = len(means)
+    if count < 2:
+        return best, math.nan, math.nan
+    error = float(means.std(ddof=1)) / math.sqrt(count)
+    half_width = float(special.stdtrit(count - 1, 1.0 - MISSED / 2)) * error
+    mean = float(means.mean())
+    return best, mean - half_width, mean + half_width
 
 
 def _loss(prediction: Prediction, predictor: str) -> float:

@@ -18,8 +18,8 @@ class GapOptions(Options):
 
 @from_dataclass(without=["noise_seed", "engine", "arrivals", "slo"])
 def gap(config: RunConfig, options: GapOptions) -> None:
-    """Say how much of a policy's time above the clairvoyant bound is due to which of
-    its parts.
+    """Say how much of a policy's time above a clairvoyant schedule's is due to which
+    of its parts.
 
     Replays the trace with every mix of its own parts and parts that know the future, so
     --steps saves much.

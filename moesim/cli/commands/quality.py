@@ -106,6 +106,14 @@ def quality(
         ),
     ] = "auto",
     device: Device = "cpu",
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            metavar="M",
+            min=0.0,
+            help="A limit on reading: passages that do not fit are left out.",
+        ),
+    ] = None,
     *,
     config: RunConfig,
     out: Annotated[
@@ -149,6 +157,7 @@ def quality(
             residual=residual,
             dtype=dtype,
             device=device,
+            minutes=minutes,
             progress=show,
         )
     written = [] if out is None else save_quality(result, out)

@@ -74,6 +74,14 @@ class ReproduceOptions(Options):
         many=True,
         needs=("everything",),
     )
+    minutes: float | None = option(
+        None,
+        "With --all: a limit; what does not fit is left out, and the next call goes on.",
+        kind=float,
+        metavar="M",
+        minimum=0.0,
+        needs=("everything",),
+    )
     jobs: int | None = option(
         None,
         "With --all: processes. Default: at most 2.",
@@ -100,6 +108,7 @@ def reproduce(options: ReproduceOptions) -> None:
     Examples:
       moesim reproduce --list
       moesim reproduce --all --out papers
+      moesim reproduce --all --out papers --minutes 2
       moesim reproduce hybrimoe-hit-rate
       moesim reproduce dali-prefetch-workload --trace q.parquet --steps 0
     """
@@ -152,6 +161,8 @@ def _all_records(options: ReproduceOptions) -> None:
             papers=options.paper,
             machines=options.machines,
             jobs=options.jobs,
+            minutes=options.minutes,
+            save=lambda so_far: write(out, so_far, report(so_far)),
             progress=show,
         )
     page = report(reproduced)
@@ -160,6 +171,8 @@ def _all_records(options: ReproduceOptions) -> None:
         print(json.dumps(page.counts, indent=2))
         return
     print(_summary_text(page.tables[0]))
+    if reproduced.left_out:
+        print(reproduced.facts[-1])
     print_written(paths)
 
 

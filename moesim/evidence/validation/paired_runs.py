@@ -28,7 +28,6 @@ from moesim.traces.timeline.spans import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.runtime.executor.executor import Executor
@@ -127,12 +126,7 @@ class TrialRunner:
         """Use it in a block."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the store."""
         self._store.close()
 

@@ -1,19 +1,19 @@
 """The least seconds that any schedule of some forward passes takes on a machine.
 
 Theorem (proof: `docs/explanation/bound.md`). Let A accesses (one expert in one layer
-step) be served by a machine whose GPU caches hold S experts, and let R be the misses of
-Belady's MIN with bypass. Whatever is computed where and copied when,
+step) be served by a machine with g GPUs whose caches hold S experts, and let R be the
+misses of Belady's MIN with bypass. Whatever is computed where and copied when,
 
-    T >= min over m of max(C(m), X(R - m) / g, (D + G(A - m)) / g,
-                           C(m) + z X(R - m), y C(m) + X(R - m) / g)  (lanes)
-    T >= sum over layer steps of dense + min over splits              (order)
+    T >= min over m of max(C(m), X(R - m) / g, y C(m) + X(R - m) / g,
+                           F(m, 0), F(m, z) + z X(R - m))
 
-where m accesses are computed on the CPU; C(m), G(n) and X(n) are the sums of the m or n
-smallest times of a product on the CPU, on a GPU, of a copy; D is the dense work and g
-the number of GPUs. The CPU and the links read one memory: y and z, at most 1 and 1/g,
-follow from what they slow each other (`_shared_memory`). With times of bytes over
-bandwidth this reads: the larger of device bytes over device bandwidth and host bytes
-over the highest read rate of the host.
+where m accesses are computed on the CPU; C(m) and X(n) are the sums of the m or n
+smallest times of a product on the CPU and of a copy. F(m, z) goes layer step by layer
+step, as they follow each other: its dense part, planning, the first launch and the join
+in full, and the least that its experts can take if the CPU computes some of them, such
+that in all steps together it computes m. The CPU and the links read one memory: y and
+z, at most 1 and 1/g, follow from what they slow each other (`_shared_memory`), and
+F(m, z) counts what keeps no CPU busy only by 1 - g z.
 
 Prefetching, admission, eviction and overlap are free in it; only the number of reads,
 the lanes' rates and the order of layer steps count.
@@ -22,7 +22,7 @@ the lanes' rates and the order of layer steps count.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 CPU = "CPU"
 LINK = "link"
 HOST_MEMORY = "host memory"
-GPU = "GPU"
 ORDER = "order of layer steps"
 SSD = "SSD"
 
@@ -63,7 +62,7 @@ class Bound:
     Attributes:
         seconds: the bound.
         resource: what limits it.
-        by_resource: seconds that each resource alone forces at the best split.
+        by_resource: seconds that each resource forces at the best split.
         accesses: A.
         least_reads: R, experts that must be read from host memory.
         cpu_accesses: m, accesses on the CPU at the best split.
@@ -102,6 +101,7 @@ def least_seconds(
     gpus: int = 1,
     warm: bool = False,
     computes_ahead: bool = False,
+    moves_results: bool = True,
 ) -> Bound:
     """Bound the seconds of any schedule of some forward passes.
 
@@ -113,8 +113,11 @@ def least_seconds(
         gpus: of the machine.
         warm: a run may begin with any content in its caches.
         computes_ahead: the CPU may compute experts before their layer step begins.
+        moves_results: the CPU's results have a way to the GPU.
     """
-    work = _Work(costs, gpus, computes_ahead=computes_ahead)
+    work = _Work(
+        costs, gpus, computes_ahead=computes_ahead, moves_results=moves_results
+    )
     for block in blocks:
         work.add(block)
 
@@ -123,8 +126,7 @@ def least_seconds(
     slots = gpus * most_experts(memory.gpu, *sizes)
     shared = memory.gpu.scope == GLOBAL
     least = work.reads(slots, shared=shared, warm=warm)
-    lanes, on_cpu = _best_split(work, least, gpus)
-    by_resource = {**lanes, ORDER: work.ordered_s}
+    by_resource, on_cpu = work.best_split(least)
 
     if memory.host is not None:
         # An expert in either memory needs no read; one pool of both is the best case.
@@ -165,19 +167,23 @@ def most_experts(
 class _Work:
     """Least seconds of every access and layer step, collected in one walk."""
 
-    def __init__(self, costs: Costs, gpus: int, *, computes_ahead: bool) -> None:
+    def __init__(
+        self, costs: Costs, gpus: int, *, computes_ahead: bool, moves_results: bool
+    ) -> None:
         self.costs = costs
         self.gpus = gpus
         self.computes_ahead = computes_ahead
+        self.moves_results = moves_results
         self.accesses = 0
         self.cpu_s: list[np.ndarray] = []
-        self.gpu_s: list[np.ndarray] = []
         self.copy_s: list[np.ndarray] = []
-        self.dense_s = 0.0
-        self.ordered_s = 0.0
         self.layers: list[np.ndarray] = []
         self.counts: list[np.ndarray] = []
         self.keys: list[np.ndarray] = []
+        self.cpu_weight, self.copy_weight = _shared_memory(costs.overlap, gpus)
+        # What keeps no CPU busy counts in full, or by what copies beside it leave.
+        left = max(0.0, 1.0 - gpus * self.copy_weight)
+        self.in_order = [_InOrder(1.0), _InOrder(left)]
         # Warm processor caches can make what follows an SSD read faster than usual.
         self.cpu_factor = min(1.0, costs.after_read("cpu"))
         self.dense_factor = min(1.0, costs.after_read("dense"))
@@ -192,12 +198,11 @@ class _Work:
         dense_s, head_s = costs.dense_of_passes(
             block.pass_tokens[last], block.context_tokens[last], block.sequences[last]
         )
-        alone_s = float(head_s.sum() + layers * self.dense_factor * dense_s.sum())
-        self.dense_s += alone_s
-        self.ordered_s += alone_s
+        serial_s = float(head_s.sum() + layers * self.dense_factor * dense_s.sum())
 
         dispatch_s = costs.dispatch_s
         counts = np.diff(block.edges)
+        serial_s += self._control_s(counts)
         layer = np.repeat(block.layer, counts)
         cpu_s = np.empty(len(layer))
         gpu_s = np.empty(len(layer))
@@ -213,16 +218,85 @@ class _Work:
 
         self.accesses += len(layer)
         self.cpu_s.append(cpu_s)
-        self.gpu_s.append(gpu_s)
         self.copy_s.append(copy_s)
         self.layers.append(block.layer)
         self.counts.append(counts)
         self.keys.append(layer * costs.shape.experts + block.experts)
-        # Work ahead of its gate leaves its layer step: the dense part binds alone.
-        if not self.computes_ahead:
-            self.ordered_s += _sum_of_least_makespans(
-                np.ascontiguousarray(block.edges, np.int64), cpu_s, gpu_s / self.gpus
+
+        steps = _Steps(
+            edges=np.ascontiguousarray(block.edges, np.int64),
+            cpu_s=cpu_s,
+            gpu_s=gpu_s / self.gpus,
+            firsts_s=np.array([costs.cpu_first_s, costs.gpu_first_s / self.gpus]),
+            back_s=self._back_s(block.rows),
+        )
+        if self.computes_ahead:
+            # Work ahead of its gate leaves its layer step, which may have none left.
+            steps = steps._replace(
+                cpu_s=np.zeros(len(cpu_s)),
+                firsts_s=np.zeros(2),
+                back_s=np.zeros(len(counts)),
             )
+        for each_share in self.in_order:
+            each_share.add(serial_s, steps)
+
+    def _control_s(self, counts: np.ndarray) -> float:
+        """Planning, first launch and join of layer steps with so many experts."""
+        costs = self.costs
+        total_s = 0.0
+        for active, steps in zip(*np.unique(counts, return_counts=True), strict=True):
+            each_s = costs.least_planning_s(active) + costs.join_s(active, 0)
+            if not self.computes_ahead:
+                each_s += costs.first_op_s(active, 0)
+            total_s += steps * each_s
+        return float(total_s)
+
+    def _back_s(self, rows: np.ndarray) -> np.ndarray:
+        """What results of the CPU take to the GPU, float64 [N], by tokens."""
+        seconds_of = np.zeros(int(rows.max(initial=0)) + 1)
+        if self.moves_results:
+            for tokens in np.unique(rows).tolist():
+                seconds_of[tokens] = self.costs.activation_s(tokens)
+        return seconds_of[rows]
+
+    def best_split(self, reads: int) -> tuple[dict[str, float], int]:
+        """Choose how many accesses the CPU computes such that the latest is earliest.
+
+        Args:
+            reads: that are copies unless the CPU computes them.
+        """
+        cpu_sum = _sums_of_smallest(self.cpu_s)
+        copy_sum = _sums_of_smallest(self.copy_s)
+        alone, beside_copies = [each.by_count(self.accesses) for each in self.in_order]
+
+        def lanes(on_cpu: int) -> dict[str, float]:
+            cpu_s = float(cpu_sum[on_cpu])
+            copies_s = float(copy_sum[max(0, reads - on_cpu)])
+            return {
+                # Of equal ones the first is named.
+                ORDER: float(alone[on_cpu]),
+                CPU: cpu_s,
+                LINK: copies_s / self.gpus,
+                HOST_MEMORY: max(
+                    float(beside_copies[on_cpu]) + self.copy_weight * copies_s,
+                    self.cpu_weight * cpu_s + copies_s / self.gpus,
+                ),
+            }
+
+        def latest_s(on_cpu: int) -> float:
+            return max(lanes(on_cpu).values())
+
+        # All of them are convex, so the latest of them falls, then rises. Bisection,
+        # because a trace may have a million accesses.
+        low = 0
+        high = self.accesses
+        while low < high:
+            middle = (low + high) // 2
+            if latest_s(middle) <= latest_s(middle + 1):
+                high = middle
+            else:
+                low = middle + 1
+        return lanes(low), low
 
     def reads(self, slots: np.ndarray, *, shared: bool, warm: bool) -> int:
         """See `least_reads`."""
@@ -235,90 +309,188 @@ class _Work:
         return least_reads(layer, edges, keys, slots, shared=shared, warm=warm)
 
 
-def least_makespan(cpu_s: np.ndarray, gpu_s: np.ndarray) -> float:
-    """Return the least makespan of a layer step's experts if each may be divided.
+class _Steps(NamedTuple):
+    """N layer steps with A accesses.
 
-    Moving an expert from the GPU to the CPU costs least where its CPU time is small for
-    its GPU time; so in the order of that ratio a prefix is on the CPU, and at most one
-    expert is cut (fractional knapsack). Whole experts can only take longer.
+    Attributes:
+        edges: int64 [N + 1].
+        cpu_s, gpu_s: float64 [A], on the CPU, and on all GPUs together.
+        firsts_s: float64 [2], what the first expert on either takes beyond that.
+        back_s: float64 [N], what results of the CPU take to a GPU.
+    """
+
+    edges: np.ndarray
+    cpu_s: np.ndarray
+    gpu_s: np.ndarray
+    firsts_s: np.ndarray
+    back_s: np.ndarray
+
+
+class _InOrder:
+    """Least seconds of layer steps that follow each other, by how many accesses the CPU
+    computes in all of them.
 
     Args:
-        cpu_s: float64 [A], on the CPU.
-        gpu_s: float64 [A], on the GPUs together.
+        share: by which what keeps no CPU busy counts.
     """
-    return _sum_of_least_makespans(np.array([0, len(cpu_s)]), cpu_s, gpu_s)
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.least_s = 0.0
+        self.free = 0
+        self.further_s: list[np.ndarray] = []
+
+    def add(self, serial_s: float, steps: _Steps) -> None:
+        """Add layer steps, and the seconds before and after their experts."""
+        further_s = np.empty(len(steps.cpu_s))
+        least_s, free, count = _least_of_steps(
+            steps.edges,
+            steps.cpu_s,
+            self.share * steps.gpu_s,
+            steps.firsts_s * np.array([1.0, self.share]),
+            self.share * steps.back_s,
+            further_s,
+        )
+        self.least_s += self.share * serial_s + least_s
+        self.free += free
+        self.further_s.append(further_s[:count])
+
+    def by_count(self, accesses: int) -> np.ndarray:
+        """Seconds by accesses on the CPU, 0 to all: float64, convex, not falling."""
+        # The cheapest first, whichever layer steps they belong to.
+        sums = _sums_of_smallest(self.further_s)
+        beyond = np.maximum(0, np.arange(accesses + 1) - self.free)
+        return np.asarray(self.least_s + sums[np.minimum(beyond, len(sums) - 1)])
 
 
 _SECONDS = input_array(nb.float64)
 
 
-@compiled(nb.float64(input_array(nb.int64), _SECONDS, _SECONDS))
-def _sum_of_least_makespans(
-    edges: np.ndarray, cpu_s: np.ndarray, gpu_s: np.ndarray
-) -> float:
-    """The least makespans of many layer steps, added up."""
+@compiled(
+    nb.Several((nb.float64, nb.int64, nb.int64))(
+        input_array(nb.int64),
+        _SECONDS,
+        _SECONDS,
+        _SECONDS,
+        _SECONDS,
+        nb.float64[::1],
+    )
+)
+def _least_of_steps(
+    edges: np.ndarray,
+    cpu_s: np.ndarray,
+    gpu_s: np.ndarray,
+    firsts_s: np.ndarray,
+    back_s: np.ndarray,
+    further_s: np.ndarray,
+) -> tuple[float, int, int]:
+    """The least makespans of many layer steps added up, how many accesses the CPU
+    computes in them, and what each further one costs.
+    """
     total_s = 0.0
+    free = 0
+    count = 0
     for s in range(len(edges) - 1):
-        total_s += _least_makespan(
-            cpu_s[edges[s] : edges[s + 1]], gpu_s[edges[s] : edges[s + 1]]
+        begin = edges[s]
+        end = edges[s + 1]
+        least_s = least_makespans(
+            cpu_s[begin:end], gpu_s[begin:end], firsts_s, back_s[s]
         )
-    return total_s
+        best = 0
+        for m in range(1, len(least_s)):
+            if least_s[m] <= least_s[best]:
+                best = m
+        total_s += least_s[best]
+        free += best
+        for m in range(best + 1, len(least_s)):
+            further_s[count] = least_s[m] - least_s[m - 1]
+            count += 1
+    return total_s, free, count
+
+
+@compiled(nb.float64[::1](_SECONDS, _SECONDS, _SECONDS, nb.float64))
+def least_makespans(
+    cpu_s: np.ndarray, gpu_s: np.ndarray, firsts_s: np.ndarray, back_s: float
+) -> np.ndarray:
+    """Least seconds of one layer step's experts if the CPU computes 0, 1, ... of them:
+    float64 [A + 1], convex.
+
+    Neither lane is faster than with the experts that take it least. Nor do both
+    together beat the best trade: an expert counts by what it takes on either lane, at
+    the prices at which the least makespan of divisible experts cuts one.
+
+    Args:
+        cpu_s: float64 [A], on the CPU.
+        gpu_s: float64 [A], on the GPUs together.
+        firsts_s: float64 [2], what the first expert on either takes beyond that.
+        back_s: what results of the CPU take to a GPU.
+    """
+    active = len(cpu_s)
+    price = _cpu_price(cpu_s, gpu_s)
+    trades = price * cpu_s - (1.0 - price) * gpu_s
+    trades = trades[np.argsort(trades)]
+    by_cpu = cpu_s[np.argsort(cpu_s)]
+    by_gpu = gpu_s[np.argsort(gpu_s)]
+    least_s = np.empty(active + 1)
+    on_cpu_s = 0.0
+    on_gpu_s = gpu_s.sum()
+    traded_s = (1.0 - price) * on_gpu_s
+    for m in range(active + 1):
+        cpu_first_s = 0.0
+        gpu_first_s = firsts_s[1]
+        after_s = 0.0
+        if m > 0:
+            on_cpu_s += by_cpu[m - 1]
+            on_gpu_s -= by_gpu[active - m]
+            traded_s += trades[m - 1]
+            cpu_first_s = firsts_s[0]
+            after_s = back_s
+        if m == active:
+            on_gpu_s = 0.0
+            gpu_first_s = 0.0
+        either_s = max(cpu_first_s + on_cpu_s, gpu_first_s + on_gpu_s)
+        both_s = price * cpu_first_s + (1.0 - price) * gpu_first_s + traded_s
+        least_s[m] = max(either_s, both_s) + after_s
+    _make_convex(least_s)
+    return least_s
 
 
 @compiled
-def _least_makespan(cpu_s: np.ndarray, gpu_s: np.ndarray) -> float:
-    order = np.argsort(cpu_s / gpu_s)
+def _cpu_price(cpu_s: np.ndarray, gpu_s: np.ndarray) -> float:
+    """What a second on the CPU counts, and one on the GPU the rest, where the least
+    makespan of divisible experts cuts one (fractional knapsack).
+    """
     on_cpu_s = 0.0
     on_gpu_s = gpu_s.sum()
-    for i in order:
-        cpu_after_s = on_cpu_s + cpu_s[i]
-        gpu_after_s = on_gpu_s - gpu_s[i]
-        # The first expert with which the CPU is the later one is cut.
-        if cpu_after_s >= gpu_after_s:
-            share = (on_gpu_s - on_cpu_s) / (cpu_s[i] + gpu_s[i])
-            return on_cpu_s + max(0.0, share) * cpu_s[i]
-        on_cpu_s = cpu_after_s
-        on_gpu_s = gpu_after_s
-    return on_cpu_s
+    for i in np.argsort(cpu_s / gpu_s):
+        on_cpu_s += cpu_s[i]
+        on_gpu_s -= gpu_s[i]
+        if on_cpu_s >= on_gpu_s:
+            return gpu_s[i] / (cpu_s[i] + gpu_s[i])
+    return 1.0
 
 
-def _best_split(work: _Work, reads: int, gpus: int) -> tuple[dict[str, float], int]:
-    """Choose how many accesses the CPU computes such that the latest is earliest."""
-    cpu_sum = _sums_of_smallest(work.cpu_s)
-    gpu_sum = _sums_of_smallest(work.gpu_s)
-    copy_sum = _sums_of_smallest(work.copy_s)
-
-    cpu_weight, copy_weight = _shared_memory(work.costs.overlap, gpus)
-
-    def lanes(on_cpu: int) -> dict[str, float]:
-        copies = max(0, reads - on_cpu)
-        on_gpu = work.accesses - on_cpu
-        cpu_s = float(cpu_sum[on_cpu])
-        copies_s = float(copy_sum[copies])
-        gpus_s = work.dense_s + float(gpu_sum[on_gpu])
-        return {
-            CPU: cpu_s,
-            LINK: copies_s / gpus,
-            HOST_MEMORY: max(
-                cpu_s + copy_weight * copies_s, cpu_weight * cpu_s + copies_s / gpus
-            ),
-            GPU: gpus_s / gpus,
-        }
-
-    def latest_s(on_cpu: int) -> float:
-        return max(lanes(on_cpu).values())
-
-    # Sums of the smallest are convex, so the latest of them falls, then rises.
-    # Bisection, because a trace may have a million accesses.
-    low = 0
-    high = work.accesses
-    while low < high:
-        middle = (low + high) // 2
-        if latest_s(middle) <= latest_s(middle + 1):
-            high = middle
-        else:
-            low = middle + 1
-    return lanes(low), low
+@compiled
+def _make_convex(values: np.ndarray) -> None:
+    """Lower values to the largest convex function below them."""
+    corners = np.empty(len(values), np.int64)
+    count = 0
+    for i in range(len(values)):
+        while count > 1:
+            last = corners[count - 1]
+            before = corners[count - 2]
+            rise = (values[i] - values[before]) * (last - before)
+            if (values[last] - values[before]) * (i - before) < rise:
+                break
+            count -= 1
+        corners[count] = i
+        count += 1
+    for c in range(count - 1):
+        begin = corners[c]
+        end = corners[c + 1]
+        slope = (values[end] - values[begin]) / (end - begin)
+        for i in range(begin + 1, end):
+            values[i] = values[begin] + slope * (i - begin)
 
 
 def _shared_memory(overlap: Overlap, gpus: int) -> tuple[float, float]:
@@ -396,6 +568,7 @@ def replay_bound(
         # What a limited host memory begins with is not looked at: any content.
         warm=warm or planner.host is not None,
         computes_ahead=ahead,
+        moves_results=not setup.profile.shares_memory,
     )
 
 

@@ -130,6 +130,8 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
                 dashboard_address="127.0.0.1:0",
                 # Results are small, and a full disk is none of their business.
                 memory_limit=0,
+                # Workers that outlive the scheduler by a moment would report that.
+                silence_logs=logging.CRITICAL,
                 loop=loop,
             ) as cluster,
             Client(cluster) as client,

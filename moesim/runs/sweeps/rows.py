@@ -226,7 +226,7 @@ def moved_bytes(metrics: Mapping[str, Any], link: str) -> int:
 
 
 def bytes_per_s(metrics: Mapping[str, Any], link: str) -> float | None:
-    """Bandwidth of all links of a kind while they were busy."""
+    """Bandwidth of the links of a kind, over the seconds in which each was busy."""
     lanes = [
         lane
         for lane, count in metrics["bytes"].items()

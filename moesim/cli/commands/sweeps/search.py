@@ -30,6 +30,14 @@ class SearchOptions(ManyRunsOptions):
     halving: bool = option(
         False, "Replay few steps first, and the best third for longer.", kind=bool
     )
+    minutes: float | None = option(
+        None,
+        "A limit: proposals that do not fit are left out; with --store the next call"
+        " goes on.",
+        kind=float,
+        metavar="M",
+        minimum=0.0,
+    )
 
 
 @from_dataclass()
@@ -66,6 +74,7 @@ def search(
             objectives=options.objectives,
             trials=options.trials,
             halving=options.halving,
+            minutes=options.minutes,
             store=options.store,
             jobs=options.jobs,
             cluster=options.cluster,
@@ -82,6 +91,8 @@ def search(
     print("\n".join(aligned([list(map(str, shown.columns)), *rows])))
     best = int(searched["best"].sum())
     print(f"\nbest: {best} of {len(searched)} runs that were replayed in full")
+    if left_out := searched.attrs["left_out"]:
+        print(f"left out: {left_out} of {options.trials} proposals")
     output.print_written([options.store, options.table])
 
 

@@ -1,0 +1,106 @@
+"""Finds the rules of the clairvoyant system that make a run shortest.
+
+To know the whole routing is not to know what a copy is worth: that depends on how busy
+the link is. So rules are tried, each in a simulated run. What comes out is a schedule
+that can be carried out: a ceiling that is reached, not a bound.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from moesim.policies.systems import SYSTEMS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moesim.runs.config import RunConfig
+
+CLAIRVOYANT = "clairvoyant"
+
+MARGINS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.5)
+"""Prices of the link that are tried, in discounted uses."""
+
+DECAYS = (0.3, 0.5, 0.65, 0.8, 0.9)
+"""What a use may be worth a token later."""
+
+EXACT = "exact:objective=scheduled"
+
+
+class Rules(NamedTuple):
+    """What is tried: the parts of a system."""
+
+    assignment: str
+    cache: str
+    prefetch: str
+
+    @classmethod
+    def at(cls, margin: int, decay: int) -> Rules:
+        """Those of places in `MARGINS` and `DECAYS`."""
+        foresight = f"foresight:decay={DECAYS[decay]}"
+        return cls(
+            SYSTEMS[CLAIRVOYANT].assignment,
+            foresight,
+            f"{foresight},margin={MARGINS[margin]}",
+        )
+
+    def others(self) -> list[Rules]:
+        """What large batches may want: the exact assignment, and copies on demand
+        alone.
+        """
+        assignments = (EXACT, self.assignment)
+        on_demand = [Rules(name, "lru", "none") for name in assignments]
+        return [self._replace(assignment=EXACT), *on_demand]
+
+
+def is_searched(config: RunConfig) -> bool:
+    """Whether a run leaves it to the clairvoyant system to choose its rules."""
+    parts_of_its_own = config.cache is None and config.prefetch is None
+    # Who comes when would depend on the rules.
+    return config.policy == CLAIRVOYANT and parts_of_its_own and config.arrivals is None
+
+
+def searched(config: RunConfig, seconds_of: Callable[[RunConfig], float]) -> RunConfig:
+    """Choose the rules: price and discount step by step while that helps, then the
+    assignment.
+
+    Args:
+        config: of the run.
+        seconds_of: how long a run takes.
+    """
+    # Drawn times would reward luck.
+    quiet = config.replaced(noise_seed=None, engine="auto")
+    known: dict[Rules, float] = {}
+
+    def seconds(rules: Rules) -> float:
+        if rules not in known:
+            known[rules] = seconds_of(_put(rules, quiet))
+        return known[rules]
+
+    best = len(MARGINS) // 2, len(DECAYS) // 2
+    before = None
+    while best != before:
+        before = best
+        margin, decay = best
+        beside = [
+            (margin + 2, decay),
+            (margin + 1, decay),
+            (margin - 1, decay),
+            (margin - 2, decay),
+            (margin, decay + 1),
+            (margin, decay - 1),
+        ]
+        inside = [
+            (margin, decay)
+            for margin, decay in beside
+            if 0 <= margin < len(MARGINS) and 0 <= decay < len(DECAYS)
+        ]
+        best = min((best, *inside), key=lambda places: seconds(Rules.at(*places)))
+    rules = Rules.at(*best)
+    return _put(min((rules, *rules.others()), key=seconds), config)
+
+
+def _put(rules: Rules, config: RunConfig) -> RunConfig:
+    return config.replaced(
+        policy=rules.assignment, cache=rules.cache, prefetch=rules.prefetch
+    )

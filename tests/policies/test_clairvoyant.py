@@ -1,0 +1,175 @@
+"""The clairvoyant system: values by hand, a ceiling over policies that see the past."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.cache_driver import View, shape, work
+from support.engine_pairs import assert_equal, both, machine
+from support.handmade import routed, steps
+
+from moesim.policies.base import PolicyError, RunContext
+from moesim.policies.cache.foresight import ForesightCache
+from moesim.policies.foresight import VALUE
+from moesim.policies.prefetch.foresight import ForesightPrefetch
+from moesim.policies.systems import SYSTEMS
+from moesim.runs.clairvoyant import DECAYS, MARGINS, searched
+from moesim.runs.config import RunConfig
+from moesim.runs.replay import replay
+from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.reader import open_trace
+
+EXPERTS = 4
+LAYERS = 2
+
+
+class IdleLink(View):
+    """A layer lasts 3 s beside the CPU's work, and so does a copy."""
+
+    gap_s = 3.0
+    cpu_first_s = 0.0
+
+    def copy_s(self, layer, expert=None):
+        return 3.0
+
+    def link_wait_s(self, gpu=0):
+        return 0.0
+
+    def cpu_s(self, layer, tokens, experts=None):
+        return 1.0 * tokens
+
+    def gpu_s(self, layer, tokens, experts=None):
+        return 1.0 * tokens
+
+
+def context_of(tokens, *, slots=1):
+    """A run whose tokens use one expert in each of two layers."""
+    forward = [
+        [routed(layer, expert) for layer, expert in enumerate(t)] for t in tokens
+    ]
+    return RunContext(
+        shape(LAYERS, EXPERTS),
+        1,
+        np.full(LAYERS, slots),
+        "layer",
+        future=RecordedFuture(steps(*forward)),
+    )
+
+
+def layer_step(step, layer, expert):
+    return work(step=step, layer=layer, experts=[expert], cpu_s=[1.0], state=[2])
+
+
+TOKENS = ((0, 1), (2, 1), (0, 3), (0, 1))
+
+
+def test_an_expert_is_worth_its_coming_uses_by_their_distance():
+    """After token 0, at a half per token: expert 0 comes after 2 and 3 tokens, expert 2
+    after 1.
+    """
+    cache = ForesightCache(decay=0.5)
+    cache.start(context_of(TOKENS))
+    cache.accessed(layer_step(0, 0, 0))
+    values = cache.brought.state.scores[VALUE].reshape(LAYERS, EXPERTS)
+    assert values[0].tolist() == pytest.approx([0.25 + 0.125, 0, 0.5, 0])
+
+
+def test_what_is_worth_less_than_all_residents_is_turned_away():
+    cache = ForesightCache(decay=0.5)
+    cache.start(context_of(TOKENS))
+    cache.accessed(layer_step(0, 0, 0))
+    assert cache.victims(np.array([0]), np.array([2])).tolist() == [-1]
+    assert cache.victims(np.array([2]), np.array([0])).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("margin", "named"), [(0.1, [(1, 1), (0, 2)]), (0.2, [(1, 1)])]
+)
+def test_coming_tokens_are_copied_for_where_that_gains_more_than_the_price(
+    margin, named
+):
+    """After layer 0 of token 0. Layer 1 has a free place for its expert; in layer 0
+    expert 2 (0.5) gains 0.125 over the resident expert 0.
+    """
+    prefetch = ForesightPrefetch(decay=0.5, margin=margin, tokens=1)
+    prefetch.start(context_of(TOKENS))
+    view = IdleLink(LAYERS, EXPERTS, resident=[(0, 0, 0)])
+    assert prefetch.prefetch(layer_step(0, 0, 0), view) == named
+
+
+def test_without_a_future_there_is_no_foresight():
+    with pytest.raises(PolicyError, match="'foresight' must see the future"):
+        ForesightCache().start(RunContext(shape(), 1, np.ones(1), "layer"))
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_both_engines_give_the_same_run(make_trace, gpus, batch, scope):
+    trace = open_trace(make_trace(sequences=((4, 12),) * 3))
+    options = {"cache_ratio": 0.4, "batch": batch, "cache_scope": scope}
+    parts = {"cache": "foresight", "prefetch": "foresight:margin=0.1"}
+    hw = machine(gpus=gpus)
+    assert_equal(*both(trace, "hybrimoe-schedule", hw=hw, **parts, **options))
+
+
+# The search.
+
+
+def test_the_search_goes_downhill_to_the_fastest_rules():
+    """Seconds grow with the distance to one price and one discount."""
+    tried = []
+
+    def seconds_of(config):
+        tried.append(config)
+        if config.cache == "lru" or config.policy != "hybrimoe-schedule":
+            return 100.0
+        *_, decay, margin = config.prefetch.replace("margin=", "decay=").split("decay=")
+        return abs(float(decay.rstrip(",")) - DECAYS[1]) + abs(
+            float(margin) - MARGINS[1]
+        )
+
+    found = searched(RunConfig(policy="clairvoyant", noise_seed=3), seconds_of)
+
+    assert found.prefetch == f"foresight:decay={DECAYS[1]},margin={MARGINS[1]}"
+    assert found.noise_seed == 3
+    assert all(config.noise_seed is None for config in tried)
+    assert len(tried) == len(set(map(str, tried))) < len(DECAYS) * len(MARGINS)
+
+
+def test_a_part_of_the_users_own_is_not_searched(make_trace):
+    trace = make_trace(sequences=((4, 6),))
+    parts = replay(trace, "clairvoyant", cache="foresight:decay=0.4").config["policies"]
+    assert parts["cache"]["decay"] == 0.4
+
+
+CAUSAL = [
+    "recall",
+    "dfa-cache",
+    "freetoken",
+    "llama.cpp",
+    "fiddler",
+    "mixtral-offloading",
+    "hybrimoe-schedule+decayed-frequency+statistical",
+    "exact:objective=scheduled+lru",
+    "greedy+lfru",
+]
+
+
+@pytest.mark.parametrize("hw", ["rtx4060ti", "rtx3090-epyc7532"])
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_no_causal_policy_beats_the_ceiling(hw, ratio, batch):
+    """On the shipped trace; `moesim reproduce map` looks at every cell of its map."""
+    cell = {"hw": hw, "cache_ratio": ratio, "batch": batch, "steps": 48}
+    trace = "gpt-oss-20b-like"
+    ceiling_s = replay(trace, "clairvoyant", **cell).metrics["makespan_s"]
+    assert not any(
+        policy.oracle
+        for name in CAUSAL
+        if name in SYSTEMS
+        for policy in SYSTEMS[name].build(gpus=1, host_cache=None).all()
+    )
+    for policy in CAUSAL:
+        taken_s = replay(trace, policy, **cell, keep=False).metrics["makespan_s"]
+        assert ceiling_s <= taken_s, policy
