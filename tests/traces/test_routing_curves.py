@@ -114,6 +114,12 @@ def test_real_traces_have_the_curves_that_others_computed(
     assert compared >= 10
 
 
+def test_the_real_curves_of_a_file_are_those_of_its_trace(shared_traces, tmp_path):
+    (rows,) = open_trace(source_of("olmoe-1b-7b", tmp_path)).sequences()
+    routing = rows.experts.reshape(-1, 16, 8)
+    assert routing_curves([routing], 64) == model_like("olmoe-1b-7b").likeness.real
+
+
 @pytest.mark.parametrize("name", shipped_statistics())
 def test_what_ships_draws_within_five_points_of_real_routing(name):
     """At every place of every curve; of sequences left out of the fit where there are

@@ -215,7 +215,7 @@ def _belady_hits(used: list[np.ndarray]) -> dict[str, float]:
                 now = part[:, token]
                 if token >= _WARM_TOKENS:
                     hits[index] += np.count_nonzero(resident & now)
-                    asked += np.count_nonzero(now) if index == 0 else 0
+                    asked += int(now.sum()) if index == 0 else 0
                 candidates = resident | now
                 soon = np.where(candidates, again[:, token], 2 * tokens)
                 # Ties, of experts that are never used again, do not matter.
@@ -304,6 +304,6 @@ def _next_layer(used: list[np.ndarray]) -> float:
         share = (counts + 1 / experts) / (below.sum(axis=0)[:, None] + 1)
         votes = odd[layer].astype(np.float32) @ np.log(share)
         best = np.argpartition(-votes, top_k - 1, axis=1)[:, :top_k]
-        right += np.count_nonzero(np.take_along_axis(odd[layer + 1], best, axis=1))
-        asked += np.count_nonzero(odd[layer + 1])
+        right += int(np.take_along_axis(odd[layer + 1], best, axis=1).sum())
+        asked += int(odd[layer + 1].sum())
     return float(right / max(asked, 1))

@@ -95,4 +95,6 @@ def widths(
         return
     print(f"{widths_text(widened.mark)}; {mean_bits:.3g} bits in the mean")
     print(f"one expert: {format_sizes(widened.shape.expert_sizes)}")
-    print(f"wrote {target}: {widened.rows:,} rows; widths are stated (marked in its header)")
+    print(
+        f"wrote {target}: {widened.rows:,} rows; widths are stated (marked in its header)"
+    )
