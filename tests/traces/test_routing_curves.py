@@ -91,6 +91,19 @@ def test_the_comparison_in_words():
     ]
 
 
+def reference(shared_traces, name):
+    """Curves of real routing that others computed, under our names."""
+    path = shared_traces.parent / "reference" / "routing_curves.csv"
+    curves = {}
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            if row["trace"].replace("_", "-") == name and row["curve"] in REFERENCE:
+                curve, places, _ = REFERENCE[row["curve"]]
+                if row["x"] in places:
+                    curves.setdefault(curve, {})[row["x"]] = float(row["value"])
+    return curves
+
+
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "olmoe-1b-7b"])
 def test_real_traces_have_the_curves_that_others_computed(
     shared_traces, tmp_path, name
@@ -99,19 +112,23 @@ def test_real_traces_have_the_curves_that_others_computed(
     layers, top_k = trace.shape.layers, trace.shape.top_k
     routing = [rows.experts.reshape(-1, layers, top_k) for rows in trace.sequences()]
     found = routing_curves(routing, trace.shape.experts)
-    path = shared_traces.parent / "reference" / "routing_curves.csv"
-    compared = 0
-    with path.open() as file:
-        for row in csv.DictReader(file):
-            known = row["trace"].replace("_", "-") == name
-            if not known or row["curve"] not in REFERENCE:
-                continue
-            curve, places, tolerance = REFERENCE[row["curve"]]
-            if row["x"] in places:
-                value = found[curve][row["x"]]
-                assert value == pytest.approx(float(row["value"]), abs=tolerance), row
-                compared += 1
-    assert compared >= 10
+    expected = reference(shared_traces, name)
+    assert sum(map(len, expected.values())) >= 10
+    for curve, _, tolerance in REFERENCE.values():
+        for place, value in expected.get(curve, {}).items():
+            assert found[curve][place] == pytest.approx(value, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "mixtral-8x7b"])
+def test_models_whose_traces_nobody_has_are_drawn_like_their_curves(
+    shared_traces, name
+):
+    likeness = Likeness(
+        reference(shared_traces, name), model_like(name).likeness.drawn, left_out=1
+    )
+    differences = likeness.differences()
+    assert len(differences) >= 10
+    assert max(map(abs, differences.values())) <= 0.05, differences
 
 
 def test_the_real_curves_of_a_file_are_those_of_its_trace(shared_traces, tmp_path):

@@ -73,8 +73,8 @@ def stated(
 ) -> SynthModel:
     """A model of stated statistics, for architectures that no trace is known of.
 
-    The defaults are those that come nearest to six real models at once
-    (docs/measurements/synthetic-traces.md).
+    The defaults lie between what real models need, each of which they miss by some
+    points (docs/measurements/synthetic-traces.md).
 
     Args:
         shape: the model.
