@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moesim.traces.stats.routing_curves import Likeness
     from moesim.traces.synthetic.draw import SynthModel
 
-LENGTHS = ("prompt", "generated")
+LENGTHS = ("prompt_tokens", "new_tokens")
 """What may be stated beside `like`: a trace of decode tokens only may be drawn with
 prompts.
 """
@@ -32,7 +32,7 @@ def synth(
     like: Path | str | None = None,
     save_stats: Path | str | None = None,
     shape: str | None = None,
-    weights: str | None = None,
+    quant: str | None = None,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
     comparison: Callable[[Likeness | None], None] | None = None,
@@ -48,14 +48,14 @@ def synth(
         save_stats: where the statistics of `like` are saved, which `like` takes.
         shape: a model instead of `like`, by name or in words. Where statistics of a
             model of that name ship and none is stated, they are drawn from.
-        weights: weight format; None takes ``bf16``, or with `like` that of the trace.
+        quant: weight format; None takes ``bf16``, or with `like` that of the trace.
         seed: same arguments, same file.
         progress: called with the number of rows written so far.
         comparison: called with what is drawn against what is real; None where nothing
             real is known of the model.
         statistics: ``skew``, ``topic``, ``reuse``, ``memory``, ``dependence``,
-            ``drift`` with `shape`; ``prompt`` and ``generated`` with either (see
-            `moesim.traces.synthetic.generate.stated`).
+            ``drift`` with `shape`; ``prompt_tokens`` and ``new_tokens`` with either
+            (see `moesim.traces.synthetic.generate.stated`).
 
     Raises:
         TraceError: both `like` and `shape` or neither, a statistic that `like`
@@ -69,7 +69,7 @@ def synth(
                 "--save-stats: expected --like beside it: stated statistics need no"
                 " file"
             )
-        described = model_shape(str(shape), weights or "bf16")
+        described = model_shape(str(shape), quant or "bf16")
         model = _model_of(described, seed, statistics)
     else:
         doubled = [name for name in statistics if name not in LENGTHS]
@@ -78,7 +78,7 @@ def synth(
                 f"--{doubled[0]} states what --like measures; drop one of them"
             )
         # It reads the whole trace; stated statistics need none.
-        model = model_like(like, weights)
+        model = model_like(like, quant)
         if save_stats is not None:
             save(model, save_stats)
         model = of_lengths(model, **statistics)
@@ -98,5 +98,5 @@ def _model_of(shape: ModelShape, seed: int, statistics: dict[str, Any]) -> Synth
     if habits or shape.name not in shipped_statistics():
         return stated(shape, seed=seed, **statistics)
     model = model_like(shape.name)
-    lengths = {"prompt": 0, "generated": 512} | statistics
+    lengths = {"prompt_tokens": 0, "new_tokens": 512} | statistics
     return of_lengths(replace(model, shape=shape), **lengths)

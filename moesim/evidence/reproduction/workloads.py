@@ -193,11 +193,13 @@ class Workload:
     def _synthetic(self) -> SynthModel:
         if self.like is not None:
             model = model_like(self.like, self.weights)
-            return of_lengths(model, prompt=self.prompt, generated=self.generated)
+            return of_lengths(
+                model, prompt_tokens=self.prompt, new_tokens=self.generated
+            )
         return stated(
             model_shape(self.model, self.weights),
-            prompt=self.prompt,
-            generated=self.generated,
+            prompt_tokens=self.prompt,
+            new_tokens=self.generated,
         )
 
 
