@@ -16,7 +16,6 @@ from moesim.base.errors import TraceError
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
-from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from moesim.traces.stats.quality_checks import check_quality
 from moesim.traces.stats.routing_curves import routing_curves
@@ -314,29 +313,3 @@ def test_one_layer_has_no_neighbour_to_be_like(tmp_path):
         synthesise(fit(open_trace(tmp_path / "real")), tmp_path / "made", tokens=123)
         == 123
     )
-
-
-def test_a_shuffled_real_trace_is_told_from_the_real_one(shared_traces, tmp_path):
-    """Fitting must see time: the same tokens in random order give a model with less
-    reuse.
-    """
-    import_trace(
-        shared_traces / "olmoe_1b_7b_decode299.parquet",
-        tmp_path / "real.parquet",
-        shape=model_shape("olmoe-1b-7b"),
-    )
-    real = open_trace(tmp_path / "real.parquet")
-    (rows,) = real.sequences()
-    whole = rows.experts.reshape(-1, 16, 8)
-    with TraceWriter(tmp_path / "shuffled.parquet", real.header) as writer:
-        order = np.random.default_rng(0).permutation(len(whole))
-        writer.write(0, rows.pos, rows.phase, rows.layer, whole[order].reshape(-1, 8))
-    overlap = [
-        np.mean(
-            figures(tmp_path / "t.parquet", fit(open_trace(tmp_path / name)), 299)[
-                "overlap"
-            ]
-        )
-        for name in ("real.parquet", "shuffled.parquet")
-    ]
-    assert overlap[0] > overlap[1] + 0.1
