@@ -248,9 +248,9 @@ def _working_set(used: list[np.ndarray]) -> dict[str, float]:
         for part in used:
             layers, tokens, experts = part.shape
             windows = tokens // window
-            whole = part[:, : windows * window]
-            whole = whole.reshape(layers, windows, window, experts)
-            touched.append(whole.any(axis=2).mean(axis=2).ravel())
+            parts = part[:, : windows * window]
+            parts = parts.reshape(layers, windows, window, experts)
+            touched.append(parts.any(axis=2).mean(axis=2).ravel())
         values = np.concatenate(touched)
         if len(values):
             shares[str(window)] = float(values.mean())
