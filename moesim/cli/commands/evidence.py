@@ -44,6 +44,17 @@ def _minutes(default: float | None, text: str) -> Any:
     return option(default, text, kind=float, metavar="M", minimum=0.0)
 
 
+def _many(text: str, metavar: str) -> Any:
+    """Paths behind the command's name."""
+    return option((), text, kind=Path, many=True, argument=True, metavar=metavar)
+
+
+def _print(result: Any, text: str, *, as_json: bool) -> bool:
+    """Print a result as JSON or as text; say whether it was text."""
+    print(json.dumps(result, indent=2) if as_json else text)
+    return not as_json
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions(Options):
     """What `moesim verify` is asked."""
@@ -85,10 +96,7 @@ def verify(options: VerifyOptions) -> None:
             save=lambda result: report.save(result, options.out, line),
             progress=progress,
         )
-    if options.as_json:
-        print(json.dumps(verification.to_json(), indent=2))
-    else:
-        print(verification.words)
+    if _print(verification.to_json(), verification.words, as_json=options.as_json):
         places = [options.out / library.VERDICT]
         if verification.result is not None:
             places.append(options.out / "validation.html")
@@ -102,13 +110,8 @@ def verify(options: VerifyOptions) -> None:
 class ValidateOptions(Options):
     """What `moesim validate` is asked."""
 
-    traces: tuple[Path, ...] = option(
-        (),
-        "moesim traces (Parquet); with --structure folders of real runs.",
-        kind=Path,
-        many=True,
-        argument=True,
-        metavar="TRACE…",
+    traces: tuple[Path, ...] = _many(
+        "moesim traces (Parquet); with --structure folders of real runs.", "TRACE…"
     )
     policies: str = option(
         "all-cpu+none,on-demand+lru,fixed-mapping+lru,static-threshold+lru,"
@@ -267,12 +270,9 @@ def _grid(options: ValidateOptions) -> None:
             progress=progress,
         )
     result = save(validation)
-    if options.as_json:
-        print(json.dumps(result, indent=2))
-        return
-    print(validation_text(result))
-    output.print_written(places)
-    output.print_notes(validation.warnings)
+    if _print(result, validation_text(result), as_json=options.as_json):
+        output.print_written(places)
+        output.print_notes(validation.warnings)
 
 
 def _structure(folders: "Sequence[Path]", *, as_json: bool) -> None:
@@ -294,10 +294,8 @@ def _structure(folders: "Sequence[Path]", *, as_json: bool) -> None:
     for folder in folders:
         run = load_run(folder)
         results.append(compare_structure(*run))
-    if as_json:
-        print(json.dumps([result.to_json() for result in results], indent=2))
-    else:
-        print(structure_text(results))
+    found = [result.to_json() for result in results]
+    _print(found, structure_text(results), as_json=as_json)
     if not all(result.is_equal for result in results):
         raise typer.Exit(DIFFERENT)
 
@@ -321,11 +319,8 @@ def _machines(folders: list[Path], out: Path | None, *, as_json: bool) -> None:
     written = []
     if out is not None:
         written = save(judgement, out, output.command_line())
-    if as_json:
-        print(json.dumps(to_json(judgement), indent=2))
-        return
-    print(terminal_text(judgement))
-    output.print_written(written)
+    if _print(to_json(judgement), terminal_text(judgement), as_json=as_json):
+        output.print_written(written)
 
 
 def _protocol(folder: Path, options: ValidateOptions) -> None:
@@ -368,10 +363,8 @@ def _protocol(folder: Path, options: ValidateOptions) -> None:
     result = json.dumps(verdict.to_json(), indent=2)
     write_text(places[0], page)
     write_text(places[1], result + "\n")
-    if options.as_json:
-        print(result)
-    else:
-        print("\n".join(aligned(aim_rows(PLAN, verdict))).replace("*", ""))
+    text = "\n".join(aligned(aim_rows(PLAN, verdict))).replace("*", "")
+    if _print(verdict.to_json(), text, as_json=options.as_json):
         output.print_written(places)
     if not all(verdict.met.values()):
         raise typer.Exit(DIFFERENT)
@@ -381,13 +374,8 @@ def _protocol(folder: Path, options: ValidateOptions) -> None:
 class CalibrateOptions(Options):
     """What `moesim calibrate` is asked."""
 
-    runs: tuple[Path, ...] = option(
-        (),
-        "With --from: folders of real runs (moesim run --out).",
-        kind=Path,
-        many=True,
-        argument=True,
-        metavar="RUN…",
+    runs: tuple[Path, ...] = _many(
+        "With --from: folders of real runs (moesim run --out).", "RUN…"
     )
     out: Path = option(
         Path("hw.toml"),
@@ -497,35 +485,33 @@ def calibrate(options: CalibrateOptions) -> None:
             "median": median(errors),
             "worst": max(errors),
         }
-    if options.as_json:
-        facts = {
-            "name": profile.name,
-            "digest": profile.digest,
-            "fit": profile.fit,
-            "against": difference,
-        }
-        print(json.dumps(facts, indent=2))
-        return
-    _print(profile, difference)
-    shape = library.shape_of(sizes[0])
-    for wide in wide_constants(profile, shape):
-        print(f"still wide: {wide.words()}")
-    output.print_written([options.out])
+    facts = {
+        "name": profile.name,
+        "digest": profile.digest,
+        "fit": profile.fit,
+        "against": difference,
+    }
+    if _print(facts, _fit_text(profile, difference), as_json=options.as_json):
+        shape = library.shape_of(sizes[0])
+        for wide in wide_constants(profile, shape):
+            print(f"still wide: {wide.words()}")
+        output.print_written([options.out])
 
 
-def _print(profile: "HardwareProfile", difference: dict[str, Any] | None) -> None:
-    print(profile.description)
+def _fit_text(profile: "HardwareProfile", difference: dict[str, Any] | None) -> str:
+    lines = [profile.description]
     for name, report in sorted(profile.fit.items()):
-        print(
+        lines.append(
             f"  {name:<12}  median {100 * report['residual_median']:.1f} %, worst"
             f" {100 * report['residual_worst']:.1f} %"
         )
     if difference is not None:
-        print(
+        lines.append(
             f"predictions differ from those of {difference['profile']} by median"
             f" {100 * difference['median']:.1f} %, worst"
             f" {100 * difference['worst']:.1f} %"
         )
+    return "\n".join(lines)
 
 
 def _from(options: CalibrateOptions) -> None:
@@ -546,12 +532,9 @@ def _from(options: CalibrateOptions) -> None:
             seed=options.seed,
             progress=progress,
         )
-    if options.as_json:
-        print(json.dumps(learned.to_json(), indent=2))
-        return
-    print(learned.profile.description)
-    print("\n".join(learned.lines()))
-    output.print_written([options.out])
+    text = "\n".join([learned.profile.description, *learned.lines()])
+    if _print(learned.to_json(), text, as_json=options.as_json):
+        output.print_written([options.out])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -610,8 +593,7 @@ def sensitivity(options: SensitivityOptions) -> None:
             steps=options.steps,
             progress=progress,
         ).to_json()
-    text = json.dumps(result, indent=2) if options.as_json else sensitivity_text(result)
-    print(text)
+    _print(result, sensitivity_text(result), as_json=options.as_json)
 
 
 def sensitivity_text(result: dict[str, Any]) -> str:
