@@ -118,7 +118,7 @@ def exposed_s(
     row = 0 if machine.splits_layers else gpu
     position = np.searchsorted(work.experts, keys - work.layer * machine.experts)
     first_s = float(work.arrive_s[row][position].min())
-    return level.cache.exposed_s(first_s)
+    return max(0.0, level.cache.choosing_s - first_s)
 
 
 def read_for_cpu(
@@ -182,7 +182,7 @@ def wish_for_foretold(
 ) -> None:
     """Wish for what a drafted token foretells, beside what those before it did."""
     _check(machine, named)
-    _wish(machine, _BETWEEN_LAYERS, named, copies)
+    _wish(machine, BETWEEN_LAYERS, named, copies)
 
 
 def _wish(
@@ -264,7 +264,7 @@ def _check(machine: MachineState, named: Sequence[ExpertKey]) -> None:
 
 
 _NOTHING = np.zeros(0)
-_BETWEEN_LAYERS = LayerWork(
+BETWEEN_LAYERS = LayerWork(
     step=-1,
     layer=-1,
     phase=Phase.DECODE,

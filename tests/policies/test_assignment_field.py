@@ -533,8 +533,14 @@ def test_fetch_split_fetches_the_largest_misses_and_awaits_what_is_in_flight():
     assert answer.order.tolist() == [0, 3, 2, 4, 1]
 
 
-class Priced(View):
+class Prices:
     """CPU 1 per token, GPU 1 per expert, copies of 2."""
+
+    def cpu_s(self, layer, tokens):
+        return tokens.astype(float)
+
+    def gpu_s(self, layer, tokens):
+        return np.ones(len(tokens))
 
     def copy_s(self, layer):
         return 2.0
@@ -548,7 +554,7 @@ def test_section_6_10_offline_search_for_the_average_step():
     costs the CPU 3.98 + 1.80 + 2 * 1.31 = 8.4; the first 4.4 against a link of 2.0; the
     first two 2.6 against 3.8; three 5.1.
     """
-    view = Priced(experts=4)
+    view = View(experts=4)
     policy = MoELightning()
     policy.start(
         RunContext(
@@ -557,6 +563,7 @@ def test_section_6_10_offline_search_for_the_average_step():
             np.array([0]),
             "layer",
             calibration=np.array([[4.0, 2.0, 1.0, 1.0]]),
+            costs=Prices(),
         )
     )
     first = work(
@@ -577,7 +584,7 @@ def test_section_6_10_residents_are_part_of_the_plan():
     """The two favourites fill the GPU for 1.9. The others cost the CPU 2.62; one
     streamed, the GPU 2.55: so one is.
     """
-    view = Priced(experts=4, resident=[(0, 0, 0), (0, 0, 1)])
+    view = View(experts=4, resident=[(0, 0, 0), (0, 0, 1)])
     policy = MoELightning(tokens=8)
     policy.start(
         RunContext(
@@ -586,6 +593,7 @@ def test_section_6_10_residents_are_part_of_the_plan():
             np.array([2]),
             "layer",
             calibration=np.array([[4.0, 2.0, 1.0, 1.0]]),
+            costs=Prices(),
         )
     )
     now = work(experts=[0, 1, 2, 3], gpu_s=[1] * 4, arrive_s=[0, 0, 2, 2])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 POLICY_KINDS = ("assignment", "cache", "prefetch", "routing")
-KINDS = (*POLICY_KINDS, "systems", "hardware", "models")
+KINDS = (*POLICY_KINDS, "systems", "hardware", "models", "engines")
 
 
 def list_(
@@ -58,6 +58,8 @@ def _entries(kind: str) -> list[dict[str, Any]]:
         return _systems()
     if kind == "hardware":
         return _machines()
+    if kind == "engines":
+        return _engines()
     return _models() if kind == "models" else _policies(kind)
 
 
@@ -124,6 +126,44 @@ def _systems() -> list[dict[str, Any]]:
             "routing": system.routing,
         }
         for name, system in sorted(SYSTEMS.items())
+    ]
+
+
+def _engines() -> list[dict[str, Any]]:
+    from moesim.policies.registry import find, name_of, names
+    from moesim.policies.systems import SYSTEMS
+    from moesim.sim.compiled.support import SIMPY_ALONE, brings_kernels
+
+    asked = {
+        kind: [name for name in names(kind) if not brings_kernels(find(name, kind))]
+        for kind in POLICY_KINDS
+    }
+    whole = [
+        system
+        for system in SYSTEMS.values()
+        if not any(name_of(getattr(system, kind)) in asked[kind] for kind in asked)
+    ]
+    counts = [
+        f"{len(names(kind)) - len(asked[kind])} of {len(names(kind))} {kind}"
+        for kind in asked
+    ]
+    in_python = [f"{kind} {', '.join(found)}" for kind, found in asked.items() if found]
+    return [
+        {
+            "name": "compiled",
+            "summary": (
+                f"one loop of machine code, kernels of policies included:"
+                f" {len(whole)} of {len(SYSTEMS)} systems; {', '.join(counts)} policies"
+            ),
+        },
+        {
+            "name": "compiled, asking Python",
+            "summary": f"other policies, yours included: {'; '.join(in_python)}",
+        },
+        {
+            "name": "simpy",
+            "summary": f"everything; it alone runs {', '.join(SIMPY_ALONE)}",
+        },
     ]
 
 
