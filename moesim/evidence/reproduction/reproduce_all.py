@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -294,8 +295,13 @@ def _key(task: Any) -> str:
     text = repr(task)
     # A machine's profile may have been edited since.
     if machine := getattr(task, "machine", None):
-        text += load_profile(machine).digest
+        text += _machine_digest(machine)
     return _digest(text)
+
+
+@cache
+def _machine_digest(machine: str) -> str:
+    return load_profile(machine).digest
 
 
 def _digest(text: str) -> str:
