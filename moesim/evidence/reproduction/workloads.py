@@ -84,9 +84,9 @@ class Workload:
     @property
     def shape(self) -> ModelShape:
         """Sizes of the model as it is drawn."""
-        if self.recorded:
-            return model_shape(self.model, self.weights)
-        return self._synthetic().shape
+        if self.like and not self.recorded:
+            return model_like(self.like, self.weights).shape
+        return model_shape(self.model, self.weights)
 
     @property
     def name(self) -> str:
