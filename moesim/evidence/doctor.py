@@ -242,7 +242,7 @@ def _exact(profile: HardwareProfile, folder: Path) -> tuple[bool, str]:
         cache_ratio=0.25,
         hw=profile,
         batch=2,
-        max_new_tokens=4,
+        new_tokens=4,
         store=folder / "tiny",
         verify=True,
     )

@@ -317,7 +317,7 @@ def _cache_sizes(config: RunConfig, ratios: Sequence[float]) -> list[RunConfig]:
     sizes = (config.slots_per_layer, config.gpu_memory_bytes, config.cache_ratio)
     if ratios and any(size is not None for size in sizes):
         raise PolicyError(
-            "--cache-ratios: expected no other size of the cache beside it; drop one of"
+            "--cache-ratio: expected no other size of the cache beside it; drop one of"
             " them"
         )
     return [config.replaced(cache_ratio=ratio) for ratio in ratios] or [config]

@@ -161,8 +161,8 @@ def test_a_killed_validation_leaves_a_report_or_nothing_and_the_next_goes_on(
     hw = save_profile(host_profile(), tmp_path / "here.toml")
     out = tmp_path / "report"
     words = ["-m", "moesim", "validate", TRACE, "--hw", hw, "--out", out]
-    words += ["--policies", "all-cpu+none,on-demand+lru", "--cache-ratios", "0.2,0.4"]
-    words += ["--batches", 1, "--steps", 4]
+    words += ["--policy", "all-cpu+none,on-demand+lru", "--cache-ratio", "0.2,0.4"]
+    words += ["--batch", 1, "--steps", 4]
     process = start(*words)
     journal = out / "runs.jsonl"
     wait_for(lambda: journal.exists() or process.poll() is not None)

@@ -413,7 +413,7 @@ def test_answers_do_not_depend_on_the_machine():
         ({"policy": "on-demand+lru+none+none"}, "expected at most assignment"),
         (
             {"cache_ratios": [0.1], "memory": MemoryOptions(slots_per_layer=3)},
-            "--cache-ratios: expected no other size",
+            "--cache-ratio: expected no other size",
         ),
     ],
 )
@@ -448,7 +448,7 @@ def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
         "routing": "expert-cache-router:phase=decode",
         "text": tmp_path / "text.txt",
         "sweep": "alpha=0,0.4",
-        "cache-ratios": "0.25,0.5",
+        "cache-ratio": "0.25,0.5",
         "tokens": 8,
         "prompt-tokens": 16,
         "scored-tokens": 4,

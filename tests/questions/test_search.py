@@ -153,11 +153,11 @@ def test_the_command_prints_the_front(command, trace, tmp_path):
     code, out, _ = command(
         "search",
         trace,
-        "--policies",
+        "--policy",
         "on-demand,all-cpu",
         "--over",
         "slots-per-layer=1:6",
-        "--objectives",
+        "--objective",
         "tpot_s,gpu_bytes",
         "--trials",
         6,

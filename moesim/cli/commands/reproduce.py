@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from moesim.base.options import Options, folder_option, json_option, option
+from moesim.base.options import (
+    Options,
+    folder_option,
+    json_option,
+    option,
+    seed_option,
+)
 from moesim.cli.options import from_dataclass
 from moesim.cli.output import print_written
 
@@ -46,7 +52,7 @@ class ReproduceOptions(Options):
         metavar="N",
         minimum=0,
     )
-    seed: int = option(0, "For policies that draw.", kind=int, metavar="N", minimum=0)
+    seed: int = seed_option()
     everything: bool = option(
         False,
         "All published records beside ours, speeds included, on drawn traces. About"

@@ -191,14 +191,16 @@ class Workload:
     def _synthetic(self) -> SynthModel:
         if self.like is not None:
             model = model_like(self.like, self.weights)
-            return of_lengths(model, prompt=self.prompt, generated=self.generated)
+            return of_lengths(
+                model, prompt_tokens=self.prompt, new_tokens=self.generated
+            )
         model = stated(
             model_shape(self.model, self.weights),
             skew=SKEW,
             reuse=REUSE,
             dependence=DEPENDENCE,
-            prompt=self.prompt,
-            generated=self.generated,
+            prompt_tokens=self.prompt,
+            new_tokens=self.generated,
         )
         return _with_topics(model)
 
