@@ -78,9 +78,6 @@ def promote_due(
     and so does one that must be read first: a guess must not block the SSD.
     """
     for gpu, level in enumerate(machine.gpu):
-        hurries = level.cache.lands_by_next_visit
-        if not everything and not hurries:
-            continue
         for key in level.wished_of(layer):
             if everything:
                 _promote(machine, gpu, key, promoted)
@@ -308,9 +305,6 @@ def replace_first(machine: MachineState, work: LayerWork) -> list[tuple[int, Swa
     """
     replacements = []
     for row, gpu in enumerate(machine.serving[work.layer]):
-        level = machine.gpu[gpu]
-        if not (level.cache.replaces and level.cache.replaces_first):
-            continue
         lands_s = machine.links[gpu].left_s(machine.now_s)
         for swap in ask(machine, gpu, work):
             lands_s += machine.links[gpu].copy_s[swap.incoming]

@@ -16,7 +16,7 @@ from moesim.policies.planner.residency import GLOBAL
 from moesim.sim.compiled import memory, records
 from moesim.sim.compiled.loop import run_steps
 from moesim.sim.compiled.planning import plan_layer_step
-from moesim.sim.compiled.records import KEPT_ROUTING, NONE, OF_CACHES, World
+from moesim.sim.compiled.records import KEPT_ROUTING, NONE, World
 from moesim.sim.compiled.support import (
     COMPILE_S,
     all_bring_kernels,
@@ -84,6 +84,7 @@ class CompiledReplay:
         self._timeline = timeline
         self._noise = None if noise_seed is None else Noise(profile, noise_seed)
         self._world = World()
+        self._host_cache = World()
         self._noise_factors = np.zeros((len(profile.lanes), 0))
         self._kept: list[Any] = []  # states of policies, which the loop points to
         self._accesses: list[Chunk] = []
@@ -261,11 +262,8 @@ class CompiledReplay:
             pools[layer]["free_bytes"] = books.free_bytes(layer)
         of_host = m == self._planner.gpus
         brought = self._kernels_of_cache(cache, of_host=of_host)
-        if of_host:
-            for name in OF_CACHES:
-                self._world.give_kernel(f"host_{name}", getattr(brought, name))
-        else:
-            self._give_kernels(brought)
+        world = self._host_cache if of_host else self._world
+        world.give_kernels(brought)
         table["state"] = self._keep(brought.state)
 
     def _kernels_of_cache(self, cache: CachePolicy, *, of_host: bool) -> CacheKernels:
@@ -313,6 +311,7 @@ class CompiledReplay:
         world["read_s"] = np.zeros(0)
         if tiered:
             constants["host"] = gpus
+            constants["host_cache"] = self._host_cache.table.ctypes.data
             world["read_s"] = np.array(self._by_size(costs.read_s), np.float64)
             constants["first_read_s"] = costs.ssd_first_s
             constants["dense_after_read"] = costs.after_read("dense")
@@ -346,7 +345,7 @@ class CompiledReplay:
                 brought = policy.kernels()
             else:
                 brought = getattr(self._asked, name)(policy)
-            self._give_kernels(brought)
+            world.give_kernels(brought)
             constants[name] = self._keep(brought.state)
         world["constants"] = table
         self._alters = policies.routing.alters
@@ -398,12 +397,6 @@ class CompiledReplay:
         experts = self._planner.shape.experts
         places = [divmod(key, experts) for key in self._firsts.tolist()]
         return [seconds_of(layer, expert=expert) for layer, expert in places]
-
-    def _give_kernels(self, brought: Any) -> None:
-        """Give the loop all that a policy brings but its state."""
-        for name, kernel in brought._asdict().items():
-            if name != "state":
-                self._world.give_kernel(name, kernel)
 
     def _keep(self, state: State) -> list[int]:
         """Where the arrays of a policy's state lie, and their sizes."""

@@ -100,7 +100,7 @@ def note_accesses(world: Any, work: Work, lanes: Any) -> None:
         work.states,
         0.0,
     )
-    world.host_accessed(memory.cache_state(world, m), part_of_it)
+    memory.cache(world, m).accessed(memory.cache_state(world, m), part_of_it)
 
 
 # -- wishes ----------------------------------------------------------------------------

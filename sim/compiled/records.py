@@ -234,6 +234,7 @@ CONSTANTS = _record(
         ("first_op_s", np.float64, (4,)),
         ("join_s", np.float64, (4,)),
         ("host", np.int64),  # which memory is limited host memory; -1 for none
+        ("host_cache", np.int64),  # address of a table with its cache's kernels
         ("first_read_s", np.float64),
         # Factors on what follows a read.
         ("dense_after_read", np.float64),
@@ -366,11 +367,6 @@ ENTRIES = {
 """The loop's own parts that call each other in circles. Each takes the table's address.
 """
 
-OF_CACHES = ("accessed", "admits", "precedence", "victims", "admitted", "evicted")
-"""What the cache policy of any memory answers."""
-
-_OF_HOST_CACHE = {f"host_{name}": POLICY_KERNELS[name] for name in OF_CACHES}
-
 _ENTRY = 4
 """Slots per name: an address and up to three sizes. A kernel needs no more."""
 
@@ -386,7 +382,6 @@ _KINDS = {
     **{name: _array(*kind) for name, kind in ARRAYS.items()},
     **{name: Record(dtype) for name, dtype in RECORDS.items()},
     **POLICY_KERNELS,
-    **_OF_HOST_CACHE,
     **ENTRIES,
 }
 WORLD = Pointers(
@@ -418,6 +413,12 @@ class World:
         self.table[place + 1 : place + 1 + ndim] = array.shape
         # Kept alive as long as the loop may look at it.
         self._arrays[name] = array
+
+    def give_kernels(self, brought: Any) -> None:
+        """Give the loop all that a policy brings but its state."""
+        for name, kernel in brought._asdict().items():
+            if name != "state":
+                self.give_kernel(name, kernel)
 
     def give_kernel(self, name: str, kernel: Any) -> None:
         """Give the loop what it calls by this name: a compiled function."""

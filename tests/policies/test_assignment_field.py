@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from support.cache_driver import View, shape, work
 
-from moesim.policies.assignment._gpu_choice import gpu_state, transfer_s
+from moesim.policies.assignment._kernels import flying
 from moesim.policies.assignment._list_scheduler import list_schedule
 from moesim.policies.assignment._optimum import (
     modelled_s,
     optimal_scheduled,
     scheduled_s,
+    transfer_s,
 )
 from moesim.policies.assignment.exact import Exact
 from moesim.policies.assignment.fetch_split import FetchSplit
@@ -30,6 +31,7 @@ from moesim.policies.assignment.layer_wise import LayerWise
 from moesim.policies.assignment.moe_lightning import MoELightning
 from moesim.policies.assignment.smoe_balancer import SMoEBalancer
 from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT, PolicyError, RunContext
+from moesim.policies.compiled import kernel_work
 from moesim.traces.format.schema import Phase
 
 
@@ -52,13 +54,14 @@ def rehearsed(now, reading="r2", first=0.0, stealing=True):
     """Lanes, order and makespan of HybriMoE's simulation; the policy gives the same
     lanes and order.
     """
-    flying = (gpu_state(now, View()) == IN_FLIGHT).reshape(now.arrive_s.shape)
+    given = kernel_work(now, View())
+    coming = flying(given.gpu_state, given.arrive_s)
     lanes, order, makespan_s = list_schedule(
         now.tokens,
         now.cpu_s,
         now.gpu_s,
         now.arrive_s,
-        flying,
+        coming,
         np.zeros(len(now.arrive_s)),
         first,
         reading == "r2",

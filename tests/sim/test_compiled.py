@@ -8,7 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.engine_draws import compare_engines, configurations
+from support.engine_draws import (
+    SELDOM,
+    compare_engines,
+    compare_seldom,
+    configurations,
+)
 from support.engine_pairs import assert_equal, both, machine
 from support.handmade import hand_trace, registered, shape
 from support.strategies import DrawnTrace
@@ -189,23 +194,12 @@ def test_by_hand_products_that_wait_begin_when_the_last_copy_has_landed(tmp_path
     assert products["start_s"].iloc[0] == copies["end_s"].max()
 
 
-@pytest.mark.parametrize(
-    "cache",
-    [
-        "score-window:window=2",
-        "score-window",
-        "mrs",
-        "mrs:alpha=0.3,p=2,tie=touched,fill=lowest",
-        "mrs:fill=lowest,copies=missed",
-    ],
-)
-@pytest.mark.parametrize("batch", [1, 2])
-def test_caches_that_read_gate_scores(make_trace, cache, batch):
-    trace = open_trace(
-        make_trace(sequences=((3, 9), (2, 5), (0, 4)), columns=("scores",))
-    )
-    for policy in ("greedy", "on-demand", "fixed-mapping:prefill=gpu"):
-        assert_equal(*both(trace, policy, cache=cache, cache_ratio=0.4, batch=batch))
+@pytest.mark.parametrize("configuration", SELDOM)
+def test_what_draws_seldom_reach(make_trace, configuration):
+    columns = ("scores", "weights", "pred1_raw", "pred2_raw", "pred3_raw")
+    sequences = ((4, 12), (2, 9), (0, 8))
+    trace = open_trace(make_trace(sequences=sequences, columns=columns))
+    compare_seldom(trace, *configuration)
 
 
 def test_by_hand_two_misses_share_one_link(tmp_path):
@@ -282,14 +276,8 @@ def test_an_answer_overridden_in_python_is_not_passed_over(make_trace):
 IN_PYTHON = (
     ("exact", "lru", "next-gate"),
     ("beam", "lecar", "none"),
-    ("fetch-split", "s3-fifo", "residual"),
-    ("layer-wise:upload_tokens=2", "lru", "whole-layer"),
     ("greedy", "sieve", "random"),
-    ("ik-break-even", "arc", "noisy-oracle"),
-    ("on-demand", "random", "statistical:preceding=2"),
-    ("hybrimoe-schedule", "mrs", "hybrimoe-released"),
-    ("fiddler", "belady", "activation-matrix"),
-    ("on-demand", "workload-window:window=2", "partial-hidden"),
+    ("ik-break-even", "random", "noisy-oracle"),
 )
 
 

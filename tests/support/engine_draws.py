@@ -153,6 +153,16 @@ HOST_CACHES = ("lru", "lfu", "fifo", "none", "static", "lfru:variant=in-cache")
 
 machines = st.builds(
     machine,
+    # Where links and reads are slow, copies wait for many layer steps.
+    numbers=st.sampled_from(
+        [
+            None,
+            None,
+            {"costs.h2d.bytes_per_s": 4e8},
+            {"costs.h2d.bytes_per_s": 1e9, "costs.ssd.bytes_per_s": 2e10},
+            {"costs.ssd.bytes_per_s": 2e8},
+        ]
+    ),
     gpus=st.sampled_from([1, 1, 2]),
     shared=st.sampled_from(
         [
@@ -221,9 +231,7 @@ def compare_engines(drawn, hw, options, host_cache, host_ratio):
         options["draft_tokens"] = 0
     if host_ratio is not None:
         every = drawn.shape.experts * drawn.shape.layers
-        # Systems may stage whole layers.
-        staged = options["staging"] + 2 * drawn.shape.experts
-        experts = staged + int(host_ratio * every)
+        experts = options["staging"] + int(host_ratio * every)
         options["host_memory_bytes"] = experts * drawn.shape.max_expert_bytes
         options["host_cache"] = host_cache
     with tempfile.TemporaryDirectory() as name:
@@ -233,3 +241,47 @@ def compare_engines(drawn, hw, options, host_cache, host_ratio):
         options["artefacts"] = folder / "flashmoe.safetensors"
         trace = open_trace(drawn.write(folder / "drawn.parquet", COLUMNS))
         assert_equal(*both(trace, options.pop("policy"), **options))
+
+
+_SLOW_LINK = machine(numbers={"costs.h2d.bytes_per_s": 4e8})
+_READS_FIRST = machine(
+    numbers={"costs.h2d.bytes_per_s": 4e8, "costs.ssd.bytes_per_s": 4e10}
+)
+_AHEAD = "next-gate:depth=3,size=4"
+SELDOM = (
+    # Replacements that wait until their layer comes again, and longer.
+    ("fixed-mapping", "workload-window:window=1,swaps=4,fill=lowest", "none", {}),
+    ("greedy", "workload-window:window=2,swaps=3", "none", {"batch": 2}),
+    ("fixed-mapping:prefill=gpu", "prefill-swap:share=1,margin=0.5", "none", {}),
+    # Copies that give their places in host memory up for a read that is awaited.
+    ("on-demand", "lru", _AHEAD, {"host": 2}),
+    ("on-demand", "none", "clairvoyant:depth=3", {"host": 3}),
+    ("fixed-mapping", "decayed-frequency:half_life=2,margin=0", "none", {"host": 8}),
+    ("on-demand", "lru", _AHEAD, {"prefetch_budget_bytes": 2 << 20}),
+    # Copies back; products ahead of their gate that are still queued.
+    ("mixtral-offloading", None, "next-gate", {}),
+    ("daop", None, None, {"batch": 3}),
+)
+"""Configurations for branches of the planner and of transfers that draws seldom reach.
+"""
+
+
+def compare_seldom(trace, policy, cache, prefetch, more):
+    """Run one of `SELDOM` in both engines, on a machine whose link is slow."""
+    host = more.get("host")
+    options = {name: value for name, value in more.items() if name != "host"}
+    if host is not None:
+        size = host * trace.shape.max_expert_bytes
+        options |= {"host_memory_bytes": size, "host_cache": "none"}
+    assert_equal(
+        *both(
+            trace,
+            policy,
+            cache=cache,
+            prefetch=prefetch,
+            hw=_SLOW_LINK if host is None else _READS_FIRST,
+            cache_ratio=0.3,
+            staging=min(host or 2, 3),
+            **options,
+        )
+    )
