@@ -5,7 +5,6 @@ was finished, and going on from there.
 import signal
 import sys
 import threading
-from pathlib import Path
 
 import pandas as pd
 import psutil
@@ -23,7 +22,6 @@ import moesim
 from moesim.runs.sweeps.cluster import stops_wait
 from moesim.runs.sweeps.store import read_results
 
-ROOT = Path(__file__).parents[2]
 POLICIES = ["all-cpu", "on-demand", "greedy", "fiddler"]
 RUNS = 4 * 10
 

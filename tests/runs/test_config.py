@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 from support.command_line import refused
-from support.processes import output_of
+from support.processes import ROOT, output_of
 from support.small_trace import SHAPE, write_small_trace, write_trace
 
 import moesim
@@ -23,7 +23,6 @@ from moesim.runs import config_file
 from moesim.runs.config import RunConfig, in_order
 from moesim.runs.config_file import POLICY_TABLES, json_schema, toml_template
 
-ROOT = Path(__file__).parents[2]
 ROOM = SHAPE.other_bytes + 12 * SHAPE.max_expert_bytes
 HOST_ROOM = 14 * SHAPE.max_expert_bytes
 TABLES = ("timeline.parquet", "accesses.parquet", "steps.parquet")
