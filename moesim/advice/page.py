@@ -16,9 +16,11 @@ from moesim.advice.text import (
     interval_words,
     memory_words,
     model_words,
+    row_lines,
     setting_rows,
     speed_words,
     term_rows,
+    tie_lines,
     what_if_rows,
 )
 from moesim.advice.times.latents import NINETY
@@ -77,9 +79,8 @@ def write_advice(advice: Advice, path: Path, command: str | None = None) -> Path
         settings=_table(setting_rows(advice)),
         terms=_table(term_rows(best)),
         what_ifs=_table(what_if_rows(advice)),
-        contradicting=[
-            f"{row.words}: {reason}" for row, reason in advice.observed.contradicting
-        ],
+        notes=tie_lines(advice),
+        rows=row_lines(advice),
         questions=advice.questions,
     )
 

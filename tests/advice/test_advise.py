@@ -271,7 +271,8 @@ def test_the_page_shows_the_curve_the_cliff_and_measured_points(command, tmp_pat
     assert code == 0
     assert f"wrote {page}" in text
     html = page.read_text()
-    for words in ("--n-cpu-moe", "does not fit", "compute buffers", "decode, tokens/s"):
+    shown = ("--n-cpu-moe", "does not fit", "compute buffers", "decode, tokens/s")
+    for words in (*shown, "copy</button>", "learned from 2 of 2 rows"):
         assert words in html
     assert html.count("<svg") == 2
     # One file that loads nothing from elsewhere.
