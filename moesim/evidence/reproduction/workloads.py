@@ -82,9 +82,9 @@ class Workload:
     @property
     def shape(self) -> ModelShape:
         """Sizes of the model as it is drawn."""
-        if self.recorded:
-            return model_shape(self.model, self.weights)
-        return self._synthetic().shape
+        if self.like and not self.recorded:
+            return model_like(self.like, self.weights).shape
+        return model_shape(self.model, self.weights)
 
     @property
     def name(self) -> str:
@@ -138,17 +138,13 @@ class Workload:
             seed=self.seed + CALIBRATION_SEED,
         )
 
-    def path(self, folder: Path) -> Path:
-        """Where `draw` writes the trace."""
-        return folder / f"{self.name}.parquet"
-
     def draw(self, folder: Path) -> Path:
         """Write the trace, unless it is there already; it appears when it is complete.
 
         Raises:
             TraceError: a recall that this routing does not admit.
         """
-        target = self.path(folder)
+        target = folder / f"{self.name}.parquet"
         if target.exists():
             return target
         if self.recall is None:
