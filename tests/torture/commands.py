@@ -271,7 +271,7 @@ def _rows(folder):
 PASSING = ("checked", "lock")
 TIMES = re.compile(
     rb'"[a-z_]*(?:date|wall|seconds_s|evaluation_s|simulat)[a-z_]*": [^,}\n]+'
-    rb"|epochs in [\d.]+ \w+|[\d.]+ \S+ per evaluation here"
+    rb"|[\d.]+ CPU seconds without[^;]*; [\d.]+ s in|epochs in [\d.]+ \w+|[\d.]+ \S+ per evaluation here"
 )
 
 

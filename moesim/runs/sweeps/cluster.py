@@ -151,7 +151,8 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
 
     try:
         client = Client(address, timeout=WAIT_FOR_SCHEDULER_S)
-    except OSError:
+    # It raises the other where the address stands for no machine at all.
+    except (OSError, RuntimeError):
         raise ConfigError(
             f"--cluster: no Dask scheduler answers at {address}; start one with `dask"
             " scheduler`"
