@@ -33,7 +33,6 @@ from typer.main import get_command
 from moesim import cli
 from moesim.base.units import number as number_text
 from moesim.cli.parsers import split_policies
-from moesim.reporting.tables import aligned
 
 SHARED = ROOT.parent / "shared"
 
@@ -548,7 +547,3 @@ def test_an_empty_word_is_refused_by_name(command, words, name):
 )
 def test_numbers_keep_three_digits(value, text):
     assert number_text(value) == text
-
-
-def test_columns_are_aligned():
-    assert aligned([["a", "bb"], ["ccc", "d"]]) == ["a    bb", "ccc   d"]
