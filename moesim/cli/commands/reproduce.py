@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from moesim.evidence.reproduction.routing import Reproduction
 
 PAGES = ("reproduction.html", "reproduction.md", "reproduction.json")
+MAP = "map"
+MAP_PAGES = ("map.html", "map.md", "map.csv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +26,10 @@ class ReproduceOptions(Options):
     """What `moesim reproduce` is asked."""
 
     name: str | None = option(
-        None, "An experiment (see: --list).", metavar="NAME", argument=True
+        None,
+        "An experiment (see: --list), or map: which policy is fastest where.",
+        metavar="NAME",
+        argument=True,
     )
     list_all: bool = option(
         False, "List the experiments and what each needs.", kind=bool, flag="--list"
@@ -57,9 +62,7 @@ class ReproduceOptions(Options):
         needs=("out",),
         excludes=("name", "traces", "steps"),
     )
-    out: Path | None = folder_option(
-        "With --all: folder for the page.", needs=("everything",)
-    )
+    out: Path | None = folder_option("With --all, or map: folder for the page.")
     machines: str = option(
         "anchored",
         "With --all: machines anchored on published single operations, or datasheets"
@@ -76,17 +79,17 @@ class ReproduceOptions(Options):
     )
     jobs: int | None = option(
         None,
-        "With --all: processes. Default: at most 2.",
+        "With --all, or map: processes. Default: at most 2.",
         kind=int,
         metavar="N",
         minimum=1,
-        needs=("everything",),
     )
     as_json: bool = json_option()
 
     def outputs(self) -> list[Path]:
         """Files that are written into the folder."""
-        return [self.out / page for page in PAGES] if self.out else []
+        pages = MAP_PAGES if self.name == MAP else PAGES
+        return [self.out / page for page in pages] if self.out else []
 
 
 @from_dataclass(from_file=False)
@@ -100,6 +103,7 @@ def reproduce(options: ReproduceOptions) -> None:
     Examples:
       moesim reproduce --list
       moesim reproduce --all --out papers
+      moesim reproduce map --out map
       moesim reproduce hybrimoe-hit-rate
       moesim reproduce dali-prefetch-workload --trace q.parquet --steps 0
     """
@@ -108,6 +112,9 @@ def reproduce(options: ReproduceOptions) -> None:
 
     if options.everything:
         _all_records(options)
+        return
+    if options.name == MAP:
+        _map(options)
         return
     # Without a name the user cannot know one yet.
     if options.name is None or options.list_all:
@@ -160,6 +167,20 @@ def _all_records(options: ReproduceOptions) -> None:
         print(json.dumps(page.counts, indent=2))
         return
     print(_summary_text(page.tables[0]))
+    print_written(paths)
+
+
+def _map(options: ReproduceOptions) -> None:
+    from moesim.cli.output import bar
+    from moesim.evidence.reproduction.field_map import field_map, report_of, write_map
+
+    if options.out is None:
+        raise typer.BadParameter("expected a folder for the map", param_hint="--out")
+    options.out.mkdir(parents=True, exist_ok=True)
+    with bar("mapping", 1.0) as show:
+        found = field_map(options.out, jobs=options.jobs, progress=show)
+    paths = write_map(options.out, found)
+    print(_summary_text(report_of(found).tables[0]))
     print_written(paths)
 
 
