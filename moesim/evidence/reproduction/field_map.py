@@ -192,15 +192,15 @@ def field_map(
     frame = swept.frame(details=True)
     bounds = _bounds(places, out / "bounds.json")
     ranked = ranking(frame)
-    leads = {
-        key: int(cell["tied"].sum()) for key, cell in ranked.groupby(CELL, sort=False)
-    }
-    cells = [
-        dict(zip(CELL, key, strict=True))
-        | _cell(cell, bounds[_label(key)])
-        | {"tied": leads[key]}
-        for key, cell in frame.groupby(CELL, sort=False)
-    ]
+    # What all cells share is no column of a ranking.
+    varying = [name for name in CELL if name in ranked.columns]
+    tied = {key: int(each["tied"].sum()) for key, each in ranked.groupby(varying)}
+    cells = []
+    for key, runs_of_cell in frame.groupby(CELL, sort=False):
+        cell = dict(zip(CELL, key, strict=True))
+        cell |= _cell(runs_of_cell, bounds[_label(key)])
+        cell["tied"] = tied[tuple(cell[name] for name in varying)]
+        cells.append(cell)
     return FieldMap(frame, cells, swept.refusals, _explained(frame, cells, places))
 
 
