@@ -41,10 +41,10 @@ bench: $(STAMP) ## print speed and memory figures as ratios
 
 validate: $(STAMP) ## calibrate this PC, run a small grid for real, compare with the simulation
 	mkdir -p out/validate
-	$(BIN)/python -m moesim calibrate --quick --out out/validate/hw.toml
+	$(BIN)/python -m moesim calibrate out/validate/hw.toml --quick
 	$(BIN)/python -m moesim validate traces/data/tiny_evaluation.parquet --hw out/validate/hw.toml \
-		--policies all-cpu+none,on-demand+lru,fixed-mapping+lru,greedy+lru --cache-ratios 0.15,0.5 --batches 1,4 \
-		--shapes olmoe-1b-7b/2,qwen3-30b-a3b/4 --steps 8 --repetitions 3 --out out/validate
+		--policy all-cpu+none,on-demand+lru,fixed-mapping+lru,greedy+lru --cache-ratio 0.15,0.5 --batch 1,4 \
+		--shape olmoe-1b-7b/2,qwen3-30b-a3b/4 --steps 8 --repetitions 3 --out out/validate
 
 clean: ## remove what the targets made
 	rm -rf .venv out build dist *.egg-info

@@ -1,7 +1,7 @@
 """How many drawn configurations both engines answer alike, to the last bit.
 
 ``python -m benchmarks.engine_equality --draws 2000``. Machines, models, traces and
-policies are drawn as `tests/sim/test_compiled.py` draws them.
+policies are drawn as `tests/support/engine_draws.py` draws them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-ROOT = Path(__file__).resolve().parents[1]
-# Where pytest finds them, too.
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "sim")]
+from moesim.policies.systems import SYSTEMS
 
-import test_compiled as drawn  # noqa: E402 - its place is known only now
+ROOT = Path(__file__).resolve().parents[1]
+# Where pytest finds it, too.
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from support.engine_draws import (  # noqa: E402 - its place is known only now
+    compare_engines,
+    configurations,
+)
 
 
 def main() -> None:
@@ -31,15 +36,21 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=2000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     arguments = parser.parse_args()
-    counts = equality(arguments.draws, arguments.seed)
+    policies: Counter[str] = Counter()
+    counts = equality(arguments.draws, arguments.seed, policies)
     total = counts["equal"] + counts["different"]
-    print(f"{counts['equal']} of {total} drawn configurations equal")
+    print(
+        f"{counts['equal']} of {total} drawn configurations equal; {len(policies)}"
+        f" assignments and systems, of {len(SYSTEMS)} systems"
+        f" {len(SYSTEMS.keys() & policies)}"
+    )
     raise SystemExit(bool(counts["different"]))
 
 
-def equality(draws: int, number: int) -> Counter[str]:
+def equality(draws: int, number: int, policies: Counter[str]) -> Counter[str]:
     """Compare so many configurations, drawn from seed `number`: how many were equal and
-    how many different; differences are printed.
+    how many different; differences are printed. Names of what ran are counted in
+    `policies`.
     """
     counts: Counter[str] = Counter()
     begin_s = time.monotonic()
@@ -52,32 +63,16 @@ def equality(draws: int, number: int) -> Counter[str]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(
-        drawn.traces(max_layers=4),
-        drawn.st.sampled_from(drawn.ASSIGNMENTS),
-        drawn.options,
-        drawn.ahead,
-        drawn.st.sampled_from(drawn.HOST_CACHES),
-        drawn.st.sampled_from([None, *drawn.HOST_RATIOS]),
-    )
-    def compare(
-        trace: Any,
-        policy: str,
-        options: dict[str, Any],
-        ahead: dict[str, Any],
-        host_cache: str,
-        host_ratio: float | None,
-    ) -> None:
-        options |= ahead
-        if host_ratio is not None:
-            options |= {"host_cache": host_cache}
+    @given(configurations)
+    def compare(configuration: Any) -> None:
         try:
-            drawn.check(trace, policy, options, drawn.PREDICTORS, host_ratio)
+            compare_engines(*configuration)
         except AssertionError as error:
             counts["different"] += 1
-            print(f"{policy} {options} {host_ratio}: {error}")
+            print(f"{configuration[2:]}: {error}")
         else:
             counts["equal"] += 1
+        policies[configuration[2]["policy"].partition(":")[0]] += 1
         done = counts.total()
         if done % 100 == 0:
             took_s = time.monotonic() - begin_s

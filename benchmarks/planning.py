@@ -121,7 +121,7 @@ SLOW = {"ilp"}
 
 
 def every_assignment() -> None:
-    """Print the decision of each registered assignment policy, microseconds at 8, 64
+    """Print the decision of each registered assignment policy, microseconds at 8, 32
     and 128 active experts.
     """
     print(
@@ -134,7 +134,7 @@ def every_assignment() -> None:
     ]
     for spec in specs:
         slow = spec.partition(":")[0] in SLOW
-        cells = [decision_s(spec, active, slow=slow) * 1e6 for active in (8, 64, 128)]
+        cells = [decision_s(spec, active, slow=slow) * 1e6 for active in (8, 32, 128)]
         print(f"  {spec:24}" + "".join(f"{cell:11.1f}" for cell in cells))
 
 

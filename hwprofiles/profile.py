@@ -486,7 +486,7 @@ def _read(path: Path, where: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ProfileError(
-            f"{where}: cannot be read: {reason}; `moesim profile --out {where}` makes"
+            f"{where}: cannot be read: {reason}; `moesim profile {where}` makes"
             " one, `moesim list hardware` names those that ship"
         ) from None
     except ValueError as error:

@@ -173,7 +173,7 @@ def _record(path: Path) -> Trace:
             model,
             texts,
             path,
-            max_new_tokens=NEW_TOKENS,
+            new_tokens=NEW_TOKENS,
             residual=residual,
             temperature=TEMPERATURE,
             progress=lambda tokens, expected: show(tokens / expected),

@@ -21,7 +21,7 @@ from moesim.policies.base import (
     Routing,
     Swap,
 )
-from moesim.policies.routing._substitute import UNUSED
+from moesim.policies.kernels import UNUSED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

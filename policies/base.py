@@ -330,6 +330,8 @@ class Policy:
             qualify; a cache must also admit every miss.
         compared_with: specifications of the policies of the same kind that its own
             report judges it beside.
+        reads_tokens: whether its kernels read the gate outputs of single tokens.
+        reads_states: whether its kernels read where all experts of a layer are.
         own_planning_s: seconds that its decisions about one layer step take, where that
             is more than what a machine's planning counts for all policies.
     """
@@ -341,6 +343,9 @@ class Policy:
     reference: ClassVar[tuple[str, ...]] = ()
     compared_with: ClassVar[tuple[str, ...]] = ()
     needs: tuple[str, ...] = ()
+    # May be parameters of a policy, as what it needs.
+    reads_tokens: bool = False
+    reads_states: bool = False
     own_planning_s: float = 0.0
 
     def start(self, context: RunContext) -> None:
@@ -420,11 +425,18 @@ class AssignmentPolicy(Policy, ABC):
         calibrates_planning: whether a calibration runs it once more for what its
             planning takes.
         places_on_gpu: whether a GPU may compute an expert at all.
+        precomputes: whether it names experts that are computed ahead of their gate: the
+            class overrides `precompute`.
     """
 
     approximates: ClassVar[bool] = False
     places_on_gpu: ClassVar[bool] = True
     calibrates_planning: ClassVar[bool] = False
+
+    @property
+    def precomputes(self) -> bool:
+        """See the class."""
+        return type(self).precompute is not AssignmentPolicy.precompute
 
     @abstractmethod
     def assign(
@@ -511,6 +523,17 @@ class PrefetchPolicy(Policy, ABC):
         del experts, draft_s, view
         return ()
 
+    @property
+    def foretells(self) -> bool:
+        """Whether drafted tokens tell it anything: the class overrides `foretold`."""
+        return type(self).foretold is not PrefetchPolicy.foretold
+
+    def drafted(self, experts: np.ndarray) -> np.ndarray:
+        """What drafts know of these experts of drafted tokens, [D, L, K]: int32, -1 for
+        nothing. Of policies whose kernel answers `foretold`. Default: all.
+        """
+        return experts.astype(np.int32)
+
     def evaluations(self, following: int, phase: Phase) -> Evaluations:
         """What the prediction of one layer step evaluates on the GPU. Default: nothing.
 
@@ -536,11 +559,16 @@ class CachePolicy(Policy, ABC):
         replaces_first: whether `replacements` is asked before the layer step is
             assigned, which then runs on the new content: incoming experts count as in
             flight and outgoing ones as absent. Else copies follow the layer step.
+        choosing_s: seconds that choosing victims takes, once per layer step that loads
+            something. It runs beside the first demand load; what outlasts that load is
+            charged to planning. 0 for rules whose evaluation takes no time worth
+            modelling.
     """
 
     # May be a parameter of a policy, so it is asked of the instance.
     lands_by_next_visit: bool = False
     replaces_first: bool = False
+    choosing_s: float = 0.0
 
     @property
     def replaces(self) -> bool:
@@ -598,16 +626,6 @@ class CachePolicy(Policy, ABC):
     def evicted(self, keys: np.ndarray) -> None:
         """Note keys that have left. Default: nothing."""
         del keys
-
-    def exposed_s(self, load_s: float) -> float:
-        """Seconds by which choosing victims outlasts `load_s`, the first demand load
-        beside which it runs.
-
-        Asked once per layer step that loads something; charged to planning. Default: 0,
-        for rules whose evaluation takes no time worth modelling.
-        """
-        del load_s
-        return 0.0
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
         """Flat keys that fill the cache before the run; None for the experts that the

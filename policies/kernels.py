@@ -8,7 +8,8 @@ as well, in the engine that everybody can read.
 Kernels have fixed signatures, those below, so that one compiled loop serves all of
 them. They may change their state and what is named as a result, and nothing else.
 
-A active experts, G GPUs, M incoming, C candidates.
+A active experts, G GPUs, L layers, E experts of a layer, T tokens, K experts per token,
+M incoming, C candidates.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class Work(NamedTuple):
         link_s: float64 [G], until each link has ended the copy under way.
         gpu_state: int8 [G * A], state of every expert on one GPU after the other.
         scores: float64 [E], gate scores, mean over the tokens; empty if there are none.
+        first_scores: float64 [E], those of the first token; empty unless the policy
+            `reads_tokens`.
+        states: int8 [G, L * E], state of every expert of the layer on every GPU; no
+            rows unless the policy `reads_states`.
         first_cpu_s: extra seconds of the first CPU expert of a layer step.
     """
 
@@ -87,6 +92,8 @@ class Work(NamedTuple):
     link_s: np.ndarray
     gpu_state: np.ndarray
     scores: np.ndarray
+    first_scores: np.ndarray
+    states: np.ndarray
     first_cpu_s: float
 
 
@@ -101,10 +108,13 @@ class KernelView(NamedTuple):
         states: int8 [G, L * E], state of every expert on every GPU.
         routing: uint16 [T, K], experts of every token; no rows unless the policy
             `reads_routing`.
-        before: the same of the layer before in this forward pass.
+        before, before_that: the same of the layer before in this forward pass, and of
+            the one before that.
         workload: int32 [P, E], tokens that each predictor gives to the experts of its
             layer.
         score_sums: float32 [P, E], their predicted scores, summed over the tokens.
+        predicted: float64 [T, E], ``pred1_raw`` of every token; no rows unless the
+            policy `reads_tokens`.
         coming: int32, active experts, layer after layer, for oracles; empty for others.
         coming_edges: int64, where in `coming` each of the following layers of this
             forward pass begins, and where the last one ends.
@@ -117,8 +127,10 @@ class KernelView(NamedTuple):
     states: np.ndarray
     routing: np.ndarray
     before: np.ndarray
+    before_that: np.ndarray
     workload: np.ndarray
     score_sums: np.ndarray
+    predicted: np.ndarray
     coming: np.ndarray
     coming_edges: np.ndarray
     copy_s: np.ndarray
@@ -126,6 +138,28 @@ class KernelView(NamedTuple):
     gpu_s: np.ndarray
     link_wait_s: float
     gap_s: float
+
+
+class GateWork(NamedTuple):
+    """Outputs of a layer's gate, as `moesim.policies.base.Gate` has them. What a trace
+    lacks has no rows.
+
+    Attributes:
+        step, layer, phase: as there.
+        experts: uint16 [T, K].
+        weights: float64 [T, K].
+        scores, predicted: float64 [T, E].
+        states: int8 [G, L * E], state of every expert on every GPU.
+    """
+
+    step: int
+    layer: int
+    phase: int
+    experts: np.ndarray
+    weights: np.ndarray
+    scores: np.ndarray
+    predicted: np.ndarray
+    states: np.ndarray
 
 
 KEYS = input_array(nb.int64)
@@ -167,6 +201,8 @@ WORK = structure(
         SECONDS,
         input_array(nb.int8),
         SECONDS,
+        SECONDS,
+        input_array(nb.int8, 2),
         nb.float64,
     ),
 )
@@ -175,10 +211,10 @@ VIEW = structure(
     KernelView,
     (
         nb.int8[:, ::1],
-        nb.uint16[:, ::1],
-        nb.uint16[:, ::1],
+        *[nb.uint16[:, ::1]] * 3,
         nb.int32[:, ::1],
         nb.float32[:, ::1],
+        nb.float64[:, ::1],
         _INT32,
         _KEYS,
         _SECONDS,
@@ -189,12 +225,33 @@ VIEW = structure(
     ),
 )
 
+GATE = structure(
+    GateWork,
+    (
+        *[nb.int64] * 3,
+        input_array(nb.uint16, 2),
+        *[input_array(nb.float64, 2)] * 3,
+        nb.int8[:, ::1],
+    ),
+)
+
 SERIAL = 1
 WAITS = 2
 """What an assignment kernel may answer, added up: see `Assignment`."""
 
 ASSIGN = nb.int64(STATE, WORK, nb.int8[::1], nb.int64[::1])
 """``assign(state, work, lanes, order) -> flags``: fills in lanes and launch order."""
+
+PRECOMPUTE = nb.int64(STATE, GATE, nb.uint16[::1], nb.int32[::1])
+"""``precompute(state, gate, routing, tokens) -> columns``, of the next layer before its
+gate has spoken: fills in the experts that are predicted for its tokens, row by row, and
+how many tokens of each expert the CPU starts now; 0 columns for none.
+"""
+
+ROUTE = nb.int64(STATE, GATE, nb.uint16[::1])
+"""``route(state, gate, routing) -> columns``: fills in the experts of every token, row
+by row, `UNUSED` in unused places; 0 columns leave the recorded ones.
+"""
 
 ACCESSED = nb.void(STATE, WORK)
 """``accessed(state, work)``."""
@@ -221,9 +278,21 @@ PREFETCH = nb.int64(STATE, WORK, VIEW, _KEYS)
 coming layers, most wanted first.
 """
 
+FORETOLD = nb.int64(STATE, input_array(nb.int32, 2), nb.float64, VIEW, _KEYS)
+"""``foretold(state, predicted, draft_s, view, named) -> count``: as `PREFETCH`, of a
+drafted token; ``predicted`` [L, K] are the experts that its draft knows of, -1 where it
+knows of none. Of the view, what it says of a layer step is empty.
+"""
+
+UNUSED = 65535
+"""Marks a place that no expert takes in a token's routing."""
+
 KERNELS = {
+    "route": ROUTE,
     "assign": ASSIGN,
+    "precompute": PRECOMPUTE,
     "prefetch": PREFETCH,
+    "foretold": FORETOLD,
     "accessed": ACCESSED,
     "admits": ADMITS,
     "precedence": PRECEDENCE,
@@ -297,6 +366,32 @@ def prefetches_nothing(
     return 0
 
 
+@compiled(FORETOLD)
+def foretells_nothing(
+    state: State,
+    predicted: np.ndarray,
+    draft_s: float,
+    view: KernelView,
+    named: np.ndarray,
+) -> int:
+    """Name nothing."""
+    return 0
+
+
+@compiled(PRECOMPUTE)
+def precomputes_nothing(
+    state: State, gate: GateWork, routing: np.ndarray, tokens: np.ndarray
+) -> int:
+    """Start nothing."""
+    return 0
+
+
+@compiled(ROUTE)
+def routes_as_recorded(state: State, gate: GateWork, routing: np.ndarray) -> int:
+    """Leave every token its experts."""
+    return 0
+
+
 # Fields of this name stand beside the function.
 state = _state
 
@@ -306,6 +401,14 @@ class AssignmentKernels(NamedTuple):
 
     assign: Any
     state: State = _state()
+    precompute: Any = precomputes_nothing
+
+
+class RoutingKernels(NamedTuple):
+    """What a routing policy brings."""
+
+    route: Any = routes_as_recorded
+    state: State = _state()
 
 
 class PrefetchKernels(NamedTuple):
@@ -313,6 +416,7 @@ class PrefetchKernels(NamedTuple):
 
     prefetch: Any = prefetches_nothing
     state: State = _state()
+    foretold: Any = foretells_nothing
 
 
 class CacheKernels(NamedTuple):

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moesim.machine_code.functions import compiled
+
 if TYPE_CHECKING:
     from moesim.policies.base import MachineView
 
@@ -22,6 +24,28 @@ def highest_first(ids: np.ndarray, value: np.ndarray) -> np.ndarray:
     """As `lowest_first`, by descending `value`."""
     # Negated instead of reversed: a reversed order would reverse the ties, too.
     return ids[np.argsort(-value, kind="stable")]
+
+
+@compiled
+def best_of(scores: np.ndarray, among: np.ndarray, most: int) -> np.ndarray:
+    """At most so many ids of a token's experts by descending score, ties to the lower
+    id: int64.
+    """
+    best = np.empty(most, np.int64)
+    count = 0
+    for expert in range(len(scores)):
+        if not among[expert]:
+            continue
+        rank = count
+        while rank > 0 and scores[best[rank - 1]] < scores[expert]:
+            rank -= 1
+        if rank == most:
+            continue
+        count = min(count + 1, most)
+        for n in range(count - 1, rank, -1):
+            best[n] = best[n - 1]
+        best[rank] = expert
+    return best[:count]
 
 
 def ranked(scores: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:

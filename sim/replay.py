@@ -11,7 +11,7 @@ from moesim.hwprofiles.lanes import GPU
 from moesim.sim.clock import Clock
 from moesim.sim.machine import Machine
 from moesim.sim.noise import Noise
-from moesim.sim.results import ReplayResult, SimulationError
+from moesim.sim.results import ReplayResult, SimulationError, draft_seconds
 from moesim.sim.world import TURN, VirtualWorld
 from moesim.traces.format.arrivals import Idle
 from moesim.traces.timeline.spans import DENSE
@@ -154,14 +154,8 @@ class Replay:
         The model that drafts is taken to have the same dense parts, and to be on the
         GPU as a whole.
         """
-        costs = self._costs
-        planner = self._planner
-        experts = planner.policies.draft_experts or planner.shape.top_k
-        one_token = np.ones(1, np.int64)
-        draft_s = costs.head_s(1, 1)
-        for routed in step.layers:
-            expert_s = float(costs.gpu_s(routed.layer, one_token)[0])
-            draft_s += costs.dense_s(1, step.context_tokens, 1) + experts * expert_s
+        context_tokens = np.array([step.context_tokens])
+        (draft_s,) = draft_seconds(self._costs, self._planner, context_tokens).tolist()
         for token in range(step.drafted):
             yield self._world.alone(self._gpu[0], DENSE, step.step, -1, draft_s)
             self._layer_step.foretell(step, token, draft_s)

@@ -1,8 +1,15 @@
-"""What a replay answers, whichever engine ran it."""
+"""What both engines share: the answer of a replay, and what a drafted token takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from moesim.hwprofiles.costs import Costs
+    from moesim.policies.planner.planner import Planner
 
 
 class SimulationError(RuntimeError):
@@ -19,3 +26,22 @@ class ReplayResult:
     layer_steps: int
     events: int
     makespan_s: float
+
+
+def draft_seconds(
+    costs: Costs, planner: Planner, context_tokens: np.ndarray
+) -> np.ndarray:
+    """Seconds that drafting one token takes, float64 [P], before passes with these
+    contexts, int64 [P].
+
+    The model that drafts is taken to have the same dense parts, and to be on the GPU as
+    a whole.
+    """
+    experts = planner.policies.draft_experts or planner.shape.top_k
+    one = np.ones(len(context_tokens), np.int64)
+    dense_s, _ = costs.dense_of_passes(one, context_tokens, one)
+    draft_s = np.full(len(context_tokens), costs.head_s(1, 1))
+    for layer in range(planner.shape.layers):
+        expert_s = float(costs.gpu_s(layer, one[:1])[0])
+        draft_s += dense_s + experts * expert_s
+    return draft_s

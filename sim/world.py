@@ -6,8 +6,8 @@ gets its duration from the machine's costs.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache, partial
-from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 from moesim.hwprofiles import lanes
@@ -20,6 +20,7 @@ from moesim.traces.timeline.spans import ACTIVATION, COMPUTE, DENSE, JOIN, PLAN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
@@ -80,8 +81,7 @@ class VirtualWorld:
         self._measured = measured
         self._holds_control = False
         self._place = (-1, -1)  # step and layer under way
-        # Entering a lock that nobody contends is cheaper than a null context.
-        self._uncontended = Lock()
+        self._nothing_held = nullcontext()
 
         # Lanes by what runs there; lane codes of assignments are 0 for the CPU.
         gpus = range(profile.gpus)
@@ -261,9 +261,9 @@ class VirtualWorld:
         """Virtual seconds since the run began."""
         return self._clock.now_s
 
-    def exclusive(self) -> Lock:
+    def exclusive(self) -> AbstractContextManager[None]:
         """Nothing happens in virtual time while Python runs."""
-        return self._uncontended
+        return self._nothing_held
 
     def planned(self, plan: Plan) -> tuple[str]:
         """Note every access, and let control plan as long as planning takes."""

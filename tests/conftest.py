@@ -4,6 +4,7 @@ traces.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -57,6 +58,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Compile once for all processes of tests, where there are several."""
+    # Tests make few circles: looking for them as often as usual takes a tenth of all
+    # time.
+    gc.set_threshold(50_000, 50, 100)
     # Tests give commands empty cache folders; machine code is no part of that.
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     os.environ.setdefault(FOLDER_VARIABLE, str(Path(caches) / "moesim"))

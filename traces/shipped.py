@@ -1,8 +1,8 @@
 """Traces that ship with moesim, found by name.
 
 ``gpt-oss-20b-like`` has the size of a model that people run: 12 sequences, drawn from
-statistics of 98 real ones, with ``moesim trace synth --like gpt-oss-20b --weights
-mxfp4 --tokens 1536 --prompt 64 --generated 64``. The others were recorded from the
+statistics of 98 real ones, with ``moesim trace synth --like gpt-oss-20b --quant mxfp4
+--tokens 1536 --prompt-tokens 64 --new-tokens 64``. The others were recorded from the
 small model in ``runtime/data/tiny``, on texts that it was not trained on; the two share
 no text.
 """

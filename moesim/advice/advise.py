@@ -260,16 +260,14 @@ def _checked(job: Job) -> Job:
     # The command line checks these too; notebooks call this directly.
     for name in ("context", "prompt", "answer", "sequences"):
         if getattr(job, name) < 1:
-            raise AdviceError(
-                f"--{name}: expected at least 1, got {getattr(job, name)}"
-            )
+            raise AdviceError(f"{name}: expected at least 1, got {getattr(job, name)}")
     if job.prompt + job.answer > job.context:
         raise AdviceError(
-            f"--context {job.context} does not hold a prompt of {job.prompt} and an"
-            f" answer of {job.answer} tokens; give at least {job.prompt + job.answer}"
+            f"context: {job.context} tokens do not hold a prompt of {job.prompt} and an"
+            f" answer of {job.answer}; give at least {job.prompt + job.answer}"
         )
     if job.micro_batch is not None and job.micro_batch < 1:
-        raise AdviceError(f"--ub: expected at least 1, got {job.micro_batch}")
+        raise AdviceError(f"micro_batch: expected at least 1, got {job.micro_batch}")
     return job
 
 
@@ -322,14 +320,14 @@ def _nothing_fits(model: ModelContents, machine: Machine, job: Job) -> AdviceErr
     usual = Job()
     kept = ""
     if job.keep_vram_bytes > usual.keep_vram_bytes:
-        kept += ", a smaller --keep-vram"
+        kept += ", a smaller --keep-gpu-memory"
     if job.keep_ram_bytes > usual.keep_ram_bytes:
-        kept += ", a smaller --keep-ram"
+        kept += ", a smaller --keep-host-memory"
     return AdviceError(
         f"{model.name} does not fit: it needs {no_fit_words(model, job)};"
         f" {machine.name} has {has}, and {(bill.host_free or 0) / 1024**3:.1f} GiB of"
-        " RAM are free for weights; take a smaller quantisation, a shorter --context"
-        f"{kept}, or more memory"
+        " RAM are free for weights; take a smaller quantisation, smaller"
+        f" --context-tokens{kept}, or more memory"
     )
 
 

@@ -64,26 +64,27 @@ class AdviseOptions(ModelOptions):
     context_tokens: int = option(
         8192,
         "Tokens that the context holds.",
-        flag="--context",
         kind=int,
         minimum=1,
         metavar="N",
     )
-    prompt: int = option(
+    prompt_tokens: int = option(
         2048, "Tokens of the prompt.", kind=int, minimum=1, metavar="N"
     )
-    answer: int = option(512, "Tokens of the answer.", kind=int, minimum=1, metavar="N")
-    parallel: int = option(
-        1, "Requests at the same time.", kind=int, minimum=1, metavar="N"
+    new_tokens: int = option(
+        512, "Tokens of the answer.", kind=int, minimum=1, metavar="N"
     )
-    ub: int | None = option(
+    batch: int = option(
+        1, "Requests that run together.", kind=int, minimum=1, metavar="B"
+    )
+    micro_batch: int | None = option(
         None,
-        "Micro-batch (llama.cpp's -ub), if it is not free.",
+        "Most prompt tokens of a forward pass, llama.cpp's -ub. Default: the fastest.",
         kind=int,
         minimum=1,
         metavar="N",
     )
-    keep_vram_bytes: int = option(
+    keep_gpu_memory_bytes: int = option(
         "256MiB",
         "Graphics memory to leave free.",
         kind=int,
@@ -91,7 +92,7 @@ class AdviseOptions(ModelOptions):
         minimum=0,
         metavar="SIZE",
     )
-    keep_ram_bytes: int = option(
+    keep_host_memory_bytes: int = option(
         0,
         "Host memory to leave free.",
         kind=int,
@@ -114,8 +115,11 @@ class AdviseOptions(ModelOptions):
         metavar="FILE.pt",
         needs=("routing_trace",),
     )
-    cache: bool = option(
-        False, "The same on synthetic routing; takes a few seconds more.", kind=bool
+    expert_cache: bool = option(
+        False,
+        "What an expert cache would give, on synthetic routing; takes a few seconds"
+        " more.",
+        kind=bool,
     )
     explain: bool = option(False, "Print the seconds of every term.", kind=bool)
     html: Path | None = file_option("Write a page with figures.", *PAGES)
@@ -127,10 +131,10 @@ class AdviseOptions(ModelOptions):
     def __post_init__(self) -> None:
         """Refuse a context that does not hold prompt and answer."""
         Options.__post_init__(self)
-        needed = self.prompt + self.answer
+        needed = self.prompt_tokens + self.new_tokens
         if needed > self.context_tokens:
             raise ConfigError(
-                f"--context {self.context_tokens} does not hold a prompt of"
-                f" {self.prompt} and an answer of {self.answer} tokens; give at least"
-                f" {needed}"
+                f"context_tokens: expected at least {needed}, for a prompt of"
+                f" {self.prompt_tokens} and an answer of {self.new_tokens} tokens, got"
+                f" {self.context_tokens}"
             )

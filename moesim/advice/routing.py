@@ -222,7 +222,7 @@ def decode_steps(path: Path, model: ModelContents, sequences: int = 1) -> Decode
     if len(steps) < 2:
         raise AdviceError(
             f"{path}: expected at least two decode steps, found {len(steps)}; record"
-            " answers too, with moesim record --max-new-tokens"
+            " answers too, with moesim record --new-tokens"
         )
     return DecodeSteps(str(path), tuple(steps), tuple(numbers))
 

@@ -103,6 +103,40 @@ def json_option() -> Any:
     return option(False, text, kind=bool, flag="--json")
 
 
+def seed_option(text: str = "Of everything that is drawn.") -> Any:
+    """``--seed``, which decides all that a command draws."""
+    return option(0, text, kind=int, metavar="N", minimum=0)
+
+
+def minutes_option(text: str, default: float | None = None) -> Any:
+    """``--minutes``, a limit of time that is kept."""
+    return option(default, text, kind=float, metavar="M", minimum=0.0)
+
+
+def policies_option(*names: str) -> Any:
+    """Policies that compete."""
+    text = "Systems, or assignment+cache+prefetch such as greedy+lru+none."
+    return option(names, text, metavar="P", policy_kind="assignment", many=True)
+
+
+def trace_argument() -> Any:
+    """The trace that a command reads."""
+    return option(
+        REQUIRED,
+        "A moesim trace (Parquet), or the name of one that ships.",
+        kind=Path,
+        metavar="TRACE",
+        argument=True,
+        place="input",
+    )
+
+
+def target_argument(text: str, default: Any = REQUIRED, **details: Any) -> Any:
+    """The one file that a command makes."""
+    place = {"metavar": "DST", "argument": True, "place": "file"}
+    return option(default, text, kind=Path, **place, **details)
+
+
 def file_option(text: str, *suffixes: str, **details: Any) -> Any:
     """A file that is written where a user names one, with one of these endings."""
     details = {"metavar": "FILE", **details}

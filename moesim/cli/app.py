@@ -29,13 +29,13 @@ GROUPS = {
         "config": ("listing:config", "Print a configuration file to start from."),
     },
     "Simulate": {
-        "sweep": ("sweeps.sweep:sweep", "Replay every combination of any options."),
+        "sweep": ("sweeps:sweep", "Replay every combination of any options."),
         "search": (
-            "sweeps.search:search",
+            "sweeps:search",
             "Search for the best policy, memory and machine.",
         ),
         "results": (
-            "sweeps.results:results",
+            "sweeps:results",
             "Ask questions of the results of sweeps.",
         ),
         "hits": ("hits:hits", "Hit rates of caches at several sizes."),
@@ -63,8 +63,8 @@ GROUPS = {
         "train-tiny": ("train:train_tiny", "Train the small model that ships."),
     },
     "This machine": {
-        "doctor": ("machine.doctor:doctor", "Say what of this PC works."),
-        "profile": ("machine.profile:profile", "Measure this PC."),
+        "doctor": ("machine:doctor", "Say what of this PC works."),
+        "profile": ("machine:profile", "Measure this PC."),
         "verify": ("evidence:verify", "Say whether the simulator holds on this PC."),
         "calibrate": ("evidence:calibrate", "Learn this PC's costs from runs."),
         "run": ("run:run", "Run real experts on this machine."),

@@ -5,26 +5,19 @@ import importlib.util
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from moesim.base.files import destination, is_stream
+from moesim.base.options import option
 
 
-def refuse_options(
-    context: typer.Context, names: Iterable[str], meant_for: str
-) -> None:
-    """Refuse options that were given although they mean nothing here.
-
-    Raises:
-        typer.BadParameter: naming one of them.
-    """
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(
-                f"it is meant for {meant_for}", param_hint=f"--{name.replace('_', '-')}"
-            )
+def device_option() -> Any:
+    """``--device``, where a model computes."""
+    text = "Where the model computes: cpu or cuda."
+    pattern = (r"cpu|cuda(:\d+)?", "cpu or cuda")
+    return option("cpu", text, metavar="NAME", pattern=pattern)
 
 
 def check_device(device: str) -> None:

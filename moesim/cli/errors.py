@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -63,7 +64,7 @@ def guarded(
     with _interruptible() as signals:
         try:
             check_limit()
-            _refuse_empty(sys.argv[1:] if arguments is None else arguments)
+            _check_words(sys.argv[1:] if arguments is None else arguments)
             code = work()
             sys.stdout.flush()
         except SystemExit as end:
@@ -223,9 +224,9 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _refuse_empty(arguments: Sequence[str]) -> None:
-    """Refuse an option or argument without content: as a path it would mean the current
-    folder.
+def _check_words(arguments: Sequence[str]) -> None:
+    """Refuse an option or argument without content, which as a path would mean the
+    current folder, and an option that stands twice, of which the first would be lost.
 
     Raises:
         typer.BadParameter: naming it.
@@ -236,6 +237,14 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
             raise typer.BadParameter(
                 "expected something, found an empty word; leave it out, or fill it",
                 param_hint=name,
+            )
+    flags = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    for flag, count in Counter(flags).items():
+        if count > 1:
+            raise typer.BadParameter(
+                f"expected it once, found it {count} times; several values are"
+                " separated by commas",
+                param_hint=flag,
             )
 
 

@@ -39,20 +39,9 @@ from moesim.base.options import (
 )
 from moesim.cli import parsers
 from moesim.cli.checks import check_places
-from moesim.runs.config import MeasuredConfig, RunConfig, in_order
+from moesim.runs.config import RunConfig, in_order
 
 Command = Callable[..., None]
-
-_PLURALS = {
-    "trace": "--traces",
-    "policy": "--policies",
-    "cache": "--caches",
-    "cache_ratio": "--cache-ratios",
-    "batch": "--batches",
-    "seed": "--seeds",
-    "noise_seed": "--noise-seeds",
-}
-"""Second names of options that take several values."""
 
 ConfigFileOption = Annotated[
     Path | None,
@@ -166,7 +155,9 @@ class _CommandLine:
             default = None if self.from_file else inspect.Parameter.empty
         if field.name == "trace" and not self.from_file:
             default = inspect.Parameter.empty
-        return _keyword(field.name, _annotation(field), default)
+        is_required = default is inspect.Parameter.empty
+        annotation = _annotation(field, is_required=is_required)
+        return _keyword(field.name, annotation, default)
 
     def _several(self, field: Field[Any], *, is_axis: bool) -> inspect.Parameter:
         """A parameter that takes several values, where the field can."""
@@ -175,10 +166,8 @@ class _CommandLine:
             return self._parameter(field)
         # Limits are one value, although a comma stands between them.
         is_single = field.name == "slo"
-        plural = _PLURALS.get(field.name)
         info = typer.Option(
             flag_of(field),
-            *([] if plural is None else [plural]),
             metavar=f"{stated.metavar or 'NAME'}{'' if is_single else ',…'}",
             parser=(lambda text: (text,)) if is_single else _list_parser(field),
             help=stated.several or stated.help,
@@ -214,8 +203,14 @@ class _CommandLine:
                 several = "configs" in self.declared
                 arguments |= {"configs": configs} if several else {"config": configs[0]}
                 parts.append(configs[0])
-            fields_ = [*self.shared.values(), *self.own.values()]
-            check_together(fields_, given.keys() | stated.keys(), name=flag_of)
+            # A run.json names every option, also those that have their defaults.
+            declared = self.shared | self.own
+            chosen = {
+                name
+                for name in declared.keys() & stated.keys()
+                if stated[name] != default_of(declared[name])
+            }
+            check_together(declared.values(), given.keys() | chosen, name=flag_of)
         except ConfigError as error:
             raise self._named(error, context) from None
 
@@ -310,6 +305,17 @@ class _CommandLine:
                 if not option_of(field).on_command_line
             }
         values = content.supported(supported, command=context.command_path)
+        if content.version is not None:
+            # Its policy is one of those that a comparison is asked for, if it is not
+            # merely the default of a run.
+            every = _fields(self.run)
+            values = {
+                name: value
+                for name, value in values.items()
+                if name not in self.own
+                or name not in every
+                or value != default_of(every[name])
+            }
         if self.shared:
             # What is wrong in a file is told as the file's.
             names = _fields(self.run).keys() - self.own.keys()
@@ -357,7 +363,7 @@ def _inputs(parts: Iterable[Options], axes: Mapping[str, Any]) -> list[Path]:
     return inputs
 
 
-def _annotation(field: Field[Any]) -> Any:
+def _annotation(field: Field[Any], *, is_required: bool = False) -> Any:
     """The annotation from which typer makes an option or argument of a field."""
     stated = option_of(field)
     details = _details(field)
@@ -365,12 +371,12 @@ def _annotation(field: Field[Any]) -> Any:
     if stated.argument or field.name == "trace":
         # A list without a default would ask for at least one word.
         kind = list[kind] if stated.many else kind
-        info = typer.Argument(**details, show_default=False)
-        return Annotated[kind | None, info]
+        kind = kind if is_required else kind | None
+        return Annotated[kind, typer.Argument(**details, show_default=False)]
     if stated.many:
         kind = Any
-        if field.default not in {None, MISSING}:
-            details["show_default"] = ",".join(map(str, field.default))
+        default = default_of(field)
+        details["show_default"] = ",".join(map(str, default)) if default else False
     # Typer reads from the type whether an option may be left out.
     elif default_of(field) is None:
         kind = kind | None
@@ -441,11 +447,6 @@ def completion_of(field: Field[Any]) -> Callable[[str], list[str]] | None:
     return None
 
 
-def complete_policies(incomplete: str) -> list[str]:
-    """What a shell completes a list of policies from."""
-    return _beginning(incomplete, _policies("assignment"))
-
-
 def _beginning(word: str, names: Iterable[str]) -> list[str]:
     """Continuations of the last of several words that commas separate."""
     before, comma, last = word.rpartition(",")
@@ -464,61 +465,3 @@ def _machines() -> tuple[str, ...]:
     from moesim.hwprofiles.profile import list_profiles
 
     return list_profiles()
-
-
-def _shared(name: str, config: type[RunConfig] = RunConfig) -> Any:
-    """The typer option of one field, for commands that share only a few of them."""
-    field = next(field for field in fields(config) if field.name == name)
-    return typer.Option(_declared_flag(field), **_details(field))
-
-
-# Commands that need a trace and take no file of options.
-TraceFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="TRACE",
-        help="A moesim trace (Parquet), or tiny, which ships.",
-        show_default=False,
-    ),
-]
-# Fields of a configuration, for commands that have only some of them.
-Hardware = Annotated[str | None, _shared("hw")]
-ThisMachine = Annotated[str | None, _shared("hw", MeasuredConfig)]
-Batch = Annotated[int, _shared("batch")]
-Steps = Annotated[int | None, _shared("steps")]
-Seed = Annotated[int, _shared("seed")]
-DrawSeed = Annotated[
-    int, typer.Option(min=0, metavar="N", help="Of the random numbers drawn here.")
-]
-Dtype = Annotated[str | None, _shared("dtype", MeasuredConfig)]
-Residual = Annotated[Path | None, _shared("residual", MeasuredConfig)]
-
-# Options that belong to no configuration: where something runs, and what is written.
-Device = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        parser=parsers.matching(r"cpu|cuda(:\d+)?", "cpu or cuda"),
-        help="cpu or cuda.",
-    ),
-]
-RunFolder = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Write the run's tables and figures there."),
-]
-Perfetto = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Write a timeline, with every run, for ui.perfetto.dev."
-    ),
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-]
-Quick = Annotated[bool, typer.Option("--quick", help="Shorter runs.")]
-Stores = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="Folder on the disk that shall hold the experts meanwhile."
-    ),
-]

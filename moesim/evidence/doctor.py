@@ -175,10 +175,6 @@ def _wrapped(begin: str, text: str) -> list[str]:
     )
 
 
-def _alone(name: str, check: Callable[[], Finding]) -> list[tuple[str, Finding]]:
-    return [(name, check())]
-
-
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that is there."""
     return next(
@@ -246,7 +242,7 @@ def _exact(profile: HardwareProfile, folder: Path) -> tuple[bool, str]:
         cache_ratio=0.25,
         hw=profile,
         batch=2,
-        max_new_tokens=4,
+        new_tokens=4,
         store=folder / "tiny",
         verify=True,
     )

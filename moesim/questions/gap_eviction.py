@@ -43,6 +43,7 @@ class DelegatingCache(CachePolicy):
     def __init__(self, rule: CachePolicy) -> None:
         self.rule = rule
         self.needs = rule.needs
+        self.choosing_s = rule.choosing_s
 
     def start(self, context: RunContext) -> None:
         """Start the rule; only an oracle gets the future."""
@@ -75,10 +76,6 @@ class DelegatingCache(CachePolicy):
     def evicted(self, keys: np.ndarray) -> None:
         """Pass on."""
         self.rule.evicted(keys)
-
-    def exposed_s(self, load_s: float) -> float:
-        """Pass on."""
-        return self.rule.exposed_s(load_s)
 
     def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
         """Pass on."""

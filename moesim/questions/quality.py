@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -139,6 +140,7 @@ def quality(
     dtype: str = "auto",
     device: str = "cpu",
     memory: MemorySize | None = None,
+    minutes: float | None = None,
     progress: Callable[[float], None] | None = None,
     **options: Any,
 ) -> Quality:
@@ -163,6 +165,7 @@ def quality(
         dtype: to compute in; ``auto`` takes the checkpoint's (float32 for ``tiny``).
         device: ``cpu``, ``cuda``, …
         memory: sizes of memories in one object, instead of single options.
+        minutes: of reading, after which no passage is begun; None for no limit.
         progress: called with the share of the work that is done.
         options: fields of `moesim.runs.config.RunConfig`.
 
@@ -218,7 +221,12 @@ def quality(
 
     total_tokens = len(passages.tokens) * passages.scored
 
+    read_tokens = 0
+    end_s = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
+
     def report_tokens(done: int) -> None:
+        nonlocal read_tokens
+        read_tokens = done
         if progress is not None:
             progress(done / total_tokens)
 
@@ -231,6 +239,7 @@ def quality(
         columns=columns,
         residual=residual_for(columns, residual, shipped),
         batch=config.batch,
+        enough=lambda: time.monotonic() >= end_s,
         progress=report_tokens,
     )
 
@@ -249,10 +258,11 @@ def quality(
         "dtype": shape.dtype,
         "device": device,
         "text": "corpus" if text is None else str(text),
-        "passages": len(passages.tokens),
+        "passages": read_tokens // passages.scored,
+        "left_out": len(passages.tokens) - read_tokens // passages.scored,
         "prompt_tokens": prompt_tokens,
         "scored_tokens": scored_tokens,
-        "tokens": total_tokens,
+        "tokens": read_tokens,
         "assignment": first.system.assignment,
         "cache": first.system.cache,
         "prefetch": first.system.prefetch,
@@ -307,7 +317,7 @@ def _cache_sizes(config: RunConfig, ratios: Sequence[float]) -> list[RunConfig]:
     sizes = (config.slots_per_layer, config.gpu_memory_bytes, config.cache_ratio)
     if ratios and any(size is not None for size in sizes):
         raise PolicyError(
-            "--cache-ratios: expected no other size of the cache beside it; drop one of"
+            "--cache-ratio: expected no other size of the cache beside it; drop one of"
             " them"
         )
     return [config.replaced(cache_ratio=ratio) for ratio in ratios] or [config]
@@ -441,6 +451,7 @@ def quality_text(report: Quality) -> str:
         "text": (
             f"{config['text']}: {config['tokens']:,} tokens of"
             f" {config['passages']:,} passages scored"
+            + (f", {config['left_out']:,} left out" if config["left_out"] else "")
         ),
         "policy": (
             f"{config['assignment']}, {config['cache']}, prefetch {config['prefetch']}"

@@ -10,6 +10,8 @@ identification* (successive halving).
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +83,7 @@ def search(
     objectives: str | Sequence[str] = "tpot_s",
     trials: int = 60,
     halving: bool = False,
+    minutes: float | None = None,
     store: str | Path | None = None,
     jobs: int | None = None,
     cluster: str | None = None,
@@ -106,13 +109,16 @@ def search(
         trials: runs that are proposed.
         halving: replay proposals for a ninth and a third of the steps first, and only
             the best third of them longer; for one objective.
+        minutes: after which no round of proposals is begun; with a store, whose runs
+            are not made again, the next call goes on.
         store, jobs, cluster, progress: as `moesim.sweep` takes them.
         search_seed: of the proposals.
         options: fields of `moesim.runs.config.RunConfig`, each a value or a list.
 
     Returns:
         One row for each proposal that was replayed in full, the best first: what was
-        chosen, the objectives, ``best`` (on the Pareto front), and the digest.
+        chosen, the objectives, ``best`` (on the Pareto front), and the digest; in
+        ``attrs["left_out"]`` how many proposals were not made.
 
     Raises:
         TypeError, ConfigError, TraceError, ProfileError, PolicyError: as
@@ -140,8 +146,10 @@ def search(
     )
     places = {"store": store, "jobs": jobs, "cluster": cluster}
     rounds = _Rounds(study, base, dimensions, names, places)
+    end_s = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
     done = 0
-    while done < trials:
+    # One round in any case: without it there is nothing to answer.
+    while done < trials and (not done or time.monotonic() < end_s):
         count = min(ROUND, trials - done)
         rounds.run(count, halving=halving)
         done += count
@@ -157,7 +165,9 @@ def search(
         ascending=[False, not _is_maximised(names[0])],
         kind="stable",
     )
-    return frame.reset_index(drop=True)
+    frame = frame.reset_index(drop=True)
+    frame.attrs["left_out"] = trials - done
+    return frame
 
 
 class _Rounds:

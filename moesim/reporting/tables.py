@@ -231,3 +231,12 @@ def save_table(table: pd.DataFrame, path: Path) -> Path:
     content = table.convert_dtypes().to_parquet(index=False)
     write_bytes(path, content)
     return path
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    body = (heads, ["---"] * len(heads), *rows)
+    return [
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+        for row in body
+    ]

@@ -496,6 +496,7 @@ class MeasuredConfig(RunConfig):
         None,
         "Sizes of the experts, such as qwen3-30b-a3b/4. Default: the trace's.",
         metavar="NAME[/N]",
+        needs=("trace",),
     )
     distinct: int | None = option(
         None,
@@ -503,6 +504,7 @@ class MeasuredConfig(RunConfig):
         kind=int,
         metavar="N",
         minimum=1,
+        needs=("trace",),
     )
     # For live models: what they generate.
     model: str | Path | None = option(
@@ -510,11 +512,20 @@ class MeasuredConfig(RunConfig):
         "The shipped model or a Hugging Face folder.",
         metavar="tiny|DIR",
         accepts_objects=True,
+        # What is forced, and how much of it, is a trace's.
+        excludes=("trace", "steps", "warm"),
     )
-    max_new_tokens: int = option(
-        64, "Tokens to generate per prompt.", kind=int, metavar="N", minimum=0
+    new_tokens: int = option(
+        64,
+        "Tokens to generate per prompt, at most.",
+        kind=int,
+        metavar="N",
+        minimum=0,
+        needs=("model",),
     )
-    temperature: float = option(0.0, "0 decodes greedily.", kind=float, minimum=0)
+    temperature: float = option(
+        0.0, "0 decodes greedily.", kind=float, minimum=0, needs=("model",)
+    )
     residual: str | Path | Residual | None = option(
         None,
         "Residual vectors for --prefetch residual (see: record).",
@@ -522,11 +533,13 @@ class MeasuredConfig(RunConfig):
         place="input",
         metavar="FILE",
         accepts_objects=True,
+        needs=("model",),
     )
     verify: bool = option(
         False,
         "Compare all logits with the plain model's.",
         kind=bool,
+        needs=("model",),
     )
     # For both: where weights lie, and what computes them.
     store: str | Path | ExpertStore | None = option(
@@ -534,6 +547,7 @@ class MeasuredConfig(RunConfig):
         "Expert store; built where there is none. Default: the user's cache folder.",
         kind=Path,
         metavar="DIR",
+        place="folder",
         accepts_objects=True,
     )
     dtype: str | None = option(
@@ -545,8 +559,9 @@ class MeasuredConfig(RunConfig):
     )
     measure_again: bool = option(
         False,
-        "Without --hw: measure this machine also where an earlier run has.",
+        "Measure this machine also where an earlier run has.",
         kind=bool,
+        excludes=("hw",),
     )
     own_cores: bool = option(
         False,

@@ -103,16 +103,18 @@ def _blocks(
         answers_with_kernels,
     )
 
-    prefetch = planner.policies.prefetch
+    policies = planner.policies
+    prefetch = policies.prefetch
     predictors: tuple[str, ...] = ()
-    routing = False
+    # Policies in Python are shown every layer step as an object.
+    routed = not all_bring_kernels(planner)
+    tokens = any(policy.reads_tokens for policy in policies.all())
+    routing = tokens or policies.routing.alters or prefetch.foretells
     if answers_with_kernels(prefetch):
         predictors = tuple(
             name for name in prefetch.needs if name in PREDICTION_COLUMNS
         )
-        routing = prefetch.reads_routing
-    # Policies in Python are shown every layer step as an object.
-    routed = not all_bring_kernels(planner)
+        routing |= prefetch.reads_routing
     blocks = layer_steps(
         trace,
         batch=batch,
@@ -120,6 +122,7 @@ def _blocks(
         columns=columns,
         predictors=predictors,
         routing=routing,
+        tokens=tokens,
         routed=routed,
     )
     if columns or routing or routed or trace.rows > MOST_KEPT_ROWS:
@@ -142,7 +145,7 @@ def choose_engine(
     planner: Planner,
     profile: HardwareProfile,
     *,
-    drafts: bool = False,
+    arrivals: bool = False,
     layer_steps: float = math.inf,
 ) -> Engine:
     """Choose the engine of a run.
@@ -152,7 +155,7 @@ def choose_engine(
             everything that is involved.
         planner: of the run.
         profile: the machine.
-        drafts: whether a draft proposes tokens.
+        arrivals: whether requests arrive over time: what runs then depends on the time.
         layer_steps: of the run, about. Where compiling the engine would take longer
             than SimPy, ``auto`` takes SimPy for the first such run; whoever runs a
             second will run more.
@@ -162,11 +165,12 @@ def choose_engine(
     """
     if wanted == SIMPY:
         return Engine(SIMPY)
-    from moesim.sim.compiled.support import unsupported  # noqa: PLC0415 - as above
+    from moesim.sim.compiled.support import (  # noqa: PLC0415 - as above
+        ARRIVALS,
+        unsupported,
+    )
 
-    reason = unsupported(planner, profile, planner.costs)
-    if drafts:
-        reason = "tokens that a draft proposes"
+    reason = ARRIVALS if arrivals else unsupported(planner, profile, planner.costs)
     if reason is None:
         if wanted == COMPILED or not _is_soon_done(layer_steps):
             return Engine(COMPILED)

@@ -157,7 +157,7 @@ def run_live(
                 local,
                 executor,
                 ids,
-                max_new_tokens=config.max_new_tokens,
+                new_tokens=config.new_tokens,
                 batch=config.batch,
                 columns=columns,
                 residual=vectors,
@@ -207,7 +207,7 @@ def run_live(
         "host_cache": config.host_cache,
         # A live model runs until its texts end.
         "steps": None,
-        "max_new_tokens": config.max_new_tokens,
+        "new_tokens": config.new_tokens,
         "temperature": config.temperature,
         "residual": None if vectors is None else vectors.id,
     }

@@ -77,7 +77,7 @@ def machine_profile(
         raise ProfileError(
             f"profile {profile.name}: expected this machine (accelerator {kind},"
             f" {count} cores), found accelerator {profile.accelerator},"
-            f" {profile.cores} cores; measure it with `moesim profile --out hw.toml`"
+            f" {profile.cores} cores; measure it with `moesim profile hw.toml`"
         )
     return _with_first_gpu(profile)
 

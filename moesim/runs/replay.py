@@ -19,7 +19,7 @@ from moesim.policies.systems import compose
 from moesim.runs.bound.least_time import layer_steps_of, replay_bound
 from moesim.runs.clairvoyant import is_searched, searched
 from moesim.runs.config import MemoryOptions, RunConfig, takes_options
-from moesim.runs.engines import Engine, choose_engine
+from moesim.runs.engines import choose_engine
 from moesim.runs.memory import plan_memory
 from moesim.runs.result import Run, save_run
 from moesim.runs.setup import (
@@ -138,12 +138,11 @@ def replay(
         summary = Summary(profile.lanes)
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
 
-    drafts = opened.passes.draft_tokens > 0
     engine = choose_engine(
         config.engine,
         planner,
         profile,
-        drafts=drafts,
+        arrivals=config.arrivals is not None,
         layer_steps=layer_steps_of(config, opened),
     )
     requests = None
@@ -161,8 +160,6 @@ def replay(
                     progress=progress,
                 )
             else:
-                # Steps depend on the time then, which only SimPy's clock tells.
-                engine = Engine("simpy", "requests that arrive over time")
                 simulation = Replay(
                     profile,
                     planner.costs,

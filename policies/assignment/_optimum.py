@@ -22,13 +22,9 @@ from moesim.policies.assignment._dynamic_program import (
     lagrangian_prices,
     priced_remainder,
 )
-from moesim.policies.assignment._gpu_choice import (
-    first_cpu_s,
-    in_flight,
-    link_s,
-    transfer_s,
-)
+from moesim.policies.assignment._kernels import flying
 from moesim.policies.base import CPU
+from moesim.policies.compiled import kernel_work
 from moesim.policies.ranking import highest_first
 
 if TYPE_CHECKING:
@@ -217,9 +213,10 @@ def _scheduled(
     view: MachineView,
 ) -> Layer:
     """The layer step with its copies, and the launch order of `scheduled_s`."""
-    flying = in_flight(work, view)
-    landing_s = np.where(flying, work.arrive_s, 0.0)
-    copy_s = np.where(flying, 0.0, transfer_s(work))
+    given = kernel_work(work, view)
+    coming = flying(given.gpu_state, given.arrive_s)
+    landing_s = np.where(coming, work.arrive_s, 0.0)
+    copy_s = np.where(coming, 0.0, transfer_s(work))
 
     # A copy of the GPU's seconds, as the solver takes no read-only array.
     cpu_s, gpu_s, copy_s, landing_s = _bounded(
@@ -227,7 +224,7 @@ def _scheduled(
     )
 
     # Last key first: residents, then by landing, then the longest on the GPU.
-    first_landing_s = np.where(flying, work.arrive_s, np.inf).min(axis=0)
+    first_landing_s = np.where(coming, work.arrive_s, np.inf).min(axis=0)
     absent = ~_resident_everywhere(work)
     order = np.lexsort((-work.gpu_s[0], first_landing_s, absent))
     return Layer(
@@ -236,9 +233,24 @@ def _scheduled(
         copy_s=copy_s,
         landing_s=landing_s,
         link_s=np.maximum(landing_s.max(axis=1), link_s(work)),
-        first_s=first_cpu_s(view),
+        first_s=given.first_cpu_s,
         order=order,
     )
+
+
+def link_s(work: LayerWork) -> np.ndarray:
+    """Seconds until each link has ended the copy under way: float64 [G]."""
+    return np.zeros(len(work.arrive_s)) if work.link_s is None else work.link_s
+
+
+def transfer_s(work: LayerWork) -> np.ndarray:
+    """`arrive_s` without the wait for the copy under way: float64 [G, A].
+
+    For schedules that let copies follow each other: only the first waits for it.
+    """
+    wait_s = link_s(work)[:, None]
+    # What is in flight lands with the copy under way; what is absent, after it.
+    return np.where(work.arrive_s > wait_s, work.arrive_s - wait_s, work.arrive_s)
 
 
 def _resident_everywhere(work: LayerWork) -> np.ndarray:

@@ -6,18 +6,23 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from moesim.policies.assignment._gpu_choice import allowed_lanes, gpu_lanes
-from moesim.policies.base import (
-    IN_FLIGHT,
-    Assignment,
-    AssignmentPolicy,
-    LayerWork,
-    MachineView,
-    Precompute,
+from moesim.machine_code.functions import compiled
+from moesim.policies.assignment._kernels import ascending, launch, some_gpu, spread
+from moesim.policies.base import IN_FLIGHT
+from moesim.policies.compiled import CompiledAssignment
+from moesim.policies.kernels import (
+    ASSIGN,
+    PRECOMPUTE,
+    SERIAL,
+    AssignmentKernels,
+    GateWork,
+    State,
+    Work,
+    state,
 )
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.ranking import present, ranked
-from moesim.policies.routing._substitute import keep_one_absent
+from moesim.policies.ranking import best_of
+from moesim.policies.routing._substitute import keep_one_absent, on_gpu
 from moesim.traces.format.schema import Phase
 
 Overlap = Literal["parallel", "serial"]
@@ -25,7 +30,68 @@ Prefill = Literal["in-place", "cheapest"]
 Ahead = Literal["kept", "predicted"]
 
 
-class DAOP(AssignmentPolicy):
+_PREFILL = int(Phase.PREFILL)
+
+# Places in the state's integers.
+_FIRST_LAYER = 0
+_SERIAL = 1
+_CHEAPEST = 2
+_KEPT = 3
+
+
+@compiled(ASSIGN)
+def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
+    """Place by residency, in ascending expert id."""
+    in_prefill = work.phase == _PREFILL
+    gpus, active = work.arrive_s.shape
+    allowed = work.arrive_s == 0.0
+    chosen = some_gpu(allowed)
+    if in_prefill and state.integers[_CHEAPEST]:
+        # The smallest sum of costs is found expert by expert, without a search.
+        allowed = np.ones((0, 0), np.bool_)
+        for i in range(active):
+            arrive_s = np.inf
+            for gpu in range(gpus):
+                arrive_s = min(arrive_s, work.arrive_s[gpu, i])
+            chosen[i] = arrive_s <= max(work.host_s[i], work.cpu_s[i])
+    elif in_prefill:
+        # What is being swapped in is awaited: the prompt runs on the new placement.
+        for i in range(active):
+            for gpu in range(gpus):
+                comes = work.arrive_s[gpu, i] < np.inf and work.state[i] == IN_FLIGHT
+                allowed[gpu, i] |= comes
+                chosen[i] |= comes
+    placed = spread(chosen, allowed, work.gpu_s, work.arrive_s, work.link_s)
+    launch(lanes, order, placed, ascending(active))
+    serial = state.integers[_SERIAL] and work.layer < state.integers[_FIRST_LAYER]
+    return SERIAL if serial else 0
+
+
+@compiled(PRECOMPUTE)
+def _precompute(
+    state: State, gate: GateWork, routing: np.ndarray, tokens: np.ndarray
+) -> int:
+    """Predict what a layer's tokens will use, and start what no GPU holds."""
+    if gate.phase == _PREFILL or gate.layer < state.integers[_FIRST_LAYER]:
+        return 0
+    width = len(tokens)
+    top_k = gate.experts.shape[1]
+    # Experts in flight count as absent: the CPU need not wait for them.
+    resident = on_gpu(gate, width, False)
+    every = np.ones(width, np.bool_)
+    for t in range(len(gate.predicted)):
+        predicted = best_of(gate.predicted[t], every, top_k)
+        if state.integers[_KEPT]:
+            keep_one_absent(predicted, gate.predicted[t], resident)
+        for column in range(top_k):
+            expert = predicted[column]
+            routing[t * top_k + column] = expert
+            if not resident[expert]:
+                tokens[expert] += 1
+    return top_k
+
+
+class DAOP(CompiledAssignment):
     """Compute experts where their weights are; in decode, let the CPU start on the
     experts predicted for the next layer.
 
@@ -57,6 +123,8 @@ class DAOP(AssignmentPolicy):
     """
 
     approximates: ClassVar[bool] = True
+    precomputes_by_kernel: ClassVar[bool] = True
+    reads_tokens = True
     needs = ("pred1_raw",)
 
     def __init__(
@@ -70,50 +138,12 @@ class DAOP(AssignmentPolicy):
         expect(first_layer >= 1, "first_layer", "a number >= 1", first_layer)
         expect_choice("before_first", before_first, Overlap)
         expect_choice("prefill", prefill, Prefill)
-        self.first_layer = first_layer
-        self.serial = before_first == "serial"
         expect_choice("ahead", ahead, Ahead)
-        self.prefill = prefill
-        self.ahead = ahead
-
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place by residency, in ascending expert id."""
-        del view
-        serial = self.serial and work.layer < self.first_layer
-        if self.prefill == "cheapest" and work.phase == Phase.PREFILL:
-            # The smallest sum of costs is found expert by expert, without a search.
-            cpu_s = np.maximum(work.host_s, work.cpu_s)
-            loaded = work.arrive_s.min(axis=0) <= cpu_s
-            return Assignment(gpu_lanes(work, loaded), None, serial)
-
-        resident = work.arrive_s == 0.0
-        if work.phase == Phase.PREFILL:
-            # What is being swapped in is awaited: the prompt runs on the new placement.
-            resident |= np.isfinite(work.arrive_s) & (work.state == IN_FLIGHT)
-        return Assignment(allowed_lanes(work, resident), None, serial)
-
-    def precompute(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Precompute | None:
-        """Predict the next layer's experts and name those that no GPU holds."""
-        layer = work.layer + 1
-        if work.phase != Phase.DECODE or layer < self.first_layer:
-            return None
-
-        # Experts in flight count as absent: the CPU need not wait for them.
-        resident = present(view, layer, in_flight=False)
-        scores = work.predicted["pred1_raw"].astype(np.float64)
-        predicted = ranked(scores)[:, : work.routing.shape[1]]
-        if self.ahead == "kept":
-            predicted = keep_one_absent(predicted, scores, resident)
-
-        workload = np.bincount(predicted.ravel(), minlength=scores.shape[1])
-        experts = np.flatnonzero((workload > 0) & ~resident).astype(np.int32)
-        tokens = workload[experts].astype(np.int32)
-        return Precompute(experts, tokens, predicted.astype(np.uint16))
+        rules = (
+            first_layer,
+            before_first == "serial",
+            prefill == "cheapest",
+            ahead == "kept",
+        )
+        known = state(integers=rules)
+        self.brought = AssignmentKernels(_assign, known, _precompute)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from moesim.policies.assignment._gpu_choice import link_s, transfer_s
 from moesim.policies.assignment._kernels import gap_order
-from moesim.policies.assignment._optimum import modelled_s, optimal
+from moesim.policies.assignment._optimum import link_s, modelled_s, optimal, transfer_s
 from moesim.policies.assignment.greedy import Greedy
 from moesim.policies.base import (
     CPU,

@@ -11,14 +11,86 @@ L MoE layers, N experts per layer, h hidden units.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
 from moesim.policies.base import PolicyError
+from moesim.policies.kernels import EXPERT_IDS, SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+@compiled(nb.void(nb.float64[::1], nb.float64[::1], EXPERT_IDS))
+def note_use(age: np.ndarray, uses: np.ndarray, experts: np.ndarray) -> None:
+    """Count one layer step with these active experts into a layer's history, both
+    float64 [N].
+    """
+    # All age, and the active ones start again; infinity stays infinity.
+    for expert in range(len(age)):
+        age[expert] += 1.0
+    for expert in experts:
+        age[expert] = 1.0
+        uses[expert] += 1.0
+
+
+@compiled(nb.float64[::1](SECONDS, SECONDS))
+def features_of(age: np.ndarray, uses: np.ndarray) -> np.ndarray:
+    """What the network reads of a layer's history: float64 [2N]."""
+    count = len(age)
+    features = np.empty(2 * count)
+    # Before the first use of a layer the most is 0, and so is every frequency.
+    most = max(1.0, uses.max())
+    for expert in range(count):
+        features[expert] = 1.0 / age[expert]
+        features[count + expert] = uses[expert] / most
+    return features
+
+
+@compiled
+def _affine(weights: np.ndarray, begin: int, x: np.ndarray, outputs: int) -> np.ndarray:
+    """One layer of the network: its matrix lies from `begin` on, a row per input, its
+    biases behind it.
+    """
+    end = begin + len(x) * outputs
+    result = weights[end : end + outputs].copy()
+    for i in range(len(x)):
+        # Experts that were never used have no part.
+        if x[i] == 0.0:
+            continue
+        row = weights[begin + i * outputs : begin + (i + 1) * outputs]
+        for j in range(outputs):
+            result[j] += x[i] * row[j]
+    return result
+
+
+@compiled
+def _silu(x: np.ndarray) -> None:
+    """``x * sigmoid(x)``, in place."""
+    for n in range(len(x)):
+        x[n] /= 1.0 + math.exp(-x[n])
+
+
+@compiled(nb.float64[::1](SECONDS, nb.int64, SECONDS))
+def evaluate(weights: np.ndarray, hidden: int, features: np.ndarray) -> np.ndarray:
+    """How late each expert of a layer is expected, float64 [N]; larger is later.
+
+    Args:
+        weights: of the layer, as `Network.packed` lays them out.
+        hidden: h.
+        features: float64 [2N].
+    """
+    inputs = len(features)
+    second = (inputs + 1) * hidden
+    x = _affine(weights, 0, features, hidden)
+    _silu(x)
+    x = _affine(weights, second, x, hidden)
+    _silu(x)
+    return _affine(weights, second + (hidden + 1) * hidden, x, inputs // 2)
 
 
 class History:
@@ -44,20 +116,13 @@ class History:
         experts: np.ndarray,
     ) -> None:
         """Count one layer step with these active experts, int [A]."""
-        # All age, and the active ones start again; infinity stays infinity.
-        self.age[layer] += 1.0
-        self.age[layer, experts] = 1.0
-        self.uses[layer, experts] += 1.0
+        note_use(self.age[layer], self.uses[layer], experts.astype(np.int32))
 
     def features(self, layer: int) -> np.ndarray:
         """``1 / age`` of each expert (0 if never used), then ``uses / most uses``:
         float32 [2N].
         """
-        recency = 1.0 / self.age[layer]
-        uses = self.uses[layer]
-        # Before the first use of a layer the most is 0, and so is every frequency.
-        frequency = uses / max(1.0, uses.max())
-        return np.concatenate((recency, frequency)).astype(np.float32)
+        return features_of(self.age[layer], self.uses[layer]).astype(np.float32)
 
 
 class Network(NamedTuple):
@@ -140,18 +205,25 @@ class Network(NamedTuple):
         """
         return sum(array[0].nbytes for array in self)
 
-    def evaluate(
-        self,
-        layer: int,
-        features: np.ndarray,
-    ) -> np.ndarray:
-        """float32 [N]: how late each expert is expected, from `features` float32 [2N];
-        larger is later.
+    @property
+    def hidden(self) -> int:
+        """Hidden units."""
+        return self.b1.shape[1]
+
+    def packed(self, layer: int) -> np.ndarray:
+        """One layer's parameters, float64: of each matrix a row per input, then its
+        biases.
         """
-        x = silu(self.w1[layer] @ features + self.b1[layer])
-        x = silu(self.w2[layer] @ x + self.b2[layer])
-        result: np.ndarray = self.w3[layer] @ x + self.b3[layer]
-        return result
+        pairs = ((self.w1, self.b1), (self.w2, self.b2), (self.w3, self.b3))
+        parts = [part for w, b in pairs for part in (w[layer].T.ravel(), b[layer])]
+        return np.concatenate(parts).astype(np.float64)
+
+    def evaluate(self, layer: int, features: np.ndarray) -> np.ndarray:
+        """How late each expert is expected, float64 [N], from `features` [2N]; larger
+        is later.
+        """
+        given = features.astype(np.float64)
+        return evaluate(self.packed(layer), self.hidden, given)
 
 
 def sizes(layers: int, experts: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -164,14 +236,6 @@ def sizes(layers: int, experts: int, hidden: int) -> dict[str, tuple[int, ...]]:
         "w3": (layers, experts, hidden),
         "b3": (layers, experts),
     }
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    """``x * sigmoid(x)``."""
-    # The hyperbolic tangent saturates where an exponential would overflow.
-    sigmoid = 0.5 * (1.0 + np.tanh(0.5 * x))
-    result: np.ndarray = x * sigmoid
-    return result
 
 
 # Keeps the release's quotients finite.

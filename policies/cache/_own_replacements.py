@@ -8,57 +8,36 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
-from moesim.policies.base import RESIDENT, CachePolicy, ExpertKey, Swap
+from moesim.policies.base import RESIDENT
 from moesim.policies.cache._kernels import mark_keys
-from moesim.policies.kernels import EXPERT_IDS, MOVED, REPLACEMENTS, State, Work
+from moesim.policies.compiled import CompiledCache
+from moesim.policies.kernels import (
+    MOVED,
+    REPLACEMENTS,
+    CacheKernels,
+    State,
+    Work,
+    admits_nothing,
+    state,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import LayerWork, MachineView, RunContext
+    from moesim.policies.base import RunContext
 
 
-class NoAdmissionCache(CachePolicy):
+class NoAdmissionCache(CompiledCache):
     """Admits nothing: what is fetched or prefetched runs from staging and is gone
-    afterwards.
-
-    A subclass may be empty, have fixed content (`initial`) or replace experts on its
-    own account (`replacements`).
+    afterwards. A subclass may be empty, or have fixed content (`initial`).
     """
 
-    def admits(
-        self,
-        work: LayerWork,
-        incoming: np.ndarray,
-    ) -> np.ndarray:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Refuse all."""
-        del work
-        return np.zeros(len(incoming), dtype=np.bool_)
-
-    def victims(
-        self,
-        incoming: np.ndarray,
-        candidates: np.ndarray,
-    ) -> np.ndarray:
-        """Decline all."""
-        del candidates
-        return np.full(len(incoming), -1, np.int64)
+        del context
+        return CacheKernels(state(), admits=admits_nothing)
 
 
-@compiled(
-    nb.int64(
-        nb.float64[::1],
-        EXPERT_IDS,
-        input_array(nb.boolean),
-        input_array(nb.boolean),
-        nb.float64,
-        nb.int64[::1],
-        nb.int64[::1],
-    )
-)
+@compiled
 def pair_missed(
     scores: np.ndarray,
     experts: np.ndarray,
@@ -159,56 +138,3 @@ def pair_in_layer(
         outgoing[n] += first
         incoming[n] += first
     return count
-
-
-def swaps(
-    work: LayerWork,
-    scores: np.ndarray,
-    inside: np.ndarray,
-    settled: np.ndarray,
-    margin: float,
-) -> Sequence[Swap]:
-    """What `pair_missed` says, as swaps of the layer."""
-    outgoing = np.empty(len(work.experts), np.int64)
-    incoming = np.empty(len(work.experts), np.int64)
-    count = pair_missed(
-        scores, work.experts, inside, settled, margin, outgoing, incoming
-    )
-    layer = work.layer
-    pairs = zip(outgoing[:count].tolist(), incoming[:count].tolist(), strict=True)
-    return [Swap(ExpertKey(layer, out), ExpertKey(layer, into)) for out, into in pairs]
-
-
-class OwnReplacementsCache(NoAdmissionCache):
-    """Tracks its content; admits nothing on demand. Subclasses answer `initial` and
-    `replacements`.
-
-    Attributes:
-        inside: bool [L, E]: entered and not left, copies in flight included.
-    """
-
-    def start(self, context: RunContext) -> None:
-        """Begin empty."""
-        shape = context.shape
-        self.inside = np.zeros((shape.layers, shape.experts), np.bool_)
-
-    def admitted(self, keys: np.ndarray) -> None:
-        """Note what has entered."""
-        # Flat keys index the flattened array, which shares its memory.
-        self.inside.reshape(-1)[keys] = True
-
-    def evicted(self, keys: np.ndarray) -> None:
-        """Note what has left."""
-        self.inside.reshape(-1)[keys] = False
-
-    def settled(
-        self,
-        layer: int,
-        view: MachineView,
-    ) -> np.ndarray:
-        """Experts of this cache that have arrived and may be swapped out: bool [E]."""
-        resident = view.resident(layer)
-        for gpu in range(1, view.gpus):
-            resident = resident | view.resident(layer, gpu)
-        # What is inside may still be in flight, and then it cannot leave yet.
-        return self.inside[layer] & resident

@@ -30,13 +30,22 @@ key follows it, the newest precedes it, so that an empty list needs no case of i
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from moesim.machine_code.functions import compiled
 from moesim.policies.base import CachePolicy
-from moesim.policies.kernels import MOVED, State, Work, state
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+    state,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -294,11 +303,47 @@ def drop_from_list(state: State, pool: int, key: int) -> None:
     remove(state, key)
 
 
-@compiled(MOVED)
-def forget_evicted(state: State, keys: np.ndarray) -> None:
-    """Forget what left without having been chosen."""
-    for key in keys:
-        forget(state, key, drop_from_list)
+def kernels_of(
+    known: State, hit: Any, miss: Any, fill: Any, drop: Any = drop_from_list
+) -> CacheKernels:
+    """Kernels of a rule, made of what it does with one request.
+
+    Args:
+        known: its state.
+        hit: ``hit(state, pool, key)``.
+        miss: ``miss(state, pool, key) -> victim``.
+        fill: ``fill(state, pool, key)``, into a free slot.
+        drop: ``drop(state, pool, key)``, of a key that was not chosen.
+    """
+    accessed, victims, admitted, evicted = _kernels(hit, miss, fill, drop)
+    return CacheKernels(
+        known, victims, accessed=accessed, admitted=admitted, evicted=evicted
+    )
+
+
+@cache
+def _kernels(hit: Any, miss: Any, fill: Any, drop: Any) -> tuple[Any, ...]:
+    @compiled(ACCESSED)
+    def accessed(state: State, work: Work) -> None:
+        pass_hits(state, work, hit, drop)
+
+    @compiled(VICTIMS)
+    def victims(
+        state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+    ) -> None:
+        take_back(state, candidates, fill)
+        serve_misses(state, incoming, candidates, chosen, miss, drop)
+
+    @compiled(MOVED)
+    def admitted(state: State, keys: np.ndarray) -> None:
+        confirm(state, keys, fill)
+
+    @compiled(MOVED)
+    def evicted(state: State, keys: np.ndarray) -> None:
+        for key in keys:
+            forget(state, key, drop)
+
+    return accessed, victims, admitted, evicted
 
 
 class RequestQueues(Protocol):

@@ -7,20 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from moesim.machine_code.functions import compiled
 from moesim.policies.cache import _request_lists as lists
 from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    MOVED,
-    VICTIMS,
-    CacheKernels,
-    State,
-    Work,
-)
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from moesim.policies.base import RunContext
+    from moesim.policies.kernels import CacheKernels, State
 
 Ratio = Literal["whole", "real"]
 
@@ -111,24 +102,6 @@ def _shift(state: State, pool: int, other: int, returning: int) -> float:
     return max(1.0, others / ghosts)
 
 
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    lists.pass_hits(state, work, _hit, lists.drop_from_list)
-
-
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    lists.take_back(state, candidates, _fill)
-    lists.serve_misses(state, incoming, candidates, chosen, _miss, lists.drop_from_list)
-
-
-@compiled(MOVED)
-def _admitted(state: State, keys: np.ndarray) -> None:
-    lists.confirm(state, keys, _fill)
-
-
 class ARC(AdmittingCompiledCache):
     """Divide the cache between experts used once (T1) and more often (T2), and shift
     the division when an evicted one returns.
@@ -156,10 +129,9 @@ class ARC(AdmittingCompiledCache):
     def bring(self, context: RunContext) -> CacheKernels:
         """Make four empty lists for each pool."""
         rounded = int(self.ratio == "whole")
-        return CacheKernels(
+        return lists.kernels_of(
             lists.request_state(context, lists=4, ghosts=2, integers=(rounded,)),
-            victims=_victims,
-            accessed=_accessed,
-            admitted=_admitted,
-            evicted=lists.forget_evicted,
+            _hit,
+            _miss,
+            _fill,
         )

@@ -7,20 +7,11 @@ from typing import TYPE_CHECKING
 from moesim.machine_code.functions import compiled
 from moesim.policies.cache import _request_lists as lists
 from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    MOVED,
-    VICTIMS,
-    CacheKernels,
-    State,
-    Work,
-)
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from moesim.policies.base import RunContext
+    from moesim.policies.kernels import CacheKernels, State
 
 _USES = lists.ROWS
 """Row of the marks: uses by key."""
@@ -56,24 +47,6 @@ def _fill(state: State, pool: int, key: int) -> None:
     state.marks[_USES, key] = 0
 
 
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    lists.pass_hits(state, work, _hit, lists.drop_from_list)
-
-
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    lists.take_back(state, candidates, _fill)
-    lists.serve_misses(state, incoming, candidates, chosen, _miss, lists.drop_from_list)
-
-
-@compiled(MOVED)
-def _admitted(state: State, keys: np.ndarray) -> None:
-    lists.confirm(state, keys, _fill)
-
-
 class Clock(AdmittingCompiledCache):
     """Evict the oldest expert that was not used since it was last considered.
 
@@ -95,10 +68,9 @@ class Clock(AdmittingCompiledCache):
 
     def bring(self, context: RunContext) -> CacheKernels:
         """Make an empty queue for each pool."""
-        return CacheKernels(
+        return lists.kernels_of(
             lists.request_state(context, lists=1, rows=1, integers=(self.rounds,)),
-            victims=_victims,
-            accessed=_accessed,
-            admitted=_admitted,
-            evicted=lists.forget_evicted,
+            _hit,
+            _miss,
+            _fill,
         )

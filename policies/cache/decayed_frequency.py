@@ -6,19 +6,16 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
 from moesim.policies.cache._own_replacements import (
-    OwnReplacementsCache,
     note_admitted,
     note_evicted,
     replace_by_missed,
-    swaps,
 )
 from moesim.policies.cache.static import Static
+from moesim.policies.compiled import CompiledCache
 from moesim.policies.kernels import (
     ACCESSED,
-    EXPERT_IDS,
     CacheKernels,
     State,
     Work,
@@ -28,30 +25,22 @@ from moesim.policies.kernels import (
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import LayerWork, MachineView, RunContext, Swap
+    from moesim.policies.base import RunContext
 
 Fill = Literal["auto", "calibrated", "lowest", "random"]
 
 
-@compiled(nb.void(nb.float64[::1], EXPERT_IDS, nb.float64))
-def _age(scores: np.ndarray, experts: np.ndarray, decay: float) -> None:
-    """Let a layer's scores, float64 [E], decay by one step; count the active ones."""
-    for expert in range(len(scores)):
-        scores[expert] *= decay
-    for expert in experts:
-        scores[expert] += 1.0
-
-
 @compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
-    width = state.integers[0]
-    first = work.layer * width
-    _age(state.scores[0][first : first + width], work.experts, state.numbers[0])
+    """Let the layer's scores decay by one step, and count the active experts."""
+    first = work.layer * state.integers[0]
+    for key in range(first, first + state.integers[0]):
+        state.scores[0, key] *= state.numbers[0]
+    for expert in work.experts:
+        state.scores[0, first + expert] += 1.0
 
 
-class DecayedFrequency(OwnReplacementsCache):
+class DecayedFrequency(CompiledCache):
     """Replace residents of a layer by missed experts that were used clearly more of
     late.
 
@@ -71,6 +60,8 @@ class DecayedFrequency(OwnReplacementsCache):
     here, when they have landed.
     """
 
+    replaces_by_kernel = True
+
     def __init__(
         self, *, half_life: float = 16.0, margin: float = 1.0, fill: Fill = "auto"
     ) -> None:
@@ -78,44 +69,21 @@ class DecayedFrequency(OwnReplacementsCache):
         expect(margin >= 0, "margin", ">= 0", margin)
         expect_choice("fill", fill, Fill)
         self.half_life = half_life
-        self._decay = 2.0 ** (-1.0 / half_life)
         self.margin = margin
         self.fill: Fill = fill
 
-    def start(self, context: RunContext) -> None:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Begin with no uses."""
-        super().start(context)
         self._initial_content = Static(fill=self.fill)
         self._initial_content.start(context)
-        self._scores = np.zeros(self.inside.shape)
-
-    def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
-        """Fill the cache as `fill` says: int64 flat keys, ascending."""
-        return self._initial_content.initial(capacity_slots)
-
-    def accessed(self, work: LayerWork) -> None:
-        """Let the layer's scores decay by one step, and count the active experts."""
-        _age(self._scores[work.layer], work.experts, self._decay)
-
-    def replacements(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[Swap]:
-        """Pair the best of the missed with the worst of the residents."""
-        layer = work.layer
-        settled = self.settled(layer, view)
-        scores = self._scores[layer]
-        return swaps(work, scores, self.inside[layer], settled, self.margin)
-
-    def kernels(self) -> CacheKernels:
-        """The same in compiled runs."""
+        experts = context.shape.experts
+        keys = context.shape.layers * experts
         return CacheKernels(
             state(
-                [self._scores.ravel()],
-                [self.inside.ravel()],
-                numbers=[self._decay, self.margin],
-                integers=[self._scores.shape[1]],
+                scores=np.zeros(keys),
+                marks=np.zeros(keys),
+                numbers=[2.0 ** (-1.0 / self.half_life), self.margin],
+                integers=[experts],
             ),
             accessed=_accessed,
             admits=admits_nothing,
@@ -123,3 +91,7 @@ class DecayedFrequency(OwnReplacementsCache):
             evicted=note_evicted,
             replacements=replace_by_missed,
         )
+
+    def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
+        """Fill the cache as `fill` says: int64 flat keys, ascending."""
+        return self._initial_content.initial(capacity_slots)

@@ -4,13 +4,45 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from moesim.policies.cache.lfu import LFU, Variant
-from moesim.policies.ranking import lowest_first
+import numpy as np
+
+from moesim.machine_code.functions import compiled
+from moesim.policies.cache._kernels import lowest_scores
+from moesim.policies.cache.lfu import LFU, Variant, count_uses
+from moesim.policies.kernels import ACCESSED, VICTIMS, CacheKernels, State, Work
 
 if TYPE_CHECKING:
-    import numpy as np
+    from moesim.policies.base import RunContext
 
-    from moesim.policies.base import LayerWork, RunContext
+
+# Places in the state's integers, behind those of `lfu`.
+_EXPERTS = 0
+_LAYERS = 3
+_LAYER = 4
+
+
+@compiled(ACCESSED)
+def _accessed(state: State, work: Work) -> None:
+    """Count as `lfu`, and note where the forward pass is."""
+    count_uses(state, work)
+    state.integers[_LAYER] = work.layer
+
+
+@compiled(VICTIMS)
+def _victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    """Choose the lowest quotients of uses and distance, ties to the lower key."""
+    layers = state.integers[_LAYERS]
+    worth = np.empty(len(candidates))
+    for n in range(len(candidates)):
+        ahead = candidates[n] // state.integers[_EXPERTS] - state.integers[_LAYER] - 1
+        worth[n] = state.scores[0, candidates[n]] / (ahead % layers + 1)
+    places = np.arange(len(candidates))
+    best = np.empty(len(chosen), np.int64)
+    lowest_scores(places, worth, worth, best)
+    for n in range(len(chosen)):
+        chosen[n] = candidates[best[n]] if best[n] >= 0 else -1
 
 
 class EdgeMoE(LFU):
@@ -36,25 +68,14 @@ class EdgeMoE(LFU):
     def __init__(self, *, variant: Variant = "in-cache", decay: float = 1.0) -> None:
         super().__init__(variant=variant, decay=decay)
 
-    def start(self, context: RunContext) -> None:
-        """Begin before the first layer."""
-        super().start(context)
-        self._layers = context.shape.layers
-        self._experts = context.shape.experts
-        self._layer = -1
-
-    def accessed(self, work: LayerWork) -> None:
-        """Count as `lfu`, and note where the forward pass is."""
-        super().accessed(work)
-        self._layer = work.layer
-
-    def victims(
-        self,
-        incoming: np.ndarray,
-        candidates: np.ndarray,
-    ) -> np.ndarray:
-        """Choose the lowest quotients of uses and distance."""
-        layers = candidates // self._experts
-        distance = (layers - self._layer - 1) % self._layers + 1
-        worth = self.score[candidates] / distance
-        return lowest_first(candidates, worth)[: len(incoming)]
+    def bring(self, context: RunContext) -> CacheKernels:
+        """Count as `lfu`; before the first layer."""
+        brought = super().bring(context)
+        shape = context.shape
+        known = brought.state
+        integers = np.append(known.integers, [shape.layers, -1])
+        return brought._replace(
+            state=known._replace(integers=integers),
+            victims=_victims,
+            accessed=_accessed,
+        )

@@ -6,16 +6,81 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from moesim.machine_code.functions import compiled
 from moesim.policies.base import PolicyError
-from moesim.policies.cache._learned_network import History, Network
-from moesim.policies.cache._score_based import ScoreBasedCache
+from moesim.policies.cache._kernels import lowest_scores
+from moesim.policies.cache._learned_network import (
+    Network,
+    evaluate,
+    features_of,
+    note_use,
+)
+from moesim.policies.compiled import AdmittingCompiledCache
+from moesim.policies.kernels import (
+    ACCESSED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
-    from moesim.policies.base import LayerWork, RunContext
+    from moesim.policies.base import RunContext
 
 
-class FlashMoE(ScoreBasedCache):
+# Rows of the state's scores, by key.
+_OUTPUT = 0
+_AGE = 1
+_USES = 2
+
+# Places in the state's integers.
+_LAYERS = 0
+_EXPERTS = 1
+_HIDDEN = 2
+
+
+@compiled(ACCESSED)
+def _accessed(state: State, work: Work) -> None:
+    """Note the active experts; the layer's outputs wait until a victim is needed."""
+    width = state.integers[_EXPERTS]
+    first = work.layer * width
+    note_use(
+        state.scores[_AGE, first : first + width],
+        state.scores[_USES, first : first + width],
+        work.experts,
+    )
+    state.marks[0, work.layer] = 1
+
+
+@compiled(VICTIMS)
+def _victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    """Choose the highest outputs, after evaluating layers whose history has moved."""
+    width = state.integers[_EXPERTS]
+    size = len(state.numbers) // state.integers[_LAYERS]
+    for key in candidates:
+        layer = key // width
+        if not state.marks[0, layer]:
+            continue
+        state.marks[0, layer] = 0
+        first = layer * width
+        features = features_of(
+            state.scores[_AGE, first : first + width],
+            state.scores[_USES, first : first + width],
+        )
+        weights = state.numbers[layer * size : (layer + 1) * size]
+        outputs = evaluate(weights, state.integers[_HIDDEN], features)
+        # The lowest leaves; a large output is a distant next use.
+        for expert in range(width):
+            state.scores[_OUTPUT, first + expert] = -outputs[expert]
+    score = state.scores[_OUTPUT]
+    lowest_scores(candidates, score, score, chosen)
+
+
+class FlashMoE(AdmittingCompiledCache):
     """Evict the expert that a trained network expects back last, ties to the lower id.
 
     The network reads how long ago and how often each expert of the layer was used. It
@@ -47,16 +112,16 @@ class FlashMoE(ScoreBasedCache):
     def __init__(self, *, network: str = "flashmoe", scoring_s: float = 158e-6) -> None:
         expect(scoring_s >= 0.0, "scoring_s", ">= 0", scoring_s)
         self.network = network
-        self.scoring_s = scoring_s
+        self.choosing_s = scoring_s
 
-    def start(self, context: RunContext) -> None:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Take the trained network.
 
         Raises:
             PolicyError: there is none, or it was trained for another shape.
         """
-        super().start(context)
         layers = context.shape.layers
+        experts = context.shape.experts
         policy = "cache policy 'flashmoe'"
         arrays = context.extras.get(self.network)
         if arrays is None:
@@ -67,44 +132,26 @@ class FlashMoE(ScoreBasedCache):
                 " train-cache TRACE --out DIR`, then add --artefacts DIR"
             )
 
-        self._network = Network.of(arrays, f"{policy}: artefact {self.network!r}")
-        trained_for = (self._network.layers, self._network.experts)
-        if trained_for != (layers, self.experts):
+        network = Network.of(arrays, f"{policy}: artefact {self.network!r}")
+        if (network.layers, network.experts) != (layers, experts):
             raise PolicyError(
                 f"{policy}: artefact {self.network!r}: expected {layers} layers x"
-                f" {self.experts} experts, found a network of {self._network.layers} x"
-                f" {self._network.experts}; train one on a trace of this model"
+                f" {experts} experts, found a network of {network.layers} x"
+                f" {network.experts}; train one on a trace of this model"
             )
-        self._history = History(layers, self.experts)
+        shape = (layers, experts)
+        scores = np.zeros((3, layers * experts))
+        scores[_AGE] = np.inf
+        weights = [network.packed(layer) for layer in range(layers)]
         # Layers whose scores are older than their history.
-        self._stale = np.ones(layers, np.bool_)
-
-    def accessed(self, work: LayerWork) -> None:
-        """Note the active experts; the layer's scores wait until a victim is needed."""
-        self._history.note(work.layer, work.experts)
-        self._stale[work.layer] = True
-
-    def victims(
-        self,
-        incoming: np.ndarray,
-        candidates: np.ndarray,
-    ) -> np.ndarray:
-        """Choose the highest outputs, after evaluating layers whose history has
-        moved.
-        """
-        for layer in np.unique(candidates // self.experts):
-            if self._stale[layer]:
-                features = self._history.features(layer)
-                output = self._network.evaluate(layer, features)
-                # The base evicts the lowest; a large output is a distant next use.
-                self.score[self.keys_of(layer)] = -output
-                self._stale[layer] = False
-        return super().victims(incoming, candidates)
-
-    def exposed_s(self, load_s: float) -> float:
-        """The evaluation runs beside the load; only what outlasts it is waited for.
-
-        Source: algorithms §5.4, ``max(0, t_policy - t_load)`` on a miss and 0
-        otherwise.
-        """
-        return max(0.0, self.scoring_s - load_s)
+        stale = np.ones(layers)
+        return CacheKernels(
+            state(
+                scores=scores,
+                marks=stale,
+                numbers=np.concatenate(weights),
+                integers=[*shape, network.hidden],
+            ),
+            victims=_victims,
+            accessed=_accessed,
+        )

@@ -33,7 +33,7 @@ Tie = Literal["id", "fifo", "lru"]
 
 
 @compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
+def count_uses(state: State, work: Work) -> None:
     """Count the active experts that are counted, after ageing their layer.
 
     Scores: counts, and where ties are not by id, the tie's numbers. Marks: what is
@@ -116,7 +116,7 @@ class LFU(AdmittingCompiledCache):
                 integers=[context.shape.experts, in_cache, self.tie_rule == "lru"],
             ),
             victims=lowest_victims,
-            accessed=_accessed,
+            accessed=count_uses,
             admitted=_admitted,
             evicted=_evicted,
         )

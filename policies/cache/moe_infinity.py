@@ -6,11 +6,22 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.policies.base import CachePolicy, flat_keys
+from moesim.machine_code.functions import compiled
+from moesim.policies.cache._kernels import lowest_scores
+from moesim.policies.compiled import AdmittingCompiledCache
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
-    from moesim.policies.base import LayerWork, RunContext
+    from moesim.policies.base import RunContext
 
 Topology = Literal["first", "released"]
 Visits = Literal["in-cache", "perfect"]
@@ -20,7 +31,136 @@ Visits = Literal["in-cache", "perfect"]
 _FLOOR = 1e-6
 
 
-class MoEInfinity(CachePolicy):
+# Rows of the state's scores by key.
+_TOKENS = 0
+_VISITS = 1
+
+# Rows of the state's marks by key: whose visits are counted, what was prefetched and
+# not used yet, and what the layer step under way uses.
+_COUNTED = 0
+_UNUSED = 1
+_ACTIVE = 2
+
+# Places in the state's numbers: all visits, then the tokens of each layer.
+_ALL_VISITS = 0
+_LAYER_TOKENS = 1
+
+# Places in the state's integers.
+_EXPERTS = 0
+_LAYERS = 1
+_RELEASED = 2
+_IN_CACHE = 3
+_RESET = 4
+_LAYER = 5
+_BATCH = 6
+
+
+@compiled(ACCESSED)
+def _accessed(state: State, work: Work) -> None:
+    """Count tokens and visits of the active experts."""
+    # Not by phase: a prompt may come in several passes.
+    if state.integers[_RESET] and work.batch != state.integers[_BATCH]:
+        state.scores[_TOKENS, :] = 0.0
+        state.numbers[_LAYER_TOKENS:] = 0.0
+        state.integers[_BATCH] = work.batch
+    width = state.integers[_EXPERTS]
+    # Kept for `_admitted`, which follows and is not told the layer step.
+    first = state.integers[_LAYER] * width
+    for key in range(first, first + width):
+        state.marks[_ACTIVE, key] = 0
+    state.integers[_LAYER] = work.layer
+    for i in range(len(work.experts)):
+        key = work.layer * width + work.experts[i]
+        state.scores[_TOKENS, key] += work.tokens[i]
+        state.numbers[_LAYER_TOKENS + work.layer] += work.tokens[i]
+        if state.marks[_COUNTED, key]:
+            state.scores[_VISITS, key] += 1.0
+            state.numbers[_ALL_VISITS] += 1.0
+        state.marks[_UNUSED, key] = 0
+        state.marks[_ACTIVE, key] = 1
+
+
+@compiled(MOVED)
+def _admitted(state: State, keys: np.ndarray) -> None:
+    """Begin to count what enters."""
+    for key in keys:
+        # What enters without being active was prefetched, and is protected until used.
+        state.marks[_UNUSED, key] = not state.marks[_ACTIVE, key]
+        if state.integers[_IN_CACHE]:
+            state.numbers[_ALL_VISITS] += 1.0 - state.scores[_VISITS, key]
+            state.scores[_VISITS, key] = 1.0
+            state.marks[_COUNTED, key] = 1
+
+
+@compiled(MOVED)
+def _evicted(state: State, keys: np.ndarray) -> None:
+    """Forget what leaves, unless all-time visits are kept."""
+    for key in keys:
+        state.marks[_UNUSED, key] = 0
+        if state.integers[_IN_CACHE]:
+            state.numbers[_ALL_VISITS] -= state.scores[_VISITS, key]
+            state.scores[_VISITS, key] = 0.0
+            state.marks[_COUNTED, key] = 0
+
+
+@compiled
+def topology_decay(state: State, layer: int) -> float:
+    """The topology's factor of a layer, 0 to 1."""
+    layers = state.integers[_LAYERS]
+    if not state.integers[_RELEASED]:
+        return 1.0 - layer / layers
+    half = max(1, layers // 2)
+    current = state.integers[_LAYER]
+    in_first_half = layer < half
+    # Up to the current layer its half counts 1.
+    if in_first_half == (current < half) and layer <= current:
+        return 1.0
+    return 1.0 - layer / half if in_first_half else (layer - half) / (half + 1)
+
+
+@compiled
+def priorities(state: State, keys: np.ndarray) -> np.ndarray:
+    """The product for some experts, float64, each factor as a share of its sum."""
+    width = state.integers[_EXPERTS]
+    layers = state.integers[_LAYERS]
+    decays = 0.0
+    for layer in range(layers):
+        decays += topology_decay(state, layer) * width
+    visits = state.numbers[_ALL_VISITS]
+    uniform = 1.0 / (layers * width)
+    result = np.empty(len(keys))
+    for n in range(len(keys)):
+        key = keys[n]
+        layer = key // width
+        topology = topology_decay(state, layer) / decays if decays > 0.0 else uniform
+        # A layer without tokens of these sequences counts as uniform. The shares of
+        # each layer sum up to 1.
+        tokens = state.numbers[_LAYER_TOKENS + layer]
+        ratio = state.scores[_TOKENS, key] / tokens if tokens > 0.0 else 1.0 / width
+        visited = state.scores[_VISITS, key] / visits if visits > 0.0 else uniform
+        result[n] = (topology + _FLOOR) * (ratio / layers + _FLOOR)
+        result[n] *= visited + _FLOOR
+    return result
+
+
+@compiled(VICTIMS)
+def _victims(
+    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
+) -> None:
+    """Choose the lowest priorities, protected ones last."""
+    priority = priorities(state, candidates)
+    protected = np.empty(len(candidates))
+    for n in range(len(candidates)):
+        key = candidates[n]
+        current = key // state.integers[_EXPERTS] == state.integers[_LAYER]
+        protected[n] = 1.0 if state.marks[_UNUSED, key] or current else 0.0
+    best = np.empty(len(chosen), np.int64)
+    lowest_scores(np.arange(len(candidates)), protected, priority, best)
+    for n in range(len(chosen)):
+        chosen[n] = candidates[best[n]] if best[n] >= 0 else -1
+
+
+class MoEInfinity(AdmittingCompiledCache):
     """Evict the expert with the lowest product of topology decay, activation ratio of
     the sequence, and visit frequency.
 
@@ -57,96 +197,24 @@ class MoEInfinity(CachePolicy):
         self.visits = visits
         self.reset = reset
 
-    def start(self, context: RunContext) -> None:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Begin without tokens or visits."""
-        self._layers = context.shape.layers
-        self._experts = context.shape.experts
-        keys = self._layers * self._experts
-        self._tokens = np.zeros((self._layers, self._experts))
-        self._visits = np.zeros(keys)
-        self._counted = np.full(keys, self.visits == "perfect")
-        self._unused = np.zeros(keys, np.bool_)
-        self._active = np.zeros(keys, np.bool_)
-        self._layer = 0
-        self._batch: int | None = None
-
-    def accessed(self, work: LayerWork) -> None:
-        """Count tokens and visits of the active experts."""
-        # Not by phase: a prompt may come in several passes.
-        if self.reset and work.batch != self._batch:
-            self._tokens[:] = 0.0
-            self._batch = work.batch
-        self._layer = work.layer
-        self._tokens[work.layer, work.experts] += work.tokens
-
-        keys = flat_keys(work, self._experts)
-        counted = keys[self._counted[keys]]
-        self._visits[counted] += 1.0
-        self._unused[keys] = False
-        # Kept for `admitted`, which follows and is not told the layer step.
-        self._active[:] = False
-        self._active[keys] = True
-
-    def admitted(self, keys: np.ndarray) -> None:
-        """Begin to count what enters."""
-        # What enters without being active was prefetched, and is protected until used.
-        self._unused[keys] = ~self._active[keys]
-        if self.visits == "in-cache":
-            self._visits[keys] = 1.0
-            self._counted[keys] = True
-
-    def evicted(self, keys: np.ndarray) -> None:
-        """Forget what leaves, unless all-time visits are kept."""
-        self._unused[keys] = False
-        if self.visits == "in-cache":
-            self._visits[keys] = 0.0
-            self._counted[keys] = False
-
-    def victims(
-        self,
-        incoming: np.ndarray,
-        candidates: np.ndarray,
-    ) -> np.ndarray:
-        """Choose the lowest priorities, protected ones last."""
-        current = candidates // self._experts == self._layer
-        protected = self._unused[candidates] | current
-        # The last key sorts first: unprotected candidates, then by priority.
-        order = np.lexsort((self._priority()[candidates], protected))
-        return candidates[order[: len(incoming)]]
-
-    def _priority(self) -> np.ndarray:
-        """The product for every expert: float64 [L * E]."""
-        total = self._tokens.sum(axis=1, keepdims=True)
-        share = self._tokens / np.maximum(total, 1.0)
-        # A layer without tokens of these sequences counts as uniform.
-        ratio = np.where(total > 0.0, share, 1.0 / self._experts)
-        topology = np.repeat(self._decay(), self._experts)
-        factors = [
-            _share(topology),
-            _share(ratio.reshape(-1)),
-            _share(self._visits),
-        ]
-        return np.prod(factors, axis=0)
-
-    def _decay(self) -> np.ndarray:
-        """Float64 [L], 0 to 1."""
-        layer = np.arange(self._layers)
-        if self.topology == "first":
-            return 1.0 - layer / self._layers
-
-        half = max(1, self._layers // 2)
-        falling = 1.0 - layer / half
-        rising = (layer - half) / (half + 1)
-        if self._layer < half:
-            falling = np.where(layer > self._layer, falling, 1.0)
-        else:
-            rising = np.where(layer > self._layer, rising, 1.0)
-        return np.where(layer < half, falling, rising)
-
-
-def _share(values: np.ndarray) -> np.ndarray:
-    """`values` as shares of their sum, raised by the floor; uniform where all are 0."""
-    total = values.sum()
-    if total > 0.0:
-        return values / total + _FLOOR
-    return np.full(len(values), 1.0 / len(values)) + _FLOOR
+        shape = context.shape
+        keys = shape.layers * shape.experts
+        in_cache = self.visits == "in-cache"
+        scores = np.zeros((_VISITS + 1, keys))
+        marks = np.zeros((_ACTIVE + 1, keys))
+        marks[_COUNTED] = not in_cache
+        rules = (self.topology == "released", in_cache, self.reset)
+        return CacheKernels(
+            state(
+                scores=scores,
+                marks=marks,
+                numbers=np.zeros(1 + shape.layers),
+                integers=[shape.experts, shape.layers, *rules, 0, -1],
+            ),
+            victims=_victims,
+            accessed=_accessed,
+            admitted=_admitted,
+            evicted=_evicted,
+        )

@@ -4,7 +4,6 @@ of late, used or not.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -33,7 +32,7 @@ from moesim.policies.kernels import (
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    from moesim.policies.base import LayerWork, RunContext
+    from moesim.policies.base import RunContext
 
 Copies = Literal["demand", "missed"]
 Fill = Literal["empty", "lowest"]
@@ -41,7 +40,7 @@ Tie = Literal["id", "touched"]
 
 
 @compiled(nb.void(nb.float64[::1], SECONDS, nb.float64, nb.int64[::1]))
-def _mix(
+def mix(
     average: np.ndarray, scores: np.ndarray, alpha: float, best: np.ndarray
 ) -> None:
     """Mix the largest of a step's scores into a layer's average, both float64 [E], as
@@ -72,10 +71,11 @@ def _accessed(state: State, work: Work) -> None:
     first = work.layer * width
     if len(state.scores) > 1:
         stamp(state.scores[1], work.experts, first, state.numbers[0])
-    if len(work.scores):
+    scores = work.first_scores if state.integers[2] else work.scores
+    if len(scores):
         average = state.scores[0][first : first + width]
         best = state.marks[1][: state.integers[1]]
-        _mix(average, work.scores, state.numbers[1], best)
+        mix(average, scores, state.numbers[1], best)
 
 
 @compiled(MOVED)
@@ -134,6 +134,7 @@ class MRS(AdmittingCompiledCache):
         self.alpha = alpha
         self.p = p
         self.first_row = first_row
+        self.reads_tokens = first_row
         self.tie_rule = tie
         self.fill = fill
         self.copies = copies
@@ -160,7 +161,7 @@ class MRS(AdmittingCompiledCache):
                 # What is inside, and room for the best of a step.
                 marks=np.zeros((2, context.shape.layers * experts)),
                 numbers=[0.0, self.alpha, 0.0],
-                integers=[experts, top],
+                integers=[experts, top, self.first_row],
             ),
             victims=lowest_victims,
             accessed=_accessed,
@@ -174,13 +175,3 @@ class MRS(AdmittingCompiledCache):
         if self.fill == "lowest":
             return self._lowest_ids.initial(capacity_slots)
         return None
-
-    def accessed(self, work: LayerWork) -> None:
-        """Mix this step's best scores into the layer's S."""
-        if self.first_row and work.scores is not None:
-            work = replace(work, scores=work.scores[:1])
-        super().accessed(work)
-
-    def kernels(self) -> CacheKernels | None:
-        """The same in compiled runs; none for the first row, which they do not know."""
-        return None if self.first_row else super().kernels()

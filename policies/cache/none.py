@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from moesim.policies.cache._own_replacements import NoAdmissionCache
-from moesim.policies.kernels import CacheKernels, admits_nothing, state
 
 
 class NoCache(NoAdmissionCache):
@@ -20,7 +19,3 @@ class NoCache(NoAdmissionCache):
         """Start empty, whatever would fit."""
         del capacity_slots
         return np.empty(0, np.int64)
-
-    def kernels(self) -> CacheKernels:
-        """The same in compiled runs."""
-        return CacheKernels(state(), admits=admits_nothing)

@@ -8,26 +8,104 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.policies.base import ExpertKey, PolicyError, Swap
-from moesim.policies.cache._own_replacements import OwnReplacementsCache
+from moesim.machine_code.functions import compiled
+from moesim.policies.base import RESIDENT, PolicyError
+from moesim.policies.cache._own_replacements import note_admitted, note_evicted
+from moesim.policies.compiled import CompiledCache
+from moesim.policies.kernels import (
+    REPLACEMENTS,
+    CacheKernels,
+    State,
+    Work,
+    admits_nothing,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.planner.starting import first_fit
-from moesim.policies.ranking import highest_first, lowest_first, ranked
+from moesim.policies.ranking import best_of, ranked
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import LayerWork, MachineView, RunContext
+    from moesim.policies.base import RunContext
 
 Variant = Literal["paper", "released"]
 Fill = Literal["auto", "calibrated"]
 
-# Products such as 1.05 · 20 must equal 21 (algorithms §0).
+# Products such as 1.05 · 20 must equal 21.
 _TOLERANCE = 1e-12
 
 
-class PrefillSwap(OwnReplacementsCache):
+_PREFILL = int(Phase.PREFILL)
+
+# Places in the state's integers.
+_EXPERTS = 0
+_RELEASED = 1
+_IDLE = 2
+_MOST = 3
+
+
+@compiled
+def _is_clear(state: State, hot: int, cold: int) -> bool:
+    """Whether `hot` tokens are enough more than `cold` ones for a swap."""
+    needed = state.numbers[0] * cold
+    if state.integers[_RELEASED]:
+        return hot > needed * (1.0 + _TOLERANCE)
+    enough = hot >= needed * (1.0 - _TOLERANCE)
+    return enough and (hot > 0 or state.integers[_IDLE] != 0)
+
+
+@compiled(REPLACEMENTS)
+def _replacements(
+    state: State,
+    work: Work,
+    states: np.ndarray,
+    outgoing: np.ndarray,
+    incoming: np.ndarray,
+) -> int:
+    """Pair hot with cold after a prefill step."""
+    if work.phase != _PREFILL:
+        return 0
+    width = state.integers[_EXPERTS]
+    first = work.layer * width
+    tokens = np.zeros(width, np.int64)
+    for i in range(len(work.experts)):
+        tokens[work.experts[i]] = work.tokens[i]
+    absent = np.zeros(width, np.bool_)
+    settled = np.zeros(width, np.bool_)
+    for expert in range(width):
+        absent[expert] = state.marks[0, first + expert] == 0
+        for gpu in range(len(states)):
+            settled[expert] |= states[gpu, first + expert] == RESIDENT
+        # What is inside may still be in flight, and then it cannot leave yet.
+        settled[expert] &= not absent[expert]
+
+    enters = absent
+    leaves = settled
+    rising = -tokens
+    falling = tokens.copy()
+    if state.integers[_RELEASED]:
+        # The code multiplies by masks instead of selecting: residents have 0 tokens in
+        # the first list, absent experts many times theirs in the second.
+        enters = leaves = np.ones(width, np.bool_)
+        for expert in range(width):
+            if absent[expert]:
+                rising[expert] *= work.rows
+            else:
+                falling[expert] = 0
+    hot = best_of(falling, enters, state.integers[_MOST])
+    cold = best_of(rising, leaves, state.integers[_MOST])
+    count = 0
+    # The shorter list decides how many pairs there are.
+    for n in range(min(len(hot), len(cold))):
+        possible = absent[hot[n]] and settled[cold[n]]
+        if possible and _is_clear(state, tokens[hot[n]], tokens[cold[n]]):
+            outgoing[count] = first + cold[n]
+            incoming[count] = first + hot[n]
+            count += 1
+    return count
+
+
+class PrefillSwap(CompiledCache):
     """In prefill, swap each layer's busiest absent experts for its least busy
     residents; in decode, change nothing.
 
@@ -51,9 +129,11 @@ class PrefillSwap(OwnReplacementsCache):
             experts and the rest to the most frequent of all; ``auto`` is that where
             there is a calibration, else lowest ids.
 
-    Source: DAOP Alg. 1 and §4; ``daop_moe.py``, ``modeling_daop.py``; algorithms §2.1
-    and §2.2.
+    Source: DAOP, Algorithm 1 and section 4; ``daop_moe.py``, ``modeling_daop.py``.
     """
+
+    replaces_by_kernel = True
+    replaces_first = True
 
     def __init__(
         self,
@@ -74,15 +154,12 @@ class PrefillSwap(OwnReplacementsCache):
         self.idle = idle
         self.fill = fill
 
-    replaces_first = True
-
-    def start(self, context: RunContext) -> None:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Rank the experts by calibration.
 
         Raises:
             PolicyError: ``fill=calibrated`` without calibration counts.
         """
-        super().start(context)
         served = context.served
         if served is None:
             served = np.ones(context.shape.layers, np.bool_)
@@ -99,13 +176,26 @@ class PrefillSwap(OwnReplacementsCache):
             )
         else:
             # Equal counts: ties leave the lowest ids in front.
-            self._counts = np.zeros(self.inside.shape)
+            self._counts = np.zeros((context.shape.layers, context.shape.experts))
+        experts = context.shape.experts
+        rules = (self.variant == "released", self.idle, int(self.share * experts))
+        return CacheKernels(
+            state(
+                marks=np.zeros(self._counts.size),
+                numbers=[self.margin],
+                integers=[experts, *rules],
+            ),
+            admits=admits_nothing,
+            admitted=note_admitted,
+            evicted=note_evicted,
+            replacements=_replacements,
+        )
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Give each layer its share of its own best, the remainder to the best of all:
         int64 flat keys, ascending.
         """
-        layers, experts = self.inside.shape
+        layers, experts = self._counts.shape
         # A GPU may hold no layer at all: more GPUs than layers.
         served = max(1, int(self._served.sum()))
         is_global = len(capacity_slots) == 1
@@ -113,7 +203,7 @@ class PrefillSwap(OwnReplacementsCache):
         if is_global:
             shares = np.full(layers, int(capacity_slots[0]) // served)
 
-        taken = np.zeros(self.inside.shape, np.bool_)
+        taken = np.zeros(self._counts.shape, np.bool_)
         for layer in np.flatnonzero(self._served).tolist():
             best = ranked(self._counts[layer])
             taken[layer, best[: shares[layer]]] = True
@@ -131,54 +221,3 @@ class PrefillSwap(OwnReplacementsCache):
             room -= int(self._bytes_of[taken].sum())
             flat[order[first_fit(sizes, room)]] = True
         return np.flatnonzero(taken)
-
-    def replacements(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[Swap]:
-        """Pair hot with cold after a prefill step."""
-        if work.phase != Phase.PREFILL:
-            return ()
-
-        tokens = np.zeros(self.inside.shape[1], np.int64)
-        tokens[work.experts] = work.tokens
-        settled = self.settled(work.layer, view)
-        absent = ~self.inside[work.layer]
-        most = int(self.share * len(tokens))
-
-        if self.variant == "released":
-            # The code multiplies by masks instead of selecting: residents have 0
-            # tokens in the first list, absent experts many times theirs in the second.
-            penalty = np.where(absent, len(work.routing), 1)
-            every = np.arange(len(tokens))
-            hot = highest_first(every, tokens * absent)[:most]
-            cold = lowest_first(every, tokens * penalty)[:most]
-        else:
-            hot = np.flatnonzero(absent)
-            hot = highest_first(hot, tokens[hot])[:most]
-            cold = np.flatnonzero(settled)
-            cold = lowest_first(cold, tokens[cold])[:most]
-
-        # The shorter list decides how many pairs there are.
-        pairs = zip(hot.tolist(), cold.tolist(), strict=False)
-        swaps = []
-        for incoming, outgoing in pairs:
-            possible = absent[incoming] and settled[outgoing]
-            clear = self._clear(int(tokens[incoming]), int(tokens[outgoing]))
-            if possible and clear:
-                swaps.append(
-                    Swap(
-                        outgoing=ExpertKey(work.layer, outgoing),
-                        incoming=ExpertKey(work.layer, incoming),
-                    )
-                )
-        return swaps
-
-    def _clear(self, hot: int, cold: int) -> bool:
-        """Whether `hot` tokens are enough more than `cold` ones for a swap."""
-        needed = self.margin * cold
-        if self.variant == "released":
-            return hot > needed * (1.0 + _TOLERANCE)
-        enough = hot >= needed * (1.0 - _TOLERANCE)
-        return enough and (hot > 0 or self.idle)

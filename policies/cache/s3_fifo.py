@@ -7,20 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from moesim.machine_code.functions import compiled
 from moesim.policies.cache import _request_lists as lists
 from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    MOVED,
-    VICTIMS,
-    CacheKernels,
-    State,
-    Work,
-)
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from moesim.policies.base import RunContext
+    from moesim.policies.kernels import CacheKernels, State
 
 Variant = Literal["paper", "libcachesim"]
 
@@ -148,24 +139,6 @@ def _from_main(state: State, pool: int) -> int:
     return key
 
 
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    lists.pass_hits(state, work, _hit, lists.drop_from_list)
-
-
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    lists.take_back(state, candidates, _fill)
-    lists.serve_misses(state, incoming, candidates, chosen, _miss, lists.drop_from_list)
-
-
-@compiled(MOVED)
-def _admitted(state: State, keys: np.ndarray) -> None:
-    lists.confirm(state, keys, _fill)
-
-
 class S3FIFO(AdmittingCompiledCache):
     """Evict new experts early from a small queue, unless they were used there: then
     they move to the main queue.
@@ -214,10 +187,4 @@ class S3FIFO(AdmittingCompiledCache):
         for pool, slots in enumerate(context.capacity_slots.tolist()):
             known.marks[_SMALL, pool] = max(1, int(slots * self.small))
             known.marks[_MOST_GHOSTS, pool] = int(slots * self.ghosts)
-        return CacheKernels(
-            known,
-            victims=_victims,
-            accessed=_accessed,
-            admitted=_admitted,
-            evicted=lists.forget_evicted,
-        )
+        return lists.kernels_of(known, _hit, _miss, _fill)

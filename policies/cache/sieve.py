@@ -7,19 +7,10 @@ from typing import TYPE_CHECKING, ClassVar
 from moesim.machine_code.functions import compiled
 from moesim.policies.cache import _request_lists as lists
 from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    MOVED,
-    VICTIMS,
-    CacheKernels,
-    State,
-    Work,
-)
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from moesim.policies.base import RunContext
+    from moesim.policies.kernels import CacheKernels, State
 
 # Rows of the marks.
 _USED = lists.ROWS
@@ -75,30 +66,6 @@ def _drop(state: State, pool: int, key: int) -> None:
     lists.remove(state, key)
 
 
-@compiled(MOVED)
-def _evicted(state: State, keys: np.ndarray) -> None:
-    for key in keys:
-        lists.forget(state, key, _drop)
-
-
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    lists.pass_hits(state, work, _hit, _drop)
-
-
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    lists.take_back(state, candidates, _fill)
-    lists.serve_misses(state, incoming, candidates, chosen, _miss, _drop)
-
-
-@compiled(MOVED)
-def _admitted(state: State, keys: np.ndarray) -> None:
-    lists.confirm(state, keys, _fill)
-
-
 class SIEVE(AdmittingCompiledCache):
     """Evict the first expert not used since a hand last passed it; the hand moves from
     the oldest to the newest.
@@ -118,10 +85,4 @@ class SIEVE(AdmittingCompiledCache):
         known = lists.request_state(context, lists=1, rows=2)
         for pool in range(len(context.capacity_slots)):
             known.marks[_HAND, pool] = lists.head_of(known, pool, 0)
-        return CacheKernels(
-            known,
-            victims=_victims,
-            accessed=_accessed,
-            admitted=_admitted,
-            evicted=_evicted,
-        )
+        return lists.kernels_of(known, _hit, _miss, _fill, _drop)

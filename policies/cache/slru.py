@@ -7,20 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from moesim.machine_code.functions import compiled
 from moesim.policies.cache import _request_lists as lists
 from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    MOVED,
-    VICTIMS,
-    CacheKernels,
-    State,
-    Work,
-)
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from moesim.policies.base import RunContext
+    from moesim.policies.kernels import CacheKernels, State
 
 Entry = Literal["lowest", "free"]
 
@@ -83,24 +74,6 @@ def _fill(state: State, pool: int, key: int) -> None:
     _put(state, pool, key, 0)
 
 
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    lists.pass_hits(state, work, _hit, lists.drop_from_list)
-
-
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    lists.take_back(state, candidates, _fill)
-    lists.serve_misses(state, incoming, candidates, chosen, _miss, lists.drop_from_list)
-
-
-@compiled(MOVED)
-def _admitted(state: State, keys: np.ndarray) -> None:
-    lists.confirm(state, keys, _fill)
-
-
 class SLRU(AdmittingCompiledCache):
     """Evict from the lowest of several LRU segments; every hit moves an expert one
     segment up.
@@ -133,10 +106,9 @@ class SLRU(AdmittingCompiledCache):
     def bring(self, context: RunContext) -> CacheKernels:
         """Make empty segments for each pool."""
         rules = (self.segments, int(self.entry == "free"))
-        return CacheKernels(
+        return lists.kernels_of(
             lists.request_state(context, lists=self.segments, integers=rules),
-            victims=_victims,
-            accessed=_accessed,
-            admitted=_admitted,
-            evicted=lists.forget_evicted,
+            _hit,
+            _miss,
+            _fill,
         )

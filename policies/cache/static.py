@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from moesim.policies.base import PolicyError, RunContext
 from moesim.policies.cache._own_replacements import NoAdmissionCache
-from moesim.policies.kernels import CacheKernels, admits_nothing, state
 from moesim.policies.parameters import expect_choice
 from moesim.policies.planner.residency import GLOBAL
 from moesim.policies.planner.starting import fitting
+
+if TYPE_CHECKING:
+    from moesim.policies.kernels import CacheKernels
 
 Fill = Literal["auto", "calibrated", "lowest", "random", "front", "last"]
 
@@ -40,7 +42,7 @@ class Static(NoAdmissionCache):
         expect_choice("fill", fill, Fill)
         self.fill = fill
 
-    def start(self, context: RunContext) -> None:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Keep what ranks the experts.
 
         Raises:
@@ -58,6 +60,7 @@ class Static(NoAdmissionCache):
                 " calibration trace; found none"
             )
         self._context = context
+        return super().bring(context)
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Rank all experts, most wanted first, and keep what fits: int64 flat keys,
@@ -95,7 +98,3 @@ class Static(NoAdmissionCache):
 
         # Negated counts: the most often activated rank lowest.
         return -np.asarray(calibration, dtype=np.float64)
-
-    def kernels(self) -> CacheKernels:
-        """The same in compiled runs."""
-        return CacheKernels(state(), admits=admits_nothing)

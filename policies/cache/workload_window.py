@@ -32,8 +32,8 @@ Fill = Literal["random", "calibrated", "lowest"]
 PREFILL = int(Phase.PREFILL)
 
 # Rows of the state's marks: by key, and steps of the window by layer.
-_SUMS = 0
-_INSIDE = 1
+_INSIDE = 0
+_SUMS = 1
 _STEPS = 2
 
 # Places in the state's integers.
@@ -210,14 +210,6 @@ class WorkloadWindow(CompiledCache):
             evicted=_evicted,
             replacements=_replacements,
         )
-
-    @property
-    def inside(self) -> np.ndarray:
-        """Experts that have entered and not left, copies in flight included: bool
-        [L * E].
-        """
-        inside: np.ndarray = self.brought.state.marks[_INSIDE] != 0
-        return inside
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Fill the cache as `fill` says: int64 flat keys, ascending."""

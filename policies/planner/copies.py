@@ -78,9 +78,6 @@ def promote_due(
     and so does one that must be read first: a guess must not block the SSD.
     """
     for gpu, level in enumerate(machine.gpu):
-        hurries = level.cache.lands_by_next_visit
-        if not everything and not hurries:
-            continue
         for key in level.wished_of(layer):
             if everything:
                 _promote(machine, gpu, key, promoted)
@@ -118,7 +115,7 @@ def exposed_s(
     row = 0 if machine.splits_layers else gpu
     position = np.searchsorted(work.experts, keys - work.layer * machine.experts)
     first_s = float(work.arrive_s[row][position].min())
-    return level.cache.exposed_s(first_s)
+    return max(0.0, level.cache.choosing_s - first_s)
 
 
 def read_for_cpu(
@@ -182,7 +179,7 @@ def wish_for_foretold(
 ) -> None:
     """Wish for what a drafted token foretells, beside what those before it did."""
     _check(machine, named)
-    _wish(machine, _BETWEEN_LAYERS, named, copies)
+    _wish(machine, BETWEEN_LAYERS, named, copies)
 
 
 def _wish(
@@ -264,7 +261,7 @@ def _check(machine: MachineState, named: Sequence[ExpertKey]) -> None:
 
 
 _NOTHING = np.zeros(0)
-_BETWEEN_LAYERS = LayerWork(
+BETWEEN_LAYERS = LayerWork(
     step=-1,
     layer=-1,
     phase=Phase.DECODE,
@@ -308,9 +305,6 @@ def replace_first(machine: MachineState, work: LayerWork) -> list[tuple[int, Swa
     """
     replacements = []
     for row, gpu in enumerate(machine.serving[work.layer]):
-        level = machine.gpu[gpu]
-        if not (level.cache.replaces and level.cache.replaces_first):
-            continue
         lands_s = machine.links[gpu].left_s(machine.now_s)
         for swap in ask(machine, gpu, work):
             lands_s += machine.links[gpu].copy_s[swap.incoming]

@@ -4,11 +4,15 @@ arrivals, and which of them the CPU has computed ahead.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
+from moesim.machine_code.types import input_array
 from moesim.policies.base import (
     ABSENT,
     RESIDENT,
@@ -17,9 +21,12 @@ from moesim.policies.base import (
     PolicyError,
     Precompute,
 )
+from moesim.policies.compiled import kernel_gate
+from moesim.policies.kernels import GATE, GateWork
 from moesim.policies.planner.residency import look_up_work
 
 if TYPE_CHECKING:
+    from moesim.policies.base import MachineView, RoutingPolicy
     from moesim.policies.planner.host_memory import HostMemory
     from moesim.policies.planner.machine_state import MachineState
     from moesim.policies.planner.plan import Plan
@@ -108,33 +115,36 @@ _NO_MASS = 1e-30
 """Stands for a sum of zero, which cannot divide."""
 
 
-def gate_mass_kept(scores: np.ndarray, recorded: np.ndarray, used: np.ndarray) -> float:
-    """Share of the recorded experts' gate scores that the used experts have, mean over
-    tokens.
-
-    Args:
-        scores: float [T, E]; recorded, used: ids [T, K]; ids >= E are unused places.
+@compiled(nb.float64(GATE, input_array(nb.uint16, 2)))
+def gate_mass_kept(gate: GateWork, used: np.ndarray) -> float:
+    """Share of the recorded experts' gate scores that the `used` experts [T, K'] have,
+    mean over tokens. Where a trace has combine weights only, substitutes count for
+    nothing; NaN if it has neither.
     """
-    # Unused places read a column of zeros behind the experts'.
-    zeros = np.zeros((len(scores), 1))
-    padded = np.concatenate((scores.astype(np.float64), zeros), axis=1)
-    columns = np.minimum(used.astype(np.int64), scores.shape[1])
-    kept = np.take_along_axis(padded, columns, axis=1).sum(axis=1)
-    wanted = np.take_along_axis(padded, recorded.astype(np.int64), axis=1).sum(axis=1)
-    return float(np.mean(kept / np.maximum(wanted, _NO_MASS)))
-
-
-def weight_kept(weights: np.ndarray, recorded: np.ndarray, used: np.ndarray) -> float:
-    """As `gate_mass_kept`, where a trace has combine weights only: substitutes count
-    for nothing.
-
-    Args:
-        weights: float [T, K] of the recorded experts; recorded, used: ids [T, K].
-    """
-    kept = (recorded[:, :, None] == used[:, None, :]).any(axis=2)
-    wanted = weights.astype(np.float64)
-    shares = (wanted * kept).sum(axis=1) / np.maximum(wanted.sum(axis=1), _NO_MASS)
-    return float(np.mean(shares))
+    tokens, top_k = gate.experts.shape
+    by_score = len(gate.scores) > 0
+    if not by_score and not len(gate.weights):
+        return math.nan
+    total = 0.0
+    for t in range(tokens):
+        kept = 0.0
+        wanted = 0.0
+        for column in range(top_k):
+            expert = gate.experts[t, column]
+            if by_score:
+                wanted += gate.scores[t, expert]
+                continue
+            wanted += gate.weights[t, column]
+            for other in used[t]:
+                if other == expert:
+                    kept += gate.weights[t, column]
+        if by_score:
+            for expert in used[t]:
+                # Larger ids mark unused places.
+                if expert < gate.scores.shape[1]:
+                    kept += gate.scores[t, expert]
+        total += kept / max(wanted, _NO_MASS)
+    return total / max(1, tokens)
 
 
 class Rerouting:
@@ -144,13 +154,14 @@ class Rerouting:
         gate_mass: share of the gate's weight that altered routing kept, by layer step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: RoutingPolicy) -> None:
+        self._policy = policy
         self.gate_mass: list[float] = []
         # Step and layer whose gate was asked one layer earlier, and its answer.
         self._predicted: tuple[int, int, np.ndarray | None] = (-1, -1, None)
 
     def route(
-        self, machine: MachineState, routed: RoutedLayer, step: int, phase: Phase
+        self, view: MachineView, routed: RoutedLayer, step: int, phase: Phase
     ) -> RoutedLayer:
         """Let the routing policy choose the experts of every token."""
         predicted_step, layer, predicted = self._predicted
@@ -167,14 +178,11 @@ class Rerouting:
             scores=routed.scores,
             predicted=predicted,
         )
-        routing = machine.policies.routing.route(gate, machine)
-        if routed.scores is not None:
-            kept = gate_mass_kept(routed.scores, routed.routing, routing.experts)
-            self.gate_mass.append(kept)
-        elif routed.weights is not None:
-            kept = weight_kept(routed.weights, routed.routing, routing.experts)
-            self.gate_mass.append(kept)
-        used = routing.experts[routing.experts < machine.experts]
+        routing = self._policy.route(gate, view)
+        if routed.scores is not None or routed.weights is not None:
+            used = np.ascontiguousarray(routing.experts, np.uint16)
+            self.gate_mass.append(gate_mass_kept(kernel_gate(gate, view), used))
+        used = routing.experts[routing.experts < view.experts]
         experts, tokens = np.unique(used, return_counts=True)
         return replace(
             routed,
@@ -182,6 +190,22 @@ class Rerouting:
             tokens=tokens.astype(np.int32),
             routing=routing.experts,
             weights=routing.weights,
+        )
+
+
+def check_ahead(machine: MachineState, work: LayerWork, named: Precompute) -> None:
+    """Refuse work ahead of a gate that cannot be.
+
+    Raises:
+        PolicyError: naming the policy and the layer step that asked for it.
+    """
+    experts = named.experts
+    inside = experts.min() >= 0 and experts.max() < machine.experts
+    if not inside or (np.diff(experts) <= 0).any() or named.tokens.min() < 1:
+        raise PolicyError(
+            f"assignment policy {machine.assignment_name!r}: step {work.step}, layer"
+            f" {work.layer + 1}, ahead: expected ascending experts below"
+            f" {machine.experts}, with tokens, got {experts.tolist()}"
         )
 
 
@@ -209,14 +233,8 @@ class WorkAhead:
         named = machine.policies.assignment.precompute(plan.work, machine)
         if named is None or not len(named.experts):
             return
+        check_ahead(machine, plan.work, named)
         experts = named.experts
-        inside = experts.min() >= 0 and experts.max() < machine.experts
-        if not inside or (np.diff(experts) <= 0).any():
-            raise PolicyError(
-                f"assignment policy {machine.assignment_name!r}: step {plan.work.step},"
-                f" layer {layer}, ahead: expected ascending experts below"
-                f" {machine.experts}, got {experts.tolist()}"
-            )
         if machine.host is not None:
             # Staging is for reads that somebody waits for, not for guesses of a layer.
             memory = machine.host.memory

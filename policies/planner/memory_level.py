@@ -103,7 +103,6 @@ class MemoryLevel:
         self._state = memory.state_of
         self._used = np.zeros(memory.state.shape, np.bool_)
         self._noted_use: tuple[LayerWork, np.ndarray, int] | None = None
-        self.deliberates = type(cache).exposed_s is not CachePolicy.exposed_s
         self._staging = staging
         self._wishes: dict[int, Wish] = {}
         self._promised_bytes = [0] * len(memory.size.pool_bytes)

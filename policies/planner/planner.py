@@ -17,7 +17,6 @@ import numpy as np
 
 from moesim.policies.base import (
     CPU,
-    AssignmentPolicy,
     Evaluations,
     LayerWork,
     PolicyError,
@@ -44,7 +43,7 @@ class Planner(MachineState):
     """Asks the policies about every layer step, and keeps the state of their machine.
 
     Attributes:
-        gate_mass: share of the gate's weight that altered routing kept, by layer step.
+        rerouting: asks the routing policy.
     """
 
     def __init__(
@@ -62,12 +61,9 @@ class Planner(MachineState):
         super().__init__(shape, costs, policies, memory)
         self._joined_s = 0.0  # when the last layer step ended
         self._prefetches = policies.prefetch.prefetches
-        self._rerouting = Rerouting()
-        self.gate_mass = self._rerouting.gate_mass
+        self.rerouting = Rerouting(policies.routing)
         self._work_ahead = WorkAhead()
-        self._precomputes = (
-            type(policies.assignment).precompute is not AssignmentPolicy.precompute
-        )
+        self._precomputes = policies.assignment.precomputes
 
         # Most runs have none of these, so that nobody is asked in every layer step.
         # The caches of all GPUs are of one kind.
@@ -104,6 +100,11 @@ class Planner(MachineState):
     def own_planning_s(self) -> float:
         """Seconds of a layer step that policies take beyond the machine's planning."""
         return sum(policy.own_planning_s for policy in self.policies.all())
+
+    @property
+    def gate_mass(self) -> list[float]:
+        """Share of the gate's weight that altered routing kept, by layer step."""
+        return self.rerouting.gate_mass
 
     @property
     def requeues(self) -> bool:
@@ -153,7 +154,7 @@ class Planner(MachineState):
         if routed.layer:
             self.gap_s = now_s - self._joined_s
         if self.policies.routing.alters:
-            routed = self._rerouting.route(self, routed, step, phase)
+            routed = self.rerouting.route(self, routed, step, phase)
         work = look(self, routed, step, phase, batch)
         if self._precomputes:
             work.precomputed = self._work_ahead.take(work.layer, work.experts)
@@ -268,7 +269,7 @@ class Planner(MachineState):
         exposed_s = 0.0
         for gpu in self.serving[work.layer] if self._places_on_gpu else ():
             keys = wanted.wish_for_missing(self, work, gpu, launch, copies, promoted)
-            if self.gpu[gpu].deliberates:
+            if self.gpu[gpu].cache.choosing_s:
                 exposed_s = max(exposed_s, wanted.exposed_s(self, work, gpu, keys))
         if self.host is not None:
             wanted.read_for_cpu(self, self.host, work, launch, copies)

@@ -2,24 +2,181 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.policies.base import ExpertKey, PolicyError, PrefetchPolicy
+from moesim.machine_code.functions import compiled
+from moesim.policies.base import PolicyError
+from moesim.policies.compiled import CompiledPrefetch
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.ranking import highest_first, present
+from moesim.policies.prefetch._kernels import is_present
+from moesim.policies.ranking import best_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import LayerWork, MachineView, RunContext
-
+    from moesim.policies.base import RunContext
 
 Mask = Literal["released", "prefix"]
 
 
-class ActivationMatrix(PrefetchPolicy):
+_EVERY_LAYER = 1 << 30
+
+_SMALLEST = 1e-30
+"""Lengths below this count as 0, so that empty rows stay empty."""
+
+# The state's scores have a column for each sequence that is kept. Rows are counts by
+# key, then the lengths of each layer's counts, then their cosines with the running
+# sequence's, then how often each was most similar, then room for similarities. The
+# numbers are the running sequence's counts by key.
+
+# Places in the state's integers.
+_EXPERTS = 0
+_LAYERS = 1
+_PREFIX = 2
+_ALL = 3
+_SIZE = 4
+_BATCH = 5
+_KEPT = 6
+_CALIBRATED = 7
+
+
+@compiled
+def _finish(state: State) -> None:
+    """Store the running sequence, if it has begun, and start an empty one.
+
+    A full store forgets the one that was most similar least often; calibrated ones
+    stay.
+    """
+    experts = state.integers[_EXPERTS]
+    layers = state.integers[_LAYERS]
+    keys = experts * layers
+    capacity = state.scores.shape[1]
+    matches = state.scores[keys + 2 * layers]
+    if state.numbers.max() > 0.0 and capacity > state.integers[_CALIBRATED]:
+        n = state.integers[_KEPT]
+        if n < capacity:
+            state.integers[_KEPT] = n + 1
+        else:
+            n = state.integers[_CALIBRATED]
+            for other in range(n, capacity):
+                if matches[other] < matches[n]:
+                    n = other
+        for layer in range(layers):
+            squares = 0.0
+            for key in range(layer * experts, (layer + 1) * experts):
+                count = state.numbers[key]
+                state.scores[key, n] = count
+                squares += count * count
+            state.scores[keys + layer, n] = math.sqrt(squares)
+        matches[n] = 1.0
+    state.numbers[:] = 0.0
+    state.scores[keys + layers : keys + 2 * layers, :] = 0.0
+
+
+@compiled
+def _observe(state: State, work: Work) -> None:
+    """Count the tokens of a layer step into the running sequence, and renew that
+    layer's cosines: no other has moved.
+    """
+    experts = state.integers[_EXPERTS]
+    layers = state.integers[_LAYERS]
+    kept = state.integers[_KEPT]
+    first = work.layer * experts
+    for i in range(len(work.experts)):
+        state.numbers[first + work.experts[i]] += work.tokens[i]
+    squares = 0.0
+    for key in range(first, first + experts):
+        squares += state.numbers[key] * state.numbers[key]
+    length = max(math.sqrt(squares), _SMALLEST)
+    lengths = state.scores[experts * layers + work.layer]
+    cosines = state.scores[experts * layers + layers + work.layer]
+    for n in range(kept):
+        cosines[n] = 0.0
+    for key in range(first, first + experts):
+        share = state.numbers[key] / length
+        if share == 0.0:
+            continue
+        counts = state.scores[key]
+        for n in range(kept):
+            cosines[n] += counts[n] * share
+    for n in range(kept):
+        cosines[n] /= max(lengths[n], _SMALLEST)
+
+
+@compiled
+def _most_similar(state: State, first: int, end: int) -> int:
+    """The sequence whose counts in some layers look most like the running one's, ties
+    to the older.
+    """
+    layers = state.integers[_LAYERS]
+    kept = state.integers[_KEPT]
+    row = state.integers[_EXPERTS] * layers + layers
+    similarity = state.scores[row + layers + 1]
+    for n in range(kept):
+        similarity[n] = 0.0
+    for layer in range(first, end):
+        cosines = state.scores[row + layer]
+        for n in range(kept):
+            similarity[n] += cosines[n]
+    best = 0
+    for n in range(1, kept):
+        if similarity[n] > similarity[best]:
+            best = n
+    state.scores[row + layers, best] += 1.0
+    return best
+
+
+@compiled(PREFETCH)
+def _by_similar_sequence(
+    state: State, work: Work, view: KernelView, named: np.ndarray
+) -> int:
+    """Count this layer step, look up the nearest sequence, name its best absent
+    experts.
+    """
+    # Not by phase: a prompt may come in several passes.
+    if work.batch != state.integers[_BATCH]:
+        _finish(state)
+        state.integers[_BATCH] = work.batch
+    _observe(state, work)
+    experts = state.integers[_EXPERTS]
+    layers = state.integers[_LAYERS]
+    first = work.layer + 1
+    wants = state.integers[_ALL] or state.integers[_SIZE] > 0
+    if first == layers or not state.integers[_KEPT] or not wants:
+        return 0
+    if state.integers[_PREFIX]:
+        similar = _most_similar(state, 0, first)
+    else:
+        similar = _most_similar(state, first, layers)
+
+    value = np.zeros((layers - first) * experts)
+    for n in range(len(value)):
+        key = first * experts + n
+        depth = n // experts + 1
+        # Present experts are not wanted again, whatever their value.
+        if not is_present(view.states, key):
+            value[n] = state.scores[key, similar] * (1.0 - depth / (layers + 1))
+    if state.integers[_ALL]:
+        order = np.argsort(-value)
+    else:
+        order = best_of(value, value > 0.0, state.integers[_SIZE])
+    count = 0
+    for n in order:
+        if value[n] > 0.0:
+            named[count] = first * experts + n
+            count += 1
+    return count
+
+
+class ActivationMatrix(CompiledPrefetch):
     """Prefetch the experts of all coming layers by what the most similar finished
     sequence used there.
 
@@ -60,6 +217,7 @@ class ActivationMatrix(PrefetchPolicy):
         expect(size is None or size >= 0, "size", "a number >= 0 or none", size)
         self.mask = mask
         self.capacity = capacity
+        self.ahead = _EVERY_LAYER
         self.size = size
         self.requeue = requeue
 
@@ -72,6 +230,7 @@ class ActivationMatrix(PrefetchPolicy):
         layers = context.shape.layers
         experts = context.shape.experts
         none_known = np.zeros((0, layers, experts))
+        super().start(context)
         known = context.extras.get("activation_matrices", none_known)
         known = np.asarray(known, np.float64)
         if known.ndim != 3 or known.shape[1:] != (layers, experts):
@@ -80,138 +239,18 @@ class ActivationMatrix(PrefetchPolicy):
                 f" 'activation_matrices': expected shape (N, {layers}, {experts}), got"
                 f" {known.shape}"
             )
-        self._store = ActivationStore(known, self.capacity)
-        self._batch: int | None = None
-
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
-        """Count this layer step, look up the nearest sequence, name its best absent
-        experts.
-        """
-        # Not by phase: a prompt may come in several passes.
-        if work.batch != self._batch:
-            self._store.finish()
-            self._batch = work.batch
-        self._store.observe(work.layer, work.experts, work.tokens)
-
-        first = work.layer + 1
-        if first >= view.layers or not len(self._store) or self.size == 0:
-            return ()
-
-        compared = slice(first, None)
-        if self.mask == "prefix":
-            compared = slice(first)
-        depth = np.arange(1, view.layers - work.layer)
-        decay = 1.0 - depth / (view.layers + 1)
-        # A new array: the store's own rows stay as they are.
-        similar = self._store.most_similar(compared)
-        value = similar[first:] * decay[:, None]
-        # Present experts are not wanted again, whatever their value.
-        for j, row in enumerate(value):
-            row[present(view, first + j)] = 0.0
-
-        flat = value.reshape(-1)
-        size = int(np.count_nonzero(flat))
-        if self.size is not None:
-            size = min(self.size, size)
-        if not size:
-            return ()
-        # Only what reaches the size-th largest value is sorted, not all layers.
-        least = np.partition(flat, -size)[-size]
-        among = np.flatnonzero(flat >= least)
-        best = highest_first(among, flat[among])[:size]
-        return [
-            ExpertKey(first + key // view.experts, key % view.experts)
-            for key in best.tolist()
-        ]
-
-
-# Lengths below this count as 0, so that empty rows stay empty.
-_SMALLEST = 1e-30
-
-
-class ActivationStore:
-    """Keeps the matrices of finished sequences and compares the running one with all of
-    them, layer by layer.
-
-    Cosines change only for the layer that was just observed, so each layer step costs
-    one product with [N, E]. A full store forgets the matrix that was most similar least
-    often; calibrated ones stay.
-
-    Args:
-        known: float64 [N, L, E] calibrated matrices, N may be 0.
-        capacity: matrices kept in all.
-
-    Attributes:
-        current: float64 [L, E], the running sequence.
-    """
-
-    def __init__(
-        self,
-        known: np.ndarray,
-        capacity: int,
-    ) -> None:
-        known = known[:capacity]
-        self._capacity = capacity
-        self._calibrated = len(known)
-        self._counts = known.astype(np.float32)
-        self._unit = _rows_to_unit(self._counts)
-        self._matches = np.ones(len(known))
-        self.current = np.zeros(known.shape[1:])
-        self._cosine = np.zeros(known.shape[:2])
-
-    def __len__(self) -> int:
-        """How many finished sequences are kept."""
-        return len(self._counts)
-
-    def observe(
-        self,
-        layer: int,
-        experts: np.ndarray,
-        tokens: np.ndarray,
-    ) -> None:
-        """Count the tokens of a layer step into the running sequence."""
-        self.current[layer, experts] += tokens
-        row = self.current[layer]
-        length = float(np.linalg.norm(row))
-        unit = row / max(length, _SMALLEST)
-        # Only this layer's cosines have moved.
-        self._cosine[:, layer] = self._unit[:, layer] @ unit
-
-    def most_similar(self, layers: slice) -> np.ndarray:
-        """The finished matrix whose rows of `layers` look most like the running one's,
-        ties to the older: [L, E].
-        """
-        similarity = self._cosine[:, layers].sum(axis=1)
-        best = int(similarity.argmax())
-        self._matches[best] += 1
-        return self._counts[best]
-
-    def finish(self) -> None:
-        """Store the running sequence, if it has begun, and start an empty one."""
-        if self.current.any() and self._capacity > self._calibrated:
-            counts = self.current[None].astype(np.float32)
-            unit = _rows_to_unit(counts)
-            if len(self) < self._capacity:
-                self._counts = np.concatenate((self._counts, counts))
-                self._unit = np.concatenate((self._unit, unit))
-                self._matches = np.append(self._matches, 1.0)
-            else:
-                # Calibrated matrices stand in front and are never replaced.
-                learned = self._matches[self._calibrated :]
-                index = self._calibrated + int(learned.argmin())
-                self._counts[index] = counts[0]
-                self._unit[index] = unit[0]
-                self._matches[index] = 1.0
-        layers = len(self.current)
-        self.current = np.zeros_like(self.current)
-        self._cosine = np.zeros((len(self), layers))
-
-
-def _rows_to_unit(matrices: np.ndarray) -> np.ndarray:
-    """Rows of length 1; empty rows stay empty. [N, L, E]."""
-    length = np.linalg.norm(matrices, axis=2, keepdims=True)
-    return matrices / np.maximum(length, _SMALLEST)
+        known = known[: self.capacity]
+        kept = len(known)
+        keys = layers * experts
+        scores = np.zeros((keys + 2 * layers + 2, self.capacity))
+        scores[:keys, :kept] = known.reshape(kept, keys).T
+        scores[keys : keys + layers, :kept] = np.sqrt((known**2).sum(axis=2)).T
+        scores[-2, :] = 1.0
+        rules = (self.mask == "prefix", self.size is None, self.size or 0)
+        integers = [experts, layers, *rules, -1, kept, kept]
+        running = np.zeros(keys)
+        # Not copied: what is never touched costs no memory.
+        store = State(
+            scores, np.zeros((0, 0), np.int64), running, np.array(integers, np.int64)
+        )
+        self.brought = PrefetchKernels(_by_similar_sequence, store)

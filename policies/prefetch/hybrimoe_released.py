@@ -8,20 +8,59 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.policies.base import ABSENT, PrefetchPolicy
-from moesim.policies.cache.mrs import MRS
+from moesim.machine_code.functions import compiled
+from moesim.policies.base import ABSENT
+from moesim.policies.cache.mrs import mix
+from moesim.policies.compiled import CompiledPrefetch
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._kernels import absent_experts
-from moesim.policies.ranking import ranked
+from moesim.policies.prefetch._kernels import name_absent
+from moesim.policies.ranking import best_of
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import ExpertKey, LayerWork, MachineView, RunContext
+    from moesim.policies.base import RunContext
 
 
-class HybriMoEReleased(PrefetchPolicy):
+_DECODE = int(Phase.DECODE)
+
+
+@compiled(PREFETCH)
+def _by_recent_scores(
+    state: State, work: Work, view: KernelView, named: np.ndarray
+) -> int:
+    """Note this layer's scores, then rank the next layer by what it had before. The
+    state's integers: E, and ranked experts considered.
+    """
+    width = state.integers[0]
+    first = work.layer * width
+    # Every step counts into the scores, also where nothing is prefetched.
+    if len(work.first_scores):
+        average = state.scores[0][first : first + width]
+        mix(average, work.first_scores, state.numbers[0], state.marks[0])
+    uses_gpu = False
+    for i in range(len(work.experts)):
+        uses_gpu |= work.state[i] != ABSENT
+    coming = first + width
+    is_last = coming == state.scores.shape[1]
+    if is_last or work.phase != _DECODE or not uses_gpu:
+        return 0
+    recent = state.scores[0][coming : coming + width]
+    # Experts that never had a score are not wanted.
+    order = best_of(recent, recent > 0.0, width)
+    return name_absent(
+        order, work.layer + 1, width, view.states, state.integers[1], False, named, 0
+    )
+
+
+class HybriMoEReleased(CompiledPrefetch):
     """Prefetch the next layer's experts of the highest minus-recent score, if this
     layer uses the GPU.
 
@@ -40,38 +79,24 @@ class HybriMoEReleased(PrefetchPolicy):
     """
 
     needs = ("scores",)
+    reads_tokens = True
     late = "wait"
 
     def __init__(self, *, size: int = 4, alpha: float = 0.5) -> None:
         expect(size >= 0, "size", "a number >= 0", size)
+        expect(0.0 < alpha <= 1.0, "alpha", "0 < alpha <= 1", alpha)
         self.size = size
-        self._scores = MRS(alpha=alpha, first_row=True)
+        self.alpha = alpha
 
     def start(self, context: RunContext) -> None:
         """Begin with all scores 0."""
-        self._scores.start(context)
-
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
-        """Note this layer's scores, then rank the next layer by what it had before."""
-        # Every step counts into the scores, also where nothing is prefetched.
-        self._scores.accessed(work)
-        layer = work.layer + 1
-        uses_gpu = (work.state != ABSENT).any()
-        if layer >= view.layers or work.phase != Phase.DECODE or not uses_gpu:
-            return ()
-
-        first = layer * view.experts
-        recent = self._scores.score[first : first + view.experts]
-        # Experts that never had a score are not wanted.
-        scored = np.count_nonzero(recent)
-        return absent_experts(
-            ranked(recent)[:scored],
-            layer,
-            view,
-            size=self.size,
-            refill=False,
+        super().start(context)
+        shape = context.shape
+        top = min(shape.experts, 2 * shape.top_k)
+        known = state(
+            scores=np.zeros(shape.layers * shape.experts),
+            marks=np.zeros(top),
+            numbers=[self.alpha],
+            integers=[shape.experts, self.size],
         )
+        self.brought = PrefetchKernels(_by_recent_scores, known)

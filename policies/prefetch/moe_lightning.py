@@ -4,20 +4,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from moesim.policies.assignment.moe_lightning import StaticSplit
-from moesim.policies.base import ExpertKey, PrefetchPolicy
+from moesim.machine_code.functions import compiled
+from moesim.policies.assignment.moe_lightning import planned, split_state
+from moesim.policies.compiled import CompiledPrefetch
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect
-from moesim.policies.ranking import present
+from moesim.policies.prefetch._kernels import is_present
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import numpy as np
 
-    from moesim.policies.base import LayerWork, MachineView, RunContext
+    from moesim.policies.base import RunContext
 
 
-class MoELightning(PrefetchPolicy):
+@compiled(PREFETCH)
+def _stream(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
+    """Name what is absent of the next layer's planned experts, in ascending id."""
+    layer = work.layer + 1
+    experts, layers = state.integers[:2]
+    if layer == layers:
+        return 0
+    plan = planned(state, work.phase, layer, work.rows, view.states)
+    count = 0
+    for key in range(layer * experts, (layer + 1) * experts):
+        if plan[key] and not is_present(view.states, key):
+            named[count] = key
+            count += 1
+    return count
+
+
+class MoELightning(CompiledPrefetch):
     """Stream what the plan of the assignment policy of this name puts on a GPU, one
     layer ahead.
 
@@ -42,13 +64,6 @@ class MoELightning(PrefetchPolicy):
 
     def start(self, context: RunContext) -> None:
         """Begin without plans."""
-        self._split = StaticSplit(context, self.tokens, undivided=self.undivided)
-
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
-        """Name what is absent of the next layer's planned experts, in ascending id."""
-        layer = work.layer + 1
-        if layer >= view.layers:
-            return ()
-        plan = self._split.of(work.phase, layer, len(work.routing), view)
-        wanted = np.flatnonzero(plan & ~present(view, layer))
-        return [ExpertKey(layer, expert) for expert in wanted.tolist()]
+        super().start(context)
+        known = split_state(context, self.tokens, undivided=self.undivided)
+        self.brought = PrefetchKernels(_stream, known)

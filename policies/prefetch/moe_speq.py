@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from moesim.policies.prefetch._drafted import DraftedPrefetch
 
-if TYPE_CHECKING:
-    from moesim.policies.base import MachineView
+_EVERY_LAYER = 1 << 62
 
 
 class MoESpeQ(DraftedPrefetch):
@@ -26,11 +23,4 @@ class MoESpeQ(DraftedPrefetch):
     """
 
     def __init__(self, *, accuracy: float = 0.95) -> None:
-        super().__init__(accuracy=accuracy)
-
-    def reaches(
-        self, layer: int, copies: int, draft_s: float, view: MachineView
-    ) -> bool:
-        """Every layer."""
-        del layer, copies, draft_s, view
-        return True
+        super().__init__(accuracy=accuracy, cutoff=_EVERY_LAYER)

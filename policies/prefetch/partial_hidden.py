@@ -2,27 +2,65 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
-from moesim.policies.base import Evaluations, ExpertKey, PrefetchPolicy
+from moesim.machine_code.functions import compiled
+from moesim.policies.base import Evaluations
+from moesim.policies.compiled import CompiledPrefetch
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._kernels import absent_experts
-from moesim.policies.ranking import ranked
+from moesim.policies.prefetch._kernels import name_absent
+from moesim.policies.ranking import best_of
 from moesim.traces.format.schema import Phase
-from moesim.traces.predictions import predicted_workload
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import LayerWork, MachineView
 
 Merge = Literal["max", "sum"]
 Prefill = Literal["layer", "predicted"]
 
 
-class PartialHidden(PrefetchPolicy):
+_PREFILL = int(Phase.PREFILL)
+_NO_LIMIT = 1 << 62
+
+
+@compiled(PREFETCH)
+def _by_next_gate(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
+    """Queue the next layer's predicted experts, best first. The state's integers: most
+    ranked experts, whether scores are merged by their maximum, and whether a prefill
+    takes the whole layer.
+    """
+    experts = view.workload.shape[1]
+    layer = work.layer + 1
+    if layer * experts == view.states.shape[1]:
+        return 0
+    if state.integers[2] and work.phase == _PREFILL:
+        for expert in range(experts):
+            named[expert] = layer * experts + expert
+        return experts
+    merged = np.zeros(experts)
+    for expert in range(experts):
+        for t in range(len(view.predicted)):
+            score = view.predicted[t, expert]
+            if state.integers[1]:
+                merged[expert] = score if t == 0 else max(merged[expert], score)
+            else:
+                merged[expert] += score
+    # Experts that no token is predicted to choose are not wanted.
+    predicted = view.workload[0] > 0
+    order = best_of(merged, predicted, experts)
+    return name_absent(
+        order, layer, experts, view.states, state.integers[0], False, named, 0
+    )
+
+
+class PartialHidden(CompiledPrefetch):
     """Prefetch each token's predicted top k in decode, best score first, and the whole
     next layer in prefill; drop what has not started in time.
 
@@ -49,6 +87,7 @@ class PartialHidden(PrefetchPolicy):
     """
 
     needs = ("pred1_raw",)
+    reads_tokens = True
     late = "drop"
 
     def __init__(
@@ -61,9 +100,10 @@ class PartialHidden(PrefetchPolicy):
         expect_choice("merge", merge, Merge)
         expect_choice("prefill", prefill, Prefill)
         expect(size is None or size >= 0, "size", "a number >= 0 or none", size)
-        self.merge = merge
-        self.size = size
         self.prefill = prefill
+        most = _NO_LIMIT if size is None else size
+        rules = (most, merge == "max", prefill == "layer")
+        self.brought = PrefetchKernels(_by_next_gate, state(integers=rules))
 
     def evaluations(self, following: int, phase: Phase) -> Evaluations:
         """The next layer's dense part, where it is predicted."""
@@ -72,33 +112,3 @@ class PartialHidden(PrefetchPolicy):
 
     def _preloads(self, phase: Phase) -> bool:
         return phase == Phase.PREFILL and self.prefill == "layer"
-
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
-        """Queue the next layer's predicted experts, best first."""
-        layer = work.layer + 1
-        if layer >= view.layers:
-            return ()
-        if self._preloads(work.phase):
-            return [ExpertKey(layer, expert) for expert in range(view.experts)]
-
-        scores = work.predicted["pred1_raw"].astype(np.float32)
-        predicted = predicted_workload(scores, work.routing.shape[1]) > 0
-        if self.merge == "max":
-            merged = scores.max(axis=0)
-        else:
-            merged = scores.sum(axis=0, dtype=np.float64)
-
-        # Experts that no token is predicted to choose sort last, and are cut off.
-        count = np.count_nonzero(predicted)
-        order = ranked(merged, among=predicted)[:count]
-        return absent_experts(
-            order,
-            layer,
-            view,
-            size=len(order) if self.size is None else self.size,
-            refill=False,
-        )

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from moesim.policies.parameters import expect
 from moesim.policies.prefetch._drafted import DraftedPrefetch
-
-if TYPE_CHECKING:
-    from moesim.policies.base import MachineView
 
 
 class SPMoE(DraftedPrefetch):
@@ -30,16 +25,6 @@ class SPMoE(DraftedPrefetch):
     """
 
     def __init__(self, *, accuracy: float = 0.9, cutoff: int | None = None) -> None:
-        super().__init__(accuracy=accuracy)
         holds = cutoff is None or cutoff >= 0
         expect(holds, "cutoff", "a number >= 0 or none", cutoff)
-        self.cutoff = cutoff
-
-    def reaches(
-        self, layer: int, copies: int, draft_s: float, view: MachineView
-    ) -> bool:
-        """Whether a layer lies before the cutoff."""
-        if self.cutoff is not None:
-            return layer < self.cutoff
-        landed_s = view.link_wait_s() + copies * view.copy_s(layer)
-        return landed_s <= draft_s + layer * view.gap_s
+        super().__init__(accuracy=accuracy, cutoff=cutoff)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import numpy as np
@@ -20,46 +19,153 @@ from moesim.policies.kernels import (
     Work,
 )
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._kernels import (
-    absent_experts,
-    name_absent,
-    ranked_experts,
-)
-from moesim.policies.ranking import ranked
+from moesim.policies.prefetch._kernels import name_absent, ranked_experts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import ExpertKey, LayerWork, MachineView, RunContext
+    from moesim.policies.base import RunContext
 
 
 Table = Literal["auto", "calibrated", "online"]
 
 
+# Places in the state's integers; then, of two layers that predict, the row of each pair
+# of experts, and how often each row's pair was seen. The state's scores have a row for
+# each expert, then one for each pair: how often every expert followed.
+_SIZE = 0
+_REFILL = 1
+_LEARNS = 2
+_PRECEDING = 3
+_ROWS = 4
+_PAIRS = 5
+
+MOST_BYTES = 1 << 30
+"""Of the counts of pairs: of more pairs, those that were seen first count."""
+
+
+@compiled
+def count_triples(
+    state: State, layer: int, first: np.ndarray, second: np.ndarray, after: np.ndarray
+) -> None:
+    """Count the experts of the same tokens in three layers.
+
+    Args:
+        state: of `Statistical` with two layers that predict.
+        layer: the second one.
+        first, second, after: ids [T, K]; unused columns hold ids >= E.
+    """
+    experts = state.scores.shape[1]
+    keys = state.marks.shape[1]
+    row_of = state.integers[_PAIRS : _PAIRS + keys * experts]
+    seen = state.integers[_PAIRS + keys * experts :]
+    for t in range(len(first)):
+        for a in first[t]:
+            for b in second[t]:
+                if a >= experts or b >= experts:
+                    continue
+                pair = (layer * experts + a) * experts + b
+                if not row_of[pair]:
+                    if state.integers[_ROWS] == len(seen):
+                        continue
+                    state.integers[_ROWS] += 1
+                    row_of[pair] = state.integers[_ROWS]
+                row = row_of[pair] - 1
+                seen[row] += 1
+                for e in after[t]:
+                    if e < experts:
+                        state.scores[keys + row, e] += 1.0
+
+
+@compiled
+def _known_rows(
+    row_of: np.ndarray,
+    experts: int,
+    layer: int,
+    first: np.ndarray,
+    second: np.ndarray,
+    rows: np.ndarray,
+) -> int:
+    """Fill in the rows of a token's pairs that were seen before; their number."""
+    count = 0
+    for a in first:
+        for b in second:
+            if a < experts and b < experts:
+                row = row_of[(layer * experts + a) * experts + b]
+                if row:
+                    rows[count] = row - 1
+                    count += 1
+    return count
+
+
+@compiled
+def triple_workload(
+    state: State, layer: int, first: np.ndarray, second: np.ndarray
+) -> np.ndarray:
+    """Predict the workload of the layer behind `layer`: float64 [E].
+
+    A token's estimate is the mean over its pairs that were seen before; one without
+    such pairs counts as with one layer.
+    """
+    experts = state.scores.shape[1]
+    keys = state.marks.shape[1]
+    row_of = state.integers[_PAIRS : _PAIRS + keys * experts]
+    seen = state.integers[_PAIRS + keys * experts :]
+    workload = np.zeros(experts)
+    unseen = np.zeros(experts, np.int32)
+    rows = np.empty(first.shape[1] * second.shape[1], np.int64)
+    for t in range(len(second)):
+        count = _known_rows(row_of, experts, layer, first[t], second[t], rows)
+        for row in rows[:count]:
+            for e in range(experts):
+                workload[e] += state.scores[keys + row, e] / seen[row] / count
+        if not count:
+            for b in second[t]:
+                if b < experts:
+                    unseen[b] += 1
+    others = np.flatnonzero(unseen)
+    ids = np.empty(len(others), np.int32)
+    tokens = np.empty(len(others), np.int32)
+    for n in range(len(others)):
+        ids[n] = others[n]
+        tokens[n] = unseen[others[n]]
+    workload += following_workload(
+        state.scores, state.marks[0], layer * experts, ids, tokens
+    )
+    return workload
+
+
 @compiled(PREFETCH)
 def _following(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
-    size, refill, learns = state.integers
     experts = state.scores.shape[1]
     first = work.layer * experts
     # Layers of a ragged prefill hold different tokens.
-    if learns and len(view.before) == len(view.routing):
+    tokens = len(view.routing)
+    follows = tokens > 0 and len(view.before) == tokens
+    if follows and state.integers[_LEARNS]:
         count_pairs(
             state.scores, state.marks[0], first - experts, view.before, view.routing
         )
+    by_pairs = follows and state.integers[_PRECEDING] == 2
+    if by_pairs and len(view.before_that) == tokens:
+        count_triples(
+            state, work.layer - 1, view.before_that, view.before, view.routing
+        )
     # The last layer predicts nothing, but how it was reached is learned.
-    if first + experts == len(state.scores):
+    if first + experts == state.marks.shape[1]:
         return 0
-    workload = following_workload(
-        state.scores, state.marks[0], first, work.experts, work.tokens
-    )
+    if by_pairs:
+        workload = triple_workload(state, work.layer, view.before, view.routing)
+    else:
+        workload = following_workload(
+            state.scores, state.marks[0], first, work.experts, work.tokens
+        )
     # Experts that never followed are not wanted.
     return name_absent(
         ranked_experts(workload, np.zeros(experts)),
         work.layer + 1,
         experts,
         view.states,
-        size,
-        refill != 0,
+        state.integers[_SIZE],
+        state.integers[_REFILL] != 0,
         named,
         0,
     )
@@ -127,94 +233,20 @@ class Statistical(CompiledPrefetch):
                 "prefetch policy 'statistical': calibration 'transitions': expected"
                 f" shape {(layers, experts, experts)}, got {np.shape(table)}"
             )
-        self._learns = table is None
-        if table is None:
-            self._transitions = Transitions(layers, experts)
-        else:
-            self._transitions = Transitions.known(np.asarray(table, np.float64))
-        # The kernel works on the same arrays.
-        known = State(
-            self._transitions.pairs,
-            self._transitions.seen[None],
-            np.empty(0),
-            np.array([self.size, self.refill, self._learns], np.int64),
-        )
+        keys = layers * experts
+        # What is never touched costs no memory.
+        rows = 0
+        if self.preceding == 2:
+            rows = min(keys * experts, MOST_BYTES // (8 * experts))
+        scores = np.zeros((keys + rows, experts))
+        if table is not None:
+            scores[:keys] = np.reshape(table, (keys, experts))
+        integers = np.zeros(_PAIRS + (keys * experts + rows if rows else 0), np.int64)
+        rules = (self.size, self.refill, table is None, self.preceding)
+        integers[: len(rules)] = rules
+        seen = np.zeros((1, keys), np.int64)
+        known = State(scores, seen, np.empty(0), integers)
         self.brought = PrefetchKernels(_following, known)
-        self._pairs = PairTransitions(experts)
-        # What was routed in this pass so far, the last two layers.
-        self._before: list[LayerWork] = []
-
-    def kernels(self) -> PrefetchKernels | None:
-        """The same in compiled runs, but for pairs of layers: their table grows."""
-        return self.brought if self.preceding == 1 else None
-
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
-        """Predict the next layer; on the way learn how this one followed the last."""
-        if self.preceding == 1:
-            return super().prefetch(work, view)
-        # The last layer predicts nothing, but how it was reached is learned.
-        before = self._preceding(work)
-        self._learn(work, before)
-        self._before = [*before, work][-2:]
-        layer = work.layer + 1
-        if layer >= view.layers:
-            return ()
-
-        if before:
-            workload = self._by_pairs(work, before[-1])
-        else:
-            workload = self._transitions.workload(work.layer, work.experts, work.tokens)
-        # Experts that never followed are not wanted.
-        followed = np.count_nonzero(workload)
-        return absent_experts(
-            ranked(workload)[:followed],
-            layer,
-            view,
-            size=self.size,
-            refill=self.refill,
-        )
-
-    def _by_pairs(self, work: LayerWork, before: LayerWork) -> np.ndarray:
-        """Workload predicted by two layers, and by one for tokens of unseen pairs."""
-        workload, unseen = self._pairs.workload(
-            work.layer, before.routing, work.routing
-        )
-        routed = work.routing[unseen].astype(np.int64).reshape(-1)
-        experts, tokens = np.unique(
-            routed[routed < self._pairs.experts], return_counts=True
-        )
-        return workload + self._transitions.workload(work.layer, experts, tokens)
-
-    def _preceding(self, work: LayerWork) -> list[LayerWork]:
-        """The layers of this pass right before, as far as they hold the same tokens."""
-        same: list[LayerWork] = []
-        follower = work
-        for before in reversed(self._before):
-            # Transitions do not cross from the last layer to the next step's first.
-            if before.step != follower.step or before.layer + 1 != follower.layer:
-                break
-            # Layers of a ragged prefill hold different tokens.
-            if len(before.routing) != len(work.routing):
-                break
-            same.insert(0, before)
-            follower = before
-        return same
-
-    def _learn(self, work: LayerWork, before: list[LayerWork]) -> None:
-        """Count how this layer's experts followed those of the layers before."""
-        if not before:
-            return
-        last = before[-1]
-        if self._learns:
-            self._transitions.observe(last.layer, last.routing, work.routing)
-        if len(before) == 2:
-            self._pairs.observe(
-                last.layer, before[0].routing, last.routing, work.routing
-            )
 
 
 _ROUTING = input_array(nb.uint16, 2)
@@ -333,74 +365,3 @@ class Transitions:
         # At least 1, so that rows that were never seen stay 0.
         seen = np.maximum(self.seen, 1)
         return (self.pairs / seen[:, None]).reshape(-1, self.experts, self.experts)
-
-
-class PairTransitions:
-    """Counts what followed a token's expert in one layer and another in the next. E
-    experts of a layer.
-
-    Few of the E² pairs ever occur, so rows are made when they are first seen.
-    """
-
-    def __init__(self, experts: int) -> None:
-        self.experts = experts
-        # (layer of the second, first * E + second) -> counts [E], and how often seen.
-        self._followers: dict[tuple[int, int], np.ndarray] = {}
-        self._seen: dict[tuple[int, int], int] = defaultdict(int)
-
-    def observe(
-        self, layer: int, first: np.ndarray, second: np.ndarray, after: np.ndarray
-    ) -> None:
-        """Note the same tokens' experts in three layers.
-
-        Args:
-            layer: the second one.
-            first, second, after: ids [T, K]; unused columns hold ids >= E.
-        """
-        pairs = self._pairs(first, second)
-        seen, times = np.unique(pairs[pairs >= 0], return_counts=True)
-        for pair, count in zip(seen.tolist(), times.tolist(), strict=True):
-            self._seen[layer, pair] += count
-
-        # All followers of one pair stand together in ascending order.
-        after = after.astype(np.int64)
-        followed = pairs[:, :, None] * self.experts + after[:, None, :]
-        used = (pairs[:, :, None] >= 0) & (after[:, None, :] < self.experts)
-        followed, times = np.unique(followed[used], return_counts=True)
-        owners, starts = np.unique(followed // self.experts, return_index=True)
-        edges = [*starts.tolist(), len(followed)]
-        for pair, begin, end in zip(owners.tolist(), edges, edges[1:], strict=False):
-            row = self._followers.setdefault((layer, pair), np.zeros(self.experts))
-            row[followed[begin:end] % self.experts] += times[begin:end]
-
-    def workload(
-        self, layer: int, first: np.ndarray, second: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Predict the workload of the layer behind `layer`: float64 [E].
-
-        A token's estimate is the mean over its pairs that were seen before.
-
-        Returns:
-            The workload, and which tokens have no such pair: bool [T].
-        """
-        pairs, place = np.unique(self._pairs(first, second), return_inverse=True)
-        place = place.reshape(len(second), -1)
-        known = np.array([(layer, pair) in self._followers for pair in pairs.tolist()])
-        counted = known[place].sum(axis=1, keepdims=True)
-        share = known[place] / np.maximum(counted, 1)
-        weight = np.bincount(place.reshape(-1), share.reshape(-1), len(pairs))
-
-        workload = np.zeros(self.experts)
-        for pair, tokens in zip(pairs[known].tolist(), weight[known], strict=True):
-            key = layer, pair
-            workload += tokens * self._followers[key] / self._seen[key]
-        return workload, counted[:, 0] == 0
-
-    def _pairs(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """Numbers of each token's pairs, int64 [T, K²]; -1 for unused columns."""
-        # Wider integers, as pairs are numbered `first * E + second`.
-        first = first.astype(np.int64)[:, :, None]
-        second = second.astype(np.int64)[:, None, :]
-        used = (first < self.experts) & (second < self.experts)
-        pairs = np.where(used, first * self.experts + second, -1)
-        return pairs.reshape(len(pairs), -1)

@@ -4,19 +4,53 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from moesim.policies.base import ExpertKey, PrefetchPolicy
+from moesim.machine_code.functions import compiled
+from moesim.policies.compiled import CompiledPrefetch
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect_choice
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import numpy as np
 
-    from moesim.policies.base import LayerWork, MachineView
+    from moesim.policies.base import RunContext
 
 Streamed = Literal["both", "prefill"]
 
 
-class WholeLayer(PrefetchPolicy):
+_PREFILL = int(Phase.PREFILL)
+
+
+@compiled(PREFETCH)
+def _next_layer(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
+    """Name the next layer in ascending id; and a step's first layer itself. The state's
+    integers: whether in prefill alone; E.
+    """
+    if state.integers[0] and work.phase != _PREFILL:
+        return 0
+    keys = view.states.shape[1]
+    experts = state.integers[1]
+    count = 0
+    # All of them, present ones too: the planner drops those.
+    if work.layer == 0:
+        for expert in range(experts):
+            named[count] = expert
+            count += 1
+    first = (work.layer + 1) * experts
+    for key in range(first, min(first + experts, keys)):
+        named[count] = key
+        count += 1
+    return count
+
+
+class WholeLayer(CompiledPrefetch):
     """Prefetch all experts of the next layer, whether they will be used or not.
 
     With no cache and staging for two layers a layer costs the longer of computing it
@@ -37,18 +71,10 @@ class WholeLayer(PrefetchPolicy):
     def __init__(self, *, phase: Streamed = "both") -> None:
         expect_choice("phase", phase, Streamed)
         self.phase = phase
+        self.ahead = 0
 
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
-        """Name the next layer in ascending id; and a step's first layer itself."""
-        if self.phase == "prefill" and work.phase != Phase.PREFILL:
-            return []
-        # All of them, present ones too: the planner drops those.
-        layers = [0] if work.layer == 0 else []
-        if work.layer + 1 < view.layers:
-            layers.append(work.layer + 1)
-        experts = range(view.experts)
-        return [ExpertKey(layer, expert) for layer in layers for expert in experts]
+    def start(self, context: RunContext) -> None:
+        """Learn how many experts a layer has."""
+        super().start(context)
+        rule = state(integers=[self.phase == "prefill", context.shape.experts])
+        self.brought = PrefetchKernels(_next_layer, rule)

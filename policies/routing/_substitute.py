@@ -1,6 +1,7 @@
 """Substitution of experts, and the combine weights that follow from it.
 
-Shared by the routing policies that replace experts.
+Shared by the routing policies that replace experts, and by DAOP's assignment, which
+foresees what they do.
 
 T tokens, K experts per token, E experts of the layer.
 """
@@ -11,108 +12,119 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.policies.base import Routing
-from moesim.policies.ranking import ranked
+from moesim.machine_code.functions import compiled
+from moesim.policies.base import ABSENT, RESIDENT, Routing
+from moesim.policies.compiled import CompiledRouting
+from moesim.policies.kernels import UNUSED
+from moesim.policies.ranking import best_of
 
 if TYPE_CHECKING:
     from moesim.policies.base import Gate, MachineView
-
-UNUSED = 65535
-"""Marks a column that no expert takes; its weight is 0."""
+    from moesim.policies.kernels import GateWork
 
 # Keeps the division by a sum of scores, which may be 0, harmless.
 SMALLEST = 1e-30
 """Least divisor of a normalisation."""
 
 
-def scores_of(gate: Gate) -> np.ndarray:
-    """The gate's scores, float64 [T, E]; a run whose trace lacks them was refused
-    before it started.
+# -- kernels ---------------------------------------------------------------------------
+
+
+@compiled
+def on_gpu(gate: GateWork, experts: int, in_flight: bool) -> np.ndarray:
+    """Bool [E]: experts of the gate's layer that are on some GPU, or `in_flight` to
+    one.
     """
-    assert gate.scores is not None, (
-        "a policy that needs scores was started without them"
-    )
-    return gate.scores.astype(np.float64)
+    here = np.zeros(experts, np.bool_)
+    first = gate.layer * experts
+    for gpu in range(len(gate.states)):
+        for expert in range(experts):
+            state = gate.states[gpu, first + expert]
+            here[expert] |= state == RESIDENT or (in_flight and state != ABSENT)
+    return here
 
 
-def chosen_mask(
-    experts: np.ndarray,
-    width: int,
-) -> np.ndarray:
-    """Bool [T, E]: the experts each token has, from ids [T, K]."""
-    mask = np.zeros((len(experts), width), dtype=np.bool_)
-    np.put_along_axis(
-        mask,
-        experts.astype(np.int64),
-        values=True,
-        axis=1,
-    )
+@compiled
+def chosen_by(experts: np.ndarray, width: int) -> np.ndarray:
+    """Bool [E]: the experts of one token."""
+    mask = np.zeros(width, np.bool_)
+    for expert in experts:
+        if expert < width:
+            mask[expert] = True
     return mask
 
 
-def values_at(values: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Entries [T, K] of `values` [T, E] at the `ids` [T, K] of each row."""
-    return np.take_along_axis(values, ids, axis=1)
-
-
+@compiled
 def substitute(
     experts: np.ndarray,
-    replace: np.ndarray,
+    replaced: np.ndarray,
     scores: np.ndarray,
     alternatives: np.ndarray,
-) -> np.ndarray:
-    """Replace the marked experts by the best alternatives.
+) -> None:
+    """Replace a token's marked experts by its best alternatives, where they lie.
 
-    A token with fewer alternatives than marked experts keeps the first of those, which
-    are its best.
+    With fewer alternatives than marked experts the first of those, which are the best,
+    stay.
 
     Args:
-        experts: int64 [T, K], best first.
-        replace: bool [T, K], columns that are up for replacement.
-        scores: float64 [T, E], higher is better, ties to the lower id.
-        alternatives: bool [T, E], experts that may enter.
-
-    Returns:
-        int64 [T, K].
+        experts: int64 [K], best first.
+        replaced: bool [K], columns that are up for replacement.
+        scores: float64 [E], higher is better, ties to the lower id.
+        alternatives: bool [E], experts that may enter.
     """
-    if not replace.any():
-        return experts
+    marked = 0
+    for column in range(len(experts)):
+        marked += replaced[column]
+    if not marked:
+        return
+    best = best_of(scores, alternatives, marked)
+    kept = marked - len(best)
+    n = 0
+    for column in range(len(experts)):
+        if not replaced[column]:
+            continue
+        if n >= kept:
+            experts[column] = best[n - kept]
+        n += 1
 
-    marked = replace.sum(axis=1)
-    available = alternatives.sum(axis=1)
-    replaced = np.minimum(marked, available)
-    top_k = experts.shape[1]
-    best = ranked(scores, among=alternatives)[:, :top_k]
 
-    # The n-th marked column takes alternative n, less those that stay in front of it.
-    kept = (marked - replaced)[:, None]
-    alternative = np.cumsum(replace, axis=1) - 1 - kept
-    newcomers = values_at(best, np.maximum(alternative, 0))
-    takes_one = replace & (alternative >= 0)
-    return np.where(takes_one, newcomers, experts)
-
-
+@compiled
 def keep_one_absent(
-    experts: np.ndarray,
-    scores: np.ndarray,
-    resident: np.ndarray,
-) -> np.ndarray:
-    """DAOP's degradation: a token keeps its best absent expert, and the next-best
-    residents replace the others.
+    experts: np.ndarray, scores: np.ndarray, resident: np.ndarray
+) -> None:
+    """DAOP's degradation, where a token's experts lie: it keeps its best absent one,
+    and the next-best residents replace the others.
 
     Args:
-        experts: int64 [T, K], best first.
-        scores: float64 [T, E], by which they were chosen.
+        experts: int64 [K], best first.
+        scores: float64 [E], by which they were chosen.
         resident: bool [E].
-
-    Returns:
-        int64 [T, K].
     """
-    absent = ~resident[experts]
-    # Columns stand best first: the first absent one is the one that may stay.
-    further = absent & (np.cumsum(absent, axis=1) > 1)
-    alternatives = resident & ~chosen_mask(experts, scores.shape[1])
-    return substitute(experts, further, scores, alternatives)
+    further = np.zeros(len(experts), np.bool_)
+    absent = 0
+    for column in range(len(experts)):
+        if not resident[experts[column]]:
+            absent += 1
+            # Columns stand best first: the first absent one is the one that may stay.
+            further[column] = absent > 1
+    chosen = chosen_by(experts, len(scores))
+    alternatives = np.empty(len(scores), np.bool_)
+    for expert in range(len(scores)):
+        alternatives[expert] = resident[expert] and not chosen[expert]
+    substitute(experts, further, scores, alternatives)
+
+
+# -- weights ---------------------------------------------------------------------------
+
+
+class SubstitutingRouting(CompiledRouting):
+    """Experts by a kernel, their combine weights by `routing`."""
+
+    needs: tuple[str, ...] = ("scores",)
+
+    def weigh(self, gate: Gate, experts: np.ndarray, view: MachineView) -> Routing:
+        """Weigh every expert by its own score."""
+        return routing(gate, experts, view)
 
 
 def routing(
@@ -137,7 +149,10 @@ def routing(
             own; then no token keeps its recorded weights, as the gate was never
             evaluated.
     """
-    scores = scores_of(gate)
+    assert gate.scores is not None, (
+        "a policy that needs scores was started without them"
+    )
+    scores = gate.scores.astype(np.float64)
     recorded = gate.experts.astype(np.int64)
     used = scores if predicted is None else predicted.astype(np.float64)
 
@@ -146,13 +161,13 @@ def routing(
     padded = np.zeros((len(used), width + 1))
     padded[:, :width] = used
     ids = np.minimum(experts, width).astype(np.int64)
-    expert_scores = values_at(padded, ids)
+    expert_scores = np.take_along_axis(padded, ids, axis=1)
 
     if view.shape.norm_topk:
         base = expert_scores.sum(axis=1)
         total = np.ones(len(expert_scores))
     else:
-        base = values_at(scores, recorded).sum(axis=1)
+        base = np.take_along_axis(scores, recorded, axis=1).sum(axis=1)
         total = base
     if gate.weights is not None:
         recorded_weights = gate.weights.astype(np.float64)

@@ -6,16 +6,51 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.policies.base import PolicyError, Routing, RoutingPolicy
+from moesim.machine_code.functions import compiled
+from moesim.policies.base import PolicyError, Routing
+from moesim.policies.compiled import CompiledRouting
+from moesim.policies.kernels import (
+    ROUTE,
+    UNUSED,
+    GateWork,
+    RoutingKernels,
+    State,
+    state,
+)
 from moesim.policies.parameters import expect
-from moesim.policies.routing._substitute import SMALLEST, UNUSED
+from moesim.policies.routing._substitute import SMALLEST
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
     from moesim.policies.base import Gate, MachineView, RunContext
 
 
-class AdaptiveGating(RoutingPolicy):
+_DECODE = int(Phase.DECODE)
+
+
+@compiled(ROUTE)
+def _route(state: State, gate: GateWork, routing: np.ndarray) -> int:
+    """Drop what weighs less than the layer's threshold, the state's number of it."""
+    if gate.phase != _DECODE:
+        return 0
+    top_k = gate.experts.shape[1]
+    drops = False
+    for t in range(len(gate.experts)):
+        total = 0.0
+        for weight in gate.weights[t]:
+            total += weight
+        for column in range(top_k):
+            dropped = gate.weights[t, column] < state.numbers[gate.layer] * total
+            # The best expert stays, however small its share.
+            if dropped and column:
+                drops = True
+                routing[t * top_k + column] = UNUSED
+            else:
+                routing[t * top_k + column] = gate.experts[t, column]
+    return top_k if drops else 0
+
+
+class AdaptiveGating(CompiledRouting):
     """Drop every expert but a token's best whose share of the weight is below the
     layer's threshold.
 
@@ -42,7 +77,6 @@ class AdaptiveGating(RoutingPolicy):
         expect(sensitivity > 0, "sensitivity", "a number > 0", sensitivity)
         self.budget = budget
         self.sensitivity = sensitivity
-        self._threshold: np.ndarray | None = None
 
     def start(self, context: RunContext) -> None:
         """Take the layers' sensitivities from the calibration if it holds them.
@@ -61,35 +95,18 @@ class AdaptiveGating(RoutingPolicy):
                 f" {layers} positive numbers, one for each MoE layer, got shape"
                 f" {sensitivity.shape}"
             )
-        self._threshold = np.sqrt(self.budget / sensitivity)
+        threshold = np.sqrt(self.budget / sensitivity)
+        self.brought = RoutingKernels(_route, state(numbers=threshold))
 
-    def route(
-        self,
-        gate: Gate,
-        view: MachineView,
-    ) -> Routing:
-        """Drop experts of a decode step."""
-        assert self._threshold is not None, "route() before start()"
+    def weigh(self, gate: Gate, experts: np.ndarray, view: MachineView) -> Routing:
+        """Scale up what remains, where the model normalises."""
         assert gate.weights is not None, (
             "a policy that needs weights was started without them"
         )
-        if gate.phase != Phase.DECODE:
-            return Routing(gate.experts, gate.weights)
-
         weights = gate.weights.astype(np.float64)
-        total = weights.sum(axis=1, keepdims=True)
-        dropped = weights < self._threshold[gate.layer] * total
-        # The best expert stays, however small its share.
-        dropped[:, 0] = False
-        if not dropped.any():
-            return Routing(gate.experts, gate.weights)
-
-        kept = np.where(dropped, 0.0, weights)
+        kept = np.where(experts == UNUSED, 0.0, weights)
         if view.shape.norm_topk:
+            total = weights.sum(axis=1, keepdims=True)
             left = kept.sum(axis=1, keepdims=True)
             kept *= total / np.maximum(left, SMALLEST)
-        experts = np.where(dropped, UNUSED, gate.experts)
-        return Routing(
-            experts=experts.astype(np.uint16),
-            weights=kept.astype(np.float32),
-        )
+        return Routing(experts, kept.astype(np.float32))

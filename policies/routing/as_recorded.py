@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from moesim.policies.base import Gate, MachineView, Routing, RoutingPolicy
+from moesim.policies.kernels import RoutingKernels
 
 
 class AsRecorded(RoutingPolicy):
@@ -14,6 +15,10 @@ class AsRecorded(RoutingPolicy):
     """
 
     alters: ClassVar[bool] = False
+
+    def kernels(self) -> RoutingKernels:
+        """The same in compiled runs."""
+        return RoutingKernels()
 
     def route(
         self,

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.policies.base import RoutingPolicy
+from moesim.machine_code.functions import compiled
+from moesim.policies.kernels import ROUTE, GateWork, RoutingKernels, State, state
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.ranking import present, ranked
+from moesim.policies.ranking import best_of
 from moesim.policies.routing._substitute import (
-    chosen_mask,
-    routing,
-    scores_of,
-    values_at,
+    SubstitutingRouting,
+    chosen_by,
+    on_gpu,
 )
 
 if TYPE_CHECKING:
-    from moesim.policies.base import Gate, MachineView, Routing, RunContext
+    from moesim.policies.base import RunContext
 
 Scale = Literal["mean", "token"]
 
@@ -29,7 +30,67 @@ _SMALLEST = float(np.finfo(np.float16).smallest_subnormal)
 _TIE_BONUS = 1e-9
 
 
-class CachePrior(RoutingPolicy):
+# Rows of the state's scores, by layer.
+_SUM = 0
+_SEEN = 1
+
+
+@compiled
+def _logit(score: float, by_sigmoid: bool) -> float:
+    """A logit up to a constant that all experts of a token share."""
+    score = max(score, _SMALLEST)
+    if by_sigmoid:
+        return math.log(score / max(1.0 - score, _SMALLEST))
+    return math.log(score)
+
+
+@compiled(ROUTE)
+def _route(state: State, gate: GateWork, routing: np.ndarray) -> int:
+    """Rank the recorded experts and the residents again; ties stay with the recorded
+    ones. The state's integers: `top_j`, whether the range is a mean, whether scores are
+    sigmoids.
+    """
+    top_j, by_mean, by_sigmoid = state.integers
+    tokens, width = gate.scores.shape
+    top_k = gate.experts.shape[1]
+    logits = np.empty((tokens, width))
+    ranges = np.empty(tokens)
+    for t in range(tokens):
+        for expert in range(width):
+            logits[t, expert] = _logit(gate.scores[t, expert], by_sigmoid != 0)
+        ranges[t] = logits[t].max() - logits[t].min()
+        state.scores[_SUM, gate.layer] += ranges[t]
+        state.scores[_SEEN, gate.layer] += 1.0
+    mean = state.scores[_SUM, gate.layer] / state.scores[_SEEN, gate.layer]
+
+    resident = on_gpu(gate, width, False)
+    value = np.empty(width)
+    among = np.empty(width, np.bool_)
+    for t in range(tokens):
+        bonus = state.numbers[0] * (mean if by_mean else ranges[t])
+        recorded = chosen_by(gate.experts[t], width)
+        # The first gain as much as residents, so no resident can overtake them.
+        first = chosen_by(gate.experts[t, :top_j], width)
+        for expert in range(width):
+            among[expert] = recorded[expert] or resident[expert]
+            value[expert] = logits[t, expert]
+            if resident[expert] or first[expert]:
+                value[expert] += bonus
+            if recorded[expert]:
+                value[expert] += _TIE_BONUS
+        best = chosen_by(best_of(value, among, top_k), width)
+        same = True
+        for expert in gate.experts[t]:
+            same &= best[expert]
+        # A token whose set is the same keeps the recorded order, too.
+        in_order = best_of(logits[t], best, top_k)
+        for column in range(top_k):
+            expert = in_order[column]
+            routing[t * top_k + column] = gate.experts[t, column] if same else expert
+    return top_k
+
+
+class CachePrior(SubstitutingRouting):
     """Add a share of the logits' range to resident experts, then take the top k again.
 
     A confident gate is left alone; where experts nearly tie, residents win. Every
@@ -48,8 +109,6 @@ class CachePrior(RoutingPolicy):
     accesses change.
     """
 
-    needs = ("scores",)
-
     def __init__(
         self,
         *,
@@ -66,61 +125,11 @@ class CachePrior(RoutingPolicy):
 
     def start(self, context: RunContext) -> None:
         """Begin with no ranges seen."""
-        self._sum = np.zeros(context.shape.layers)
-        self._seen = np.zeros(context.shape.layers)
-        self._sigmoid = context.shape.scoring == "sigmoid"
-
-    def route(
-        self,
-        gate: Gate,
-        view: MachineView,
-    ) -> Routing:
-        """Rank the recorded experts and the residents again; ties stay with the
-        recorded ones.
-        """
-        logits = self._logits(scores_of(gate))
-        recorded = gate.experts.astype(np.int64)
-        top_k = recorded.shape[1]
-        chosen = chosen_mask(recorded, view.experts)
-        resident = present(view, gate.layer, in_flight=False)
-
-        # The first `top_j` gain as much as residents, so no resident can overtake them.
-        first = recorded[:, : self.top_j]
-        shielded = chosen_mask(first, view.experts)
-        raised = resident | shielded
-        bonus = self.strength * self._range(gate.layer, logits)
-        value = logits + bonus * raised + _TIE_BONUS * chosen
-        best = ranked(value, among=chosen | resident)[:, :top_k]
-        best = np.sort(best, axis=1)
-
-        # A token whose set is the same keeps the recorded order, too.
-        recorded_set = np.sort(recorded, axis=1)
-        same = (best == recorded_set).all(axis=1, keepdims=True)
-        by_score = ranked(values_at(logits, best))
-        best_first = values_at(best, by_score)
-        experts = np.where(same, recorded, best_first)
-        return routing(gate, experts, view)
-
-    def _logits(self, scores: np.ndarray) -> np.ndarray:
-        """Logits up to a constant, float64 [T, E]."""
-        scores = np.maximum(scores, _SMALLEST)
-        if self._sigmoid:
-            others = np.maximum(1 - scores, _SMALLEST)
-            return np.log(scores / others)
-        return np.log(scores)
-
-    def _range(
-        self,
-        layer: int,
-        logits: np.ndarray,
-    ) -> np.ndarray:
-        """Range of the logits: float64 [T, 1], or [1, 1] for the layer's mean, these
-        tokens included.
-        """
-        spread = np.ptp(logits, axis=1, keepdims=True)
-        if self.scale == "token":
-            return spread
-        self._sum[layer] += spread.sum()
-        self._seen[layer] += len(spread)
-        mean = self._sum[layer] / self._seen[layer]
-        return np.array([[mean]])
+        shape = context.shape
+        rules = (self.top_j, self.scale == "mean", shape.scoring == "sigmoid")
+        known = state(
+            scores=np.zeros((2, shape.layers)),
+            numbers=[self.strength],
+            integers=rules,
+        )
+        self.brought = RoutingKernels(_route, known)

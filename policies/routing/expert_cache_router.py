@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
-from moesim.policies.base import Routing, RoutingPolicy
+from moesim.machine_code.functions import compiled
+from moesim.policies.kernels import (
+    ROUTE,
+    UNUSED,
+    GateWork,
+    RoutingKernels,
+    State,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.ranking import present, ranked
+from moesim.policies.ranking import best_of
 from moesim.policies.routing._substitute import (
     SMALLEST,
-    UNUSED,
-    chosen_mask,
-    routing,
-    scores_of,
+    SubstitutingRouting,
+    chosen_by,
+    on_gpu,
     substitute,
-    values_at,
 )
 from moesim.traces.format.schema import Phase
-
-if TYPE_CHECKING:
-    from moesim.policies.base import Gate, MachineView
 
 Reading = Literal["text", "literal"]
 Phases = Literal["both", "decode"]
@@ -30,7 +33,214 @@ Phases = Literal["both", "decode"]
 _TOLERANCE = 1e-12
 
 
-class ExpertCacheRouter(RoutingPolicy):
+_DECODE = int(Phase.DECODE)
+
+# What is known of an expert for one token, added up.
+_CHOSEN = 1
+"""It is recorded."""
+_TOP = 2
+"""Its score lies above the band around beta,"""
+_CLOSE = 4
+"""or not below it."""
+_LOW = 8
+"""It is up for replacement (as Algorithm 1 is printed)."""
+
+
+@compiled
+def _bands(
+    scores: np.ndarray, experts: np.ndarray, alpha: float, known: np.ndarray
+) -> None:
+    """Note where the scores of a token's experts lie, int8 [E]."""
+    chosen = chosen_by(experts, len(scores))
+    beta = -np.inf
+    for expert in range(len(scores)):
+        if not chosen[expert]:
+            beta = max(beta, scores[expert])
+    upper = (1.0 + alpha) * beta
+    for expert in range(len(scores)):
+        score = scores[expert]
+        known[expert] = 0
+        if chosen[expert]:
+            known[expert] |= _CHOSEN
+        if score > upper + _TOLERANCE:
+            known[expert] |= _TOP
+        if score >= (1.0 - alpha) * beta - _TOLERANCE:
+            known[expert] |= _CLOSE
+        if score >= beta - _TOLERANCE and score < upper - _TOLERANCE:
+            known[expert] |= _LOW
+
+
+@compiled(ROUTE)
+def _route(state: State, gate: GateWork, routing: np.ndarray) -> int:
+    """Route a batch. The state's number is alpha; its integers: whether the whole batch
+    is looked at, whether experts in flight are present, whether only decode is altered,
+    and whether Algorithm 1 is followed to the letter.
+    """
+    gathers, in_flight, decode_only, literal = state.integers
+    tokens, top_k = gate.experts.shape
+    width = gate.scores.shape[1]
+    # With all experts chosen there is no alternative, and no beta.
+    if top_k >= width or (decode_only and gate.phase != _DECODE):
+        return 0
+    known = np.empty((tokens, width), np.int8)
+    available = on_gpu(gate, width, in_flight != 0)
+    # Some token's top-score expert will be fetched anyway, so others may use it.
+    fetched = _TOP if literal else _TOP | _CHOSEN
+    for t in range(tokens):
+        _bands(gate.scores[t], gate.experts[t], state.numbers[0], known[t])
+        for expert in range(width):
+            available[expert] |= known[t, expert] & fetched == fetched
+    if literal:
+        return _literal(gate.scores, known, available, routing)
+
+    experts = np.empty((tokens, top_k), np.int64)
+    missing = np.zeros((tokens, top_k), np.bool_)
+    for t in range(tokens):
+        _by_residents(
+            gate.experts[t],
+            gate.scores[t],
+            known[t],
+            available,
+            experts[t],
+            missing[t],
+        )
+    if gathers:
+        _gather(experts, missing, gate.scores, known)
+    for t in range(tokens):
+        for column in range(top_k):
+            routing[t * top_k + column] = experts[t, column]
+    return top_k
+
+
+@compiled
+def _by_residents(
+    recorded: np.ndarray,
+    scores: np.ndarray,
+    known: np.ndarray,
+    available: np.ndarray,
+    experts: np.ndarray,
+    missing: np.ndarray,
+) -> None:
+    """Replace a token's low-score experts that are absent by the best of those present.
+
+    Args:
+        recorded: uint16 [K].
+        scores: float64 [E].
+        known: int8 [E], see `_bands`.
+        available: bool [E].
+        experts: int64 [K], filled in.
+        missing: bool [K], filled in: low-score experts that would have to be fetched.
+    """
+    alternatives = np.empty(len(scores), np.bool_)
+    for expert in range(len(scores)):
+        close = known[expert] & (_CLOSE | _CHOSEN) == _CLOSE
+        alternatives[expert] = close and available[expert]
+    for column in range(len(experts)):
+        expert = recorded[column]
+        experts[column] = expert
+        missing[column] = not (known[expert] & _TOP) and not available[expert]
+    substitute(experts, missing, scores, alternatives)
+    for column in range(len(experts)):
+        missing[column] &= experts[column] == recorded[column]
+
+
+@compiled
+def _gather(
+    experts: np.ndarray, missing: np.ndarray, scores: np.ndarray, known: np.ndarray
+) -> None:
+    """Replace experts that are still missing by those of the batch that more tokens ask
+    for.
+
+    Args:
+        experts: int64 [T, K] after replacement by residents; changes.
+        missing: bool [T, K], low-score experts that would have to be fetched.
+        scores: float64 [T, E].
+        known: int8 [T, E], see `_bands`.
+    """
+    tokens, top_k = experts.shape
+    width = scores.shape[1]
+    requests = np.zeros(width, np.int64)
+    most = SMALLEST
+    for t in range(tokens):
+        for expert in experts[t]:
+            requests[expert] += 1
+        most = max(most, scores[t].max())
+
+    for t in range(tokens):
+        eligible = np.zeros(width, np.bool_)
+        chosen = chosen_by(experts[t], width)
+        for expert in range(width):
+            asked = requests[expert] > 0 and not chosen[expert]
+            eligible[expert] = asked and known[t, expert] & _CLOSE != 0
+        # From a token's worst expert on: the first replacement is the best one.
+        for column in range(top_k - 1, -1, -1):
+            if not missing[t, column]:
+                continue
+            best = -1
+            preference = -1.0
+            for expert in range(width):
+                # Scores, scaled below one half, only break ties between equal counts.
+                value = requests[expert] + scores[t, expert] / (2.0 * most)
+                if eligible[expert] and value > preference:
+                    best = expert
+                    preference = value
+            if best >= 0 and requests[best] > requests[experts[t, column]]:
+                experts[t, column] = best
+                eligible[best] = False
+
+
+@compiled
+def _literal(
+    scores: np.ndarray, known: np.ndarray, available: np.ndarray, routing: np.ndarray
+) -> int:
+    """Algorithm 1 as printed: fills in the ids of every token, best first.
+
+    Args:
+        scores: float64 [T, E].
+        known: int8 [T, E], see `_bands`.
+        available: bool [E], on a GPU, or some token's top-score expert.
+        routing: uint16, the result; tokens may end with different numbers of experts,
+            and the rest of a row is unused.
+
+    Returns:
+        The length of a row.
+    """
+    tokens, width = scores.shape
+    used = np.zeros((tokens, width), np.bool_)
+    low = np.empty(width, np.bool_)
+    substitutes = np.empty(width, np.bool_)
+    most = 0
+    for t in range(tokens):
+        count_low = 0
+        count_substitutes = 0
+        for expert in range(width):
+            is_top = known[t, expert] & _TOP != 0
+            is_close = known[t, expert] & _CLOSE != 0
+            low[expert] = known[t, expert] & _LOW != 0
+            other = available[expert] and not low[expert] and not is_top
+            substitutes[expert] = is_close and other
+            count_low += low[expert]
+            count_substitutes += substitutes[expert]
+            used[t, expert] = is_top
+        swapped = min(count_low, count_substitutes)
+        for expert in best_of(scores[t], low, count_low - swapped):
+            used[t, expert] = True
+        for expert in best_of(scores[t], substitutes, swapped):
+            used[t, expert] = True
+        count = 0
+        for expert in range(width):
+            count += used[t, expert]
+        most = max(most, count)
+    for t in range(tokens):
+        best = best_of(scores[t], used[t], most)
+        for column in range(most):
+            routing[t * most + column] = UNUSED
+        for column in range(len(best)):
+            routing[t * most + column] = best[column]
+    return most
+
+
+class ExpertCacheRouter(SubstitutingRouting):
     """Replace low-score experts that are absent by resident ones of similar score.
 
     With beta the best score outside a token's top k: experts above (1 + alpha) beta are
@@ -57,8 +267,6 @@ class ExpertCacheRouter(RoutingPolicy):
     Source: SMoE, Algorithm 1 and its text; our reference, sections 3.1 and 3.5.
     """
 
-    needs = ("scores",)
-
     def __init__(
         self,
         *,
@@ -76,123 +284,5 @@ class ExpertCacheRouter(RoutingPolicy):
         self.inflight_ok = inflight_ok
         self.phase = phase
         self.reading = reading
-
-    def route(
-        self,
-        gate: Gate,
-        view: MachineView,
-    ) -> Routing:
-        """Route a batch; a token whose experts stay keeps its weights."""
-        # With all experts chosen there is no alternative, and no beta.
-        all_chosen = gate.experts.shape[1] >= view.experts
-        skipped = self.phase == "decode" and gate.phase != Phase.DECODE
-        if all_chosen or skipped:
-            return Routing(gate.experts, gate.weights)
-
-        scores = scores_of(gate)
-        chosen = chosen_mask(gate.experts, view.experts)
-        others = np.where(chosen, -np.inf, scores)
-        beta = others.max(axis=1, keepdims=True)
-        upper = (1 + self.alpha) * beta
-        top = scores > upper + _TOLERANCE
-        close = scores >= (1 - self.alpha) * beta - _TOLERANCE
-        resident = present(view, gate.layer, in_flight=self.inflight_ok)
-
-        if self.reading == "literal":
-            above = scores >= beta - _TOLERANCE
-            low = above & (scores < upper - _TOLERANCE)
-            available = resident | top.any(axis=0)
-            experts = _literal(scores, top, low, close, available)
-            return routing(gate, experts, view)
-
-        # Some token's top-score expert will be fetched anyway, so others may use it.
-        fetched = (top & chosen).any(axis=0)
-        available = resident | fetched
-        recorded = gate.experts.astype(np.int64)
-        low = ~values_at(top, recorded)
-        absent = low & ~available[recorded]
-        alternatives = close & available & ~chosen
-        experts = substitute(recorded, absent, scores, alternatives)
-        if self.batch_aware:
-            missing = absent & (experts == recorded)
-            experts = _gather(experts, missing, scores, close)
-        return routing(gate, experts, view)
-
-
-def _gather(
-    experts: np.ndarray,
-    missing: np.ndarray,
-    scores: np.ndarray,
-    close: np.ndarray,
-) -> np.ndarray:
-    """Replace experts that are still missing by those of the batch that more tokens ask
-    for.
-
-    Args:
-        experts: int64 [T, K] after replacement by residents.
-        missing: bool [T, K], low-score experts that would have to be fetched.
-        scores: float64 [T, E].
-        close: bool [T, E], experts of at least (1 - alpha) beta.
-    """
-    if not missing.any():
-        return experts
-
-    experts = experts.copy()
-    width = scores.shape[1]
-    requests = np.bincount(experts.ravel(), minlength=width)
-    chosen = chosen_mask(experts, width)
-    eligible = close & (requests > 0) & ~chosen
-
-    # Scores, scaled below one half, only break ties between equal request counts.
-    most = np.maximum(scores.max(), SMALLEST)
-    preference = requests + scores / (2 * most)
-    # From a token's worst expert on: the first replacement is the best one.
-    for column in reversed(range(experts.shape[1])):
-        rows = np.flatnonzero(missing[:, column])
-        value = np.where(eligible[rows], preference[rows], -1.0)
-        best = value.argmax(axis=1)
-        replaced = experts[rows, column]
-        asked_more = requests[best] > requests[replaced]
-        better = eligible[rows, best] & asked_more
-        rows = rows[better]
-        best = best[better]
-        experts[rows, column] = best
-        eligible[rows, best] = False
-    return experts
-
-
-def _literal(
-    scores: np.ndarray,
-    top: np.ndarray,
-    low: np.ndarray,
-    close: np.ndarray,
-    available: np.ndarray,
-) -> np.ndarray:
-    """Algorithm 1 as printed: ids [T, K'], best first; all masks bool [T, E],
-    `available` [E].
-    """
-    substitutes = close & available & ~low & ~top
-    count_low = low.sum(axis=1)
-    count_substitutes = substitutes.sum(axis=1)
-    swapped = np.minimum(count_low, count_substitutes)
-    kept_low = _best(scores, low, count_low - swapped)
-    used = top | kept_low | _best(scores, substitutes, swapped)
-
-    # Tokens may end with different numbers of experts; the rest of a row is unused.
-    count = used.sum(axis=1)
-    most = count.max()
-    order = ranked(scores, among=used)
-    is_used = np.arange(most) < count[:, None]
-    return np.where(is_used, order[:, :most], UNUSED)
-
-
-def _best(
-    scores: np.ndarray,
-    among: np.ndarray,
-    count: np.ndarray,
-) -> np.ndarray:
-    """Bool [T, E]: the `count` [T] best of `among`, ties to the lower id."""
-    order = ranked(scores, among=among)
-    # Sorting a permutation inverts it: the rank of each expert in its row.
-    rank = np.argsort(order, axis=1, kind="stable")
-    return among & (rank < count[:, None])
+        rules = (batch_aware, inflight_ok, phase == "decode", reading == "literal")
+        self.brought = RoutingKernels(_route, state(numbers=[alpha], integers=rules))

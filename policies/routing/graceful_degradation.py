@@ -6,24 +6,57 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.policies.base import Routing, RoutingPolicy
+from moesim.machine_code.functions import compiled
+from moesim.policies.kernels import ROUTE, GateWork, RoutingKernels, State, state
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.ranking import present, ranked
+from moesim.policies.ranking import best_of
 from moesim.policies.routing._substitute import (
+    SubstitutingRouting,
     keep_one_absent,
+    on_gpu,
     routing,
-    scores_of,
 )
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from moesim.policies.base import Gate, MachineView
+    from moesim.policies.base import Gate, MachineView, Routing
 
 
 Choice = Literal["predicted", "gate"]
 
 
-class GracefulDegradation(RoutingPolicy):
+_DECODE = int(Phase.DECODE)
+
+
+@compiled(ROUTE)
+def _route(state: State, gate: GateWork, routing: np.ndarray) -> int:
+    """Degrade a decode step from the first layer on, the state's first integer; the
+    other one says whether the layer before predicts the choice.
+    """
+    if gate.layer < state.integers[0] or gate.phase != _DECODE:
+        return 0
+    # Layer 0 is predicted by none, so even here a prediction may be missing.
+    by_prediction = state.integers[1] != 0 and len(gate.predicted) > 0
+    top_k = gate.experts.shape[1]
+    width = gate.scores.shape[1]
+    resident = on_gpu(gate, width, False)
+    every = np.ones(width, np.bool_)
+    for t in range(len(gate.experts)):
+        scores = gate.scores[t]
+        experts = np.empty(top_k, np.int64)
+        if by_prediction:
+            scores = gate.predicted[t]
+            experts = best_of(scores, every, top_k)
+        else:
+            for column in range(top_k):
+                experts[column] = gate.experts[t, column]
+        keep_one_absent(experts, scores, resident)
+        for column in range(top_k):
+            routing[t * top_k + column] = experts[column]
+    return top_k
+
+
+class GracefulDegradation(SubstitutingRouting):
     """Keep the best of a token's absent experts; replace the others by the next-best
     residents.
 
@@ -50,29 +83,12 @@ class GracefulDegradation(RoutingPolicy):
         expect_choice("choice", choice, Choice)
         self.first_layer = first_layer
         self.choice = choice
-        self.needs: tuple[str, ...] = ("scores",)
         if choice == "predicted":
             self.needs = ("scores", "pred1_raw")
+        rules = (first_layer, choice == "predicted")
+        self.brought = RoutingKernels(_route, state(integers=rules))
 
-    def route(
-        self,
-        gate: Gate,
-        view: MachineView,
-    ) -> Routing:
-        """Degrade a decode step of a predicted layer."""
-        predicted_layer = gate.layer >= self.first_layer
-        if not predicted_layer or gate.phase != Phase.DECODE:
-            return Routing(gate.experts, gate.weights)
-
-        # Layer 0 is predicted by none, so even here a prediction may be missing.
+    def weigh(self, gate: Gate, experts: np.ndarray, view: MachineView) -> Routing:
+        """Weigh by the scores that have chosen."""
         predicted = gate.predicted if self.choice == "predicted" else None
-        scores = scores_of(gate)
-        experts = gate.experts.astype(np.int64)
-        if predicted is not None:
-            top_k = experts.shape[1]
-            scores = predicted.astype(np.float64)
-            experts = ranked(scores)[:, :top_k]
-
-        resident = present(view, gate.layer, in_flight=False)
-        experts = keep_one_absent(experts, scores, resident)
         return routing(gate, experts, view, predicted=predicted)

@@ -224,7 +224,7 @@ class LiveRun:
         local: the same model, with its way of reading text.
         executor: computes experts.
         prompts: token ids, none empty.
-        max_new_tokens: decode steps per sequence.
+        new_tokens: decode steps per sequence.
         batch: sequences run together.
         columns: optional trace columns that the policies need.
         residual: vectors for ``pred1_res``.
@@ -240,7 +240,7 @@ class LiveRun:
         executor: Executor,
         prompts: Sequence[Sequence[int]],
         *,
-        max_new_tokens: int,
+        new_tokens: int,
         batch: int = 1,
         columns: Sequence[str] = (),
         residual: Residual | None = None,
@@ -253,7 +253,7 @@ class LiveRun:
         self._local = local
         self._executor = executor
         self._prompts = prompts
-        self._new = max_new_tokens
+        self._new = new_tokens
         self._size = batch
         self._sampling = Sampling(temperature, seed)
         self._keep_passes = keep_passes

@@ -377,7 +377,7 @@ class Sampling(NamedTuple):
 def generate(
     local: LocalModel,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
+    new_tokens: int,
     observe: PassObserver,
     *,
     first: int = 0,
@@ -386,13 +386,13 @@ def generate(
     """Run prefill and decode with a KV cache.
 
     Every generated token goes through the model too, the last one included:
-    `max_new_tokens` new tokens are that many decode passes. A sequence ends early where
+    `new_tokens` new tokens are that many decode passes. A sequence ends early where
     the model says so (its end-of-sequence token is not fed).
 
     Args:
         local: the model.
         prompts: token ids of B prompts, none empty.
-        max_new_tokens: >= 0.
+        new_tokens: >= 0.
         observe: called after every pass.
         first: number of the first sequence, for its random draws.
         sampling: greedy when None.
@@ -412,7 +412,7 @@ def generate(
     keep = mask.bool()
     cache = None
 
-    for generated in range(max_new_tokens + 1):
+    for generated in range(new_tokens + 1):
         optional = {"position_ids": positions, "logits_to_keep": 1}
         with torch.inference_mode():
             out = local.model(
@@ -423,7 +423,7 @@ def generate(
                 **{name: value for name, value in optional.items() if name in accepted},
             )
         observe(Pass(tokens, positions, keep))
-        if generated == max_new_tokens:
+        if generated == new_tokens:
             return
 
         # Ended sequences stay in the batch as rows that are masked and not kept: so the

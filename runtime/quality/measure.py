@@ -132,6 +132,7 @@ def measure(
     columns: Sequence[str] = (),
     residual: Residual | None = None,
     batch: int = 1,
+    enough: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] | None = None,
 ) -> list[Scores]:
     """Read passages as the model is, and once under each composition of policies.
@@ -145,6 +146,7 @@ def measure(
         columns: what they need.
         residual: vectors for ``pred1_res``.
         batch: passages read side by side.
+        enough: asked after each batch; no further one is read then.
         progress: called with the number of scored tokens.
 
     Raises:
@@ -173,6 +175,8 @@ def measure(
                 part.append(comparison)
             if progress is not None:
                 progress((first + len(tokens)) * passages.scored)
+            if enough():
+                break
     return [_scores(policy, part) for policy, part in zip(policies, parts, strict=True)]
 
 

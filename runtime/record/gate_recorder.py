@@ -87,14 +87,12 @@ class GateRecorder:
         self._buffers: dict[str, np.ndarray] = {}
         self._lengths = np.zeros(0, dtype=np.int64)
 
-    def open(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
-    ) -> GateObserver:
+    def open(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> GateObserver:
         """Allocate buffers for these prompts; hooks are in place while the returned
         context is open.
         """
         shape = self.shape
-        positions = max(map(len, prompts)) + max_new_tokens
+        positions = max(map(len, prompts)) + new_tokens
         cells = (len(prompts), positions, shape.layers)
         self._lengths = np.zeros(len(prompts), dtype=np.int64)
         self._buffers = {

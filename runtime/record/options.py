@@ -17,7 +17,7 @@ EVALUATION = "evaluation"
 class RecordOptions(Options):
     """Length, sampling and columns of a recording."""
 
-    max_new_tokens: int = option(
+    new_tokens: int = option(
         64, "Tokens to generate per prompt.", kind=int, metavar="N", minimum=0
     )
     batch: int = option(1, "Sequences run together.", kind=int, metavar="N", minimum=1)

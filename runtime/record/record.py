@@ -91,7 +91,7 @@ def record(
     """Run a model on prompts and write its routing trace.
 
     Every generated token is fed back and recorded, the last one included: a sequence
-    has `max_new_tokens` decode steps unless the model ends it. Equal arguments give
+    has `new_tokens` decode steps unless the model ends it. Equal arguments give
     equal bytes as long as the date is fixed (`provenance`). Memory holds one batch:
     about ``2 (P + 1) L E`` bytes per token for P prediction columns. Routing does not
     depend on `batch`, except where rounding breaks a tie; a sequence's draws depend on
@@ -131,7 +131,7 @@ def record(
     )
     facts = _provenance(model, sequences) | {
         "batch": how.batch,
-        "max_new_tokens": how.max_new_tokens,
+        "new_tokens": how.new_tokens,
         "temperature": how.temperature,
         "seed": how.seed,
     }
@@ -143,9 +143,9 @@ def record(
         split=how.split or EVALUATION,
     )
 
-    # At most: a sequence may end before `max_new_tokens`.
+    # At most: a sequence may end before `new_tokens`.
     begin_s = time.perf_counter()
-    expected_tokens = sum(map(len, sequences)) + how.max_new_tokens * len(sequences)
+    expected_tokens = sum(map(len, sequences)) + how.new_tokens * len(sequences)
     resumed_tokens = 0
     recorded_tokens = 0
 
@@ -160,17 +160,15 @@ def record(
         out, header, recorder.columns, how.batch, resume=how.resume
     ) as segments:
         resumed = segments.done
-        resumed_tokens = (
-            sum(map(len, sequences[:resumed])) + how.max_new_tokens * resumed
-        )
+        resumed_tokens = sum(map(len, sequences[:resumed])) + how.new_tokens * resumed
         for first in range(resumed, len(sequences), how.batch):
             group = sequences[first : first + how.batch]
             # Hooks come and go with each group, so an error leaves the model as it was.
-            with recorder.open(group, how.max_new_tokens):
+            with recorder.open(group, how.new_tokens):
                 generate(
                     model,
                     group,
-                    how.max_new_tokens,
+                    how.new_tokens,
                     observe,
                     first=first,
                     sampling=Sampling(how.temperature, how.seed),

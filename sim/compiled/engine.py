@@ -16,9 +16,10 @@ from moesim.policies.planner.residency import GLOBAL
 from moesim.sim.compiled import memory, records
 from moesim.sim.compiled.loop import run_steps
 from moesim.sim.compiled.planning import plan_layer_step
-from moesim.sim.compiled.records import NONE, OF_CACHES, World
+from moesim.sim.compiled.records import KEPT_ROUTING, NONE, World
 from moesim.sim.compiled.support import (
     COMPILE_S,
+    all_bring_kernels,
     answers_with_kernels,
     host_answers_with_kernels,
 )
@@ -33,7 +34,7 @@ from moesim.sim.compiled.transfers import (
     serve_worker,
 )
 from moesim.sim.noise import Noise
-from moesim.sim.results import ReplayResult, SimulationError
+from moesim.sim.results import ReplayResult, SimulationError, draft_seconds
 from moesim.traces.format.batch import RoutedStep
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.spans import CHUNK_ACCESSES, CHUNK_SPANS, CHUNK_STEPS
@@ -83,6 +84,7 @@ class CompiledReplay:
         self._timeline = timeline
         self._noise = None if noise_seed is None else Noise(profile, noise_seed)
         self._world = World()
+        self._host_cache = World()
         self._noise_factors = np.zeros((len(profile.lanes), 0))
         self._kept: list[Any] = []  # states of policies, which the loop points to
         self._accesses: list[Chunk] = []
@@ -130,7 +132,7 @@ class CompiledReplay:
         world["run"]["barred_layer"] = NONE
         world["run"]["evicted"] = NONE
         # Copies to every GPU and reads, queued and waiting; products; one of control.
-        most = 2 * keys * (self._planner.gpus + 1) + 2 * shape.experts + 64
+        most = 2 * keys * (self._planner.gpus + 1) + 3 * shape.experts + 64
         world["operations"] = np.zeros(0, records.OPERATION)
         self._make_operations(most)
 
@@ -165,7 +167,7 @@ class CompiledReplay:
         world["held"] = np.zeros(shape.experts, np.int64)
         world["barred"] = np.zeros(shape.experts, np.int64)
         world["deferred"] = np.zeros(most, records.DEFERRED)
-        self._most = 2 * shape.experts + 2 * keys * (self._planner.gpus + 1) + 8
+        self._most = 3 * shape.experts + 2 * keys * (self._planner.gpus + 1) + 8
         self._make_spans(CHUNK_SPANS + 2 * self._most)
 
     def _make_operations(self, count: int) -> None:
@@ -221,6 +223,7 @@ class CompiledReplay:
         for name in (
             "queued",
             "awaiting",
+            "ahead",
             "first_copy",
             "last_copy",
             "replaces",
@@ -234,7 +237,7 @@ class CompiledReplay:
         world["prefetched_layers"] = np.zeros(shape.layers, np.int64)
         for m, level in enumerate(levels):
             self._make_memory(m, level)
-        for name in ("copies", "promoted", "swaps"):
+        for name in ("copies", "promoted", "swaps", "released"):
             world[name] = np.zeros(planner.gpus * keys + shape.experts, records.COPY)
         world["keys"] = np.zeros((7, keys), np.int64)
         world["answers"] = np.zeros(keys, np.bool_)
@@ -259,11 +262,8 @@ class CompiledReplay:
             pools[layer]["free_bytes"] = books.free_bytes(layer)
         of_host = m == self._planner.gpus
         brought = self._kernels_of_cache(cache, of_host=of_host)
-        if of_host:
-            for name in OF_CACHES:
-                self._world.give_kernel(f"host_{name}", getattr(brought, name))
-        else:
-            self._give_kernels(brought)
+        world = self._host_cache if of_host else self._world
+        world.give_kernels(brought)
         table["state"] = self._keep(brought.state)
 
     def _kernels_of_cache(self, cache: CachePolicy, *, of_host: bool) -> CacheKernels:
@@ -311,6 +311,7 @@ class CompiledReplay:
         world["read_s"] = np.zeros(0)
         if tiered:
             constants["host"] = gpus
+            constants["host_cache"] = self._host_cache.table.ctypes.data
             world["read_s"] = np.array(self._by_size(costs.read_s), np.float64)
             constants["first_read_s"] = costs.ssd_first_s
             constants["dense_after_read"] = costs.after_read("dense")
@@ -324,25 +325,32 @@ class CompiledReplay:
         constants["requeue"] = prefetch.requeue
         constants["oracle"] = prefetch.oracle
         constants["reads_routing"] = prefetch.reads_routing
+        policies = planner.policies
+        constants["alters"] = policies.routing.alters
+        constants["precomputes"] = policies.assignment.precomputes
+        constants["foretells"] = prefetch.foretells
+        cache = policies.caches[0]
+        constants["replaces_first"] = cache.replaces and cache.replaces_first
+        constants["choosing_s"] = cache.choosing_s
 
-        assignment = planner.policies.assignment
-        brought_by_assignment = (
-            assignment.kernels()
-            if answers_with_kernels(assignment)
-            else self._asked.assignment(assignment)
-        )
-        brought_by_prefetch = (
-            prefetch.kernels()
-            if answers_with_kernels(prefetch)
-            else self._asked.prefetch(prefetch)
-        )
-        for name, brought in (
-            ("assignment", brought_by_assignment),
-            ("prefetch", brought_by_prefetch),
+        # Its weights are shown to Python alone, and so are those of altered routing.
+        by_kernels = all_bring_kernels(planner)
+        constants["notes_mass"] = by_kernels
+        for name, policy, is_kernel in (
+            ("assignment", policies.assignment, answers_with_kernels),
+            ("prefetch", prefetch, answers_with_kernels),
+            ("routing", policies.routing, lambda _: by_kernels),
         ):
-            self._give_kernels(brought)
+            if is_kernel(policy):
+                brought = policy.kernels()
+            else:
+                brought = getattr(self._asked, name)(policy)
+            world.give_kernels(brought)
             constants[name] = self._keep(brought.state)
         world["constants"] = table
+        self._alters = policies.routing.alters
+        self._notes_mass = self._alters and by_kernels
+        self._drafts_with = prefetch if prefetch.foretells else None
 
         for name, seconds_of in (
             ("copy_s", costs.copy_s),
@@ -378,6 +386,9 @@ class CompiledReplay:
         world["host_work_s"] = np.zeros((4, gpus * shape.experts))
         world["host_work_state"] = np.zeros(shape.experts, np.int8)
         world["host_work_experts"] = np.zeros((2, shape.experts), np.int32)
+        world["counts"] = np.zeros(shape.experts, np.int32)
+        world["ahead_tokens"] = np.zeros(shape.experts, np.int32)
+        world["work_precomputed"] = np.zeros(shape.experts, np.bool_)
         self._most_tokens = -1
         self._activation_s = np.zeros(0)
 
@@ -386,12 +397,6 @@ class CompiledReplay:
         experts = self._planner.shape.experts
         places = [divmod(key, experts) for key in self._firsts.tolist()]
         return [seconds_of(layer, expert=expert) for layer, expert in places]
-
-    def _give_kernels(self, brought: Any) -> None:
-        """Give the loop all that a policy brings but its state."""
-        for name, kernel in brought._asdict().items():
-            if name != "state":
-                self._world.give_kernel(name, kernel)
 
     def _keep(self, state: State) -> list[int]:
         """Where the arrays of a policy's state lie, and their sizes."""
@@ -448,6 +453,9 @@ class CompiledReplay:
             if run["error"]:
                 self._fail(int(run["error"]), block, end)
             self._note_accesses(block, begin, end)
+            if self._notes_mass:
+                mass = world["gate_mass"][begin:end]
+                self._planner.gate_mass.extend(mass[~np.isnan(mass)].tolist())
             full_spans = run["spans"] >= CHUNK_SPANS
             full_accesses = run["layer_steps"] >= CHUNK_ACCESSES
             at_end = end == 0 or world["head_s"][end - 1] >= 0.0
@@ -482,8 +490,8 @@ class CompiledReplay:
         scores = np.zeros((0, 0)) if block.scores is None else block.scores
         world["scores"] = np.ascontiguousarray(scores)
         self._put_predictions(block)
-        world["lane_of"] = np.zeros(len(block.experts), np.int8)
-        world["state_of"] = np.zeros(len(block.experts), np.int8)
+        self._put_routing(block)
+        self._put_drafts(block, last)
         world["start_s"] = np.zeros(count)
         world["end_s"] = np.zeros(count)
 
@@ -491,6 +499,12 @@ class CompiledReplay:
         dense_s, head_s = costs.dense_of_passes(
             tokens, block.context_tokens[last], block.sequences[last]
         )
+        if block.drafted is not None:
+            # Of a draft every token is compared with what the model says.
+            outputs = np.where(block.drafted[last], tokens, block.sequences[last])
+            _, head_s = costs.dense_of_passes(
+                tokens, block.context_tokens[last], outputs
+            )
         gate_s = np.zeros(len(last))
         if self._gates:
             gate_s[:] = [costs.gate_s(count) for count in tokens.tolist()]
@@ -540,11 +554,73 @@ class CompiledReplay:
         else:
             world["workload"] = block.workload
             world["score_sums"] = block.score_sums
-        routing = np.zeros((0, 0)) if block.routing is None else block.routing
-        world["routing"] = np.ascontiguousarray(routing, np.uint16)
-        row_edges = np.zeros(len(block.rows) + 1, np.int64)
+
+    def _put_routing(self, block: LayerSteps) -> None:
+        """Give the loop the routing of tokens, and room for what becomes of it."""
+        world = self._world
+        shape = self._planner.shape
+        count = len(block.layer)
+        row_edges = np.zeros(count + 1, np.int64)
         np.cumsum(block.rows, out=row_edges[1:])
         world["row_edges"] = row_edges
+        nothing = np.zeros((0, 0))
+        for name, column in (
+            ("routing", block.routing),
+            ("token_scores", block.token_scores),
+            ("token_weights", block.token_weights),
+            ("token_predicted", block.token_predicted),
+        ):
+            dtype = np.uint16 if name == "routing" else np.float64
+            given = nothing if column is None else column
+            world[name] = np.ascontiguousarray(given, dtype)
+
+        world["gate_mass"] = np.full(count if self._notes_mass else 0, np.nan)
+        alters = self._alters
+        tokens = int(block.rows.max(initial=0))
+        ahead = self._planner.policies.assignment.precomputes
+        room = tokens * shape.experts if alters or ahead else 0
+        world["routed"] = np.zeros((KEPT_ROUTING + 1, room), np.uint16)
+        accesses = count * shape.experts if alters else len(block.experts)
+        if alters:
+            world["served"] = np.zeros(accesses, np.int32)
+            world["served_tokens"] = np.zeros(accesses, np.int32)
+            world["served_edges"] = np.zeros(count + 1, np.int64)
+        else:
+            world["served"] = world["active"]
+            world["served_tokens"] = world["tokens"]
+            world["served_edges"] = world["edges"]
+        world["lane_of"] = np.zeros(accesses, np.int8)
+        world["state_of"] = np.zeros(accesses, np.int8)
+
+    def _put_drafts(self, block: LayerSteps, last: np.ndarray) -> None:
+        """Give the loop what is drafted before each pass of a block."""
+        world = self._world
+        layers = self._planner.shape.layers
+        world["run"]["drafts"] = 0
+        world["drafts"] = np.zeros((0, self._planner.shape.top_k), np.int32)
+        drafted = np.zeros(len(block.layer), np.int64)
+        draft_s = np.zeros(len(block.layer))
+        if block.drafted is not None:
+            first = last - (layers - 1)
+            drafted[first] = block.drafted[last]
+            draft_s[first] = draft_seconds(
+                self._costs, self._planner, block.context_tokens[last]
+            )
+            if self._drafts_with is not None:
+                # Rows of each drafted token, layer by layer: [D, L].
+                rows = [
+                    world["row_edges"][place : place + layers] + token
+                    for place, count in zip(first, drafted[first], strict=True)
+                    for token in range(count)
+                ]
+                if rows:
+                    tokens = world["routing"][np.array(rows)]
+                    known = self._drafts_with.drafted(tokens)
+                    world["drafts"] = np.ascontiguousarray(
+                        known.reshape(-1, known.shape[2]), np.int32
+                    )
+        world["drafted"] = drafted
+        world["draft_s"] = draft_s
 
     def _draw(self) -> None:
         """Draw as many factors as operations have used."""
@@ -562,15 +638,15 @@ class CompiledReplay:
     # -- results ----------------------------------------------------------------------
 
     def _note_accesses(self, block: LayerSteps, begin: int, end: int) -> None:
-        edges = block.edges[begin : end + 1]
+        edges = self._world["served_edges"][begin : end + 1]
         first, last = int(edges[0]), int(edges[-1])
         counts = np.diff(edges)
         self._accesses.append(
             {
                 "step": np.repeat(block.step[begin:end].astype(np.int32), counts),
                 "layer": np.repeat(block.layer[begin:end].astype(np.int16), counts),
-                "expert": block.experts[first:last],
-                "tokens": block.tokens[first:last],
+                "expert": self._world["served"][first:last],
+                "tokens": self._world["served_tokens"][first:last],
                 "lane": self._world["lane_of"][first:last],
                 "state": self._world["state_of"][first:last],
             }
@@ -610,12 +686,13 @@ class CompiledReplay:
     ) -> None:
         """Note forward passes that have ended, by their last layer steps."""
         world = self._world
+        made = block.pass_tokens if block.made is None else block.made
         self._passes.append(
             {
                 "step": block.step[last].astype(np.int32),
                 "phase": block.phase[last],
                 "batch": block.batch[last].astype(np.int32),
-                "tokens": block.pass_tokens[last].astype(np.int32),
+                "tokens": made[last].astype(np.int32),
                 "sequences": block.sequences[last].astype(np.int32),
                 "start_s": world["start_s"][last],
                 "end_s": world["end_s"][last],
@@ -636,6 +713,7 @@ class CompiledReplay:
                     context_tokens=int(block.context_tokens[place]),
                     sequences=int(block.sequences[place]),
                     layers=[],
+                    kept=None if block.made is None else int(block.made[place]),
                 )
             )
 

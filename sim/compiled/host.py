@@ -96,9 +96,11 @@ def note_accesses(world: Any, work: Work, lanes: Any) -> None:
         work.link_s,
         state[:asked],
         work.scores,
+        work.first_scores,
+        work.states,
         0.0,
     )
-    world.host_accessed(memory.cache_state(world, m), part_of_it)
+    memory.cache(world, m).accessed(memory.cache_state(world, m), part_of_it)
 
 
 # -- wishes ----------------------------------------------------------------------------
@@ -216,6 +218,9 @@ def complete(world: Any, layer: int) -> None:
     first = layer * world.constants.experts
     for key in range(first, first + world.constants.experts):
         world.experts[m, key].cpu_reads = False
+        if world.experts[m, key].held_ahead:
+            world.experts[m, key].held_ahead = False
+            world.holds[m, key] -= 1
         if world.experts[m, key].used:
             world.experts[m, key].used = False
             world.holds[m, key] -= 1

@@ -19,6 +19,8 @@ PREDICTED = 4
 HAS_READ = 5
 KEPT = 6
 UNAWAITED = 7
+AHEAD = 8
+AWAITED_AHEAD = 9
 """What follows an operation's end."""
 
 

@@ -168,19 +168,23 @@ def _dispatch(world: Any, s: int, flags: int, first_op_s: float) -> bool:
     constants = world.constants
     run = world.run
     layer = world.layer[s]
-    first = world.edges[s]
-    active = world.edges[s + 1] - first
+    experts = planning.served(world, s)
+    active = len(experts)
     several = planning.rows_of(world) > 1
     gpu_s = planning.gpu_seconds(world, active)
     unused = world.answers
     for code in range(constants.gpus + 1):
         unused[code] = True
     cpu_used = False
+    if run.precomputed:
+        cpu_used = _await_precomputed(world, layer, experts)
     count = 0
     for n in range(active):
         i = world.work_order[n]
+        if run.precomputed and world.work_precomputed[i]:
+            continue
         code = world.work_lanes[i]
-        expert = world.active[first + i]
+        expert = experts[i]
         key = layer * constants.experts + expert
         if code == 0:
             seconds = world.work_s[0, i]
@@ -230,13 +234,58 @@ def _dispatch(world: Any, s: int, flags: int, first_op_s: float) -> bool:
 
 
 @compiled
+def _await_precomputed(world: Any, layer: int, experts: Any) -> bool:
+    """Count products that were started ahead of this gate and have not ended; whether
+    there were any, ended or not: they are the CPU's.
+    """
+    any_started = False
+    for i in range(len(experts)):
+        if not world.work_precomputed[i]:
+            continue
+        any_started = True
+        expert = world.experts[0, layer * world.constants.experts + experts[i]]
+        if expert.ahead != NONE:
+            world.operations[expert.ahead].on_end = kinds.AWAITED_AHEAD
+            expert.ahead = NONE
+            world.run.pending += 1
+    return any_started
+
+
+@compiled
+def _begin_precomputes(world: Any, layer: int) -> None:
+    """Queue products of the next layer's experts, after this layer's own."""
+    constants = world.constants
+    for expert in range(constants.experts):
+        tokens = world.ahead_tokens[expert]
+        if not tokens:
+            continue
+        key = layer * constants.experts + expert
+        i = operation(
+            world,
+            world.lane_by_use[CPU],
+            COMPUTE,
+            layer,
+            expert,
+            world.cpu_by_size_s[world.size_of[key], tokens] + constants.dispatch_s,
+            0,
+            kinds.AHEAD,
+        )
+        world.experts[0, key].ahead = i
+        transfers.submit(world, i, DEMAND)
+
+
+@compiled
 def _complete(world: Any, s: int) -> None:
     """Release a layer step's holds, forget what was staged for it; replace."""
     run = world.run
     layer = world.layer[s]
     first = layer * world.constants.experts
+    for n in range(run.released):
+        # What follows ends one hold of every active expert.
+        world.holds[world.released[n].gpu, world.released[n].expert] += 1
+    run.released = 0
     for gpu in range(world.constants.gpus):
-        for expert in world.active[world.edges[s] : world.edges[s + 1]]:
+        for expert in planning.served(world, s):
             world.holds[gpu, first + expert] -= 1
             world.experts[gpu, first + expert].used = False
         if world.pools[gpu, layer].staged:
@@ -275,17 +324,16 @@ def _layer_step(world: Any, s: int) -> None:
     if run.error:
         return
 
-    first = world.edges[s]
-    end = world.edges[s + 1]
-    active = end - first
-    transfers.begin_decisions(world, layer, world.active[first:end])
+    recorded = world.active[world.edges[s] : world.edges[s + 1]]
+    transfers.begin_decisions(world, layer, recorded)
     run.place = s
     flags = world.plan_layer_step(address_of(world), s)
     if run.error:
         return
+    active = len(planning.served(world, s))
     copied = run.promoted + run.copies
 
-    plan_s = _control_s(constants.planning_s, active, copied)
+    plan_s = run.exposed_s + _control_s(constants.planning_s, active, copied)
     control = world.lane_by_use[CONTROL]
     _on_control(world, control, PLAN, layer, plan_s)
     if run.error:
@@ -298,6 +346,8 @@ def _layer_step(world: Any, s: int) -> None:
     _enqueue(world)
     first_op_s = _control_s(constants.first_op_s, active, copied)
     cpu_used = _dispatch(world, s, flags, first_op_s)
+    if run.begins:
+        _begin_precomputes(world, layer + 1)
     _predict(world, s, world.evaluations[layer, phase, 1])
     if not run.pending:
         transfers.all_computed(world)
@@ -334,6 +384,24 @@ def _predict(world: Any, s: int, dense_parts: int) -> None:
     transfers.submit(world, i, DEMAND)
 
 
+@compiled
+def _draft(world: Any, s: int) -> None:
+    """Draft tokens one by one on the first GPU, and prefetch what each foretells."""
+    run = world.run
+    run.step = world.step[s]
+    run.place = s
+    for _ in range(world.drafted[s]):
+        _alone(world, world.lane_by_use[GPU], DENSE, NONE, world.draft_s[s])
+        if run.error:
+            return
+        if world.constants.foretells:
+            planning.foretell(world, s)
+            if run.error:
+                return
+            _enqueue(world)
+        transfers.offer(world)
+
+
 @compiled(nb.int64(nb.int64, nb.int64, nb.int64, nb.int64))
 def run_steps(address: int, first: int, full_spans: int, full_steps: int) -> int:
     """Run layer steps of a block from the first on.
@@ -352,16 +420,21 @@ def run_steps(address: int, first: int, full_spans: int, full_steps: int) -> int
     world = table_at(WORLD, address)
     run = world.run
     # Of one layer step: its products, all copies, and what surrounds them.
-    most = 2 * world.constants.experts + 2 * world.state.size + 8
+    most = 3 * world.constants.experts + 2 * world.state.size + 8
     s = first
     while s < len(world.layer):
         # What was begun before it may end in it.
         used = run.operations + most
-        if run.spans + used > len(world.nbytes) or used > len(world.operations):
+        spans = used + world.drafted[s] * (1 + most)
+        if run.spans + spans > len(world.nbytes) or used > len(world.operations):
             return s
         if world.layer[s] == 0:
             run.pass_s = run.now_s
             run.has_read = False
+            if world.drafted[s]:
+                _draft(world, s)
+                if run.error:
+                    return s
         _layer_step(world, s)
         if run.error:
             return s

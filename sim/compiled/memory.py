@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from moesim.machine_code.functions import compiled, loaded
+from moesim.machine_code.functions import compiled, loaded, table_at
 from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT
 from moesim.policies.kernels import State, Work
-from moesim.sim.compiled.records import NONE
+from moesim.sim.compiled.records import NONE, WORLD
 
 NO_PLACE = 0
 CACHED = 1
@@ -36,48 +36,11 @@ def cache_state(world: Any, m: int) -> State:
 
 
 @compiled
-def _admits(world: Any, m: int, work: Work, incoming: Any, answers: Any) -> None:
-    state = cache_state(world, m)
+def cache(world: Any, m: int) -> Any:
+    """Whose kernels answer for a memory: a table like the world's."""
     if m == world.constants.host:
-        world.host_admits(state, work, incoming, answers)
-    else:
-        world.admits(state, work, incoming, answers)
-
-
-@compiled
-def _precedence(world: Any, m: int, incoming: Any) -> None:
-    state = cache_state(world, m)
-    if m == world.constants.host:
-        world.host_precedence(state, incoming)
-    else:
-        world.precedence(state, incoming)
-
-
-@compiled
-def _victims(world: Any, m: int, incoming: Any, candidates: Any, chosen: Any) -> None:
-    state = cache_state(world, m)
-    if m == world.constants.host:
-        world.host_victims(state, incoming, candidates, chosen)
-    else:
-        world.victims(state, incoming, candidates, chosen)
-
-
-@compiled
-def _admitted(world: Any, m: int, keys: Any) -> None:
-    state = cache_state(world, m)
-    if m == world.constants.host:
-        world.host_admitted(state, keys)
-    else:
-        world.admitted(state, keys)
-
-
-@compiled
-def _evicted(world: Any, m: int, keys: Any) -> None:
-    state = cache_state(world, m)
-    if m == world.constants.host:
-        world.host_evicted(state, keys)
-    else:
-        world.evicted(state, keys)
+        return table_at(WORLD, world.constants.host_cache)
+    return world
 
 
 # -- places ----------------------------------------------------------------------------
@@ -223,7 +186,7 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
             entering[n] = keys[n]
     else:
         answers = world.answers[: len(keys)]
-        _admits(world, m, work, keys, answers)
+        cache(world, m).admits(cache_state(world, m), work, keys, answers)
         count = 0
         for n in range(len(keys)):
             if answers[n]:
@@ -239,7 +202,7 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
     size = world.size_bytes[world.size_of[layer * world.constants.experts]]
     room = max(0, free // size)
     if len(entering) > room and not memory.in_launch_order:
-        _precedence(world, m, entering)
+        cache(world, m).precedence(cache_state(world, m), entering)
     for n in range(min(room, len(entering))):
         _promise(world, m, entering[n], layer, size, entering[:0])
     if len(entering) <= room:
@@ -251,7 +214,7 @@ def demand(world: Any, work: Work, m: int, keys: Any) -> None:
     if not len(incoming):
         return
     chosen = world.keys[3][: len(incoming)]
-    _victims(world, m, incoming, candidates[:count], chosen)
+    cache(world, m).victims(cache_state(world, m), incoming, candidates[:count], chosen)
     _check(world, chosen, candidates[:count])
     for n in range(len(incoming)):
         if chosen[n] >= 0:
@@ -269,7 +232,7 @@ def _demand_unequal(world: Any, m: int, layer: int, incoming: Any) -> None:
     for key in incoming:
         total += world.size_bytes[world.size_of[key]]
     if total > max(0, free) and not world.memories[m].in_launch_order:
-        _precedence(world, m, incoming)
+        cache(world, m).precedence(cache_state(world, m), incoming)
     for n in range(len(incoming)):
         size = world.size_bytes[world.size_of[incoming[n]]]
         before = free + left_over
@@ -308,7 +271,9 @@ def _name_victims(world: Any, m: int, incoming: Any, count: int, free: int) -> A
         if not _can_free(world, m, size - free, candidates[:kept]):
             break
         chosen = world.keys[3][:1]
-        _victims(world, m, incoming, candidates[:kept], chosen)
+        cache(world, m).victims(
+            cache_state(world, m), incoming, candidates[:kept], chosen
+        )
         if chosen[0] < 0:
             break
         _check(world, chosen, candidates[:kept])
@@ -353,7 +318,9 @@ def prefetch(world: Any, work: Work, m: int, key: int) -> None:
     enters = True
     if not world.memories[m].admits_all:
         world.keys[1][0] = key
-        _admits(world, m, work, world.keys[1][:1], world.answers[:1])
+        cache(world, m).admits(
+            cache_state(world, m), work, world.keys[1][:1], world.answers[:1]
+        )
         enters = world.answers[0]
     wish(world, m, key, enters, False)
 
@@ -381,7 +348,7 @@ def start(
         world.state[m, key] = IN_FLIGHT
         wished.landing_s = landing_s
         world.keys[1][0] = key
-        _admitted(world, m, world.keys[1][:1])
+        cache(world, m).admitted(cache_state(world, m), world.keys[1][:1])
         return CACHED
 
     if wished.demanded or (wished.replaces == NONE and may_stage):
@@ -466,7 +433,7 @@ def _evict(world: Any, m: int, victims: Any) -> None:
         layer = victim // experts
         _take(world, m, layer, -world.size_bytes[world.size_of[victim]])
     if len(victims):
-        _evicted(world, m, victims)
+        cache(world, m).evicted(cache_state(world, m), victims)
 
 
 # -- staging ---------------------------------------------------------------------------

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 
 from moesim.machine_code.functions import compiled, loaded, rows_at, table_at
-from moesim.policies.base import ABSENT, RESIDENT
-from moesim.policies.kernels import WAITS, KernelView, State, Work
+from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT
+from moesim.policies.kernels import WAITS, GateWork, KernelView, State, Work
+from moesim.policies.planner.layer_work import gate_mass_kept
 from moesim.policies.planner.plan import FETCH, PREFETCH, READ, REPLACE
 from moesim.sim.compiled import host, memory
 from moesim.sim.compiled.memory import cache_state
-from moesim.sim.compiled.records import ENTRIES, NONE, WORLD
+from moesim.sim.compiled.records import ENTRIES, KEPT_ROUTING, NONE, WORLD
 from moesim.sim.compiled.transfers import LATE_WAIT, link_enqueue
+from moesim.traces.format.schema import Phase
+
+_DECODE = int(Phase.DECODE)
 
 _COMPUTE_LANES = 2
 """Place of the CPU in `world.lane_by_use`; GPUs follow."""
@@ -47,13 +51,103 @@ def gpu_seconds(world: Any, active: int) -> Any:
 
 
 @compiled
+def served(world: Any, s: int) -> Any:
+    """Active experts of a layer step, once they have been routed."""
+    return world.served[world.served_edges[s] : world.served_edges[s + 1]]
+
+
+@compiled
+def _served_tokens(world: Any, s: int) -> Any:
+    return world.served_tokens[world.served_edges[s] : world.served_edges[s + 1]]
+
+
+# -- routing ---------------------------------------------------------------------------
+
+
+@compiled
+def _rows_of_trace(world: Any, column: Any, s: int) -> Any:
+    """A layer step's rows of a column; none where nobody has read it."""
+    if not len(column):
+        return column
+    return column[world.row_edges[s] : world.row_edges[s + 1]]
+
+
+@compiled
+def _routing(world: Any, s: int) -> Any:
+    """Experts of every token of a layer step of this pass: of the last three layers."""
+    place = world.layer[s] % KEPT_ROUTING
+    columns = world.run.columns[place]
+    if world.constants.alters and columns:
+        return rows_at(world.routed[place], world.rows[s], columns)
+    return _rows_of_trace(world, world.routing, s)
+
+
+@compiled
+def _gate(world: Any, s: int) -> GateWork:
+    """What a layer step's gate says."""
+    predicted = world.token_predicted[:0]
+    # The gate's scores on the input of the layer before.
+    if world.layer[s]:
+        predicted = _rows_of_trace(world, world.token_predicted, s - 1)
+    return GateWork(
+        world.step[s],
+        world.layer[s],
+        np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
+        _rows_of_trace(world, world.routing, s),
+        _rows_of_trace(world, world.token_weights, s),
+        _rows_of_trace(world, world.token_scores, s),
+        predicted,
+        gpu_states(world),
+    )
+
+
+@compiled
+def _route(world: Any, s: int) -> None:
+    """Let the routing policy choose the experts of every token."""
+    run = world.run
+    experts = world.constants.experts
+    place = world.layer[s] % KEPT_ROUTING
+    gate = _gate(world, s)
+    room = world.routed[place]
+    columns = world.route(loaded(State, world.constants.routing), gate, room)
+    run.columns[place] = columns
+    first = world.served_edges[s]
+    count = 0
+    if columns:
+        counts = world.counts
+        for expert in range(experts):
+            counts[expert] = 0
+        for n in range(world.rows[s] * columns):
+            # Larger ids mark unused places.
+            if room[n] < experts:
+                counts[room[n]] += 1
+        for expert in range(experts):
+            if counts[expert]:
+                world.served[first + count] = expert
+                world.served_tokens[first + count] = counts[expert]
+                count += 1
+    else:
+        for n in range(world.edges[s], world.edges[s + 1]):
+            world.served[first + count] = world.active[n]
+            world.served_tokens[first + count] = world.tokens[n]
+            count += 1
+    world.served_edges[s + 1] = first + count
+    if world.constants.notes_mass:
+        world.gate_mass[s] = gate_mass_kept(gate, _routing(world, s))
+
+
+# -- what a layer step asks for --------------------------------------------------------
+
+
+@compiled
 def _look(world: Any, s: int) -> None:
     """Look the active experts up: states, costs and expected arrivals."""
     constants = world.constants
     run = world.run
     layer = world.layer[s]
-    experts = world.active[world.edges[s] : world.edges[s + 1]]
-    tokens = world.tokens[world.edges[s] : world.edges[s + 1]]
+    run.looked += 1
+    experts = served(world, s)
+    tokens = _served_tokens(world, s)
     active = len(experts)
     rows = rows_of(world)
     at_home = home(world, layer)
@@ -100,12 +194,15 @@ def _look(world: Any, s: int) -> None:
 def work_of(world: Any, s: int) -> Work:
     """The work of a layer step, as it was last looked up."""
     rows = rows_of(world)
-    experts = world.active[world.edges[s] : world.edges[s + 1]]
-    tokens = world.tokens[world.edges[s] : world.edges[s + 1]]
+    experts = served(world, s)
+    tokens = _served_tokens(world, s)
     active = len(experts)
     scores = world.work_s[0][:0]
+    first_scores = world.work_s[0][:0]
     if len(world.scores):
         scores = world.scores[s]
+    if len(world.token_scores) and world.rows[s]:
+        first_scores = world.token_scores[world.row_edges[s]]
     return Work(
         world.step[s],
         world.layer[s],
@@ -122,6 +219,8 @@ def work_of(world: Any, s: int) -> Work:
         world.work_link_s[:rows],
         world.work_state[1][: rows * active],
         scores,
+        first_scores,
+        gpu_states(world),
         world.constants.cpu_first_s,
     )
 
@@ -153,6 +252,10 @@ def assign(world: Any, work: Work, lanes: Any, order: Any) -> int:
         for i in range(len(lanes)):
             if lanes[i] > 0:
                 lanes[i] += at_home
+    if run.precomputed:
+        for i in range(len(lanes)):
+            if world.work_precomputed[i]:
+                lanes[i] = 0
     return flags
 
 
@@ -300,9 +403,24 @@ def demand(world: Any, work: Work, gpu: int, lanes: Any, order: Any) -> None:
     if not count:
         return
     memory.demand(world, work, gpu, keys[:count])
+    if world.constants.choosing_s > 0.0:
+        _note_exposed(world, work, gpu, keys[:count])
     read = host.need(world, work, keys[:count], True)
     for key in keys[:count]:
         queue(world, FETCH, gpu, key, memory.contains(read, key))
+
+
+@compiled
+def _note_exposed(world: Any, work: Work, gpu: int, keys: Any) -> None:
+    """Note by how much the choice of victims outlasts the first load."""
+    row = 0 if world.constants.splits_layers else gpu
+    first = work.layer * world.constants.experts
+    first_s = np.inf
+    for i in range(len(work.experts)):
+        if memory.contains(keys, first + work.experts[i]):
+            first_s = min(first_s, work.arrive_s[row, i])
+    exposed_s = max(0.0, world.constants.choosing_s - first_s)
+    world.run.exposed_s = max(world.run.exposed_s, exposed_s)
 
 
 @compiled
@@ -343,10 +461,13 @@ def _view(world: Any, s: int) -> KernelView:
     layer = world.layer[s]
     routing = world.routing[:0]
     before = world.routing[:0]
+    before_that = world.routing[:0]
     if constants.reads_routing:
-        routing = world.routing[world.row_edges[s] : world.row_edges[s + 1]]
+        routing = _routing(world, s)
         if layer:
-            before = world.routing[world.row_edges[s - 1] : world.row_edges[s]]
+            before = _routing(world, s - 1)
+        if layer > 1:
+            before_that = _routing(world, s - 2)
     coming = world.active[:0]
     coming_edges = world.edges[:0]
     if constants.oracle:
@@ -357,8 +478,10 @@ def _view(world: Any, s: int) -> KernelView:
         gpu_states(world),
         routing,
         before,
+        before_that,
         world.workload[min(s, len(world.workload) - 1)],
         world.score_sums[min(s, len(world.score_sums) - 1)],
+        _rows_of_trace(world, world.token_predicted, s),
         coming,
         coming_edges,
         world.mean_copy_s,
@@ -373,8 +496,6 @@ def _view(world: Any, s: int) -> KernelView:
 def prefetch(world: Any, work: Work, s: int) -> None:
     """Wish for what the prefetch policy names, within its byte budget."""
     constants = world.constants
-    run = world.run
-    experts = constants.experts
     named = world.keys[5]
     count = world.prefetch(
         loaded(State, constants.prefetch),
@@ -382,23 +503,106 @@ def prefetch(world: Any, work: Work, s: int) -> None:
         _view(world, s),
         named,
     )
-    for n in range(count):
-        if named[n] < 0 or named[n] >= constants.layers * experts:
-            run.error = memory.BAD_PREFETCH
-            return
+    _check_named(world, named[:count])
+    if world.run.error:
+        return
     # A new prediction of a layer takes the place of the last one.
     _unshield(world, work.layer)
     last = NONE
-    for n in range(count):
-        if named[n] // experts != last:
-            last = named[n] // experts
+    for key in named[:count]:
+        if key // constants.experts != last:
+            last = key // constants.experts
             _unshield(world, last)
-    for n in range(count):
+    _wish_for(world, work, named[:count])
+
+
+@compiled
+def foretell(world: Any, s: int) -> None:
+    """Wish for what the next drafted token of a pass foretells."""
+    constants = world.constants
+    run = world.run
+    named = world.keys[5]
+    first = run.drafts * constants.layers
+    # Of a layer step it says nothing.
+    view = KernelView(
+        gpu_states(world),
+        world.routing[:0],
+        world.routing[:0],
+        world.routing[:0],
+        world.workload[0],
+        world.score_sums[0],
+        world.token_predicted[:0],
+        world.active[:0],
+        world.edges[:0],
+        world.mean_copy_s,
+        world.cpu_s,
+        world.gpu_s,
+        max(0.0, world.memories[0].busy_until_s - run.now_s)
+        + world.memories[0].queued_s,
+        run.gap_s,
+    )
+    count = world.foretold(
+        loaded(State, constants.prefetch),
+        world.drafts[first : first + constants.layers],
+        world.draft_s[s],
+        view,
+        named,
+    )
+    run.drafts += 1
+    _check_named(world, named[:count])
+    if not run.error:
+        _wish_for(world, _between_layers(world), named[:count])
+
+
+@compiled
+def _between_layers(world: Any) -> Work:
+    """Asks for nothing: what caches are told of prefetches that no layer step named."""
+    nothing = world.work_s[0][:0]
+    states = world.work_state[0][:0]
+    none_s = rows_at(world.work_s[2], 1, 0)
+    experts = world.active[:0]
+    link_s = world.work_link_s[:1]
+    link_s[0] = 0.0
+    return Work(
+        NONE,
+        NONE,
+        _DECODE,
+        0,
+        0,
+        experts,
+        experts,
+        states,
+        nothing,
+        nothing,
+        none_s,
+        none_s,
+        link_s,
+        states,
+        nothing,
+        nothing,
+        gpu_states(world),
+        0.0,
+    )
+
+
+@compiled
+def _check_named(world: Any, named: Any) -> None:
+    for key in named:
+        if key < 0 or key >= world.constants.layers * world.constants.experts:
+            world.run.error = memory.BAD_PREFETCH
+
+
+@compiled
+def _wish_for(world: Any, work: Work, named: Any) -> None:
+    """Wish for named experts that are absent, and shield all of them."""
+    constants = world.constants
+    experts = constants.experts
+    for n in range(len(named)):
         layer = named[n] // experts
         world.experts[home(world, layer), named[n]].shielded = True
 
     budget = constants.budget_bytes
-    for n in range(count):
+    for n in range(len(named)):
         key = named[n]
         layer = key // experts
         gpu = home(world, layer)
@@ -451,19 +655,184 @@ def ask_replacements(world: Any, work: Work) -> None:
 @compiled
 def wish_swaps(world: Any, work: Work) -> None:
     """Wish for replacements, unless copies have overtaken them."""
-    run = world.run
-    for n in range(run.swaps):
+    for n in range(world.run.swaps):
         swap = world.swaps[n]
+        _wish_swap(world, work, swap.gpu, swap.kind, swap.expert, False)
+
+
+@compiled
+def _wish_swap(
+    world: Any, work: Work, gpu: int, outgoing: int, key: int, demanded: bool
+) -> None:
+    """Wish for one replacement, unless a copy has overtaken it."""
+    wished = world.experts[gpu, key]
+    if world.state[gpu, key] != ABSENT or wished.wished:
+        return
+    if world.state[gpu, outgoing] != RESIDENT:
+        return
+    memory.wish(world, gpu, key, True, demanded)
+    wished.replaces = outgoing
+    world.keys[0][0] = key
+    read = host.need(world, work, world.keys[0][:1], demanded)
+    queue(world, FETCH if demanded else REPLACE, gpu, key, len(read) > 0)
+
+
+@compiled
+def _place_of(work: Work, expert: int) -> int:
+    """Position of an expert among the active ones; -1 if it is none of them."""
+    for i in range(len(work.experts)):
+        if work.experts[i] == expert:
+            return i
+    return NONE
+
+
+@compiled
+def _replace_first(world: Any, work: Work) -> None:
+    """Let caches replace residents before their layer step is assigned; its work then
+    tells of the new content.
+    """
+    run = world.run
+    experts = world.constants.experts
+    ask_replacements(world, work)
+    if run.error or not run.swaps:
+        return
+    run.looked += 1
+    at_home = home(world, work.layer)
+    rows = rows_of(world)
+    for row in range(rows):
+        gpu = at_home + row
+        lands_s = work.link_s[row]
+        for n in range(run.swaps):
+            swap = world.swaps[n]
+            if swap.gpu != gpu:
+                continue
+            lands_s += world.copy_s[gpu, world.size_of[swap.expert]]
+            coming = _place_of(work, swap.expert % experts)
+            if coming != NONE:
+                work.state[coming] = IN_FLIGHT
+                work.arrive_s[row, coming] = lands_s
+                if rows > 1 and world.state[gpu, swap.expert] != IN_FLIGHT:
+                    work.gpu_state[row * len(work.experts) + coming] = ABSENT
+            going = _place_of(work, swap.kind % experts)
+            if going != NONE:
+                work.arrive_s[row, going] = np.inf
+                work.gpu_state[row * len(work.experts) + going] = ABSENT
+    # What leaves every GPU that has it is a miss.
+    for i in range(len(work.experts)):
+        gone = True
+        for row in range(rows):
+            gone &= work.arrive_s[row, i] == np.inf
+        if gone:
+            work.state[i] = ABSENT
+        if rows == 1:
+            work.gpu_state[i] = work.state[i]
+
+
+@compiled
+def _keep_computed(world: Any, work: Work, lanes: Any) -> None:
+    """Note that outgoing experts are there which this step computes where they are:
+    they leave after it.
+    """
+    at_home = home(world, work.layer)
+    for n in range(world.run.swaps):
+        swap = world.swaps[n]
+        going = _place_of(work, swap.kind % world.constants.experts)
+        if going != NONE and lanes[going] == 1 + swap.gpu:
+            world.run.looked += 1
+            work.state[going] = RESIDENT
+            work.arrive_s[swap.gpu - at_home, going] = 0.0
+
+
+@compiled
+def _wish_first(world: Any, work: Work, lanes: Any) -> None:
+    """Wish for what `_replace_first` found; demand, where this step awaits it. What it
+    computes on that GPU all the same leaves after it.
+    """
+    run = world.run
+    experts = world.constants.experts
+    asked = run.swaps
+    run.swaps = 0
+    for n in range(asked):
+        swap = world.swaps[n]
+        gpu = swap.gpu
+        outgoing = swap.kind
         key = swap.expert
-        if world.state[swap.gpu, key] != ABSENT or world.experts[swap.gpu, key].wished:
+        going = _place_of(work, outgoing % experts)
+        if going != NONE and lanes[going] == 1 + gpu:
+            _add(world.swaps, run.swaps, outgoing, gpu, work.layer, key)
+            run.swaps += 1
             continue
-        if world.state[swap.gpu, swap.kind] != RESIDENT:
+        if going != NONE:
+            world.holds[gpu, outgoing] -= 1
+            _add(world.released, run.released, NONE, gpu, work.layer, outgoing)
+            run.released += 1
+        coming = _place_of(work, key % experts)
+        awaited = coming != NONE and lanes[coming] == 1 + gpu
+        _wish_swap(world, work, gpu, outgoing, key, awaited)
+
+
+# -- products ahead of their gate ------------------------------------------------------
+
+
+@compiled
+def _take_precomputed(world: Any, work: Work) -> None:
+    """Note which active experts the CPU has started one layer ahead."""
+    run = world.run
+    pool = world.pools[0, work.layer]
+    run.precomputed = pool.started
+    if not pool.started:
+        return
+    pool.started = False
+    first = work.layer * world.constants.experts
+    for i in range(len(work.experts)):
+        started = world.experts[0, first + work.experts[i]].started
+        world.work_precomputed[i] = started
+    for key in range(first, first + world.constants.experts):
+        world.experts[0, key].started = False
+
+
+@compiled
+def _precompute(world: Any, s: int) -> None:
+    """Let the assignment name experts of the next layer; those that are not in host
+    memory are left to their own layer.
+    """
+    constants = world.constants
+    run = world.run
+    layer = world.layer[s] + 1
+    tokens = world.ahead_tokens
+    for expert in range(len(tokens)):
+        tokens[expert] = 0
+    gate = GateWork(
+        world.step[s],
+        layer,
+        np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
+        _routing(world, s),
+        world.token_weights[:0],
+        world.token_scores[:0],
+        _rows_of_trace(world, world.token_predicted, s),
+        gpu_states(world),
+    )
+    named = world.precompute(
+        loaded(State, constants.assignment), gate, world.routed[KEPT_ROUTING], tokens
+    )
+    if run.error or not named:
+        return
+    m = constants.host
+    for expert in range(len(tokens)):
+        if not tokens[expert]:
             continue
-        memory.wish(world, swap.gpu, key, True, False)
-        world.experts[swap.gpu, key].replaces = swap.kind
-        world.keys[0][0] = key
-        read = host.need(world, work, world.keys[0][:1], False)
-        queue(world, REPLACE, swap.gpu, key, len(read) > 0)
+        world.pools[0, layer].started = True
+        key = layer * constants.experts + expert
+        if m != NONE:
+            # Staging is for reads that somebody waits for, not for guesses of a layer.
+            if world.state[m, key] != RESIDENT or world.experts[m, key].staged:
+                tokens[expert] = 0
+                continue
+            # Needed until the product has ended and its layer step is over.
+            world.holds[m, key] += 2
+            world.experts[m, key].held_ahead = True
+        world.experts[0, key].started = True
+        run.begins = True
 
 
 @compiled
@@ -494,18 +863,35 @@ def plan_layer_step(address: int, s: int) -> int:
     layer = world.layer[s]
     if layer:
         run.gap_s = run.now_s - run.joined_s
+    if world.constants.alters:
+        _route(world, s)
+        if run.error:
+            return 0
     _look(world, s)
     work = work_of(world, s)
-    first = world.edges[s]
+    first = world.served_edges[s]
     active = len(work.experts)
     lanes = world.work_lanes[:active]
     order = world.work_order[:active]
+    if world.constants.precomputes:
+        _take_precomputed(world, work)
+    run.swaps = 0
+    if world.constants.replaces_first:
+        _replace_first(world, work)
+        if run.error:
+            return 0
     flags = assign(world, work, lanes, order)
     if run.error:
         return flags
+    if run.swaps:
+        _keep_computed(world, work, lanes)
     note_accesses(world, work, lanes)
     run.promoted = 0
     promote_due(world, layer)
+    run.released = 0
+    if run.swaps:
+        _wish_first(world, work, lanes)
+    run.exposed_s = 0.0
     at_home = home(world, layer)
     for gpu in range(at_home, at_home + rows_of(world)):
         demand(world, work, gpu, lanes, order)
@@ -519,7 +905,11 @@ def plan_layer_step(address: int, s: int) -> int:
     flags &= ~WAITS
     if waits and _can_stage_all(world, layer):
         flags |= WAITS
-    ask_replacements(world, work)
+    run.begins = False
+    if world.constants.precomputes and layer + 1 < world.constants.layers:
+        _precompute(world, s)
+    if not world.constants.replaces_first:
+        ask_replacements(world, work)
     for i in range(active):
         world.lane_of[first + i] = world.lane_by_use[_COMPUTE_LANES + lanes[i]]
         world.state_of[first + i] = work.state[i]

@@ -24,31 +24,40 @@ from moesim.policies.kernels import (
     ACCESSED,
     ADMITS,
     ASSIGN,
+    FORETOLD,
     KERNELS,
     MOVED,
     PRECEDENCE,
+    PRECOMPUTE,
     PREFETCH,
     REPLACEMENTS,
+    ROUTE,
     SERIAL,
     VICTIMS,
     WAITS,
     AssignmentKernels,
     CacheKernels,
+    GateWork,
     KernelView,
     PrefetchKernels,
+    RoutingKernels,
     State,
     Work,
 )
+from moesim.policies.planner.copies import BETWEEN_LAYERS
+from moesim.policies.planner.layer_work import check_ahead
 from moesim.policies.planner.memory_level import preferred
 from moesim.sim.compiled.memory import BAD_ASSIGNMENT, BAD_VICTIMS, RAISED
+from moesim.sim.compiled.records import KEPT_ROUTING
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from moesim.policies.base import AssignmentPolicy, PrefetchPolicy
+    from moesim.policies.base import AssignmentPolicy, PrefetchPolicy, RoutingPolicy
     from moesim.policies.planner.planner import Planner
     from moesim.sim.compiled.records import World
+    from moesim.traces.format.batch import RoutedLayer
     from moesim.traces.format.layer_steps import LayerSteps
 
 
@@ -63,7 +72,10 @@ ANSWERS = 3
 
 ROWS = 4
 
+_ROUTE = QUESTIONS.index("route")
 _ASSIGN = QUESTIONS.index("assign")
+_PRECOMPUTE = QUESTIONS.index("precompute")
+_FORETOLD = QUESTIONS.index("foretold")
 _PREFETCH = QUESTIONS.index("prefetch")
 _ACCESSED = QUESTIONS.index("accessed")
 _ADMITS = QUESTIONS.index("admits")
@@ -78,6 +90,35 @@ _REPLACEMENTS = QUESTIONS.index("replacements")
 def ask_assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
     """Let Python fill in the lanes and the order, where they lie."""
     call_address(state.integers[0], state.integers[1], _ASSIGN)
+    return state.marks[COUNTS, 2]
+
+
+@compiled(ROUTE)
+def ask_route(state: State, gate: GateWork, routing: np.ndarray) -> int:
+    """Let Python fill in the experts of every token, where they lie."""
+    call_address(state.integers[0], state.integers[1], _ROUTE)
+    return state.marks[COUNTS, 2]
+
+
+@compiled(PRECOMPUTE)
+def ask_precompute(
+    state: State, gate: GateWork, routing: np.ndarray, tokens: np.ndarray
+) -> int:
+    """Let Python fill in tokens, where they lie."""
+    call_address(state.integers[0], state.integers[1], _PRECOMPUTE)
+    return state.marks[COUNTS, 2]
+
+
+@compiled(FORETOLD)
+def ask_foretold(
+    state: State,
+    predicted: np.ndarray,
+    draft_s: float,
+    view: KernelView,
+    named: np.ndarray,
+) -> int:
+    """Let Python fill in keys, where they lie."""
+    call_address(state.integers[0], state.integers[1], _FORETOLD)
     return state.marks[COUNTS, 2]
 
 
@@ -102,6 +143,7 @@ def ask_admits(
     """Hand over keys, take an answer for each."""
     count = len(incoming)
     state.marks[COUNTS, 0] = count
+    state.marks[COUNTS, 1] = work.layer
     state.marks[INCOMING, :count] = incoming
     call_address(state.integers[0], state.integers[1], _ADMITS)
     for n in range(count):
@@ -241,6 +283,7 @@ class PythonPolicies:
         self._view: Any = None
         self._block: LayerSteps | None = None
         self._made: tuple[int, LayerWork] | None = None
+        self._rerouted: RoutedLayer | None = None
 
     def begin(self, block: LayerSteps) -> None:
         """Take the next block, whose layer steps the loop will ask about."""
@@ -272,14 +315,47 @@ class PythonPolicies:
             self._world["work_order"][:count] = order
             self._marks[COUNTS, 2] = SERIAL * serial + WAITS * waits
 
-        return AssignmentKernels(ask_assign, self._state({"assign": assign}))
+        def precompute() -> None:
+            work = self._work()
+            named = policy.precompute(work, self._view)
+            self._marks[COUNTS, 2] = 0
+            if named is None or not len(named.experts):
+                return
+            check_ahead(self._planner, work, named)
+            self._world["ahead_tokens"][named.experts] = named.tokens
+            self._marks[COUNTS, 2] = 1
+
+        answers = {"assign": assign, "precompute": precompute}
+        return AssignmentKernels(ask_assign, self._state(answers), ask_precompute)
+
+    def routing(self, policy: RoutingPolicy) -> RoutingKernels:
+        """Kernels that ask a routing policy."""
+        del policy  # the planner's, which notes what it keeps of the gates
+
+        def route() -> None:
+            s = int(self._place[0])
+            block = self._block
+            assert block is not None
+            assert block.routed is not None
+            rerouted = self._planner.rerouting.route(
+                self._view,
+                block.routed[s],
+                int(block.step[s]),
+                _PHASES[block.phase[s]],
+            )
+            self._rerouted = rerouted
+            routing = rerouted.routing
+            room = self._world["routed"][rerouted.layer % KEPT_ROUTING]
+            room[: routing.size] = routing.reshape(-1)
+            self._marks[COUNTS, 2] = routing.shape[1]
+
+        return RoutingKernels(ask_route, self._state({"route": route}))
 
     def prefetch(self, policy: PrefetchPolicy) -> PrefetchKernels:
         """Kernels that ask a prefetch policy."""
         experts = self._planner.experts
 
-        def prefetch() -> None:
-            named = policy.prefetch(self._work(), self._view)
+        def give(named: Sequence[ExpertKey]) -> None:
             keys = [
                 layer * experts + expert
                 if 0 <= expert < experts
@@ -288,7 +364,18 @@ class PythonPolicies:
             ]
             self._give(5, keys)
 
-        return PrefetchKernels(ask_prefetch, self._state({"prefetch": prefetch}))
+        def foretold() -> None:
+            layers = self._planner.layers
+            first = int(self._run["drafts"][0]) * layers
+            token = self._world["drafts"][first : first + layers].astype(np.uint16)
+            draft_s = float(self._world["draft_s"][self._place[0]])
+            give(policy.foretold(token, draft_s, self._view))
+
+        answers = {
+            "prefetch": lambda: give(policy.prefetch(self._work(), self._view)),
+            "foretold": foretold,
+        }
+        return PrefetchKernels(ask_prefetch, self._state(answers), ask_foretold)
 
     def cache(self, policy: CachePolicy, *, of_host: bool = False) -> CacheKernels:
         """Kernels that ask a cache policy."""
@@ -310,6 +397,11 @@ class PythonPolicies:
         def accessed() -> None:
             policy.accessed(self._host_work() if of_host else self._work())
 
+        def admits() -> None:
+            between = marks[COUNTS, 1] < 0
+            work = BETWEEN_LAYERS if between else self._work()
+            answer(policy.admits(work, incoming()))
+
         def victims() -> None:
             count = marks[COUNTS, 1]
             candidates = marks[CANDIDATES, :count].copy()
@@ -323,7 +415,7 @@ class PythonPolicies:
         state = self._state(
             {
                 "accessed": accessed,
-                "admits": lambda: answer(policy.admits(self._work(), incoming())),
+                "admits": admits,
                 "precedence": lambda: answer(preferred(policy, name, incoming())),
                 "victims": victims,
                 "admitted": lambda: policy.admitted(incoming()),
@@ -380,19 +472,19 @@ class PythonPolicies:
 
     def _work(self) -> LayerWork:
         """The work of the layer step under way, in arrays of its own."""
-        s = int(self._place[0])
+        looked = int(self._run["looked"][0])
         # One object for all policies, as the planner makes it.
-        if self._made is not None and self._made[0] == s:
+        if self._made is not None and self._made[0] == looked:
             return self._made[1]
-        work = self._of_layer_step(s)
-        self._made = s, work
+        work = self._of_layer_step(int(self._place[0]))
+        self._made = looked, work
         return work
 
     def _of_layer_step(self, s: int) -> LayerWork:
         block = self._block
         assert block is not None
         assert block.routed is not None
-        routed = block.routed[s]
+        routed = self._rerouted or block.routed[s]
         world = self._world
         # Copies, as policies may keep what they are shown.
         count = len(routed.experts)
@@ -417,6 +509,11 @@ class PythonPolicies:
             scores=routed.scores,
             predicted=routed.predicted,
             batch=int(block.batch[s]),
+            precomputed=(
+                world["work_precomputed"][:count].copy()
+                if self._run["precomputed"][0]
+                else None
+            ),
             link_s=link_s if waits else None,
         )
 

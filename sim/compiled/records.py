@@ -24,6 +24,9 @@ from moesim.policies.kernels import KERNELS as POLICY_KERNELS
 MOST_LANES = 32
 """Lanes that a worker's record has room for."""
 
+KEPT_ROUTING = 3
+"""Layers whose altered routing is kept."""
+
 NONE = -1
 """No operation, no key, no GPU."""
 
@@ -61,6 +64,15 @@ RUN = _record(
         ("barred_layer", np.int64),  # whose copies these are; -1 before all are known
         ("step", np.int64),
         ("layer_steps", np.int64),
+        ("drafts", np.int64),  # drafted tokens of the block that have been read
+        ("released", np.int64),  # active residents that nobody holds any more
+        ("looked", np.int64),  # how often a layer step's work was looked up or changed
+        (
+            "columns",
+            np.int64,
+            (KEPT_ROUTING,),
+        ),  # of `routed`; 0 where routing is as recorded
+        ("exposed_s", np.float64),  # by which choosing victims outlasts a first load
         ("pass_s", np.float64),
         ("error", np.int64),
         ("read_step", np.int64),  # of the last read that a layer step demanded
@@ -70,6 +82,8 @@ RUN = _record(
         ("has_read", np.bool_),  # the last layer step demanded reads
         ("closed", np.bool_),
         ("predicting", np.bool_),
+        ("precomputed", np.bool_),  # the layer step has products ahead of its gate
+        ("begins", np.bool_),  # it begins such products of the next one
     ]
 )
 """One record: clock and counters."""
@@ -132,11 +146,14 @@ EXPERT = _record(
         ("replaces", np.int64),
         ("queued", np.int64),  # the copy's operation; in host memory, the read's
         ("awaiting", np.int64),  # the product that waits for it
+        ("ahead", np.int64),  # the product that runs ahead of its gate; in memory 0
         ("first_copy", np.int64),  # copies that wait for a read
         ("last_copy", np.int64),
         ("staged", np.bool_),
         ("used", np.bool_),
         ("cpu_reads", np.bool_),  # this layer step reads it for the CPU
+        ("started", np.bool_),  # the coming layer step finds it begun; in memory 0
+        ("held_ahead", np.bool_),  # for that, until its layer step is over
         ("shielded", np.bool_),
         ("orphan", np.bool_),
         ("copying", np.bool_),
@@ -178,10 +195,11 @@ POOL = _record(
         ("outstanding", np.int64),  # copies for it to any GPU that have not landed
         ("unawaited", np.int64),  # queued ones of them that no layer step waits for
         ("prefetched", np.bool_),  # a prefetch was queued for it, ever
+        ("started", np.bool_),  # products ahead of its gate were named
     ]
 )
 """Of one memory and layer; with the global scope bytes stand at layer 0. The last
-three are the first memory's alone.
+four are the first memory's alone.
 """
 
 COPY = _record(
@@ -216,6 +234,7 @@ CONSTANTS = _record(
         ("first_op_s", np.float64, (4,)),
         ("join_s", np.float64, (4,)),
         ("host", np.int64),  # which memory is limited host memory; -1 for none
+        ("host_cache", np.int64),  # address of a table with its cache's kernels
         ("first_read_s", np.float64),
         # Factors on what follows a read.
         ("dense_after_read", np.float64),
@@ -224,6 +243,8 @@ CONSTANTS = _record(
         # Where the arrays of the policies' states lie, and their sizes.
         ("assignment", np.int64, (10,)),
         ("prefetch", np.int64, (10,)),
+        ("routing", np.int64, (10,)),
+        ("choosing_s", np.float64),  # of victims, by caches of GPUs
         ("splits_layers", np.bool_),
         ("moves_activations", np.bool_),
         ("writes_back", np.bool_),  # what leaves a GPU is copied to host memory
@@ -232,6 +253,11 @@ CONSTANTS = _record(
         ("requeue", np.bool_),
         ("oracle", np.bool_),  # the prefetch policy knows the future
         ("reads_routing", np.bool_),
+        ("alters", np.bool_),  # routing
+        ("notes_mass", np.bool_),  # of the gates, that altered routing keeps
+        ("precomputes", np.bool_),
+        ("foretells", np.bool_),
+        ("replaces_first", np.bool_),  # caches do, before their layer step
     ]
 )
 """What does not change within a run; knobs of the prefetch policy as numbers."""
@@ -266,6 +292,7 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "copies": (COPY, 1),
     "promoted": (COPY, 1),
     "swaps": (COPY, 1),
+    "released": (COPY, 1),
     # Room for lists of keys, [7, K], and for answers.
     "keys": (np.int64, 2),
     "answers": (np.bool_, 1),
@@ -289,23 +316,37 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "layer": (np.int64, 1),
     "edges": (np.int64, 1),
     "phase": (np.int8, 1),
-    "active": (np.int32, 1),  # experts, access by access
+    "active": (np.int32, 1),  # experts, access by access, as recorded
     "tokens": (np.int32, 1),
+    "drafted": (np.int64, 1),  # tokens of the pass that begins here; 0 elsewhere
+    "draft_s": (np.float64, 1),  # seconds of each
+    "drafts": (np.int32, 2),  # [D L, K], what drafts know of these tokens
     "scores": (np.float64, 2),  # [S, E] or [0, 0]
     "workload": (np.int32, 3),  # [S, P, E], predicted
     "score_sums": (np.float32, 3),
     "routing": (np.uint16, 2),  # [R, K] or [0, 0]
     "row_edges": (np.int64, 1),
+    "token_scores": (np.float64, 2),  # [R, E] or [0, 0], and so the next two
+    "token_weights": (np.float64, 2),  # [R, K]
+    "token_predicted": (np.float64, 2),  # [R, E]
     "dense_s": (np.float64, 1),
     "gate_s": (np.float64, 1),
     "head_s": (np.float64, 1),  # negative but in the last layer step of a pass
     "activation_s": (np.float64, 1),
     # What the loop finds out about them.
+    "served": (np.int32, 1),  # experts by access, once they have been routed
+    "served_tokens": (np.int32, 1),
+    "served_edges": (np.int64, 1),
+    "gate_mass": (np.float64, 1),  # [S]
     "lane_of": (np.int8, 1),  # by access
     "state_of": (np.int8, 1),
     "start_s": (np.float64, 1),  # of the pass, in its last layer step
     "end_s": (np.float64, 1),
     # Room for the arrays of one layer step.
+    "routed": (np.uint16, 2),  # [4, T E], altered routing; predicted one
+    "counts": (np.int32, 1),  # [E], tokens
+    "ahead_tokens": (np.int32, 1),  # [E], of products ahead of their gate
+    "work_precomputed": (np.bool_, 1),
     "work_s": (np.float64, 2),  # [4, G E]
     "work_state": (np.int8, 2),  # [2, G E]
     "work_lanes": (np.int8, 1),
@@ -326,11 +367,6 @@ ENTRIES = {
 """The loop's own parts that call each other in circles. Each takes the table's address.
 """
 
-OF_CACHES = ("accessed", "admits", "precedence", "victims", "admitted", "evicted")
-"""What the cache policy of any memory answers."""
-
-_OF_HOST_CACHE = {f"host_{name}": POLICY_KERNELS[name] for name in OF_CACHES}
-
 _ENTRY = 4
 """Slots per name: an address and up to three sizes. A kernel needs no more."""
 
@@ -346,7 +382,6 @@ _KINDS = {
     **{name: _array(*kind) for name, kind in ARRAYS.items()},
     **{name: Record(dtype) for name, dtype in RECORDS.items()},
     **POLICY_KERNELS,
-    **_OF_HOST_CACHE,
     **ENTRIES,
 }
 WORLD = Pointers(
@@ -378,6 +413,12 @@ class World:
         self.table[place + 1 : place + 1 + ndim] = array.shape
         # Kept alive as long as the loop may look at it.
         self._arrays[name] = array
+
+    def give_kernels(self, brought: Any) -> None:
+        """Give the loop all that a policy brings but its state."""
+        for name, kernel in brought._asdict().items():
+            if name != "state":
+                self.give_kernel(name, kernel)
 
     def give_kernel(self, name: str, kernel: Any) -> None:
         """Give the loop what it calls by this name: a compiled function."""

@@ -14,6 +14,7 @@ from moesim.policies.base import (
     CachePolicy,
     Policy,
     PrefetchPolicy,
+    RoutingPolicy,
 )
 from moesim.policies.planner.planner import Planner
 from moesim.sim.compiled.records import MOST_LANES
@@ -21,9 +22,7 @@ from moesim.sim.compiled.records import MOST_LANES
 if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
 
-_READ_ONLY = frozenset(
-    {"kernels", "initial", "start", "replaces", "evaluations", "foretold"}
-)
+_READ_ONLY = frozenset({"kernels", "initial", "start", "evaluations", "drafted"})
 """Members of a policy that a kernel has no part in."""
 
 
@@ -31,39 +30,36 @@ COMPILE_S = 4.0
 """Seconds that the engine takes to compile, about: once."""
 
 
+OBSERVED = "a planner that somebody observes"
+OTHER_COSTS = "costs that are not a hardware profile's"
+MANY_LANES = f"a machine of more than {MOST_LANES} lanes"
+ARRIVALS = "requests that arrive over time"
+SIMPY_ALONE = (ARRIVALS, OBSERVED, OTHER_COSTS, MANY_LANES)
+"""What SimPy's engine runs, and the compiled one does not."""
+
+
 def unsupported(planner: Any, profile: HardwareProfile, costs: Any) -> str | None:
     """Say why the compiled engine cannot run this; None if it can."""
     if INTERPRETED:
         return "compilation is switched off (NUMBA_DISABLE_JIT)"
     if type(planner) is not Planner:
-        return "somebody observes the planner"
+        return OBSERVED
     if type(costs) is not Costs:
-        return "costs that are not a hardware profile's"
+        return OTHER_COSTS
     if len(profile.lanes) > MOST_LANES:
-        return f"a machine of more than {MOST_LANES} lanes"
-    policies = planner.policies
-    if policies.routing.alters:
-        return f"routing policy {policies.names.get('routing')!r}"
-    return _unsupported_policies(planner)
-
-
-def _unsupported_policies(planner: Planner) -> str | None:
-    policies = planner.policies
-    cache = policies.caches[0]
-    name = policies.names.get("cache")
-    if type(policies.assignment).precompute is not AssignmentPolicy.precompute:
-        return "experts that are computed ahead of their gate"
-    if type(cache).exposed_s is not CachePolicy.exposed_s:
-        return f"cache policy {name!r}: its choice of victims takes time"
-    if cache.replaces and cache.replaces_first:
-        return f"cache policy {name!r}: replaces before the step"
+        return MANY_LANES
     return None
 
 
 def all_bring_kernels(planner: Planner) -> bool:
     """Whether no policy's Python is asked in a compiled run."""
     policies = planner.policies
-    asked: list[Policy] = [policies.assignment, policies.prefetch, policies.caches[0]]
+    asked: list[Policy] = [
+        policies.routing,
+        policies.assignment,
+        policies.prefetch,
+        policies.caches[0],
+    ]
     host_cache = policies.host_cache
     of_host = host_cache is None or host_answers_with_kernels(host_cache)
     return of_host and all(map(answers_with_kernels, asked))
@@ -108,4 +104,4 @@ def _depth(kinds: tuple[type, ...], name: str) -> int:
     return next(place for place, kind in enumerate(kinds) if name in vars(kind))
 
 
-_KINDS = (AssignmentPolicy, CachePolicy, PrefetchPolicy)
+_KINDS = (AssignmentPolicy, CachePolicy, PrefetchPolicy, RoutingPolicy)

@@ -14,6 +14,8 @@ from moesim.policies.base import RESIDENT
 from moesim.policies.planner.plan import PREFETCH, READ, REPLACE
 from moesim.sim.compiled import host, memory
 from moesim.sim.compiled.lanes import (
+    AHEAD,
+    AWAITED_AHEAD,
     COMPUTED,
     COPIED,
     FETCHED,
@@ -559,6 +561,17 @@ def release_held(world: Any) -> None:
 
 
 @compiled
+def _precompute_ended(world: Any, i: int) -> None:
+    """Let go of a product ahead of its gate that nobody has awaited yet."""
+    ended = world.operations[i]
+    expert = world.experts[0, ended.layer * world.constants.experts + ended.expert]
+    # A wrong guess of an earlier step may end after its successor has begun.
+    if expert.ahead == i:
+        expert.ahead = NONE
+    _report(world, AHEAD, NONE, ended.layer, ended.expert)
+
+
+@compiled
 def _copied(world: Any, i: int) -> None:
     """Start the product that waited for an expert on a GPU."""
     copy = world.operations[i]
@@ -636,6 +649,8 @@ def _note_end(world: Any, kind: int, gpu: int, layer: int, expert: int) -> bool:
     key = layer * world.constants.experts + expert
     if kind == HAS_READ:
         return host.land(world, key)
+    if kind == AHEAD:
+        return host.unneed(world, key)
     if gpu == NONE:
         return host.computed(world, key)
     return _computed(world, gpu, key)
@@ -676,6 +691,8 @@ def end_operation(address: int, i: int) -> None:
         _copied(world, i)
     elif ended.on_end == HAS_READ:
         _has_read(world, i)
+    elif ended.on_end == AHEAD:
+        _precompute_ended(world, i)
     elif ended.on_end != UNAWAITED:
         if ended.on_end == FETCHED:
             run.fetched -= 1
@@ -690,6 +707,8 @@ def end_operation(address: int, i: int) -> None:
                 lets_go = world.memories[gpu].staged > 0
             if lets_go:
                 _report(world, COMPUTED, gpu, ended.layer, ended.expert)
+        if ended.on_end == AWAITED_AHEAD:
+            _report(world, AHEAD, NONE, ended.layer, ended.expert)
         if ended.on_end == PREDICTED:
             run.predicting = False
             offer(world)

@@ -182,11 +182,11 @@ def test_overrides_are_written_with_ranges():
     ("changes", "expected"),
     [
         ({"ram": "1x4GB DDR4-3200"}, "does not fit: it needs 17.3 GiB of weights"),
-        ({"job": Job(context=100)}, "--context 100 does not hold a prompt"),
-        ({"job": Job(answer=0)}, "--answer: expected at least 1, got 0"),
+        ({"job": Job(context=100)}, "context: 100 tokens do not hold a prompt"),
+        ({"job": Job(answer=0)}, "answer: expected at least 1, got 0"),
         ({"quant": "Q9"}, "quantisation 'Q9': unknown"),
         ({"ram": "32"}, "--ram '32': expected a size with its unit"),
-        ({"job": Job(keep_vram_bytes=20 * 2**30)}, "a smaller --keep-vram"),
+        ({"job": Job(keep_vram_bytes=20 * 2**30)}, "a smaller --keep-gpu-memory"),
     ],
 )
 def test_what_cannot_be_is_one_line(changes, expected):

@@ -25,7 +25,7 @@ WORDS = [word for key, value in PC.items() for word in (f"--{key}", value)]
 def trace(tmp_path_factory):
     path = tmp_path_factory.mktemp("routing") / "t.parquet"
     shape = shape_of(advise(MODEL, **PC).model)
-    synthesise(stated(shape, skew=0.8, reuse=0.3, generated=32), path, tokens=64)
+    synthesise(stated(shape, skew=0.8, reuse=0.3, new_tokens=32), path, tokens=64)
     return path
 
 

@@ -71,7 +71,7 @@ def test_a_replay_of_the_placement_takes_what_advice_says(advice, tmp_path):
     """Ten layers on the CPU: the CPU's part and the GPU's, each, and both together."""
     trace = tmp_path / "t.parquet"
     shape = shape_of(advice.model)
-    synthesise(stated(shape, skew=0.8, reuse=0.3, generated=24), trace, tokens=24)
+    synthesise(stated(shape, skew=0.8, reuse=0.3, new_tokens=24), trace, tokens=24)
     setting = advice.best.candidate.setting
     whole_s, parts = replayed(advice, setting, open_trace(trace), tmp_path)
 

@@ -205,18 +205,10 @@ def test_experts_of_gpt_oss_stay_as_trained(label):
     assert model.file_bytes < 70e9
 
 
-@pytest.mark.parametrize(
-    "label",
-    [
-        "UD-Q2_K_XL",
-        "Q6_K_XL",
-        "Q2_K_L",
-        "UD-IQ2_XXS",
-        "Q3_K_XL",
-        "UD-Q5_K_XL",
-        "Q8_K_XL",
-    ],
-)
+DOWNLOADED = "UD-Q2_K_XL Q6_K_XL Q2_K_L UD-IQ2_XXS Q3_K_XL UD-Q5_K_XL Q8_K_XL"
+
+
+@pytest.mark.parametrize("label", DOWNLOADED.split())
 def test_labels_that_people_download_are_known(label):
     model = named_contents("qwen3-30b-a3b", label)
     bits = 8 * model.expert_bytes / sum(each.expert_weights for each in model.layers)

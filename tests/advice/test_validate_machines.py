@@ -134,13 +134,14 @@ def test_no_prediction_sees_its_own_platform_or_source(
         assert after[key][OURS].log_s == pytest.approx(guesses[OURS].log_s, abs=0.02)
         for name in set(guesses) & set(BASELINES):
             assert after[key][name].log_s == pytest.approx(guesses[name].log_s)
-    # Others learn from it.
+    # Others learn from it, though one odd machine does not carry them away.
     other = predicted(judgement, left_out, "three")
     moved = predicted(again, left_out, "three")
-    assert any(
-        abs(moved[key][OURS].log_s - guesses[OURS].log_s) > 0.02
+    moves = [
+        abs(moved[key][OURS].log_s - guesses[OURS].log_s)
         for key, guesses in other.items()
-    )
+    ]
+    assert 1e-3 < max(moves) < 0.1
 
 
 def test_rows_of_the_machine_tell_more_than_its_specification(judgement):
@@ -339,7 +340,7 @@ def test_shipped_intervals_hold_other_peoples_rows():
 def test_the_command_prints_the_table_and_writes_the_page(command, tmp_path):
     folder = make(tmp_path / "measured")
     out = tmp_path / "out"
-    code, text, _ = command("validate", "--machines", folder, "--out", out)
+    code, text, _ = command("validate", "--measured", folder, "--out", out)
     assert code == 0
     assert "inside 90 %" in text
     numbers = json.loads((tmp_path / "out/machines.json").read_text(encoding="utf-8"))
@@ -367,5 +368,5 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, files, expected):
 
 def test_without_traces_and_machines_validate_says_what_it_wants(command, tmp_path):
     assert command("validate")[0] == 2
-    result = command("validate", "--machines", tmp_path / "nothing")
+    result = command("validate", "--measured", tmp_path / "nothing")
     assert refused(result, "expected a folder with")

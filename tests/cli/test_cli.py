@@ -186,7 +186,7 @@ def test_cache_only_counts_what_on_demand_would(command, trace):
 def test_compare_equals_replay(command, trace):
     """A row of the table is the run that `replay` makes."""
     found = json.loads(
-        command("compare", trace, "--policies", "greedy,on-demand", "--json")[1]
+        command("compare", trace, "--policy", "greedy,on-demand", "--json")[1]
     )
     both = {run["policy"]: run for run in found["runs"]}
     alone = json.loads(command("replay", trace, "--policy", "on-demand", "--json")[1])
@@ -196,8 +196,8 @@ def test_compare_equals_replay(command, trace):
 
 
 def test_policies_split_where_a_policy_begins():
-    assert split_policies("a,b , c", "--policies") == ["a", "b", "c"]
-    found = split_policies("greedy+lfu:decay=0.9,variant=perfect,all-cpu", "--policies")
+    assert split_policies("a,b , c", "--policy") == ["a", "b", "c"]
+    found = split_policies("greedy+lfu:decay=0.9,variant=perfect,all-cpu", "--policy")
     assert found == ["greedy+lfu:decay=0.9,variant=perfect", "all-cpu"]
 
 
@@ -328,7 +328,7 @@ def test_a_missing_extra_names_itself(monkeypatch, command, tmp_path):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "moesim.runtime.measure.profile", raising=False)
     assert refused(
-        command("profile", "--out", tmp_path / "hw.toml"),
+        command("profile", tmp_path / "hw.toml"),
         "torch",
         "pip install 'moesim[runtime]'",
     )
@@ -395,7 +395,7 @@ def test_version_is_that_of_the_distribution(command):
 
 
 ALONE = ("replay", "--policy", "ilp")
-SHARED_OUT = ("compare", "--policies", "ilp,beam", "--jobs", "2")
+SHARED_OUT = ("compare", "--policy", "ilp,beam", "--jobs", "2")
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,12 @@ replay @t.parquet --hw @half.toml                         | half.toml
 replay @t.parquet --hw @other.toml                        | other.toml
 replay @t.parquet --hw @binary                            | binary
 gap @t.parquet --policy greedy --host-cache nope          | unknown cache policy 'nope'
-run @t.parquet --temperature 1                            | --temperature; meant for --model
-run @t.parquet --verify                                   | --verify; meant for --model
-run --model tiny --prompt @text.parquet --steps 4         | --steps; meant for a TRACE
-run --model tiny --prompt @none                           | none: ; found: No such file
-run --model tiny --prompt @none.jsonl                     | none.jsonl: ; found: No such file
-run --model tiny --prompt @text.parquet --residual @none  | --residual; no such file
+run @t.parquet --temperature 1                            | --temperature; expected --model
+run @t.parquet --verify                                   | --verify; expected --model
+run --model tiny --prompts @text.parquet --steps 4         | --steps; expected none beside --model
+run --model tiny --prompts @none                           | none: ; found: No such file
+run --model tiny --prompts @none.jsonl                     | none.jsonl: ; found: No such file
+run --model tiny --prompts @text.parquet --residual @none  | --residual; no such file
 replay @t.parquet --hw @folder                            | folder
 replay @t.parquet --cache-ratio 1.1                       | --cache-ratio
 replay @t.parquet --cache-ratio nan                       | --cache-ratio
@@ -91,33 +91,35 @@ replay @t.parquet --cache-only --perfetto p.json          | --perfetto; --cache-
 replay @t.parquet --cache-only --prefetch random          | --prefetch; --cache-only
 replay @t.parquet --cache-only --host-memory 1GiB         | --host-memory; --cache-only
 replai                                                    | did you mean 'replay'
-compare @t.parquet --policies ,                           | --policies
-compare @t.parquet --policies all-cpu,greedi --out o      | greedi; did you mean
-compare @t.parquet --policies all-cpu,greedy+lruu --out o | lruu
-compare @t.parquet --policies dali,nope                   | unknown policy 'nope'
-compare @t.parquet --policies all-cpu --png @folder       | folder
-compare @t.parquet --policies all-cpu --html @t.parquet/x | t.parquet
-compare @t.parquet --policies all-cpu --table /proc/x.csv | /proc
+compare @t.parquet --policy ,                           | --policy
+compare @t.parquet --policy all-cpu,greedi --out o      | greedi; did you mean
+compare @t.parquet --policy all-cpu,greedy+lruu --out o | lruu
+compare @t.parquet --policy dali,nope                   | unknown policy 'nope'
+compare @t.parquet --policy all-cpu --png @folder       | folder
+compare @t.parquet --policy all-cpu --html @t.parquet/x | t.parquet
+compare @t.parquet --policy all-cpu --table /proc/x.csv | /proc
 compare @t.parquet --gpu-memory 1KiB                      | cannot run on it as asked; --gpu-memory: no room
 compare @t.parquet --table @t.parquet                     | t.parquet; would replace what is read
 compare @t.parquet --png a.png --html a.png               | --html: expected a name that ends in .html
 replay @t.parquet --perfetto @folder/../t.parquet         | --perfetto; .json
 replay @t.parquet --out r --perfetto r/run.json           | r/run.json; would replace another result
-trace stats @t.parquet --html @t.parquet                  | t.parquet; would replace what is read
+trace stats @t.parquet --html @t.parquet                  | --html; .html
 trace import @t.parquet @t.parquet                        | t.parquet; would replace what is read
 trace export @t.parquet @t.parquet --to csv               | t.parquet; would replace what is read
 trace synth @t.parquet --tokens 9 --like @t.parquet       | t.parquet; would replace what is read
 hits @t.parquet --table @t.parquet                        | t.parquet; would replace what is read
-record --prompts @binary --out @binary                    | binary; would replace what is read
-hits @t.parquet --caches lru,nope --png x.png             | nope
-hits @t.parquet --caches ,                                | --caches
-hits @t.parquet --cache-ratios 0.1,2                      | shares between 0 and 1
+record x.parquet --prompts @absent.txt                     | absent.txt
+record x.parquet --prompts @text.parquet --model @folder   | config.json
+record @binary --prompts @binary                    | binary; would replace what is read
+hits @t.parquet --cache lru,nope --png x.png             | nope
+hits @t.parquet --cache ,                                | --cache
+hits @t.parquet --cache-ratio 0.1,2                      | shares between 0 and 1
 hits @t.parquet --table @folder                           | folder
 list nope                                                 | nope; cache
 list cache more                                           | more
 gap @t.parquet --routing expert-cache-router              | routing
 gap @t.parquet --steps 0                                  | --steps
-sensitivity @t.parquet --policies nope                    | nope
+sensitivity @t.parquet --policy nope                    | nope
 reproduce nope                                            | nope
 reproduce hybrimoe-hit-rate --trace @none.parquet         | none.parquet
 reproduce --all                                           | --out
@@ -136,13 +138,13 @@ trace synth x.parquet --tokens 9 --shape nope             | nope
 trace synth x.parquet --tokens 9 --shape layers=9e9       | layers
 trace synth x.parquet --tokens 9 --shape layers=99999999999,experts=6,top_k=1,expert_bytes=1 | memory
 trace synth x.parquet --tokens 9 --like @t.parquet --skew 1          | --skew
-trace synth x.parquet --tokens 9 --like @t.parquet --weights q4_k_m  | --weights
+trace synth x.parquet --tokens 9 --like @t.parquet --quant q4_k_m  | --quant
 trace import @t.parquet                                   | SRC…
 trace import @binary x.parquet --shape olmoe-1b-7b        | binary
-trace import @binary x.parquet --shape layers=1,experts=2,top_k=1,expert_bytes=1KiB --weights q4_k_m | --weights; which says the bytes already
+trace import @binary x.parquet --shape layers=1,experts=2,top_k=1,expert_bytes=1KiB --quant q4_k_m | --quant; which says the bytes already
 trace import @binary x.parquet --shape olmoe-1b-7b --option batch | --option; NAME=VALUE
 trace import @empty x.parquet --shape olmoe-1b-7b         | empty
-trace check-residency @t.parquet --cache x                | --cache
+trace check-residency @t.parquet --cache-size x           | --cache-size
 record                                                    | --prompts; --dataset-file
 record --prompts @none.txt --host-memory 1GiB             | --host-memory; --store
 record --prompts @t.parquet --split both                  | calibration or evaluation
@@ -150,17 +152,17 @@ record --prompts @t.parquet --column x                    | --column; --dataset-
 record --prompts @t.parquet --device nope                 | --device; nope
 quality --dtype nope                                      | --dtype; nope
 quality --residual @none                                  | none
-calibrate --shapes olmoe-1b-7b/4                          | two sizes
+calibrate --shape olmoe-1b-7b/4                          | two sizes
 store build tiny --out s --dtype nope                     | --dtype; nope
 train-cache @t.parquet --out o --seed -1                  | --seed
-profile --out hw.txt                                      | .toml
-profile --out @folder                                     | folder
-calibrate --out @folder                                   | folder
-validate @t.parquet --cache-ratios x                      | expected numbers
+profile hw.txt                                      | .toml
+profile @folder                                     | folder
+calibrate @folder                                   | folder
+validate @t.parquet --cache-ratio x                      | expected numbers
 run                                                       | TRACE; --model
 run --model tiny                                          | --prompt
 store build tiny                                          | --out
-quality --cache-ratios 2                                  | shares between 0 and 1
+quality --cache-ratio 2                                  | shares between 0 and 1
 train-cache @t.parquet                                    | --out
 train-tiny --out m --minutes 0                            | --minutes
 """
@@ -230,7 +232,7 @@ def test_a_poor_terminal_gets_everything(tmp_path, surroundings):
     """
     write_small_trace(tmp_path / "t.parquet")
     for words in (
-        ("compare", "t.parquet", "--policies", "all-cpu,greedy"),
+        ("compare", "t.parquet", "--policy", "all-cpu,greedy"),
         ("validate", "--help"),
         ("list",),
     ):

@@ -119,7 +119,7 @@ def test_perfetto_shows_lanes_of_both_worlds(command, trace, tmp_path):
     (tmp_path / "p.txt").write_text("x")
     for words, layers in (
         ((trace,), 2),
-        (("--model", "tiny", "--prompt", tmp_path / "p.txt"), 6),
+        (("--model", "tiny", "--prompts", tmp_path / "p.txt"), 6),
     ):
         place = tmp_path / f"{layers}.json"
         more = (
@@ -127,7 +127,7 @@ def test_perfetto_shows_lanes_of_both_worlds(command, trace, tmp_path):
             tmp_path / str(layers),
             "--perfetto",
             place,
-            *(("--max-new-tokens", 2) if layers == 6 else ()),
+            *(("--new-tokens", 2) if layers == 6 else ()),
         )
         code, out, _ = command("run", *words, *more, "--json")
         assert code == 0
@@ -164,17 +164,15 @@ def test_a_model_may_say_anything_and_the_screen_stays_whole(
         "run",
         "--model",
         "tiny",
-        "--prompt",
+        "--prompts",
         tmp_path / "p.txt",
         "--store",
         tmp_path / "s",
     )
-    code, out, _ = command(*words, "--max-new-tokens", 1)
+    code, out, _ = command(*words, "--new-tokens", 1)
     assert code == 0
     assert out.startswith("--- 0\na\\x1b[2J\\x00\\r\\x9bé\n\tb\n")
-    code, out, _ = command(
-        *words, "--max-new-tokens", 1, "--temperature", 0.5, "--json"
-    )
+    code, out, _ = command(*words, "--new-tokens", 1, "--temperature", 0.5, "--json")
     told = json.loads(out)
     assert told["texts"] == ["a\x1b[2J\0\r\x9bé\n\tb"]
     assert (told["config"]["temperature"], told["config"]["residual"]) == (0.5, None)
@@ -198,7 +196,7 @@ def test_a_store_that_is_there_is_read_and_judged(command, tmp_path):
         data.seek(100_000)
         data.write(b"other")
     (tmp_path / "p.txt").write_text("x")
-    run = ("run", "--model", "tiny", "--prompt", tmp_path / "p.txt", "--store")
+    run = ("run", "--model", "tiny", "--prompts", tmp_path / "p.txt", "--store")
     for words in (("store", "build", "tiny", "--out"), run):
         code, out, err = command(*words, tmp_path / "copy")
         assert (code, out, err.count("error: ")) == (2, "", 1)

@@ -1,9 +1,5 @@
 """Commands that run a model: record, train-tiny, and the demonstration's own steps."""
 
-import dataclasses
-import json
-
-import numpy as np
 import pytest
 from support.real_machine import host_profile
 
@@ -22,153 +18,14 @@ def run(capsys, *words):
     return end.value.code or 0, printed.out, printed.err
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """A trace of two short texts, recorded through the command line."""
-    folder = tmp_path_factory.mktemp("recorded")
-    (folder / "prompts.txt").write_text("\n\n".join(TEXTS))
-    words = (
-        "--prompts",
-        folder / "prompts.txt",
-        "--out",
-        folder / "t.parquet",
-        "--max-new-tokens",
-        6,
-        "--json",
-    )
-    with pytest.raises(SystemExit) as end:
-        cli.main(["record", *(str(word) for word in words)])
-    assert not end.value.code
-    return folder / "t.parquet"
-
-
-def test_record_writes_every_column_a_policy_may_ask_for(recorded):
-    """Bytes are tokens, and each text is continued by six."""
-    trace = open_trace(recorded)
-    columns = {
-        "weights",
-        "scores",
-        "pred1_raw",
-        "pred2_raw",
-        "pred3_raw",
-        "pred1_res",
-        "token",
-    }
-    assert trace.columns == columns
-    rows = list(trace.sequences())
-    assert [len(sequence.pos) // trace.shape.layers for sequence in rows] == [
-        len(text) + 6 for text in TEXTS
-    ]
-    assert trace.header.calibration["residual"]["tokens"] > 0
-
-
-def test_what_was_recorded_replays_with_prediction(capsys, recorded):
-    words = (
-        "replay",
-        recorded,
-        "--policy",
-        "greedy",
-        "--prefetch",
-        "residual",
-        "--hw",
-        "rtx3090-epyc7532",
-        "--json",
-    )
-    code, out, _ = run(capsys, *words)
-    assert code == 0
-    assert json.loads(out)["prefetched"] > 0
-
-
-def test_a_run_hands_artefacts_to_its_planner(capsys, recorded, tmp_path, monkeypatch):
-    """A folder that is none is refused before anything runs; a cache that needs none is
-    told what lies there.
-    """
-    from safetensors.numpy import save_file
-    from support.real_machine import host_profile
-
-    from moesim.runs import machine, setup
-
-    monkeypatch.setattr(
-        machine,
-        "default_profile",
-        lambda: dataclasses.replace(host_profile(), kind="measured"),
-    )
-    words = (
-        "run",
-        recorded,
-        "--store",
-        tmp_path / "s",
-        "--steps",
-        1,
-        "--json",
-        "--artefacts",
-        tmp_path / "a",
-    )
-    code, _, err = run(capsys, *words)
-    assert (code, err.count("\n")) == (2, 1)
-    assert "--artefacts" in err
-    (tmp_path / "a").mkdir()
-    save_file({"w": np.zeros(1, np.float32)}, tmp_path / "a" / "notes.safetensors")
-    given = []
-    planner = setup.Planner
-    monkeypatch.setattr(
-        setup,
-        "Planner",
-        lambda *a, **named: (given.append(named["extras"]), planner(*a, **named))[1],
-    )
-    code, out, _ = run(capsys, *words)
-    assert code == 0
-    assert json.loads(out)["config"]["artefacts"] == str(tmp_path / "a")
-    assert all("notes" in extras for extras in given)
-    assert given
-
-
-def test_a_missing_prompt_file_is_one_line(capsys, tmp_path):
-    code, out, err = run(
-        capsys,
-        "record",
-        "--prompts",
-        tmp_path / "none.txt",
-        "--out",
-        tmp_path / "t.parquet",
-    )
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_device_that_is_not_there_is_one_line(capsys, tmp_path, monkeypatch):
     (tmp_path / "p.txt").write_text("x")
     monkeypatch.setattr("moesim.runtime.accelerators.accelerator_here", lambda: None)
-    words = (
-        "--prompts",
-        tmp_path / "p.txt",
-        "--out",
-        tmp_path / "t.parquet",
-        "--device",
-        "cuda",
-    )
-    code, out, err = run(capsys, "record", *words)
+    words = (tmp_path / "t.parquet", "--prompts", tmp_path / "p.txt")
+    code, out, err = run(capsys, "record", *words, "--device", "cuda")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "torch finds no 'cuda'" in err
     assert not (tmp_path / "t.parquet").exists()
-
-
-def test_a_folder_that_is_no_model_is_one_line(capsys, tmp_path):
-    (tmp_path / "p.txt").write_text("x")
-    code, _, err = run(
-        capsys,
-        "record",
-        "--model",
-        tmp_path,
-        "--prompts",
-        tmp_path / "p.txt",
-        "--out",
-        tmp_path / "t.parquet",
-    )
-    assert code == 2
-    assert "config.json" in err
 
 
 def test_train_tiny_passes_on_what_it_was_told(capsys, monkeypatch, tmp_path):

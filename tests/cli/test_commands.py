@@ -35,17 +35,17 @@ TABLES = [
     "list hardware",
     "list models",
     "replay TRACE --policy greedy+workload-window --steps 3",
-    "compare TRACE --policies all-cpu,greedy,greedy+workload-window --steps 3 --jobs 1",
+    "compare TRACE --policy all-cpu,greedy,greedy+workload-window --steps 3 --jobs 1",
     (
-        "compare TRACE --policies all-cpu,greedy --steps 3 --jobs 1 --cache-ratio 0.25,0.5"
+        "compare TRACE --policy all-cpu,greedy --steps 3 --jobs 1 --cache-ratio 0.25,0.5"
         " --hw rtx4060ti,a6000-xeon5220r-10c"
     ),
-    "sweep TRACE --policies all-cpu,greedy --steps 3 --jobs 1 --seeds 0,1,2",
-    "hits TRACE --cache-ratios 0.1,0.15,0.2,0.25,0.3,0.35,0.4,0.45,0.5,0.6,0.7,0.8,0.9",
+    "sweep TRACE --policy all-cpu,greedy --steps 3 --jobs 1 --seed 0,1,2",
+    "hits TRACE --cache-ratio 0.1,0.15,0.2,0.25,0.3,0.35,0.4,0.45,0.5,0.6,0.7,0.8,0.9",
     "gap TRACE --policy on-demand --steps 2",
     "trace stats TRACE",
     "model qwen3-30b-a3b",
-    "sensitivity TRACE --policies greedy,on-demand --steps 3",
+    "sensitivity TRACE --policy greedy,on-demand --steps 3",
     (
         "advise qwen3-30b-a3b --cpu 'Ryzen 7 5700X' --ram '2x16GB DDR4-3600'"
         " --gpu 'RTX 4060 Ti 16GB'"
@@ -91,7 +91,7 @@ USES = {
     # command -> what else it does without
     "list cache": {"pandas", "pyarrow", "simpy"},
     "replay TRACE --policy greedy --steps 3": {"pandas"},
-    "compare TRACE --policies greedy,on-demand --steps 3 --jobs 1": set(),
+    "compare TRACE --policy greedy,on-demand --steps 3 --jobs 1": set(),
     "trace check TRACE": {"pandas", "simpy", "rich"},
     "model qwen3-30b-a3b": {"pandas", "simpy", "pyarrow", "llvmlite"},
     "trace synth s.parquet --shape layers=2,experts=4,top_k=1,expert_bytes=1KiB"

@@ -43,14 +43,14 @@ def test_json_holds_the_bound_that_the_text_prints(command):
     assert reads in text
 
     _, answer, _ = command(
-        "compare", "tiny", "--policies", "greedy", "--steps", 4, "--json"
+        "compare", "tiny", "--policy", "greedy", "--steps", 4, "--json"
     )
     assert json.loads(answer)["bound"] == bound
 
 
 def test_slots_of_all_cells_stand_in_the_head(command):
     _, text, _ = command(
-        "compare", "tiny", "--policies", "greedy,all-cpu", "--slots-per-layer", 4,
+        "compare", "tiny", "--policy", "greedy,all-cpu", "--slots-per-layer", 4,
         "--hw", "rtx4060ti,rtx3080ti", "--steps", 4,
     )  # fmt: skip
     assert text.startswith("tiny, batch 1, 2 policies on 2 machines with 4 slots per ")
@@ -88,5 +88,5 @@ def test_options_with_effect_and_defaults_are_not(command):
 
 
 def test_a_wrong_share_names_its_option(command):
-    run = command("hits", "tiny", "--cache-ratios", "0.1,2")
-    assert refused(run, "--cache-ratios", "expected shares between 0 and 1")
+    run = command("hits", "tiny", "--cache-ratio", "0.1,2")
+    assert refused(run, "--cache-ratio", "expected shares between 0 and 1")

@@ -230,7 +230,7 @@ def test_a_profile_is_learned_from_a_real_run_and_improved_as_others_are_made(
     folder = tmp_path / "run"
     assert real_run(command, tmp_path, "--out", folder)[0] == 0
     place = tmp_path / "learned.toml"
-    code, out, err = command("calibrate", "--from", folder, "--out", place, "--force")
+    code, out, err = command("calibrate", place, "--from", folder, "--force")
     assert code == 0, err
     assert "learned from 1 real runs" in out
     assert "run  predicted" in out
@@ -253,7 +253,7 @@ def test_what_cannot_be_trusted_is_refused_in_a_line(command, tmp_path, monkeypa
     assert real_run(command, tmp_path, "--out", folder)[0] == 0
     monkeypatch.setattr(learning, "doubts_of", lambda _: ["others were busy"])
     place = tmp_path / "learned.toml"
-    told = command("calibrate", "--from", folder, "--out", place)
+    told = command("calibrate", place, "--from", folder)
     assert refused(told, "learned.toml: not written", "others were busy", "--force")
     assert not place.exists()
 
@@ -267,7 +267,8 @@ def test_what_cannot_be_trusted_is_refused_in_a_line(command, tmp_path, monkeypa
 def test_words_that_do_not_go_together_are_refused(command, tmp_path):
     assert command("calibrate", "--from")[0] == 2
     assert command("calibrate", tmp_path)[0] == 2
-    assert command("calibrate", "--from", tmp_path, "--quick")[0] == 2
+    both = command("calibrate", "--from", tmp_path, "--quick")
+    assert refused(both, "--quick: expected none beside --from")
     assert command("run", "tiny", "--force")[0] == 2
-    told = command("calibrate", "--from", tmp_path, "--out", tmp_path / "hw.toml")
-    assert refused(told, "operations.parquet: no such file")
+    told = command("calibrate", tmp_path / "hw.toml", "--from", tmp_path)
+    assert refused(told, "hw.toml: it would replace what is read")

@@ -112,7 +112,7 @@ def test_only_pairs_that_repetitions_order_count():
     unsure = [0.5, 1.5, 0.5, 1.5, 0.5]
     cells = [
         cell("a", STEADY, 1.0),
-        cell("b", [2.0] * 5, 2.0),
+        cell("b", [4.0] * 5, 4.0),
         cell("c", unsure, 1.5),
         cell("d", [0.1] * 5, 0.1, batch=4),
     ]

@@ -6,18 +6,26 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import signal
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from moesim import cli
-from moesim.evidence.reproduction import orders, questions
+from moesim.evidence.reproduction import (
+    orders,
+    questions,
+    reproduce_all,
+    workloads,
+)
 from moesim.evidence.reproduction import report as pages
 from moesim.evidence.reproduction.orders import PARTS, sides
 from moesim.evidence.reproduction.questions import (
@@ -32,12 +40,13 @@ from moesim.evidence.reproduction.questions import (
     quantity_of,
     records,
 )
-from moesim.evidence.reproduction.reproduce_all import Journal
+from moesim.evidence.reproduction.reproduce_all import Done
 from moesim.evidence.reproduction.routing import EXPERIMENTS
 from moesim.evidence.reproduction.runs import RunSpec
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.hwprofiles import profile as profiles
 from moesim.traces.format.reader import open_trace
+from moesim.traces.synthetic.saved import model_like
 
 PROFILES = sorted(profiles._DATA.glob("*.toml"))
 SOURCES = sorted(Path(questions.__file__).parent.glob("*.py"))
@@ -334,6 +343,20 @@ def test_the_anchored_machine_gives_the_times_it_was_anchored_on(tmp_path):
     assert spec.do(tmp_path)["modelled_s"] == pytest.approx(22.6, rel=0.06)
 
 
+def test_stated_statistics_have_as_much_of_a_topic_as_those_of_many_texts():
+    """Else calibration on other texts would foresee each text's favourites."""
+    shares = []
+    for name in ("mixtral-8x7b", "deepseek-v2-lite", "gpt-oss-20b"):
+        model = model_like(name)
+        common = model.popularity - model.popularity.mean(axis=-1, keepdims=True)
+        own = model.topics - model.topics.mean(axis=-1, keepdims=True)
+        shares.append(own.var() / (own.var() + common.var()))
+    assert np.mean(shares) == pytest.approx(workloads.TOPIC_SHARE, abs=0.1)
+    drawn = Workload("phi-3.5-moe", "bf16", 4, 4, 1)._synthetic()
+    own, common = drawn.topics.var(axis=-1), drawn.popularity.var(axis=-1)
+    assert own.mean() / (own.mean() + common.mean()) == pytest.approx(0.7, abs=0.02)
+
+
 def test_workloads_are_drawn_alike_and_once(tmp_path):
     first = LOAD.draw(tmp_path)
     written = first.read_bytes()
@@ -406,16 +429,50 @@ def test_an_interrupted_command_goes_on_where_it_stopped(tmp_path):
         done.append(task)
         return {"x": task}
 
-    Journal(path).add_all(work, {"a": 1}, 1, print)
-    again = Journal(path)
-    assert again.add_all(work, {"a": 1, "b": 2}, 1, print) == {
-        "a": {"x": 1},
-        "b": {"x": 2},
-    }
+    Done(path).add_all(work, {"a": 1}, 1, print)
+    Done(path).add_all(work, {"a": 1, "b": 2}, 1, print)
+    assert (Done(path).of("a"), Done(path).of("b")) == ({"x": 1}, {"x": 2})
     assert done == [1, 2]
     # What another version did is done anew.
-    path.write_text('["other", null]\n' + path.read_text().split("\n", 1)[1])
-    assert not Journal(path).has("a")
+    path.write_text('{"key": "other"}\n' + path.read_text().split("\n", 1)[1])
+    assert not Done(path).has("a")
+
+
+def test_a_limit_leaves_out_what_the_next_call_does(moesim, small, tmp_path):
+    words = ("--all", "--out", tmp_path, "--paper", "DAOP", "--jobs", 1)
+    done = moesim(*words, "--minutes", 0)
+    assert done.exit_code == 0, done.output
+    assert "NOT ALL: 2 runs" in done.stdout
+    saved = json.loads((tmp_path / "reproduction.json").read_text())
+    assert [entry["ours"] is not None for entry in saved["records"]] == [False, True]
+
+    assert "NOT ALL" not in moesim(*words).stdout
+    saved = json.loads((tmp_path / "reproduction.json").read_text())
+    assert [entry["ours"] is not None for entry in saved["records"]] == [True, True]
+
+
+def test_a_killed_command_leaves_a_page_and_the_next_goes_on(small, tmp_path):
+    """Killed behind its first run, with a page after each: the page has that run, and
+    the next call does the others only.
+    """
+    pages_dir = tmp_path / "papers"
+
+    def saved(reproduced):
+        pages.write(pages_dir, reproduced, pages.report(reproduced))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pages_dir.mkdir()
+    child = os.fork()
+    if not child:
+        reproduce_all.Every.SECONDS = 0.0
+        reproduce_all.reproduce_all(pages_dir, papers=["DAOP"], jobs=1, save=saved)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    facts = json.loads((pages_dir / "reproduction.json").read_text())["facts"]
+    assert any("NOT ALL: 1 runs" in fact for fact in facts)
+    whole = reproduce_all.reproduce_all(pages_dir, papers=["DAOP"], jobs=1)
+    assert whole.left_out == 0
+    assert not list(pages_dir.glob("*.part.jsonl"))
 
 
 # What they say about orders.
@@ -521,6 +578,27 @@ def test_anchored_records_count_nowhere():
     counts = pages.summary([one])
     assert counts["anchored"] == 1
     assert counts["simulated"] == counts["computed"] == 0
+
+
+def test_ratios_are_of_figures_that_something_decides():
+    """An upper bound, a share that unpublished seconds decide, and a baseline beside
+    itself tell nothing; a figure of the wrong sign is far off.
+    """
+    (against,) = _cases(("greedy", "all-cpu"))
+    itself = Case(_spec("greedy"), (_spec("greedy"),), {})
+    questions_asked = [
+        Question(RECORD, cases=(against,), compare="ratio"),
+        Question(RECORD, cases=(against,), compare="gain"),
+        Question(RECORD, cases=(against,), bound=True),
+        Question(RECORD, cases=(against,), undecidable="seconds of planning"),
+        Question(RECORD, cases=(itself,), compare="ratio"),
+    ]
+    ours = (2.2, -2.0, 0.5, 9.0, 1.0)
+    answered = [Answered(*pair) for pair in zip(questions_asked, ours, strict=True)]
+    counts = pages.summary(answered)
+    assert counts["simulated"] == 5
+    assert (counts["ratios"], counts["within_1.5"]) == (2, 1)
+    assert counts["median_ratio"] == pytest.approx((1.1 - 1.0) / 2)
 
 
 # The command.

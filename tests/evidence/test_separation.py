@@ -8,10 +8,10 @@ from __future__ import annotations
 import ast
 import inspect
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.calibrating import sized
+from support.processes import ROOT
 from support.real_machine import host_profile
 
 from moesim.evidence.validation import calibrate as calibration
@@ -25,7 +25,6 @@ from moesim.traces.format import reader
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
 
-ROOT = Path(__file__).parents[2]
 FITTING = (
     *sorted(
         str(path.relative_to(ROOT))

@@ -411,11 +411,11 @@ def test_validate_prints_json_and_writes_the_report(tmp_path):
         [
             "validate",
             str(TRACE),
-            "--policies",
+            "--policy",
             "all-cpu+none,on-demand+lru",
-            "--cache-ratios",
+            "--cache-ratio",
             "0.3",
-            "--batches",
+            "--batch",
             "1",
             "--steps",
             "3",
@@ -443,7 +443,5 @@ def test_sensitivity_prints_winner_line_and_cliff():
 
 
 def test_numbers_must_be_numbers():
-    done = CliRunner().invoke(
-        cli.app, ["validate", str(TRACE), "--cache-ratios", "a,b"]
-    )
+    done = CliRunner().invoke(cli.app, ["validate", str(TRACE), "--cache-ratio", "a,b"])
     assert done.exit_code == 2

@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processes import ROOT
 from support.small_trace import write_small_trace
-
-ROOT = Path(__file__).parents[2]
 
 NEW = {
     "assignment/every_other.py": '''

@@ -211,7 +211,7 @@ def test_every_command_shows_the_lines_of_a_failing_policy(command, tmp_path):
     """`hits` showed ours."""
     (tmp_path / "mine.py").write_text(FAILING)
     code, _, err = command(
-        "hits", "tiny", "--caches", tmp_path / "mine.py", "--steps", 4
+        "hits", "tiny", "--cache", tmp_path / "mine.py", "--steps", 4
     )
     assert code == 2
     assert "line 8: KeyError: 'x'" in err.splitlines()[-1]

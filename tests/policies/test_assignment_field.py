@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from support.cache_driver import View, shape, work
 
-from moesim.policies.assignment._gpu_choice import gpu_state, transfer_s
+from moesim.policies.assignment._kernels import flying
 from moesim.policies.assignment._list_scheduler import list_schedule
 from moesim.policies.assignment._optimum import (
     modelled_s,
     optimal_scheduled,
     scheduled_s,
+    transfer_s,
 )
 from moesim.policies.assignment.exact import Exact
 from moesim.policies.assignment.fetch_split import FetchSplit
@@ -30,6 +31,7 @@ from moesim.policies.assignment.layer_wise import LayerWise
 from moesim.policies.assignment.moe_lightning import MoELightning
 from moesim.policies.assignment.smoe_balancer import SMoEBalancer
 from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT, PolicyError, RunContext
+from moesim.policies.compiled import kernel_work
 from moesim.traces.format.schema import Phase
 
 
@@ -52,13 +54,14 @@ def rehearsed(now, reading="r2", first=0.0, stealing=True):
     """Lanes, order and makespan of HybriMoE's simulation; the policy gives the same
     lanes and order.
     """
-    flying = (gpu_state(now, View()) == IN_FLIGHT).reshape(now.arrive_s.shape)
+    given = kernel_work(now, View())
+    coming = flying(given.gpu_state, given.arrive_s)
     lanes, order, makespan_s = list_schedule(
         now.tokens,
         now.cpu_s,
         now.gpu_s,
         now.arrive_s,
-        flying,
+        coming,
         np.zeros(len(now.arrive_s)),
         first,
         reading == "r2",
@@ -533,8 +536,14 @@ def test_fetch_split_fetches_the_largest_misses_and_awaits_what_is_in_flight():
     assert answer.order.tolist() == [0, 3, 2, 4, 1]
 
 
-class Priced(View):
+class Prices:
     """CPU 1 per token, GPU 1 per expert, copies of 2."""
+
+    def cpu_s(self, layer, tokens):
+        return tokens.astype(float)
+
+    def gpu_s(self, layer, tokens):
+        return np.ones(len(tokens))
 
     def copy_s(self, layer):
         return 2.0
@@ -548,7 +557,7 @@ def test_section_6_10_offline_search_for_the_average_step():
     costs the CPU 3.98 + 1.80 + 2 * 1.31 = 8.4; the first 4.4 against a link of 2.0; the
     first two 2.6 against 3.8; three 5.1.
     """
-    view = Priced(experts=4)
+    view = View(experts=4)
     policy = MoELightning()
     policy.start(
         RunContext(
@@ -557,6 +566,7 @@ def test_section_6_10_offline_search_for_the_average_step():
             np.array([0]),
             "layer",
             calibration=np.array([[4.0, 2.0, 1.0, 1.0]]),
+            costs=Prices(),
         )
     )
     first = work(
@@ -577,7 +587,7 @@ def test_section_6_10_residents_are_part_of_the_plan():
     """The two favourites fill the GPU for 1.9. The others cost the CPU 2.62; one
     streamed, the GPU 2.55: so one is.
     """
-    view = Priced(experts=4, resident=[(0, 0, 0), (0, 0, 1)])
+    view = View(experts=4, resident=[(0, 0, 0), (0, 0, 1)])
     policy = MoELightning(tokens=8)
     policy.start(
         RunContext(
@@ -586,6 +596,7 @@ def test_section_6_10_residents_are_part_of_the_plan():
             np.array([2]),
             "layer",
             calibration=np.array([[4.0, 2.0, 1.0, 1.0]]),
+            costs=Prices(),
         )
     )
     now = work(experts=[0, 1, 2, 3], gpu_s=[1] * 4, arrive_s=[0, 0, 2, 2])

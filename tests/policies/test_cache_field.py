@@ -15,7 +15,11 @@ from moesim.policies.cache.least_stale_layer import LeastStaleLayer
 from moesim.policies.cache.least_stale_pass import LeastStalePass
 from moesim.policies.cache.lfru import LFRU
 from moesim.policies.cache.lifo import LIFO
-from moesim.policies.cache.moe_infinity import MoEInfinity
+from moesim.policies.cache.moe_infinity import (
+    MoEInfinity,
+    priorities,
+    topology_decay,
+)
 from moesim.policies.cache.mrs import MRS
 from moesim.policies.cache.random import Random
 from moesim.policies.cache.score_window import ScoreWindow
@@ -254,7 +258,8 @@ def test_section_6_9_the_priority_multiplies_place_ratio_and_visits():
     ratio = np.array([3 / 4, 1 / 4, 1, 0, 1 / 4])
     visits = [4, 2, 4, 1, 1]
     product = (decay / 8 + 1e-6) * (ratio / 3 + 1e-6) * (np.array(visits) / 12 + 1e-6)
-    assert policy._priority()[[0, 1, 4, 5, 8]] == pytest.approx(product)
+    keys = np.array([0, 1, 4, 5, 8])
+    assert priorities(policy.kernels().state, keys) == pytest.approx(product)
 
 
 def test_section_6_9_the_current_layer_and_unused_prefetches_are_protected():
@@ -267,14 +272,17 @@ def test_section_6_9_the_current_layer_and_unused_prefetches_are_protected():
 
 
 def test_section_6_9_released_topology_takes_half_the_layers_for_an_encoder():
+    def decays():
+        return [topology_decay(policy.kernels().state, layer) for layer in range(4)]
+
     policy = MoEInfinity(topology="released")
     policy.start(context([], 6, layers=4, experts=4, scope="global"))
-    assert policy._decay().tolist() == [1, 0.5, 0, 1 / 3]
+    assert decays() == [1, 0.5, 0, 1 / 3]
     policy.accessed(work(experts=[0], layer=2))
-    assert policy._decay().tolist() == [1, 0.5, 1, 1 / 3]
+    assert decays() == [1, 0.5, 1, 1 / 3]
     policy = MoEInfinity()
     policy.start(context([], 6, layers=4, experts=4, scope="global"))
-    assert policy._decay().tolist() == [1, 0.75, 0.5, 0.25]
+    assert decays() == [1, 0.75, 0.5, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -287,14 +295,16 @@ def test_moe_infinity_forgets_the_sequence_at_the_next_batch_not_micro_batch(
     policy = infinity(reset=reset)
     now = work(experts=[3], layer=0, step=4)
     policy.accessed(replace(now, phase=Phase.PREFILL, batch=batch))
-    assert policy._tokens[0, 0] == left
+    tokens, _ = policy.kernels().state.scores
+    assert tokens[0] == left
 
 
 def test_moe_infinity_counts_visits_in_the_cache_or_for_ever():
     for visits, count in (("in-cache", 0.0), ("perfect", 3.0)):
         policy = infinity(visits=visits)
         policy.evicted(np.array([0]))
-        assert policy._visits[0] == count
+        _, visited = policy.kernels().state.scores
+        assert visited[0] == count
 
 
 def test_parameters_out_of_range_are_refused():

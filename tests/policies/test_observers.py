@@ -42,7 +42,7 @@ def test_an_observed_policy_looks_like_the_policy(spec):
     watched = observed_policy(plain, Heard(), ("victims",))
     assert isinstance(watched, type(plain))
     assert (watched.needs, watched.oracle) == (plain.needs, plain.oracle)
-    for name in ("admits", "exposed_s", "precedence"):
+    for name in ("admits", "precedence"):
         overrides = getattr(type(plain), name) is not getattr(CachePolicy, name)
         assert overrides == (
             getattr(type(watched), name) is not getattr(CachePolicy, name)

@@ -14,7 +14,7 @@ from support.handmade import HandCosts, plan_of, routed, run, spans, steps
 from support.handmade import shape as hand_shape
 
 from moesim.policies.base import IN_FLIGHT, RESIDENT, PolicyError, RunContext
-from moesim.policies.prefetch.activation_matrix import ActivationMatrix, ActivationStore
+from moesim.policies.prefetch.activation_matrix import ActivationMatrix
 from moesim.policies.prefetch.clairvoyant import Clairvoyant
 from moesim.policies.prefetch.first_missing import FirstMissing
 from moesim.policies.prefetch.hybrimoe_released import HybriMoEReleased
@@ -24,9 +24,10 @@ from moesim.policies.prefetch.partial_hidden import PartialHidden
 from moesim.policies.prefetch.pre_gated import PreGated
 from moesim.policies.prefetch.random import RandomPrefetch
 from moesim.policies.prefetch.statistical import (
-    PairTransitions,
     Statistical,
     Transitions,
+    count_triples,
+    triple_workload,
 )
 from moesim.policies.prefetch.whole_layer import WholeLayer
 from moesim.policies.systems import System
@@ -103,11 +104,14 @@ def test_section_6_7_statistical_table():
 
 
 def test_pairs_of_two_layers_are_counted_as_one_by_one():
-    """A token's estimate is the mean over its pairs that were seen; unused columns are
-    no experts.
+    """A token's estimate is the mean over its pairs that were seen, or, without one,
+    that of its last layer alone; unused columns are no experts.
     """
     rng = np.random.default_rng(0)
-    pairs = PairTransitions(5)
+    known = started(Statistical(preceding=2, table="online"), 2, 5).kernels().state
+    # How often each expert of the last layer was followed, of the tokens without pairs.
+    known.scores[:10] = rng.integers(0, 3, (10, 5))
+    known.marks[0] = 3
     followers, seen = {}, {}
     for tokens in (1, 4, 30):
         first, second, after = (
@@ -116,16 +120,14 @@ def test_pairs_of_two_layers_are_counted_as_one_by_one():
         )
         second[rng.random(second.shape) < 0.1] = 65535
         expected = np.zeros(5)
-        unseen = []
         for a, b in zip(first, second, strict=True):
-            known = [pair for pair in itertools.product(a, b) if pair in seen]
-            unseen.append(not known)
-            for pair in known:
-                expected += followers[pair] / seen[pair] / len(known)
-        workload, without = pairs.workload(0, first, second)
-        assert workload == pytest.approx(expected)
-        assert without.tolist() == unseen
-        pairs.observe(0, first, second, after)
+            met = [pair for pair in itertools.product(a, b) if pair in seen]
+            for pair in met:
+                expected += followers[pair] / seen[pair] / len(met)
+            if not met:
+                expected += sum(known.scores[expert] / 3 for expert in b[b < 5])
+        assert triple_workload(known, 0, first, second) == pytest.approx(expected)
+        count_triples(known, 0, first, second, after)
         for a, b, c in zip(first, second, after, strict=True):
             for pair in itertools.product(a, b[b < 5]):
                 followers.setdefault(pair, np.zeros(5))[c] += 1
@@ -383,10 +385,11 @@ def test_random_guesses_alike_whatever_is_present():
 
 
 def test_section_6_5_whole_layer_names_everything():
-    assert WholeLayer().prefetch(
-        work(experts=[0]), View(2, 3, resident={(0, 1, 1)})
-    ) == [*((0, e) for e in range(3)), *((1, e) for e in range(3))]
-    assert not WholeLayer().prefetch(work(experts=[0], layer=1), View(2, 3))
+    policy = started(WholeLayer(), 2, 3)
+    view = View(2, 3, resident={(0, 1, 1)})
+    both = [*((0, e) for e in range(3)), *((1, e) for e in range(3))]
+    assert policy.prefetch(work(experts=[0]), view) == both
+    assert not policy.prefetch(work(experts=[0], layer=1), view)
 
 
 def test_section_6_5_streaming_a_layer_takes_all_its_copies():
@@ -577,39 +580,65 @@ def test_sequences_of_this_run_are_stored_when_the_next_batch_comes():
 
 
 def test_a_full_store_forgets_who_was_found_least_and_never_the_calibrated():
-    store = ActivationStore(known([0, 1, 2]), capacity=3)
-    for expert in (1, 2):
-        store.observe(0, np.array([expert]), np.array([1]))
-        store.finish()
-    assert len(store) == 3
-    store.observe(0, np.array([1]), np.array([1]))
-    # Now found once more than the sequence of expert 2.
-    assert store.most_similar(slice(1)).argmax() == 1
-    store.finish()
-    store.observe(0, np.array([2]), np.array([1]))
-    assert store.most_similar(slice(1)).argmax() != 2
-    store.observe(0, np.array([0]), np.array([9]))
-    assert store.most_similar(slice(1)).sum() == 30
+    """Three places, one of them calibrated (expert 0): sequences of experts 1 and 2 come
+    in, and 1 is found once more than 2. So the next sequence takes the place of 2.
+    """
+    policy = started(
+        ActivationMatrix(mask="prefix", capacity=3),
+        3,
+        4,
+        activation_matrices=known([0, 1, 1]),
+    )
+    view = View(3, 4)
+
+    def found(expert, batch):
+        """Which layer-1 expert a sequence that begins with one is told of."""
+        first, *others = (
+            dataclasses.replace(work(experts=[expert], layer=layer), batch=batch)
+            for layer in range(3)
+        )
+        named = policy.prefetch(first, view)
+        for other in others:
+            policy.prefetch(other, view)
+        return [key.expert for key in named[:1]]
+
+    assert found(1, 0) == [1]
+    found(2, 1)
+    assert found(1, 2) == [1]
+    # 3 takes the place of 2: whoever begins with 2 is told of the oldest.
+    found(3, 3)
+    assert found(3, 4) == [3]
+    assert found(0, 5) == [1]
 
 
-def test_cosines_kept_by_layer_equal_the_definition():
-    """Mean over layers of the cosine between rows, recomputed from scratch."""
+def test_the_similar_sequence_is_that_of_the_definition():
+    """The highest mean over the coming layers of the cosine between rows, recomputed
+    from scratch; named are its most used experts there, nearer layers for more.
+    """
     rng = np.random.default_rng(0)
     matrices = rng.integers(0, 5, (6, 4, 8)).astype(float)
-    store = ActivationStore(matrices, capacity=6)
-    for _ in range(30):
-        layer = int(rng.integers(4))
-        experts_now = rng.choice(8, 2, replace=False)
-        store.observe(layer, experts_now, np.array([1, 2]))
-        norms = np.linalg.norm(matrices, axis=2) * np.linalg.norm(store.current, axis=1)
-        cosine = (matrices * store.current).sum(axis=2) / np.maximum(norms, 1e-30)
-        similarity = cosine[:, 1:].sum(axis=1)
-        similar = store.most_similar(slice(1, None))
-        best = int(similarity.argmax())
-        assert (
-            np.array_equal(similar, matrices[best])
-            or similarity[best] - similarity.max() > -1e-6
-        )
+    policy = started(
+        ActivationMatrix(capacity=6, size=None), 4, 8, activation_matrices=matrices
+    )
+    current = np.zeros((4, 8))
+    for step in range(8):
+        for layer in range(4):
+            active = np.sort(rng.choice(8, 2, replace=False))
+            current[layer, active] += (1, 2)
+            now = work(experts=active, tokens=[1, 2], layer=layer, step=step)
+            named = policy.prefetch(now, View(4, 8))
+            norms = np.linalg.norm(matrices, axis=2) * np.linalg.norm(current, axis=1)
+            cosine = (matrices * current).sum(axis=2) / np.maximum(norms, 1e-30)
+            coming = cosine[:, layer + 1 :].sum(axis=1)
+            similar = matrices[int(coming.argmax())]
+            value = {
+                (j, e): similar[j, e] * (1 - (j - layer) / 5)
+                for j in range(layer + 1, 4)
+                for e in range(8)
+                if similar[j, e]
+            }
+            best = sorted(value, key=lambda key: (-value[key], key))
+            assert [tuple(key) for key in named] == best
 
 
 def test_misshapen_matrices_are_named():

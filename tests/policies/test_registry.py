@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Literal
 
 import pytest
 from support.cache_driver import drive, one_by_one
-from support.processes import output_of
+from support.processes import ROOT, output_of
 
 from moesim.policies import registry
 from moesim.policies.base import CachePolicy, PolicyError, PrefetchPolicy
@@ -25,7 +24,6 @@ from moesim.policies.registry import (
     settings,
 )
 
-ROOT = Path(__file__).parents[2]
 DOC = ROOT / "docs" / "how-to" / "add-a-policy.md"
 
 

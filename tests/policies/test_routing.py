@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from support.cache_driver import View, shape
 
 from moesim.policies.base import Gate, PolicyError, RunContext
+from moesim.policies.kernels import UNUSED
 from moesim.policies.registry import names, resolve
-from moesim.policies.routing._substitute import UNUSED, routing
+from moesim.policies.routing._substitute import routing
 from moesim.policies.routing.adaptive_gating import AdaptiveGating
 from moesim.policies.routing.cache_prior import CachePrior
 from moesim.policies.routing.expert_cache_router import ExpertCacheRouter

@@ -44,9 +44,9 @@ top of the repository lie in ``moesim``, whose own modules are its face.
 
 TOP = ("traces", "hwprofiles", "policies", "engine", "sim", "runtime", "moesim")
 
-MOST_CODE_LINES = 73_800
+MOST_CODE_LINES = 75_800
 MOST_FILES = 480
-MOST_TEST_LINES = 39_400
+MOST_TEST_LINES = 39_800
 """What a person must hold; `benchmarks/size.py` counts it. A change that needs more
 raises the number, and says why.
 """

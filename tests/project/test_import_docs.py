@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from moesim import cli
 from moesim.cli.commands.trace import app as trace_app
-from moesim.cli.commands.trace.import_ import import_options
+from moesim.cli.commands.trace.make import ImportOptions
 
 
 def run(*arguments, code=0):
@@ -28,11 +28,12 @@ def test_every_command_of_the_group_is_there_once():
 
 
 def test_options_of_the_import_are_words():
-    assert import_options("pos=p", 5, None, []) == {
-        "map": "pos=p",
-        "prompt_tokens": "5",
-    }
-    assert import_options(None, 0, 2, ["cut_at=8"]) == {
+    def texts(**given):
+        paths = {"sources": ("a",), "target": "b"}
+        return ImportOptions(**paths, **given).for_importer()
+
+    assert texts(map="pos=p", prompt_tokens=5) == {"map": "pos=p", "prompt_tokens": "5"}
+    assert texts(prompt_tokens=0, batch=2, others=("cut_at=8",)) == {
         "prompt_tokens": "0",
         "batch": "2",
         "cut_at": "8",
@@ -61,13 +62,15 @@ def test_export_and_check_residency(tmp_path):
         ).output
     )
     # The smallest expert has 1,000 bytes.
-    result = run("trace", "check-residency", trace.path, "--cache", "999B")
+    result = run("trace", "check-residency", trace.path, "--cache-size", "999B")
     assert (
         "decode: 78 accesses, 100.00% agree; hits 0.0% in the engine, 0.0% in the"
         " replay" in result.output
     )
     told = json.loads(
-        run("trace", "check-residency", trace.path, "--cache", "48000", "--json").output
+        run(
+            "trace", "check-residency", trace.path, "--cache-size", "48000", "--json"
+        ).output
     )
     assert told["phases"]["decode"]["only_replay"] > 0
 
@@ -78,7 +81,7 @@ def test_export_and_check_residency(tmp_path):
         (["--tokens", "5"], "either --like TRACE or --shape MODEL"),
         (
             ["--tokens", "5", "--like", "x", "--skew", "1"],
-            "--skew states what --like measures",
+            "--skew: expected --shape beside it",
         ),
         (["--tokens", "0", "--like", "x"], "tokens"),
     ],
@@ -99,7 +102,7 @@ def test_synth_of_a_model_nobody_recorded(tmp_path):
         "1e2",
         "--skew",
         "1",
-        "--prompt",
+        "--prompt-tokens",
         "4",
     )
     told = json.loads(run("trace", "info", tmp_path / "t.parquet", "--json").output)

@@ -67,9 +67,9 @@ def test_a_trace_is_replayed_compared_and_described(as_on_windows, tmp_path):
         [
             [*hybrimoe, "--out", "run", "--perfetto", "run.json"],
             ["replay", trace, "--policy", "greedy", "--cache", "belady", "--json"],
-            ["compare", trace, "--policies", "greedy,fiddler", "--out", "table"],
-            ["compare", trace, "--policies", "greedy+lru", "--html", "page.html"],
-            ["hits", trace, "--caches", "lru,lfu", "--table", "hits.csv"],
+            ["compare", trace, "--policy", "greedy,fiddler", "--out", "table"],
+            ["compare", trace, "--policy", "greedy+lru", "--html", "page.html"],
+            ["hits", trace, "--cache", "lru,lfu", "--table", "hits.csv"],
             ["gap", trace, "--policy", "greedy"],
             ["trace", "info", trace],
             ["trace", "stats", trace],

@@ -175,25 +175,6 @@ def test_drawn_configurations_give_the_same_bytes_in_any_process():
     assert report.tried == 4
 
 
-def test_the_suites_of_make_torture_are_there():
-    text = Path(__file__).parents[1].joinpath("torture", "__main__.py").read_text()
-    for name in (
-        "mutations",
-        "separators",
-        "configurations",
-        "imports",
-        "write_errors",
-        "kills",
-        "places",
-        "streams",
-        "screen",
-        "bombs",
-        "options",
-        "users",
-    ):
-        assert f'"{name}"' in text
-
-
 def test_streams_that_are_gone_or_full_end_in_a_line():
     report = streams.run_suite(4, "tests", "trace info")
     assert report.failures == []
@@ -235,24 +216,10 @@ def test_pairs_of_options_are_answered_or_refused_in_one_line():
     assert report.tried == 6
 
 
-def test_a_closed_output_ends_nothing(tmp_path):
-    command = [sys.executable, "-m", "moesim", "trace", "export", "tiny", "t.csv"]
-    done = subprocess.run(
-        ["sh", "-c", '"$@" --to csv >&-', "sh", *command],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "t.csv").stat().st_size
-
-
 def test_a_table_goes_to_standard_output_alone(tmp_path):
-    command = [sys.executable, "-m", "moesim", "hits", "tiny", "--caches", "lru"]
+    command = [sys.executable, "-m", "moesim", "hits", "tiny", "--cache", "lru"]
     done = subprocess.run(
-        [*command, "--cache-ratios", "0.5", "--table", "-"],
+        [*command, "--cache-ratio", "0.5", "--table", "-"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -135,7 +135,7 @@ def test_help_list_and_replay_work_outside_the_checkout(moesim, tmp_path):
 
 
 def test_what_ships_is_found_by_name_and_pages_have_their_templates(moesim, tmp_path):
-    words = ("compare", "tiny", "--policies", "all-cpu,greedy", "--steps", "2")
+    words = ("compare", "tiny", "--policy", "all-cpu,greedy", "--steps", "2")
     printed = moesim(*words, "--html", "page.html")
     assert "fastest over the whole trace" in printed
     assert "<main>" in (tmp_path / "page.html").read_text(encoding="utf-8")

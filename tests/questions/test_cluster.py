@@ -157,7 +157,7 @@ def test_without_dask_the_extra_is_named(trace, tmp_path):
 def test_two_interrupts_end_a_local_cluster_at_once(tmp_path, request, moment):
     """As a terminal sends them: to the command and to its workers."""
     trace = write_small_trace(tmp_path / "long.parquet", sequences=2, new_tokens=2000)
-    words = ["sweep", trace, "--policies", "ilp,beam", "--cluster", "local:2"]
+    words = ["sweep", trace, "--policy", "ilp,beam", "--cluster", "local:2"]
     process = start(
         *("-m", "moesim", *words),
         cwd=tmp_path,

@@ -84,7 +84,7 @@ def test_the_part_that_sees_the_future_is_named(trace):
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_the_bound_is_that_of_the_fastest_and_not_of_an_oracle(command, trace, options):
     """Belady's run is the shorter one, and is compared with no bound of its own."""
-    words = ("compare", trace, "--policies", "on-demand+belady,on-demand", "--steps", 9)
+    words = ("compare", trace, "--policy", "on-demand+belady,on-demand", "--steps", 9)
     code, out, _ = command(*words, "--slots-per-layer", 3, *options)
     assert code == 0
     alone = ("replay", trace, "--policy", "on-demand", "--steps", 9)
@@ -268,7 +268,7 @@ def test_out_holds_page_picture_table_and_every_run(command, trace, tmp_path):
     code, printed, _ = command(
         "compare",
         trace,
-        "--policies",
+        "--policy",
         "all-cpu,greedy+lfu:variant=perfect,tie=fifo",
         "--out",
         out,
@@ -286,7 +286,7 @@ def test_one_timeline_holds_every_run(command, trace, tmp_path):
     words = (
         "compare",
         trace,
-        "--policies",
+        "--policy",
         "all-cpu,greedy",
         "--steps",
         3,
@@ -302,7 +302,7 @@ def test_one_timeline_holds_every_run(command, trace, tmp_path):
 
 
 def test_without_out_nothing_is_written(command, trace, tmp_path):
-    assert command("compare", trace, "--policies", "all-cpu")[0] == 0
+    assert command("compare", trace, "--policy", "all-cpu")[0] == 0
     assert list((tmp_path / "cwd").iterdir()) == []
 
 
@@ -312,7 +312,7 @@ def test_a_table_is_parquet_if_its_name_says_so(command, trace, tmp_path):
             command(
                 "compare",
                 trace,
-                "--policies",
+                "--policy",
                 "all-cpu,greedy",
                 "--table",
                 tmp_path / name,
@@ -329,7 +329,7 @@ def test_systems_are_those_that_the_trace_can_serve(command, trace):
     """Without predictions in the trace DALI and DAOP are left out and say why;
     llama.cpp needs none.
     """
-    code, out, err = command("compare", trace, "--policies", "systems", "--steps", 2)
+    code, out, err = command("compare", trace, "--policy", "systems", "--steps", 2)
     assert code == 0
     assert re.search(r"left out .*\bdali\b.*: .* lacks .*pred1_res", err)
     assert "\nllama.cpp " in out
@@ -338,7 +338,7 @@ def test_systems_are_those_that_the_trace_can_serve(command, trace):
 
 def test_systems_that_the_trace_cannot_serve_are_left_out_in_one_line(command, bare):
     code, out, err = command(
-        "compare", bare, "--policies", "smoe,hybrimoe,greedy,all-cpu", "--steps", 4
+        "compare", bare, "--policy", "smoe,hybrimoe,greedy,all-cpu", "--steps", 4
     )
     assert code == 0
     assert "greedy" in out
@@ -350,5 +350,5 @@ def test_systems_that_the_trace_cannot_serve_are_left_out_in_one_line(command, b
 
 def test_where_nothing_is_left_the_way_out_is_named(command, bare):
     assert refused(
-        command("compare", bare, "--policies", "smoe"), "pred1_raw", "trace predict"
+        command("compare", bare, "--policy", "smoe"), "pred1_raw", "trace predict"
     )

@@ -260,7 +260,7 @@ def test_nothing_to_compare_is_said(trace, what, given):
     ("option", "value", "part"),
     [
         ("--gpu-memory", "4GiB,much", "much"),
-        ("--cache-ratios", "0.1,2", "between 0 and 1"),
+        ("--cache-ratio", "0.1,2", "between 0 and 1"),
         ("--slots-per-layer", "1,-2", "whole numbers"),
         ("--hw", ",", "names separated by commas"),
         ("--hw", "rtx4060ti,rtx4060tii", "did you mean 'rtx4060ti'"),
@@ -316,11 +316,11 @@ def test_the_command_says_shows_and_writes_a_sweep(command, trace, tmp_path):
     words = [
         "compare",
         trace,
-        "--policies",
+        "--policy",
         "all-cpu,greedy",
         "--hw",
         "rtx4060ti,rtx3080ti",
-        "--cache-ratios",
+        "--cache-ratio",
         "0.25,0.5",
     ]
     table = tmp_path / "t.parquet"

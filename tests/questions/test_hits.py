@@ -49,9 +49,9 @@ def test_the_command_prints_draws_and_writes_them(command, trace, tmp_path):
     words = (
         "hits",
         trace,
-        "--caches",
+        "--cache",
         "lru,lfu:decay=0.9,variant=perfect",
-        "--cache-ratios",
+        "--cache-ratio",
         "0.25,0.5",
     )
     code, out, _ = command(

@@ -302,6 +302,21 @@ def test_half_a_cache_costs_answers_and_wins_hits(tiny):
     assert (swapping.reference_nats == plain.reference_nats).all()
 
 
+def test_without_time_one_passage_is_read_and_the_others_are_said():
+    report = quality.quality(
+        policy="on-demand",
+        routing="expert-cache-router:alpha=0.3",
+        tokens=12,
+        prompt_tokens=8,
+        scored_tokens=4,
+        hw="rtx3090-epyc7532",
+        minutes=0.0,
+    )
+    assert (report.config["passages"], report.config["left_out"]) == (1, 2)
+    assert report.config["tokens"] == 4
+    assert "1 passages scored, 2 left out" in quality.quality_text(report)
+
+
 def test_experts_that_are_left_out_are_not_counted(tiny):
     """AdapMoE with a threshold above every share: one expert serves each token, at
     every layer of every step.
@@ -398,7 +413,7 @@ def test_answers_do_not_depend_on_the_machine():
         ({"policy": "on-demand+lru+none+none"}, "expected at most assignment"),
         (
             {"cache_ratios": [0.1], "memory": MemoryOptions(slots_per_layer=3)},
-            "--cache-ratios: expected no other size",
+            "--cache-ratio: expected no other size",
         ),
     ],
 )
@@ -433,7 +448,7 @@ def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
         "routing": "expert-cache-router:phase=decode",
         "text": tmp_path / "text.txt",
         "sweep": "alpha=0,0.4",
-        "cache-ratios": "0.25,0.5",
+        "cache-ratio": "0.25,0.5",
         "tokens": 8,
         "prompt-tokens": 16,
         "scored-tokens": 4,

@@ -170,11 +170,12 @@ def test_counters_of_the_engine_stand_beside_its_record(command, tmp_path):
     residency, _ = engine(truth, 26_000)
     _, trace = bring(files.route_trace(tmp_path / "dump", truth, residency=residency))
     recorded = check_residency(trace, cache_bytes=26_000).engine_hits
-    words = ["trace", "check-residency", trace.path, "--cache"]
-    code, out, _ = command(*words, "26000", "--engine-hits", recorded + 1)
+    words = ["trace", "check-residency", trace.path]
+    size = ("--cache-size", "26000")
+    code, out, _ = command(*words, *size, "--engine-hits", recorded + 1)
     assert code == 0
     assert (
         f"hits: {recorded + 1} by the engine's counter, {recorded} in its record" in out
     )
-    assert "hits as the engine" in command(*words, "auto")[1]
-    assert refused(command(*words, "lots"), "expected a size")
+    assert "hits as the engine" in command(*words)[1]
+    assert refused(command(*words, "--cache-size", "lots"), "expected a size")

@@ -53,6 +53,18 @@ def test_the_same_search_finds_the_same(trace, tmp_path):
     assert sorted(store.iterdir()) == files
 
 
+def test_a_search_that_ran_out_of_time_goes_on(trace, tmp_path):
+    """One round of twelve proposals is made in any case; the next call finds its runs
+    in the store, and makes the other twelve.
+    """
+    places = {"store": tmp_path / "s"}
+    first = moesim.search(trace, minutes=0.0, **places, **FRONT)
+    assert first.attrs["left_out"] == 12
+    whole = moesim.search(trace, **places, **FRONT)
+    assert whole.attrs["left_out"] == 0
+    assert set(first["digest"]) < set(whole["digest"])
+
+
 def test_a_parameter_of_a_policy_is_chosen_in_its_range(trace):
     found = moesim.search(
         trace,
@@ -141,11 +153,11 @@ def test_the_command_prints_the_front(command, trace, tmp_path):
     code, out, _ = command(
         "search",
         trace,
-        "--policies",
+        "--policy",
         "on-demand,all-cpu",
         "--over",
         "slots-per-layer=1:6",
-        "--objectives",
+        "--objective",
         "tpot_s,gpu_bytes",
         "--trials",
         6,

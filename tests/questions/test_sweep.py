@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.processes import PATIENCE_S, output_of, start
+from support.processes import PATIENCE_S, ROOT, output_of, start
 from support.small_trace import write_small_trace
 
 import moesim
@@ -30,7 +30,6 @@ from moesim.runs.sweeps.rows import FULL_SHARE, NEVER_USED
 from moesim.runs.sweeps.store import ResultsError, ResultStore, read_results
 from moesim.runs.sweeps.sweep import configs_of
 
-ROOT = Path(__file__).parents[2]
 AXES = {"slots_per_layer": [1, 3], "batch": [1, 2], "hw": ["rtx4060ti", "rtx3080ti"]}
 POLICIES = ["all-cpu", "on-demand", "greedy"]
 

@@ -5,7 +5,6 @@ was finished, and going on from there.
 import signal
 import sys
 import threading
-from pathlib import Path
 
 import pandas as pd
 import psutil
@@ -23,7 +22,6 @@ import moesim
 from moesim.runs.sweeps.cluster import stops_wait
 from moesim.runs.sweeps.store import read_results
 
-ROOT = Path(__file__).parents[2]
 POLICIES = ["all-cpu", "on-demand", "greedy", "fiddler"]
 RUNS = 4 * 10
 
@@ -45,8 +43,8 @@ def trace(tmp_path_factory):
 def test_a_killed_sweep_goes_on_where_it_was(trace, tmp_path, request):
     store = tmp_path / "store"
     seeds = ",".join(map(str, range(10)))
-    words = ("sweep", trace, "--policies", ",".join(POLICIES), "--seeds", seeds)
-    process = command(request, tmp_path, *words, "--jobs", 2, "--store", store)
+    words = ("sweep", trace, "--policy", ",".join(POLICIES), "--seed", seeds)
+    process = command(request, tmp_path, *words, "--jobs", 2, "--results", store)
     wait_for(lambda: len(list(store.glob("*.parquet"))) >= 1)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.kill()
@@ -71,7 +69,7 @@ def test_a_killed_sweep_goes_on_where_it_was(trace, tmp_path, request):
 def test_an_interrupted_sweep_keeps_what_was_finished(trace, tmp_path, request):
     store = tmp_path / "store"
     seeds = ",".join(map(str, range(4000)))
-    words = ("sweep", trace, "--seeds", seeds, "--jobs", 1, "--store", store)
+    words = ("sweep", trace, "--seed", seeds, "--jobs", 1, "--results", store)
     process = command(request, tmp_path, *words)
     wait_for(lambda: list(store.glob("*.parquet")))
     process.send_signal(signal.SIGINT)
@@ -89,7 +87,7 @@ def test_two_interrupts_end_a_comparison_at_once(tmp_path, request, gap_s, momen
     meets the clearing up of the first.
     """
     trace = write_small_trace(tmp_path / "long.parquet", sequences=2, new_tokens=2000)
-    words = ("compare", trace, "--policies", "ilp,beam", "--jobs", 2, "--out", "run")
+    words = ("compare", trace, "--policy", "ilp,beam", "--jobs", 2, "--out", "run")
     process = command(request, tmp_path, *words)
     parent = psutil.Process(process.pid)
     if moment == "while it starts":

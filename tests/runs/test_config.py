@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 from support.command_line import refused
-from support.processes import output_of
+from support.processes import ROOT, output_of
 from support.small_trace import SHAPE, write_small_trace, write_trace
 
 import moesim
@@ -23,7 +23,6 @@ from moesim.runs import config_file
 from moesim.runs.config import RunConfig, in_order
 from moesim.runs.config_file import POLICY_TABLES, json_schema, toml_template
 
-ROOT = Path(__file__).parents[2]
 ROOM = SHAPE.other_bytes + 12 * SHAPE.max_expert_bytes
 HOST_ROOM = 14 * SHAPE.max_expert_bytes
 TABLES = ("timeline.parquet", "accesses.parquet", "steps.parquet")
@@ -293,16 +292,15 @@ def test_other_commands_take_the_file_too(command, trace, tmp_path):
     words = ("--config", "exp.toml", "--steps", 3, "--json")
     gap = json.loads(command("gap", *words)[1])
     assert (gap["config"]["cache"], gap["config"]["batch"]) == ("lfu:decay=0.9", 2)
-    both = ("compare", "--policies", "greedy,all-cpu", "--gpu-memory", "4GiB,6GiB")
+    both = ("compare", "--policy", "greedy,all-cpu", "--gpu-memory", "4GiB,6GiB")
     runs = json.loads(command(*both, *words)[1])["runs"]
     assert {run["memory"] for run in runs} == {"4.0 GiB", "6.0 GiB"}
     assert {run["config"]["cache"] for run in runs} == {"lfu:decay=0.9"}
-    write(tmp_path, GOOD)
-    named = GOOD.replace("greedy", "on-demand")
-    write(tmp_path, named)
-    assert refused(
-        command("compare", *words), "exp.toml: policy: moesim compare has no"
-    )
+    write(tmp_path, GOOD.replace('"greedy"', '["on-demand", "all-cpu"]'))
+    runs = json.loads(command("compare", *words)[1])["runs"]
+    assert {run["policy"] for run in runs} == {"on-demand", "all-cpu"}
+    write(tmp_path, GOOD.replace("greedy", "on-demand"))
+    assert refused(command("hits", trace, "--config", "exp.toml"), "--config")
 
 
 # Arguments.

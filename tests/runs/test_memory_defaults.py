@@ -27,7 +27,7 @@ MODEL = "qwen3-30b-a3b"
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     path = tmp_path_factory.mktemp("qwen") / "q.parquet"
-    moesim.synth(path, tokens=6, shape=MODEL, weights="q4_k_m")
+    moesim.synth(path, tokens=6, shape=MODEL, quant="q4_k_m")
     return path
 
 

@@ -207,7 +207,7 @@ def test_the_command_prints_the_lines_of_the_policy_alone(command, tmp_path, job
     (tmp_path / "mine.py").write_text(SOURCE)
     policy = tmp_path / "mine.py"
     code, out, err = command(
-        "compare", "tiny", "--policies", "greedy,on-demand", "--cache", policy,
+        "compare", "tiny", "--policy", "greedy,on-demand", "--cache", policy,
         "--jobs", jobs, "--steps", STEPS,
     )  # fmt: skip
     assert code == 2
@@ -252,7 +252,7 @@ def test_a_run_names_defaults_and_the_digest_of_a_policys_file(command, tmp_path
         ("moesim rep", {"replay", "reproduce"}),
         ("moesim replay x --hw rtx4060", {"rtx4060ti"}),
         ("moesim replay x --cache workload", {"workload-window"}),
-        ("moesim compare x --policies greedy,fid", {"greedy,fiddler"}),
+        ("moesim compare x --policy greedy,fid", {"greedy,fiddler"}),
     ],
 )
 def test_a_shell_completes_commands_and_names(command, monkeypatch, words, expected):

@@ -110,9 +110,8 @@ def test_the_command_line_makes_it_and_policies_find_it(tmp_path, capsys):
         folder,
         "--prompts",
         tmp_path / "p.txt",
-        "--max-new-tokens",
+        "--new-tokens",
         3,
-        "--out",
         out,
     ]
 
@@ -163,7 +162,7 @@ def test_the_command_line_makes_it_and_policies_find_it(tmp_path, capsys):
         family("glm4_moe"),
         ["x = 1"],
         tmp_path / "e.parquet",
-        max_new_tokens=8,
+        new_tokens=8,
         residual=Residual(residual.vectors),
         overhead=False,
     )

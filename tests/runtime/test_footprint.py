@@ -137,7 +137,7 @@ def test_a_live_run_lets_its_model_go(tmp_path, uncollected, monkeypatch):
         return offloaded
 
     monkeypatch.setattr(OffloadedModel, "load", noted)
-    options = {"hw": host_profile(), "store": tmp_path / "s", "max_new_tokens": 1}
+    options = {"hw": host_profile(), "store": tmp_path / "s", "new_tokens": 1}
     # A library keeps the frames of its first call in an exception.
     for _ in range(2):
         assert live.run_live("tiny", ["The cat"], "greedy", **options).tokens

@@ -63,12 +63,15 @@ SHAPE = ModelShape(
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured")
     told = []
-    profile = measure(
-        SHAPE,
-        folder / "hw.toml",
-        quick=True,
-        progress=lambda what, done: told.append((what, done)),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        extent = profile_module._QUICK._replace(seconds=1.0)
+        patch.setattr(profile_module, "_QUICK", extent)
+        profile = measure(
+            SHAPE,
+            folder / "hw.toml",
+            quick=True,
+            progress=lambda what, done: told.append((what, done)),
+        )
     return profile, folder, told
 
 

@@ -3,11 +3,10 @@ makes of it.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 from support.handmade import registered
-from support.processes import output_of
+from support.processes import ROOT, output_of
 from support.real_machine import (
     COLUMNS,
     ONE_WORKER,
@@ -27,7 +26,6 @@ from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
 
-ROOT = Path(__file__).parents[2]
 EXPERT = 8192  # 3 x 32 x 16 weights of 4 bytes, in whole blocks
 
 

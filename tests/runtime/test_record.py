@@ -87,7 +87,7 @@ def recorded(tmp_path_factory):
         if name not in made:
             path = tmp_path_factory.mktemp("record") / f"{name}.parquet"
             with Witness(family(name)) as witness:
-                record(family(name), PROMPTS[:1], path, max_new_tokens=6, **FIXED)
+                record(family(name), PROMPTS[:1], path, new_tokens=6, **FIXED)
             made[name] = path, witness
         return made[name]
 
@@ -186,7 +186,7 @@ def test_positions_phases_and_tokens_follow_the_sequence(recorded):
     assert bytes(tokens[:14]) == PROMPTS[0].encode()
     out = family("qwen3_moe").model.generate(
         torch.tensor([tokens[:14]]),
-        max_new_tokens=6,
+        new_tokens=6,
         do_sample=False,
         attention_mask=torch.ones(1, 14),
     )
@@ -204,7 +204,7 @@ def test_company_changes_nothing(tmp_path, name):
             family(name),
             PROMPTS,
             tmp_path / f"{batch}.parquet",
-            max_new_tokens=4,
+            new_tokens=4,
             batch=batch,
             **FIXED,
         )
@@ -233,7 +233,7 @@ def test_a_second_recording_is_the_same_file(tmp_path):
             family("olmoe"),
             PROMPTS,
             path,
-            max_new_tokens=8,
+            new_tokens=8,
             batch=2,
             temperature=1.0,
             seed=seed,
@@ -248,7 +248,7 @@ def test_a_sequence_that_ends_leaves_the_batch(tmp_path, monkeypatch):
     """Its end token is not fed, so it is not recorded; the others go on."""
     local = family("mixtral")
     path = tmp_path / "all.parquet"
-    record(local, PROMPTS, path, max_new_tokens=5, **FIXED)
+    record(local, PROMPTS, path, new_tokens=5, **FIXED)
     made = [
         read(path, "token", 0, seq).tolist()[len(prompt) :]
         for seq, prompt in enumerate(PROMPTS)
@@ -258,7 +258,7 @@ def test_a_sequence_that_ends_leaves_the_batch(tmp_path, monkeypatch):
     assert lengths[0] < 5 == max(lengths)
     monkeypatch.setattr(local.model.generation_config, "eos_token_id", [end])
     done = record(
-        local, PROMPTS, tmp_path / "ended.parquet", max_new_tokens=5, batch=3, **FIXED
+        local, PROMPTS, tmp_path / "ended.parquet", new_tokens=5, batch=3, **FIXED
     )
     assert done.decode_tokens == sum(lengths)
     for seq, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True)):
@@ -303,7 +303,7 @@ def test_residuals_are_measured_saved_and_used(tmp_path):
             local,
             PROMPTS[:1],
             tmp_path / "r.parquet",
-            max_new_tokens=2,
+            new_tokens=2,
             residual=loaded,
             **FIXED,
         )
@@ -324,7 +324,7 @@ def test_a_residual_of_another_model_is_refused(tmp_path):
             family("glm4_moe"),
             PROMPTS,
             tmp_path / "x.parquet",
-            max_new_tokens=1,
+            new_tokens=1,
             residual=residual,
             **FIXED,
         )
@@ -335,7 +335,7 @@ def test_a_residual_of_another_model_is_refused(tmp_path):
             family("olmoe"),
             PROMPTS,
             tmp_path / "x.parquet",
-            max_new_tokens=1,
+            new_tokens=1,
             residual=residual,
             **FIXED,
         )
@@ -351,7 +351,7 @@ def test_the_header_says_where_the_trace_comes_from(tmp_path):
         family("mixtral"),
         PROMPTS,
         tmp_path / "h.parquet",
-        max_new_tokens=0,
+        new_tokens=0,
         split="calibration",
         **FIXED,
     )
@@ -379,7 +379,7 @@ def test_columns_that_nobody_wants_are_left_out(tmp_path):
         family("mixtral"),
         PROMPTS,
         tmp_path / "s.parquet",
-        max_new_tokens=1,
+        new_tokens=1,
         scores=False,
         predictions=False,
         **FIXED,
@@ -408,7 +408,7 @@ def test_recording_leaves_the_model_as_it_was_and_says_what_it_costs(tmp_path):
             local,
             PROMPTS,
             tmp_path / "o.parquet",
-            max_new_tokens=2,
+            new_tokens=2,
             progress=lambda *at: seen.append(at),
         )
         assert torch.equal(local.model(input_ids=ids).logits, before)
@@ -444,7 +444,7 @@ def test_an_interrupted_recording_leaves_nothing_that_is_not_finished(tmp_path):
             family("qwen3_moe"),
             PROMPTS,
             path,
-            max_new_tokens=4,
+            new_tokens=4,
             progress=interrupt,
             **FIXED,
         )
@@ -461,7 +461,7 @@ def test_an_interrupted_recording_leaves_nothing_that_is_not_finished(tmp_path):
         ({"prompts": []}, "prompts: expected at least one token"),
         ({"prompts": ["a", ""]}, "prompt 1: expected at least one token"),
         ({"batch": 0}, "batch: expected a whole number >= 1"),
-        ({"max_new_tokens": -1}, "max_new_tokens: expected a whole number >= 0"),
+        ({"new_tokens": -1}, "new_tokens: expected a whole number >= 0"),
         ({"split": "training"}, "split: expected calibration or evaluation, got"),
     ],
 )
@@ -469,7 +469,7 @@ def test_impossible_requests_are_refused_before_anything_runs(
     tmp_path, change, message
 ):
     arguments = (
-        {"prompts": PROMPTS, "max_new_tokens": 1, "out": tmp_path / "n.parquet"}
+        {"prompts": PROMPTS, "new_tokens": 1, "out": tmp_path / "n.parquet"}
         | FIXED
         | change
     )
@@ -511,7 +511,7 @@ def test_the_shipped_model_routes_as_it_learned(tmp_path):
         load_model("tiny"),
         ["class Reader:\n    def __init__(self"],
         tmp_path / "t.parquet",
-        max_new_tokens=24,
+        new_tokens=24,
         **FIXED,
     )
     shape = done.header.shape

@@ -23,7 +23,7 @@ from moesim.traces.format.schema import ModelShape
 torch.set_num_threads(1)
 PROMPTS = ["def double(x):", "for i", "import numpy as np"]
 FIXED = {
-    "max_new_tokens": 4,
+    "new_tokens": 4,
     "batch": 2,
     "provenance": {"date": "2026-01-01"},
     "overhead": False,
@@ -138,10 +138,10 @@ def test_the_command_line_builds_the_store_and_says_what_was_read(tmp_path, caps
         texts,
         "--limit",
         2,
-        "--max-new-tokens",
+        "--new-tokens",
         2,
     ]
-    words += ["--out", tmp_path / "t.parquet", "--no-overhead"]
+    words += [tmp_path / "t.parquet", "--no-overhead"]
 
     def run(*more):
         with pytest.raises(SystemExit) as end:

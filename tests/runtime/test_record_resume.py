@@ -23,7 +23,7 @@ from moesim.traces.format.schema import TraceHeader
 
 torch.set_num_threads(1)
 PROMPTS = ["def double(x):", "for i", "import numpy as np", "class A:", "x = 1"]
-HOW = {"max_new_tokens": 4, "batch": 2, "temperature": 1.0, "overhead": False}
+HOW = {"new_tokens": 4, "batch": 2, "temperature": 1.0, "overhead": False}
 FIXED = HOW | {"provenance": {"date": "2026-01-01"}}
 
 KILLED = """
@@ -145,7 +145,7 @@ def test_a_torn_segment_is_made_again(tmp_path, whole):
     ("change", "message"),
     [
         ({"batch": 1}, "batch: expected 2 as in the unfinished recording, got 1"),
-        ({"max_new_tokens": 5}, "max_new_tokens: expected 4"),
+        ({"new_tokens": 5}, "new_tokens: expected 4"),
         ({"seed": 3}, "seed: expected 0"),
         ({"scores": False}, "columns: expected 'weights, scores, pred1_raw"),
         ({"prompts": [*PROMPTS[:-1], "y = 1"]}, "prompts: expected '"),
@@ -192,7 +192,7 @@ def test_the_command_line_keeps_what_was_stopped(tmp_path, capsys):
 
     def run(*words):
         with pytest.raises(SystemExit) as end:
-            cli.main(["record", "--out", str(out), *words])
+            cli.main(["record", str(out), *words])
         return end.value.code or 0, capsys.readouterr()
 
     code, printed = run("--prompts", str(tmp_path / "p.txt"))

@@ -3,197 +3,36 @@
 from __future__ import annotations
 
 import pickle
-import re
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from support.engine_draws import (
+    SELDOM,
+    compare_engines,
+    compare_seldom,
+    configurations,
+)
 from support.engine_pairs import assert_equal, both, machine
 from support.handmade import hand_trace, registered, shape
-from support.strategies import DrawnTrace, traces
+from support.strategies import DrawnTrace
 
 import moesim
 from moesim.hwprofiles.schema import Quantity
 from moesim.policies.base import PolicyError
 from moesim.policies.cache.lru import LRU
 from moesim.policies.faults import PolicyFault
-from moesim.policies.registry import find, names
+from moesim.policies.registry import find, name_of
+from moesim.policies.systems import SYSTEMS
 from moesim.sim.compiled.support import brings_kernels
 from moesim.traces.format.reader import Trace, open_trace
 
-ASSIGNMENTS = (
-    "all-cpu",
-    "on-demand",
-    "greedy",
-    "greedy:staging=1",
-    "static-threshold",
-    "static-threshold:rule=sum",
-    "static-threshold:tokens=2",
-    "fixed-mapping",
-    "fixed-mapping:wait=true,prefill=gpu",
-    "layer-wise",
-    "layer-wise:side=first",
-    "layer-wise:upload_tokens=2",
-    "layer-wise:upload_tokens=1,counted=expert",
-    "mixtral-offloading",
-    "fiddler",
-    "fiddler:issue=parallel",
-    "hybrimoe-schedule",
-    "hybrimoe-schedule:reading=r1,stealing=false",
-    "smoe-balancer",
-    "smoe-balancer:form=guarded,prefill=balance",
-    "fetch-split",
-    "fetch-split:fraction=0.4",
-    "fetch-split:table=0/0/1/2",
-)
-CACHES = (
-    "none",
-    "static",
-    "static:fill=random",
-    "lru",
-    "lfu",
-    "lfu:variant=perfect,decay=0.9,tie=lru",
-    "lfu:tie=fifo",
-    "fifo",
-    "lifo",
-    "lfru",
-    "lfru:variant=in-cache",
-    "decayed-frequency:half_life=2,margin=0.1",
-    "recall",
-    "foresight",
-    "recall:margin=0,history=2,recall=1",
-    "clock",
-    "clock:rounds=2",
-    "sieve",
-    "s3-fifo",
-    "s3-fifo:small=0.4,uses=1",
-    "s3-fifo:variant=libcachesim,ghosts=0.3",
-    "slru",
-    "slru:segments=4,entry=free",
-    "arc",
-    "arc:ratio=real",
-    "workload-window:window=2,swaps=2",
-    "workload-window:window=3,trigger=literal,gain=gain-only",
-    "workload-window:window=1,prefill=false,deadline=none,fill=lowest",
-    "belady",
-    "belady:must_admit=true",
-    "belady-cost",
-    "belady-size",
-)
-PREFETCHES = (
-    "none",
-    "next-gate",
-    "next-gate:depth=3,refill=true,tie=score",
-    "next-gate:depth=2,late=keep,requeue=true",
-    "residual:size=2",
-    "residual:refill=true,tie=score",
-    "first-missing",
-    "statistical",
-    "statistical:refill=true,size=2",
-    "impact",
-    "impact:depth=1,size=2,requeue=false",
-    "impact:depth=2,discount=0.5",
-    "recall",
-    "foresight",
-    "recall:least=0.1,depth=2,advance=0,history=2",
-    "clairvoyant",
-    "clairvoyant:depth=3",
-    "pre-gated",
-)
-PREDICTORS = ("pred1_raw", "pred2_raw", "pred3_raw", "pred1_res")
-HOST_RATIOS = (0.0, 0.1, 0.3, 0.6, 0.9)
-HOST_CACHES = ("lru", "lfu", "fifo", "none", "static", "lfru:variant=in-cache")
 
-machines = st.builds(
-    machine,
-    gpus=st.sampled_from([1, 1, 2]),
-    shared=st.sampled_from(
-        [
-            (),
-            (),
-            ("gpu", "h2d", "d2h"),
-            ("control", "cpu"),
-            ("control", "gpu", "h2d", "d2h"),
-            ("control", "h2d"),
-            ("control", "cpu", "gpu", "h2d", "d2h"),
-            ("h2d", "ssd"),
-        ]
-    ),
-    slowdown=st.sampled_from(
-        [
-            None,
-            None,
-            {("cpu", "ssd"): 1.1, ("h2d", "ssd"): 1.06, ("cpu", "h2d"): 1.8},
-            {("cpu", "gpu"): 1.14, ("gpu", "cpu"): 1.09, ("gpu", "ssd"): 1.13},
-            {("cpu", "h2d"): 1.3, ("h2d", "cpu"): 1.2, ("gpu", "cpu"): 1.1},
-            {("gpu", "h2d"): 2.0, ("h2d", "gpu"): 1.7},
-        ]
-    ),
-)
-options = st.fixed_dictionaries(
-    {
-        "cache": st.sampled_from(CACHES),
-        "hw": machines,
-        "cache_ratio": st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]),
-        "cache_scope": st.sampled_from(["layer", "global"]),
-        "staging": st.integers(1, 3),
-        "batch": st.integers(1, 3),
-        "gpu_split": st.sampled_from(["layers", "experts"]),
-        "noise_seed": st.sampled_from([None, 7]),
-    }
-)
-
-
-ahead = st.fixed_dictionaries(
-    {
-        "prefetch": st.sampled_from(PREFETCHES),
-        "prefetch_budget_bytes": st.sampled_from([None, None, 2 << 20]),
-    }
-)
-
-
-def check(drawn, policy, given, columns=(), host_ratio=None):
-    """Run one drawn configuration in both engines."""
-    if host_ratio is not None:
-        experts = given["staging"] + int(
-            host_ratio * drawn.shape.experts * drawn.shape.layers
-        )
-        given = given | {"host_memory_bytes": experts * drawn.shape.max_expert_bytes}
-    with tempfile.TemporaryDirectory() as folder:
-        trace = open_trace(drawn.write(Path(folder) / "drawn.parquet", columns))
-        assert_equal(*both(trace, policy, **given))
-
-
-@settings(max_examples=60, deadline=None)
-@given(traces(), st.sampled_from(ASSIGNMENTS), options)
-def test_both_engines_give_the_same_run(drawn, policy, given):
-    check(drawn, policy, given)
-
-
-@settings(max_examples=40, deadline=None)
-@given(traces(max_layers=4), st.sampled_from(ASSIGNMENTS), options, ahead)
-def test_prefetches_are_the_same_in_both_engines(drawn, policy, given, ahead):
-    check(drawn, policy, given | ahead, PREDICTORS)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    traces(max_layers=4),
-    st.sampled_from(ASSIGNMENTS),
-    options,
-    ahead,
-    st.sampled_from(HOST_CACHES),
-    st.sampled_from(HOST_RATIOS),
-)
-def test_reads_from_the_ssd_are_the_same(
-    drawn, policy, given, ahead, host_cache, host_ratio
-):
-    given = given | ahead | {"host_cache": host_cache}
-    check(drawn, policy, given, PREDICTORS, host_ratio)
+@settings(max_examples=160, deadline=None)
+@given(configurations)
+def test_both_engines_give_the_same_run(configuration):
+    compare_engines(*configuration)
 
 
 def test_by_hand_a_read_then_its_copy_then_its_product(tmp_path):
@@ -355,23 +194,12 @@ def test_by_hand_products_that_wait_begin_when_the_last_copy_has_landed(tmp_path
     assert products["start_s"].iloc[0] == copies["end_s"].max()
 
 
-@pytest.mark.parametrize(
-    "cache",
-    [
-        "score-window:window=2",
-        "score-window",
-        "mrs",
-        "mrs:alpha=0.3,p=2,tie=touched,fill=lowest",
-        "mrs:fill=lowest,copies=missed",
-    ],
-)
-@pytest.mark.parametrize("batch", [1, 2])
-def test_caches_that_read_gate_scores(make_trace, cache, batch):
-    trace = open_trace(
-        make_trace(sequences=((3, 9), (2, 5), (0, 4)), columns=("scores",))
-    )
-    for policy in ("greedy", "on-demand", "fixed-mapping:prefill=gpu"):
-        assert_equal(*both(trace, policy, cache=cache, cache_ratio=0.4, batch=batch))
+@pytest.mark.parametrize("configuration", SELDOM)
+def test_what_draws_seldom_reach(make_trace, configuration):
+    columns = ("scores", "weights", "pred1_raw", "pred2_raw", "pred3_raw")
+    sequences = ((4, 12), (2, 9), (0, 8))
+    trace = open_trace(make_trace(sequences=sequences, columns=columns))
+    compare_seldom(trace, *configuration)
 
 
 def test_by_hand_two_misses_share_one_link(tmp_path):
@@ -414,18 +242,15 @@ def test_auto_says_which_engine_ran_and_why(make_trace):
     run = moesim.replay(trace, "greedy", cache="lru")
     assert run.config["engine"] == "compiled"
     assert run.config["engine_reason"] is None
-    run = moesim.replay(trace, "daop", cache="lru", routing="as-recorded")
+    run = moesim.replay(trace, "greedy", cache="lru", arrivals="poisson:2")
     assert run.config["engine"] == "simpy"
-    assert (
-        run.config["engine_reason"] == "experts that are computed ahead of their gate"
-    )
+    assert run.config["engine_reason"] == "requests that arrive over time"
     assert moesim.replay(trace, "greedy", engine="simpy").config["engine"] == "simpy"
 
 
 def test_what_is_not_compiled_is_refused_in_one_line(make_trace):
-    trace = make_trace(columns=("weights",))
     with pytest.raises(PolicyError, match="--engine compiled: not possible"):
-        moesim.replay(trace, routing="adaptive-gating", engine="compiled")
+        moesim.replay(make_trace(), arrivals="poisson:2", engine="compiled")
 
 
 def test_an_answer_overridden_in_python_is_not_passed_over(make_trace):
@@ -451,14 +276,8 @@ def test_an_answer_overridden_in_python_is_not_passed_over(make_trace):
 IN_PYTHON = (
     ("exact", "lru", "next-gate"),
     ("beam", "lecar", "none"),
-    ("fetch-split", "s3-fifo", "residual"),
-    ("layer-wise:upload_tokens=2", "lru", "whole-layer"),
     ("greedy", "sieve", "random"),
-    ("ik-break-even", "arc", "noisy-oracle"),
-    ("on-demand", "random", "statistical:preceding=2"),
-    ("hybrimoe-schedule", "mrs", "hybrimoe-released"),
-    ("fiddler", "belady", "activation-matrix"),
-    ("on-demand", "workload-window:window=2", "partial-hidden"),
+    ("ik-break-even", "random", "noisy-oracle"),
 )
 
 
@@ -494,12 +313,11 @@ def test_what_a_policy_raises_ends_the_run(make_trace):
     assert "raise KeyError" in fault.value.frames
 
 
-@pytest.mark.parametrize("kind", ["assignment", "cache", "prefetch"])
-def test_the_page_names_the_policies_that_bring_kernels(kind):
-    page = Path(__file__).parents[2] / "docs" / "reference" / "engines.md"
-    row = re.search(rf"^\| {kind} \| (.*) \|$", page.read_text("utf-8"), re.MULTILINE)
-    bring = [name for name in names(kind) if brings_kernels(find(name, kind))]
-    assert re.findall(r"`([a-z0-9-]+)`", row[1]) == sorted(bring)
+def test_every_system_runs_on_kernels_alone():
+    for name, system in SYSTEMS.items():
+        for kind in ("assignment", "cache", "prefetch", "routing"):
+            policy = name_of(getattr(system, kind))
+            assert brings_kernels(find(policy, kind)), (name, policy)
 
 
 def test_results_do_not_depend_on_where_chunks_end(make_trace, monkeypatch):

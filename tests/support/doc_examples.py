@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from moesim import cli
+from moesim.cli.output import PlainProgress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,8 +89,11 @@ def run_command(command: str, capsys) -> str:
     """Run one command of moesim; what it prints, notes on standard error last."""
     words = shlex.split(command.replace("\\\n", " "), comments=True)
     assert words[0] == "moesim", f"{command}: only moesim runs here; mark the block"
-    with pytest.raises(SystemExit) as end:
-        cli.main(words[1:])
+    with pytest.MonkeyPatch.context() as patch:
+        # On a busy machine everything takes long enough to be told of.
+        patch.setattr(PlainProgress, "EVERY_S", float("inf"))
+        with pytest.raises(SystemExit) as end:
+            cli.main(words[1:])
     streams = capsys.readouterr()
     code = end.value.code
     assert not code, f"{command}: exit {code}: {streams.out}{streams.err}"

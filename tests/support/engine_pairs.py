@@ -10,7 +10,7 @@ from moesim.hwprofiles.lanes import lane_names
 from moesim.hwprofiles.profile import Contention, HardwareProfile, load_profile
 from moesim.runs.config import RunConfig
 from moesim.runs.engines import Engine, choose_engine
-from moesim.runs.setup import Setup, figures_of, watts
+from moesim.runs.setup import Setup, figures_of, trace_of, watts
 from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.spans import Timeline
 
@@ -65,6 +65,8 @@ def both(trace, policy, **options):
     """The outcomes of SimPy and of the compiled engine, which must know everything."""
     config = RunConfig.of(trace, policy, **options)
     profile = config.hw if isinstance(config.hw, HardwareProfile) else None
+    # Cut into the passes that a configuration, or its system, says.
+    trace = trace_of(config)
     setup = Setup.of(config, trace, profile=profile)
     compiled = choose_engine("compiled", setup.planner(), setup.profile)
     return (

@@ -232,7 +232,7 @@ class Case:
                 self.local,
                 executor,
                 ids,
-                max_new_tokens=new,
+                new_tokens=new,
                 batch=batch,
                 columns=tuple(columns) or needed,
                 residual=residual,

@@ -54,9 +54,15 @@ class DrawnTrace:
     sequences: tuple[tuple[int, np.ndarray], ...]
 
     def write(self, path, columns=()):
-        """Write it as a trace file; `columns` of one number per expert are drawn."""
+        """Write it as a trace file; `columns` are drawn, one number per expert, or per
+        chosen one.
+        """
         layers = self.shape.layers
         rng = np.random.default_rng(0)
+
+        def width(name):
+            return self.shape.top_k if name == "weights" else self.shape.experts
+
         with TraceWriter(path, TraceHeader(self.shape), columns) as writer:
             for seq, (prompt, experts) in enumerate(self.sequences):
                 tokens = len(experts)
@@ -70,8 +76,7 @@ class DrawnTrace:
                     experts.reshape(-1, self.shape.top_k),
                     **{
                         # Few values, so that there are ties.
-                        name: rng.integers(0, 8, (tokens * layers, self.shape.experts))
-                        / 8
+                        name: rng.integers(0, 8, (tokens * layers, width(name))) / 8
                         for name in columns
                     },
                 )

@@ -34,7 +34,7 @@ READS = {
         "replay tiny --steps 2 --policy greedy --hw FILE",
         "replay --config FILE",
         "run tiny --steps 2 --policy greedy --hw FILE",
-        "calibrate --hw FILE --from nothing",
+        "calibrate --hw FILE --minutes 0.01",
     ),
     "json": (
         "advise olmoe-1b-7b --bench FILE",
@@ -46,13 +46,13 @@ READS = {
     "csv": (
         "advise olmoe-1b-7b --bench FILE",
         f"trace import FILE out.parquet --shape {SHAPE}",
-        "trace widths tiny out.parquet --table FILE",
+        "trace widths tiny out.parquet --widths FILE",
         "replay tiny --steps 2 --policy greedy --arrivals FILE",
     ),
     "parquet": (
         f"trace import FILE out.parquet --shape {SHAPE}",
         "trace info FILE",
-        "hits FILE --cache-ratios 0.5",
+        "hits FILE --cache-ratio 0.5",
         "results FOLDER",
         "trace synth out.parquet --like FILE --tokens 10",
         "replay tiny --steps 2 --policy greedy --arrivals FILE",

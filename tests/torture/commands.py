@@ -28,10 +28,13 @@ class Command(NamedTuple):
     Attributes:
         name: of the command.
         words: of its command line; SEED stands for a seed.
+        measures: whether its results hold times of this machine, which differ from run
+            to run; they must be whole, not equal.
     """
 
     name: str
     words: str
+    measures: bool = False
 
 
 COMMANDS = (
@@ -44,7 +47,7 @@ COMMANDS = (
     ),
     Command(
         "compare",
-        "compare tiny --policies on-demand,greedy --steps SEED --jobs 1 --out out/runs --html out/runs.html",
+        "compare tiny --policy on-demand,greedy --steps SEED --jobs 1 --out out/runs --html out/runs.html",
     ),
     Command(
         "trace import",
@@ -60,9 +63,7 @@ COMMANDS = (
         "trace export oracle",
         "trace export smallSEED.parquet out/t.oracle --to oracle-general",
     ),
-    Command(
-        "hits", "hits smallSEED.parquet --cache-ratios 0.25,0.5 --png out/hits.png"
-    ),
+    Command("hits", "hits smallSEED.parquet --cache-ratio 0.25,0.5 --png out/hits.png"),
     Command(
         "train-cache",
         "train-cache smallSEED.parquet --out out/learned --hidden 64 --epochs 3",
@@ -70,10 +71,47 @@ COMMANDS = (
     Command("store build", "store build tiny --out out/store"),
     Command(
         "record",
-        "record --prompts promptsSEED.txt --out out/r.parquet --max-new-tokens 2 --batch 1 --resume",
+        "record out/r.parquet --prompts promptsSEED.txt --new-tokens 2 --batch 1 --resume",
     ),
 )
 """Each takes half a second or so."""
+
+LONG_COMMANDS = (
+    Command(
+        "sweep",
+        "sweep smallSEED.parquet --policy greedy,on-demand --cache-ratio 0.25,0.5 --steps 20"
+        " --jobs 1 --results out/results --table out/t.csv --html out/t.html",
+    ),
+    Command(
+        "sweep of two",
+        "sweep smallSEED.parquet --policy greedy,on-demand --seed 0,1,2 --jobs 2"
+        " --results out/results --table out/t.csv",
+    ),
+    Command(
+        "search",
+        "search smallSEED.parquet --policy greedy,on-demand --over cache_ratio=0.1:0.9"
+        " --steps 10 --trials 8 --jobs 1 --results out/results --table out/t.csv",
+    ),
+    Command(
+        "calibrate --from",
+        "calibrate out/hw.toml --from runSEED --force",
+        measures=True,
+    ),
+    Command(
+        "calibrate",
+        "calibrate out/hw.toml --hw two-core-host --quick --minutes 0.01 --force"
+        " --shape olmoe-1b-7b/32,olmoe-1b-7b/64 --seed SEED",
+        measures=True,
+    ),
+    Command(
+        "validate",
+        "validate tiny --hw two-core-host --policy on-demand+lru --cache-ratio 0.5"
+        " --batch 1 --steps SEED --repetitions 1 --shape olmoe-1b-7b/64 --out out/report",
+        measures=True,
+    ),
+    Command("reproduce", "reproduce --all --paper DAOP --jobs 1 --out out/papers"),
+)
+"""These take seconds, or go on with what a killed one has left."""
 
 
 class Ended(NamedTuple):
@@ -168,8 +206,26 @@ def finished(number, folder, began_s):
     return Ended(os.waitstatus_to_exitcode(status), out, err, seconds)
 
 
+MOST_LINE_CHARACTERS = 400
+
+
+def lines_of(err):
+    """Lines on standard error, without what may always be said."""
+    quiet = ("note: ", "compiling ")
+    return [line for line in err.splitlines() if not line.startswith(quiet)]
+
+
+def faults_of_end(code, err, allowed=(0, 2)):
+    """What is wrong with an exit code and what was said on standard error."""
+    lines = lines_of(err)
+    if code not in allowed or "Traceback" in err:
+        yield f"exit code {code}: {err[-300:]!r}"
+    elif code == 2 and (len(lines) != 1 or len(lines[0]) > MOST_LINE_CHARACTERS):
+        yield f"not one line: {err[-300:]!r}"
+
+
 def run(words, folder, *, before=None):
-    """Run a command to its end."""
+    """Run a command to its end, in a process that has imported what we have."""
     began_s = time.monotonic()
     return finished(forked(words, folder, before=before), folder, began_s)
 
@@ -187,13 +243,29 @@ def _of_session(leader):
 
 def digests(folder):
     """Name -> digest of every file below a folder; times of day and of work are left
-    out, as is a store's note of which file it checked.
+    out, as is a store's note of which file it checked. Rows of a sweep may lie in one
+    file or in several.
     """
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(_lasting(path)).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in PASSING
-    }
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file() or path.name in PASSING:
+            continue
+        name = str(path.relative_to(folder))
+        if path.parent.name == "results" and path.suffix == ".parquet":
+            name, content = "results", _rows(path.parent)
+        else:
+            content = _lasting(path)
+        found[name] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+def _rows(folder):
+    """All results of a sweep, each once."""
+    import pandas as pd
+
+    frames = [pd.read_parquet(path) for path in folder.glob("*.parquet")]
+    rows = pd.concat(frames).drop_duplicates("digest").sort_values("digest")
+    return rows.to_csv(index=False).encode()
 
 
 PASSING = ("checked", "lock")

@@ -6,7 +6,7 @@ import random
 import shutil
 from pathlib import Path
 
-from .commands import COMMANDS, digests, prepare, run, warm_up, words_of
+from .commands import COMMANDS, LONG_COMMANDS, digests, prepare, run, warm_up, words_of
 
 OLDER, NEWER = 3, 4
 
@@ -16,21 +16,28 @@ class Stage:
 
     Args:
         folder: an empty one.
-        only: part of the names of the commands.
+        only: the name of a command, or part of the names of several.
+        with_long: whether those that take seconds are among them.
     """
 
-    def __init__(self, folder, only=None):
+    def __init__(self, folder, only=None, *, with_long=False):
         self.work = Path(folder) / "work"
         self.work.mkdir()
         prepare(self.work)
         warm_up(self.work)
-        self.commands = [one for one in COMMANDS if only is None or only in one.name]
+        every = (*COMMANDS, *LONG_COMMANDS) if with_long or only else COMMANDS
+        named = [one for one in every if one.name == only]
+        self.commands = named or [
+            one for one in every if only is None or only in one.name
+        ]
         self.seconds = {}
         self._older = {}
         self._digests = {}
         for command in self.commands:
             for seed in (OLDER, NEWER):
                 shutil.rmtree(self.work / "out", ignore_errors=True)
+                if command.name == "calibrate --from":
+                    self._real_run(seed)
                 ended = run(words_of(command, seed), self.work)
                 assert ended.code == 0, (command.name, ended)
                 self._digests[command.name, seed] = digests(self.work / "out")
@@ -39,6 +46,11 @@ class Stage:
                     kept = self.work.parent / f"older {command.name}".replace("/", "_")
                     shutil.copytree(self.work / "out", kept)
                     self._older[command.name] = kept
+
+    def _real_run(self, seed):
+        """A finished run to learn from."""
+        words = f"run tiny --policy greedy --steps 8 --hw two-core-host --out run{seed}"
+        assert run(words.split(), self.work).code == 0
 
     def attacks(self, count, seed, report):
         """Yield a command in turn, dice of its own and the attack's name, until the
@@ -71,6 +83,8 @@ class Stage:
         """
         newer, older = self.clean(command), self.clean(command, OLDER)
         found = digests(self.work / "out")
+        if command.measures:
+            return self._broken(found, older if with_older else {}, newer, allowed)
         faults = []
         for name, digest in found.items():
             may = {newer.get(name)}
@@ -82,12 +96,46 @@ class Stage:
             faults += [f"{name} is gone" for name in older if name not in found]
         return faults
 
+    def _broken(self, found, older, newer, allowed):
+        """What measuring commands left that is neither older nor whole."""
+        faults = [f"{name} is gone" for name in older if name not in found]
+        for name, digest in found.items():
+            if name.startswith(allowed) or digest == older.get(name):
+                continue
+            if name not in newer:
+                faults.append(f"{name} is no result")
+            elif not is_whole(self.work / "out" / name):
+                faults.append(f"{name} is not whole")
+        return faults
 
-RESUMING = ("store build", "record")
+
+def is_whole(path):
+    """Whether a result of a measuring command can be read from end to end."""
+    from moesim.evidence.validation import report
+    from moesim.hwprofiles.profile import load_profile
+
+    try:
+        if path.suffix == ".toml":
+            load_profile(path)
+        elif path.suffix == ".json":
+            report.load(path)
+        elif path.suffix == ".html":
+            return path.read_text().rstrip().endswith("</html>")
+    except ValueError:
+        return False
+    return path.stat().st_size > 0
+
+
+RESUMING = ("store build", "record", "sweep", "sweep of two", "search", "reproduce")
 """These go on with what an interrupted one left."""
 
 UNFINISHED = {
     "store build": ("store/experts.bin", "store/experts.journal"),
     "record": ("r.parquet.parts",),
+    "sweep": ("results",),
+    "sweep of two": ("results",),
+    "search": ("results",),
+    "validate": ("report/runs.jsonl",),
+    "reproduce": ("papers/",),
 }
 """What those leave for it."""

@@ -17,7 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .places import MOST_LINE_CHARACTERS, prepare
+from .commands import faults_of_end
+from .places import prepare
 from .report import Report
 from .subjects import ROOT
 
@@ -32,9 +33,9 @@ COMMANDS = (
     "advise olmoe-1b-7b --gpu RTX3090",
     "replay t.parquet --steps 3 --hw hw.toml --out result",
     "replay t.parquet --policy nope",
-    "compare t.parquet --policies all-cpu,greedy --steps 3 --jobs 1 --html result.html",
-    "sweep t.parquet --hw hw.toml --steps 3 --jobs 1 --store result",
-    "hits t.parquet --caches lru --cache-ratios 0.5 --table result.csv",
+    "compare t.parquet --policy all-cpu,greedy --steps 3 --jobs 1 --html result.html",
+    "sweep t.parquet --hw hw.toml --steps 3 --jobs 1 --results result",
+    "hits t.parquet --cache lru --cache-ratio 0.5 --table result.csv",
     "gap t.parquet --steps 2 --hw hw.toml",
     "results STORE",
     "trace info t.parquet",
@@ -58,9 +59,9 @@ ENDS = {
 
 POURED = {
     # command -> ending of what `PLACE` gets
-    "hits t.parquet --caches lru --cache-ratios 0.5 --table PLACE": ".csv",
-    "compare t.parquet --policies all-cpu,greedy --steps 3 --jobs 1 --table PLACE": ".csv",
-    "compare t.parquet --policies all-cpu,greedy --steps 3 --jobs 1 --perfetto PLACE": ".json",
+    "hits t.parquet --cache lru --cache-ratio 0.5 --table PLACE": ".csv",
+    "compare t.parquet --policy all-cpu,greedy --steps 3 --jobs 1 --table PLACE": ".csv",
+    "compare t.parquet --policy all-cpu,greedy --steps 3 --jobs 1 --perfetto PLACE": ".json",
     "replay t.parquet --steps 3 --perfetto PLACE": ".json",
     "sweep t.parquet --hw hw.toml --steps 3 --jobs 1 --table PLACE": ".csv",
     "trace export t.parquet PLACE --to csv": ".csv",
@@ -95,17 +96,14 @@ def judge(name, shell, words, ending, work):
         check=False,
     )
     out, err = done.stdout.decode(), done.stderr.decode()
-    quiet = ("note: ", "compiling ")
-    lines = [line for line in err.splitlines() if not line.startswith(quiet)]
-    if "Traceback" in err or "Exception ignored" in err:
-        yield f"traceback {lines[-1][:200]!r}"
-    allowed = {0, 1, 2} if name == "reader gone" else {0, 2}
-    if done.returncode not in allowed:
-        yield f"exit code {done.returncode}: {err[-200:]!r}"
-    is_shown = "stderr" not in name and "both" not in name and "all" not in name
-    is_line = len(lines) == 1 and len(lines[0]) <= MOST_LINE_CHARACTERS
-    if done.returncode == 2 and is_shown and not is_line:
-        yield f"not one line: {err[-300:]!r}"
+    is_shown = not any(word in name for word in ("stderr", "both", "all"))
+    # What would be said cannot be where standard error is gone.
+    said = err if is_shown or done.returncode != 2 else "somewhere else"
+    yield from faults_of_end(
+        done.returncode, said, (0, 1, 2) if name == "reader gone" else (0, 2)
+    )
+    if "Exception ignored" in err:
+        yield f"an exception at the end: {err[-200:]!r}"
     left = [path.name for path in work.rglob("*") if path.name.endswith(".part")]
     if left:
         yield f"left {left}"

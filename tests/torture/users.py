@@ -17,7 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .places import MOST_LINE_CHARACTERS, prepare
+from .commands import faults_of_end, lines_of
+from .places import prepare
 from .report import Report
 from .subjects import ROOT
 
@@ -28,12 +29,12 @@ SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
 COMMANDS = (
     "list", "config", "model olmoe-1b-7b", "advise olmoe-1b-7b --gpu RTX3090",
     "replay t.parquet --steps 3 --out result",
-    "compare t.parquet --policies all-cpu,greedy --steps 3 --jobs 2 --html result.html",
-    "sweep t.parquet --hw hw.toml --steps 3 --store result",
-    "search t.parquet --hw hw.toml --steps 2 --trials 2 --policies greedy --over cache_ratio=0.1:0.9 --store result",
-    "results STORE", "hits t.parquet --caches lru --png result.png",
+    "compare t.parquet --policy all-cpu,greedy --steps 3 --jobs 2 --html result.html",
+    "sweep t.parquet --hw hw.toml --steps 3 --results result",
+    "search t.parquet --hw hw.toml --steps 2 --trials 2 --policy greedy --over cache_ratio=0.1:0.9 --results result",
+    "results STORE", "hits t.parquet --cache lru --png result.png",
     "gap t.parquet --steps 2 --hw hw.toml",
-    "sensitivity t.parquet --hw hw.toml --steps 2 --policies greedy+lru,all-cpu",
+    "sensitivity t.parquet --hw hw.toml --steps 2 --policy greedy+lru,all-cpu",
     "trace info t.parquet", "trace stats t.parquet --html result.html",
     "trace check t.parquet", f"trace import foreign result.parquet --shape {SHAPE}",
     "trace export t.parquet result.csv --to csv",
@@ -43,12 +44,12 @@ COMMANDS = (
     "train-cache t.parquet --out result --hidden 8 --epochs 1",
     "train-tiny --out result --minutes 0.01",
     "store build tiny --out result",
-    "record --prompts p.txt --max-new-tokens 1 --out result.parquet",
+    "record result.parquet --prompts p.txt --new-tokens 1",
     "run t.parquet --steps 2 --hw hw.toml", "run tiny --steps 2",
-    "quality --tokens 64 --cache-ratios 0.5",
-    "doctor", "doctor --warm", "profile --quick --out result.toml",
-    "calibrate --hw hw.toml --minutes 0.05 --quick --out result.toml",
-    "validate t.parquet --hw hw.toml --policies on-demand+lru --cache-ratios 0.5 --batches 1 --steps 2 --repetitions 1 --out result",
+    "quality --tokens 64 --cache-ratio 0.5",
+    "doctor", "doctor --warm", "profile result.toml --quick",
+    "calibrate result.toml --hw hw.toml --minutes 0.05 --quick",
+    "validate t.parquet --hw hw.toml --policy on-demand+lru --cache-ratio 0.5 --batch 1 --steps 2 --repetitions 1 --out result",
     "verify --minutes 0.1 --out result",
     "reproduce --list",
 )  # fmt: skip
@@ -201,17 +202,12 @@ def judge(words, variables, number, started, work):
         timeout=LONGEST_S,
         check=False,
     )
-    quiet = ("note: ", "compiling ")
-    lines = [line for line in done.stderr.splitlines() if not line.startswith(quiet)]
+    lines = lines_of(done.stderr)
     # Two say by their code that what they found is not as it should be.
-    codes = {0, 2} | ({1, 3} if words.startswith(("doctor", "verify")) else set())
-    if done.returncode not in codes:
-        yield f"exit code {done.returncode}: {done.stderr[-300:]!r}"
-    elif done.returncode == 2 and (
-        len(lines) != 1 or len(lines[0]) > MOST_LINE_CHARACTERS
-    ):
-        yield f"not one line: {done.stderr[-300:]!r}"
-    elif done.returncode == 0 and lines and not _is_progress(lines):
+    says = words.startswith(("doctor", "verify"))
+    codes = (0, 1, 2, 3) if says else (0, 2)
+    yield from faults_of_end(done.returncode, done.stderr, codes)
+    if done.returncode == 0 and lines and not _is_progress(lines):
         yield f"besides the answer: {done.stderr[-300:]!r}"
     mark = work.with_name("mark")
     if mark.exists():

@@ -25,7 +25,7 @@ from moesim.traces.synthetic.generate import stated, synthesise
 def long_trace(tmp_path, tiny_shape):
     """2,500 tokens in 5 sequences: more steps than the exporter holds at once."""
     synthesise(
-        stated(tiny_shape, skew=1, reuse=0.5, generated=500),
+        stated(tiny_shape, skew=1, reuse=0.5, new_tokens=500),
         tmp_path / "t.parquet",
         tokens=2500,
     )

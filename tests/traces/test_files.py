@@ -168,7 +168,7 @@ def test_too_little_memory_is_one_line_with_both_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"MPLBACKEND": "nonsense"}, "hits t.parquet --cache-ratios 0.5 --png h.png"),
+        ({"MPLBACKEND": "nonsense"}, "hits t.parquet --cache-ratio 0.5 --png h.png"),
         ({"PYTHONOPTIMIZE": "2"}, "list cache"),
         ({"HOME": "/dev/null", "XDG_CONFIG_HOME": ""}, "trace info t.parquet"),
     ],

@@ -234,8 +234,8 @@ def test_a_weight_format_that_nobody_stated_is_called_so(command, tmp_path):
     pq.write_table(pa.table(columns()), source)
     words = ["trace", "import", source, tmp_path / "q.parquet", "--shape"]
     shape = f"layers={LAYERS},experts=8,top_k=2,hidden=64,expert_intermediate=32"
-    assert "taken as bf16, --weights says otherwise" in command(*words, shape)[1]
-    assert "(q8_0)" in command(*words, shape, "--weights", "Q8_0")[1]
+    assert "taken as bf16, --quant says otherwise" in command(*words, shape)[1]
+    assert "(q8_0)" in command(*words, shape, "--quant", "Q8_0")[1]
 
 
 def test_the_command_takes_a_file_for_each_layer(command, tmp_path):

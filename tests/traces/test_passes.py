@@ -15,7 +15,7 @@ from moesim.base.options import ConfigError
 from moesim.policies.systems import SYSTEMS, compose
 from moesim.runs.config import RunConfig
 from moesim.traces.format import layer_steps
-from moesim.traces.format.batch import RoutedLayer, RoutedStep
+from moesim.traces.format.batch import RoutedLayer, RoutedStep, SequenceGroup
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.schema import Phase
 from moesim.traces.passes import Passes, micro_batches
@@ -129,14 +129,16 @@ def test_passes_that_cut_nothing_make_no_object_per_layer_step(tmp_path, monkeyp
     routing = [[[token % 4]] * LAYERS for token in range(7)]
     trace = hand_trace(tmp_path / "t.parquet", routing, prompt=2)
     composed = list(layer_steps.of_steps(compose_steps(trace)))
-    monkeypatch.delattr(layer_steps, "compose")
+    monkeypatch.delattr(SequenceGroup, "routed_layers")
     passes = RunConfig.of(trace, "greedy").passes
     blocks = list(layer_steps.layer_steps(trace.cut(passes)))
     assert [block.experts.tolist() for block in blocks] == [
         block.experts.tolist() for block in composed
     ]
-    with pytest.raises(NameError, match="compose"):
-        layer_steps.layer_steps(trace.cut(Passes(draft_tokens=1)))
+    (drafted,) = layer_steps.layer_steps(trace.cut(Passes(draft_tokens=1)))
+    # Two tokens of the prompt, then passes of two tokens, one of which was drafted.
+    assert drafted.drafted[::LAYERS].tolist() == [0, 1, 1, 0]
+    assert drafted.made[::LAYERS].tolist() == [2, 2, 2, 1]
 
 
 # -- drafts -----------------------------------------------------------------------------

@@ -399,7 +399,7 @@ def test_columns_that_are_there_stay(predicted, tmp_path):
             predict(predicted, tmp_path / "made", **options)
     shallow = tmp_path / "shallow"
     synthesise(
-        stated(model_shape("layers=2,experts=8,top_k=2,expert_bytes=1"), generated=9),
+        stated(model_shape("layers=2,experts=8,top_k=2,expert_bytes=1"), new_tokens=9),
         shallow,
         tokens=9,
     )

@@ -106,7 +106,7 @@ def test_skew_is_zipfs_exponent(tmp_path):
 def test_reuse_is_the_overlap_of_adjacent_tokens(tmp_path, reuse):
     found = figures(
         tmp_path / "t.parquet",
-        stated(SHAPE, skew=0.3, reuse=reuse, generated=256),
+        stated(SHAPE, skew=0.3, reuse=reuse, new_tokens=256),
         4096,
     )
     assert np.mean(found["overlap"]) == pytest.approx(reuse, abs=0.04)
@@ -117,7 +117,7 @@ def test_even_independent_choices_have_the_hit_rate_of_chance(tmp_path):
     step-atomic.
     """
     found = figures(
-        tmp_path / "t.parquet", stated(SHAPE, skew=0, reuse=0, generated=4000), 4000
+        tmp_path / "t.parquet", stated(SHAPE, skew=0, reuse=0, new_tokens=4000), 4000
     )
     for ratio, rates in found["lru"].items():
         assert np.mean(rates) == pytest.approx(ratio, abs=0.03)
@@ -178,7 +178,7 @@ def test_drift_makes_far_apart_tokens_less_alike():
         ({"skew": -1}, "skew: expected 0..5, got -1"),
         ({"reuse": 1}, "reuse: expected 0..0.99, got 1"),
         ({"drift": float("nan")}, "drift: expected 0..5, got nan"),
-        ({"prompt": 0, "generated": 0}, "at least one token per sequence"),
+        ({"prompt_tokens": 0, "new_tokens": 0}, "at least one token per sequence"),
     ],
 )
 def test_statistics_that_cannot_be(options, message):
@@ -190,7 +190,7 @@ def test_statistics_that_cannot_be(options, message):
 
 
 def test_same_seed_same_file_and_the_number_of_tokens_is_kept(tmp_path):
-    model = stated(SHAPE, prompt=5, generated=20, drift=0.2, dependence=0.3)
+    model = stated(SHAPE, prompt_tokens=5, new_tokens=20, drift=0.2, dependence=0.3)
     rows = [
         synthesise(model, tmp_path / f"{n}.parquet", tokens=333, seed=seed)
         for n, seed in enumerate((1, 1, 2))
@@ -209,7 +209,7 @@ def test_same_seed_same_file_and_the_number_of_tokens_is_kept(tmp_path):
 def test_memory_does_not_grow_with_the_tokens(tmp_path):
     """Three times the tokens, the same peak: sequences leave as they are drawn."""
     shape = dataclasses.replace(SHAPE, layers=2, expert_bytes=(1, 1))
-    model = stated(shape, generated=16)
+    model = stated(shape, new_tokens=16)
     peaks = []
     for tokens in (40_000, 120_000):
         tracemalloc.start()
@@ -285,7 +285,7 @@ def test_layers_that_depend_and_layers_that_do_not(tmp_path, tied):
 
 def test_one_layer_has_no_neighbour_to_be_like(tmp_path):
     shape = model_shape("layers=1,experts=8,top_k=2,expert_bytes=1")
-    synthesise(stated(shape, skew=1, generated=50), tmp_path / "real", tokens=400)
+    synthesise(stated(shape, skew=1, new_tokens=50), tmp_path / "real", tokens=400)
     assert (
         synthesise(fit(open_trace(tmp_path / "real")), tmp_path / "made", tokens=123)
         == 123

@@ -130,14 +130,14 @@ def test_what_is_saved_is_what_is_drawn_from(fitted, tmp_path):
 
 def test_lengths_can_be_stated(fitted, tmp_path):
     """A trace of decode tokens only may be drawn with prompts, and says so."""
-    model = of_lengths(fitted, prompt=3, generated=5)
+    model = of_lengths(fitted, prompt_tokens=3, new_tokens=5)
     synthesise(model, tmp_path / "made", tokens=16)
     trace = open_trace(tmp_path / "made")
     assert [len(rows.pos) // 6 for rows in trace.sequences()] == [8, 8]
-    assert trace.header.provenance["prompt"] == 3
+    assert trace.header.provenance["prompt_tokens"] == 3
     assert of_lengths(fitted).lengths == fitted.lengths
     with pytest.raises(TraceError, match="at least one token"):
-        of_lengths(fitted, prompt=0, generated=0)
+        of_lengths(fitted, prompt_tokens=0, new_tokens=0)
 
 
 def test_damaged_files_are_refused_in_one_line(fitted, tmp_path):
@@ -212,9 +212,9 @@ def test_the_command_line(command):
             source,
             "--tokens",
             64,
-            "--prompt",
+            "--prompt-tokens",
             16,
-            "--generated",
+            "--new-tokens",
             16,
         )
         assert code == 0

@@ -8,7 +8,7 @@ alive; other ways to cut them are those of `moesim.traces.passes`.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any
@@ -110,6 +110,7 @@ class PassRows:
         rows: columns of the trace, [R, ...], in the order of the sequences.
         layer_step: int64 [R], which one each row belongs to; None if they lie in the
             order of the layer steps.
+        drafted, kept: of the one pass that verifies a draft, as in `RoutedStep`.
     """
 
     phase: Phase
@@ -122,6 +123,8 @@ class PassRows:
     sequences: np.ndarray
     rows: dict[str, np.ndarray]
     layer_step: np.ndarray | None
+    drafted: int = 0
+    kept: int | None = None
 
     def column(self, name: str) -> np.ndarray:
         """A column of the trace in the order of the layer steps, and of the sequences
@@ -263,18 +266,16 @@ class SequenceGroup:
 
     def steps(self) -> Iterator[RoutedStep]:
         """Its prefill, if there is one, and its decode steps."""
-        if not self._passes.draft_tokens:
-            for passes in self.passes():
-                yield from self._routed_steps(passes)
-            return
-        if self.has_prompt:
-            yield from self.prefills()
-        yield from self._verifying()
+        for passes in self.passes():
+            yield from self._routed_steps(passes)
 
     def passes(self) -> Iterator[PassRows]:
-        """The same as arrays, some passes at a time; nothing of it is drafted."""
+        """The same as arrays, some passes at a time."""
         if self.has_prompt:
             yield from self._prefills()
+        if self._passes.draft_tokens:
+            yield from self._verifying()
+            return
         longest = int(self._generated.max())
         row_counts = self.layers * max(self.experts, len(self._group))
         stride = max(1, CHUNK_COUNTS // row_counts)
@@ -351,8 +352,8 @@ class SequenceGroup:
             sequences=np.array([len(prompts)]),
         )
 
-    def _verifying(self) -> Iterator[RoutedStep]:
-        """The decode steps of one sequence, each of which verifies a draft."""
+    def _verifying(self) -> Iterator[PassRows]:
+        """The decode passes of one sequence, each of which verifies a draft."""
         generated = int(self._generated[0])
         sequence = self._group[0].seq
         for place, computed, kept in self._passes.verified(generated, sequence):
@@ -367,10 +368,7 @@ class SequenceGroup:
                 context_tokens=np.array([1 + int(self._group[0].pos[span.stop - 1])]),
                 sequences=np.array([1]),
             )
-            (routed,) = self._routed_steps(passes)
-            routed.drafted = computed - 1
-            routed.kept = kept
-            yield routed
+            yield replace(passes, drafted=computed - 1, kept=kept)
 
     def _decode(
         self,
@@ -521,6 +519,8 @@ class SequenceGroup:
                 context_tokens=context_tokens,
                 sequences=sequences,
                 layers=layers[first : first + self.layers],
+                drafted=passes.drafted,
+                kept=passes.kept,
             )
 
     def routed_layers(self, passes: PassRows) -> list[RoutedLayer]:

@@ -15,11 +15,10 @@ import numpy as np
 from moesim.traces.format.batch import (
     SequenceGroup,
     check_counts,
-    compose,
     sequence_groups,
 )
 from moesim.traces.format.schema import prediction_distance
-from moesim.traces.passes import Passes
+from moesim.traces.passes import Passes, check_passes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -27,6 +26,13 @@ if TYPE_CHECKING:
     from moesim.traces.format.batch import PassRows, RoutedStep
     from moesim.traces.format.reader import SequenceRows, Trace
     from moesim.traces.format.schema import ModelShape
+
+_TOKEN_COLUMNS = {
+    "scores": "token_scores",
+    "weights": "token_weights",
+    "pred1_raw": "token_predicted",
+}
+"""Columns of a trace that are cut token by token, and what they are called here."""
 
 # Accesses of a block, about: memory does not grow with the trace.
 BLOCK_ACCESSES = 1 << 19
@@ -54,8 +60,13 @@ class LayerSteps:
         workload: int32 [N, P, E], tokens that each predictor gives to the experts of
             its layer (`moesim.traces.predictions`).
         score_sums: float32 [N, P, E], their predicted scores, summed over the tokens.
+        drafted: int64 [N], tokens of the pass that a draft proposed; None without
+            drafts.
+        made: int64 [N], tokens by which the sequences have advanced; as above.
         routing: uint16 [R, K], experts of every token; layer step i owns as many of the
             following rows as `rows` says.
+        token_scores, token_weights, token_predicted: float64 [R, ...], gate scores,
+            combine weights and ``pred1_raw`` of every token, as far as they were read.
         routed: objects [N], every layer step as `compose` gives it.
     """
 
@@ -73,7 +84,12 @@ class LayerSteps:
     scores: np.ndarray | None = None
     workload: np.ndarray | None = None
     score_sums: np.ndarray | None = None
+    drafted: np.ndarray | None = None
+    made: np.ndarray | None = None
     routing: np.ndarray | None = None
+    token_scores: np.ndarray | None = None
+    token_weights: np.ndarray | None = None
+    token_predicted: np.ndarray | None = None
     routed: np.ndarray | None = None
 
     def first(self, count: int) -> LayerSteps:
@@ -87,8 +103,10 @@ class LayerSteps:
         columns["edges"] = self.edges[: count + 1]
         columns["experts"] = self.experts[:accesses]
         columns["tokens"] = self.tokens[:accesses]
-        if self.routing is not None:
-            columns["routing"] = self.routing[: int(self.rows[:count].sum())]
+        rows = int(self.rows[:count].sum())
+        for name in ("routing", *_TOKEN_COLUMNS.values()):
+            if name in columns:
+                columns[name] = getattr(self, name)[:rows]
         return LayerSteps(**columns)
 
 
@@ -100,6 +118,7 @@ def layer_steps(
     columns: tuple[str, ...] = (),
     predictors: tuple[str, ...] = (),
     routing: bool = False,
+    tokens: bool = False,
     routed: bool = False,
 ) -> Iterator[LayerSteps]:
     """Cut a trace into blocks of layer steps, as `compose` would with this `batch` and
@@ -112,18 +131,25 @@ def layer_steps(
         columns: optional columns to read; gate scores come with ``scores`` among them.
         predictors: those of them whose predicted workloads are asked for.
         routing: with the experts of every token.
+        tokens: with the gate outputs of every token, as far as they are columns.
         routed: with every layer step as an object.
 
     Raises:
         TraceError: `batch` or `steps` below 1, a missing column, or a damaged trace.
     """
-    if trace.passes.draft_tokens:
-        assert not columns, "what drafts are verified by is not replayed from blocks"
-        return of_steps(compose(trace, batch=batch, steps=steps))
     check_counts(batch, steps)
+    check_passes(trace.passes, batch)
     trace.require(columns, "this replay")
     groups = sequence_groups(trace, batch, columns)
-    parts = _of_groups(groups, columns, predictors, routing=routing, routed=routed)
+    parts = _of_groups(
+        groups,
+        columns,
+        predictors,
+        drafts=trace.passes.draft_tokens > 0,
+        routing=routing,
+        tokens=tokens,
+        routed=routed,
+    )
     # Numbers of all experts are many more than those of the active ones.
     most = BLOCK_ACCESSES // 16 if columns or routing or routed else BLOCK_ACCESSES
     return joined(parts if steps is None else _first(parts, steps), most)
@@ -147,7 +173,9 @@ def _of_groups(
     columns: tuple[str, ...] = (),
     predictors: tuple[str, ...] = (),
     *,
+    drafts: bool = False,
     routing: bool = False,
+    tokens: bool = False,
     routed: bool = False,
 ) -> Iterator[LayerSteps]:
     step = 0
@@ -159,8 +187,18 @@ def _of_groups(
                 more["scores"] = _mean_scores(passes)
             if predictors:
                 more |= _predicted(passes, predictors, group.layers, group.experts)
+            if drafts:
+                made = part.pass_tokens if passes.kept is None else passes.kept
+                more["drafted"] = np.full(len(part.layer), passes.drafted)
+                more["made"] = np.broadcast_to(made, len(part.layer))
             if routing:
                 more["routing"] = passes.column("experts")
+            if tokens:
+                more |= {
+                    called: passes.column(name).astype(np.float64)
+                    for name, called in _TOKEN_COLUMNS.items()
+                    if name in columns
+                }
             if routed:
                 more["routed"] = np.array(group.routed_layers(passes), object)
             yield replace(part, **more) if more else part

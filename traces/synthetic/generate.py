@@ -35,8 +35,8 @@ _LIMITS = {
     "dependence": (0, 1),
     "drift": (0, 5),
     "drift_tokens": (1, math.inf),
-    "prompt": (0, 1 << 24),
-    "generated": (0, 1 << 24),
+    "prompt_tokens": (0, 1 << 24),
+    "new_tokens": (0, 1 << 24),
 }
 
 
@@ -48,8 +48,8 @@ def stated(
     dependence: float = 0.0,
     drift: float = 0.0,
     drift_tokens: float = 256.0,
-    prompt: int = 0,
-    generated: int = 512,
+    prompt_tokens: int = 0,
+    new_tokens: int = 512,
     seed: int = 0,
 ) -> SynthModel:
     """A model of stated statistics, for architectures that no trace is known of.
@@ -65,8 +65,8 @@ def stated(
             preferred.
         drift: standard deviation of popularity's wandering, in log-weight.
         drift_tokens: its memory.
-        prompt: prompt tokens of each sequence.
-        generated: generated tokens of each sequence.
+        prompt_tokens: prompt tokens of each sequence.
+        new_tokens: generated tokens of each sequence.
         seed: draws who is popular.
 
     Raises:
@@ -79,11 +79,11 @@ def stated(
         "drift": drift,
         "drift_tokens": drift_tokens,
     }
-    _check_limits(habits | {"prompt": prompt, "generated": generated})
-    if prompt + generated < 1:
+    _check_limits(habits | {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
+    if prompt_tokens + new_tokens < 1:
         raise TraceError(
-            "synthetic trace: expected at least one token per sequence, got prompt 0"
-            " and generated 0"
+            "synthetic trace: expected at least one token per sequence, got"
+            " prompt_tokens 0 and new_tokens 0"
         )
 
     # Which expert is popular is chance; how much more is Zipf's law.
@@ -109,7 +109,7 @@ def stated(
         dependence=dependence_by_layer,
         drift=drift,
         drift_tokens=drift_tokens,
-        lengths=((prompt, generated),),
+        lengths=((prompt_tokens, new_tokens),),
         provenance=dict(habits),
     )
     return _with_reuse(model, reuse)
@@ -118,30 +118,30 @@ def stated(
 def of_lengths(
     model: SynthModel,
     *,
-    prompt: int | None = None,
-    generated: int | None = None,
+    prompt_tokens: int | None = None,
+    new_tokens: int | None = None,
 ) -> SynthModel:
     """Return a model whose sequences have so many tokens; None keeps those it has.
 
     Raises:
         TraceError: a number out of range, or sequences without tokens.
     """
-    stated = {"prompt": prompt, "generated": generated}
+    stated = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
     changes: dict[str, float] = {
         name: value for name, value in stated.items() if value is not None
     }
     _check_limits(changes)
     lengths = tuple(
         (
-            old_prompt if prompt is None else prompt,
-            old_generated if generated is None else generated,
+            old_prompt if prompt_tokens is None else prompt_tokens,
+            old_generated if new_tokens is None else new_tokens,
         )
         for old_prompt, old_generated in model.lengths
     )
     if min(map(sum, lengths)) < 1:
         raise TraceError(
-            "synthetic trace: expected at least one token per sequence, got prompt"
-            f" {lengths[0][0]} and generated {lengths[0][1]}"
+            "synthetic trace: expected at least one token per sequence, got"
+            f" prompt_tokens {lengths[0][0]} and new_tokens {lengths[0][1]}"
         )
     # The header says what is not as in the trace that it is like.
     return replace(model, lengths=lengths, provenance=model.provenance | changes)

@@ -96,7 +96,7 @@ def _with_weights(
     # A name says nothing of a model that was cut to other numbers.
     if sizes is None or (sizes.layers, sizes.experts) != (shape.layers, shape.experts):
         raise TraceError(
-            f"--weights {weights}: the sizes of {shape.name!r} are not known by name;"
+            f"--quant {weights}: the sizes of {shape.name!r} are not known by name;"
             " leave it out"
         )
     provenance = {k: v for k, v in model.provenance.items() if k != WIDTHS}

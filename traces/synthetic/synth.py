@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-LENGTHS = ("prompt", "generated")
+LENGTHS = ("prompt_tokens", "new_tokens")
 """What may be stated beside `like`: a trace of decode tokens only may be drawn with
 prompts.
 """
@@ -27,7 +27,7 @@ def synth(
     like: Path | str | None = None,
     save_stats: Path | str | None = None,
     shape: str | None = None,
-    weights: str | None = None,
+    quant: str | None = None,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
     **statistics: Any,
@@ -41,11 +41,11 @@ def synth(
             ship.
         save_stats: where the statistics of `like` are saved, which `like` takes.
         shape: a model instead of `like`, by name or in words.
-        weights: weight format; None takes ``bf16``, or with `like` that of the trace.
+        quant: weight format; None takes ``bf16``, or with `like` that of the trace.
         seed: same arguments, same file.
         progress: called with the number of rows written so far.
         statistics: ``skew``, ``reuse``, ``dependence``, ``drift`` with `shape`;
-            ``prompt`` and ``generated`` with either (see
+            ``prompt_tokens`` and ``new_tokens`` with either (see
             `moesim.traces.synthetic.generate.stated`).
 
     Raises:
@@ -60,7 +60,7 @@ def synth(
                 "--save-stats: expected --like beside it: stated statistics need no"
                 " file"
             )
-        described = model_shape(str(shape), weights or "bf16")
+        described = model_shape(str(shape), quant or "bf16")
         model = stated(described, seed=seed, **statistics)
     else:
         doubled = [name for name in statistics if name not in LENGTHS]
@@ -69,7 +69,7 @@ def synth(
                 f"--{doubled[0]} states what --like measures; drop one of them"
             )
         # It reads the whole trace; stated statistics need none.
-        model = model_like(like, weights)
+        model = model_like(like, quant)
         if save_stats is not None:
             save(model, save_stats)
         model = of_lengths(model, **statistics)

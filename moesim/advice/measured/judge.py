@@ -67,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Everything that ``moesim validate --machines DIR`` finds out.
+    """Everything that ``moesim validate --measured DIR`` finds out.
 
     Attributes:
         folders: whose rows were predicted.

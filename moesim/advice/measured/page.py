@@ -282,7 +282,7 @@ def population_text(judgement: Judgement) -> str:
     """Return what `moesim.advice.times.population.shipped_population` reads."""
     population = judgement.population
     rounded = {
-        "source": f"moesim validate --machines, {len(judgement.runs)} rows of"
+        "source": f"moesim validate --measured, {len(judgement.runs)} rows of"
         f" {len({run.group for run in judgement.runs})} platforms",
         "effects": {
             name: [round(mean, 3), round(spread, 3)]
@@ -296,5 +296,5 @@ def population_text(judgement: Judgement) -> str:
             for name, pair in sorted(population.widths.items())
         },
     }
-    head = "# What machines have in common; written by `moesim validate --machines`.\n"
+    head = "# What machines have in common; written by `moesim validate --measured`.\n"
     return head + yaml.safe_dump(rounded, sort_keys=False, default_flow_style=None)

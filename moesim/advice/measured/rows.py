@@ -1,6 +1,6 @@
 """Reads a folder of other people's measurements, row by row, as what the row says.
 
-The files are those of ``moesim validate --machines DIR``; `docs/how-to/advise.md` lists
+The files are those of ``moesim validate --measured DIR``; `docs/how-to/advise.md` lists
 their columns. Any of them may be missing. A *run* is one machine, one model, one
 setting and one measured speed of llama.cpp or ik_llama.cpp. Rows that say too little,
 or that are about something else, are skipped with the reason.
@@ -54,9 +54,10 @@ UNSTATED = {"", "n/s", "n/a", "none stated", "not stated", "?", "unknown", "nan"
 GB = 1e9
 # Rows that do not say decode a few hundred tokens after a short prompt.
 SHORT_CONTEXT = 128
-# STREAM's triad also writes; bare reads reach somewhat more.
-# Source: both were probed on an A10's host, 152 and 166 GB/s.
-READ_OVER_TRIAD = 1.1
+# STREAM's triad also writes, and a cache that fetches the line before it is written
+# moves four bytes where the triad counts three. Xeons since Ice Lake spare that fetch;
+# both were probed on one's host, 152 and 166 GB/s.
+READ_OVER_TRIAD = {"amd": 4 / 3, "intel": 1.05}
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +428,12 @@ def _spelled(text: str) -> str:
     return re.sub(r"((?:Ryzen|Core)[^,+]*? )(?:Ryzen \d|Core \w+ ?\d?) ", r"\1", text)
 
 
+def _read_rate(triad: float, cpu: str) -> float:
+    """Return what bare reads reach where STREAM's triad reaches so much."""
+    amd = re.search(r"epyc|ryzen|threadripper", cpu, re.IGNORECASE)
+    return triad * READ_OVER_TRIAD["amd" if amd else "intel"]
+
+
 def _probes(rows: Iterable[Row]) -> Probes:  # noqa: C901 # one branch per kind of row
     host_read: dict[int, float] = {}
     triads: dict[int, float] = {}
@@ -452,7 +459,8 @@ def _probes(rows: Iterable[Row]) -> Probes:  # noqa: C901 # one branch per kind 
         elif kind == "concurrent_sum":
             best["both"] = value
         elif kind == "stream_triad" and mode:
-            triads[int(mode) if mode.isdecimal() else 1] = READ_OVER_TRIAD * value
+            threads = int(mode) if mode.isdecimal() else 1
+            triads[threads] = _read_rate(value, row.text("cpu"))
         elif kind == "memcpy_payload":
             # Every byte is read and written, so memory moves twice the payload.
             best["moved"] = 2 * value
@@ -680,7 +688,7 @@ def machine_of_row(row: Row, name: str) -> Machine:
     device = re.search(r"read ([\d.]+) measured|\(([\d.]+) GB/s measured", gpu)
     host_read = dict(machine.probes.host_read)
     for rate, count in re.findall(r"([\d.]+)@(\d+)t", row.text("ram")):
-        host_read[int(count)] = READ_OVER_TRIAD * float(rate) * GB
+        host_read[int(count)] = _read_rate(float(rate) * GB, row.text("cpu"))
     probes = Probes(
         host_read=host_read,
         link=machine.link_bytes_per_s if machine.link_measured else None,

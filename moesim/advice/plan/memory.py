@@ -174,7 +174,7 @@ def memory_bill(
         place["keys and values"] += sequences * _kept(layer, setting, context_tokens)
         (host if at in on_host else gpu)["experts"] += layer.expert_bytes
 
-    head_on_gpu = setting.head_on_gpu(model)
+    head_on_gpu = setting.head_on_gpu
     (gpu if head_on_gpu else host)["dense weights"] += model.head_bytes
     host["embeddings"] = model.embed_bytes
     host["program"] = PROGRAM_BYTES
@@ -221,7 +221,7 @@ def layer_needs(
         entries = sequences * _kept(layer, setting, context_tokens)
         experts = 0 if at in on_host else layer.expert_bytes
         needs.append(layer.dense_bytes + entries + experts)
-    if setting.head_on_gpu(model):
+    if setting.head_on_gpu:
         needs.append(float(model.head_bytes))
     return needs
 

@@ -104,6 +104,8 @@ class Forecast:
         self.beliefs = beliefs
         probed = bool(machine.probes.host_read)
         self.grades = grades or Grades("probes" if probed else "specification")
+        self._decode: dict[tuple[object, ...], Target] = {}
+        self._prefill: dict[tuple[object, ...], Target] = {}
 
     def on(self, machine: Machine) -> Forecast:
         """Return the forecast for the machine with some of its cards."""
@@ -118,13 +120,28 @@ class Forecast:
 
     def targets(self, candidate: Candidate) -> tuple[Target, Target]:
         """Return what to predict: one decode step, and the prompt."""
-        decode = decode_target(
-            self.machine, self.model, candidate.setting, self.job.mean_depth
+        setting = candidate.setting
+        place = (
+            setting.cpu_layers,
+            setting.gpu_layers,
+            setting.chosen_layers,
+            setting.page_locked,
+            setting.sequences,
         )
-        prefill = prefill_target(
-            self.machine, self.model, candidate.setting, self.job.prompt
-        )
-        return decode, prefill
+        # Sorting a model's bytes takes most of an answer's time, and candidates differ
+        # in micro-batches, which decode does not see, or in key-value formats, which
+        # prompts do not.
+        decode_key = (*place, setting.kv_format, setting.split)
+        if decode_key not in self._decode:
+            self._decode[decode_key] = decode_target(
+                self.machine, self.model, setting, self.job.mean_depth
+            )
+        prefill_key = (*place, setting.micro_batch, setting.batch)
+        if prefill_key not in self._prefill:
+            self._prefill[prefill_key] = prefill_target(
+                self.machine, self.model, setting, self.job.prompt
+            )
+        return self._decode[decode_key], self._prefill[prefill_key]
 
     def job_seconds(self, candidate: Candidate, rates: Mapping[str, float]) -> float:
         """Seconds to read the prompt and make the answer."""

@@ -341,7 +341,7 @@ def _replayed_hits(
     shape = shape_of(model)
     with ScratchFolder() as folder:
         path = folder / "synthetic.parquet"
-        statistics = stated(shape, skew=0.8, reuse=0.35, generated=SYNTHETIC_TOKENS)
+        statistics = stated(shape, skew=0.8, reuse=0.35, new_tokens=SYNTHETIC_TOKENS)
         synthesise(statistics, path, tokens=SYNTHETIC_TOKENS)
         counts = replay_cache(path, CACHE_POLICY, memory=memory)
     return float(counts["hit_rate_active"]), "on synthetic routing, --trace takes yours"

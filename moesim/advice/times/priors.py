@@ -47,7 +47,10 @@ REACH = {
 # llama.cpp's users publish, against bandwidth: A100 and H100 half, GTX 10 two thirds.
 REACH_OF_CLASS = {"hbm": (0.55, 0.20), "old": (0.60, 0.25)}
 OLD_LAUNCHES = 1.5
-SERVER_CLOCK = 1.5
+# A narrow memory is filled even by one token's products. Source: Q4_0 of 7B models on
+# Strix Halo, M1 and M2, three quarters to five sixths; wide ones (M2 Ultra) half.
+NARROW_BYTES_PER_S = 300e9
+REACH_OF_NARROW = (0.90, 0.15)
 REACH_FAMILY_SPREAD = 0.08
 SYCL_MXFP4 = (0.25, 0.80)
 
@@ -77,6 +80,9 @@ WINDOWS = 1.15
 
 # Two of the largest common memory modules, 48 GB each.
 TWO_MODULES_BYTES = 96 * 1024**3
+
+# Instruction counts are good to a fifth; what is slower than that has other reasons.
+CORE_SPREAD = 0.18
 
 # FLOP/s of one core in products with several tokens, by its vector instructions: a
 # quarter to a half of the multiply-add peak, because weights are unpacked on the way.
@@ -200,7 +206,7 @@ def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
     for group in CORE_BYTES_PER_S:
         effects = (f"core:{group}", f"core@{vector}", f"core@{host}")
         why = "instructions of ggml's dot product"
-        priors[f"core:{group}"] = Prior(1.0, 0.35, why, effects)
+        priors[f"core:{group}"] = Prior(1.0, CORE_SPREAD, why, effects)
     return priors
 
 
@@ -256,6 +262,9 @@ def _host_read(machine: Machine, threads: int | None) -> Prior:
 def _unstated(machine: Machine) -> tuple[str, float, float, str]:
     """Effect, share and spread where nobody stated the memory's rate."""
     processor = machine.processor
+    if processor.kind == "laptop":
+        why = "laptops are often sold with one module in two channels"
+        return "host_read@unstated laptop", 0.60, 0.40, why
     if machine.memory.generation is not None and not processor.server:
         why = "read share of the usual rate of the generation"
         return "host_read@generation", 0.75, 0.18, why
@@ -297,11 +306,10 @@ def _device_priors(machine: Machine) -> dict[str, Prior]:
     reach, reach_spread = REACH[backend]
     if card_class in REACH_OF_CLASS:
         reach, reach_spread = REACH_OF_CLASS[card_class]
+    elif machine.unified and machine.device_bytes_per_s < NARROW_BYTES_PER_S:
+        reach, reach_spread = REACH_OF_NARROW
     if card_class == "old":
         layer *= OLD_LAUNCHES
-    if machine.processor.server:
-        # Server cores run at about two thirds of a desktop's clock, and launch slower.
-        layer *= SERVER_CLOCK
     priors = {
         "device_read": read,
         "layer_s": Prior(

@@ -127,8 +127,8 @@ def decode_work(
             by_layer.append(on_card)
 
     head = {model.head_format: float(model.head_bytes)}
-    _add(device if setting.head_on_gpu(model) else host_dense, head)
-    if setting.head_on_gpu(model):
+    _add(device if setting.head_on_gpu else host_dense, head)
+    if setting.head_on_gpu:
         by_layer.append(float(model.head_bytes))
     return DecodeWork(
         host_experts=dict(host_experts),
@@ -428,12 +428,19 @@ class Setting:
         return tuple(at for at in model.moe_layers if at in chosen or at < first_gpu)
 
     def first_gpu_layer(self, model: ModelContents) -> int:
-        """Return the first layer that the GPUs hold; layers are taken from the end."""
-        return max(0, len(model.layers) - self.gpu_layers)
+        """Return the first layer that the GPUs hold; layers are taken from the end.
 
-    def head_on_gpu(self, model: ModelContents) -> bool:
-        """Tell whether the output head is on a GPU: it counts as one more layer."""
-        return self.gpu_layers > len(model.layers)
+        The output head counts as the last of them.
+        Source: `i_gpu_start = max(n_layer + 1 - n_gpu_layers, 0)` in llama.cpp; older
+        forks took the head as the one layer more.
+        """
+        layers = len(model.layers)
+        return min(layers, max(0, layers + 1 - self.gpu_layers))
+
+    @property
+    def head_on_gpu(self) -> bool:
+        """Tell whether the output head is on a GPU; it is the first to go there."""
+        return self.gpu_layers > 0
 
     def with_cpu_layers(self, count: int) -> Setting:
         """Return the same setting with another ``--n-cpu-moe``."""

@@ -31,12 +31,12 @@ def advise(options: AdviseOptions) -> None:
 
     job = Job(
         context=options.context_tokens,
-        prompt=options.prompt,
-        answer=options.answer,
-        keep_vram_bytes=options.keep_vram_bytes,
-        keep_ram_bytes=options.keep_ram_bytes,
-        sequences=options.parallel,
-        micro_batch=options.ub,
+        prompt=options.prompt_tokens,
+        answer=options.new_tokens,
+        keep_vram_bytes=options.keep_gpu_memory_bytes,
+        keep_ram_bytes=options.keep_host_memory_bytes,
+        sequences=options.batch,
+        micro_batch=options.micro_batch,
     )
     advice = ask(
         options.model,
@@ -49,7 +49,7 @@ def advise(options: AdviseOptions) -> None:
         quant=options.quant,
         job=job,
         trace=options.routing_trace,
-        replay_cache=options.cache,
+        replay_cache=options.expert_cache,
     )
     # matplotlib takes a second, so only pages load it.
     if options.html is not None:

@@ -31,7 +31,7 @@ class CompareOptions(Options):
 
     # From computing everything on the CPU to fetching everything, and one that weighs
     # both for every expert.
-    policies: tuple[str, ...] = option(
+    policy: tuple[str, ...] = option(
         ("all-cpu", "llama.cpp", "ktransformers", "fiddler", "on-demand", "greedy"),
         "Systems or assignment policies; greedy+lru+residual adds cache and prefetch."
         " The word systems stands for every published system that the trace can serve.",
@@ -75,7 +75,7 @@ class CompareOptions(Options):
         return Options.outputs(self.completed())
 
 
-@from_dataclass(without=["policy", "noise_seed", "arrivals", "slo"])
+@from_dataclass(without=["noise_seed", "arrivals", "slo"])
 def compare(configs: list[RunConfig], options: CompareOptions) -> None:
     """Replay one trace under several policies, and rank them: speed, hits, bytes,
     memory, the lane that holds each up.
@@ -87,8 +87,8 @@ def compare(configs: list[RunConfig], options: CompareOptions) -> None:
     Examples:
       moesim compare q.parquet --gpu-memory 8GiB
       moesim compare q.parquet --gpu-memory 4GiB,8GiB,16GiB --hw rtx4060ti,hw.toml --png memory.png
-      moesim compare q.parquet --policies systems --hw rtx4060ti --out out/systems
-      moesim compare q.parquet --policies greedy+lru+none,greedy+lru+residual --html q.html
+      moesim compare q.parquet --policy systems --hw rtx4060ti --out out/systems
+      moesim compare q.parquet --policy greedy+lru+none,greedy+lru+residual --html q.html
     """
     from moesim.cli.output import bar
     from moesim.questions.compare import compare_cells
@@ -98,7 +98,7 @@ def compare(configs: list[RunConfig], options: CompareOptions) -> None:
     options = options.completed()
     config = configs[0]
     config, trace = opened(config)
-    names, left_out = _expand(trace, options.policies, configs)
+    names, left_out = _expand(trace, options.policy, configs)
     # Options of one name were multiplied out; the comparison wants its two axes.
     machines = list(dict.fromkeys(each.hw for each in configs))
     memories = list(dict.fromkeys(each.memory for each in configs))

@@ -7,18 +7,22 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from moesim.base.options import (
-    REQUIRED,
     Options,
     folder_option,
     json_option,
+    minutes_option,
     option,
+    policies_option,
+    seed_option,
+    target_argument,
+    trace_argument,
 )
-from moesim.cli import output, parsers
+from moesim.cli import output
 from moesim.cli.options import from_dataclass
 
 if TYPE_CHECKING:
@@ -29,19 +33,14 @@ if TYPE_CHECKING:
 
 DIFFERENT = 1
 """Exit code of a structure that differs, and of aims that are not met."""
+REPORT = ("validation.json", "validation.md", "validation.html")
+"""What `validate` writes into a folder."""
+
 MOST_CONSTANTS = 12
 """Constants that `sensitivity` prints, those with the largest effect."""
 
 
-STORES = "Folder for the experts' stores. Default: a temporary one."
-
-
-def _seed() -> Any:
-    return option(0, "Of everything that is drawn.", kind=int, metavar="N", minimum=0)
-
-
-def _minutes(default: float | None, text: str) -> Any:
-    return option(default, text, kind=float, metavar="M", minimum=0.0)
+STORES = "Folder of the experts' stores. Default: a temporary one."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +54,10 @@ class VerifyOptions(Options):
         metavar="DIR",
         place="folder",
     )
-    minutes: float = _minutes(
-        10.0, "For everything; decides how many cells and repetitions are made."
+    minutes: float = minutes_option(
+        "For everything; decides how many cells and repetitions are made.", 10.0
     )
-    seed: int = _seed()
+    seed: int = seed_option()
     as_json: bool = json_option()
 
 
@@ -109,30 +108,29 @@ class ValidateOptions(Options):
         many=True,
         argument=True,
         metavar="TRACE…",
+        place="input",
     )
-    policies: str = option(
-        "all-cpu+none,on-demand+lru,fixed-mapping+lru,static-threshold+lru,"
-        "greedy+lru,greedy+lfu",
-        "As assignment+cache+prefetch.",
-        metavar="P,…",
+    policy: tuple[str, ...] = policies_option(
+        *("all-cpu+none", "on-demand+lru", "fixed-mapping+lru"),
+        *("static-threshold+lru", "greedy+lru", "greedy+lfu"),
     )
-    cache_ratios: tuple[float, ...] = option(
+    cache_ratio: tuple[float, ...] = option(
         (0.1, 0.3, 0.6),
         "Shares of experts in the GPU cache.",
         kind=float,
         many=True,
         metavar="R",
     )
-    batches: tuple[int, ...] = option(
+    batch: tuple[int, ...] = option(
         (1, 4), "Sequences that run together.", kind=int, many=True, metavar="B"
     )
-    shapes: tuple[str, ...] | None = option(
+    shape: tuple[str, ...] | None = option(
         None,
         "Sizes of the experts. Default: the trace's own.",
         many=True,
         metavar="NAME[/N]",
     )
-    host_ratios: tuple[float, ...] = option(
+    host_ratio: tuple[float, ...] = option(
         (1.0,),
         "Shares of experts in host memory.",
         kind=float,
@@ -146,10 +144,10 @@ class ValidateOptions(Options):
         16, "Forward passes of each run.", kind=int, metavar="N", minimum=2
     )
     repetitions: int = option(5, "Of each real run.", kind=int, metavar="N", minimum=1)
-    minutes: float | None = _minutes(
-        None, "A limit: cells and repetitions that do not fit are left out, and named."
+    minutes: float | None = minutes_option(
+        "A limit: cells and repetitions that do not fit are left out, and named."
     )
-    stores: Path | None = folder_option(STORES)
+    store: Path | None = folder_option(STORES)
     out: Path | None = folder_option(
         "Write the report there, after every half minute; a second call goes on."
     )
@@ -179,47 +177,48 @@ class ValidateOptions(Options):
         metavar="FILE",
         place="input",
     )
-    seed: int = _seed()
+    measured: tuple[Path, ...] = option(
+        (),
+        "Instead: predict other people's measurements in these folders, whole platforms"
+        " and sources left out.",
+        kind=Path,
+        many=True,
+        metavar="DIR",
+        place="input",
+    )
+    seed: int = seed_option()
     as_json: bool = json_option()
+
+    def outputs(self) -> list[Path]:
+        """Files that are written into the folder."""
+        return [self.out / name for name in REPORT] if self.out else []
 
 
 @from_dataclass(from_file=False)
-def validate(
-    options: ValidateOptions,
-    machines: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="DIR",
-            help=(
-                "Instead: predict other people's measurements in this folder, whole"
-                " platforms and sources left out. May be repeated."
-            ),
-        ),
-    ] = None,
-) -> None:
+def validate(options: ValidateOptions) -> None:
     """Run a grid for real and simulated, interleaved, and say how far they differ.
     Calibrate once before.
 
     \b
     Examples:
-      moesim validate q.parquet --shapes olmoe-1b-7b/2 --hw hw.toml --out report
+      moesim validate q.parquet --shape olmoe-1b-7b/2 --hw hw.toml --out report
       moesim validate q.parquet --hw hw.toml --out report --minutes 10
-      moesim validate a.parquet b.parquet --policies greedy+lru,on-demand+lru --cache-ratios 0.2,0.5 --json
-      moesim validate q.parquet --hw hw.toml --host-ratios 0.5 --with report/validation.json --out both
+      moesim validate a.parquet b.parquet --policy greedy+lru,on-demand+lru --cache-ratio 0.2,0.5 --json
+      moesim validate q.parquet --hw hw.toml --host-ratio 0.5 --with report/validation.json --out both
       moesim validate --structure run1 run2
-      moesim validate --machines measured --out report
+      moesim validate --measured rows --out report
       moesim validate --protocol out/protocol
     """
     if options.protocol is not None:
         _protocol(options.protocol, options)
     elif options.structure:
         _structure(options.traces, as_json=options.as_json)
-    elif machines:
-        _machines(machines, options.out, as_json=options.as_json)
+    elif options.measured:
+        _machines(options.measured, options.out, as_json=options.as_json)
     elif options.traces:
         _grid(options)
     else:
-        raise typer.BadParameter("expected traces, --structure RUN…, or --machines DIR")
+        raise typer.BadParameter("expected traces, --structure RUN…, or --measured DIR")
 
 
 def _grid(options: ValidateOptions) -> None:
@@ -232,8 +231,6 @@ def _grid(options: ValidateOptions) -> None:
 
     # Read first: a missing file should not cost an hour of runs.
     before = None if options.earlier is None else report.load(options.earlier)
-    # Parsed before anything runs, like every other list here.
-    names = parsers.split_policies(options.policies, "--policies")
     out = options.out
     line = output.command_line()
     places: list[Path] = []
@@ -250,16 +247,16 @@ def _grid(options: ValidateOptions) -> None:
     with steps_of("validating") as progress:
         validation = library.validate(
             list(options.traces),
-            policies=names,
-            cache_ratios=options.cache_ratios,
+            policies=options.policy,
+            cache_ratios=options.cache_ratio,
             hw=options.hw,
             steps=options.steps,
-            batches=options.batches,
+            batches=options.batch,
             # None stands for the shape of each trace.
-            shapes=options.shapes or (None,),
-            host_ratios=options.host_ratios,
+            shapes=options.shape or (None,),
+            host_ratios=options.host_ratio,
             repetitions=options.repetitions,
-            stores=options.stores,
+            stores=options.store,
             seed=options.seed,
             minutes=options.minutes,
             journal=None if out is None else out / "runs.jsonl",
@@ -302,7 +299,7 @@ def _structure(folders: "Sequence[Path]", *, as_json: bool) -> None:
         raise typer.Exit(DIFFERENT)
 
 
-def _machines(folders: list[Path], out: Path | None, *, as_json: bool) -> None:
+def _machines(folders: "Sequence[Path]", out: Path | None, *, as_json: bool) -> None:
     """Predict every row of other people's machines blind, and say how far off.
 
     Args:
@@ -381,30 +378,20 @@ def _protocol(folder: Path, options: ValidateOptions) -> None:
 class CalibrateOptions(Options):
     """What `moesim calibrate` is asked."""
 
+    target: Path = target_argument("The profile to write.", Path("hw.toml"))
     runs: tuple[Path, ...] = option(
         (),
-        "With --from: folders of real runs (moesim run --out).",
+        "Learn from these folders of finished real runs (moesim run --out) instead of"
+        " making designed ones.",
         kind=Path,
         many=True,
-        argument=True,
-        metavar="RUN…",
-    )
-    out: Path = option(
-        Path("hw.toml"),
-        "The profile to write.",
-        kind=Path,
-        metavar="FILE",
-        place="file",
-    )
-    from_runs: bool = option(
-        False,
-        "Learn from finished real runs instead of making designed ones.",
-        kind=bool,
+        metavar="RUN",
         flag="--from",
-        excludes=("quick", "shapes", "against", "minutes", "stores"),
+        place="input",
+        excludes=("quick", "shape", "against", "minutes", "store"),
     )
     quick: bool = option(False, "Shorter runs.", kind=bool)
-    shapes: tuple[str, ...] | None = option(
+    shape: tuple[str, ...] | None = option(
         None,
         "Two sizes of experts, the larger first.",
         many=True,
@@ -413,7 +400,7 @@ class CalibrateOptions(Options):
     hw: str | None = option(
         None,
         "Profile to start from. Default: measured first, about 10 s; with --from that"
-        " of --out where it is there, else that of the first run.",
+        " of DST where it is there, else that of the first run.",
         metavar="FILE",
     )
     against: Path | None = option(
@@ -423,16 +410,15 @@ class CalibrateOptions(Options):
         metavar="FILE",
         place="input",
     )
-    minutes: float | None = _minutes(
-        None,
+    minutes: float | None = minutes_option(
         "A limit: runs are repeated for so long at most, until no constant is so wide"
         " that predictions move by more than 2 %.",
     )
     force: bool = option(
         False, "Write a profile that cannot be trusted all the same.", kind=bool
     )
-    stores: Path | None = folder_option(STORES)
-    seed: int = _seed()
+    store: Path | None = folder_option(STORES)
+    seed: int = seed_option()
     as_json: bool = json_option()
 
 
@@ -443,19 +429,15 @@ def calibrate(options: CalibrateOptions) -> None:
 
     \b
     Examples:
-      moesim calibrate --out hw.toml
-      moesim calibrate --quick --shapes qwen3-30b-a3b/2,qwen3-30b-a3b/4
+      moesim calibrate hw.toml
+      moesim calibrate --quick --shape qwen3-30b-a3b/2,qwen3-30b-a3b/4
       moesim calibrate --minutes 5
-      moesim calibrate --out again.toml --against hw.toml
-      moesim calibrate --from monday tuesday --out hw.toml
+      moesim calibrate again.toml --against hw.toml
+      moesim calibrate hw.toml --from monday,tuesday
     """
-    if options.from_runs:
+    if options.runs:
         _from(options)
         return
-    if options.runs:
-        raise typer.BadParameter(
-            "expected folders of runs only with --from", param_hint="RUN…"
-        )
     from moesim.cli.output import steps_of
     from moesim.evidence.validation import calibrate as library
     from moesim.evidence.validation.profile_checks import speed_change
@@ -464,20 +446,20 @@ def calibrate(options: CalibrateOptions) -> None:
 
     # Read first: a missing file should not cost minutes of measuring.
     reference = None if options.against is None else load_profile(options.against)
-    sizes = options.shapes or library.SHAPES
+    sizes = options.shape or library.SHAPES
     # One size cannot tell latency from bandwidth.
     if len(sizes) < 2:
         raise typer.BadParameter(
             f"expected two sizes, the larger first, got {','.join(sizes)!r}",
-            param_hint="--shapes",
+            param_hint="--shape",
         )
     with steps_of("calibrating") as progress:
         profile = library.calibrate(
-            options.out,
+            options.target,
             shapes=sizes,
             quick=options.quick,
             hw=options.hw,
-            stores=options.stores,
+            stores=options.store,
             seed=options.seed,
             force=options.force,
             minutes=options.minutes,
@@ -510,7 +492,7 @@ def calibrate(options: CalibrateOptions) -> None:
     shape = library.shape_of(sizes[0])
     for wide in wide_constants(profile, shape):
         print(f"still wide: {wide.words()}")
-    output.print_written([options.out])
+    output.print_written([options.target])
 
 
 def _print(profile: "HardwareProfile", difference: dict[str, Any] | None) -> None:
@@ -530,17 +512,13 @@ def _print(profile: "HardwareProfile", difference: dict[str, Any] | None) -> Non
 
 def _from(options: CalibrateOptions) -> None:
     """Learn from finished runs, and say how they are predicted now."""
-    if not options.runs:
-        raise typer.BadParameter(
-            "expected folders of real runs (moesim run --out)", param_hint="RUN…"
-        )
     from moesim.cli.output import steps_of
     from moesim.evidence.validation.learning import learn_from
 
     with steps_of("learning") as progress:
         learned = learn_from(
             list(options.runs),
-            options.out,
+            options.target,
             hw=options.hw,
             force=options.force,
             seed=options.seed,
@@ -551,22 +529,16 @@ def _from(options: CalibrateOptions) -> None:
         return
     print(learned.profile.description)
     print("\n".join(learned.lines()))
-    output.print_written([options.out])
+    output.print_written([options.target])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SensitivityOptions(Options):
     """What `moesim sensitivity` is asked."""
 
-    trace: Path = option(
-        REQUIRED,
-        "A moesim trace (Parquet), or tiny, which ships.",
-        kind=Path,
-        argument=True,
-        metavar="TRACE",
-    )
-    policies: str = option(
-        "greedy+lru,on-demand+lru,all-cpu+none", "Who competes.", metavar="P,…"
+    trace: Path = trace_argument()
+    policy: tuple[str, ...] = policies_option(
+        "greedy+lru", "on-demand+lru", "all-cpu+none"
     )
     hw: str | None = option(None, "Machine: a name or a file.", metavar="NAME|FILE")
     cache_ratio: float = option(
@@ -593,17 +565,16 @@ def sensitivity(options: SensitivityOptions) -> None:
 
     \b
     Example:
-      moesim sensitivity q.parquet --hw hw.toml --policies greedy+lru,on-demand+lfu
+      moesim sensitivity q.parquet --hw hw.toml --policy greedy+lru,on-demand+lfu
     """
     from moesim.cli.output import steps_of
     from moesim.questions import sensitivity as library
 
-    names = parsers.split_policies(options.policies, "--policies")
     # Every constant takes two comparisons, so a few steps must do.
     with steps_of("moving constants") as progress:
         result = library.sensitivity(
             options.trace,
-            policies=names,
+            policies=options.policy,
             hw=options.hw,
             cache_ratio=options.cache_ratio,
             batch=options.batch,

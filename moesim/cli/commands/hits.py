@@ -42,14 +42,14 @@ NEEDS_MACHINE = (
 class HitsOptions(Options):
     """Which caches are counted, at which sizes."""
 
-    caches: tuple[str, ...] = option(
+    cache: tuple[str, ...] = option(
         ("lru", "lfu", "arc", "belady"),
         "Cache policies (see: list cache).",
         metavar="C",
         policy_kind="cache",
         many=True,
     )
-    cache_ratios: tuple[float, ...] = option(
+    cache_ratio: tuple[float, ...] = option(
         (0.05, 0.1, 0.2, 0.3, 0.5, 0.75),
         "Sizes, as shares of all experts.",
         kind=float,
@@ -71,16 +71,16 @@ def hits(config: RunConfig, options: HitsOptions) -> None:
     \b
     Examples:
       moesim hits q.parquet
-      moesim hits q.parquet --caches lru,lfu:decay=0.9,sieve,belady --cache-ratios 0.1,0.25,0.5 --png hits.png
+      moesim hits q.parquet --cache lru,lfu:decay=0.9,sieve,belady --cache-ratio 0.1,0.25,0.5 --png hits.png
     """
     from moesim.cli.output import bar
     from moesim.questions.hit_rates import hit_rates, hits_figure, hits_text
     from moesim.reporting.figures import save
     from moesim.reporting.tables import save_table
 
-    ratios = options.cache_ratios
-    with bar("counting", len(options.caches) * len(ratios)) as show:
-        rates = hit_rates(config, options.caches, ratios, progress=show)
+    ratios = options.cache_ratio
+    with bar("counting", len(options.cache) * len(ratios)) as show:
+        rates = hit_rates(config, options.cache, ratios, progress=show)
 
     if options.png is not None:
         save(hits_figure(rates), options.png)

@@ -4,32 +4,36 @@ The module is not called ``list``, which would hide the built-in type beside it.
 """
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from moesim.cli import parsers
-from moesim.cli.options import AsJson
+from moesim.base.options import Options, json_option, option
+from moesim.cli.options import from_dataclass
 
 if TYPE_CHECKING:
     from moesim.policies.parameters import Parameter
 
 
 POLICY_KINDS = ("assignment", "cache", "prefetch", "routing")
-KINDS = (*POLICY_KINDS, "systems", "hardware", "models")
+KINDS = (*POLICY_KINDS, "systems", "hardware", "models", "engines")
 
 
-def list_(
-    kind: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="|".join(KINDS),
-            parser=parsers.one_of(*KINDS),
-            help="One kind; all without it.",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListOptions(Options):
+    """What is listed."""
+
+    kind: str | None = option(
+        None,
+        "One kind; all without it.",
+        metavar="|".join(KINDS),
+        argument=True,
+        choices=KINDS,
+    )
+    as_json: bool = json_option()
+
+
+@from_dataclass(from_file=False)
+def list_(options: ListOptions) -> None:
     """List policies with their parameters, systems, machines or models.
 
     \b
@@ -37,9 +41,9 @@ def list_(
       moesim list
       moesim list cache
     """
-    kinds = [kind] if kind else KINDS
+    kinds = [options.kind] if options.kind else KINDS
     entries_by_kind = {name: _entries(name) for name in kinds}
-    if as_json:
+    if options.as_json:
         print(json.dumps(entries_by_kind, indent=2))
         return
     from moesim.reporting.tables import facts_lines
@@ -58,6 +62,8 @@ def _entries(kind: str) -> list[dict[str, Any]]:
         return _systems()
     if kind == "hardware":
         return _machines()
+    if kind == "engines":
+        return _engines()
     return _models() if kind == "models" else _policies(kind)
 
 
@@ -127,6 +133,44 @@ def _systems() -> list[dict[str, Any]]:
     ]
 
 
+def _engines() -> list[dict[str, Any]]:
+    from moesim.policies.registry import find, name_of, names
+    from moesim.policies.systems import SYSTEMS
+    from moesim.sim.compiled.support import SIMPY_ALONE, brings_kernels
+
+    asked = {
+        kind: [name for name in names(kind) if not brings_kernels(find(name, kind))]
+        for kind in POLICY_KINDS
+    }
+    compiled = [
+        system
+        for system in SYSTEMS.values()
+        if not any(name_of(getattr(system, kind)) in asked[kind] for kind in asked)
+    ]
+    counts = [
+        f"{len(names(kind)) - len(asked[kind])} of {len(names(kind))} {kind}"
+        for kind in asked
+    ]
+    in_python = [f"{kind} {', '.join(asked[kind])}" for kind in asked if asked[kind]]
+    return [
+        {
+            "name": "compiled",
+            "summary": (
+                f"one loop of machine code, kernels of policies included:"
+                f" {len(compiled)} of {len(SYSTEMS)} systems; {', '.join(counts)} policies"
+            ),
+        },
+        {
+            "name": "compiled, asking Python",
+            "summary": f"other policies, yours included: {'; '.join(in_python)}",
+        },
+        {
+            "name": "simpy",
+            "summary": f"everything; it alone runs {', '.join(SIMPY_ALONE)}",
+        },
+    ]
+
+
 def _machines() -> list[dict[str, Any]]:
     from moesim.hwprofiles.profile import list_profiles, load_profile
 
@@ -157,12 +201,15 @@ def _models() -> list[dict[str, Any]]:
     return entries
 
 
-def config(
-    schema: Annotated[
-        bool,
-        typer.Option("--schema", help="Print a JSON schema instead, for editors."),
-    ] = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigOptions(Options):
+    """What is printed of the options of a run."""
+
+    schema: bool = option(False, "Print a JSON schema instead, for editors.", kind=bool)
+
+
+@from_dataclass(from_file=False)
+def config(options: ConfigOptions) -> None:
     """Print a TOML file with every option that runs share, what it means, and its
     default; for --config.
 
@@ -174,7 +221,7 @@ def config(
     from moesim.runs.config_file import json_schema, toml_template
 
     # Both are made from the fields, so neither can be out of date.
-    if schema:
+    if options.schema:
         print(json.dumps(json_schema(), indent=2))
         return
     print(toml_template(), end="")

@@ -1,158 +1,146 @@
 """`moesim quality`: what policies that change routing do to a model's answers."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from moesim.cli import output, parsers
-from moesim.cli.checks import check_device, check_places
-from moesim.cli.options import AsJson, Device, from_dataclass
+from moesim.base.inputs import check_input
+from moesim.base.options import (
+    Options,
+    folder_option,
+    json_option,
+    minutes_option,
+    option,
+)
+from moesim.cli import output
+from moesim.cli.checks import check_device, device_option
+from moesim.cli.options import from_dataclass
 from moesim.runs.config import RunConfig
-
 
 # A model that reads text has no trace, its lengths are those of the text, and only one
 # GPU takes part.
-@from_dataclass(
-    without=[
-        "trace",
-        "policy",
-        "gpu_memory_bytes",
-        "gpu_split",
-        "steps",
-        "noise_seed",
-        "engine",
-        "arrivals",
-        "slo",
-    ],
-    from_file=False,
+WITHOUT = (
+    *("trace", "gpu_memory_bytes", "gpu_split", "steps", "noise_seed"),
+    *("engine", "arrivals", "slo"),
 )
-def quality(
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="tiny|DIR",
-            help="The shipped model or a Hugging Face folder, read from memory.",
-        ),
-    ] = "tiny",
-    policy: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "A system, or assignment+cache+prefetch, such as on-demand+lru (see:"
-                " list)."
-            )
-        ),
-    ] = "smoe",
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=(
-                "UTF-8 text. Default for tiny: passages of the corpus's evaluation"
-                " part."
-            ),
-        ),
-    ] = None,
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME=V,V,…",
-            help="A parameter of the routing policy and its values: alpha=0,0.1,0.3.",
-        ),
-    ] = None,
-    cache_ratios: Annotated[
-        str | None,
-        typer.Option(
-            metavar="R,R,…",
-            help="Shares of all experts in the GPU cache, one setting each.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int,
-        typer.Option(metavar="N", min=1, help="Tokens to score, in whole passages."),
-    ] = 1024,
-    prompt_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tokens of a passage read before.")
-    ] = 64,
-    scored_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tokens of a passage scored.")
-    ] = 64,
-    own_input: Annotated[
-        bool,
-        typer.Option(
-            "--own-input",
-            help=(
-                "Experts started one layer ahead get their own layer's input after all."
-            ),
-        ),
-    ] = False,
-    residual: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            # A wrong name should not cost a minute of loading.
-            exists=True,
-            help="Residual vectors for --prefetch residual (see: record).",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            parser=parsers.one_of("auto", "float32", "bfloat16", "float16"),
-            help="float32, bfloat16, float16, or auto.",
-        ),
-    ] = "auto",
-    device: Device = "cpu",
-    *,
-    config: RunConfig,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write figures and a picture there."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QualityOptions(Options):
+    """Which model reads what, under which settings."""
+
+    model: str = option(
+        "tiny",
+        "The shipped model or a Hugging Face folder, read from memory.",
+        metavar="tiny|DIR",
+    )
+    policy: str = option(
+        "smoe",
+        "A system, or assignment+cache+prefetch, such as on-demand+lru (see: list).",
+        metavar="NAME",
+        policy_kind="assignment",
+    )
+    text: Path | None = option(
+        None,
+        "UTF-8 text. Default for tiny: passages of the corpus's evaluation part.",
+        kind=Path,
+        metavar="FILE",
+        place="input",
+    )
+    sweep: str | None = option(
+        None,
+        "A parameter of the routing policy and its values: alpha=0,0.1,0.3.",
+        metavar="NAME=V,V,…",
+    )
+    cache_ratio: tuple[float, ...] = option(
+        (),
+        "Shares of all experts in the GPU cache, one setting each.",
+        kind=float,
+        metavar="R",
+        minimum=0,
+        maximum=1,
+        many=True,
+    )
+    tokens: int = option(
+        1024, "Tokens to score, in whole passages.", kind=int, metavar="N", minimum=1
+    )
+    prompt_tokens: int = option(
+        64, "Tokens of a passage read before.", kind=int, metavar="N", minimum=1
+    )
+    scored_tokens: int = option(
+        64, "Tokens of a passage scored.", kind=int, metavar="N", minimum=1
+    )
+    own_input: bool = option(
+        False,
+        "Experts started one layer ahead get their own layer's input after all.",
+        kind=bool,
+    )
+    residual: Path | None = option(
+        None,
+        "Residual vectors for --prefetch residual (see: record).",
+        kind=Path,
+        metavar="FILE",
+        place="input",
+    )
+    dtype: str = option(
+        "auto",
+        "float32, bfloat16, float16, or auto.",
+        metavar="NAME",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = device_option()
+    minutes: float | None = minutes_option(
+        "A limit on reading: passages that do not fit are left out.",
+    )
+    out: Path | None = folder_option("Write figures and a picture there.")
+    as_json: bool = json_option()
+
+    def outputs(self) -> list[Path]:
+        """Files that are written into the folder."""
+        names = ("quality.json", "quality.png")
+        return [self.out / name for name in names] if self.out else []
+
+
+@from_dataclass(without=WITHOUT, from_file=False)
+def quality(config: RunConfig, options: QualityOptions) -> None:
     """Let a model read held-out text as it is and under a policy, and compare what both
     expect next.
 
     \b
     Examples:
       moesim quality --policy on-demand+lru --routing expert-cache-router --sweep alpha=0,0.1,0.3
-      moesim quality --model ~/models/olmoe --text book.txt --policy daop --cache-ratios 0.125,0.25,0.5 --out daop
+      moesim quality --model ~/models/olmoe --text book.txt --policy daop --cache-ratio 0.125,0.25,0.5 --out daop
     """
-    check_places(folder=out)
-    from moesim.cli import output as progress
+    from moesim.cli.output import bar, quiet_libraries
     from moesim.questions import quality as library
     from moesim.questions.quality import quality_text, save_quality
 
     # Loading a model takes minutes, so all checks come before it.
-    check_device(device)
-    progress.quiet_libraries()
-    # Without ratios there is one setting, of the size that the options state.
-    ratios: tuple[float, ...] = ()
-    if cache_ratios is not None:
-        ratios = parsers.shares(cache_ratios, "--cache-ratios")
-    with progress.bar("reading", 1.0) as show:
+    check_device(options.device)
+    if options.residual is not None:
+        check_input(options.residual)
+    quiet_libraries()
+    with bar("reading", 1.0) as show:
         result = library.quality(
-            model,
-            policy,
+            options.model,
+            options.policy,
             config=config,
-            text=text,
-            sweep=sweep,
-            cache_ratios=ratios,
-            tokens=tokens,
-            prompt_tokens=prompt_tokens,
-            scored_tokens=scored_tokens,
-            own_input=own_input,
-            residual=residual,
-            dtype=dtype,
-            device=device,
+            text=options.text,
+            sweep=options.sweep,
+            # Without ratios there is one setting, of the size that is stated.
+            cache_ratios=options.cache_ratio,
+            tokens=options.tokens,
+            prompt_tokens=options.prompt_tokens,
+            scored_tokens=options.scored_tokens,
+            own_input=options.own_input,
+            residual=options.residual,
+            dtype=options.dtype,
+            device=options.device,
+            minutes=options.minutes,
             progress=show,
         )
-    written = [] if out is None else save_quality(result, out)
-    if as_json:
+    written = [] if options.out is None else save_quality(result, options.out)
+    if options.as_json:
         print(json.dumps(result.to_json(), indent=2))
         return
     print(quality_text(result))

@@ -16,8 +16,9 @@ from moesim.base.options import (
     folder_option,
     json_option,
     option,
+    target_argument,
 )
-from moesim.cli.checks import check_device
+from moesim.cli.checks import check_device, device_option
 from moesim.cli.options import from_dataclass
 from moesim.runtime.record.options import CALIBRATION, EVALUATION, RecordOptions
 
@@ -58,13 +59,7 @@ class TextOptions(Options):
     limit: int | None = option(
         None, "Take the first N prompts.", kind=int, metavar="N", minimum=1
     )
-    out: Path = option(
-        Path("trace.parquet"),
-        "The trace to write.",
-        kind=Path,
-        metavar="FILE",
-        place="file",
-    )
+    target: Path = target_argument("The trace to write.", Path("trace.parquet"))
     model: str = option(
         "tiny", "The shipped model or a Hugging Face folder.", metavar="tiny|DIR"
     )
@@ -92,12 +87,10 @@ class RecordCommand(RecordOptions, TextOptions):
     calibration: Path | None = file_option(
         "Also write what policies may know beforehand, as .safetensors for --artefacts."
     )
-    device: str = option(
-        "cpu", "Where the model computes: cpu, cuda, …", metavar="NAME"
-    )
+    device: str = device_option()
     finish: bool = option(
         False,
-        "Run nothing; make OUT of the sequences a stopped recording has.",
+        "Run nothing; make DST of the sequences a stopped recording has.",
         kind=bool,
     )
     as_json: bool = json_option()
@@ -113,14 +106,14 @@ def record(options: RecordCommand) -> None:
 
     \b
     Examples:
-      moesim record --prompts prompts.txt --out trace.parquet
-      moesim record --model ~/models/olmoe --dataset-file squad.parquet --limit 100 --batch 4 --resume
-      moesim record --model ~/models/olmoe --prompts other.txt --out other.parquet --calibration olmoe.safetensors
+      moesim record trace.parquet --prompts prompts.txt
+      moesim record squad-trace.parquet --model ~/models/olmoe --dataset-file squad.parquet --limit 100 --batch 4 --resume
+      moesim record other.parquet --model ~/models/olmoe --prompts other.txt --calibration olmoe.safetensors
       moesim record --model ~/models/large --store /mnt/nvme/large --host-memory 16GiB --prompts prompts.txt
     """
     # Finishing needs neither texts nor a model.
     if options.finish:
-        _finish(options.out, as_json=options.as_json)
+        _finish(options.target, as_json=options.as_json)
         return
     _check(options)
     from moesim.cli.output import bar, quiet_libraries
@@ -130,14 +123,14 @@ def record(options: RecordCommand) -> None:
     from moesim.runtime.record.record import record as run
 
     texts = _texts(options)
-    _check_unfinished(options.out, resume=options.resume)
+    _check_unfinished(options.target, resume=options.resume)
     with _opened_model(options) as local:
         vectors = _residual_of(options, local, texts)
-        with bar("recording", len(texts)) as show, _hint_when_stopped(options.out):
+        with bar("recording", len(texts)) as show, _hint_when_stopped(options.target):
             recording = run(
                 local,
                 texts,
-                options.out,
+                options.target,
                 _how(options),
                 residual=vectors,
                 progress=lambda tokens, expected: show(len(texts) * tokens / expected),
@@ -147,7 +140,7 @@ def record(options: RecordCommand) -> None:
     if options.calibration is not None:
         from moesim.runtime.record.calibration import write_calibration
 
-        written = write_calibration(options.out, options.calibration, vectors)
+        written = write_calibration(options.target, options.calibration, vectors)
         facts["calibration"] = {
             "file": str(options.calibration),
             **written["tensors"],

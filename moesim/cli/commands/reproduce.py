@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from moesim.base.options import Options, folder_option, json_option, option
+from moesim.base.options import (
+    Options,
+    folder_option,
+    json_option,
+    option,
+    seed_option,
+)
 from moesim.cli.options import from_dataclass
 from moesim.cli.output import print_written
 
@@ -51,7 +57,7 @@ class ReproduceOptions(Options):
         metavar="N",
         minimum=0,
     )
-    seed: int = option(0, "For policies that draw.", kind=int, metavar="N", minimum=0)
+    seed: int = seed_option()
     everything: bool = option(
         False,
         "All published records beside ours, speeds included, on drawn traces. About"
@@ -75,6 +81,14 @@ class ReproduceOptions(Options):
         "With --all: only these papers.",
         metavar="NAME",
         many=True,
+        needs=("everything",),
+    )
+    minutes: float | None = option(
+        None,
+        "With --all: a limit; what does not fit is left out, and the next call goes on.",
+        kind=float,
+        metavar="M",
+        minimum=0.0,
         needs=("everything",),
     )
     jobs: int | None = option(
@@ -104,6 +118,7 @@ def reproduce(options: ReproduceOptions) -> None:
       moesim reproduce --list
       moesim reproduce --all --out papers
       moesim reproduce map --out map
+      moesim reproduce --all --out papers --minutes 2
       moesim reproduce hybrimoe-hit-rate
       moesim reproduce dali-prefetch-workload --trace q.parquet --steps 0
     """
@@ -159,6 +174,8 @@ def _all_records(options: ReproduceOptions) -> None:
             papers=options.paper,
             machines=options.machines,
             jobs=options.jobs,
+            minutes=options.minutes,
+            save=lambda so_far: write(out, so_far, report(so_far)),
             progress=show,
         )
     page = report(reproduced)
@@ -167,6 +184,8 @@ def _all_records(options: ReproduceOptions) -> None:
         print(json.dumps(page.counts, indent=2))
         return
     print(_summary_text(page.tables[0]))
+    if reproduced.left_out:
+        print(reproduced.facts[-1])
     print_written(paths)
 
 

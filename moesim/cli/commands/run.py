@@ -5,26 +5,74 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from moesim.base.options import (
+    TIMELINES,
+    Options,
+    file_option,
+    folder_option,
+    json_option,
+    option,
+)
 from moesim.cli import output
-from moesim.cli.checks import check_installed, check_places, refuse_options
-from moesim.cli.options import AsJson, RunFolder, from_dataclass
+from moesim.cli.checks import check_installed, check_places
+from moesim.cli.options import from_dataclass
 from moesim.runs.config import MeasuredConfig
+from moesim.runs.result import run_files
 
 if TYPE_CHECKING:
     from moesim.runs.measured import MeasuredRun
     from moesim.runtime.executor.trace_driven import Footprint
 
-FOR_MODELS = ("prompt", "max_new_tokens", "temperature", "residual", "verify")
-FOR_TRACES = ("shape", "distinct", "steps", "warm")
-"""Options that mean something only in one of the two ways to run."""
-
 NOT_VERIFIED = 1
 """Exit code for logits that differ from the plain model's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(Options):
+    """What `moesim run` is asked beside the run itself."""
+
+    prompts: Path | None = option(
+        None,
+        "Texts separated by blank lines, one per line, or .jsonl.",
+        kind=Path,
+        metavar="FILE",
+        place="input",
+        needs=("model",),
+    )
+    startup: bool = option(
+        False,
+        "Also compare two ways to start: experts on demand, or all of them first.",
+        kind=bool,
+    )
+    out: Path | None = folder_option("Write the run's tables and figures there.")
+    perfetto: Path | None = file_option(
+        "Write a timeline for ui.perfetto.dev, the same run simulated below it.",
+        *TIMELINES,
+    )
+    learn: Path | None = option(
+        None,
+        "Improve this profile by the run. It is the run's own where it is there and"
+        " --hw names none; else it is written anew.",
+        kind=Path,
+        metavar="FILE",
+    )
+    force: bool = option(
+        False,
+        "Also write a profile that is not trusted.",
+        kind=bool,
+        needs=("learn",),
+    )
+    as_json: bool = json_option()
+
+    def outputs(self) -> list[Path]:
+        """Files that are written, those in the folder included."""
+        return [*Options.outputs(self), *run_files(self.out)]
 
 
 @from_dataclass(
@@ -32,120 +80,40 @@ NOT_VERIFIED = 1
     # One accelerator is not split, real times need no noise, and nothing simulates.
     without=["gpu_split", "noise_seed", "engine", "arrivals", "slo"],
 )
-def run(
-    context: typer.Context,
-    *,
-    config: MeasuredConfig,
-    prompt: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Texts separated by blank lines, one per line, or .jsonl.",
-        ),
-    ] = None,
-    startup: Annotated[
-        bool,
-        typer.Option(
-            "--startup",
-            help=(
-                "Also compare two ways to start: experts on demand, or all of them"
-                " first."
-            ),
-        ),
-    ] = False,
-    out: RunFolder = None,
-    perfetto: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=(
-                "Write a timeline for ui.perfetto.dev, the same run simulated below it."
-            ),
-        ),
-    ] = None,
-    learn: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=(
-                "Improve this profile by the run. It is the run's own where it is"
-                " there and --hw names none; else it is written anew."
-            ),
-        ),
-    ] = None,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", help="With --learn: also write a profile that is not trusted."
-        ),
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+def run(config: MeasuredConfig, options: RunOptions) -> None:
     """Run real experts on this machine: a live model, or the routing of a trace with
     random weights.
 
     \b
     Examples:
-      moesim run --model tiny --prompt prompts.txt --policy greedy --cache lru --prefetch residual --verify
+      moesim run --model tiny --prompts prompts.txt --policy greedy --cache lru --prefetch residual --verify
       moesim run q.parquet --shape qwen3-30b-a3b/4 --policy greedy --cache-ratio 0.25 --host-memory 2GiB --out run
       moesim run q.parquet --policy greedy --cache-ratio 0.25 --learn hw.toml
     """
     # Importing torch takes seconds, and an error should not.
     check_installed("torch")
-    _check_options(context, config, prompt)
-    if force and learn is None:
-        raise typer.BadParameter("it is meant for --learn", param_hint="--force")
+    _check(config, options)
+    learn = options.learn
     if learn is not None and config.hw is None and learn.is_file():
         config = config.replaced(hw=learn)
     from moesim.base.files import ScratchFolder
-    from moesim.cli.output import bars, quiet_libraries
-    from moesim.runs.measured import compare_startups
-    from moesim.runs.result import run_files, save_run
-    from moesim.runtime.text import read_prompts
+    from moesim.cli.output import quiet_libraries
 
-    check_places(
-        folder=out,
-        files=[*run_files(out), perfetto, learn],
-        inputs=[config.trace, prompt, config.residual],
-    )
     quiet_libraries()
     # What is learned from a run is read from its folder.
     with ExitStack() as scratch:
-        folder = out
-        if learn is not None and out is None:
+        folder = options.out
+        if learn is not None and folder is None:
             folder = scratch.enter_context(ScratchFolder())
-        with bars("store", "running") as (building, running):
-            # How many forward passes there will be is unknown: texts end when they end.
-            running(0, None)
-            texts = [] if prompt is None else read_prompts(prompt)
-            progress = {
-                "building": building,
-                "progress": lambda info: running(info.step + 1, None),
-            }
-            # Only this run is written; those of --startup are for their times.
-            measured = _run(config, texts, out=folder, perfetto=perfetto, **progress)
-            save_run(measured, folder)
-            startups = None
-            if startup:
-                # One forward pass tells when the first token comes; one batch is one
-                # pass.
-                least = config.replaced(steps=1)
-                if config.model is not None:
-                    least = config.replaced(max_new_tokens=0, verify=False)
-                startups = compare_startups(
-                    measured,
-                    least,
-                    lambda each: _run(each, texts[: config.batch], **progress),
-                )
-
-        if as_json:
+        measured, startups = _measured(config, options, folder)
+        if options.as_json:
             facts = measured.to_json()
             if startups is not None:
                 facts["startups"] = startups
             print(json.dumps(facts, indent=2))
         else:
             _print(measured, startups)
-            output.print_written([out, perfetto])
+            output.print_written([options.out, options.perfetto])
             output.print_notes(measured.warnings)
         # The results are printed all the same: they show what differs.
         verification = getattr(measured, "verification", None)
@@ -157,7 +125,42 @@ def run(
             raise typer.Exit(NOT_VERIFIED)
         if learn is not None:
             assert folder is not None
-            _learn(folder, learn, force=force, quiet=as_json)
+            _learn(folder, learn, force=options.force, quiet=options.as_json)
+
+
+def _measured(
+    config: MeasuredConfig, options: RunOptions, folder: Path | None
+) -> tuple["MeasuredRun", dict[str, Any] | None]:
+    """Run once, and with --startup once more for each way to start."""
+    from moesim.cli.output import bars
+    from moesim.runs.measured import compare_startups
+    from moesim.runs.result import save_run
+    from moesim.runtime.text import read_prompts
+
+    with bars("store", "running") as (building, running):
+        # How many forward passes there will be is unknown: texts end when they end.
+        running(0, None)
+        texts = [] if options.prompts is None else read_prompts(options.prompts)
+        progress = {
+            "building": building,
+            "progress": lambda info: running(info.step + 1, None),
+        }
+        # Only this run is written; those of --startup are for their times.
+        measured = _run(
+            config, texts, out=folder, perfetto=options.perfetto, **progress
+        )
+        save_run(measured, folder)
+        if not options.startup:
+            return measured, None
+        # One forward pass tells when the first token comes; one batch is one pass.
+        least = config.replaced(steps=1)
+        if config.model is not None:
+            least = config.replaced(new_tokens=0, verify=False)
+        return measured, compare_startups(
+            measured,
+            least,
+            lambda each: _run(each, texts[: config.batch], **progress),
+        )
 
 
 def _learn(folder: Path, profile: Path, *, force: bool, quiet: bool) -> None:
@@ -180,26 +183,23 @@ def _learn(folder: Path, profile: Path, *, force: bool, quiet: bool) -> None:
         output.print_written([profile])
 
 
-def _check_options(
-    context: typer.Context, config: MeasuredConfig, prompt: Path | None
-) -> None:
-    """Refuse options that contradict each other, before torch is imported.
+def _check(config: MeasuredConfig, options: RunOptions) -> None:
+    """Refuse what cannot be run, before torch is imported.
 
     Raises:
-        typer.BadParameter: naming one of them.
+        typer.BadParameter: naming the option.
     """
     if (config.trace is None) == (config.model is None):
         raise typer.BadParameter(
             "expected either a TRACE or --model, one of them", param_hint="TRACE"
         )
-    if config.model is not None and prompt is None:
+    if config.model is not None and options.prompts is None:
         raise typer.BadParameter(
-            "expected a file with prompts beside --model", param_hint="--prompt"
+            "expected a file with prompts beside --model", param_hint="--prompts"
         )
-    if config.trace is None:
-        refuse_options(context, FOR_TRACES, "a TRACE")
-    else:
-        refuse_options(context, FOR_MODELS, "--model")
+    # The profile is read and written; anything else that is read stays as it is.
+    read = [config.trace, config.warm, config.residual, options.prompts]
+    check_places(files=[options.learn, *options.outputs()], inputs=read)
     # Without the hint a user would not know where such a file comes from.
     residual = config.residual
     if isinstance(residual, str | Path) and not Path(residual).is_file():

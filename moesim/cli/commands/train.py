@@ -5,13 +5,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from moesim.base.options import REQUIRED, Options, json_option, option
+from moesim.base.options import (
+    REQUIRED,
+    Options,
+    json_option,
+    option,
+    seed_option,
+    trace_argument,
+)
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
 
 if TYPE_CHECKING:
     from moesim.questions.learned_cache import TracePart
     from moesim.traces.format.reader import Trace
+
+LEARNED = ("flashmoe.safetensors", "report.json", "report.md")
+"""What `train-cache` writes into its folder."""
 
 Labels = Literal["distance", "masked"]
 
@@ -20,14 +30,7 @@ Labels = Literal["distance", "masked"]
 class TrainCacheOptions(Options):
     """What the cache network learns from, and how."""
 
-    trace: Path = option(
-        REQUIRED,
-        "A trace of moesim.",
-        kind=Path,
-        metavar="TRACE",
-        argument=True,
-        place="input",
-    )
+    trace: Path = trace_argument()
     out: Path = option(
         REQUIRED,
         "Folder for network and report.",
@@ -68,14 +71,12 @@ class TrainCacheOptions(Options):
     steps: int | None = option(
         None, "Take the first N steps of each batch.", kind=int, metavar="N", minimum=1
     )
-    seed: int = option(
-        0,
-        "Of the first weights and the order of samples.",
-        kind=int,
-        metavar="N",
-        minimum=0,
-    )
+    seed: int = seed_option()
     as_json: bool = json_option()
+
+    def outputs(self) -> list[Path]:
+        """Files that are written into the folder."""
+        return [self.out / name for name in LEARNED]
 
 
 @from_dataclass(from_file=False)
@@ -125,9 +126,9 @@ def train_cache(options: TrainCacheOptions) -> None:
 
     text = report_text(report)
     # The network comes first: a report without its network would promise too much.
-    trained.save(options.out / f"{learned.LEARNED}.safetensors")
-    write_text(options.out / "report.json", json.dumps(report, indent=2) + "\n")
-    write_text(options.out / "report.md", text)
+    trained.save(options.out / LEARNED[0])
+    write_text(options.out / LEARNED[1], json.dumps(report, indent=2) + "\n")
+    write_text(options.out / LEARNED[2], text)
     if options.as_json:
         print(json.dumps(report, indent=2))
         return
@@ -177,7 +178,7 @@ class TrainTinyOptions(Options):
         place="folder",
     )
     minutes: float = option(12.0, "Training time.", kind=float, minimum=0.01)
-    seed: int = option(0, "Of the draws.", kind=int, metavar="N", minimum=0)
+    seed: int = seed_option()
 
 
 @from_dataclass(from_file=False)

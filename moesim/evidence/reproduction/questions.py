@@ -130,7 +130,8 @@ class Question:
         scale: from the quantity's unit to the record's.
         value: computed already.
         note: where it departs from the paper, or why there is no answer.
-        undecidable: what is not published and decides orders of this figure.
+        undecidable: what is not published and decides this figure.
+        bound: whether the published figure is only an upper bound.
     """
 
     record: Record
@@ -144,6 +145,7 @@ class Question:
     value: float | None = None
     note: str = ""
     undecidable: str = ""
+    bound: bool = False
 
     @property
     def runs(self) -> tuple[RunSpec, ...]:
@@ -217,6 +219,16 @@ class Answered:
         if self.ours is None or not self.published:
             return None
         return self.ours / self.published
+
+    @property
+    def ratio_counts(self) -> bool:
+        """Whether the ratio says how near we are: of a simulated figure, which what is
+        published decides, and no baseline beside itself.
+        """
+        question = self.question
+        beside_itself = all(case.others == (case.run,) for case in question.cases)
+        left_out = question.undecidable or question.bound or beside_itself
+        return self.compared and bool(question.runs) and not left_out
 
 
 def quantity_of(
@@ -362,7 +374,7 @@ def _of_figure(record: Record, paper: Any, figure: Any) -> Question:
         _filled(figure.get("quantity", ""), cases[0].values) if cases else "",
         **{
             key: figure[key]
-            for key in ("compare", "rival", "across", "scale", "undecidable")
+            for key in ("compare", "rival", "across", "scale", "undecidable", "bound")
             if key in figure
         },
         note="; ".join(filter(None, notes)),

@@ -18,6 +18,7 @@ from moesim.evidence.reproduction.orders import (
     sides,
 )
 from moesim.evidence.reproduction.questions import ANCHORED, INPUT, UNANSWERED, anchors
+from moesim.reporting.tables import markdown_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -94,11 +95,11 @@ def summary(answered: Sequence[Answered]) -> dict[str, Any]:
     """Counts of records and statements, and the median ratio."""
     compared = [entry for entry in answered if entry.compared]
     simulated = [entry for entry in compared if entry.question.runs]
-    ratios = sorted(
+    ratios = [
         entry.ratio
         for entry in simulated
-        if entry.ratio is not None and entry.ratio > 0
-    )
+        if entry.ratio is not None and entry.ratio_counts
+    ]
     stated = orders(answered)
     of_systems = [each for each in stated if each.of_systems]
     of_parameters = [each for each in stated if not each.of_systems]
@@ -165,7 +166,8 @@ def _summary_table(counts: dict[str, dict[str, Any]]) -> Table:
         " is a record that compares by itself, such as a speedup above 1; an order is a"
         " pair of systems in one table and setting. In parentheses: of those that are"
         " neither ties (less than 2 % apart, ours or published) nor left open by what"
-        " is published. Ratios are ours over published, of simulated records.",
+        " is published. Ratios are ours over published, of simulated records that what"
+        " is published decides; not of upper bounds, nor of a baseline beside itself.",
         (
             "paper",
             "records",
@@ -244,6 +246,8 @@ def _row(entry: Answered, legend: _Legend) -> tuple[str, ...]:
     if stated:
         status += f", direction: {stated[0].verdict}"
     ratio = entry.ratio
+    if entry.question.bound and ratio is not None:
+        status += f", upper bound: {'holds' if ratio <= 1 else 'EXCEEDED'}"
     return (
         record.ref,
         f"{record.metric}: {setting}" if setting else record.metric,
@@ -398,14 +402,8 @@ def markdown(page: Report, title: str) -> str:
         blocks.append(f"## {table.title}")
         if table.note:
             blocks.append(table.note)
-        lines = [_line(table.heads), _line(["---"] * len(table.heads))]
-        lines += [_line(row) for row in table.rows]
-        blocks.append("\n".join(lines))
+        blocks.append("\n".join(markdown_table(table.heads, table.rows)))
     return "\n\n".join(blocks) + "\n"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def summary_json(reproduced: Reproduced, page: Report) -> dict[str, Any]:

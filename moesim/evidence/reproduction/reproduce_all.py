@@ -10,19 +10,19 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import hashlib
-import itertools
-import json
+import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.errors import TraceError
 from moesim.base.host_limits import available_cores
-from moesim.base.inputs import load_json, read_text
+from moesim.base.long_work import Every, Journal, Until
 from moesim.base.version import __version__, git_commit
 from moesim.evidence.reproduction.questions import (
     Answered,
@@ -65,6 +65,7 @@ class Reproduced:
         answered: in the order of the sources.
         outcomes: run -> its metrics.
         failures: run -> why it could not be done.
+        left_out: runs and experiments that are still to be done.
         experiments: those on routing alone.
         recorded: headline questions, and what they give on each text of recorded
             routing, by recording; empty where there is none.
@@ -75,6 +76,7 @@ class Reproduced:
     answered: list[Answered]
     outcomes: dict[RunSpec, Outcome]
     failures: dict[RunSpec, str] = field(default_factory=dict)
+    left_out: int = 0
     experiments: list[Reproduction] = field(default_factory=list)
     recorded: list[tuple[Answered, dict[str, list[float]]]] = field(
         default_factory=list
@@ -89,6 +91,8 @@ def reproduce_all(
     papers: Iterable[str] | None = None,
     machines: str = "anchored",
     jobs: int | None = None,
+    minutes: float | None = None,
+    save: Callable[[Reproduced], object] = lambda _reproduced: None,
     progress: Progress | None = None,
 ) -> Reproduced:
     """Answer every record.
@@ -100,128 +104,186 @@ def reproduce_all(
         machines: ``anchored``, or ``datasheet`` for machines of which nothing was taken
             from a paper.
         jobs: processes; None takes one per core, two at most.
+        minutes: after which nothing more is begun; None for no limit. The next call
+            goes on.
+        save: called with what there is, every half minute.
         progress: called with the share of the work done.
 
     Raises:
         TraceError, ProfileError, PolicyError: bad input.
     """
-    begin_s = time.perf_counter()
     show = progress or (lambda _share: None)
     if jobs is None:
         jobs = min(MOST_JOBS, available_cores())
-    asked = questions(papers)
-    texts = recorded(shared_traces()) if papers is None else []
-    again = [each for _, groups in texts for each in itertools.chain(*groups.values())]
-    specs = dict.fromkeys(run for each in [*asked, *again] for run in each.runs)
-    actual = {
-        spec: unanchored(spec) if machines == "datasheet" else spec for spec in specs
-    }
-    wanted = list(dict.fromkeys(actual.values()))
-    journal = Journal(out / "reproduction.part.jsonl")
-    experiments: list[Reproduction] = []
+    plan = _Plan(None if papers is None else list(papers), machines, jobs)
+    end_s = math.inf if minutes is None else time.time() + 60.0 * minutes
+    # The first call of several should not spend all of its time on drawing.
+    drawn_s = end_s if minutes is None else end_s - 30.0 * minutes
+    saving = Every(lambda: save(plan.answer(done)))
+    done = Done(out / "reproduction.part.jsonl", saving.if_due)
     # Traces are drawn anew every time: what lay there could be of an older version.
     with tempfile.TemporaryDirectory(prefix="moesim-papers-") as name:
         folder = Path(name)
-        draws = _draws([spec for spec in wanted if not journal.has(spec)], folder)
+        wanted = plan.runs()
+        draws = _draws([spec for spec in wanted if not done.has(spec)], folder)
         drawn = _RUNS_SHARE * len(draws) / (len(draws) + len(wanted))
-        _in_order(_draw, draws, jobs, lambda share: show(drawn * share))
-        done = journal.add_all(
-            _do,
+        run_tasks(
+            Until(_draw, drawn_s),
+            draws,
+            lambda _index, _result: None,
+            jobs=jobs,
+            progress=lambda share: show(drawn * share),
+        )
+        # What is drawn already comes first.
+        wanted.sort(key=lambda spec: not spec.workload.path(folder).exists())
+        done.add_all(
+            Until(_do, end_s),
             {spec: (spec, folder) for spec in wanted},
             jobs,
             lambda share: show(drawn + (_RUNS_SHARE - drawn) * share),
         )
-        if papers is None:
-            experiments = _experiments(
-                folder,
-                journal,
+        if plan.experiments:
+            tasks = plan.experiments
+            if end_s > time.time():
+                traces = _experiment_traces(folder)
+                tasks = {name: (name, traces) for name in tasks}
+            done.add_all(
+                Until(_experiment, end_s),
+                tasks,
                 jobs,
                 lambda share: show(_RUNS_SHARE + (1 - _RUNS_SHARE) * share),
             )
-    journal.discard()
+    reproduced = plan.answer(done)
+    if not reproduced.left_out:
+        done.discard()
+    return reproduced
 
-    failures = {spec: done[run][1] for spec, run in actual.items() if done[run][1]}
-    outcomes = {spec: done[run][0] for spec, run in actual.items() if not done[run][1]}
-    answered = [Answered(question, question.figure(outcomes)) for question in asked]
-    on_texts = [
-        (
-            Answered(question, question.figure(outcomes)),
-            {
-                name: [f for each in of if (f := each.figure(outcomes)) is not None]
-                for name, of in groups.items()
-            },
+
+class _Plan:
+    """What is asked, and which runs answer it."""
+
+    def __init__(self, papers: list[str] | None, machines: str, jobs: int) -> None:
+        self._asked = questions(papers)
+        self._texts = recorded(shared_traces()) if papers is None else []
+        self._machines = machines
+        self._jobs = jobs
+        self._begin_s = time.perf_counter()
+        groups = [groups for _, groups in self._texts]
+        again = [each for group in groups for each in chain(*group.values())]
+        specs = dict.fromkeys(r for each in [*self._asked, *again] for r in each.runs)
+        self._actual = {
+            spec: unanchored(spec) if machines == "datasheet" else spec
+            for spec in specs
+        }
+        self.experiments: dict[str, Any] = (
+            dict.fromkeys(EXPERIMENTS) if papers is None else {}
         )
-        for question, groups in texts
-    ]
-    cpu_s = sum(outcome.get("cpu_s", 0.0) for outcome in outcomes.values())
-    today = dt.datetime.now(tz=dt.UTC).date()
-    facts = [
-        f"moesim {__version__}, commit {git_commit() or 'no checkout'}, {today}",
-        (
-            f"{len(outcomes)} runs, {cpu_s:.0f} CPU seconds without the drawing of"
-            f" traces; {time.perf_counter() - begin_s:.0f} s in {jobs} processes on"
-            f" {os.cpu_count()} cores"
-        ),
-        f"machines: {machines}",
-    ]
-    return Reproduced(
-        answered,
-        outcomes,
-        failures,
-        experiments=experiments,
-        recorded=on_texts,
-        machines=machines,
-        facts=facts,
-    )
+
+    def runs(self) -> list[RunSpec]:
+        """Each run once."""
+        return list(dict.fromkeys(self._actual.values()))
+
+    def answer(self, done: Done) -> Reproduced:
+        """Every record, with the runs that are done."""
+        outcomes, failures = {}, {}
+        for spec, run in self._actual.items():
+            if done.has(run):
+                outcome, failure = done.of(run)
+                if failure:
+                    failures[spec] = failure
+                else:
+                    outcomes[spec] = outcome
+        experiments = []
+        for name in filter(done.has, self.experiments):
+            measured, models = done.of(name)
+            experiments.append(
+                Reproduction(EXPERIMENTS[name], measured, models, EXPERIMENT_STEPS)
+            )
+        left_out = len(self._actual) - len(outcomes) - len(failures)
+        left_out += len(self.experiments) - len(experiments)
+        return Reproduced(
+            [Answered(each, each.figure(outcomes)) for each in self._asked],
+            outcomes,
+            failures,
+            left_out,
+            experiments,
+            recorded=[
+                (
+                    Answered(question, question.figure(outcomes)),
+                    {
+                        name: [f for q in of if (f := q.figure(outcomes)) is not None]
+                        for name, of in groups.items()
+                    },
+                )
+                for question, groups in self._texts
+            ],
+            machines=self._machines,
+            facts=self._facts(outcomes, left_out),
+        )
+
+    def _facts(self, outcomes: dict[RunSpec, Outcome], left_out: int) -> list[str]:
+        cpu_s = sum(outcome.get("cpu_s", 0.0) for outcome in outcomes.values())
+        today = dt.datetime.now(tz=dt.UTC).date()
+        facts = [
+            f"moesim {__version__}, commit {git_commit() or 'no checkout'}, {today}",
+            (
+                f"{len(outcomes)} runs, {cpu_s:.0f} CPU seconds without the drawing of"
+                f" traces; {time.perf_counter() - self._begin_s:.0f} s in"
+                f" {self._jobs} processes on {os.cpu_count()} cores"
+            ),
+            f"machines: {self._machines}",
+        ]
+        if left_out:
+            facts.append(
+                f"NOT ALL: {left_out} runs and experiments are still to be done; the"
+                " same command goes on"
+            )
+        return facts
 
 
-class Journal:
-    """Results by task, each appended to a file as it comes.
+class Done:
+    """Results by task, kept in a file; those of another commit are forgotten.
 
-    A file of another commit is ignored and overwritten.
+    Args:
+        path: the file.
+        collected: called after each result.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._results: dict[str, Any] = {}
-        head = json.dumps([__version__, git_commit()])
-        with contextlib.suppress(OSError, ValueError):
-            first, *lines = read_text(path).splitlines()
-            if first == head:
-                for line in lines:
-                    key, result = load_json(line)
-                    self._results[key] = result
-        if not self._results:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(head + "\n", encoding="utf-8")
+    def __init__(
+        self, path: Path, collected: Callable[[], object] = lambda: None
+    ) -> None:
+        self._journal = Journal(path, f"{__version__} {git_commit()}")
+        self._results: dict[str, Any] = dict(self._journal.lines)
+        self._collected = collected
 
     def has(self, task: Any) -> bool:
         """Whether a task's result is there."""
         return _key(task) in self._results
 
+    def of(self, task: Any) -> Any:
+        """A task's result."""
+        return self._results[_key(task)]
+
     def add_all(
-        self,
-        work: Callable[[Any, Progress], Any],
-        tasks: dict[Any, Any],
-        jobs: int,
-        progress: Progress,
-    ) -> dict[Any, Any]:
-        """Do the tasks that are not done yet: name -> result, in the order of tasks."""
+        self, work: Until, tasks: dict[Any, Any], jobs: int, progress: Progress
+    ) -> None:
+        """Do the tasks, name -> input, that are not done yet, as far as time allows."""
         todo = [name for name in tasks if not self.has(name)]
 
         def collect(index: int, result: Any) -> None:
+            if result is None:
+                return
             key = _key(todo[index])
             self._results[key] = result
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([key, result]) + "\n")
+            self._journal.add([key, result])
+            self._collected()
 
         inputs = [tasks[name] for name in todo]
         run_tasks(work, inputs, collect, jobs=jobs, progress=progress)
-        return {name: self._results[_key(name)] for name in tasks}
 
     def discard(self) -> None:
         """Remove the file."""
-        self._path.unlink(missing_ok=True)
+        self._journal.close()
 
 
 def _key(task: Any) -> str:
@@ -230,15 +292,6 @@ def _key(task: Any) -> str:
     if machine := getattr(task, "machine", None):
         text += load_profile(machine).digest
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _in_order(
-    work: Callable[[Any, Progress], Any],
-    tasks: Sequence[Any],
-    jobs: int,
-    progress: Progress,
-) -> None:
-    run_tasks(work, tasks, lambda _index, _result: None, jobs=jobs, progress=progress)
 
 
 _Draw = tuple["Workload", Path, bool]
@@ -281,10 +334,8 @@ def _do(task: tuple[RunSpec, Path], _progress: Progress) -> tuple[Outcome, str]:
     return outcome, failure
 
 
-def _experiments(
-    folder: Path, journal: Journal, jobs: int, progress: Progress
-) -> list[Reproduction]:
-    """Experiments on routing alone, on the shipped trace and on drawn ones without
+def _experiment_traces(folder: Path) -> tuple[Path, ...]:
+    """Traces of experiments on routing alone: the shipped one and drawn ones without
     predictions.
 
     Drawn predictions have the published accuracies, so they would prove themselves.
@@ -294,18 +345,10 @@ def _experiments(
         for question in questions(["DALI"])
         for run in question.runs
     }
-    traces = [resolve_trace("tiny")]
     # Not Qwen's: it has as many layers and experts as both others together.
-    traces += [
-        drawn[model].calibration().draw(folder)
-        for model in ("mixtral-8x7b", "deepseek-v2-lite")
-    ]
-    tasks = {name: (name, tuple(traces)) for name in EXPERIMENTS}
-    done = journal.add_all(_experiment, tasks, jobs, progress)
-    return [
-        Reproduction(EXPERIMENTS[name], measured, models, EXPERIMENT_STEPS)
-        for name, (measured, models) in done.items()
-    ]
+    models = ("mixtral-8x7b", "deepseek-v2-lite")
+    calibrations = [drawn[model].calibration().draw(folder) for model in models]
+    return (resolve_trace("tiny"), *calibrations)
 
 
 def _experiment(

@@ -6,7 +6,7 @@ A function returns row -> figure, or what the trace lacks in one line that begin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -468,72 +468,47 @@ COLUMNS = ("scores", "pred1_raw")
 WHOLE = "SMoE whole"
 BARE = "on demand with LRU"
 GAIN = "whole over on demand, change"
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One addition of the ablation: `label` as published, and the composition with
-    it.
-    """
-
-    label: str
-    assignment: str
-    cache: str
-    prefetch: str
-    routing: str
-
-
-_ROUTER = "expert-cache-router:alpha=0.3"
-# Each step adds one part to the one before, in the order of the published ablation.
-_STEPS = (
-    _Part(BARE, "on-demand", "lru", "none", "as-recorded"),
-    _Part("+CE", "on-demand", "score-window", "none", "as-recorded"),
-    _Part("+ER", "on-demand", "score-window", "none", _ROUTER),
-    _Part("+Pre", "on-demand", "score-window", "partial-hidden", _ROUTER),
-    _Part("+BA", "smoe-balancer", "score-window", "partial-hidden", _ROUTER),
-)
+_ABLATION = {
+    BARE: {"cache": "lru"},
+    "+CE": {"cache": "score-window"},
+    "+ER": {"routing": "expert-cache-router:alpha=0.3"},
+    "+Pre": {"prefetch": "partial-hidden"},
+    "+BA": {"policy": "smoe-balancer"},
+}
+"""Step of the published ablation, in its order -> what it adds to the one before."""
 
 
 def smoe_hit_rate(excerpt: Excerpt) -> Figures:
     """Selected experts that are resident, for each step of the ablation and from step
     to step.
     """
-    rows = [
-        f"{WHOLE}, resident of selected",
-        *(f"{step.label}, change" for step in _STEPS[1:]),
-        GAIN,
-    ]
+    changes = {step: f"{step}, change" for step in _ABLATION if step != BARE}
+    whole = f"{WHOLE}, resident of selected"
     if not excerpt.has(*COLUMNS):
+        rows = [whole, *changes.values(), GAIN]
         return dict.fromkeys(rows, excerpt.lacking(*COLUMNS))
     # Prefetches and the balancer depend on time, so a machine takes part.
-    rates = {step.label: _hit_rate(excerpt, step) for step in _STEPS}
+    options: dict[str, Any] = {"policy": "on-demand", "prefetch": "none"}
+    rates = {}
+    for step, added in _ABLATION.items():
+        options |= added
+        run = run_replay(
+            excerpt.trace,
+            **options,
+            hw=MACHINE,
+            # As many staged experts as the composed system has.
+            memory=MemoryOptions(cache_ratio=0.25, staging=4),
+            steps=excerpt.most_steps,
+            seed=excerpt.seed,
+        )
+        rates[step] = 100.0 * (run.metrics["hit_rate_active"] or 0.0)
     # The last step of the ablation is the whole system.
-    whole_rate = rates[_STEPS[-1].label]
-    figures: Figures = {
-        rows[0]: whole_rate,
-        f"{BARE}, resident of selected": rates[BARE],
-    }
-    for before, step in pairwise(_STEPS):
-        change = _change(rates[before.label], rates[step.label])
-        figures[f"{step.label}, change"] = change
-    figures[GAIN] = _change(rates[BARE], whole_rate)
+    last = list(rates.values())[-1]
+    figures: Figures = {whole: last, f"{BARE}, resident of selected": rates[BARE]}
+    for before, step in pairwise(rates):
+        figures[changes[step]] = _change(rates[before], rates[step])
+    figures[GAIN] = _change(rates[BARE], last)
     return figures
-
-
-def _hit_rate(excerpt: Excerpt, step: _Part) -> float:
-    run = run_replay(
-        excerpt.trace,
-        step.assignment,
-        cache=step.cache,
-        prefetch=step.prefetch,
-        routing=step.routing,
-        hw=MACHINE,
-        # As many staged experts as the composed system has.
-        memory=MemoryOptions(cache_ratio=0.25, staging=4),
-        steps=excerpt.most_steps,
-        seed=excerpt.seed,
-    )
-    return 100.0 * (run.metrics["hit_rate_active"] or 0.0)
 
 
 def _change(before: float, after: float) -> float | str:

@@ -127,13 +127,17 @@ def equivalent(
     return Equivalence(ratio, p_value, p_value < LEVEL)
 
 
-def measured_order(first: Sequence[float], second: Sequence[float]) -> int:
+def measured_order(
+    first: Sequence[float], second: Sequence[float], *, level: float = LEVEL
+) -> int:
     """Return -1 where the first is certainly smaller, 1 where the second is, 0 where
-    repetitions do not tell: equal ones are ordered in 5 % of cases.
+    repetitions do not tell.
 
     Args:
         first, second: by repetition. Those of equal number were made in the same pass
             over the grid, so what the machine did to both cancels.
+        level: how often equal ones are ordered. A decision that rests on every one of N
+            pairs keeps `LEVEL` with the Nth part of it for each (Bonferroni).
 
     Source: paired t-test of the logarithms.
     """
@@ -146,7 +150,7 @@ def measured_order(first: Sequence[float], second: Sequence[float]) -> int:
     apart = np.log(first) - np.log(second)
     mean = float(apart.mean())
     error = float(apart.std(ddof=1)) / np.sqrt(len(apart))
-    least = float(special.stdtrit(len(apart) - 1, 1.0 - 0.5 * LEVEL)) * error
+    least = float(special.stdtrit(len(apart) - 1, 1.0 - 0.5 * level)) * error
     return int(np.sign(mean)) if abs(mean) > least else 0
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from moesim.base.files import ScratchFolder
+from moesim.base.long_work import Every, Journal
 from moesim.evidence.validation.drift import (
     ReferenceRuns,
     drift,
@@ -37,7 +38,6 @@ from moesim.evidence.validation.paired_runs import (
 )
 from moesim.evidence.validation.profile_checks import warnings_of
 from moesim.evidence.validation.results import FIGURES, Cell, Coordinates, Validation
-from moesim.evidence.validation.saved import Journal
 from moesim.evidence.validation.time_breakdown import (
     TERMS,
     step_seconds,
@@ -45,6 +45,7 @@ from moesim.evidence.validation.time_breakdown import (
     terms_by_step,
 )
 from moesim.hwprofiles.costs import Costs
+from moesim.hwprofiles.schema import ProfileError
 from moesim.policies.systems import compose as compose_system
 from moesim.runs.config import MemoryOptions
 from moesim.runs.machine import experts_dtype, machine_profile
@@ -203,8 +204,12 @@ def validate(
             return Validation(cells, config, [*notes, *warnings_of(profile, load)])
 
         key = hashlib.sha256(json.dumps(made_with, sort_keys=True).encode())
-        kept = None if journal is None else Journal(journal, key.hexdigest())
-        report = _Every(lambda: on_result(so_far()) if on_result is not None else None)
+        kept = (
+            None
+            if journal is None
+            else Journal(journal, key.hexdigest(), refuse=ProfileError)
+        )
+        report = Every(lambda: on_result(so_far()) if on_result is not None else None)
         grid.run(
             repetitions,
             reference,
@@ -222,30 +227,6 @@ def validate(
 
 def _utc(form: str, seconds: float) -> str:
     return time.strftime(form, time.gmtime(seconds))
-
-
-class _Every:
-    """Calls something at most every half minute.
-
-    Args:
-        call: what is called.
-    """
-
-    SECONDS = 30.0
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-        self._last_s = time.monotonic()
-
-    def if_due(self) -> None:
-        """Call if half a minute has passed."""
-        if time.monotonic() - self._last_s >= self.SECONDS:
-            self.now()
-
-    def now(self) -> None:
-        """Call."""
-        self._call()
-        self._last_s = time.monotonic()
 
 
 class _Budget:
@@ -371,7 +352,7 @@ class _Grid:
         *,
         budget: _Budget,
         journal: Journal | None,
-        report: _Every,
+        report: Every,
     ) -> None:
         """Run all in a drawn order with simulations and reference runs in between, then
         back, and so on, as far as the time allows.

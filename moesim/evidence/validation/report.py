@@ -19,10 +19,10 @@ from moesim.reporting.pages import (
     render,
     trace_words,
 )
-from moesim.reporting.tables import aligned, facts_lines
+from moesim.reporting.tables import aligned, facts_lines, markdown_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -122,25 +122,11 @@ _TERMS_TITLE = (
 
 def markdown(result: dict[str, Any]) -> str:
     """Lay out a result as a Markdown page: summary, every cell, terms."""
-    lines = [
-        f"# {TITLE}",
-        "",
-        setting(result),
-        "",
-        *_markdown_table(("", "value"), facts(result)),
-        "",
-        *_markdown_table(CELL_HEADS, cell_rows(result)),
-        "",
-        _LEGEND,
-        "",
-        _SHARED_TITLE,
-        "",
-        *_markdown_table(SHARED_HEADS, shared_rows(result)),
-        "",
-        _TERMS_TITLE,
-        "",
-        *_markdown_table(tuple(result["terms"]), [_term_row(result)]),
-    ]
+    lines = [f"# {TITLE}", "", setting(result), ""]
+    lines += markdown_table(("", "value"), facts(result))
+    for heads, rows, words in _tables(result):
+        lines += ["", *markdown_table(heads, rows)]
+        lines += ["", words] if words else []
     if result["warnings"]:
         lines += ["", *(f"- {warning}" for warning in result["warnings"])]
     return "\n".join(lines) + "\n"
@@ -148,30 +134,29 @@ def markdown(result: dict[str, Any]) -> str:
 
 def validation_text(result: dict[str, Any]) -> str:
     """Lay out a result for a terminal, with the figures of `markdown`."""
-    rows = cell_rows(result)
-    # Six columns name a cell, more than a screen can repeat beside the others. A number
-    # leads every block of columns instead.
-    numbered = [[str(n), *row] for n, row in enumerate(rows, start=1)]
-    lines = [
-        TITLE,
-        "",
-        setting(result),
-        "",
-        *facts_lines((name, value) for name, value in facts(result)),
-        "",
-        *aligned([["cell", *CELL_HEADS], *numbered]),
-        "",
-        _LEGEND.replace("*", ""),
-        "",
-        _SHARED_TITLE,
-        "",
-        *aligned([SHARED_HEADS, *shared_rows(result)]),
-        "",
-        _TERMS_TITLE,
-        "",
-        *aligned([tuple(result["terms"]), _term_row(result)]),
-    ]
+    lines = [TITLE, "", setting(result), ""]
+    lines += facts_lines((name, value) for name, value in facts(result))
+    for heads, rows, words in _tables(result):
+        table = [list(heads), *rows]
+        if heads is CELL_HEADS:
+            # Six columns name a cell, more than a screen can repeat beside the others.
+            # A number leads every block of columns instead.
+            numbers = ["cell", *(str(n) for n in range(1, len(table)))]
+            table = [[n, *row] for n, row in zip(numbers, table, strict=True)]
+        lines += ["", *aligned(table)]
+        lines += ["", words.replace("*", "")] if words else []
     return "\n".join(lines)
+
+
+def _tables(
+    result: dict[str, Any],
+) -> list[tuple[tuple[str, ...], list[list[str]], str]]:
+    """Heads and rows of the tables behind the summary, and words below each."""
+    return [
+        (CELL_HEADS, cell_rows(result), f"{_LEGEND}\n\n{_SHARED_TITLE}"),
+        (SHARED_HEADS, shared_rows(result), _TERMS_TITLE),
+        (tuple(result["terms"]), [_term_row(result)], ""),
+    ]
 
 
 def setting(result: dict[str, Any]) -> str:
@@ -344,11 +329,6 @@ def _cell_row(cell: dict[str, Any]) -> list[str]:
 
 def _term_row(result: dict[str, Any]) -> list[str]:
     return [_percent(value) for value in result["terms"].values()]
-
-
-def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---"] * len(heads)
-    return [f"| {' | '.join(row)} |" for row in (heads, rule, *rows)]
 
 
 # Reports compare cells with each other, so all of them show one decimal, unlike

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from moesim.base.checked import read_json
-from moesim.base.files import write_text
 from moesim.base.inputs import load_json, read_text
 from moesim.evidence.validation.time_breakdown import TERMS
 from moesim.hwprofiles.schema import ProfileError
@@ -97,59 +95,6 @@ class SavedValidation:
     cells: list[SavedCell]
     config: SavedConfig
     warnings: list[str]
-
-
-class Journal:
-    """Finished runs of a validation, one JSON line each, so that one that was
-    interrupted goes on where it stopped. A line is on the disk before the next run
-    begins; half a line, the mark of a kill, does not count.
-
-    Args:
-        path: the file; made with the first line.
-        key: what the runs were made with; a file of other runs is refused.
-
-    Attributes:
-        lines: those of earlier calls.
-
-    Raises:
-        ProfileError: it holds runs of another validation, or cannot be read.
-    """
-
-    def __init__(self, path: Path, key: str) -> None:
-        self._path = path
-        self._key = key
-        self.lines: list[dict[str, Any]] = []
-        if not path.exists():
-            return
-        text = read_text(path)
-        complete = text[: text.rfind("\n") + 1]
-        try:
-            lines = [load_json(line) for line in complete.splitlines()]
-        except ValueError as error:
-            raise ProfileError(f"{path}: damaged: {error}; remove it") from None
-        if lines and lines[0] != {"key": key}:
-            raise ProfileError(
-                f"{path}: expected runs of this validation, found those of another;"
-                " choose another --out, or remove it"
-            )
-        self.lines = lines[1:]
-        # What follows must not continue half a line.
-        write_text(path, complete)
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Write one line."""
-        text = json.dumps(line) + "\n"
-        if not self._path.exists() or not self._path.stat().st_size:
-            text = json.dumps({"key": self._key}) + "\n" + text
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def close(self) -> None:
-        """Remove the file: the validation is whole."""
-        self._path.unlink(missing_ok=True)
 
 
 def sealed(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import numpy as np
 from moesim.policies.base import PolicyError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import pandas as pd
 
@@ -35,6 +35,12 @@ LEAST_SAMPLES = 8
 """Batches, or repetitions, below which no interval is stated: the spread of fewer says
 too little about others.
 """
+
+_SAMPLES = {
+    "tpot_s": ("batch_decode_s", "batch_decode_tokens"),
+    "makespan_s": ("batch_makespan_s",),
+}
+"""Columns with the times of batches, and their tokens, by what is compared."""
 
 REPETITIONS = ("seed", "noise_seed")
 """Axes whose values repeat a run."""
@@ -95,15 +101,13 @@ def ranking(frame: pd.DataFrame) -> pd.DataFrame:
     cells = cell_axes(axes)
     measure = measure_of(frame)
 
-    parts = []
-    groups = frame.groupby(cells, sort=False, dropna=False) if cells else [((), frame)]
-    for _, cell in groups:
-        candidates = [
-            _Candidate(part, competing, measure)
-            for _, part in cell.groupby(competing, sort=False, dropna=False)
-        ]
-        parts.append(_ranked(candidates, cells, competing))
-    table = pd.concat([pd.DataFrame(rows) for rows in parts], ignore_index=True)
+    wanted = [*cells, *competing, "oracle", *_SAMPLES[measure]]
+    rows = []
+    for cell in _grouped(frame[wanted].to_dict("records"), cells):
+        runs_of = _grouped(cell, competing)
+        candidates = [_Candidate(runs, competing, measure) for runs in runs_of]
+        rows += _ranked(candidates, cells, competing)
+    table = pd.DataFrame(rows)
     table.attrs |= {"axes": axes, "measure": measure, "cells": cells}
     return table
 
@@ -127,6 +131,18 @@ def axes_of(frame: pd.DataFrame) -> list[str]:
     return axes
 
 
+def _grouped(
+    rows: Iterable[dict[Any, Any]], names: Sequence[str]
+) -> list[list[dict[Any, Any]]]:
+    """Rows that agree in some columns, in the order in which they first appear."""
+    groups: dict[tuple[Any, ...], list[dict[Any, Any]]] = {}
+    for row in rows:
+        # What is missing is one value, though NaN is not itself.
+        key = tuple(row[name] if _is_given(row[name]) else None for name in names)
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
 class _Candidate:
     """The runs of one policy in one cell. R repetitions, B batches.
 
@@ -141,20 +157,22 @@ class _Candidate:
     """
 
     def __init__(
-        self, runs: pd.DataFrame, competing: Sequence[str], measure: str
+        self, runs: Sequence[dict[Any, Any]], competing: Sequence[str], measure: str
     ) -> None:
-        self.row: dict[Any, Any] = runs.iloc[0].to_dict()
+        self.row = runs[0]
         self.runs = len(runs)
         self.words = "+".join(
             str(self.row[name]) for name in competing if _is_given(self.row[name])
         )
-        self.oracle = bool(runs["oracle"].any())
+        self.oracle = any(run["oracle"] for run in runs)
+        samples = [
+            np.array([run[name] for run in runs], np.float64)
+            for name in _SAMPLES[measure]
+        ]
+        seconds = samples[0]
+        counts = np.full(seconds.shape, 1 / seconds.shape[1])
         if measure == "tpot_s":
-            seconds = np.stack(runs["batch_decode_s"].to_list()).astype(float)
-            counts = np.stack(runs["batch_decode_tokens"].to_list()).astype(float)
-        else:
-            seconds = np.stack(runs["batch_makespan_s"].to_list()).astype(float)
-            counts = np.full(seconds.shape, 1 / seconds.shape[1])
+            counts = samples[1]
         self.samples = seconds.shape[1]
         self.value_s = float(seconds.sum() / counts.sum())
         if (seconds == seconds[:1]).all():

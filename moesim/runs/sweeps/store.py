@@ -108,7 +108,7 @@ def read_results(
     if not files and digests is None:
         raise ResultsError(
             f"{folder}: expected a folder of results, found none; `moesim sweep TRACE"
-            f" --store {folder}` makes one"
+            f" --results {folder}` makes one"
         )
     # Rows of an older moesim may lack columns.
     tables = [as_table([]), *map(_read, files)]
@@ -153,7 +153,7 @@ def _check_columns(file: Path, schema: pa.Schema) -> None:
         faults.append("two of one name")
     if faults:
         raise ResultsError(
-            f"{file}: expected columns as `moesim sweep --store` writes them, found"
+            f"{file}: expected columns as `moesim sweep --results` writes them, found"
             f" {faults[0]}; keep results in a folder of their own"
         )
 
@@ -162,7 +162,7 @@ def results(folder: str | Path, *, details: bool = False) -> pd.DataFrame:
     """Read a folder of results as a data frame: one row for each run.
 
     Args:
-        folder: of results, as ``moesim sweep --store`` fills it.
+        folder: of results, as ``moesim sweep --results`` fills it.
         details: keep the columns that only pages and statistics read.
 
     Raises:

@@ -1,14 +1,30 @@
-"""`moesim store build`: write a model's experts into a store."""
+"""`moesim store`: experts on disk, ready to be read one by one."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import typer
 
 from moesim.base.options import REQUIRED, Options, option
 from moesim.cli.options import from_dataclass
 
 if TYPE_CHECKING:
     from moesim.runtime.store.store import BuildProgress
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    # As in `moesim.cli.app`.
+    rich_markup_mode=None,
+    help="Experts on disk, ready to be read one by one.",
+)
+
+
+@app.callback()
+def _group() -> None:
+    # Without a callback typer would take the only command for the group itself.
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +45,7 @@ class BuildOptions(Options):
     )
 
 
+@app.command("build", short_help="Write a model's experts into a store.")
 @from_dataclass(from_file=False)
 def build(options: BuildOptions) -> None:
     """Write every expert of a model into one file, aligned and checksummed. A build

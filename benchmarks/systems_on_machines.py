@@ -1,0 +1,372 @@
+"""Two systems replayed on other people's machines, beside what was measured there:
+llama.cpp as it is, and the hot-expert cache on llama.cpp (`dfa-cache`).
+
+    python -m benchmarks.systems_on_machines ../shared/reference/machines
+        ../shared/reference/machines_wide --out docs/measurements/systems-on-machines.md
+
+A machine is what its row and its probes say, as `moesim advise` reads them; nothing is
+fitted to the speeds that are judged. The routing of llama.cpp's rows is drawn, as its
+time hardly depends on it, and rows that do not fit the card are left out. That of the
+cache is gpt-oss-20b's own, of `../shared/traces`, so only rows of that model are
+judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from benchmarks.replay_speed import SHARED
+from moesim.advice.errors import AdviceError
+from moesim.advice.measured.rows import (
+    FolderModels,
+    Platforms,
+    read_folder,
+    runs_of,
+)
+from moesim.advice.plan.memory import Candidate, Job, bill_of
+from moesim.advice.plan.ranking import Forecast
+from moesim.advice.plan.saved_profile import cache_ratio, profile_of_advice
+from moesim.advice.plan.what_if import shape_of
+from moesim.advice.times.latents import Beliefs
+from moesim.advice.times.priors import priors_of
+from moesim.advice.times.work import Setting
+from moesim.hwprofiles import paths
+from moesim.runs.replay import replay
+from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.importers import import_trace
+from moesim.traces.synthetic.generate import stated, synthesise
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moesim.advice.advise import Advice
+    from moesim.advice.machine.machine import Machine
+    from moesim.advice.measured.rows import MeasuredFolder, Run
+    from moesim.advice.model.contents import ModelContents
+    from moesim.hwprofiles.profile import HardwareProfile
+
+DECODED = 24
+"""Tokens that are decoded of a drawn sequence."""
+
+PROMPT_MOST = 4096
+"""Tokens of the longest prompt that is replayed."""
+
+CACHE_STEPS = 4000
+"""Forward passes of real routing: some eleven sequences."""
+
+NOISE = 0.05
+"""Speeds that differ by less are in no order: repetitions differ as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One measured speed and its replay."""
+
+    system: str
+    host: str
+    what: str
+    words: str
+    measured: float
+    replayed: float
+    probed: bool
+    hits: str = ""
+
+    @property
+    def error(self) -> float:
+        """Replayed less measured, as a share of the measured."""
+        return self.replayed / self.measured - 1.0
+
+
+class Machines:
+    """Profiles of measured machines, and traces of their models."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._traces: dict[tuple[str, int], Trace] = {}
+
+    def profile(
+        self, machine: Machine, model: ModelContents, setting: Setting
+    ) -> HardwareProfile:
+        """What a replay takes on a machine, by its specification and probes."""
+        job = Job(context=PROMPT_MOST, prompt=512, answer=128)
+        forecast = Forecast(model, machine, job, Beliefs(priors_of(machine)))
+        bill = bill_of(model, machine, setting, job)
+        advice = SimpleNamespace(
+            model=model,
+            machine=machine,
+            job=job,
+            grade=machine.grade,
+            best=SimpleNamespace(candidate=Candidate(setting, bill)),
+            forecast=forecast,
+            observed=SimpleNamespace(used=()),
+        )
+        profile = profile_of_advice(cast("Advice", advice))
+        # What a row says fits has fitted: the share of experts is stated below.
+        every = replace(profile.numbers[paths.GPU_BYTES], value=1 << 40)
+        return replace(profile, numbers={**profile.numbers, paths.GPU_BYTES: every})
+
+    def imported(self, source: Path, model: ModelContents) -> Trace:
+        """Recorded routing of a model."""
+        path = self._folder / f"{source.stem}.parquet"
+        if not path.exists():
+            import_trace(source, path, shape=shape_of(model))
+        return open_trace(path)
+
+    def trace(self, model: ModelContents, prompt: int) -> Trace:
+        """Drawn routing of a model: a prompt, then some tokens."""
+        key = (f"{model.name}{model.expert_bytes}", prompt)
+        if key not in self._traces:
+            path = self._folder / f"{len(self._traces)}.parquet"
+            drawn = stated(shape_of(model), prompt=prompt, generated=DECODED)
+            synthesise(drawn, path, tokens=prompt + DECODED)
+            self._traces[key] = open_trace(path)
+        return self._traces[key]
+
+
+def llama_cpp(folders: Sequence[MeasuredFolder], machines: Machines) -> list[Judged]:
+    """Replay every row of llama.cpp on a machine with one card."""
+    judged: list[Judged] = []
+    for folder in folders:
+        runs, _ = runs_of(folder)
+        judged += [
+            _replayed(run, machines)
+            for run in runs
+            if not run.fork and _is_plain(run) and _fits(run)
+        ]
+    return judged
+
+
+def _is_plain(run: Run) -> bool:
+    """Whether it is what a replay has: one card, all layers offered to it, an empty
+    context, and a prompt that is not too long.
+    """
+    machine = run.machine
+    graphics = machine.graphics
+    one_card = len(graphics) == 1 and not machine.unified
+    whole = run.setting.gpu_layers >= len(run.model.layers)
+    short = run.kind == "decode" or run.tokens <= PROMPT_MOST
+    return one_card and whole and short and not run.depth
+
+
+def _fits(run: Run) -> bool:
+    """Whether the card has room: what spills takes the card's driver to predict."""
+    context = run.tokens + PROMPT_MOST // 8
+    job = Job(context=context, prompt=run.tokens, answer=128)
+    return bill_of(run.model, run.machine, run.setting, job).gpu_left >= 0
+
+
+def _replayed(run: Run, machines: Machines) -> Judged:
+    setting = run.setting
+    profile = machines.profile(run.machine, run.model, setting)
+    decodes = run.kind == "decode"
+    trace = machines.trace(run.model, 0 if decodes else run.tokens)
+    result = replay(
+        trace,
+        "llama.cpp" if not setting.page_locked else "llama.cpp-no-mmap",
+        hw=profile,
+        cache_ratio=cache_ratio(run.model, setting),
+        micro_batch=setting.micro_batch,
+        steps=None if decodes else math.ceil(run.tokens / setting.micro_batch),
+        keep=False,
+    )
+    speed = "decode_tokens_per_s" if decodes else "prefill_tokens_per_s"
+    return Judged(
+        system="llama.cpp",
+        host=run.machine_name,
+        what=f"{run.model.name}, {run.kind}",
+        words=run.words,
+        measured=run.tokens_per_s,
+        replayed=result.metrics[speed],
+        probed=bool(run.machine.probes.host_read),
+    )
+
+
+def hot_expert_cache(
+    folders: Sequence[MeasuredFolder], machines: Machines, source: Path
+) -> list[Judged]:
+    """Replay every row of a decayed-frequency cache, or of whole layers beside it, of
+    the model whose routing lies in `source`.
+    """
+    judged = []
+    for folder in folders:
+        models = FolderModels(folder)
+        platforms = Platforms(folder)
+        routing = None
+        for row in folder["cache_runs.csv"]:
+            policy = row.text("policy")
+            slots = row.number("slots_per_layer")
+            speed = row.number("tok_s")
+            if row.text("model") != "gpt-oss-20b" or not slots or not speed:
+                continue
+            if "mailbox" not in policy and "whole layers" not in policy:
+                continue
+            if row.text("hit_source") == "simulated":
+                continue
+            name = row.text("platform")
+            machine = platforms.machine(name, row.source)
+            model = models.contents(row.text("model"), row.text("quant"))
+            # Experts of the weights that were measured, not of the trace's.
+            routing = routing or machines.imported(source, model)
+            profile = machines.profile(machine, model, Setting())
+            whole = "whole layers" in policy
+            options: dict[str, Any] = {"slots_per_layer": int(slots)}
+            if whole:
+                options = {"cache_ratio": slots / 32}
+            result = replay(
+                routing,
+                "llama.cpp" if whole else "dfa-cache",
+                hw=profile,
+                steps=CACHE_STEPS,
+                keep=False,
+                **options,
+            )
+            stated_rate = row.number("hit_rate")
+            ours = result.metrics["hit_rate_active"]
+            judged.append(
+                Judged(
+                    system="whole layers" if whole else "dfa-cache",
+                    host=name,
+                    what="gpt-oss-20b, decode",
+                    words=f"{policy}, {int(slots)} slots",
+                    measured=speed,
+                    replayed=result.metrics["decode_tokens_per_s"],
+                    probed=bool(machine.probes.host_read),
+                    hits=(
+                        ""
+                        if whole or stated_rate is None
+                        else f"{stated_rate:.3f} / {ours:.3f}"
+                    ),
+                )
+            )
+    return judged
+
+
+def ordered(judged: Sequence[Judged]) -> tuple[int, int]:
+    """Of two settings of one host and model whose speeds differ by more than the noise:
+    how many pairs are in the measured order, and how many there are.
+    """
+    groups = defaultdict(list)
+    for each in judged:
+        groups[each.system, each.host, each.what].append(each)
+    right = total = 0
+    for rows in groups.values():
+        for one, other in combinations(rows, 2):
+            gap = math.log(one.measured / other.measured)
+            if abs(gap) > NOISE:
+                total += 1
+                right += gap * math.log(one.replayed / other.replayed) > 0.0
+    return right, total
+
+
+def summary(judged: Sequence[Judged]) -> list[str]:
+    """A table of median errors and orders, by system and kind of row."""
+    lines = [
+        "| rows | hosts | rows | median error | within 25 % | pairs in order |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    kinds = defaultdict(list)
+    for each in judged:
+        kind = each.what.rpartition(", ")[2]
+        kinds[f"{each.system}, {kind}"].append(each)
+        if each.probed:
+            kinds[f"{each.system}, {kind}, with probes"].append(each)
+    for name, rows in sorted(kinds.items()):
+        errors = np.abs([each.error for each in rows])
+        right, total = ordered(rows)
+        pairs = f"{right} of {total} ({right / total:.0%})" if total else "none"
+        lines.append(
+            f"| {name} | {len({each.host for each in rows})} | {len(rows)} |"
+            f" {np.median(errors):.1%} | {np.mean(errors < 0.25):.0%} | {pairs} |"
+        )
+    return lines
+
+
+def by_host(judged: Sequence[Judged]) -> list[str]:
+    """A table with every host."""
+    lines = [
+        "| host | system | model | rows | median error | least, most |",
+        "|---|---|---|--:|--:|--:|",
+    ]
+    groups = defaultdict(list)
+    for each in judged:
+        groups[each.host, each.system, each.what].append(each)
+    for (host, system, what), rows in sorted(groups.items()):
+        errors = np.array([each.error for each in rows])
+        lines.append(
+            f"| {host}{' (probed)' if rows[0].probed else ''} | {system} | {what} |"
+            f" {len(rows)} | {np.median(np.abs(errors)):.1%} |"
+            f" {errors.min():+.0%}, {errors.max():+.0%} |"
+        )
+    return lines
+
+
+def hit_rows(judged: Sequence[Judged]) -> list[str]:
+    """Hit rates and speeds of the cache, measured and replayed."""
+    lines = [
+        "| host | run | hits, measured / replayed | tokens/s, measured | replayed |",
+        "|---|---|--:|--:|--:|",
+    ]
+    return lines + [
+        f"| {each.host} | {each.words} | {each.hits} | {each.measured:.1f} |"
+        f" {each.replayed:.1f} |"
+        for each in judged
+        if each.system != "llama.cpp"
+    ]
+
+
+def main() -> None:
+    """Replay, print, and write a page if asked to."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.systems_on_machines",
+        description="Replay llama.cpp and a hot-expert cache on measured machines.",
+    )
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, help="a page to write")
+    arguments = parser.parse_args()
+    folders = [read_folder(path) for path in arguments.folders]
+    with tempfile.TemporaryDirectory() as name:
+        machines = Machines(Path(name))
+        judged = llama_cpp(folders, machines)
+        source = SHARED / "gpt_oss_20b.parquet"
+        if source.is_file():
+            judged += hot_expert_cache(folders, machines, source)
+    text = "\n".join(
+        [
+            "# Systems on other people's machines",
+            "",
+            str(__doc__).partition("\n    python")[0].strip(),
+            "",
+            str(__doc__).rpartition(".md\n")[2].strip(),
+            "",
+            *summary(judged),
+            "",
+            "## The hot-expert cache",
+            "",
+            *hit_rows(judged),
+            "",
+            "## Every host",
+            "",
+            *by_host(judged),
+            "",
+        ]
+    )
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except AdviceError as error:
+        raise SystemExit(str(error)) from None

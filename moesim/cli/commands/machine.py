@@ -1,0 +1,141 @@
+"""`moesim doctor` and `moesim profile` look at this machine."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from moesim.base.options import (
+    Options,
+    file_option,
+    json_option,
+    option,
+    target_argument,
+)
+from moesim.cli import output
+from moesim.cli.options import from_dataclass
+
+
+def disk_option(default: str) -> Any:
+    """``--disk``, where experts will lie."""
+    text = f"Folder on the disk that will hold experts. Default: {default}."
+    return option(None, text, kind=Path, metavar="DIR")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorOptions(Options):
+    """What is checked, and where the answer goes."""
+
+    report: Path | None = file_option("Write a report to attach to a message.")
+    disk: Path | None = disk_option("temporary files")
+    warm: bool = option(
+        False,
+        "Only compile everything that runs would wait for once.",
+        kind=bool,
+        excludes=("report", "disk", "as_json"),
+    )
+    as_json: bool = json_option()
+
+
+@from_dataclass(from_file=False)
+def doctor(options: DoctorOptions) -> None:
+    """Say what this machine has, and what of it works, in less than a minute.
+
+    torch and accelerator, memory, cores, disk; every lane alone and in pairs; the
+    shipped model's answers; plans; copies beside products. Exit code 1 where something
+    does not work.
+
+    \b
+    Examples:
+      moesim doctor
+      moesim doctor --disk /mnt/nvme --report doctor.json
+      moesim doctor --warm
+    """
+    if options.warm:
+        _compile_ahead()
+        return
+    from moesim.cli.output import bar, quiet_libraries
+    from moesim.evidence.doctor import diagnose
+
+    quiet_libraries()
+    with bar("checking", 1.0) as show:
+        diagnosis = diagnose(options.disk, lambda _name, done: show(done))
+    if options.as_json:
+        print(json.dumps(diagnosis.to_json(), indent=2))
+    else:
+        print("\n".join(diagnosis.lines()))
+    if options.report is not None:
+        diagnosis.write(options.report)
+        if not options.as_json:
+            output.print_written([options.report])
+    if diagnosis.of("fails"):
+        raise typer.Exit(1)
+
+
+def _compile_ahead() -> None:
+    from moesim.base.host_limits import available_cores
+    from moesim.cli.output import bar
+    from moesim.machine_code.ahead import compile_ahead
+    from moesim.machine_code.store import folder
+
+    print("compiling everything, once, about 20 s of one core", file=sys.stderr)
+    with bar("compiling", 1.0) as show:
+        made = compile_ahead(available_cores(), show)
+    print(f"{made} functions compiled; all are in {folder()}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions(Options):
+    """What is measured, how long, and where it is written."""
+
+    target: Path = target_argument(
+        "The profile to write; ./hw.toml is found by itself.",
+        Path("hw.toml"),
+        # `load_profile` tells files from names by it.
+        suffixes=(".toml",),
+    )
+    quick: bool = option(
+        False, "About 10 s instead of 40 s, with fewer sizes.", kind=bool
+    )
+    shape: str | None = option(
+        None,
+        "Model whose experts are measured. Default: qwen3-30b-a3b.",
+        metavar="NAME|WORDS",
+    )
+    disk: Path | None = disk_option("that of DST")
+    as_json: bool = json_option()
+
+
+@from_dataclass()
+def profile(options: ProfileOptions) -> None:
+    """Measure this PC: expert compute, copies, disk reads, hand-offs, and what they
+    cost each other.
+
+    Close other programs first: what they take is measured too.
+
+    \b
+    Examples:
+      moesim profile
+      moesim profile laptop.toml --quick --disk /mnt/nvme
+    """
+    from moesim.cli.output import bar
+    from moesim.runtime.measure.profile import measure
+    from moesim.traces.models import model_shape
+
+    with bar("measuring", 1.0) as show:
+        machine = measure(
+            # The default is chosen where the costs of other sizes are derived.
+            None if options.shape is None else model_shape(options.shape),
+            options.target,
+            quick=options.quick,
+            disk_dir=options.disk,
+            progress=lambda _part, done: show(done),
+        )
+    if options.as_json:
+        print(json.dumps(machine.to_dict(), indent=2))
+        return
+    print(f"{machine.name}: {machine.description}")
+    output.print_written([options.target])

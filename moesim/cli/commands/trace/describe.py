@@ -1,0 +1,310 @@
+"""`moesim trace info`, `check`, `stats` and `check-residency` look into traces."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from moesim.base.options import (
+    PAGES,
+    Options,
+    file_option,
+    folder_option,
+    json_option,
+    option,
+    trace_argument,
+)
+from moesim.cli import output
+from moesim.cli.options import from_dataclass
+
+MISLEADING = 1
+"""Exit code for a trace whose results would mislead."""
+
+MOST_ENTRIES = 4
+"""Entries of a list that are still worth printing."""
+
+TABLES = ("layers.parquet", "load.parquet", "curves.parquet", "global.parquet")
+"""What `trace stats` writes into a folder."""
+
+COLUMNS = {
+    "active": ("active", "{:.1f}"),
+    "active in prefill": ("active_prefill", "{:.1f}"),
+    "entropy, bits": ("entropy_bits", "{:.2f}"),
+    "busiest": ("max_share", "{:.1%}"),
+    "overlap": ("overlap", "{:.2f}"),
+    "working set": ("working_set", "{:.1f}"),
+    "touched": ("touched", "{:.0f}"),
+}
+"""Head of a column -> the figure below it, and how it is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookOptions(Options):
+    """Which trace is looked into."""
+
+    trace: Path = trace_argument()
+    as_json: bool = json_option()
+
+
+@from_dataclass(from_file=False)
+def info(options: LookOptions) -> None:
+    """Read all rows once, check them, and say what the trace holds.
+
+    \b
+    Example:
+      moesim trace info trace.parquet
+    """
+    from moesim.reporting.tables import facts_lines
+    from moesim.traces.format.reader import open_trace
+    from moesim.traces.stats.statistics import info as describe
+
+    description = describe(open_trace(options.trace))
+    if options.as_json:
+        print(json.dumps(description, indent=2))
+        return
+    # What the header does not state gets no line.
+    facts = {name: text for name, text in _facts(description).items() if text}
+    print("\n".join(facts_lines(facts.items())))
+
+
+def _facts(trace: dict[str, Any]) -> dict[str, str]:
+    from moesim.base.sizes import format_bytes, format_sizes
+    from moesim.traces.synthetic.marks import (
+        PREDICTIONS,
+        WIDTHS,
+        predictions_text,
+        widths_text,
+    )
+
+    provenance = dict(trace["provenance"])
+    drawn = provenance.pop(PREDICTIONS, None)
+    widths = provenance.pop(WIDTHS, None)
+    facts = {
+        "trace": (
+            f"{trace['path']}, {format_bytes(trace['size_bytes'])}, {trace['rows']:,}"
+            " rows"
+        ),
+        "split": trace["split"],
+        "shape": (
+            f"{trace['model']}: {trace['layers']} MoE layers x {trace['experts']}"
+            f" experts, top {trace['top_k']}"
+        ),
+        # Layers of mixed quantisation have experts of several sizes.
+        "one expert": format_sizes(trace["expert_bytes"]),
+        "widths of experts": widths_text(widths) if widths else "",
+        "tokens": (
+            f"{trace['prefill_tokens']:,} prompt, {trace['decode_tokens']:,} generated,"
+            f" in {trace['sequences']:,} sequence{'s' * (trace['sequences'] != 1)}"
+        ),
+        "columns": ", ".join(trace["columns"]) or "only the required ones",
+        "assumed": ", ".join(trace["assumed"]),
+        # Beside the columns, so that nobody takes them for recorded ones.
+        "synthetic predictions": predictions_text(drawn) if drawn else "",
+    }
+    # Provenance is free text; it may not replace what was read from the rows.
+    for name, value in provenance.items():
+        facts.setdefault(name, _text(value))
+    return facts
+
+
+def _text(value: Any) -> str:
+    """A JSON value on one line; a long list only by its length."""
+    if not isinstance(value, list):
+        return str(value)
+    if len(value) <= MOST_ENTRIES:
+        return "; ".join(map(str, value))
+    return f"{len(value):,} entries"
+
+
+@from_dataclass(from_file=False)
+def check(options: LookOptions) -> None:
+    """Say in plain words what speaks against trusting a trace; exit code 1 if results
+    would mislead.
+
+    \b
+    Example:
+      moesim trace check trace.parquet
+    """
+    from moesim.traces.format.reader import open_trace
+    from moesim.traces.stats.quality_checks import check_quality
+
+    findings = check_quality(open_trace(options.trace))
+    is_misleading = any(finding.grave for finding in findings)
+    if options.as_json:
+        rows = [
+            {"kind": finding.kind, "grave": finding.grave, "text": finding.text}
+            for finding in findings
+        ]
+        facts = {
+            "trace": str(options.trace),
+            "trusted": not is_misleading,
+            "findings": rows,
+        }
+        print(json.dumps(facts, indent=2))
+    else:
+        for finding in findings:
+            print(f"{'warning' if finding.grave else 'note'}: {finding.text}")
+        if is_misleading:
+            print("do not trust results of this trace")
+        else:
+            print("nothing speaks against this trace")
+    # Scripts look at the exit code, whatever was printed.
+    if is_misleading:
+        raise typer.Exit(MISLEADING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatsOptions(LookOptions):
+    """How a trace is walked through, and what is written of it."""
+
+    batch: int = option(
+        1, "Sequences that run together.", kind=int, metavar="B", minimum=1
+    )
+    html: Path | None = file_option("Also write a page with pictures.", *PAGES)
+    out: Path | None = folder_option("Also write the figures as Parquet.")
+
+    def outputs(self) -> list[Path]:
+        """Files that are written, those in the folder included."""
+        tables = [] if self.out is None else [self.out / name for name in TABLES]
+        return [*Options.outputs(self), *tables]
+
+
+@from_dataclass(from_file=False)
+def stats(options: StatsOptions) -> None:
+    """Characterise the routing of a trace before any machine is involved, and judge
+    whether to offload the model.
+
+    \b
+    Examples:
+      moesim trace stats trace.parquet --batch 8
+      moesim trace stats trace.parquet --html stats.html --out stats
+    """
+    from moesim.cli.output import bar
+    from moesim.questions.trace_page import verdict_text, write_html
+    from moesim.traces.format.reader import open_trace
+    from moesim.traces.stats.trace_summary import summarise_trace, write_tables
+
+    opened = open_trace(options.trace)
+    with bar("reading", opened.rows) as show:
+        summary = summarise_trace(opened, batch=options.batch, progress=show)
+    written = []
+    if options.html is not None:
+        line = output.command_line()
+        written.append(write_html(opened, summary, options.html, line))
+    if options.out is not None:
+        written += write_tables(opened, summary, options.out)
+    figures = summary.figures
+    if options.as_json:
+        print(json.dumps(figures, indent=2))
+        return
+    # The judgement stands last, where a terminal shows it.
+    lines = [_stats_text(figures), "", *verdict_text(figures["verdict"])]
+    print("\n".join(lines))
+    output.print_written(written)
+
+
+def _stats_text(figures: dict[str, Any]) -> str:
+    """One row per layer; without decode only what prefill tells."""
+    from moesim.reporting.tables import aligned
+
+    columns = {
+        head: [form.format(value) for value in figures[key]]
+        for head, (key, form) in COLUMNS.items()
+        # Without decode there is no overlap of adjacent tokens, for one.
+        if figures[key] is not None
+    }
+    for ratio, rates in figures["lru"].items():
+        # A cache that a trace without decode steps cannot fill has no rates.
+        if rates is not None:
+            columns[f"LRU {float(ratio):.1%}"] = [f"{rate:.1%}" for rate in rates]
+
+    rows = [["layer", *columns]]
+    for layer, cells in enumerate(zip(*columns.values(), strict=True)):
+        rows.append([str(layer), *cells])
+    head = (
+        f"{figures['prefill_tokens']:,} prompt and {figures['decode_tokens']:,}"
+        f" generated tokens, {figures['decode_steps']:,} decode steps at batch"
+        f" {figures['batch']}; overlap by chance: {figures['overlap_chance']:.2f}"
+    )
+    return "\n".join([head, "", *aligned(rows)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencyOptions(LookOptions):
+    """Which cache an engine's residency is compared with."""
+
+    cache: str = option(
+        "lru",
+        "Cache policy to compare with (see: list cache).",
+        policy_kind="cache",
+    )
+    cache_bytes: int | None = option(
+        None,
+        "The engine's expert cache. Default: the size at which as many accesses hit as"
+        " in the engine.",
+        kind=int,
+        metavar="SIZE",
+        is_size=True,
+        flag="--cache-size",
+    )
+    engine_hits: int | None = option(
+        None,
+        "Hits by the engine's own counter, to compare.",
+        kind=int,
+        metavar="N",
+        minimum=0,
+    )
+
+
+@from_dataclass(from_file=False)
+def check_residency(options: ResidencyOptions) -> None:
+    """Replay a trace imported from route_trace v1 and compare every access with the
+    residency its engine recorded.
+
+    \b
+    Example:
+      moesim trace check-residency trace.parquet --cache-size 3000MiB
+      moesim trace check-residency trace.parquet --engine-hits 81234
+    """
+    from moesim.base.sizes import format_bytes
+    from moesim.questions.residency import check_residency as compare
+
+    engine_hits = options.engine_hits
+    comparison = compare(
+        options.trace, cache_bytes=options.cache_bytes, cache=options.cache
+    )
+    if options.as_json:
+        counters = {} if engine_hits is None else {"counted_hits": engine_hits}
+        print(json.dumps(comparison.to_json() | counters, indent=2))
+        return
+    if options.cache_bytes is None:
+        print(f"cache of {format_bytes(comparison.cache_bytes)}: hits as the engine")
+    for name, counts in comparison.phases.items():
+        # A trace without prefill has nothing to say of it.
+        if not counts.accesses:
+            continue
+        print(
+            f"{name}: {counts.accesses:,} accesses, {counts.share:.2%} agree;"
+            f" hits {counts.engine_hits / counts.accesses:.1%} in the engine,"
+            f" {counts.replay_hits / counts.accesses:.1%} in the replay"
+        )
+        if counts.only_engine or counts.only_replay:
+            print(
+                f"  resident in the engine only: {counts.only_engine:,}, of which"
+                f" {counts.prefetched:,} prefetched; in the replay only:"
+                f" {counts.only_replay:,}"
+            )
+        # They are in neither figure, so a reader must know of them.
+        if counts.dropped:
+            output.print_notes(
+                [f"{counts.dropped:,} accesses that the engine dropped are left out"]
+            )
+    if engine_hits is not None:
+        print(
+            f"hits: {engine_hits:,} by the engine's counter, {comparison.engine_hits:,}"
+            f" in its record, {comparison.replay_hits:,} in the replay"
+        )
+    first = comparison.first
+    print(f"first difference: {first}" if first else "no difference")

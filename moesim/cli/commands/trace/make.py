@@ -1,0 +1,529 @@
+"""`moesim trace import`, `export`, `synth`, `predict` and `widths` make traces, and
+other tools' files of them.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moesim.base.options import (
+    REQUIRED,
+    ConfigError,
+    Options,
+    file_option,
+    json_option,
+    option,
+    seed_option,
+    target_argument,
+    trace_argument,
+)
+from moesim.cli import output
+from moesim.cli.options import from_dataclass
+
+if TYPE_CHECKING:
+    from moesim.traces.importers import ImportSummary
+
+SHAPE = "layers=1,experts=6,top_k=1,expert_bytes=1MiB"
+
+
+def _numbers(text: str, metavar: str) -> Any:
+    return option(None, text, kind=float, metavar=metavar, many=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportOptions(Options):
+    """What a foreign file does not say itself."""
+
+    sources: tuple[Path, ...] = option(
+        REQUIRED,
+        "A foreign routing trace; or tables, one for each MoE layer.",
+        kind=Path,
+        metavar="SRC…",
+        many=True,
+        argument=True,
+        place="input",
+    )
+    target: Path = target_argument("The trace to write.")
+    shape: str | None = option(
+        None,
+        f"The model: a name (see: list models), or {SHAPE}.",
+        metavar="NAME|WORDS",
+    )
+    quant: str | None = option(
+        None, "Weight format that decides the bytes. Default: bf16.", metavar="FORMAT"
+    )
+    map: str | None = option(
+        None,
+        "Columns of a table, or keys of JSON lines, such as pos=position,experts=e*.",
+        metavar="OURS=THEIRS,…",
+    )
+    prompt_tokens: int | None = option(
+        None,
+        "First tokens of every sequence that are prompt, where the file does not say.",
+        kind=int,
+        metavar="N",
+        minimum=0,
+    )
+    batch: int | None = option(
+        None,
+        "Sequences that ran together, where a file holds router logits alone.",
+        kind=int,
+        metavar="B",
+        minimum=1,
+    )
+    others: tuple[str, ...] = option(
+        (),
+        "What else the importer of this layout asks for.",
+        metavar="NAME=VALUE",
+        many=True,
+        flag="--option",
+    )
+    drop_incomplete: bool = option(
+        False, "Leave out a last line or token that was cut off.", kind=bool
+    )
+    as_json: bool = json_option()
+
+    def __post_init__(self) -> None:
+        """Refuse two statements of the bytes, and words that are no options."""
+        Options.__post_init__(self)
+        if self.quant is not None and "expert_bytes" in (self.shape or ""):
+            raise ConfigError(
+                f"quant: expected one of both, got {self.quant} beside expert_bytes in"
+                " --shape, which says the bytes already"
+            )
+        if not all(name and value for name, value in self._pairs()):
+            raise ConfigError(f"others: expected NAME=VALUE, got {self.others[0]!r}")
+
+    def for_importer(self) -> dict[str, str]:
+        """What `moesim.traces.importers.import_trace` takes as options: texts, since
+        files name some of them too.
+        """
+        stated = {
+            "map": self.map,
+            "prompt_tokens": self.prompt_tokens,
+            "batch": self.batch,
+        }
+        given = {
+            name: str(value) for name, value in stated.items() if value is not None
+        }
+        return given | dict(self._pairs())
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        split = [word.partition("=") for word in self.others]
+        return [(name, value) for name, _, value in split]
+
+
+@from_dataclass(from_file=False)
+def import_(options: ImportOptions) -> None:
+    """Make a trace of a foreign file. The file does not tell the sizes of its model, so
+    --shape does.
+
+    A moesim trace whose rows are out of order is sorted; it needs no --shape.
+
+    \b
+    Examples:
+      moesim trace import routing.parquet q.parquet --shape qwen3-30b-a3b --quant q4_k_m
+      moesim trace import toy.parquet t.parquet --shape layers=1,experts=6,top_k=1,expert_bytes=1MiB
+      moesim trace import layer*.parquet q.parquet --shape qwen3-30b-a3b --map experts=topk
+      moesim trace import unsorted.parquet sorted.parquet
+    """
+    from moesim.cli.output import bar
+    from moesim.traces.importers import import_trace
+    from moesim.traces.models import model_shape
+
+    # A sorted moesim trace keeps its own shape.
+    model = None
+    if options.shape is not None:
+        model = model_shape(options.shape, options.quant or "bf16")
+    with bar("importing") as show:
+        imported = import_trace(
+            list(options.sources),
+            options.target,
+            shape=model,
+            progress=show,
+            options=options.for_importer(),
+            drop_incomplete=options.drop_incomplete,
+        )
+    if options.as_json:
+        facts = {
+            "trace": str(imported.path),
+            "importer": imported.importer,
+            "rows": imported.rows,
+            "sequences": imported.sequences,
+            "model": imported.shape.name,
+            "expert_bytes": list(imported.shape.expert_sizes),
+            "columns": imported.columns,
+            "notes": imported.notes,
+        }
+        print(json.dumps(facts, indent=2))
+        return
+    # Bytes that the file or the shape itself tells are of no format.
+    is_own = model is None or imported.shape.expert_bytes != model.expert_bytes
+    is_own = is_own or "expert_bytes" in str(options.shape)
+    assumed = "; taken as bf16, --quant says otherwise"
+    stated = f" ({imported.shape.dtype})" if options.quant else assumed
+    _print_imported(imported, "" if is_own else stated)
+
+
+def _print_imported(imported: "ImportSummary", weights: str) -> None:
+    """Print what was made.
+
+    Args:
+        imported: the summary.
+        weights: what is to be said of the weight format.
+    """
+    from moesim.base.sizes import format_sizes
+
+    shape = imported.shape
+    # Layers of mixed quantisation have experts of several sizes.
+    sizes = format_sizes(shape.expert_sizes)
+    print(
+        f"{imported.rows:,} rows of {imported.sequences:,}"
+        f" sequence{'s' * (imported.sequences != 1)}; {shape.name}: {shape.layers} MoE"
+        f" layers x {shape.experts} experts, top {shape.top_k}, {sizes} each{weights}"
+    )
+    output.print_notes(imported.notes)
+    output.print_written([imported.path])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions(Options):
+    """Which trace, in which layout."""
+
+    trace: Path = trace_argument()
+    target: Path = target_argument("The file to write.")
+    layout: str = option(
+        REQUIRED,
+        "csv, oracle-general (libCacheSim) or statistics.",
+        metavar="LAYOUT",
+        flag="--to",
+    )
+
+
+@from_dataclass(from_file=False)
+def export(options: ExportOptions) -> None:
+    """Write a trace in the layout of another tool.
+
+    \b
+    Examples:
+      moesim trace export trace.parquet trace.oracleGeneral --to oracle-general
+      moesim trace export trace.parquet trace.csv --to csv
+    """
+    from moesim.cli.output import bar
+    from moesim.traces.exporters import export_trace
+    from moesim.traces.format.reader import open_trace
+
+    with bar("exporting") as show:
+        records = export_trace(
+            open_trace(options.trace), options.target, options.layout, progress=show
+        )
+    print(f"wrote {options.target}: {records:,} records")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SynthOptions(Options):
+    """What a drawn trace is like."""
+
+    target: Path = target_argument("The trace to write.")
+    tokens: float = option(
+        REQUIRED,
+        "Tokens in all, such as 1e6.",
+        kind=float,
+        metavar="N",
+        minimum=1,
+        maximum=1e12,
+    )
+    like: str | None = option(
+        None,
+        "A trace to resemble, saved statistics of one, or those that ship:"
+        " deepseek-v2-lite, gpt-oss-20b, mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b.",
+        metavar="TRACE|FILE|NAME",
+        place="input",
+        excludes=("shape",),
+    )
+    save_stats: Path | None = file_option(
+        "Save the statistics; --like takes them.", needs=("like",)
+    )
+    shape: str | None = option(
+        None, "A model instead (see: list models).", metavar="NAME|WORDS"
+    )
+    quant: str | None = option(
+        None,
+        "Weight format. Default: bf16, or with --like that of the trace.",
+        metavar="FORMAT",
+    )
+    skew: float | None = option(
+        None,
+        "Zipf exponent. Default: 0.8.",
+        kind=float,
+        minimum=0,
+        maximum=5,
+        needs=("shape",),
+    )
+    reuse: float | None = option(
+        None,
+        "Overlap of adjacent tokens. Default: 0.3.",
+        kind=float,
+        minimum=0,
+        maximum=0.99,
+        needs=("shape",),
+    )
+    dependence: float | None = option(
+        None,
+        "Of adjacent layers. Default: 0.",
+        kind=float,
+        minimum=0,
+        maximum=1,
+        needs=("shape",),
+    )
+    drift: float | None = option(
+        None,
+        "Wandering popularity. Default: 0.",
+        kind=float,
+        minimum=0,
+        maximum=5,
+        needs=("shape",),
+    )
+    prompt_tokens: int | None = option(
+        None,
+        "Prompt tokens of each sequence. Default: 0, or as in --like.",
+        kind=int,
+        metavar="N",
+        minimum=0,
+    )
+    new_tokens: int | None = option(
+        None,
+        "Generated tokens of each sequence. Default: 512, or as in --like.",
+        kind=int,
+        metavar="N",
+        minimum=0,
+    )
+    seed: int = seed_option()
+    as_json: bool = json_option()
+
+    def statistics(self) -> dict[str, Any]:
+        """What was stated of the routing."""
+        names = ("skew", "reuse", "dependence", "drift", "prompt_tokens", "new_tokens")
+        values = {name: getattr(self, name) for name in names}
+        # Zero is a statement too, so only what was left out is dropped.
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@from_dataclass(from_file=False)
+def synth(options: SynthOptions) -> None:
+    """Draw a trace with the statistics of a real one (--like), or with stated ones
+    (--shape).
+
+    \b
+    Examples:
+      moesim trace synth long.parquet --like real.parquet --tokens 1e6 --save-stats real.npz
+      moesim trace synth mixtral.parquet --like mixtral-8x7b --quant q4_k_m --tokens 1e4
+      moesim trace synth new.parquet --shape qwen3-235b-a22b --tokens 1e4 --skew 1 --reuse 0.4
+    """
+    from moesim.cli.output import bar
+    from moesim.traces.synthetic.synth import synth as draw
+
+    tokens = int(options.tokens)
+    with bar("drawing") as show:
+        trace = draw(
+            options.target,
+            tokens=tokens,
+            like=options.like,
+            save_stats=options.save_stats,
+            shape=options.shape,
+            quant=options.quant,
+            seed=options.seed,
+            progress=show,
+            **options.statistics(),
+        )
+    if options.as_json:
+        facts = {
+            "trace": str(options.target),
+            "rows": trace.rows,
+            "tokens": tokens,
+            "model": trace.shape.name,
+            "synthetic": True,
+            "seed": options.seed,
+        }
+        print(json.dumps(facts, indent=2))
+        return
+    print(
+        f"wrote {options.target}: {trace.rows:,} rows, {tokens:,} tokens; synthetic"
+        " (marked in its header)"
+    )
+    output.print_written([options.save_stats])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictOptions(Options):
+    """How accurate predictions are, and how their errors depend on each other."""
+
+    trace: Path = trace_argument()
+    target: Path = target_argument("The trace to write.")
+    recall: tuple[float, ...] | None = _numbers(
+        "Recall of pred1_raw, pred2_raw, pred3_raw: used experts among the K best"
+        " predicted.",
+        "R",
+    )
+    residual_recall: float | None = option(
+        None, "Recall of pred1_res, which DALI needs.", kind=float, metavar="R"
+    )
+    at: int | None = option(
+        None,
+        "Measure recalls at N: a token's N best experts, among the N best predicted."
+        " Default: all K.",
+        kind=int,
+        metavar="N",
+        minimum=1,
+    )
+    scores: bool = option(False, "Also draw the gate's scores, and weights.", kind=bool)
+    between_depths: float = option(
+        0.6, "Correlation of errors of adjacent depths.", kind=float
+    )
+    between_tokens: float = option(
+        0.4, "Correlation of errors of adjacent tokens.", kind=float
+    )
+    between_layers: float = option(
+        0.4, "Share of difficulty that a token's layers share.", kind=float
+    )
+    seed: int = seed_option()
+    as_json: bool = json_option()
+
+
+@from_dataclass(from_file=False)
+def predict(options: PredictOptions) -> None:
+    """Add predictions of stated accuracy to a trace, and scores where it has none.
+
+    They are drawn: the header says so, and so does every result of a replay.
+
+    \b
+    Examples:
+      moesim trace predict q.parquet p.parquet --recall 0.8,0.7,0.62 --scores
+      moesim trace predict q.parquet p.parquet --recall 0.8 --residual-recall 0.86
+      moesim trace predict q.parquet p.parquet --recall 0.82 --at 1 --scores
+    """
+    from moesim.cli.output import bar
+    from moesim.traces.synthetic.predict import predict as draw_predictions
+    from moesim.traces.synthetic.prediction_noise import Dependence
+
+    dependence = Dependence(
+        depths=options.between_depths,
+        tokens=options.between_tokens,
+        layers=options.between_layers,
+    )
+    with bar("predicting", 1.0) as show:
+        predicted = draw_predictions(
+            options.trace,
+            options.target,
+            recall=options.recall or (),
+            residual=options.residual_recall,
+            at=options.at,
+            scores=options.scores,
+            seed=options.seed,
+            dependence=dependence,
+            progress=show,
+        )
+    if options.as_json:
+        facts = {
+            "trace": str(predicted.path),
+            "rows": predicted.rows,
+            "scores": predicted.scores,
+            "predictors": [asdict(predictor) for predictor in predicted.predictors],
+            "dependence": asdict(dependence),
+            "at": options.at,
+            "seed": options.seed,
+        }
+        print(json.dumps(facts, indent=2))
+        return
+    recall = "recall" if options.at is None else f"recall at {options.at}"
+    for predictor in predicted.predictors:
+        print(
+            f"{predictor.column}: {recall} {predictor.measured:.3f}, asked"
+            f" {predictor.asked:g}"
+        )
+    if predicted.scores:
+        print("scores: drawn consistent with the experts")
+    print(
+        f"wrote {options.target}: {predicted.rows:,} rows; synthetic (marked in its"
+        " header)"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WidthsOptions(Options):
+    """Which experts get which bit-widths."""
+
+    trace: Path = trace_argument()
+    target: Path = target_argument("The trace to write.")
+    bits: tuple[float, ...] | None = _numbers(
+        "Bits per weight, scales included; the first experts get the first.", "B"
+    )
+    shares: tuple[float, ...] | None = _numbers(
+        "Share of each layer's experts with each width. Default: equal shares.", "S"
+    )
+    by: str = option(
+        "random",
+        "Which experts of a layer come first: random, popularity (used most often in"
+        " this trace), or a CSV file with the columns layer, expert, score, highest"
+        " first.",
+        metavar="RULE|FILE",
+    )
+    widths: Path | None = option(
+        None,
+        "Instead of --bits: a CSV file with the columns layer, expert, bits.",
+        kind=Path,
+        metavar="FILE",
+        place="input",
+        excludes=("bits", "shares", "by"),
+    )
+    seed: int = seed_option()
+    as_json: bool = json_option()
+
+    def inputs(self) -> list[Path]:
+        """Files that are read, that of the scores included."""
+        is_rule = self.by in {"random", "popularity"}
+        return [*Options.inputs(self), *([] if is_rule else [Path(self.by)])]
+
+
+@from_dataclass(from_file=False)
+def widths(options: WidthsOptions) -> None:
+    """Give the experts of one layer bit-widths, and so sizes, of their own.
+
+    Routing stays. The header says how widths were given, and so does every result of a
+    replay.
+
+    \b
+    Examples:
+      moesim trace widths q.parquet w.parquet --bits 8,4,2 --shares 0.25,0.5,0.25
+      moesim trace widths q.parquet w.parquet --bits 8,4 --by popularity
+      moesim trace widths q.parquet w.parquet --bits 8,4 --by sensitivity.csv
+      moesim trace widths q.parquet w.parquet --widths widths.csv
+    """
+    from moesim.base.sizes import format_sizes
+    from moesim.traces.synthetic.marks import WIDTHS, widths_text
+    from moesim.traces.synthetic.widths import set_widths
+
+    widened = set_widths(
+        options.trace,
+        options.target,
+        bits=options.bits or (),
+        shares=options.shares,
+        by=options.by,
+        table=options.widths,
+        seed=options.seed,
+    )
+    mean_bits = float(widened.bits.mean())
+    if options.as_json:
+        facts = {
+            "trace": str(widened.path),
+            "rows": widened.rows,
+            "mean_bits": mean_bits,
+            "expert_bytes": list(widened.shape.expert_sizes),
+            WIDTHS: widened.mark,
+        }
+        print(json.dumps(facts, indent=2))
+        return
+    print(f"{widths_text(widened.mark)}; {mean_bits:.3g} bits in the mean")
+    print(f"one expert: {format_sizes(widened.shape.expert_sizes)}")
+    print(f"wrote {options.target}: {widened.rows:,} rows; widths marked in its header")

@@ -1,0 +1,95 @@
+"""One word for one thing: an option is called the same and means the same in every
+command, and stands in the table of `docs/reference/options.md`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from support.command_line import refused, runner
+from support.small_trace import write_small_trace
+from typer.main import get_command
+
+from moesim import cli
+from moesim.base.options import flag_of, option_of
+from moesim.runs.config import RunConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
+
+
+def commands():
+    """Every command's function, by the words that call it."""
+    found = {}
+    for name, deferred in get_command(cli.app).commands.items():
+        command = deferred.command()
+        group = getattr(command, "commands", {name: command})
+        for word, each in group.items():
+            words = name if word == name else f"{name} {word}"
+            found[words] = getattr(each, "command", lambda each=each: each)()
+    return {words: inspect.unwrap(each.callback) for words, each in found.items()}
+
+
+def declared():
+    """Every option of every command: flag -> command -> field."""
+    options = defaultdict(dict)
+    for words, function in commands().items():
+        of = function.__annotations__
+        kinds = [of["config"]] if "config" in of else []
+        kinds += [RunConfig] if {"configs", "axes"} & of.keys() else []
+        kinds += [of["options"]] if "options" in of else []
+        for kind in kinds:
+            for field in fields(kind):
+                stated = option_of(field)
+                if stated.on_command_line and not stated.argument:
+                    options[flag_of(field)][words] = field
+    return options
+
+
+def test_every_command_declares_its_options_as_fields():
+    for words, function in commands().items():
+        names = set(function.__annotations__) - {"return"}
+        assert names <= {"options", "config", "configs", "axes", "context"}, words
+
+
+EXCEPTIONS = {("--warm", "doctor"), ("--residual", "record")}
+"""Compiling ahead is called so as well as filling a cache ahead; and a recording writes
+the vectors that it finds no file of.
+"""
+
+
+# People write a million tokens as 1e6.
+NUMBERS = {int: float}
+
+
+def test_a_name_has_one_kind_of_value_everywhere():
+    for flag, by_command in declared().items():
+        kinds = {
+            (
+                NUMBERS.get(option_of(field).kind, option_of(field).kind),
+                option_of(field).place or "",
+                option_of(field).policy_kind or "",
+            )
+            for words, field in by_command.items()
+            if (flag, words) not in EXCEPTIONS
+        }
+        assert len(kinds) == 1, (flag, kinds, list(by_command))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--out", "--results", "--store", "--table", "--policy", "--quant", "--new-tokens"],
+)
+def test_the_page_explains_the_words_that_commands_share(flag):
+    assert f"`{flag}" in PAGE.read_text(encoding="utf-8")
+    assert len(declared()[flag]) > 1
+
+
+def test_an_option_stands_once(capsys, monkeypatch, tmp_path):
+    command = runner(capsys, monkeypatch, tmp_path)
+    trace = write_small_trace(tmp_path / "t.parquet")
+    words = ("--policy", "greedy", "--policy", "on-demand")
+    assert refused(command("replay", trace, *words), "--policy: expected it once")
