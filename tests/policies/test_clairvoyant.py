@@ -121,7 +121,7 @@ def test_the_search_goes_downhill_to_the_fastest_rules():
 
     def seconds_of(config):
         tried.append(config)
-        if config.cache == "lru" or config.policy != "hybrimoe-schedule":
+        if "margin" not in config.prefetch or config.policy != "hybrimoe-schedule":
             return 100.0
         *_, decay, margin = config.prefetch.replace("margin=", "decay=").split("decay=")
         return abs(float(decay.rstrip(",")) - DECAYS[1]) + abs(

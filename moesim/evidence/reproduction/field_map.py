@@ -66,8 +66,8 @@ POLICIES = (
     ),
     CLAIRVOYANT,
 )
-"""Systems that keep to the recorded routing, and compositions that nobody ships. Left out
-are `moe-infinity` and `edgemoe`, whose simulated runs take a hundred times as long.
+"""Systems that keep to the recorded routing, and compositions that nobody ships. Left
+out are `moe-infinity` and `edgemoe`, whose runs take a hundred times as long.
 """
 
 CELL = ["trace", "hw", "cache_ratio", "batch"]
