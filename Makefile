@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test schedules torture check bench validate clean
+.PHONY: help setup demo test schedules torture check docs bench validate clean
 
 help: ## show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -31,7 +31,10 @@ schedules: $(STAMP) ## further schedules of the adversarial device, ten minutes 
 torture: $(STAMP) ## attack everything that is read and written, long and seeded (SUITES=kills COUNT=500 SEED=1 MINUTES=30)
 	PYTHONPATH=tests $(BIN)/python -m torture $(SUITES) $(if $(COUNT),--count $(COUNT)) $(if $(MINUTES),--minutes $(MINUTES)) --seed $(or $(SEED),0)
 
-check: $(STAMP) ## style, types, import diagram
+docs: $(STAMP) ## the documentation site, into out/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+check: $(STAMP) docs ## style, types, import diagram, documentation site
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/project/test_architecture.py

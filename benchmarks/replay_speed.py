@@ -5,13 +5,18 @@ CPU seconds of one core.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from benchmarks import bare_simpy
+from moesim.policies.cache._learned_network import sizes as network_sizes
 from moesim.runs.config import RunConfig
 from moesim.runs.engines import choose_engine
 from moesim.runs.replay import replay
@@ -20,6 +25,7 @@ from moesim.sim.compiled import engine as compiled_engine
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
+from moesim.traces.synthetic.predict import predict
 from moesim.traces.timeline.spans import Timeline
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
@@ -33,6 +39,26 @@ MODELS = {
     "qwen3_30b_a3b_top6": "qwen3-30b-a3b",
 }
 """Files of `SHARED`, and whose routing they hold."""
+OF_SYSTEMS = {
+    "dali": 150_000,
+    "hybrimoe": 150_000,
+    "daop": 150_000,
+    "smoe": 150_000,
+    "flashmoe": 150_000,
+    "dfa-cache": 150_000,
+    "llama.cpp": 150_000,
+    "hybrimoe-released": 100_000,
+    "krasis": 100_000,
+    "edgemoe": 100_000,
+    "moe-lightning": 100_000,
+    "moe-infinity": 50_000,
+    "sp-moe": 50_000,
+}
+"""Systems that are timed, and the least layer steps per second of each."""
+
+SIMPY_STEPS = 200
+"""Forward passes of a system in SimPy, which takes a hundred times as long."""
+
 ROUNDS = 5
 MACHINE = "rtx3090-epyc7532"
 
@@ -157,6 +183,54 @@ def _report_rows(folder: Path) -> None:
             f" {target:.1f}), {count / seconds:,.0f} layer steps/s"
         )
     _report_machine_code(trace)
+    _report_systems(trace, folder)
+
+
+def _report_systems(trace: Trace, folder: Path) -> None:
+    """Print layer steps per CPU second of systems with metrics, and SimPy's beside."""
+    print(f"systems on {trace.rows:,} rows with drawn predictions, metrics")
+    path = folder / "predicted.parquet"
+    predict(
+        trace,
+        path,
+        recall=(0.82, 0.75, 0.7),
+        residual=0.86,
+        at=1,
+        scores=True,
+    )
+    predicted = open_trace(path)
+    shape = trace.shape
+    draw = np.random.default_rng(0).normal
+    network = {
+        name: draw(size=size).astype(np.float32)
+        for name, size in network_sizes(shape.layers, shape.experts, 64).items()
+    }
+    artefacts = folder / "flashmoe.safetensors"
+    save_file(network, artefacts)
+    for system, target in OF_SYSTEMS.items():
+        rates = {}
+        for engine, steps in (("compiled", None), ("simpy", SIMPY_STEPS)):
+            least_s = math.inf
+            for _ in range(2):
+                gc.collect()
+                begin_s = time.process_time()
+                run = replay(
+                    predicted,
+                    system,
+                    hw=MACHINE,
+                    engine=engine,
+                    keep=False,
+                    steps=steps,
+                    artefacts=artefacts if system == "flashmoe" else None,
+                )
+                least_s = min(least_s, time.process_time() - begin_s)
+            rates[engine] = run.metrics["layer_steps"] / least_s
+        times = rates["compiled"] / rates["simpy"]
+        print(
+            f"  {system:20}{rates['compiled']:9,.0f} layer steps/s (target"
+            f" {target:,}), {times:.0f} times SimPy's {rates['simpy']:,.0f}",
+            flush=True,
+        )
 
 
 def _turn(trace: Trace, engine: str, kept: bool | None) -> tuple[float, int]:

@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from moesim.questions.gap import gap, gap_text
     from moesim.questions.hit_rates import hit_rates, hits_figure
     from moesim.questions.quality import quality
-    from moesim.questions.replay import placement_figure, run_text, step_figure
+    from moesim.questions.replay import run_text
+    from moesim.questions.replay_page import placement_figure, step_figure, write_run
     from moesim.questions.search import search
     from moesim.questions.sensitivity import sensitivity
     from moesim.questions.sweep_page import sweep_figure, write_sweep
     from moesim.questions.sweep_text import sweep_text
+    from moesim.reporting.charts import Chart, line_figure
     from moesim.runs.config import MeasuredConfig, MemoryOptions, RunConfig
     from moesim.runs.config_file import load_config
     from moesim.runs.replay import replay, replay_cache
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Advice",
+    "Chart",
     "HardwareProfile",
     "Job",
     "MeasuredConfig",
@@ -77,6 +80,7 @@ __all__ = [
     "hit_rates",
     "hits_figure",
     "import_trace",
+    "line_figure",
     "list_policies",
     "list_profiles",
     "load_config",
@@ -101,6 +105,7 @@ __all__ = [
     "sweep_text",
     "synth",
     "write_perfetto",
+    "write_run",
     "write_sweep",
 ]
 
@@ -121,11 +126,13 @@ _MODULES = {
     "moesim.questions.gap": ("gap", "gap_text"),
     "moesim.questions.hit_rates": ("hit_rates", "hits_figure"),
     "moesim.questions.quality": ("quality",),
-    "moesim.questions.replay": ("placement_figure", "run_text", "step_figure"),
+    "moesim.questions.replay": ("run_text",),
+    "moesim.questions.replay_page": ("placement_figure", "step_figure", "write_run"),
     "moesim.questions.search": ("search",),
     "moesim.questions.sensitivity": ("sensitivity",),
     "moesim.questions.sweep_page": ("sweep_figure", "write_sweep"),
     "moesim.questions.sweep_text": ("sweep_text",),
+    "moesim.reporting.charts": ("Chart", "line_figure"),
     "moesim.runs.config": ("MeasuredConfig", "MemoryOptions", "RunConfig"),
     "moesim.runs.config_file": ("load_config",),
     "moesim.runs.replay": ("replay", "replay_cache"),

@@ -21,7 +21,6 @@ from moesim.cli.output import bar, quiet_libraries
 from moesim.questions.compare import compare
 from moesim.questions.compare_page import comparison_figure, write_comparison
 from moesim.questions.compare_text import comparison_text
-from moesim.reporting.figures import save
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.timeline.perfetto import write_perfetto
 
@@ -193,7 +192,7 @@ def _compare(out: Path, **machine: Any) -> tuple[dict[str, Run], Path]:
     with bar("replaying", 1.0) as show:
         table, runs = compare(MODEL, POLICIES, out=out, progress=show, **machine)
     print(comparison_text(table, runs))
-    save(comparison_figure(table, runs), out.with_suffix(".png"))
+    comparison_figure(table, runs).save(out.with_suffix(".png"))
     return runs, write_comparison(table, runs, out.with_suffix(".html"))
 
 

@@ -32,6 +32,9 @@ SHARED = Path(__file__).parents[2] / "shared"
 def pytest_addoption(parser):
     """More draws than every test run can afford."""
     parser.addoption(
+        "--screenshots", metavar="FOLDER", help="keep pictures of all pages there"
+    )
+    parser.addoption(
         "--schedules", type=int, default=20, help="schedules drawn per claim, at most"
     )
     parser.addoption(

@@ -7,8 +7,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-
 from moesim.advice.plan.commands import server_command
 from moesim.advice.text import (
     bound_words,
@@ -16,23 +14,33 @@ from moesim.advice.text import (
     interval_words,
     memory_words,
     model_words,
+    row_lines,
     setting_rows,
     speed_words,
     term_rows,
+    tie_lines,
     what_if_rows,
 )
 from moesim.advice.times.latents import NINETY
-from moesim.reporting.pages import PageTable, page_figure, page_origin, write_page
+from moesim.reporting.charts import (
+    GPU,
+    LIMIT,
+    PALETTE,
+    QUIET,
+    Chart,
+    channel,
+    layer,
+    records,
+    shown,
+)
+from moesim.reporting.pages import Page, PageTable, Text, page_origin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from matplotlib.axes import Axes
-
     from moesim.advice.advise import Advice
     from moesim.advice.measured.scores import Prediction
-    from moesim.advice.times.latents import Interval
 
 
 def write_advice(advice: Advice, path: Path, command: str | None = None) -> Path:
@@ -43,168 +51,190 @@ def write_advice(advice: Advice, path: Path, command: str | None = None) -> Path
         path: of the page.
         command: the command line that made it; None for a call from Python.
     """
-    # matplotlib takes a second to import, which only pages should.
-    from moesim.advice.page import (  # noqa: PLC0415 - as said above
-        memory_chart,
-        speed_chart,
-    )
-
     best = advice.best
-    # A machine without a card has no such curve.
-    speed = None
-    if advice.curve:
-        label = "Speed over the number of layers on the CPU, with 90 % bands"
-        speed = page_figure(speed_chart(advice), label)
-    memory = page_figure(memory_chart(advice), "Memory of the advised setting")
-    return write_page(
-        path,
-        "advice.html",
-        title=f"{advice.model.name} on {advice.machine.name}",
-        origin=page_origin(command),
-        model=model_words(advice.model),
-        machine=advice.machine.name + memory_words(advice.machine),
-        grade=grade_words(advice),
-        assumed=advice.machine.assumed,
-        command=server_command(
-            best.candidate.setting, advice.model, advice.machine, advice.job
-        ),
-        decode=speed_words(best.decode),
-        prefill=speed_words(best.prefill),
-        job=interval_words(best.job, "s"),
-        bound=bound_words(advice),
-        speed=speed,
-        memory=memory,
-        settings=_table(setting_rows(advice)),
-        terms=_table(term_rows(best)),
-        what_ifs=_table(what_if_rows(advice)),
-        contradicting=[
-            f"{row.words}: {reason}" for row, reason in advice.observed.contradicting
+    machine = advice.machine
+    rests = f"speeds rest on {grade_words(advice)}"
+    if machine.assumed:
+        rests += f"; assumed: {'; '.join(machine.assumed)}"
+    decode = speed_words(best.decode)
+    prompt = speed_words(best.prefill)
+    job = interval_words(best.job, "s")
+    page = Page(
+        f"{advice.model.name} on {machine.name}: which settings are fastest?",
+        page_origin(command),
+        setting=[
+            f"{machine.name}{memory_words(machine)}; {rests}.",
+            model_words(advice.model),
         ],
-        questions=advice.questions,
+        answer=f"Decode {decode}, prompt {prompt}, the job {job}.",
+        notes=[bound_words(advice), *tie_lines(advice)],
     )
+    setting = best.candidate.setting
+    line = server_command(setting, advice.model, machine, advice.job)
+    page.add("", Text([line], "command"))
+    # A machine without a card has no such curve.
+    if advice.curve:
+        page.add(
+            "Speed over layers on the CPU",
+            *(_speed_chart(advice, kind) for kind in ("decode", "prefill")),
+            note="Line: median. Band: 90 %. Marks: measured here; hollow: with another"
+            " -ub. Shaded: does not fit, so no speed is promised.",
+        )
+    page.add(
+        "Memory",
+        memory_chart(advice),
+        note="What the advised setting needs; beyond the line it spills over.",
+    )
+    settings = _table(setting_rows(advice), "Settings")
+    page.add(
+        "Settings",
+        settings,
+        note="Fastest first; = marks those that cannot be told from the first.",
+    )
+    terms = _table(term_rows(best), "Seconds by term")
+    page.add("Where the time goes", terms, note="Of the first setting.")
+    page.add("What would change it", _table(what_if_rows(advice), "Changes"))
+    rows = row_lines(advice)
+    page.add("Measured rows", Text(rows) if rows else None)
+    asked = [
+        part
+        for question in advice.questions
+        for part in (
+            Text([question.command], "command"),
+            Text([question.reason], "note"),
+        )
+    ]
+    return page.add("What to measure next", *asked).write(path)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> PageTable:
-    return PageTable(rows[0], rows[1:])
+def _table(rows: Sequence[Sequence[str]], label: str) -> PageTable:
+    return PageTable(rows[0], rows[1:], label)
 
 
 MOST_POINTS = 400
-BAND = "#9ecae1"
-LINE = "#2171b5"
-POINT = "#cb181d"
 GIB = 1024**3
 
 
-def speed_chart(advice: Advice) -> Figure:
-    """Draw decode and prompt speed over layers on the CPU, with 90 % bands, measured
-    points and the cliff.
+def _speed_chart(advice: Advice, kind: str) -> Chart:
+    """Decode or prompt speed over layers on the CPU, with its 90 % band, measured
+    points and where the memory ends.
     """
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    decode, prefill = figure.subplots(2, 1, sharex=True)
-    counts = [point.cpu_layers for point in advice.curve]
-    chosen = advice.best.candidate.setting
-    _band(decode, counts, [point.decode for point in advice.curve])
-    _band(prefill, counts, [point.prefill for point in advice.curve])
-
+    words = "decode" if kind == "decode" else "prompt"
+    curve = []
+    for point in advice.curve:
+        speed = getattr(point, kind)
+        at = {"layers": point.cpu_layers, "speed": speed.value}
+        curve.append(at | {"low": speed.low, "high": speed.high, "fits": point.fits})
+    last = curve[-1]["layers"]
+    measured = []
     for row in advice.observed.used:
-        axes = decode if row.row.kind == "decode" else prefill
-        place = row.target.setting.cpu_layers
+        if row.row.kind != kind:
+            continue
+        setting = row.target.setting
         # The curve ends at the last layer; measured rows may name a larger number.
         # A prompt measured at another micro-batch does not lie on this curve: hollow.
-        size = row.target.setting.micro_batch
-        same = row.row.kind == "decode" or size == chosen.micro_batch
-        fill = POINT if same else "none"
-        speed = row.row.tokens_per_s
-        axes.plot(min(place, counts[-1]), speed, "o", color=POINT, markerfacecolor=fill)
-    for axes in (decode, prefill):
-        _shade_cliff(axes, advice)
-        axes.set_ylim(bottom=0)
-        axes.grid(visible=True, alpha=0.3)
-    decode.set_ylabel("decode, tokens/s")
-    prefill.set_ylabel("prompt, tokens/s")
-    prefill.set_xlabel("layers with experts on the CPU (--n-cpu-moe)")
-    return figure
-
-
-def _band(axes: Axes, counts: Sequence[int], speeds: Sequence[Interval]) -> None:
-    low = [speed.low for speed in speeds]
-    high = [speed.high for speed in speeds]
-    axes.fill_between(counts, low, high, color=BAND, alpha=0.6, linewidth=0)
-    axes.plot(counts, [speed.value for speed in speeds], color=LINE)
-
-
-def _shade_cliff(axes: Axes, advice: Advice) -> None:
-    """Shade settings that do not fit: beyond the cliff no speed holds."""
-    beyond = [point.cpu_layers for point in advice.curve if not point.fits]
-    if beyond:
-        left, right = min(beyond) - 0.5, max(beyond) + 0.5
-        # See-through, so that words on it can be read on any paper.
-        axes.axvspan(left, right, color=POINT, alpha=0.12, lw=0, zorder=0)
-        axes.text(
-            min(beyond), 0.03, "does not fit", transform=axes.get_xaxis_transform()
+        size = advice.best.candidate.setting.micro_batch
+        measured.append(
+            {
+                "layers": min(setting.cpu_layers, last),
+                "speed": row.row.tokens_per_s,
+                "same": kind == "decode" or setting.micro_batch == size,
+            }
         )
+    x = channel("layers", "layers with experts on the CPU (--n-cpu-moe)")
+    x["scale"] = {"nice": False}
+    y = channel("speed", f"{words}, tokens/s", scale={"zero": True})
+    hover = shown(
+        ("layers", "layers on the CPU"),
+        ("speed", "tokens/s", ".3g"),
+        ("low", "90 % from", ".3g"),
+        ("high", "to", ".3g"),
+        ("fits", "fits the memory"),
+    )
+    low = {"field": "low", "type": "quantitative"}
+    layers = [
+        layer(
+            {"type": "area", "opacity": 0.3, "color": QUIET},
+            x=x,
+            y=low,
+            y2={"field": "high"},
+        ),
+        layer({"type": "line", "point": True}, x=x, y=y, tooltip=hover),
+    ]
+    beyond = [row["layers"] for row in curve if not row["fits"]]
+    if beyond:
+        shade = {"type": "rect", "color": LIMIT, "opacity": 0.18}
+        ends = {"x": {"datum": min(beyond) - 0.5}, "x2": {"datum": max(beyond) + 0.5}}
+        layers.insert(0, {"data": {"values": [{}]}, "mark": shade, "encoding": ends})
+    if measured:
+        fill = {"condition": {"test": "datum.same", "value": 1}, "value": 0}
+        mark = {"type": "point", "shape": "diamond", "size": 90, "color": PALETTE[1]}
+        seen = shown(("layers", "layers on the CPU"), ("speed", "measured, tokens/s"))
+        layers.append(
+            layer(mark, data="measured", x=x, y=y, fillOpacity=fill, tooltip=seen)
+        )
+    spec = {"data": {"name": "curve"}, "width": 640, "height": 220, "layer": layers}
+    data = {"curve": records(curve), "measured": records(measured)}
+    return Chart(spec, data, f"Speed of the {words} over layers on the CPU")
 
 
-def memory_chart(advice: Advice) -> Figure:
+def memory_chart(advice: Advice) -> Chart:
     """Draw what the advised setting puts into either memory, beside what is free."""
     bill = advice.best.candidate.bill
-    figure = Figure(figsize=(7, 2.2), layout="constrained")
-    axes = figure.add_subplot()
-    rows = [("host memory", bill.host, bill.host_free)]
+    memories = [("host memory", bill.host, bill.host_free)]
     if advice.machine.graphics:
-        rows.append(("graphics memory", bill.gpu, bill.gpu_free))
-
-    # One colour per item in both memories.
-    items = list(dict.fromkeys(name for _, parts, _ in rows for name in parts))
-    for place, (_, parts, free) in enumerate(rows):
-        left = 0.0
-        # Items of no width keep their colour, so that the legend is whole.
-        for name in items:
-            width = parts.get(name, 0.0) / GIB
-            axes.barh(place, width, left=left, color=f"C{items.index(name)}")
-            left += width
-        if free:
-            axes.plot([free / GIB] * 2, [place - 0.4, place + 0.4], color=POINT)
-    for name in items:
-        axes.barh(0, 0, color=f"C{items.index(name)}", label=name)
-    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
-    axes.set_xlabel("GiB; the red line is what programs may use")
-    axes.legend(
-        loc="center left",
-        bbox_to_anchor=(1, 0.5),
-        fontsize="small",
-        frameon=False,
+        memories.append(("graphics memory", bill.gpu, bill.gpu_free))
+    rows = [
+        {"memory": name, "item": item, "gib": size / GIB}
+        for name, parts, _ in memories
+        for item, size in parts.items()
+    ]
+    free = [{"memory": name, "gib": size / GIB} for name, _, size in memories if size]
+    y = channel("memory", None, "N", sort=None)
+    x = channel("gib", "GiB; the line is what programs may use", stack="zero")
+    bars = layer(
+        "bar",
+        x=x,
+        y=y,
+        color=channel("item", None, "N", sort=None),
+        tooltip=shown(("memory", "memory"), ("item", "for"), ("gib", "GiB", ".2f")),
     )
-    return figure
+    mark = {"type": "tick", "color": LIMIT, "thickness": 3, "size": 34}
+    at = {"field": "gib", "type": "quantitative"}
+    seen = shown(("memory", "memory"), ("gib", "GiB programs may use", ".2f"))
+    limits = layer(mark, data="free", x=at, y=y, tooltip=seen)
+    size = {"width": 560, "height": 40 * len(memories)}
+    spec = {"data": {"name": "bill"}, **size, "layer": [bars, limits]}
+    data = {"bill": records(rows), "free": records(free)}
+    return Chart(spec, data, "Memory of the advised setting")
 
 
-def scatter(predictions: Sequence[Prediction]) -> Figure:
+def scatter(predictions: Sequence[Prediction]) -> Chart:
     """Draw predicted over measured tokens/s, intervals as vertical bars."""
     # Thousands of pairs hide each other; every n-th shows the same picture.
     stride = max(1, len(predictions) // MOST_POINTS)
-    shown = predictions[::stride]
-    measured = [each.run.tokens_per_s for each in shown]
-    predicted = [each.run.tokens_per_s * (1 + each.error("moesim")) for each in shown]
-    ends = [math.exp(NINETY * each.guesses["moesim"].spread) for each in shown]
-    below = [value - value / end for value, end in zip(predicted, ends, strict=True)]
-    above = [value * end - value for value, end in zip(predicted, ends, strict=True)]
-
-    figure = Figure(figsize=(6, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.errorbar(
-        measured,
-        predicted,
-        yerr=[below, above],
-        fmt=".",
-        color=LINE,
-        ecolor=BAND,
-        elinewidth=0.8,
-        markersize=4,
-    )
-    range_ends = [min(measured + predicted), max(measured + predicted)]
-    axes.plot(range_ends, range_ends, color="#555", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("measured tokens/s")
-    axes.set_ylabel("predicted tokens/s")
-    return figure
+    rows = []
+    for each in predictions[::stride]:
+        measured = each.run.tokens_per_s
+        predicted = measured * (1 + each.error("moesim"))
+        end = math.exp(NINETY * each.guesses["moesim"].spread)
+        row = {"measured": measured, "predicted": predicted}
+        rows.append(row | {"low": predicted / end, "high": predicted * end})
+    ends = [value for row in rows for value in (row["measured"], row["predicted"])]
+    x = channel("measured", "measured tokens/s", scale={"type": "log"})
+    y = channel("predicted", "predicted tokens/s", scale={"type": "log"})
+    low = {"field": "low", "type": "quantitative"}
+    diagonal = {
+        "data": {"values": [{"v": min(ends)}, {"v": max(ends)}]},
+        "mark": {"type": "line", "color": QUIET},
+        "encoding": {
+            axis: {"field": "v", "type": "quantitative"} for axis in ("x", "y")
+        },
+    }
+    layers = [
+        layer({"type": "rule", "color": QUIET}, x=x, y=low, y2={"field": "high"}),
+        layer({"type": "point", "color": GPU, "size": 14}, x=x, y=y),
+        diagonal,
+    ]
+    spec = {"data": {"name": "rows"}, "width": 480, "height": 360, "layer": layers}
+    return Chart(spec, {"rows": records(rows)}, "Predicted over measured tokens/s")

@@ -36,13 +36,13 @@ def advice_text(
     blocks = [facts_lines(_asked(advice)), _command_lines(advice)]
     blocks.append(facts_lines(_answer(advice)))
     blocks.append(aligned(setting_rows(advice), lead=1))
-    blocks.append(_tie_lines(advice))
+    blocks.append(tie_lines(advice))
     if explain:
         blocks.append(aligned(term_rows(advice.best)))
     if advice.what_ifs:
         blocks.append(["what would change it:", *facts_lines(_change_facts(advice))])
     blocks += _mask_blocks(advice, counts_file)
-    blocks.append(_row_lines(advice))
+    blocks.append(row_lines(advice))
     blocks.append(_question_lines(advice))
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
@@ -123,7 +123,8 @@ def _answer(advice: Advice) -> list[tuple[str, str]]:
         facts.append(("SSD", "experts that memory cannot hold are read from the file"))
     host = format_bytes(bill.host_bytes)
     if bill.host_left is not None:
-        host += f"; {format_bytes(bill.host_left)} to spare"
+        spare = "to spare" if bill.host_left >= 0 else "more than there is"
+        host += f"; {format_bytes(abs(bill.host_left))} {spare}"
     facts.append(("host memory", host))
     facts.append(("bound", bound_words(advice)))
     if advice.routing is not None:
@@ -223,7 +224,7 @@ def place_words(advice: Advice, prospect: Prospect) -> str:
     return str(setting.cpu_layers) if on_host else "none"
 
 
-def _tie_lines(advice: Advice) -> list[str]:
+def tie_lines(advice: Advice) -> list[str]:
     """Name ties, and what other formats of keys and values would give."""
     lines = []
     ties = sum(prospect.tied for prospect in advice.prospects)
@@ -289,7 +290,7 @@ def _change_facts(advice: Advice) -> list[tuple[str, str]]:
     ]
 
 
-def _row_lines(advice: Advice) -> list[str]:
+def row_lines(advice: Advice) -> list[str]:
     """Say which measured rows were used, and which contradict the rest."""
     observed = advice.observed
     if not observed.rows:

@@ -1297,7 +1297,7 @@ class _Body:
         self.b.branch(self.exit)
 
     def _if(self, statement: ast.If) -> None:
-        test = self.expression(statement.test)
+        test = self._condition(statement.test)
         if isinstance(test, Number) and test.literal is not None:
             self.block(statement.body if test.literal else statement.orelse)
             return
@@ -1320,7 +1320,7 @@ class _Body:
         head, body, end = (self.made.append_basic_block() for _ in range(3))
         self.b.branch(head)
         self.b.position_at_end(head)
-        self.b.cbranch(self.truth(self.expression(statement.test)), body, end)
+        self.b.cbranch(self.truth(self._condition(statement.test)), body, end)
         self._loop(statement, body, head, end)
 
     def _loop(self, statement: Any, body: Any, again: Any, end: Any) -> None:
@@ -1472,9 +1472,10 @@ class _Body:
         return self.binary(node.op, left, self.expression(node.right))
 
     def _x_unaryop(self, node: ast.UnaryOp) -> Any:
-        value = self.expression(node.operand)
         b = self.b
-        if isinstance(node.op, ast.Not):
+        negates = isinstance(node.op, ast.Not)
+        value = (self._condition if negates else self.expression)(node.operand)
+        if negates:
             literal = None
             if isinstance(value, Number) and value.literal is not None:
                 literal = not value.literal
@@ -1514,12 +1515,25 @@ class _Body:
             self._store(address, array.element, negative, tag)
         return result
 
+    def _condition(self, node: ast.expr) -> Any:
+        """An expression whose truth alone matters."""
+        if isinstance(node, ast.BoolOp):
+            return self._logical(node, is_value=False)
+        return self.expression(node)
+
     def _x_boolop(self, node: ast.BoolOp) -> Any:
+        return self._logical(node, is_value=True)
+
+    def _logical(self, node: ast.BoolOp, *, is_value: bool) -> Any:
         is_and = isinstance(node.op, ast.And)
         place = self._alloca(_I1)
         end = self.made.append_basic_block()
         for n, each in enumerate(node.values):
-            value = self.truth(self.expression(each))
+            part = self.expression(each) if is_value else self._condition(each)
+            if is_value and isinstance(part, Number) and part.kind != "bool":
+                # In Python it is one of the numbers, here it would be true or false.
+                self.fail("`and` or `or` of numbers; compare them with 0")
+            value = self.truth(part)
             self.b.store(value, place)
             if n + 1 == len(node.values):
                 self.b.branch(end)
@@ -1548,7 +1562,7 @@ class _Body:
         return result
 
     def _x_ifexp(self, node: ast.IfExp) -> Any:
-        test = self.expression(node.test)
+        test = self._condition(node.test)
         if isinstance(test, Number) and test.literal is not None:
             return self.expression(node.body if test.literal else node.orelse)
         # Both ends must be one kind, which the first round finds out.

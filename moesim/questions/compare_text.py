@@ -28,7 +28,8 @@ def comparison_text(table: pd.DataFrame, runs: Mapping[str, Run]) -> str:
     """Lay out a comparison: what all runs share, one row per policy, the fastest.
 
     Args:
-        table, runs: as `moesim.questions.compare.compare` returns them.
+        table: as `moesim.compare` returns it.
+        runs: as `moesim.compare` returns them.
     """
     heads, rows = comparison_rows(table)
     lines = [

@@ -7,7 +7,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.units import percent
-from moesim.reporting.figures import new_figure
+from moesim.reporting.charts import (
+    Chart,
+    Styles,
+    channel,
+    columns_of,
+    layer,
+    shown,
+)
+from moesim.reporting.pages import Page, PageTable, page_origin, trace_words
 from moesim.reporting.tables import aligned
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.replay import replay_cache
@@ -18,7 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pandas as pd
-    from matplotlib.figure import Figure
 
     from moesim.traces.format.reader import Trace
 
@@ -74,18 +81,26 @@ def hit_rates(
 
 def hits_text(rates: pd.DataFrame) -> str:
     """Lay out a row per cache, a column per size."""
+    heads, *rows = _rows(rates)
+    return "\n".join([*aligned([heads, *rows]), "", *_legend(rates)])
+
+
+def _rows(rates: pd.DataFrame) -> list[list[str]]:
     head = ["cache", *(f"{ratio:.4g}" for ratio in rates.index)]
     rows = [
         [str(name), *(percent(rate) for rate in rates[name])] for name in rates.columns
     ]
-    legend = "hit rate of active experts, by the share of all experts that fits"
-    lines = [*aligned([head, *rows]), "", legend]
+    return [head, *rows]
+
+
+def _legend(rates: pd.DataFrame) -> list[str]:
+    lines = ["hit rate of active experts, by the share of all experts that fits"]
     if oracles := _oracles(rates):
         lines.append(
             f"{', '.join(oracles)}: sees the future; no bound for batches, nor for"
             " caches that start filled or copy what nobody missed"
         )
-    return "\n".join(lines)
+    return lines
 
 
 def _oracles(rates: pd.DataFrame) -> list[str]:
@@ -95,26 +110,86 @@ def _oracles(rates: pd.DataFrame) -> list[str]:
     return [str(name) for name in rates.columns if resolve(str(name), "cache").oracle]
 
 
-def hits_figure(rates: pd.DataFrame) -> Figure:
+def hits_figure(rates: pd.DataFrame) -> Chart:
     """Draw a line per cache; those that see the future are dashed."""
-    figure = new_figure(7, 4)
-    axis = figure.subplots()
-    oracles = _oracles(rates)
-    for name in rates.columns:
-        axis.plot(
-            rates.index,
-            rates[name],
-            "--" if str(name) in oracles else "-",
-            marker="o",
-            markersize=4,
-            label=str(name),
-        )
-    axis.set(
-        xlabel="cache, share of all experts",
-        ylabel="hit rate of active experts",
-        # The whole range, so that figures of two traces can lie side by side.
-        ylim=(0, 1),
+    rows = rates.melt(ignore_index=False, var_name="policy", value_name="rate")
+    styles = Styles(list(map(str, rates.columns)), frozenset(_oracles(rates)))
+    # The whole range, so that figures of two traces can lie side by side.
+    x = channel("cache_ratio", "cache, share of all experts", axis={"format": "%"})
+    y = channel("rate", "hit rate of active experts", scale={"domain": [0, 1]})
+    y["axis"] = {"format": "%"}
+    hover = shown(
+        ("policy", "cache"),
+        ("cache_ratio", "size", ".3~%"),
+        ("rate", "hit rate", ".2%"),
     )
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    return figure
+    # A slider reads all curves at one size: the nearest that was counted.
+    sizes = list(rates.index)
+    slider = {"input": "range", "min": min(sizes), "max": max(sizes), "step": 0.01}
+    size = {"name": "size", "value": sizes[len(sizes) // 2]}
+    size["bind"] = slider | {"name": "cache, share of all experts "}
+    nearest = [
+        {"calculate": "abs(datum.cache_ratio - size)", "as": "distance"},
+        {
+            "window": [{"op": "row_number", "as": "place"}],
+            "sort": [{"field": "distance"}],
+            "groupby": ["policy"],
+        },
+        {"filter": "datum.place == 1"},
+    ]
+    words = {"calculate": "datum.policy + format(datum.rate, ' .1%')", "as": "words"}
+    read = layer(
+        {"type": "text", "align": "left", "dx": 8, "dy": 9},
+        x=x,
+        y=y,
+        text={"field": "words"},
+        transform=[*nearest, words],
+    )
+    mark = {"type": "rule", "strokeDash": [3, 3]}
+    place = {"datum": {"expr": "size"}, "type": "quantitative"}
+    at = {"mark": mark, "encoding": {"x": place}}
+    spec = {
+        "data": {"name": "rates"},
+        "params": [size],
+        "width": 620,
+        "height": 330,
+        "layer": [*styles.lines(x, y, hover), at, read],
+    }
+    label = "Hit rate of every cache over its size"
+    return Chart(spec, {"rates": columns_of(rows.reset_index())}, label)
+
+
+def write_hits(
+    rates: pd.DataFrame, trace: Trace, path: Path, command: str | None = None
+) -> Path:
+    """Write the page of hit rates.
+
+    Args:
+        rates: of `hit_rates`.
+        trace: on which they were counted.
+        path: of the page.
+        command: the command line that made it; None for a call from Python.
+
+    Returns:
+        The same path.
+    """
+    shape = trace.shape
+    origin = page_origin(command, trace=trace_words(trace.path.name, trace.digest()))
+    largest = rates.index.max()
+    causal = rates.drop(columns=_oracles(rates)).loc[largest]
+    answer = "every cache sees the future, so none wins"
+    if len(causal):
+        best, rate = causal.idxmax(), percent(causal.max())
+        answer = f"most hits with {percent(largest, 0)} of all experts: {best}, {rate}"
+    page = Page(
+        f"{shape.name}, no machine: how often would each cache hit?",
+        origin,
+        setting=[
+            f"{shape.layers} layers of {shape.experts} experts, {shape.top_k} each"
+        ],
+        answer=answer,
+        notes=_legend(rates),
+    )
+    heads, *rows = _rows(rates)
+    page.add("", hits_figure(rates), PageTable(heads, rows, "Hit rates"))
+    return page.write(path)

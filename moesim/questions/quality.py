@@ -21,7 +21,7 @@ from moesim.base.files import write_text
 from moesim.base.inputs import read_text
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split
-from moesim.reporting.figures import save as save_figure
+from moesim.reporting.charts import Chart, channel, layer, records, shown
 from moesim.reporting.tables import aligned, facts_lines
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.setup import (
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
-    from matplotlib.axes import Axes
 
     from moesim.policies.planner.plan import MemoryPlan
     from moesim.policies.systems import System
@@ -157,7 +156,8 @@ def quality(
         cache_ratios: shares of all experts in the cache, one setting each; with
             `sweep`, each with each.
         tokens: to score in all, rounded up to whole passages.
-        prompt_tokens, scored_tokens: of each passage.
+        prompt_tokens: of each passage that are read and not scored.
+        scored_tokens: of each passage.
         own_input: give experts that were started one layer ahead their own layer's
             input after all.
         residual: vectors for ``pred1_res`` or their file; calibrated now for ``tiny``
@@ -492,52 +492,41 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def quality_figure(report: Quality, path: str | Path) -> Path:
+def quality_figure(report: Quality) -> Chart:
     """Draw what is lost against what is won: KL and disagreement over the share of
-    hits, one line per cache ratio.
+    hits, one line per cache ratio; labels say what was swept.
     """
-    from matplotlib.backends.backend_agg import (  # noqa: PLC0415 - half a second, for pictures only
-        FigureCanvasAgg,
-    )
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    # No pyplot: it would look for a display, and keep figures alive.
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2)
-    panels = (
-        ("KL to the unmodified model, nats per token", "kl", 1),
-        ("top-1 agreement, %", "agreement", 100),
-    )
-    for axis, (title, name, scale) in zip(axes, panels, strict=True):
-        _draw(axis, report.rows, name, scale)
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.set_xlabel("hit rate of active experts, %")
-        axis.spines[["top", "right"]].set_visible(False)
-    # Divergence has a natural zero; agreement lies close to 100 %.
-    axes[0].set_ylim(bottom=0)
-    axes[0].legend(frameon=False, fontsize=8)
-    figure.suptitle(_title(report), fontsize=10, x=0.01, ha="left")
-    return save_figure(figure, path)
-
-
-def _draw(axis: Axes, rows: list[Row], name: str, scale: float) -> None:
-    """Draw one figure of all rows over their hit rates, labelled by what was swept."""
-    for ratio in sorted({row.cache_ratio for row in rows}):
-        of_ratio = [row for row in rows if row.cache_ratio == ratio]
-        hits = [100 * row.hit_rate_active for row in of_ratio]
-        values = [scale * getattr(row, name) for row in of_ratio]
-        axis.plot(hits, values, marker="o", label=f"cache {ratio:.3g}")
-        for row, hit, value in zip(of_ratio, hits, values, strict=True):
-            if row.swept is None:
-                continue
-            axis.annotate(
-                row.swept,
-                (hit, value),
-                xytext=(4, 4),
-                textcoords="offset points",
-                fontsize=8,
-            )
+    rows = [
+        {
+            "cache": f"{row.cache_ratio:.3g}",
+            "hits": row.hit_rate_active,
+            "kl": row.kl,
+            "agreement": row.agreement,
+            "swept": row.swept or "",
+        }
+        for row in sorted(report.rows, key=lambda row: row.cache_ratio)
+    ]
+    x = channel("hits", "hit rate of active experts", axis={"format": "%"})
+    x["scale"] = {"zero": False}
+    panels = []
+    for title, name, form, zero in (
+        ("KL to the unmodified model, nats per token", "kl", ".3f", True),
+        ("top-1 agreement", "agreement", ".1%", False),
+    ):
+        # Divergence has a natural zero; agreement lies close to 100 %.
+        y = channel(name, None, scale={"zero": zero}, axis={"format": form})
+        hover = shown(("cache", "cache"), ("swept", "swept"), (name, title, form))
+        hover += shown(("hits", "hit rate", ".1%"))
+        colour = channel("cache", "cache ratio", "N")
+        shape = channel("cache", "cache ratio", "N")
+        line = layer({"type": "line", "opacity": 0.6}, x=x, y=y, color=colour)
+        point = layer("point", x=x, y=y, color=colour, shape=shape, tooltip=hover)
+        mark = {"type": "text", "align": "left", "dx": 6, "dy": -6}
+        words = layer(mark, x=x, y=y, text={"field": "swept"})
+        panel = {"title": {"text": title, "fontSize": 12}, "width": 330, "height": 230}
+        panels.append({**panel, "layer": [line, point, words]})
+    spec = {"data": {"name": "rows"}, "title": _title(report), "hconcat": panels}
+    return Chart(spec, {"rows": records(rows)}, "What altered routing loses and wins")
 
 
 def _title(report: Quality) -> str:
@@ -559,4 +548,4 @@ def save_quality(report: Quality, folder: Path) -> list[Path]:
     figures = folder / "quality.json"
     text = json.dumps(report.to_json(), indent=2)
     write_text(figures, text + "\n")
-    return [figures, quality_figure(report, folder / "quality.png")]
+    return [figures, quality_figure(report).save(folder / "quality.png")]

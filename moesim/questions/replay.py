@@ -1,7 +1,5 @@
-"""Results as text for a terminal, and comparisons as table files.
-
-`moesim.reporting.figures` draws the same results. Every figure of tokens per second
-stands beside the bytes that were moved for it: a speed alone cannot be judged.
+"""Results of one run as text. Every figure of tokens per second stands beside the bytes
+that were moved for it: a speed alone cannot be judged.
 """
 
 from __future__ import annotations
@@ -9,24 +7,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from moesim.base.sizes import format_bytes
 from moesim.base.units import bandwidth, ms, number, percent
 from moesim.hwprofiles.profile import rate_interval
-from moesim.policies.base import PolicyError
-from moesim.reporting.figures import CPU, GPU, KINDS, new_figure
 from moesim.reporting.tables import aligned, facts_lines
 from moesim.runs.result import busy_shares
-from moesim.traces.timeline.spans import KIND_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
-    from matplotlib.figure import Figure
 
     from moesim.runs.result import Run
 
@@ -35,7 +23,12 @@ def run_text(run: Run) -> str:
     """Lay out one run: what was run, how fast, what was hit, what each lane did."""
     results = _result_facts(run.metrics, error_of(run))
     facts = [*_setting_facts(run), ("", ""), *results]
-    return "\n".join([*facts_lines(facts), "", *aligned(_lane_rows(run))])
+    return "\n".join([*facts_lines(facts), "", *aligned(lane_rows(run))])
+
+
+def run_facts(run: Run) -> list[tuple[str, str]]:
+    """What was run and what came out: names and values."""
+    return [*_setting_facts(run), *_result_facts(run.metrics, error_of(run))]
 
 
 def _setting_facts(run: Run) -> list[tuple[str, str]]:
@@ -125,7 +118,7 @@ def _request_facts(served: Mapping[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def _lane_rows(run: Run) -> list[list[str]]:
+def lane_rows(run: Run) -> list[list[str]]:
     """Heads, and a row for each lane; empty cells where a lane cannot stall or move
     bytes.
     """
@@ -174,15 +167,23 @@ def cache_text(counts: Mapping[str, Any]) -> str:
 
 def shared_setting(runs: Mapping[str, Run]) -> str:
     """Model, machine and batch; the cache where all runs have the same."""
-    config = next(iter(runs.values())).config
-    setting = (
-        f"{config['model']} on {config['hw']} ({config['hw_kind']} profile),"
-        f" batch {config['batch']}"
-    )
+    setting = _model_and_machine(next(iter(runs.values())).config)
     # Systems may divide the same memory differently between cache and staging.
     sizes = {_cache_size(run.config) for run in runs.values()}
     several = "as each system has it, within the same memory"
     return f"{setting}\ncache: {sizes.pop() if len(sizes) == 1 else several}"
+
+
+def shared_setting_of(config: Mapping[str, Any]) -> str:
+    """What a single configuration was: model, machine, batch and policy."""
+    return f"{_model_and_machine(config)}\n{_policy_parts(config)}"
+
+
+def _model_and_machine(config: Mapping[str, Any]) -> str:
+    return (
+        f"{config['model']} on {config['hw']} ({config['hw_kind']} profile),"
+        f" batch {config['batch']}"
+    )
 
 
 def _policy_parts(config: Mapping[str, Any]) -> str:
@@ -268,149 +269,3 @@ def _access_counts(metrics: Mapping[str, Any]) -> str:
         f"{metrics['accesses']:,}: {metrics['hits']:,} hits,"
         f" {metrics['delayed_hits']:,} delayed, {metrics['misses']:,} misses"
     )
-
-
-DIGIT_SHARE = 0.008
-"""Width of a digit in a timeline, as a share of the whole."""
-
-MOST_LABELLED = 80
-"""With more operations in a figure their experts' numbers would overlap."""
-
-
-def placement_figure(run: Run) -> Figure:
-    """Draw which expert was computed where: a cell per expert, a row per layer, busiest
-    experts to the left.
-
-    Blue was computed on a GPU, orange on the CPU, pale in between; white was never
-    asked for.
-    """
-    placement = run.placement()
-    layers = placement["layer"].max() + 1 if len(placement) else 0
-    experts = placement["expert"].max() + 1 if len(placement) else 0
-    uses = np.zeros((layers, experts))
-    # What stays NaN is drawn white.
-    on_gpu = np.full((layers, experts), np.nan)
-    uses[placement["layer"], placement["expert"]] = placement["uses"]
-    on_gpu[placement["layer"], placement["expert"]] = placement["on_gpu"]
-    # By id the map would be noise: busy experts are spread over all ids.
-    busiest_first = np.argsort(-uses, axis=1, kind="stable")
-
-    figure = new_figure(9, 3.8)
-    axis = figure.subplots()
-    image = axis.imshow(
-        np.take_along_axis(on_gpu, busiest_first, axis=1),
-        cmap=device_colours(),
-        vmin=0,
-        vmax=1,
-        aspect="auto",
-        interpolation="nearest",
-    )
-    figure.colorbar(image, ax=axis, label="share of its uses on a GPU")
-    axis.set(xlabel="experts of a layer, busiest first", ylabel="layer")
-    return figure
-
-
-def device_colours() -> Colormap:
-    """From the processor's colour to that of a GPU."""
-    from matplotlib.colors import LinearSegmentedColormap  # noqa: PLC0415 - slow
-
-    return LinearSegmentedColormap.from_list("devices", [CPU, "#f2f2f2", GPU])
-
-
-def step_figure(run: Run, step: int | None = None, layers: int = 4) -> Figure:
-    """Draw what every lane did in the first layers of one forward pass, with the
-    numbers of the experts it was for.
-
-    Args:
-        run: with its timeline.
-        step: the forward pass; None takes the decode step in the middle of the run.
-        layers: how many MoE layers from the first on.
-
-    Raises:
-        PolicyError: no such step.
-    """
-    steps = run.timeline.step_frame()
-    if step is None and len(steps):
-        step = _middle_step(steps)
-    rows = steps[steps["step"] == step]
-    if rows.empty:
-        raise PolicyError(
-            f"step: expected one of the run's {len(steps)} forward passes, got {step}"
-        )
-    begin_s = float(rows["start_s"].iloc[0])
-    end_s = float(rows["end_s"].iloc[0])
-
-    spans = run.timeline.frame()
-    # Layer -1 is what follows the last layer, the output head.
-    in_layers = (spans["layer"] >= 0) & (spans["layer"] < layers)
-    spans = spans[(spans["step"] == step) & in_layers]
-    lanes = [lane for lane in run.timeline.lanes if (spans["lane"] == lane).any()]
-
-    figure = new_figure(10, 0.9 + 0.38 * len(lanes))
-    axis = figure.subplots()
-    for kind in KIND_NAMES:
-        _draw_kind(axis, spans, kind, lanes, begin_s)
-    axis.set_yticks(range(len(lanes)), lanes)
-    axis.invert_yaxis()
-    axis.set_xlabel(
-        f"ms since the start of step {step}, of {ms(end_s - begin_s)} in all"
-    )
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(
-        ncols=len(KIND_NAMES),
-        frameon=False,
-        fontsize=8,
-        loc="lower left",
-        bbox_to_anchor=(0, 1.0),
-    )
-    return figure
-
-
-def _middle_step(steps: pd.DataFrame) -> int:
-    """The decode step in the middle; a prefill step where nothing is generated."""
-    decode = steps[steps["phase"] == "decode"]
-    candidates = decode if len(decode) else steps
-    return int(candidates["step"].iloc[len(candidates) // 2])
-
-
-def _draw_kind(
-    axis: Axes, spans: pd.DataFrame, kind: str, lanes: list[str], begin_s: float
-) -> None:
-    """Draw the operations of one kind on all lanes."""
-    shown_ms = 1e3 * float(spans["end_s"].max() - begin_s)
-    # One entry in the legend, however many lanes show this kind.
-    label: str | None = kind
-    for row, lane in enumerate(lanes):
-        of_lane = spans[(spans["kind"] == kind) & (spans["lane"] == lane)]
-        if of_lane.empty:
-            continue
-        starts_ms = (of_lane["start_s"] - begin_s) * 1e3
-        lengths_ms = (of_lane["end_s"] - of_lane["start_s"]) * 1e3
-        bars = list(zip(starts_ms, lengths_ms, strict=True))
-        axis.broken_barh(
-            bars,
-            (row - 0.4, 0.8),
-            color=CPU if kind == "compute" and lane == "cpu" else KINDS[kind],
-            # Operations follow each other without a gap; an edge keeps them apart.
-            edgecolor="white",
-            lw=0.3,
-            label=label,
-        )
-        label = None
-        if len(spans) > MOST_LABELLED:
-            continue
-        for (start_ms, length_ms), expert in zip(bars, of_lane["expert"], strict=True):
-            # -1 stands for no expert, as in the dense part; a number that is wider
-            # than its bar would run into the next one.
-            if expert < 0 or length_ms < shown_ms * DIGIT_SHARE * len(str(expert)):
-                continue
-            axis.text(
-                start_ms + length_ms / 2,
-                row,
-                str(expert),
-                ha="center",
-                va="center",
-                fontsize=7,
-                color="white",
-                clip_on=True,
-            )

@@ -111,7 +111,10 @@ def search(
             the best third of them longer; for one objective.
         minutes: after which no round of proposals is begun; with a store, whose runs
             are not made again, the next call goes on.
-        store, jobs, cluster, progress: as `moesim.sweep` takes them.
+        store: as `moesim.sweep` takes it.
+        jobs: as `moesim.sweep` takes it.
+        cluster: as `moesim.sweep` takes it.
+        progress: called with the share of the work that is done.
         search_seed: of the proposals.
         options: fields of `moesim.runs.config.RunConfig`, each a value or a list.
 

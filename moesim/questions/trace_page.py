@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moesim.base.sizes import format_bytes
-from moesim.reporting.figures import QUIET, new_figure, save
-from moesim.reporting.figures import STRONG as LRU
-from moesim.reporting.pages import (
-    PageFigure,
-    PageTable,
-    page_figure,
-    page_origin,
-    trace_words,
-    write_page,
+from moesim.reporting.charts import (
+    CPU,
+    GPU,
+    QUIET,
+    Chart,
+    channel,
+    layer,
+    records,
+    rule,
+    shown,
 )
+from moesim.reporting.pages import Page, PageTable, Text, page_origin, trace_words
 from moesim.reporting.tables import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from moesim.reporting.charts import Columns
     from moesim.traces.format.reader import Trace
     from moesim.traces.stats.trace_summary import TraceSummary
 
@@ -41,14 +44,6 @@ _SIZE_HEADS = [
     "Belady",
     "missing per step",
 ]
-
-
-class PagePanel(NamedTuple):
-    """A figure of the page under its own heading."""
-
-    title: str
-    note: str
-    figure: PageFigure
 
 
 def verdict_text(judgement: dict[str, Any]) -> list[str]:
@@ -75,21 +70,22 @@ def write_html(
         command: the command line that made it; None for a call from Python.
     """
     judgement = summary.figures["verdict"]
-    # A trace without generated tokens has no curve, and so no sizes.
-    sizes = PageTable(_SIZE_HEADS, _size_rows(judgement))
-    return write_page(
-        path,
-        "trace.html",
-        title=trace.path.name,
-        origin=page_origin(command, trace=trace_words(trace.path.name, trace.digest())),
-        summary=_summary_line(summary),
+    page = Page(
+        f"{summary.shape.name}, no machine: is {trace.path.name} worth a cache?",
+        page_origin(command, trace=trace_words(trace.path.name, trace.digest())),
+        setting=[_summary_line(summary)],
         answer=_ANSWERS[judgement["answer"]],
-        reasons=judgement["why"],
-        sizes=sizes if sizes.rows else None,
-        panels=_drawn_panels(summary),
-        # Names of models, files and people stay as they are written.
-        provenance=json.dumps(trace.header.provenance, ensure_ascii=False, indent=1),
+        notes=judgement["why"],
     )
+    # A trace without generated tokens has no curve, and so no sizes.
+    if judgement["sizes"]:
+        rows = _size_rows(judgement)
+        page.add("", PageTable(_SIZE_HEADS, rows, "Hit rates at four cache sizes"))
+    for title, note, draw in PANELS:
+        page.add(title, draw(summary), note=note)
+    # Names of models, files and people stay as they are written.
+    provenance = json.dumps(trace.header.provenance, ensure_ascii=False, indent=1)
+    return page.add("Provenance", Text([provenance], "folded")).write(path)
 
 
 def curve_picture(summary: TraceSummary, path: Path) -> Path:
@@ -98,10 +94,10 @@ def curve_picture(summary: TraceSummary, path: Path) -> Path:
     Raises:
         ValueError: the trace has no generated tokens.
     """
-    figure = new_figure()
-    if not draw_curves(figure.subplots(), summary):
+    chart = curves_chart(summary)
+    if chart is None:
         raise ValueError("no generated tokens: there is no curve to draw")
-    return save(figure, path)
+    return chart.save(path)
 
 
 def _summary_line(summary: TraceSummary) -> str:
@@ -132,242 +128,296 @@ def _size_rows(judgement: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _drawn_panels(summary: TraceSummary) -> list[PagePanel]:
-    """All panels for which the trace has data."""
-    panels = []
-    for title, note, draw in PANELS:
-        figure = new_figure()
-        axis = figure.subplots()
-        if not draw(axis, summary):
-            continue
-        # A map of cells needs its frame; curves and bars do not.
-        if not axis.images:
-            axis.spines[["top", "right"]].set_visible(False)
-        panels.append(PagePanel(title, note, page_figure(figure, title)))
-    return panels
-
-
-BELADY = "#d1774c"
+LRU = GPU
+BELADY = CPU
 MOST_LOAD = 4
 """Colours end at so many times the even load; few experts are beyond it."""
 
+WIDTH = 700
+HEIGHT = 260
 
-def draw_curves(axis: Any, summary: TraceSummary) -> bool:
+
+def _chart(spec: dict[str, Any], columns: dict[str, list[Any]], label: str) -> Chart:
+    size = {"width": WIDTH, "height": HEIGHT}
+    return Chart({"data": {"name": "rows"}, **size, **spec}, {"rows": columns}, label)
+
+
+def curves_chart(summary: TraceSummary) -> Chart | None:
     """Hit rates of LRU and Belady over the size of the cache."""
     curve = summary.figures["curve_decode"]
     if curve is None:
-        return False
+        return None
     experts = summary.shape.experts
-    slots = np.arange(experts + 1)
-    for name, colour, label in (
-        ("belady", BELADY, "Belady, knows the future"),
-        ("lru", LRU, "LRU"),
-    ):
-        axis.plot(slots, curve[name], color=colour, label=label, lw=2)
-    for name, colour, label in (
-        ("belady_global", BELADY, "Belady"),
-        ("lru_global", LRU, "LRU"),
-    ):
+    rows = []
+    for name, policy in (("belady", "Belady, knows the future"), ("lru", "LRU")):
         # One cache for all layers has a point for every slot. Every L-th of them holds
         # as many experts per layer as the other curves.
-        shared = np.array(curve[name])[:: summary.shape.layers]
-        axis.plot(
-            slots,
-            shared,
-            color=colour,
-            ls=":",
-            label=f"{label}, one cache for all layers",
-        )
-    axis.plot([0, experts], [0, 1], color=QUIET, lw=1, label="equally used experts")
-
-    # The first of the sizes is the knee.
-    for size in summary.figures["verdict"]["sizes"][:1]:
-        axis.axvline(size["slots"], color=QUIET, ls="--", lw=1)
-        label = f" knee: {size['slots']}, {format_bytes(size['bytes'])}"
-        axis.text(size["slots"], 0.02, label, fontsize=9)
-    axis.set(
-        xlabel="experts cached per layer",
-        ylabel="hit rate in decode",
-        xlim=(0, experts),
-        ylim=(0, 1.02),
+        shared = curve[f"{name}_global"][:: summary.shape.layers]
+        for scope, rates in (("each layer", curve[name]), ("all layers", shared)):
+            rows += [
+                {
+                    "policy": policy,
+                    "cache of": scope,
+                    "slots": slots,
+                    "rate": float(rate),
+                }
+                for slots, rate in enumerate(rates)
+            ]
+    colours = {"domain": ["Belady, knows the future", "LRU"], "range": [BELADY, LRU]}
+    axis = channel("slots", "experts cached per layer", scale={"domain": [0, experts]})
+    line = layer(
+        "line",
+        x=axis,
+        y=channel("rate", "hit rate in decode", scale={"domain": [0, 1]}),
+        color=channel("policy", None, "N", scale=colours),
+        strokeDash=channel(
+            "cache of",
+            "cache of",
+            "N",
+            scale={"range": [[1, 0], [2, 3]]},
+            sort="descending",
+        ),
+        tooltip=shown(
+            ("policy", "policy"),
+            ("cache of", "cache of"),
+            ("slots", "experts per layer"),
+            ("rate", "hit rate", ".1%"),
+        ),
     )
-    axis.legend(frameon=False, fontsize=9, loc="lower right")
-    return True
+    even = {
+        "data": {"values": [{"x": 0, "y": 0}, {"x": experts, "y": 1}]},
+        "mark": {"type": "line", "color": QUIET, "strokeWidth": 1},
+        "encoding": {
+            "x": {"field": "x", "type": "quantitative"},
+            "y": {"field": "y", "type": "quantitative"},
+        },
+    }
+    layers = [line, even]
+    # The first of the sizes is the knee.
+    knees = summary.figures["verdict"]["sizes"][:1]
+    layers += [rule(knee["slots"], "x", color=QUIET) for knee in knees]
+    label = "Hit rate over cache size; the straight line: equally used experts; the"
+    return _chart({"layer": layers}, records(rows), f"{label} dashed one: the knee")
 
 
-def draw_load(axis: Any, summary: TraceSummary) -> bool:
+def load_chart(summary: TraceSummary) -> Chart | None:
     """Tokens per expert against an even load, busiest experts first."""
     if not summary.load.any():
-        return False
+        return None
     even = summary.load.sum(axis=1, keepdims=True) / summary.shape.experts
     # A layer without any decode token has no even load to divide by.
-    ranked = -np.sort(-(summary.load / np.maximum(even, 1e-9)), axis=1)
-    image = axis.imshow(
-        np.minimum(ranked, MOST_LOAD),
-        aspect="auto",
-        cmap="Blues",
-        interpolation="nearest",
-        vmin=0,
-        vmax=MOST_LOAD,
+    relative = summary.load / np.maximum(even, 1e-9)
+    order = np.argsort(-relative, axis=1, kind="stable")
+    layers, experts = relative.shape
+    columns: Columns = {
+        "layer": np.repeat(np.arange(layers), experts).tolist(),
+        "rank": np.tile(np.arange(1, experts + 1), layers).tolist(),
+        "expert": order.ravel().tolist(),
+        "tokens": np.take_along_axis(summary.load, order, axis=1).ravel().tolist(),
+        "load": np.take_along_axis(relative, order, axis=1).round(3).ravel().tolist(),
+    }
+    label = f"load over even load ({MOST_LOAD} and more)"
+    scale = {"domain": [0, MOST_LOAD], "clamp": True, "range": ["#e8eef2", LRU]}
+    cells = layer(
+        "rect",
+        x=channel(
+            "rank",
+            "experts of a layer, busiest first",
+            "O",
+            axis={"labels": False, "ticks": False},
+        ),
+        y=channel("layer", "layer", "O", axis={"labelOverlap": True}),
+        color=channel("load", "load", scale=scale),
+        tooltip=shown(
+            ("layer", "layer"),
+            ("expert", "expert"),
+            ("tokens", "tokens"),
+            ("load", label),
+        ),
     )
-    axis.figure.colorbar(image, ax=axis, label="load over even load (4 and more)")
-    axis.set(xlabel="experts of a layer, busiest first", ylabel="layer")
-    return True
+    return _chart(cells, columns, f"Experts by layer: {label}")
 
 
-def draw_entropy(axis: Any, summary: TraceSummary) -> bool:
+def entropy_chart(summary: TraceSummary) -> Chart | None:
     """Entropy of each layer's load."""
     bits = summary.figures["entropy_bits"]
-    even = np.log2(summary.shape.experts)
-    return _draw_by_layer(axis, bits, "bits", even, "even load")
+    even = float(np.log2(summary.shape.experts))
+    return _by_layer(bits, "bits", even, "even load")
 
 
-def draw_overlap(axis: Any, summary: TraceSummary) -> bool:
+def overlap_chart(summary: TraceSummary) -> Chart | None:
     """Active experts that the step before used."""
-    return _draw_by_layer(
-        axis,
-        summary.figures["overlap"],
-        "share used again",
-        summary.figures["overlap_chance"],
-        "by chance",
-    )
+    figures = summary.figures
+    chance = figures["overlap_chance"]
+    return _by_layer(figures["overlap"], "share used again", chance, "by chance")
 
 
-def draw_similarity(axis: Any, summary: TraceSummary) -> bool:
+def similarity_chart(summary: TraceSummary) -> Chart | None:
     """Cosine of the loads in prefill and decode."""
     cosines = summary.figures["similarity_by_layer"]
-    return _draw_by_layer(axis, cosines, "cosine", 1.0, "the same loads")
+    return _by_layer(cosines, "cosine", 1.0, "the same loads")
 
 
-def draw_information(axis: Any, summary: TraceSummary) -> bool:
+def information_chart(summary: TraceSummary) -> Chart | None:
     """Mutual information of neighbouring layers, and the bias of its estimate."""
-    return _draw_by_layer(
-        axis,
-        summary.figures["information_bits"],
-        "bits",
-        summary.figures["information_bias_bits"],
-        "bias: independent layers, tokens",
-    )
+    figures = summary.figures
+    bias = figures["information_bias_bits"]
+    meaning = "bias: independent layers, tokens"
+    return _by_layer(figures["information_bits"], "bits", bias, meaning)
 
 
-def _draw_by_layer(
-    axis: Any, values: list[float] | None, label: str, level: float, meaning: str
-) -> bool:
+def _by_layer(
+    values: list[float] | None, label: str, level: float, meaning: str
+) -> Chart | None:
     """A bar per layer, and a line to compare them with."""
     if not values:
-        return False
-    axis.bar(range(len(values)), values, color=LRU)
-    axis.axhline(level, color=BELADY, lw=1, label=meaning)
-    axis.set(xlabel="layer", ylabel=label)
-    axis.legend(frameon=False, fontsize=9)
-    return True
+        return None
+    columns: Columns = {"layer": list(range(len(values))), "value": values}
+    bars = layer(
+        "bar",
+        x=channel("layer", "layer", "O", axis={"labelOverlap": True, "labelAngle": 0}),
+        y=channel("value", label),
+        tooltip=shown(("layer", "layer"), ("value", label, ".4g")),
+    )
+    parts = [bars, rule(level, color=BELADY)]
+    return _chart({"layer": parts}, columns, f"By layer: {label}; the line: {meaning}")
 
 
-def draw_reuse(axis: Any, summary: TraceSummary) -> bool:
+def reuse_chart(summary: TraceSummary) -> Chart | None:
     """Distribution of reuse distances."""
     reuse = np.array(summary.figures["reuse"])
     if not reuse.sum():
-        return False
+        return None
     # The last entry counts first uses, which have no distance.
-    axis.bar(range(len(reuse) - 1), reuse[:-1] / reuse.sum(), color=LRU, width=1.0)
-    axis.set(xlabel="other experts of the layer used since", ylabel="share of accesses")
-    return True
+    shares = reuse[:-1] / reuse.sum()
+    columns: Columns = {"distance": list(range(len(shares))), "share": shares.tolist()}
+    axis = channel("distance", "other experts of the layer used since", "O")
+    axis["axis"] = {"labelOverlap": True, "labelAngle": 0}
+    bars = layer(
+        "bar",
+        x=axis,
+        y=channel("share", "share of accesses"),
+        tooltip=shown(("distance", "others since"), ("share", "share", ".2%")),
+    )
+    return _chart(bars, columns, "Distribution of reuse distances")
 
 
-def draw_working_set(axis: Any, summary: TraceSummary) -> bool:
+def working_set_chart(summary: TraceSummary) -> Chart | None:
     """Distinct experts over the length of a window."""
     sets = summary.figures["working_set_by_window"]
     if not sets:
-        return False
+        return None
     # Windows are keys of a JSON object, hence text.
-    windows = [int(window) for window in sets]
-    axis.plot(windows, list(sets.values()), "o-", color=LRU)
-    axis.axhline(summary.shape.experts, color=QUIET, lw=1)
-    axis.set_xscale("log", base=2)
-    axis.set(xlabel="window, decode steps", ylabel="distinct experts of a layer")
-    return True
+    columns: Columns = {
+        "window": [int(window) for window in sets],
+        "experts": [*sets.values()],
+    }
+    scale = {"type": "log", "base": 2}
+    line = layer(
+        {"type": "line", "point": True},
+        x=channel("window", "window, decode steps", scale=scale),
+        y=channel("experts", "distinct experts of a layer"),
+        tooltip=shown(
+            ("window", "decode steps"), ("experts", "distinct experts", ".4g")
+        ),
+    )
+    parts = [line, rule(summary.shape.experts, color=QUIET)]
+    label = "Distinct experts over the length of a window; the line: all of a layer"
+    return _chart({"layer": parts}, columns, label)
 
 
-def draw_consistency(axis: Any, summary: TraceSummary) -> bool:
+def consistency_chart(summary: TraceSummary) -> Chart | None:
     """Segment routing consistency by layer, a line for each length of segments."""
-    consistency = summary.figures["consistency"]
-    curves = {length: shares for length, shares in consistency.items() if shares}
-    for rank, (length, shares) in enumerate(curves.items()):
-        axis.plot(shares, color=LRU, alpha=1 - 0.2 * rank, label=f"{length} tokens")
-    axis.set(xlabel="layer", ylabel="choices served", ylim=(0, 1))
-    if curves:
-        axis.legend(frameon=False, fontsize=9)
-    return bool(curves)
+    rows = [
+        {"layer": at, "share": share, "segment": f"{length} tokens"}
+        for length, shares in summary.figures["consistency"].items()
+        for at, share in enumerate(shares or [])
+    ]
+    line = layer(
+        "line",
+        x=channel("layer", "layer"),
+        y=channel("share", "choices served", scale={"domain": [0, 1]}),
+        color=channel("segment", "segments of", "N", sort=None),
+        strokeDash=channel("segment", "segments of", "N", sort=None),
+        tooltip=shown(
+            ("segment", "segments of"), ("layer", "layer"), ("share", "served", ".1%")
+        ),
+    )
+    return _chart(line, records(rows), "Choices served by layer") if rows else None
 
 
-def draw_prediction(axis: Any, summary: TraceSummary) -> bool:
+def prediction_chart(summary: TraceSummary) -> Chart | None:
     """Accuracy of the recorded predictions, by rank of the true workload."""
-    predictors = summary.figures["prediction"] or {}
-    for name, predictor in predictors.items():
-        label = name
+    rows = []
+    for name, predictor in (summary.figures["prediction"] or {}).items():
+        words = name
         if predictor["accuracy"] is not None:
-            label = f"{name}, {predictor['depth']} ahead: {predictor['accuracy']:.1%}"
+            words = f"{name}, {predictor['depth']} ahead: {predictor['accuracy']:.1%}"
         # A rank that no layer step reached has no accuracy.
-        points = [
-            (rank, share)
+        rows += [
+            {"rank": rank, "share": share, "predictor": words}
             for rank, share in enumerate(predictor["by_rank"], start=1)
             if share is not None
         ]
-        ranks = [rank for rank, _ in points]
-        axis.plot(ranks, [share for _, share in points], "o-", label=label)
-    axis.set(
-        xlabel="experts of largest workload", ylabel="share predicted", ylim=(0, 1.02)
+    line = layer(
+        {"type": "line", "point": True},
+        x=channel("rank", "experts of largest workload"),
+        y=channel("share", "share predicted", scale={"domain": [0, 1]}),
+        color=channel("predictor", None, "N", sort=None),
+        tooltip=shown(
+            ("predictor", "predictor"),
+            ("rank", "experts"),
+            ("share", "predicted", ".1%"),
+        ),
     )
-    if predictors:
-        axis.legend(frameon=False, fontsize=9)
-    return bool(predictors)
+    return _chart(line, records(rows), "Share of experts predicted") if rows else None
 
 
-PANELS: tuple[tuple[str, str, Callable[[Any, Any], bool]], ...] = (
+PANELS: tuple[tuple[str, str, Callable[[TraceSummary], Chart | None]], ...] = (
     (
         "How large a cache?",
         (
             "Cold caches of every size, driven step by step in replay order; decode"
             " accesses."
         ),
-        draw_curves,
+        curves_chart,
     ),
-    ("Which experts work?", "One row per layer.", draw_load),
-    ("How evenly?", "Entropy of the load over experts.", draw_entropy),
+    ("Which experts work?", "One row per layer.", load_chart),
+    ("How evenly?", "Entropy of the load over experts.", entropy_chart),
     (
         "Used again at the next token?",
         "Share of a step's active experts that the step before used.",
-        draw_overlap,
+        overlap_chart,
     ),
     (
         "Used again later?",
         "Reuse distances, all layers; first uses left out.",
-        draw_reuse,
+        reuse_chart,
     ),
     (
         "How large is the working set?",
         "Mean over layers, aligned windows.",
-        draw_working_set,
+        working_set_chart,
     ),
     (
         "Does one group of experts serve a passage?",
         "Segment routing consistency: its K most used experts.",
-        draw_consistency,
+        consistency_chart,
     ),
     (
         "Does the prompt predict the answer's experts?",
         "DAOP, equation 1, by layer.",
-        draw_similarity,
+        similarity_chart,
     ),
     (
         "Does a layer predict the next?",
         "Mutual information of neighbouring layers' choices.",
-        draw_information,
+        information_chart,
     ),
     (
         "How good are the recorded predictions?",
         "Top-r predicted against top-r true workload.",
-        draw_prediction,
+        prediction_chart,
     ),
 )
 """Title, a line of explanation and the drawing function of every figure of the page."""

@@ -63,8 +63,8 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> i
                 chosen[i] |= comes
     placed = spread(chosen, allowed, work.gpu_s, work.arrive_s, work.link_s)
     launch(lanes, order, placed, ascending(active))
-    serial = state.integers[_SERIAL] and work.layer < state.integers[_FIRST_LAYER]
-    return SERIAL if serial else 0
+    on_demand = work.layer < state.integers[_FIRST_LAYER]
+    return SERIAL if on_demand and state.integers[_SERIAL] else 0
 
 
 @compiled(PRECOMPUTE)

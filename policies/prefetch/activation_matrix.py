@@ -149,7 +149,7 @@ def _by_similar_sequence(
     experts = state.integers[_EXPERTS]
     layers = state.integers[_LAYERS]
     first = work.layer + 1
-    wants = state.integers[_ALL] or state.integers[_SIZE] > 0
+    wants = state.integers[_ALL] != 0 or state.integers[_SIZE] > 0
     if first == layers or not state.integers[_KEPT] or not wants:
         return 0
     if state.integers[_PREFIX]:

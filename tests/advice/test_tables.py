@@ -124,13 +124,26 @@ KEYS_AND_VALUES = {
 }
 
 
+# Link of one card: lanes of the card, generation of the older of card and slot.
+MACHINES = {
+    ("Ryzen 9 7950X", "RTX 4090"): 31.5,
+    ("Xeon Gold 6248", "2x RTX A6000"): 15.75,
+}
+
+
+@pytest.mark.parametrize(("words", "link_gb_s"), MACHINES.items())
 @pytest.mark.parametrize("name", KEYS_AND_VALUES)
-def test_keys_and_values_are_those_of_the_configuration(name):
+def test_keys_and_values_are_those_of_the_configuration(name, words, link_gb_s):
+    """Twenty models on two machines; cards share them out, whatever their number."""
+    cpu, gpu = words
+    machine = describe_machine(cpu=cpu, gpu=gpu)
+    assert machine.link_bytes_per_s == pytest.approx(link_gb_s * 1e9, rel=0.02)
     model = named_contents(name)
+    states = sum(layer.state_bytes for layer in model.layers)
     for tokens in (1024, 8192):
-        assert model.kv_bytes(tokens) == pytest.approx(
-            KEYS_AND_VALUES[name] * tokens, rel=0.02
-        )
+        bill = memory_bill(model, machine, Setting(), tokens)
+        kept = bill.gpu["keys and values"] - states
+        assert kept == pytest.approx(KEYS_AND_VALUES[name] * tokens, rel=0.02)
 
 
 def test_windowed_layers_stop_at_their_window():

@@ -361,7 +361,7 @@ def test_help_comes_at_once(tmp_path):
         "pyarrow",
         "llvmlite",
         "simpy",
-        "matplotlib",
+        "vl_convert",
         "torch",
         "transformers",
         "duckdb",

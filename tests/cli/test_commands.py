@@ -75,7 +75,7 @@ def test_findings_of_the_doctor_wrap_in_their_column(monkeypatch):
 HEAVY = {
     "torch",
     "transformers",
-    "matplotlib",
+    "vl_convert",
     "jinja2",
     "duckdb",
     "pulp",

@@ -321,9 +321,7 @@ def test_the_report_is_whole(grid, tmp_path):
     text = markdown(grid)
     assert text.count("| greedy+lfu |") == 4
     assert "greedy+lfu" in validation_text(grid)
-    html = page(grid)
-    assert html.count("<figure>") == html.count("<svg") == 4
-    assert "src=" not in html
+    assert page(grid).count("<figure>") == 4
     assert [path.name for path in save(grid, tmp_path)] == [
         "validation.json",
         "validation.md",

@@ -130,6 +130,17 @@ def test_what_cannot_be_compiled_is_refused_by_file_and_line():
         uses_a_dictionary(1)
 
 
+@compiled(nb.int64(nb.int64))
+def takes_the_first_that_is_not_zero(x):
+    return x or 5
+
+
+def test_a_choice_between_numbers_is_refused():
+    """Python gives 5 or x; machine code has a truth value there."""
+    with pytest.raises(TranslationError, match="compare them with 0"):
+        takes_the_first_that_is_not_zero(3)
+
+
 def test_without_machine_code_functions_run_as_python(tmp_path):
     """So that one can step through them."""
     code = (

@@ -44,7 +44,7 @@ top of the repository lie in ``moesim``, whose own modules are its face.
 
 TOP = ("traces", "hwprofiles", "policies", "engine", "sim", "runtime", "moesim")
 
-MOST_CODE_LINES = 75_800
+MOST_CODE_LINES = 76_500
 MOST_FILES = 480
 MOST_TEST_LINES = 39_800
 """What a person must hold; `benchmarks/size.py` counts it. A change that needs more
@@ -63,7 +63,7 @@ ONLY_IN = {
     "joblib": {"runs"},
     "distributed": {"runs"},
     "optuna": {"questions"},
-    "matplotlib": {"reporting", "questions", "advice", "evidence"},
+    "vl_convert": {"reporting"},
     "rich": {"reporting", "cli"},
     "jinja2": {"reporting"},
     "typer": {"cli"},
@@ -298,14 +298,14 @@ def test_import_moesim_is_light(tmp_path):
             "pyarrow",
             "simpy",
             "llvmlite",
-            "matplotlib",
+            "vl_convert",
             "typer",
         }
     )
 
 
 def test_a_replay_never_imports_torch(tmp_path):
-    """Nor pandas or matplotlib, which cost half a second each, nor what pages need."""
+    """Nor pandas, which costs half a second, nor what pages need."""
     trace = write_small_trace(tmp_path / "small.parquet")
     code = (
         "import sys, moesim; assert moesim.replay(sys.argv[1],"
@@ -315,5 +315,5 @@ def test_a_replay_never_imports_torch(tmp_path):
     loaded = modules_loaded_by(code, trace, cwd=tmp_path)
     assert "simpy" in loaded
     assert loaded.isdisjoint(
-        {"torch", "transformers", "matplotlib", "pandas", "jinja2", "rich"}
+        {"torch", "transformers", "vl_convert", "pandas", "jinja2", "rich"}
     )

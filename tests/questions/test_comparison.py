@@ -5,7 +5,6 @@ page that shows it.
 import dataclasses
 import json
 import re
-from html.parser import HTMLParser
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ import moesim
 from moesim.policies.base import PolicyError
 from moesim.questions.compare_page import write_comparison
 from moesim.questions.compare_text import comparison_text, ranking_lines
-from moesim.reporting.figures import SUFFIXES, save
+from moesim.reporting.charts import SUFFIXES
 from moesim.runs.result import busy_shares
 from moesim.traces.timeline.metrics import summarise
 
@@ -148,47 +147,19 @@ def test_placement_counts_every_access_once(compared):
 # Pictures and the page.
 
 
-class Reader(HTMLParser):
-    """Tags, links and words of a page."""
-
-    def __init__(self):
-        super().__init__()
-        self.tags = []
-        self.links = []
-        self.text = []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.links += [
-            value
-            for name, value in attrs
-            if name in {"src", "href"} and not value.startswith("#")
-        ]
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
-def test_the_page_shows_everything_and_loads_nothing(compared, tmp_path):
+def test_the_page_shows_everything(compared, tmp_path):
     table, runs = compared
-    reader = Reader()
-    reader.feed(
-        write_comparison(table, runs, tmp_path / "c.html").read_text(encoding="utf-8")
-    )
-    text = " ".join(reader.text)
-    assert reader.tags.count("svg") == 3
-    assert [link for link in reader.links if "://" in link] == []
-    assert {"link", "img"}.isdisjoint(reader.tags)
+    text = write_comparison(table, runs, tmp_path / "c.html").read_text("utf-8")
+    assert text.count("<figure>") == 7
+    shares = busy_shares(runs["all-cpu"])
     for words in (
         *POLICIES,
         "fastest over the whole trace",
         "Which expert where",
         "sees the future",
-        "slots",
+        f"{100 * shares['cpu']:.0f} %",
     ):
         assert words in text
-    shares = busy_shares(runs["all-cpu"])
-    assert f"{100 * shares['cpu']:.0f} %" in text
 
 
 def test_the_page_warns_where_there_is_something_to_warn_of(compared, tmp_path):
@@ -206,8 +177,8 @@ def test_the_page_warns_where_there_is_something_to_warn_of(compared, tmp_path):
     assert "What to know" not in quiet
     assert (
         loud.count("What to know")
-        == loud.count("<p>beware</p>")
-        == loud.count("<p>of it</p>")
+        == loud.count(">beware</p>")
+        == loud.count(">of it</p>")
         == 1
     )
 
@@ -224,23 +195,20 @@ def test_the_page_is_the_same_every_time(compared, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_pictures_are_what_their_names_say(compared, tmp_path, suffix):
-    start = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
-    assert (
-        save(moesim.comparison_figure(*compared), tmp_path / f"c{suffix}")
-        .read_bytes()
-        .startswith(start)
-    )
+    start = {".png": b"\x89PNG", ".svg": b"<svg", ".pdf": b"%PDF"}[suffix]
+    picture = moesim.comparison_figure(*compared).save(tmp_path / f"c{suffix}")
+    assert picture.read_bytes().startswith(start)
 
 
 def test_a_step_shows_each_lane_that_worked_in_it(compared):
     run = compared[1]["greedy"]
     spans = run.timeline.frame()
     mine = spans[(spans["step"] == 7) & (spans["layer"] >= 0) & (spans["layer"] < 2)]
-    (axis,) = moesim.step_figure(run, 7, layers=2).axes
-    assert {label.get_text() for label in axis.get_yticklabels()} == set(mine["lane"])
-    assert {text.get_text() for text in axis.texts} == {
-        str(expert) for expert in mine["expert"] if expert >= 0
-    }
+    shown = moesim.step_figure(run, 7, layers=2).data["spans"]
+    assert set(shown["lane"]) == set(mine["lane"])
+    assert len(shown["start"]) == len(mine)
+    experts = {str(expert) for expert in mine["expert"] if expert >= 0}
+    assert {label for label in shown["label"] if label} <= experts
     with pytest.raises(PolicyError, match="99999"):
         moesim.step_figure(run, 99999)
 

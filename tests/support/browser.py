@@ -1,8 +1,11 @@
 """A real browser for tests of pages, where this machine has one."""
 
+import base64
 import importlib.util
 import json
+import re
 import shutil
+import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,17 +59,46 @@ def browser(user_folder):
         driver.quit()
 
 
-def show(driver, page, *, width=1200, scheme="light"):
-    """Open a page on a screen of this width, in a light or dark colour scheme."""
+SCREENS = (("light", 1280), ("light", 390), ("dark", 1280), ("dark", 390))
+
+
+def opened(driver, page, *, width=1280, height=900, scheme="light"):
+    """Open a page, or an address, on a screen of this width in a colour scheme, and
+    wait until it is drawn.
+    """
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
     )
     driver.execute_cdp_cmd(
         "Emulation.setEmulatedMedia",
         {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
     )
-    driver.get(Path(page).absolute().as_uri())
+    driver.get(page if isinstance(page, str) else Path(page).absolute().as_uri())
+    error = driver.execute_async_script(
+        "const done = arguments[0];"
+        "window.page.then(() => done(''), (error) => done(String(error.stack)))"
+    )
+    assert not error, error
+
+
+def data_of(page):
+    """What the script of a page reads."""
+    text = page.read_text(encoding="utf-8")
+    packed = re.search(r'id="data">(.*?)</script>', text)[1]
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
+
+
+def wait(driver, condition):
+    """Until a line of script answers yes."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(driver, 30).until(lambda driver: driver.execute_script(condition))
+
+
+def errors_of(driver):
+    """What the console says."""
+    return [line["message"] for line in driver.get_log("browser")]
 
 
 def violations(driver):
@@ -85,11 +117,31 @@ def violations(driver):
 
 
 def check_page(driver, page):
-    """Anybody can read a page: on a wide light screen, and on a dark one of 400 px."""
-    for scheme, width in (("light", 1200), ("dark", 400)):
-        show(driver, page, width=width, scheme=scheme)
+    """Anybody can read a page, on each of `SCREENS`; it is silent and asks for nothing
+    else.
+    """
+    errors_of(driver)
+    for scheme, width in SCREENS:
+        opened(driver, page, width=width, scheme=scheme)
         assert violations(driver) == []
         # What is wider than the screen scrolls by itself, never the page.
         assert driver.execute_script(
             "return document.documentElement.scrollWidth <= window.innerWidth"
         )
+        asked = driver.execute_script(
+            "return performance.getEntriesByType('resource').map((each) => each.name)"
+        )
+        assert [name for name in asked if not name.startswith(("data:", "blob:"))] == []
+    said = errors_of(driver)
+    assert said == [], said
+
+
+def screenshots(driver, page):
+    """The whole page as PNG on each of `SCREENS`, by their names."""
+    pictures = {}
+    for scheme, width in SCREENS:
+        opened(driver, page, width=width, scheme=scheme)
+        height = driver.execute_script("return document.documentElement.scrollHeight")
+        opened(driver, page, width=width, height=min(height, 4000), scheme=scheme)
+        pictures[f"{scheme}-{width}"] = driver.get_screenshot_as_png()
+    return pictures

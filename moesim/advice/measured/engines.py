@@ -1,4 +1,4 @@
-"""Engines with an expert cache, predicted from misses, copies and probes."""
+"""Engines with an expert cache, predicted from hit rates and probes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from moesim.advice.errors import AdviceError
 from moesim.advice.measured.rows import (
-    GB,
     Platforms,
     Skipped,
     collect,
@@ -22,7 +21,6 @@ from moesim.advice.measured.scores import (
     ONE_EFFICIENCY,
     OURS,
     Guess,
-    Ideal,
     Prediction,
     folds_of,
 )
@@ -39,8 +37,6 @@ from moesim.advice.times.cache_engine import (
 from moesim.advice.times.latents import Beliefs, Observation
 from moesim.advice.times.population import Fit, Member, Population
 from moesim.advice.times.priors import PriorTable, priors_of, textbook_priors
-from moesim.advice.times.step_times import Target, decode_target
-from moesim.advice.times.work import Setting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,8 +47,6 @@ if TYPE_CHECKING:
 
 # Repetitions of one engine on one host differ by about so much.
 ENGINE_SPREAD = 0.02
-# Hit rates that were rounded, simulated or taken from other text.
-HIT_SPREAD = 0.04
 # How many copies run ahead, and how many of them come late, no row says.
 AHEAD_SPREAD = 0.20
 # Copies per token of a cache that admits with a margin, where a row does not say.
@@ -66,10 +60,9 @@ BELADY_SAVES = 0.35
 # Engines whose tokens/s are not layer steps with misses: drafts verify several tokens
 # in one pass, and a third tier is read from an SSD.
 OTHER_RULES = re.compile(
-    r"strata|draft|\bmtp\b|nvme|neurall|hot list|whole file|ssd", re.IGNORECASE
+    r"strata|draft|\bmtp\b|nvme|neurall|hot list|whole file|whole layers|ssd",
+    re.IGNORECASE,
 )
-
-_STEPS_COLUMN = re.compile("layer_steps_per_token")
 
 
 @dataclass(frozen=True)
@@ -82,11 +75,9 @@ class EngineRun:
         machine: with its probes.
         model: contents of the file.
         host: probed rates of host memory.
-        work: misses, copies and bytes; None where whole layers are on the CPU.
-        target: llama.cpp's decode in that case.
+        work: misses, copies and bytes.
         words: policy and size in words.
         tokens_per_s: as measured.
-        hits_known: the row states its hit rate or counts.
     """
 
     row: Row
@@ -94,20 +85,15 @@ class EngineRun:
     machine: Machine
     model: ModelContents
     host: HostRates
-    work: EngineWork | None
-    target: Target | None
+    work: EngineWork
     words: str
     tokens_per_s: float
-    hits_known: bool
     kind: str = "engine"
     session: str = ""
 
     @property
     def latents(self) -> frozenset[str]:
         """Every latent that the token depends on."""
-        if self.work is None:
-            assert self.target is not None
-            return self.target.latents
         return frozenset(engine_latents(self.work)) | {self.misfit}
 
     @property
@@ -128,9 +114,6 @@ class EngineRun:
     @property
     def roof_s(self) -> float:
         """Seconds of one token by bytes over bandwidth alone."""
-        if self.work is None:
-            assert self.target is not None
-            return self.target.seconds(Ideal(self.machine))
         misses = sum(
             (on_cpu + copies) * count
             for (on_cpu, copies), count in self.work.steps.items()
@@ -140,35 +123,19 @@ class EngineRun:
 
     def predict(self, rates: Mapping[str, float]) -> float:
         """Seconds of one token."""
-        if self.work is None:
-            assert self.target is not None
-            return self.target.seconds(rates)
         seconds = engine_seconds(self.work, self.machine, self.host, rates)
         return seconds * rates[self.misfit]
 
     @property
     def row_spread(self) -> float:
         """Standard deviation of the row's logarithm."""
-        if self.work is not None and self.work.traits.ahead:
-            return AHEAD_SPREAD
-        return ENGINE_SPREAD if self.hits_known else HIT_SPREAD
+        return AHEAD_SPREAD if self.work.traits.ahead else ENGINE_SPREAD
 
     def observed(self) -> Observation:
         """Return the measured time."""
         return Observation(
             self.seconds, self.predict, self.latents, self.row_spread, self.words
         )
-
-
-def event_runs(
-    folder: MeasuredFolder, models: FolderModels
-) -> tuple[list[EngineRun], list[Skipped]]:
-    """Return the rows of ``layer_events.csv`` as runs."""
-    platforms = Platforms(folder)
-    return collect(
-        folder["layer_events.csv"],
-        lambda row: [_event_run(row, folder, platforms, models)],
-    )
 
 
 def cache_runs(
@@ -179,107 +146,6 @@ def cache_runs(
     rows = folder["cache_runs.csv"]
     hits = known_hits(rows)
     return collect(rows, lambda row: [_cache_run(row, platforms, models, hits)])
-
-
-def _event_run(
-    row: Row, folder: MeasuredFolder, platforms: Platforms, models: FolderModels
-) -> EngineRun:
-    name = _platform_of(row.text("host"), folder)
-    machine = platforms.machine(name, row.source)
-    model = models.contents(
-        row.text("model"), row.text("quant") or _quant_of(row, folder)
-    )
-    config = row.text("config")
-
-    # The unit stands in the head of the column, in several spellings.
-    column = next((key for key in row.cells if _STEPS_COLUMN.match(key)), None)
-    if column is None or not row.text(column):
-        raise AdviceError(f"{row.place}: no column layer_steps_per_token…")
-    steps = _steps(row.text(column), row)
-    host = HostRates.of(
-        _rate(row, "B_cpu_gbs"),
-        _rate(row, "B_link_gbs"),
-        _rate(row, "B_both_gbs"),
-        _rate(row, "concurrent_cpu_gbs"),
-    )
-    admissions = FETCH_ADMISSIONS if "fetch" in config else USUAL_ADMISSIONS
-    stated = [
-        other for other in folder["cache_runs.csv"] if _same_run(row, other, name)
-    ]
-    if stated and stated[0].number("admits_per_token") is not None:
-        admissions = stated[0].number("admits_per_token") or 0.0
-
-    led_share = 0.0
-    if config.endswith("_pf"):
-        # Beside demand fetches only some of the copies were started ahead.
-        led_share = 0.5 if "fetch" in config else 1.0
-    work = _work(model, steps, admissions, EngineTraits(led_share=led_share))
-    return EngineRun(
-        row=row,
-        machine_name=name,
-        machine=machine,
-        model=model,
-        host=host,
-        work=work,
-        target=None,
-        words=config,
-        tokens_per_s=row.number("tok_s") or 0.0,
-        hits_known=True,
-    )
-
-
-def _platform_of(host: str, folder: MeasuredFolder) -> str:
-    """Find the platform whose name ends in a host's name (``EPYC7352``: ``7352``)."""
-    names = {row.text("platform") for row in folder["platforms.csv"]}
-    digits = re.sub(r"^[A-Za-z]+(?=\d)", "", host)
-    fitting = [name for name in sorted(names) if host in name or digits in name]
-    return min(fitting, key=len) if fitting else f"5090_{host}"
-
-
-def _quant_of(row: Row, folder: MeasuredFolder) -> str:
-    """Return the label that the other files use for a row's model."""
-    labels = Counter(
-        other.text("quant")
-        for other in folder["cache_runs.csv"]
-        if other.text("model") == row.text("model")
-    )
-    if labels:
-        return labels.most_common(1)[0][0]
-    return "MXFP4" if row.text("model").startswith("gpt-oss") else ""
-
-
-def _same_run(row: Row, other: Row, platform: str) -> bool:
-    """Tell whether a row of ``cache_runs.csv`` is about the same run."""
-    slots = re.match(r"C(\d+)", row.text("config"))
-    return (
-        other.text("platform") == platform
-        and other.text("model") == row.text("model")
-        and slots is not None
-        and other.text("slots_per_layer") == slots.group(1)
-        and abs((other.number("tok_s") or 0) - (row.number("tok_s") or 0)) < 0.02
-    )
-
-
-def _steps(text: str, row: Row) -> dict[tuple[int, int], float]:
-    """Read ``0+0:5.1;1+0:10.2`` into (CPU misses, copies) -> count."""
-    steps: dict[tuple[int, int], float] = {}
-    for piece in text.split(";"):
-        # A piece that is skipped silently would make a faster engine.
-        match = re.fullmatch(r"\s*(\d+)\+(\d+):([\d.]+)\s*", piece)
-        if match is None:
-            raise AdviceError(
-                f"{row.place}: layer steps: expected misses+copies:count, found"
-                f" {piece!r}"
-            )
-        steps[int(match.group(1)), int(match.group(2))] = float(match.group(3))
-    return steps
-
-
-def _rate(row: Row, column: str) -> float:
-    value = row.number(column)
-    if value is None or value <= 0:
-        raise AdviceError(f"{row.place}: {column}: expected GB/s above 0, found none")
-    return value * GB
 
 
 def _work(
@@ -362,37 +228,21 @@ def _cache_run(
     if speed is None or speed <= 0:
         raise AdviceError(f"{row.place}: tok_s: expected a speed above 0, found none")
 
-    stated = row.number("hit_rate")
-    words = f"{policy}, {row.text('slots_per_layer')} slots"
-    host = host_rates(machine)
-    work: EngineWork | None = None
-    target = None
-    if traits.whole_layers:
-        share = row.number("capacity_share") or 0.0
-        # Whole layers stand for a share of experts.
-        moved = round(len(model.moe_layers) * (1 - share))
-        target = decode_target(machine, model, Setting(cpu_layers=moved), 0)
-    else:
-        rate = stated if stated is not None else _interpolated(hits, row)
-        if rate is None:
-            raise AdviceError(f"{row.place}: no hit rate, and none of this model known")
-        table = _fetch_table(row, model)
-        steps = steps_from_hits(model, rate, traits, table)
-        usual = _interpolated(hits, row)
-        admissions = _admissions(row, model, rate, usual, traits)
-        work = _work(model, steps, admissions, traits)
+    rate = row.number("hit_rate")
+    if rate is None:
+        raise AdviceError("no hit rate")
 
+    steps = steps_from_hits(model, rate, traits, _fetch_table(row, model))
+    admissions = _admissions(row, model, rate, _interpolated(hits, row), traits)
     return EngineRun(
         row=row,
         machine_name=name,
         machine=machine,
         model=model,
-        host=host,
-        work=work,
-        target=target,
-        words=words,
+        host=host_rates(machine),
+        work=_work(model, steps, admissions, traits),
+        words=f"{policy}, {row.text('slots_per_layer')} slots",
         tokens_per_s=speed,
-        hits_known=stated is not None,
     )
 
 
@@ -462,18 +312,15 @@ def host_rates(machine: Machine) -> HostRates:
     return HostRates.of(cpu, link, both, probes.host_beside_link)
 
 
-def predict_engines(
-    runs: Sequence[EngineRun], learners: Sequence[EngineRun], left_out: str
-) -> list[Prediction]:
+def predict_engines(runs: Sequence[EngineRun], left_out: str) -> list[Prediction]:
     """Predict every run from the rows of other platforms, or of other sources.
 
     Args:
         runs: to predict.
-        learners: rows that teach; those of a run's own fold are left out.
         left_out: ``platforms`` or ``sources``.
     """
     machines: dict[str, list[EngineRun]] = defaultdict(list)
-    for run in learners:
+    for run in runs:
         machines[run.machine_name].append(run)
     fit = Fit(
         [
@@ -481,7 +328,7 @@ def predict_engines(
             for name, rows in machines.items()
         ]
     )
-    folds = folds_of([*learners, *runs], left_out)
+    folds = folds_of(runs, left_out)
     populations: dict[str, Population] = {}
     predictions = []
     for run in runs:
@@ -501,11 +348,10 @@ def predict_engines(
         interval = Beliefs(table).predict(
             run.predict, sorted(run.latents), run.row_spread
         )
-        others = [other for other in learners if folds[other.machine_name] != fold]
+        others = [other for other in runs if folds[other.machine_name] != fold]
         guesses = {OURS: Guess(math.log(interval.value), interval.spread)}
         guesses |= _simple(run, others)
-        given = "hit rate stated" if run.hits_known else "hit rate interpolated"
-        predictions.append(Prediction(run, fold, given, guesses))
+        predictions.append(Prediction(run, fold, "hit rate", guesses))
     return predictions
 
 

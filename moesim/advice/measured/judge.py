@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from moesim.advice.measured.engines import cache_runs, event_runs, predict_engines
+from moesim.advice.measured.engines import cache_runs, predict_engines
 from moesim.advice.measured.rows import FolderModels, runs_of
 from moesim.advice.measured.scores import (
     NEAREST,
@@ -249,8 +249,7 @@ def judge(
         progress: told what is being done, and which share is done.
     """
     tell = progress or (lambda _what, _share: None)
-    runs, events, engines, skipped = _read(folders)
-    known = [run for run in engines if run.hits_known]
+    runs, engines, skipped = _read(folders)
     cases = [Case(*words) for words in CASES]
     widths: dict[str, tuple[float, float]] = {}
     fit = None
@@ -262,10 +261,8 @@ def judge(
             if case.grade in QUESTIONS:
                 solution = QUESTIONS[case.grade](runs, knowledge)
             else:
-                asked = events if case.grade == "layer events" else known
-                solution = predict_engines(asked, [*events, *known], left_out)
+                solution = predict_engines(engines, left_out)
             case.predictions[left_out] = widened(solution)
-            # Strangers are at least as far away as another source's machines.
             # Strangers are at least as far away as another source's machines.
             widths[case.grade] = stretch(solution, OURS)
     assert fit is not None
@@ -276,22 +273,19 @@ def judge(
 
 def _read(
     folders: Sequence[MeasuredFolder],
-) -> tuple[list[Run], list[EngineRun], list[EngineRun], list[Skipped]]:
-    """Return runs of llama.cpp, of engines by layer step and by hit rate."""
+) -> tuple[list[Run], list[EngineRun], list[Skipped]]:
+    """Return runs of llama.cpp and of engines with expert caches."""
     runs: list[Run] = []
-    events: list[EngineRun] = []
     engines: list[EngineRun] = []
     skipped: list[Skipped] = []
     for folder in folders:
         models = FolderModels(folder)
         llama, no_llama = runs_of(folder)
-        by_step, no_steps = event_runs(folder, models)
         by_hits, no_hits = cache_runs(folder, models)
         runs += llama
-        events += by_step
         engines += by_hits
-        skipped += [*no_llama, *no_steps, *no_hits]
-    return runs, events, engines, skipped
+        skipped += [*no_llama, *no_hits]
+    return runs, engines, skipped
 
 
 def _predicted(
@@ -472,5 +466,4 @@ CASES = (
     ("prompts, specification", "prompt specification", "<= 35 %"),
     ("prompts, one row of the model", "prompt one row", "<= 12 %"),
     ("expert-cache engines, hit rate given", "engine", "<= 7 %"),
-    ("expert-cache engines, misses by layer step given", "layer events", "<= 3 %"),
 )

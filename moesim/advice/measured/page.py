@@ -255,7 +255,7 @@ def save(judgement: Judgement, folder: Path, command: str) -> list[Path]:
         from moesim.advice.page import scatter  # noqa: PLC0415 # loads much
 
         places.append(folder / "specification.svg")
-        scatter(predictions).savefig(places[-1])
+        scatter(predictions).save(places[-1])
     return places
 
 

@@ -46,8 +46,6 @@ FILES = {
     "models.csv": ("model", "quant", "n_layers", "n_moe_layers", "n_experts", "top_k"),
     "decode.csv": ("platform", "model", "quant", "n_cpu_moe", "tok_s"),
     "cache_runs.csv": ("platform", "model", "quant", "policy", "slots_per_layer"),
-    "layer_events.csv": ("host", "model", "config", "tok_s"),
-    "policy_reads.csv": ("model", "slots", "experts", "policy"),
     "llama_bench.csv": ("id", "model", "quant", "cpu", "gpu", "flags"),
 }
 UNSTATED = {"", "n/s", "n/a", "none stated", "not stated", "?", "unknown", "nan"}
@@ -717,7 +715,8 @@ def group_of(machine: Machine, name: str) -> str:
 OTHER_ENGINES = re.compile(
     r"strata|freetoken|mosl|kt-kernel|sglang|ktransformers|authors engine|ollama|"
     r"\bds4\b|neurall|uvm|edge0|expert.cache|moe-cache|soft cache|slot cache|cache\b|"
-    r"hot_n|hot list|hot copies|chonk|early issue|weights duplicated|[12] sockets?",
+    r"overlap|prefetch|hot_n|hot list|hot copies|chonk|early issue|weights duplicated|"
+    r"[12] sockets?",
     re.IGNORECASE,
 )
 DRAFTS = re.compile(
@@ -833,7 +832,6 @@ def _setting(row: Row, model: ModelContents, machine: Machine, flags: str) -> Se
         kv_format=_kv_format(f"{flags} {row.text('quant')}"),
         page_locked=bool(re.search(r"no-mmap|-mmp 0|--mmap 0|\+ pin|pinned", lowered)),
         used_only="copies all" not in lowered,
-        overlapped="overlap" in lowered or "prefetch" in lowered,
     )
     setting = _placed(row, model, machine, lowered, setting)
     # ik_llama.cpp uploads all experts, from more tokens on.

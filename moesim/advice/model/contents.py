@@ -127,7 +127,6 @@ class ModelContents:
         quant: the label that people use, such as ``Q4_K_M``.
         tied: head and embeddings are the same tensor.
         unused_bytes: stored, but not read when tokens are made (multi-token heads).
-        trained_tokens: longest context of the training; 0 unknown.
         assumed: what the source did not say.
     """
 
@@ -143,7 +142,6 @@ class ModelContents:
     quant: str = ""
     tied: bool = False
     unused_bytes: int = 0
-    trained_tokens: int = 0
     assumed: tuple[str, ...] = ()
 
     @cached_property

@@ -328,7 +328,6 @@ def gguf_contents(path: Path) -> ModelContents:
         tied=not parts.head.dense_bytes,
         # Tensors outside the layers (rope factors, the last norm) are small.
         unused_bytes=parts.unused_bytes + parts.rest_bytes,
-        trained_tokens=keys.whole("context_length", 0),
     )
 
 

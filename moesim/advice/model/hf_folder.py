@@ -135,7 +135,6 @@ def hf_contents(folder: Path) -> ModelContents:
         quant=head_format.upper(),
         tied=not parts.head.dense_bytes,
         unused_bytes=parts.unused_bytes + parts.rest_bytes,
-        trained_tokens=int(config.get("max_position_embeddings", 0)),
     )
 
 

@@ -3,14 +3,13 @@
 One layer step has some misses on the CPU, some experts copied over the link, and hits
 on the GPU; the three run side by side and the slowest counts. Copies that refill the
 cache run in the background and take bandwidth from the CPU while they last. So all that
-is needed is how often a layer step had how many misses and copies: counted
-(`layer_events.csv`), or drawn from a hit rate with the spread that gates show.
+is needed is how often a layer step had how many misses and copies, drawn from a hit
+rate with the spread that gates show.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -85,22 +84,16 @@ class EngineTraits:
     Attributes:
         fetch: misses are shared between CPU and link.
         split: the graph is cut at every layer that may miss (no waiting helpers).
-        polled: the CPU learns of misses by synchronising with the GPU.
         admit_all: every miss is copied into the cache.
         ahead: copies start before their layer.
         one_read: a miss that is admitted is read once for both.
-        whole_layers: no cache; whole layers are on the CPU.
-        led_share: share of awaited copies that were started one layer ahead.
     """
 
     fetch: bool = False
     split: bool = False
-    polled: bool = False
     admit_all: bool = False
     ahead: bool = False
     one_read: bool = False
-    whole_layers: bool = False
-    led_share: float = 0.0
 
 
 def traits_of(policy: str) -> EngineTraits:
@@ -114,11 +107,9 @@ def traits_of(policy: str) -> EngineTraits:
     return EngineTraits(
         fetch=oracle or has("deployed", "+ fetch", "+fetch", "fetch table"),
         split=has("split", "memcpy", "copy-engine adm", "zero-copy adm", "hot set"),
-        polled=bool(re.match(r"(?:lru|dfa|static, .*|no expert resident)$", words)),
         admit_all=has("lru", "hit-optimal"),
         ahead=has("prefetch", "read-ahead", "hit-optimal", "scheduled"),
         one_read=has("1 read", "scheduled", "paced"),
-        whole_layers=has("whole layers"),
     )
 
 
@@ -208,7 +199,6 @@ def engine_priors(machine: Machine) -> dict[str, Prior]:
         "engine_floor_s": (10e-6 * clock, 0.5, "waiting helpers see a miss"),
         "fetch_s": (8e-6 * clock, 0.7, "starting and noticing a copy"),
         "split_s": (70e-6, 0.4, "one more cut of the graph per layer"),
-        "polled_s": (28e-6 * clock, 0.5, "synchronisation to learn of misses"),
         "beside_factor": (1.0, 0.08, "reads beside a copy against the probe"),
     }
     priors = {
@@ -234,8 +224,6 @@ def engine_latents(work: EngineWork) -> set[str]:
     names.add(f"core:{family(work.expert_format)}")
     if work.traits.split:
         names.add("split_s")
-    if work.traits.polled:
-        names.add("polled_s")
     return names
 
 
@@ -254,8 +242,6 @@ def engine_seconds(
     base += work.layers * (rates["layer_s"] + rates["engine_layer_s"])
     if work.traits.split:
         base += work.layers * rates["split_s"]
-    if work.traits.polled:
-        base += work.layers * rates["polled_s"]
 
     # How much the background copies take from the CPU depends on how long a token takes
     # and the other way round: a few rounds settle it.
@@ -263,8 +249,7 @@ def engine_seconds(
     cpu_share = 0.5
     for _ in range(MOST_ROUNDS):
         cpu_rate = _cpu_rate(work, machine, host, rates, seconds, cpu_share)
-        lead_s = work.traits.led_share * base / work.layers
-        waits, cpu_s = _layer_waits(work, host, rates, cpu_rate, lead_s)
+        waits, cpu_s = _layer_waits(work, host, rates, cpu_rate)
         settled = base + waits
         if work.traits.ahead:
             # Copies ahead of their layer run beside everything else, but memory still
@@ -316,12 +301,8 @@ def _layer_waits(
     host: HostRates,
     rates: Mapping[str, float],
     cpu_rate: float,
-    lead_s: float,
 ) -> tuple[float, float]:
-    """Seconds that experts take in all layer steps, and the CPU's part of them.
-
-    A copy that was started one layer ahead has run for `lead_s` when it is awaited.
-    """
+    """Seconds that experts take in all layer steps, and the CPU's part of them."""
     size = work.expert_bytes
     gpu_rate = size / device_seconds({work.expert_format: size}, rates)
     waits = cpu_total = 0.0
@@ -337,7 +318,6 @@ def _layer_waits(
             cpu_s += rates["engine_floor_s"]
         if copies:
             # A copied expert is computed on the GPU after it has landed.
-            link_s = max(0.0, link_s - lead_s)
             link_s += rates["fetch_s"] + copies * size / gpu_rate
         waits += count * max(gpu_s, cpu_s, link_s)
         cpu_total += count * cpu_s

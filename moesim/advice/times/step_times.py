@@ -59,7 +59,6 @@ CORE_BYTES_PER_S = {
 # An efficiency core counts as this share of a fast one.
 SMALL_CORE = 0.5
 FLOPS_PER_WEIGHT = 2
-MILLION = 1e6
 
 
 @cache
@@ -213,7 +212,7 @@ def host_seconds(
         unpack = cores * CORE_BYTES_PER_S[group] * rates[f"core:{group}"]
         slower = (read**-SHARPNESS + unpack**-SHARPNESS) ** (1 / SHARPNESS)
         seconds += stored * slower
-    return seconds * rates.get("crowding", 1.0)
+    return seconds
 
 
 def decode_latents(work: DecodeWork) -> set[str]:
@@ -272,11 +271,6 @@ def prefill_terms(
         chunk = _chunk_terms(work, machine, setting, rates, tokens, before)
         for name, seconds in chunk.items():
             terms[name] += count * seconds
-
-    if setting.overlapped:
-        # Patched engines upload the next layer while this one computes.
-        compute = sum(seconds for name, seconds in terms.items() if name != "upload")
-        terms["upload"] = max(0.0, terms["upload"] - compute)
     return {name: seconds for name, seconds in terms.items() if seconds}
 
 

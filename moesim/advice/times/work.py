@@ -193,7 +193,6 @@ class PrefillWork:
         device_bytes: read once per micro-batch on the GPUs, without host experts.
         layers: all layers.
         attention_widths: (width, window) -> layers.
-        attention_on_gpu: share of layers whose attention runs on the GPUs.
         ssd_share: of host experts that the page cache lacks.
     """
 
@@ -204,7 +203,6 @@ class PrefillWork:
     device_bytes: float
     layers: int
     attention_widths: Mapping[tuple[int, int], int]
-    attention_on_gpu: float
     ssd_share: float = 0.0
 
     @property
@@ -260,7 +258,6 @@ def prefill_work(
         device_bytes=device_bytes,
         layers=len(model.layers),
         attention_widths=dict(widths),
-        attention_on_gpu=1 - first_gpu / len(model.layers),
     )
 
 
@@ -393,7 +390,6 @@ class Setting:
         used_only: a micro-batch uploads the experts that it uses, not all.
         gpu_from_tokens: a micro-batch of at least so many tokens computes host experts
             on the GPU; None asks the engine's rule.
-        overlapped: uploads run beside compute (patched engines only).
         chosen_layers: layers whose experts stay in host memory by name (``-ot``)
             instead of by number; None where `cpu_layers` counts.
         sequences: requests that are decoded together.
@@ -413,7 +409,6 @@ class Setting:
     page_locked: bool = True
     used_only: bool = True
     gpu_from_tokens: int | None = None
-    overlapped: bool = False
     chosen_layers: frozenset[int] | None = None
     sequences: int = 1
     split: tuple[int, ...] = ()

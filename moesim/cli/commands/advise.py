@@ -51,7 +51,6 @@ def advise(options: AdviseOptions) -> None:
         trace=options.routing_trace,
         replay_cache=options.expert_cache,
     )
-    # matplotlib takes a second, so only pages load it.
     if options.html is not None:
         from moesim.advice.page import write_advice
 

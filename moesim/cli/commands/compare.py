@@ -194,14 +194,13 @@ def _write(compared: "Comparison", options: CompareOptions, *, is_single: bool) 
         write_cells,
         write_comparison,
     )
-    from moesim.reporting.figures import save
     from moesim.reporting.tables import save_table
     from moesim.traces.timeline.perfetto import write_perfetto
 
     comparison = (compared.table, compared.by_policy())
     if options.png is not None:
         figure = comparison_figure(*comparison) if is_single else cells_figure(compared)
-        save(figure, options.png)
+        figure.save(options.png)
     if options.html is not None and is_single:
         write_comparison(*comparison, options.html, output.command_line())
     elif options.html is not None:

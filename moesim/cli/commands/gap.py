@@ -2,8 +2,9 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
-from moesim.base.options import Options, json_option
+from moesim.base.options import PAGES, Options, file_option, json_option
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
 from moesim.runs.config import RunConfig
@@ -13,6 +14,7 @@ from moesim.runs.config import RunConfig
 class GapOptions(Options):
     """What `moesim gap` is asked beside the run itself."""
 
+    html: Path | None = file_option("Write a page with every mix.", *PAGES)
     as_json: bool = json_option()
 
 
@@ -37,8 +39,13 @@ def gap(config: RunConfig, options: GapOptions) -> None:
     # How many mixes there are depends on which parts the policy has.
     with bar("replaying") as progress:
         measured = measure_gap(config, progress=progress)
+    if options.html is not None:
+        from moesim.questions.gap_page import write_gap
+
+        write_gap(measured, options.html, output.command_line())
     if options.as_json:
         print(json.dumps(measured.to_json(), indent=2))
         return
     print(gap_text(measured))
     output.print_bound(bound_of(config), measured.policy_s, f"{config.policy} is ")
+    output.print_written([options.html])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moesim.base.options import (
+    PAGES,
     PICTURES,
     TABLES,
     Options,
@@ -59,6 +60,7 @@ class HitsOptions(Options):
         many=True,
     )
     png: Path | None = file_option("Draw them.", *PICTURES)
+    html: Path | None = file_option("Write a page with their curves.", *PAGES)
     table: Path | None = file_option("Write them.", *TABLES)
     as_json: bool = json_option()
 
@@ -71,19 +73,27 @@ def hits(config: RunConfig, options: HitsOptions) -> None:
     \b
     Examples:
       moesim hits q.parquet
-      moesim hits q.parquet --cache lru,lfu:decay=0.9,sieve,belady --cache-ratio 0.1,0.25,0.5 --png hits.png
+      moesim hits q.parquet --cache lru,lfu:decay=0.9,sieve,belady --cache-ratio 0.1,0.25,0.5 --html hits.html
     """
     from moesim.cli.output import bar
-    from moesim.questions.hit_rates import hit_rates, hits_figure, hits_text
-    from moesim.reporting.figures import save
+    from moesim.questions.hit_rates import (
+        hit_rates,
+        hits_figure,
+        hits_text,
+        write_hits,
+    )
     from moesim.reporting.tables import save_table
+    from moesim.runs.setup import opened
 
     ratios = options.cache_ratio
+    config, trace = opened(config)
     with bar("counting", len(options.cache) * len(ratios)) as show:
         rates = hit_rates(config, options.cache, ratios, progress=show)
 
     if options.png is not None:
-        save(hits_figure(rates), options.png)
+        hits_figure(rates).save(options.png)
+    if options.html is not None:
+        write_hits(rates, trace, options.html, output.command_line())
     if options.table is not None:
         save_table(rates.reset_index(), options.table)
     if options.as_json:
@@ -95,4 +105,4 @@ def hits(config: RunConfig, options: HitsOptions) -> None:
         print(json.dumps(by_cache, indent=2))
         return
     print(hits_text(rates))
-    output.print_written([options.png, options.table])
+    output.print_written([options.png, options.html, options.table])

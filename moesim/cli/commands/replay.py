@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moesim.base.options import (
+    PAGES,
     TIMELINES,
     Options,
     file_option,
@@ -30,10 +31,13 @@ class ReplayOptions(Options):
             *("arrivals", "hw", "prefetch", "routing", "host_memory_bytes"),
             *("host_cache", "staging", "prefetch_budget_bytes", "gpu_split"),
             *("context_tokens", "micro_batch", "draft_tokens", "acceptance"),
-            *("engine", "noise_seed", "out", "perfetto"),
+            *("engine", "noise_seed", "out", "html", "perfetto"),
         ),
     )
     out: Path | None = folder_option("Write the run's tables and figures there.")
+    html: Path | None = file_option(
+        "Write a page: every lane at any moment, which expert was where.", *PAGES
+    )
     perfetto: Path | None = file_option(
         "Write a timeline, with every run, for ui.perfetto.dev.", *TIMELINES
     )
@@ -52,7 +56,7 @@ def replay(config: RunConfig, options: ReplayOptions) -> None:
     Examples:
       moesim replay q.parquet --policy greedy
       moesim replay q.parquet --policy greedy --cache lfu:decay=0.9 --gpu-memory 8GiB
-      moesim replay q.parquet --policy fiddler --hw hw.toml --out run --perfetto run.json
+      moesim replay q.parquet --policy fiddler --hw hw.toml --html run.html --perfetto run.json.gz
       moesim replay q.parquet --cache belady --cache-ratio 0.5 --cache-only
       moesim replay --config run/run.json --batch 4
     """
@@ -69,14 +73,18 @@ def replay(config: RunConfig, options: ReplayOptions) -> None:
     config, trace = opened(config)
     with replaying(config.policy, trace, config.steps) as progress:
         run = replay_trace(
-            # Figures are all that is printed, so the timeline need not stay in memory.
             config,
             out=options.out,
             perfetto=options.perfetto,
-            keep=False,
+            # A page is drawn from the timeline; figures alone need none in memory.
+            keep=options.html is not None,
             bounded=True,
             progress=progress,
         )
+    if options.html is not None:
+        from moesim.questions.replay_page import write_run
+
+        write_run(run, options.html, output.command_line())
     if options.as_json:
         bound = output.bound_json(run.bound, run.metrics["makespan_s"])
         print(json.dumps(run.to_json() | bound, indent=2))

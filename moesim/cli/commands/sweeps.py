@@ -130,7 +130,6 @@ def sources(source: Path | None, axes: dict[str, Any]) -> Any:
 
 def _write(frame: "pd.DataFrame", options: SweepOptions) -> None:
     from moesim.questions.sweep_page import sweep_figure, write_sweep
-    from moesim.reporting.figures import save
     from moesim.reporting.tables import save_table
     from moesim.runs.sweeps.rows import DETAILS
 
@@ -140,7 +139,7 @@ def _write(frame: "pd.DataFrame", options: SweepOptions) -> None:
     if options.html is not None:
         write_sweep(frame, options.html, output.command_line())
     if options.png is not None:
-        save(sweep_figure(frame), options.png)
+        sweep_figure(frame).save(options.png)
 
 
 SHOWN = 12

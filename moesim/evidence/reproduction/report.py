@@ -18,6 +18,8 @@ from moesim.evidence.reproduction.orders import (
     sides,
 )
 from moesim.evidence.reproduction.questions import ANCHORED, INPUT, UNANSWERED, anchors
+from moesim.reporting.charts import GPU, Chart, channel, layer, records, rule, shown
+from moesim.reporting.pages import Page, PageTable, page_origin
 from moesim.reporting.tables import markdown_table
 
 if TYPE_CHECKING:
@@ -450,32 +452,63 @@ def _statement(each: Statement) -> dict[str, Any]:
     }
 
 
+def ratios(answered: Sequence[Answered]) -> Chart | None:
+    """Draw ours over published of every simulated record, by paper; None where there is
+    none.
+    """
+    rows = [
+        {
+            "paper": entry.record.source,
+            "where": entry.record.ref,
+            "figure": entry.record.metric,
+            "ratio": entry.ratio,
+        }
+        for entry in answered
+        if entry.compared and entry.question.runs and (entry.ratio or 0) > 0
+    ]
+    if not rows:
+        return None
+    mark = {"type": "tick", "thickness": 2, "color": GPU, "opacity": 0.6}
+    ticks = layer(
+        mark,
+        x=channel("ratio", "ours over published", scale={"type": "log"}),
+        y=channel("paper", None, "N", sort=None),
+        tooltip=shown(
+            ("paper", "paper"),
+            ("where", "where"),
+            ("figure", "figure"),
+            ("ratio", "ours over published", ".3g"),
+        ),
+    )
+    size = {"width": 700, "height": 28 * len({row["paper"] for row in rows})}
+    spec = {"data": {"name": "rows"}, **size, "layer": [ticks, rule(1.0, "x")]}
+    return Chart(spec, {"rows": records(rows)}, "A mark for each figure; 1 is equal")
+
+
 def write(folder: Path, reproduced: Reproduced, page: Report) -> list[Path]:
     """Write ``reproduction.html``, ``.md`` and ``.json``; each appears when it is
     complete.
     """
-    from moesim.reporting.pages import (  # noqa: PLC0415 - jinja2
-        PageTable,
-        page_origin,
-        write_page,
+    title = f"{reproduced.machines} machines: the papers' tables beside ours"
+    command = f"moesim reproduce --all --machines {reproduced.machines}"
+    figures = page.counts["all"]
+    shown_page = Page(
+        title,
+        page_origin(command),
+        setting=[f"machines as {reproduced.machines}"],
+        answer=f"{_held(figures, 'directions')} directions and"
+        f" {_held(figures, 'orders')} orders of systems hold",
+        notes=page.facts,
     )
-
-    title = f"The papers' tables beside ours, {reproduced.machines} machines"
-    html = write_page(
-        folder / "reproduction.html",
-        "reproduction.html",
-        title=title,
-        origin=page_origin(
-            f"moesim reproduce --all --machines {reproduced.machines}",
-            machines=reproduced.machines,
-        ),
-        facts=page.facts,
-        sections=[
-            (table.title, table.note, PageTable(table.heads, table.rows))
-            for table in page.tables
-            if table.rows
-        ],
-    )
+    first, *others = [table for table in page.tables if table.rows]
+    for table in (first, *others):
+        cells = PageTable(table.heads, table.rows, table.title)
+        shown_page.add(table.title, cells, note=table.note)
+        if table is first:
+            shown_page.add(
+                "How far are the figures apart?", ratios(reproduced.answered)
+            )
+    html = shown_page.write(folder / "reproduction.html")
     texts = {
         "reproduction.md": markdown(page, title),
         "reproduction.json": json.dumps(summary_json(reproduced, page), indent=1)

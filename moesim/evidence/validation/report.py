@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,21 +10,22 @@ import numpy as np
 
 from moesim.base.files import write_text
 from moesim.base.units import NO_VALUE
-from moesim.reporting.figures import new_figure
-from moesim.reporting.pages import (
-    PageTable,
-    page_figure,
-    page_origin,
-    render,
-    trace_words,
+from moesim.reporting.charts import (
+    GPU,
+    QUIET,
+    Chart,
+    Styles,
+    channel,
+    layer,
+    records,
+    rule,
+    shown,
 )
+from moesim.reporting.pages import Facts, Page, PageTable, page_origin, trace_words
 from moesim.reporting.tables import aligned, facts_lines, markdown_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 def page(result: dict[str, Any], command: str | None = None) -> str:
@@ -33,18 +33,31 @@ def page(result: dict[str, Any], command: str | None = None) -> str:
     # Files of earlier versions name none.
     digests = result["config"].get("traces", {})
     traces = [trace_words(name, digest) for name, digest in digests.items()]
-    return render(
-        "validation.html",
-        title=TITLE,
-        origin=page_origin(command, traces="; ".join(traces)),
-        setting=setting(result),
-        facts=PageTable(["figure", "value"], facts(result)),
-        figures=[
-            page_figure(draw(result), caption) for caption, draw in FIGURES.items()
-        ],
-        cells=PageTable(CELL_HEADS, cell_rows(result)),
-        shared=PageTable(SHARED_HEADS, shared_rows(result)),
-        warnings=result["warnings"],
+    config = result["config"]
+    report = Page(
+        f"{config['machine']}: simulated against measured",
+        page_origin(command, traces="; ".join(traces)),
+        setting=[setting(result)],
+        answer=_answer(result),
+    )
+    names, values = zip(*facts(result), strict=True)
+    report.add("", Facts("", names, {"": values}))
+    report.add("Where is it off?", *(draw(result) for draw in FIGURES))
+    cells = PageTable(CELL_HEADS, cell_rows(result), "Every cell")
+    report.add("Every cell", cells, note=_LEGEND.replace("*", ""))
+    shared = PageTable(SHARED_HEADS, shared_rows(result), _SHARED_TITLE)
+    if shared.rows:
+        report.add("Cells that share a coordinate", shared, note="TPOT errors.")
+    return report.add_warnings(result["warnings"]).html()
+
+
+def _answer(result: dict[str, Any]) -> str:
+    median = _percent(result["tpot_error_median"])
+    worst = _percent(result["tpot_error_max"])
+    noise = _percent(result["noise_floor"])
+    return (
+        f"time per token off by {median} in the median, {worst} at worst; measured"
+        f" again it would differ by {noise}"
     )
 
 
@@ -357,142 +370,155 @@ def _yes(value: bool | None) -> str:
     return "yes" if value else "no"
 
 
-BAND = 0.05
-"""Half width of the band around equality; the margin of the equivalence test."""
-
-
-def parity(result: dict[str, Any]) -> Figure:
+def parity(result: dict[str, Any]) -> Chart:
     """Predicted against measured TPOT, one point per cell, by policy."""
-    figure = new_figure(5.6, 5.0)
-    axes = _axes(figure)
-    for policy in _policies(result):
-        cells = [cell for cell in result["cells"] if cell["policy"] == policy]
-        axes.plot(
-            [1e3 * cell["tpot_measured_s"] for cell in cells],
-            [1e3 * cell["predicted"]["tpot_s"] for cell in cells],
-            "o",
-            ms=4,
-            alpha=0.8,
-            label=policy,
-        )
-    low, high = axes.get_xlim()
-    # The axes become logarithmic, where nothing may be at zero.
-    line = np.array([max(low, 1e-3), high])
-    axes.plot(line, line, "k-", lw=0.8)
-    axes.fill_between(
-        line, (1 - BAND) * line, (1 + BAND) * line, color="k", alpha=0.08, lw=0
+    rows = [
+        {
+            "policy": cell["policy"],
+            "measured": 1e3 * cell["tpot_measured_s"],
+            "predicted": 1e3 * cell["predicted"]["tpot_s"],
+            "shape": cell["shape"],
+            "cache": cell["cache_ratio"],
+            "batch": cell["batch"],
+        }
+        for cell in result["cells"]
+    ]
+    # Without a decode step there is no time, and no place on such an axis.
+    rows = [row for row in rows if row["measured"] > 0 and row["predicted"] > 0]
+    times = [row[name] for row in rows for name in ("measured", "predicted")] or [1.0]
+    line = [{"at": min(times)}, {"at": max(times)}]
+    band = [
+        each | {"low": 0.95 * each["at"], "high": 1.05 * each["at"]} for each in line
+    ]
+    at = channel("at", None, scale={"type": "log"})
+    low = {"field": "low", "type": "quantitative"}
+    area = {"type": "area", "color": QUIET, "opacity": 0.3}
+    styles = Styles(_policies(result))
+    points = layer(
+        "point",
+        x=channel("measured", "measured TPOT, ms", scale={"type": "log"}),
+        y=channel("predicted", "predicted TPOT, ms", scale={"type": "log"}),
+        color=styles.colour(),
+        shape=styles.mark(),
+        tooltip=shown(
+            ("policy", "policy"),
+            ("shape", "shape"),
+            ("cache", "cache"),
+            ("batch", "batch"),
+            ("measured", "measured, ms", ".4g"),
+            ("predicted", "predicted, ms", ".4g"),
+        ),
     )
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="measured TPOT [ms]",
-        ylabel="predicted TPOT [ms]",
-    )
-    axes.legend(frameon=False, fontsize=7)
-    return figure
+    shade = layer(area, data="band", x=at, y=low, y2={"field": "high"})
+    label = "Predicted against measured time per token; the band is 5 %"
+    data = {"cells": records(rows), "band": records(band)}
+    return _chart([shade, points], data, label, height=360)
 
 
-def cell_errors(result: dict[str, Any]) -> Figure:
+def cell_errors(result: dict[str, Any]) -> Chart:
     """Error of each cell, sorted, with its noise floor beside it."""
-    figure = new_figure(7.2, 3.2)
-    axes = _axes(figure)
     # A cell without decode steps has no error; it stands at zero.
     cells = sorted(result["cells"], key=lambda cell: cell["tpot_error"] or 0.0)
-    positions = np.arange(len(cells))
-    axes.bar(
-        positions,
-        [100 * (cell["tpot_error"] or 0.0) for cell in cells],
-        width=0.9,
-        color="tab:blue",
-        label="error",
+    rows = [
+        {
+            "cell": place,
+            "error": cell["tpot_error"] or 0.0,
+            "low": -cell["noise_floor"],
+            "high": cell["noise_floor"],
+            "policy": cell["policy"],
+        }
+        for place, cell in enumerate(cells)
+    ]
+    x = channel("cell", "cells, sorted", "O", axis={"labels": False, "ticks": False})
+    y = channel("error", "TPOT error", axis={"format": "+.0%"})
+    hover = shown(
+        ("policy", "policy"), ("error", "error", "+.1%"), ("high", "noise", ".1%")
     )
-    floors = np.array([100 * cell["noise_floor"] for cell in cells])
-    axes.fill_between(
-        positions,
-        -floors,
-        floors,
-        step="mid",
-        color="tab:orange",
-        alpha=0.45,
-        lw=0,
-        label="noise of the measurement",
-    )
-    axes.set(xlabel="cells, sorted", ylabel="TPOT error [%]")
-    axes.legend(frameon=False, fontsize=8)
-    return figure
+    low = {"field": "low", "type": "quantitative"}
+    noise = {"type": "bar", "color": "#E69F00", "opacity": 0.5}
+    bars = layer({"type": "bar", "color": GPU}, x=x, y=y, tooltip=hover)
+    floors = layer(noise, x=x, y=low, y2={"field": "high"}, tooltip=hover)
+    label = "Error of each cell; orange: by how much it would differ if measured anew"
+    return _chart([bars, floors], {"cells": records(rows)}, label)
 
 
-def token_errors(result: dict[str, Any]) -> Figure:
+def token_errors(result: dict[str, Any]) -> Chart:
     """Distribution of the errors of single tokens, by policy."""
-    figure = new_figure(7.2, 3.2)
-    axes = _axes(figure)
-    policies = _policies(result)
-    samples = []
-    for policy in policies:
+    rows = []
+    for policy in _policies(result):
         of_policy = [
             cell["step_errors"] for cell in result["cells"] if cell["policy"] == policy
         ]
-        samples.append(100 * np.concatenate(of_policy))
-    # With thousands of tokens, outliers would hide the boxes.
-    axes.boxplot(samples, whis=(5, 95), showfliers=False)
-    # Boxes are counted from one.
-    positions = range(1, len(policies) + 1)
-    axes.set_xticks(positions, policies, fontsize=7, rotation=15)
-    axes.axhline(0.0, color="k", lw=0.8)
-    axes.set_ylabel("error of one token [%]")
-    return figure
+        errors = np.concatenate(of_policy) if of_policy else np.zeros(0)
+        if len(errors):
+            # With thousands of tokens, outliers would hide the boxes.
+            shares = np.percentile(errors, (5, 25, 50, 75, 95)).tolist()
+            names = ("p5", "p25", "p50", "p75", "p95")
+            rows.append({"policy": policy, **dict(zip(names, shares, strict=True))})
+    x = channel("policy", None, "N", sort=None, axis={"labelAngle": -15})
+    title = {"title": "error of one token", "axis": {"format": "+.0%"}}
+    hover = shown(
+        *((name, name, "+.1%") for name in ("p5", "p25", "p50", "p75", "p95"))
+    )
+
+    def between(mark: dict[str, Any], low: str, high: str) -> dict[str, Any]:
+        y = {"field": low, "type": "quantitative", **title}
+        return layer(mark, x=x, y=y, y2={"field": high}, tooltip=hover)
+
+    middle = channel("p50", "error of one token", axis={"format": "+.0%"})
+    layers = [
+        between({"type": "rule"}, "p5", "p95"),
+        between({"type": "bar", "size": 24}, "p25", "p75"),
+        layer({"type": "tick", "color": "white", "size": 24}, x=x, y=middle),
+        rule(0.0),
+    ]
+    label = "Error of single tokens; boxes are quartiles, lines 5 % to 95 %"
+    return _chart(layers, {"cells": records(rows)}, label)
 
 
-def term_errors(result: dict[str, Any]) -> Figure:
+def term_errors(result: dict[str, Any]) -> Chart:
     """Which term of the model differs, by policy: predicted minus measured, share of
     the makespan.
     """
-    figure = new_figure(7.2, 3.2)
-    axes = _axes(figure)
-    policies = _policies(result)
-    terms = result["terms"]
-    # The bars of one policy fill four fifths of its place.
-    width = 0.8 / len(terms)
-    left_edges = np.arange(len(policies))
-    for rank, term in enumerate(terms):
-        medians = []
-        for policy in policies:
-            differences = [
-                cell["terms"][term]
-                for cell in result["cells"]
-                if cell["policy"] == policy
-            ]
-            medians.append(100 * float(np.median(differences)))
-        axes.bar(left_edges + rank * width, medians, width, label=term)
-    axes.set_xticks(left_edges + 0.4, policies, fontsize=7, rotation=15)
-    axes.axhline(0.0, color="k", lw=0.8)
-    axes.set_ylabel("predicted - measured [% of run]")
-    axes.legend(frameon=False, fontsize=7, ncols=5)
-    return figure
+    rows = []
+    for policy in _policies(result):
+        cells = [cell for cell in result["cells"] if cell["policy"] == policy]
+        for term in result["terms"]:
+            share = float(np.median([cell["terms"][term] for cell in cells]))
+            rows.append({"policy": policy, "term": term, "share": share})
+    bars = layer(
+        "bar",
+        x=channel("policy", None, "N", sort=None, axis={"labelAngle": -15}),
+        xOffset=channel("term", None, "N", sort=None),
+        y=channel("share", "predicted - measured, of the run", axis={"format": "+.0%"}),
+        color=channel("term", None, "N", sort=None),
+        tooltip=shown(
+            ("policy", "policy"), ("term", "term"), ("share", "off by", "+.1%")
+        ),
+    )
+    label = "Which term differs: predicted minus measured, median over cells"
+    return _chart([bars, rule(0.0)], {"cells": records(rows)}, label)
 
 
-FIGURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
-    "Predicted against measured time per token; the band is 5 %": parity,
-    "Error of each cell, and by how much it would differ if measured anew": cell_errors,
-    "Error of single tokens; boxes are quartiles, whiskers 5 % and 95 %": token_errors,
-    "Which term differs: predicted minus measured, median over cells": term_errors,
-}
-"""Captions of the figures of the page, and the functions that draw them."""
+FIGURES: tuple[Callable[[dict[str, Any]], Chart], ...] = (
+    parity,
+    cell_errors,
+    token_errors,
+    term_errors,
+)
+"""The functions that draw the figures of the page."""
 
 
-def png(figure: Figure) -> bytes:
-    """A figure as the bytes of a PNG file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue()
+def _chart(
+    layers: list[dict[str, Any]],
+    data: dict[str, dict[str, list[Any]]],
+    label: str,
+    height: int = 240,
+) -> Chart:
+    size = {"width": 700, "height": height}
+    return Chart({"data": {"name": "cells"}, **size, "layer": layers}, data, label)
 
 
 def _policies(result: dict[str, Any]) -> list[str]:
     """Policies in the order of the grid."""
     return list(dict.fromkeys(cell["policy"] for cell in result["cells"]))
-
-
-def _axes(figure: Figure) -> Axes:
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return axes

@@ -1,0 +1,320 @@
+"""Timelines of runs for pages and notebooks: every operation, why it was done, and what
+it waited for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from moesim.base.sizes import format_bytes
+from moesim.base.units import ms
+from moesim.policies.base import PolicyError
+from moesim.reporting.charts import KINDS, Chart, channel, layer
+from moesim.reporting.pages import Choice, Spans
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from moesim.reporting.charts import Columns
+    from moesim.runs.result import Run
+
+MOST_SPANS = 120_000
+"""Operations that a page holds: more would make it larger than 5 MB."""
+
+LANE_HEIGHT = 30
+NS_PER_S = 1e9
+
+_REASONS = (
+    "",
+    "its weights were resident",
+    "its weights were on their way",
+    "its weights were missing",
+    "the layer waits for it",
+    "expected to be needed soon",
+    "the cache asked for it",
+    "from SSD into host memory",
+)
+_OF_STATE = {"hit": 1, "delayed": 2, "miss": 3}
+_OF_KIND = {"fetch": 4, "prefetch": 5, "replace": 6, "read": 7}
+
+
+def spans_of(run: Run, steps: Sequence[int] | None = None) -> pd.DataFrame:
+    """The operations of a run with what a reader asks about each.
+
+    Args:
+        run: with its timeline.
+        steps: forward passes; None for all.
+
+    Returns:
+        A row per operation in the order of their starts: the columns of a timeline,
+        ``reason`` (index into the reasons that pages print), and ``cause``: how many
+        rows earlier the operation stands whose end let this one start, 0 for none.
+    """
+    spans = run.timeline.frame()
+    if steps is not None:
+        spans = spans[spans["step"].isin(steps)]
+    spans = spans.sort_values(["start_s", "end_s"], kind="stable", ignore_index=True)
+    return spans.assign(reason=_reasons(run, spans), cause=_causes(spans))
+
+
+def _reasons(run: Run, spans: pd.DataFrame) -> np.ndarray:
+    kind = spans["kind"].astype(str)
+    accesses = run.timeline.access_frame()
+    keys = ["step", "layer", "expert"]
+    states = accesses[keys].assign(state=accesses["state"].astype(str).map(_OF_STATE))
+    of_expert = spans[keys].merge(states, on=keys, how="left")["state"]
+    on_gpu = spans["lane"].astype(str).str.startswith("gpu")
+    reasons = kind.map(_OF_KIND).mask((kind == "compute") & on_gpu, of_expert)
+    return reasons.fillna(0).astype(int).to_numpy()
+
+
+def _causes(spans: pd.DataFrame) -> np.ndarray:
+    """Which operation ended at the instant at which each one started.
+
+    The copy of the same expert is preferred, then work of the same layer step, then
+    what its own lane did before.
+    """
+    starts = np.rint(spans["start_s"] * NS_PER_S).astype(np.int64).tolist()
+    ends = np.rint(spans["end_s"] * NS_PER_S).astype(np.int64).tolist()
+    experts = spans["expert"].tolist()
+    lanes = spans["lane"].astype(str).tolist()
+    layer_steps = list(zip(spans["step"], spans["layer"], strict=True))
+    ended: dict[int, list[int]] = {}
+    for row, end in enumerate(ends):
+        ended.setdefault(end, []).append(row)
+
+    causes = np.zeros(len(spans), int)
+    for row, start in enumerate(starts):
+        best = 0
+        for other in ended.get(start, ()):
+            if other >= row:
+                continue
+            same_step = layer_steps[other] == layer_steps[row]
+            same_expert = experts[other] == experts[row] >= 0
+            rank = 1 + (lanes[other] == lanes[row]) + 2 * same_step
+            rank += 4 * (same_expert and layer_steps[other][1] == layer_steps[row][1])
+            if rank > best:
+                best = rank
+                causes[row] = row - other
+    return causes
+
+
+def packed(run: Run, steps: Sequence[int]) -> dict[str, Any]:
+    """The operations of some forward passes as a page carries them: columns of whole
+    numbers, starts as differences, nanoseconds.
+    """
+    spans = spans_of(run, steps)
+    starts = np.rint(spans["start_s"] * NS_PER_S).astype(np.int64).to_numpy()
+    ends = np.rint(spans["end_s"] * NS_PER_S).astype(np.int64).to_numpy()
+    sizes, which = np.unique(spans["bytes"], return_inverse=True)
+    kinds = list(KINDS)
+    lanes = [lane for lane in run.timeline.lanes if (spans["lane"] == lane).any()]
+    rows = run.timeline.step_frame()
+    rows = rows[rows["step"].isin(steps)]
+    return {
+        "lanes": lanes,
+        "kinds": kinds,
+        "lane": spans["lane"].astype(str).map(lanes.index).tolist(),
+        "kind": _kind_names(spans).map(kinds.index).tolist(),
+        "layer": spans["layer"].tolist(),
+        "expert": spans["expert"].tolist(),
+        "start": np.diff(starts, prepend=0).tolist(),
+        "length": (ends - starts).tolist(),
+        "sizes": [format_bytes(int(size)) if size else "" for size in sizes],
+        "bytes": which.tolist(),
+        "reasons": _REASONS,
+        "reason": spans["reason"].tolist(),
+        "cause": spans["cause"].tolist(),
+        "steps": [
+            [int(step), round(NS_PER_S * start_s), round(NS_PER_S * end_s)]
+            for step, start_s, end_s in zip(
+                rows["step"], rows["start_s"], rows["end_s"], strict=True
+            )
+        ],
+    }
+
+
+def _kind_names(spans: pd.DataFrame) -> pd.Series:
+    names = spans["kind"].astype(str)
+    on_cpu = (names == "compute") & (spans["lane"].astype(str) == "cpu")
+    return names.mask(on_cpu, "compute on CPU")
+
+
+def steps_to_show(runs: Sequence[Run]) -> list[int]:
+    """Forward passes that fit a page: all, or the first prefill and a row of passes
+    from the middle on, the same of every run.
+    """
+    steps = runs[0].timeline.step_frame()
+    if steps.empty:
+        return []
+    each = pd.concat([run.timeline.frame()["step"] for run in runs])
+    counts = each.value_counts().reindex(steps["step"], fill_value=0)
+    if counts.sum() <= MOST_SPANS:
+        return [int(step) for step in steps["step"]]
+
+    middle = list(steps["step"]).index(middle_step(steps))
+    first = int(steps["step"].iloc[0])
+    chosen = [first] if counts[first] < MOST_SPANS // 2 else []
+    left = MOST_SPANS - sum(int(counts[step]) for step in chosen)
+    for step in map(int, steps["step"].iloc[middle:]):
+        left -= int(counts[step])
+        if left < 0 and len(chosen) > 1:
+            break
+        chosen.append(step)
+    return sorted(set(chosen))
+
+
+def middle_step(steps: pd.DataFrame) -> int:
+    """The decode step in the middle; a prefill step where nothing is generated."""
+    decode = steps[steps["phase"] == "decode"]
+    candidates = decode if len(decode) else steps
+    return int(candidates["step"].iloc[len(candidates) // 2])
+
+
+def step_choice(run: Run, steps: Sequence[int]) -> Choice:
+    """A choice of the forward passes that a page holds, with how long they took."""
+    rows = run.timeline.step_frame()
+    rows = rows[rows["step"].isin(steps)]
+    options = [
+        (
+            str(row["step"]),
+            (
+                f"{row['step']}: {row['phase']}, {row['tokens']} tokens,"
+                f" {ms(row['end_s'] - row['start_s'])}"
+            ),
+        )
+        for row in rows.to_dict("records")
+    ]
+    first = str(middle_step(rows))
+    return Choice("step", "forward pass", options, first)
+
+
+def timeline_part(
+    runs: Mapping[str, Any], lanes: Sequence[str], choice: str | None = None
+) -> Spans:
+    """A timeline for a page.
+
+    Args:
+        runs: by name, what `packed` returns.
+        lanes: rows of the chart, from top to bottom.
+        choice: whose value names the run; None where there is one.
+    """
+    pan_and_zoom = {
+        "name": "when",
+        "select": {
+            "type": "interval",
+            "encodings": ["x"],
+            "zoom": "wheel![event.ctrlKey || event.metaKey]",
+            "clear": False,
+        },
+        "bind": "scales",
+    }
+    axis = "ms since the start of the forward pass"
+    chart = _bars({}, lanes, axis, params=[pan_and_zoom], domain=[0, 1])
+    if choice is not None:
+        chart.spec["params"] = [{"name": choice, "value": ""}]
+        chart.spec["title"] = {"text": {"expr": choice}}
+    return Spans(chart, runs, choice)
+
+
+def step_figure(run: Run, step: int | None = None, layers: int = 4) -> Chart:
+    """Draw what every lane did in the first layers of one forward pass, with the
+    numbers of the experts it was for.
+
+    Args:
+        run: with its timeline.
+        step: the forward pass; None takes the decode step in the middle of the run.
+        layers: how many MoE layers from the first on.
+
+    Raises:
+        PolicyError: no such step.
+    """
+    steps = run.timeline.step_frame()
+    if step is None and len(steps):
+        step = middle_step(steps)
+    rows = steps[steps["step"] == step]
+    if rows.empty:
+        raise PolicyError(
+            f"step: expected one of the run's {len(steps)} forward passes, got {step}"
+        )
+    begin_s = float(rows["start_s"].iloc[0])
+    whole_s = float(rows["end_s"].iloc[0]) - begin_s
+    spans = spans_of(run, [int(rows["step"].iloc[0])])
+    # Layer -1 is what follows the last layer, the output head.
+    spans = spans[(spans["layer"] >= 0) & (spans["layer"] < layers)]
+    lanes = [lane for lane in run.timeline.lanes if (spans["lane"] == lane).any()]
+    starts_ms = 1e3 * (spans["start_s"] - begin_s)
+    ends_ms = 1e3 * (spans["end_s"] - begin_s)
+    shown_ms = float(ends_ms.max()) if len(spans) else 0.0
+    expert = spans["expert"].astype(str).where(spans["expert"] >= 0, "")
+    # A number that is wider than its bar would run into the next one.
+    fits = (ends_ms - starts_ms) > expert.str.len() * shown_ms * 0.009
+    data = {
+        "lane": spans["lane"].astype(str).tolist(),
+        "kind": _kind_names(spans).tolist(),
+        "start": starts_ms.tolist(),
+        "end": ends_ms.tolist(),
+        "label": expert.where(fits, "").tolist(),
+        "words": [
+            f"{kind} of layer {at}, expert {who}: {ms(end - start)}. {_REASONS[why]}"
+            for kind, at, who, start, end, why in zip(
+                _kind_names(spans),
+                spans["layer"],
+                spans["expert"],
+                spans["start_s"],
+                spans["end_s"],
+                spans["reason"],
+                strict=True,
+            )
+        ],
+    }
+    axis = f"ms since the start of forward pass {step}, of {ms(whole_s)} in all"
+    return _bars(data, lanes, axis)
+
+
+def _bars(
+    data: Columns,
+    lanes: Sequence[str],
+    axis: str,
+    params: Sequence[Any] = (),
+    domain: Sequence[float] | None = None,
+) -> Chart:
+    scale = {"domain": list(domain), "nice": False} if domain else {"nice": False}
+    x = channel("start", axis, scale=scale, axis={"grid": True})
+    y = channel("lane", None, "N", sort=list(lanes), scale={"domain": list(lanes)})
+    colours = {"domain": list(KINDS), "range": list(KINDS.values())}
+    legend = {"orient": "top", "columns": 5, "title": None}
+    bars = layer(
+        {"type": "bar", "clip": True, "height": {"band": 0.85}},
+        x=x,
+        x2={"field": "end"},
+        y=y,
+        color=channel("kind", None, "N", scale=colours, legend=legend),
+        tooltip={"field": "words" if data else "lane", "type": "nominal"},
+        params=list(params),
+    )
+    numbers = layer(
+        {"type": "text", "clip": True, "color": "white", "fontSize": 10},
+        transform=[
+            {"filter": "datum.label != ''"},
+            {"calculate": "(datum.start + datum.end) / 2", "as": "middle"},
+        ],
+        x={"field": "middle", "type": "quantitative"},
+        y=y,
+        text={"field": "label"},
+        tooltip={"field": "words" if data else "lane", "type": "nominal"},
+    )
+    spec = {
+        "data": {"name": "spans"},
+        "width": 900,
+        "height": LANE_HEIGHT * max(len(lanes), 1),
+        "layer": [bars, numbers],
+    }
+    label = "What every lane did; the numbers are those of experts"
+    empty: Columns = {
+        name: [] for name in ("lane", "kind", "start", "end", "label", "words")
+    }
+    return Chart(spec, {"spans": data or empty}, label)

@@ -1,0 +1,597 @@
+"""Pages, as text and in a real browser: everybody can read them, and they answer when
+they are touched.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.browser import (
+    browser,
+    check_page,
+    data_of,
+    errors_of,
+    opened,
+    screenshots,
+    wait,
+)
+from support.small_trace import write_small_trace, write_trace
+
+import moesim
+from moesim.questions.compare_page import write_cells, write_comparison
+from moesim.questions.gap_page import write_gap
+from moesim.questions.hit_rates import write_hits
+from moesim.questions.sweep_page import sweep_figure
+from moesim.questions.timeline import spans_of
+from moesim.questions.trace_page import write_html
+from moesim.reporting.charts import KINDS, PALETTE, Chart
+from moesim.reporting.pages import STATIC_ROWS, Choice, Facts, Page, PageTable
+from moesim.traces.format.reader import open_trace
+from moesim.traces.stats.trace_summary import summarise_trace
+
+POLICIES = ["all-cpu", "on-demand", "greedy", "on-demand+belady"]
+MACHINE = {"hw": "rtx4060ti", "slots_per_layer": 3}
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """Its name would break a page that does not escape it."""
+    return write_small_trace(tmp_path_factory.mktemp("trace") / "<i>&.parquet")
+
+
+@pytest.fixture(scope="module")
+def compared(trace):
+    return moesim.compare(trace, POLICIES, **MACHINE)
+
+
+@pytest.fixture(scope="module")
+def swept(trace):
+    return moesim.sweep(
+        trace,
+        POLICIES,
+        slots_per_layer=[1, 3, 6],
+        hw=["rtx4060ti", "rtx3080ti"],
+        batch=[1, 2],
+        jobs=1,
+        details=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def pages(trace, compared, swept, tmp_path_factory):
+    """One page of each kind, but for those that real runs and other machines make."""
+    folder = tmp_path_factory.mktemp("pages")
+    opened_trace = open_trace(trace)
+    cells = moesim.compare_cells(trace, ["all-cpu"], hw=["rtx4060ti", "rtx3080ti"])
+    rates = moesim.hit_rates(trace, ["lru", "belady"], [0.25, 0.5])
+    gap = moesim.gap(trace, "on-demand", steps=3, **MACHINE)
+    summary = summarise_trace(opened_trace)
+    return {
+        "run": moesim.write_run(compared[1]["greedy"], folder / "run.html"),
+        "comparison": write_comparison(*compared, folder / "comparison.html"),
+        "cells": write_cells(cells, folder / "cells.html"),
+        "sweep": moesim.write_sweep(swept, folder / "sweep.html"),
+        "gap": write_gap(gap, folder / "gap.html"),
+        "hits": write_hits(rates, opened_trace, folder / "hits.html"),
+        "trace": write_html(opened_trace, summary, folder / "trace.html"),
+    }
+
+
+KINDS_OF_PAGES = ("run", "comparison", "cells", "sweep", "gap", "hits", "trace")
+EACH = pytest.mark.parametrize("kind", KINDS_OF_PAGES)
+
+
+def text_of(page):
+    return page.read_text(encoding="utf-8")
+
+
+class Outline(HTMLParser):
+    """Tags with their attributes, in order; and which are still open at the end."""
+
+    EMPTY = frozenset({"meta", "br", "input"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags = []
+        self.open = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def named(self, tag):
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+# As text.
+
+
+@EACH
+def test_a_page_has_language_landmarks_and_heads_with_scope(pages, kind):
+    outline = Outline(text_of(pages[kind]))
+    assert outline.open == []
+    assert outline.named("html") == [{"lang": "en"}]
+    metas = {attrs["name"]: attrs for attrs in outline.named("meta") if "name" in attrs}
+    assert "width=device-width" in metas["viewport"]["content"]
+    assert metas["color-scheme"]["content"] == "light dark"
+    assert len(outline.named("main")) == len(outline.named("h1")) == 1
+    assert {attrs.get("scope") for attrs in outline.named("th")} <= {"col", "row"}
+    wide = [a for a in outline.named("div") if "wide" in a.get("class", "")]
+    assert wide
+    assert all(attrs["aria-label"] and attrs["tabindex"] == "0" for attrs in wide)
+
+
+@EACH
+def test_title_and_first_line_name_model_and_machine(pages, kind):
+    text = text_of(pages[kind])
+    title = re.search("<title>(.*)</title>", text)[1]
+    setting = re.search('<p class="setting">(.*)</p>', text)[1]
+    assert title.startswith("small")
+    machine = "no machine" if kind in ("hits", "trace") else "rtx4060ti"
+    assert machine in title
+    if machine == "rtx4060ti" and kind != "cells":
+        assert machine in setting
+
+
+@EACH
+def test_the_head_says_where_the_figures_come_from(pages, kind):
+    head = text_of(pages[kind]).partition("</header>")[0]
+    assert "&lt;i&gt;&amp;.parquet, SHA-256 " in head
+    assert "a call from Python" in head
+    assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC by moesim ", head)
+
+
+@EACH
+def test_a_page_is_one_file_that_loads_nothing(pages, kind):
+    text = text_of(pages[kind])
+    outline = Outline(text)
+    names = {tag for tag, _ in outline.tags}
+    assert names.isdisjoint({"link", "img", "iframe", "object", "svg"})
+    assert all("src" not in attrs for attrs in outline.named("script"))
+    assert not any("href" in attrs for _, attrs in outline.tags)
+    # Outside scripts, where text that names an address fetches nothing.
+    prose = re.sub("<script.*?</script>", "", text, flags=re.DOTALL)
+    assert "<i>" not in prose
+    assert "@import" not in prose
+    assert "url(" not in prose
+    assert len(text) < 5_000_000
+
+
+def test_the_command_stands_in_the_head_with_a_button(command, tmp_path, monkeypatch):
+    page = tmp_path / "a b.html"
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
+    assert command("trace", "stats", "tiny", "--html", page)[0] == 0
+    head = text_of(page).partition("</header>")[0]
+    # As a shell takes it: the name has a space.
+    line = html.escape(f"moesim trace stats tiny --html '{page}'", quote=True)
+    line = line.replace("&#x27;", "&#39;")
+    assert f'<code>{line}</code><button type="button" class="copy"' in head
+    assert "1970-01-02 00:00 UTC" in head
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("replay", "tiny", "--policy", "greedy", "--steps", "4"),
+        ("hits", "tiny", "--cache", "lru", "--cache-ratio", "0.5"),
+        ("gap", "tiny", "--policy", "on-demand", "--steps", "2"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_write_their_pages(command, tmp_path, words):
+    page = tmp_path / "page.html"
+    code, printed, _ = command(*words, "--html", page)
+    assert code == 0
+    assert f"wrote {page}" in printed
+    assert f"moesim {' '.join(words)} --html" in text_of(page)
+
+
+def test_the_same_run_gives_the_same_page(compared, tmp_path, monkeypatch):
+    """Where the environment states the date, as for reproducible builds."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    first, second = (
+        write_comparison(*compared, tmp_path / name).read_bytes()
+        for name in ("a.html", "b.html")
+    )
+    assert first == second
+
+
+def test_a_trace_of_a_prompt_alone_has_a_page(tmp_path, tiny_shape):
+    trace = open_trace(write_trace(tmp_path / "p.parquet", tiny_shape, ((9, 0),)))
+    page = write_html(trace, summarise_trace(trace), tmp_path / "p.html")
+    assert Outline(text_of(page)).open == []
+
+
+def test_a_sweep_holds_every_run_and_its_command(swept, pages):
+    front, facts = (
+        part
+        for part in data_of(pages["sweep"])["parts"]
+        if part and ("values" in part or "runs" in part.get("data", {}))
+    )
+    shown_ms = front["data"]["runs"]["ms"]
+    assert shown_ms == pytest.approx((1e3 * swept["tpot_s"]).tolist(), rel=1e-4)
+    assert len(facts["values"]) == len(swept) == 48
+    command = facts["values"]["47"][-1]
+    assert command.startswith("$ moesim replay ")
+    for words in ("--slots-per-layer 6", "--hw rtx3080ti", "--batch 2"):
+        assert words in command
+    assert "--policy on-demand+belady" in command
+
+
+def test_winners_are_the_shortest_runs_that_see_the_past_only(swept, pages):
+    rows = next(
+        part["data"]["winners"]
+        for part in data_of(pages["sweep"])["parts"]
+        if part and "winners" in part.get("data", {})
+    )
+    causal = swept[~swept["oracle"]].reset_index()
+    best = causal.groupby(["hw", "slots_per_layer", "batch"])["tpot_s"].min()
+    assert sorted(rows["ms"]) == pytest.approx(sorted(1e3 * best), rel=1e-4)
+
+
+def test_a_sweep_without_details_can_be_drawn(swept):
+    plain = swept.drop(columns=["batch_decode_s", "batch_decode_tokens"])
+    with_intervals, without = (
+        sweep_figure(frame).data["runs"] for frame in (swept, plain)
+    )
+    assert sorted(without["ms"]) == pytest.approx(sorted(with_intervals["ms"]))
+
+
+# What a timeline says.
+
+
+def test_spans_say_why_and_what_they_waited_for(compared):
+    """By the tables: copies end where the compute that needed them begins."""
+    spans = spans_of(compared[1]["on-demand"])
+    caused = spans[spans["cause"] > 0]
+    causes = spans.loc[caused.index - caused["cause"]]
+    assert (
+        np.abs(caused["start_s"].to_numpy() - causes["end_s"].to_numpy()).max() < 1e-9
+    )
+    compute = caused[(caused["kind"] == "compute") & (caused["reason"] == 3)]
+    copies = spans.loc[compute.index - compute["cause"]]
+    waited = (copies["kind"] == "fetch").to_numpy()
+    assert waited.any()
+    same = compute["expert"].to_numpy() == copies["expert"].to_numpy()
+    assert same[waited].all()
+
+
+# In a real browser.
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("browser")) as driver:
+        yield driver
+
+
+@EACH
+def test_anybody_can_read_every_page(driver, pages, kind):
+    """Light and dark, 390 and 1,280 px: axe finds nothing, the console stays empty, and
+    nothing is fetched.
+    """
+    check_page(driver, pages[kind])
+
+
+@EACH
+def test_screenshots(driver, pages, kind, request):
+    """With ``--screenshots FOLDER`` pictures of every page are kept there."""
+    folder = request.config.getoption("--screenshots")
+    pictures = screenshots(driver, pages[kind])
+    for name, picture in pictures.items():
+        assert picture.startswith(b"\x89PNG")
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / f"{kind}-{name}.png").write_bytes(picture)
+
+
+def choose(driver, name, value):
+    from selenium.webdriver.support.ui import Select
+
+    place = driver.find_element("css selector", f"select[data-choice={name}]")
+    Select(place).select_by_value(value)
+
+
+def domain(driver):
+    """What the first timeline shows, in milliseconds."""
+    return json.loads(
+        driver.execute_script(
+            "return new URLSearchParams(location.hash.slice(1)).get('when_start')"
+        )
+    )
+
+
+TIMELINES = "(await window.page).charts.filter((part) => part.runs)"
+
+
+def run_script(driver, body):
+    return driver.execute_async_script(
+        "const done = arguments[0];"
+        f"(async () => {{ {body} }})().then(done, (error) => done(String(error)))"
+    )
+
+
+def rows_of(driver, number=0):
+    return run_script(
+        driver,
+        f"return ({TIMELINES})[{number}].view.data('spans').map(({{ at, lane, start,"
+        " end }) => ({ at, lane, start, end }))",
+    )
+
+
+def test_zoom_to_one_operation_and_read_it(driver, pages, compared):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    opened(driver, pages["run"])
+    place = driver.find_element("css selector", ".spans")
+    place.send_keys("n")
+    caption = driver.find_element("css selector", ".spans + figcaption")
+    words = caption.text
+    lanes = compared[1]["greedy"].timeline.lanes
+    kind, lane = words.split("\n")[0].rsplit(", on ", 1)
+    assert lane in lanes
+    assert any(kind.startswith(name) for name in KINDS)
+    # Zooming in with the keyboard leaves what lies there, and the address says where.
+    for _ in range(4):
+        place.send_keys("+")
+    wait(driver, "return location.hash.includes('when_start')")
+    low, high = domain(driver)
+    assert high - low < 0.1 * compared[1]["greedy"].metrics["makespan_s"] * 1e3
+
+    def only_what_is_shown(driver):
+        return all(
+            row["end"] >= low and row["start"] <= high for row in rows_of(driver)
+        )
+
+    WebDriverWait(driver, 30).until(only_what_is_shown)
+
+
+def test_hovering_an_operation_shows_its_words(driver, pages):
+    from selenium.webdriver import ActionChains
+
+    opened(driver, pages["run"])
+    place = driver.find_element("css selector", ".spans canvas")
+    driver.execute_script("arguments[0].scrollIntoView({ block: 'center' })", place)
+    target = run_script(
+        driver,
+        f"const part = ({TIMELINES})[0];"
+        "const [x, y] = ['x', 'y'].map((name) => part.view.scale(name));"
+        "const [left, top] = part.view.origin();"
+        "const [low, high] = x.domain();"
+        "const rows = part.view.data('spans').filter("
+        "(row) => row.at >= 0 && row.start >= low && row.end <= high);"
+        "rows.sort((a, b) => b.end - b.start - a.end + a.start);"
+        "return [left + x((rows[0].start + rows[0].end) / 2),"
+        " top + y(rows[0].lane) + y.bandwidth() / 2, part.words(rows[0])];",
+    )
+    across, down, words = target
+    size = place.rect
+    ActionChains(driver).move_to_element_with_offset(
+        place, round(across - size["width"] / 2), round(down - size["height"] / 2)
+    ).perform()
+    wait(driver, "return !!document.querySelector('#vg-tooltip-element.visible')")
+    tooltip = driver.find_element("css selector", "#vg-tooltip-element").text
+    assert tooltip.split("\n")[0] == words.split("\n")[0]
+
+
+def test_another_policy_in_both_timelines_and_a_copied_address(driver, pages):
+    opened(driver, pages["comparison"])
+    first = rows_of(driver, 1)
+    choose(driver, "other", "all-cpu")
+    choose(driver, "measure", "resident")
+    wait(driver, "return location.hash.includes('other=all-cpu')")
+    second = rows_of(driver, 1)
+    assert {row["lane"] for row in second} != {row["lane"] for row in first}
+    run_script(driver, "(await window.page).choose('when_start', [1, 2])")
+    address = driver.current_url
+
+    driver.get("about:blank")
+    opened(driver, address)
+    chosen = driver.execute_script(
+        "return ['policy', 'other', 'measure'].map((name) =>"
+        " document.querySelector(`select[data-choice=${name}]`).value)"
+    )
+    assert chosen == ["greedy", "all-cpu", "resident"]
+    signals = run_script(
+        driver,
+        f"return ({TIMELINES}).map((part) => [...part.view.signal('when_start')])",
+    )
+    assert signals == [[1, 2], [1, 2]]
+
+
+def test_a_row_opens_its_run_with_lanes_and_command(driver, pages, swept):
+    opened(driver, pages["sweep"])
+    choose(driver, "down", "batch")
+    buttons = driver.find_elements("css selector", "[data-opens=run] tbody button")
+    assert len(buttons) == 48
+    driver.execute_script("arguments[0].click()", buttons[5])
+    wait(driver, "return location.hash.includes('run=5')")
+    facts = driver.find_element("css selector", ".facts").text
+    assert swept["digest"][5] in facts
+    shown_lanes = run_script(
+        driver,
+        "const part = (await window.page).charts.find((each) => each.data.lanes);"
+        "return part.view.signal('run')",
+    )
+    assert shown_lanes == "5"
+
+
+def test_the_filter_stands_in_the_address(driver, pages):
+    opened(driver, pages["sweep"])
+    field = driver.find_elements("css selector", "input[type=search]")[-1]
+    field.send_keys("rtx3080ti greedy")
+    rows = driver.find_elements("css selector", "[data-opens=run] tbody tr")
+    assert len(rows) == 6
+    assert all("greedy" in row.text and "rtx3080ti" in row.text for row in rows)
+    address = driver.current_url
+    driver.get("about:blank")
+    opened(driver, address)
+    assert len(driver.find_elements("css selector", "[data-opens=run] tbody tr")) == 6
+
+
+def test_everything_can_be_reached_with_the_keyboard(driver, pages):
+    """Tabbing through a page comes past every control and every chart."""
+    from selenium.webdriver import ActionChains, Keys
+
+    opened(driver, pages["comparison"])
+    wanted = driver.execute_script(
+        "return document.querySelectorAll("
+        "'main button, main select, main input, main [tabindex]').length"
+    )
+    seen = set()
+    for _ in range(wanted + 5):
+        ActionChains(driver).send_keys(Keys.TAB).perform()
+        seen.add(driver.switch_to.active_element.id)
+    assert len(seen) >= wanted
+
+
+# Tables.
+
+
+def table_page(folder, rows):
+    page = Page("t", [], sections=[]).add("", PageTable(["name", "value"], rows, "t"))
+    return page.write(folder / "table.html")
+
+
+def column(driver, position):
+    """The cells of one column of the first table, from top to bottom."""
+    return driver.execute_script(
+        "return [...document.querySelector('table').tBodies[0].rows]"
+        f".map(row => row.cells[{position}].textContent)"
+    )
+
+
+def test_a_click_on_a_head_sorts_by_value(driver, tmp_path):
+    """900 ms are less than 1.2 s, and a cell without a value stands last either way."""
+    rows = [["a", "1.2 s"], ["b", "-"], ["c", "900 ms"], ["d", "1,050 ms"]]
+    opened(driver, table_page(tmp_path, rows))
+    button = driver.find_elements("css selector", "thead button")[1]
+    button.click()
+    assert column(driver, 0) == ["c", "d", "a", "b"]
+    button.click()
+    assert column(driver, 0) == ["a", "d", "c", "b"]
+
+
+def test_words_sort_as_people_sort_them(driver, tmp_path):
+    rows = [["layer 10", "x"], ["layer 9", "y"], ["Layer 1", "z"]]
+    opened(driver, table_page(tmp_path, rows))
+    driver.find_element("css selector", "thead button").click()
+    assert column(driver, 0) == ["Layer 1", "layer 9", "layer 10"]
+
+
+def test_a_very_long_table_is_made_as_it_is_needed(driver, tmp_path):
+    rows = [[f"<b>{n}", f"{n} ms"] for n in range(STATIC_ROWS + 1)]
+    page = table_page(tmp_path, rows)
+    assert "<td>" not in text_of(page)
+    opened(driver, page)
+    assert column(driver, 0) == [f"<b>{n}" for n in range(200)]
+    driver.find_element("css selector", "button.more").click()
+    assert len(column(driver, 0)) == len(rows)
+    field = driver.find_element("css selector", "input[type=search]")
+    field.send_keys("299 ms")
+    assert column(driver, 1) == ["299 ms"]
+
+
+def test_commands_of_what_is_chosen_can_be_copied(driver, tmp_path):
+    options = [("a", "first"), ("b", "second")]
+    facts = Facts("which", ["again"], {"a": ["$ run a"], "b": ["$ run b"]})
+    page = Page("t", []).add("", Choice("which", "which", options, "a"), facts)
+    opened(driver, page.write(tmp_path / "t.html"))
+    choose(driver, "which", "b")
+    button = driver.find_element("css selector", ".facts button.copy")
+    assert button.get_attribute("data-copy") == "run b"
+    button.click()
+    wait(driver, "return document.querySelector('.facts .copy').textContent != 'copy'")
+
+
+# Speed, where no clock of ours is asserted: the browser counts what it draws.
+
+
+def test_a_long_timeline_draws_only_what_can_be_seen(driver, tmp_path):
+    """100,000 operations: a few thousand marks at any zoom."""
+    from benchmarks.pages import long_timeline
+
+    opened(driver, long_timeline(tmp_path / "long.html", 100_000))
+    assert (tmp_path / "long.html").stat().st_size < 5_000_000
+    for span in ([0, 2000], [100, 200], [100, 101]):
+        run_script(driver, f"(await window.page).choose('when_start', {span})")
+        wait(driver, "return new Promise((done) => setTimeout(() => done(true), 60))")
+        assert len(rows_of(driver)) < 8_000
+    assert errors_of(driver) == []
+
+
+# Colours.
+
+
+def linear(value):
+    value /= 255
+    return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+
+
+# Machado, Oliveira & Fernandes (2009), severity 1: what protanopes, deuteranopes and
+# tritanopes see of linear RGB.
+BLINDNESS = {
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+
+
+def lab(rgb):
+    to_xyz = [
+        [0.4124, 0.3576, 0.1805],
+        [0.2126, 0.7152, 0.0722],
+        [0.0193, 0.1192, 0.9505],
+    ]
+    scaled = np.array(to_xyz) @ np.clip(rgb, 0, 1) / [0.9505, 1.0, 1.089]
+    f = np.where(scaled > 0.008856, np.cbrt(scaled), 7.787 * scaled + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("kind", BLINDNESS)
+def test_colours_can_be_told_apart_by_colour_blind_readers(kind):
+    """The first six, which most comparisons need, differ by more than 10 in CIELAB;
+    marks and dashes tell the others apart.
+    """
+    seen = [
+        lab(
+            np.array(BLINDNESS[kind])
+            @ [linear(int(colour[at : at + 2], 16)) for at in (1, 3, 5)]
+        )
+        for colour in PALETTE[:6]
+    ]
+    for place, first in enumerate(seen):
+        for second in seen[place + 1 :]:
+            assert np.linalg.norm(first - second) > 10
+
+
+def test_a_chart_shows_itself_in_a_notebook():
+    """As a picture where no script runs, and as a chart where one does."""
+    chart = Chart({"data": {"name": "x"}, "mark": "bar"}, {"x": {"a": [1]}}, "<one>")
+    shown = chart._repr_html_()
+    assert "data:image/png;base64," in shown
+    assert 'alt="&lt;one&gt;"' in shown
+    assert "vegaEmbed" in shown
