@@ -21,6 +21,7 @@ from moesim.evidence.reproduction.report import Report, Table, markdown
 from moesim.evidence.reproduction.routing import shared_traces
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.questions.gap import gap
+from moesim.reporting.pages import Page, PageTable, page_origin
 from moesim.runs.bound.least_time import bound_of
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig
@@ -450,28 +451,22 @@ def _explained(
 
 def write_map(folder: Path, found: FieldMap) -> list[Path]:
     """Write ``map.html`` and ``map.md``, and ``map.csv`` with a line for each cell."""
-    from moesim.reporting.pages import (  # noqa: PLC0415 - jinja2
-        PageTable,
-        page_origin,
-        write_page,
-    )
-
-    page = report_of(found)
+    report = report_of(found)
     title = "Which policy is fastest where"
-    html = write_page(
-        folder / "map.html",
-        "reproduction.html",
-        title=title,
-        origin=page_origin("moesim reproduce map"),
-        facts=page.facts,
-        sections=[
-            (table.title, table.note, PageTable(table.heads, table.rows))
-            for table in page.tables
-            if table.rows
-        ],
+    page = Page(
+        title,
+        page_origin("moesim reproduce map"),
+        setting=report.facts[:1],
+        answer=f"as a fixed choice: {_favourite(standings(found.runs))}",
+        notes=report.facts[1:],
     )
+    for table in report.tables:
+        if table.rows:
+            cells = PageTable(table.heads, table.rows, table.title)
+            page.add(table.title, cells, note=table.note)
+    html = page.write(folder / "map.html")
     text = folder / "map.md"
-    write_text(text, markdown(page, title))
+    write_text(text, markdown(report, title))
     figures = folder / "map.csv"
     write_text(figures, pd.DataFrame(found.cells).to_csv(index=False))
     return [html, text, figures]
