@@ -1,40 +1,41 @@
-"""How much synthetic traces are like the real ones they were fitted to: bits that
-layers share, curves, loads, overlap.
+"""How much drawn routing is like real routing that the fit had not seen, by curves.
 
-``python -m benchmarks.likeness qwen3_30b_a3b_top6`` compares one trace only; ``--seed
-2`` draws another one, ``--times 20`` one twenty times as long.
+``python -m benchmarks.likeness`` prints three tables, of which words choose some:
+``shipped`` (statistics that ship), ``one-text`` (fitted to one text of a model of which
+there are others) and ``stated`` (habits of other models, stated by nothing but sizes).
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
+import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.replay_speed import MODELS, SHARED, SHIPPED
-from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import Phase
-from moesim.traces.importers import import_trace
-from moesim.traces.models import model_shape
+from benchmarks.replay_speed import SHARED
+from benchmarks.ship_statistics import FOREIGN, OURS, source_of
+from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.format.schema import Phase, TraceHeader
+from moesim.traces.format.writer import TraceWriter
+from moesim.traces.stats.routing_curves import (
+    Curves,
+    Likeness,
+    mean_curves,
+    routing_curves,
+)
 from moesim.traces.stats.similarity import mutual_information_bits
-from moesim.traces.stats.trace_summary import summarise_trace
+from moesim.traces.synthetic.draw import SynthModel, draw
 from moesim.traces.synthetic.fit import fit
-from moesim.traces.synthetic.generate import synthesise
+from moesim.traces.synthetic.generate import stated
+from moesim.traces.synthetic.saved import model_like, shipped_statistics
 
-if TYPE_CHECKING:
-    from moesim.traces.format.reader import Trace
-
-MOST_TOKENS = 12_000
-GAPS = (1, 2, 4)
-FAR = 8
-SEQUENCES = 40
+TEXTS = 5
+TEXT_TOKENS = 300
+COMPARED = 32
 
 
-def pair_bits(trace: Trace, gap: int, sequences: int = SEQUENCES) -> np.ndarray:
+def pair_bits(trace: Trace, gap: int, sequences: int = 40) -> np.ndarray:
     """Plug-in bits between every two layers `gap` apart, over the generated tokens of
     the first sequences.
 
@@ -44,117 +45,91 @@ def pair_bits(trace: Trace, gap: int, sequences: int = SEQUENCES) -> np.ndarray:
     layers = trace.shape.layers
     experts = trace.shape.experts
     joint = np.zeros((layers - gap, experts, experts), np.int64)
-    for rows in itertools.islice(trace.sequences(), sequences):
-        decode = (
-            rows.experts[rows.phase == Phase.DECODE]
-            .reshape(-1, layers, trace.shape.top_k)
-            .astype(np.int64)
-        )
+    for routing in routing_of(trace)[:sequences]:
         for layer in range(layers - gap):
-            pairs = (
-                decode[:, layer, :, None] * experts + decode[:, layer + gap, None, :]
-            )
-            joint[layer] += np.bincount(pairs.ravel(), minlength=experts**2).reshape(
-                experts, experts
-            )
+            pairs = routing[:, layer, :, None] * experts
+            pairs = pairs + routing[:, layer + gap, None, :]
+            counts = np.bincount(pairs.ravel(), minlength=experts**2)
+            joint[layer] += counts.reshape(experts, experts)
     return np.array([mutual_information_bits(table) for table in joint])
 
 
-def likeness(
-    real: Trace, place: Path, *, seed: int = 1, times: int = 1
-) -> dict[str, float]:
-    """Fit, draw as many tokens (at most `MOST_TOKENS`) or so many `times` more, and
-    compare.
-
-    Returns:
-        ``tokens``; means over layers of ``bits`` between adjacent layers, of ``far``
-        between those `FAR` apart (nan where there are none) and of ``overlap`` of
-        adjacent tokens, each also ``_drawn``; the largest differences of any two layers
-        ``worst_GAP`` apart, in bits, and of hit rates at any size, ``lru`` and
-        ``belady``; ``load``, the mean total variation of the experts' shares of a
-        layer.
-    """
-    expected = summarise_trace(real)
-    tokens = times * min(
-        MOST_TOKENS,
-        expected.figures["prefill_tokens"] + expected.figures["decode_tokens"],
-    )
-    synthesise(fit(real), place, tokens=tokens, seed=seed)
-    drawn = open_trace(place)
-    found = summarise_trace(drawn)
-    both = (expected, found)
-    bits = {
-        gap: [pair_bits(trace, gap) for trace in (real, drawn)]
-        for gap in (*GAPS, FAR)
-        if gap < real.shape.layers
-    }
-    far = bits.pop(FAR, [np.array([np.nan])] * 2)
-    overlaps = [float(np.mean(one.figures["overlap"])) for one in both]
-    shares = [one.load / one.load.sum(axis=1, keepdims=True) for one in both]
-    curves = {
-        name: [np.array(one.figures["curve_decode"][name]) for one in both]
-        for name in ("lru", "belady")
-    }
-    return {
-        "tokens": tokens,
-        "bits": float(np.mean(expected.figures["information_bits"])),
-        "bits_drawn": float(np.mean(found.figures["information_bits"])),
-        "far": float(far[0].mean()),
-        "far_drawn": float(far[1].mean()),
-        **{
-            f"worst_{gap}": float(np.abs(one[0] - one[1]).max())
-            for gap, one in bits.items()
-        },
-        **{name: float(np.abs(one[0] - one[1]).max()) for name, one in curves.items()},
-        "load": float(np.abs(shares[0] - shares[1]).sum(axis=1).mean() / 2),
-        "overlap": overlaps[0],
-        "overlap_drawn": overlaps[1],
-    }
+def routing_of(trace: Trace) -> list[np.ndarray]:
+    """Generated tokens of each sequence, int64 [T, L, K]."""
+    parts = []
+    for rows in trace.sequences():
+        decode = rows.experts[rows.phase == Phase.DECODE].astype(np.int64)
+        parts.append(decode.reshape(-1, trace.shape.layers, trace.shape.top_k))
+    return parts
 
 
-def report(names: list[str] | None = None, *, seed: int = 1, times: int = 1) -> None:
-    """Print a line for the shipped trace and each of `MODELS`, or for those of them
-    that are named.
-    """
-    print(f"synthetic traces against what they were fitted to, seed {seed}")
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names or [SHIPPED.stem, *MODELS]:
-            trace = SHIPPED
-            if name in MODELS:
-                source = SHARED / f"{name}.parquet"
-                trace = Path(folder) / f"{name}.parquet"
-                if not source.is_file():
-                    print(f"  {name}: not beside this checkout, not measured")
-                    continue
-                import_trace(source, trace, shape=model_shape(MODELS[name]))
-            one = likeness(
-                open_trace(trace),
-                Path(folder) / "drawn.parquet",
-                seed=seed,
-                times=times,
+def one_text(name: str, folder: Path) -> Likeness:
+    """Fit to single texts of a trace, and compare with all others of it."""
+    trace = open_trace(source_of(name, folder))
+    texts = routing_of(trace)
+    long = [n for n, text in enumerate(texts) if len(text) >= 64]
+    chosen = [long[int(n)] for n in np.linspace(0, len(long) - 1, TEXTS)]
+    others = [text for n, text in enumerate(texts) if n not in chosen]
+
+    drawn = []
+    for number in chosen:
+        alone = folder / "one.parquet"
+        with TraceWriter(alone, TraceHeader(trace.shape)) as writer:
+            text = texts[number][:TEXT_TOKENS].astype(np.uint16)
+            tokens, layers, top_k = text.shape
+            writer.write(
+                seq=0,
+                pos=np.repeat(np.arange(tokens), layers),
+                phase=Phase.DECODE,
+                layer=np.tile(np.arange(layers), tokens),
+                experts=text.reshape(-1, top_k),
             )
-            worst = "; ".join(f"{one[f'worst_{gap}']:.2f}" for gap in GAPS)
-            print(
-                f"  {name}: {one['tokens']:,} tokens; {one['bits']:.2f} /"
-                f" {one['bits_drawn']:.2f} bits between adjacent layers,"
-                f" {one['far']:.2f} / {one['far_drawn']:.2f} at {FAR} apart, worst pair"
-                f" {worst} bits at {', '.join(map(str, GAPS))} apart; LRU"
-                f" {100 * one['lru']:.1f}, Belady {100 * one['belady']:.1f} points;"
-                f" loads {one['load']:.2f}; overlap {one['overlap']:.2f} /"
-                f" {one['overlap_drawn']:.2f}",
-                flush=True,
-            )
+        drawn.append(_drawn(fit(open_trace(alone)), others))
+    real = routing_curves(others, trace.shape.experts)
+    return Likeness(real, mean_curves(drawn), left_out=len(others))
+
+
+def by_statement(name: str, folder: Path) -> Likeness:
+    """State nothing but the sizes of a model, and compare with all that is real."""
+    trace = open_trace(source_of(name, folder))
+    texts = routing_of(trace)
+    drawn = _drawn(stated(trace.shape), texts)
+    real = routing_curves(texts, trace.shape.experts)
+    return Likeness(real, drawn, left_out=len(texts))
+
+
+def _drawn(model: SynthModel, texts: list[np.ndarray]) -> Curves:
+    """Curves of as many sequences of the same lengths."""
+    lengths = [min(len(text), 256) for text in texts[:COMPARED]]
+    made = draw(model, max(lengths), len(lengths), np.random.default_rng(0))
+    parts = [part[:length] for part, length in zip(made, lengths, strict=True)]
+    return routing_curves(parts, model.shape.experts)
+
+
+def report(tables: list[str]) -> None:
+    """Print the tables."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if "shipped" in tables:
+            for model in shipped_statistics():
+                _print(model, model_like(model).likeness)
+        if not SHARED.is_dir():
+            print("the other tables need the traces beside this checkout")
+            return
+        if "one-text" in tables:
+            for model in ("gpt-oss-20b", "deepseek-v2-lite"):
+                _print(f"{TEXTS} single texts of {model}", one_text(model, folder))
+        if "stated" in tables:
+            for model in (*FOREIGN, *OURS):
+                _print(f"stated, {model}", by_statement(model, folder))
+
+
+def _print(title: str, likeness: Likeness) -> None:
+    differences = np.abs(list(likeness.differences().values()))
+    print(title)
+    print("\n".join(likeness.lines()))
+    print(f"  median difference: {100 * np.median(differences):.1f} points", flush=True)
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument(
-        "names",
-        nargs="*",
-        metavar="TRACE",
-        help=f"of {', '.join([SHIPPED.stem, *MODELS])}; default: all",
-    )
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--times", type=int, default=1)
-    chosen = options.parse_args()
-    report(chosen.names, seed=chosen.seed, times=chosen.times)
+    report(sys.argv[1:] or ["shipped", "one-text", "stated"])

@@ -127,7 +127,7 @@ class Machines:
         key = (f"{model.name}{model.expert_bytes}", prompt)
         if key not in self._traces:
             path = self._folder / f"{len(self._traces)}.parquet"
-            drawn = stated(shape_of(model), prompt=prompt, generated=DECODED)
+            drawn = stated(shape_of(model), prompt_tokens=prompt, new_tokens=DECODED)
             synthesise(drawn, path, tokens=prompt + DECODED)
             self._traces[key] = open_trace(path)
         return self._traces[key]

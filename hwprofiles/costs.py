@@ -352,7 +352,7 @@ class Costs:
         key = (link, size)
         seconds = self._links.get(key)
         if seconds is None:
-            seconds = self._link_model(link, size)
+            seconds = self._link_model(link, size) + size * self._charged(link)
             self._links[key] = seconds
         return seconds
 
@@ -495,7 +495,7 @@ class Costs:
     @property
     def dispatch_s(self) -> float:
         """Seconds to hand one operation to a lane."""
-        return self.profile.number(paths.PER_OPERATION_S)
+        return self._charged(paths.OPERATION)
 
     def first_op_s(
         self,
@@ -531,12 +531,27 @@ class Costs:
 
     def _control_cost(self, constants: ControlPaths) -> _ControlCost:
         """Look up the constants of one formula; only the base must be there."""
+        is_charged = any(c.per == constants.base_s for c in paths.CHARGES)
+        base_s = (
+            self._charged(constants.base_s)
+            if is_charged
+            else self.profile.number(constants.base_s)
+        )
         return _ControlCost(
-            base_s=self.profile.number(constants.base_s),
+            base_s=base_s,
             per_expert_s=self._optional(constants.per_expert_s),
             per_copy_s=self._optional(constants.per_copy_s),
             with_ssd_s=self._optional(constants.with_ssd_s),
         )
+
+    def _charged(self, per: str) -> float:
+        """Add up what `paths.CHARGES` charges for one thing."""
+        seconds = 0.0
+        for charge in paths.CHARGES:
+            if charge.per == per:
+                find = self.profile.number if charge.required else self._optional
+                seconds += find(charge.path)
+        return seconds
 
     def _optional(self, path: str) -> float:
         quantity = self.profile.numbers.get(path)

@@ -24,7 +24,6 @@ HOST_BYTES = f"{MEMORY}.host_bytes"
 STAGING_EXPERTS = f"{MEMORY}.staging_experts"
 UNIFIED = f"{MEMORY}.unified"
 
-PER_OPERATION_S = f"{COSTS}.dispatch.per_op_s"
 FURTHER_S = f"{COSTS}.gpu.further_s"
 """Fixed seconds of each expert of a grouped launch; absent where each is launched."""
 
@@ -93,6 +92,34 @@ JOIN = ControlPaths(
     f"{COSTS}.dispatch.join_with_ssd_s",
 )
 """Joining the lanes' results at the end of a layer step."""
+
+
+class Charge(NamedTuple):
+    """A machine's cost that is added wherever something happens.
+
+    Attributes:
+        path: of its number: seconds, or seconds per byte where a link is named.
+        per: what it is charged for: `OPERATION`, `FIRST_OPERATION.base_s`,
+            `JOIN.base_s`, or the name of a kind of link, which charges each byte.
+        required: whether every profile states it; 0 otherwise.
+    """
+
+    path: str
+    per: str
+    required: bool = False
+
+
+OPERATION = "operation"
+CHARGES = (
+    Charge(f"{COSTS}.dispatch.per_op_s", OPERATION, required=True),
+    Charge(FIRST_OPERATION.base_s, FIRST_OPERATION.base_s, required=True),
+    Charge(JOIN.base_s, JOIN.base_s, required=True),
+)
+"""All that is added to the formulas above and to operations. A new cost of such a kind
+is a row here, and a figure in profiles: the schema, both engines, bounds and the
+runtime's predictions read this table.
+"""
+PER_OPERATION_S = CHARGES[0].path
 
 
 def roofline(part: str) -> RooflinePaths:

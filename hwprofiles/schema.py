@@ -116,9 +116,7 @@ NUMBERS: tuple[str, ...] = (
         for link in (*(kind.name for kind in LINK_KINDS), ACTIVATION)
         for path in paths.link(link)
     ),
-    paths.PER_OPERATION_S,
-    paths.FIRST_OPERATION.base_s,
-    paths.JOIN.base_s,
+    *(charge.path for charge in paths.CHARGES),
     paths.planning(_ANY_POLICY).base_s,
     paths.planning(_ANY_POLICY).per_expert_s,
     paths.first_s(CPU.name),

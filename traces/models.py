@@ -50,10 +50,7 @@ def known_models() -> tuple[str, ...]:
     return tuple(sorted(_table()))
 
 
-def model_shape(
-    spec: str,
-    weights: str = "bf16",
-) -> ModelShape:
+def model_shape(spec: str, weights: str = "bf16") -> ModelShape:
     """Find or build a model's shape.
 
     Args:
@@ -111,11 +108,7 @@ def _formats(name: str, weights: str) -> Recipe:
     return formats
 
 
-def _scale(
-    spec: str,
-    divisor: str,
-    entry: dict[str, Any],
-) -> int:
+def _scale(spec: str, divisor: str, entry: dict[str, Any]) -> int:
     """What ``/N`` divides hidden and intermediate sizes by."""
     if not divisor.isdecimal() or int(divisor) < 1:
         raise TraceError(
@@ -132,12 +125,7 @@ def _scale(
 
 
 def expert_bytes(
-    name: str,
-    hidden: int,
-    intermediate: int,
-    weights: str,
-    layer: int,
-    layers: int,
+    name: str, hidden: int, intermediate: int, weights: str, layer: int, layers: int
 ) -> int:
     """Bytes of one expert: gate and up rows of `hidden` weights, down rows of
     `intermediate` weights.
@@ -179,10 +167,7 @@ def _table() -> dict[str, dict[str, Any]]:
 
 
 def _from_table(
-    name: str,
-    entry: dict[str, Any],
-    weights: str,
-    scale: int,
+    name: str, entry: dict[str, Any], weights: str, scale: int
 ) -> ModelShape:
     """The shape of a table entry, hidden and intermediate sizes divided by `scale`."""
     layers = entry["moe_layers"]
@@ -238,10 +223,7 @@ def _from_table(
     )
 
 
-def _assumed(
-    entry: dict[str, Any],
-    weights: str,
-) -> set[str]:
+def _assumed(entry: dict[str, Any], weights: str) -> set[str]:
     """Fields of a table entry's shape that rest on defaults or on rules of thumb."""
     # Biases, small norms and mixed formats of other tensors are not in the table.
     assumed = {"other_bytes"}
@@ -306,10 +288,7 @@ def attention_weights(entry: Mapping[str, Any]) -> int:
 # -- models in words -------------------------------------------------------------------
 
 
-def _in_words(
-    spec: str,
-    weights: str,
-) -> ModelShape:
+def _in_words(spec: str, weights: str) -> ModelShape:
     """The shape that words such as ``layers=1,experts=6`` describe."""
     given = _parsed_words(spec)
     sizes = {
@@ -376,11 +355,7 @@ def _parsed_words(spec: str) -> dict[str, str]:
     return parsed
 
 
-def _size(
-    spec: str,
-    key: str,
-    value: str,
-) -> int:
+def _size(spec: str, key: str, value: str) -> int:
     """The value of one word as a number."""
     try:
         # The key says bytes, so a bare number needs no unit.
@@ -396,10 +371,7 @@ def _size(
     return number
 
 
-def _hidden_and_intermediate(
-    sizes: dict[str, int],
-    weights: str,
-) -> tuple[int, int]:
+def _hidden_and_intermediate(sizes: dict[str, int], weights: str) -> tuple[int, int]:
     """H and F as given, or such that ``3 H F`` weights fill `expert_bytes` (H = 2 F if
     both are free), or defaults.
     """
@@ -418,10 +390,7 @@ def _hidden_and_intermediate(
     return hidden or _DEFAULT_HIDDEN, intermediate or _DEFAULT_INTERMEDIATE
 
 
-def _other_bytes(
-    weights_count: int,
-    weights: str,
-) -> int:
+def _other_bytes(weights_count: int, weights: str) -> int:
     """Bytes of all that is no routed expert: in the format of attention, bf16 beside
     MXFP4.
     """

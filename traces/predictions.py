@@ -59,10 +59,7 @@ def _tally(
 
 @compiled(nb.void(_SCORES, nb.int64, nb.int32[::1], nb.float32[::1]))
 def tally(
-    scores: np.ndarray,
-    top_k: int,
-    workload: np.ndarray,
-    sums: np.ndarray,
+    scores: np.ndarray, top_k: int, workload: np.ndarray, sums: np.ndarray
 ) -> None:
     """Fill in the predicted workload, int32 [E], and each expert's scores summed over
     the tokens, float32 [E].

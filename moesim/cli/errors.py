@@ -81,6 +81,10 @@ def guarded(
                 _explain(error)
                 code = BAD_INPUT
     if signals:
+        from moesim.base.files import discard_all
+
+        # A file that had just begun has nobody yet who would remove it.
+        discard_all()
         code = exit_code(signals[0])
         say_end(code)
         _leave(code)

@@ -69,6 +69,11 @@ def ranking_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
         names = ", ".join(near)
         lines[0] = f"a tie over the whole trace{within}: {names}{_speed_of(best)}"
 
+    if len(causal) > 1 and causal["makespan_s"].max() <= best["makespan_s"] * (
+        1 + LEAST_LEAD
+    ):
+        lines.append(alike_line(best["busiest"], best["busiest_share"], run))
+
     # A long prompt can hide who generates faster, which matters more to a user.
     by_decode = causal.sort_values(
         "decode_tokens_per_s", ascending=False, kind="stable"
@@ -80,6 +85,29 @@ def ranking_lines(table: pd.DataFrame, runs: Mapping[str, Run]) -> list[str]:
             f"fastest once it generates: {generator['policy']}{_speed_of(generator)}"
         )
     return [*lines, *caveat_lines(runs)]
+
+
+def alike_line(lane: str, share: float, run: Run | None = None) -> str:
+    """Why all policies take the same time: what the busiest lane does most of the time.
+
+    Args:
+        lane: the busiest.
+        share: of the run in which it works.
+        run: with its timeline, which tells dense parts from experts; None without.
+    """
+    line = f"all within 1 %: {lane} works {percent(share, 0)} of the time under each"
+    if run is None:
+        return line
+    spans = run.timeline.frame()
+    spans = spans[spans["lane"] == lane]
+    seconds = (spans["end_s"] - spans["start_s"]).groupby(spans["kind"]).sum()
+    dense = float(seconds.get("dense", 0.0) / (run.metrics["makespan_s"] or 1.0))
+    if dense < share / 2:
+        return f"{line}, most of it on the same experts"
+    return (
+        f"{line}, {percent(dense, 0)} on the dense parts of layers (attention, norms,"
+        " gate, launches), which no policy changes"
+    )
 
 
 def lead_needed(run: Run | None) -> float:

@@ -137,17 +137,21 @@ def hits_figure(rates: pd.DataFrame) -> Chart:
         },
         {"filter": "datum.place == 1"},
     ]
-    words = {"calculate": "datum.policy + format(datum.rate, ' .1%')", "as": "words"}
+    list_them = [
+        {"calculate": "format(datum.rate, '.1%') + ' ' + datum.policy", "as": "words"},
+        {"aggregate": [{"op": "values", "as": "rows"}]},
+        {"calculate": "join(pluck(datum.rows, 'words'), '\\n')", "as": "words"},
+    ]
+    text = {"type": "text", "align": "left", "lineBreak": "\n", "fontSize": 12}
     read = layer(
-        {"type": "text", "align": "left", "dx": 8, "dy": 9},
-        x=x,
-        y=y,
+        text,
+        x={"value": 12},
+        y={"value": 14},
         text={"field": "words"},
-        transform=[*nearest, words],
+        transform=[*nearest, *list_them],
     )
     mark = {"type": "rule", "strokeDash": [3, 3]}
-    place = {"datum": {"expr": "size"}, "type": "quantitative"}
-    at = {"mark": mark, "encoding": {"x": place}}
+    at = layer(mark, x=x, transform=nearest)
     spec = {
         "data": {"name": "rates"},
         "params": [size],

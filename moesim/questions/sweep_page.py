@@ -16,6 +16,7 @@ from moesim.base.options import default_of, flag_of, option_of
 from moesim.base.sizes import format_bytes
 from moesim.base.units import ms, number, percent
 from moesim.questions.sweep_text import (
+    alike_lines,
     axis_head,
     axis_value,
     candidate_rows,
@@ -91,7 +92,7 @@ def write_sweep(
         page_origin(command, trace="; ".join(words)),
         setting=[f"{_machines(frame)}: {setting_line(frame)}"],
         answer=_answer(ranked, candidates),
-        notes=note_lines(ranked),
+        notes=[*note_lines(ranked), *alike_lines(frame, ranked)],
     )
     page.add(
         "Who is fastest where?",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.base.sizes import format_bytes
 from moesim.base.units import ms, percent
+from moesim.questions.compare_text import LEAST_LEAD, alike_line
 from moesim.reporting.tables import aligned
 from moesim.runs.sweeps.ranking import LEAST_SAMPLES, axes_of, ranking
 
@@ -33,6 +34,7 @@ def sweep_text(frame: pd.DataFrame) -> str:
     if cells and _cell_count(ranked) <= MOST_CELLS:
         lines += [*aligned(winner_rows(ranked), lead=len(cells)), ""]
     lines += [*aligned(candidate_rows(ranked)), "", *note_lines(ranked)]
+    lines += alike_lines(frame, ranked)
     return "\n".join(lines)
 
 
@@ -131,6 +133,18 @@ def note_lines(ranked: pd.DataFrame) -> list[str]:
         return [f"{NO_INTERVAL}, got {counts}; a tie is the same time exactly"]
     sizes = f"{samples} batches and {runs} seeds"
     return [f"95 % intervals from {sizes}; a tie differs by less than they tell apart"]
+
+
+def alike_lines(frame: pd.DataFrame, ranked: pd.DataFrame) -> list[str]:
+    """Why all policies take the same time, where they do everywhere; else nothing."""
+    causal = ranked[~ranked["oracle"]]
+    if "busiest" not in frame:
+        return []
+    if causal["candidate"].nunique() < 2 or causal["behind"].max() >= LEAST_LEAD:
+        return []
+    lane = str(frame["busiest"].mode().iloc[0])
+    share = float(frame.loc[frame["busiest"] == lane, "busiest_share"].median())
+    return [alike_line(lane, share)]
 
 
 def time_words(ranked: pd.DataFrame) -> str:

@@ -132,12 +132,6 @@ def replay(
         planner = setup.planner()
     bound = replay_bound(setup, opened, planner) if bounded else None
 
-    # Figures that are summed up on the way need no timeline in memory.
-    summary = None
-    if not keep and out is None and perfetto is None:
-        summary = Summary(profile.lanes)
-    timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
-
     engine = choose_engine(
         config.engine,
         planner,
@@ -145,6 +139,12 @@ def replay(
         arrivals=config.arrivals is not None,
         layer_steps=layer_steps_of(config, opened),
     )
+
+    # Figures that are summed up on the way need no timeline in memory.
+    summary = None
+    if not keep and out is None and perfetto is None:
+        summary = Summary(profile.lanes)
+    timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
     requests = None
     try:
         with policy_faults():

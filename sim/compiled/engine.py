@@ -325,32 +325,8 @@ class CompiledReplay:
         constants["requeue"] = prefetch.requeue
         constants["oracle"] = prefetch.oracle
         constants["reads_routing"] = prefetch.reads_routing
-        policies = planner.policies
-        constants["alters"] = policies.routing.alters
-        constants["precomputes"] = policies.assignment.precomputes
-        constants["foretells"] = prefetch.foretells
-        cache = policies.caches[0]
-        constants["replaces_first"] = cache.replaces and cache.replaces_first
-        constants["choosing_s"] = cache.choosing_s
-
-        # Its weights are shown to Python alone, and so are those of altered routing.
-        by_kernels = all_bring_kernels(planner)
-        constants["notes_mass"] = by_kernels
-        for name, policy, is_kernel in (
-            ("assignment", policies.assignment, answers_with_kernels),
-            ("prefetch", prefetch, answers_with_kernels),
-            ("routing", policies.routing, lambda _: by_kernels),
-        ):
-            if is_kernel(policy):
-                brought = policy.kernels()
-            else:
-                brought = getattr(self._asked, name)(policy)
-            world.give_kernels(brought)
-            constants[name] = self._keep(brought.state)
+        self._take_policies(constants)
         world["constants"] = table
-        self._alters = policies.routing.alters
-        self._notes_mass = self._alters and by_kernels
-        self._drafts_with = prefetch if prefetch.foretells else None
 
         for name, seconds_of in (
             ("copy_s", costs.copy_s),
@@ -391,6 +367,36 @@ class CompiledReplay:
         world["work_precomputed"] = np.zeros(shape.experts, np.bool_)
         self._most_tokens = -1
         self._activation_s = np.zeros(0)
+
+    def _take_policies(self, constants: Any) -> None:
+        """Take what policies bring, and note what they do besides answering."""
+        planner = self._planner
+        prefetch = planner.policies.prefetch
+        policies = planner.policies
+        constants["alters"] = policies.routing.alters
+        constants["precomputes"] = policies.assignment.precomputes
+        constants["foretells"] = prefetch.foretells
+        cache = policies.caches[0]
+        constants["replaces_first"] = cache.replaces and cache.replaces_first
+        constants["choosing_s"] = cache.choosing_s
+
+        # Its weights are shown to Python alone, and so are those of altered routing.
+        by_kernels = all_bring_kernels(planner)
+        constants["notes_mass"] = by_kernels
+        for name, policy, is_kernel in (
+            ("assignment", policies.assignment, answers_with_kernels),
+            ("prefetch", prefetch, answers_with_kernels),
+            ("routing", policies.routing, lambda _: by_kernels),
+        ):
+            if is_kernel(policy):
+                brought = policy.kernels()
+            else:
+                brought = getattr(self._asked, name)(policy)
+            self._world.give_kernels(brought)
+            constants[name] = self._keep(brought.state)
+        self._alters = policies.routing.alters
+        self._notes_mass = self._alters and by_kernels
+        self._drafts_with = prefetch if prefetch.foretells else None
 
     def _by_size(self, seconds_of: Callable[..., float]) -> list[float]:
         """Seconds of one expert of each size, of its layer and itself."""

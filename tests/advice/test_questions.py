@@ -320,6 +320,14 @@ def test_popular_experts_beyond_certainty_leave_the_mean_to_the_others():
         assert used_share(64, 8, 1, skew) == pytest.approx(8 / 64)
 
 
+@pytest.mark.parametrize(("layers", "first"), [(99, 0), (25, 0), (24, 1), (0, 24)])
+def test_the_head_is_the_first_layer_on_the_card(layers, first):
+    """llama.cpp: `i_gpu_start = max(n_layer + 1 - n_gpu_layers, 0)`, 24 layers here."""
+    setting = Setting(gpu_layers=layers)
+    assert setting.first_gpu_layer(named_contents("gpt-oss-20b", "MXFP4")) == first
+    assert setting.head_on_gpu == (layers > 0)
+
+
 def test_buffers_hold_one_expert_tensor_beside_the_outputs():
     """gpt-oss at 512 tokens: 933 MiB logged, 393 of outputs and 540 of one tensor."""
     model = named_contents("gpt-oss-120b", "MXFP4")
@@ -350,6 +358,8 @@ def test_impossible_memory_is_refused_and_open_generations_are_asked_for():
         describe_machine(cpu="Ryzen 5 7600", ram="2x16GB DDR4-3600")
     with pytest.raises(AdviceError, match="DDR5 does not fit Ryzen 7 5700X"):
         describe_machine(cpu="Ryzen 7 5700X", ram="2x16GB DDR5-5600")
+    with pytest.raises(AdviceError, match="DDR4 does not fit Core Ultra 7 155H"):
+        describe_machine(cpu="Core Ultra 7 155H", ram="2x16GB DDR4-3200")
     open_ended = describe_machine(cpu="Core i7-12700K", ram="64GB")
     assert any("DDR4-3200 and DDR5-4800" in words for words in open_ended.assumed)
     stated = describe_machine(cpu="Core i7-12700K", ram="2x32GB DDR4-3200")

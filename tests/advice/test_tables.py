@@ -78,12 +78,19 @@ def test_cores_are_those_of_the_makers_page(name, cores, small):
         ("RTX 5070 Laptop", 27.6, 384),
         ("A100-SXM4-80GB", 312.0, 2039),
         ("RTX PRO 6000 Max-Q", 440.0, 1792),
+        ("RTX 2000 Ada", 48.0, 224),
     ],
 )
 def test_cards_are_not_answered_as_their_neighbours(name, tflops, gb_s):
     card = find(name, graphics_cards())
     assert card.flops == pytest.approx(tflops * 1e12)
     assert card.bytes_per_s == pytest.approx(gb_s * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "gb_s"), [("EPYC 9334", 456), ("EPYC 9354", 456)])
+def test_few_dies_have_two_links_each(name, gb_s):
+    """EPYCs of this series with up to four dies connect each by two links."""
+    assert find(name, processors()).dies_bytes_per_s == pytest.approx(gb_s * 1e9)
 
 
 def test_chips_follow_their_own_rule():

@@ -236,7 +236,9 @@ def test_a_poor_terminal_gets_everything(tmp_path, surroundings):
         ("validate", "--help"),
         ("list",),
     ):
-        out, err = started(words, tmp_path, **surroundings).communicate()
+        out, err = started(words, tmp_path, **surroundings).communicate(
+            timeout=PATIENCE_S
+        )
         assert out
         assert b"Traceback" not in err
         assert b"\x1b" not in out

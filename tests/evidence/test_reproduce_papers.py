@@ -13,7 +13,6 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,7 +23,6 @@ from moesim.evidence.reproduction import (
     orders,
     questions,
     reproduce_all,
-    workloads,
 )
 from moesim.evidence.reproduction import report as pages
 from moesim.evidence.reproduction.orders import PARTS, sides
@@ -46,7 +44,6 @@ from moesim.evidence.reproduction.runs import RunSpec
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.hwprofiles import profile as profiles
 from moesim.traces.format.reader import open_trace
-from moesim.traces.synthetic.saved import model_like
 
 PROFILES = sorted(profiles._DATA.glob("*.toml"))
 SOURCES = sorted(Path(questions.__file__).parent.glob("*.py"))
@@ -341,20 +338,6 @@ def test_the_anchored_machine_gives_the_times_it_was_anchored_on(tmp_path):
     load = Workload("mixtral-8x7b", "q4_k_m", 64, 32, 16, like="mixtral-8x7b")
     spec = RunSpec.of(load, "exact", "dali-rtx3090", batch=16, modelled=True)
     assert spec.do(tmp_path)["modelled_s"] == pytest.approx(22.6, rel=0.06)
-
-
-def test_stated_statistics_have_as_much_of_a_topic_as_those_of_many_texts():
-    """Else calibration on other texts would foresee each text's favourites."""
-    shares = []
-    for name in ("mixtral-8x7b", "deepseek-v2-lite", "gpt-oss-20b"):
-        model = model_like(name)
-        common = model.popularity - model.popularity.mean(axis=-1, keepdims=True)
-        own = model.topics - model.topics.mean(axis=-1, keepdims=True)
-        shares.append(own.var() / (own.var() + common.var()))
-    assert np.mean(shares) == pytest.approx(workloads.TOPIC_SHARE, abs=0.1)
-    drawn = Workload("phi-3.5-moe", "bf16", 4, 4, 1)._synthetic()
-    own, common = drawn.topics.var(axis=-1), drawn.popularity.var(axis=-1)
-    assert own.mean() / (own.mean() + common.mean()) == pytest.approx(0.7, abs=0.02)
 
 
 def test_workloads_are_drawn_alike_and_once(tmp_path):

@@ -16,6 +16,7 @@ from moesim.evidence.validation.paired_runs import Trial, drawn_steps, simulate
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.costs import Costs, Kernels
 from moesim.hwprofiles.profile import list_profiles, load_profile
+from moesim.hwprofiles.schema import Quantity
 from moesim.runs.config import MemoryOptions
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.models import model_shape
@@ -197,3 +198,35 @@ def test_all_resident_is_never_slower_than_mixed(name, model):
         further_s, launch_s = map(hw.number, (paths.FURTHER_S, LAUNCH_S))
         if batch == 1 and further_s < launch_s:
             assert seconds(1.0, "on-demand+static") <= seconds(0.5)
+
+
+@pytest.mark.parametrize(
+    ("per", "policy", "ratio", "charged"),
+    [
+        # Three products in each layer, one after the other.
+        (paths.OPERATION, "all-cpu+none", 0.0, 3 * 3),
+        (paths.FIRST_OPERATION.base_s, "all-cpu+none", 0.0, 3),
+        (paths.JOIN.base_s, "all-cpu+none", 0.0, 3),
+        # The first copy of each layer waits; the others pass beside products.
+        ("h2d", "on-demand+none", 0.0, 3 * BYTES),
+    ],
+)
+def test_a_new_cost_is_one_row_of_the_table(
+    three_layers, monkeypatch, per, policy, ratio, charged
+):
+    """Both engines charge it where its row says, and profiles without it nothing."""
+    seconds = 1 * MS if per != "h2d" else 1 * MS / BYTES
+    row = paths.Charge("costs.dispatch.new_s", per)
+    monkeypatch.setattr(paths, "CHARGES", (*paths.CHARGES, row))
+    known = machine()
+    stated = replace(
+        known,
+        numbers={**known.numbers, row.path: Quantity(seconds, "assumed", "a test")},
+    )
+    memory = MemoryOptions(cache_ratio=ratio)
+    spans = []
+    for hw in (known, stated):
+        first, second = both(three_layers, policy, hw=hw, memory=memory)
+        assert_equal(first, second)
+        spans.append(first.result.makespan_s)
+    assert spans[1] - spans[0] == pytest.approx(charged * seconds, rel=1e-6)

@@ -205,8 +205,6 @@ def test_the_index_leads_to_every_page():
         (DOCS / target).resolve() for target in re.findall(r"\]\(([^)#]+\.md)", index)
     }
     inner = {page for page in DOCS.rglob("*.md") if page != DOCS / "README.md"}
-    # Tables of single cells are reached from the page that discusses them.
-    inner -= set((DOCS / "measurements").glob("20*.md"))
     assert {name_of(page) for page in inner - linked} == set()
 
 

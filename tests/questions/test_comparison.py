@@ -228,6 +228,26 @@ def test_a_lead_that_no_model_can_tell_is_a_tie(compared):
     )
 
 
+def test_policies_that_take_the_same_time_say_why(compared):
+    """Half a per cent between all of them; what the busiest lane does is counted."""
+    table, runs = compared
+    near = table[~table["oracle"]].iloc[:3].copy()
+    near["makespan_s"] = [1.0, 1.005, 1.006]
+    best = near.iloc[0]
+    run = runs[best["policy"]]
+    spans = run.timeline.frame()
+    dense = spans[(spans["lane"] == best["busiest"]) & (spans["kind"] == "dense")]
+    share = (dense["end_s"] - dense["start_s"]).sum() / run.metrics["makespan_s"]
+    (line,) = [each for each in ranking_lines(near, runs) if each.startswith("all")]
+    words = f"all within 1 %: {best['busiest']} works {best['busiest_share']:.0%}"
+    assert line.replace(" %", "%").startswith(words.replace(" %", "%"))
+    assert (f"{100 * share:.0f} % on the dense parts" in line) == (
+        share >= best["busiest_share"] / 2
+    )
+    near["makespan_s"] = [1.0, 1.005, 1.2]
+    assert not any(each.startswith("all") for each in ranking_lines(near, runs))
+
+
 # The command.
 
 

@@ -7,7 +7,7 @@ import pytest
 from support.handmade import hand_trace
 
 from moesim.traces.format.reader import open_trace
-from moesim.traces.stats.statistics import CACHE_RATIOS, info, stats, stats_frame
+from moesim.traces.stats.statistics import info, stats, stats_frame
 
 
 def write(path, routing, experts=8):
@@ -47,27 +47,6 @@ def test_cyclic_access_gives_lru_no_hit_below_capacity(tmp_path):
         0.5: [36 / 40],
         0.75: [36 / 40],
     }
-
-
-def test_stack_distances_agree_with_an_lru_list(tmp_path):
-    rng = np.random.default_rng(0)
-    weights = np.arange(1, 17) ** 2
-    routing = [
-        rng.choice(16, 3, replace=False, p=weights / weights.sum()).tolist()
-        for _ in range(300)
-    ]
-    figures = stats(write(tmp_path / "t.parquet", routing, experts=16))
-    for ratio in CACHE_RATIOS:
-        # least recently used first
-        recent = []
-        hits = 0
-        for token in routing:
-            resident = recent[-round(ratio * 16) :]
-            hits += sum(expert in resident for expert in token)
-            recent = [expert for expert in recent if expert not in token] + sorted(
-                token
-            )
-        assert figures["lru"][ratio] == [hits / 900]
 
 
 def test_frame_has_one_row_per_layer(make_trace):

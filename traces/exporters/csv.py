@@ -25,11 +25,7 @@ SUFFIX = ".csv"
 _ROWS = 1 << 18
 
 
-def export(
-    trace: Trace,
-    out: Path,
-    progress: Callable[[int], None],
-) -> int:
+def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
     """Write one line per token and layer, in trace order."""
     optional = [name for name in ("weights", "token") if name in trace.columns]
     schema = _schema(trace.shape.top_k, optional)
@@ -52,10 +48,7 @@ def export(
     return written
 
 
-def _schema(
-    top_k: int,
-    optional: Sequence[str],
-) -> pa.Schema:
+def _schema(top_k: int, optional: Sequence[str]) -> pa.Schema:
     fields = [
         ("seq", pa.int32()),
         ("pos", pa.int32()),
@@ -71,10 +64,7 @@ def _schema(
     return pa.schema(fields)
 
 
-def _tables(
-    rows: SequenceRows,
-    schema: pa.Schema,
-) -> Iterator[pa.Table]:
+def _tables(rows: SequenceRows, schema: pa.Schema) -> Iterator[pa.Table]:
     """The rows of one sequence, some at a time."""
     phases = [phase.label for phase in Phase]
 

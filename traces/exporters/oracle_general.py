@@ -35,11 +35,7 @@ NEVER = -1
 _STEPS = 2048
 
 
-def export(
-    trace: Trace,
-    out: Path,
-    progress: Callable[[int], None],
-) -> int:
+def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
     """Write all requests; what is needed next is filled in from the end, a part of the
     file at a time.
 
@@ -72,11 +68,7 @@ def export(
     return edges[-1]
 
 
-def _write(
-    file: IO[bytes],
-    steps: list[RoutedStep],
-    trace: Trace,
-) -> int:
+def _write(file: IO[bytes], steps: list[RoutedStep], trace: Trace) -> int:
     """Append the requests of some steps; how many they are."""
     routed = [(step.step, layer) for step in steps for layer in step.layers]
     counts = np.array([len(layer.experts) for _, layer in routed])
@@ -93,11 +85,7 @@ def _write(
     return len(records)
 
 
-def _link(
-    path: Path,
-    edges: list[int],
-    objects: int,
-) -> None:
+def _link(path: Path, edges: list[int], objects: int) -> None:
     """Fill in `next`, from the last part to the first."""
     records = np.memmap(path, RECORD, "r+")
     # The next request of each object behind the part at hand.

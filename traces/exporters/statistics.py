@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 SUFFIX = ".parquet"
 
 
-def export(
-    trace: Trace,
-    out: Path,
-    progress: Callable[[int], None],
-) -> int:
+def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
     """Write what `moesim.traces.stats.statistics.stats` finds; a table of figures by
     ratio becomes columns such as ``lru_0.25``.
     """
@@ -43,8 +39,7 @@ def export(
 
 
 def split(
-    figures: dict[str, Any],
-    layers: int,
+    figures: dict[str, Any], layers: int
 ) -> tuple[dict[str, list[Any]], dict[str, Any]]:
     """Return figures by layer, and all others."""
     by_layer: dict[str, list[Any]] = {}

@@ -13,10 +13,7 @@ from moesim.machine_code.types import input_array
 
 
 @compiled(nb.int32[:, ::1](input_array(nb.float32, 2), nb.int64))
-def top_k(
-    values: np.ndarray,
-    count: int,
-) -> np.ndarray:
+def top_k(values: np.ndarray, count: int) -> np.ndarray:
     """Return the places [N, K] of the `count` largest of each row of `values` [N, E];
     equal values go to the lower place.
     """
@@ -105,10 +102,7 @@ def to_float16(values: np.ndarray) -> tuple[np.ndarray, bool]:
 
 
 @compiled(nb.boolean(input_array(nb.uint32), nb.uint16[::1]))
-def _round_to_float16(
-    bits: np.ndarray,
-    rounded: np.ndarray,
-) -> bool:
+def _round_to_float16(bits: np.ndarray, rounded: np.ndarray) -> bool:
     """Fill `rounded` [N] with the bits of float16 numbers, given those of float32 ones
     [N]; return whether all are finite.
 

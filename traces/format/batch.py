@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.traces.format.schema import (
-    PREDICTION_COLUMNS,
-    Phase,
-    prediction_distance,
-)
+from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase, prediction_distance
 from moesim.traces.passes import check_passes, micro_batches
 
 if TYPE_CHECKING:
@@ -182,10 +178,7 @@ def ends_in_prompt(trace: Trace, *, batch: int, steps: int | None) -> bool:
     return False
 
 
-def check_counts(
-    batch: int,
-    steps: int | None,
-) -> None:
+def check_counts(batch: int, steps: int | None) -> None:
     """Refuse batches and numbers of steps that cannot be.
 
     Raises:
@@ -199,9 +192,7 @@ def check_counts(
 
 
 def _compose(
-    trace: Trace,
-    batch: int,
-    columns: tuple[str, ...],
+    trace: Trace, batch: int, columns: tuple[str, ...]
 ) -> Iterator[RoutedStep]:
     step = 0
     for group in sequence_groups(trace, batch, columns):
@@ -241,11 +232,7 @@ class SequenceGroup:
     """
 
     def __init__(
-        self,
-        group: list[SequenceRows],
-        shape: ModelShape,
-        passes: Passes,
-        index: int,
+        self, group: list[SequenceRows], shape: ModelShape, passes: Passes, index: int
     ) -> None:
         self._group = group
         self.layers = shape.layers
@@ -370,11 +357,7 @@ class SequenceGroup:
             )
             yield replace(passes, drafted=computed - 1, kept=kept)
 
-    def _decode(
-        self,
-        start: int,
-        stop: int,
-    ) -> PassRows:
+    def _decode(self, start: int, stop: int) -> PassRows:
         """Decode steps `start` to `stop` of the group."""
         alive = np.count_nonzero(
             self._generated[:, None] > np.arange(start, stop), axis=0
@@ -415,11 +398,7 @@ class SequenceGroup:
             layer_step=None,
         )
 
-    def _decode_spans(
-        self,
-        start: int,
-        stop: int,
-    ) -> list[slice]:
+    def _decode_spans(self, start: int, stop: int) -> list[slice]:
         """The rows of each sequence in decode steps `start` to `stop`."""
         spans = []
         for prompt, generated in zip(
@@ -431,11 +410,7 @@ class SequenceGroup:
 
         return spans
 
-    def _context_tokens(
-        self,
-        spans: list[slice],
-        count: int,
-    ) -> np.ndarray:
+    def _context_tokens(self, spans: list[slice], count: int) -> np.ndarray:
         """Largest position plus one in each of `count` decode steps: int64."""
         context = np.zeros(count, dtype=np.int64)
         for sequence, span in zip(self._group, spans, strict=True):
@@ -558,9 +533,6 @@ def _distinct(positions: np.ndarray) -> int:
     return 1 + int(np.count_nonzero(np.diff(positions)))
 
 
-def _cut(
-    values: np.ndarray,
-    edges: np.ndarray,
-) -> list[np.ndarray]:
+def _cut(values: np.ndarray, edges: np.ndarray) -> list[np.ndarray]:
     """Views of `values` between consecutive `edges`."""
     return [values[a:b] for a, b in pairwise(edges.tolist())]

@@ -49,13 +49,7 @@ def check_sequence(
     if back.any():
         row = int(np.argmax(back)) + 1
         expected = "decode until the sequence ends"
-        raise error(
-            row,
-            "phase",
-            expected,
-            "prefill after decode",
-            "sort by pos",
-        )
+        raise error(row, "phase", expected, "prefill after decode", "sort by pos")
 
     # Prefill comes first by now, so its end can be searched for.
     prompt = int(np.searchsorted(phase, Phase.DECODE))
@@ -63,21 +57,9 @@ def check_sequence(
     if prompt and not prompt_rows.all():
         missing = int(np.argmin(prompt_rows))
         expected = f"prompt tokens at each of {layers} layers"
-        raise error(
-            0,
-            "layer",
-            expected,
-            f"none at layer {missing}",
-            NO_WAY,
-        )
+        raise error(0, "layer", expected, f"none at layer {missing}", NO_WAY)
 
-    _check_decode(
-        pos[prompt:],
-        layer[prompt:],
-        prompt,
-        layers,
-        error,
-    )
+    _check_decode(pos[prompt:], layer[prompt:], prompt, layers, error)
 
 
 def _check_decode(
@@ -100,13 +82,7 @@ def _check_decode(
         token = pos[row - 1] if due[row] else pos[row]
         expected = f"layer {due[row]} of {layers} of the decode token at pos {token}"
         actual = f"layer {layer[row]} at pos {pos[row]}"
-        raise error(
-            prompt + row,
-            "layer",
-            expected,
-            actual,
-            NO_WAY,
-        )
+        raise error(prompt + row, "layer", expected, actual, NO_WAY)
 
     # All layers so far were in order, so only the last token can lack some.
     if len(layer) % layers:
@@ -115,10 +91,4 @@ def _check_decode(
         expected = (
             f"layer {layer[-1] + 1} of {layers} of the decode token at pos {token}"
         )
-        raise error(
-            last,
-            "layer",
-            expected,
-            "the end of the sequence",
-            NO_WAY,
-        )
+        raise error(last, "layer", expected, "the end of the sequence", NO_WAY)

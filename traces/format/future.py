@@ -39,13 +39,7 @@ class RecordedFuture:
         self._read(of_steps(steps))
 
     @classmethod
-    def of(
-        cls,
-        trace: Trace,
-        *,
-        batch: int = 1,
-        steps: int | None = None,
-    ) -> Self:
+    def of(cls, trace: Trace, *, batch: int = 1, steps: int | None = None) -> Self:
         """Return the future of replaying `trace` in batches of `batch`, cut after
         `steps` forward passes.
         """
@@ -80,12 +74,7 @@ class RecordedFuture:
         """The number of steps: past the end, so larger than any use."""
         return self.steps
 
-    def next_use(
-        self,
-        step: int,
-        layer: int,
-        expert: int,
-    ) -> int:
+    def next_use(self, step: int, layer: int, expert: int) -> int:
         """Return the first step strictly after `step` in which this expert is active;
         `never` if there is none.
         """
@@ -94,12 +83,7 @@ class RecordedFuture:
 
         return int(self._row(step, layer)[expert])
 
-    def next_uses(
-        self,
-        step: int,
-        layer: int,
-        experts: np.ndarray,
-    ) -> np.ndarray:
+    def next_uses(self, step: int, layer: int, experts: np.ndarray) -> np.ndarray:
         """Return `next_use` of each expert: int64, same shape as `experts`."""
         row = self._row(step, layer)
         uses: np.ndarray
@@ -131,29 +115,17 @@ class RecordedFuture:
         """
         return np.asarray(self._edges)
 
-    def active(
-        self,
-        step: int,
-        layer: int,
-    ) -> np.ndarray:
+    def active(self, step: int, layer: int) -> np.ndarray:
         """Return the experts that a layer step uses, int32 [A], ascending; none past
         the end.
         """
         return self._experts[self._span(step, layer)]
 
-    def tokens(
-        self,
-        step: int,
-        layer: int,
-    ) -> np.ndarray:
+    def tokens(self, step: int, layer: int) -> np.ndarray:
         """Return the tokens routed to each of `active`: int32 [A]."""
         return self._tokens[self._span(step, layer)]
 
-    def _span(
-        self,
-        step: int,
-        layer: int,
-    ) -> slice:
+    def _span(self, step: int, layer: int) -> slice:
         """Where the experts of a layer step lie; nowhere past the end."""
         if not 0 <= step < self.steps:
             return slice(0)
@@ -186,11 +158,7 @@ class RecordedFuture:
         self._now = [-1] * self.layers
         self._rows = [self._searched(-1, layer) for layer in range(self.layers)]
 
-    def _searched(
-        self,
-        step: int,
-        layer: int,
-    ) -> np.ndarray:
+    def _searched(self, step: int, layer: int) -> np.ndarray:
         """int64 [width + 1]: next uses after `step` at `layer`, by binary search."""
         row = np.full(self.width + 1, self.steps, dtype=np.int64)
         base = layer * self.width
@@ -204,11 +172,7 @@ class RecordedFuture:
 
         return row
 
-    def _row(
-        self,
-        step: int,
-        layer: int,
-    ) -> np.ndarray:
+    def _row(self, step: int, layer: int) -> np.ndarray:
         """int64 [width + 1]: next uses strictly after `step` at `layer`."""
         now = self._now[layer]
         if step == now:
@@ -226,12 +190,7 @@ class RecordedFuture:
         self._now[layer] = step
         return self._rows[layer]
 
-    def _move(
-        self,
-        now: int,
-        step: int,
-        layer: int,
-    ) -> None:
+    def _move(self, now: int, step: int, layer: int) -> None:
         """Bring the row of `layer` from step `now` to `step`."""
         row = self._rows[layer]
         for passed in range(now + 1, step + 1):

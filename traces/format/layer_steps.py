@@ -273,10 +273,7 @@ def of_steps(steps: Iterable[RoutedStep]) -> Iterator[LayerSteps]:
     return joined(map(_of_step, steps))
 
 
-def _first(
-    parts: Iterable[LayerSteps],
-    steps: int,
-) -> Iterator[LayerSteps]:
+def _first(parts: Iterable[LayerSteps], steps: int) -> Iterator[LayerSteps]:
     """Parts until so many forward passes are over."""
     for part in parts:
         if part.step[-1] < steps:

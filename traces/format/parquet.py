@@ -199,12 +199,7 @@ def values(array: Any) -> np.ndarray:
 
 def lists(matrix: np.ndarray) -> pa.Array:
     """Return the rows of a matrix as lists of equal length."""
-    offsets = np.arange(
-        0,
-        matrix.size + 1,
-        matrix.shape[1],
-        dtype=np.int32,
-    )
+    offsets = np.arange(0, matrix.size + 1, matrix.shape[1], dtype=np.int32)
     return pa.ListArray.from_arrays(numbers(offsets), numbers(matrix.reshape(-1)))
 
 
@@ -219,10 +214,7 @@ def flat(array: Any) -> pa.Array:
     return array.values.slice(first, count)
 
 
-def named(
-    codes: np.ndarray,
-    names: Sequence[str],
-) -> pa.Array:
+def named(codes: np.ndarray, names: Sequence[str]) -> pa.Array:
     """Return codes int8 and the names behind them as a dictionary array."""
     data = [name.encode() for name in names]
     offsets = np.cumsum([0, *map(len, data)]).astype(np.int32)
@@ -231,10 +223,7 @@ def named(
     return pa.DictionaryArray.from_arrays(numbers(codes), dictionary)
 
 
-def codes(
-    column: Any,
-    names: Sequence[str],
-) -> np.ndarray:
+def codes(column: Any, names: Sequence[str]) -> np.ndarray:
     """Undo `named`, whatever order the file keeps its names in: int8, -1 for a name
     that is not known.
     """

@@ -149,11 +149,7 @@ class Trace:
             self._digests = digests(self.path, self._footer)
         return self._digests.file
 
-    def require(
-        self,
-        columns: Iterable[str],
-        user: str,
-    ) -> None:
+    def require(self, columns: Iterable[str], user: str) -> None:
         """Check that the optional `columns` are present.
 
         Raises:
@@ -239,22 +235,12 @@ class Trace:
                 base += batch.num_rows
 
     def _error(
-        self,
-        row: int,
-        column: str,
-        expected: str,
-        got: object,
-        way_out: str = _RENEW,
+        self, row: int, column: str, expected: str, got: object, way_out: str = _RENEW
     ) -> TraceError:
         place = f"{self.path}: row {row}: {column}"
         return TraceError(f"{place}: expected {expected}, got {got}; {way_out}")
 
-    def _column(
-        self,
-        name: str,
-        array: Any,
-        base: int,
-    ) -> np.ndarray:
+    def _column(self, name: str, array: Any, base: int) -> np.ndarray:
         """One column of a block as numpy, with its values checked."""
         if array.null_count:
             raise self._error(base + _first_null(array), name, "a value", "null")
@@ -270,12 +256,7 @@ class Trace:
             return self._expert_ids(matrix, base)
         return self._finite(name, matrix, base)
 
-    def _scalars(
-        self,
-        name: str,
-        array: Any,
-        base: int,
-    ) -> np.ndarray:
+    def _scalars(self, name: str, array: Any, base: int) -> np.ndarray:
         """[N] of one number per row."""
         scalars = values(array)
         if name == "layer":
@@ -283,11 +264,7 @@ class Trace:
 
         return scalars.astype(_DTYPES[name])
 
-    def _phases(
-        self,
-        array: Any,
-        base: int,
-    ) -> np.ndarray:
+    def _phases(self, array: Any, base: int) -> np.ndarray:
         phases = codes(array, [phase.label for phase in Phase])
         if (phases < 0).any():
             row = int(np.argmax(phases < 0))
@@ -296,11 +273,7 @@ class Trace:
 
         return phases
 
-    def _expert_ids(
-        self,
-        matrix: np.ndarray,
-        base: int,
-    ) -> np.ndarray:
+    def _expert_ids(self, matrix: np.ndarray, base: int) -> np.ndarray:
         """uint16 [N, K], in range and distinct."""
         self._check_range("experts", matrix, self.shape.experts, base)
         ids = np.ascontiguousarray(matrix, np.uint16)
@@ -311,12 +284,7 @@ class Trace:
             raise self._error(base + row, "experts", "distinct ids", actual)
         return ids
 
-    def _finite(
-        self,
-        name: str,
-        matrix: np.ndarray,
-        base: int,
-    ) -> np.ndarray:
+    def _finite(self, name: str, matrix: np.ndarray, base: int) -> np.ndarray:
         """float16 [N, width], without infinity and without what is no number."""
         # A number too large for 16 bits becomes infinity, which is found below.
         with np.errstate(over="ignore"):
@@ -339,13 +307,7 @@ class Trace:
             raise self._error(base + row, column, "a number >= 0", actual)
         return rounded
 
-    def _matrix(
-        self,
-        name: str,
-        array: Any,
-        width: int,
-        base: int,
-    ) -> np.ndarray:
+    def _matrix(self, name: str, array: Any, width: int, base: int) -> np.ndarray:
         """[N, width] of a list column, without visiting rows one by one."""
         # Offsets tell the length of every list without a look at its values.
         lengths = np.diff(values(array.offsets))
@@ -363,11 +325,7 @@ class Trace:
         return values(inner).reshape(-1, width)
 
     def _check_range(
-        self,
-        name: str,
-        matrix: np.ndarray,
-        limit: int,
-        base: int,
+        self, name: str, matrix: np.ndarray, limit: int, base: int
     ) -> None:
         if not matrix.size or (matrix.min() >= 0 and matrix.max() < limit):
             return
@@ -376,19 +334,10 @@ class Trace:
         row, place = divmod(int(np.argmax(outside.reshape(-1))), matrix.shape[1])
         actual = matrix[row, place]
         way_out = "does the header's shape fit this trace?"
-        raise self._error(
-            base + row,
-            name,
-            f"0..{limit - 1}",
-            actual,
-            way_out,
-        )
+        raise self._error(base + row, name, f"0..{limit - 1}", actual, way_out)
 
     def _check_order(
-        self,
-        block: dict[str, np.ndarray],
-        base: int,
-        last: tuple[int, int],
+        self, block: dict[str, np.ndarray], base: int, last: tuple[int, int]
     ) -> tuple[int, int]:
         """Whether rows ascend from `last`, the sequence and place before them; return
         those of the last row.
@@ -409,17 +358,12 @@ class Trace:
         return int(seq[-1]), int(place[-1])
 
     def _sequence(
-        self,
-        pieces: list[dict[str, np.ndarray]],
-        first_row: int,
+        self, pieces: list[dict[str, np.ndarray]], first_row: int
     ) -> SequenceRows:
         """Join the pieces of one sequence and check that its steps are whole."""
         rows = joined(pieces)
 
-        def error(
-            row: int,
-            *parts: Any,
-        ) -> TraceError:
+        def error(row: int, *parts: Any) -> TraceError:
             return self._error(first_row + row, *parts)
 
         check_sequence(
@@ -436,11 +380,7 @@ class Trace:
         )
 
 
-def _place(
-    seq: int,
-    place: int,
-    layers: int,
-) -> str:
+def _place(seq: int, place: int, layers: int) -> str:
     return f"seq {seq} pos {place // layers} layer {place % layers}"
 
 
@@ -488,10 +428,7 @@ def _checked_footer(path: Path) -> Footer:
         return Footer(0, None)
 
 
-def _check_schema(
-    path: Path,
-    schema: pa.Schema,
-) -> None:
+def _check_schema(path: Path, schema: pa.Schema) -> None:
     """Refuse missing columns and wrong kinds; other widths of numbers are converted
     while reading.
     """
@@ -515,10 +452,7 @@ def _check_schema(
             )
 
 
-def _fits(
-    name: str,
-    kind: pa.DataType,
-) -> tuple[bool, str]:
+def _fits(name: str, kind: pa.DataType) -> tuple[bool, str]:
     """Whether a column may have this type, and the type it should have."""
     # Widths are converted while reading, kinds are not: floats are no ids.
     is_list = pa.types.is_list(kind)

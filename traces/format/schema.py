@@ -34,10 +34,7 @@ MOST_OF_A_SIZE = 1 << 48
 _LIMITS = {
     "layers": (1, MOST_LAYERS),
     "experts": (1, MOST_EXPERTS),
-    **dict.fromkeys(
-        ("top_k", "hidden", "expert_intermediate"),
-        (1, MOST_OF_A_SIZE),
-    ),
+    **dict.fromkeys(("top_k", "hidden", "expert_intermediate"), (1, MOST_OF_A_SIZE)),
     **dict.fromkeys(
         (
             "other_bytes",
@@ -325,12 +322,7 @@ class TraceHeader:
         return json.dumps(fields, sort_keys=True)
 
     @classmethod
-    def from_json(
-        cls,
-        text: str | bytes,
-        *,
-        where: str,
-    ) -> TraceHeader:
+    def from_json(cls, text: str | bytes, *, where: str) -> TraceHeader:
         """Parse a header.
 
         Raises:

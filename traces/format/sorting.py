@@ -19,11 +19,7 @@ import pyarrow as pa
 
 from moesim.base.errors import TraceError
 from moesim.base.files import ScratchFolder
-from moesim.base.inputs import (
-    MOST_BYTES_VARIABLE,
-    MOST_SEQUENCE_BYTES,
-    most_bytes,
-)
+from moesim.base.inputs import MOST_BYTES_VARIABLE, MOST_SEQUENCE_BYTES, most_bytes
 from moesim.base.sizes import format_bytes
 from moesim.traces.format.parquet import batches_of, numbers, values
 
@@ -80,9 +76,7 @@ class Unordered:
             yield self.finish(_sorted(block))
 
     def sorted(
-        self,
-        beside: Path,
-        progress: Callable[[int], None] | None = None,
+        self, beside: Path, progress: Callable[[int], None] | None = None
     ) -> Iterator[Block]:
         """Read sequence by sequence where sequences are interleaved.
 
@@ -122,11 +116,7 @@ class Appearance:
         # Label -> number, -1 for none yet; for labels that are small whole numbers.
         self._table = np.full(0, -1, np.int32)
 
-    def of_labels(
-        self,
-        labels: list[object],
-        index: np.ndarray,
-    ) -> np.ndarray:
+    def of_labels(self, labels: list[object], index: np.ndarray) -> np.ndarray:
         """Return numbers int32 [N] of labels [D] and which of them each row has, int
         [N].
         """
@@ -176,10 +166,7 @@ def joined(pieces: list[Block]) -> Block:
     }
 
 
-def taken(
-    block: Block,
-    rows: np.ndarray,
-) -> Block:
+def taken(block: Block, rows: np.ndarray) -> Block:
     """Return those rows of a block, in that order."""
     # Five times as fast as an index where rows hold several values.
     return {name: np.take(column, rows, axis=0) for name, column in block.items()}
@@ -315,11 +302,7 @@ class _RowPacking:
     faster than lists or bytes.
     """
 
-    def __init__(
-        self,
-        like: Block,
-        keys: list[str],
-    ) -> None:
+    def __init__(self, like: Block, keys: list[str]) -> None:
         fields = [
             (name, column.dtype, column.shape[1:])
             for name, column in like.items()
@@ -392,9 +375,7 @@ class Followed(NamedTuple):
 
 
 def follow(
-    last: tuple[int, int],
-    block: Mapping[str, np.ndarray],
-    layers: int,
+    last: tuple[int, int], block: Mapping[str, np.ndarray], layers: int
 ) -> Followed:
     """Check that the rows of a block ascend from the row before it.
 

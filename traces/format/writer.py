@@ -46,10 +46,7 @@ _SCALARS = {
 }
 
 
-def column_width(
-    name: str,
-    header: TraceHeader,
-) -> int:
+def column_width(name: str, header: TraceHeader) -> int:
     """Return values per row: K for experts and weights, E for scores and predictions, 0
     for columns without lists.
     """
@@ -59,10 +56,7 @@ def column_width(
     return 0 if name in _SCALARS else header.shape.experts
 
 
-def arrow_schema(
-    header: TraceHeader,
-    columns: Iterable[str],
-) -> pa.Schema:
+def arrow_schema(header: TraceHeader, columns: Iterable[str]) -> pa.Schema:
     """Return the Parquet schema of a trace with these optional columns, header
     included.
     """
@@ -95,10 +89,7 @@ class TraceWriter:
     """
 
     def __init__(
-        self,
-        path: Path | str,
-        header: TraceHeader,
-        columns: Iterable[str] = (),
+        self, path: Path | str, header: TraceHeader, columns: Iterable[str] = ()
     ) -> None:
         names = set(columns)
         unknown = sorted(names - set(OPTIONAL_COLUMNS))
@@ -242,11 +233,7 @@ class TraceWriter:
             self.rows += count
             self._append(block, count)
 
-    def _append(
-        self,
-        block: dict[str, np.ndarray],
-        count: int,
-    ) -> None:
+    def _append(self, block: dict[str, np.ndarray], count: int) -> None:
         """Copy checked rows into row groups."""
         start = 0
         while start < count:
@@ -270,12 +257,7 @@ class TraceWriter:
     def _next_row(self) -> str:
         return f"{self.path}: row {self.rows}"
 
-    def _scalar(
-        self,
-        name: str,
-        value: Any,
-        count: int,
-    ) -> np.ndarray:
+    def _scalar(self, name: str, value: Any, count: int) -> np.ndarray:
         """[N] of one number per row, or of one for all rows."""
         array = np.asarray(value)
         fits = array.ndim <= 1 and array.size in (1, count)
@@ -298,12 +280,7 @@ class TraceWriter:
         # A view: one number for all rows is copied only into the row group.
         return np.broadcast_to(array, (count,))
 
-    def _matrix(
-        self,
-        name: str,
-        value: Any,
-        count: int,
-    ) -> np.ndarray:
+    def _matrix(self, name: str, value: Any, count: int) -> np.ndarray:
         """[N, width] of ids, or of float16."""
         width = column_width(name, self.header)
         array = np.asarray(value)
@@ -373,10 +350,7 @@ class TraceWriter:
         self._filled = 0
 
     @staticmethod
-    def _arrow(
-        name: str,
-        values: np.ndarray,
-    ) -> pa.Array:
+    def _arrow(name: str, values: np.ndarray) -> pa.Array:
         if name == "phase":
             return named(values, [phase.label for phase in Phase])
 

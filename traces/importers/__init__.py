@@ -208,10 +208,7 @@ def _is_apart(source: Path, importer: Importer, rows: Any) -> bool:
 
 
 def _header(
-    source: Path,
-    importer: Importer,
-    shape: ModelShape | None,
-    options: dict[str, str],
+    source: Path, importer: Importer, shape: ModelShape | None, options: dict[str, str]
 ) -> TraceHeader:
     """The header of the trace to be made: the file's own, or the stated shape."""
     module = importer.module
@@ -320,11 +317,7 @@ def _best_first(block: Block) -> tuple[Block, bool]:
     return {**block, **ordered}, True
 
 
-def _with_top_k(
-    shape: ModelShape,
-    top_k: int,
-    notes: list[str],
-) -> ModelShape:
+def _with_top_k(shape: ModelShape, top_k: int, notes: list[str]) -> ModelShape:
     """The shape with the trace's top-k; a difference is noted."""
     if top_k == shape.top_k:
         return shape
@@ -340,11 +333,7 @@ def _nothing_beside() -> Any:
     return nullcontext(lambda block: block)
 
 
-def _guarded(
-    source: Path,
-    name: str,
-    blocks: Iterator[Block],
-) -> Iterator[Block]:
+def _guarded(source: Path, name: str, blocks: Iterator[Block]) -> Iterator[Block]:
     """The blocks, with whatever decoding them raises turned into one line."""
     while True:
         try:
@@ -363,11 +352,7 @@ class _SequenceChecks:
     Of a sequence that comes in parts, positions and ids are kept until it ends.
     """
 
-    def __init__(
-        self,
-        source: Path,
-        shape: ModelShape,
-    ) -> None:
+    def __init__(self, source: Path, shape: ModelShape) -> None:
         self.quality = QualityChecker(shape)
         self._source = source
         self._shape = shape
@@ -394,14 +379,7 @@ class _SequenceChecks:
         if row >= 0:
             ids = experts[row].tolist()
             way_out = "is top-k right"
-            raise self._error(
-                block,
-                row,
-                "experts",
-                "distinct ids",
-                ids,
-                way_out,
-            )
+            raise self._error(block, row, "experts", "distinct ids", ids, way_out)
 
         part = {"seq": block["seq"][:1], "pos": block["pos"], "phase": block["phase"]}
         part["layer"] = layer.astype(np.int16, copy=False)
@@ -415,30 +393,17 @@ class _SequenceChecks:
         sequence = joined(self._parts)
         self._parts = []
 
-        def error(
-            row: int,
-            *parts: Any,
-        ) -> TraceError:
+        def error(row: int, *parts: Any) -> TraceError:
             return self._error(sequence, row, *parts)
 
         pos = sequence["pos"]
         phase = sequence["phase"]
         layer = sequence["layer"]
-        check_sequence(
-            pos,
-            phase,
-            layer,
-            self._shape.layers,
-            error,
-        )
+        check_sequence(pos, phase, layer, self._shape.layers, error)
         self.quality.add(pos, phase, layer, sequence["experts"])
 
     def _check_range(
-        self,
-        block: Block,
-        name: str,
-        table: np.ndarray,
-        limit: int,
+        self, block: Block, name: str, table: np.ndarray, limit: int
     ) -> None:
         """Whether all of `table` [N, M] is from 0 to below `limit`."""
         if 0 <= table.min() <= table.max() < limit:
@@ -447,14 +412,7 @@ class _SequenceChecks:
         row = int(((table < 0) | (table >= limit)).any(axis=1).argmax())
         expected = f"0..{limit - 1}"
         way_out = f"model {self._shape.name}"
-        raise self._error(
-            block,
-            row,
-            name,
-            expected,
-            table[row].max(),
-            way_out,
-        )
+        raise self._error(block, row, name, expected, table[row].max(), way_out)
 
     def _error(
         self,
@@ -477,10 +435,7 @@ class _SequenceChecks:
 # -- which importer --------------------------------------------------------------------
 
 
-def _importer_of(
-    source: Path,
-    options: Mapping[str, str],
-) -> Importer:
+def _importer_of(source: Path, options: Mapping[str, str]) -> Importer:
     """The first importer that recognises the file.
 
     Raises:

@@ -44,10 +44,7 @@ if TYPE_CHECKING:
     Mapping = dict[str, list[str]]
 
 GENERIC = True
-OPTIONS = {
-    "map": "our column=theirs, joined by commas",
-    "prompt_tokens": PROMPT_TOKENS,
-}
+OPTIONS = {"map": "our column=theirs, joined by commas", "prompt_tokens": PROMPT_TOKENS}
 PARTS = ("layer_files",)
 """What `import_trace` says beside options: a file for each MoE layer, as JSON list."""
 
@@ -172,11 +169,7 @@ def _finished(path: Path, shape: ModelShape, block: Block, prompt: int | None) -
 
 
 def mapping(
-    path: Path,
-    text: str,
-    names: list[str],
-    *,
-    by_layer: bool = False,
+    path: Path, text: str, names: list[str], *, by_layer: bool = False
 ) -> Mapping:
     """Return our column -> the file's columns.
 
@@ -203,13 +196,7 @@ def mapping(
         columns[name] = _numbered(names, source[:-1]) if is_pattern else [source]
         if not columns[name] or not set(columns[name]) <= set(names):
             expected = f"one of {', '.join(names)}"
-            raise layout_error(
-                path,
-                f"--map: {name}",
-                expected,
-                source,
-                "",
-            )
+            raise layout_error(path, f"--map: {name}", expected, source, "")
 
     place = "columns" if text else "no importer knows this layout as it is: columns"
     needed = () if by_layer else ("pos", "layer")
@@ -229,10 +216,7 @@ def _known(names: list[str]) -> Mapping:
     return columns
 
 
-def _numbered(
-    names: list[str],
-    prefix: str,
-) -> list[str]:
+def _numbered(names: list[str], prefix: str) -> list[str]:
     """Columns such as e0, e1, …, by their numbers."""
     numbers = {
         name: name.removeprefix(prefix) for name in names if name.startswith(prefix)
@@ -242,34 +226,18 @@ def _numbered(
 
 
 def _check_complete(
-    path: Path,
-    place: str,
-    columns: Mapping,
-    names: list[str],
-    needed: tuple[str, ...],
+    path: Path, place: str, columns: Mapping, names: list[str], needed: tuple[str, ...]
 ) -> None:
     actual = ", ".join(names)
     for name in needed:
         if name not in columns:
             way_out = f"name it with --map {name}=THEIRS"
-            raise layout_error(
-                path,
-                place,
-                f"one for {name}",
-                actual,
-                way_out,
-            )
+            raise layout_error(path, place, f"one for {name}", actual, way_out)
 
     # Both would contradict each other, and without either there is no routing.
     if ("experts" in columns) == ("expert" in columns):
         expected = "experts (all ids of a row) or expert (one)"
-        raise layout_error(
-            path,
-            place,
-            expected,
-            actual,
-            "use --map …",
-        )
+        raise layout_error(path, place, expected, actual, "use --map …")
 
     # A list of weights cannot be shared out to rows of one expert each.
     if "expert" not in columns:
@@ -308,10 +276,7 @@ def _delimiter(line: str) -> str:
     return max(",;\t", key=line.count)
 
 
-def _batches(
-    path: Path,
-    names: list[str],
-) -> Iterator[pa.RecordBatch]:
+def _batches(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
     """The columns `names` of the file, some rows at a time."""
     if head(path, 4) == b"PAR1":
         # A name of a megabyte in every row is one name.
@@ -414,13 +379,7 @@ def _pieces(path: Path, columns: Mapping, counts: _Counts) -> Iterator[Block]:
             else:
                 rows[name] = _column(path, first_row, name, arrays)
             if name in _LISTS:
-                _check_width(
-                    path,
-                    first_row,
-                    name,
-                    rows[name],
-                    widths,
-                )
+                _check_width(path, first_row, name, rows[name], widths)
 
         rows.setdefault("seq", np.zeros(batch.num_rows, np.int32))
         if "expert" in rows:
@@ -437,11 +396,7 @@ def _pieces(path: Path, columns: Mapping, counts: _Counts) -> Iterator[Block]:
 
 
 def _check_width(
-    path: Path,
-    first_row: int,
-    name: str,
-    column: np.ndarray,
-    widths: dict[str, int],
+    path: Path, first_row: int, name: str, column: np.ndarray, widths: dict[str, int]
 ) -> None:
     """Whether a list column is as wide as in the first rows, which `widths` keeps."""
     width = widths.setdefault(name, column.shape[1])
@@ -455,10 +410,7 @@ def _check_width(
 
 
 def _sequences(
-    path: Path,
-    first_row: int,
-    column: Any,
-    sequences: Appearance,
+    path: Path, first_row: int, column: Any, sequences: Appearance
 ) -> np.ndarray:
     """Numbers of sequences, whatever their names."""
     array = _without_null(path, first_row, "seq", column)
@@ -471,12 +423,7 @@ def _sequences(
     return sequences.of_labels(labels, np.asarray(encoded.indices))
 
 
-def _without_null(
-    path: Path,
-    first_row: int,
-    name: str,
-    array: Any,
-) -> Any:
+def _without_null(path: Path, first_row: int, name: str, array: Any) -> Any:
     """The array itself, which must have no null."""
     if array.null_count:
         row = first_row + int(np.argmax(np.asarray(array.is_null())))
@@ -485,12 +432,7 @@ def _without_null(
     return array
 
 
-def _column(
-    path: Path,
-    first_row: int,
-    name: str,
-    columns: list[Any],
-) -> np.ndarray:
+def _column(path: Path, first_row: int, name: str, columns: list[Any]) -> np.ndarray:
     """One of our columns as numpy: [N], or [N, K] for lists."""
     arrays = [_without_null(path, first_row, name, array) for array in columns]
     if name == "phase":
@@ -502,34 +444,18 @@ def _column(
     is_weight = name == "weight"
     if array.dtype.kind not in ("fiu" if is_weight else "iu"):
         expected = "numbers" if is_weight else "integers"
-        raise layout_error(
-            path,
-            name,
-            expected,
-            arrays[0].type,
-            _WRONG_MAPPING,
-        )
+        raise layout_error(path, name, expected, arrays[0].type, _WRONG_MAPPING)
     if is_weight:
         return array.astype(np.float32)
 
     limit = _LIMITS.get(name, 1 << 31)
     if not 0 <= int(array.min()) <= int(array.max()) < limit:
         actual = f"{array.min()}..{array.max()}"
-        raise layout_error(
-            path,
-            name,
-            "numbers from 0",
-            actual,
-            _WRONG_MAPPING,
-        )
+        raise layout_error(path, name, "numbers from 0", actual, _WRONG_MAPPING)
     return array.astype(_DTYPES.get(name, np.int32))
 
 
-def _phases(
-    path: Path,
-    first_row: int,
-    array: Any,
-) -> np.ndarray:
+def _phases(path: Path, first_row: int, array: Any) -> np.ndarray:
     """int8 [N] of names, or of 0 and 1."""
     if pa.types.is_integer(array.type):
         phase = np.asarray(array)
@@ -550,12 +476,7 @@ def _phases(
     return np.array(list(_PHASES.values()), np.int8)[known]
 
 
-def _lists(
-    path: Path,
-    first_row: int,
-    name: str,
-    arrays: list[Any],
-) -> np.ndarray:
+def _lists(path: Path, first_row: int, name: str, arrays: list[Any]) -> np.ndarray:
     """[N, K] of a list column, of a column of texts, or of several plain columns."""
     lengths, cells = _list_cells(path, name, arrays)
 
@@ -569,13 +490,7 @@ def _lists(
     is_ids = name == "experts"
     if cells.dtype.kind not in ("iu" if is_ids else "iuf"):
         expected = "integers" if is_ids else "numbers"
-        raise layout_error(
-            path,
-            name,
-            expected,
-            cells.dtype,
-            _WRONG_MAPPING,
-        )
+        raise layout_error(path, name, expected, cells.dtype, _WRONG_MAPPING)
 
     if not is_ids:
         # 16-bit floats stay what they are: a way through 32 bits changes nothing.
@@ -584,20 +499,12 @@ def _lists(
 
     if not 0 <= int(cells.min()) <= int(cells.max()) < 1 << 16:
         actual = f"{cells.min()}..{cells.max()}"
-        raise layout_error(
-            path,
-            name,
-            "expert ids",
-            actual,
-            _WRONG_MAPPING,
-        )
+        raise layout_error(path, name, "expert ids", actual, _WRONG_MAPPING)
     return cells.astype(np.uint16, copy=False).reshape(len(lengths), -1)
 
 
 def _list_cells(
-    path: Path,
-    name: str,
-    arrays: list[Any],
+    path: Path, name: str, arrays: list[Any]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Length of each row's list, and the values of all lists."""
     array = arrays[0]
@@ -622,11 +529,7 @@ def _list_cells(
     return lengths, np.stack(columns, axis=1).reshape(-1)
 
 
-def _of_lists(
-    path: Path,
-    name: str,
-    array: Any,
-) -> tuple[np.ndarray, np.ndarray]:
+def _of_lists(path: Path, name: str, array: Any) -> tuple[np.ndarray, np.ndarray]:
     """Lengths and all values of a list array."""
     inner = flat(array)
     if inner.null_count:
@@ -635,10 +538,7 @@ def _of_lists(
     return np.diff(values(array.offsets)), np.asarray(inner)
 
 
-def _split(
-    array: Any,
-    kind: str,
-) -> Any:
+def _split(array: Any, kind: str) -> Any:
     """Texts as lists of numbers; words that are none raise as Arrow does."""
     from pyarrow import compute  # noqa: PLC0415 - not every import has lists in texts
 
@@ -648,10 +548,7 @@ def _split(
     return pa.ListArray.from_arrays(split.offsets, split.values.cast(kind))
 
 
-def _gathered(
-    path: Path,
-    rows: Block,
-) -> Block:
+def _gathered(path: Path, rows: Block) -> Block:
     """One row per token and layer out of one row per selected expert; rows of one
     sequence, sorted.
     """

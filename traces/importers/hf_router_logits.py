@@ -236,11 +236,7 @@ def _blocks(
         start += len(values)
 
 
-def _check_finite(
-    path: Path,
-    start: int,
-    values: np.ndarray,
-) -> None:
+def _check_finite(path: Path, start: int, values: np.ndarray) -> None:
     finite = np.isfinite(values)
     if finite.all():
         return
@@ -252,10 +248,7 @@ def _check_finite(
 
 
 def selected(
-    values: np.ndarray,
-    shape: ModelShape,
-    *,
-    probabilities: bool,
+    values: np.ndarray, shape: ModelShape, *, probabilities: bool
 ) -> Selection:
     """Return what a gate decides by its values [T, L, E].
 

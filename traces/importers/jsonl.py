@@ -47,10 +47,7 @@ if TYPE_CHECKING:
 
     Block = dict[str, np.ndarray]
 
-OPTIONS = {
-    "map": "our column=theirs, joined by commas",
-    "prompt_tokens": PROMPT_TOKENS,
-}
+OPTIONS = {"map": "our column=theirs, joined by commas", "prompt_tokens": PROMPT_TOKENS}
 _PHASES = {
     "prefill": Phase.PREFILL,
     "prompt": Phase.PREFILL,
@@ -107,10 +104,7 @@ def read(
     )
 
 
-def _pieces(
-    path: Path,
-    keys: Keys,
-) -> Iterator[Block]:
+def _pieces(path: Path, keys: Keys) -> Iterator[Block]:
     """Rows of some lines at a time; sequences are numbered by their first row."""
     sequences = Appearance()
     top_k = 0
@@ -144,10 +138,7 @@ def _first_top_k(table: RowTable) -> int:
     return top_k
 
 
-def _checked(
-    table: RowTable,
-    top_k: int,
-) -> Block:
+def _checked(table: RowTable, top_k: int) -> Block:
     """The rows of a table but for their sequence; the first fault is named."""
     experts = _matrix(table, "experts", table.experts, top_k)
     # Values lie behind each other, `top_k` per row: that tells the row of a fault.
@@ -174,19 +165,11 @@ def _checked(
     return block
 
 
-def _mixed_weights(
-    table: RowTable,
-    row: int,
-) -> Exception:
+def _mixed_weights(table: RowTable, row: int) -> Exception:
     return table.error(row, "weights", "weights in all rows or in none")
 
 
-def _matrix(
-    table: RowTable,
-    name: str,
-    column: Any,
-    top_k: int,
-) -> Any:
+def _matrix(table: RowTable, name: str, column: Any, top_k: int) -> Any:
     """The values of a list column, which must have `top_k` in every row."""
     # A row without the key has a list of length 0.
     lengths = list_lengths(column)
@@ -200,11 +183,7 @@ def _matrix(
     return list_values(column)
 
 
-def _positions(
-    table: RowTable,
-    name: str,
-    column: Any,
-) -> np.ndarray:
+def _positions(table: RowTable, name: str, column: Any) -> np.ndarray:
     """int32 [N] of positions or layers."""
     expected = "a whole number from 0"
     if column is None:
@@ -234,10 +213,7 @@ def _phases(table: RowTable) -> np.ndarray:
     return phases
 
 
-def _sequences(
-    table: RowTable,
-    sequences: Appearance,
-) -> np.ndarray:
+def _sequences(table: RowTable, sequences: Appearance) -> np.ndarray:
     """int32 [N]: sequences by their first row, whatever the file calls them."""
     if table.seq is None:
         return np.zeros(len(table.line), np.int32)

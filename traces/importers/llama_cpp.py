@@ -125,11 +125,7 @@ def read(
 
 
 def _pieces(
-    path: Path,
-    shape: ModelShape,
-    names: list[str],
-    skip: int,
-    joins: bool | None,
+    path: Path, shape: ModelShape, names: list[str], skip: int, joins: bool | None
 ) -> Iterator[Block]:
     """Rows of some passes at a time; a pass ends where the layer falls.
 
@@ -153,14 +149,7 @@ def _pieces(
         falls = np.flatnonzero(np.diff(layer) < 0)
         if len(falls):  # the last pass may go on in what is not read yet
             end = int(falls[-1]) + 1
-            yield _rows(
-                path,
-                first_row,
-                layer[:end],
-                expert[:end],
-                widths,
-                passes,
-            )
+            yield _rows(path, first_row, layer[:end], expert[:end], widths, passes)
             layer = layer[end:]
             expert = expert[end:]
             first_row += end
@@ -168,14 +157,7 @@ def _pieces(
     if first_row + len(layer) == 0:
         raise layout_error(path, "rows", "layer,expert", "nothing")
     if len(layer):
-        yield _rows(
-            path,
-            first_row,
-            layer,
-            expert,
-            widths,
-            passes,
-        )
+        yield _rows(path, first_row, layer, expert, widths, passes)
     widths.check()
 
 

@@ -198,11 +198,7 @@ def _pieces(path: Path, names: dict[str, str]) -> Iterator[Block]:
     yield _rows(passes, pending)
 
 
-def _part(
-    records: _Records,
-    of_records: slice,
-    of_rows: slice,
-) -> _Records:
+def _part(records: _Records, of_records: slice, of_rows: slice) -> _Records:
     return _Records(
         records.step[of_records],
         records.layer[of_records],
@@ -211,10 +207,7 @@ def _part(
     )
 
 
-def _rows(
-    passes: ForwardPasses,
-    records: _Records,
-) -> Block:
+def _rows(passes: ForwardPasses, records: _Records) -> Block:
     """The rows of whole steps.
 
     A training step runs several micro-batches: the second record of a layer in a step
@@ -252,10 +245,7 @@ def _rows(
     )
 
 
-def _records(
-    lines: JsonLines,
-    top_k: int,
-) -> _Records | None:
+def _records(lines: JsonLines, top_k: int) -> _Records | None:
     """The checked records of the decoder in some lines; None where there is none.
 
     Args:
@@ -329,11 +319,7 @@ def _of_decoder(lines: JsonLines) -> JsonLines:
     return lines._replace(place=lines.place[kept], values=decoder_values)
 
 
-def _numbers(
-    lines: JsonLines,
-    column: Any,
-    limit: int,
-) -> np.ndarray:
+def _numbers(lines: JsonLines, column: Any, limit: int) -> np.ndarray:
     """int64 [R]: a column of whole numbers."""
     numbers_, fault = whole_numbers(column, limit)
     if fault >= 0:
@@ -341,10 +327,7 @@ def _numbers(
     return numbers_
 
 
-def _not_a_record(
-    lines: JsonLines,
-    line: int,
-) -> TraceError:
+def _not_a_record(lines: JsonLines, line: int) -> TraceError:
     record = lines.parsed(line)
     if isinstance(record, dict) and set(record) >= _KEYS:
         return _wrong_numbers(lines, line)
@@ -355,20 +338,14 @@ def _not_a_record(
     return layout_error(lines.path, place, expected, actual)
 
 
-def _wrong_numbers(
-    lines: JsonLines,
-    line: int,
-) -> TraceError:
+def _wrong_numbers(lines: JsonLines, line: int) -> TraceError:
     record = lines.parsed(line)
     actual = ", ".join(f"{key} {record[key]}" for key in sorted(_KEYS))
     place = f"line {lines.number(line)}"
     return layout_error(lines.path, place, "whole numbers from 0", actual)
 
 
-def _wrong_ids(
-    lines: JsonLines,
-    line: int,
-) -> TraceError:
+def _wrong_ids(lines: JsonLines, line: int) -> TraceError:
     record = lines.parsed(line)
     place = f"line {lines.number(line)}: top_indices"
     with decoding(lines.path, place):

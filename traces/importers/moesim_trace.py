@@ -37,10 +37,7 @@ def recognises(path: Path) -> bool:
     return has_header and set(REQUIRED_COLUMNS) <= set(schema.names)
 
 
-def header(
-    path: Path,
-    shape: ModelShape | None,
-) -> TraceHeader:
+def header(path: Path, shape: ModelShape | None) -> TraceHeader:
     """The trace's own.
 
     Raises:
@@ -66,10 +63,7 @@ def header(
     return header
 
 
-def read(
-    path: Path,
-    shape: ModelShape,
-) -> Unordered:
+def read(path: Path, shape: ModelShape) -> Unordered:
     """All columns that a trace may have."""
     check_seal(path)
     names = read_schema(path).names

@@ -32,10 +32,7 @@ from moesim.traces.importers.readers.foreign import (
     layout_error,
     layout_names,
 )
-from moesim.traces.importers.readers.sequence_rows import (
-    finished,
-    layer_numbers,
-)
+from moesim.traces.importers.readers.sequence_rows import finished, layer_numbers
 from moesim.traces.importers.readers.text import head
 from moesim.traces.models import model_shape
 
@@ -298,11 +295,7 @@ def _residency_writer(path: Path) -> AbstractContextManager[pq.ParquetWriter]:
     )
 
 
-def _accesses(
-    block: Block,
-    residency: Block,
-    rows: slice,
-) -> pa.Table:
+def _accesses(block: Block, residency: Block, rows: slice) -> pa.Table:
     """A row per access of some rows [N, K] of a block."""
     experts = block["experts"][rows]
     count, top_k = experts.shape
@@ -351,24 +344,14 @@ def preamble(path: Path, words: str = "") -> Preamble:
     version = next(lines, "nothing")
     if version.strip() != "# route_trace v1":
         raise layout_error(
-            path,
-            "line 1",
-            "# route_trace v1",
-            version[:40],
-            "is there a newer moesim?",
+            path, "line 1", "# route_trace v1", version[:40], "is there a newer moesim?"
         )
 
     number = 1
     for number, line in enumerate(lines, start=2):
         if not line.startswith("#"):
             columns = _header_columns(path, number, line, names)
-            return Preamble(
-                facts,
-                expert_bytes,
-                dense_bytes,
-                columns,
-                number,
-            )
+            return Preamble(facts, expert_bytes, dense_bytes, columns, number)
 
         with decoding(path, f"line {number}"):
             facts_of_line = dict(re.findall(r"(\w+)=(\S+)", line))
@@ -393,10 +376,7 @@ def preamble(path: Path, words: str = "") -> Preamble:
 
 
 def _header_columns(
-    path: Path,
-    number: int,
-    line: str,
-    names: dict[str, str],
+    path: Path, number: int, line: str, names: dict[str, str]
 ) -> list[str]:
     """The columns as this layout calls them; `names` has what the file calls them."""
     columns = [name.strip() for name in line.split(",")]
@@ -431,12 +411,7 @@ class _Rows:
     then are sorted; and again without weights where one is not finite.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        shape: ModelShape,
-        words: str,
-    ) -> None:
+    def __init__(self, path: Path, shape: ModelShape, words: str) -> None:
         self._path = path
         self._shape = shape
         self._preamble = preamble(path, words)
@@ -497,20 +472,10 @@ class _Rows:
         self._sequences += 1
         return block
 
-    def _check(
-        self,
-        first_row: int,
-        lines: Block,
-    ) -> None:
+    def _check(self, first_row: int, lines: Block) -> None:
         for name, most in _LIMITS.items():
             if name in lines:
-                self._check_range(
-                    first_row,
-                    lines,
-                    name,
-                    f"0..{most}",
-                    most + 1,
-                )
+                self._check_range(first_row, lines, name, f"0..{most}", most + 1)
 
         self._check_range(
             first_row,
@@ -544,13 +509,7 @@ class _Rows:
 
         row = int(((column < 0) | (column >= limit)).argmax())
         place = f"row {first_row + row}: {name}"
-        raise layout_error(
-            self._path,
-            place,
-            expected,
-            column[row],
-            way_out,
-        )
+        raise layout_error(self._path, place, expected, column[row], way_out)
 
     def _read_apart(self) -> NoReturn:
         """Have the file read again, with a row per line."""
@@ -610,10 +569,7 @@ class _Rows:
         return layout_error(self._path, where, expected, "others")
 
 
-def _behind(
-    pending: Block,
-    lines: Block,
-) -> Block:
+def _behind(pending: Block, lines: Block) -> Block:
     """Lines behind those that wait for the rest of their cell."""
     if not pending:
         return lines
@@ -628,10 +584,7 @@ def _differs(cell: np.ndarray) -> bool:
     return bool((cell[:, 1:] != cell[:, :1]).any())
 
 
-def _first_of(
-    cells: Block,
-    names: tuple[str, ...],
-) -> Block:
+def _first_of(cells: Block, names: tuple[str, ...]) -> Block:
     """Cells [N, K] with one value [N] in those columns in which their lines agree."""
     # A copy lets go of the other values.
     return {

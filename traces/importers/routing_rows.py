@@ -91,10 +91,7 @@ def _degenerate(metadata: dict[str, str]) -> list[str]:
         return []
 
 
-def read(
-    path: Path,
-    shape: ModelShape,
-) -> Unordered:
+def read(path: Path, shape: ModelShape) -> Unordered:
     """The file's rows; runtimes write them step by step and layer by layer."""
     del shape
 
@@ -107,10 +104,7 @@ def read(
     return Unordered(pieces)
 
 
-def _batches(
-    path: Path,
-    columns: list[str],
-) -> Iterator[tuple[int, Any]]:
+def _batches(path: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
     """Record batches with the number of their first row."""
     first_row = 0
 
@@ -159,10 +153,7 @@ def _read_overview(path: Path) -> _Overview:
 _overview = ParseCache(_read_overview)
 
 
-def _with_scores(
-    name: str,
-    has_scores: bool,
-) -> list[str]:
+def _with_scores(name: str, has_scores: bool) -> list[str]:
     return [name, "scores"] if has_scores else [name]
 
 
@@ -171,11 +162,7 @@ def _dictionary(column: Any) -> Any:
     return column if is_encoded else column.dictionary_encode()
 
 
-def _blocks(
-    path: Path,
-    number_of: dict[str, int],
-    has_scores: bool,
-) -> Iterator[Block]:
+def _blocks(path: Path, number_of: dict[str, int], has_scores: bool) -> Iterator[Block]:
     """The file's rows as arrays, in file order; sequences by `number_of` their name."""
     width = 0
     names = [*COLUMNS, "scores"] if has_scores else list(COLUMNS)
@@ -219,10 +206,7 @@ def _blocks(
         yield block
 
 
-def _sequences(
-    column: Any,
-    number_of: dict[str, int],
-) -> np.ndarray:
+def _sequences(column: Any, number_of: dict[str, int]) -> np.ndarray:
     """int32 [N]: the number of each row's sequence."""
     encoded = _dictionary(column)
     labels = encoded.dictionary.to_pylist()
@@ -232,12 +216,7 @@ def _sequences(
     return sequences
 
 
-def _matrix(
-    path: Path,
-    first_row: int,
-    name: str,
-    array: Any,
-) -> np.ndarray:
+def _matrix(path: Path, first_row: int, name: str, array: Any) -> np.ndarray:
     """[N, K] of a list column with equally long, complete rows."""
     lengths = np.diff(values(array.offsets))
     if len(lengths) and (lengths != lengths[0]).any():

@@ -111,10 +111,7 @@ def provenance(
 
 
 def read(
-    path: Path,
-    shape: ModelShape,
-    cut_at: str = "",
-    equal_positions: str = "",
+    path: Path, shape: ModelShape, cut_at: str = "", equal_positions: str = ""
 ) -> Unordered:
     """The file's passes. Their list is in memory, their ids are read as they are
     needed.
@@ -179,22 +176,14 @@ def _load(path: Path) -> dict[str, Any]:
 _dump = ParseCache(_load)
 
 
-def _integers(
-    path: Path,
-    place: str,
-    value: Any,
-    dimensions: int,
-) -> np.ndarray:
+def _integers(path: Path, place: str, value: Any, dimensions: int) -> np.ndarray:
     """The numbers of a tensor, which may still be in the file."""
     array = value.array() if isinstance(value, torch_file.StoredTensor) else value
     return integers(path, place, array, dimensions)
 
 
 def _to_logical(
-    path: Path,
-    place: str,
-    physical: np.ndarray,
-    logical: np.ndarray,
+    path: Path, place: str, physical: np.ndarray, logical: np.ndarray
 ) -> np.ndarray:
     """Logical ids of physical ids [L, ...]; -1 stays -1."""
     copies = logical.shape[1]
@@ -233,12 +222,7 @@ class _RunningRequests:
     """
 
     def __init__(
-        self,
-        path: Path,
-        records: list[Any],
-        cut_at: int | None,
-        *,
-        takes_first: bool,
+        self, path: Path, records: list[Any], cut_at: int | None, *, takes_first: bool
     ) -> None:
         self._path = path
         self._cut_at = cut_at
@@ -462,11 +446,7 @@ def _some(numbers: list[int]) -> str:
     return text + (", ..." if len(numbers) > 5 else "")
 
 
-def _request_lengths(
-    path: Path,
-    where: str,
-    record: dict[str, Any],
-) -> list[int]:
+def _request_lengths(path: Path, where: str, record: dict[str, Any]) -> list[int]:
     """How many tokens each request has in a pass."""
     tokens = len(record["positions"])
     mode = record["forward_mode"]
@@ -533,20 +513,11 @@ def _per_token(
             ids = []
 
     if not layout.top_k:
-        raise layout_error(
-            path,
-            _TOP_K_IDS,
-            "ids",
-            "-1 everywhere",
-            _NO_REQUESTS,
-        )
+        raise layout_error(path, _TOP_K_IDS, "ids", "-1 everywhere", _NO_REQUESTS)
 
 
 def _physical_ids(
-    path: Path,
-    where: str,
-    record: dict[str, Any],
-    layers: int,
+    path: Path, where: str, record: dict[str, Any], layers: int
 ) -> np.ndarray:
     """Int [layers, T, 8] of a pass of T tokens."""
     ids = _integers(path, f"{where}: {_TOP_K_IDS}", record[_TOP_K_IDS], 3)
@@ -571,11 +542,7 @@ class _TokenLayout:
     layer routed.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        shape: ModelShape,
-    ) -> None:
+    def __init__(self, path: Path, shape: ModelShape) -> None:
         self._path = path
         self._shape = shape
         self._sparse = np.empty(0, np.int64)
@@ -647,11 +614,7 @@ class _TokenLayout:
         self._moe_layers = np.array(moe_layers, np.int16)
         self.top_k = int(counts.max())
 
-    def _check_counts(
-        self,
-        counts: np.ndarray,
-        routed: np.ndarray,
-    ) -> None:
+    def _check_counts(self, counts: np.ndarray, routed: np.ndarray) -> None:
         due = np.zeros(len(counts), np.int64)
         due[self._sparse] = self.top_k
 
@@ -670,10 +633,7 @@ class _TokenLayout:
 
 
 def _per_pass(
-    path: Path,
-    records: list[Any],
-    logical: np.ndarray,
-    shape: ModelShape,
+    path: Path, records: list[Any], logical: np.ndarray, shape: ModelShape
 ) -> Iterator[Block]:
     """All rows at once: workloads of all passes are held."""
     loads = [
@@ -697,13 +657,7 @@ def _per_pass(
             layers.append(number_of[layer])
 
     if not dealt:
-        raise layout_error(
-            path,
-            _COUNTS,
-            "counts",
-            "0 everywhere",
-            _NO_REQUESTS,
-        )
+        raise layout_error(path, _COUNTS, "counts", "0 everywhere", _NO_REQUESTS)
 
     yield ForwardPasses().rows(
         number=np.array(passes),
@@ -714,10 +668,7 @@ def _per_pass(
 
 
 def _logical_load(
-    path: Path,
-    number: int,
-    record: dict[str, Any],
-    logical: np.ndarray,
+    path: Path, number: int, record: dict[str, Any], logical: np.ndarray
 ) -> np.ndarray:
     """int64 [layers, E]: tokens of each expert in a pass, all its copies together."""
     where = f"record {number}"
@@ -733,12 +684,7 @@ def _logical_load(
     return load.astype(np.int64).reshape(layers, experts)
 
 
-def deal(
-    path: Path,
-    place: str,
-    load: np.ndarray,
-    top_k: int,
-) -> np.ndarray:
+def deal(path: Path, place: str, load: np.ndarray, top_k: int) -> np.ndarray:
     """Return tokens [T, K] with exactly these workloads.
 
     The copies of each expert stand in one row and are dealt to the tokens in turn. An

@@ -98,11 +98,7 @@ def recognises(path: Path) -> bool:
     return f'"{_PROMPT}"'.encode() in start
 
 
-def provenance(
-    path: Path,
-    *,
-    prompt_tokens: str = "",
-) -> dict[str, Any]:
+def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
     """Model where the response names it, and remarks."""
     model: dict[str, str] = {}
     has_prompts = False
@@ -117,12 +113,7 @@ def provenance(
     return {**model, "notes": notes}
 
 
-def read(
-    path: Path,
-    shape: ModelShape,
-    *,
-    prompt_tokens: str = "",
-) -> Iterator[Block]:
+def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[Block]:
     """Completions in parts: the prompt, then what was generated."""
     del shape
     # Refused before any row is read.
@@ -141,10 +132,7 @@ def read(
 
 
 def _completion_blocks(
-    path: Path,
-    number: int,
-    completion: _Completion,
-    split: int,
+    path: Path, number: int, completion: _Completion, split: int
 ) -> Iterator[Block]:
     """The rows of one completion in parts; the first `split` tokens are prompt."""
     arrays = [
@@ -279,9 +267,7 @@ def _responses(path: Path) -> Iterator[Any]:
 
 
 def _of_response(
-    path: Path,
-    where: str,
-    response: dict[str, Any],
+    path: Path, where: str, response: dict[str, Any]
 ) -> Iterator[_Completion]:
     """The completions of one response: its choices, or itself."""
     common = _ids(path, f"{where}: {_PROMPT}", response.get(_PROMPT))
@@ -296,13 +282,7 @@ def _of_response(
         if generated is None and prompt is None:
             way_out = "serve with --enable-return-routed-experts"
             expected = f"{_GENERATED} or {_PROMPT}"
-            raise layout_error(
-                path,
-                place,
-                expected,
-                "neither",
-                way_out,
-            )
+            raise layout_error(path, place, expected, "neither", way_out)
 
         if generated is None:
             assert prompt is not None
@@ -318,9 +298,7 @@ def _of_response(
 
 
 def _split(
-    response: dict[str, Any],
-    choice: dict[str, Any],
-    ids: np.ndarray,
+    response: dict[str, Any], choice: dict[str, Any], ids: np.ndarray
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """Prompt and generated tokens of one array, where the numbers of token ids say how
     many are which; otherwise no prompt.
@@ -338,10 +316,7 @@ def _split(
 
 
 def _check_shapes(
-    path: Path,
-    place: str,
-    prompt: ArrayStream | None,
-    generated: ArrayStream,
+    path: Path, place: str, prompt: ArrayStream | None, generated: ArrayStream
 ) -> None:
     if prompt is None or not generated.shape[0]:
         return
@@ -351,11 +326,7 @@ def _check_shapes(
         raise layout_error(path, place, expected, list(generated.shape))
 
 
-def _ids(
-    path: Path,
-    place: str,
-    value: Any,
-) -> np.ndarray | None:
+def _ids(path: Path, place: str, value: Any) -> np.ndarray | None:
     """An array of nested lists, or of a base64 npy; None for null."""
     if value is None:
         return None

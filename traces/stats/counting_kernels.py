@@ -120,10 +120,7 @@ _ROUTING = input_array(nb.uint16, 3)
 
 
 @compiled(nb.void(_ROUTING, nb.int64[:, :, ::1]))
-def count_pairs(
-    routing: np.ndarray,
-    joint: np.ndarray,
-) -> None:
+def count_pairs(routing: np.ndarray, joint: np.ndarray) -> None:
     """Count which experts a token uses in consecutive layers: `routing` [T, L, K] into
     `joint` [L - 1, E, E].
     """

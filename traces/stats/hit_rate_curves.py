@@ -86,11 +86,7 @@ class Curves:
     lru_global: np.ndarray
     belady_global: np.ndarray
 
-    def hits(
-        self,
-        name: str,
-        phase: int | None = None,
-    ) -> np.ndarray:
+    def hits(self, name: str, phase: int | None = None) -> np.ndarray:
         """Return hits at every size from 0 slots: int64 [..., size]; `phase` None adds
         both up.
         """
@@ -100,19 +96,11 @@ class Curves:
         none = np.zeros((*hits.shape[:-1], 1), np.int64)
         return np.concatenate((none, hits), axis=-1)
 
-    def accesses(
-        self,
-        name: str,
-        phase: int | None = None,
-    ) -> np.ndarray:
+    def accesses(self, name: str, phase: int | None = None) -> np.ndarray:
         """Return how many there were: int64 [...]."""
         return self._depths(name, phase).sum(axis=-1)
 
-    def rates(
-        self,
-        name: str,
-        phase: int | None = None,
-    ) -> np.ndarray:
+    def rates(self, name: str, phase: int | None = None) -> np.ndarray:
         """Return the hit rate over all layers at every size (per layer, or in all for
         global): float64 [size], nan without any access.
         """
@@ -122,21 +110,13 @@ class Curves:
         with np.errstate(invalid="ignore"):
             return np.asarray(by_size / total)
 
-    def _depths(
-        self,
-        name: str,
-        phase: int | None,
-    ) -> np.ndarray:
+    def _depths(self, name: str, phase: int | None) -> np.ndarray:
         depths: np.ndarray = getattr(self, name)
         chosen: np.ndarray = depths.sum(axis=0) if phase is None else depths[phase]
         return chosen
 
 
-def curves(
-    trace: Trace,
-    *,
-    batch: int = 1,
-) -> Curves:
+def curves(trace: Trace, *, batch: int = 1) -> Curves:
     """Return the hit-rate curves of a trace, in one pass over it.
 
     Raises:
@@ -246,11 +226,7 @@ class CurveAggregator:
             self._settle(self._unsettled, first_use)
         self._unsettled = block
 
-    def _settle(
-        self,
-        block: LayerSteps,
-        first_use: np.ndarray,
-    ) -> None:
+    def _settle(self, block: LayerSteps, first_use: np.ndarray) -> None:
         """Run Belady over one block, given the places of the first uses behind it."""
         following = self._next_places(block, first_use)
 
@@ -278,11 +254,7 @@ class CurveAggregator:
     def _no_use(self) -> np.ndarray:
         return np.full(self.layers * self.experts, NEVER, np.int64)
 
-    def _next_places(
-        self,
-        block: LayerSteps,
-        first_use: np.ndarray,
-    ) -> np.ndarray:
+    def _next_places(self, block: LayerSteps, first_use: np.ndarray) -> np.ndarray:
         """The place of each access's next use; `first_use` then says those of the
         block's own first uses.
         """
@@ -302,10 +274,7 @@ class CurveAggregator:
         return np.repeat(base, np.diff(block.edges)) + block.experts
 
 
-def _belady_state(
-    pools: int,
-    width: int,
-) -> Arrays4:
+def _belady_state(pools: int, width: int) -> Arrays4:
     """Empty stacks of some pools of `width` keys, as `belady_stack` carries them."""
     # Rounded up: the last block of depths may be part empty.
     blocks = -(-width // BLOCK)

@@ -37,11 +37,7 @@ def predictor_depth(name: str) -> int:
     return int(name[len("pred")])
 
 
-def prediction(
-    trace: Trace,
-    *,
-    batch: int = 1,
-) -> dict[str, Any] | None:
+def prediction(trace: Trace, *, batch: int = 1) -> dict[str, Any] | None:
     """Return the accuracy of every predictor of a trace in decode; None without
     predictions.
 
@@ -93,10 +89,7 @@ def prediction(
     return {name: _figures(name, sums) for name, sums in overlaps.items()}
 
 
-def _figures(
-    name: str,
-    sums: _Overlaps,
-) -> dict[str, Any]:
+def _figures(name: str, sums: _Overlaps) -> dict[str, Any]:
     total = sums.by_layer[0].sum()
     count = sums.by_layer[1].sum()
     return {
@@ -111,19 +104,13 @@ def _shares(table: np.ndarray) -> list[float | None]:
     return [float(total / count) if count else None for total, count in table.T]
 
 
-def _by_workload(
-    routed: RoutedLayer,
-    experts: int,
-) -> np.ndarray:
+def _by_workload(routed: RoutedLayer, experts: int) -> np.ndarray:
     """Active experts, largest workload first."""
     votes = _votes(routed.routing, experts)
     return np.argsort(-votes, kind="stable")[: len(routed.experts)]
 
 
-def _votes(
-    choices: np.ndarray,
-    experts: int,
-) -> np.ndarray:
+def _votes(choices: np.ndarray, experts: int) -> np.ndarray:
     """Votes [E] of choices [T, K], best first: one per token, ties broken by ranks."""
     tokens, top_k = choices.shape
     # A token's vote outweighs any sum of ranks.

@@ -76,11 +76,7 @@ class QualityChecker:
         self._digests: dict[int, int] = {}
 
     def add(
-        self,
-        pos: np.ndarray,
-        phase: np.ndarray,
-        layer: np.ndarray,
-        experts: np.ndarray,
+        self, pos: np.ndarray, phase: np.ndarray, layer: np.ndarray, experts: np.ndarray
     ) -> None:
         """Look at one sequence. N rows, sorted by pos and layer, all in range.
 
@@ -244,18 +240,8 @@ def _listed(numbers: list[int]) -> str:
     return f"{listed}, …" if len(numbers) > _NAMED else listed
 
 
-@compiled(
-    nb.void(
-        input_array(nb.int16),
-        input_array(nb.uint16, 2),
-        nb.int64[:, ::1],
-    )
-)
-def _count(
-    layer: np.ndarray,
-    experts: np.ndarray,
-    load: np.ndarray,
-) -> None:
+@compiled(nb.void(input_array(nb.int16), input_array(nb.uint16, 2), nb.int64[:, ::1]))
+def _count(layer: np.ndarray, experts: np.ndarray, load: np.ndarray) -> None:
     """Add the choices [N, K] of rows at layers [N] to `load` [L, E]."""
     for row in range(len(layer)):
         for rank in range(experts.shape[1]):

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 SEGMENTS_TOKENS = (4, 16, 64, 256)
 
 
-def daop_similarity(
-    prefill: np.ndarray,
-    decode: np.ndarray,
-) -> float:
+def daop_similarity(prefill: np.ndarray, decode: np.ndarray) -> float:
     """Return the mean over layers of the cosine between loads in prefill and in decode,
     each [L, E] of counts or shares.
 
@@ -34,10 +31,7 @@ def daop_similarity(
     return float(np.mean(cosines(prefill, decode)))
 
 
-def cosines(
-    prefill: np.ndarray,
-    decode: np.ndarray,
-) -> np.ndarray:
+def cosines(prefill: np.ndarray, decode: np.ndarray) -> np.ndarray:
     """Return the cosines of `daop_similarity`: float64 [L], 0 where a layer is
     empty.
     """
@@ -60,11 +54,7 @@ def mutual_information_bits(joint: np.ndarray) -> float:
     return max(0.0, float(bits.sum()))
 
 
-def information_bias_bits(
-    tokens: int,
-    experts: int,
-    top_k: int,
-) -> float:
+def information_bias_bits(tokens: int, experts: int, top_k: int) -> float:
     """Return what independent layers would seem to share: ``((E - K) / K)² / (2 N ln
     2)`` bits for N independent tokens.
 
@@ -113,13 +103,7 @@ class SimilarityAggregator:
 
         self._tokens += len(decode)
         count_pairs(decode, self._joint)
-        count_segments(
-            decode,
-            experts,
-            self._lengths,
-            self._covered,
-            self._segments,
-        )
+        count_segments(decode, experts, self._lengths, self._covered, self._segments)
 
         # A sequence without a prompt has nothing to compare with.
         if prompt:

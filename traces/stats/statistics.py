@@ -64,11 +64,7 @@ def info(trace: Trace) -> dict[str, Any]:
     }
 
 
-def stats(
-    trace: Trace,
-    *,
-    batch: int = 1,
-) -> dict[str, Any]:
+def stats(trace: Trace, *, batch: int = 1) -> dict[str, Any]:
     """Characterise the routing. L layers, E experts, K experts per token.
 
     Args:
@@ -100,9 +96,7 @@ def stats(
 
 
 def summary(
-    aggregator: LayerAggregator,
-    shape: ModelShape,
-    batch: int,
+    aggregator: LayerAggregator, shape: ModelShape, batch: int
 ) -> dict[str, Any]:
     """Return the figures of `stats`, of an aggregator that has seen the whole trace."""
     return {
@@ -115,11 +109,7 @@ def summary(
     }
 
 
-def stats_frame(
-    trace: Trace,
-    *,
-    batch: int = 1,
-) -> pd.DataFrame:
+def stats_frame(trace: Trace, *, batch: int = 1) -> pd.DataFrame:
     """Return the per-layer lists of `stats` as columns, one row per layer; LRU ratios
     as ``lru_0.25``.
     """
@@ -193,10 +183,7 @@ class LayerAggregator:
         self.steps[Phase.PREFILL] += int((begins_step & ~is_decode).sum())
 
     def _add_decode(
-        self,
-        block: LayerSteps,
-        is_decode: np.ndarray,
-        sizes: np.ndarray,
+        self, block: LayerSteps, is_decode: np.ndarray, sizes: np.ndarray
     ) -> None:
         """Count the decode steps of a block; `sizes` [N] are accesses per step."""
         experts = block.experts

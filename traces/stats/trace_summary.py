@@ -63,10 +63,7 @@ class TraceSummary:
 
 
 def summarise_trace(
-    trace: Trace,
-    *,
-    batch: int = 1,
-    progress: Callable[[int], None] | None = None,
+    trace: Trace, *, batch: int = 1, progress: Callable[[int], None] | None = None
 ) -> TraceSummary:
     """Characterise a trace. L layers, E experts, K per token.
 
@@ -140,10 +137,7 @@ def summarise_trace(
     return TraceSummary(shape, figures, curves, layers.load)
 
 
-def _rates(
-    curves: Curves,
-    phase: Phase | None,
-) -> dict[str, list[float]] | None:
+def _rates(curves: Curves, phase: Phase | None) -> dict[str, list[float]] | None:
     """Hit rates at every size; None without any access."""
     if not curves.accesses("lru", phase).sum():
         return None
@@ -161,10 +155,7 @@ def knee(rates: np.ndarray) -> int:
     return int(np.argmax(rates - line))
 
 
-def offloading_verdict(
-    shape: ModelShape,
-    figures: dict[str, Any],
-) -> dict[str, Any]:
+def offloading_verdict(shape: ModelShape, figures: dict[str, Any]) -> dict[str, Any]:
     """Is this model worth offloading, and with how much memory?
 
     Returns:
@@ -200,10 +191,7 @@ def offloading_verdict(
     }
 
 
-def _answer(
-    share: float,
-    gain: float,
-) -> str:
+def _answer(share: float, gain: float) -> str:
     if share > DENSE or gain < SLIGHT:
         return "no"
 
@@ -211,9 +199,7 @@ def _answer(
 
 
 def _cache_sizes(
-    shape: ModelShape,
-    curve: dict[str, list[float]],
-    share: float,
+    shape: ModelShape, curve: dict[str, list[float]], share: float
 ) -> list[dict[str, Any]]:
     """The ``sizes`` of `offloading_verdict`; `share` of all experts is what a decode
     step uses.
@@ -242,11 +228,7 @@ def _cache_sizes(
 
 
 def _why(
-    shape: ModelShape,
-    best: dict[str, Any],
-    share: float,
-    gain: float,
-    total: int,
+    shape: ModelShape, best: dict[str, Any], share: float, gain: float, total: int
 ) -> list[str]:
     """Sentences."""
     copied = best["copied_bytes_per_step"]
@@ -276,10 +258,7 @@ def _why(
     return sentences
 
 
-def _locality(
-    share: float,
-    gain: float,
-) -> str:
+def _locality(share: float, gain: float) -> str:
     """The sentence that gives the answer's reason."""
     if share > DENSE:
         return (
@@ -320,11 +299,7 @@ _BY_LAYER = (
 _CURVES = ("curve_decode", "curve_all")
 
 
-def write_tables(
-    trace: Trace,
-    summary: TraceSummary,
-    folder: Path,
-) -> list[Path]:
+def write_tables(trace: Trace, summary: TraceSummary, folder: Path) -> list[Path]:
     """Write what `summarise_trace` found.
 
     Returns:

@@ -1,7 +1,7 @@
 """How synthetic routing is drawn: habits, added as log-weights, and K experts by
 systematic sampling.
 
-At every layer a token chooses K distinct experts. How likely each is follows from five
+At every layer a token chooses K distinct experts. How likely each is follows from four
 habits:
 
 - *popularity*: some experts are chosen more often, by all sequences or by those of one
@@ -10,8 +10,11 @@ habits:
   says;
 - *kind*: tokens come in kinds, and each kind has favourites at all layers at once,
   which ties all layers together;
-- *dependence*: the experts chosen one layer below speak for some experts here;
 - *drift*: popularity wanders while a sequence lasts.
+
+What belongs to a text and not to the model is told from it by `permuted`: that share of
+a layer's experts swap their parts at random in every sequence, so that a sequence is as
+it was fitted and a batch of them is not of one topic.
 
 The weights w are turned into inclusion probabilities ``min(1, λ w)`` that add up to K,
 and K experts are drawn by systematic sampling in random order, which keeps these
@@ -33,6 +36,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
+    from moesim.traces.stats.routing_curves import Likeness
 
 # A run of kinds begins at most so far from the place of its first token in the
 # sequence, and is so long, in the mean.
@@ -87,14 +91,13 @@ class SynthModel:
         topics: float32 [Q, L, E] log-weights added for a whole sequence; each sequence
             draws one.
         kinds: of tokens; None for no kinds.
-        lift: float32 [L, E, E]: what expert i of layer l-1 adds to expert e of layer l;
-            None for no dependence.
-        dependence: float32 [L], the factor of `lift`.
         drift: standard deviation that popularity reaches while wandering, in
             log-weight.
         drift_tokens: after so many tokens it has forgotten 63 % of where it was.
+        permuted: share of a layer's experts that swap their parts in each sequence.
         lengths: (prompt, generated) tokens of sequences; drawn with equal chance.
         provenance: where the model comes from, for the trace's header.
+        likeness: what is drawn against what is real; None where nothing real is known.
     """
 
     shape: ModelShape
@@ -102,12 +105,12 @@ class SynthModel:
     reuse: np.ndarray
     topics: np.ndarray
     kinds: TokenKinds | None = None
-    lift: np.ndarray | None = None
-    dependence: np.ndarray | None = None
     drift: float = 0.0
     drift_tokens: float = 256.0
+    permuted: float = 0.0
     lengths: tuple[tuple[int, int], ...] = ((0, 512),)
     provenance: dict[str, Any] = field(default_factory=dict)
+    likeness: Likeness | None = None
 
 
 def draw(
@@ -119,8 +122,7 @@ def draw(
 ) -> np.ndarray:
     """Draw the routing of some sequences, side by side.
 
-    A layer waits for the layer below and for its own last token, so layers work like a
-    pipeline: in wave w, layer l is at token w - l, and all layers are drawn at once.
+    Given a token's kind, layers are independent of each other: all are drawn at once.
 
     Args:
         model: what to draw from.
@@ -146,52 +148,44 @@ def draw(
 
     age = np.full((sequences, layers, experts), UNUSED, np.int16)
     drawn = np.empty((sequences, tokens, layers, top_k), np.uint16)
-    # The experts of each layer's last token, which the layer above depends on.
-    last = np.zeros((sequences, layers, top_k), np.intp)
-
-    for wave in range(tokens + layers - 1):
-        # The layers that are at some token in this wave, and which token that is.
-        first = max(0, wave - tokens + 1)
-        at = np.arange(first, min(layers, wave + 1))
-        now = slice(at[0], at[-1] + 1)
-        token = wave - at
-
+    layer = np.arange(layers)[:, None]
+    for token in range(tokens):
         # The order of these sums decides the last bit of each weight.
-        logits = base[:, now] + model.reuse[at[:, None], AGE_CLASS[age[:, now]]]
+        logits = base + model.reuse[layer, AGE_CLASS[age]]
         if drift is not None:
-            logits += drift.step(now, logits.shape)
+            logits += drift.step()
         if kinds is not None and kind is not None:
-            logits += kinds.character[at, None] * kinds.weights[kind[:, token], at]
-        if model.lift is not None and model.dependence is not None:
-            below = last[:, at - 1]  # layer 0 has a factor of zero
-            logits += model.dependence[at, None] * _spoken(model.lift, at, below)
+            logits += kinds.character[:, None] * kinds.weights[kind[:, token]]
 
         odds = inclusion(logits.reshape(-1, experts), top_k)
-        chosen = choose(odds, top_k, rng).reshape(sequences, len(at), top_k)
+        chosen = choose(odds, top_k, rng).reshape(sequences, layers, top_k)
         chosen = _by_weight(chosen, logits)
-        drawn[:, token, at] = chosen
-        last[:, now] = chosen
+        drawn[:, token] = chosen
 
-        current = age[:, now]
-        current += current < OLDEST
-        np.put_along_axis(
-            current,
-            chosen,
-            1,
-            axis=2,
-        )
+        age += age < OLDEST
+        np.put_along_axis(age, chosen, 1, axis=2)
 
+    if model.permuted:
+        _permute(drawn, model, rng)
     return drawn
+
+
+def _permute(drawn: np.ndarray, model: SynthModel, rng: np.random.Generator) -> None:
+    """Swap the parts of some experts, others in every sequence and layer, in place."""
+    experts = np.arange(model.shape.experts, dtype=drawn.dtype)
+    for routing in drawn:
+        for layer in range(model.shape.layers):
+            moved = np.flatnonzero(rng.random(len(experts)) < model.permuted)
+            parts = experts.copy()
+            parts[moved] = rng.permutation(moved)
+            routing[:, layer] = parts[routing[:, layer]]
 
 
 class _Drift:
     """Popularity's wandering: an Ornstein-Uhlenbeck walk of every weight."""
 
     def __init__(
-        self,
-        model: SynthModel,
-        base: np.ndarray,
-        rng: np.random.Generator,
+        self, model: SynthModel, base: np.ndarray, rng: np.random.Generator
     ) -> None:
         keep = math.exp(-1 / model.drift_tokens)
         self._keep = np.float32(keep)
@@ -200,35 +194,14 @@ class _Drift:
         self._offset = np.zeros_like(base)
         self._rng = rng
 
-    def step(
-        self,
-        layers: slice,
-        shape: tuple[int, ...],
-    ) -> np.ndarray:
-        """Move the weights of some layers on, and return them."""
-        offset = self._offset[:, layers]
-        offset *= self._keep
-        offset += self._push * self._rng.standard_normal(shape, np.float32)
-        return offset
+    def step(self) -> np.ndarray:
+        """Move the weights on by a token, and return them."""
+        noise = self._rng.standard_normal(self._offset.shape, np.float32)
+        self._offset = self._keep * self._offset + self._push * noise
+        return self._offset
 
 
-def _spoken(
-    lift: np.ndarray,
-    at: np.ndarray,
-    below: np.ndarray,
-) -> np.ndarray:
-    """What the experts [B, L', K] chosen one layer below add at layers `at`."""
-    spoken: np.ndarray = lift[at, below[:, :, 0]]
-    for place in range(1, below.shape[2]):
-        spoken += lift[at, below[:, :, place]]
-
-    return spoken
-
-
-def _by_weight(
-    chosen: np.ndarray,
-    logits: np.ndarray,
-) -> np.ndarray:
+def _by_weight(chosen: np.ndarray, logits: np.ndarray) -> np.ndarray:
     """Experts [B, L', K] by descending weight."""
     weights = np.take_along_axis(logits, chosen, axis=2)
     order = np.argsort(-weights, axis=2, kind="stable")
@@ -236,10 +209,7 @@ def _by_weight(
 
 
 def _draw_kinds(
-    kinds: TokenKinds,
-    topics: np.ndarray,
-    tokens: int,
-    rng: np.random.Generator,
+    kinds: TokenKinds, topics: np.ndarray, tokens: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Int [B, T]: each token's kind: runs of those that the topic's real tokens had at
     about the same place.
@@ -249,8 +219,10 @@ def _draw_kinds(
 
     # Where a run that begins at each token would begin among the real ones.
     place = np.arange(tokens) % count
-    low = np.maximum(place - NEAR_TOKENS, 0)
-    high = np.minimum(place + NEAR_TOKENS, count - 1)
+    # Texts begin alike, so the first tokens are taken from their own place.
+    near = np.minimum(place // 2, NEAR_TOKENS)
+    low = place - near
+    high = np.minimum(place + near, count - 1)
     start = low + (rng.random(place.shape) * (high - low + 1)).astype(np.int64)
 
     begins = rng.random(place.shape) * RUN_TOKENS < 1
@@ -261,10 +233,7 @@ def _draw_kinds(
     return np.asarray(kinds.course[first + along % count])
 
 
-def inclusion(
-    logits: np.ndarray,
-    top_k: int,
-) -> np.ndarray:
+def inclusion(logits: np.ndarray, top_k: int) -> np.ndarray:
     """Return probabilities ``min(1, λ exp(logits))`` [N, E] that add up to K in each
     row.
     """
@@ -294,11 +263,7 @@ def inclusion(
     return weight
 
 
-def choose(
-    inclusion: np.ndarray,
-    top_k: int,
-    rng: np.random.Generator,
-) -> np.ndarray:
+def choose(inclusion: np.ndarray, top_k: int, rng: np.random.Generator) -> np.ndarray:
     """Draw distinct experts, each with its probability [N, E], by systematic sampling
     in one random order: int [N, K].
     """

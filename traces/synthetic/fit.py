@@ -11,6 +11,7 @@ Source: Darroch and Ratcliff (1972) for iterative scaling. Letters as in
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,12 @@ import numpy as np
 from moesim.base.errors import TraceError
 from moesim.traces.format.schema import Phase
 from moesim.traces.stats.counting_kernels import count_pairs
+from moesim.traces.stats.routing_curves import (
+    MOST_TOKENS,
+    Likeness,
+    mean_curves,
+    routing_curves,
+)
 from moesim.traces.stats.similarity import mutual_information_bits
 from moesim.traces.synthetic.draw import (
     AGE_CLASS,
@@ -30,7 +37,7 @@ from moesim.traces.synthetic.draw import (
     draw,
     inclusion,
 )
-from moesim.traces.synthetic.marks import WIDTHS
+from moesim.traces.synthetic.marks import ENOUGH_SEQUENCES, FITTED_SEQUENCES, WIDTHS
 
 if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
@@ -49,10 +56,20 @@ _TOPIC_PRIOR = 32.0
 _KIND_PRIOR = 4.0
 
 # Rounds of drawing and comparing, and what is drawn in each.
-_FREE_ROUNDS = 11
-_FREE_SEQUENCES = 12
+_FREE_ROUNDS = 13
+_FREE_SEQUENCES = 24
 _FREE_TOKENS = 512
-_FREE_DRAWN = 1536
+_FREE_DRAWN = 2304
+# Sequences whose curves are compared, and the fewest that are drawn for it.
+_COMPARED_SEQUENCES = 32
+_LEAST_DRAWN = 8
+# From so many sequences on, some are left out of the fit to be compared with: every
+# fourth, or those that are not looked at anyway.
+_LEAVE_OUT_FROM = 16
+# Share of a single text's popularity that is the text's own: in traces of many texts,
+# an expert that is popular in one keeps 0.41 (DeepSeek-V2-Lite) to 0.59 (tiny) of it in
+# others, the root of the excess repetition between texts over that within them.
+_OWN_PART = 0.5
 # Added to shares and to bits before their ratio is taken.
 _FLOOR = 1e-4
 _FLOOR_BITS = 0.02
@@ -63,11 +80,7 @@ _PROJECTED = 256
 _MOST_CHARACTER = 6.0
 
 
-def fit(
-    trace: Trace,
-    *,
-    tokens: int = FIT_TOKENS,
-) -> SynthModel:
+def fit(trace: Trace, *, tokens: int = FIT_TOKENS) -> SynthModel:
     """Learn popularity, reuse, topics and kinds of tokens from a real trace.
 
     Args:
@@ -79,7 +92,7 @@ def fit(
             of its decode.
     """
     shape = trace.shape
-    sequences, lengths = _sample(trace, tokens)
+    sequences, left_out, lengths = _sample(trace, tokens)
     share, topics = _popularity(sequences, shape)
     model = SynthModel(
         shape=shape,
@@ -91,12 +104,41 @@ def fit(
             **_origin(trace),
             "model": shape.name,
             "fitted_tokens": sum(len(routing) for routing in sequences),
+            FITTED_SEQUENCES: len(sequences),
         },
     )
 
     kinds = _cluster_kinds(sequences, shape, share)
     model = _scaled(model, sequences)
-    return _with_topics(_freed(model, kinds, sequences), min(_TOPICS, len(sequences)))
+    model = _freed(model, kinds, sequences)
+    model = _with_topics(model, min(_TOPICS, len(sequences)))
+    if len(sequences) < ENOUGH_SEQUENCES:
+        model = replace(model, permuted=_OWN_PART / len(sequences))
+    return replace(model, likeness=_likeness(model, left_out, sequences))
+
+
+def _likeness(
+    model: SynthModel, left_out: list[np.ndarray], fitted: list[np.ndarray]
+) -> Likeness:
+    """Curves of sequences that were left out of the fit, or of those that were fitted
+    where there are no others, and of as many that are drawn.
+    """
+    real = (left_out or fitted)[:_COMPARED_SEQUENCES]
+    lengths = [min(len(routing), MOST_TOKENS) for routing in real]
+    experts = model.shape.experts
+    rng = np.random.default_rng(0)
+
+    # One text is one draw of chance, so several are drawn like it.
+    drawn = []
+    for _ in range(math.ceil(_LEAST_DRAWN / len(lengths))):
+        routing = draw(model, max(lengths), len(lengths), rng)
+        parts = [part[:length] for part, length in zip(routing, lengths, strict=True)]
+        drawn.append(routing_curves(parts, experts))
+    return Likeness(
+        real=routing_curves(real, experts),
+        drawn=mean_curves(drawn),
+        left_out=len(left_out),
+    )
 
 
 def _origin(trace: Trace) -> dict[str, Any]:
@@ -117,10 +159,7 @@ def _origin(trace: Trace) -> dict[str, Any]:
     return origin
 
 
-def _with_topics(
-    model: SynthModel,
-    count: int,
-) -> SynthModel:
+def _with_topics(model: SynthModel, count: int) -> SynthModel:
     """The model with `count` of its topics, spread evenly, and their courses of
     kinds.
     """
@@ -143,10 +182,11 @@ def _edges(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _sample(
-    trace: Trace,
-    tokens: int,
-) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
-    """Routing [T, L, K] of some whole sequences, and (prompt, generated) of all."""
+    trace: Trace, tokens: int
+) -> tuple[list[np.ndarray], list[np.ndarray], list[tuple[int, int]]]:
+    """Routing [T, L, K] of whole sequences that are fitted to and of some that are left
+    out, and (prompt, generated) of all.
+    """
     layers = trace.shape.layers
     lengths: list[tuple[int, int]] = []
     for rows in trace.sequences():
@@ -158,10 +198,14 @@ def _sample(
     count = max(1, round(share * len(lengths)))
     spread = np.linspace(0, len(lengths) - 1, count).round()
     numbers = set(np.unique(spread).astype(int).tolist())
+    if len(numbers) == len(lengths) >= _LEAVE_OUT_FROM:
+        numbers -= set(range(3, len(lengths), 4))
 
-    sequences = []
+    sequences: list[np.ndarray] = []
+    left_out: list[np.ndarray] = []
     for number, rows in enumerate(trace.sequences()):
-        if number not in numbers:
+        is_fitted = number in numbers
+        if not is_fitted and len(left_out) == _COMPARED_SEQUENCES:
             continue
         # A ragged prefill leaves tokens without their last layer.
         _, token, layers_of = np.unique(
@@ -170,19 +214,19 @@ def _sample(
         complete = (layers_of == layers)[token.reshape(-1)]
         if complete.any():
             routing = rows.experts[complete].reshape(-1, layers, trace.shape.top_k)
-            sequences.append(routing[: max(tokens, 1)])
+            kept = sequences if is_fitted else left_out
+            kept.append(routing[: max(tokens, 1)])
 
     if not sequences:
         raise TraceError(
             f"{trace.path}: expected tokens with all {layers} layers to fit to, found"
             " none"
         )
-    return sequences, lengths
+    return sequences, left_out, lengths
 
 
 def _popularity(
-    sequences: list[np.ndarray],
-    shape: ModelShape,
+    sequences: list[np.ndarray], shape: ModelShape
 ) -> tuple[np.ndarray, np.ndarray]:
     """Shares of all choices by expert, float64 [L, E], and the log-weights that single
     sequences add, [Q, L, E].
@@ -204,17 +248,11 @@ def _popularity(
     return share, np.log(of_sequence / share)
 
 
-def _flat(
-    routing: np.ndarray,
-    shape: ModelShape,
-) -> np.ndarray:
+def _flat(routing: np.ndarray, shape: ModelShape) -> np.ndarray:
     return (routing + np.arange(shape.layers)[:, None] * shape.experts).reshape(-1)
 
 
-def shared_bits(
-    routing: list[np.ndarray],
-    shape: ModelShape,
-) -> np.ndarray:
+def shared_bits(routing: list[np.ndarray], shape: ModelShape) -> np.ndarray:
     """Return the plug-in mutual information of adjacent layers, from the routing [T, L,
     K] of sequences: float64 [L - 1].
     """
@@ -226,8 +264,7 @@ def shared_bits(
 
 
 def _counts(
-    routing: list[np.ndarray],
-    shape: ModelShape,
+    routing: list[np.ndarray], shape: ModelShape
 ) -> tuple[np.ndarray, np.ndarray]:
     """Shares of all choices by expert [L, E] and by class of age [L, A]."""
     by_expert = np.zeros((shape.layers, shape.experts))
@@ -244,22 +281,14 @@ def _counts(
     return by_expert, by_age
 
 
-def _past(
-    routing: np.ndarray,
-    experts: int,
-) -> tuple[np.ndarray, np.ndarray]:
+def _past(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
     """Class of age of every expert before each token, uint8 [T, E], and whether the
     token chose it, bool [T, E].
     """
     tokens = len(routing)
     token = np.arange(tokens)[:, None]
     chosen = np.zeros((tokens, experts), bool)
-    np.put_along_axis(
-        chosen,
-        routing.astype(np.intp),
-        values=True,
-        axis=1,
-    )
+    np.put_along_axis(chosen, routing.astype(np.intp), values=True, axis=1)
 
     # A token far before the first stands for "never".
     never = -UNUSED * 4
@@ -273,9 +302,7 @@ def _past(
 
 
 def _cluster_kinds(
-    sequences: list[np.ndarray],
-    shape: ModelShape,
-    share: np.ndarray,
+    sequences: list[np.ndarray], shape: ModelShape, share: np.ndarray
 ) -> TokenKinds:
     """Kinds of tokens, by log-lifts over `share`: those of a kind use similar experts
     at all layers.
@@ -313,11 +340,7 @@ def _cluster_kinds(
     )
 
 
-def _clustered(
-    points: np.ndarray,
-    count: int,
-    rng: np.random.Generator,
-) -> np.ndarray:
+def _clustered(points: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
     """The cluster of each point [N, D], int64 [N]."""
     centres = points[rng.choice(len(points), count, replace=False)]
 
@@ -337,10 +360,7 @@ def _clustered(
 # -- habits ----------------------------------------------------------------------------
 
 
-def _scaled(
-    model: SynthModel,
-    sequences: list[np.ndarray],
-) -> SynthModel:
+def _scaled(model: SynthModel, sequences: list[np.ndarray]) -> SynthModel:
     """Move popularity and reuse until the real tokens' probabilities add up to what
     they did.
 
@@ -376,19 +396,19 @@ def _scaled(
 
 
 class _Habits(NamedTuple):
-    """What tokens did: shares by expert [L, E] and by age [L, A], and the bits
-    that adjacent layers share [L - 1].
+    """What tokens did: shares by expert [L, E] and by age [L, A], the bits that
+    adjacent layers share [L - 1], and how often two tokens of one sequence choose the
+    same expert, [L].
     """
 
     share: np.ndarray
     age: np.ndarray
     bits: np.ndarray
+    repeated: np.ndarray
 
 
 def _freed(
-    model: SynthModel,
-    kinds: TokenKinds,
-    sequences: list[np.ndarray],
+    model: SynthModel, kinds: TokenKinds, sequences: list[np.ndarray]
 ) -> SynthModel:
     """Correct what changes when the past is the model's own: draw, compare with the
     real tokens, move, again.
@@ -404,8 +424,7 @@ def _freed(
     real = [sequences[index][:tokens] for index in chosen]
     lengths = [len(routing) for routing in real]
 
-    share, age = _counts([routing[:tokens] for routing in sequences], shape)
-    target = _Habits(share, age, shared_bits(real, shape))
+    target = _measured(real, len(real), shape)
     # Short sequences are drawn several times, so that the estimates are as sure.
     copies = max(1, round(_FREE_DRAWN / sum(lengths)))
     topics = np.tile(chosen, copies)
@@ -436,58 +455,75 @@ def _freed(
     return best
 
 
-def _measured(
-    made: list[np.ndarray],
-    group: int,
-    shape: ModelShape,
-) -> _Habits:
+def _measured(made: list[np.ndarray], group: int, shape: ModelShape) -> _Habits:
     """What drawn sequences do; the bits are means over groups of so many."""
     groups = [made[start : start + group] for start in range(0, len(made), group)]
     bits = np.mean([shared_bits(part, shape) for part in groups], axis=0)
     share, age = _counts(made, shape)
-    return _Habits(share, age, bits)
+    return _Habits(share, age, bits, _repeated(made, shape))
 
 
-def _missing_bits(
-    current: _Habits,
-    target: _Habits,
-) -> np.ndarray:
+def _repeated(routing: list[np.ndarray], shape: ModelShape) -> np.ndarray:
+    """Probability that a choice of one token is also one of another token of the same
+    sequence, divided by K: float64 [L], a mean over sequences of several tokens.
+
+    Source: Simpson (1949), an estimate without bias.
+    """
+    width = shape.layers * shape.experts
+    shares = []
+    for sequence in routing:
+        tokens = len(sequence)
+        if tokens < 2:
+            continue
+        counts = np.bincount(_flat(sequence, shape), minlength=width)
+        counts = counts.reshape(shape.layers, shape.experts).astype(np.float64)
+        choices = tokens * shape.top_k
+        pairs = choices * (choices - shape.top_k)
+        shares.append(((counts**2).sum(axis=1) - choices) / pairs)
+
+    if not shares:
+        return np.full(shape.layers, 1 / shape.experts)
+    return np.mean(shares, axis=0)
+
+
+def _missing_bits(current: _Habits, target: _Habits) -> np.ndarray:
     """Float64 [L - 1]: logarithm of the bits wanted over those there are."""
     return np.log((target.bits + _FLOOR_BITS) / (current.bits + _FLOOR_BITS))
 
 
-def _distance(
-    current: _Habits,
-    target: _Habits,
-) -> float:
+def _distance(current: _Habits, target: _Habits) -> float:
     missing = _missing_bits(current, target)
     of_age = float(np.abs(current.age - target.age).sum(axis=1).mean())
-    return of_age + float(np.abs(missing).sum()) / max(len(missing), 1)
+    repeated = np.abs(np.log(current.repeated / target.repeated)).mean()
+    return (
+        of_age + float(repeated) + float(np.abs(missing).sum()) / max(len(missing), 1)
+    )
 
 
 def _moved(
-    model: SynthModel,
-    current: _Habits,
-    target: _Habits,
-    pull: float,
+    model: SynthModel, current: _Habits, target: _Habits, pull: float
 ) -> SynthModel:
     """The model with popularity and reuse nearer to the target."""
     by_expert = np.log((target.share + _FLOOR) / (current.share + _FLOOR))
     by_age = np.log((target.age + _FLOOR) / (current.age + _FLOOR))
     popularity = model.popularity + 0.5 * pull * by_expert
     reuse = model.reuse + pull * by_age
+
+    # Repetition within sequences beyond that of even choices comes from their topics.
+    even = 1 / model.shape.experts
+    excess = np.maximum(target.repeated - even, _FLOOR)
+    excess /= np.maximum(current.repeated - even, _FLOOR)
+    topics = model.topics * (excess ** (1.5 * pull))[:, None]
     return replace(
         model,
         popularity=popularity.astype(np.float32),
         reuse=reuse.astype(np.float32),
+        topics=topics.astype(np.float32),
     )
 
 
 def _moved_kinds(
-    kinds: TokenKinds,
-    current: _Habits,
-    target: _Habits,
-    pull: float,
+    kinds: TokenKinds, current: _Habits, target: _Habits, pull: float
 ) -> TokenKinds:
     """Kinds whose character is nearer to the target."""
     missing = _missing_bits(current, target)

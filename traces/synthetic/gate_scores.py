@@ -48,11 +48,7 @@ def is_sigmoid(shape: ModelShape) -> bool:
     return shape.scoring.startswith("sigmoid")
 
 
-def logits_of(
-    scores: np.ndarray,
-    *,
-    sigmoid: bool,
-) -> np.ndarray:
+def logits_of(scores: np.ndarray, *, sigmoid: bool) -> np.ndarray:
     """Undo the gate's scoring: float32 logits, up to a constant per row for softmax."""
     # float64 would only make room for digits that float16 never had.
     clipped = np.maximum(scores.astype(np.float32), np.float32(SMALLEST))
@@ -68,10 +64,7 @@ def centred(logits: np.ndarray) -> np.ndarray:
     return np.asarray(logits - logits.mean(axis=1, keepdims=True), np.float32)
 
 
-def popularity_logits(
-    counts: np.ndarray,
-    top_k: int,
-) -> np.ndarray:
+def popularity_logits(counts: np.ndarray, top_k: int) -> np.ndarray:
     """Return the mean key of every expert, float32 [L, E], from how many tokens chose
     it, int [L, E].
     """
@@ -86,11 +79,7 @@ def popularity_logits(
 
 @compiled(
     nb.void(
-        input_array(nb.float32),
-        nb.float64,
-        nb.boolean,
-        nb.boolean,
-        nb.float64[::1],
+        input_array(nb.float32), nb.float64, nb.boolean, nb.boolean, nb.float64[::1]
     )
 )
 def _weights_to_logits(
@@ -133,11 +122,7 @@ def _weights_to_logits(
 
 
 @compiled(nb.Several((nb.float64, nb.float64))(nb.float64[::1], nb.float64, nb.float64))
-def _fitting_mass(
-    rest: np.ndarray,
-    mass: float,
-    highest: float,
-) -> tuple[float, float]:
+def _fitting_mass(rest: np.ndarray, mass: float, highest: float) -> tuple[float, float]:
     """The logit of the first unused expert, and the factor of the others' distances to
     it, for scores of all unused experts that add up to `mass`; none is above `highest`.
     """
@@ -219,11 +204,7 @@ def fill_logits(
 
 
 @compiled(nb.void(_ROWS, nb.boolean, nb.float32[:, ::1]))
-def fill_scores(
-    logits: np.ndarray,
-    sigmoid: bool,
-    scores: np.ndarray,
-) -> None:
+def fill_scores(logits: np.ndarray, sigmoid: bool, scores: np.ndarray) -> None:
     """Fill `scores` [N, E] with the softmax, or sigmoids, of `logits` [N, E]."""
     rows, width = logits.shape
     for row in range(rows):

@@ -17,7 +17,13 @@ import numpy as np
 from moesim.base.errors import TraceError
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
-from moesim.traces.synthetic.draw import CLASSES, SynthModel, draw
+from moesim.traces.synthetic.draw import (
+    AGE_EDGES,
+    CLASSES,
+    SynthModel,
+    TokenKinds,
+    draw,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -31,22 +37,35 @@ _DRAWN_BYTES = 64 << 20
 # Bounds of what can be stated.
 _LIMITS = {
     "skew": (0, 5),
+    "topic": (0, 1),
     "reuse": (0, 0.99),
-    "dependence": (0, 1),
+    "memory": (0, 10),
+    "dependence": (0, 5),
     "drift": (0, 5),
     "drift_tokens": (1, math.inf),
     "prompt_tokens": (0, 1 << 24),
     "new_tokens": (0, 1 << 24),
 }
 
+# Kinds of tokens of stated statistics, and how often the first is met before the
+# second: like words, but less unequal, as a kind is many words.
+_KINDS = 32
+_KIND_SKEW = 0.5
+_COURSES = 16
+_COURSE_TOKENS = 1024
+# What an expert never used loses, as a share of what one just used gains.
+_NEVER_SHARE = 0.5
+
 
 def stated(
     shape: ModelShape,
     *,
-    skew: float = 0.8,
-    reuse: float = 0.3,
-    dependence: float = 0.0,
-    drift: float = 0.0,
+    skew: float = 1.3,
+    topic: float = 0.5,
+    reuse: float = 0.37,
+    memory: float = 0.5,
+    dependence: float = 1.3,
+    drift: float = 0.5,
     drift_tokens: float = 256.0,
     prompt_tokens: int = 0,
     new_tokens: int = 512,
@@ -54,15 +73,22 @@ def stated(
 ) -> SynthModel:
     """A model of stated statistics, for architectures that no trace is known of.
 
+    The defaults lie between what real models need, each of which they miss by some
+    points (docs/measurements/synthetic-traces.md).
+
     Args:
         shape: the model.
         skew: exponent of Zipf's law of popularity; 0 is even. Which expert is popular
             is drawn per layer.
+        topic: share of experts whose popularity is a sequence's own: 0 makes the same
+            experts popular in all sequences, 1 others in each.
         reuse: share of a token's experts that the token before used too, as
-            `moesim.traces.stats.statistics` calls it ``overlap``; at least what skew
-            alone gives.
-        dependence: 0..1, how strongly an expert's favourites in the next layer are
-            preferred.
+            `moesim.traces.stats.statistics` calls it ``overlap``; at least what the
+            other habits give.
+        memory: an expert used n tokens ago is preferred by ``n ** -memory`` of what one
+            just used is; 0 never forgets within a sequence.
+        dependence: exponent of Zipf's law by which each kind of token prefers experts
+            at all layers, so that a layer tells of the others; 0 is none.
         drift: standard deviation of popularity's wandering, in log-weight.
         drift_tokens: its memory.
         prompt_tokens: prompt tokens of each sequence.
@@ -74,7 +100,9 @@ def stated(
     """
     habits = {
         "skew": skew,
+        "topic": topic,
         "reuse": reuse,
+        "memory": memory,
         "dependence": dependence,
         "drift": drift,
         "drift_tokens": drift_tokens,
@@ -88,31 +116,40 @@ def stated(
 
     # Which expert is popular is chance; how much more is Zipf's law.
     rng = np.random.default_rng(seed)
-    ranks = np.argsort(rng.random((shape.layers, shape.experts)), axis=1)
-    popularity = (-skew * np.log1p(ranks)).astype(np.float32)
-
-    lift = None
-    dependence_by_layer = None
-    if dependence:
-        pairs = (shape.layers, shape.experts, shape.experts)
-        favourites = rng.normal(size=pairs).astype(np.float32)
-        # K experts speak at a time: their sum keeps the variance of one.
-        lift = favourites * np.float32(1 / math.sqrt(shape.top_k))
-        dependence_by_layer = np.full(shape.layers, 3 * dependence, np.float32)
-
+    popularity = -skew * _log_ranks(rng, (shape.layers, shape.experts))
     model = SynthModel(
         shape=shape,
         popularity=popularity,
         reuse=np.zeros((shape.layers, CLASSES), np.float32),
-        topics=np.zeros((1, *popularity.shape), np.float32),
-        lift=lift,
-        dependence=dependence_by_layer,
+        topics=np.zeros((_COURSES, *popularity.shape), np.float32),
+        kinds=_stated_kinds(shape, dependence, rng) if dependence else None,
         drift=drift,
         drift_tokens=drift_tokens,
         lengths=((prompt_tokens, new_tokens),),
         provenance=dict(habits),
     )
-    return _with_reuse(model, reuse)
+    model = _with_reuse(model, reuse, memory)
+    return replace(model, permuted=topic)
+
+
+def _log_ranks(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Float32: logarithms of 1 to E along the last axis, in random order."""
+    ranks = np.argsort(rng.random(shape), axis=-1)
+    return np.log1p(ranks).astype(np.float32)
+
+
+def _stated_kinds(
+    shape: ModelShape, dependence: float, rng: np.random.Generator
+) -> TokenKinds:
+    """Kinds of tokens that follow each other by chance."""
+    chances = np.arange(1, _KINDS + 1) ** -_KIND_SKEW
+    chances /= chances.sum()
+    return TokenKinds(
+        weights=-_log_ranks(rng, (_KINDS, shape.layers, shape.experts)),
+        character=np.full(shape.layers, dependence, np.float32),
+        course=rng.choice(_KINDS, _COURSES * _COURSE_TOKENS, p=chances),
+        first=np.arange(_COURSES + 1) * _COURSE_TOKENS,
+    )
 
 
 def of_lengths(
@@ -210,9 +247,7 @@ def synthesise(
 
 
 def _sequences(
-    model: SynthModel,
-    tokens: int,
-    seed: int,
+    model: SynthModel, tokens: int, seed: int
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(prompt, uint16 [T, L, K]) of sequence after sequence, until `tokens` tokens."""
     rng = np.random.default_rng(seed)
@@ -247,20 +282,19 @@ def _side_by_side(model: SynthModel) -> int:
     return max(1, fitting)
 
 
-def _with_reuse(
-    model: SynthModel,
-    reuse: float,
-) -> SynthModel:
-    """Raise the weight of the experts just used until their share is `reuse`."""
+def _with_reuse(model: SynthModel, reuse: float, memory: float) -> SynthModel:
+    """Raise the weight of the experts used before until the share of the last token's
+    is `reuse`.
+    """
+    by_age = np.append(AGE_EDGES.astype(float) ** -memory, -_NEVER_SHARE)
     low = 0.0
     high = 12.0
 
     # Bisection: the share grows with the weight, and has no closed form.
     for _ in range(12):
         middle = (low + high) / 2
-        weights = model.reuse.copy()
-        weights[:, 0] = middle
-        tried = replace(model, reuse=weights)
+        weights = np.tile(middle * by_age, (model.shape.layers, 1))
+        tried = replace(model, reuse=weights.astype(np.float32))
         if _overlap(tried) < reuse:
             low = middle
         else:
@@ -279,18 +313,24 @@ def _overlap(model: SynthModel) -> float:
         layers=layers,
         expert_bytes=model.shape.expert_bytes[:layers],
         bytes_by_expert=model.shape.bytes_by_expert[:layers],
+        # Of all layers, these may be windowed: there are fewer now.
+        windowed_layers=0,
     )
+    kinds = model.kinds
+    if kinds is not None:
+        kinds = replace(
+            kinds, weights=kinds.weights[:, :layers], character=kinds.character[:layers]
+        )
     part = replace(
         model,
         shape=shape,
         popularity=model.popularity[:layers],
         reuse=model.reuse[:layers],
         topics=model.topics[:, :layers],
-        lift=None if model.lift is None else model.lift[:layers],
-        dependence=None if model.dependence is None else model.dependence[:layers],
+        kinds=kinds,
     )
 
-    drawn = draw(part, 48, 16, np.random.default_rng(0)).astype(np.int32)
+    drawn = draw(part, 256, 8, np.random.default_rng(0)).astype(np.int32)
     now = drawn[:, 1:, :, :, None]
     before = drawn[:, :-1, :, None, :]
     again = (now == before).any(axis=4)

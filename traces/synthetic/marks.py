@@ -13,6 +13,11 @@ PREDICTIONS = "synthetic_predictions"
 WIDTHS = "expert_widths"
 """Key of the header's provenance: how experts of one layer got widths of their own."""
 
+FITTED_SEQUENCES = "fitted_sequences"
+"""Key of the header's provenance: how many sequences a drawn trace was fitted to."""
+ENOUGH_SEQUENCES = 8
+"""From so many on, what is popular in a model is told from what is so in one text."""
+
 
 def predictions_text(drawn: dict[str, Any]) -> str:
     """Return the entry `PREDICTIONS` of a header as words on one line."""
@@ -60,6 +65,10 @@ def synthetic_caveats(header: TraceHeader) -> list[str]:
     if provenance.get("synthetic") is True:
         like = provenance.get("like")
         source = f"like {like}" if like else "with stated statistics"
+        few = provenance.get(FITTED_SEQUENCES, ENOUGH_SEQUENCES)
+        if few < ENOUGH_SEQUENCES:
+            texts = "one sequence" if few == 1 else f"{few} sequences"
+            source += f" ({texts}: what others have in common is assumed)"
         caveats.append(f"synthetic routing: drawn {source}, not recorded")
 
     drawn = provenance.get(PREDICTIONS)

@@ -183,8 +183,7 @@ def predict(
 
 
 def _predictors(
-    recall: tuple[float, ...],
-    residual: float | None,
+    recall: tuple[float, ...], residual: float | None
 ) -> tuple[Predictor, ...]:
     if len(recall) > len(_DEPTH_COLUMNS):
         raise TraceError(
@@ -210,11 +209,7 @@ def _predictors(
     )
 
 
-def _check(
-    trace: Trace,
-    predictors: tuple[Predictor, ...],
-    columns: list[str],
-) -> None:
+def _check(trace: Trace, predictors: tuple[Predictor, ...], columns: list[str]) -> None:
     """Refuse what this trace cannot take."""
     if not columns:
         raise TraceError(
@@ -238,11 +233,7 @@ def _check(
 
 
 def _marked(
-    header: TraceHeader,
-    work: _Work,
-    predictors: tuple[Predictor, ...],
-    *,
-    scores: bool,
+    header: TraceHeader, work: _Work, predictors: tuple[Predictor, ...], *, scores: bool
 ) -> TraceHeader:
     """The header, with what was drawn in it."""
     # A trace may be added to twice: what was said before stays true.
@@ -394,11 +385,7 @@ class _Work:
             for chunk in self._chunks(number, rows):
                 yield chunk, _Noise(*noise.next(chunk.tokens))
 
-    def _chunks(
-        self,
-        number: int,
-        rows: SequenceRows,
-    ) -> Iterator[_Chunk]:
+    def _chunks(self, number: int, rows: SequenceRows) -> Iterator[_Chunk]:
         shape = self.trace.shape
         layers = shape.layers
         keys = Walk(
@@ -428,11 +415,7 @@ class _Work:
             yield _Chunk(rows, span, place, tokens, logits, experts)
 
     def _drawn(
-        self,
-        keys: np.ndarray,
-        place: np.ndarray,
-        rows: SequenceRows,
-        span: slice,
+        self, keys: np.ndarray, place: np.ndarray, rows: SequenceRows, span: slice
     ) -> np.ndarray:
         """Logits [N, E] of some rows, from the random parts of all keys [G, E]."""
         shape = self.trace.shape
@@ -467,12 +450,7 @@ class _Work:
             weights /= np.maximum(weights.sum(axis=1, keepdims=True), SMALLEST)
         return to_float16(weights)[0]
 
-    def _column(
-        self,
-        predictor: Predictor,
-        chunk: _Chunk,
-        noise: _Noise,
-    ) -> np.ndarray:
+    def _column(self, predictor: Predictor, chunk: _Chunk, noise: _Noise) -> np.ndarray:
         """A column of predictions [N, E]: each row has the one of a later layer."""
         layers = self.trace.shape.layers
         scores = self._scored(self._guess(predictor, chunk.logits, noise))
@@ -484,10 +462,7 @@ class _Work:
         return column
 
     def _guess(
-        self,
-        predictor: Predictor,
-        logits: np.ndarray,
-        noise: _Noise,
+        self, predictor: Predictor, logits: np.ndarray, noise: _Noise
     ) -> np.ndarray:
         """Predicted logits [G, E], at the layers that they are about."""
         predicted = np.empty_like(logits)
@@ -538,11 +513,7 @@ class _Work:
             yield _Sample.of(chunk, noise, np.arange(len(chunk.logits)))
             self._advance(len(chunk.place))
 
-    def _fidelity(
-        self,
-        predictor: Predictor,
-        sample: _Sample,
-    ) -> float:
+    def _fidelity(self, predictor: Predictor, sample: _Sample) -> float:
         """Bisection: recall grows with the fidelity."""
 
         def recall(fidelity: float) -> float:
@@ -577,9 +548,7 @@ class _Work:
         return high
 
     def _measured(
-        self,
-        predictors: tuple[Predictor, ...],
-        parts: Iterator[_Sample],
+        self, predictors: tuple[Predictor, ...], parts: Iterator[_Sample]
     ) -> tuple[Predictor, ...]:
         """The recall of what is going to be written."""
         sums = np.zeros((len(predictors), 2), np.int64)
@@ -592,11 +561,7 @@ class _Work:
         )
 
     def _hits(
-        self,
-        predictor: Predictor,
-        sample: _Sample,
-        *,
-        as_written: bool,
+        self, predictor: Predictor, sample: _Sample, *, as_written: bool
     ) -> tuple[int, int]:
         """Used experts among as many best predicted ones, and used experts."""
         layers = self.trace.shape.layers
@@ -636,12 +601,7 @@ class _Sample:
     noise: _Noise
 
     @classmethod
-    def of(
-        cls,
-        chunk: _Chunk,
-        noise: _Noise,
-        places: np.ndarray,
-    ) -> _Sample:
+    def of(cls, chunk: _Chunk, noise: _Noise, places: np.ndarray) -> _Sample:
         """Some places of a chunk."""
         chosen = _Noise(
             noise.difficulty[places], [values[places] for values in noise.of_depth]
@@ -666,18 +626,8 @@ class _Sample:
         )
 
 
-@compiled(
-    nb.void(
-        input_array(nb.float32, 2),
-        nb.float64[:, :, ::1],
-        nb.int64[::1],
-    )
-)
-def _add_moments(
-    logits: np.ndarray,
-    sums: np.ndarray,
-    counts: np.ndarray,
-) -> None:
+@compiled(nb.void(input_array(nb.float32, 2), nb.float64[:, :, ::1], nb.int64[::1]))
+def _add_moments(logits: np.ndarray, sums: np.ndarray, counts: np.ndarray) -> None:
     """Add logits [G, E] and their squares to `sums` [2, L, E], rows to `counts` [L].
 
     One row after the other, so that the sums are the same for any size of chunks.

@@ -79,12 +79,7 @@ class Walk:
         memory: correlation of adjacent tokens.
     """
 
-    def __init__(
-        self,
-        seed: Sequence[int],
-        width: int,
-        memory: float,
-    ) -> None:
+    def __init__(self, seed: Sequence[int], width: int, memory: float) -> None:
         self._rng = np.random.default_rng(seed)
         self._memory = memory
         self._last = np.zeros(width, np.float32)
@@ -100,12 +95,7 @@ class Walk:
 
 
 @compiled(nb.void(nb.float32[:, ::1], nb.float32[::1], nb.float64, nb.boolean))
-def _remember(
-    values: np.ndarray,
-    last: np.ndarray,
-    memory: float,
-    begun: bool,
-) -> None:
+def _remember(values: np.ndarray, last: np.ndarray, memory: float, begun: bool) -> None:
     """Turn independent normals [T, W] into a walk that goes on from `last` [W]."""
     keep = np.float32(memory)
     fresh = np.float32(math.sqrt(1 - memory * memory))
@@ -182,15 +172,7 @@ class SequenceNoise:
 
 
 @compiled(
-    nb.void(
-        _ROWS,
-        _ROWS,
-        _ROWS,
-        _VECTOR,
-        _VECTOR,
-        nb.float64,
-        nb.float32[:, ::1],
-    )
+    nb.void(_ROWS, _ROWS, _ROWS, _VECTOR, _VECTOR, nb.float64, nb.float32[:, ::1])
 )
 def fill_predicted(
     logits: np.ndarray,
@@ -239,10 +221,7 @@ def fill_predicted(
             predicted[row, expert] = value
 
 
-def count_hits(
-    scores: np.ndarray,
-    experts: np.ndarray,
-) -> int:
+def count_hits(scores: np.ndarray, experts: np.ndarray) -> int:
     """Return how many of the experts [N, K] are among the K best of scores [N, E];
     equal scores go to the lower id.
     """

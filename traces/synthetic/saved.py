@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from moesim.traces.format.schema import ModelShape  # noqa: TC001 - of a schema
 from moesim.traces.importers.readers.tensors import load_named
 from moesim.traces.models import known_models, model_shape
 from moesim.traces.shipped import resolve_trace
+from moesim.traces.stats.routing_curves import Likeness  # noqa: TC001 - of a schema
 from moesim.traces.synthetic.draw import CLASSES, SynthModel, TokenKinds
 from moesim.traces.synthetic.fit import fit
 from moesim.traces.synthetic.marks import WIDTHS
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-VERSION = 1
+VERSION = 2
 SUFFIX = ".statistics.npz"
 # What a zip archive begins with; Parquet begins with PAR1.
 _ARCHIVE = b"PK"
@@ -47,10 +48,7 @@ def shipped_statistics() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(SUFFIX) for name in names))
 
 
-def model_like(
-    like: Path | str,
-    weights: str | None = None,
-) -> SynthModel:
+def model_like(like: Path | str, weights: str | None = None) -> SynthModel:
     """Return what a trace like that one is drawn from.
 
     Args:
@@ -86,10 +84,7 @@ def _begins_as_archive(path: Path) -> bool:
         return file.read(len(_ARCHIVE)) == _ARCHIVE
 
 
-def _with_weights(
-    model: SynthModel,
-    weights: str,
-) -> SynthModel:
+def _with_weights(model: SynthModel, weights: str) -> SynthModel:
     """The same routing of experts of other sizes."""
     shape = model.shape
     sizes = model_shape(shape.name, weights) if shape.name in known_models() else None
@@ -119,16 +114,13 @@ _KINDS: Mapping[str, tuple[type, int]] = {
 """What each array holds, and its number of dimensions."""
 
 
-def save(
-    model: SynthModel,
-    path: Path | str,
-) -> Path:
+def save(model: SynthModel, path: Path | str) -> Path:
     """Write a fitted model; the file appears when it is complete.
 
     Raises:
         TraceError: stated statistics, which need no file.
     """
-    if model.kinds is None or model.lift is not None:
+    if model.likeness is None or model.kinds is None:
         raise TraceError(
             "statistics: expected those of a trace; stated ones are their own few"
             " numbers"
@@ -137,6 +129,8 @@ def save(
         "moesim_statistics": VERSION,
         "shape": model.shape.fields(),
         "provenance": model.provenance,
+        "permuted": model.permuted,
+        "likeness": asdict(model.likeness),
     }
     text = json.dumps(header, sort_keys=True).encode()
     arrays: dict[str, Any] = {
@@ -182,7 +176,7 @@ def load(path: Path | str) -> SynthModel:
             f" {header.moesim_statistics}; save them again"
         )
 
-    model = _model(arrays, header.shape, header.provenance)
+    model = _model(arrays, header)
     _check(model, path)
     return model
 
@@ -194,6 +188,8 @@ class _Header:
     moesim_statistics: int
     shape: ModelShape
     provenance: dict[str, Any]
+    permuted: float
+    likeness: Likeness
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
@@ -224,11 +220,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _model(
-    arrays: dict[str, np.ndarray],
-    shape: ModelShape,
-    provenance: dict[str, Any],
-) -> SynthModel:
+def _model(arrays: dict[str, np.ndarray], header: _Header) -> SynthModel:
     step = np.float32(_STEP)
     kinds = TokenKinds(
         weights=arrays["kinds"] * step,
@@ -237,20 +229,19 @@ def _model(
         first=arrays["first"],
     )
     return SynthModel(
-        shape=shape,
+        shape=header.shape,
         popularity=arrays["popularity"],
         reuse=arrays["reuse"],
         topics=arrays["topics"] * step,
         kinds=kinds,
         lengths=tuple((int(p), int(g)) for p, g in arrays["lengths"]),
-        provenance=provenance,
+        provenance=header.provenance,
+        permuted=header.permuted,
+        likeness=header.likeness,
     )
 
 
-def _check(
-    model: SynthModel,
-    path: Path | str,
-) -> None:
+def _check(model: SynthModel, path: Path | str) -> None:
     """Refuse arrays that do not fit together, before drawing trips over them."""
     kinds = model.kinds
     assert kinds is not None

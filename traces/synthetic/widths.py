@@ -101,9 +101,7 @@ def set_widths(
 
     widened = shape.with_bytes_by_expert(_sizes(width, shape))
     header = replace(
-        trace.header,
-        shape=widened,
-        provenance=trace.header.provenance | {WIDTHS: mark},
+        trace.header, shape=widened, provenance=trace.header.provenance | {WIDTHS: mark}
     )
     columns = sorted(trace.columns)
     with TraceWriter(target, header, columns) as writer:

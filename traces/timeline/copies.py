@@ -226,10 +226,7 @@ def follow_copies(
         prefetch[place] = _SETTLED
 
 
-def _split(
-    chunks: list[Chunk],
-    before: int | None,
-) -> tuple[Chunk | None, list[Chunk]]:
+def _split(chunks: list[Chunk], before: int | None) -> tuple[Chunk | None, list[Chunk]]:
     """Join chunks and split them at a step: what is below it, and the rest."""
     if not chunks:
         return None, []

@@ -312,11 +312,7 @@ class Summary:
         self.seen = -1
         self.reached = -1
 
-    def add(
-        self,
-        table: str,
-        chunk: Chunk,
-    ) -> None:
+    def add(self, table: str, chunk: Chunk) -> None:
         """Take a chunk of `timeline`, `accesses` or `steps`: each in order, and none of
         the first two far ahead.
         """
@@ -368,9 +364,7 @@ class Summary:
         return {name: figures[name] for name in METRICS}
 
     def _energy_figures(
-        self,
-        makespan_s: float,
-        power: Mapping[str, tuple[float, float]] | None,
+        self, makespan_s: float, power: Mapping[str, tuple[float, float]] | None
     ) -> dict[str, Any]:
         if power is None:
             return {"energy_j": None, "tokens_per_kj": None}
@@ -419,10 +413,7 @@ def summarise(
     return summary.figures(power, ends_in_prompt=ends_in_prompt)
 
 
-def _ratio(
-    part: float,
-    total: float,
-) -> float | None:
+def _ratio(part: float, total: float) -> float | None:
     return float(part / total) if total else None
 
 
@@ -464,9 +455,7 @@ def _step_figures(steps: StepAggregator, *, ends_in_prompt: bool) -> dict[str, A
 
 
 def _lane_figures(
-    names: tuple[str, ...],
-    lanes: LaneAggregator,
-    makespan_s: float,
+    names: tuple[str, ...], lanes: LaneAggregator, makespan_s: float
 ) -> dict[str, Any]:
     links = [
         i for i, name in enumerate(names) if name.startswith(("h2d", "d2h", "ssd"))
@@ -480,10 +469,7 @@ def _lane_figures(
     }
 
 
-def _stall_figures(
-    names: tuple[str, ...],
-    stalls: StallAggregator,
-) -> dict[str, Any]:
+def _stall_figures(names: tuple[str, ...], stalls: StallAggregator) -> dict[str, Any]:
     by_lane = zip(names, stalls.stall_s.tolist(), strict=True)
     return {
         "layer_steps": stalls.layer_steps,
@@ -497,10 +483,7 @@ def _stall_figures(
     }
 
 
-def _copy_figures(
-    copies: CopyAggregator,
-    misses: int,
-) -> dict[str, Any]:
+def _copy_figures(copies: CopyAggregator, misses: int) -> dict[str, Any]:
     # Without any prefetch, coverage would be 0 although nothing was tried.
     coverage = _ratio(copies.used, copies.used + misses) if copies.prefetched else None
     return {

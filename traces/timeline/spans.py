@@ -249,11 +249,7 @@ class Timeline:
         if len(self._steps) >= len(_STEPS) * CHUNK_STEPS:
             self._flush_steps()
 
-    def take(
-        self,
-        table: str,
-        chunk: Chunk,
-    ) -> None:
+    def take(self, table: str, chunk: Chunk) -> None:
         """Keep a whole chunk of a table, in the types of its columns.
 
         For a writer that makes chunks itself. Their rows come behind all others.
@@ -305,11 +301,7 @@ class Timeline:
         self._flush_accesses()
         self._flush_steps()
 
-    def _keep(
-        self,
-        table: str,
-        chunk: Chunk,
-    ) -> None:
+    def _keep(self, table: str, chunk: Chunk) -> None:
         if not len(chunk["step"]):
             return
 
@@ -461,10 +453,7 @@ def _names(lanes: Sequence[str]) -> dict[tuple[str, str], tuple[str, ...]]:
     }
 
 
-def _schema(
-    table: str,
-    lanes: Sequence[str],
-) -> pa.Schema:
+def _schema(table: str, lanes: Sequence[str]) -> pa.Schema:
     coded = _names(lanes)
     fields = []
     for name, dtype in TABLES[table].items():
@@ -475,10 +464,7 @@ def _schema(
     return pa.schema(fields, metadata=metadata)
 
 
-def _writer(
-    path: Path,
-    schema: pa.Schema,
-) -> AbstractContextManager[pq.ParquetWriter]:
+def _writer(path: Path, schema: pa.Schema) -> AbstractContextManager[pq.ParquetWriter]:
     coded = [field.name for field in schema if pa.types.is_dictionary(field.type)]
     # A low level: a run that is timed must not wait for its own record.
     return sealed_writer(
@@ -487,9 +473,7 @@ def _writer(
 
 
 def _table(
-    table: str,
-    chunk: Chunk,
-    names: dict[tuple[str, str], tuple[str, ...]],
+    table: str, chunk: Chunk, names: dict[tuple[str, str], tuple[str, ...]]
 ) -> pa.Table:
     """A chunk as Arrow, codes turned into dictionary strings."""
     columns = []
@@ -502,10 +486,7 @@ def _table(
 
 
 def _codes(
-    table: str,
-    name: str,
-    column: Any,
-    names: dict[tuple[str, str], tuple[str, ...]],
+    table: str, name: str, column: Any, names: dict[tuple[str, str], tuple[str, ...]]
 ) -> np.ndarray:
     """A column read from Parquet as numpy, dictionary strings turned back into
     codes.

@@ -88,11 +88,7 @@ class StallAggregator:
             name: np.concatenate([self._open[name], rows[name]]) for name in self._open
         }
 
-    def _settle(
-        self,
-        rows: Chunk,
-        work: np.ndarray,
-    ) -> None:
+    def _settle(self, rows: Chunk, work: np.ndarray) -> None:
         """Count the layer steps whose compute and plan spans are those in `work`."""
         compute = work & (rows["kind"] == COMPUTE)
         if not compute.any():
@@ -325,11 +321,7 @@ def _with_key(spans: Chunk) -> Chunk:
     return rows
 
 
-def _plan_end_s(
-    rows: Chunk,
-    work: np.ndarray,
-    keys: np.ndarray,
-) -> np.ndarray:
+def _plan_end_s(rows: Chunk, work: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """End of planning of each layer step in `keys`."""
     plan = work & (rows["kind"] == PLAN)
     plan_keys = rows["key"][plan]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from moesim.advice.times.cache_engine import (
     engine_latents,
     engine_priors,
     engine_seconds,
+    engine_work,
     steps_from_hits,
     traits_of,
 )
@@ -148,29 +149,6 @@ def cache_runs(
     return collect(rows, lambda row: [_cache_run(row, platforms, models, hits)])
 
 
-def _work(
-    model: ModelContents,
-    steps: Mapping[tuple[int, int], float],
-    admissions: float,
-    traits: EngineTraits,
-) -> EngineWork:
-    layer = model.layers[model.moe_layers[0]]
-    size = layer.expert_bytes / layer.experts
-    dense: Counter[str] = Counter({model.head_format: model.head_bytes})
-    for each in model.layers:
-        dense.update(each.dense_formats)
-    return EngineWork(
-        steps=steps,
-        expert_bytes=size,
-        expert_format=model.main_format,
-        top_k=layer.top_k,
-        layers=len(model.layers),
-        dense=dict(dense),
-        background_bytes=admissions * size,
-        traits=traits,
-    )
-
-
 Hits = dict[tuple[str, str], list[tuple[float, float, str]]]
 
 
@@ -240,7 +218,7 @@ def _cache_run(
         machine=machine,
         model=model,
         host=host_rates(machine),
-        work=_work(model, steps, admissions, traits),
+        work=engine_work(model, steps, admissions, traits),
         words=f"{policy}, {row.text('slots_per_layer')} slots",
         tokens_per_s=speed,
     )

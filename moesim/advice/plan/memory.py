@@ -7,6 +7,7 @@ memory into host memory behind the engine's back, and speed falls several times.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -403,6 +404,10 @@ class Job:
         return self.prompt + self.answer / 2
 
 
+# Neighbours of the fastest setting that are worth showing, and their micro-batches.
+MOST_FITTING = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A setting with its bill of memory."""
@@ -439,25 +444,30 @@ def candidates(model: ModelContents, machine: Machine, job: Job) -> list[Candida
     )
     fitting = []
     paging = []
-    for setting in _places(model, machine, job, base):
-        # Larger ones read faster but take memory from experts.
-        sizes = (job.micro_batch,) if job.micro_batch else MICRO_BATCHES
-        for micro_batch in sizes:
-            for kv_format in KV_FORMATS:
-                wider = replace(
-                    setting,
-                    micro_batch=micro_batch,
-                    batch=max(DEFAULT_BATCH, micro_batch),
-                    kv_format=kv_format,
-                )
-                if machine.gpu_count > 1:
-                    wider = with_split(model, machine, wider, job)
-                bill = bill_of(model, machine, wider, job)
-                if bill.fits:
-                    fitting.append(Candidate(wider, bill))
-                elif bill.pages:
-                    mapped = replace(wider, page_locked=False)
-                    paging.append(Candidate(mapped, bill))
+    sizes = (job.micro_batch,) if job.micro_batch else MICRO_BATCHES
+    places = _places(model, machine, job, base)
+    # Larger micro-batches read faster but take memory from experts.
+    for micro_batch, kv_format in itertools.product(sizes, KV_FORMATS):
+        found = 0
+        for setting in places:
+            # Each layer that leaves a card costs alike: only the ends can be best.
+            if found >= MOST_FITTING and setting is not places[-1]:
+                continue
+            wider = replace(
+                setting,
+                micro_batch=micro_batch,
+                batch=max(DEFAULT_BATCH, micro_batch),
+                kv_format=kv_format,
+            )
+            if machine.gpu_count > 1:
+                wider = with_split(model, machine, wider, job)
+            bill = bill_of(model, machine, wider, job)
+            if bill.fits:
+                found += 1
+                fitting.append(Candidate(wider, bill))
+            elif bill.pages:
+                mapped = replace(wider, page_locked=False)
+                paging.append(Candidate(mapped, bill))
     # Experts may stay in the file and be read through the page cache.
     return fitting or paging
 
@@ -513,7 +523,7 @@ def _places(
 
     packed = packed_layers(model, machine, job, base)
     if packed is not None:
-        places.append(replace(base, chosen_layers=packed, cpu_layers=0))
+        places.insert(0, replace(base, chosen_layers=packed, cpu_layers=0))
 
     # Only then do whole layers leave the card: attention there is dear.
     everything = replace(base, cpu_layers=ALL_LAYERS)

@@ -7,7 +7,6 @@ replays the routing through a cache and takes its hit rate.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from moesim.advice.times.cache_engine import (
     engine_latents,
     engine_priors,
     engine_seconds,
+    engine_work,
     steps_from_hits,
 )
 from moesim.advice.times.latents import Beliefs, Interval, Prior
@@ -285,20 +285,8 @@ def expert_cache(
 
     traits = EngineTraits()
     misses = (1 - hit_rate) * layer.top_k * len(model.moe_layers)
-    size = layer.expert_bytes / layer.experts
-    dense: Counter[str] = Counter({model.head_format: model.head_bytes})
-    for each in model.layers:
-        dense.update(each.dense_formats)
-    work = EngineWork(
-        steps=steps_from_hits(model, hit_rate, traits),
-        expert_bytes=size,
-        expert_format=model.main_format,
-        top_k=layer.top_k,
-        layers=len(model.layers),
-        dense=dict(dense),
-        background_bytes=ADMITTED_SHARE * misses * size,
-        traits=traits,
-    )
+    steps = steps_from_hits(model, hit_rate, traits)
+    work = engine_work(model, steps, ADMITTED_SHARE * misses, traits)
     speed = _engine_speed(forecast, work)
     words = f"an expert cache of {100 * ratio:.0f} % of the experts ({CACHE_POLICY})"
     # The engine is predicted for one sequence, so it is held against one.
@@ -341,7 +329,7 @@ def _replayed_hits(
     shape = shape_of(model)
     with ScratchFolder() as folder:
         path = folder / "synthetic.parquet"
-        statistics = stated(shape, skew=0.8, reuse=0.35, new_tokens=SYNTHETIC_TOKENS)
+        statistics = stated(shape, new_tokens=SYNTHETIC_TOKENS)
         synthesise(statistics, path, tokens=SYNTHETIC_TOKENS)
         counts = replay_cache(path, CACHE_POLICY, memory=memory)
     return float(counts["hit_rate_active"]), "on synthetic routing, --trace takes yours"

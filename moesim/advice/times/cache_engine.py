@@ -10,6 +10,7 @@ rate with the spread that gates show.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -136,6 +137,37 @@ class EngineWork:
     dense: Mapping[str, float] = field(default_factory=dict)
     background_bytes: float = 0.0
     traits: EngineTraits = EngineTraits()
+
+
+def engine_work(
+    model: ModelContents,
+    steps: Mapping[tuple[int, int], float],
+    background: float,
+    traits: EngineTraits,
+) -> EngineWork:
+    """Return what one token asks of an engine that caches a model's experts.
+
+    Args:
+        model: its contents; the first MoE layer stands for all.
+        steps: (CPU misses, copies awaited) -> layer steps per token.
+        background: experts copied per token without being awaited.
+        traits: of the engine.
+    """
+    layer = model.layers[model.moe_layers[0]]
+    size = layer.expert_bytes / layer.experts
+    dense: Counter[str] = Counter({model.head_format: model.head_bytes})
+    for each in model.layers:
+        dense.update(each.dense_formats)
+    return EngineWork(
+        steps=steps,
+        expert_bytes=size,
+        expert_format=model.main_format,
+        top_k=layer.top_k,
+        layers=len(model.layers),
+        dense=dict(dense),
+        background_bytes=background * size,
+        traits=traits,
+    )
 
 
 def steps_from_hits(

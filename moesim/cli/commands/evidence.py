@@ -43,6 +43,12 @@ MOST_CONSTANTS = 12
 STORES = "Folder of the experts' stores. Default: a temporary one."
 
 
+def _print(result: Any, text: str, *, as_json: bool) -> bool:
+    """Print a result as JSON or as text; say whether it was text."""
+    print(json.dumps(result, indent=2) if as_json else text)
+    return not as_json
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions(Options):
     """What `moesim verify` is asked."""
@@ -84,10 +90,7 @@ def verify(options: VerifyOptions) -> None:
             save=lambda result: report.save(result, options.out, line),
             progress=progress,
         )
-    if options.as_json:
-        print(json.dumps(verification.to_json(), indent=2))
-    else:
-        print(verification.words)
+    if _print(verification.to_json(), verification.words, as_json=options.as_json):
         places = [options.out / library.VERDICT]
         if verification.result is not None:
             places.append(options.out / "validation.html")
@@ -264,12 +267,9 @@ def _grid(options: ValidateOptions) -> None:
             progress=progress,
         )
     result = save(validation)
-    if options.as_json:
-        print(json.dumps(result, indent=2))
-        return
-    print(validation_text(result))
-    output.print_written(places)
-    output.print_notes(validation.warnings)
+    if _print(result, validation_text(result), as_json=options.as_json):
+        output.print_written(places)
+        output.print_notes(validation.warnings)
 
 
 def _structure(folders: "Sequence[Path]", *, as_json: bool) -> None:
@@ -291,10 +291,8 @@ def _structure(folders: "Sequence[Path]", *, as_json: bool) -> None:
     for folder in folders:
         run = load_run(folder)
         results.append(compare_structure(*run))
-    if as_json:
-        print(json.dumps([result.to_json() for result in results], indent=2))
-    else:
-        print(structure_text(results))
+    found = [result.to_json() for result in results]
+    _print(found, structure_text(results), as_json=as_json)
     if not all(result.is_equal for result in results):
         raise typer.Exit(DIFFERENT)
 
@@ -318,11 +316,8 @@ def _machines(folders: "Sequence[Path]", out: Path | None, *, as_json: bool) -> 
     written = []
     if out is not None:
         written = save(judgement, out, output.command_line())
-    if as_json:
-        print(json.dumps(to_json(judgement), indent=2))
-        return
-    print(terminal_text(judgement))
-    output.print_written(written)
+    if _print(to_json(judgement), terminal_text(judgement), as_json=as_json):
+        output.print_written(written)
 
 
 def _protocol(folder: Path, options: ValidateOptions) -> None:
@@ -365,10 +360,8 @@ def _protocol(folder: Path, options: ValidateOptions) -> None:
     result = json.dumps(verdict.to_json(), indent=2)
     write_text(places[0], page)
     write_text(places[1], result + "\n")
-    if options.as_json:
-        print(result)
-    else:
-        print("\n".join(aligned(aim_rows(PLAN, verdict))).replace("*", ""))
+    text = "\n".join(aligned(aim_rows(PLAN, verdict))).replace("*", "")
+    if _print(verdict.to_json(), text, as_json=options.as_json):
         output.print_written(places)
     if not all(verdict.met.values()):
         raise typer.Exit(DIFFERENT)
@@ -479,35 +472,33 @@ def calibrate(options: CalibrateOptions) -> None:
             "median": median(errors),
             "worst": max(errors),
         }
-    if options.as_json:
-        facts = {
-            "name": profile.name,
-            "digest": profile.digest,
-            "fit": profile.fit,
-            "against": difference,
-        }
-        print(json.dumps(facts, indent=2))
-        return
-    _print(profile, difference)
-    shape = library.shape_of(sizes[0])
-    for wide in wide_constants(profile, shape):
-        print(f"still wide: {wide.words()}")
-    output.print_written([options.target])
+    facts = {
+        "name": profile.name,
+        "digest": profile.digest,
+        "fit": profile.fit,
+        "against": difference,
+    }
+    if _print(facts, _fit_text(profile, difference), as_json=options.as_json):
+        shape = library.shape_of(sizes[0])
+        for wide in wide_constants(profile, shape):
+            print(f"still wide: {wide.words()}")
+        output.print_written([options.target])
 
 
-def _print(profile: "HardwareProfile", difference: dict[str, Any] | None) -> None:
-    print(profile.description)
+def _fit_text(profile: "HardwareProfile", difference: dict[str, Any] | None) -> str:
+    lines = [profile.description]
     for name, report in sorted(profile.fit.items()):
-        print(
+        lines.append(
             f"  {name:<12}  median {100 * report['residual_median']:.1f} %, worst"
             f" {100 * report['residual_worst']:.1f} %"
         )
     if difference is not None:
-        print(
+        lines.append(
             f"predictions differ from those of {difference['profile']} by median"
             f" {100 * difference['median']:.1f} %, worst"
             f" {100 * difference['worst']:.1f} %"
         )
+    return "\n".join(lines)
 
 
 def _from(options: CalibrateOptions) -> None:
@@ -524,12 +515,9 @@ def _from(options: CalibrateOptions) -> None:
             seed=options.seed,
             progress=progress,
         )
-    if options.as_json:
-        print(json.dumps(learned.to_json(), indent=2))
-        return
-    print(learned.profile.description)
-    print("\n".join(learned.lines()))
-    output.print_written([options.target])
+    text = "\n".join([learned.profile.description, *learned.lines()])
+    if _print(learned.to_json(), text, as_json=options.as_json):
+        output.print_written([options.target])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -581,8 +569,7 @@ def sensitivity(options: SensitivityOptions) -> None:
             steps=options.steps,
             progress=progress,
         ).to_json()
-    text = json.dumps(result, indent=2) if options.as_json else sensitivity_text(result)
-    print(text)
+    _print(result, sensitivity_text(result), as_json=options.as_json)
 
 
 def sensitivity_text(result: dict[str, Any]) -> str:

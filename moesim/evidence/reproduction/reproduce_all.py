@@ -12,10 +12,11 @@ import datetime as dt
 import hashlib
 import math
 import os
-import tempfile
+import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from moesim.evidence.reproduction.workloads import Workload
 
 MOST_JOBS = 2
+_VERSION = f"{__version__} {git_commit()}"
+"""What lies there of another is done anew."""
 EXPERIMENT_STEPS = 50
 """Forward passes of each trace that experiments on routing alone look at."""
 # Shares of the whole work, for a progress bar only.
@@ -98,7 +101,7 @@ def reproduce_all(
     """Answer every record.
 
     Args:
-        out: folder for a journal of what is done, until all is done.
+        out: folder for what is done and for drawn traces, until all is done.
         papers: names of sources; None takes all, and experiments on routing alone with
             them.
         machines: ``anchored``, or ``datasheet`` for machines of which nothing was taken
@@ -117,46 +120,48 @@ def reproduce_all(
         jobs = min(MOST_JOBS, available_cores())
     plan = _Plan(None if papers is None else list(papers), machines, jobs)
     end_s = math.inf if minutes is None else time.time() + 60.0 * minutes
-    # The first call of several should not spend all of its time on drawing.
-    drawn_s = end_s if minutes is None else end_s - 30.0 * minutes
     saving = Every(lambda: save(plan.answer(done)))
     done = Done(out / "reproduction.part.jsonl", saving.if_due)
-    # Traces are drawn anew every time: what lay there could be of an older version.
-    with tempfile.TemporaryDirectory(prefix="moesim-papers-") as name:
-        folder = Path(name)
-        wanted = plan.runs()
-        draws = _draws([spec for spec in wanted if not done.has(spec)], folder)
-        drawn = _RUNS_SHARE * len(draws) / (len(draws) + len(wanted))
-        run_tasks(
-            Until(_draw, drawn_s),
-            draws,
-            lambda _index, _result: None,
-            jobs=jobs,
-            progress=lambda share: show(drawn * share),
-        )
-        # What is drawn already comes first.
-        wanted.sort(key=lambda spec: not spec.workload.path(folder).exists())
+    folder = _drawn_folder(out)
+    wanted = plan.runs()
+    draws = _draws([spec for spec in wanted if not done.has(spec)], folder)
+    drawn = _RUNS_SHARE * len(draws) / (len(draws) + len(wanted))
+    run_tasks(
+        Until(_draw, end_s),
+        draws,
+        lambda _index, _result: None,
+        jobs=jobs,
+        progress=lambda share: show(drawn * share),
+    )
+    done.add_all(
+        Until(_do, end_s),
+        {spec: (spec, folder) for spec in wanted},
+        jobs,
+        lambda share: show(drawn + (_RUNS_SHARE - drawn) * share),
+    )
+    if plan.experiments and end_s > time.time():
+        traces = _experiment_traces(folder)
         done.add_all(
-            Until(_do, end_s),
-            {spec: (spec, folder) for spec in wanted},
+            Until(_experiment, end_s),
+            {name: (name, traces) for name in plan.experiments},
             jobs,
-            lambda share: show(drawn + (_RUNS_SHARE - drawn) * share),
+            lambda share: show(_RUNS_SHARE + (1 - _RUNS_SHARE) * share),
         )
-        if plan.experiments:
-            tasks = plan.experiments
-            if end_s > time.time():
-                traces = _experiment_traces(folder)
-                tasks = {name: (name, traces) for name in tasks}
-            done.add_all(
-                Until(_experiment, end_s),
-                tasks,
-                jobs,
-                lambda share: show(_RUNS_SHARE + (1 - _RUNS_SHARE) * share),
-            )
     reproduced = plan.answer(done)
     if not reproduced.left_out:
         done.discard()
+        shutil.rmtree(folder.parent)
     return reproduced
+
+
+def _drawn_folder(out: Path) -> Path:
+    """Where traces are drawn, and found by the next call of the same commit."""
+    parent = out / "reproduction.part"
+    folder = parent / _digest(_VERSION)
+    for other in set(parent.glob("*")) - {folder}:
+        shutil.rmtree(other)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 class _Plan:
@@ -252,7 +257,7 @@ class Done:
     def __init__(
         self, path: Path, collected: Callable[[], object] = lambda: None
     ) -> None:
-        self._journal = Journal(path, f"{__version__} {git_commit()}")
+        self._journal = Journal(path, _VERSION)
         self._results: dict[str, Any] = dict(self._journal.lines)
         self._collected = collected
 
@@ -290,7 +295,16 @@ def _key(task: Any) -> str:
     text = repr(task)
     # A machine's profile may have been edited since.
     if machine := getattr(task, "machine", None):
-        text += load_profile(machine).digest
+        text += _machine_digest(machine)
+    return _digest(text)
+
+
+@cache
+def _machine_digest(machine: str) -> str:
+    return load_profile(machine).digest
+
+
+def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 

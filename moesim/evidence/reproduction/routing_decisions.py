@@ -280,11 +280,7 @@ TOP = (1, 2)
 
 
 def _workload_rows(method: str, batch: int) -> list[str]:
-    return [_workload_row(method, count, batch) for count in TOP]
-
-
-def _workload_row(method: str, count: int, batch: int) -> str:
-    return f"{method}, top {count}, batch {batch}"
+    return [f"{method}, top {count}, batch {batch}" for count in TOP]
 
 
 def dali_prefetch_residual(excerpt: Excerpt) -> Figures:
@@ -346,17 +342,11 @@ def daop_next_layer(excerpt: Excerpt) -> Figures:
 def smoe_prefetch(excerpt: Excerpt) -> Figures:
     """Whether the best predicted expert is the best one, or at least active."""
     column = _COLUMN[NEXT_GATE]
-    rows = list(_SMOE_ROWS.values())
+    rows = ("best expert foreseen", "foreseen expert active")
     if not excerpt.has(column):
         return dict.fromkeys(rows, excerpt.lacking(column))
     _, best, active = next_layer(excerpt, column)
     return dict(zip(rows, (best, active), strict=True))
-
-
-_SMOE_ROWS = {
-    "prefetch_accuracy_top_score": "best expert foreseen",
-    "prefetched_expert_is_active_prob": "foreseen expert active",
-}
 
 
 # -- routing before any policy ---------------------------------------------------------

@@ -9,11 +9,9 @@ with published accuracies; the records that state them are inputs and are never 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
@@ -54,8 +52,8 @@ class Workload:
         weights: weight format.
         prompt, generated: tokens of each sequence.
         sequences: how many.
-        like: shipped statistics that routing is drawn from; None draws with `SKEW`,
-            `REUSE` and `TOPICS`.
+        like: shipped statistics that routing is drawn from; None draws with
+            habits of other models.
         recall: of the next layer's gate on this layer's input; None draws no
             predictions and no scores.
         recall_at: experts of a token that recall is measured at; None for all.
@@ -84,9 +82,9 @@ class Workload:
     @property
     def shape(self) -> ModelShape:
         """Sizes of the model as it is drawn."""
-        if self.recorded:
-            return model_shape(self.model, self.weights)
-        return self._synthetic().shape
+        if self.like and not self.recorded:
+            return model_like(self.like, self.weights).shape
+        return model_shape(self.model, self.weights)
 
     @property
     def name(self) -> str:
@@ -140,17 +138,13 @@ class Workload:
             seed=self.seed + CALIBRATION_SEED,
         )
 
-    def path(self, folder: Path) -> Path:
-        """Where `draw` writes the trace."""
-        return folder / f"{self.name}.parquet"
-
     def draw(self, folder: Path) -> Path:
         """Write the trace, unless it is there already; it appears when it is complete.
 
         Raises:
             TraceError: a recall that this routing does not admit.
         """
-        target = self.path(folder)
+        target = folder / f"{self.name}.parquet"
         if target.exists():
             return target
         if self.recall is None:
@@ -198,49 +192,14 @@ class Workload:
             return of_lengths(
                 model, prompt_tokens=self.prompt, new_tokens=self.generated
             )
-        model = stated(
+        return stated(
             model_shape(self.model, self.weights),
-            skew=SKEW,
-            reuse=REUSE,
-            dependence=DEPENDENCE,
             prompt_tokens=self.prompt,
             new_tokens=self.generated,
         )
-        return _with_topics(model)
 
 
-SKEW = 0.6
-REUSE = 0.4
-DEPENDENCE = 0.3
-"""Stated statistics of models that no statistics ship of: about those of the models
-that do (overlap of adjacent tokens 0.34 to 0.45).
-"""
-TOPIC_SHARE = 0.7
-"""Share of the variance of popularity (in log-weights) that is a sequence's own: mean
-over the shipped statistics that were fitted to many texts. Without it calibration on
-other texts would foresee each text's favourites.
-"""
-TOPICS = 48
-"""Topics to draw from, as many as the shipped statistics have."""
-_STATED_WORDS = f"skew {SKEW}, reuse {REUSE}, dependence {DEPENDENCE}, {TOPICS} topics"
-
-
-def _with_topics(model: SynthModel) -> SynthModel:
-    """Divide popularity between what all sequences share and topics that are as skewed,
-    each with favourites of its own.
-    """
-    ranks = np.argsort(
-        np.random.default_rng(0).random((TOPICS, *model.popularity.shape)), axis=2
-    )
-    topics = -SKEW * math.sqrt(TOPIC_SHARE) * np.log1p(ranks)
-    common = math.sqrt(1.0 - TOPIC_SHARE) * model.popularity
-    return replace(
-        model,
-        popularity=common.astype(np.float32),
-        topics=topics.astype(np.float32),
-    )
-
-
+_STATED_WORDS = "habits of other models"
 EARLIER = 64
 """Tokens of a recorded text that only calibrations see."""
 CALIBRATION_SEQUENCES = 8

@@ -58,32 +58,22 @@ def doubts_of(profile: HardwareProfile) -> list[str]:
 
     Each reason is evidence from the calibration itself, with its limit.
     """
-    fit = profile.fit
+    limits = (
+        (
+            DISTURBED,
+            MOST_LOST,
+            "other programs took {} of half of the steps even where they took least",
+        ),
+        (STOLEN, MOST_LOST, "the hypervisor gave {} of the cores' time to others"),
+        ("noise_floor", MOST_NOISE, "identical runs differ by {}"),
+        ("drift", MOST_NOISE, "the machine changed its speed by {} meanwhile"),
+    )
     doubts = []
-    lost = fit.get(DISTURBED, {}).get("residual_median", 0.0)
-    if lost > MOST_LOST:
-        doubts.append(
-            f"other programs took {100 * lost:.0f} % of half of the steps even where"
-            f" they took least (at most {100 * MOST_LOST:.0f} %)"
-        )
-    stolen = fit.get(STOLEN, {}).get("residual_median", 0.0)
-    if stolen > MOST_LOST:
-        doubts.append(
-            f"the hypervisor gave {100 * stolen:.0f} % of the cores' time to others (at"
-            f" most {100 * MOST_LOST:.0f} %)"
-        )
-    noise = fit.get("noise_floor", {}).get("residual_median", 0.0)
-    if noise > MOST_NOISE:
-        doubts.append(
-            f"identical runs differ by {100 * noise:.0f} % (at most"
-            f" {100 * MOST_NOISE:.0f} %)"
-        )
-    drift = fit.get("drift", {}).get("residual_median", 0.0)
-    if drift > MOST_NOISE:
-        doubts.append(
-            f"the machine changed its speed by {100 * drift:.0f} % meanwhile (at most"
-            f" {100 * MOST_NOISE:.0f} %)"
-        )
+    for name, most, words in limits:
+        found = profile.fit.get(name, {}).get("residual_median", 0.0)
+        if found > most:
+            percent = f"{100 * found:.0f} %"
+            doubts.append(f"{words.format(percent)} (at most {100 * most:.0f} %)")
     return doubts
 
 

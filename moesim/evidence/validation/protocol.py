@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from moesim.evidence.validation.results import Validation
+    from moesim.hwprofiles.profile import HardwareProfile
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -451,15 +454,9 @@ def make_sitting(
     else:
         sitting["calibration_s"] = round(time.perf_counter() - begin_s)
         sitting["fit"] = {name: dict(fit) for name, fit in profile.fit.items()}
-        validation = validate(
-            [resolve_trace(plan.trace)],
-            policies=plan.policies,
-            cache_ratios=plan.cache_ratios,
-            batches=plan.batches,
-            hw=profile,
-            shapes=plan.shapes,
-            steps=plan.steps,
-            repetitions=plan.repetitions,
+        validation = run_cells(
+            plan,
+            profile,
             seed=seed,
             progress=lambda part, share: progress(part, 0.5 + 0.5 * share),
         )
@@ -467,6 +464,21 @@ def make_sitting(
     sitting["seconds"] = round(time.perf_counter() - begin_s)
     write_text(folder / f"sitting-{number}.json", json.dumps(sitting, indent=1))
     return sitting
+
+
+def run_cells(plan: Plan, profile: HardwareProfile, **options: Any) -> Validation:
+    """Run and simulate all cells of a plan; options are those of `grid.validate`."""
+    return validate(
+        [resolve_trace(plan.trace)],
+        policies=plan.policies,
+        cache_ratios=plan.cache_ratios,
+        batches=plan.batches,
+        hw=profile,
+        shapes=plan.shapes,
+        steps=plan.steps,
+        repetitions=plan.repetitions,
+        **options,
+    )
 
 
 def _plain(plan: Plan) -> dict[str, Any]:

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from moesim.base.files import write_text
 from moesim.evidence.validation.calibrate import calibrate
-from moesim.evidence.validation.grid import validate
 from moesim.evidence.validation.profile_checks import machine_differences
-from moesim.evidence.validation.protocol import Plan, judge
+from moesim.evidence.validation.protocol import Plan, judge, run_cells
 from moesim.hwprofiles.profile import load_profile
 from moesim.hwprofiles.schema import ProfileError
-from moesim.traces.shipped import resolve_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,15 +110,9 @@ def verify(
     def report(validation: Validation) -> None:
         save(validation.to_json())
 
-    validation = validate(
-        [resolve_trace(plan.trace)],
-        policies=plan.policies,
-        cache_ratios=plan.cache_ratios,
-        batches=plan.batches,
-        hw=profile,
-        shapes=plan.shapes,
-        steps=plan.steps,
-        repetitions=plan.repetitions,
+    validation = run_cells(
+        plan,
+        profile,
         seed=seed,
         minutes=left_minutes(),
         journal=folder / JOURNAL,

@@ -111,12 +111,7 @@ def in_memory(values: np.ndarray) -> ArrayStream:
     return ArrayStream(values.shape, values.dtype, values.dtype, begin)
 
 
-def _in_file(
-    path: Path,
-    dtype: str,
-    shape: tuple[int, ...],
-    start: int,
-) -> ArrayStream:
+def _in_file(path: Path, dtype: str, shape: tuple[int, ...], start: int) -> ArrayStream:
     """Numbers that lie in a file from byte `start` on; `dtype` may be ``bf16``."""
     raw = raw_dtype(dtype)
     stop = start + math.prod(shape) * raw.itemsize
@@ -144,13 +139,7 @@ def _npy(path: Path) -> ArrayStream:
     with path.open("rb") as file:
         shape, fortran, dtype = tensors.npy_header(file)
         start = file.tell()
-        tensors.check_header(
-            path,
-            "array",
-            shape,
-            dtype,
-            size_bytes - start,
-        )
+        tensors.check_header(path, "array", shape, dtype, size_bytes - start)
 
         if fortran and len(shape) > 1:  # its rows do not lie in order
             file.seek(0)
@@ -167,21 +156,11 @@ def _npz_members(path: Path) -> dict[str, ArrayStream]:
         }
 
 
-def _npz(
-    path: Path,
-    archive: zipfile.ZipFile,
-    member: zipfile.ZipInfo,
-) -> ArrayStream:
+def _npz(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> ArrayStream:
     name = member.filename
     with archive.open(member) as file:
         shape, fortran, dtype = tensors.npy_header(file)
-        tensors.check_header(
-            path,
-            name,
-            shape,
-            dtype,
-            member.file_size,
-        )
+        tensors.check_header(path, name, shape, dtype, member.file_size)
 
     if fortran and len(shape) > 1:
         with archive.open(member) as file:

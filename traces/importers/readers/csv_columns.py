@@ -20,10 +20,7 @@ CSV_BYTES = 1 << 20
 
 
 def csv_columns(
-    path: Path,
-    names: Sequence[str],
-    types: Mapping[str, str],
-    skip: int,
+    path: Path, names: Sequence[str], types: Mapping[str, str], skip: int
 ) -> Iterator[tuple[int, Block]]:
     """Read the columns that `types` names.
 

@@ -52,10 +52,7 @@ _REASON_LETTERS = 200
 
 
 @contextmanager
-def decoding(
-    path: Path,
-    part: str,
-) -> Iterator[None]:
+def decoding(path: Path, part: str) -> Iterator[None]:
     """Turn whatever decoding raises into one line.
 
     Args:
@@ -117,12 +114,7 @@ def spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}" if name in _FLAGS else f"--option {name}"
 
 
-def whole_number(
-    path: Path,
-    name: str,
-    value: object,
-    least: int = 1,
-) -> int:
+def whole_number(path: Path, name: str, value: object, least: int = 1) -> int:
     """Return an option such as ``prompt_tokens=28`` as a number.
 
     Raises:
@@ -137,20 +129,12 @@ def whole_number(
     return int(text)
 
 
-def prompt_length(
-    path: Path,
-    prompt_tokens: str,
-) -> int | None:
+def prompt_length(path: Path, prompt_tokens: str) -> int | None:
     """Return the option ``prompt_tokens`` as a number; None where it is not given."""
     if not prompt_tokens:
         return None
 
-    return whole_number(
-        path,
-        "prompt_tokens",
-        prompt_tokens,
-        least=0,
-    )
+    return whole_number(path, "prompt_tokens", prompt_tokens, least=0)
 
 
 # -- names -----------------------------------------------------------------------------

@@ -161,11 +161,7 @@ class JsonLinesReader:
         return self._checked(path, lambda: lines, 0, parsed.column(0).combine_chunks())
 
     def _checked(
-        self,
-        path: Path,
-        text: Callable[[], Iterable[bytes]],
-        first: int,
-        parsed: Any,
+        self, path: Path, text: Callable[[], Iterable[bytes]], first: int, parsed: Any
     ) -> JsonLines:
         """Parsed lines from the place `first` on, if all of them are JSON."""
         place = first + np.arange(len(parsed))
@@ -285,10 +281,7 @@ def list_values(array: Any) -> pa.Array:
     return flat(array)
 
 
-def whole_numbers(
-    array: pa.Array,
-    limit: int,
-) -> tuple[np.ndarray, int]:
+def whole_numbers(array: pa.Array, limit: int) -> tuple[np.ndarray, int]:
     """Return doubles [N] as int32, or int64 where `limit` is above 2**31, and the place
     of the first that is null, negative, not below `limit` or no whole number; -1 where
     all are fine.

@@ -77,12 +77,7 @@ class RowTable(NamedTuple):
     experts: Any
     weights: Any
 
-    def error(
-        self,
-        row: int,
-        name: str,
-        expected: object,
-    ) -> TraceError:
+    def error(self, row: int, name: str, expected: object) -> TraceError:
         """Return the error of one row, quoting what its line has for column `name`."""
         line = int(self.line[row])
         value = self.lines.parsed(line)
@@ -221,10 +216,7 @@ def _is_header(value: Any) -> bool:
     return isinstance(value, dict) and "top_k" in value and not has_key(value, "pos")
 
 
-def _header_top_k(
-    path: Path,
-    header: dict[str, Any],
-) -> int:
+def _header_top_k(path: Path, header: dict[str, Any]) -> int:
     with decoding(path, "header: top_k"):
         return int(header["top_k"])
 
@@ -251,11 +243,7 @@ class _Layout(Protocol):
         """Return the rows of one or more lines."""
 
 
-def _layout_of(
-    first: Any,
-    top_k: int,
-    keys: Keys,
-) -> _Layout:
+def _layout_of(first: Any, top_k: int, keys: Keys) -> _Layout:
     """The layout of a file by its first line; `top_k` as a header says."""
     if isinstance(first, list):
         nested = bool(first) and isinstance(first[0], list)
@@ -266,9 +254,7 @@ def _layout_of(
 
 
 def _structure(
-    value: dict[str, Any],
-    names: tuple[str, ...],
-    keys: Keys,
+    value: dict[str, Any], names: tuple[str, ...], keys: Keys
 ) -> dict[str, Any]:
     """The structure of lines like `value`: what it has for each column of `names`."""
     structure: dict[str, Any] = {}
@@ -281,11 +267,7 @@ def _structure(
     return structure
 
 
-def _column(
-    columns: dict[str, Any],
-    name: str,
-    keys: Keys,
-) -> Any:
+def _column(columns: dict[str, Any], name: str, keys: Keys) -> Any:
     """The column under the key that the lines have for it; None under none."""
     candidates = [columns[key] for key in keys[name] if key in columns]
     complete = (column for column in candidates if not column.null_count)
@@ -371,12 +353,7 @@ class _ListLayout:
     A layer that is not above the one before begins a token.
     """
 
-    def __init__(
-        self,
-        top_k: int,
-        *,
-        nested: bool,
-    ) -> None:
+    def __init__(self, top_k: int, *, nested: bool) -> None:
         self._top_k = top_k
         self._nested = nested
         self._token = -1

@@ -157,11 +157,7 @@ class GlobalName:
 
     __slots__ = ("module", "name")
 
-    def __init__(
-        self,
-        module: str,
-        name: str,
-    ) -> None:
+    def __init__(self, module: str, name: str) -> None:
         self.module = module
         self.name = name
 
@@ -189,11 +185,7 @@ class _DataUnpickler(pickle.Unpickler):
         self._recipes = recipes
         self._stored = stored
 
-    def find_class(
-        self,
-        module: str,
-        name: str,
-    ) -> Callable[..., Any]:
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
         return self._recipes.get((module, name)) or GlobalName(module, name)
 
     def persistent_load(self, identity: Any) -> Any:
@@ -237,11 +229,7 @@ def read_pickle(
             gc.enable()
 
 
-def _check_instructions(
-    path: Path,
-    place: str,
-    data: bytes,
-) -> None:
+def _check_instructions(path: Path, place: str, data: bytes) -> None:
     letters = np.frombuffer(data, np.uint8)
     at, too_deep = _first_stop(letters, _ARGUMENT_BYTES, _STACK_EFFECTS, _IS_PUT)
 
@@ -265,10 +253,7 @@ def _check_instructions(
 
 @compiled(
     nb.Several((nb.int64, nb.boolean))(
-        input_array(nb.uint8),
-        nb.int64[::1],
-        nb.int64[:, ::1],
-        nb.boolean[::1],
+        input_array(nb.uint8), nb.int64[::1], nb.int64[:, ::1], nb.boolean[::1]
     )
 )
 def _first_stop(  # noqa: C901, PLR0912 - one pass over the bytes

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 def layer_numbers(
-    path: Path,
-    numbers: Iterable[int],
-    shape: ModelShape,
+    path: Path, numbers: Iterable[int], shape: ModelShape
 ) -> dict[int, int]:
     """Map the file's layer numbers to MoE layers 0..L-1.
 
@@ -167,11 +165,7 @@ def _complete(block: Block, layers: int, dropped: list[str]) -> Iterator[Block]:
     yield block
 
 
-def _moe_layers(
-    path: Path,
-    shape: ModelShape,
-    block: Block,
-) -> np.ndarray:
+def _moe_layers(path: Path, shape: ModelShape, block: Block) -> np.ndarray:
     """int16 [N]: the MoE layer of each row, by the file's own layer numbers."""
     layer = block["layer"]
     low = int(layer.min())
@@ -202,11 +196,7 @@ def _moe_layers(
 
 
 def dense_block(
-    number: int,
-    experts: np.ndarray,
-    prompt: int,
-    first: int = 0,
-    **columns: np.ndarray,
+    number: int, experts: np.ndarray, prompt: int, first: int = 0, **columns: np.ndarray
 ) -> Block:
     """Return rows of a sequence in which every token has every layer.
 

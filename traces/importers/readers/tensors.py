@@ -120,10 +120,7 @@ def natural(name: str) -> list[tuple[int, str]]:
     ]
 
 
-def leaves(
-    prefix: str,
-    value: Any,
-) -> dict[str, Any]:
+def leaves(prefix: str, value: Any) -> dict[str, Any]:
     """Return the arrays (or stored tensors) of nested lists and dicts, named by their
     path; everything else is left out.
     """
@@ -164,12 +161,7 @@ def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     return header
 
 
-def array(
-    path: Path,
-    name: str,
-    file: IO[bytes],
-    size_bytes: int,
-) -> np.ndarray:
+def array(path: Path, name: str, file: IO[bytes], size_bytes: int) -> np.ndarray:
     """Return the numbers of one npy stream.
 
     Its header is believed only as far as the file is long.
@@ -178,13 +170,7 @@ def array(
         TraceError: another format, Python objects, or fewer bytes than the header says.
     """
     shape, fortran, dtype = npy_header(file)
-    count = check_header(
-        path,
-        name,
-        shape,
-        dtype,
-        size_bytes,
-    )
+    count = check_header(path, name, shape, dtype, size_bytes)
 
     due = count * dtype.itemsize
     most = max(MOST_ARRAY_BYTES, most_bytes())
@@ -198,23 +184,13 @@ def array(
         )
     data = file.read(due)
     if len(data) != due:
-        raise layout_error(
-            path,
-            name,
-            f"{due} bytes",
-            f"{len(data)}",
-            _CUT_OFF,
-        )
+        raise layout_error(path, name, f"{due} bytes", f"{len(data)}", _CUT_OFF)
 
     return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def check_header(
-    path: Path,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    size_bytes: int,
+    path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, size_bytes: int
 ) -> int:
     """Return how many numbers an npy header promises.
 
@@ -223,13 +199,7 @@ def check_header(
     """
     if dtype.hasobject or dtype.kind not in "iufb":
         actual = f"dtype {dtype}, which is never unpickled"
-        raise layout_error(
-            path,
-            name,
-            "numbers",
-            actual,
-            "save plain numbers",
-        )
+        raise layout_error(path, name, "numbers", actual, "save plain numbers")
 
     # Python's integers: a hostile shape must not wrap around.
     count = 1
@@ -292,20 +262,12 @@ def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(file.read(8), "little")
         if 8 + length > size:
             actual = f"{size - 8}"
-            raise layout_error(
-                path,
-                "header",
-                f"{length} bytes",
-                actual,
-                _CUT_OFF,
-            )
+            raise layout_error(path, "header", f"{length} bytes", actual, _CUT_OFF)
         return load_json(file.read(length)), 8 + length
 
 
 def _places(
-    path: Path,
-    header: dict[str, Any],
-    header_bytes: int,
+    path: Path, header: dict[str, Any], header_bytes: int
 ) -> dict[str, tuple[str, tuple[int, ...], int]]:
     data_bytes = path.stat().st_size - header_bytes
     places = {}
@@ -317,23 +279,14 @@ def _places(
 
 
 def _place(
-    path: Path,
-    name: str,
-    entry: dict[str, Any],
-    data_bytes: int,
+    path: Path, name: str, entry: dict[str, Any], data_bytes: int
 ) -> tuple[str, tuple[int, ...], int]:
     """Dtype, shape and first byte behind the header of one tensor."""
     place = f"tensor {name!r}"
     dtype = _SAFETENSORS_TYPES.get(entry["dtype"])
     if dtype is None:
         expected = f"one of {', '.join(_SAFETENSORS_TYPES)}"
-        raise layout_error(
-            path,
-            place,
-            expected,
-            entry["dtype"],
-            "convert it",
-        )
+        raise layout_error(path, place, expected, entry["dtype"], "convert it")
 
     start, stop = entry["data_offsets"]
     if not 0 <= start <= stop <= data_bytes:
@@ -351,12 +304,7 @@ def _place(
     return dtype, shape, start
 
 
-def integers(
-    path: Path,
-    name: str,
-    array: Any,
-    dimensions: int,
-) -> np.ndarray:
+def integers(path: Path, name: str, array: Any, dimensions: int) -> np.ndarray:
     """Return an array after checking that it holds integers, of any size, and has so
     many dimensions.
 

@@ -23,10 +23,7 @@ TEXT_BYTES = 1 << 23
 _CHUNK_BYTES = 1 << 16
 
 
-def head(
-    path: Path,
-    count: int = 65_536,
-) -> bytes:
+def head(path: Path, count: int = 65_536) -> bytes:
     """Return the first bytes of a file; none where it cannot be read."""
     try:
         with open_input(path) as file:

@@ -34,11 +34,7 @@ from moesim.traces.importers.readers.foreign import (
     from_bf16,
     raw_dtype,
 )
-from moesim.traces.importers.readers.pickle_data import (
-    WAY_OUT,
-    GlobalName,
-    read_pickle,
-)
+from moesim.traces.importers.readers.pickle_data import WAY_OUT, GlobalName, read_pickle
 from moesim.traces.importers.readers.text import head
 
 if TYPE_CHECKING:
@@ -191,11 +187,7 @@ def pickled_strings(path: Path) -> set[str]:
 # -- reading ---------------------------------------------------------------------------
 
 
-def load(
-    path: Path,
-    *,
-    stored: bool = False,
-) -> Any:
+def load(path: Path, *, stored: bool = False) -> Any:
     """Return lists, dicts, numbers, strings and numpy arrays as the file holds them.
 
     Args:
@@ -215,19 +207,10 @@ def load(
             _ORDERED_DICT: dict,
         }
         data = archive.read("data.pkl")
-        return read_pickle(
-            path,
-            "data.pkl",
-            data,
-            recipes,
-            rebuilder.storage,
-        )
+        return read_pickle(path, "data.pkl", data, recipes, rebuilder.storage)
 
 
-def _check_archive(
-    path: Path,
-    archive: TorchArchive,
-) -> None:
+def _check_archive(path: Path, archive: TorchArchive) -> None:
     """Find the pickle, and check that everything is laid out as torch does it."""
     pickles = archive.pickles()
     if len(pickles) != 1:
@@ -299,12 +282,7 @@ class TorchArchive:
             raise zipfile.BadZipFile(f"Bad CRC-32 for file {name!r}")
         return data
 
-    def part(
-        self,
-        name: str,
-        start: int,
-        stop: int,
-    ) -> bytes:
+    def part(self, name: str, start: int, stop: int) -> bytes:
         """Return some of a member's bytes, unchecked."""
         member = self.member(name)
         self._seek(member, start)
@@ -330,11 +308,7 @@ class TorchArchive:
 
         return read
 
-    def _seek(
-        self,
-        member: zipfile.ZipInfo,
-        start: int,
-    ) -> None:
+    def _seek(self, member: zipfile.ZipInfo, start: int) -> None:
         """Go to byte `start` of a member's data, which stands behind its own header."""
         self._file.seek(member.header_offset)
         header = self._file.read(_LOCAL_HEADER.size)
@@ -354,12 +328,7 @@ _archive = ParseCache(TorchArchive)
 class _TensorRebuilder:
     """Makes tensors of what the pickle says: its persistent ids and its one recipe."""
 
-    def __init__(
-        self,
-        archive: TorchArchive,
-        *,
-        stored: bool,
-    ) -> None:
+    def __init__(self, archive: TorchArchive, *, stored: bool) -> None:
         self._archive = archive
         self._stored = stored
         # Thousands of tensors have one shape; each is checked once.

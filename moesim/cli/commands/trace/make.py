@@ -221,6 +221,10 @@ def export(options: ExportOptions) -> None:
     print(f"wrote {options.target}: {records:,} records")
 
 
+def _habit(text: str, maximum: float) -> Any:
+    return option(None, text, kind=float, minimum=0, maximum=maximum, needs=("shape",))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynthOptions(Options):
     """What a drawn trace is like."""
@@ -253,38 +257,12 @@ class SynthOptions(Options):
         "Weight format. Default: bf16, or with --like that of the trace.",
         metavar="FORMAT",
     )
-    skew: float | None = option(
-        None,
-        "Zipf exponent. Default: 0.8.",
-        kind=float,
-        minimum=0,
-        maximum=5,
-        needs=("shape",),
-    )
-    reuse: float | None = option(
-        None,
-        "Overlap of adjacent tokens. Default: 0.3.",
-        kind=float,
-        minimum=0,
-        maximum=0.99,
-        needs=("shape",),
-    )
-    dependence: float | None = option(
-        None,
-        "Of adjacent layers. Default: 0.",
-        kind=float,
-        minimum=0,
-        maximum=1,
-        needs=("shape",),
-    )
-    drift: float | None = option(
-        None,
-        "Wandering popularity. Default: 0.",
-        kind=float,
-        minimum=0,
-        maximum=5,
-        needs=("shape",),
-    )
+    skew: float | None = _habit("Zipf exponent of popularity.", 5)
+    topic: float | None = _habit("Share of popularity that is a sequence's own.", 1)
+    reuse: float | None = _habit("Overlap of adjacent tokens.", 0.99)
+    memory: float | None = _habit("Exponent by which earlier use is forgotten.", 10)
+    dependence: float | None = _habit("What ties layers, by kinds of tokens.", 5)
+    drift: float | None = _habit("Wandering popularity.", 5)
     prompt_tokens: int | None = option(
         None,
         "Prompt tokens of each sequence. Default: 0, or as in --like.",
@@ -304,7 +282,8 @@ class SynthOptions(Options):
 
     def statistics(self) -> dict[str, Any]:
         """What was stated of the routing."""
-        names = ("skew", "reuse", "dependence", "drift", "prompt_tokens", "new_tokens")
+        habits = ("skew", "topic", "reuse", "memory", "dependence", "drift")
+        names = (*habits, "prompt_tokens", "new_tokens")
         values = {name: getattr(self, name) for name in names}
         # Zero is a statement too, so only what was left out is dropped.
         return {name: value for name, value in values.items() if value is not None}
@@ -313,7 +292,7 @@ class SynthOptions(Options):
 @from_dataclass(from_file=False)
 def synth(options: SynthOptions) -> None:
     """Draw a trace with the statistics of a real one (--like), or with stated ones
-    (--shape).
+    (--shape), and compare its curves with those of real routing: drawn (real).
 
     \b
     Examples:
@@ -325,6 +304,7 @@ def synth(options: SynthOptions) -> None:
     from moesim.traces.synthetic.synth import synth as draw
 
     tokens = int(options.tokens)
+    compared: list[Any] = []
     with bar("drawing") as show:
         trace = draw(
             options.target,
@@ -335,8 +315,10 @@ def synth(options: SynthOptions) -> None:
             quant=options.quant,
             seed=options.seed,
             progress=show,
+            comparison=compared.append,
             **options.statistics(),
         )
+    likeness = compared[0]
     if options.as_json:
         facts = {
             "trace": str(options.target),
@@ -345,9 +327,17 @@ def synth(options: SynthOptions) -> None:
             "model": trace.shape.name,
             "synthetic": True,
             "seed": options.seed,
+            "likeness": None if likeness is None else asdict(likeness),
         }
         print(json.dumps(facts, indent=2))
         return
+    if likeness is None:
+        print(
+            f"not compared: no real routing of {trace.shape.name} is known here; drawn"
+            " are habits of other models"
+        )
+    else:
+        print("\n".join(likeness.lines()))
     print(
         f"wrote {options.target}: {trace.rows:,} rows, {tokens:,} tokens; synthetic"
         " (marked in its header)"
