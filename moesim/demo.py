@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.cli.commands.record import default_residual
 from moesim.cli.errors import guarded
-from moesim.cli.output import bar, quiet_libraries
+from moesim.cli.output import bar, print_notes, quiet_libraries
 from moesim.questions.compare import compare
 from moesim.questions.compare_page import comparison_figure, write_comparison
 from moesim.questions.compare_text import comparison_text
@@ -138,6 +138,8 @@ def _run_and_simulate(trace: Trace, hw: Path) -> None:
             f" {1e3 * measured_s:7.2f} ms {1e3 * predicted_s:7.2f} ms"
             f" {predicted_s / measured_s - 1:+7.1%}"
         )
+    # Such as that the machine had other work.
+    print_notes(validation.warnings)
 
 
 def _measure(path: Path) -> Path:

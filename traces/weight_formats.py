@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from functools import cache
 
 # Formats of forks, whose block sizes the package `gguf` does not know: bits per weight.
 # Source: ik_llama.cpp's pull requests that introduced them.
@@ -33,6 +32,46 @@ FORK_BITS = {
     "fp8": 8.0,
     "nvfp4": 4.5,
 }
+
+BLOCKS = {
+    "f32": (1, 4),
+    "f16": (1, 2),
+    "q4_0": (32, 18),
+    "q4_1": (32, 20),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+    "q8_0": (32, 34),
+    "q8_1": (32, 40),
+    "q2_k": (256, 84),
+    "q3_k": (256, 110),
+    "q4_k": (256, 144),
+    "q5_k": (256, 176),
+    "q6_k": (256, 210),
+    "q8_k": (256, 292),
+    "iq2_xxs": (256, 66),
+    "iq2_xs": (256, 74),
+    "iq3_xxs": (256, 98),
+    "iq1_s": (256, 50),
+    "iq4_nl": (32, 18),
+    "iq3_s": (256, 110),
+    "iq2_s": (256, 82),
+    "iq4_xs": (256, 136),
+    "i8": (1, 1),
+    "i16": (1, 2),
+    "i32": (1, 4),
+    "i64": (1, 8),
+    "f64": (1, 8),
+    "iq1_m": (256, 56),
+    "bf16": (1, 2),
+    "tq1_0": (256, 54),
+    "tq2_0": (256, 66),
+    "mxfp4": (32, 17),
+    "nvfp4": (64, 36),
+    "q1_0": (128, 18),
+}
+"""Weights and bytes of a block of each of ggml's formats: the constants of the package
+`gguf`, which takes a tenth of a second to import; a test compares them.
+"""
 
 FLOAT_FORMATS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 """Dtypes that a run on this PC computes in -> their weight formats."""
@@ -124,20 +163,11 @@ _STEP_UP = {
 }
 
 
-@cache
-def _blocks() -> dict[str, tuple[int, int]]:
-    """Weights and bytes of one block, by the name of ggml's format."""
-    # Some 50 ms that a replay need not pay.
-    from gguf.constants import GGML_QUANT_SIZES  # noqa: PLC0415 - as said above
-
-    return {kind.name.lower(): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
-
-
-@cache
 def bytes_per_weight(name: str) -> float:
     """Return stored bytes per weight of a format; 16 bits for one nobody knows."""
-    if name in _blocks():
-        weights, block_bytes = _blocks()[name]
+    block = BLOCKS.get(name)
+    if block is not None:
+        weights, block_bytes = block
         return block_bytes / weights
     return FORK_BITS.get(name, 16.0) / 8
 
@@ -145,20 +175,21 @@ def bytes_per_weight(name: str) -> float:
 def row_bytes(name: str, width: int) -> int:
     """Return the bytes of one row of `width` weights: whole blocks."""
     name = row_format(name, width)
-    if name not in _blocks():
+    block = BLOCKS.get(name)
+    if block is None:
         return math.ceil(width * bytes_per_weight(name))
-    weights, block_bytes = _blocks()[name]
+    weights, block_bytes = block
     return math.ceil(width / weights) * block_bytes
 
 
 def known_format(name: str) -> bool:
     """Tell whether the bytes of a format are known."""
-    return name in _blocks() or name in FORK_BITS
+    return name in BLOCKS or name in FORK_BITS
 
 
 def known_labels() -> tuple[str, ...]:
     """Return formats and labels of files, sorted."""
-    return tuple(sorted({*_blocks(), *FORK_BITS, *RECIPES}))
+    return tuple(sorted({*BLOCKS, *FORK_BITS, *RECIPES}))
 
 
 def row_format(name: str, width: int) -> str:

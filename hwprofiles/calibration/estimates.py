@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from scipy import optimize, special
+import scipy
 
 from moesim.hwprofiles.schema import Curve, Quantity
 
@@ -111,7 +111,7 @@ def interval_of(
     if units < 2:
         return value, value
     deviation = float(np.std(draws, ddof=1)) * np.sqrt(units / (units - 1))
-    half_width = float(special.stdtrit(units - 1, 0.975) * deviation)
+    half_width = float(scipy.special.stdtrit(units - 1, 0.975) * deviation)
     return value - half_width, value + half_width
 
 
@@ -136,7 +136,7 @@ def measured(samples: np.ndarray, *, source: str, date: str) -> Quantity:
     if 1 < count < _LEAST_RANKED:
         # All of three samples hold the median in 75 %.
         error = _MEDIAN_ERROR * float(np.std(ordered, ddof=1)) / np.sqrt(count)
-        half_width = float(special.stdtrit(count - 1, 0.975) * error)
+        half_width = float(scipy.special.stdtrit(count - 1, 0.975) * error)
         median = float(np.median(ordered))
         interval = (median - half_width, median + half_width)
     return Quantity(
@@ -436,12 +436,12 @@ def fit_plane(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     Returns:
         float64 [F].
     """
-    constants = optimize.nnls(columns, seconds)[0]
+    constants = scipy.optimize.nnls(columns, seconds)[0]
     for _ in range(_PLANE_ITERATIONS):
         fitted_s = columns @ constants
         rest_s = seconds - fitted_s
         # Outliers are pulled in to the plane, then it is fitted anew.
-        constants = optimize.nnls(columns, fitted_s + _clipped(rest_s))[0]
+        constants = scipy.optimize.nnls(columns, fitted_s + _clipped(rest_s))[0]
     return np.asarray(constants)
 
 

@@ -25,6 +25,7 @@ class ModelOptions(Options):
         "A GGUF file, a Hugging Face folder, or a name of moesim list models.",
         argument=True,
         metavar="MODEL",
+        place="input",
     )
     quant: str = option(
         "",
@@ -52,7 +53,7 @@ class AdviseOptions(ModelOptions):
         None, "Link of the card, such as 4.0x8.", metavar="GENxLANES"
     )
     hw: str | None = option(
-        None, "Profile that moesim profile wrote here.", metavar="FILE"
+        None, "Profile that moesim profile wrote here.", metavar="FILE", place="input"
     )
     bench: Path | None = option(
         None,

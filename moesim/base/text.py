@@ -8,6 +8,7 @@ the screen, or forge a line such as ``error: …``.
 from __future__ import annotations
 
 import io
+import os
 import re
 from typing import Final
 
@@ -62,9 +63,11 @@ class VisibleStream(io.TextIOWrapper):
 
     Args:
         stream: to be replaced; it is detached.
+        is_lossy: whether what cannot be written, as on a full disk, is left unsaid.
     """
 
-    def __init__(self, stream: io.TextIOWrapper) -> None:
+    def __init__(self, stream: io.TextIOWrapper, *, is_lossy: bool = False) -> None:
+        self._is_lossy = is_lossy
         encoding = stream.encoding
         is_buffered = stream.line_buffering
         stream.flush()
@@ -77,8 +80,28 @@ class VisibleStream(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         """Write text, made visible."""
-        super().write(_NO_TEXT.sub(_unless_style, text))
+        try:
+            super().write(_NO_TEXT.sub(_unless_style, text))
+        except OSError:
+            self._give_up()
         return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        try:
+            super().flush()
+        except OSError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Write nowhere from now on, where that is allowed; call it in a handler.
+
+        Raises:
+            OSError: it is not.
+        """
+        if not self._is_lossy:
+            raise  # noqa: PLE0704 - the error that is being handled
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
 
 
 def _escaped(match: re.Match[str]) -> str:

@@ -27,6 +27,7 @@ from moesim.base.ends import (
     say_end,
     stopping_signals,
 )
+from moesim.base.files import discard_all
 from moesim.base.text import VisibleStream, one_line
 
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
@@ -57,9 +58,6 @@ def guarded(
         arguments: of the command line; None takes those of the process.
     """
     _prepare_streams()
-    # Of a user's notebook, and may name what is not installed; nothing is shown here.
-    os.environ["MPLBACKEND"] = "agg"
-
     code: object = 0
     with _interruptible() as signals:
         try:
@@ -80,11 +78,9 @@ def guarded(
             if not signals:
                 _explain(error)
                 code = BAD_INPUT
-    if signals:
-        from moesim.base.files import discard_all
-
-        # A file that had just begun has nobody yet who would remove it.
+        # What began before a block could watch over it is still there.
         discard_all()
+    if signals:
         code = exit_code(signals[0])
         say_end(code)
         _leave(code)
@@ -103,7 +99,8 @@ def _prepare_streams() -> None:
             setattr(sys, name, nowhere)
         # A terminal that lacks a character shows a question mark.
         elif type(stream) is io.TextIOWrapper:
-            shown = VisibleStream(stream)
+            # A command works although nobody hears its notes.
+            shown = VisibleStream(stream, is_lossy=name == "stderr")
             # Its buffer has moved; results are poured into the process's own stream.
             if getattr(sys, f"__{name}__") is stream:
                 setattr(sys, f"__{name}__", shown)
@@ -171,8 +168,6 @@ def _interruptible() -> Iterator[list[int]]:
 def _give_up(number: int) -> None:
     """End this process and its children at once, and remove what is unfinished."""
     import psutil
-
-    from moesim.base.files import discard_all
 
     for child in psutil.Process().children(recursive=True):
         # A child may end by itself while we look at it.

@@ -66,16 +66,8 @@ def split_policies(text: str, option: str) -> list[str]:
         raise typer.BadParameter(str(error), param_hint=option) from None
 
 
-def shares(text: str, option: str | None = None) -> tuple[float, ...]:
-    """Parse ``0.125,0.25,0.5``, each once.
-
-    Args:
-        text: the list.
-        option: for errors; typer names its own.
-
-    Raises:
-        typer.BadParameter: not such a list.
-    """
+def shares(text: str) -> tuple[float, ...]:
+    """Parse ``0.125,0.25,0.5``, each once."""
     try:
         numbers = tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
@@ -83,8 +75,7 @@ def shares(text: str, option: str | None = None) -> tuple[float, ...]:
     # NaN is a number to Python, but no share.
     if not numbers or not all(0 <= share <= 1 for share in numbers):
         raise typer.BadParameter(
-            f"expected shares between 0 and 1 such as 0.125,0.25,0.5, got {text!r}",
-            param_hint=option,
+            f"expected shares between 0 and 1 such as 0.125,0.25,0.5, got {text!r}"
         )
     return numbers
 

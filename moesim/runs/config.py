@@ -231,6 +231,7 @@ class RunConfig(MemoryOptions):
         metavar="NAME|FILE",
         several="Hardware profiles. Default: ./hw.toml, your own moesim/hw.toml, or"
         " rtx3090-epyc7532.",
+        place="input",
         accepts_objects=True,
     )
     context_tokens: int = option(
@@ -489,6 +490,7 @@ class MeasuredConfig(RunConfig):
         "Profile of this machine. Default: ./hw.toml, your own moesim/hw.toml, or"
         " measured now, about 10 s.",
         metavar="NAME|FILE",
+        place="input",
         accepts_objects=True,
     )
     # For traces: what their experts are, as routing alone has no weights.
@@ -547,7 +549,6 @@ class MeasuredConfig(RunConfig):
         "Expert store; built where there is none. Default: the user's cache folder.",
         kind=Path,
         metavar="DIR",
-        place="folder",
         accepts_objects=True,
     )
     dtype: str | None = option(

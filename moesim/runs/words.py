@@ -22,7 +22,7 @@ def check_words(config: RunConfig) -> None:
     Raises:
         PolicyError: there is no such system or policy.
         ProfileError: no such machine, or a damaged profile.
-        TraceError: no such trace.
+        TraceError: no such trace, or no such shape.
     """
     parts = {part: getattr(config, part) for part in (*PARTS, "routing")}
     system = compose(config.policy, **parts)
@@ -33,3 +33,9 @@ def check_words(config: RunConfig) -> None:
         load_profile(config.hw)
     if isinstance(config.trace, str | Path):
         find_trace(config.trace)
+    shape = getattr(config, "shape", None)
+    if shape is not None:
+        # Only measured runs have one.
+        from moesim.traces.models import model_shape  # noqa: PLC0415 - reads a table
+
+        model_shape(shape)

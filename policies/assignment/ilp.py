@@ -73,7 +73,7 @@ class ILP(AssignmentPolicy):
         expect(holds, "limit_s", "seconds > 0 or none", limit_s)
         self.staging = staging
         self.limit_s = limit_s
-        self._solver = _solver(solver, limit_s)
+        self._named_solver = solver
         self._greedy = Greedy(staging=staging)
         self._unproven = 0
         self._widest_gap = 0.0
@@ -85,7 +85,8 @@ class ILP(AssignmentPolicy):
     ) -> Assignment:
         """Build the program, solve it, read the lanes back."""
         problem, on_lane = self._program(work)
-        problem.solve(self._solver)
+        # Importing it takes a tenth of a second, which a list of policies need not.
+        problem.solve(_solver(self._named_solver, self.limit_s))
         # A tenth of a second that whoever only lists policies need not wait for.
         import pulp  # noqa: PLC0415
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.hwprofiles.costs import seconds_by_expert
 from moesim.policies.cache._offline_bounds import (
     OfflineOptimalCache,
     Uses,
@@ -94,6 +93,9 @@ def _seconds(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds beyond a hit's of every use, float64 [U]: fetched, and on the CPU."""
     layer = key // shape.experts
+    # Tables of costs take a moment to import, which a list of policies need not.
+    from moesim.hwprofiles.costs import seconds_by_expert  # noqa: PLC0415
+
     fetch_s = seconds_by_expert(shape, costs.copy_s).reshape(-1)[key]
     cpu_s = np.empty(len(key))
     # Costs are asked layer by layer, as layers may have experts of unequal size.

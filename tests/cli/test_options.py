@@ -55,9 +55,9 @@ def test_every_command_declares_its_options_as_fields():
         assert names <= {"options", "config", "configs", "axes", "context"}, words
 
 
-EXCEPTIONS = {("--warm", "doctor"), ("--residual", "record")}
-"""Compiling ahead is called so as well as filling a cache ahead; and a recording writes
-the vectors that it finds no file of.
+EXCEPTIONS = {("--warm", "doctor"), ("--residual", "record"), ("--hw", "calibrate")}
+"""Compiling ahead is called so as well as filling a cache ahead; a recording writes
+the vectors that it finds no file of; and a profile may be calibrated in its place.
 """
 
 
@@ -77,6 +77,16 @@ def test_a_name_has_one_kind_of_value_everywhere():
             if (flag, words) not in EXCEPTIONS
         }
         assert len(kinds) == 1, (flag, kinds, list(by_command))
+
+
+def test_every_path_is_read_or_written_or_a_place_to_work_in():
+    """What is declared is protected: no result replaces it."""
+    to_work_in = {"--store", "--disk", "--learn"}
+    for flag, by_command in declared().items():
+        for words, field in by_command.items():
+            stated = option_of(field)
+            if stated.kind is Path and flag not in to_work_in:
+                assert stated.place, (flag, words)
 
 
 @pytest.mark.parametrize(

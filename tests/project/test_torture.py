@@ -5,9 +5,6 @@ see faults.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -214,18 +211,3 @@ def test_pairs_of_options_are_answered_or_refused_in_one_line():
     report = options.run_suite(6, "tests")
     assert report.failures == []
     assert report.tried == 6
-
-
-def test_a_table_goes_to_standard_output_alone(tmp_path):
-    command = [sys.executable, "-m", "moesim", "hits", "tiny", "--cache", "lru"]
-    done = subprocess.run(
-        [*command, "--cache-ratio", "0.5", "--table", "-"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines()[0].split(",")[-1] == "lru"
-    assert len(done.stdout.splitlines()) == 2
-    assert "hit rate" in done.stderr

@@ -285,14 +285,14 @@ def _lasting(path):
     return content
 
 
-def warm_up(folder):
+def warm_up(folder, commands=COMMANDS):
     """Import here what commands import, so that forked ones need not."""
     # As the command line does, before it imports them.
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     # Pages say when they were made, to the minute; here all are of one.
     os.environ["SOURCE_DATE_EPOCH"] = "0"
     names = set()
-    for command in COMMANDS:
+    for command in commands:
         report = folder.parent / "modules"
 
         def note(report=report):

@@ -24,12 +24,13 @@ class Stage:
         self.work = Path(folder) / "work"
         self.work.mkdir()
         prepare(self.work)
-        warm_up(self.work)
         every = (*COMMANDS, *LONG_COMMANDS) if with_long or only else COMMANDS
         named = [one for one in every if one.name == only]
         self.commands = named or [
             one for one in every if only is None or only in one.name
         ]
+        short = [one for one in self.commands if not one.measures]
+        warm_up(self.work, short)
         self.seconds = {}
         self._older = {}
         self._digests = {}

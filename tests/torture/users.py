@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -216,7 +217,7 @@ def judge(words, variables, number, started, work):
 
 
 def _is_progress(lines):
-    return all("left" in line or "%" in line for line in lines)
+    return all(re.search("left|%| done$", line) for line in lines)
 
 
 def run_suite(count, seed=0, only=None):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from gguf.constants import GGML_QUANT_SIZES
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moesim.base.errors import TraceError
 from moesim.base.sizes import format_bytes, parse_bytes
+from moesim.traces import weight_formats
 from moesim.traces.models import known_models, model_shape
 from moesim.traces.weight_formats import known_labels
 
@@ -53,6 +55,11 @@ PUBLISHED = {
     "mimo-v2-flash": 309,
     "solar-open-100b": 102.6,
 }
+
+
+def test_blocks_are_those_of_ggml():
+    ours = weight_formats.BLOCKS
+    assert ours == {each.name.lower(): size for each, size in GGML_QUANT_SIZES.items()}
 
 
 def test_every_known_model_but_three_has_a_published_size():

@@ -141,7 +141,10 @@ class ValidateOptions(Options):
         metavar="R",
     )
     hw: str | None = option(
-        None, "Profile of this machine. Default: measured now.", metavar="FILE"
+        None,
+        "Profile of this machine. Default: measured now.",
+        metavar="FILE",
+        place="input",
     )
     steps: int = option(
         16, "Forward passes of each run.", kind=int, metavar="N", minimum=2
@@ -150,7 +153,7 @@ class ValidateOptions(Options):
     minutes: float | None = minutes_option(
         "A limit: cells and repetitions that do not fit are left out, and named."
     )
-    store: Path | None = folder_option(STORES)
+    store: Path | None = option(None, STORES, kind=Path, metavar="DIR")
     out: Path | None = folder_option(
         "Write the report there, after every half minute; a second call goes on."
     )
@@ -410,7 +413,7 @@ class CalibrateOptions(Options):
     force: bool = option(
         False, "Write a profile that cannot be trusted all the same.", kind=bool
     )
-    store: Path | None = folder_option(STORES)
+    store: Path | None = option(None, STORES, kind=Path, metavar="DIR")
     seed: int = seed_option()
     as_json: bool = json_option()
 
@@ -528,7 +531,9 @@ class SensitivityOptions(Options):
     policy: tuple[str, ...] = policies_option(
         "greedy+lru", "on-demand+lru", "all-cpu+none"
     )
-    hw: str | None = option(None, "Machine: a name or a file.", metavar="NAME|FILE")
+    hw: str | None = option(
+        None, "Machine: a name or a file.", metavar="NAME|FILE", place="input"
+    )
     cache_ratio: float = option(
         0.25,
         "Share of experts cached.",

@@ -24,7 +24,7 @@ class ListOptions(Options):
 
     kind: str | None = option(
         None,
-        "One kind; all without it.",
+        "One kind; all but engines without it.",
         metavar="|".join(KINDS),
         argument=True,
         choices=KINDS,
@@ -41,7 +41,8 @@ def list_(options: ListOptions) -> None:
       moesim list
       moesim list cache
     """
-    kinds = [options.kind] if options.kind else KINDS
+    # Engines are no words of the command line, and take a moment to describe.
+    kinds = [options.kind] if options.kind else KINDS[:-1]
     entries_by_kind = {name: _entries(name) for name in kinds}
     if options.as_json:
         print(json.dumps(entries_by_kind, indent=2))
@@ -172,17 +173,15 @@ def _engines() -> list[dict[str, Any]]:
 
 
 def _machines() -> list[dict[str, Any]]:
-    from moesim.hwprofiles.profile import list_profiles, load_profile
+    from moesim.hwprofiles.profile import shipped_heads
 
-    # Descriptions stand in the files, so all of them are read.
-    machines = [load_profile(name) for name in list_profiles()]
     return [
         {
-            "name": machine.name,
-            "summary": f"{machine.kind}: {machine.description}",
-            "kind": machine.kind,
+            "name": name,
+            "summary": f"{head['kind']}: {head['description']}",
+            "kind": head["kind"],
         }
-        for machine in machines
+        for name, head in shipped_heads().items()
     ]
 
 

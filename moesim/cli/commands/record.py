@@ -13,7 +13,6 @@ import typer
 from moesim.base.options import (
     Options,
     file_option,
-    folder_option,
     json_option,
     option,
     target_argument,
@@ -63,8 +62,11 @@ class TextOptions(Options):
     model: str = option(
         "tiny", "The shipped model or a Hugging Face folder.", metavar="tiny|DIR"
     )
-    store: Path | None = folder_option(
-        "Read experts from this store (built if new): for models beyond memory."
+    store: Path | None = option(
+        None,
+        "Read experts from this store (built if new): for models beyond memory.",
+        kind=Path,
+        metavar="DIR",
     )
     host_memory_bytes: int | None = option(
         None,
