@@ -89,8 +89,8 @@ _WEIGHTS = 6
 _OF_USERS = 5
 """Places at the end for the rules of a prefetcher and, last, a cache's margin."""
 
-_FAINT: Final = 5.0
-"""Tokens of a weight below e^-5 of the most similar one are left out."""
+_FAINT: Final = 3.0
+"""Tokens of a weight below e^-3 of the most similar one are left out."""
 
 _NONE: Final = -1
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 CLAIRVOYANT = "clairvoyant"
 
-MARGINS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.5)
+MARGINS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.9, 1.4, 3.0)
 """Prices of the link that are tried, in discounted uses."""
 
-DECAYS = (0.3, 0.5, 0.65, 0.8, 0.9)
+DECAYS = (0.3, 0.5, 0.65, 0.8, 0.9, 0.97)
 """What a use may be worth a token later."""
 
 EXACT = "exact:objective=scheduled"
@@ -45,12 +45,15 @@ class Rules(NamedTuple):
         )
 
     def others(self) -> list[Rules]:
-        """What large batches may want: the exact assignment, and copies on demand
-        alone.
+        """What large batches may want: the exact assignment, all of the next layer's
+        experts however late, and copies on demand alone.
         """
         assignments = (EXACT, self.assignment)
-        on_demand = [Rules(name, "lru", "none") for name in assignments]
-        return [self._replace(assignment=EXACT), *on_demand]
+        return [
+            self._replace(assignment=EXACT),
+            self._replace(prefetch="clairvoyant"),
+            *(Rules(name, "lru", "none") for name in assignments),
+        ]
 
 
 def is_searched(config: RunConfig) -> bool:
@@ -77,7 +80,7 @@ def searched(config: RunConfig, seconds_of: Callable[[RunConfig], float]) -> Run
             known[rules] = seconds_of(_put(rules, quiet))
         return known[rules]
 
-    best = len(MARGINS) // 2, len(DECAYS) // 2
+    best = MARGINS.index(0.5), DECAYS.index(0.65)
     before = None
     while best != before:
         before = best

@@ -11,13 +11,14 @@ from moesim.policies.cache._kernels import outscored_victims
 from moesim.policies.cache._own_replacements import (
     note_admitted,
     note_evicted,
-    replace_by_missed,
+    pair_in_layer,
 )
 from moesim.policies.cache.decayed_frequency import Fill
 from moesim.policies.cache.static import Static
 from moesim.policies.compiled import AdmittingCompiledCache
 from moesim.policies.kernels import (
     ACCESSED,
+    REPLACEMENTS,
     VICTIMS,
     CacheKernels,
     State,
@@ -35,6 +36,18 @@ def _accessed(state: State, work: Work) -> None:
     observe(state, work)
 
 
+@compiled(REPLACEMENTS)
+def _replacements(
+    state: State,
+    work: Work,
+    states: np.ndarray,
+    outgoing: np.ndarray,
+    incoming: np.ndarray,
+) -> int:
+    everyone = np.arange(state.integers[0]).astype(np.int32)
+    return pair_in_layer(state, work, everyone, states, outgoing, incoming)
+
+
 @compiled(VICTIMS)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
@@ -49,8 +62,9 @@ class Recall(AdmittingCompiledCache):
     right after tokens with the same routing as this one so far (see
     `moesim.policies.routing_memory`), and how often it was used of late, by two decayed
     frequencies. What is fetched anyway, on demand or ahead of its layer, stays if it is
-    worth more than the worst resident: that costs no copy. What the CPU has computed is
-    copied after the layer step if it is worth more by `margin`, the price of the link.
+    worth more than the worst resident: that costs no copy. What is absent after a layer
+    step, used or not, is copied behind the work if it is worth more by `margin`, the
+    price of the link.
 
     Args:
         recall: weight of the tokens that followed similar ones; the rest is use of
@@ -62,7 +76,8 @@ class Recall(AdmittingCompiledCache):
         history: tokens that are compared.
         sharpness: a token that shares all experts with this one so far weighs e to this
             power more than one that shares none.
-        planning_us: microseconds of a layer step that this takes.
+        planning_us, expert_ns: what this takes in a layer step: microseconds, and
+            nanoseconds more for each expert of a layer.
         fill: the start, as in `static`.
 
     Source: ours; see docs/explanation/recall.md.
@@ -77,10 +92,11 @@ class Recall(AdmittingCompiledCache):
         short: float = 0.3,
         short_half_life: float = 4.0,
         long_half_life: float = 64.0,
-        margin: float = 0.4,
+        margin: float = 0.3,
         history: int = 256,
         sharpness: float = 20.0,
-        planning_us: float = 5.0,
+        planning_us: float = 2.5,
+        expert_ns: float = 11.0,
         fill: Fill = "auto",
     ) -> None:
         expect(0 <= recall <= 1, "recall", "0 <= recall <= 1", recall)
@@ -91,6 +107,7 @@ class Recall(AdmittingCompiledCache):
         expect(history >= 1, "history", "a number >= 1", history)
         expect(sharpness > 0, "sharpness", "> 0", sharpness)
         expect(planning_us >= 0, "planning_us", ">= 0", planning_us)
+        expect(expert_ns >= 0, "expert_ns", ">= 0", expert_ns)
         expect_choice("fill", fill, Fill)
         self.recall = recall
         self.short = short
@@ -98,7 +115,7 @@ class Recall(AdmittingCompiledCache):
         self.margin = margin
         self.history = history
         self.sharpness = sharpness
-        self.own_planning_s = 1e-6 * planning_us
+        self.taken_s = (1e-6 * planning_us, 1e-9 * expert_ns)
         self.fill: Fill = fill
 
     def bring(self, context: RunContext) -> CacheKernels:
@@ -111,10 +128,12 @@ class Recall(AdmittingCompiledCache):
         memory.value_by(
             recall=self.recall, half_lives=self.half_lives, short=self.short
         )
+        fixed_s, expert_s = self.taken_s
+        self.own_planning_s = fixed_s + expert_s * context.shape.experts
         keys = context.shape.layers * context.shape.experts
         # Several GPUs have a memory of routing in common, and contents of their own.
         known = memory.state._replace(marks=np.zeros((1, keys), np.int64))
-        # Where `replace_by_missed` reads it.
+        # Where `pair_in_layer` reads it.
         known.numbers[-1] = self.margin
         return CacheKernels(
             known,
@@ -122,7 +141,7 @@ class Recall(AdmittingCompiledCache):
             accessed=_accessed,
             admitted=note_admitted,
             evicted=note_evicted,
-            replacements=replace_by_missed,
+            replacements=_replacements,
         )
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:

@@ -81,6 +81,12 @@ class Planner(MachineState):
 
         # Made once, used in every layer step.
         self._ascending = np.arange(self.experts)
+        start_policies(
+            self, seed=seed, future=future, calibration=calibration, extras=extras or {}
+        )
+        fill_memories(self, calibration)
+
+        # What policies take may depend on the model, which they know now.
         limited = self.host is not None
         self._planning_s = cache(
             partial(
@@ -90,11 +96,6 @@ class Planner(MachineState):
                 own_s=self.own_planning_s,
             )
         )
-
-        start_policies(
-            self, seed=seed, future=future, calibration=calibration, extras=extras or {}
-        )
-        fill_memories(self, calibration)
 
     @property
     def own_planning_s(self) -> float:

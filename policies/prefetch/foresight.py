@@ -46,6 +46,9 @@ _ADVANCE: Final = 0.5
 rest.
 """
 
+_STAGED: Final = 4
+"""Experts of the next layer that are copied besides, whatever they replace."""
+
 _COMES: Final = 1
 _LEAVES: Final = 2
 
@@ -121,6 +124,35 @@ def _next_copy(
     return best, worst
 
 
+@compiled
+def _staged(
+    state: State,
+    work: Work,
+    view: KernelView,
+    named: np.ndarray,
+    count: int,
+    start_s: float,
+    each_s: float,
+) -> int:
+    """Name what the next layer wants most beyond that, as far as it can be there in
+    time; the cache may turn it away, and then it is staged. How many are named now.
+    """
+    layer = work.layer + 1
+    if layer == state.integers[LAYERS]:
+        return count
+    for _ in range(_STAGED):
+        if start_s + _ADVANCE * view.copy_s[layer] > each_s:
+            break
+        best = _wanted(state, view, layer, work.step)
+        if best < 0:
+            break
+        named[count] = best
+        count += 1
+        state.marks[NAMED, best] = _COMES
+        start_s += view.copy_s[layer]
+    return count
+
+
 @compiled(PREFETCH)
 def _copies(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
     foresee(state, work)
@@ -154,10 +186,11 @@ def _copies(state: State, work: Work, view: KernelView, named: np.ndarray) -> in
                 named[len(named) - leaving] = worst
                 state.marks[NAMED, worst] = _LEAVES
             start_s += copy_s
-    for n in range(count):
-        state.marks[NAMED, named[n]] = 0
     for n in range(leaving):
         state.marks[NAMED, named[len(named) - 1 - n]] = 0
+    count = _staged(state, work, view, named, count, start_s, each_s)
+    for n in range(count):
+        state.marks[NAMED, named[n]] = 0
     return count
 
 
@@ -168,7 +201,8 @@ class ForesightPrefetch(CompiledPrefetch):
     Layers are looked at in the order in which they come, those of the next tokens
     included. What could not be there in time is left to later uses. The queue is
     chosen anew at every layer, and holds no more than the link could start within four
-    layer steps.
+    layer steps. Where that leaves time, four more experts of the next layer are copied,
+    which the cache may turn away: then they run from staging.
 
     Args:
         decay: as in the cache policy.

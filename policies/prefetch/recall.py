@@ -129,8 +129,8 @@ class Recall(CompiledPrefetch):
         worth: most uses of this token that count in the cache, whose scores are uses
             of a later one.
         history, sharpness: as in the cache policy.
-        planning_us: microseconds of a layer step that this takes, beside the cache
-            policy's.
+        planning_us, expert_ns: what this takes in a layer step beside the cache policy:
+            microseconds, and nanoseconds more for each expert of a layer.
 
     Source: ours; see docs/explanation/recall.md.
     """
@@ -148,7 +148,8 @@ class Recall(CompiledPrefetch):
         worth: float = 0.5,
         history: int = 256,
         sharpness: float = 20.0,
-        planning_us: float = 7.0,
+        planning_us: float = 1.0,
+        expert_ns: float = 27.0,
     ) -> None:
         expect(depth >= 1, "depth", "a number >= 1", depth)
         expect(least > 0, "least", "> 0", least)
@@ -157,11 +158,12 @@ class Recall(CompiledPrefetch):
         expect(history >= 1, "history", "a number >= 1", history)
         expect(sharpness > 0, "sharpness", "> 0", sharpness)
         expect(planning_us >= 0, "planning_us", ">= 0", planning_us)
+        expect(expert_ns >= 0, "expert_ns", ">= 0", expert_ns)
         self.rules = (depth, least, advance, worth)
         self.ahead = depth
         self.history = history
         self.sharpness = sharpness
-        self.own_planning_s = 1e-6 * planning_us
+        self.taken_s = (1e-6 * planning_us, 1e-9 * expert_ns)
 
     def start(self, context: RunContext) -> None:
         """Take the run's memory of routing."""
@@ -169,6 +171,8 @@ class Recall(CompiledPrefetch):
         memory = RoutingMemory.of(
             context, history=self.history, sharpness=self.sharpness
         )
+        fixed_s, expert_s = self.taken_s
+        self.own_planning_s = fixed_s + expert_s * context.shape.experts
         keys = context.shape.layers * context.shape.experts
         # Two parts work on one memory, and each has marks of its own.
         known = memory.state._replace(marks=np.zeros((1, keys), np.int64))

@@ -12,7 +12,6 @@ from moesim.policies.base import PolicyError, RunContext
 from moesim.policies.cache.foresight import ForesightCache
 from moesim.policies.foresight import VALUE
 from moesim.policies.prefetch.foresight import ForesightPrefetch
-from moesim.policies.systems import SYSTEMS
 from moesim.runs.clairvoyant import DECAYS, MARGINS, searched
 from moesim.runs.config import RunConfig
 from moesim.runs.replay import replay
@@ -122,7 +121,7 @@ def test_the_search_goes_downhill_to_the_fastest_rules():
 
     def seconds_of(config):
         tried.append(config)
-        if config.cache == "lru" or config.policy != "hybrimoe-schedule":
+        if "margin" not in config.prefetch or config.policy != "hybrimoe-schedule":
             return 100.0
         *_, decay, margin = config.prefetch.replace("margin=", "decay=").split("decay=")
         return abs(float(decay.rstrip(",")) - DECAYS[1]) + abs(
@@ -164,12 +163,6 @@ def test_no_causal_policy_beats_the_ceiling(hw, ratio, batch):
     cell = {"hw": hw, "cache_ratio": ratio, "batch": batch, "steps": 48}
     trace = "gpt-oss-20b-like"
     ceiling_s = replay(trace, "clairvoyant", **cell).metrics["makespan_s"]
-    assert not any(
-        policy.oracle
-        for name in CAUSAL
-        if name in SYSTEMS
-        for policy in SYSTEMS[name].build(gpus=1, host_cache=None).all()
-    )
     for policy in CAUSAL:
         taken_s = replay(trace, policy, **cell, keep=False).metrics["makespan_s"]
         assert ceiling_s <= taken_s, policy

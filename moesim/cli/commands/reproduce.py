@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from moesim.evidence.reproduction.routing import Reproduction
 
 PAGES = ("reproduction.html", "reproduction.md", "reproduction.json")
+MAP = "map"
+MAP_PAGES = ("map.html", "map.md", "map.csv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,10 @@ class ReproduceOptions(Options):
     """What `moesim reproduce` is asked."""
 
     name: str | None = option(
-        None, "An experiment (see: --list).", metavar="NAME", argument=True
+        None,
+        "An experiment (see: --list), or map: which policy is fastest where.",
+        metavar="NAME",
+        argument=True,
     )
     list_all: bool = option(
         False, "List the experiments and what each needs.", kind=bool, flag="--list"
@@ -63,9 +68,7 @@ class ReproduceOptions(Options):
         needs=("out",),
         excludes=("name", "traces", "steps"),
     )
-    out: Path | None = folder_option(
-        "With --all: folder for the page.", needs=("everything",)
-    )
+    out: Path | None = folder_option("With --all, or map: folder for the page.")
     machines: str = option(
         "anchored",
         "With --all: machines anchored on published single operations, or datasheets"
@@ -90,17 +93,17 @@ class ReproduceOptions(Options):
     )
     jobs: int | None = option(
         None,
-        "With --all: processes. Default: at most 2.",
+        "With --all, or map: processes. Default: at most 2.",
         kind=int,
         metavar="N",
         minimum=1,
-        needs=("everything",),
     )
     as_json: bool = json_option()
 
     def outputs(self) -> list[Path]:
         """Files that are written into the folder."""
-        return [self.out / page for page in PAGES] if self.out else []
+        pages = MAP_PAGES if self.name == MAP else PAGES
+        return [self.out / page for page in pages] if self.out else []
 
 
 @from_dataclass(from_file=False)
@@ -114,6 +117,7 @@ def reproduce(options: ReproduceOptions) -> None:
     Examples:
       moesim reproduce --list
       moesim reproduce --all --out papers
+      moesim reproduce map --out map
       moesim reproduce --all --out papers --minutes 2
       moesim reproduce hybrimoe-hit-rate
       moesim reproduce dali-prefetch-workload --trace q.parquet --steps 0
@@ -123,6 +127,9 @@ def reproduce(options: ReproduceOptions) -> None:
 
     if options.everything:
         _all_records(options)
+        return
+    if options.name == MAP:
+        _map(options)
         return
     # Without a name the user cannot know one yet.
     if options.name is None or options.list_all:
@@ -179,6 +186,20 @@ def _all_records(options: ReproduceOptions) -> None:
     print(_summary_text(page.tables[0]))
     if reproduced.left_out:
         print(reproduced.facts[-1])
+    print_written(paths)
+
+
+def _map(options: ReproduceOptions) -> None:
+    from moesim.cli.output import bar
+    from moesim.evidence.reproduction.field_map import field_map, report_of, write_map
+
+    if options.out is None:
+        raise typer.BadParameter("expected a folder for the map", param_hint="--out")
+    options.out.mkdir(parents=True, exist_ok=True)
+    with bar("mapping", 1.0) as show:
+        found = field_map(options.out, jobs=options.jobs, progress=show)
+    paths = write_map(options.out, found)
+    print(_summary_text(report_of(found).tables[0]))
     print_written(paths)
 
 

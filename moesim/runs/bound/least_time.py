@@ -30,7 +30,7 @@ from moesim.hwprofiles.costs import seconds_by_expert
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
 from moesim.machine_code.types import input_array
-from moesim.policies.base import RESIDENT, AssignmentPolicy
+from moesim.policies.base import RESIDENT
 from moesim.policies.planner.residency import GLOBAL
 from moesim.runs.bound.least_reads import least_reads
 from moesim.runs.setup import Setup, trace_of
@@ -559,7 +559,7 @@ def replay_bound(
     if policies.routing.alters:
         return None
     warm = any((tier.memory.state == RESIDENT).any() for tier in planner.gpu)
-    ahead = type(policies.assignment).precompute is not AssignmentPolicy.precompute
+    ahead = policies.assignment.precomputes
     return least_seconds(
         layer_steps(trace, batch=setup.config.batch, steps=setup.config.steps),
         planner.costs,

@@ -1,0 +1,114 @@
+"""The map of the field: every cell's figures are those of its runs, nothing is run twice,
+no causal policy beats the ceiling.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from moesim import cli
+from moesim.evidence.reproduction import field_map as module
+from moesim.evidence.reproduction.field_map import (
+    CELL,
+    POLICIES,
+    FieldTrace,
+    field_map,
+    field_traces,
+    standings,
+    write_map,
+)
+from moesim.evidence.reproduction.workloads import Workload
+from moesim.policies.systems import compose
+
+SMALL = FieldTrace(
+    Workload(*("olmoe-1b-7b", "q4_k_m", 4, 12, 8), like="olmoe-1b-7b", recall=0.75),
+    (1, 4),
+)
+FEW = (
+    "llama.cpp",
+    "recall",
+    "fetch-split+static",
+    *(
+        f"{assignment}+decayed-frequency{prefetch}"
+        for assignment in ("fetch-split", "hybrimoe-schedule")
+        for prefetch in ("", "+next-gate", "+statistical")
+    ),
+    "clairvoyant",
+)
+
+
+@pytest.fixture(scope="module")
+def mapped(tmp_path_factory):
+    out = tmp_path_factory.mktemp("map")
+    given = {"traces": [SMALL], "policies": FEW, "machines": ["rtx4060ti"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "EXPLAINED_STEPS", 2)
+        patch.setattr(module, "SURPRISES", 1)
+        found = field_map(out, ratios=[0.1, 0.5], jobs=1, **given)
+        again = field_map(out, ratios=[0.1, 0.5], jobs=1, **given)
+    return out, found, again
+
+
+def test_the_field_has_25_causal_policies_and_one_that_knows_the_future():
+    causal = [policy for policy in POLICIES if policy != "clairvoyant"]
+    assert len(causal) >= 25
+    for policy in POLICIES:
+        policies = compose(policy).build(gpus=1, host_cache=None)
+        sees_future = any(part.oracle for part in policies.all())
+        assert sees_future is (policy == "clairvoyant")
+        assert not policies.routing.alters
+
+
+def test_drawn_traces_make_a_map_where_nobody_has_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "shared_traces", lambda: tmp_path)
+    assert [each.batches for each in field_traces()] == [(1, 4, 16)] * 3
+
+
+def test_cells_say_what_their_runs_took(mapped):
+    _, found, _ = mapped
+    assert len(found.runs) == 4 * len(FEW)
+    for cell in found.cells:
+        runs = found.runs
+        for name in CELL:
+            runs = runs[runs[name] == cell[name]]
+        causal = runs[~runs["oracle"]]
+        assert cell["best_s"] == causal["makespan_s"].min()
+        assert cell["bound_s"] <= cell["ceiling_s"] <= cell["best_s"]
+        assert 1 <= cell["tied"] <= len(causal)
+
+
+def test_a_fixed_choice_is_compared_with_the_best_in_hindsight(mapped):
+    behind = standings(mapped[1].runs)
+    causal = behind.drop(columns="clairvoyant")
+    assert (causal.min(axis=1) == 0.0).all()
+    assert (behind["clairvoyant"] <= 0.0).all()
+
+
+def test_what_is_there_is_not_run_again(mapped):
+    out, found, again = mapped
+    files = list((out / "runs").glob("*.parquet"))
+    assert sum(len(pd.read_parquet(file)) for file in files) == len(found.runs)
+    pd.testing.assert_frame_equal(found.runs, again.runs)
+
+
+def test_the_page_links_each_cell_to_its_command(mapped):
+    out, found, _ = mapped
+    html, text, figures = write_map(out, found)
+    for cell in found.cells:
+        command = f"--cache-ratio {cell['cache_ratio']:g} --batch {cell['batch']}"
+        assert command in html.read_text()
+        assert command in text.read_text()
+    read = pd.read_csv(figures)
+    assert np.allclose(read["best_s"], [cell["best_s"] for cell in found.cells])
+    assert len(json.loads((out / "bounds.json").read_text())) == len(found.cells)
+
+
+def test_the_map_needs_a_folder():
+    done = CliRunner().invoke(cli.app, ["reproduce", "map"])
+    assert done.exit_code == 2
+    assert "--out" in done.output
