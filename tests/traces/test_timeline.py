@@ -184,7 +184,7 @@ def test_perfetto_shows_two_runs_side_by_side(tmp_path):
     spans = [e for e in events if e["ph"] == "X" and "cat" in e]
     assert [sum(e["pid"] == pid for e in spans) for pid in (1, 2)] == [30, 10]
     fetch = next(e for e in spans if e["cat"] == "fetch")
-    assert (fetch["ts"], fetch["dur"], fetch["tid"]) == (1.5e6, 2e6, 2)
+    assert (fetch["ts"], fetch["dur"], fetch["tid"]) == (1.5e6, 2e6, 1002)
     assert fetch["args"] == {
         "kind": "fetch",
         "step": 0,
@@ -230,10 +230,10 @@ def test_perfetto_shows_passes_layers_hits_traffic_and_what_copies_were_for(tmp_
     for layer, following in pairwise(spans("MoE layers")):
         assert layer["ts"] + layer["dur"] == pytest.approx(following["ts"])
 
-    hits = [e for e in events if e["ph"] == "C" and e["name"] == "hit rate"]
-    assert [e["args"]["value"] for e in hits] == [0.5] * 3
-    traffic = [e for e in events if e["ph"] == "C" and e["name"] == "h2d0 GB/s"]
-    assert [e["args"]["value"] > 0 for e in traffic] == [True, False] * 6
+    hits = [e for e in events if e["ph"] == "C" and e["name"] == "hit"]
+    assert [e["args"]["rate"] for e in hits] == [0.5] * 3
+    traffic = [e for e in events if e["ph"] == "C" and e["name"] == "h2d0"]
+    assert [e["args"]["GB/s"] > 0 for e in traffic] == [True, False] * 6
 
     begins = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
     from moesim.traces.timeline.spans import Chunk, Timeline
 
+_THREADS = 1000
+"""More than a process has."""
+
 _COLUMNS = ("lane", "kind", "step", "layer", "expert", "bytes")
 
 
@@ -135,15 +138,24 @@ def _slice(
     process: int, thread: int, title: str, start_us: float, end_us: float, args: str
 ) -> str:
     return (
-        f'{{"ph":"X","pid":{process},"tid":{thread},"name":"{title}",'
+        f'{{"ph":"X","pid":{process},"tid":{_tid(process, thread)},"name":"{title}",'
         f'"ts":{start_us:.3f},"dur":{end_us - start_us:.3f},"args":{{{args}}}}}'
     )
 
 
+def _tid(process: int, thread: int) -> int:
+    """Number of a thread in Perfetto. Its own 0 is nobody's, and one that equals its
+    process would be the main thread.
+    """
+    return _THREADS * process + thread
+
+
 def _counter(process: int, name: str, at_us: float, value: float) -> str:
+    # Perfetto calls a counter by its name and that of its argument.
+    subject, _, unit = name.rpartition(" ")
     return (
-        f'{{"ph":"C","pid":{process},"name":"{name}","ts":{at_us:.3f},'
-        f'"args":{{"value":{value:.4g}}}}}'
+        f'{{"ph":"C","pid":{process},"name":"{subject}","ts":{at_us:.3f},'
+        f'"args":{{"{unit}":{value:.4g}}}}}'
     )
 
 
@@ -271,9 +283,12 @@ class _Arrows:
             f'"pid":{self._process},"id":{self._process << 32 | self._number},'
             '"cat":"copy","name":"copy"'
         )
+        link, copied_us = copy
+        source = _tid(self._process, link)
+        target = _tid(self._process, lane)
         return (
-            f'{{"ph":"s",{common},"tid":{copy[0]},"ts":{copy[1]:.3f}}}',
-            f'{{"ph":"f","bp":"e",{common},"tid":{lane},"ts":{start_us:.3f}}}',
+            f'{{"ph":"s",{common},"tid":{source},"ts":{copied_us:.3f}}}',
+            f'{{"ph":"f","bp":"e",{common},"tid":{target},"ts":{start_us:.3f}}}',
         )
 
 
@@ -286,7 +301,7 @@ def _metadata(
     event = {
         "ph": "M",
         "pid": process,
-        "tid": thread,
+        "tid": _tid(process, thread),
         "name": name,
         "args": arguments,
     }
@@ -307,7 +322,7 @@ def _spans(
     columns += [(starts_ns / 1e3).tolist(), ((ends_ns - starts_ns) / 1e3).tolist()]
     # Formatted by hand, for a run may have millions of spans.
     return [
-        f'{{"ph":"X","pid":{process},"tid":{lane},'
+        f'{{"ph":"X","pid":{process},"tid":{_tid(process, lane)},'
         f'"name":"{_title(kind, layer, expert)}","cat":"{KIND_NAMES[kind]}",'
         f'"ts":{start_us:.3f},"dur":{length_us:.3f},'
         f'"args":{{"kind":"{KIND_NAMES[kind]}",'
