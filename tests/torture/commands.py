@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -190,8 +191,8 @@ def forked(words, folder, *, before=None):
 
 
 def finished(number, folder, began_s):
-    """Wait for a process; end what it left of its session."""
-    _, status = os.waitpid(number, 0)
+    """Wait for a process, `LONGEST_S` at most; end what it left of its session."""
+    status = _status_within(number, LONGEST_S)
     seconds = time.monotonic() - began_s
     left = _of_session(number)
     for process in left:
@@ -206,6 +207,16 @@ def finished(number, folder, began_s):
     return Ended(os.waitstatus_to_exitcode(status), out, err, seconds)
 
 
+def _status_within(number, seconds):
+    """Status of a process; one that does not end is killed, which its status says."""
+    with os.fdopen(os.pidfd_open(number)) as process:
+        if not select.select([process], [], [], seconds)[0]:
+            os.kill(number, signal.SIGKILL)
+    return os.waitpid(number, 0)[1]
+
+
+# Of one command; the slowest, an import, takes a tenth.
+LONGEST_S = 300
 MOST_LINE_CHARACTERS = 400
 
 
