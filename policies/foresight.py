@@ -120,12 +120,14 @@ def _saved(future: Future, context: RunContext, layer_steps: int) -> np.ndarray:
     costs = context.costs
     if costs is None:
         return np.ones(sum(map(len, tokens)))
-    one = np.ones(1, np.int32)
+    one_token = np.ones(1, np.int32)
 
     def saved_s(layer: int, tokens: np.ndarray) -> np.ndarray:
         return np.maximum(costs.cpu_s(layer, tokens) - costs.gpu_s(layer, tokens), 0.0)
 
-    least_s = [max(float(saved_s(layer, one)[0]), 1e-9) for layer in range(layers)]
+    least_s = [
+        max(float(saved_s(layer, one_token)[0]), 1e-9) for layer in range(layers)
+    ]
     saved = [
         saved_s(n % layers, each) / least_s[n % layers] for n, each in enumerate(tokens)
     ]

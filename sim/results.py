@@ -38,10 +38,10 @@ def draft_seconds(
     a whole.
     """
     experts = planner.policies.draft_experts or planner.shape.top_k
-    one = np.ones(len(context_tokens), np.int64)
-    dense_s, _ = costs.dense_of_passes(one, context_tokens, one)
+    one_each = np.ones(len(context_tokens), np.int64)
+    dense_s, _ = costs.dense_of_passes(one_each, context_tokens, one_each)
     draft_s = np.full(len(context_tokens), costs.head_s(1, 1))
     for layer in range(planner.shape.layers):
-        expert_s = float(costs.gpu_s(layer, one[:1])[0])
+        expert_s = float(costs.gpu_s(layer, one_each[:1])[0])
         draft_s += dense_s + experts * expert_s
     return draft_s

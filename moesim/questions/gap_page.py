@@ -94,9 +94,9 @@ def gap_figure(gap: Gap) -> Chart:
         "is_part": [name not in (names[0], names[-1]) for name in names],
     }
     y = channel("name", None, "N", sort=names)
-    whole = {"domain": [0, 1.12 * gap.policy_s or 1], "nice": False}
+    scale = {"domain": [0, 1.12 * gap.policy_s or 1], "nice": False}
     x = channel(
-        "from", "s, whole run; the line: a GPU that holds all experts", scale=whole
+        "from", "s, whole run; the line: a GPU that holds all experts", scale=scale
     )
     colour = {"condition": {"test": "datum.is_part", "value": GPU}, "value": QUIET}
     hover = shown(("name", "part"), ("words", "takes"))

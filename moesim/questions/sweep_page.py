@@ -471,10 +471,10 @@ def _lanes(runs: Sequence[Mapping[Any, Any]]) -> Chart:
                 {
                     "run": index,
                     "lane": lane,
-                    "what": what,
+                    "what": activity,
                     "share": round(s / whole_s, 4),
                 }
-                for what, s in shares.items()
+                for activity, s in shares.items()
                 if s
             ]
     scale = {"domain": ["busy", "stalled"], "range": [GPU, CPU]}

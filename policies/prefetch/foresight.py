@@ -188,7 +188,9 @@ def _copies(state: State, work: Work, view: KernelView, named: np.ndarray) -> in
             start_s += copy_s
     for n in range(leaving):
         state.marks[NAMED, named[len(named) - 1 - n]] = 0
-    count = _staged(state, work, view, named, count, start_s, each_s)
+    count = _staged(
+        state, work, view, named, count=count, start_s=start_s, each_s=each_s
+    )
     for n in range(count):
         state.marks[NAMED, named[n]] = 0
     return count

@@ -90,14 +90,14 @@ def _gate(world: Any, s: int) -> GateWork:
     if world.layer[s]:
         predicted = _rows_of_trace(world, world.token_predicted, s - 1)
     return GateWork(
-        world.step[s],
-        world.layer[s],
-        np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
-        _rows_of_trace(world, world.routing, s),
-        _rows_of_trace(world, world.token_weights, s),
-        _rows_of_trace(world, world.token_scores, s),
-        predicted,
-        gpu_states(world),
+        step=world.step[s],
+        layer=world.layer[s],
+        phase=np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
+        experts=_rows_of_trace(world, world.routing, s),
+        weights=_rows_of_trace(world, world.token_weights, s),
+        scores=_rows_of_trace(world, world.token_scores, s),
+        predicted=predicted,
+        states=gpu_states(world),
     )
 
 
@@ -803,14 +803,14 @@ def _precompute(world: Any, s: int) -> None:
     for expert in range(len(tokens)):
         tokens[expert] = 0
     gate = GateWork(
-        world.step[s],
-        layer,
-        np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
-        _routing(world, s),
-        world.token_weights[:0],
-        world.token_scores[:0],
-        _rows_of_trace(world, world.token_predicted, s),
-        gpu_states(world),
+        step=world.step[s],
+        layer=layer,
+        phase=np.int64(world.phase[s]),  # type: ignore[arg-type] # an int64 it must be
+        experts=_routing(world, s),
+        weights=world.token_weights[:0],
+        scores=world.token_scores[:0],
+        predicted=_rows_of_trace(world, world.token_predicted, s),
+        states=gpu_states(world),
     )
     named = world.precompute(
         loaded(State, constants.assignment), gate, world.routed[KEPT_ROUTING], tokens

@@ -8,7 +8,7 @@ from moesim.hwprofiles.profile import save_profile
 from moesim.runtime.train import tiny
 from moesim.traces.format.reader import open_trace
 
-TEXTS = ("import os\nimport sys", "def main():\n    return 0")
+PROMPTS = "import os\nimport sys\n\ndef main():\n    return 0"
 
 
 def run(capsys, *words):
@@ -45,9 +45,15 @@ def test_train_tiny_passes_on_what_it_was_told(capsys, monkeypatch, tmp_path):
 
 
 def test_the_demonstration_shows_real_and_simulated_hits_side_by_side(
-    recorded, tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys
 ):
     """As many as were counted for real, in every row."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(PROMPTS)
+    recorded = tmp_path / "t.parquet"
+    words = (recorded, "--prompts", prompts, "--new-tokens", 6)
+    code, _, _ = run(capsys, "record", *words)
+    assert code == 0
     for name, value in {"REAL_SHAPE": None, "REAL_STEPS": 3, "REPETITIONS": 1}.items():
         monkeypatch.setattr(demo, name, value)
     profile = save_profile(host_profile(), tmp_path / "hw.toml")

@@ -120,7 +120,7 @@ def test_every_file_that_is_not_code_is_shipped(installed):
                 (installed / name).is_file() or (installed / "moesim" / name).is_file()
             )
         } == set()
-    for shipped in ("traces/data/models.yaml", "reporting/templates/base.html"):
+    for shipped in ("traces/data/models.yaml", "reporting/templates/page.html"):
         assert (installed / "moesim" / shipped).is_file()
 
 

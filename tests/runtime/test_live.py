@@ -471,7 +471,7 @@ def test_generation_under_offloading_says_what_the_plain_model_says(trained):
     )
     with torch.inference_mode():
         ids = trained.plain.generate(
-            torch.tensor([prompt]), new_tokens=12, do_sample=False
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False
         )
     assert live.result.tokens == [ids[0, len(prompt) :].tolist()]
 

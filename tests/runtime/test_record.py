@@ -186,7 +186,7 @@ def test_positions_phases_and_tokens_follow_the_sequence(recorded):
     assert bytes(tokens[:14]) == PROMPTS[0].encode()
     out = family("qwen3_moe").model.generate(
         torch.tensor([tokens[:14]]),
-        new_tokens=6,
+        max_new_tokens=6,
         do_sample=False,
         attention_mask=torch.ones(1, 14),
     )

@@ -191,7 +191,7 @@ def test_recorded_curve_falls_to_its_end(recorded):
 def test_it_continues_source_code(model):
     """Greedy decoding through Hugging Face's own loop: bytes in, bytes out."""
     prompt = torch.tensor([list(b"    def __init__(self, name):\n        self.")])
-    out = model.generate(prompt, new_tokens=8, do_sample=False, pad_token_id=0)
+    out = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert bytes(out[0, prompt.shape[1] :].tolist()).isascii()
     assert out.shape[1] == prompt.shape[1] + 8
 

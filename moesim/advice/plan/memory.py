@@ -448,10 +448,10 @@ def candidates(model: ModelContents, machine: Machine, job: Job) -> list[Candida
     places = _places(model, machine, job, base)
     # Larger micro-batches read faster but take memory from experts.
     for micro_batch, kv_format in itertools.product(sizes, KV_FORMATS):
-        found = 0
+        fitting_count = 0
         for setting in places:
             # Each layer that leaves a card costs alike: only the ends can be best.
-            if found >= MOST_FITTING and setting is not places[-1]:
+            if fitting_count >= MOST_FITTING and setting is not places[-1]:
                 continue
             wider = replace(
                 setting,
@@ -463,7 +463,7 @@ def candidates(model: ModelContents, machine: Machine, job: Job) -> list[Candida
                 wider = with_split(model, machine, wider, job)
             bill = bill_of(model, machine, wider, job)
             if bill.fits:
-                found += 1
+                fitting_count += 1
                 fitting.append(Candidate(wider, bill))
             elif bill.pages:
                 mapped = replace(wider, page_locked=False)

@@ -294,8 +294,8 @@ def _structure(folders: "Sequence[Path]", *, as_json: bool) -> None:
     for folder in folders:
         run = load_run(folder)
         results.append(compare_structure(*run))
-    found = [result.to_json() for result in results]
-    _print(found, structure_text(results), as_json=as_json)
+    comparisons = [result.to_json() for result in results]
+    _print(comparisons, structure_text(results), as_json=as_json)
     if not all(result.is_equal for result in results):
         raise typer.Exit(DIFFERENT)
 

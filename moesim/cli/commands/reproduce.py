@@ -197,9 +197,9 @@ def _map(options: ReproduceOptions) -> None:
         raise typer.BadParameter("expected a folder for the map", param_hint="--out")
     options.out.mkdir(parents=True, exist_ok=True)
     with bar("mapping", 1.0) as show:
-        found = field_map(options.out, jobs=options.jobs, progress=show)
-    paths = write_map(options.out, found)
-    print(_summary_text(report_of(found).tables[0]))
+        field = field_map(options.out, jobs=options.jobs, progress=show)
+    paths = write_map(options.out, field)
+    print(_summary_text(report_of(field).tables[0]))
     print_written(paths)
 
 

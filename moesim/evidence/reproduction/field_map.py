@@ -260,10 +260,10 @@ def standings(runs: pd.DataFrame) -> pd.DataFrame:
     return seconds.div(best, axis=0).apply(np.log)
 
 
-def report_of(found: FieldMap) -> Report:
+def report_of(mapped: FieldMap) -> Report:
     """Lay out the map."""
-    behind = standings(found.runs)
-    cells = found.cells
+    behind = standings(mapped.runs)
+    cells = mapped.cells
     beaten = sum(cell["best_s"] < cell["ceiling_s"] * (1 - 1e-9) for cell in cells)
     over_bound = float(
         np.median([cell["ceiling_s"] / cell["bound_s"] for cell in cells])
@@ -271,8 +271,8 @@ def report_of(found: FieldMap) -> Report:
     counts = {name: len({cell[name] for cell in cells}) for name in CELL}
     facts = [
         (
-            f"{len(found.runs):,} runs in {len(cells)} cells: {counts['trace']} traces,"
-            f" {counts['cache_ratio']} memories, {counts['hw']} machines,"
+            f"{len(mapped.runs):,} runs in {len(cells)} cells:"
+            f" {counts['trace']} traces, {counts['cache_ratio']} memories, {counts['hw']} machines,"
             f" {counts['batch']} batches; {len(behind.columns) - 1} causal policies"
         ),
         (
@@ -284,7 +284,9 @@ def report_of(found: FieldMap) -> Report:
             f" median cell that one takes {over_bound:.2f} times the bound"
         ),
     ]
-    facts += [f"left out: {count} runs: {why}" for why, count in found.refusals.items()]
+    facts += [
+        f"left out: {count} runs: {why}" for why, count in mapped.refusals.items()
+    ]
     pages = dict.fromkeys((cell["trace"], cell["batch"]) for cell in cells)
     return Report(
         facts,
@@ -297,7 +299,7 @@ def report_of(found: FieldMap) -> Report:
                 f"Where the best fixed choice, {_favourite(behind)}, is farthest behind"
                 " the winner; where it loses its time, by `moesim gap`.",
                 ("cell", "behind", "winner", "eviction", "assignment", "prefetch"),
-                found.explained,
+                mapped.explained,
             ),
             _all_cells(cells),
         ],
@@ -449,15 +451,15 @@ def _explained(
     return rows
 
 
-def write_map(folder: Path, found: FieldMap) -> list[Path]:
+def write_map(folder: Path, mapped: FieldMap) -> list[Path]:
     """Write ``map.html`` and ``map.md``, and ``map.csv`` with a line for each cell."""
-    report = report_of(found)
+    report = report_of(mapped)
     title = "Which policy is fastest where"
     page = Page(
         title,
         page_origin("moesim reproduce map"),
         setting=report.facts[:1],
-        answer=f"as a fixed choice: {_favourite(standings(found.runs))}",
+        answer=f"as a fixed choice: {_favourite(standings(mapped.runs))}",
         notes=report.facts[1:],
     )
     for table in report.tables:
@@ -468,5 +470,5 @@ def write_map(folder: Path, found: FieldMap) -> list[Path]:
     text = folder / "map.md"
     write_text(text, markdown(report, title))
     figures = folder / "map.csv"
-    write_text(figures, pd.DataFrame(found.cells).to_csv(index=False))
+    write_text(figures, pd.DataFrame(mapped.cells).to_csv(index=False))
     return [html, text, figures]

@@ -483,9 +483,9 @@ def smoe_hit_rate(excerpt: Excerpt) -> Figures:
     to step.
     """
     changes = {step: f"{step}, change" for step in _ABLATION if step != BARE}
-    whole = f"{WHOLE}, resident of selected"
+    of_selected = f"{WHOLE}, resident of selected"
     if not excerpt.has(*COLUMNS):
-        rows = [whole, *changes.values(), GAIN]
+        rows = [of_selected, *changes.values(), GAIN]
         return dict.fromkeys(rows, excerpt.lacking(*COLUMNS))
     # Prefetches and the balancer depend on time, so a machine takes part.
     options: dict[str, Any] = {"policy": "on-demand", "prefetch": "none"}
@@ -504,7 +504,7 @@ def smoe_hit_rate(excerpt: Excerpt) -> Figures:
         rates[step] = 100.0 * (run.metrics["hit_rate_active"] or 0.0)
     # The last step of the ablation is the whole system.
     last = list(rates.values())[-1]
-    figures: Figures = {whole: last, f"{BARE}, resident of selected": rates[BARE]}
+    figures: Figures = {of_selected: last, f"{BARE}, resident of selected": rates[BARE]}
     for before, step in pairwise(rates):
         figures[changes[step]] = _change(rates[before], rates[step])
     figures[GAIN] = _change(rates[BARE], last)

@@ -70,9 +70,9 @@ def doubts_of(profile: HardwareProfile) -> list[str]:
     )
     doubts = []
     for name, most, words in limits:
-        found = profile.fit.get(name, {}).get("residual_median", 0.0)
-        if found > most:
-            percent = f"{100 * found:.0f} %"
+        missed = profile.fit.get(name, {}).get("residual_median", 0.0)
+        if missed > most:
+            percent = f"{100 * missed:.0f} %"
             doubts.append(f"{words.format(percent)} (at most {100 * most:.0f} %)")
     return doubts
 
