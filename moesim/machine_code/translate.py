@@ -1604,16 +1604,15 @@ class _Body:
         target = called.value
         if isinstance(target, Function):
             names = target.python.__code__.co_varnames
-            for name in names[len(arguments) : len(arguments) + len(options)]:
-                if name not in options:
-                    self.fail(f"{target.__name__} takes no such keyword")
-                arguments.append(options[name])
+            arguments += self._by_position(names[len(arguments) :], options)
             return self.call(target, arguments)
         if isinstance(target, tuple):
             array, name = target
             return self._array_method(array, name, arguments)
         structure = structure_of(target)
         if structure is not None:
+            names = tuple(structure.places())
+            arguments += self._by_position(names[len(arguments) :], options)
             return self.build(structure, arguments)
         try:
             made = _CALLS.get(target)
@@ -1622,6 +1621,13 @@ class _Body:
         if made is None:
             self.fail(f"{getattr(target, '__name__', target)!r} cannot be called here")
         return made(self, *arguments, **options)
+
+    def _by_position(self, names: Sequence[str], options: dict[str, Any]) -> list[Any]:
+        """Values passed by keyword, in the order of the names that are left."""
+        ordered = names[: len(options)]
+        if set(ordered) != set(options):
+            self.fail(f"expected the keywords {', '.join(ordered)}")
+        return [options[name] for name in ordered]
 
     def call(self, function: Function, arguments: Sequence[Any]) -> Any:
         """Call another compiled function."""

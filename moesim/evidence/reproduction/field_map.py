@@ -273,7 +273,8 @@ def report_of(mapped: FieldMap) -> Report:
         (
             f"{len(mapped.runs):,} runs in {len(cells)} cells:"
             f" {counts['trace']} traces, {counts['cache_ratio']} memories,"
-            f" {counts['hw']} machines, {counts['batch']} batches; {len(behind.columns) - 1} causal policies"
+            f" {counts['hw']} machines, {counts['batch']} batches;"
+            f" {len(behind.columns) - 1} causal policies"
         ),
         (
             "predictions are drawn everywhere, with a recall of 75 % one layer ahead;"
