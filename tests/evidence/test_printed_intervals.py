@@ -98,9 +98,7 @@ def test_a_stranger_after_few_platforms(draws, platforms):
     trials = 5 * draws
     for _ in range(trials):
         misses = rng.standard_t(3.0, platforms + 1)
-        known = [
-            missed_by(miss, platform) for platform, miss in enumerate(misses[:-1])
-        ]
+        known = [missed_by(miss, platform) for platform, miss in enumerate(misses[:-1])]
         spread = stretched(0.1, stretch(known, OURS))
         covered += abs(misses[-1]) <= NINETY * spread
     assert is_share(covered, trials, 0.88, 0.95)
