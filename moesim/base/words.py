@@ -12,12 +12,13 @@ _MOST_LISTED = 10
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)``: the words that begin so, else the closest one; nothing
+    """`` (did you mean 'x'?)``: the closest word and all others that begin so; nothing
     if none is close.
     """
     names = list(known)
+    closest = difflib.get_close_matches(word, names, n=1)
     family = [name for name in names if word and name.startswith(word)]
-    meant = family or difflib.get_close_matches(word, names, n=1)
+    meant = list(dict.fromkeys([*closest, *family]))
     if not meant:
         return ""
     # One letter begins many words, and a line of errors is short.
