@@ -39,6 +39,7 @@ from moesim.runs.setup import (
 from moesim.runtime.errors import RuntimeFault
 from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose as compose_steps
+from moesim.traces.format.schema import Phase
 from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.operations import OperationTable
@@ -46,9 +47,7 @@ from moesim.traces.timeline.perfetto import write_perfetto
 from moesim.traces.timeline.spans import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import pandas as pd
+    from collections.abc import Callable, Iterable, Sequence
 
     from moesim.policies.planner.plan import Policies
     from moesim.policies.planner.planner import Planner
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape
+    from moesim.traces.timeline.spans import Chunk
 
 PROFILE_FILE = "hw.toml"
 """The profile of a run's machine, in the folder of the run."""
@@ -416,7 +416,7 @@ def finish(
     run.startup["ready_s"] = ready_s
     if run.metrics["ttft_s"] is not None:
         run.startup["first_token_s"] = ready_s + run.metrics["ttft_s"]
-    run.startup |= pace_of(run.timeline.step_frame())
+    run.startup |= pace_of(run.timeline.step_chunks())
 
     if out is not None:
         save_decision_log(
@@ -430,19 +430,23 @@ def finish(
         write_perfetto(perfetto, {"measured": run.timeline, "simulated": simulated})
 
 
-def pace_of(steps: pd.DataFrame) -> dict[str, float]:
+def pace_of(steps: Iterable[Chunk]) -> dict[str, float]:
     """Tell a run's settling from its steady state, by its decode steps.
 
     Args:
-        steps: a timeline's table of forward passes.
+        steps: forward passes, as `Timeline.step_chunks` returns them.
 
     Returns:
         ``steady_token_s``, the median second of a decode step of the second half, when
         caches hold what they will; ``settling_s``, what the steps of the first half
         took beyond that, 0 where they took less. Empty with fewer than four.
     """
-    decode = steps[steps["phase"] == "decode"]
-    taken_s = (decode["end_s"] - decode["start_s"]).to_numpy()
+    taken_s = np.concatenate(
+        [
+            (chunk["end_s"] - chunk["start_s"])[chunk["phase"] == Phase.DECODE]
+            for chunk in steps
+        ]
+    )
     half = len(taken_s) // 2
     if half < 2:
         return {}

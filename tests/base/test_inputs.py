@@ -8,10 +8,12 @@ import os
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from moesim.base.errors import TraceError
 from moesim.base.files import user_folder
 from moesim.base.inputs import (
     MOST_DIGITS,
@@ -26,6 +28,7 @@ from moesim.base.text import LONGEST_LINE, VisibleStream, cell, one_line, visibl
 from moesim.hwprofiles.profile import load_profile
 from moesim.reporting.pages import Page, PageTable, Text
 from moesim.traces.format import parquet
+from moesim.traces.importers.readers import tensors
 
 
 @pytest.mark.parametrize("depth", [MOST_NESTING, MOST_NESTING + 1])
@@ -86,6 +89,18 @@ def test_a_file_beyond_the_limit_says_how_to_raise_it(tmp_path, monkeypatch):
     monkeypatch.setenv("MOESIM_MOST_INPUT", "4KiB")
     with pytest.raises(OSError, match=r"at most 4\.0 KiB, found more;.*MOESIM_MOST_IN"):
         read_bytes(tmp_path / "x")
+
+
+def test_arrays_of_a_file_are_bounded_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensors, "MOST_ARRAY_BYTES", 1 << 20)
+    monkeypatch.setattr(tensors, "_PIECE_BYTES", 1000)
+    monkeypatch.setenv("MOESIM_MOST_INPUT", "1MiB")
+    numbers = np.arange(90_000)
+    np.savez(tmp_path / "one.npz", a=numbers)
+    np.savez(tmp_path / "two.npz", a=numbers, b=numbers)
+    assert np.array_equal(tensors.load_named(tmp_path / "one.npz")["a"], numbers)
+    with pytest.raises(TraceError, match=r"at most 1\.0 MiB.*MOESIM_MOST_INPUT raises"):
+        tensors.load_named(tmp_path / "two.npz")
 
 
 def test_a_table_is_bounded_by_what_it_holds_unpacked(tmp_path, monkeypatch):

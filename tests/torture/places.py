@@ -173,7 +173,8 @@ def run_suite(count, seed, only=None):
         prepare(source)
         preload(Path(folder) / "imports")
         real = "run t.parquet --policy greedy --steps 8 --hw two-core-host --out run"
-        run(real.split(), source)
+        ended = run(real.split(), source)
+        assert ended.code == 0, ended
         for case in cases:
             words = case[0].words
             tried[words] += 1

@@ -51,6 +51,7 @@ _SAFETENSORS_TYPES = {
 }
 # The limit of the safetensors library.
 _HEADER_BYTES = 100_000_000
+_PIECE_BYTES = 16 << 20
 _CUT_OFF = "was it cut off while copying?"
 
 
@@ -173,20 +174,30 @@ def array(path: Path, name: str, file: IO[bytes], size_bytes: int) -> np.ndarray
     count = check_header(path, name, shape, dtype, size_bytes)
 
     due = count * dtype.itemsize
+    _check_size(path, name, due)
+    # In pieces: an unpacked member read as a whole is held twice.
+    data = np.empty(due, np.uint8)
+    filled = 0
+    while piece := file.read(min(_PIECE_BYTES, due - filled)):
+        data[filled : filled + len(piece)] = np.frombuffer(piece, np.uint8)
+        filled += len(piece)
+    if filled != due:
+        raise layout_error(path, name, f"{due} bytes", f"{filled}", _CUT_OFF)
+
+    return data.view(dtype).reshape(shape, order="F" if fortran else "C")
+
+
+def _check_size(path: Path, name: str, size_bytes: int) -> None:
+    """Refuse arrays that would not fit into memory."""
     most = max(MOST_ARRAY_BYTES, most_bytes())
-    if due > most:
+    if size_bytes > most:
         raise layout_error(
             path,
             name,
-            f"an array of at most {format_bytes(most)}",
-            format_bytes(due),
+            f"arrays of at most {format_bytes(most)}",
+            format_bytes(size_bytes),
             f"{MOST_BYTES_VARIABLE} raises the limit",
         )
-    data = file.read(due)
-    if len(data) != due:
-        raise layout_error(path, name, f"{due} bytes", f"{len(data)}", _CUT_OFF)
-
-    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def check_header(
@@ -215,6 +226,9 @@ def check_header(
 def _npz(path: Path) -> dict[str, np.ndarray]:
     arrays = {}
     with zipfile.ZipFile(path) as archive:
+        # All are held at once.
+        unpacked = sum(member.file_size for member in archive.infolist())
+        _check_size(path, "content", unpacked)
         for member in archive.infolist():
             with archive.open(member) as file:
                 numbers = array(path, member.filename, file, member.file_size)
