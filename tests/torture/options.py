@@ -25,7 +25,9 @@ from .report import Report
 
 SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
 TIMES = re.compile(r'"(wall_s|simulated_s|date|version|git_commit)": [^,}]+')
-SILENT = ("--seed", "--engine", "--out", "--perfetto", "--hw", "--warm", "--artefacts")
+SILENT = (
+    "--seed", "--engine", "--out", "--perfetto", "--html", "--hw", "--warm", "--artefacts",
+)  # fmt: skip
 """What may leave figures as they are without a word: where results go, what equals a
 default, and what answers the same in another way.
 """
