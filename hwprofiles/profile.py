@@ -279,7 +279,7 @@ class HardwareProfile:
             raise ProfileError(
                 f"{self.where}: {path}: this number is needed and the profile lacks it;"
                 " add it with value, kind and source, or measure it with `moesim"
-                " profile --out hw.toml`"
+                " profile hw.toml`"
             )
         return quantity.value
 

@@ -59,7 +59,7 @@ class FixedMapping(CompiledAssignment):
             KTransformers' rule for DeepSeek-V2-Lite has it, and HybriMoE's account.
 
     Source: KTransformers, kt-kernel's GPU expert masks; "fixed mapping" as HybriMoE
-    calls it; algorithms §6.2.
+    (arXiv 2504.05897) calls it.
     """
 
     calibrates_planning: ClassVar[bool] = True
