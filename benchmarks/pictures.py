@@ -17,6 +17,7 @@ POLICIES = ["greedy", "on-demand", "fiddler", "ktransformers", "llama.cpp", "all
 
 
 def main() -> None:
+    """Write them into docs/images."""
     table, runs = moesim.compare(TRACE, POLICIES, hw="rtx4060ti", gpu_memory="8GiB")
     cells = moesim.compare_cells(
         TRACE,
