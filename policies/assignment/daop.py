@@ -122,7 +122,7 @@ class DAOP(CompiledAssignment):
     Source: DAOP, predictive pre-calculation; algorithms §2.2 to §2.4.
     """
 
-    approximates: ClassVar[bool] = True
+    approximates = True
     precomputes_by_kernel: ClassVar[bool] = True
     reads_tokens = True
     needs = ("pred1_raw",)

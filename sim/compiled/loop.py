@@ -175,9 +175,13 @@ def _dispatch(world: Any, s: int, flags: int, first_op_s: float) -> bool:
     unused = world.answers
     for code in range(constants.gpus + 1):
         unused[code] = True
-    cpu_used = False
+    # Products of earlier layer steps are the CPU's, ended or not.
+    cpu_used = run.deferred > 0
+    for n in range(run.deferred):
+        _await(world, world.deferred[n])
+    run.deferred = 0
     if run.precomputed:
-        cpu_used = _await_precomputed(world, layer, experts)
+        cpu_used |= _await_precomputed(world, layer, experts)
     count = 0
     for n in range(active):
         i = world.work_order[n]
@@ -208,15 +212,19 @@ def _dispatch(world: Any, s: int, flags: int, first_op_s: float) -> bool:
             0,
             kinds.COMPUTED,
         )
-        count += 1
         if code == 0:
             cpu_used = True
+            if run.defers and world.work_deferred[i]:
+                _defer(world, product, key)
+            else:
+                count += 1
             if flags & SERIAL:
                 world.held[run.held] = product
                 run.held += 1
             else:
                 transfers.start_on_cpu(world, product)
             continue
+        count += 1
         gpu = code - 1
         if flags & SERIAL and world.state[gpu, key] != RESIDENT:
             run.fetched += 1
@@ -243,12 +251,28 @@ def _await_precomputed(world: Any, layer: int, experts: Any) -> bool:
         if not world.work_precomputed[i]:
             continue
         any_started = True
-        expert = world.experts[0, layer * world.constants.experts + experts[i]]
-        if expert.ahead != NONE:
-            world.operations[expert.ahead].on_end = kinds.AWAITED_AHEAD
-            expert.ahead = NONE
-            world.run.pending += 1
+        _await(world, layer * world.constants.experts + experts[i])
     return any_started
+
+
+@compiled
+def _await(world: Any, key: int) -> None:
+    """Count a product of an earlier layer step, unless it has ended."""
+    expert = world.experts[0, key]
+    if expert.ahead != NONE:
+        world.operations[expert.ahead].on_end = kinds.AWAITED_AHEAD
+        expert.ahead = NONE
+        world.run.pending += 1
+
+
+@compiled
+def _defer(world: Any, product: int, key: int) -> None:
+    """Let a product go on by itself until the next layer step awaits it."""
+    run = world.run
+    world.operations[product].on_end = kinds.AHEAD
+    world.experts[0, key].ahead = product
+    world.deferred[run.deferred] = key
+    run.deferred += 1
 
 
 @compiled
