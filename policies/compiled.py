@@ -457,7 +457,7 @@ class CompiledPrefetch(PrefetchPolicy):
         from moesim.traces.predictions import tallies  # noqa: PLC0415 - see above
 
         workload, score_sums = tallies(
-            work.predicted, self.needs, work.routing.shape[1], view.experts
+            work.predicted, self.needs, view.shape.top_k, view.experts
         )
 
         routing = before = before_that = _NO_ROUTING

@@ -98,8 +98,8 @@ class View:
 
     gap_s = 0.0
 
-    def __init__(self, layers=1, experts=8, gpus=1, resident=(), in_flight=()):
-        self.shape = shape(layers, experts)
+    def __init__(self, layers=1, experts=8, gpus=1, resident=(), in_flight=(), top_k=1):
+        self.shape = shape(layers, experts, top_k)
         self.layers = layers
         self.experts = experts
         self.gpus = gpus

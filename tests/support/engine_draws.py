@@ -263,6 +263,13 @@ SELDOM = (
     # Copies back; products ahead of their gate that are still queued.
     ("mixtral-offloading", None, "next-gate", {}),
     ("daop", None, None, {"batch": 3}),
+    # Tokens with more experts than the model gives them: predictions keep its number.
+    (
+        "fixed-mapping",
+        "none",
+        "next-gate",
+        {"routing": "expert-cache-router:reading=literal,phase=both"},
+    ),
     # Results that join one layer later, of experts that may leave host memory.
     ("fixed-mapping:defer=1", "lru", "next-gate", {"host": 8, "batch": 2}),
 )
