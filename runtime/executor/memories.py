@@ -176,13 +176,13 @@ class LayerJob:
             for position in positions
         ]
         tokens = groups.tokens[positions]
-        own = Groups(
+        chosen = Groups(
             experts=groups.experts[positions],
             tokens=tokens,
             starts=np.concatenate([[0], np.cumsum(tokens)]),
             pairs=np.concatenate([groups.pairs[:0], *pairs]),
         )
-        part = LayerJob(self.routed, self.hidden, self.weights, own)
+        part = LayerJob(self.routed, self.hidden, self.weights, chosen)
         part.results = [self.results[position] for position in positions]
         return part
 
