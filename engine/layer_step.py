@@ -1,4 +1,4 @@
-"""One layer step after its dense part: plan, launch, compute, join (design §5).
+"""One layer step after its dense part: plan, launch, compute, join.
 
 The order is a contract. It is written as a generator: each wait that it yields ends
 before it goes on, in virtual or in real seconds.

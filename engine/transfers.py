@@ -1,6 +1,6 @@
 """Transfers: SSD to host memory to GPU, as a chain, demand before prefetch.
 
-The life of a copy (design §5): queued, when nothing has changed; started, when it has
+The life of a copy: queued, when nothing has changed; started, when it has
 taken its place and its victim has left; landed. A copy to a GPU is queued on its link
 once its expert is in host memory; where that is limited, a read comes first. What waits
 for an expert (a product, a copy) is queued the moment it lands.

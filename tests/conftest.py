@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support.command_line import runner
 from support.drawn_schedules import DrawnSchedules
 from support.learned_network import write as write_artefacts
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SHARED = Path(__file__).parents[2] / "shared"
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser):

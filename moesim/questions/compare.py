@@ -243,24 +243,36 @@ def compare_cells(
             keep,
         )
 
+    rows = open_trace.rows * len(tasks)
+    results = _all_results(list(tasks.values()), jobs, rows, progress)
+    runs = dict(zip(tasks, results, strict=True))
+    return Comparison(_table(runs), runs, memories)
+
+
+def _all_results(
+    tasks: Sequence[_Task],
+    jobs: int | None,
+    rows: int,
+    progress: Callable[[float], None] | None,
+) -> list[Run]:
+    """Replay each; the runs in the order of the tasks."""
     results: dict[int, Run] = {}
     try:
         run_tasks(
             _carry_out,
-            list(tasks.values()),
+            tasks,
             results.__setitem__,
             jobs=jobs,
-            rows=open_trace.rows * len(tasks),
+            rows=rows,
             progress=progress,
         )
     except BaseException:
         # Processes that were killed could not clear up after themselves.
-        for task in tasks.values():
+        for task in tasks:
             if task.out is not None:
                 remove_parts(task.out)
         raise
-    runs = {key: results[place] for place, key in enumerate(tasks)}
-    return Comparison(_table(runs), runs, memories)
+    return [results[place] for place in range(len(tasks))]
 
 
 @dataclass(frozen=True, slots=True)

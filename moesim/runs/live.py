@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from moesim.runs.machine import Building
     from moesim.runtime.executor.executor import Executor, StepInfo
     from moesim.runtime.executor.live import Verdict
+    from moesim.runtime.models.local_model import LocalModel
+    from moesim.runtime.models.offloaded import OffloadedModel
     from moesim.traces.format.batch import RoutedStep
 
 
@@ -90,19 +92,7 @@ def run_live(
         RuntimeFault: the machine does not give what the run needs.
     """
     from moesim.runtime.executor import live  # noqa: PLC0415 - torch
-    from moesim.runtime.models.checkpoint import checkpoint_dtype  # noqa: PLC0415 - torch
-    from moesim.runtime.models.expert_layout import (  # noqa: PLC0415 - torch
-        dtype_name,
-        torch_dtype,
-    )
-    from moesim.runtime.models.local_model import (  # noqa: PLC0415 - torch
-        LocalModel,
-        load_model,
-        load_tokenizer,
-        load_weights,
-        tiny_dir,
-    )
-    from moesim.runtime.models.offloaded import OffloadedModel  # noqa: PLC0415 - torch
+    from moesim.runtime.models import local_model  # noqa: PLC0415 - torch
     from moesim.runtime.record.calibration import residual_for  # noqa: PLC0415 - torch
 
     # The model stands where traces stand in other functions.
@@ -117,25 +107,19 @@ def run_live(
     policies = system.build(gpus=1, host_cache=None)
     _refuse(policies, verify=config.verify)
 
-    tiny = str(config.model) == "tiny"
-    folder = tiny_dir() if tiny else Path(str(config.model))
-    # Many CPUs only emulate the shipped model's bfloat16.
-    own_dtype = "float32" if tiny else dtype_name(checkpoint_dtype(folder))
-    dtype = config.dtype or own_dtype
+    is_tiny = str(config.model) == "tiny"
+    folder = local_model.tiny_dir() if is_tiny else Path(str(config.model))
+    dtype = config.dtype or _own_dtype(folder, is_tiny=is_tiny)
     vectors = residual_for(
         needed_columns(policies),
         config.residual,
-        partial(load_model, "tiny") if tiny else None,
+        partial(local_model.load_model, "tiny") if is_tiny else None,
     )
 
     begin_s = time.perf_counter()
     device = device_of(profile)
-    offloaded = OffloadedModel.load(
-        folder, device=device.device, dtype=torch_dtype(dtype)
-    )
+    offloaded, local = _loaded(folder, device, dtype, is_tiny=is_tiny)
     dense_s = time.perf_counter() - begin_s
-    tokenizer = None if tiny else load_tokenizer(folder, offloaded.model)
-    local = LocalModel(folder.resolve().name, offloaded.model, tokenizer)
     ids = live.encode(local, prompts)
 
     begin_s = time.perf_counter()
@@ -193,22 +177,15 @@ def run_live(
     # Vectors that were calibrated just now lie in no file.
     named = config.residual if isinstance(config.residual, str | Path) else None
     setup.config = config.replaced(
-        model="tiny" if tiny else str(folder.absolute()),
+        model="tiny" if is_tiny else str(folder.absolute()),
         store=None if config.store is None else store.directory,
         residual=named,
     )
     run.config |= setup.effective_config(None) | {
-        "world": "measured",
-        "mode": "live",
+        **_described(config),
         "trace": f"{len(ids)} prompts",
-        "model": str(config.model),
         "dtype": dtype,
         "store": str(store.directory),
-        "host_cache": config.host_cache,
-        # A live model runs until its texts end.
-        "steps": None,
-        "new_tokens": config.new_tokens,
-        "temperature": config.temperature,
         "residual": None if vectors is None else vectors.id,
     }
     run.warnings += _warnings(run)
@@ -217,7 +194,7 @@ def run_live(
     verification = None
     # Loaded only now, so that the run has the memory to itself.
     if config.verify:
-        plain = load_weights(folder, dtype).eval().to(device.device)
+        plain = local_model.load_weights(folder, dtype).eval().to(device.device)
         verification = live.verify(plain, result.passes, dtype)
     measured = {each.name: getattr(run, each.name) for each in fields(run)}
     return LiveMeasuredRun(
@@ -227,6 +204,47 @@ def run_live(
         steps=result.steps,
         verification=verification,
     )
+
+
+def _own_dtype(folder: Path, *, is_tiny: bool) -> str:
+    """What a model's weights were saved in."""
+    from moesim.runtime.models.checkpoint import checkpoint_dtype  # noqa: PLC0415 - torch
+    from moesim.runtime.models.expert_layout import dtype_name  # noqa: PLC0415 - torch
+
+    # Many CPUs only emulate the shipped model's bfloat16.
+    return "float32" if is_tiny else dtype_name(checkpoint_dtype(folder))
+
+
+def _loaded(
+    folder: Path, device: Any, dtype: str, *, is_tiny: bool
+) -> tuple[OffloadedModel, LocalModel]:
+    """A model without its experts, and the same with what reads and writes text."""
+    from moesim.runtime.models.expert_layout import torch_dtype  # noqa: PLC0415 - torch
+    from moesim.runtime.models.local_model import (  # noqa: PLC0415 - torch
+        LocalModel,
+        load_tokenizer,
+    )
+    from moesim.runtime.models.offloaded import OffloadedModel  # noqa: PLC0415 - torch
+
+    offloaded = OffloadedModel.load(
+        folder, device=device.device, dtype=torch_dtype(dtype)
+    )
+    tokenizer = None if is_tiny else load_tokenizer(folder, offloaded.model)
+    return offloaded, LocalModel(folder.resolve().name, offloaded.model, tokenizer)
+
+
+def _described(config: MeasuredConfig) -> dict[str, Any]:
+    """What a live run's options mean for its effective configuration."""
+    return {
+        "world": "measured",
+        "mode": "live",
+        "model": str(config.model),
+        "host_cache": config.host_cache,
+        # A live model runs until its texts end.
+        "steps": None,
+        "new_tokens": config.new_tokens,
+        "temperature": config.temperature,
+    }
 
 
 def _refuse(policies: Policies, *, verify: bool) -> None:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from moesim.runs.machine import Building
     from moesim.runtime.executor.executor import Executor, ExecutorResult, StepInfo
     from moesim.runtime.executor.trace_driven import Footprint, Meter
+    from moesim.runtime.models.dense import DenseStack
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
@@ -145,10 +146,7 @@ def run_trace(
         check_store,
         shape_for,
     )
-    from moesim.runtime.models.dense import (  # noqa: PLC0415 - torch
-        DenseSizes,
-        DenseStack,
-    )
+    from moesim.runtime.models import dense as dense_parts  # noqa: PLC0415 - torch
 
     config = MeasuredConfig.of(trace, policy, memory=memory, **options)
     refuse_arrivals(config, "a measured run")
@@ -162,13 +160,9 @@ def run_trace(
     setup = Setup.of(config, opened, profile=profile, shape=shape)
 
     # All of it is composed beforehand: reading the trace must not cost the run time.
+    columns = columns_of(opened, setup.policies())
     walk = list(
-        compose_steps(
-            opened,
-            batch=config.batch,
-            steps=config.steps,
-            columns=columns_of(opened, setup.policies()),
-        )
+        compose_steps(opened, batch=config.batch, steps=config.steps, columns=columns)
     )
     rehearse(setup.planner(), walk[:REHEARSED_STEPS])
 
@@ -180,12 +174,9 @@ def run_trace(
         device = device_of(profile)
         # It marks the memory in use, so nothing of the run may exist before it.
         meter = Meter()
-        dense = DenseStack(
-            DenseSizes.of(shape),
-            store.layout(0).torch_dtype,
-            device.device,
-            config.seed,
-        )
+        sizes = dense_parts.DenseSizes.of(shape)
+        weights_dtype = store.layout(0).torch_dtype
+        dense = dense_parts.DenseStack(sizes, weights_dtype, device.device, config.seed)
         dense_s = time.perf_counter() - opened_s
         run = execute(
             setup,
@@ -204,16 +195,7 @@ def run_trace(
 
     # Memory of a GPU is no host memory.
     in_host = device.device.type == "cpu"
-    computing = dense.working_bytes(
-        tokens=max((step.tokens for step in walk), default=1),
-        context=max((step.context_tokens for step in walk), default=1),
-        sequences=max((step.sequences for step in walk), default=1),
-    )
-    run.footprint = meter.footprint(
-        dense.bytes * in_host, dense.kv_cache_bytes * in_host, computing * in_host
-    )
-    if run.footprint.peak > run.footprint.budget:
-        run.warnings.append("memory: the run took more than its budget")
+    _note_footprint(run, meter, dense, walk, in_host=in_host)
     run.startup |= {
         "store_s": opened_s - begin_s,
         "dense_s": dense_s,
@@ -233,16 +215,38 @@ def run_trace(
         "host_cache": config.host_cache,
     }
     run.warnings += synthetic_caveats(opened.header)
+    shared_records = store.index.distinct
     # A reader should know that fewer bytes lie on the disk than the model has.
-    if store.index.distinct is not None:
-        run.warnings.append(
-            f"experts share {store.index.distinct} different records of the store"
-        )
+    if shared_records is not None:
+        run.warnings.append(f"experts share {shared_records} records of the store")
     finish(run, setup, walk, out=out, perfetto=perfetto)
     # Experts that share records or come from an SSD need not cross the memory's wires.
-    if store.index.distinct is None and setup.memory.host is None:
+    if shared_records is None and setup.memory.host is None:
         run.bound = run_bound(setup, walk, dense.bytes * in_host)
     return run
+
+
+def _note_footprint(
+    run: MeasuredRun,
+    meter: Meter,
+    dense: DenseStack,
+    walk: Sequence[RoutedStep],
+    *,
+    in_host: bool,
+) -> None:
+    """Say what memory the run took, and warn where that is more than its budget."""
+    computing_bytes = dense.working_bytes(
+        tokens=max((step.tokens for step in walk), default=1),
+        context=max((step.context_tokens for step in walk), default=1),
+        sequences=max((step.sequences for step in walk), default=1),
+    )
+    run.footprint = meter.footprint(
+        dense.bytes * in_host,
+        dense.kv_cache_bytes * in_host,
+        computing_bytes * in_host,
+    )
+    if run.footprint.peak > run.footprint.budget:
+        run.warnings.append("memory: the run took more than its budget")
 
 
 def run_bound(

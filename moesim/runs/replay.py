@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
     from moesim.policies.planner.planner import Planner
     from moesim.runs.config import MemorySize
+    from moesim.runs.engines import Engine
+    from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
     from moesim.traces.timeline.spans import Chunk
@@ -131,7 +133,6 @@ def replay(
     with policy_faults():
         planner = setup.planner()
     bound = replay_bound(setup, opened, planner) if bounded else None
-
     engine = choose_engine(
         config.engine,
         planner,
@@ -145,44 +146,18 @@ def replay(
     if not keep and out is None and perfetto is None:
         summary = Summary(profile.lanes)
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
-    requests = None
     try:
         with policy_faults():
-            if config.arrivals is None:
-                result = engine.run(
-                    opened,
-                    planner,
-                    profile,
-                    timeline,
-                    batch=config.batch,
-                    steps=config.steps,
-                    noise_seed=config.noise_seed,
-                    progress=progress,
-                )
-            else:
-                simulation = Replay(
-                    profile,
-                    planner.costs,
-                    planner,
-                    timeline,
-                    noise_seed=config.noise_seed,
-                )
-                columns = needed_columns(planner.policies)
-                requests = _requests(config, opened, setup, columns, simulation)
-                result = simulation.run(requests.steps(config.steps), progress)
+            result, requests = _simulated(
+                setup, opened, planner, engine, timeline, progress
+            )
         timeline.close()
     except BaseException:
         # An interrupt too must not leave half-written tables behind.
         timeline.discard()
         raise
 
-    is_cut = requests is None and ends_in_prompt(
-        opened, batch=config.batch, steps=config.steps
-    )
-    if summary is None:
-        metrics = summarise(timeline, power=watts(profile), ends_in_prompt=is_cut)
-    else:
-        metrics = summary.figures(watts(profile), ends_in_prompt=is_cut)
+    metrics = _metrics(setup, opened, summary or timeline, requests)
     metrics |= figures_of(planner)
     metrics |= {
         "steps": result.steps,
@@ -190,14 +165,6 @@ def replay(
         "events": result.events,
         "wall_s": time.perf_counter() - begin_s,
     }
-
-    metrics["requests"] = None
-    if requests is not None:
-        limits = parse_slo(config.slo)
-        served = request_figures(requests.requests, limits, metrics["makespan_s"])
-        # What a user waits for begins when the request arrives.
-        metrics |= {name: served[name] for name in metrics.keys() & served.keys()}
-        metrics["requests"] = served
 
     # It needs the spans, so it comes before they are dropped.
     if perfetto is not None:
@@ -214,6 +181,65 @@ def replay(
     if out is not None:
         save_run(run, Path(out))
     return run
+
+
+def _simulated(
+    setup: Setup,
+    trace: Trace,
+    planner: Planner,
+    engine: Engine,
+    timeline: Timeline,
+    progress: Callable[[RoutedStep], None] | None,
+) -> tuple[ReplayResult, RequestSteps | None]:
+    """Simulate every forward pass; the requests too, where they arrive one by one."""
+    config = setup.config
+    profile = setup.profile
+    if config.arrivals is None:
+        result = engine.run(
+            trace,
+            planner,
+            profile,
+            timeline,
+            batch=config.batch,
+            steps=config.steps,
+            noise_seed=config.noise_seed,
+            progress=progress,
+        )
+        return result, None
+    simulation = Replay(
+        profile, planner.costs, planner, timeline, noise_seed=config.noise_seed
+    )
+    columns = needed_columns(planner.policies)
+    requests = _requests(config, trace, setup, columns, simulation)
+    return simulation.run(requests.steps(config.steps), progress), requests
+
+
+def _metrics(
+    setup: Setup,
+    trace: Trace,
+    recorded: Summary | Timeline,
+    requests: RequestSteps | None,
+) -> dict[str, Any]:
+    """Figures of a timeline, or of what was summed up on the way; of requests, too,
+    where they arrived one by one.
+    """
+    config = setup.config
+    power = watts(setup.profile)
+    is_cut = requests is None and ends_in_prompt(
+        trace, batch=config.batch, steps=config.steps
+    )
+    if isinstance(recorded, Summary):
+        metrics = recorded.figures(power, ends_in_prompt=is_cut)
+    else:
+        metrics = summarise(recorded, power=power, ends_in_prompt=is_cut)
+    metrics["requests"] = None
+    if requests is not None:
+        limits = parse_slo(config.slo)
+        served = request_figures(requests.requests, limits, metrics["makespan_s"])
+        # What a user waits for begins when the request arrives.
+        metrics |= {name: served[name] for name in metrics.keys() & served.keys()}
+        metrics["requests"] = served
+    return metrics
 
 
 def clairvoyant_rules(config: RunConfig) -> RunConfig:

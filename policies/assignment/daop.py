@@ -119,7 +119,8 @@ class DAOP(CompiledAssignment):
             keeps, one absent expert per token; ``predicted`` starts all of them, for a
             routing that does not degrade.
 
-    Source: DAOP, predictive pre-calculation; algorithms §2.2 to §2.4.
+    Source: DAOP (arXiv 2501.10375), Algorithm 1 and predictive pre-calculation with
+    graceful degradation; its code, ``model/modeling_daop.py``.
     """
 
     approximates = True

@@ -67,11 +67,12 @@ class FixedMapping(CompiledAssignment):
 
         defer: experts of each token, those with the lowest gate scores, whose results
             join one layer later if the CPU computes them: expert deferral. One that is
-            among the others of any token of the batch joins at once. Other programs'
-            rule: decode only (as the paper), every layer but the last (as the code).
+            among the others of any token of the batch joins at once. In decode alone,
+            as the paper has it, and in every layer but the last, as the code.
 
     Source: KTransformers (SOSP 2025), kt-kernel's GPU expert masks and its
-    ``max_deferred_experts_per_token``; "fixed mapping" as HybriMoE calls it.
+    ``max_deferred_experts_per_token``; "fixed mapping" as HybriMoE (arXiv 2504.05897)
+    calls it.
     """
 
     calibrates_planning: ClassVar[bool] = True

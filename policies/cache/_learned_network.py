@@ -102,8 +102,9 @@ class History:
             infinite if never.
         uses: float64 [L, N] layer steps in which the expert was active.
 
-    Source: FlashMoE as read in algorithms §5.3. CECAR's runtime begins with age 0,
-    which looks freshly used; its training does not, and neither do we.
+    Source: FlashMoE (arXiv 2601.17063), recency and frequency, in the form of CECAR's
+    training code. CECAR's runtime begins with age 0, which looks freshly used; its
+    training does not, and neither do we.
     """
 
     def __init__(self, layers: int, experts: int) -> None:

@@ -40,8 +40,8 @@ def expected_misses(
         single: share of tokens for which adaptive gating keeps one expert.
         accuracy: share of tokens for which the one prefetched expert is right.
 
-    Source: AdapMoE's code, algorithms §6.8, written there for K = 2 and N = 8: ``2 m0 +
-    m1`` is the mean, ``m0 + m1`` the chance to miss any.
+    Source: AdapMoE's code, dynamic programming over slots, written there for K = 2 and
+    N = 8: ``2 m0 + m1`` is the mean, ``m0 + m1`` the chance to miss any.
     """
     cached = np.asarray(slots, np.float64)
     absent = 1.0 - cached / experts

@@ -113,9 +113,9 @@ class ARC(AdmittingCompiledCache):
     victim has only held experts, the other does.
 
     Args:
-        ratio: ``whole`` divides the ghost lists as integers (algorithms §5.5; cacheus
-            ``arc.py``), ``real`` exactly, as libCacheSim does: that form equals its ARC
-            on one request at a time. The paper leaves it open.
+        ratio: ``whole`` divides the ghost lists as integers, as cacheus ``arc.py``
+            does, ``real`` exactly, as libCacheSim does: that form equals its ARC on one
+            request at a time. The paper leaves it open.
 
     Source: Megiddo and Modha, FAST 2003, figure 4.
     """

@@ -43,8 +43,7 @@ class BeladyCost(OfflineOptimalCache):
         growth: what each further token adds to `cpu`, as a share of the first; 1 is
             proportional to the tokens, as Fiddler and HybriMoE model their CPUs.
 
-    Source: ours, after FOO in `moesim.policies.cache._offline_bounds`; peers §6, item
-    3.
+    Source: ours, after FOO in `moesim.policies.cache._offline_bounds`.
     """
 
     def __init__(self, *, cpu: float | None = None, growth: float = 1.0) -> None:

@@ -59,7 +59,7 @@ class Clock(AdmittingCompiledCache):
         rounds: uses that are remembered at most; 1 is the textbook's reference bit
             (second chance), and the default.
 
-    Source: Corbató 1968; peers §1.3.
+    Source: Corbató, A Paging Experiment with the Multics System, 1968.
     """
 
     def __init__(self, *, rounds: int = 1) -> None:

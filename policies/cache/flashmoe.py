@@ -96,8 +96,8 @@ class FlashMoE(AdmittingCompiledCache):
         network: name of the trained network among the artefacts.
         scoring_s: seconds of one evaluation; 158 µs as FlashMoE measured its own.
 
-    Source: FlashMoE (seed 004) as read in algorithms §5.3-5.4, where the paper's lost
-    formulas are reconstructed.
+    Source: FlashMoE (arXiv 2601.17063); features and labels in the form of CECAR's
+    code (malmong/CECAR, ``ML_Train.py``).
     """
 
     # LRU, LFU, ARC and LeCaR as in its paper; LFRU as the best causal rule we know.

@@ -31,7 +31,8 @@ class LeastStaleInterval(ScoreBasedCache):
         memory: ``in-cache`` forgets last use and interval at eviction, as the public
             code does; ``perfect`` never.
 
-    Source: peers §1.3 (b).
+    Source: "Least-Stale" as public reimplementations have it, by expected intervals;
+    not SpecMD's, which is `moesim.policies.cache.least_stale_pass`.
     """
 
     reference: ClassVar[tuple[str, ...]] = ("",)

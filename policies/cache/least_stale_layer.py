@@ -28,7 +28,8 @@ class LeastStaleLayer(CachePolicy):
             ``cyclic`` evicts the layer whose turn is farthest ahead: the current one,
             then its predecessors, around to the next one.
 
-    Source: peers §1.3 (c).
+    Source: "Least-Stale" as a public reimplementation has it, by layers alone; not
+    SpecMD's, which is `moesim.policies.cache.least_stale_pass`.
     """
 
     def __init__(self, *, order: Order = "lowest") -> None:

@@ -29,7 +29,7 @@ class LeastStalePass(CachePolicy):
             ``cyclic`` the layer whose turn is farthest ahead: the current one, then its
             predecessors, around to the next one. Ties go to the lower id.
 
-    Source: SpecMD (2602.03921) as summarised in peers §1.3 (a).
+    Source: SpecMD (arXiv 2602.03921), Least-Stale, as its abstract describes it.
     """
 
     def __init__(self, *, order: Order = "lowest") -> None:

@@ -52,7 +52,7 @@ class LeCaR(PerRequestCache):
             ``lecar.py``; the authors' paper is said to take the capacity).
         initial_weight: of LRU.
 
-    Source: Vietri et al., HotStorage 2018; details of algorithms §5.5.
+    Source: Vietri et al., HotStorage 2018; details as in cacheus ``lecar.py``.
     """
 
     reference: ClassVar[tuple[str, ...]] = ("",)

@@ -11,8 +11,7 @@ class NoCache(NoAdmissionCache):
     """Keep nothing: every fetched expert runs from staging and is gone afterwards. A
     calibration fills nothing either.
 
-    Source: the caches of Pre-gated MoE and DeepSpeed, which have buffers only
-    (algorithms §6.5, §6.6).
+    Source: the caches of Pre-gated MoE and DeepSpeed, which have buffers only.
     """
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Random(CachePolicy):
     """Evict an expert drawn at random, from the run's seed.
 
-    Source: the control of peers §1.3.
+    Source: the usual control of cache studies.
     """
 
     def start(self, context: RunContext) -> None:

@@ -35,7 +35,7 @@ class Static(NoAdmissionCache):
             default, is ``calibrated`` where there is a calibration, because popularity
             is what placements are published with, else ``lowest``.
 
-    Source: algorithms §2.1, §4.5, §6.1-6.3.
+    Source: named beside each fill.
     """
 
     def __init__(self, *, fill: Fill = "auto") -> None:

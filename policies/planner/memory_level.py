@@ -1,6 +1,6 @@
 """A memory level: one memory and the cache policy that rules it.
 
-The life of a copy into it (design §5): *wished* for, when nothing changes; *started*,
+The life of a copy into it: *wished* for, when nothing changes; *started*,
 when it takes its place and, in a full cache, its victim leaves; *landed*. A wish
 that is cancelled before it started leaves no trace.
 """

@@ -151,7 +151,7 @@ class Planner(MachineState):
         now_s: float,
         batch: int = 0,
     ) -> Plan:
-        """Plan one layer step in the order of the contract (design §5).
+        """Plan one layer step in the order of the contract.
 
         Assignment, holds, accesses, demand, prefetches, work ahead, replacements.
 

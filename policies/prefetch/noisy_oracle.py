@@ -35,7 +35,7 @@ class NoisyOracle(FuturePrefetch):
             right.
 
     Source: ours, for "what if my predictor were 90 % right?", hence the default;
-    algorithms §3.2 and §6.11 ask for it where a trace cannot hold a prediction.
+    and for SMoE's and ProMoE's predictors where a trace cannot hold their predictions.
     """
 
     def __init__(

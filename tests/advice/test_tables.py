@@ -192,14 +192,17 @@ LOGS = yaml.safe_load(
 
 
 @pytest.mark.parametrize(
-    "log", LOGS, ids=lambda log: f"{log['model']}-{log['context']}"
+    "log",
+    LOGS,
+    ids=lambda log: f"{log['model']}-{log['context']}-{log.get('micro_batch', 512)}",
 )
 def test_memory_is_what_engines_logged(log):
     """Keys and values within 2 %, windows with their micro-batch; buffers within 15 %."""
     model = named_contents(log["model"], log["quant"])
     micro_batch = log.get("micro_batch", 512)
+    cpu_layers = len(model.layers) if log.get("on_host") else log.get("cpu_layers", 0)
     setting = Setting(
-        cpu_layers=len(model.layers) if log.get("on_host") else 0,
+        cpu_layers=cpu_layers,
         kv_format=log.get("kv_format", "f16"),
         micro_batch=micro_batch,
         batch=max(2048, micro_batch),

@@ -1,4 +1,4 @@
-"""The life of a copy by hand: wished for, started, landed; five rules (design §5).
+"""The life of a copy by hand: wished for, started, landed; five rules.
 
 Dense part 2 s, copy 4 s, GPU 1 s, CPU 10 s and read 8 s unless a test says otherwise.
 """

@@ -21,7 +21,7 @@ from moesim.policies.assignment.static_threshold import StaticThreshold
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import resolve
 
-# algorithms §1.4: workloads, transfer, GPU compute, CPU a and b, residents
+# By hand, after DALI's equations 3 to 9: workloads, transfer, GPU compute, CPU a and b, residents
 EXAMPLES = {
     "A": ([6, 1, 3, 1, 0, 2], 4, 1, 2, 0, {1}),
     "B": ([5, 4, 3, 3, 3], 6, 1, 2, 0, set()),

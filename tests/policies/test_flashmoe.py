@@ -62,7 +62,7 @@ def passes(*experts: int):
     return steps(*[[routed(0, expert)] for expert in experts])
 
 
-# -- features and labels (algorithms §5.3, §5.4) ---------------------------------------
+# -- features and labels --------------------------------------------------------------
 
 
 def test_section_5_3_features():
@@ -296,7 +296,7 @@ def test_damaged_networks_are_refused_by_array():
         resolved(arrays, experts=4)
 
 
-# -- time (algorithms §5.4) ------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,12 @@ SECTIONS = {
     )
 }
 LANE = "A kind of lane"
-RUN = [title for title, body in SECTIONS.items() if "```sh" in body and title != LANE]
+COPIES = "A rule about copies"
+RUN = [
+    title
+    for title, body in SECTIONS.items()
+    if "```sh" in body and title not in (LANE, COPIES)
+]
 
 
 @pytest.fixture
@@ -146,6 +151,27 @@ def test_an_extension_is_the_files_that_the_page_shows(project, title):
         assert name not in METRICS
         page = place(project, "docs/reference/metrics.md").read_text(encoding="utf-8")
         assert f"`{name}`" in page
+    if added.endswith("hits.py"):
+        assert "belady" in printed
+        assert "lru" not in printed
+
+
+def test_a_rule_about_copies_is_two_files(project):
+    """Both engines follow it alike, and it changes something."""
+    commands = [
+        command
+        for example in examples(SECTIONS[COPIES])
+        if example.language == "sh"
+        for command in lines_of(example.text)
+    ]
+    before, _ = _makespans_s(project, commands)
+    assert len(set(apply(project, SECTIONS[COPIES]))) == 2
+    simpy, compiled = _makespans_s(project, commands)
+    assert simpy == compiled != before
+
+
+def _makespans_s(project, commands):
+    return [json.loads(moesim(project, line))["makespan_s"] for line in commands]
 
 
 def test_a_kind_of_lane_is_two_files_in_the_simulator(project):

@@ -272,7 +272,7 @@ def test_drift_of_the_worked_example():
     """Two tokens, d=2: (1,0) -> (2,1) and (0,1) -> (1,2) drift by (1,1); corrected,
     h=(.2,.1) turns from e0 to e2.
 
-    Source: algorithms.md §1.5.
+    Source: DALI (arXiv 2602.03495), equations 10 and 11.
     """
     drift = mean_drift([np.array([[1, 0], [0, 1]]), np.array([[2, 1], [1, 2]])])
     assert drift.tolist() == [[1, 1], [0, 0]]

@@ -185,7 +185,11 @@ def stretch(predictions: Iterable[Prediction], predictor: str) -> tuple[float, f
 
     Of all pairs that reach it, the one with the least interval score: a spread that
     tells rows apart is kept, one that says little is replaced by a common one. Rows of
-    one platform weigh by the root of their number.
+    one platform weigh by the root of their number. The row to be predicted counts as
+    one more, infinitely far out, so that few platforms give wider intervals.
+
+    Source: split conformal prediction with weights (Tibshirani, Barber, Candes and
+    Ramdas 2019, "Conformal prediction under covariate shift", section 2).
     """
     platforms: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for each in predictions:
@@ -198,11 +202,13 @@ def stretch(predictions: Iterable[Prediction], predictor: str) -> tuple[float, f
     weights = np.array(
         [len(pairs) ** -0.5 for pairs in platforms.values() for _ in pairs]
     )
+    total = float(weights.sum())
+    share = min(1.0, (1 - MISSED) * (total + 1.0) / total)
     best = (math.inf, 1.0, 0.0)
     for factor in FACTORS:
         # What has to be added (in squares) for a row to lie just inside.
         needed = (rows[:, 0] / NINETY) ** 2 - (factor * rows[:, 1]) ** 2
-        added = max(0.0, _weighted_quantile(needed, weights, 1 - MISSED))
+        added = max(0.0, _weighted_quantile(needed, weights, share))
         spreads = np.sqrt((factor * rows[:, 1]) ** 2 + added)
         outside = np.maximum(0.0, rows[:, 0] - NINETY * spreads)
         losses = 2 * NINETY * spreads + 2 / MISSED * outside

@@ -36,9 +36,12 @@ PROGRAM_BYTES = 600 * MIB
 SYSTEM_BYTES = 3 * GIB
 
 
-# Live copies of what the experts of one micro-batch make, T x K x H values each.
-# Source: as `compute_buffers`; 3 to 5 there.
-LIVE_EXPERT_OUTPUTS = 4
+# Tensors of T x H values that are alive at once: before the experts of the first layer,
+# in a layer beside what each expert reads and makes of its tokens, and at the outputs.
+# Source: as `compute_buffers`.
+LIVE_BEFORE_EXPERTS = 10
+LIVE_IN_LAYER = 3
+LIVE_AT_OUTPUTS = 3
 # With less of the experts in the page cache an answer would take minutes.
 LEAST_CACHED = 0.25
 # Halvings of the headroom while layers are parted among cards: to a few MiB.
@@ -328,10 +331,15 @@ def compute_buffers(
 ) -> float:
     """Largest live tensors of one micro-batch on one card, with flash attention.
 
-    llama.cpp reserves a worst-case graph. It is largest at the outputs of a whole
-    micro-batch, or in a layer with the mask of attention, what each expert makes of its
-    tokens, and the one expert tensor that is being uploaded. A tensor larger than the
-    outputs was logged beside them (gpt-oss-120b: 933 MiB).
+    llama.cpp reserves a worst-case graph. It is largest in one of three places: where
+    the mask of attention was just made, in single and in half precision; in a layer,
+    with the mask, the one expert tensor that is being uploaded, and what each expert
+    reads and makes of its tokens; or at the outputs of a whole micro-batch. These take
+    the place of the last upload, unless layers follow whose experts are on the card
+    (gpt-oss-120b: 933 MiB for 393 of outputs and 538 of one tensor).
+
+    Since June 2026 llama-server makes the mask in half precision and reserves outputs
+    of one token per request, so it needs less than this at large micro-batches.
 
     Source: buffers that llama.cpp logged, in ``tests/advice/logged_memory.yaml``.
     """
@@ -341,15 +349,20 @@ def compute_buffers(
     if model.hidden:
         vocabulary = model.head_weights / model.hidden
         outputs = vocabulary * tokens * ACTIVATION_BYTES
-    experts = max(
-        (model.layers[at].expert_bytes for at in setting.on_host(model)), default=0
-    )
+    on_host = setting.on_host(model)
+    experts = max((model.layers[at].expert_bytes for at in on_host), default=0)
     upload = experts / 3  # up, gate and down one after another
     top_k = max((layer.top_k for layer in model.layers), default=0)
-    mask = context_tokens * tokens * F16_BYTES
-    in_layer = upload + mask + (LIVE_EXPERT_OUTPUTS * top_k + 2) * hidden_bytes
-    at_the_end = outputs + hidden_bytes + (upload if upload > outputs else 0.0)
-    return max(in_layer, at_the_end)
+    cells = context_tokens * tokens
+
+    with_masks = cells * (ACTIVATION_BYTES + F16_BYTES)
+    with_masks += LIVE_BEFORE_EXPERTS * hidden_bytes
+    in_layer = upload + cells * F16_BYTES
+    in_layer += (2 * top_k + LIVE_IN_LAYER) * hidden_bytes
+    at_outputs = outputs + LIVE_AT_OUTPUTS * hidden_bytes
+    if upload > outputs and model.moe_layers[-1] not in on_host:
+        at_outputs += upload
+    return max(with_masks, in_layer, at_outputs)
 
 
 def _gpu_free(machine: Machine, keep_bytes: int) -> float:

@@ -2,7 +2,8 @@
 
 The medians are round figures from specifications, instruction counts and published
 probes; the spreads say how far machines differ. None was fitted to a speed that the
-validation predicts; `docs/advise.md` says which were compared with which.
+validation predicts; `docs/measurements/machines.md` says which were compared with
+which.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ storage". Any other name in it is refused, so nothing in the file can run.
 
 ``torch.load(weights_only=True, mmap=True)`` would read the same files. It takes 17
 times as long for a dump of many small tensors, torch itself takes 1.7 s to import, and
-tuples nested a million deep end the process (`docs/import.md` has the figures).
+tuples nested a million deep end the process.
 
 Source: the layout of ``torch.serialization`` (zip format, since 1.6).
 """
