@@ -64,7 +64,6 @@ class FixedMapping(CompiledAssignment):
         prefill: ``mapped`` treats a prompt like decode (kt-kernel's masks, the
             default); ``gpu`` fetches what is absent and computes nothing on the CPU, as
             KTransformers' rule for DeepSeek-V2-Lite has it, and HybriMoE's account.
-
         defer: experts of each token, those with the lowest gate scores, whose results
             join one layer later if the CPU computes them: expert deferral. One that is
             among the others of any token of the batch joins at once. In decode alone,
