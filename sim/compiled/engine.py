@@ -167,7 +167,7 @@ class CompiledReplay:
         world["held"] = np.zeros(shape.experts, np.int64)
         world["barred"] = np.zeros(shape.experts, np.int64)
         world["reports"] = np.zeros(most, records.REPORT)
-        world["deferred"] = np.zeros(shape.experts, np.int64)
+        world["awaited"] = np.zeros(2 * shape.experts, np.int64)
         self._most = 3 * shape.experts + 2 * keys * (self._planner.gpus + 1) + 8
         self._make_spans(CHUNK_SPANS + 2 * self._most)
 

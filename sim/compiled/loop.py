@@ -175,13 +175,15 @@ def _dispatch(world: Any, s: int, flags: int, first_op_s: float) -> bool:
     unused = world.answers
     for code in range(constants.gpus + 1):
         unused[code] = True
+    for i in range(active if run.precomputed else 0):
+        if world.work_precomputed[i]:
+            world.awaited[run.awaited] = layer * constants.experts + experts[i]
+            run.awaited += 1
     # Products of earlier layer steps are the CPU's, ended or not.
-    cpu_used = run.deferred > 0
-    for n in range(run.deferred):
-        _await(world, world.deferred[n])
-    run.deferred = 0
-    if run.precomputed:
-        cpu_used |= _await_precomputed(world, layer, experts)
+    cpu_used = run.awaited > 0
+    for n in range(run.awaited):
+        _await(world, world.awaited[n])
+    run.awaited = 0
     count = 0
     for n in range(active):
         i = world.work_order[n]
@@ -242,20 +244,6 @@ def _dispatch(world: Any, s: int, flags: int, first_op_s: float) -> bool:
 
 
 @compiled
-def _await_precomputed(world: Any, layer: int, experts: Any) -> bool:
-    """Count products that were started ahead of this gate and have not ended; whether
-    there were any, ended or not: they are the CPU's.
-    """
-    any_started = False
-    for i in range(len(experts)):
-        if not world.work_precomputed[i]:
-            continue
-        any_started = True
-        _await(world, layer * world.constants.experts + experts[i])
-    return any_started
-
-
-@compiled
 def _await(world: Any, key: int) -> None:
     """Count a product of an earlier layer step, unless it has ended."""
     expert = world.experts[0, key]
@@ -271,8 +259,8 @@ def _defer(world: Any, product: int, key: int) -> None:
     run = world.run
     world.operations[product].on_end = kinds.AHEAD
     world.experts[0, key].ahead = product
-    world.deferred[run.deferred] = key
-    run.deferred += 1
+    world.awaited[run.awaited] = key
+    run.awaited += 1
 
 
 @compiled

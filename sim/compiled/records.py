@@ -52,7 +52,7 @@ RUN = _record(
         ("fetched", np.int64),
         ("held", np.int64),
         ("reports", np.int64),
-        ("deferred", np.int64),  # results of the last layer step that join in this one
+        ("awaited", np.int64),  # products of earlier layer steps, by the next one
         ("copies", np.int64),
         ("promoted", np.int64),
         ("swaps", np.int64),
@@ -280,7 +280,7 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "held": (np.int64, 1),  # what the CPU of a serial plan will start with
     "barred": (np.int64, 1),
     "reports": (REPORT, 1),
-    "deferred": (np.int64, 1),  # keys
+    "awaited": (np.int64, 1),  # keys
     # Spans.
     "codes": (np.int8, 2),  # [2, spans]: lane, kind
     "places": (np.int32, 2),  # [3, spans]: step, layer, expert
