@@ -133,6 +133,23 @@ class View:
         return np.ones(np.shape(tokens))
 
 
+class TimedView(View):
+    """A machine whose link takes 3 s for an expert and whose GPU takes 1 s a token."""
+
+    gap_s = 1.0
+    cpu_first_s = 0.0
+    cpu_token_s = 4.0
+
+    def copy_s(self, layer, expert=None):
+        return 3.0
+
+    def cpu_s(self, layer, tokens, experts=None):
+        return self.cpu_token_s * tokens
+
+    def gpu_s(self, layer, tokens, experts=None):
+        return 1.0 * tokens
+
+
 class ListFuture:
     """The future as lists of uses, searched one by one: slow and obvious."""
 
