@@ -124,13 +124,17 @@ class Workload:
             return ()
         return tuple(round(self.recall * DEEPER**depth, 4) for depth in range(3))
 
-    def calibration(self) -> Workload:
+    def calibration(self, sequences: int | None = None) -> Workload:
         """Other sequences of the same model, from which caches may be filled; of a
         recorded trace what comes before in the same text.
+
+        Args:
+            sequences: how many are drawn; None for `CALIBRATION_SEQUENCES`.
         """
+        drawn = sequences or CALIBRATION_SEQUENCES
         return replace(
             self,
-            sequences=self.sequences if self.recorded else CALIBRATION_SEQUENCES,
+            sequences=self.sequences if self.recorded else drawn,
             recall=None,
             recall_at=None,
             residual=None,
