@@ -177,7 +177,9 @@ class Workload:
         last = first + self.generated if first else EARLIER
         read = ds.dataset(self.recorded)
         # Those that are long enough, in the order of the file.
-        lengths = read.to_table(columns=["seq_id", "step"]).group_by("seq_id")
+        steps_of_texts = read.to_table(columns=["seq_id", "step"])
+        # Threads would give the texts in another order each time.
+        lengths = steps_of_texts.group_by("seq_id", use_threads=False)
         longest = lengths.aggregate([("step", "max")]).to_pylist()
         texts = [each["seq_id"] for each in longest if each["step_max"] >= last]
         begin = self.group * self.sequences
