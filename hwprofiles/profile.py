@@ -30,6 +30,7 @@ import tomli_w
 
 from moesim.base.files import user_folder, write_text
 from moesim.base.inputs import load_toml, read_text
+from moesim.base.text import visible, visible_lines
 from moesim.base.words import did_you_mean, one_expected
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.lanes import GPU, LANE_KINDS, gpu_of, kind_of, lane_names
@@ -279,7 +280,7 @@ class HardwareProfile:
             raise ProfileError(
                 f"{self.where}: {path}: this number is needed and the profile lacks it;"
                 " add it with value, kind and source, or measure it with `moesim"
-                " profile --out hw.toml`"
+                " profile hw.toml`"
             )
         return quantity.value
 
@@ -368,7 +369,8 @@ def _texts(raw: Mapping[str, Any], where: str) -> dict[str, str]:
                 f"{where}: {key}: expected a text, found {entry!r}; see"
                 " docs/reference/hardware.md"
             )
-        texts[key] = entry
+        # Others' files must do nothing to a terminal or a page.
+        texts[key] = visible_lines(entry) if key == "description" else visible(entry)
     return texts
 
 

@@ -50,6 +50,7 @@ def find_trace(path: Path | str) -> Path:
 def no_trace(path: Path) -> TraceError:
     """What is said where no trace is."""
     # It reads a table, which is needed here alone.
+    from moesim.base.words import did_you_mean  # noqa: PLC0415
     from moesim.traces.models import known_models  # noqa: PLC0415
 
     # The name of a model is easily taken for a trace of it.
@@ -58,7 +59,8 @@ def no_trace(path: Path) -> TraceError:
             f"{path}: a model, and no trace; `moesim trace synth {path}.parquet"
             f" --shape {path}` draws one, `moesim record` records one"
         )
+    hint = did_you_mean(str(path), SHIPPED)
     return TraceError(
-        f"{path}: no such file; `moesim record` or `moesim trace import` makes a"
+        f"{path}: no such file{hint}; `moesim record` or `moesim trace import` makes a"
         f" trace; {', '.join(SHIPPED)} ship with moesim"
     )

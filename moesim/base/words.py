@@ -12,18 +12,20 @@ _MOST_LISTED = 10
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)``: all words that begin so, else the closest one; nothing
+    """`` (did you mean 'x'?)``: the closest word and all others that begin so; nothing
     if none is close.
     """
     names = list(known)
     closest = difflib.get_close_matches(word, names, n=1)
-    family = [name for name in names if name.startswith(word) and name not in closest]
-    family = [*closest, *family]
-    if not word or len(family) > _MOST_LISTED:
-        family = closest
-    if not family:
+    family = [name for name in names if word and name.startswith(word)]
+    meant = list(dict.fromkeys([*closest, *family]))
+    if not meant:
         return ""
-    words = [repr(name) for name in family]
+    # One letter begins many words, and a line of errors is short.
+    more = len(meant) - _MOST_LISTED
+    words = [repr(name) for name in meant[:_MOST_LISTED]]
+    if more > 0:
+        words.append(f"{more} more")
     *first, last = words
     return f" (did you mean {', '.join(first)}{' or ' if first else ''}{last}?)"
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from moesim.base.sizes import format_bytes
 from moesim.reporting.charts import (
-    CPU,
-    GPU,
+    PALETTE,
     QUIET,
     Chart,
     channel,
@@ -88,18 +87,6 @@ def write_html(
     return page.add("Provenance", Text([provenance], "folded")).write(path)
 
 
-def curve_picture(summary: TraceSummary, path: Path) -> Path:
-    """Draw the hit-rate curves alone, as PNG or SVG by the end of the name.
-
-    Raises:
-        ValueError: the trace has no generated tokens.
-    """
-    chart = curves_chart(summary)
-    if chart is None:
-        raise ValueError("no generated tokens: there is no curve to draw")
-    return chart.save(path)
-
-
 def _summary_line(summary: TraceSummary) -> str:
     figures = summary.figures
     shape = summary.shape
@@ -128,8 +115,8 @@ def _size_rows(judgement: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-LRU = GPU
-BELADY = CPU
+LRU = PALETTE[3]
+BELADY = PALETTE[1]
 MOST_LOAD = 4
 """Colours end at so many times the even load; few experts are beyond it."""
 

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
 
 from moesim.base.files import write_text
-from moesim.base.text import visible_lines
+from moesim.base.text import visible, visible_lines
 from moesim.base.version import __version__
 from moesim.reporting.charts import Chart, config, script
 
@@ -269,6 +269,7 @@ def _render(**content: Any) -> str:
         PackageLoader,
         StrictUndefined,
     )
+    from markupsafe import escape  # noqa: PLC0415 - comes with jinja2
 
     environment = Environment(
         loader=PackageLoader("moesim.reporting"),
@@ -281,9 +282,11 @@ def _render(**content: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    # Of names within such a text, line ends cannot be told from its own.
+    environment.filters["lines"] = lambda text: escape(visible_lines(text))
     return environment.get_template("page.html").render(**content)
 
 
 def _shown(value: Any) -> Any:
     """Text as a page shows it; markup of ours stays as it is."""
-    return visible_lines(value) if type(value) is str else value
+    return visible(value) if type(value) is str else value

@@ -23,6 +23,8 @@ from moesim.base.inputs import (
     read_bytes,
 )
 from moesim.base.text import LONGEST_LINE, VisibleStream, cell, one_line, visible
+from moesim.hwprofiles.profile import load_profile
+from moesim.reporting.pages import Page, PageTable, Text
 from moesim.traces.format import parquet
 
 
@@ -123,6 +125,23 @@ def test_controls_are_visible():
     assert len(long) <= LONGEST_LINE
     assert long.startswith("expected x")
     assert long.endswith("x way out")
+
+
+def test_a_name_from_a_file_forges_no_line_of_a_page():
+    hostile = "x\nerror: all is lost"
+    page = Page(hostile, [(hostile, hostile)], [hostile], hostile, [hostile])
+    page.add(hostile, PageTable([hostile], [[hostile]]), Text([hostile]))
+    page.add("Settings", Text(["{\n}"], "folded"))
+    text = page.html()
+    assert "\nerror" not in text
+    assert text.count("x\\nerror") == 11
+    assert "{\n}" in text
+
+
+def test_a_profile_bears_a_visible_name(tmp_path):
+    profile = tmp_path / "hw.toml"
+    profile.write_text('base = "two-core-host"\nname = "x\\n\\u001b[2J"\n')
+    assert load_profile(profile).name == r"x\n\x1b[2J"
 
 
 @pytest.mark.parametrize(

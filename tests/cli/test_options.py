@@ -4,7 +4,9 @@ command, and stands in the table of `docs/reference/options.md`.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +20,8 @@ from moesim import cli
 from moesim.base.options import flag_of, option_of
 from moesim.runs.config import RunConfig
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "options.md"
 
 
 def commands():
@@ -96,6 +99,35 @@ def test_every_path_is_read_or_written_or_a_place_to_work_in():
 def test_the_page_explains_the_words_that_commands_share(flag):
     assert f"`{flag}" in PAGE.read_text(encoding="utf-8")
     assert len(declared()[flag]) > 1
+
+
+COMMON = ("--help", "--version", "--config")
+"""Options that no dataclass declares."""
+
+
+def texts_of(tree):
+    """Every text of a module, with what is filled in left out."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(getattr(part, "value", "X")) for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_name_options_that_their_commands_have():
+    by_flag = declared()
+    wrong = []
+    for path in (ROOT / "moesim").rglob("*.py"):
+        for text in texts_of(ast.parse(path.read_text(encoding="utf-8"))):
+            for line in re.findall(r"`moesim ([^`]+)`", text):
+                names = (*line.split(), "")
+                words = " ".join(names[:2]) if names[0] == "trace" else names[0]
+                wrong += [
+                    f"{path.name}: {line}"
+                    for flag in re.findall(r"--[a-z-]+", line)
+                    if flag not in COMMON and words not in by_flag[flag]
+                ]
+    assert wrong == []
 
 
 def test_an_option_stands_once(capsys, monkeypatch, tmp_path):

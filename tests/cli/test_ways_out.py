@@ -22,6 +22,7 @@ from support.command_line import refused
         (("tiny", "--steps", "0"), "expected greater than or equal to 1"),
         (("tiny", "--gpu-memory", "1KiB"), "1.0 KiB do not hold 1.4 MiB"),
         (("qwen3-30b-a3b",), "moesim trace synth qwen3-30b-a3b.parquet"),
+        (("gpt-oss-20b-lik",), "did you mean 'gpt-oss-20b-like'"),
         (("model.gguf",), "`moesim advise` and `moesim model` read it"),
     ],
 )

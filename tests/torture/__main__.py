@@ -42,6 +42,8 @@ def main():
     for name in chosen.suites or SUITES:
         suite = importlib.import_module(f".{name}", __package__)
         report = suite.run_suite(chosen.count or SUITES[name], chosen.seed, chosen.only)
+        if not report.tried:
+            report.fail("nothing was tried")
         report.show()
         failed += len(report.failures)
     sys.exit(1 if failed else 0)

@@ -44,6 +44,7 @@ COMMANDS = (
     "replay tiny --policy NAME",
     "replay tiny --policy greedy --hw BASED --steps 2",
     "replay FILE --policy greedy --hw PROFILE --steps 2 --out out --html out.html",
+    "compare FILE --policy greedy,all-cpu --hw PROFILE --steps 2 --jobs 1",
 )
 
 FORBIDDEN = [chr(code) for code in range(32) if chr(code) not in "\n\t"]

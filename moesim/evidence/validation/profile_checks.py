@@ -114,8 +114,8 @@ def warnings_of(profile: HardwareProfile, load: float) -> list[str]:
     ]
     if not is_calibrated(profile):
         warnings.append(
-            f"profile {profile.name} was not calibrated through the executor; `moesim"
-            " calibrate --out hw.toml`"
+            f"profile {profile.name} was not calibrated through the executor, as"
+            " `moesim calibrate hw.toml` does"
         )
     change = speed_change(profile)
     if change is not None:
