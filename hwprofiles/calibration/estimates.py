@@ -268,6 +268,10 @@ _HUBER = 1.5
 """Standard deviations beyond which a residual counts by its size, not its square."""
 _MAD_TO_DEVIATION = 1.4826
 """Standard deviation over median absolute deviation, of a normal distribution."""
+_LATE = 5.0
+"""Standard deviations above the median from which a sample may be what another program
+did: one in millions would be there by chance.
+"""
 _MOST_LOG_FACTOR = np.log(5.0)
 """A machine on which others take more of the speed would hardly finish anything."""
 
@@ -464,11 +468,20 @@ def renumbered(groups: np.ndarray) -> np.ndarray:
 
 
 def resampled(seconds: np.ndarray, units: Units, rng: np.random.Generator) -> Estimate:
-    """Return the clipped mean with its 95 % interval over redrawn units."""
+    """Return the clipped mean with its 95 % interval over redrawn units.
+
+    The interval also holds what the mean would be without late samples: clipped or not,
+    they all lie on one side of the rest.
+    """
     value = clipped_mean(seconds)
     draws = [clipped_mean(seconds[units.redrawn(rng)]) for _ in range(DRAWS)]
+    low, high = interval_of(value, draws, units.count)
+    median = np.median(seconds)
+    deviation = _MAD_TO_DEVIATION * np.median(np.abs(seconds - median))
+    on_time = seconds[seconds <= median + _LATE * deviation]
+    low -= value - clipped_mean(on_time)
     return Estimate(
         value=value,
-        interval=interval_of(value, draws, units.count),
+        interval=(low, high),
         spread=interquartile_range(seconds),
     )

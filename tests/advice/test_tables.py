@@ -33,6 +33,12 @@ def test_every_row_names_its_source_and_date(file):
         assert re.fullmatch(r"20\d\d-\d\d", group["date"]), row["name"]
 
 
+def test_every_shape_names_its_source_and_when_it_was_read():
+    """A paper is a date of its own; what nobody looked up says so."""
+    for name, row in shapes().items():
+        assert re.search(r"20\d\d-\d\d|Table|recalled|logs", row["source"]), name
+
+
 def test_no_alias_differs_in_cores_from_its_row():
     """An alias is another spelling or a twin without graphics or overclocking: a number
     of its own needs a row of its own.
