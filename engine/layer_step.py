@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from moesim.engine.lanes import World
-    from moesim.policies.base import LayerWork
     from moesim.policies.planner.plan import Plan
     from moesim.policies.planner.planner import Planner
     from moesim.traces.format.batch import RoutedLayer, RoutedStep
@@ -129,8 +128,10 @@ class Dispatch(Generic[Op]):
         # GPU products that wait until every copy of the layer has landed.
         self._barred: list[Op] | None = None
         self._held: list[Op] = []  # what the CPU of a serial plan will start with
-        # (layer, expert) -> product ahead of its gate that has not ended.
-        self._precomputes: dict[tuple[int, int], Op] = {}
+        # (layer, expert) -> product that nobody awaits yet: ahead of its gate, or one
+        # whose result joins in the next layer step.
+        self._unawaited: dict[tuple[int, int], Op] = {}
+        self._deferred: list[tuple[int, int]] = []  # what the next layer step awaits
 
     def begin(self, plan: Plan) -> bool:
         """Queue what can be computed now; the rest follows its landing.
@@ -138,9 +139,16 @@ class Dispatch(Generic[Op]):
         Returns:
             Whether the CPU has a part in this layer step.
         """
-        cpu_used = False
-        if plan.work.precomputed is not None:
-            cpu_used = self._await_precomputes(plan.work, plan.work.precomputed)
+        work = plan.work
+        awaited = self._deferred
+        self._deferred = [(work.layer, expert) for expert in plan.deferred]
+        if work.precomputed is not None:
+            experts = work.experts[work.precomputed].tolist()
+            awaited += [(work.layer, expert) for expert in experts]
+        for place in awaited:
+            self._await(place)
+        # They are the CPU's, ended or not.
+        cpu_used = bool(awaited)
         if plan.waits:
             self._barred = []
         cpu_used |= self._queue_products(plan)
@@ -148,7 +156,7 @@ class Dispatch(Generic[Op]):
             # Nobody waits, so the layer step may end before its copies have landed.
             self._barred = None
         else:
-            self._transfers.when_all_on_gpu(plan.work.layer, self._open)
+            self._transfers.when_all_on_gpu(work.layer, self._open)
         if self._held and not self.fetched:
             self._release_held()
         if plan.precompute is not None:
@@ -173,12 +181,16 @@ class Dispatch(Generic[Op]):
         gpu_of = self._gpu_of
         # A serial plan counts what the planner has not heard of yet as fetched.
         waits = plan.serial or self._barred is not None
+        deferred = plan.deferred
         all_on_gpu = transfers.all_copied and not waits
         for product in self._world.computes(plan):
             count += 1
             if product.lane == cpu:
                 cpu_used = True
                 product.on_end = self._computed_on_cpu
+                if deferred and product.expert in deferred:
+                    count -= 1
+                    self._leave_unawaited(product)
                 if plan.serial:
                     self._held.append(product)
                 else:
@@ -229,35 +241,32 @@ class Dispatch(Generic[Op]):
     def _begin_precomputes(self, plan: Plan) -> None:
         """Queue products of the next layer's experts, after this layer's own."""
         for product in self._world.precomputes(plan):
-            product.on_end = self._precompute_ended
-            self._precomputes[product.layer, product.expert] = product
+            self._leave_unawaited(product)
             self._world.submit(product)
 
-    def _await_precomputes(self, work: LayerWork, precomputed: np.ndarray) -> bool:
-        """Count products that were started ahead of this gate and have not ended.
+    def _leave_unawaited(self, product: Op) -> None:
+        """Let a product go on by itself until a later layer step awaits it."""
+        product.on_end = self._unawaited_ended
+        self._unawaited[product.layer, product.expert] = product
 
-        Returns:
-            Whether there were any, ended or not: they are the CPU's.
-        """
-        experts = work.experts[precomputed].tolist()
-        for expert in experts:
-            product = self._precomputes.pop((work.layer, expert), None)
-            if product is not None:
-                product.on_end = self._awaited_precompute_ended
-                self.pending += 1
-        return bool(experts)
+    def _await(self, place: tuple[int, int]) -> None:
+        """Count a product of an earlier layer step, unless it has ended."""
+        product = self._unawaited.pop(place, None)
+        if product is not None:
+            product.on_end = self._awaited_ended
+            self.pending += 1
 
-    def _precompute_ended(self, product: Op) -> None:
-        """Let go of a product ahead of its gate that nobody has awaited yet."""
+    def _unawaited_ended(self, product: Op) -> None:
+        """Let go of a product that nobody has awaited yet."""
         # A wrong guess of an earlier step may end after its successor has begun.
         place = product.layer, product.expert
-        if self._precomputes.get(place) is product:
-            del self._precomputes[place]
-        self._report(self._planner.precompute_ended, *place)
+        if self._unawaited.get(place) is product:
+            del self._unawaited[place]
+        self._report(self._planner.unawaited_ended, *place)
 
-    def _awaited_precompute_ended(self, product: Op) -> None:
+    def _awaited_ended(self, product: Op) -> None:
         place = product.layer, product.expert
-        self._report(self._planner.precompute_ended, *place)
+        self._report(self._planner.unawaited_ended, *place)
         self._count(product)
 
     def _predicted(self, prediction: Op) -> None:

@@ -37,6 +37,11 @@ _Shared = TypeVar("_Shared")
 CPU = 0
 """Lane code of the CPU in `Assignment.lanes`; GPU *g* is ``1 + g``."""
 
+DEFERRED = -1
+"""Lane code of the CPU for an expert whose result joins one layer later; see
+`AssignmentPolicy.defers`.
+"""
+
 ABSENT = 0
 IN_FLIGHT = 1
 RESIDENT = 2
@@ -136,7 +141,7 @@ class Assignment(NamedTuple):
     """Where each active expert is computed, and in which order they are launched.
 
     Attributes:
-        lanes: int8 [A]: CPU (0) or 1 + GPU index.
+        lanes: int8 [A]: CPU (0) or 1 + GPU index; `DEFERRED` of policies that defer.
         order: int [A] permutation of positions, first launched first; None for
             ascending expert id. Each lane keeps this order, except that a GPU runs
             resident experts before arrivals.
@@ -419,17 +424,24 @@ class AssignmentPolicy(Policy, ABC):
     """Decides on which device each active expert is computed, and in which order.
 
     Attributes:
-        approximates: whether experts may be computed on another input than the model's
-            (work ahead, on the layer before). Answers then differ even with recorded
-            routing, and reports say so.
+        approximates: whether an expert's result may be another than the model's, or
+            join elsewhere (work ahead, on the layer before; deferral). Answers then
+            differ even with recorded routing, and reports say so.
         calibrates_planning: whether a calibration runs it once more for what its
             planning takes.
         places_on_gpu: whether a GPU may compute an expert at all.
+        defers: whether it may answer `DEFERRED`. The CPU computes such an expert behind
+            the others of its layer step, which ends without it; the next one waits for
+            its result and adds it to its own. Where that cannot be, it joins at once:
+            in prefill, in the last layer, where it was computed ahead of its gate or
+            is not in (limited) host memory.
         precomputes: whether it names experts that are computed ahead of their gate: the
             class overrides `precompute`.
     """
 
-    approximates: ClassVar[bool] = False
+    # Both may be parameters of a policy.
+    approximates: bool = False
+    defers: bool = False
     places_on_gpu: ClassVar[bool] = True
     calibrates_planning: ClassVar[bool] = False
 

@@ -25,7 +25,14 @@ from moesim.policies.base import (
     RoutingPolicy,
     Swap,
 )
-from moesim.policies.kernels import SERIAL, WAITS, GateWork, KernelView, Work
+from moesim.policies.kernels import (
+    SERIAL,
+    UNUSED,
+    WAITS,
+    GateWork,
+    KernelView,
+    Work,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,11 +46,16 @@ if TYPE_CHECKING:
     )
 
 _NO_SCORES = np.empty(0)
+_NO_RANKS = np.empty(0, np.int32)
 _NO_STATES = np.empty((0, 0), np.int8)
 
 
 def kernel_work(
-    work: LayerWork, view: MachineView | None = None, *, states: bool = False
+    work: LayerWork,
+    view: MachineView | None = None,
+    *,
+    states: bool = False,
+    ranks: bool = False,
 ) -> Work:
     """The work of a layer step as kernels want it, made when one is first asked.
 
@@ -52,12 +64,16 @@ def kernel_work(
         view: the machine; without it `gpu_state` knows only the best of several GPUs,
             and `first_cpu_s` is left out.
         states: whether `Work.states` is read.
+        ranks: whether `Work.ranks` is read.
     """
     if work.handed is not None:
         made, made_with = work.handed
         if states and not len(made.states):
             assert view is not None
             made = made._replace(states=_states_of(view, [work.layer]))
+            work.handed = made, made_with
+        if ranks and not len(made.ranks):
+            made = made._replace(ranks=_ranks_of(work))
             work.handed = made, made_with
         if view is None or view is made_with:
             return made
@@ -94,9 +110,20 @@ def kernel_work(
         first_scores=first_scores,
         states=every_state,
         first_cpu_s=first_cpu_s,
+        ranks=_ranks_of(work) if ranks else _NO_RANKS,
     )
     work.handed = made, view
     return made
+
+
+def _ranks_of(work: LayerWork) -> np.ndarray:
+    """Best place of each active expert among the experts of any token: int32 [A]."""
+    best = np.zeros(1 + int(work.experts.max(initial=0)), np.int32)
+    # Better places overwrite worse ones.
+    for place in reversed(range(work.routing.shape[1])):
+        column = work.routing[:, place]
+        best[column[column != UNUSED]] = place
+    return best[work.experts]
 
 
 def _states_by_gpu(work: LayerWork, view: MachineView) -> np.ndarray:
@@ -174,7 +201,7 @@ class CompiledAssignment(AssignmentPolicy):
         active = len(work.experts)
         lanes = np.empty(active, np.int8)
         order = np.empty(active, np.int64)
-        given = kernel_work(work, view, states=self.reads_states)
+        given = kernel_work(work, view, states=self.reads_states, ranks=self.defers)
         flags = self.brought.assign(self.brought.state, given, lanes, order)
         waits = bool(flags & WAITS)
         return Assignment(lanes, order, serial=bool(flags & SERIAL), waits=waits)
@@ -430,7 +457,7 @@ class CompiledPrefetch(PrefetchPolicy):
         from moesim.traces.predictions import tallies  # noqa: PLC0415 - see above
 
         workload, score_sums = tallies(
-            work.predicted, self.needs, work.routing.shape[1], view.experts
+            work.predicted, self.needs, view.shape.top_k, view.experts
         )
 
         routing = before = before_that = _NO_ROUTING

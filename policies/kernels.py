@@ -75,6 +75,8 @@ class Work(NamedTuple):
         states: int8 [G, L * E], state of every expert of the layer on every GPU; no
             rows unless the policy `reads_states`.
         first_cpu_s: extra seconds of the first CPU expert of a layer step.
+        ranks: int32 [A], the best place that each expert has among the experts of any
+            token, 0 for a token's first; empty unless the policy `defers`.
     """
 
     step: int
@@ -95,6 +97,7 @@ class Work(NamedTuple):
     first_scores: np.ndarray
     states: np.ndarray
     first_cpu_s: float
+    ranks: np.ndarray
 
 
 class KernelView(NamedTuple):
@@ -204,6 +207,7 @@ WORK = structure(
         SECONDS,
         input_array(nb.int8, 2),
         nb.float64,
+        EXPERT_IDS,
     ),
 )
 

@@ -368,6 +368,17 @@ SYSTEMS = {
             " profile. DALI models it as layer-wise"
         ),
     ),
+    "ktransformers-deferral": System(
+        assignment="fixed-mapping:defer=2",
+        cache="static",
+        scope="layer",
+        note=(
+            "ktransformers with expert deferral: in decode the results of each token's"
+            " two lowest-scored experts join one layer later, where the CPU computes"
+            " them; fixed-mapping:defer=N+static for another number. It alters answers:"
+            " moesim quality says by how much"
+        ),
+    ),
     "dfa-cache": System(
         assignment="fixed-mapping",
         cache="decayed-frequency",

@@ -66,6 +66,12 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.fixture
+def screenshots(request):
+    """The folder that keeps pictures of pages; None for none."""
+    return request.config.getoption("--screenshots")
+
+
 def pytest_configure(config):
     """Compile once for all processes of tests, where there are several."""
     # Tests make few circles: looking for them as often as usual takes a tenth of all

@@ -130,7 +130,7 @@ def caveat_lines(runs: Mapping[str, Run]) -> list[str]:
         "changes the routing, so other answers": [
             name for name, run in runs.items() if run.metrics["routing"] != "recorded"
         ],
-        "starts experts on the input of the layer before, so other answers": [
+        "starts experts one layer early or joins them one late, so other answers": [
             name for name, run in runs.items() if run.metrics["approximate"]
         ],
     }

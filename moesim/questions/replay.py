@@ -96,7 +96,7 @@ def _result_facts(
         facts.append(
             (
                 "answers",
-                "approximate: experts started ahead see the layer before's input",
+                "approximate: experts start one layer early, or join one layer late",
             )
         )
     return facts

@@ -110,6 +110,7 @@ def _blocks(
     routed = not all_bring_kernels(planner)
     tokens = any(policy.reads_tokens for policy in policies.all())
     routing = tokens or policies.routing.alters or prefetch.foretells
+    routing |= policies.assignment.defers
     if answers_with_kernels(prefetch):
         predictors = tuple(
             name for name in prefetch.needs if name in PREDICTION_COLUMNS

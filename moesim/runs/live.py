@@ -273,9 +273,9 @@ def _refuse(policies: Policies, *, verify: bool) -> None:
         )
     if verify and policies.assignment.approximates:
         raise PolicyError(
-            f"--verify: assignment policy {policies.names['assignment']!r} computes"
-            " experts ahead on the layer before's input, an approximation; drop one of"
-            " them"
+            f"--verify: assignment policy {policies.names['assignment']!r} starts"
+            " experts one layer early or joins them one late, an approximation; drop"
+            " one of them"
         )
 
 
@@ -286,7 +286,7 @@ def _warnings(run: MeasuredRun) -> list[str]:
         warnings.append("routing is altered: these are not the answers of the model")
     if run.metrics["approximate"]:
         warnings.append(
-            "experts computed ahead saw the layer before's input: answers approximate"
+            "experts started one layer early or joined one late: answers approximate"
             " the model's"
         )
     return warnings

@@ -123,7 +123,7 @@ class DAOP(CompiledAssignment):
     graceful degradation; its code, ``model/modeling_daop.py``.
     """
 
-    approximates: ClassVar[bool] = True
+    approximates = True
     precomputes_by_kernel: ClassVar[bool] = True
     reads_tokens = True
     needs = ("pred1_raw",)

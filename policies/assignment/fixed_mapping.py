@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
@@ -14,10 +14,14 @@ from moesim.policies.assignment._kernels import (
     some_gpu,
     spread,
 )
+from moesim.policies.base import DEFERRED
 from moesim.policies.compiled import CompiledAssignment
 from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
-from moesim.policies.parameters import expect_choice
+from moesim.policies.parameters import expect, expect_choice
 from moesim.traces.format.schema import Phase
+
+if TYPE_CHECKING:
+    from moesim.policies.base import RunContext
 
 Prefill = Literal["mapped", "gpu"]
 
@@ -37,6 +41,9 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
         chosen = np.ones(len(lanes), np.bool_)
     placed = spread(chosen, present, work.gpu_s, work.arrive_s, work.link_s)
     launch(lanes, order, placed, ascending(len(lanes)))
+    for i in range(len(work.ranks)):
+        if lanes[i] == 0 and work.ranks[i] >= state.integers[2]:
+            lanes[i] = DEFERRED
     return False
 
 
@@ -57,16 +64,30 @@ class FixedMapping(CompiledAssignment):
         prefill: ``mapped`` treats a prompt like decode (kt-kernel's masks, the
             default); ``gpu`` fetches what is absent and computes nothing on the CPU, as
             KTransformers' rule for DeepSeek-V2-Lite has it, and HybriMoE's account.
+        defer: experts of each token, those with the lowest gate scores, whose results
+            join one layer later if the CPU computes them: expert deferral. One that is
+            among the others of any token of the batch joins at once. In decode alone,
+            as the paper has it, and in every layer but the last, as the code.
 
-    Source: KTransformers, kt-kernel's GPU expert masks; "fixed mapping" as HybriMoE
-    (arXiv 2504.05897) calls it.
+    Source: KTransformers (SOSP 2025), kt-kernel's GPU expert masks and its
+    ``max_deferred_experts_per_token``; "fixed mapping" as HybriMoE (arXiv 2504.05897)
+    calls it.
     """
 
     calibrates_planning: ClassVar[bool] = True
 
-    def __init__(self, *, wait: bool = False, prefill: Prefill = "mapped") -> None:
+    def __init__(
+        self, *, wait: bool = False, prefill: Prefill = "mapped", defer: int = 0
+    ) -> None:
         expect_choice("prefill", prefill, Prefill)
+        expect(defer >= 0, "defer", "a number >= 0", defer)
         self.wait = wait
         self.prefill = prefill
-        rules = [wait, prefill == "gpu"]
+        self.defer = defer
+        self.defers = self.approximates = defer > 0
+        rules = [wait, prefill == "gpu", 0]
         self.brought = AssignmentKernels(_assign, state(integers=rules))
+
+    def start(self, context: RunContext) -> None:
+        """Count the experts of a token that are never deferred."""
+        self.brought.state.integers[2] = context.shape.top_k - self.defer

@@ -47,6 +47,8 @@ def carry_out(planner: Planner, plan: Plan, now_s: float) -> float:
     """
     assert not plan.promoted, "a copy of an earlier plan was left in the queue"
     now_s = _carry_all(planner, plan.copies, now_s)
+    for expert in plan.deferred:
+        planner.unawaited_ended(plan.work.layer, expert)
     return _carry_all(planner, planner.complete(plan, now_s), now_s)
 
 

@@ -24,6 +24,7 @@ from moesim.policies.base import (
 from moesim.policies.compiled import kernel_gate
 from moesim.policies.kernels import GATE, GateWork
 from moesim.policies.planner.residency import look_up_work
+from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
     from moesim.policies.base import MachineView, RoutingPolicy
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from moesim.policies.planner.machine_state import MachineState
     from moesim.policies.planner.plan import Plan
     from moesim.traces.format.batch import RoutedLayer
-    from moesim.traces.format.schema import Phase
 
 
 def look(
@@ -209,6 +209,29 @@ def check_ahead(machine: MachineState, work: LayerWork, named: Precompute) -> No
         )
 
 
+def _kept_in_host_memory(
+    machine: MachineState, layer: int, experts: np.ndarray
+) -> np.ndarray:
+    """Whether the CPU can compute each without a place in staging: that is for reads
+    that a layer step waits for. Bool [B].
+    """
+    if machine.host is None:
+        return np.ones(len(experts), np.bool_)
+    memory = machine.host.memory
+    is_there: np.ndarray = memory.state[layer][experts] == RESIDENT
+    return is_there & ~memory.staged[layer][experts]
+
+
+def deferrable(machine: MachineState, work: LayerWork) -> np.ndarray:
+    """Whose results may join in the next layer step, bool [A]."""
+    if work.phase != Phase.DECODE or work.layer + 1 == machine.layers:
+        return np.zeros(len(work.experts), np.bool_)
+    may = _kept_in_host_memory(machine, work.layer, work.experts)
+    if work.precomputed is not None:
+        may &= ~work.precomputed
+    return may
+
+
 class WorkAhead:
     """Asks the assignment policy of a run for it, and remembers what was started."""
 
@@ -236,10 +259,7 @@ class WorkAhead:
         check_ahead(machine, plan.work, named)
         experts = named.experts
         if machine.host is not None:
-            # Staging is for reads that somebody waits for, not for guesses of a layer.
-            memory = machine.host.memory
-            present = memory.state[layer][experts] == RESIDENT
-            present &= ~memory.staged[layer][experts]
+            present = _kept_in_host_memory(machine, layer, experts)
             named = Precompute(experts[present], named.tokens[present], named.routing)
             # Needed until the product has ended and its layer step is over.
             machine.host.memory.hold(layer, named.experts)

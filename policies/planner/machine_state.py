@@ -277,8 +277,9 @@ class MachineState:
             return True
         return self.host is not None and self.host.computed(layer, expert)
 
-    def precompute_ended(self, layer: int, expert: int) -> bool:
-        """Note that a product ahead of its gate has ended.
+    def unawaited_ended(self, layer: int, expert: int) -> bool:
+        """Note that a product has ended for which its plan did not wait: one ahead of
+        its gate, or one that joins one layer later.
 
         Returns:
             Whether a staging slot is free again.

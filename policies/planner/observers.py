@@ -33,7 +33,7 @@ OBSERVED: Final = frozenset(
         "cancel_read",
         "read_done",
         "computed",
-        "precompute_ended",
+        "unawaited_ended",
     }
 )
 """Calls that change what a planner knows, or that it decides."""
@@ -148,6 +148,7 @@ def fingerprint(plan: Plan) -> tuple[Any, ...]:
         tuple(plan.promoted),
         swaps,
         plan.serial,
+        tuple(plan.deferred),
         precompute,
     )
 

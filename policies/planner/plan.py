@@ -45,12 +45,14 @@ class Launch(NamedTuple):
         order: int [A], positions in launch order.
         serial: the CPU waits for the GPUs' fetched experts.
         waits: GPU products wait for every copy of the layer.
+        deferred: int32, experts whose results join one layer later.
     """
 
     lanes: np.ndarray
     order: np.ndarray
     serial: bool
     waits: bool
+    deferred: np.ndarray
 
 
 class Copies(NamedTuple):
@@ -96,6 +98,8 @@ class Plan:
             step evict; nobody holds them.
         precompute: experts of the next layer that the CPU starts after its own.
         precompute_s: seconds of each.
+        deferred: experts that the CPU computes last, and whose results join one layer
+            later.
     """
 
     work: LayerWork
@@ -112,6 +116,7 @@ class Plan:
     released: list[tuple[int, int]] = field(default_factory=list)
     precompute: Precompute | None = None
     precompute_s: list[float] = field(default_factory=list)
+    deferred: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

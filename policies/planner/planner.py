@@ -17,12 +17,18 @@ import numpy as np
 
 from moesim.policies.base import (
     CPU,
+    DEFERRED,
     Evaluations,
     LayerWork,
     PolicyError,
 )
 from moesim.policies.planner import copies as wanted
-from moesim.policies.planner.layer_work import Rerouting, WorkAhead, look
+from moesim.policies.planner.layer_work import (
+    Rerouting,
+    WorkAhead,
+    deferrable,
+    look,
+)
 from moesim.policies.planner.machine_state import MachineState
 from moesim.policies.planner.plan import Copies, Launch, MemoryPlan, Plan, Policies
 from moesim.policies.planner.residency import is_legal
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape, Phase
 
 _NO_EVALUATIONS: Final = Evaluations()
+_NOBODY: Final = np.empty(0, np.int32)
 
 
 class Planner(MachineState):
@@ -64,6 +71,7 @@ class Planner(MachineState):
         self.rerouting = Rerouting(policies.routing)
         self._work_ahead = WorkAhead()
         self._precomputes = policies.assignment.precomputes
+        self._defers = policies.assignment.defers
 
         # Most runs have none of these, so that nobody is asked in every layer step.
         # The caches of all GPUs are of one kind.
@@ -163,7 +171,7 @@ class Planner(MachineState):
         launch = self._assign(work)
         lanes = launch.lanes
         wanted.keep_computed(self, work, lanes, first)
-        self._note_accesses(work, lanes)
+        self._note_accesses(work, launch)
 
         copies: list[Copies] = []
         promoted: list[tuple[int, int]] = []
@@ -199,6 +207,7 @@ class Planner(MachineState):
             dense_parts=dense_parts,
             released=released,
             swaps=postponed,
+            deferred=launch.deferred.tolist(),
         )
         if self._precomputes and work.layer + 1 < self.layers:
             self._work_ahead.ask(self, plan)
@@ -288,6 +297,10 @@ class Planner(MachineState):
             order = self._ascending[: len(work.experts)]
         # Whatever whole numbers a policy answers with.
         numbers = (lanes.astype(np.int64), order.astype(np.int64, copy=False))
+        marked = None
+        if self._defers:
+            marked = numbers[0] == DEFERRED
+            numbers[0][marked] = CPU
         if not is_legal(*numbers, len(work.experts), gpus):
             raise PolicyError(
                 f"assignment policy {self.assignment_name!r}: step {work.step}, layer"
@@ -295,20 +308,27 @@ class Planner(MachineState):
                 f" {len(work.experts)} active experts and an order that is a"
                 " permutation"
             )
-        lanes = lanes.astype(np.int8, copy=False)
+        lanes = numbers[0].astype(np.int8)
         order = numbers[1]
         home = self.home(work.layer)
         if home:
             lanes = np.where(lanes > 0, lanes + home, lanes).astype(np.int8)
         if work.precomputed is not None:
             lanes = np.where(work.precomputed, CPU, lanes).astype(np.int8)
-        return Launch(lanes, order, serial, waits)
+        deferred = _NOBODY
+        if marked is not None and marked.any():
+            is_deferred = marked & deferrable(self, work)
+            deferred = work.experts[is_deferred]
+            # Launched last; either part keeps its order.
+            order = order[np.argsort(is_deferred[order], kind="stable")]
+        return Launch(lanes, order, serial, waits, deferred)
 
-    def _note_accesses(self, work: LayerWork, lanes: np.ndarray) -> None:
+    def _note_accesses(self, work: LayerWork, launch: Launch) -> None:
         """Hold every active expert before any victim is named, then tell the caches.
 
         Else one miss would evict the next hit.
         """
+        lanes = launch.lanes
         for gpu, level in enumerate(self.gpu):
             level.memory.hold(work.layer, work.experts)
             level.begin_use(work, lanes, 1 + gpu)
@@ -316,6 +336,8 @@ class Planner(MachineState):
                 self._forget_wrong_guesses(gpu, work.layer)
         if self.host is not None:
             self.host.memory.hold(work.layer, work.experts)
+            # Once more until the product has ended, which the layer step may not see.
+            self.host.memory.hold(work.layer, launch.deferred)
             self.host.level.begin_use(work, lanes, CPU)
             self.host.accessed(work, lanes)
         for gpu in self.serving[work.layer]:

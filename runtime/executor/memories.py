@@ -18,7 +18,7 @@ import torch
 from moesim.policies.base import RESIDENT
 from moesim.policies.planner.residency import GLOBAL
 from moesim.runtime.errors import RuntimeFault
-from moesim.runtime.models.expert_layout import group_tokens
+from moesim.runtime.models.expert_layout import Groups, group_tokens
 from moesim.runtime.store.memory import HostSlots
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from moesim.policies.base import LayerWork
     from moesim.policies.planner.residency import CacheSize, Residency
     from moesim.runtime.accelerators import Accelerator
-    from moesim.runtime.models.expert_layout import ExpertWeights, Groups
+    from moesim.runtime.models.expert_layout import ExpertWeights
     from moesim.runtime.store.memory import Slots
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.batch import RoutedLayer
@@ -167,6 +167,24 @@ class LayerJob:
         if have.any():
             self._shares.append(Share(position, rows, at, have))
         return tokens[~have]
+
+    def part(self, positions: np.ndarray) -> LayerJob:
+        """What some of the active experts, ascending, contribute to the layer step."""
+        groups = self.groups
+        pairs = [
+            groups.pairs[groups.starts[position] : groups.starts[position + 1]]
+            for position in positions
+        ]
+        tokens = groups.tokens[positions]
+        chosen = Groups(
+            experts=groups.experts[positions],
+            tokens=tokens,
+            starts=np.concatenate([[0], np.cumsum(tokens)]),
+            pairs=np.concatenate([groups.pairs[:0], *pairs]),
+        )
+        part = LayerJob(self.routed, self.hidden, self.weights, chosen)
+        part.results = [self.results[position] for position in positions]
+        return part
 
     def gather(self) -> None:
         """Complete the results of experts that were computed ahead."""

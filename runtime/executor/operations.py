@@ -219,7 +219,7 @@ class Compute(ExpertOperation):
             the last fetched expert of a serial plan lets the CPU begin.
     """
 
-    __slots__ = ("_on_cpu", "_position", "only", "settles")
+    __slots__ = ("_job", "_on_cpu", "_position", "only", "settles")
 
     def __init__(
         self,
@@ -235,11 +235,13 @@ class Compute(ExpertOperation):
         self.settles: Callable[[], bool] | None = None
         self._position = position
         self._on_cpu = on_cpu
+        # One that is deferred may run when the next layer step is under way.
+        self._job = memories.job
 
     def run(self) -> tuple[float, float] | None:
         """Multiply."""
         memories = self._memories
-        job = memories.job
+        job = self._job
         if self._on_cpu:
             hidden = self._tokens_of(job.hidden_cpu, job.rows)
             job.results[self._position] = expert_forward(
@@ -273,7 +275,7 @@ class Compute(ExpertOperation):
             return hidden.index_select(0, self.only)
         if rows is None:
             return hidden
-        starts = self._memories.job.groups.starts
+        starts = self._job.groups.starts
         first = starts[self._position]
         end = starts[self._position + 1]
         return hidden.index_select(0, rows[first:end])

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from moesim.policies.planner.plan import Copies, Plan
     from moesim.policies.planner.planner import Planner
     from moesim.runtime.executor.lanes import Lanes, Operation, WakingLock
+    from moesim.runtime.executor.memories import LayerJob
     from moesim.runtime.executor.operations import Memories
     from moesim.traces.timeline.spans import Timeline
 
@@ -136,6 +137,8 @@ class RealWorld:
         self._new_precomputes: list[Precompute] = []
         # Products ahead of the gate for the layer step to come, by key.
         self._coming: dict[int, Precompute] = {}
+        # Whose results, by position, the next layer step will join.
+        self._deferred: tuple[LayerJob, np.ndarray] | None = None
 
     # -- operations -------------------------------------------------------------------
 
@@ -245,7 +248,7 @@ class RealWorld:
         self.take_in()
         start_s = self._lanes.clock_s()
         memories.job.gather()
-        memories.job.answer = memories.device.join(memories.job)
+        memories.job.answer = self._joined(plan)
         end_s = self._lanes.clock_s()
         self._note(JOIN, plan.work.layer, start_s, end_s)
         # Control joins when the last product has ended, and its own last one.
@@ -303,6 +306,22 @@ class RealWorld:
             self._note_hand_off(operation)
             if self._timeline.operations is not None:
                 self._timeline.operations.add(part_of(operation))
+
+    def _joined(self, plan: Plan) -> torch.Tensor:
+        """Add up what this layer step awaited: [T, H]."""
+        job = self._memories.job
+        join = self._memories.device.join
+        late = self._deferred
+        self._deferred = None
+        if plan.deferred:
+            is_late = np.isin(plan.work.experts, plan.deferred)
+            self._deferred = job, np.flatnonzero(is_late)
+            job = job.part(np.flatnonzero(~is_late))
+        answer = join(job)
+        if late is not None:
+            before, positions = late
+            answer = answer + join(before.part(positions))
+        return answer
 
     # -- products ---------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ figures on any machine, however fast or busy it is. A profile's constants matter
 where an assignment policy weighs them.
 
 Where an assignment starts experts one layer ahead (DAOP), they get what they would get:
-the input of the layer before.
+the input of the layer before. Results that join one layer later (KTransformers' expert
+deferral) do so here.
 
 N passages, S scored tokens, V vocabulary.
 """
@@ -107,7 +108,7 @@ class Scores:
         altered: share of scored tokens, counted at every layer, whose experts are not
             the gate's.
         stale: share of token-expert pairs that were computed on the input of the layer
-            before.
+            before, or whose results joined one layer later.
         hit_rate: resident ones of the active experts, over the layer steps of scored
             tokens.
         used: experts that serve a token, mean over scored tokens and layers.

@@ -2,7 +2,8 @@
 its answer in place of the gates'.
 
 Where an assignment starts experts one layer ahead (DAOP), they get what they would get:
-the input of the layer before.
+the input of the layer before. Where it lets results join one layer later (expert
+deferral of KTransformers), they do.
 
 T tokens, E experts, K experts per token, H hidden.
 """
@@ -52,6 +53,7 @@ class PolicyUnderTest:
         phase: of the pass at work.
         started: active experts of the last layer step that the CPU had begun before its
             gate ran.
+        deferred: active experts of the last layer step whose results join in the next.
         expected: bool [T, E], the choice that the last layer step predicted for the
             next layer; None if it predicted none.
         counts: over scored tokens.
@@ -61,6 +63,7 @@ class PolicyUnderTest:
     own_input: bool = False
     phase: Phase = Phase.PREFILL
     started: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    deferred: list[int] = field(default_factory=list)
     expected: np.ndarray | None = None
     counts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _step: int = -1
@@ -90,6 +93,7 @@ class PolicyUnderTest:
         else:
             self.started = work.experts[work.precomputed]
 
+        self.deferred = plan.deferred
         self.expected = None
         if plan.precompute is not None and "pred1_raw" in routed.predicted:
             top_k = routed.routing.shape[1]
@@ -177,6 +181,10 @@ class RoutingOverride:
         self._expected: np.ndarray | None = None
         # A second call of the experts at work, on the input of the layer before.
         self._stale_call: Arguments | None = None
+        # Calls of experts whose results join one layer later: of the layer at work, and
+        # of the one before.
+        self._late_call: Arguments | None = None
+        self._awaited: tuple[Any, Arguments] | None = None
         # Layers of the pass at work whose experts were called.
         self._served = 0
         self._hooks: list[Any] = []
@@ -206,6 +214,7 @@ class RoutingOverride:
         self._policy = policy
         self._served = 0
         self._expected = None
+        self._awaited = None
 
     def check(self) -> None:
         """Make sure that every layer's experts were called as we know it.
@@ -247,6 +256,7 @@ class RoutingOverride:
                 return None
             self._served += 1
             self._stale_call = None
+            self._late_call = None
             if self._policy is None:
                 return None
             return self._override(self._policy, layer, call, (args, kwargs))
@@ -256,13 +266,20 @@ class RoutingOverride:
     def _after_experts(
         self, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """Add what is computed on the input of the layer before."""
+        """Add what is computed on the input of the layer before, or was left by it."""
         del args, kwargs
-        if self._stale_call is None:
-            return output
-        args, kwargs = self._stale_call
-        # `forward`, not a call: hooks must not run for it.
-        return output + experts.forward(*args, **kwargs)
+        calls = []
+        if self._stale_call is not None:
+            calls.append((experts, self._stale_call))
+        if self._awaited is not None:
+            calls.append(self._awaited)
+        self._awaited = None
+        if self._late_call is not None:
+            self._awaited = experts, self._late_call
+        for module, (given, named) in calls:
+            # `forward`, not a call: hooks must not run for it.
+            output = output + module.forward(*given, **named)
+        return output
 
     def _override(
         self,
@@ -281,7 +298,13 @@ class RoutingOverride:
             )
             weights = weights * ~stale
         self._input_before = call.hidden
-        if index is call.index and stale is None:
+        late = _late_pairs(policy, index)
+        if late is not None:
+            self._late_call = call.changed(
+                *arguments, call.hidden, index, weights * late
+            )
+            weights = weights * ~late
+        if index is call.index and stale is None and late is None:
             return None
         return call.changed(*arguments, call.hidden, index, weights)
 
@@ -329,6 +352,18 @@ class RoutingOverride:
         if policy.phase == Phase.DECODE:
             policy.counts["stale"] += int(stale.sum())
         return stale
+
+
+def _late_pairs(policy: PolicyUnderTest, index: torch.Tensor) -> torch.Tensor | None:
+    """Bool [T, K'], on the device of `index`: pairs whose results join one layer later,
+    or None.
+    """
+    if not policy.deferred:
+        return None
+    deferred = torch.tensor(policy.deferred, dtype=index.dtype, device=index.device)
+    late = torch.isin(index, deferred)
+    policy.counts["stale"] += int(late.sum())
+    return late
 
 
 def _rerouted(

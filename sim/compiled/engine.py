@@ -166,7 +166,8 @@ class CompiledReplay:
         world["slowdown"] = np.zeros((0, 0)) if alone else slowdown
         world["held"] = np.zeros(shape.experts, np.int64)
         world["barred"] = np.zeros(shape.experts, np.int64)
-        world["deferred"] = np.zeros(most, records.DEFERRED)
+        world["reports"] = np.zeros(most, records.REPORT)
+        world["awaited"] = np.zeros(2 * shape.experts, np.int64)
         self._most = 3 * shape.experts + 2 * keys * (self._planner.gpus + 1) + 8
         self._make_spans(CHUNK_SPANS + 2 * self._most)
 
@@ -365,6 +366,8 @@ class CompiledReplay:
         world["counts"] = np.zeros(shape.experts, np.int32)
         world["ahead_tokens"] = np.zeros(shape.experts, np.int32)
         world["work_precomputed"] = np.zeros(shape.experts, np.bool_)
+        world["work_deferred"] = np.zeros(shape.experts, np.bool_)
+        world["work_ranks"] = np.zeros(shape.experts, np.int32)
         self._most_tokens = -1
         self._activation_s = np.zeros(0)
 
@@ -375,6 +378,7 @@ class CompiledReplay:
         policies = planner.policies
         constants["alters"] = policies.routing.alters
         constants["precomputes"] = policies.assignment.precomputes
+        constants["defers"] = policies.assignment.defers
         constants["foretells"] = prefetch.foretells
         cache = policies.caches[0]
         constants["replaces_first"] = cache.replaces and cache.replaces_first

@@ -99,6 +99,7 @@ def note_accesses(world: Any, work: Work, lanes: Any) -> None:
         work.first_scores,
         work.states,
         0.0,
+        work.ranks[:0],
     )
     memory.cache(world, m).accessed(memory.cache_state(world, m), part_of_it)
 

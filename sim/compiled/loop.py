@@ -175,9 +175,15 @@ def _dispatch(world: Any, s: int, flags: int, first_op_s: float) -> bool:
     unused = world.answers
     for code in range(constants.gpus + 1):
         unused[code] = True
-    cpu_used = False
-    if run.precomputed:
-        cpu_used = _await_precomputed(world, layer, experts)
+    for i in range(active if run.precomputed else 0):
+        if world.work_precomputed[i]:
+            world.awaited[run.awaited] = layer * constants.experts + experts[i]
+            run.awaited += 1
+    # Products of earlier layer steps are the CPU's, ended or not.
+    cpu_used = run.awaited > 0
+    for n in range(run.awaited):
+        _await(world, world.awaited[n])
+    run.awaited = 0
     count = 0
     for n in range(active):
         i = world.work_order[n]
@@ -208,15 +214,19 @@ def _dispatch(world: Any, s: int, flags: int, first_op_s: float) -> bool:
             0,
             kinds.COMPUTED,
         )
-        count += 1
         if code == 0:
             cpu_used = True
+            if run.defers and world.work_deferred[i]:
+                _defer(world, product, key)
+            else:
+                count += 1
             if flags & SERIAL:
                 world.held[run.held] = product
                 run.held += 1
             else:
                 transfers.start_on_cpu(world, product)
             continue
+        count += 1
         gpu = code - 1
         if flags & SERIAL and world.state[gpu, key] != RESIDENT:
             run.fetched += 1
@@ -234,21 +244,23 @@ def _dispatch(world: Any, s: int, flags: int, first_op_s: float) -> bool:
 
 
 @compiled
-def _await_precomputed(world: Any, layer: int, experts: Any) -> bool:
-    """Count products that were started ahead of this gate and have not ended; whether
-    there were any, ended or not: they are the CPU's.
-    """
-    any_started = False
-    for i in range(len(experts)):
-        if not world.work_precomputed[i]:
-            continue
-        any_started = True
-        expert = world.experts[0, layer * world.constants.experts + experts[i]]
-        if expert.ahead != NONE:
-            world.operations[expert.ahead].on_end = kinds.AWAITED_AHEAD
-            expert.ahead = NONE
-            world.run.pending += 1
-    return any_started
+def _await(world: Any, key: int) -> None:
+    """Count a product of an earlier layer step, unless it has ended."""
+    expert = world.experts[0, key]
+    if expert.ahead != NONE:
+        world.operations[expert.ahead].on_end = kinds.AWAITED_AHEAD
+        expert.ahead = NONE
+        world.run.pending += 1
+
+
+@compiled
+def _defer(world: Any, product: int, key: int) -> None:
+    """Let a product go on by itself until the next layer step awaits it."""
+    run = world.run
+    world.operations[product].on_end = kinds.AHEAD
+    world.experts[0, key].ahead = product
+    world.awaited[run.awaited] = key
+    run.awaited += 1
 
 
 @compiled

@@ -7,8 +7,14 @@ from typing import Any
 import numpy as np
 
 from moesim.machine_code.functions import compiled, loaded, rows_at, table_at
-from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT
-from moesim.policies.kernels import WAITS, GateWork, KernelView, State, Work
+from moesim.policies.base import ABSENT, CPU, DEFERRED, IN_FLIGHT, RESIDENT
+from moesim.policies.kernels import (
+    WAITS,
+    GateWork,
+    KernelView,
+    State,
+    Work,
+)
 from moesim.policies.planner.layer_work import gate_mass_kept
 from moesim.policies.planner.plan import FETCH, PREFETCH, READ, REPLACE
 from moesim.sim.compiled import host, memory
@@ -222,7 +228,67 @@ def work_of(world: Any, s: int) -> Work:
         first_scores,
         gpu_states(world),
         world.constants.cpu_first_s,
+        world.work_ranks[: active if world.constants.defers else 0],
     )
+
+
+@compiled
+def _rank(world: Any, s: int) -> None:
+    """Find the best place of each active expert among the experts of any token."""
+    width = world.constants.experts
+    routing = _routing(world, s)
+    columns = routing.shape[1]
+    best = world.counts
+    for expert in range(width):
+        best[expert] = columns
+    for t in range(len(routing)):
+        for place in range(columns):
+            expert = routing[t, place]
+            # Larger ids mark unused places.
+            if expert < width:
+                best[expert] = min(best[expert], place)
+    experts = served(world, s)
+    for i in range(len(experts)):
+        world.work_ranks[i] = best[experts[i]]
+
+
+@compiled
+def _defer(world: Any, work: Work, lanes: Any) -> None:
+    """Read out of an assignment's lanes whose results join one layer later."""
+    constants = world.constants
+    run = world.run
+    m = constants.host
+    run.defers = work.phase == _DECODE and work.layer + 1 < constants.layers
+    for i in range(len(lanes)):
+        deferred = run.defers and lanes[i] == DEFERRED
+        if lanes[i] == DEFERRED:
+            lanes[i] = CPU
+        if run.precomputed:
+            deferred = deferred and not world.work_precomputed[i]
+        if deferred and m != NONE:
+            key = work.layer * constants.experts + work.experts[i]
+            # Staging is for reads that a layer step waits for.
+            deferred = (
+                world.state[m, key] == RESIDENT and not world.experts[m, key].staged
+            )
+        world.work_deferred[i] = deferred
+
+
+@compiled
+def _launch_deferred_last(world: Any, order: Any) -> None:
+    """Reorder positions so that what joins later goes last; either part keeps its
+    order.
+    """
+    last = world.keys[0]
+    count = 0
+    for n in range(len(order)):
+        if world.work_deferred[order[n]]:
+            last[count] = order[n]
+            count += 1
+        else:
+            order[n - count] = order[n]
+    for n in range(count):
+        order[len(order) - count + n] = last[n]
 
 
 @compiled
@@ -236,6 +302,8 @@ def assign(world: Any, work: Work, lanes: Any, order: Any) -> int:
         lanes,
         order,
     )
+    if constants.defers:
+        _defer(world, work, lanes)
     rows = rows_of(world)
     seen = world.answers[: len(order)]
     for i in range(len(order)):
@@ -256,6 +324,8 @@ def assign(world: Any, work: Work, lanes: Any, order: Any) -> int:
         for i in range(len(lanes)):
             if world.work_precomputed[i]:
                 lanes[i] = 0
+    if constants.defers and run.defers:
+        _launch_deferred_last(world, order)
     return flags
 
 
@@ -582,6 +652,7 @@ def _between_layers(world: Any) -> Work:
         nothing,
         gpu_states(world),
         0.0,
+        experts,
     )
 
 
@@ -868,6 +939,8 @@ def plan_layer_step(address: int, s: int) -> int:
         if run.error:
             return 0
     _look(world, s)
+    if world.constants.defers:
+        _rank(world, s)
     work = work_of(world, s)
     first = world.served_edges[s]
     active = len(work.experts)
@@ -886,6 +959,12 @@ def plan_layer_step(address: int, s: int) -> int:
     if run.swaps:
         _keep_computed(world, work, lanes)
     note_accesses(world, work, lanes)
+    if run.defers and world.constants.host != NONE:
+        # Needed until the product has ended, which the layer step may not see.
+        for i in range(active):
+            key = layer * world.constants.experts + work.experts[i]
+            if world.work_deferred[i]:
+                world.holds[world.constants.host, key] += 1
     run.promoted = 0
     promote_due(world, layer)
     run.released = 0

@@ -14,6 +14,7 @@ import numpy as np
 
 from moesim.machine_code.functions import call_address, compiled
 from moesim.policies.base import (
+    DEFERRED,
     IN_FLIGHT,
     RESIDENT,
     CachePolicy,
@@ -307,7 +308,7 @@ class PythonPolicies:
             legal = len(lanes) == count == len(order)
             # Other types could hide a lane that is none.
             if legal and lanes.dtype != np.int8 and count:
-                legal = lanes.min() >= 0 and lanes.max() <= self._planner.gpus
+                legal = lanes.min() >= DEFERRED and lanes.max() <= self._planner.gpus
             if not legal:
                 self._run["error"] = BAD_ASSIGNMENT
                 return

@@ -51,7 +51,8 @@ RUN = _record(
         ("pending", np.int64),
         ("fetched", np.int64),
         ("held", np.int64),
-        ("deferred", np.int64),
+        ("reports", np.int64),
+        ("awaited", np.int64),  # products of earlier layer steps, by the next one
         ("copies", np.int64),
         ("promoted", np.int64),
         ("swaps", np.int64),
@@ -84,6 +85,7 @@ RUN = _record(
         ("predicting", np.bool_),
         ("precomputed", np.bool_),  # the layer step has products ahead of its gate
         ("begins", np.bool_),  # it begins such products of the next one
+        ("defers", np.bool_),  # it leaves results to the next one
     ]
 )
 """One record: clock and counters."""
@@ -146,7 +148,8 @@ EXPERT = _record(
         ("replaces", np.int64),
         ("queued", np.int64),  # the copy's operation; in host memory, the read's
         ("awaiting", np.int64),  # the product that waits for it
-        ("ahead", np.int64),  # the product that runs ahead of its gate; in memory 0
+        # In memory 0, the product that runs ahead of its gate or joins one layer later.
+        ("ahead", np.int64),
         ("first_copy", np.int64),  # copies that wait for a read
         ("last_copy", np.int64),
         ("staged", np.bool_),
@@ -213,7 +216,7 @@ COPY = _record(
 )
 """A copy that a plan wishes for; a swap has its outgoing expert as `kind`."""
 
-DEFERRED = _record(
+REPORT = _record(
     [("kind", np.int64), ("gpu", np.int64), ("layer", np.int64), ("expert", np.int64)]
 )
 """A report, by what has ended, that waits until decisions are over."""
@@ -256,6 +259,7 @@ CONSTANTS = _record(
         ("alters", np.bool_),  # routing
         ("notes_mass", np.bool_),  # of the gates, that altered routing keeps
         ("precomputes", np.bool_),
+        ("defers", np.bool_),
         ("foretells", np.bool_),
         ("replaces_first", np.bool_),  # caches do, before their layer step
     ]
@@ -275,7 +279,8 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "noise": (np.float64, 2),  # [N, draws]; empty for none
     "held": (np.int64, 1),  # what the CPU of a serial plan will start with
     "barred": (np.int64, 1),
-    "deferred": (DEFERRED, 1),
+    "reports": (REPORT, 1),
+    "awaited": (np.int64, 1),  # keys
     # Spans.
     "codes": (np.int8, 2),  # [2, spans]: lane, kind
     "places": (np.int32, 2),  # [3, spans]: step, layer, expert
@@ -347,6 +352,8 @@ ARRAYS: dict[str, tuple[Any, int]] = {
     "counts": (np.int32, 1),  # [E], tokens
     "ahead_tokens": (np.int32, 1),  # [E], of products ahead of their gate
     "work_precomputed": (np.bool_, 1),
+    "work_deferred": (np.bool_, 1),
+    "work_ranks": (np.int32, 1),
     "work_s": (np.float64, 2),  # [4, G E]
     "work_state": (np.int8, 2),  # [2, G E]
     "work_lanes": (np.int8, 1),

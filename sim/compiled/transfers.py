@@ -387,10 +387,10 @@ def end_decisions(world: Any) -> None:
     """Report what has landed meanwhile, and let queued operations start."""
     run = world.run
     run.closed = False
-    for n in range(run.deferred):
-        report = world.deferred[n]
+    for n in range(run.reports):
+        report = world.reports[n]
         _note_end(world, report.kind, report.gpu, report.layer, report.expert)
-    run.deferred = 0
+    run.reports = 0
     offer(world)
 
 
@@ -561,8 +561,8 @@ def release_held(world: Any) -> None:
 
 
 @compiled
-def _precompute_ended(world: Any, i: int) -> None:
-    """Let go of a product ahead of its gate that nobody has awaited yet."""
+def _unawaited_ended(world: Any, i: int) -> None:
+    """Let go of a product that nobody has awaited yet."""
     ended = world.operations[i]
     expert = world.experts[0, ended.layer * world.constants.experts + ended.expert]
     # A wrong guess of an earlier step may end after its successor has begun.
@@ -630,12 +630,12 @@ def _report(world: Any, kind: int, gpu: int, layer: int, expert: int) -> None:
     """Note what has ended, now or when decisions are over."""
     run = world.run
     if run.closed:
-        report = world.deferred[run.deferred]
+        report = world.reports[run.reports]
         report.kind = kind
         report.gpu = gpu
         report.layer = layer
         report.expert = expert
-        run.deferred += 1
+        run.reports += 1
         return
     if _note_end(world, kind, gpu, layer, expert):
         offer(world)
@@ -692,7 +692,7 @@ def end_operation(address: int, i: int) -> None:
     elif ended.on_end == HAS_READ:
         _has_read(world, i)
     elif ended.on_end == AHEAD:
-        _precompute_ended(world, i)
+        _unawaited_ended(world, i)
     elif ended.on_end != UNAWAITED:
         if ended.on_end == FETCHED:
             run.fetched -= 1

@@ -261,7 +261,9 @@ def test_json_holds_what_the_text_says(command, tmp_path, advice):
     assert len(printed["curve"]) == len(advice.curve)
 
 
-def test_the_page_shows_the_curve_the_cliff_and_measured_points(command, tmp_path):
+def test_the_page_shows_the_curve_the_cliff_and_measured_points(
+    command, tmp_path, screenshots
+):
     rows = bench(
         tmp_path,
         [row("tg", 128, 48.0, n_cpu_moe=12), row("pp", 2048, 600, n_cpu_moe=12)],
@@ -281,7 +283,7 @@ def test_the_page_shows_the_curve_the_cliff_and_measured_points(command, tmp_pat
     assert not all(decode["curve"]["fits"])
     assert "compute buffers" in memory["bill"]["item"]
     with browser(tmp_path / "browser") as driver:
-        check_page(driver, page)
+        check_page(driver, page, screenshots)
 
 
 def test_rows_of_another_model_teach_about_the_machine(tmp_path, advice):

@@ -97,11 +97,11 @@ def test_what_is_there_is_not_run_again(mapped):
     pd.testing.assert_frame_equal(found.runs, again.runs)
 
 
-def test_the_page_links_each_cell_to_its_command(mapped, tmp_path):
+def test_the_page_links_each_cell_to_its_command(mapped, tmp_path, screenshots):
     out, found, _ = mapped
     html, text, figures = write_map(out, found)
     with browser(tmp_path / "browser") as driver:
-        check_page(driver, html)
+        check_page(driver, html, screenshots)
     for cell in found.cells:
         command = f"--cache-ratio {cell['cache_ratio']:g} --batch {cell['batch']}"
         assert command in html.read_text()

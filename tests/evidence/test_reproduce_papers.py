@@ -633,7 +633,7 @@ def small(monkeypatch):
     monkeypatch.setitem(papers(), "DAOP", paper)
 
 
-def test_everything_becomes_one_page(moesim, small, tmp_path):
+def test_everything_becomes_one_page(moesim, small, tmp_path, screenshots):
     """All-CPU is no faster than greedy, so the published direction does not hold, and
     the page says how their times differ.
     """
@@ -652,5 +652,5 @@ def test_everything_becomes_one_page(moesim, small, tmp_path):
     assert [entry["ours"] is not None for entry in saved["records"]] == [True, True]
     assert saved["summary"]["all"]["directions_held"] == 0
     with browser(tmp_path / "browser") as driver:
-        check_page(driver, tmp_path / "reproduction.html")
+        check_page(driver, tmp_path / "reproduction.html", screenshots)
     assert not list(tmp_path.glob("*.part.jsonl"))

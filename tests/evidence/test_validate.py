@@ -329,10 +329,10 @@ def test_the_report_is_whole(grid, tmp_path):
     ]
 
 
-def test_axe_finds_nothing_on_the_page(grid, tmp_path):
+def test_axe_finds_nothing_on_the_page(grid, tmp_path, screenshots):
     save(grid, tmp_path)
     with browser(tmp_path / "browser") as driver:
-        check_page(driver, tmp_path / "validation.html")
+        check_page(driver, tmp_path / "validation.html", screenshots)
 
 
 def test_an_oracle_is_refused():

@@ -1,4 +1,6 @@
-"""Work ahead of the gate (DAOP) and serial issue (Fiddler), by hand."""
+"""Work ahead of the gate (DAOP), results that join one layer later (KTransformers'
+expert deferral) and serial issue (Fiddler), by hand.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from support.handmade import (
 )
 
 from moesim.policies.assignment.daop import DAOP
-from moesim.policies.base import Assignment, AssignmentPolicy, PolicyError, Precompute
+from moesim.policies.base import (
+    DEFERRED,
+    Assignment,
+    AssignmentPolicy,
+    PolicyError,
+    Precompute,
+)
 from moesim.policies.systems import System
 from moesim.traces.format.schema import Phase
 
@@ -192,6 +200,94 @@ def test_section_2_2_prompts_run_in_place_or_where_the_sum_of_latencies_is_least
     assert latency_ms([0, 1, 1, 1]) == min(
         map(latency_ms, itertools.product((0, 1), repeat=4))
     )
+
+
+THREE_LAYERS = shape(layers=3, top_k=2)
+
+
+def test_a_deferred_result_joins_one_layer_later():
+    """Every token has two experts, both on the CPU, the lesser one deferred.
+
+    Layer 0: dense 0-2, the first expert 2-12, then the deferred one beside layer 1's
+    dense part 12-14. Its own first expert waits for it, 22-32. Layer 2 is the last: its
+    dense part is 32-34, both experts follow layer 1's deferred one, 42-52-62.
+    """
+    planner = plan_of(THREE_LAYERS, System("fixed-mapping:defer=1", cache="none"))
+    result, timeline = run(planner, steps([routed(n, 1, 0) for n in range(3)]))
+    assert spans(timeline, "compute") == [
+        ("cpu", 1, 2, 12),
+        ("cpu", 0, 12, 22),
+        ("cpu", 1, 22, 32),
+        ("cpu", 0, 32, 42),
+        ("cpu", 0, 42, 52),
+        ("cpu", 1, 52, 62),
+    ]
+    assert [end for *_, end in spans(timeline, "join")] == [12, 32, 62]
+    assert result.makespan_s == 62
+
+
+def test_a_layer_step_waits_for_what_the_one_before_has_deferred():
+    """Expert 0 is on the GPU, 2-3, and expert 1 on the CPU, deferred, 2-12. Layer 1 has
+    nothing on the CPU: its product ends at 6, and it joins at 12, results brought over.
+    """
+    costs = HandCosts(activation=0.5)
+    system = System("fixed-mapping:defer=1", cache="static:fill=lowest")
+    planner = plan_of(shape(layers=2, top_k=2), system, costs, slots=1)
+    passes = steps([routed(0, 0, 1), routed(1, 0)])
+    result, timeline = run(planner, passes)
+    # Layer 0 has something on the CPU, so hidden states are moved before it joins.
+    assert spans(timeline, "activation") == [
+        ("d2h0", -1, 3, 3.5),
+        ("d2h0", -1, 12, 12.5),
+    ]
+    assert result.makespan_s == 12.5
+
+
+def test_prompts_are_not_deferred():
+    """All at once: three layers of 2 + 2 x 10."""
+    planner = plan_of(THREE_LAYERS, System("fixed-mapping:defer=1", cache="none"))
+    passes = steps([routed(n, 1, 0) for n in range(3)], phase=Phase.PREFILL)
+    assert run(planner, passes)[0].makespan_s == 66
+
+
+def test_what_any_token_ranks_among_its_first_joins_at_once():
+    """Expert 2 is the second of one token and the first of the other."""
+    layers = [
+        replace(
+            routed(n, 1, 2, 3, tokens=[1, 2, 1]),
+            routing=np.array([[1, 2], [2, 3]], np.uint16),
+        )
+        for n in range(2)
+    ]
+    planner = plan_of(THREE_LAYERS, System("fixed-mapping:defer=1", cache="none"))
+    assert planner.plan(layers[0], 0, Phase.DECODE, 0.0).deferred == [3]
+    everything = plan_of(THREE_LAYERS, System("fixed-mapping:defer=2", cache="none"))
+    plan = everything.plan(layers[0], 0, Phase.DECODE, 0.0)
+    assert plan.deferred == [1, 2, 3]
+    assert plan.lanes.tolist() == [0, 0, 0]
+
+
+def test_with_limited_host_memory_only_what_is_there_is_deferred():
+    """The first pass reads every expert, and none of them is deferred."""
+    planner = plan_of(
+        THREE_LAYERS, System("fixed-mapping:defer=1", cache="none"), host_slots=6
+    )
+    passes = steps(*[[routed(n, 1, 0) for n in range(3)] for _ in range(2)])
+    result, _ = run(planner, passes)
+    cold_s = 3 * (2 + 8 + 2 * 10)
+    assert result.makespan_s == cold_s + 62
+    assert not planner.host.memory.holds.any()
+
+
+def test_a_policy_that_does_not_defer_may_not_say_so():
+    class Marks(AssignmentPolicy):
+        def assign(self, work, view):
+            return Assignment(np.full(len(work.experts), DEFERRED, np.int8))
+
+    with registered(assignment_marks=Marks):
+        planner = plan_of(THREE_LAYERS, System("marks", cache="none"))
+        with pytest.raises(PolicyError, match="expected a lane"):
+            planner.plan(routed(0, 1, 0), 0, Phase.DECODE, 0.0)
 
 
 def test_daop_replays_the_shipped_trace():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.cache_driver import View, shape, work
+from support.cache_driver import TimedView, shape, work
 from support.engine_pairs import assert_equal, both, machine
 from support.handmade import routed, steps
 
@@ -22,23 +22,11 @@ EXPERTS = 4
 LAYERS = 2
 
 
-class IdleLink(View):
+class IdleLink(TimedView):
     """A layer lasts 3 s beside the CPU's work, and so does a copy."""
 
     gap_s = 3.0
-    cpu_first_s = 0.0
-
-    def copy_s(self, layer, expert=None):
-        return 3.0
-
-    def link_wait_s(self, gpu=0):
-        return 0.0
-
-    def cpu_s(self, layer, tokens, experts=None):
-        return 1.0 * tokens
-
-    def gpu_s(self, layer, tokens, experts=None):
-        return 1.0 * tokens
+    cpu_token_s = 1.0
 
 
 def context_of(tokens, *, slots=1):

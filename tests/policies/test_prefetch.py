@@ -68,7 +68,7 @@ def test_experts_are_ranked_by_predicted_workload_not_by_score():
 
 def test_equal_workloads_go_to_the_lower_id_or_by_score():
     scores = [[0.1, 0.2, 0.3, 0.4]]
-    view = View(layers=2, experts=4)
+    view = View(layers=2, experts=4, top_k=3)
     assert experts(NextGate(size=2).prefetch(predicting(scores, top_k=3), view)) == [
         1,
         2,
@@ -83,7 +83,9 @@ def test_section_1_5_a_present_experts_use_up_their_place_unless_refilled():
     refilled 2 and 3 come.
     """
     now = predicting([[0.4, 0.3, 0.2, 0.1]], top_k=4, column="pred1_res")
-    view = View(layers=2, experts=4, resident={(0, 1, 0)}, in_flight={(0, 1, 1)})
+    view = View(
+        layers=2, experts=4, resident={(0, 1, 0)}, in_flight={(0, 1, 1)}, top_k=4
+    )
     assert experts(Residual(size=2).prefetch(now, view)) == []
     assert experts(Residual(size=3).prefetch(now, view)) == [2]
     assert experts(Residual(size=2, refill=True).prefetch(now, view)) == [2, 3]
@@ -91,7 +93,7 @@ def test_section_1_5_a_present_experts_use_up_their_place_unless_refilled():
 
 def test_an_expert_on_any_gpu_is_present():
     now = predicting([[0.4, 0.3]], top_k=2)
-    view = View(layers=2, experts=2, gpus=2, resident={(1, 1, 0)})
+    view = View(layers=2, experts=2, gpus=2, resident={(1, 1, 0)}, top_k=2)
     assert experts(NextGate(size=2).prefetch(now, view)) == [1]
 
 

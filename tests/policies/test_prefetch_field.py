@@ -339,13 +339,13 @@ def test_section_6_8_only_the_first_missing_is_loaded():
     now = work(
         experts=[0], predicted={"pred1_raw": [[0.3, 0.1, 0.6]]}, routing=[[0, 1]]
     )
-    assert experts(FirstMissing().prefetch(now, View(2, 3))) == [2]
-    assert experts(FirstMissing().prefetch(now, View(2, 3, resident={(0, 1, 2)}))) == [
-        0
-    ]
+    assert experts(FirstMissing().prefetch(now, View(2, 3, top_k=2))) == [2]
+    assert experts(
+        FirstMissing().prefetch(now, View(2, 3, resident={(0, 1, 2)}, top_k=2))
+    ) == [0]
     assert not FirstMissing().prefetch(now, View(2, 3, resident={(0, 1, 2), (0, 1, 0)}))
     assert not FirstMissing().prefetch(
-        dataclasses.replace(now, phase=Phase.PREFILL), View(2, 3)
+        dataclasses.replace(now, phase=Phase.PREFILL), View(2, 3, top_k=2)
     )
 
 
@@ -358,10 +358,14 @@ def test_section_3_2_partial_hidden_orders_by_merged_score():
         predicted={"pred1_raw": [[0.4, 0.6, 0.0], [0.45, 0.0, 0.5]]},
         routing=[[0, 1], [0, 1]],
     )
-    assert experts(PartialHidden().prefetch(now, View(2, 3))) == [1, 2, 0]
-    assert experts(PartialHidden(merge="sum").prefetch(now, View(2, 3))) == [0, 1, 2]
+    assert experts(PartialHidden().prefetch(now, View(2, 3, top_k=2))) == [1, 2, 0]
+    assert experts(PartialHidden(merge="sum").prefetch(now, View(2, 3, top_k=2))) == [
+        0,
+        1,
+        2,
+    ]
     assert experts(
-        PartialHidden(size=2).prefetch(now, View(2, 3, resident={(0, 1, 1)}))
+        PartialHidden(size=2).prefetch(now, View(2, 3, resident={(0, 1, 1)}, top_k=2))
     ) == [2]
     # The queue is cleared when the true gate is known.
     assert PartialHidden.late == "drop"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.cache_driver import View, shape, work
+from support.cache_driver import TimedView, shape, work
 from support.engine_pairs import assert_equal, both, machine
 
 from moesim.policies.base import ABSENT, RunContext
@@ -15,25 +15,6 @@ from moesim.traces.format.reader import open_trace
 
 LAYERS = 3
 EXPERTS = 4
-
-
-class TimedView(View):
-    """A machine whose CPU takes 4 s for an expert and whose link takes 3 s."""
-
-    gap_s = 1.0
-    cpu_first_s = 0.0
-
-    def copy_s(self, layer, expert=None):
-        return 3.0
-
-    def link_wait_s(self, gpu=0):
-        return 0.0
-
-    def cpu_s(self, layer, tokens, experts=None):
-        return 4.0 * tokens
-
-    def gpu_s(self, layer, tokens, experts=None):
-        return 1.0 * tokens
 
 
 def run_context(**given):
@@ -149,7 +130,7 @@ def test_what_is_fetched_anyway_stays_if_it_is_worth_more(parts):
 
 def test_what_the_cpu_computed_is_copied_if_it_is_worth_more_by_the_margin():
     """Used in one of two tokens, half-lives of one: worth 1/2 · 1; the other half of it."""
-    view = View(LAYERS, EXPERTS, resident=[(0, 0, 1)])
+    view = TimedView(LAYERS, EXPERTS, resident=[(0, 0, 1)])
     swap = [((0, 1), (0, 0))]
     for margin, wanted in ((0.24, swap), (0.26, [])):
         cache = RecallCache(margin=margin, recall=0, short=1, short_half_life=1)

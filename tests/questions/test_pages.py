@@ -8,7 +8,6 @@ import html
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from support.browser import (
     data_of,
     errors_of,
     opened,
-    screenshots,
     wait,
 )
 from support.small_trace import write_small_trace, write_trace
@@ -277,23 +275,11 @@ def driver(tmp_path_factory):
 
 
 @EACH
-def test_anybody_can_read_every_page(driver, pages, kind):
+def test_anybody_can_read_every_page(driver, pages, kind, screenshots):
     """Light and dark, 390 and 1,280 px: axe finds nothing, the console stays empty, and
-    nothing is fetched.
+    nothing is fetched. ``--screenshots FOLDER`` keeps pictures.
     """
-    check_page(driver, pages[kind])
-
-
-@EACH
-def test_screenshots(driver, pages, kind, request):
-    """With ``--screenshots FOLDER`` pictures of every page are kept there."""
-    folder = request.config.getoption("--screenshots")
-    pictures = screenshots(driver, pages[kind])
-    for name, picture in pictures.items():
-        assert picture.startswith(b"\x89PNG")
-        if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / f"{kind}-{name}.png").write_bytes(picture)
+    check_page(driver, pages[kind], screenshots)
 
 
 def choose(driver, name, value):

@@ -193,6 +193,58 @@ def test_wrong_experts_do_what_brute_force_says(swapped):
     assert scores.altered > 0.5
 
 
+def nats_of(model, passages):
+    """Let a model read passages as `measure` does: [N, S]."""
+    cache = None
+    logits = []
+    prompt = passages.tokens[:, :PROMPT]
+    with torch.inference_mode():
+        for piece in (prompt, *passages.tokens[:, PROMPT:-1].split(1, dim=1)):
+            out = model(piece, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logits.append(out.logits[:, -1])
+    nats = functional.cross_entropy(
+        torch.stack(logits[1:], -1), passages.tokens[:, PROMPT + 1 :], reduction="none"
+    )
+    return nats.numpy()
+
+
+def test_deferred_experts_join_one_layer_later(tmp_path):
+    """KTransformers' expert deferral by brute force: three layers, nothing resident, the
+    lowest-scored of three experts deferred by the first two layers.
+    """
+    made = Swapped("qwen3_moe", tmp_path, num_hidden_layers=3, num_experts_per_tok=3)
+
+    class Deferring(StoreExperts):
+        def experts(self, layer, hidden, index, weights):
+            if len(hidden) > 1:
+                return super().experts(layer, hidden, index, weights)
+            late = weights == weights.min()
+            if layer == 2:
+                late = torch.zeros_like(late)
+            result = super().experts(layer, hidden, index, weights * ~late)
+            if layer:
+                result = result + self.left
+            self.left = super().experts(layer, hidden, index, weights * late)
+            return result
+
+    local = LocalModel("random", made.plain)
+    passages = random_passages(1, scored=8)
+    policies = [
+        trial(local, System(f"fixed-mapping:defer={defer}", "none"), full=True)
+        for defer in (1, 0)
+    ]
+    deferred, at_once = measure(local, passages, policies)
+    made.offloaded.handler = Deferring(made.store)
+    nats = nats_of(made.offloaded.model, passages)
+    made.store.close()
+    assert deferred.nats == pytest.approx(nats, abs=2e-4)
+    # One of three, in two of three layers.
+    assert deferred.stale == pytest.approx(2 / 9)
+    assert deferred.kl.max() > 1e-6
+    assert is_the_model_itself(at_once)
+
+
 def test_experts_begun_a_layer_ahead_work_on_the_input_of_that_layer(tmp_path):
     """DAOP's pre-calculation by brute force: two layers, nothing resident, the gate
     itself keeps its word.
@@ -220,21 +272,9 @@ def test_experts_begun_a_layer_ahead_work_on_the_input_of_that_layer(tmp_path):
         columns=("pred1_raw",),
     )
     made.offloaded.handler = Early(made.store)
-    cache = None
-    nats = []
-    with torch.inference_mode():
-        for piece in (
-            passages.tokens[:, :PROMPT],
-            *passages.tokens[:, PROMPT:-1].split(1, dim=1),
-        ):
-            out = made.offloaded.model(piece, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            nats.append(out.logits[:, -1])
-    nats = functional.cross_entropy(
-        torch.stack(nats[1:], -1), passages.tokens[:, PROMPT + 1 :], reduction="none"
-    )
+    nats = nats_of(made.offloaded.model, passages)
     made.store.close()
-    assert scores.nats == pytest.approx(nats.numpy(), abs=2e-4)
+    assert scores.nats == pytest.approx(nats, abs=2e-4)
     assert 0 < scores.stale <= 0.5
     assert scores.kl.max() > 1e-4
     assert is_the_model_itself(own)

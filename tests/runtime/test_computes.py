@@ -1,5 +1,5 @@
-"""What real lanes compute beside the plain layer step: ahead of the gate (DAOP), after
-the GPU (Fiddler).
+"""What real lanes compute beside the plain layer step: ahead of the gate (DAOP), for
+the next layer step to join (KTransformers), after the GPU (Fiddler).
 """
 
 import threading
@@ -20,7 +20,13 @@ from support.real_machine import (
 from support.small_trace import write_trace
 
 from moesim.hwprofiles.costs import Costs
-from moesim.policies.base import CPU, RESIDENT, Assignment, AssignmentPolicy
+from moesim.policies.base import (
+    CPU,
+    DEFERRED,
+    RESIDENT,
+    Assignment,
+    AssignmentPolicy,
+)
 from moesim.policies.base import Precompute as Named
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
@@ -76,9 +82,23 @@ class Guessing(AssignmentPolicy):
         return Named(np.array([1], np.int32), np.array([1], np.int32))
 
 
+class Deferring(AssignmentPolicy):
+    """All on the CPU; results of expert 5 join one layer later."""
+
+    approximates = True
+    defers = True
+
+    def assign(self, work, view):
+        return Assignment(np.where(work.experts == 5, DEFERRED, CPU).astype(np.int8))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def policies_of_this_module():
-    with registered(assignment_foretelling=Foretelling, assignment_guessing=Guessing):
+    with registered(
+        assignment_foretelling=Foretelling,
+        assignment_guessing=Guessing,
+        assignment_deferring=Deferring,
+    ):
         yield
 
 
@@ -97,10 +117,10 @@ def shape(layers=2):
 
 
 @contextmanager
-def executor(store, policy, workers, *, slots=0, host=None):
+def executor(store, policy, workers, *, slots=0, host=None, layers=2):
     """An executor, its planner and its timeline."""
     profile = host_profile(WORKERS[workers][0], cores=WORKERS[workers][1])
-    model = shape()
+    model = shape(layers)
     size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=slots)
     limited = None
     if host is not None:
@@ -195,6 +215,62 @@ def test_a_token_is_served_ahead_only_where_that_was_predicted_for_it(
     assert spans["expert"].tolist()[:3] == [4, 5, 1], (
         "this layer's own experts come first"
     )
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("host", [None, 12])
+def test_a_deferred_result_joins_the_next_layers(tmp_path, monkeypatch, workers, host):
+    """Three layers of three tokens, whose experts are 5 and another. Where the CPU has a
+    thread of its own, expert 5 of layer 0 begins when the layer step has ended.
+    """
+    routing = np.array([[5, 0], [1, 5], [2, 3]], np.uint16)
+    draw = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(3, 32, generator=draw) for _ in range(3)]
+    has_ended = threading.Event()
+    if workers == "one core":
+        has_ended.set()
+    run = Compute.run
+
+    def behind_its_layer_step(self):
+        if (self.layer, self.expert) == (0, 5):
+            assert has_ended.wait(10), "its layer step waits for it"
+        return run(self)
+
+    monkeypatch.setattr(Compute, "run", behind_its_layer_step)
+    with (
+        build_random_store(shape(3), tmp_path / "s", dtype="float32") as store,
+        HostSlots(1, store.slot_bytes) as tier,
+        executor(store, "deferring", workers, host=host, layers=3) as (made, *_),
+    ):
+
+        def share(layer, expert):
+            """Half of what an expert makes of its tokens, [3, H]."""
+            store.read_into(layer, expert, tier.record(0))
+            weights = store.layout(layer).views(tier.record(0))
+            made_of = expert_forward(weights, inputs[layer], store.layout(layer)) / 2
+            has = (routing == expert).any(axis=1)
+            return made_of * torch.from_numpy(has)[:, None]
+
+        at_once = [sum(share(n, expert) for expert in range(4)) for n in range(3)]
+        late = [share(n, 5) for n in range(3)]
+        got = []
+
+        def forward():
+            # The first pass finds experts in host memory only where it is unlimited.
+            for step in range(2):
+                made.begin_step(step, Phase.DECODE, 0)
+                got.clear()
+                for layer in range(3):
+                    got.append(ask(made, layer, routing, inputs[layer]))
+                    has_ended.set()
+                made.end_step(3, 3)
+
+        if host is not None:
+            has_ended.set()
+        made.run(forward)
+    assert torch.allclose(got[0], at_once[0], atol=1e-6)
+    assert torch.allclose(got[1], at_once[1] + late[0], atol=1e-6)
+    assert torch.allclose(got[2], at_once[2] + late[2] + late[1], atol=1e-6)
 
 
 def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeypatch):

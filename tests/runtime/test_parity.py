@@ -247,6 +247,42 @@ def test_hits_equal_the_simulators_for_every_cache_policy(trace, store, artefact
         ).all(), cache
 
 
+@pytest.mark.parametrize("cache", ["static", "lru"])
+@pytest.mark.parametrize("host_experts", [None, 9])
+def test_deferred_results_change_neither_hits_nor_plans(
+    trace, store, cache, host_experts
+):
+    """Nothing is copied but what host memory lacks, so residency depends on no time;
+    what is deferred follows from the routing and, where host memory is limited, from
+    what it holds: the log of the real run repeats it.
+    """
+    memory = {
+        "slots_per_layer": 2,
+        "host_memory_bytes": host_experts and host_experts * EXPERT,
+    }
+    combination = f"fixed-mapping:defer=1+{cache}+none"
+    run = measured(trace, store, combination, batch=2, **memory)
+    assert run.metrics["approximate"] is True
+    simulated = api.replay(
+        trace,
+        "fixed-mapping:defer=1",
+        cache=cache,
+        prefetch="none",
+        hw=host_profile(),
+        batch=2,
+        memory=api.MemoryOptions(**memory),
+    )
+    accesses = [each.timeline.access_frame() for each in (run, simulated)]
+    assert (accesses[0]["state"] == accesses[1]["state"]).all()
+    assert (accesses[0]["lane"] == accesses[1]["lane"]).all()
+    plans = repeat(
+        run.decision_log.entries,
+        fresh_planner(trace, combination, batch=2, **memory),
+        compose(trace, batch=2, columns=COLUMNS),
+    )
+    assert any(plan.deferred for plan in plans)
+
+
 class Flood(PrefetchPolicy):
     """Names all experts of the next two layers, each layer in another order, and takes
     back what has not started.

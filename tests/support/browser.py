@@ -118,9 +118,9 @@ def violations(driver):
     ]
 
 
-def check_page(driver, page):
+def check_page(driver, page, folder=None):
     """Anybody can read a page, on each of `SCREENS`; it is silent and asks for nothing
-    else.
+    else. Pictures of all of it are kept in `folder`, where one is given.
     """
     errors_of(driver)
     for scheme, width in SCREENS:
@@ -134,16 +134,12 @@ def check_page(driver, page):
             "return performance.getEntriesByType('resource').map((each) => each.name)"
         )
         assert [name for name in asked if not name.startswith(("data:", "blob:"))] == []
+
+        if folder is not None:
+            height = driver.execute_script("return document.body.scrollHeight")
+            opened(driver, page, width=width, height=min(height, 4000), scheme=scheme)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            picture = Path(folder) / f"{page.stem}-{scheme}-{width}.png"
+            picture.write_bytes(driver.get_screenshot_as_png())
     said = errors_of(driver)
     assert said == [], said
-
-
-def screenshots(driver, page):
-    """The whole page as PNG on each of `SCREENS`, by their names."""
-    pictures = {}
-    for scheme, width in SCREENS:
-        opened(driver, page, width=width, scheme=scheme)
-        height = driver.execute_script("return document.documentElement.scrollHeight")
-        opened(driver, page, width=width, height=min(height, 4000), scheme=scheme)
-        pictures[f"{scheme}-{width}"] = driver.get_screenshot_as_png()
-    return pictures

@@ -98,8 +98,8 @@ class View:
 
     gap_s = 0.0
 
-    def __init__(self, layers=1, experts=8, gpus=1, resident=(), in_flight=()):
-        self.shape = shape(layers, experts)
+    def __init__(self, layers=1, experts=8, gpus=1, resident=(), in_flight=(), top_k=1):
+        self.shape = shape(layers, experts, top_k)
         self.layers = layers
         self.experts = experts
         self.gpus = gpus
@@ -131,6 +131,23 @@ class View:
 
     def gpu_s(self, layer, tokens):
         return np.ones(np.shape(tokens))
+
+
+class TimedView(View):
+    """A machine whose link takes 3 s for an expert and whose GPU takes 1 s a token."""
+
+    gap_s = 1.0
+    cpu_first_s = 0.0
+    cpu_token_s = 4.0
+
+    def copy_s(self, layer, expert=None):
+        return 3.0
+
+    def cpu_s(self, layer, tokens, experts=None):
+        return self.cpu_token_s * tokens
+
+    def gpu_s(self, layer, tokens, experts=None):
+        return 1.0 * tokens
 
 
 class ListFuture:

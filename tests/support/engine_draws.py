@@ -26,6 +26,8 @@ ASSIGNMENTS = (
     "static-threshold:tokens=2",
     "fixed-mapping",
     "fixed-mapping:wait=true,prefill=gpu",
+    "fixed-mapping:defer=1",
+    "fixed-mapping:defer=2,wait=true",
     "layer-wise",
     "layer-wise:side=first",
     "layer-wise:upload_tokens=2",
@@ -261,6 +263,15 @@ SELDOM = (
     # Copies back; products ahead of their gate that are still queued.
     ("mixtral-offloading", None, "next-gate", {}),
     ("daop", None, None, {"batch": 3}),
+    # Tokens with more experts than the model gives them: predictions keep its number.
+    (
+        "fixed-mapping",
+        "none",
+        "next-gate",
+        {"routing": "expert-cache-router:reading=literal,phase=both"},
+    ),
+    # Results that join one layer later, of experts that may leave host memory.
+    ("fixed-mapping:defer=1", "lru", "next-gate", {"host": 8, "batch": 2}),
 )
 """Configurations for branches of the planner and of transfers that draws seldom reach.
 """

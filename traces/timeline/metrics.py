@@ -231,7 +231,8 @@ RUN_METRICS: dict[str, Metric] = {
         "",
         NEITHER,
         "`true` if the assignment computes experts ahead of their gate, on the layer"
-        " before's input (`daop`): then answers differ even with recorded routing",
+        " before's input (`daop`), or lets results join one layer later"
+        " (`ktransformers-deferral`): then answers differ even with recorded routing",
     ),
     "gate_mass_kept": Metric(
         RUN,

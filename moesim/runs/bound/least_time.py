@@ -112,7 +112,8 @@ def least_seconds(
         memory: sizes of the caches; staging holds nothing for a second use.
         gpus: of the machine.
         warm: a run may begin with any content in its caches.
-        computes_ahead: the CPU may compute experts before their layer step begins.
+        computes_ahead: the CPU may compute experts before their layer step begins, or
+            after it has ended.
         moves_results: the CPU's results have a way to the GPU.
     """
     work = _Work(
@@ -559,7 +560,8 @@ def replay_bound(
     if policies.routing.alters:
         return None
     warm = any((tier.memory.state == RESIDENT).any() for tier in planner.gpu)
-    ahead = policies.assignment.precomputes
+    # Either way a layer step does not wait for all that the CPU does for it.
+    ahead = policies.assignment.precomputes or policies.assignment.defers
     return least_seconds(
         layer_steps(trace, batch=setup.config.batch, steps=setup.config.steps),
         planner.costs,
