@@ -41,7 +41,7 @@ from moesim.evidence.reproduction.questions import (
 )
 from moesim.evidence.reproduction.reproduce_all import Done
 from moesim.evidence.reproduction.routing import EXPERIMENTS
-from moesim.evidence.reproduction.runs import RunSpec
+from moesim.evidence.reproduction.runs import TRAINING_SEQUENCES, RunSpec
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.hwprofiles import profile as profiles
 from moesim.traces.format.reader import open_trace
@@ -351,6 +351,21 @@ def test_workloads_are_drawn_alike_and_once(tmp_path):
     assert LOAD.draw(other).read_bytes() == written
     assert LOAD.calibration().draw(tmp_path) != first
     assert "like olmoe-1b-7b" in LOAD.words
+
+
+def test_cache_networks_learn_from_other_texts_and_the_page_says_from_how_many():
+    learned = {
+        run: question
+        for question in questions.questions(["FlashMoE"])
+        for run in question.runs
+        if run.learned and "LRU" in question.record.metric
+    }
+    assert len(learned) == 2
+    for run, question in learned.items():
+        training = run.workload.calibration(TRAINING_SEQUENCES)
+        assert training.seed != run.workload.seed
+        assert training.sequences == TRAINING_SEQUENCES
+        assert f"trained on {TRAINING_SEQUENCES} other" in question.note
 
 
 def test_a_recorded_text_is_judged_behind_what_calibrated_it(tmp_path):

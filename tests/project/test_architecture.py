@@ -47,7 +47,7 @@ TOP = ("traces", "hwprofiles", "policies", "engine", "sim", "runtime", "moesim")
 
 MOST_CODE_LINES = 76_500
 MOST_FILES = 480
-MOST_TEST_LINES = 40_500
+MOST_TEST_LINES = 40_600
 """What a person must hold; `benchmarks/size.py` counts it. A change that needs more
 raises the number, and says why.
 """

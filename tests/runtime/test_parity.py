@@ -47,12 +47,15 @@ def measured(
     batch=1,
     routing=None,
     workers=None,
+    numbers=None,
     out=None,
     artefacts=None,
     **memory,
 ):
-    policy, cache, prefetch = combination.split("+")
-    cores = {"cores": 1} if workers is ONE_WORKER else {}
+    policy, cache, prefetch = (*combination.split("+"), None, None)[:3]
+    stated = dict(numbers or {})
+    if workers is ONE_WORKER:
+        stated["cores"] = 1
     return run_trace(
         trace,
         policy,
@@ -62,14 +65,16 @@ def measured(
         store=store,
         dtype="float32",
         batch=batch,
-        hw=host_profile(workers, **cores),
+        hw=host_profile(workers, **stated),
         memory=api.MemoryOptions(**memory),
         out=out,
         artefacts=artefacts,
     )
 
 
-def fresh_planner(trace, combination, *, batch=1, artefacts=None, **memory):
+def fresh_planner(
+    trace, combination, *, batch=1, artefacts=None, numbers=None, **memory
+):
     from moesim.runs.config import RunConfig
     from moesim.runs.setup import Setup
     from moesim.runtime.executor.trace_driven import shape_for
@@ -80,7 +85,7 @@ def fresh_planner(trace, combination, *, batch=1, artefacts=None, **memory):
     setup = Setup(
         config,
         shape_for(trace.shape, None),
-        host_profile(),
+        host_profile(**(numbers or {})),
         config.system,
         future=RecordedFuture.of(trace, batch=batch),
     )
@@ -114,6 +119,94 @@ def test_views_of_a_run_give_the_same_plans_for_every_policy(trace, store, artef
         assert len(plans) == run.metrics["layer_steps"] == 3 * run.metrics["steps"], (
             combination
         )
+
+
+LAUNCH_S = 1e-5
+"""Fixed seconds of an expert on either lane of `host_profile`."""
+READ_S = EXPERT / 1e10
+"""What reading its weights there takes, longer than these few tokens' operations."""
+PLAIN_S = LAUNCH_S + READ_S
+
+
+@pytest.mark.parametrize(
+    ("policy", "numbers", "cpu_s", "gpu_s", "chosen"),
+    [
+        ("exact+none+none", {}, PLAIN_S, PLAIN_S, {"cpu", "gpu0"}),
+        # A second for each expert on the CPU, or for the first of a layer step, which
+        # an expert's own time lacks: nothing is worth that.
+        (
+            "exact+none+none",
+            {"costs.cpu.overhead_s": 1.0},
+            1.0 + READ_S,
+            PLAIN_S,
+            {"gpu0"},
+        ),
+        (
+            "hybrimoe-schedule+none+none",
+            {"costs.cpu.first_s": 1.0},
+            PLAIN_S,
+            PLAIN_S,
+            {"gpu0"},
+        ),
+        # A second for each launch on the GPU; or for the one of a group, whose experts
+        # are compared by their shares.
+        (
+            "exact+none+none",
+            {"costs.gpu.overhead_s": 1.0},
+            PLAIN_S,
+            1.0 + READ_S,
+            {"cpu"},
+        ),
+        (
+            "exact+none+none",
+            {"costs.gpu.overhead_s": 1.0, "costs.gpu.further_s": 2e-5},
+            PLAIN_S,
+            2e-5 + READ_S,
+            {"cpu", "gpu0"},
+        ),
+        # An expert slows down beside copies, or copies beside it, beyond all use.
+        (
+            "fetch-split+none+none",
+            {"contention.cpu.h2d": 1e6},
+            PLAIN_S,
+            PLAIN_S,
+            {"gpu0"},
+        ),
+        (
+            "fetch-split+none+none",
+            {"contention.h2d.cpu": 1e6},
+            PLAIN_S,
+            PLAIN_S,
+            {"cpu"},
+        ),
+        # A system's own kernels: its work on the CPU, and not what a launch takes.
+        (
+            "dali-ktransformers",
+            {},
+            LAUNCH_S + READ_S / 1.25,
+            PLAIN_S,
+            {"cpu"},
+        ),
+    ],
+)
+def test_the_runtime_plans_with_each_cost_that_the_simulator_charges(
+    trace, store, policy, numbers, cpu_s, gpu_s, chosen
+):
+    """By hand on three layers: what an expert takes on either lane in the views of a
+    real run, where its plans send it, and the same plans from the simulator's planner.
+    """
+    options = {"numbers": numbers, "slots_per_layer": 0}
+    run = measured(trace, store, policy, **options)
+    plans = repeat(
+        run.decision_log.entries,
+        fresh_planner(trace, policy, **options),
+        compose(trace, batch=1, columns=COLUMNS),
+    )
+    for plan in plans:
+        assert plan.work.cpu_s == pytest.approx(cpu_s)
+        assert plan.work.gpu_s[0] == pytest.approx(gpu_s)
+    assert {plan.work.layer for plan in plans} == {0, 1, 2}
+    assert set(run.timeline.access_frame()["lane"]) == chosen
 
 
 def test_hits_equal_the_simulators_for_every_cache_policy(trace, store, artefacts):

@@ -316,7 +316,7 @@ def _draws(specs: Sequence[RunSpec], folder: Path) -> list[_Draw]:
     wanted: dict[tuple[Workload, bool], None] = {}
     for spec in specs:
         wanted[spec.workload, False] = None
-        if spec.warm or spec.learned:
+        if spec.warm:
             wanted[spec.workload.calibration(), False] = None
         if spec.learned:
             wanted[spec.workload, True] = None

@@ -35,8 +35,13 @@ Outcome = dict[str, Any]
 (`parts_of`).
 """
 
-EPOCHS = 40
-"""Most epochs of a cache network's training, which stops early where it can."""
+TRAINING_SEQUENCES = 256
+"""Drawn texts that a cache network is trained on, half of FlashMoE's 512 (its text,
+``train_samples``): all of them take 5 GB for Qwen3-30B-A3B and hardly another result
+(docs/measurements/papers.md).
+"""
+EPOCHS = 8
+"""Most epochs of that training, which stops early where it can; the paper has 200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +220,11 @@ def learned_cache(workload: Workload, folder: Path) -> Path:
     from moesim.questions.learned_cache import all_passes  # noqa: PLC0415 - needs torch
     from moesim.runtime.train.cache import Recipe, train  # noqa: PLC0415 - needs torch
 
-    calibration = workload.calibration()
-    artefacts = folder / f"{calibration.name}-learned"
+    training = workload.calibration(TRAINING_SEQUENCES)
+    artefacts = folder / f"{training.name}-learned"
     network = artefacts / "flashmoe.safetensors"
     if not network.exists():
-        trace = open_trace(calibration.draw(folder))
+        trace = open_trace(training.draw(folder))
         trained = train(all_passes(trace), trace.shape, Recipe(epochs=EPOCHS))
         artefacts.mkdir(exist_ok=True)
         trained.save(network)

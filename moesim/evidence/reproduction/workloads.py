@@ -124,13 +124,17 @@ class Workload:
             return ()
         return tuple(round(self.recall * DEEPER**depth, 4) for depth in range(3))
 
-    def calibration(self) -> Workload:
+    def calibration(self, sequences: int | None = None) -> Workload:
         """Other sequences of the same model, from which caches may be filled; of a
         recorded trace what comes before in the same text.
+
+        Args:
+            sequences: how many are drawn; None for `CALIBRATION_SEQUENCES`.
         """
+        drawn = sequences or CALIBRATION_SEQUENCES
         return replace(
             self,
-            sequences=self.sequences if self.recorded else CALIBRATION_SEQUENCES,
+            sequences=self.sequences if self.recorded else drawn,
             recall=None,
             recall_at=None,
             residual=None,
@@ -173,7 +177,9 @@ class Workload:
         last = first + self.generated if first else EARLIER
         read = ds.dataset(self.recorded)
         # Those that are long enough, in the order of the file.
-        lengths = read.to_table(columns=["seq_id", "step"]).group_by("seq_id")
+        steps_of_texts = read.to_table(columns=["seq_id", "step"])
+        # Threads would give the texts in another order each time.
+        lengths = steps_of_texts.group_by("seq_id", use_threads=False)
         longest = lengths.aggregate([("step", "max")]).to_pylist()
         texts = [each["seq_id"] for each in longest if each["step_max"] >= last]
         begin = self.group * self.sequences
