@@ -89,12 +89,13 @@ def report() -> None:
         for case in CASES:
             with tempfile.TemporaryDirectory() as cold:
                 cold_s, code = seconds(case, cold)
-            warm_s = float("nan")
+            warm_words = ""
             if not case.first_only:
                 seconds(case, warm)
                 warm_s, code = seconds(case, warm)
+                warm_words = f"{warm_s:.2f}"
             print(
-                f"| {case.label} | `{case.words}` | {cold_s:.2f} | {warm_s:.2f} |"
+                f"| {case.label} | `{case.words}` | {cold_s:.2f} | {warm_words} |"
                 f" ≤ {case.target_s:g} |{'' if code in {0, 2} else f' exit {code}'}",
                 flush=True,
             )
