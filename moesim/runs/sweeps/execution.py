@@ -209,9 +209,11 @@ class _Processes:
         from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415
 
         start_resource_trackers()
-        return ProcessPoolExecutor(
-            self._workers, initializer=_prepare_worker, initargs=(os.getpid(),)
-        )
+        # It tries to import a profiler, and swallows an interrupt that meets that.
+        with stops_wait():
+            return ProcessPoolExecutor(
+                self._workers, initializer=_prepare_worker, initargs=(os.getpid(),)
+            )
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
         # Processes start here, and the thread that replaces them.
