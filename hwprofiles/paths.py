@@ -27,6 +27,12 @@ UNIFIED = f"{MEMORY}.unified"
 FURTHER_S = f"{COSTS}.gpu.further_s"
 """Fixed seconds of each expert of a grouped launch; absent where each is launched."""
 
+FEW_TOKENS = f"{COSTS}.cpu.few_tokens"
+MANY_FLOPS_PER_S = f"{COSTS}.cpu.many_flops_per_s"
+"""The most tokens of an expert that `costs.cpu.flops_per_s` was measured with, and the
+rate beyond them; absent where one rate holds for all.
+"""
+
 PLATFORM_IDLE_W = f"{POWER}.platform.idle_w"
 
 LINK_PAGE_LOCKED = f"{PROBES}.link.page_locked_bytes_per_s"

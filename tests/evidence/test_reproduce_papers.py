@@ -71,6 +71,8 @@ NO_FIGURE = (
     "Not stated",
     "not stated",
     "prints",
+    # Released code is no record.
+    "its released data/calibration_data.py",
 )
 """Words of sources that name a paper and take no published figure from it."""
 
@@ -598,6 +600,77 @@ def test_ratios_are_of_figures_that_something_decides():
     assert counts["simulated"] == 5
     assert (counts["ratios"], counts["within_1.5"]) == (2, 1)
     assert counts["median_ratio"] == pytest.approx((1.1 - 1.0) / 2)
+    # What is published does not decide the fourth.
+    assert (counts["all_ratios"], counts["all_within_1.5"]) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("compare", "published", "ours", "ratio"),
+    [
+        # 1.8 times for 1.35.
+        ("gain", 35.0, 80.0, 1.8 / 1.35),
+        # A quarter of the time less is 4 / 3 of the speed, half of it twice.
+        ("reduction", 25.0, 50.0, 2 / (4 / 3)),
+        ("ratio", 1.35, 1.8, 1.8 / 1.35),
+        # Slower where faster was published.
+        ("gain", 20.0, -10.0, -0.5),
+    ],
+)
+def test_a_gain_is_compared_as_the_speedup_that_it_states(
+    compare, published, ours, ratio
+):
+    answered = _answered(published, ours, compare=compare)
+    assert answered.ratio == pytest.approx(ratio)
+    assert answered.printed_ratio == pytest.approx(ours / published)
+
+
+@pytest.mark.parametrize(
+    ("ours", "decided"),
+    [(2.2, True), (1.9, True), (1.2, False), (3.1, False), (-2.0, False)],
+)
+def test_a_ratio_that_an_exchange_moves_far_is_not_decided(ours, decided):
+    """2.0 for the published 2.0; within a factor of 1.5 either way it stays decided."""
+    question = Question(RECORD, cases=_cases(("greedy", "all-cpu")), compare="ratio")
+    answered = Answered(question, 2.0, {"other": ours})
+    assert answered.moves is not decided
+    counts = pages.summary([answered])
+    assert (counts["ratios"], counts["all_ratios"]) == (int(decided), 1)
+
+
+def test_an_exchange_changes_the_runs_it_is_about_and_no_others():
+    """SMoE without HybriMoE has two rivals; DALI's half millisecond moves from copies
+    to products.
+    """
+    smoe = questions.questions(["SMoE"])
+    again = questions.exchanged(smoe)["HybriMoE not a baseline"]
+    (changed,) = (
+        each
+        for each in smoe
+        if each.record in again and each.record.setting == {"batch": 3, "setting": "S1"}
+    )
+    for asked, baselines in ((changed, 3), (again[changed.record], 2)):
+        (case,) = asked.cases
+        assert len(set(case.others)) == baselines
+    dali = questions.questions(["DALI"])
+    again = questions.exchanged(dali)["half a millisecond on products"]
+    run = next(iter(again.values())).runs[0]
+    paths = "costs.h2d.latency_s", "costs.gpu.overhead_s"
+    assert [replace(run, numbers=()).profile.number(path) for path in paths] == (
+        pytest.approx([0.506e-3, 9.9e-6])
+    )
+    assert [run.profile.number(path) for path in paths] == [1.8e-6, 0.506e-3]
+
+
+def test_routing_that_nobody_knows_is_drawn_like_that_of_the_nearest_model(tmp_path):
+    """Phi-3.5-MoE has Mixtral's layers and tokens, and each of its experts twice."""
+    load = Workload("phi-3.5-moe", "bf16", 4, 6, 2, like="mixtral-8x7b")
+    trace = open_trace(load.draw(tmp_path))
+    assert (trace.shape.layers, trace.shape.experts) == (32, 16)
+    assert load.name != replace(load, like=None).name
+    other = replace(load, model="mixtral-8x7b")._synthetic()
+    model = load._synthetic()
+    assert (model.popularity[:, 8:] == other.popularity).all()
+    assert (model.topics[..., :8] == other.topics).all()
 
 
 # The command.

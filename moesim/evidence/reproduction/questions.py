@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from statistics import fmean
@@ -42,6 +42,13 @@ _COMPARISONS: dict[str, Callable[[float, float], float]] = {
     "reduction": lambda system, other: 100.0 * (1.0 - system / other),
     "difference": lambda system, other: system - other,
 }
+_SPEEDUP_OF: dict[str, Callable[[float], float]] = {
+    "gain": lambda percent: 1.0 + percent / 100.0,
+    "reduction": lambda percent: 1.0 / (1.0 - percent / 100.0),
+}
+"""How figures in % of two sides are compared -> the speedup that one states."""
+MOST_MOVE = 1.5
+"""A ratio that moves by a larger factor under an exchange is not decided."""
 
 
 # -- published records -----------------------------------------------------------------
@@ -191,10 +198,13 @@ class Answered:
     Attributes:
         question: how it is answered.
         ours: in the record's unit; None where there is none.
+        exchanged: ours again with another value of an input that nobody published, by
+            the exchange's name.
     """
 
     question: Question
     ours: float | None
+    exchanged: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def record(self) -> Record:
@@ -215,20 +225,58 @@ class Answered:
 
     @property
     def ratio(self) -> float | None:
-        """Ours over published, where both are numbers."""
+        """Ours over published, where both are numbers; of gains in % the speedups that
+        they state, unless ours has the other sign.
+        """
+        return self._ratio_of(self.ours)
+
+    @property
+    def printed_ratio(self) -> float | None:
+        """Ours over published as they are printed, also of gains in %."""
         if self.ours is None or not self.published:
             return None
         return self.ours / self.published
 
     @property
-    def ratio_counts(self) -> bool:
-        """Whether the ratio says how near we are: of a simulated figure, which what is
-        published decides, and no baseline beside itself.
+    def exchanged_ratios(self) -> dict[str, float]:
+        """The ratio under each exchange that changes a run."""
+        ratios = {name: self._ratio_of(ours) for name, ours in self.exchanged.items()}
+        return {name: ratio for name, ratio in ratios.items() if ratio is not None}
+
+    @property
+    def moves(self) -> bool:
+        """Whether inputs that nobody published decide the ratio: an exchange moves it
+        by more than `MOST_MOVE`, or changes its sign.
+        """
+        ratios = self.exchanged_ratios.values()
+        if self.ratio is None or not ratios:
+            return False
+        lowest, highest = min(self.ratio, *ratios), max(self.ratio, *ratios)
+        return highest > MOST_MOVE * lowest if lowest > 0 else highest > 0
+
+    @property
+    def tells(self) -> bool:
+        """Whether the ratio is one of a simulated figure, which is no upper bound and
+        no baseline beside itself.
         """
         question = self.question
         beside_itself = all(case.others == (case.run,) for case in question.cases)
-        left_out = question.undecidable or question.bound or beside_itself
+        left_out = question.bound or beside_itself
         return self.compared and bool(question.runs) and not left_out
+
+    @property
+    def ratio_counts(self) -> bool:
+        """Whether the ratio says how near we are: what is published decides it."""
+        return self.tells and not self.question.undecidable and not self.moves
+
+    def _ratio_of(self, ours: float | None) -> float | None:
+        published = self.published
+        if ours is None or not published:
+            return None
+        speedup = _SPEEDUP_OF.get(self.question.compare)
+        if speedup is None or ours * published < 0:
+            return ours / published
+        return speedup(ours) / speedup(published)
 
 
 def quantity_of(
@@ -268,8 +316,61 @@ def questions(sources: Iterable[str] | None = None) -> list[Question]:
         sources: names of papers; None takes all.
     """
     wanted = set(papers() if sources is None else sources)
-    asked = (_question(each) for each in records() if each.source in wanted)
+    asked = (
+        _question(each, papers()[each.source])
+        for each in records()
+        if each.source in wanted
+    )
     return [question for question in asked if question is not None]
+
+
+def exchanges() -> dict[str, Any]:
+    """Name -> another value of an input that nobody published, and why it is as
+    plausible, as in ``data/papers.yaml``.
+    """
+    described: dict[str, Any] = _experiments()["exchanges"]
+    return described
+
+
+def exchanged(asked: Sequence[Question]) -> dict[str, dict[Record, Question]]:
+    """Simulated questions again with another value of one input that nobody published,
+    by the exchange's name and by record; those that it changes.
+    """
+    again: dict[str, dict[Record, Question]] = {}
+    for name, exchange in exchanges().items():
+        again[name] = {}
+        for question in asked:
+            record = question.record
+            if question.status != SIMULATED or record.source != exchange["paper"]:
+                continue
+            paper = _merged(papers()[record.source], exchange.get("paper_has", {}))
+            other = _question(record, paper)
+            assert other is not None
+            numbers = exchange.get("machines", {})
+            other = replace(
+                other, cases=tuple(_on(case, numbers) for case in other.cases)
+            )
+            if other.cases != question.cases:
+                again[name][record] = other
+    return again
+
+
+def _merged(described: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A description with changes; what is named in both is merged where it nests."""
+    merged = dict(described)
+    for name, value in changes.items():
+        nests = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _merged(merged[name], value) if nests else value
+    return merged
+
+
+def _on(case: Case, numbers: Mapping[str, Mapping[str, float]]) -> Case:
+    """A case on machines with other numbers."""
+
+    def moved(run: RunSpec) -> RunSpec:
+        return replace(run, numbers=tuple(numbers.get(run.machine, {}).items()))
+
+    return Case(moved(case.run), tuple(map(moved, case.others)), case.values)
 
 
 def recorded(folder: Path) -> list[tuple[Question, dict[str, list[Question]]]]:
@@ -329,8 +430,7 @@ def anchors() -> set[tuple[str, str, str]]:
     return keys
 
 
-def _question(record: Record) -> Question | None:
-    paper = papers()[record.source]
+def _question(record: Record, paper: Any) -> Question | None:
     size = (
         paper.get("sizes", {})
         .get(record.ref, {})

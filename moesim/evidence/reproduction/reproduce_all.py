@@ -27,6 +27,7 @@ from moesim.base.long_work import Every, Journal, Until
 from moesim.base.version import __version__, git_commit
 from moesim.evidence.reproduction.questions import (
     Answered,
+    exchanged,
     questions,
     recorded,
     unanchored,
@@ -45,6 +46,7 @@ from moesim.runs.sweeps.execution import run_tasks
 from moesim.traces.shipped import resolve_trace
 
 if TYPE_CHECKING:
+    from moesim.evidence.reproduction.questions import Question
     from moesim.evidence.reproduction.routing_caches import Figures
     from moesim.evidence.reproduction.runs import Outcome, RunSpec
     from moesim.evidence.reproduction.workloads import Workload
@@ -175,6 +177,9 @@ class _Plan:
         self._begin_s = time.perf_counter()
         groups = [groups for _, groups in self._texts]
         again = [each for group in groups for each in chain(*group.values())]
+        # Exchanges are of anchored machines.
+        self._exchanged = exchanged(self._asked if machines == "anchored" else [])
+        again += chain(*(each.values() for each in self._exchanged.values()))
         specs = dict.fromkeys(r for each in [*self._asked, *again] for r in each.runs)
         self._actual = {
             spec: unanchored(spec) if machines == "datasheet" else spec
@@ -207,7 +212,7 @@ class _Plan:
         left_out = len(self._actual) - len(outcomes) - len(failures)
         left_out += len(self.experiments) - len(experiments)
         return Reproduced(
-            [Answered(each, each.figure(outcomes)) for each in self._asked],
+            [self._answered(each, outcomes) for each in self._asked],
             outcomes,
             failures,
             left_out,
@@ -225,6 +230,17 @@ class _Plan:
             machines=self._machines,
             facts=self._facts(outcomes, left_out),
         )
+
+    def _answered(
+        self, question: Question, outcomes: dict[RunSpec, Outcome]
+    ) -> Answered:
+        figures = {
+            name: again[question.record].figure(outcomes)
+            for name, again in self._exchanged.items()
+            if question.record in again
+        }
+        done = {name: ours for name, ours in figures.items() if ours is not None}
+        return Answered(question, question.figure(outcomes), done)
 
     def _facts(self, outcomes: dict[RunSpec, Outcome], left_out: int) -> list[str]:
         cpu_s = sum(outcome.get("cpu_s", 0.0) for outcome in outcomes.values())

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.evidence.reproduction.workloads import Workload
+    from moesim.hwprofiles.profile import HardwareProfile
     from moesim.runs.result import Run
     from moesim.traces.format.batch import RoutedStep
 
@@ -57,6 +58,7 @@ class RunSpec:
         learned: whether a cache network is trained on those, for ``flashmoe``.
         modelled: sum the modelled makespans of all decode steps instead, with nothing
             resident (DALI, table 4).
+        numbers: of the machine's profile, in place of its own: dotted path and value.
     """
 
     workload: Workload
@@ -66,6 +68,7 @@ class RunSpec:
     warm: bool = False
     learned: bool = False
     modelled: bool = False
+    numbers: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def of(
@@ -107,6 +110,16 @@ class RunSpec:
         return replace(self, workload=workload, options=options)
 
     @property
+    def profile(self) -> HardwareProfile:
+        """The machine, with the numbers that take the place of its own."""
+        profile = load_profile(self.machine)
+        other = {
+            path: replace(profile.numbers[path], value=value)
+            for path, value in self.numbers
+        }
+        return replace(profile, numbers={**profile.numbers, **other})
+
+    @property
     def words(self) -> str:
         """The run in the words of the command line."""
         words = [self.policy]
@@ -130,7 +143,7 @@ class RunSpec:
             options["warm"] = self.workload.calibration().draw(folder)
         if self.learned:
             options["artefacts"] = learned_cache(self.workload, folder)
-        run = replay(trace, self.policy, hw=self.machine, **options)
+        run = replay(trace, self.policy, hw=self.profile, **options)
         return run.metrics | {phase.label: parts_of(run, phase) for phase in Phase}
 
 
@@ -165,7 +178,7 @@ def parts_of(run: Run, phase: Phase) -> dict[str, float]:
 def _modelled(spec: RunSpec, path: Path) -> Outcome:
     """The modelled makespan of decode steps in which nothing is resident."""
     trace = open_trace(path)
-    profile = load_profile(spec.machine)
+    profile = spec.profile
     system = System(assignment=spec.policy, cache="none")
     excerpt = Excerpt(trace)
     batch = dict(spec.options)["batch"]
