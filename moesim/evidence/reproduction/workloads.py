@@ -214,12 +214,12 @@ def _carried_to(model: SynthModel, shape: ModelShape) -> SynthModel:
     """
     layers = np.arange(shape.layers) % model.shape.layers
     experts = np.arange(shape.experts) % model.shape.experts
-    weights = np.ix_(layers, experts)
+    weights = (..., layers[:, None], experts)
     kinds = model.kinds
     if kinds is not None:
         kinds = replace(
             kinds,
-            weights=kinds.weights[:, *weights],
+            weights=kinds.weights[weights],
             character=kinds.character[layers],
         )
     return replace(
@@ -227,7 +227,7 @@ def _carried_to(model: SynthModel, shape: ModelShape) -> SynthModel:
         shape=shape,
         popularity=model.popularity[weights],
         reuse=model.reuse[layers],
-        topics=model.topics[:, *weights],
+        topics=model.topics[weights],
         kinds=kinds,
         # Known of the first model only.
         likeness=model.likeness if shape == model.shape else None,
