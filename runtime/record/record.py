@@ -143,39 +143,14 @@ def record(
         split=how.split or EVALUATION,
     )
 
-    # At most: a sequence may end before `new_tokens`.
     begin_s = time.perf_counter()
-    expected_tokens = sum(map(len, sequences)) + how.new_tokens * len(sequences)
-    resumed_tokens = 0
-    recorded_tokens = 0
-
-    def observe(step: Pass) -> None:
-        nonlocal recorded_tokens
-        recorder.note(step)
-        recorded_tokens += int(step.keep.sum())
-        if progress is not None:
-            progress(resumed_tokens + recorded_tokens, expected_tokens)
-
     with Segments(
         out, header, recorder.columns, how.batch, resume=how.resume
     ) as segments:
         resumed = segments.done
-        resumed_tokens = sum(map(len, sequences[:resumed])) + how.new_tokens * resumed
-        for first in range(resumed, len(sequences), how.batch):
-            group = sequences[first : first + how.batch]
-            # Hooks come and go with each group, so an error leaves the model as it was.
-            with recorder.open(group, how.new_tokens):
-                generate(
-                    model,
-                    group,
-                    how.new_tokens,
-                    observe,
-                    first=first,
-                    sampling=Sampling(how.temperature, how.seed),
-                )
-            segments.write(
-                [recorder.rows(row, len(prompt)) for row, prompt in enumerate(group)]
-            )
+        recorded_tokens = _record_sequences(
+            model, sequences, recorder, segments, how, progress
+        )
         merged = segments.merge()
     seconds_s = time.perf_counter() - begin_s
 
@@ -195,6 +170,46 @@ def record(
         header=merged.header,
         resumed=resumed,
     )
+
+
+def _record_sequences(
+    model: LocalModel,
+    sequences: Sequence[list[int]],
+    recorder: GateRecorder,
+    segments: Segments,
+    how: RecordOptions,
+    progress: Callable[[int, int], None] | None,
+) -> int:
+    """Run the sequences that are not recorded yet; the tokens recorded now."""
+    resumed = segments.done
+    resumed_tokens = sum(map(len, sequences[:resumed])) + how.new_tokens * resumed
+    # At most: a sequence may end before `new_tokens`.
+    expected_tokens = sum(map(len, sequences)) + how.new_tokens * len(sequences)
+    recorded_tokens = 0
+
+    def observe(step: Pass) -> None:
+        nonlocal recorded_tokens
+        recorder.note(step)
+        recorded_tokens += int(step.keep.sum())
+        if progress is not None:
+            progress(resumed_tokens + recorded_tokens, expected_tokens)
+
+    for first in range(resumed, len(sequences), how.batch):
+        group = sequences[first : first + how.batch]
+        # Hooks come and go with each group, so an error leaves the model as it was.
+        with recorder.open(group, how.new_tokens):
+            generate(
+                model,
+                group,
+                how.new_tokens,
+                observe,
+                first=first,
+                sampling=Sampling(how.temperature, how.seed),
+            )
+        segments.write(
+            [recorder.rows(row, len(prompt)) for row, prompt in enumerate(group)]
+        )
+    return recorded_tokens
 
 
 def _encode(model: LocalModel, prompts: Sequence[str | bytes]) -> list[list[int]]:
