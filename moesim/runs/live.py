@@ -222,7 +222,14 @@ class _Loaded:
         )
         loading_s = time.perf_counter() - begin_s
         return cls(
-            config, folder, is_tiny, dtype, residual, offloaded, local, loading_s
+            config=config,
+            folder=folder,
+            is_tiny=is_tiny,
+            dtype=dtype,
+            residual=residual,
+            offloaded=offloaded,
+            local=local,
+            loading_s=loading_s,
         )
 
 
