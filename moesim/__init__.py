@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from moesim.runs.replay import replay, replay_cache
     from moesim.runs.result import Run
     from moesim.runs.sweeps.ranking import ranking
-    from moesim.runs.sweeps.store import query, results
+    from moesim.runs.sweeps.rows import query, results
     from moesim.runs.sweeps.sweep import sweep
     from moesim.traces.exporters import export_trace
     from moesim.traces.format.reader import Trace, open_trace
     from moesim.traces.importers import import_trace
+    from moesim.traces.synthetic.generate import synth
     from moesim.traces.synthetic.predict import predict
-    from moesim.traces.synthetic.synth import synth
     from moesim.traces.timeline.perfetto import write_perfetto
     from moesim.traces.timeline.spans import Timeline
 
@@ -138,13 +138,13 @@ _MODULES = {
     "moesim.runs.replay": ("replay", "replay_cache"),
     "moesim.runs.result": ("Run",),
     "moesim.runs.sweeps.ranking": ("ranking",),
-    "moesim.runs.sweeps.store": ("query", "results"),
+    "moesim.runs.sweeps.rows": ("query", "results"),
     "moesim.runs.sweeps.sweep": ("sweep",),
     "moesim.traces.exporters": ("export_trace",),
     "moesim.traces.format.reader": ("Trace", "open_trace"),
     "moesim.traces.importers": ("import_trace",),
     "moesim.traces.synthetic.predict": ("predict",),
-    "moesim.traces.synthetic.synth": ("synth",),
+    "moesim.traces.synthetic.generate": ("synth",),
     "moesim.traces.timeline.perfetto": ("write_perfetto",),
     "moesim.traces.timeline.spans": ("Timeline",),
 }

@@ -8,19 +8,18 @@ from moesim.advice.plan.commands import flags_of, layers_in_words, server_comman
 from moesim.advice.routing import COUNTS_FILE, FREQUENCY
 from moesim.advice.routing import server_command as mask_command
 from moesim.advice.times.latents import NINETY
-from moesim.base.sizes import format_bytes
-from moesim.base.units import ms, number
+from moesim.base.units import format_bytes, ms, number
 from moesim.reporting.tables import aligned, facts_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from moesim.advice.advise import Advice
-    from moesim.advice.machine.machine import Machine
+    from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.plan.ranking import Prospect
     from moesim.advice.times.latents import Interval
-    from moesim.runs.bound.least_time import RoutingBound
+    from moesim.runs.bound import RoutingBound
 
 
 def advice_text(

@@ -15,8 +15,8 @@ import stat
 import tomllib
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from moesim.base.sizes import format_bytes, parse_bytes
 from moesim.base.text import visible
+from moesim.base.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

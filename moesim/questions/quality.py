@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from moesim.policies.systems import System
     from moesim.runs.config import MemorySize
     from moesim.runtime.models.local_model import LocalModel
-    from moesim.runtime.quality.measure import Passages, Scores
+    from moesim.runtime.quality import Passages, Scores
     from moesim.runtime.record.calibration import Residual
     from moesim.traces.format.schema import ModelShape
 
@@ -66,7 +66,7 @@ class Row:
         agreement: share of tokens after which both find the same next token most
             likely.
         gate_mass_kept, altered, stale, hit_rate_active, experts_used: see
-            `moesim.runtime.quality.measure.Scores`.
+            `moesim.runtime.quality.Scores`.
     """
 
     routing: str
@@ -179,8 +179,7 @@ def quality(
     columns = _needed_columns(systems.values(), config.host_cache)
 
     from moesim.runtime.models.local_model import load_model  # noqa: PLC0415
-    from moesim.runtime.quality.measure import measure  # noqa: PLC0415
-    from moesim.runtime.quality.routing_override import PolicyUnderTest  # noqa: PLC0415
+    from moesim.runtime.quality import PolicyUnderTest, measure  # noqa: PLC0415
     from moesim.runtime.record.calibration import residual_for  # noqa: PLC0415 - torch
 
     local = load_model(model, device=device, dtype=dtype)
@@ -410,7 +409,7 @@ def _passages(
     Raises:
         TraceError: no text for a model that has no corpus, or a text that is not UTF-8.
     """
-    from moesim.runtime.quality.measure import Passages  # noqa: PLC0415 - torch
+    from moesim.runtime.quality import Passages  # noqa: PLC0415 - torch
 
     # Rounded up to whole passages.
     most = -(-tokens // scored)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.base.options import default_of, flag_of, option_of
-from moesim.base.sizes import format_bytes
-from moesim.base.units import ms, number, percent
+from moesim.base.units import format_bytes, ms, number, percent
 from moesim.questions.sweep_text import (
     alike_lines,
     axis_head,

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moesim.base.errors import RuntimeFault
 from moesim.hwprofiles.profile import save_profile
 from moesim.policies.faults import policy_faults
 from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.observers import DecisionLog, observed
-from moesim.runs.bound.least_reads import MemoryBound, highest_read_rate, memory_bound
+from moesim.runs.bound import MemoryBound, highest_read_rate, memory_bound
 from moesim.runs.config import MeasuredConfig, takes_options
 from moesim.runs.machine import (
     device_of,
@@ -36,7 +37,6 @@ from moesim.runs.setup import (
     trace_of,
     watts,
 )
-from moesim.runtime.errors import RuntimeFault
 from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.schema import Phase

@@ -92,7 +92,7 @@ def compare(configs: list[RunConfig], options: CompareOptions) -> None:
     """
     from moesim.cli.output import bar
     from moesim.questions.compare import compare_cells
-    from moesim.runs.bound.least_time import bound_of
+    from moesim.runs.bound import bound_of
     from moesim.runs.setup import opened
 
     options = options.completed()

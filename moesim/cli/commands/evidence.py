@@ -287,8 +287,11 @@ def _structure(folders: "Sequence[Path]", *, as_json: bool) -> None:
     """
     if not folders:
         raise typer.BadParameter("expected folders of real runs (moesim run --out)")
-    from moesim.evidence.validation.finished_runs import load_run
-    from moesim.evidence.validation.structure import compare_structure, structure_text
+    from moesim.evidence.validation.structure import (
+        compare_structure,
+        load_run,
+        structure_text,
+    )
 
     results = []
     for folder in folders:
@@ -436,8 +439,7 @@ def calibrate(options: CalibrateOptions) -> None:
         return
     from moesim.cli.output import steps_of
     from moesim.evidence.validation import calibrate as library
-    from moesim.evidence.validation.profile_checks import speed_change
-    from moesim.evidence.validation.wide import wide_constants
+    from moesim.evidence.validation.profile_checks import speed_change, wide_constants
     from moesim.hwprofiles.profile import load_profile
 
     # Read first: a missing file should not cost minutes of measuring.

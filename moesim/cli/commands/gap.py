@@ -34,7 +34,7 @@ def gap(config: RunConfig, options: GapOptions) -> None:
     from moesim.cli.output import bar
     from moesim.questions.gap import gap as measure_gap
     from moesim.questions.gap import gap_text
-    from moesim.runs.bound.least_time import bound_of
+    from moesim.runs.bound import bound_of
 
     # How many mixes there are depends on which parts the policy has.
     with bar("replaying") as progress:

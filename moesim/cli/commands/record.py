@@ -326,7 +326,7 @@ def _facts(recording: "Recording", local: "LocalModel") -> dict[str, Any]:
 
 def _print(facts: dict[str, Any]) -> None:
     """Print what was recorded, for people."""
-    from moesim.base.sizes import format_bytes
+    from moesim.base.units import format_bytes
 
     resumed = f" ({facts['resumed']} of them before)" if facts["resumed"] else ""
     print(

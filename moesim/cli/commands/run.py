@@ -221,7 +221,7 @@ def _run(
 
 
 def _print(measured: "MeasuredRun", startups: dict[str, Any] | None) -> None:
-    from moesim.base.sizes import format_bytes
+    from moesim.base.units import format_bytes
     from moesim.questions import replay as report
 
     # The routing of a trace makes no texts.
@@ -283,7 +283,7 @@ def _without_controls(text: str) -> str:
 
 
 def _memory_text(footprint: "Footprint") -> str:
-    from moesim.base.sizes import format_bytes
+    from moesim.base.units import format_bytes
 
     parts = {
         "experts in host memory": footprint.host_slots,

@@ -56,7 +56,7 @@ def build(options: BuildOptions) -> None:
     Example:
       moesim store build ~/models/olmoe --out /mnt/nvme/olmoe
     """
-    from moesim.base.sizes import format_bytes
+    from moesim.base.units import format_bytes
     from moesim.cli.output import bar
     from moesim.runtime.models.local_model import tiny_dir
     from moesim.runtime.store.build import build_store

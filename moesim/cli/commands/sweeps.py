@@ -293,7 +293,7 @@ def results(options: ResultsOptions) -> None:
       moesim results results --sql "FROM runs WHERE batch = 4" --table batch4.csv
     """
     from moesim.reporting.tables import aligned, save_table
-    from moesim.runs.sweeps.store import query
+    from moesim.runs.sweeps.rows import query
 
     frame = query(options.folder, options.sql)
     if options.table is not None:

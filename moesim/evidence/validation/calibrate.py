@@ -40,12 +40,11 @@ from moesim.evidence.validation.profile_checks import (
     PRESSURE,
     STOLEN,
     doubts_of,
+    wide_constants,
 )
-from moesim.evidence.validation.wide import wide_constants
-from moesim.hwprofiles.calibration.estimates import FitReport
+from moesim.hwprofiles.calibration.estimates import FitReport, undisturbed_medians
 from moesim.hwprofiles.calibration.fit_runs import DesignedRun, profile_entries
 from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
-from moesim.hwprofiles.calibration.pace import undisturbed_medians
 from moesim.hwprofiles.profile import PREDICTIONS, HardwareProfile, save_profile
 from moesim.hwprofiles.schema import ProfileError
 from moesim.policies.systems import compose
