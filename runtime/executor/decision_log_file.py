@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from moesim.base.checked import Checked, parse_json
 from moesim.base.errors import StoreError, TraceError
 from moesim.base.files import write_bytes
+from moesim.base.inputs import Checked, parse_json
 from moesim.policies.planner.observers import Entry
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import Phase

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.base.checked import parse_json
 from moesim.base.errors import TraceError
+from moesim.base.inputs import parse_json
 from moesim.base.text import visible
 
 if TYPE_CHECKING:

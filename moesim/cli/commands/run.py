@@ -20,8 +20,7 @@ from moesim.base.options import (
     option,
 )
 from moesim.cli import output
-from moesim.cli.checks import check_installed, check_places
-from moesim.cli.options import from_dataclass
+from moesim.cli.options import check_installed, check_places, from_dataclass
 from moesim.runs.config import MeasuredConfig
 from moesim.runs.result import run_files
 
