@@ -1,5 +1,5 @@
-"""Advice as text for a terminal: the best command line, how fast, what limits it; and as
-plain JSON values, with units in their names.
+"""Advice as text for a terminal: the best command line, how fast, what limits it; and
+as plain JSON values, with units in their names.
 """
 
 from __future__ import annotations
