@@ -92,12 +92,7 @@ def bound_of_routing(
         decodes: what is asked for.
     """
     # Answers without a trace need not load what reads one.
-    from moesim.runs.bound import (  # noqa: PLC0415  # noqa: PLC0415
-        Bandwidths,
-        flattened,
-        least_reads,
-        routing_bound,
-    )
+    from moesim.runs.bound import Bandwidths, flattened, least_reads, routing_bound  # noqa: PLC0415  # noqa: PLC0415
 
     model = forecast.model
     sizes = [

@@ -98,10 +98,7 @@ def _blocks(
     steps: int | None,
 ) -> Iterable[LayerSteps]:
     """What the compiled engine reads of a trace, for the policies of a run."""
-    from moesim.sim.compiled.engine import (  # noqa: PLC0415 - as above
-        all_bring_kernels,
-        answers_with_kernels,
-    )
+    from moesim.sim.compiled.engine import all_bring_kernels, answers_with_kernels  # noqa: PLC0415 - as above
 
     policies = planner.policies
     prefetch = policies.prefetch
@@ -166,10 +163,7 @@ def choose_engine(
     """
     if wanted == SIMPY:
         return Engine(SIMPY)
-    from moesim.sim.compiled.engine import (  # noqa: PLC0415 - as above
-        ARRIVALS,
-        unsupported,
-    )
+    from moesim.sim.compiled.engine import ARRIVALS, unsupported  # noqa: PLC0415 - as above
 
     reason = ARRIVALS if arrivals else unsupported(planner, profile, planner.costs)
     if reason is None:

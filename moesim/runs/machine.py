@@ -34,9 +34,7 @@ _MEASURED = "this-machine"
 
 def this_machine() -> tuple[str, int]:
     """The kind of accelerator that is here, and how many cores this process may use."""
-    from moesim.runtime.accelerators import (  # noqa: PLC0415 - torch
-        accelerator_here,
-    )
+    from moesim.runtime.accelerators import accelerator_here  # noqa: PLC0415 - torch
 
     accelerator = accelerator_here()
     return "host" if accelerator is None else accelerator.kind, available_cores()
@@ -175,13 +173,8 @@ def device_of(profile: HardwareProfile) -> Any:
     Raises:
         RuntimeFault: torch finds no accelerator any more.
     """
-    from moesim.runtime.accelerators import (  # noqa: PLC0415 - torch
-        accelerator_here,
-    )
-    from moesim.runtime.executor.device import (  # noqa: PLC0415 - torch
-        HostDevice,
-        StreamDevice,
-    )
+    from moesim.runtime.accelerators import accelerator_here  # noqa: PLC0415 - torch
+    from moesim.runtime.executor.device import HostDevice, StreamDevice  # noqa: PLC0415 - torch
 
     if profile.accelerator == "host":
         return HostDevice()

@@ -108,10 +108,7 @@ class TrialRunner:
         store: Path | None = None,
         building: Callable[[int, int], None] | None = None,
     ) -> None:
-        from moesim.runtime.models.dense import (  # noqa: PLC0415 - torch
-            DenseSizes,
-            DenseStack,
-        )
+        from moesim.runtime.models.dense import DenseSizes, DenseStack  # noqa: PLC0415 - torch
 
         self.shape = shape
         self._device = device_of(profile)
@@ -141,9 +138,7 @@ class TrialRunner:
         Raises:
             PolicyError, StoreError, RuntimeFault: as `moesim.runs.measured.run_trace`.
         """
-        from moesim.runtime.executor.trace_driven import (  # noqa: PLC0415 - torch
-            ForcedRouting,
-        )
+        from moesim.runtime.executor.trace_driven import ForcedRouting  # noqa: PLC0415 - torch
 
         setup = _setup(trial, self.shape, profile, seed)
         # Another planner plans the first steps beforehand: compiled kernels are warm
