@@ -199,7 +199,7 @@ class _CommandLine:
             elif self.shared:
                 configs = self._runs(stated, given, context)
                 # It knows the policies' names, which help does not need.
-                from moesim.runs.setup import check_words
+                from moesim.runs.words import check_words
 
                 for config in configs:
                     check_words(config)

@@ -25,8 +25,7 @@ from moesim.hwprofiles.profile import (
 from moesim.policies.base import PolicyError
 from moesim.policies.planner.plan import LAYERS
 from moesim.policies.planner.planner import Planner
-from moesim.policies.registry import check_name, resolve, settings
-from moesim.policies.systems import PARTS, compose
+from moesim.policies.registry import resolve, settings
 from moesim.runs.memory import (
     HOST_ACCELERATOR,
     card_bill,
@@ -36,7 +35,6 @@ from moesim.runs.memory import (
 )
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import Trace, open_trace
-from moesim.traces.shipped import find_trace
 from moesim.traces.synthetic.marks import synthetic_caveats
 
 if TYPE_CHECKING:
@@ -559,33 +557,3 @@ def _named(path: Path) -> dict[str, np.ndarray | dict[str, np.ndarray]]:
     # Files of calibrations hold many tensors, and policies ask for single ones.
     known = {name: arrays[name] for name in TENSORS if name in arrays}
     return {path.stem: arrays, **known}
-
-
-# -- names alone -----------------------------------------------------------------------
-# What a configuration names, checked by names alone: before anything is imported that
-# takes longer to load than a typing error is worth.
-
-
-def check_words(config: RunConfig) -> None:
-    """Check the names of policies, machine and trace.
-
-    Raises:
-        PolicyError: there is no such system or policy.
-        ProfileError: no such machine, or a damaged profile.
-        TraceError: no such trace, or no such shape.
-    """
-    parts = {part: getattr(config, part) for part in (*PARTS, "routing")}
-    system = compose(config.policy, **parts)
-    for kind in ("assignment", *parts):
-        check_name(getattr(system, kind), kind)
-    if isinstance(config.hw, str | Path):
-        # Read once in a process.
-        load_profile(config.hw)
-    if isinstance(config.trace, str | Path):
-        find_trace(config.trace)
-    shape = getattr(config, "shape", None)
-    if shape is not None:
-        # Only measured runs have one.
-        from moesim.traces.models import model_shape  # noqa: PLC0415 - reads a table
-
-        model_shape(shape)
