@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from moesim.runs.sweeps.ranking import ranking
     from moesim.runs.sweeps.rows import query, results
     from moesim.runs.sweeps.sweep import sweep
+    from moesim.runtime.models.local_model import load_model
+    from moesim.runtime.record.record import record
     from moesim.traces.exporters import export_trace
     from moesim.traces.format.reader import Trace, open_trace
     from moesim.traces.importers import import_trace
@@ -84,6 +86,7 @@ __all__ = [
     "list_policies",
     "list_profiles",
     "load_config",
+    "load_model",
     "load_profile",
     "open_trace",
     "placement_figure",
@@ -91,6 +94,7 @@ __all__ = [
     "quality",
     "query",
     "ranking",
+    "record",
     "register",
     "replay",
     "replay_cache",
@@ -140,11 +144,13 @@ _MODULES = {
     "moesim.runs.sweeps.ranking": ("ranking",),
     "moesim.runs.sweeps.rows": ("query", "results"),
     "moesim.runs.sweeps.sweep": ("sweep",),
+    "moesim.runtime.models.local_model": ("load_model",),
+    "moesim.runtime.record.record": ("record",),
     "moesim.traces.exporters": ("export_trace",),
     "moesim.traces.format.reader": ("Trace", "open_trace"),
     "moesim.traces.importers": ("import_trace",),
-    "moesim.traces.synthetic.predict": ("predict",),
     "moesim.traces.synthetic.generate": ("synth",),
+    "moesim.traces.synthetic.predict": ("predict",),
     "moesim.traces.timeline.perfetto": ("write_perfetto",),
     "moesim.traces.timeline.spans": ("Timeline",),
 }

@@ -24,7 +24,6 @@ from moesim.questions.sweep_text import (
     time_words,
 )
 from moesim.reporting.charts import (
-    CPU,
     DEVICES,
     GPU,
     QUIET,
@@ -476,7 +475,8 @@ def _lanes(runs: Sequence[Mapping[Any, Any]]) -> Chart:
                 for activity, s in shares.items()
                 if s
             ]
-    scale = {"domain": ["busy", "stalled"], "range": [GPU, CPU]}
+    # Waiting is no device, so it has the colour of none.
+    scale = {"domain": ["busy", "stalled"], "range": [GPU, QUIET]}
     spec = {
         "data": {"name": "lanes"},
         "params": [{"name": "run", "value": "0"}],
