@@ -467,16 +467,10 @@ def calibrate(options: CalibrateOptions) -> None:
     # Small changes are said; of large ones a profile is not written.
     if (warning := speed_change(profile)) is not None:
         print(f"note: {warning}", file=sys.stderr)
-    difference: dict[str, Any] | None = None
+    difference = None
     if reference is not None:
-        errors = [
-            abs(error) for error in library.differences(reference, profile, sizes)
-        ]
-        difference = {
-            "profile": str(options.against),
-            "median": median(errors),
-            "worst": max(errors),
-        }
+        errors = library.differences(reference, profile, sizes)
+        difference = _difference(options.against, errors)
     facts = {
         "name": profile.name,
         "digest": profile.digest,
@@ -488,6 +482,12 @@ def calibrate(options: CalibrateOptions) -> None:
         for wide in wide_constants(profile, shape):
             print(f"still wide: {wide.words()}")
         output.print_written([options.target])
+
+
+def _difference(against: Path | None, errors: "Sequence[float]") -> dict[str, Any]:
+    """How far predictions are from another profile's."""
+    sizes = [abs(error) for error in errors]
+    return {"profile": str(against), "median": median(sizes), "worst": max(sizes)}
 
 
 def _fit_text(profile: "HardwareProfile", difference: dict[str, Any] | None) -> str:
