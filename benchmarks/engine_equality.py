@@ -21,7 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # Where pytest finds it, too.
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.engine_draws import compare_engines, configurations  # noqa: E402 - its place is known only now
+from support.engine_draws import (  # noqa: E402 - its place is known only now
+    compare_engines,
+    configurations,
+)
 
 
 def main() -> None:

@@ -26,7 +26,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from benchmarks.replay_speed import SHARED
-from moesim.advice.measured.rows import FolderModels, Platforms, read_folder, runs_of
+from moesim.advice.measured.rows import (
+    FolderModels,
+    Platforms,
+    read_folder,
+    runs_of,
+)
 from moesim.advice.plan.memory import Candidate, Job, bill_of
 from moesim.advice.plan.ranking import Forecast
 from moesim.advice.plan.saved_profile import cache_ratio, profile_of_advice

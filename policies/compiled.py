@@ -25,7 +25,14 @@ from moesim.policies.base import (
     RoutingPolicy,
     Swap,
 )
-from moesim.policies.kernels import SERIAL, UNUSED, WAITS, GateWork, KernelView, Work
+from moesim.policies.kernels import (
+    SERIAL,
+    UNUSED,
+    WAITS,
+    GateWork,
+    KernelView,
+    Work,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

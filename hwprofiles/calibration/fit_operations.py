@@ -35,7 +35,14 @@ from moesim.hwprofiles.calibration.fit_curves import (
     seconds_of,
 )
 from moesim.hwprofiles.calibration.observations import LayerStepTimes, Operations
-from moesim.hwprofiles.lanes import COMPUTE_KINDS, CPU, H2D, LANE_KINDS, SSD, LaneKind
+from moesim.hwprofiles.lanes import (
+    COMPUTE_KINDS,
+    CPU,
+    H2D,
+    LANE_KINDS,
+    SSD,
+    LaneKind,
+)
 from moesim.hwprofiles.roofline import isotonic
 from moesim.hwprofiles.schema import Curve, ReferenceExpert
 from moesim.traces.timeline.spans import COMPUTE, FETCH, PREFETCH, READ, REPLACE

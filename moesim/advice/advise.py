@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesim.advice.devices import check_memory
-from moesim.advice.machine import Grade, Machine, describe_machine, machine_of_profile
+from moesim.advice.machine import (
+    Grade,
+    Machine,
+    describe_machine,
+    machine_of_profile,
+)
 from moesim.advice.model.catalogue import model_contents
 from moesim.advice.model.contents import ModelContents
 from moesim.advice.observed import ObservedRows, observe

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING
 from moesim.advice.bench_rows import BenchRow, check_one_machine, setting_of
 from moesim.advice.model.catalogue import model_contents, named_contents
 from moesim.advice.plan.ranking import Grades
-from moesim.advice.times.latents import Beliefs, Observation, Prior, learn, standardised
+from moesim.advice.times.latents import (
+    Beliefs,
+    Observation,
+    Prior,
+    learn,
+    standardised,
+)
 from moesim.advice.times.step_times import (
     PREFILL_SPREAD,
     REPEAT_SPREAD,

@@ -92,7 +92,12 @@ def bound_of_routing(
         decodes: what is asked for.
     """
     # Answers without a trace need not load what reads one.
-    from moesim.runs.bound import Bandwidths, flattened, least_reads, routing_bound  # noqa: PLC0415  # noqa: PLC0415
+    from moesim.runs.bound import (  # noqa: PLC0415  # noqa: PLC0415
+        Bandwidths,
+        flattened,
+        least_reads,
+        routing_bound,
+    )
 
     model = forecast.model
     sizes = [

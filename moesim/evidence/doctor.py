@@ -210,7 +210,11 @@ def check_runs() -> Iterable[tuple[str, Finding]]:
     """Run the shipped model and trace for real: exact output, the same plans from the
     same views, and copies beside products.
     """
-    from moesim.runtime.doctor import ONE_CORE, fails, holds  # noqa: PLC0415 - torch
+    from moesim.runtime.doctor import (  # noqa: PLC0415 - torch
+        ONE_CORE,
+        fails,
+        holds,
+    )
 
     profile = rough_profile()
     with tempfile.TemporaryDirectory() as folder:

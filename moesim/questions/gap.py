@@ -26,7 +26,12 @@ from moesim.base.options import ConfigError
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import references, resolve
 from moesim.policies.systems import compose
-from moesim.questions.gap_eviction import BELADY, FORCED, EvictionSplit, split_eviction
+from moesim.questions.gap_eviction import (
+    BELADY,
+    FORCED,
+    EvictionSplit,
+    split_eviction,
+)
 from moesim.questions.gap_mixes import EVICTION, Grades, MixReplays
 from moesim.reporting.tables import aligned, facts_lines
 from moesim.runs.clairvoyant import CLAIRVOYANT

@@ -264,7 +264,11 @@ def _now() -> datetime:
 
 def _render(**content: Any) -> str:
     # jinja2 costs some 50 ms to import, which only pages should.
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415 - as said above
+    from jinja2 import (  # noqa: PLC0415 - as said above
+        Environment,
+        PackageLoader,
+        StrictUndefined,
+    )
     from markupsafe import escape  # noqa: PLC0415 - comes with jinja2
 
     environment = Environment(

@@ -98,7 +98,10 @@ def _blocks(
     steps: int | None,
 ) -> Iterable[LayerSteps]:
     """What the compiled engine reads of a trace, for the policies of a run."""
-    from moesim.sim.compiled.engine import all_bring_kernels, answers_with_kernels  # noqa: PLC0415 - as above
+    from moesim.sim.compiled.engine import (  # noqa: PLC0415 - as above
+        all_bring_kernels,
+        answers_with_kernels,
+    )
 
     policies = planner.policies
     prefetch = policies.prefetch
@@ -163,7 +166,10 @@ def choose_engine(
     """
     if wanted == SIMPY:
         return Engine(SIMPY)
-    from moesim.sim.compiled.engine import ARRIVALS, unsupported  # noqa: PLC0415 - as above
+    from moesim.sim.compiled.engine import (  # noqa: PLC0415 - as above
+        ARRIVALS,
+        unsupported,
+    )
 
     reason = ARRIVALS if arrivals else unsupported(planner, profile, planner.costs)
     if reason is None:

@@ -194,7 +194,10 @@ class _Loaded:
     def of(cls, config: MeasuredConfig, columns: Sequence[str], device: Any) -> _Loaded:
         """Load what a configuration names, for policies that need these columns."""
         from moesim.runtime.models import checkpoint, local_model  # noqa: PLC0415 - torch
-        from moesim.runtime.models.expert_layout import dtype_name, torch_dtype  # noqa: PLC0415 - torch
+        from moesim.runtime.models.expert_layout import (  # noqa: PLC0415 - torch
+            dtype_name,
+            torch_dtype,
+        )
         from moesim.runtime.models.offloaded import OffloadedModel  # noqa: PLC0415
         from moesim.runtime.record.calibration import residual_for  # noqa: PLC0415
 

@@ -34,7 +34,9 @@ _MEASURED = "this-machine"
 
 def this_machine() -> tuple[str, int]:
     """The kind of accelerator that is here, and how many cores this process may use."""
-    from moesim.runtime.accelerators import accelerator_here  # noqa: PLC0415 - torch
+    from moesim.runtime.accelerators import (  # noqa: PLC0415 - torch
+        accelerator_here,
+    )
 
     accelerator = accelerator_here()
     return "host" if accelerator is None else accelerator.kind, available_cores()
@@ -173,8 +175,13 @@ def device_of(profile: HardwareProfile) -> Any:
     Raises:
         RuntimeFault: torch finds no accelerator any more.
     """
-    from moesim.runtime.accelerators import accelerator_here  # noqa: PLC0415 - torch
-    from moesim.runtime.executor.device import HostDevice, StreamDevice  # noqa: PLC0415 - torch
+    from moesim.runtime.accelerators import (  # noqa: PLC0415 - torch
+        accelerator_here,
+    )
+    from moesim.runtime.executor.device import (  # noqa: PLC0415 - torch
+        HostDevice,
+        StreamDevice,
+    )
 
     if profile.accelerator == "host":
         return HostDevice()

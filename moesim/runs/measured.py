@@ -271,7 +271,9 @@ def run_bound(
         The bound; None without probes, where the processor does not tell its caches, or
         where routing is altered.
     """
-    from moesim.runtime.measure.sampling import all_caches_bytes  # noqa: PLC0415 - needs psutil
+    from moesim.runtime.measure.sampling import (  # noqa: PLC0415 - needs psutil
+        all_caches_bytes,
+    )
 
     rate = highest_read_rate(setup.profile.numbers)
     caches = all_caches_bytes()
@@ -413,7 +415,10 @@ def finish(
         decided: `steps` are known from this run alone, so they are kept with its
             decisions.
     """
-    from moesim.runtime.executor.decision_log_file import FILE_NAME, save_decision_log  # noqa: PLC0415 - torch
+    from moesim.runtime.executor.decision_log_file import (  # noqa: PLC0415 - torch
+        FILE_NAME,
+        save_decision_log,
+    )
 
     ready_s = run.startup["dense_s"] + run.startup["experts_s"]
     run.startup["ready_s"] = ready_s

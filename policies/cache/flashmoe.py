@@ -16,7 +16,14 @@ from moesim.policies.cache._learned_network import (
     note_use,
 )
 from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import ACCESSED, VICTIMS, CacheKernels, State, Work, state
+from moesim.policies.kernels import (
+    ACCESSED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:

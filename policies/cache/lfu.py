@@ -16,7 +16,13 @@ from moesim.policies.cache._kernels import (
     stamp_keys,
 )
 from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import ACCESSED, MOVED, CacheKernels, State, Work
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    CacheKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:

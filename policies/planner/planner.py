@@ -15,9 +15,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from moesim.policies.base import CPU, DEFERRED, Evaluations, LayerWork, PolicyError
+from moesim.policies.base import (
+    CPU,
+    DEFERRED,
+    Evaluations,
+    LayerWork,
+    PolicyError,
+)
 from moesim.policies.planner import copies as wanted
-from moesim.policies.planner.layer_work import Rerouting, WorkAhead, deferrable, look
+from moesim.policies.planner.layer_work import (
+    Rerouting,
+    WorkAhead,
+    deferrable,
+    look,
+)
 from moesim.policies.planner.machine_state import MachineState
 from moesim.policies.planner.plan import Copies, Launch, MemoryPlan, Plan, Policies
 from moesim.policies.planner.residency import is_legal

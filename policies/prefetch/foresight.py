@@ -18,7 +18,13 @@ from moesim.policies.foresight import (
     Foresight,
     foresee,
 )
-from moesim.policies.kernels import PREFETCH, KernelView, PrefetchKernels, State, Work
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect
 from moesim.policies.prefetch._kernels import is_present
 from moesim.policies.prefetch.recall import layer_s

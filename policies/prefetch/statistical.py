@@ -11,7 +11,13 @@ from moesim.machine_code.functions import compiled
 from moesim.machine_code.types import input_array
 from moesim.policies.base import PolicyError
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import PREFETCH, KernelView, PrefetchKernels, State, Work
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.prefetch._kernels import name_absent, ranked_experts
 

@@ -11,7 +11,11 @@ from moesim.machine_code.functions import compiled
 from moesim.policies.kernels import ROUTE, GateWork, RoutingKernels, State, state
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.ranking import best_of
-from moesim.policies.routing._substitute import SubstitutingRouting, chosen_by, on_gpu
+from moesim.policies.routing._substitute import (
+    SubstitutingRouting,
+    chosen_by,
+    on_gpu,
+)
 
 if TYPE_CHECKING:
     from moesim.policies.base import RunContext

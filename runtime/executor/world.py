@@ -28,7 +28,13 @@ from moesim.runtime.executor.operations import (
     WriteBack,
 )
 from moesim.traces.timeline.operations import LAUNCH, NOTE, REQUEST, RETURN, Part
-from moesim.traces.timeline.spans import ACTIVATION, DENSE, JOIN, PLAN, pack_span
+from moesim.traces.timeline.spans import (
+    ACTIVATION,
+    DENSE,
+    JOIN,
+    PLAN,
+    pack_span,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,7 +29,10 @@ def read_config(model_dir: Path) -> tuple[Any, Any]:
         StoreError: no such directory, no config.json, a quantised model, or not a
             causal language model.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig  # noqa: PLC0415 - seconds to import
+    from transformers import (  # noqa: PLC0415 - seconds to import
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+    )
 
     if not (model_dir / "config.json").is_file():
         raise StoreError(

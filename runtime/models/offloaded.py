@@ -359,7 +359,9 @@ class _Binding:
 
 def _register() -> None:
     """Tell the library about our experts function."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 - seconds to import
+    from transformers.integrations.moe import (  # noqa: PLC0415 - seconds to import
+        ALL_EXPERTS_FUNCTIONS,
+    )
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _call_handler)
 

@@ -201,7 +201,9 @@ class CheckpointSource:
 
     def _plan(self) -> dict[str, _Recipe]:
         """Ask the library which checkpoint tensors feed which expert parameter."""
-        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - seconds to import
+        from transformers.conversion_mapping import (  # noqa: PLC0415 - seconds to import
+            get_model_conversion_mapping,
+        )
         from transformers.core_model_loading import (  # noqa: PLC0415 - seconds to import
             WeightConverter,
             WeightRenaming,

@@ -114,7 +114,9 @@ class CompiledReplay:
     def _asked(self) -> PythonPolicies:
         """Policies that bring no kernels."""
         # What asks them has kernels of its own, which few runs need.
-        from moesim.sim.compiled.python_policies import PythonPolicies  # noqa: PLC0415 - see above
+        from moesim.sim.compiled.python_policies import (  # noqa: PLC0415 - see above
+            PythonPolicies,
+        )
 
         return PythonPolicies(self._planner, self._world)
 

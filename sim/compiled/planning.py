@@ -8,7 +8,13 @@ import numpy as np
 
 from moesim.machine_code.functions import compiled, loaded, rows_at, table_at
 from moesim.policies.base import ABSENT, CPU, DEFERRED, IN_FLIGHT, RESIDENT
-from moesim.policies.kernels import WAITS, GateWork, KernelView, State, Work
+from moesim.policies.kernels import (
+    WAITS,
+    GateWork,
+    KernelView,
+    State,
+    Work,
+)
 from moesim.policies.planner.layer_work import gate_mass_kept
 from moesim.policies.planner.plan import FETCH, PREFETCH, READ, REPLACE
 from moesim.sim.compiled import host, memory

@@ -27,7 +27,11 @@ from moesim.evidence.validation.report import (
     validation_text,
 )
 from moesim.evidence.validation.results import joined
-from moesim.evidence.validation.time_breakdown import step_seconds, terms, terms_by_step
+from moesim.evidence.validation.time_breakdown import (
+    step_seconds,
+    terms,
+    terms_by_step,
+)
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.hwprofiles.schema import FIT_KEYS, ProfileError
 from moesim.policies.base import PolicyError

@@ -28,7 +28,11 @@ from moesim.runtime.measure import profile as profile_module  # noqa: E402
 from moesim.runtime.measure import sampling as pool_size  # noqa: E402
 from moesim.runtime.measure.control import measure_dispatch  # noqa: E402
 from moesim.runtime.measure.copies import CopyPool  # noqa: E402
-from moesim.runtime.measure.experts import DenseLayer, ExpertPool, Size  # noqa: E402
+from moesim.runtime.measure.experts import (  # noqa: E402
+    DenseLayer,
+    ExpertPool,
+    Size,
+)
 from moesim.runtime.measure.neighbours import LaneWork, measure_contention  # noqa: E402
 from moesim.runtime.measure.profile import measure, workers_of  # noqa: E402
 from moesim.runtime.measure.sampling import (  # noqa: E402

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from moesim.advice.measured.rows import Platforms, Skipped, collect, group_of
+from moesim.advice.measured.rows import (
+    Platforms,
+    Skipped,
+    collect,
+    group_of,
+)
 from moesim.advice.measured.scores import (
     NEAREST,
     ONE_EFFICIENCY,

@@ -13,7 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moesim.advice.times.latents import Prior
-from moesim.advice.times.population import Population, kind_of, shipped_population
+from moesim.advice.times.population import (
+    Population,
+    kind_of,
+    shipped_population,
+)
 from moesim.advice.times.step_times import CORE_BYTES_PER_S
 from moesim.advice.times.work import TEXT_SKEW
 

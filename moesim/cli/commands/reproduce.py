@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from moesim.base.options import Options, folder_option, json_option, option, seed_option
+from moesim.base.options import (
+    Options,
+    folder_option,
+    json_option,
+    option,
+    seed_option,
+)
 from moesim.cli.options import from_dataclass
 from moesim.cli.output import print_written
 

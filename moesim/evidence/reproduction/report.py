@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 from scipy import stats
 
 from moesim.base.files import written_beside
-from moesim.evidence.reproduction.orders import directions, label, orders, sides
+from moesim.evidence.reproduction.orders import (
+    directions,
+    label,
+    orders,
+    sides,
+)
 from moesim.evidence.reproduction.questions import ANCHORED, INPUT, UNANSWERED, anchors
 from moesim.reporting.charts import GPU, Chart, channel, layer, records, rule, shown
 from moesim.reporting.pages import Page, PageTable, page_origin

@@ -108,7 +108,10 @@ class TrialRunner:
         store: Path | None = None,
         building: Callable[[int, int], None] | None = None,
     ) -> None:
-        from moesim.runtime.models.dense import DenseSizes, DenseStack  # noqa: PLC0415 - torch
+        from moesim.runtime.models.dense import (  # noqa: PLC0415 - torch
+            DenseSizes,
+            DenseStack,
+        )
 
         self.shape = shape
         self._device = device_of(profile)
@@ -138,7 +141,9 @@ class TrialRunner:
         Raises:
             PolicyError, StoreError, RuntimeFault: as `moesim.runs.measured.run_trace`.
         """
-        from moesim.runtime.executor.trace_driven import ForcedRouting  # noqa: PLC0415 - torch
+        from moesim.runtime.executor.trace_driven import (  # noqa: PLC0415 - torch
+            ForcedRouting,
+        )
 
         setup = _setup(trial, self.shape, profile, seed)
         # Another planner plans the first steps beforehand: compiled kernels are warm

@@ -466,7 +466,10 @@ def _shape(file: Path, facts: dict[str, Any]) -> ModelShape:
 
 def _decided_steps(folder: Path) -> list[RoutedStep]:
     """What a live model's gates decided."""
-    from moesim.runtime.executor.decision_log_file import FILE_NAME, load_decision_log  # noqa: PLC0415 - torch
+    from moesim.runtime.executor.decision_log_file import (  # noqa: PLC0415 - torch
+        FILE_NAME,
+        load_decision_log,
+    )
 
     _, steps = load_decision_log(folder / FILE_NAME)
     if steps is None:

@@ -366,7 +366,9 @@ def start_resource_trackers() -> None:
     # A tenth of a second that a run in one process need not pay.
     from multiprocessing import resource_tracker  # noqa: PLC0415
 
-    from joblib.externals.loky.backend import resource_tracker as joblibs  # noqa: PLC0415
+    from joblib.externals.loky.backend import (  # noqa: PLC0415
+        resource_tracker as joblibs,
+    )
 
     # They inherit options of the interpreter, and warn on the terminal of a user.
     sys.warnoptions.append("ignore")
