@@ -33,6 +33,11 @@ MANY_FLOPS_PER_S = f"{COSTS}.cpu.many_flops_per_s"
 rate beyond them; absent where one rate holds for all.
 """
 
+ATTENTION_BYTES_PER_S = f"{COSTS}.attention.bytes_per_s"
+"""Rate at which attention reads keys and values; absent where it was not told apart
+from the rest of the dense part.
+"""
+
 PLATFORM_IDLE_W = f"{POWER}.platform.idle_w"
 
 LINK_PAGE_LOCKED = f"{PROBES}.link.page_locked_bytes_per_s"
