@@ -246,13 +246,16 @@ class Answered:
     @property
     def moves(self) -> bool:
         """Whether inputs that nobody published decide the ratio: an exchange moves it
-        by more than `MOST_MOVE`, or changes its sign.
+        by more than `MOST_MOVE`, and not all of them leave it as far off, to the same
+        side.
         """
         ratios = self.exchanged_ratios.values()
         if self.ratio is None or not ratios:
             return False
         lowest, highest = min(self.ratio, *ratios), max(self.ratio, *ratios)
-        return highest > MOST_MOVE * lowest if lowest > 0 else highest > 0
+        if lowest > MOST_MOVE or highest < 1 / MOST_MOVE:
+            return False
+        return highest > MOST_MOVE * lowest
 
     @property
     def tells(self) -> bool:
