@@ -16,6 +16,7 @@ from support.handmade import shape as hand_shape
 from moesim.policies.base import IN_FLIGHT, RESIDENT, PolicyError, RunContext
 from moesim.policies.prefetch.activation_matrix import ActivationMatrix
 from moesim.policies.prefetch.clairvoyant import Clairvoyant
+from moesim.policies.prefetch.finemoe import FineMoE
 from moesim.policies.prefetch.first_missing import FirstMissing
 from moesim.policies.prefetch.hybrimoe_released import HybriMoEReleased
 from moesim.policies.prefetch.impact import Impact
@@ -645,12 +646,49 @@ def test_the_similar_sequence_is_that_of_the_definition():
             assert [tuple(key) for key in named] == best
 
 
-def test_misshapen_matrices_are_named():
-    with pytest.raises(
-        PolicyError,
-        match=r"'activation_matrices': expected shape \(N, 3, 4\), got \(1, 2, 4\)",
-    ):
-        started(ActivationMatrix(), 3, 4, activation_matrices=np.zeros((1, 2, 4)))
+@pytest.mark.parametrize(
+    ("make", "known"),
+    [(ActivationMatrix, "activation_matrices"), (FineMoE, "expert_maps")],
+)
+def test_misshapen_matrices_are_named(make, known):
+    message = rf"'{known}': expected shape \(N, 3, 4\), got \(1, 2, 4\)"
+    with pytest.raises(PolicyError, match=message):
+        started(make(), 3, 4, **{known: np.zeros((1, 2, 4))})
+
+
+def test_the_searched_map_is_that_of_the_definition():
+    """FineMoE, equations 5 to 8, from scratch: the map with the highest cosine to the
+    layers so far, of which the likeliest experts up to 1 less the cosine are named, two
+    at least. A full store gives the place of the map that the pass resembles most.
+    """
+    rng = np.random.default_rng(1)
+    # Sharp gates resemble few maps, so that sometimes more than two are named.
+    maps = rng.dirichlet([0.2] * 8, (5, 4))
+    policy = started(FineMoE(distance=2, capacity=5), 4, 8, top_k=2, expert_maps=maps)
+    maps = maps.copy()
+    sizes = set()
+    for step in range(12):
+        current = rng.dirichlet([0.2] * 8, 4)
+        for layer in range(4):
+            # Scores are gates' in any unit.
+            now = work(experts=[0], layer=layer, step=step)
+            now.scores = 3.0 * current[layer][None]
+            named = experts(policy.prefetch(now, View(4, 8)))
+            seen = current[: layer + 1].ravel()
+            known = maps[:, : layer + 1].reshape(5, -1)
+            lengths = np.linalg.norm(known, axis=1) * np.linalg.norm(seen)
+            cosine = known @ seen / lengths
+            best = int(cosine.argmax())
+            if layer < 2:
+                likely = np.argsort(-maps[best, layer + 2], kind="stable")
+                taken = np.cumsum(maps[best, layer + 2][likely])
+                enough = 1 + int(np.searchsorted(taken, 1.0 - cosine[best]))
+                assert named == likely[: max(2, enough)].tolist()
+                sizes.add(len(named))
+            else:
+                assert not named
+        maps[best] = current
+    assert len(sizes) > 1
 
 
 def test_in_flight_experts_are_not_asked_for_again():
