@@ -28,12 +28,17 @@ _DECODE = int(Phase.DECODE)
 
 
 @compiled
-def _copies_of_a_layer(work: Work, view: KernelView) -> int:
-    """Copies that the link makes while a layer lasts whose experts are all there."""
-    seconds = view.gap_s
+def _copies_of_a_layer(work: Work, view: KernelView, most: int) -> int:
+    """Copies that the link makes while a layer lasts whose experts are all there, up to
+    so many.
+    """
+    # Where plans are made without a clock, the last layer may end in the future.
+    seconds = max(0.0, view.gap_s)
     for i in range(len(work.experts)):
         seconds += work.gpu_s[0, i]
-    return int(seconds / view.copy_s[work.layer + 1])
+    copy_s = view.copy_s[work.layer + 1]
+    # Copies may take no time at all.
+    return most if seconds >= most * copy_s else int(seconds / copy_s)
 
 
 @compiled(PREFETCH)
@@ -46,7 +51,7 @@ def _by_next_gate(state: State, work: Work, view: KernelView, named: np.ndarray)
         return 0
     wanted = state.integers[2]
     if work.phase == _DECODE:
-        wanted = min(experts, _copies_of_a_layer(work, view))
+        wanted = _copies_of_a_layer(work, view, experts)
     tokens = np.zeros(experts)
     scores = np.zeros(experts)
     every = np.ones(experts, np.bool_)
