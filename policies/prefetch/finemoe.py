@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies.base import PolicyError
 from moesim.policies.compiled import CompiledPrefetch
 from moesim.policies.kernels import (
     PREFETCH,
@@ -27,12 +26,15 @@ _SMALLEST = 1e-30
 """Lengths below this count as 0, so that an empty map is like no other."""
 
 # The state's scores have a column for each map that is kept. Rows are probabilities by
-# key, then the squared length of each layer; then, up to this layer, the products with
-# the map of the iteration under way and the squared lengths. The numbers are those that
-# searched maps give, by key, then the map under way, then its squared length.
+# key; then, up to this layer, the products with the map of the iteration under way, and
+# the squared lengths.
 _PRODUCTS = 0
 _LENGTHS = 1
 _ROWS = 2
+
+# The numbers begin with two of the cache's; then come what searched maps say, by key,
+# the map under way, and its squared length.
+EXPECTED = 2
 
 # Places in the state's integers.
 _EXPERTS = 0
@@ -46,33 +48,27 @@ _KEPT = 4
 def _observe(state: State, work: Work) -> None:
     """Compare the gate's probabilities with this layer of all maps."""
     experts = state.integers[_EXPERTS]
-    layers = state.integers[_LAYERS]
+    keys = experts * state.integers[_LAYERS]
     kept = state.integers[_KEPT]
-    keys = experts * layers
-    running = state.numbers[keys : 2 * keys]
-    products = state.scores[keys + layers + _PRODUCTS]
-    lengths = state.scores[keys + layers + _LENGTHS]
+    running = state.numbers[EXPECTED + keys :]
+    products = state.scores[keys + _PRODUCTS]
+    lengths = state.scores[keys + _LENGTHS]
     if work.layer == 0:
         running[:] = 0.0
         products[:] = 0.0
         lengths[:] = 0.0
-        state.numbers[2 * keys] = 0.0
-    total = 0.0
+    total = _SMALLEST
     for score in work.scores:
         total += score
-    if total <= 0.0:
-        return
     first = work.layer * experts
-    for expert in range(experts):
+    for expert in range(len(work.scores)):
         share = work.scores[expert] / total
         running[first + expert] = share
-        state.numbers[2 * keys] += share * share
+        running[keys] += share * share
         known = state.scores[first + expert]
         for n in range(kept):
             products[n] += share * known[n]
-    known = state.scores[keys + work.layer]
-    for n in range(kept):
-        lengths[n] += known[n]
+            lengths[n] += known[n] * known[n]
 
 
 @compiled
@@ -80,35 +76,17 @@ def _most_similar(state: State) -> tuple[int, float]:
     """The map with the highest cosine to the layers so far, ties to the older, and that
     cosine.
     """
-    experts = state.integers[_EXPERTS]
-    layers = state.integers[_LAYERS]
-    keys = experts * layers
-    products = state.scores[keys + layers + _PRODUCTS]
-    lengths = state.scores[keys + layers + _LENGTHS]
+    keys = state.integers[_EXPERTS] * state.integers[_LAYERS]
+    square = state.numbers[EXPECTED + 2 * keys]
     best = 0
     most = -1.0
     for n in range(state.integers[_KEPT]):
-        length = math.sqrt(lengths[n] * state.numbers[2 * keys])
-        cosine = products[n] / max(length, _SMALLEST)
+        length = math.sqrt(state.scores[keys + _LENGTHS, n] * square)
+        cosine = state.scores[keys + _PRODUCTS, n] / max(length, _SMALLEST)
         if cosine > most:
             best = n
             most = cosine
     return best, most
-
-
-@compiled
-def _keep(state: State, column: int) -> None:
-    """Write the map of the iteration that ends into a column of the store."""
-    experts = state.integers[_EXPERTS]
-    layers = state.integers[_LAYERS]
-    keys = experts * layers
-    for layer in range(layers):
-        squares = 0.0
-        for key in range(layer * experts, (layer + 1) * experts):
-            share = state.numbers[keys + key]
-            state.scores[key, column] = share
-            squares += share * share
-        state.scores[keys + layer, column] = squares
 
 
 @compiled(PREFETCH)
@@ -122,12 +100,14 @@ def _by_expert_map(
     best, cosine = _most_similar(state)
     experts = state.integers[_EXPERTS]
     layers = state.integers[_LAYERS]
+    keys = experts * layers
     if work.layer == layers - 1:
         kept = state.integers[_KEPT]
         if kept < state.scores.shape[1]:
             best = kept
             state.integers[_KEPT] = kept + 1
-        _keep(state, best)
+        for key in range(keys):
+            state.scores[key, best] = state.numbers[EXPECTED + keys + key]
     layer = work.layer + state.integers[_DISTANCE]
     if layer >= layers or not state.integers[_KEPT]:
         return 0
@@ -135,7 +115,7 @@ def _by_expert_map(
     unlikely = np.empty(experts)
     for expert in range(experts):
         share = state.scores[first + expert, best]
-        state.numbers[first + expert] = share
+        state.numbers[EXPECTED + first + expert] = share
         unlikely[expert] = -share
     least = max(0.0, min(1.0 - cosine, 1.0))
     taken = 0.0
@@ -153,16 +133,17 @@ def _by_expert_map(
     return count
 
 
-def probabilities(context: RunContext) -> np.ndarray:
-    """What searched maps say of each expert, float64 by key, and room for the prefetch
-    policy behind; the cache of this name reads it. Uniform until a map was searched.
+def expectations(context: RunContext) -> np.ndarray:
+    """The numbers that prefetch policy and cache of this name share: all experts are
+    equally likely until a map was searched.
     """
-    shape = context.shape
-    keys = shape.layers * shape.experts
+    keys = context.shape.layers * context.shape.experts
 
     def uniform() -> np.ndarray:
-        numbers = np.zeros(2 * keys + 1)
-        numbers[:keys] = 1.0 / shape.experts
+        numbers = np.zeros(EXPECTED + 2 * keys + 1)
+        # Uses never decay.
+        numbers[1] = 1.0
+        numbers[EXPECTED : EXPECTED + keys] = 1.0 / context.shape.experts
         return numbers
 
     return context.share("finemoe", uniform)
@@ -189,8 +170,7 @@ class FineMoE(CompiledPrefetch):
     Args:
         distance: layers ahead; the paper has 3 for Mixtral-8x7B, 4 for Phi-3.5-MoE and
             6 for Qwen1.5-MoE.
-        capacity: maps kept. The store begins with ``extras["expert_maps"]``, float [N,
-            L, E], where there are some.
+        capacity: maps kept. The store begins empty, as the paper's online serving.
 
     Source: FineMoE (EuroSys 2026, arXiv 2502.05370), sections 4.1 to 4.5, equations 5
     to 8; `finemoe/runtime/model_offload.py`.
@@ -205,33 +185,12 @@ class FineMoE(CompiledPrefetch):
         self.capacity = capacity
 
     def start(self, context: RunContext) -> None:
-        """Open the store.
-
-        Raises:
-            PolicyError: the maps that it begins with have another shape than the model.
-        """
+        """Open an empty store."""
         super().start(context)
         shape = context.shape
-        keys = shape.layers * shape.experts
-        none = np.zeros((0, shape.layers, shape.experts))
-        known = np.asarray(context.extras.get("expert_maps", none), np.float64)
-        if known.ndim != 3 or known.shape[1:] != none.shape[1:]:
-            raise PolicyError(
-                "prefetch policy 'finemoe': 'expert_maps': expected shape"
-                f" (N, {shape.layers}, {shape.experts}), got {known.shape}"
-            )
-        known = known[: self.capacity]
-        kept = len(known)
         # What is never touched costs no memory.
-        scores = np.zeros((keys + shape.layers + _ROWS, self.capacity))
-        scores[:keys, :kept] = known.reshape(kept, keys).T
-        squares = (known**2).sum(axis=2)
-        scores[keys : keys + shape.layers, :kept] = squares.T
-        rules = (shape.experts, shape.layers, shape.top_k, self.ahead, kept)
-        store = State(
-            scores,
-            np.zeros((0, 0), np.int64),
-            probabilities(context),
-            np.array(rules, np.int64),
-        )
+        scores = np.zeros((shape.layers * shape.experts + _ROWS, self.capacity))
+        sizes = [shape.experts, shape.layers, shape.top_k, self.ahead, 0]
+        none = np.zeros((0, 0), np.int64)
+        store = State(scores, none, expectations(context), np.array(sizes, np.int64))
         self.brought = PrefetchKernels(_by_expert_map, store)
