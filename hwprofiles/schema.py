@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from moesim.base.words import did_you_mean
+from moesim.base.text import did_you_mean
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.lanes import (
     CPU,
