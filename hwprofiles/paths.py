@@ -29,9 +29,7 @@ FURTHER_S = f"{COSTS}.gpu.further_s"
 
 FEW_TOKENS = f"{COSTS}.cpu.few_tokens"
 MANY_FLOPS_PER_S = f"{COSTS}.cpu.many_flops_per_s"
-"""The most tokens of an expert that `costs.cpu.flops_per_s` was measured with, and the
-rate beyond them; absent where one rate holds for all.
-"""
+"""The rate for more tokens than that; absent where one holds for all."""
 
 ATTENTION_BYTES_PER_S = f"{COSTS}.attention.bytes_per_s"
 """Rate at which attention reads keys and values; absent where it was not told apart

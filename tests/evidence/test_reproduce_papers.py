@@ -675,6 +675,16 @@ def test_routing_that_nobody_knows_is_drawn_like_that_of_the_nearest_model(tmp_p
     assert (model.topics[..., :8] == other.topics).all()
 
 
+def test_routing_that_nobody_knows_is_drawn_like_that_of_the_nearest_model():
+    """Phi-3.5-MoE has Mixtral's layers and tokens, and each of its experts twice."""
+    load = Workload("phi-3.5-moe", "bf16", 4, 6, 2, like="mixtral-8x7b")
+    other = replace(load, model="mixtral-8x7b")._synthetic()
+    model = load._synthetic()
+    assert (model.shape.layers, model.shape.experts) == (32, 16)
+    assert (model.popularity[:, 8:] == other.popularity).all()
+    assert (model.topics[..., :8] == other.topics).all()
+
+
 # The command.
 
 
