@@ -663,18 +663,6 @@ def test_an_exchange_changes_the_runs_it_is_about_and_no_others():
     assert machine.number("costs.gpu.overhead_s") == 0.506e-3
 
 
-def test_routing_that_nobody_knows_is_drawn_like_that_of_the_nearest_model(tmp_path):
-    """Phi-3.5-MoE has Mixtral's layers and tokens, and each of its experts twice."""
-    load = Workload("phi-3.5-moe", "bf16", 4, 6, 2, like="mixtral-8x7b")
-    trace = open_trace(load.draw(tmp_path))
-    assert (trace.shape.layers, trace.shape.experts) == (32, 16)
-    assert load.name != replace(load, like=None).name
-    other = replace(load, model="mixtral-8x7b")._synthetic()
-    model = load._synthetic()
-    assert (model.popularity[:, 8:] == other.popularity).all()
-    assert (model.topics[..., :8] == other.topics).all()
-
-
 def test_routing_that_nobody_knows_is_drawn_like_that_of_the_nearest_model():
     """Phi-3.5-MoE has Mixtral's layers and tokens, and each of its experts twice."""
     load = Workload("phi-3.5-moe", "bf16", 4, 6, 2, like="mixtral-8x7b")
