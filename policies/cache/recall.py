@@ -11,8 +11,8 @@ from moesim.policies.cache._kernels import outscored_victims
 from moesim.policies.cache._own_replacements import (
     note_admitted,
     note_evicted,
-    pair_in_layer,
 )
+from moesim.policies.base import RESIDENT
 from moesim.policies.cache.decayed_frequency import Fill
 from moesim.policies.cache.static import Static
 from moesim.policies.compiled import AdmittingCompiledCache
@@ -25,7 +25,7 @@ from moesim.policies.kernels import (
     Work,
 )
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.routing_memory import SCORE, RoutingMemory, observe
+from moesim.policies.routing_memory import SCORE, VALUE, RoutingMemory, observe
 
 if TYPE_CHECKING:
     from moesim.policies.base import RunContext
@@ -44,8 +44,38 @@ def _replacements(
     outgoing: np.ndarray,
     incoming: np.ndarray,
 ) -> int:
-    everyone = np.arange(state.integers[0]).astype(np.int32)
-    return pair_in_layer(state, work, everyone, states, outgoing, incoming)
+    experts = state.integers[0]
+    first = work.layer * experts
+    value = state.scores[VALUE]
+    inside = state.marks[0]
+    count = 0
+    while True:
+        best = -1
+        worst = -1
+        for key in range(first, first + experts):
+            if inside[key] == 0:
+                if best < 0 or value[key] > value[best]:
+                    best = key
+            elif inside[key] == 1 and (worst < 0 or value[key] < value[worst]):
+                settled = False
+                for gpu in range(len(states)):
+                    settled |= states[gpu, key] == RESIDENT
+                if settled:
+                    worst = key
+        if best < 0 or worst < 0:
+            break
+        if value[best] <= value[worst] + state.numbers[-1]:
+            break
+        outgoing[count] = worst
+        incoming[count] = best
+        count += 1
+        # Neither takes part again.
+        inside[best] = 2
+        inside[worst] = 2
+    for n in range(count):
+        inside[incoming[n]] = 0
+        inside[outgoing[n]] = 1
+    return count
 
 
 @compiled(VICTIMS)
@@ -91,12 +121,12 @@ class Recall(AdmittingCompiledCache):
         recall: float = 0.3,
         short: float = 0.3,
         short_half_life: float = 4.0,
-        long_half_life: float = 64.0,
-        margin: float = 0.3,
+        long_half_life: float = 32.0,
+        margin: float = 0.12,
         history: int = 256,
         sharpness: float = 20.0,
-        planning_us: float = 2.5,
-        expert_ns: float = 11.0,
+        planning_us: float = 1.7,
+        expert_ns: float = 4.0,
         fill: Fill = "auto",
     ) -> None:
         expect(0 <= recall <= 1, "recall", "0 <= recall <= 1", recall)
