@@ -102,21 +102,7 @@ def replace_by_missed(
     outgoing: np.ndarray,
     incoming: np.ndarray,
 ) -> int:
-    """Pair a layer's missed experts with its residents (`pair_in_layer`)."""
-    return pair_in_layer(state, work, work.experts, states, outgoing, incoming)
-
-
-@compiled
-def pair_in_layer(
-    state: State,
-    work: Work,
-    experts: np.ndarray,
-    states: np.ndarray,
-    outgoing: np.ndarray,
-    incoming: np.ndarray,
-) -> int:
-    """Pair the absent ones among some experts of a layer, int32, with its residents
-    (`pair_missed`).
+    """Pair a layer's missed experts with its residents (`pair_missed`).
 
     The state's first row of scores ranks them, its first row of marks says what is
     inside, its last number is the margin, and its first integer E.
@@ -132,7 +118,7 @@ def pair_in_layer(
         settled[expert] &= inside[expert]
     scores = state.scores[0][first : first + width]
     count = pair_missed(
-        scores, experts, inside, settled, state.numbers[-1], outgoing, incoming
+        scores, work.experts, inside, settled, state.numbers[-1], outgoing, incoming
     )
     for n in range(count):
         outgoing[n] += first

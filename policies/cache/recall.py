@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies.cache._kernels import outscored_victims
-from moesim.policies.cache._own_replacements import (
-    note_admitted,
-    note_evicted,
-)
 from moesim.policies.base import RESIDENT
+from moesim.policies.cache._kernels import outscored_victims
+from moesim.policies.cache._own_replacements import note_admitted, note_evicted
 from moesim.policies.cache.decayed_frequency import Fill
 from moesim.policies.cache.static import Static
 from moesim.policies.compiled import AdmittingCompiledCache
@@ -36,6 +33,34 @@ def _accessed(state: State, work: Work) -> None:
     observe(state, work)
 
 
+# What the row of marks says of an expert.
+_OUTSIDE: Final = 0
+_INSIDE: Final = 1
+_PAIRED: Final = 2
+
+
+@compiled
+def _best_pair(
+    state: State, states: np.ndarray, first: int, end: int
+) -> tuple[int, int]:
+    """The resident that is worth least and the absent expert that is worth most, -1 for
+    none. Ties go to the lower key.
+    """
+    value = state.scores[VALUE]
+    marks = state.marks[0]
+    best = -1
+    worst = -1
+    for key in range(first, end):
+        if marks[key] == _OUTSIDE:
+            if best < 0 or value[key] > value[best]:
+                best = key
+        elif marks[key] == _INSIDE and (worst < 0 or value[key] < value[worst]):
+            for gpu in range(len(states)):
+                if states[gpu, key] == RESIDENT:
+                    worst = key
+    return worst, best
+
+
 @compiled(REPLACEMENTS)
 def _replacements(
     state: State,
@@ -44,37 +69,25 @@ def _replacements(
     outgoing: np.ndarray,
     incoming: np.ndarray,
 ) -> int:
-    experts = state.integers[0]
-    first = work.layer * experts
+    first = work.layer * state.integers[0]
+    end = first + state.integers[0]
     value = state.scores[VALUE]
-    inside = state.marks[0]
+    marks = state.marks[0]
     count = 0
     while True:
-        best = -1
-        worst = -1
-        for key in range(first, first + experts):
-            if inside[key] == 0:
-                if best < 0 or value[key] > value[best]:
-                    best = key
-            elif inside[key] == 1 and (worst < 0 or value[key] < value[worst]):
-                settled = False
-                for gpu in range(len(states)):
-                    settled |= states[gpu, key] == RESIDENT
-                if settled:
-                    worst = key
-        if best < 0 or worst < 0:
+        worst, best = _best_pair(state, states, first, end)
+        if worst < 0 or best < 0:
             break
         if value[best] <= value[worst] + state.numbers[-1]:
             break
         outgoing[count] = worst
         incoming[count] = best
         count += 1
-        # Neither takes part again.
-        inside[best] = 2
-        inside[worst] = 2
+        marks[worst] = _PAIRED
+        marks[best] = _PAIRED
     for n in range(count):
-        inside[incoming[n]] = 0
-        inside[outgoing[n]] = 1
+        marks[outgoing[n]] = _INSIDE
+        marks[incoming[n]] = _OUTSIDE
     return count
 
 
@@ -94,11 +107,12 @@ class Recall(AdmittingCompiledCache):
     frequencies. What is fetched anyway, on demand or ahead of its layer, stays if it is
     worth more than the worst resident: that costs no copy. What is absent after a layer
     step, used or not, is copied behind the work if it is worth more by `margin`, the
-    price of the link.
+    price of the link. A prompt counts as uses of its tokens.
 
     Args:
-        recall: weight of the tokens that followed similar ones; the rest is use of
-            late.
+        recall: weight of the tokens that followed similar ones, if they foretold all
+            that frequencies do not; it is less as far as they have foretold less. The
+            rest is use of late.
         short: weight of the first of the two frequencies.
         short_half_life, long_half_life: of these, in tokens.
         margin: uses per token, by which a newcomer must beat whom it replaces to be
@@ -163,7 +177,6 @@ class Recall(AdmittingCompiledCache):
         keys = context.shape.layers * context.shape.experts
         # Several GPUs have a memory of routing in common, and contents of their own.
         known = memory.state._replace(marks=np.zeros((1, keys), np.int64))
-        # Where `pair_in_layer` reads it.
         known.numbers[-1] = self.margin
         return CacheKernels(
             known,

@@ -136,13 +136,16 @@ class Recall(CompiledPrefetch):
     copy could start, and be done in part, before its layer's gate has spoken. A layer
     is taken to last as long as this one does: a share of the CPU's time for what is
     absent, and the dense part. The queue is chosen anew at every layer, and holds no
-    more than the link could start before the next one.
+    more than the link could start before the next one. Nothing is streamed while too
+    few of the experts that were expected as much have been used.
 
     What is named is worth more in a cache of the same name until its layer has come.
 
     Args:
         depth: layers ahead, at most.
         least: expected uses of what is worth a copy; 1 is certain, at batch 1.
+        trust: share of such expectations that must have come true, of the way from what
+            chance would give, 0, to all, 1.
         advance: share of a copy that must be done when the layer begins.
         worth: most uses of this token that count in the cache, whose scores are uses
             of a later one.
@@ -162,9 +165,9 @@ class Recall(CompiledPrefetch):
         *,
         depth: int = 4,
         least: float = 0.9,
+        trust: float = 0.55,
         advance: float = 0.5,
         worth: float = 0.5,
-        trust: float = 0.55,
         history: int = 256,
         sharpness: float = 20.0,
         planning_us: float = 0.5,
@@ -172,6 +175,7 @@ class Recall(CompiledPrefetch):
     ) -> None:
         expect(depth >= 1, "depth", "a number >= 1", depth)
         expect(least > 0, "least", "> 0", least)
+        expect(0 <= trust <= 1, "trust", "0 <= trust <= 1", trust)
         expect(advance >= 0, "advance", ">= 0", advance)
         expect(worth >= 0, "worth", ">= 0", worth)
         expect(history >= 1, "history", "a number >= 1", history)
@@ -192,9 +196,6 @@ class Recall(CompiledPrefetch):
         )
         fixed_s, expert_s = self.taken_s
         self.own_planning_s = fixed_s + expert_s * context.shape.experts
-        keys = context.shape.layers * context.shape.experts
-        # Two parts work on one memory, and each has marks of its own.
-        known = memory.state._replace(marks=np.zeros((1, keys), np.int64))
-        slow = context.costs.overlap.cpu - 1.0 if context.costs is not None else 0.0
+        known = memory.state
         known.numbers[_TRUST : _WORTH + 1] = self.rules
         self.brought = PrefetchKernels(_stream, known)
