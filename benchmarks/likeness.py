@@ -24,7 +24,7 @@ from moesim.traces.stats.routing_curves import (
     mean_curves,
     routing_curves,
 )
-from moesim.traces.stats.similarity import mutual_information_bits
+from moesim.traces.stats.statistics import mutual_information_bits
 from moesim.traces.synthetic.draw import SynthModel, draw
 from moesim.traces.synthetic.fit import fit
 from moesim.traces.synthetic.generate import stated

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from benchmarks.replay_speed import SHARED
-from moesim.advice.errors import AdviceError
 from moesim.advice.measured.rows import (
     FolderModels,
     Platforms,
@@ -40,6 +39,7 @@ from moesim.advice.plan.what_if import shape_of
 from moesim.advice.times.latents import Beliefs
 from moesim.advice.times.priors import priors_of
 from moesim.advice.times.work import Setting
+from moesim.base.errors import AdviceError
 from moesim.hwprofiles import paths
 from moesim.runs.replay import replay
 from moesim.traces.format.reader import Trace, open_trace
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moesim.advice.advise import Advice
-    from moesim.advice.machine.machine import Machine
+    from moesim.advice.machine import Machine
     from moesim.advice.measured.rows import MeasuredFolder, Run
     from moesim.advice.model.contents import ModelContents
     from moesim.hwprofiles.profile import HardwareProfile

@@ -26,8 +26,7 @@ from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import ROW_GROUP_ROWS, TraceWriter, arrow_schema
 from moesim.traces.stats.hit_rate_curves import CURVES, CurveAggregator
-from moesim.traces.stats.similarity import SimilarityAggregator
-from moesim.traces.stats.statistics import LayerAggregator, stats
+from moesim.traces.stats.statistics import LayerAggregator, SimilarityAggregator, stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

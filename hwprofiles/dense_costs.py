@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from moesim.hwprofiles.paths import DENSE, HEAD
+from moesim.hwprofiles.paths import ATTENTION_BYTES_PER_S, DENSE, HEAD
 from moesim.hwprofiles.roofline import MeasuredPart, RooflineModel, flops_per_token
 from moesim.hwprofiles.schema import ReferenceExpert
 
@@ -35,8 +35,10 @@ Counts = Any
 class DenseWork(NamedTuple):
     """What a dense part reads and computes; arrays where it was asked for arrays."""
 
-    read_bytes: Any
+    weight_bytes: Any
     flops: Any
+    kept_bytes: Any = 0.0
+    """Keys and values that attention reads."""
 
 
 class KeptEntries(NamedTuple):
@@ -139,7 +141,7 @@ class DenseSizes(NamedTuple):
         attention = self.attention_flops * tokens * self.kept.tokens(keys_seen)
         weights = self.layer_params * self.param_bytes
         keys_and_values = self.kept.bytes(context_tokens) * sequences
-        return DenseWork(weights + keys_and_values, projections + attention)
+        return DenseWork(weights, projections + attention, keys_and_values)
 
     def head_work(self, tokens: Counts, outputs: Counts) -> DenseWork:
         """Return bytes and FLOPs of what happens once per step."""
@@ -147,7 +149,7 @@ class DenseSizes(NamedTuple):
         used = self.dense_layer_params * tokens + self.head_params * outputs
         params = self.dense_layer_params + self.head_params
         return DenseWork(
-            read_bytes=params * self.param_bytes,
+            weight_bytes=params * self.param_bytes,
             flops=2.0 * used,
         )
 
@@ -171,8 +173,8 @@ class DenseCosts:
         """Return the seconds of one layer's dense part; see `Costs.dense_s`."""
         work = self.sizes.layer_work(tokens, context_tokens, sequences)
         in_place = self._in_place(DENSE, self.sizes.layer_params, tokens)
-        roofline_s = self._roofline_s(work.read_bytes, work.flops)
-        return roofline_s * in_place
+        read_bytes, attention_s = self._reads(work)
+        return self._roofline_s(read_bytes, work.flops) * in_place + attention_s
 
     def gate_s(self, tokens: int) -> float:
         """Return the seconds of one gate by itself; see `Costs.gate_s`."""
@@ -189,8 +191,7 @@ class DenseCosts:
         work = self.sizes.head_work(tokens, outputs)
         params = self.sizes.dense_layer_params + self.sizes.head_params
         in_place = self._in_place(HEAD, params, outputs)
-        roofline_s = self._roofline_s(work.read_bytes, work.flops)
-        return roofline_s * in_place
+        return self._roofline_s(work.weight_bytes, work.flops) * in_place
 
     def of_passes(
         self, tokens: np.ndarray, context_tokens: np.ndarray, sequences: np.ndarray
@@ -201,18 +202,23 @@ class DenseCosts:
         head_params = self.sizes.dense_layer_params + self.sizes.head_params
         layer_factors = self._in_place_of(DENSE, self.sizes.layer_params, tokens)
         head_factors = self._in_place_of(HEAD, head_params, sequences)
+        read_bytes, attention_s = self._reads(layer)
+        roof = self._machine_roof()
         return (
-            self._rooflines_s(layer) * layer_factors,
-            self._rooflines_s(head) * head_factors,
+            roof.seconds(read_bytes, layer.flops) * layer_factors + attention_s,
+            roof.seconds(head.weight_bytes, head.flops) * head_factors,
         )
 
-    def _rooflines_s(self, work: DenseWork) -> np.ndarray:
-        """`_roofline_s` of arrays."""
-        roof = self._machine_roof()
-        reading_s = work.read_bytes / roof.bytes_per_s
-        computing_s = work.flops / roof.flops_per_s
-        seconds: np.ndarray = roof.overhead_s + np.maximum(reading_s, computing_s)
-        return seconds
+    def _reads(self, work: DenseWork) -> tuple[Any, Any]:
+        """Bytes that the roofline prices, and seconds of attention beside it.
+
+        Libraries read keys and values at a rate of their own, a third of the weights'
+        on a host. Where it was not told apart, they are read as weights are.
+        """
+        rate = self._profile.numbers.get(ATTENTION_BYTES_PER_S)
+        if rate is None:
+            return work.weight_bytes + work.kept_bytes, 0.0
+        return work.weight_bytes, work.kept_bytes / rate.value
 
     def _in_place_of(self, part: str, params: float, counts: np.ndarray) -> np.ndarray:
         """`_in_place` of arrays: mostly of few different numbers."""

@@ -27,6 +27,11 @@ UNIFIED = f"{MEMORY}.unified"
 FURTHER_S = f"{COSTS}.gpu.further_s"
 """Fixed seconds of each expert of a grouped launch; absent where each is launched."""
 
+ATTENTION_BYTES_PER_S = f"{COSTS}.attention.bytes_per_s"
+"""Rate at which attention reads keys and values; absent where it was not told apart
+from the rest of the dense part.
+"""
+
 PLATFORM_IDLE_W = f"{POWER}.platform.idle_w"
 
 LINK_PAGE_LOCKED = f"{PROBES}.link.page_locked_bytes_per_s"

@@ -30,8 +30,7 @@ import tomli_w
 
 from moesim.base.files import user_folder, write_text
 from moesim.base.inputs import load_toml, read_text
-from moesim.base.text import visible, visible_lines
-from moesim.base.words import did_you_mean, one_expected
+from moesim.base.text import did_you_mean, one_expected, visible, visible_lines
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.lanes import GPU, LANE_KINDS, gpu_of, kind_of, lane_names
 from moesim.hwprofiles.schema import (

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from moesim.base.words import did_you_mean
+from moesim.base.text import did_you_mean
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.lanes import (
     CPU,
@@ -69,6 +69,7 @@ _CONTROL_COSTS = (paths.FIRST_OPERATION, paths.JOIN, paths.planning(_ANY_POLICY)
 _AFTER_READ_PARTS = (CPU.name, H2D.name, DENSE)
 
 IN_PLACE: tuple[str, ...] = (
+    paths.ATTENTION_BYTES_PER_S,
     # What the CPU's first product takes longer is measured in isolation as well.
     *(paths.first_s(kind.name) for kind in (GPU, SSD)),
     *(

@@ -45,13 +45,15 @@ if TYPE_CHECKING:
     from moesim.runs.replay import replay, replay_cache
     from moesim.runs.result import Run
     from moesim.runs.sweeps.ranking import ranking
-    from moesim.runs.sweeps.store import query, results
+    from moesim.runs.sweeps.rows import query, results
     from moesim.runs.sweeps.sweep import sweep
+    from moesim.runtime.models.local_model import load_model
+    from moesim.runtime.record.record import record
     from moesim.traces.exporters import export_trace
     from moesim.traces.format.reader import Trace, open_trace
     from moesim.traces.importers import import_trace
+    from moesim.traces.synthetic.generate import synth
     from moesim.traces.synthetic.predict import predict
-    from moesim.traces.synthetic.synth import synth
     from moesim.traces.timeline.perfetto import write_perfetto
     from moesim.traces.timeline.spans import Timeline
 
@@ -84,6 +86,7 @@ __all__ = [
     "list_policies",
     "list_profiles",
     "load_config",
+    "load_model",
     "load_profile",
     "open_trace",
     "placement_figure",
@@ -91,6 +94,7 @@ __all__ = [
     "quality",
     "query",
     "ranking",
+    "record",
     "register",
     "replay",
     "replay_cache",
@@ -138,13 +142,15 @@ _MODULES = {
     "moesim.runs.replay": ("replay", "replay_cache"),
     "moesim.runs.result": ("Run",),
     "moesim.runs.sweeps.ranking": ("ranking",),
-    "moesim.runs.sweeps.store": ("query", "results"),
+    "moesim.runs.sweeps.rows": ("query", "results"),
     "moesim.runs.sweeps.sweep": ("sweep",),
+    "moesim.runtime.models.local_model": ("load_model",),
+    "moesim.runtime.record.record": ("record",),
     "moesim.traces.exporters": ("export_trace",),
     "moesim.traces.format.reader": ("Trace", "open_trace"),
     "moesim.traces.importers": ("import_trace",),
+    "moesim.traces.synthetic.generate": ("synth",),
     "moesim.traces.synthetic.predict": ("predict",),
-    "moesim.traces.synthetic.synth": ("synth",),
     "moesim.traces.timeline.perfetto": ("write_perfetto",),
     "moesim.traces.timeline.spans": ("Timeline",),
 }

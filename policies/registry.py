@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesim.base.files import sha256
-from moesim.base.words import one_expected, unknown
+from moesim.base.text import one_expected, unknown
 from moesim.policies.answers import with_checks
 from moesim.policies.base import (
     AssignmentPolicy,

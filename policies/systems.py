@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from moesim.base.words import did_you_mean, one_expected
+from moesim.base.text import did_you_mean, one_expected
 from moesim.hwprofiles.costs import Kernels
 from moesim.policies.base import PolicyError
 from moesim.policies.planner.plan import Policies

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from moesim.runtime.errors import RuntimeFault
+from moesim.base.errors import RuntimeFault
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import torch
 
+from moesim.base.errors import RuntimeFault
 from moesim.base.files import ScratchFolder
 from moesim.base.host_limits import (
     available_cores,
@@ -22,7 +23,6 @@ from moesim.base.host_limits import (
     total_memory_bytes,
 )
 from moesim.runtime.accelerators import accelerator_here
-from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.measure.copies import CopyPool
 from moesim.runtime.measure.experts import ExpertPool, Size
 from moesim.runtime.measure.neighbours import (

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from moesim.base.errors import TraceError
-from moesim.base.sizes import parse_bytes
-from moesim.base.words import did_you_mean
+from moesim.base.text import did_you_mean
+from moesim.base.units import parse_bytes
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.weight_formats import (
     Recipe,

@@ -1,18 +1,24 @@
-"""Fits dense parts and heads: one roofline through all of them, and of each a curve
-over tokens by shape.
+"""Fits dense parts and heads: the rate at which attention reads keys and values, one
+roofline through all the rest, and of each a curve over tokens by shape.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
+    DRAWS,
+    Estimate,
     Units,
     clipped_mean,
+    fit_plane,
     interquartile_range,
+    interval_of,
+    inverse,
 )
 from moesim.hwprofiles.calibration.fit_curves import (
     LEAST_SAMPLES,
@@ -34,23 +40,21 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.schema import ReferenceExpert
     from moesim.traces.format.schema import ModelShape
 
-_CONTEXT_TOKENS = 16
-"""Contexts are rounded up to this, so that dense parts of neighbouring steps are one
-point.
-"""
 _RUN_BITS = 40
 _TOKEN_BITS = 16
 """Groups of dense parts are numbered by run, tokens and layer, in these bits."""
 
 
-class _DensePart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _DensePart:
     """One dense part or head; a head's tokens are the positions whose output is
-    wanted.
+    wanted. Where attention's rate is known, its seconds are taken out.
     """
 
     seconds: float
     work: DenseWork
     tokens: int
+    decode: bool
     head: bool
     run: int
     step: int
@@ -76,22 +80,25 @@ def fit_dense(
         operations: fits by what dense parts differ after a read.
         entries: where results go.
     """
-    by_work: dict[DenseWork, list[_DensePart]] = {}
     by_tokens: dict[_CurveKey, list[_DensePart]] = {}
     # Taken out first: the roofline is that of dense parts whose caches are their own.
     factors = _after_read(all_spans, shapes, operations)
     for spans in all_spans:
         shape_number = shapes.index(spans.run.shape)
         for part in _dense_parts(spans, factors.get(shape_number, 1.0)):
-            by_work.setdefault(part.work, []).append(part)
             key = _CurveKey(part.head, shape_number, part.tokens)
             by_tokens.setdefault(key, []).append(part)
+    by_tokens = _without_attention(by_tokens, entries)
 
+    by_work: dict[DenseWork, list[_DensePart]] = {}
+    for members in by_tokens.values():
+        for part in members:
+            by_work.setdefault(part.work, []).append(part)
     # A trace may tell nothing of its model's head, which then reads nothing.
     works = [
         work
         for work, members in by_work.items()
-        if len(members) >= LEAST_SAMPLES and work.read_bytes > 0
+        if len(members) >= LEAST_SAMPLES and work.weight_bytes > 0
     ]
     # Three constants need three points.
     if len(works) < 3:
@@ -106,7 +113,7 @@ def fit_dense(
     )
     centres = centres_of(points, seconds, units)
     roof = fit_roofline(
-        [work.read_bytes for work in works],
+        [work.weight_bytes + work.kept_bytes for work in works],
         [work.flops for work in works],
         [point.seconds for point in points],
         centres=centres,
@@ -193,17 +200,76 @@ def _dense_parts(spans: RunSpans, after_read: float) -> Iterator[_DensePart]:
         tokens = int(tokens_of[step])
         sequences = int(sequences_of[step])
         context = int(run.context_tokens[int(step)])
-        blocks = -(-context // _CONTEXT_TOKENS)
-        rounded_context = blocks * _CONTEXT_TOKENS
         head = bool(layer < 0)
         yield _DensePart(
             seconds=float(seconds) / (after_read if follows_read else 1.0),
-            work=dense_work(run.shape, tokens, rounded_context, sequences, head=head),
+            work=dense_work(run.shape, tokens, context, sequences, head=head),
             tokens=sequences if head else tokens,
+            decode=tokens == sequences,
             head=head,
             run=spans.number,
             step=int(step),
         )
+
+
+def _without_attention(
+    by_tokens: dict[_CurveKey, list[_DensePart]], entries: Entries
+) -> dict[_CurveKey, list[_DensePart]]:
+    """Enter the rate at which attention reads keys and values, and take its seconds
+    out of all parts; as they are where no part shows that rate.
+
+    Parts of one model and as many tokens differ in what attention reads only, so their
+    slope over those bytes is attention's. Only decoded tokens count: a prompt computes
+    with keys more than it reads them.
+    """
+    decoded = [
+        members
+        for key, members in by_tokens.items()
+        if not key.head and members[0].decode
+    ]
+    if not decoded:
+        return by_tokens
+    parts = [part for members in decoded for part in members]
+    kept_bytes = np.concatenate(
+        [_about_mean([part.work.kept_bytes for part in members]) for members in decoded]
+    )
+    seconds = np.concatenate(
+        [_about_mean([part.seconds for part in members]) for members in decoded]
+    )
+
+    def slope_of(rows: np.ndarray) -> float:
+        return float(fit_plane(kept_bytes[rows, None], seconds[rows])[0])
+
+    units = Units(
+        np.array([part.run for part in parts]), np.array([part.step for part in parts])
+    )
+    slope = slope_of(np.arange(len(parts)))
+    draws = [slope_of(units.redrawn(entries.rng)) for _ in range(DRAWS)]
+    low, high = interval_of(slope, draws, units.count)
+    # Contexts of one length, or a slope within its own noise, show no rate.
+    if low <= 0.0:
+        return by_tokens
+
+    per_byte = Estimate(slope, (low, high), interquartile_range(np.array(draws)))
+    entries.put_estimate(
+        paths.ATTENTION_BYTES_PER_S,
+        inverse(per_byte),
+        samples=len(parts),
+        source="dense parts of decoded tokens in designed runs, over their contexts",
+    )
+
+    def rest(part: _DensePart) -> _DensePart:
+        attention_s = slope * part.work.kept_bytes
+        work = part.work._replace(kept_bytes=0.0)
+        return replace(part, work=work, seconds=part.seconds - attention_s)
+
+    return {key: [rest(part) for part in members] for key, members in by_tokens.items()}
+
+
+def _about_mean(values: Sequence[float]) -> np.ndarray:
+    """Differences from the clipped mean, float64 [N]."""
+    array = np.array(values)
+    return array - clipped_mean(array)
 
 
 def _curve(
@@ -253,6 +319,7 @@ def _at_reference(
     # Contexts differ among parts of as many tokens, so each has its own denominator.
     seconds = []
     for part in parts:
-        part_s = roofline_s(part.work.read_bytes, part.work.flops)
+        read_bytes = part.work.weight_bytes + part.work.kept_bytes
+        part_s = roofline_s(read_bytes, part.work.flops)
         seconds.append(part.seconds * reference_s / part_s)
     return np.array(seconds)

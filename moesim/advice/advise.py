@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moesim.advice.errors import AdviceError
-from moesim.advice.machine.devices import check_memory
-from moesim.advice.machine.machine import (
+from moesim.advice.devices import check_memory
+from moesim.advice.machine import (
     Grade,
     Machine,
     describe_machine,
@@ -26,6 +25,7 @@ from moesim.advice.plan.what_if import WhatIf, expert_cache, no_fit_words, what_
 from moesim.advice.routing import RoutingAdvice, routing_advice
 from moesim.advice.times.priors import priors_of
 from moesim.advice.times.work import ALL_LAYERS, ByteBound, Setting, placement_bound
+from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
     import os

@@ -14,13 +14,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moesim.advice.errors import AdviceError
 from moesim.advice.times.work import (
     ALL_LAYERS,
     DEFAULT_BATCH,
     DEFAULT_MICRO_BATCH,
     Setting,
 )
+from moesim.base.errors import AdviceError
 from moesim.base.inputs import InputError, load_json, read_text
 
 if TYPE_CHECKING:

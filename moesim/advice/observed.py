@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesim.advice.bench_rows import BenchRow, check_one_machine, setting_of
-from moesim.advice.errors import AdviceError
 from moesim.advice.model.catalogue import model_contents, named_contents
 from moesim.advice.plan.ranking import Grades
 from moesim.advice.times.latents import (
@@ -34,11 +33,12 @@ from moesim.advice.times.step_times import (
     prefill_target,
 )
 from moesim.advice.times.work import DecodeWork
+from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moesim.advice.machine.machine import Machine
+    from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.times.latents import Priors
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.advice.errors import AdviceError
 from moesim.advice.plan.commands import model_file
 from moesim.advice.times.latents import Beliefs, Interval, Prior
 from moesim.advice.times.priors import PriorTable
@@ -28,15 +27,16 @@ from moesim.advice.times.work import (
     most_host_bytes_per_s,
     most_link_bytes_per_s,
 )
+from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from moesim.advice.machine.machine import Machine
+    from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.plan.ranking import Forecast, Prospect
-    from moesim.runs.bound.least_time import RoutingBound
+    from moesim.runs.bound import RoutingBound
     from moesim.traces.format.reader import Trace
 
 
@@ -92,9 +92,10 @@ def bound_of_routing(
         decodes: what is asked for.
     """
     # Answers without a trace need not load what reads one.
-    from moesim.runs.bound.least_reads import flattened, least_reads  # noqa: PLC0415
-    from moesim.runs.bound.least_time import (  # noqa: PLC0415
+    from moesim.runs.bound import (  # noqa: PLC0415  # noqa: PLC0415
         Bandwidths,
+        flattened,
+        least_reads,
         routing_bound,
     )
 

@@ -24,3 +24,20 @@ class MissingColumnError(TraceError):
     def __str__(self) -> str:
         """The message alone."""
         return str(self.args[0])
+
+
+class AdviceError(ValueError):
+    """A model file, machine, measurement or job that cannot be advised on."""
+
+
+class StoreError(ValueError):
+    """An expert store, or the checkpoint it is built from, cannot be trusted or cannot
+    be used.
+    """
+
+
+# No "Error" in the name: the machine is at fault, not the input.
+class RuntimeFault(RuntimeError):  # noqa: N818 - see above
+    """The machine did not give what a run needs: memory, page-locking, or a disk that
+    answers.
+    """

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.files import is_stream
-from moesim.base.sizes import parse_bytes
+from moesim.base.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable

@@ -15,9 +15,13 @@ command begins, it checks which options fit together, and that results have a pl
 which is no input.
 """
 
+import errno
 import functools
+import importlib.util
 import inspect
 import itertools
+import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext, redirect_stdout
@@ -27,7 +31,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moesim.base.files import is_stdout
+from moesim.base.files import destination, is_stdout, is_stream
 from moesim.base.options import (
     ConfigError,
     Options,
@@ -35,10 +39,9 @@ from moesim.base.options import (
     check_together,
     default_of,
     flag_of,
+    option,
     option_of,
 )
-from moesim.cli import parsers
-from moesim.cli.checks import check_places
 from moesim.runs.config import RunConfig, in_order
 
 Command = Callable[..., None]
@@ -403,12 +406,12 @@ def _details(field: Field[Any]) -> dict[str, Any]:
         details["metavar"] = f"{stated.metavar or 'NAME'},…"
         details["parser"] = _list_parser(field)
     elif stated.choices:
-        details["parser"] = parsers.one_of(*stated.choices)
+        details["parser"] = one_of(*stated.choices)
     # Bounds of a size are checked with the other sizes, against the model.
     elif stated.is_size:
-        details["parser"] = parsers.size_bytes
+        details["parser"] = size_bytes
     elif stated.pattern is not None:
-        details["parser"] = parsers.matching(*stated.pattern)
+        details["parser"] = matching(*stated.pattern)
     elif stated.kind in {int, float}:
         details["min"] = stated.minimum
         details["max"] = stated.maximum
@@ -424,15 +427,15 @@ def _list_parser(field: Field[Any]) -> Callable[[Any], tuple[Any, ...]]:
         if not isinstance(text, str):
             return tuple(text)
         if stated.policy_kind is not None:
-            return tuple(parsers.split_policies(text, flag_of(field)))
+            return tuple(split_policies(text, flag_of(field)))
         if stated.is_size:
-            return parsers.sizes_bytes(text)
+            return sizes_bytes(text)
         if stated.kind is int:
-            return parsers.counts(text)
+            return counts(text)
         if stated.kind is float:
             is_share = (stated.minimum, stated.maximum) == (0, 1)
-            return parsers.shares(text) if is_share else tuple(parsers.numbers(text))
-        return tuple(stated.kind(name) for name in parsers.names(text))
+            return shares(text) if is_share else tuple(numbers(text))
+        return tuple(stated.kind(name) for name in names(text))
 
     return parse
 
@@ -465,3 +468,224 @@ def _machines() -> tuple[str, ...]:
     from moesim.hwprofiles.profile import list_profiles
 
     return list_profiles()
+
+
+# -- parsers of values -----------------------------------------------------------------
+
+
+def size_bytes(text: str) -> int:
+    """Parse ``8GiB``, ``500MB`` or ``1024``."""
+    # Only commands that are given a size need the module.
+    from moesim.base.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        from moesim.base.text import one_expected
+
+        raise typer.BadParameter(f"{error}{one_expected(text, 'size')}") from None
+
+
+def sizes_bytes(text: str) -> tuple[int, ...]:
+    """Parse ``4GiB,8GiB``, each once."""
+    return tuple(dict.fromkeys(size_bytes(part) for part in text.split(",")))
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """Make a parser that accepts these texts only."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise typer.BadParameter(f"expected {' or '.join(choices)}, got {text!r}")
+        return text
+
+    return parse
+
+
+def matching(pattern: str, expected: str) -> Callable[[str], str]:
+    """Make a parser that accepts texts which the whole of `pattern` matches.
+
+    Args:
+        pattern: a regular expression.
+        expected: what the pattern stands for, in errors.
+    """
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise typer.BadParameter(f"expected {expected}, got {text!r}")
+        return text
+
+    return parse
+
+
+def split_policies(text: str, option: str) -> list[str]:
+    """Split the policies of an option.
+
+    Raises:
+        typer.BadParameter: no policy at all.
+    """
+    from moesim.policies.base import PolicyError
+    from moesim.policies.parameters import split_policies as split
+
+    try:
+        return split(text)
+    except PolicyError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """Parse ``0.125,0.25,0.5``, each once."""
+    try:
+        numbers = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        numbers = ()
+    # NaN is a number to Python, but no share.
+    if not numbers or not all(0 <= share <= 1 for share in numbers):
+        raise typer.BadParameter(
+            f"expected shares between 0 and 1 such as 0.125,0.25,0.5, got {text!r}"
+        )
+    return numbers
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Parse ``8,16,32``, each once."""
+    # `int` would take signs, spaces and underscores too.
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise typer.BadParameter(
+            f"expected whole numbers such as 8,16,32, got {text!r}"
+        )
+    return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Parse ``a,b``, each once."""
+    parts = (part.strip() for part in text.split(","))
+    unique = tuple(dict.fromkeys(filter(None, parts)))
+    if not unique:
+        raise typer.BadParameter(f"expected names separated by commas, got {text!r}")
+    return unique
+
+
+def numbers(text: str) -> list[float]:
+    """Parse ``0.1,0.3,0.6`` as it stands."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected numbers separated by commas, got {text!r}"
+        ) from None
+
+
+def device_option() -> Any:
+    """``--device``, where a model computes."""
+    text = "Where the model computes: cpu or cuda."
+    pattern = (r"cpu|cuda(:\d+)?", "cpu or cuda")
+    return option("cpu", text, metavar="NAME", pattern=pattern)
+
+
+def check_device(device: str) -> None:
+    """Refuse, before a model is loaded, a device that this machine does not have.
+
+    Raises:
+        typer.BadParameter: naming it.
+    """
+    # Every machine has one, and importing torch takes seconds.
+    if device == "cpu":
+        return
+    from moesim.runtime.accelerators import accelerator_here
+
+    accelerator = accelerator_here()
+    if accelerator is None or accelerator.type != device.partition(":")[0]:
+        raise typer.BadParameter(
+            f"torch finds no {device!r} on this machine", param_hint="--device"
+        )
+
+
+def check_places(
+    *,
+    folder: Path | None = None,
+    folders: Iterable[Path] = (),
+    files: Iterable[Path | None] = (),
+    inputs: Iterable[object] = (),
+) -> None:
+    """Refuse, before a long run and not after it, a result that has nowhere to go or
+    would destroy something.
+
+    Args:
+        folder, folders: results go there, each with a name of its own.
+        files: each is a result.
+        inputs: files and folders that are read; no result replaces one of them or goes
+            into one. What is no path, such as an opened trace, is skipped.
+
+    Raises:
+        OSError: naming the place.
+    """
+    read = [Path(place) for place in inputs if isinstance(place, str | Path)]
+    written: list[Path] = []
+    results = [(each, True) for each in folders]
+    results += [] if folder is None else [(folder, True)]
+    results += [(file, False) for file in files if file is not None]
+    for place, is_folder in results:
+        target = destination(place)
+        for other in read:
+            if _is_within(target, other, is_folder=is_folder):
+                raise _taken(place, "what is read")
+        if any(_is_same(target, other) for other in written):
+            raise _taken(place, "another result")
+        written.append(target)
+        if not is_stream(place):
+            _check_writable(target, is_file=not is_folder)
+
+
+def _is_within(target: Path, read: Path, *, is_folder: bool) -> bool:
+    """Whether a result would replace what is read, or go into a folder that is read."""
+    if _is_same(target, read):
+        # Results stand beside others in a folder, each with a name of its own.
+        return not is_folder
+    return read.is_dir() and Path(os.path.realpath(read)) in target.parents
+
+
+def _is_same(target: Path, other: Path) -> bool:
+    """Whether two paths mean one file: by name, over links, or by its inode."""
+    if target == Path(os.path.realpath(other)):
+        return True
+    try:
+        return target.samefile(other)
+    except OSError:
+        return False
+
+
+def _taken(place: Path, victim: str) -> OSError:
+    return OSError(
+        errno.EEXIST,
+        f"it would replace {victim}; choose another place",
+        str(place),
+    )
+
+
+def _check_writable(place: Path, *, is_file: bool) -> None:
+    # Opening it would say so only after the run.
+    if is_file and place.is_dir():
+        raise OSError(
+            errno.EISDIR, "expected a place for a file, found a folder", str(place)
+        )
+    # Folders on the way are made later, so the nearest that is there decides.
+    nearest = next(path for path in (place, *place.absolute().parents) if path.exists())
+    if not (nearest.is_dir() or (nearest == place and is_file)):
+        raise OSError(errno.ENOTDIR, "expected a folder, found a file", str(nearest))
+    if not os.access(nearest, os.W_OK):
+        raise OSError(errno.EACCES, "not writable; choose another place", str(nearest))
+
+
+def check_installed(library: str) -> None:
+    """Check that a library is there, without importing it.
+
+    Raises:
+        ImportError: it is not.
+    """
+    try:
+        is_there = importlib.util.find_spec(library) is not None
+    except ImportError:
+        is_there = False
+    if not is_there:
+        raise ImportError(f"no module {library}", name=library)

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from moesim.runs.bound.least_reads import MemoryBound
-    from moesim.runs.bound.least_time import Bound
+    from moesim.runs.bound import Bound, MemoryBound
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
 

@@ -38,8 +38,10 @@ def compile_ahead(
         How many functions were made.
     """
     for name in PACKAGES:
-        package = importlib.import_module(name)
-        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+        place = importlib.import_module(name)
+        # A module has no further ones below it.
+        below = getattr(place, "__path__", ())
+        for module in pkgutil.walk_packages(below, f"{name}."):
             importlib.import_module(module.name)
     # Names, because functions of one process are none of another's.
     names = [

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.base.options import ConfigError, as_list, is_list
-from moesim.base.sizes import format_bytes
-from moesim.base.units import bandwidth, ms, number, percent
+from moesim.base.units import bandwidth, format_bytes, ms, number, percent
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split_policies
 from moesim.runs.config import MemoryOptions, RunConfig, takes_options

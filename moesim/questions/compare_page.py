@@ -7,8 +7,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from moesim.base.sizes import format_bytes
-from moesim.base.units import number, percent
+from moesim.base.units import format_bytes, number, percent
 from moesim.questions.compare import CELL, comparison_rows
 from moesim.questions.compare_text import (
     answer_lines,

@@ -37,11 +37,10 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from moesim.policies.planner.plan import MemoryPlan
     from moesim.policies.systems import System
     from moesim.runs.config import MemorySize
     from moesim.runtime.models.local_model import LocalModel
-    from moesim.runtime.quality.measure import Passages, Scores
+    from moesim.runtime.quality import Passages, Scores
     from moesim.runtime.record.calibration import Residual
     from moesim.traces.format.schema import ModelShape
 
@@ -67,7 +66,7 @@ class Row:
         agreement: share of tokens after which both find the same next token most
             likely.
         gate_mass_kept, altered, stale, hit_rate_active, experts_used: see
-            `moesim.runtime.quality.measure.Scores`.
+            `moesim.runtime.quality.Scores`.
     """
 
     routing: str
@@ -118,8 +117,7 @@ class _Setting(NamedTuple):
     """One composition of policies with one size of the cache."""
 
     swept: str | None
-    system: System
-    memory: MemoryPlan
+    setup: Setup
 
 
 @takes_options(RunConfig, without=["trace"])
@@ -158,46 +156,34 @@ def quality(
         tokens: to score in all, rounded up to whole passages.
         prompt_tokens: of each passage that are read and not scored.
         scored_tokens: of each passage.
-        own_input: give experts that were started one layer ahead their own layer's
-            input after all.
+        own_input: give experts that were started ahead their own layer's input.
         residual: vectors for ``pred1_res`` or their file; calibrated now for ``tiny``
             when None.
         dtype: to compute in; ``auto`` takes the checkpoint's (float32 for ``tiny``).
         device: ``cpu``, ``cuda``, …
         memory: sizes of memories in one object, instead of single options.
-        minutes: of reading, after which no passage is begun; None for no limit.
+        minutes: after which no passage is begun; None for no limit.
         progress: called with the share of the work that is done.
         options: fields of `moesim.runs.config.RunConfig`.
 
     Raises:
         TraceError, ProfileError, PolicyError: bad input, in one line.
     """
-    for name, count in (
-        ("tokens", tokens),
-        ("prompt_tokens", prompt_tokens),
-        ("scored_tokens", scored_tokens),
-    ):
-        if count < 1:
-            raise TraceError(f"{name}: expected >= 1, got {count}")
+    _check_counts(
+        tokens=tokens, prompt_tokens=prompt_tokens, scored_tokens=scored_tokens
+    )
     # Before torch and the model are loaded, so that a typo costs no minute.
     config = RunConfig.of(config, policy, memory=memory, **options)
     systems = _swept_systems(config.system, sweep)
     sizes = _cache_sizes(config, cache_ratios)
     columns = _needed_columns(systems.values(), config.host_cache)
 
-    from moesim.runtime.models.gates import find_blocks, gate_facts  # noqa: PLC0415
-    from moesim.runtime.models.local_model import (  # noqa: PLC0415
-        load_model,
-        model_shape,
-    )
-    from moesim.runtime.quality.measure import measure  # noqa: PLC0415
-    from moesim.runtime.quality.routing_override import PolicyUnderTest  # noqa: PLC0415
+    from moesim.runtime.models.local_model import load_model  # noqa: PLC0415
+    from moesim.runtime.quality import PolicyUnderTest, measure  # noqa: PLC0415
     from moesim.runtime.record.calibration import residual_for  # noqa: PLC0415 - torch
 
     local = load_model(model, device=device, dtype=dtype)
-    blocks = find_blocks(local.model)
-    facts = gate_facts(local.model, blocks)
-    shape = model_shape(local.model, local.name, blocks, facts)
+    shape = _shape_of(local)
     passages = _passages(
         local,
         text,
@@ -206,79 +192,138 @@ def quality(
         scored=scored_tokens,
         seed=config.seed,
     )
-
-    profile = profile_of(config.hw)
-    calibration = None
-    if config.warm is not None:
-        calibration = _activation_counts(config.warm, shape)
-    settings = []
-    trials = []
-    for (swept, system), sized in product(systems.items(), sizes):
-        # Each setting has caches of its own, which carry over from passage to passage.
-        setup = Setup(sized, shape, profile, system, calibration)
-        settings.append(_Setting(swept, system, setup.memory))
-        trials.append(PolicyUnderTest(setup.planner(), own_input))
-
-    total_tokens = len(passages.tokens) * passages.scored
-
-    read_tokens = 0
-    end_s = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
-
-    def report_tokens(done: int) -> None:
-        nonlocal read_tokens
-        read_tokens = done
-        if progress is not None:
-            progress(done / total_tokens)
+    settings = _settings(config, systems, sizes, shape)
+    reading = _Reading(passages, minutes, progress)
 
     # Only the shipped model can calibrate residual vectors now; it has the text.
     shipped = (lambda: local) if local.name == "tiny" else None
     scores = measure(
         local,
         passages,
-        trials,
+        [PolicyUnderTest(each.setup.planner(), own_input) for each in settings],
         columns=columns,
         residual=residual_for(columns, residual, shipped),
         batch=config.batch,
-        enough=lambda: time.monotonic() >= end_s,
-        progress=report_tokens,
+        enough=reading.is_over,
+        progress=reading.report,
     )
-
-    # As shares, since sizes may have been given in slots or bytes.
-    all_bytes = shape.routed_bytes
-    rows = []
-    for setting, scored in zip(settings, scores, strict=True):
-        cache_ratio = setting.memory.gpu.total_bytes / all_bytes
-        rows.append(_row(setting.system.routing, cache_ratio, setting.swept, scored))
-
-    # Settings differ in what is swept and in the cache's size, and in nothing else.
-    first = settings[0]
-    plan = first.memory
+    rows = [_row(*pair) for pair in zip(settings, scores, strict=True)]
     effective = {
         "model": shape.name,
         "dtype": shape.dtype,
         "device": device,
         "text": "corpus" if text is None else str(text),
-        "passages": read_tokens // passages.scored,
-        "left_out": len(passages.tokens) - read_tokens // passages.scored,
-        "prompt_tokens": prompt_tokens,
-        "scored_tokens": scored_tokens,
-        "tokens": read_tokens,
-        "assignment": first.system.assignment,
-        "cache": first.system.cache,
-        "prefetch": first.system.prefetch,
-        "routing": first.system.routing,
+        **reading.config(),
         "sweep": sweep,
         "own_input": own_input,
-        "hw": profile.name,
-        "hw_digest": profile.digest,
-        "cache_scope": plan.gpu.scope,
-        "staging": plan.staging,
-        "host_bytes": None if plan.host is None else plan.host.total_bytes,
+        # Settings differ in what is swept and in the cache's size, and in nothing else.
+        **_described(settings[0].setup),
+    }
+    return Quality(rows, effective)
+
+
+def _check_counts(**counts: int) -> None:
+    """Refuse to read nothing.
+
+    Raises:
+        TraceError: naming the option.
+    """
+    for name, count in counts.items():
+        if count < 1:
+            raise TraceError(f"{name}: expected >= 1, got {count}")
+
+
+def _shape_of(local: LocalModel) -> ModelShape:
+    """The shape of a loaded model."""
+    from moesim.runtime.models.gates import find_blocks, gate_facts  # noqa: PLC0415
+    from moesim.runtime.models.local_model import model_shape  # noqa: PLC0415 - torch
+
+    blocks = find_blocks(local.model)
+    return model_shape(local.model, local.name, blocks, gate_facts(local.model, blocks))
+
+
+def _settings(
+    config: RunConfig,
+    systems: dict[str | None, System],
+    sizes: Sequence[RunConfig],
+    shape: ModelShape,
+) -> list[_Setting]:
+    """Set up each composition with each size of the cache.
+
+    Each has caches of its own, which carry over from passage to passage.
+    """
+    profile = profile_of(config.hw)
+    calibration = None
+    if config.warm is not None:
+        calibration = _activation_counts(config.warm, shape)
+    return [
+        _Setting(swept, Setup(sized, shape, profile, system, calibration))
+        for (swept, system), sized in product(systems.items(), sizes)
+    ]
+
+
+class _Reading:
+    """How far a measurement has read, and whether its time is over.
+
+    Args:
+        passages: to read.
+        minutes: after which it is over; None for no limit.
+        progress: called with the share that is done.
+    """
+
+    def __init__(
+        self,
+        passages: Passages,
+        minutes: float | None,
+        progress: Callable[[float], None] | None,
+    ) -> None:
+        self._passages = passages
+        self._tokens = 0
+        self._progress = progress
+        limit_s = math.inf if minutes is None else 60.0 * minutes
+        self._end_s = time.monotonic() + limit_s
+
+    def is_over(self) -> bool:
+        """Tell whether no further passage may be begun."""
+        return time.monotonic() >= self._end_s
+
+    def report(self, tokens: int) -> None:
+        """Note how many tokens are scored."""
+        self._tokens = tokens
+        if self._progress is not None:
+            passages = self._passages
+            self._progress(tokens / (len(passages.tokens) * passages.scored))
+
+    def config(self) -> dict[str, Any]:
+        """What was read, for the effective configuration."""
+        passages = self._passages
+        read = self._tokens // passages.scored
+        return {
+            "passages": read,
+            "left_out": len(passages.tokens) - read,
+            "prompt_tokens": passages.prompt,
+            "scored_tokens": passages.scored,
+            "tokens": self._tokens,
+        }
+
+
+def _described(setup: Setup) -> dict[str, Any]:
+    """What all settings have in common, for the effective configuration."""
+    system, memory, config = setup.system, setup.memory, setup.config
+    return {
+        "assignment": system.assignment,
+        "cache": system.cache,
+        "prefetch": system.prefetch,
+        "routing": system.routing,
+        "hw": setup.profile.name,
+        "hw_digest": setup.profile.digest,
+        "cache_scope": memory.gpu.scope,
+        "staging": memory.staging,
+        "host_bytes": None if memory.host is None else memory.host.total_bytes,
         "batch": config.batch,
         "seed": config.seed,
         "filled_by": "its policy, or empty" if config.warm is None else "calibration",
     }
-    return Quality(rows, effective)
 
 
 def _swept_systems(base: System, sweep: str | None) -> dict[str | None, System]:
@@ -364,7 +409,7 @@ def _passages(
     Raises:
         TraceError: no text for a model that has no corpus, or a text that is not UTF-8.
     """
-    from moesim.runtime.quality.measure import Passages  # noqa: PLC0415 - torch
+    from moesim.runtime.quality import Passages  # noqa: PLC0415 - torch
 
     # Rounded up to whole passages.
     most = -(-tokens // scored)
@@ -401,17 +446,19 @@ def _activation_counts(warm: str | Path | Trace, shape: ModelShape) -> np.ndarra
     return activation_counts(calibration)
 
 
-def _row(routing: str, cache_ratio: float, swept: str | None, scores: Scores) -> Row:
+def _row(setting: _Setting, scores: Scores) -> Row:
     # Tokens of a passage depend on each other; passages do not.
     lost_nats = (scores.nats - scores.reference_nats).mean(axis=1)
     passages = len(lost_nats)
     standard_error = math.nan
     if passages > 1:
         standard_error = float(lost_nats.std(ddof=1) / math.sqrt(passages))
+    # As a share, since sizes may have been given in slots or bytes.
+    setup = setting.setup
     return Row(
-        routing,
-        cache_ratio,
-        swept,
+        setup.system.routing,
+        setup.memory.gpu.total_bytes / setup.shape.routed_bytes,
+        setting.swept,
         nats=float(scores.nats.mean()),
         reference_nats=float(scores.reference_nats.mean()),
         delta_nats_se=standard_error,

@@ -7,8 +7,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from moesim.base.sizes import format_bytes
-from moesim.base.units import bandwidth, ms, number, percent
+from moesim.base.units import bandwidth, format_bytes, ms, number, percent
 from moesim.hwprofiles.profile import rate_interval
 from moesim.reporting.tables import aligned, facts_lines
 from moesim.runs.result import busy_shares

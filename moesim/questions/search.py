@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.options import ConfigError, option_of
-from moesim.base.words import did_you_mean
+from moesim.base.text import did_you_mean
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import parameters
 from moesim.policies.registry import find

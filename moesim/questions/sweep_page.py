@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.base.options import default_of, flag_of, option_of
-from moesim.base.sizes import format_bytes
-from moesim.base.units import ms, number, percent
+from moesim.base.units import format_bytes, ms, number, percent
 from moesim.questions.sweep_text import (
     alike_lines,
     axis_head,
@@ -25,7 +24,6 @@ from moesim.questions.sweep_text import (
     time_words,
 )
 from moesim.reporting.charts import (
-    CPU,
     DEVICES,
     GPU,
     QUIET,
@@ -477,7 +475,8 @@ def _lanes(runs: Sequence[Mapping[Any, Any]]) -> Chart:
                 for activity, s in shares.items()
                 if s
             ]
-    scale = {"domain": ["busy", "stalled"], "range": [GPU, CPU]}
+    # Waiting is no device, so it has the colour of none.
+    scale = {"domain": ["busy", "stalled"], "range": [GPU, QUIET]}
     spec = {
         "data": {"name": "lanes"},
         "params": [{"name": "run", "value": "0"}],

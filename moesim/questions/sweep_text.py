@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesim.base.sizes import format_bytes
-from moesim.base.units import ms, percent
+from moesim.base.units import format_bytes, ms, percent
 from moesim.questions.compare_text import LEAST_LEAD, alike_line
 from moesim.reporting.tables import aligned
 from moesim.runs.sweeps.ranking import LEAST_SAMPLES, axes_of, ranking

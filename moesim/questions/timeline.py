@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from moesim.base.sizes import format_bytes
-from moesim.base.units import ms
+from moesim.base.units import format_bytes, ms
 from moesim.policies.base import PolicyError
 from moesim.reporting.charts import KINDS, Chart, channel, layer
 from moesim.reporting.pages import Choice, Spans

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.base.sizes import format_bytes
+from moesim.base.units import format_bytes
 from moesim.reporting.charts import (
     PALETTE,
     QUIET,

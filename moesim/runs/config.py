@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from moesim.base.options import ConfigError, Options, is_list, option, option_of
-from moesim.base.sizes import format_bytes, parse_bytes
-from moesim.base.words import did_you_mean
+from moesim.base.text import did_you_mean
+from moesim.base.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from moesim.base.inputs import load_json, load_toml, read_text
 from moesim.base.options import ConfigError, default_of, option_of
-from moesim.base.sizes import parse_bytes
-from moesim.base.words import did_you_mean
+from moesim.base.text import did_you_mean
+from moesim.base.units import parse_bytes
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import parameters
 from moesim.policies.registry import find, resolve

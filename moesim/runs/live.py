@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from moesim.runs.config import MemorySize
     from moesim.runs.machine import Building
     from moesim.runtime.executor.executor import Executor, StepInfo
-    from moesim.runtime.executor.live import Verdict
+    from moesim.runtime.executor.live import LiveResult, Verdict
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.models.offloaded import OffloadedModel
+    from moesim.runtime.record.calibration import Residual
+    from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.batch import RoutedStep
 
 
@@ -93,7 +95,6 @@ def run_live(
     """
     from moesim.runtime.executor import live  # noqa: PLC0415 - torch
     from moesim.runtime.models import local_model  # noqa: PLC0415 - torch
-    from moesim.runtime.record.calibration import residual_for  # noqa: PLC0415 - torch
 
     # The model stands where traces stand in other functions.
     if not isinstance(model, MeasuredConfig):
@@ -102,91 +103,49 @@ def run_live(
     profile = machine_profile(
         config.hw, store=config.store_folder, measure_again=config.measure_again
     )
-    system = config.system
     # Loading a model takes minutes, so what cannot be is refused before.
-    policies = system.build(gpus=1, host_cache=None)
+    policies = config.system.build(gpus=1, host_cache=None)
     _refuse(policies, verify=config.verify)
 
-    is_tiny = str(config.model) == "tiny"
-    folder = local_model.tiny_dir() if is_tiny else Path(str(config.model))
-    dtype = config.dtype or _own_dtype(folder, is_tiny=is_tiny)
-    vectors = residual_for(
-        needed_columns(policies),
-        config.residual,
-        partial(local_model.load_model, "tiny") if is_tiny else None,
-    )
-
-    begin_s = time.perf_counter()
     device = device_of(profile)
-    offloaded, local = _loaded(folder, device, dtype, is_tiny=is_tiny)
-    dense_s = time.perf_counter() - begin_s
-    ids = live.encode(local, prompts)
+    loaded = _Loaded.of(config, needed_columns(policies), device)
+    ids = live.encode(loaded.local, prompts)
 
     begin_s = time.perf_counter()
-    store = open_model_store(folder, config.store, dtype, building)
+    store = open_model_store(loaded.folder, config.store, loaded.dtype, building)
     try:
-        offloaded.check_store(store)
+        loaded.offloaded.check_store(store)
         store_s = time.perf_counter() - begin_s
         # Libraries initialise themselves at their first call, which is not to be timed.
-        live.warm_up(offloaded, store)
-        shape = live.live_shape(offloaded, folder, store)
-        setup = Setup(config, shape, profile, system)
-        columns = needed_columns(setup.policies())
-        rehearse(setup.planner(), live.made_up_steps(shape, columns))
-        generations: list[live.LiveRun] = []
-
-        def forward(executor: Executor) -> live.LiveRun:
-            generation = live.LiveRun(
-                offloaded,
-                local,
-                executor,
-                ids,
-                new_tokens=config.new_tokens,
-                batch=config.batch,
-                columns=columns,
-                residual=vectors,
-                temperature=config.temperature,
-                seed=config.seed,
-                keep_passes=config.verify,
-            )
-            # Kept, as `execute` returns times and tables but no tokens.
-            generations.append(generation)
-            return generation
-
-        run = execute(
-            setup,
-            store,
-            device,
-            forward,
-            gatings=[layer.gating for layer in offloaded.layers],
-            out=out,
-            progress=progress,
-            own_cores=config.own_cores,
+        live.warm_up(loaded.offloaded, store)
+        shape = live.live_shape(loaded.offloaded, loaded.folder, store)
+        setup = Setup(config, shape, profile, config.system)
+        run, result = _generate(
+            loaded, setup, store, device, ids, out=out, progress=progress
         )
     finally:
         # A store that was handed over open is still in use.
         if store is not config.store:
             store.close()
 
-    result = generations[0].result
     run.startup |= {
         "store_s": store_s,
-        "dense_s": dense_s,
-        "dense_bytes": offloaded.dense_bytes,
+        "dense_s": loaded.loading_s,
+        "dense_bytes": loaded.offloaded.dense_bytes,
     }
     # Vectors that were calibrated just now lie in no file.
     named = config.residual if isinstance(config.residual, str | Path) else None
     setup.config = config.replaced(
-        model="tiny" if is_tiny else str(folder.absolute()),
+        model="tiny" if loaded.is_tiny else str(loaded.folder.absolute()),
         store=None if config.store is None else store.directory,
         residual=named,
     )
     run.config |= setup.effective_config(None) | {
         **_described(config),
         "trace": f"{len(ids)} prompts",
-        "dtype": dtype,
+        "dtype": loaded.dtype,
         "store": str(store.directory),
-        "residual": None if vectors is None else vectors.id,
+        "residual": None if loaded.residual is None else loaded.residual.id,
     }
     run.warnings += _warnings(run)
     finish(run, setup, result.steps, out=out, perfetto=perfetto, decided=True)
@@ -194,43 +153,133 @@ def run_live(
     verification = None
     # Loaded only now, so that the run has the memory to itself.
     if config.verify:
-        plain = local_model.load_weights(folder, dtype).eval().to(device.device)
-        verification = live.verify(plain, result.passes, dtype)
+        plain = local_model.load_weights(loaded.folder, loaded.dtype)
+        plain = plain.eval().to(device.device)
+        verification = live.verify(plain, result.passes, loaded.dtype)
     measured = {each.name: getattr(run, each.name) for each in fields(run)}
     return LiveMeasuredRun(
         **measured,
-        texts=[local.decode(tokens) for tokens in result.tokens],
+        texts=[loaded.local.decode(tokens) for tokens in result.tokens],
         tokens=result.tokens,
         steps=result.steps,
         verification=verification,
     )
 
 
-def _own_dtype(folder: Path, *, is_tiny: bool) -> str:
-    """What a model's weights were saved in."""
-    from moesim.runtime.models.checkpoint import checkpoint_dtype  # noqa: PLC0415 - torch
-    from moesim.runtime.models.expert_layout import dtype_name  # noqa: PLC0415 - torch
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A model as a live run needs it.
 
-    # Many CPUs only emulate the shipped model's bfloat16.
-    return "float32" if is_tiny else dtype_name(checkpoint_dtype(folder))
+    Attributes:
+        config: what the user asked for.
+        folder: of its checkpoint.
+        is_tiny: whether it is the one that ships.
+        dtype: that it computes in.
+        residual: vectors for ``pred1_res``; None where no policy needs them.
+        offloaded: the model without its experts.
+        local: the same with what reads and writes text.
+        loading_s: seconds that loading took.
+    """
+
+    config: MeasuredConfig
+    folder: Path
+    is_tiny: bool
+    dtype: str
+    residual: Residual | None
+    offloaded: OffloadedModel
+    local: LocalModel
+    loading_s: float
+
+    @classmethod
+    def of(cls, config: MeasuredConfig, columns: Sequence[str], device: Any) -> _Loaded:
+        """Load what a configuration names, for policies that need these columns."""
+        from moesim.runtime.models import checkpoint, local_model  # noqa: PLC0415 - torch
+        from moesim.runtime.models.expert_layout import (  # noqa: PLC0415 - torch
+            dtype_name,
+            torch_dtype,
+        )
+        from moesim.runtime.models.offloaded import OffloadedModel  # noqa: PLC0415
+        from moesim.runtime.record.calibration import residual_for  # noqa: PLC0415
+
+        is_tiny = str(config.model) == "tiny"
+        folder = local_model.tiny_dir() if is_tiny else Path(str(config.model))
+        # Many CPUs only emulate the shipped model's bfloat16.
+        dtype = config.dtype or (
+            "float32" if is_tiny else dtype_name(checkpoint.checkpoint_dtype(folder))
+        )
+        shipped = partial(local_model.load_model, "tiny") if is_tiny else None
+        residual = residual_for(columns, config.residual, shipped)
+
+        begin_s = time.perf_counter()
+        offloaded = OffloadedModel.load(
+            folder, device=device.device, dtype=torch_dtype(dtype)
+        )
+        tokenizer = None
+        if not is_tiny:
+            tokenizer = local_model.load_tokenizer(folder, offloaded.model)
+        local = local_model.LocalModel(
+            folder.resolve().name, offloaded.model, tokenizer
+        )
+        loading_s = time.perf_counter() - begin_s
+        return cls(
+            config=config,
+            folder=folder,
+            is_tiny=is_tiny,
+            dtype=dtype,
+            residual=residual,
+            offloaded=offloaded,
+            local=local,
+            loading_s=loading_s,
+        )
 
 
-def _loaded(
-    folder: Path, device: Any, dtype: str, *, is_tiny: bool
-) -> tuple[OffloadedModel, LocalModel]:
-    """A model without its experts, and the same with what reads and writes text."""
-    from moesim.runtime.models.expert_layout import torch_dtype  # noqa: PLC0415 - torch
-    from moesim.runtime.models.local_model import (  # noqa: PLC0415 - torch
-        LocalModel,
-        load_tokenizer,
+def _generate(
+    loaded: _Loaded,
+    setup: Setup,
+    store: ExpertStore,
+    device: Any,
+    ids: Sequence[Sequence[int]],
+    *,
+    out: str | Path | None,
+    progress: Callable[[StepInfo], None] | None,
+) -> tuple[MeasuredRun, LiveResult]:
+    """Run the model on encoded prompts; the measured run, and what was generated."""
+    from moesim.runtime.executor import live  # noqa: PLC0415 - torch
+
+    config = loaded.config
+    columns = needed_columns(setup.policies())
+    rehearse(setup.planner(), live.made_up_steps(setup.shape, columns))
+    generations: list[live.LiveRun] = []
+
+    def forward(executor: Executor) -> live.LiveRun:
+        generation = live.LiveRun(
+            loaded.offloaded,
+            loaded.local,
+            executor,
+            ids,
+            new_tokens=config.new_tokens,
+            batch=config.batch,
+            columns=columns,
+            residual=loaded.residual,
+            temperature=config.temperature,
+            seed=config.seed,
+            keep_passes=config.verify,
+        )
+        # Kept, as `execute` returns times and tables but no tokens.
+        generations.append(generation)
+        return generation
+
+    run = execute(
+        setup,
+        store,
+        device,
+        forward,
+        gatings=[layer.gating for layer in loaded.offloaded.layers],
+        out=out,
+        progress=progress,
+        own_cores=config.own_cores,
     )
-    from moesim.runtime.models.offloaded import OffloadedModel  # noqa: PLC0415 - torch
-
-    offloaded = OffloadedModel.load(
-        folder, device=device.device, dtype=torch_dtype(dtype)
-    )
-    tokenizer = None if is_tiny else load_tokenizer(folder, offloaded.model)
-    return offloaded, LocalModel(folder.resolve().name, offloaded.model, tokenizer)
+    return run, generations[0].result
 
 
 def _described(config: MeasuredConfig) -> dict[str, Any]:

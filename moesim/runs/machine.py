@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moesim.base.errors import RuntimeFault
 from moesim.base.files import user_folder
 from moesim.base.host_limits import available_cores
 from moesim.base.version import __version__
@@ -21,7 +22,6 @@ from moesim.hwprofiles import paths
 from moesim.hwprofiles.lanes import gpu_of, lane_names
 from moesim.hwprofiles.profile import HardwareProfile, default_profile, load_profile
 from moesim.hwprofiles.schema import ProfileError
-from moesim.runtime.errors import RuntimeFault
 from moesim.traces.weight_formats import FLOAT_FORMATS
 
 if TYPE_CHECKING:

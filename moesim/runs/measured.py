@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moesim.base.errors import RuntimeFault
 from moesim.hwprofiles.profile import save_profile
 from moesim.policies.faults import policy_faults
 from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.observers import DecisionLog, observed
-from moesim.runs.bound.least_reads import MemoryBound, highest_read_rate, memory_bound
+from moesim.runs.bound import MemoryBound, highest_read_rate, memory_bound
 from moesim.runs.config import MeasuredConfig, takes_options
 from moesim.runs.machine import (
     device_of,
@@ -36,7 +37,6 @@ from moesim.runs.setup import (
     trace_of,
     watts,
 )
-from moesim.runtime.errors import RuntimeFault
 from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.schema import Phase
@@ -118,25 +118,21 @@ def run_trace(
     building: Building | None = None,
     **options: Any,
 ) -> MeasuredRun:
-    """Run a trace through a policy on this machine: forced routing, real copies, real
-    products.
+    """Run a trace on this machine: forced routing, real copies, real products.
 
     Args:
         trace: a moesim trace, by path or opened; or a configuration, whose options
             those given here replace.
-        policy: a system or an assignment policy, ``greedy`` if None; `cache`,
-            `prefetch` and `routing` replace one part of it.
+        policy: a system or an assignment policy, ``greedy`` if None.
         memory: sizes of caches and staging in one object, instead of single options.
         out: folder for the tables, the decisions and ``run.json``.
         perfetto: file for the timeline, with that of the same run simulated below it.
         progress: called after each forward pass.
-        building: called with records done and records to do while a store is built or
-            checked.
+        building: called with records done and to do while a store is built or checked.
         options: fields of `moesim.runs.config.MeasuredConfig`.
 
     Raises:
-        TypeError: an unknown option.
-        ConfigError: a value that does not fit its option.
+        TypeError, ConfigError: an unknown option; a value that does not fit.
         TraceError, ProfileError, PolicyError, StoreError: bad input, in one line.
         RuntimeFault: the machine does not give what the run needs.
     """
@@ -159,12 +155,7 @@ def run_trace(
     shape = shape_for(opened.shape, config.shape, dtype)
     setup = Setup.of(config, opened, profile=profile, shape=shape)
 
-    # All of it is composed beforehand: reading the trace must not cost the run time.
-    columns = columns_of(opened, setup.policies())
-    walk = list(
-        compose_steps(opened, batch=config.batch, steps=config.steps, columns=columns)
-    )
-    rehearse(setup.planner(), walk[:REHEARSED_STEPS])
+    walk = _rehearsed(setup, opened)
 
     begin_s = time.perf_counter()
     store = open_random_store(shape, config.store, dtype, config.distinct, building)
@@ -205,15 +196,7 @@ def run_trace(
     if config.store is not None:
         # An open store is named by its folder.
         setup.config = config.replaced(store=store.directory)
-    run.config |= setup.effective_config(opened) | {
-        "world": "measured",
-        "mode": "trace",
-        "shape": shape.name,
-        "dtype": dtype,
-        "store": str(store.directory),
-        "distinct_experts": store.index.distinct,
-        "host_cache": config.host_cache,
-    }
+    run.config |= setup.effective_config(opened) | _described(setup, store, dtype)
     run.warnings += synthetic_caveats(opened.header)
     shared_records = store.index.distinct
     # A reader should know that fewer bytes lie on the disk than the model has.
@@ -224,6 +207,31 @@ def run_trace(
     if shared_records is None and setup.memory.host is None:
         run.bound = run_bound(setup, walk, dense.bytes * in_host)
     return run
+
+
+def _rehearsed(setup: Setup, trace: Trace) -> list[RoutedStep]:
+    """Compose all forward passes of a run, and rehearse the first ones."""
+    config = setup.config
+    # All of it beforehand: reading the trace must not cost the run time.
+    columns = columns_of(trace, setup.policies())
+    walk = list(
+        compose_steps(trace, batch=config.batch, steps=config.steps, columns=columns)
+    )
+    rehearse(setup.planner(), walk[:REHEARSED_STEPS])
+    return walk
+
+
+def _described(setup: Setup, store: ExpertStore, dtype: str) -> dict[str, Any]:
+    """What a measured run's options mean for its effective configuration."""
+    return {
+        "world": "measured",
+        "mode": "trace",
+        "shape": setup.shape.name,
+        "dtype": dtype,
+        "store": str(store.directory),
+        "distinct_experts": store.index.distinct,
+        "host_cache": setup.config.host_cache,
+    }
 
 
 def _note_footprint(

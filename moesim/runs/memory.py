@@ -12,13 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.base.sizes import format_bytes
+from moesim.base.units import format_bytes
 from moesim.hwprofiles.dense_costs import KeptEntries
-from moesim.hwprofiles.workspace import (
-    ACTIVATION_BYTES,
-    CONTEXT_BYTES,
-    LIVE_ACTIVATIONS,
-)
 from moesim.policies.base import PolicyError
 from moesim.policies.cache._slot_shares import divided
 from moesim.policies.planner.plan import LAYERS, MemoryPlan
@@ -320,3 +315,16 @@ def _in_bytes(
         layer = int(growing[slots[growing].argmin()])
         slots[layer] += 1
         left -= int(expert_bytes[layer])
+
+
+# -- graphics memory beside weights, keys and values -----------------------------------
+
+
+MIB = 1024**2
+
+# A driver's context, its kernels and the engine's own buffers on one card.
+# Source: what nvidia-smi shows beside llama.cpp's own sums, 300 to 600 MiB.
+CONTEXT_BYTES = 450 * MIB
+ACTIVATION_BYTES = 4
+# Activations of one layer that live at the same time, as multiples of T x H values.
+LIVE_ACTIVATIONS = 12

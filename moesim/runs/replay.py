@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesim.base.sizes import format_bytes
+from moesim.base.units import format_bytes
 from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
 from moesim.policies.faults import policy_faults
 from moesim.policies.systems import compose
-from moesim.runs.bound.least_time import layer_steps_of, replay_bound
+from moesim.runs.bound import layer_steps_of, replay_bound
 from moesim.runs.clairvoyant import is_searched, searched
 from moesim.runs.config import MemoryOptions, RunConfig, takes_options
 from moesim.runs.engines import choose_engine

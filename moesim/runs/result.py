@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from moesim.runs.bound.least_reads import MemoryBound
-    from moesim.runs.bound.least_time import Bound
+    from moesim.runs.bound import Bound, MemoryBound
     from moesim.traces.timeline.spans import Timeline
 
 FILES = ("timeline.parquet", "accesses.parquet", "steps.parquet", "run.json")

@@ -1,6 +1,17 @@
 """HybriMoE's list scheduler: simulates a layer step on GPUs, CPU and links.
 
+Each GPU takes what it holds, highest load first; the CPU what no GPU holds, lowest load
+first, and when that has run out (and with `stealing`) the lowest load that a GPU holds;
+each link brings the highest load that no GPU holds. What lands joins the GPU's queue.
+What is in flight when the layer step begins stays in the CPU's reach until it is
+computed: the CPU need not wait for its landing. What the schedule itself copies does
+not: a copy is for its GPU. What no lane could finish is left to the CPU and counts
+nothing.
+
 A active experts, G GPUs.
+
+Source: HybriMoE (arXiv 2504.05897), section on scheduling, in two readings, R2 and R1:
+see `HybriMoESchedule`.
 """
 
 from __future__ import annotations
@@ -244,14 +255,6 @@ def simulate(
 ) -> float:
     """Simulate the layer step, one operation at a time; the makespan.
 
-    Each GPU takes what it holds, highest load first; the CPU what no GPU holds, lowest
-    load first, and when that has run out (and with `stealing`) the lowest load that a
-    GPU holds; each link brings the highest load that no GPU holds. What lands joins the
-    GPU's queue. What is in flight when the layer step begins stays in the CPU's reach
-    until it is computed: the CPU need not wait for its landing. What the schedule
-    itself copies does not: a copy is for its GPU. What no lane could finish is left to
-    the CPU and counts nothing.
-
     Args:
         falling: int64 [A], positions by descending load.
         rising: int64 [A], positions by ascending load.
@@ -263,7 +266,7 @@ def simulate(
         first_s: extra seconds of the first CPU expert.
         soonest_end: the operation that would end first comes next; else the one that
             would start first. Ties: GPUs, CPU, links.
-        stealing: see above.
+        stealing: the CPU also takes what a GPU holds.
         lands_s: room for float64 [G, A].
         link_s: float64 [G], until each link has ended copies for other layers; changes.
         gpu_end_s: room for float64 [G].
@@ -271,9 +274,6 @@ def simulate(
         front: room for int64 [4], positions before which nothing is left.
         lanes: int8 [A], filled in.
         order: int64 [A], filled in: experts as they were given to a lane or a link.
-
-    Source: HybriMoE (arXiv 2504.05897), section on scheduling, in two readings, R2 and
-    R1: see `HybriMoESchedule`.
     """
     active = len(cpu_s)
     _begin(

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from moesim.base.checked import Checked, parse_json
-from moesim.base.errors import TraceError
+from moesim.base.errors import StoreError, TraceError
 from moesim.base.files import write_bytes
+from moesim.base.inputs import Checked, parse_json
 from moesim.policies.planner.observers import Entry
-from moesim.runtime.errors import StoreError
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers.readers.tensors import load_named

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 
+from moesim.base.errors import RuntimeFault
 from moesim.engine.layer_step import LayerStep
 from moesim.hwprofiles.lanes import GPU, SSD
 from moesim.policies.cache.static import Static
-from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.executor.device import spare_record
 from moesim.runtime.executor.lanes import Lanes, Operation, Stopped
 from moesim.runtime.executor.memories import (

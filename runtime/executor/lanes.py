@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
+from moesim.base.errors import RuntimeFault
 from moesim.engine.lanes import DEMAND, Admission, WorkerQueues, takes_places
 from moesim.hwprofiles.lanes import CONTROL, CPU
-from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.measure.profile import ThreadEvidence
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from moesim.base.errors import RuntimeFault
 from moesim.policies.base import RESIDENT
 from moesim.policies.planner.residency import GLOBAL
-from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.models.expert_layout import Groups, group_tokens
 from moesim.runtime.store.memory import HostSlots
 

@@ -25,8 +25,7 @@ import numpy as np
 import psutil
 import torch
 
-from moesim.base.errors import TraceError
-from moesim.runtime.errors import StoreError
+from moesim.base.errors import StoreError, TraceError
 from moesim.runtime.models.dense import DenseSizes, DenseStack
 from moesim.runtime.models.expert_layout import group_tokens, swiglu_layout, torch_dtype
 from moesim.runtime.store.store import record_stride

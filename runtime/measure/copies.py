@@ -16,9 +16,9 @@ import numpy as np
 import psutil
 import torch
 
+from moesim.base.errors import RuntimeFault
 from moesim.base.files import ScratchFolder
 from moesim.hwprofiles.calibration.fit_curves import fit_line
-from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.measure.sampling import event_timer, pool_bytes, sample
 from moesim.runtime.store.memory import DeviceSlots, HostSlots, streamed
 from moesim.runtime.store.sources import BLOCK_BYTES, DirectFile

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moesim.base.errors import StoreError
 from moesim.base.inputs import load_json, read_text
-from moesim.runtime.errors import StoreError
 from moesim.runtime.models.expert_layout import dtype_name
 
 if TYPE_CHECKING:

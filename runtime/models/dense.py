@@ -265,12 +265,19 @@ class DenseStack:
         keys[:, :, first:] = self._by_head(key, sequences, each, sizes.kv_heads)
         values[:, :, first:] = self._by_head(value, sequences, each, sizes.kv_heads)
 
+        if each == 1:
+            # Heads that share keys are rows of one product: the keys are read once for
+            # all of them, where torch on a host reads them for each.
+            shared = queries.reshape(sequences, sizes.kv_heads, -1, sizes.head_dim)
+            attended = functional.scaled_dot_product_attention(shared, keys, values)
+            return attended.reshape(sequences, self._width)
+
         attended = functional.scaled_dot_product_attention(
             queries,
             keys,
             values,
-            # Causal only in a prefill: a decoded token sees all that is there.
-            is_causal=1 < each == context,
+            # Causal only in a prefill, which has no context before it.
+            is_causal=each == context,
             enable_gqa=sizes.heads != sizes.kv_heads,
         )
         rows = attended.transpose(1, 2).reshape(sequences * each, self._width)

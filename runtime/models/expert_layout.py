@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from moesim.runtime.errors import StoreError
+from moesim.base.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from moesim.base.errors import TraceError
-from moesim.runtime.errors import StoreError
+from moesim.base.errors import StoreError, TraceError
 from moesim.runtime.models.checkpoint import (
     first_setting,
     tensor_bytes,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from moesim.runtime.errors import RuntimeFault, StoreError
+from moesim.base.errors import RuntimeFault, StoreError
 from moesim.runtime.models.checkpoint import (
     DTYPES,
     checkpoint_digest,

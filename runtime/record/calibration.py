@@ -28,9 +28,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from moesim.base.checked import parse_json
 from moesim.base.errors import TraceError
 from moesim.base.files import write_bytes
+from moesim.base.inputs import parse_json
 from moesim.base.seals import check_tensors, sealed_metadata
 from moesim.policies.cache._slot_shares import kept_alone
 from moesim.policies.prefetch.statistical import Transitions

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 
-from moesim.base.checked import read_json
 from moesim.base.errors import TraceError
 from moesim.base.files import open_own, remove_leftovers, try_lock, write_text
+from moesim.base.inputs import read_json
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import OPTIONAL_COLUMNS, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter

@@ -17,8 +17,8 @@ from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from moesim.base.errors import StoreError
 from moesim.base.files import open_own, try_lock, write_text
-from moesim.runtime.errors import StoreError
 from moesim.runtime.models.expert_layout import torch_dtype
 from moesim.runtime.store.sources import (
     CheckpointSource,

@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from moesim.base.errors import RuntimeFault
 from moesim.base.files import Closing
 from moesim.base.host_limits import available_memory_bytes
 from moesim.machine_code.library import assembled
-from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.models.expert_layout import ExpertLayout, ExpertWeights, round_up
 from moesim.runtime.store.sources import BLOCK_BYTES
 

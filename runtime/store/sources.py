@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moesim.base.errors import RuntimeFault, StoreError
 from moesim.base.files import Closing
-from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.models.checkpoint import (
     checkpoint_digest,
     checkpoint_dtype,

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 
-from moesim.base.checked import parse_json
+from moesim.base.errors import StoreError
 from moesim.base.files import Closing, write_text
-from moesim.base.inputs import load_json, read_text
-from moesim.runtime.errors import StoreError
+from moesim.base.inputs import load_json, parse_json, read_text
 from moesim.runtime.models.expert_layout import ExpertLayout, round_up
 from moesim.runtime.store.memory import HostSlots
 from moesim.runtime.store.sources import BLOCK_BYTES, DirectFile

@@ -127,31 +127,30 @@ def observe(
     recipe: Recipe,
     slots: int | None = None,
 ) -> Samples:
-    """Walk a trace once for features and once more, if need be, for the teacher's
+    """Walk a trace to count its steps, for features and, if need be, for the teacher's
     decisions.
 
     Raises:
         TraceError: too few steps, or no miss to learn from.
     """
-    history = History(shape.layers, shape.experts)
-    features: list[np.ndarray] = []
-    active: list[np.ndarray] = []
-    for step in steps:
-        used = np.zeros((shape.layers, shape.experts), np.bool_)
-        for routed in step.layers:
-            history.note(routed.layer, routed.experts)
-            used[routed.layer, routed.experts] = True
-        # After the step is noted: the policy decides when it has seen its accesses.
-        layers = [history.features(layer) for layer in range(shape.layers)]
-        features.append(np.stack(layers))
-        active.append(used)
-
-    count = len(active)
+    # Counted first: arrays of a list take twice the memory while they are joined.
+    count = sum(1 for _ in steps)
     if count < LEAST_STEPS:
         raise TraceError(
             f"training part: expected at least {LEAST_STEPS} forward passes, found"
             f" {count}"
         )
+    size = (count, shape.layers, shape.experts)
+    features = np.empty((count, shape.layers, 2 * shape.experts), np.float32)
+    active = np.zeros(size, np.bool_)
+    history = History(shape.layers, shape.experts)
+    for used, of_step, step in zip(active, features, steps, strict=True):
+        for routed in step.layers:
+            history.note(routed.layer, routed.experts)
+            used[routed.layer, routed.experts] = True
+        # After the step is noted: the policy decides when it has seen its accesses.
+        for layer in range(shape.layers):
+            of_step[layer] = history.features(layer)
 
     if recipe.labels == "masked":
         assert slots is not None, "masked labels are those of a cache of some size"
@@ -159,9 +158,9 @@ def observe(
         at_least = np.zeros_like(counts)
     else:
         horizon = recipe.horizon_for(shape.experts, count)
-        target, at_least = distance_labels(np.stack(active), horizon)
-        counts = np.ones_like(at_least)
-    return Samples(np.stack(features), target, counts, at_least)
+        target, at_least = distance_labels(active, horizon)
+        counts = np.ones(size, np.bool_)
+    return Samples(features, target, counts, at_least)
 
 
 def distance_labels(active: np.ndarray, horizon: int) -> tuple[np.ndarray, np.ndarray]:
@@ -191,7 +190,8 @@ def distance_labels(active: np.ndarray, horizon: int) -> tuple[np.ndarray, np.nd
     until_end = np.arange(steps, 0, -1, dtype=np.float32)
     until_end = until_end.reshape(-1, *[1] * (active.ndim - 1))
     unseen = np.isinf(distance)
-    return scaled(np.where(unseen, until_end, distance), horizon), unseen
+    np.copyto(distance, until_end, where=unseen)
+    return scaled(distance, horizon), unseen
 
 
 def scaled(distance: np.ndarray, horizon: int) -> np.ndarray:
@@ -200,8 +200,10 @@ def scaled(distance: np.ndarray, horizon: int) -> np.ndarray:
 
     Source: CECAR, `ML_Train.py`.
     """
-    clipped = np.clip(distance, 1.0, horizon)
-    return ((clipped - 1.0) / (horizon - 1)).astype(np.float32)
+    result = np.clip(distance, 1.0, horizon).astype(np.float32, copy=False)
+    result -= 1.0
+    result /= horizon - 1
+    return result
 
 
 def belady_labels(

@@ -11,13 +11,13 @@ from support.model_files import write_gguf
 
 import moesim
 from moesim.advice.advise import advise
-from moesim.advice.errors import AdviceError
-from moesim.advice.machine.machine import Grade, describe_machine
+from moesim.advice.machine import Grade, describe_machine
 from moesim.advice.model.catalogue import named_contents
 from moesim.advice.plan.commands import override_pattern, server_command
 from moesim.advice.plan.memory import Candidate, Job, bill_of
 from moesim.advice.times.step_times import key_passes
 from moesim.advice.times.work import Setting, placement_bound
+from moesim.base.errors import AdviceError
 
 MODEL = "qwen3-30b-a3b"
 PC = {

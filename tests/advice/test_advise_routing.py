@@ -9,10 +9,10 @@ from support.command_line import refused
 from support.small_trace import write_trace
 
 from moesim.advice.advise import advise
-from moesim.advice.errors import AdviceError
 from moesim.advice.plan.what_if import shape_of
 from moesim.advice.routing import DecodeSteps, decode_steps, expert_mask
-from moesim.runs.bound.least_time import DEVICE, HOST, LINK, Bandwidths, routing_bound
+from moesim.base.errors import AdviceError
+from moesim.runs.bound import DEVICE, HOST, LINK, Bandwidths, routing_bound
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.synthetic.generate import stated, synthesise
 

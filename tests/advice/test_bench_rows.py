@@ -9,7 +9,7 @@ from moesim.advice.bench_rows import (
     read_bench,
     setting_of,
 )
-from moesim.advice.errors import AdviceError
+from moesim.base.errors import AdviceError
 
 ROWS = [
     row("tg", 128, 52.3, n_cpu_moe=11),

@@ -2,16 +2,16 @@
 
 import pytest
 
-from moesim.advice.errors import AdviceError
-from moesim.advice.machine.devices import (
+from moesim.advice.devices import (
     graphics_cards,
     parse_memory,
     parse_pcie,
     processors,
     single_chips,
 )
-from moesim.advice.machine.machine import Grade, describe_machine, machine_of_profile
-from moesim.base.sizes import parse_bytes
+from moesim.advice.machine import Grade, describe_machine, machine_of_profile
+from moesim.base.errors import AdviceError
+from moesim.base.units import parse_bytes
 
 
 def names(table):

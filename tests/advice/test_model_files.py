@@ -7,8 +7,8 @@ import json
 import pytest
 from support.model_files import HIDDEN, INTERMEDIATE, write_gguf, write_hf
 
-from moesim.advice.errors import AdviceError
 from moesim.advice.model.catalogue import model_contents, named_contents, shapes
+from moesim.base.errors import AdviceError
 
 ARCHITECTURES = {
     "plain": {},

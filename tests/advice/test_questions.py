@@ -8,8 +8,7 @@ import pytest
 from support.bench_files import as_json, row
 
 from moesim.advice.advise import advise
-from moesim.advice.errors import AdviceError
-from moesim.advice.machine.machine import describe_machine
+from moesim.advice.machine import describe_machine
 from moesim.advice.model.catalogue import named_contents
 from moesim.advice.plan.commands import flags_of, server_command
 from moesim.advice.plan.memory import Job
@@ -18,6 +17,7 @@ from moesim.advice.times.latents import Beliefs
 from moesim.advice.times.priors import priors_of
 from moesim.advice.times.step_times import decode_target, prefill_target
 from moesim.advice.times.work import Setting, used_share
+from moesim.base.errors import AdviceError
 
 MIB = 1024**2
 DESKTOP = {"cpu": "Ryzen 9 7950X", "ram": "2x48GB DDR5-6000"}

@@ -10,7 +10,7 @@ from support.bench_files import as_json, row
 from support.command_line import refused
 
 from moesim.advice.advise import advise
-from moesim.advice.machine.machine import machine_of_profile
+from moesim.advice.machine import machine_of_profile
 from moesim.advice.plan.memory import Candidate, Job, bill_of
 from moesim.advice.plan.saved_profile import (
     cache_ratio,

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from support.model_files import write_gguf, write_hf
 
-from moesim.advice.machine.devices import find, graphics_cards, processors, single_chips
-from moesim.advice.machine.machine import describe_machine
+from moesim.advice.devices import find, graphics_cards, processors, single_chips
+from moesim.advice.machine import describe_machine
 from moesim.advice.model.catalogue import named_contents, shapes
 from moesim.advice.model.gguf_header import gguf_contents
 from moesim.advice.model.hf_folder import hf_contents

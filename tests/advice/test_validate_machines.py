@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from support.command_line import refused
 
-from moesim.advice.errors import AdviceError
-from moesim.advice.machine.machine import describe_machine
+from moesim.advice.machine import describe_machine
 from moesim.advice.measured.judge import judge
 from moesim.advice.measured.page import save, terminal_text
 from moesim.advice.measured.rows import read_folder, runs_of
@@ -36,6 +35,7 @@ from moesim.advice.times.population import (
 from moesim.advice.times.priors import PriorTable, priors_of, textbook_priors
 from moesim.advice.times.step_times import decode_target
 from moesim.advice.times.work import Setting
+from moesim.base.errors import AdviceError
 
 WIDE = Path("../shared/reference/machines_wide")
 MODELS = ("gpt-oss-20b", "gpt-oss-120b")

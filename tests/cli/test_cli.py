@@ -32,7 +32,7 @@ from typer.main import get_command
 
 from moesim import cli
 from moesim.base.units import number as number_text
-from moesim.cli.parsers import split_policies
+from moesim.cli.options import split_policies
 
 SHARED = ROOT.parent / "shared"
 

@@ -10,9 +10,9 @@ import pytest
 from support.real_machine import host_profile
 from support.small_trace import write_trace
 
+from moesim.base.errors import RuntimeFault
 from moesim.runs import machine
 from moesim.runs import measured as runs
-from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.models.local_model import LocalModel
 from moesim.traces.format.schema import ModelShape
 

@@ -51,6 +51,8 @@ AFTER_READ = {"cpu": 0.8, "h2d": 0.9, "dense": 1.08}
 step that read.
 """
 WITH_SSD_S = 150e-6
+ATTENTION_BYTES_PER_S = 2.4e9
+"""A third of the rate at which this machine reads weights."""
 FIRST_OP_S = 31e-6
 """Of the shipped profile's 208 us, what others slow is not told apart: 1.4 us for each
 expert.
@@ -68,6 +70,7 @@ def machine():
         | {f"costs.{part}.after_read": value for part, value in AFTER_READ.items()}
     )
     truth |= {
+        "costs.attention.bytes_per_s": ATTENTION_BYTES_PER_S,
         "costs.planning.default.with_ssd_s": WITH_SSD_S,
         "costs.dispatch.first_op_s": FIRST_OP_S,
     }
@@ -114,6 +117,22 @@ def learned(machine, blank):
 @pytest.mark.parametrize("path", TRUTH)
 def test_contention_is_found(learned, path):
     assert learned.numbers[path].value == pytest.approx(TRUTH[path], abs=0.025)
+
+
+def test_the_rate_of_attention_is_found_and_carried_to_a_model_that_keeps_less(
+    machine, learned
+):
+    """Contexts of 4,000 are far outside of what was run, and Qwen3 keeps a quarter of
+    the keys that OLMoE does.
+    """
+    rate = learned.numbers["costs.attention.bytes_per_s"].value
+    assert rate == pytest.approx(ATTENTION_BYTES_PER_S, rel=0.03)
+    for spec in ("olmoe-1b-7b/4", "qwen3-30b-a3b/8"):
+        added_s = []
+        for hw in (machine, learned):
+            costs = Costs(hw, sized(spec))
+            added_s.append(costs.dense_s(4, 4000, 4) - costs.dense_s(4, 0, 4))
+        assert added_s[1] == pytest.approx(added_s[0], rel=0.05)
 
 
 @pytest.mark.parametrize("path", CONTROL)

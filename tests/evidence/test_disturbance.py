@@ -33,10 +33,10 @@ from moesim.evidence.validation.profile_checks import (
     PRESSURE,
     STOLEN,
     doubts_of,
+    wide_constants,
 )
-from moesim.evidence.validation.wide import wide_constants
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.calibration.pace import undisturbed_medians
+from moesim.hwprofiles.calibration.estimates import undisturbed_medians
 from moesim.hwprofiles.profile import prediction_error, rate_interval
 from moesim.questions.compare_text import ranking_lines
 from moesim.runs.config import MemoryOptions

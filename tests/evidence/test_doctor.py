@@ -6,12 +6,12 @@ import os
 import pytest
 from support.real_machine import host_profile
 
+from moesim.base.errors import RuntimeFault
 from moesim.evidence import doctor
 from moesim.evidence import doctor as runs
 from moesim.runtime import doctor as lanes
 from moesim.runtime import doctor as system
 from moesim.runtime.doctor import fails, holds, limited
-from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.store import sources as direct_io
 
 

@@ -10,7 +10,7 @@ from support.calibrating import DATE, sized
 
 from moesim.evidence.validation.calibrate import learn
 from moesim.evidence.validation.paired_runs import designs, simulate
-from moesim.hwprofiles.calibration.pace import pace_at_times, pace_of_runs
+from moesim.hwprofiles.calibration.estimates import pace_at_times, pace_of_runs
 from moesim.hwprofiles.profile import load_profile
 
 RUNS = 4

@@ -176,6 +176,12 @@ def test_the_dense_part_reads_weights_and_keys_or_computes():
     )
     reading = costs({"dense": roofline(0.5, 1e6, 1e15)}, model)
     assert reading.dense_s(2, 10, 2) == pytest.approx(0.5 + 0.0656)
+    # Keys and values, 4,000 bytes, at a rate of their own.
+    attention = {"bytes_per_s": number(0.4e6)}
+    apart = costs({"dense": roofline(0.5, 1e6, 1e15), "attention": attention}, model)
+    assert apart.dense_s(2, 10, 2) == pytest.approx(0.5 + 0.0616 + 0.01)
+    passes = np.array([[2], [10], [2]])
+    assert apart.dense_of_passes(*passes)[0] == pytest.approx(0.5 + 0.0616 + 0.01)
     computing = costs({"dense": roofline(0.0, 1e15, 1e6)}, model)
     assert computing.dense_s(2, 10, 2) == pytest.approx(
         (2 * 30_800 * 2 + 4 * 100 * 2 * 10) / 1e6

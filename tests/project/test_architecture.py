@@ -45,8 +45,8 @@ top of the repository lie in ``moesim``, whose own modules are its face.
 
 TOP = ("traces", "hwprofiles", "policies", "engine", "sim", "runtime", "moesim")
 
-MOST_CODE_LINES = 76_500
-MOST_FILES = 480
+MOST_CODE_LINES = 75_980
+MOST_FILES = 420
 MOST_TEST_LINES = 40_600
 """What a person must hold; `benchmarks/size.py` counts it. A change that needs more
 raises the number, and says why.

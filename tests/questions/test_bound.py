@@ -17,16 +17,18 @@ from support.strategies import traces
 from moesim.hwprofiles.costs import Overlap
 from moesim.policies import registry
 from moesim.policies.systems import System
-from moesim.runs.bound.least_reads import flattened, least_reads, min_with_bypass
-from moesim.runs.bound.least_time import (
+from moesim.runs.bound import (
     CPU,
     LINK,
     ORDER,
     Bound,
     _shared_memory,
     bound_of,
+    flattened,
     least_makespans,
+    least_reads,
     least_seconds,
+    min_with_bypass,
     most_experts,
     replay_bound,
 )
@@ -304,6 +306,6 @@ def test_a_trace_too_long_to_wait_for_has_no_bound(tmp_path, monkeypatch):
     trace = hand_trace(tmp_path / "t.parquet", [[[0, 1]], [[1, 2]]], experts=4)
     config = RunConfig.of(trace, policy="greedy")
     assert bound_of(config).accesses == 4
-    monkeypatch.setattr("moesim.runs.bound.least_time.MOST_ACCESSES", 3)
+    monkeypatch.setattr("moesim.runs.bound.MOST_ACCESSES", 3)
     assert bound_of(config) is None
     assert bound_of(config.replaced(steps=1)).accesses == 2

@@ -16,8 +16,7 @@ from support.small_trace import write_trace
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.schema import Quantity
 from moesim.policies.systems import SYSTEMS
-from moesim.runs.bound.least_reads import highest_read_rate, memory_bound
-from moesim.runs.bound.least_time import replay_bound
+from moesim.runs.bound import highest_read_rate, memory_bound, replay_bound
 from moesim.runs.config import MemoryOptions, RunConfig
 from moesim.runs.measured import run_trace
 from moesim.runs.replay import replay

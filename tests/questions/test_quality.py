@@ -33,8 +33,7 @@ from moesim.runtime.models.expert_layout import UNUSED
 from moesim.runtime.models.gates import find_blocks, read_gate
 from moesim.runtime.models.local_model import LocalModel, load_model, model_shape
 from moesim.runtime.models.offloaded import StoreExperts
-from moesim.runtime.quality.measure import Passages, measure
-from moesim.runtime.quality.routing_override import PolicyUnderTest
+from moesim.runtime.quality import Passages, PolicyUnderTest, measure
 from moesim.traces.format.batch import RoutedStep
 from moesim.traces.format.schema import Phase
 

@@ -26,8 +26,13 @@ from moesim.policies.registry import find
 from moesim.runs.config import RunConfig
 from moesim.runs.sweeps import execution, plan, rows
 from moesim.runs.sweeps.execution import run_tasks
-from moesim.runs.sweeps.rows import FULL_SHARE, NEVER_USED
-from moesim.runs.sweeps.store import ResultsError, ResultStore, read_results
+from moesim.runs.sweeps.rows import (
+    FULL_SHARE,
+    NEVER_USED,
+    ResultsError,
+    ResultStore,
+    read_results,
+)
 from moesim.runs.sweeps.sweep import configs_of
 
 AXES = {"slots_per_layer": [1, 3], "batch": [1, 2], "hw": ["rtx4060ti", "rtx3080ti"]}

@@ -20,7 +20,7 @@ from support.small_trace import write_small_trace
 
 import moesim
 from moesim.runs.sweeps.cluster import stops_wait
-from moesim.runs.sweeps.store import read_results
+from moesim.runs.sweeps.rows import read_results
 
 POLICIES = ["all-cpu", "on-demand", "greedy", "fiddler"]
 RUNS = 4 * 10

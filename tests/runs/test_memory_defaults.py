@@ -8,7 +8,7 @@ import pytest
 from support.command_line import refused
 
 import moesim
-from moesim.base.sizes import parse_bytes
+from moesim.base.units import parse_bytes
 from moesim.hwprofiles.dense_costs import DenseSizes
 from moesim.hwprofiles.profile import list_profiles, load_profile
 from moesim.policies.systems import compose

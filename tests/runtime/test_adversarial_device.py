@@ -15,6 +15,7 @@ from support.drawn_threads import Deadlock, DrawnThreads
 from support.real_machine import COLUMNS, Case, combinations
 from support.small_trace import write_trace
 
+from moesim.base.errors import RuntimeFault
 from moesim.policies import systems
 from moesim.policies.planner.observers import repeat
 from moesim.policies.planner.plan import MemoryPlan
@@ -23,7 +24,6 @@ from moesim.policies.systems import System
 from moesim.runs import replay as api
 from moesim.runs.config import RunConfig
 from moesim.runs.setup import Setup
-from moesim.runtime.errors import RuntimeFault
 from moesim.runtime.executor.device import StreamDevice
 from moesim.runtime.executor.lanes import Interrupts
 from moesim.runtime.executor.live import verify

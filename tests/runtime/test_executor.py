@@ -10,11 +10,11 @@ import torch
 from support.real_machine import host_profile
 from support.small_trace import write_trace
 
+from moesim.base.errors import RuntimeFault, StoreError
 from moesim.engine.lanes import DEMAND, DROP, PREFETCH, REPLACEMENT, START, WAIT
 from moesim.policies.planner.residency import GLOBAL, CacheSize
 from moesim.runs import replay as api
 from moesim.runs.measured import run_trace
-from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.executor.lanes import (
     Lanes,
     Operation,

@@ -9,16 +9,15 @@ from support.real_machine import Case
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moesim.base.errors import TraceError
+from moesim.base.errors import StoreError, TraceError
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
-from moesim.runtime.errors import StoreError
 from moesim.runtime.executor.live import live_shape, verify
 from moesim.runtime.models.gates import offloadable_blocks
 from moesim.runtime.models.local_model import LocalModel, generate
 from moesim.runtime.models.offloaded import OffloadedModel
-from moesim.runtime.record.gate_recorder import GateRecorder
+from moesim.runtime.record.record import GateRecorder
 from moesim.runtime.record.stored_model import stored_model
 from moesim.runtime.store.build import build_store
 

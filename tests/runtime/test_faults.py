@@ -16,13 +16,13 @@ from support.processes import PATIENCE_S, ROOT, start
 from support.real_machine import host_profile, random_store
 from support.small_trace import write_trace
 
+from moesim.base.errors import RuntimeFault, StoreError
 from moesim.policies import systems
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import find
 from moesim.runs import replay as api
 from moesim.runs.measured import run_trace
 from moesim.runtime.accelerators import Cuda
-from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.memories import HostSlotMap
 from moesim.runtime.executor.trace_driven import ForcedRouting

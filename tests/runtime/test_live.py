@@ -36,7 +36,7 @@ from moesim.runtime.executor.live import TOLERANCES, verify
 from moesim.runtime.models import local_model as tiny
 from moesim.runtime.models.local_model import LocalModel, generate, load_tokenizer
 from moesim.runtime.record.calibration import Residual
-from moesim.runtime.record.gate_recorder import GateRecorder
+from moesim.runtime.record.record import GateRecorder
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.metrics import summarise
 

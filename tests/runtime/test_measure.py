@@ -21,7 +21,7 @@ from moesim.traces.format.schema import ModelShape
 
 torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
 
-from moesim.runtime.errors import RuntimeFault  # noqa: E402
+from moesim.base.errors import RuntimeFault  # noqa: E402
 from moesim.runtime.measure import copies as measure_disk  # noqa: E402
 from moesim.runtime.measure import neighbours  # noqa: E402
 from moesim.runtime.measure import profile as profile_module  # noqa: E402

@@ -16,7 +16,7 @@ from support.families import SOME, VOCABULARY, Swapped, make_checkpoint
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from moesim.runtime.errors import StoreError
+from moesim.base.errors import StoreError
 from moesim.runtime.models import local_model as tiny
 from moesim.runtime.models.checkpoint import tensor_bytes
 from moesim.runtime.models.expert_layout import (

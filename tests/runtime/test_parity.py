@@ -39,6 +39,25 @@ def trace(tmp_path_factory):
     )
 
 
+def simulated_like(trace, assignment, cache, batch, artefacts=None, **memory):
+    """A measured run without prefetching, simulated."""
+    return api.replay(
+        trace,
+        assignment,
+        cache=cache,
+        prefetch="none",
+        hw=host_profile(),
+        batch=batch,
+        memory=api.MemoryOptions(**memory),
+        artefacts=artefacts,
+    )
+
+
+def equal_accesses(run, other, *columns):
+    frames = [each.timeline.access_frame() for each in (run, other)]
+    return all((frames[0][name] == frames[1][name]).all() for name in columns)
+
+
 def measured(
     trace,
     store,
@@ -229,22 +248,12 @@ def test_hits_equal_the_simulators_for_every_cache_policy(trace, store, artefact
             artefacts=artefacts,
             **memory,
         )
-        simulated = api.replay(
-            trace,
-            "on-demand",
-            cache=cache,
-            prefetch="none",
-            hw=host_profile(),
-            batch=1 + one % 2,
-            memory=api.MemoryOptions(**memory),
-            artefacts=artefacts,
+        simulated = simulated_like(
+            trace, "on-demand", cache, 1 + one % 2, artefacts=artefacts, **memory
         )
         for figure in ("accesses", "hits", "delayed_hits", "misses"):
             assert run.metrics[figure] == simulated.metrics[figure], (cache, figure)
-        assert (
-            run.timeline.access_frame()["state"]
-            == simulated.timeline.access_frame()["state"]
-        ).all(), cache
+        assert equal_accesses(run, simulated, "state"), cache
 
 
 @pytest.mark.parametrize("cache", ["static", "lru"])
@@ -263,18 +272,8 @@ def test_deferred_results_change_neither_hits_nor_plans(
     combination = f"fixed-mapping:defer=1+{cache}+none"
     run = measured(trace, store, combination, batch=2, **memory)
     assert run.metrics["approximate"] is True
-    simulated = api.replay(
-        trace,
-        "fixed-mapping:defer=1",
-        cache=cache,
-        prefetch="none",
-        hw=host_profile(),
-        batch=2,
-        memory=api.MemoryOptions(**memory),
-    )
-    accesses = [each.timeline.access_frame() for each in (run, simulated)]
-    assert (accesses[0]["state"] == accesses[1]["state"]).all()
-    assert (accesses[0]["lane"] == accesses[1]["lane"]).all()
+    simulated = simulated_like(trace, "fixed-mapping:defer=1", cache, 2, **memory)
+    assert equal_accesses(run, simulated, "state", "lane")
     plans = repeat(
         run.decision_log.entries,
         fresh_planner(trace, combination, batch=2, **memory),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moesim.advice.machine.machine import Grade, machine_of_profile
+from moesim.advice.machine import Grade, machine_of_profile
 from moesim.hwprofiles.profile import load_profile, save_profile
 
 pytest.importorskip("torch", reason="the runtime extra is not installed")

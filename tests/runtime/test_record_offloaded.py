@@ -10,7 +10,7 @@ import torch
 from support.families import family
 
 from moesim import cli
-from moesim.runtime.errors import RuntimeFault, StoreError
+from moesim.base.errors import RuntimeFault, StoreError
 from moesim.runtime.models.local_model import load_model
 from moesim.runtime.models.offloaded import StoreExperts
 from moesim.runtime.record.calibration import residual_vectors

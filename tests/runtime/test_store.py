@@ -14,8 +14,8 @@ import torch
 from support.real_machine import mapping
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from moesim.base.errors import RuntimeFault, StoreError
 from moesim.runtime.accelerators import Cuda
-from moesim.runtime.errors import RuntimeFault, StoreError
 from moesim.runtime.store import build
 from moesim.runtime.store import sources as checkpoint_source
 from moesim.runtime.store import sources as direct_io

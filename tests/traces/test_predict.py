@@ -17,7 +17,7 @@ from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
-from moesim.traces.stats.predictor_accuracy import prediction
+from moesim.traces.stats.trace_summary import prediction
 from moesim.traces.synthetic import predict as module
 from moesim.traces.synthetic.gate_scores import (
     fill_logits,

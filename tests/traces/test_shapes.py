@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesim.base.errors import TraceError
-from moesim.base.sizes import format_bytes, parse_bytes
+from moesim.base.units import format_bytes, parse_bytes
 from moesim.traces import weight_formats
 from moesim.traces.models import known_models, model_shape
 from moesim.traces.weight_formats import known_labels

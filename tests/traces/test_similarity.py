@@ -10,13 +10,13 @@ from support.small_trace import write_trace
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
-from moesim.traces.stats.predictor_accuracy import prediction
-from moesim.traces.stats.similarity import (
+from moesim.traces.stats.statistics import (
     SimilarityAggregator,
     daop_similarity,
     information_bias_bits,
     mutual_information_bits,
 )
+from moesim.traces.stats.trace_summary import prediction
 
 
 def test_section_2_5_similarity():

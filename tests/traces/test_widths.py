@@ -25,7 +25,7 @@ from moesim.policies.planner.observers import observed
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.planner.starting import fitting
 from moesim.policies.systems import SYSTEMS, System, compose
-from moesim.runs.bound.least_time import most_experts
+from moesim.runs.bound import most_experts
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.traces.exporters.oracle_general import RECORD, export
 from moesim.traces.format.reader import open_trace

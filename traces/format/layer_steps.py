@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.traces.format.batch import (
-    SequenceGroup,
-    check_counts,
-    sequence_groups,
-)
+from moesim.traces.format.batch import SequenceGroup, check_counts, sequence_groups
 from moesim.traces.format.schema import prediction_distance
 from moesim.traces.passes import Passes, check_passes
 

@@ -23,7 +23,7 @@ from moesim.base.inputs import (
     check_input,
     most_bytes,
 )
-from moesim.base.sizes import format_bytes
+from moesim.base.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -18,7 +18,6 @@ import pyarrow as pa
 from moesim.base.errors import MissingColumnError, TraceError
 from moesim.base.seals import Digests, Footer, check_footer, digests
 from moesim.traces.format.arrays import first_repeat
-from moesim.traces.format.checks import check_sequence
 from moesim.traces.format.parquet import codes, flat, open_parquet, values
 from moesim.traces.format.schema import (
     METADATA_KEY,
@@ -27,6 +26,7 @@ from moesim.traces.format.schema import (
     ModelShape,
     Phase,
     TraceHeader,
+    check_sequence,
 )
 from moesim.traces.format.sorting import follow, joined
 from moesim.traces.format.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width

@@ -20,7 +20,7 @@ import pyarrow as pa
 from moesim.base.errors import TraceError
 from moesim.base.files import ScratchFolder
 from moesim.base.inputs import MOST_BYTES_VARIABLE, MOST_SEQUENCE_BYTES, most_bytes
-from moesim.base.sizes import format_bytes
+from moesim.base.units import format_bytes
 from moesim.traces.format.parquet import batches_of, numbers, values
 
 if TYPE_CHECKING:

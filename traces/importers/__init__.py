@@ -44,8 +44,12 @@ import numpy as np
 
 from moesim.base.errors import TraceError
 from moesim.traces.format.arrays import first_repeat
-from moesim.traces.format.checks import check_sequence
-from moesim.traces.format.schema import OPTIONAL_COLUMNS, ModelShape, TraceHeader
+from moesim.traces.format.schema import (
+    OPTIONAL_COLUMNS,
+    ModelShape,
+    TraceHeader,
+    check_sequence,
+)
 from moesim.traces.format.sorting import ApartError, Unordered, joined, whole_sequences
 from moesim.traces.format.sorting import TooLongError as TooLongError
 from moesim.traces.format.writer import TraceWriter

@@ -17,14 +17,13 @@ import numpy as np
 
 from moesim.traces.format.arrays import first_repeat
 from moesim.traces.format.sorting import Unordered
-from moesim.traces.importers.readers.csv_columns import csv_columns
 from moesim.traces.importers.readers.foreign import layout_error, layout_names
 from moesim.traces.importers.readers.sequence_rows import (
     ForwardPasses,
     UnclearError,
     finished,
 )
-from moesim.traces.importers.readers.text import head
+from moesim.traces.importers.readers.text import csv_columns, head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

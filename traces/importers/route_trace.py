@@ -25,7 +25,6 @@ import pyarrow.parquet as pq
 from moesim.base.files import sha256, written_beside
 from moesim.traces.format.parquet import numbers, read_metadata, sealed_writer
 from moesim.traces.format.sorting import BATCH_ROWS, ApartError, Unordered
-from moesim.traces.importers.readers.csv_columns import csv_columns
 from moesim.traces.importers.readers.foreign import (
     NO_WEIGHTS,
     decoding,
@@ -33,7 +32,7 @@ from moesim.traces.importers.readers.foreign import (
     layout_names,
 )
 from moesim.traces.importers.readers.sequence_rows import finished, layer_numbers
-from moesim.traces.importers.readers.text import head
+from moesim.traces.importers.readers.text import csv_columns, head
 from moesim.traces.models import model_shape
 
 if TYPE_CHECKING:

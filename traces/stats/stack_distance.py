@@ -139,6 +139,58 @@ def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
         clock[0] += 1
 
 
+@compiled
+def _insert(displaced: np.ndarray, spot: int, worth: int) -> None:
+    """Put a number at `spot` or further up, so that the worst still comes first."""
+    while spot > 0 and displaced[spot - 1] < worth:
+        displaced[spot] = displaced[spot - 1]
+        spot -= 1
+    displaced[spot] = worth
+
+
+@compiled
+def _rebuild_block(
+    stack: np.ndarray,
+    place: np.ndarray,
+    begin: int,
+    displaced: np.ndarray,
+    count: int,
+    mask: int,
+) -> int:
+    """Fill the block of depths that starts at `begin` with the sooner used of what
+    stood there and the first `count` displaced; how many are displaced then.
+
+    Arguments as in `belady_stack`, of one pool.
+    """
+    width = len(place)
+    for depth in range(begin, begin + BLOCK):
+        if count == 0:
+            break
+        old = stack[depth]
+        best = displaced[count - 1]
+
+        if old < 0:
+            key = -1 - old
+            if place[key] == depth:  # held: it was not placed above
+                spot = count - 1
+                while displaced[spot] & mask != key:
+                    spot -= 1
+                best = displaced[spot]
+                for n in range(spot, count - 1):
+                    displaced[n] = displaced[n + 1]
+            count -= 1
+        elif old > best:
+            # The best has left the end to the others.
+            _insert(displaced, count - 1, old)
+        else:
+            continue
+
+        stack[depth] = best
+        tag = best & mask
+        place[tag if tag < width else 2 * width - 1 - tag] = depth
+    return count
+
+
 @compiled(
     nb.void(
         _I8,
@@ -153,7 +205,7 @@ def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
         nb.int64[:, :, ::1],
     )
 )
-def belady_stack(  # noqa: C901, PLR0912 - one loop, compiled
+def belady_stack(
     phase: np.ndarray,
     pool: np.ndarray,
     edges: np.ndarray,
@@ -208,12 +260,7 @@ def belady_stack(  # noqa: C901, PLR0912 - one loop, compiled
         count = 0
 
         for j in range(edges[i], edges[i + 1]):
-            worth = following[j] << bits | keys[j]
-            spot = count
-            while spot > 0 and displaced[spot - 1] < worth:
-                displaced[spot] = displaced[spot - 1]
-                spot -= 1
-            displaced[spot] = worth
+            _insert(displaced, count, following[j] << bits | keys[j])
             count += 1
 
         for n in range(count - 1, -1, -1):
@@ -236,39 +283,10 @@ def belady_stack(  # noqa: C901, PLR0912 - one loop, compiled
 
             active[block] = 0
             begin = block * BLOCK
-            end = begin + BLOCK
-            for depth in range(begin, end):
-                if count == 0:
-                    break
-                old = stack[depth]
-                best = displaced[count - 1]
-
-                if old < 0:
-                    key = -1 - old
-                    if place[key] == depth:  # held: it was not placed above
-                        spot = count - 1
-                        while displaced[spot] & mask != key:
-                            spot -= 1
-                        best = displaced[spot]
-                        for n in range(spot, count - 1):
-                            displaced[n] = displaced[n + 1]
-                    count -= 1
-                elif old > best:
-                    # The best has left the end to the others.
-                    spot = count - 1
-                    while spot > 0 and displaced[spot - 1] < old:
-                        displaced[spot] = displaced[spot - 1]
-                        spot -= 1
-                    displaced[spot] = old
-                else:
-                    continue
-
-                stack[depth] = best
-                tag = best & mask
-                place[tag if tag < width else tags - 1 - tag] = depth
+            count = _rebuild_block(stack, place, begin, displaced, count, mask)
 
             worst = np.int64(0)
-            for depth in range(begin, end):
+            for depth in range(begin, begin + BLOCK):
                 worst = max(worst, stack[depth])
             # Whatever the tags become, the bound holds.
             bound[block] = worst | mask

@@ -26,7 +26,7 @@ from moesim.traces.stats.routing_curves import (
     mean_curves,
     routing_curves,
 )
-from moesim.traces.stats.similarity import mutual_information_bits
+from moesim.traces.stats.statistics import mutual_information_bits
 from moesim.traces.synthetic.draw import (
     AGE_CLASS,
     CLASSES,

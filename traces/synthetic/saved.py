@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.base.checked import parse_json
 from moesim.base.errors import TraceError
 from moesim.base.files import write_bytes
+from moesim.base.inputs import parse_json
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape  # noqa: TC001 - of a schema
 from moesim.traces.importers.readers.tensors import load_named

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from moesim.advice.errors import AdviceError
 from moesim.advice.measured.rows import (
     Platforms,
     Skipped,
@@ -38,11 +37,12 @@ from moesim.advice.times.cache_engine import (
 from moesim.advice.times.latents import Beliefs, Observation
 from moesim.advice.times.population import Fit, Member, Population
 from moesim.advice.times.priors import PriorTable, priors_of, textbook_priors
+from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from moesim.advice.machine.machine import Machine
+    from moesim.advice.machine import Machine
     from moesim.advice.measured.rows import FolderModels, MeasuredFolder, Row
     from moesim.advice.model.contents import ModelContents
 

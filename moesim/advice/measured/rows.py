@@ -16,8 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from moesim.advice.bench_rows import overridden_layers
-from moesim.advice.errors import AdviceError
-from moesim.advice.machine.machine import Machine, Probes, describe_machine
+from moesim.advice.machine import Machine, Probes, describe_machine
 from moesim.advice.model.catalogue import named_contents, shape_named
 from moesim.advice.model.contents import LayerContents, ModelContents
 from moesim.advice.plan.memory import memory_bill
@@ -29,6 +28,7 @@ from moesim.advice.times.step_times import (
     prefill_target,
 )
 from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, Setting
+from moesim.base.errors import AdviceError
 from moesim.base.inputs import read_text
 from moesim.traces.weight_formats import recipe
 

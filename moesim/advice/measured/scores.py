@@ -20,7 +20,7 @@ from moesim.advice.times.population import stretched
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from moesim.advice.machine.machine import Machine
+    from moesim.advice.machine import Machine
     from moesim.advice.measured.rows import Row
     from moesim.advice.model.contents import ModelContents
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import yaml
 
-from moesim.advice.errors import AdviceError
 from moesim.advice.model.contents import F16_BYTES, LayerContents, ModelContents
 from moesim.advice.model.gguf_header import gguf_contents
 from moesim.advice.model.hf_folder import hf_contents, is_hf_folder
-from moesim.base.words import did_you_mean
+from moesim.base.errors import AdviceError
+from moesim.base.text import did_you_mean
 from moesim.traces.models import attention_weights, sees_everything
 from moesim.traces.weight_formats import (
     Recipe,

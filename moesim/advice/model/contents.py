@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from moesim.advice.errors import AdviceError
+from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -25,7 +25,6 @@ from gguf.constants import (
     LlamaFileType,
 )
 
-from moesim.advice.errors import AdviceError
 from moesim.advice.model.contents import (
     F16_BYTES,
     LayerContents,
@@ -34,6 +33,7 @@ from moesim.advice.model.contents import (
     Tensor,
     sort_tensors,
 )
+from moesim.base.errors import AdviceError
 from moesim.base.inputs import open_input
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moesim.advice.errors import AdviceError
 from moesim.advice.model.contents import (
     F16_BYTES,
     LayerContents,
@@ -22,8 +21,8 @@ from moesim.advice.model.contents import (
     Tensor,
     sort_tensors,
 )
-from moesim.base.checked import parse_json, read_json
-from moesim.base.inputs import load_json, read_text
+from moesim.base.errors import AdviceError
+from moesim.base.inputs import load_json, parse_json, read_json, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,7 +11,7 @@ from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, DEFAULT_MICRO_BA
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from moesim.advice.machine.machine import Machine
+    from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.plan.memory import Job
     from moesim.advice.times.work import Setting

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from moesim.advice.model.contents import F16_BYTES
 from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, KV_SHARES, Setting
-from moesim.hwprofiles.workspace import ACTIVATION_BYTES, CONTEXT_BYTES
+from moesim.runs.memory import ACTIVATION_BYTES, CONTEXT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moesim.advice.machine.machine import Machine
+    from moesim.advice.machine import Machine
     from moesim.advice.model.contents import LayerContents, ModelContents
 
 

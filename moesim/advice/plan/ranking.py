@@ -27,7 +27,7 @@ from moesim.advice.times.work import Setting
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from moesim.advice.machine.machine import Machine
+    from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.plan.memory import Candidate, Job
     from moesim.advice.times.latents import Observation

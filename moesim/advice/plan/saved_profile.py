@@ -14,7 +14,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moesim.advice.errors import AdviceError
 from moesim.advice.times.cache_engine import HostRates
 from moesim.advice.times.step_times import (
     busy_cores,
@@ -24,6 +23,7 @@ from moesim.advice.times.step_times import (
     kernels_s,
 )
 from moesim.advice.times.work import ALL_LAYERS, Setting, decode_work
+from moesim.base.errors import AdviceError
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.lanes import CPU, D2H, GPU, H2D, SSD
 from moesim.hwprofiles.profile import HardwareProfile

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moesim.advice.errors import AdviceError
 from moesim.advice.model.catalogue import named_contents
 from moesim.advice.plan.memory import Job, advisable, candidates
 from moesim.advice.times.cache_engine import (
@@ -26,6 +25,7 @@ from moesim.advice.times.cache_engine import (
 from moesim.advice.times.latents import Beliefs, Interval, Prior
 from moesim.advice.times.priors import PriorTable
 from moesim.advice.times.step_times import misfits_of
+from moesim.base.errors import AdviceError
 from moesim.base.files import ScratchFolder
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.weight_formats import bytes_per_weight, recipe

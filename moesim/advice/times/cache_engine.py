@@ -26,7 +26,7 @@ from moesim.advice.times.step_times import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from moesim.advice.machine.machine import Machine
+    from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
 
 # Misses of one layer step scatter more than independent draws would: beta-binomial.

@@ -22,7 +22,7 @@ from moesim.advice.times.step_times import CORE_BYTES_PER_S
 from moesim.advice.times.work import TEXT_SKEW
 
 if TYPE_CHECKING:
-    from moesim.advice.machine.machine import Machine
+    from moesim.advice.machine import Machine
 
 # Share of the specified memory bandwidth that a long read of GPU memory reaches.
 DEVICE_READ = {

@@ -35,7 +35,7 @@ from moesim.advice.times.work import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from moesim.advice.machine.machine import Machine
+    from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.times.work import ExpertGroup, PrefillWork, Setting
 

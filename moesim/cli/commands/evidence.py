@@ -287,8 +287,11 @@ def _structure(folders: "Sequence[Path]", *, as_json: bool) -> None:
     """
     if not folders:
         raise typer.BadParameter("expected folders of real runs (moesim run --out)")
-    from moesim.evidence.validation.finished_runs import load_run
-    from moesim.evidence.validation.structure import compare_structure, structure_text
+    from moesim.evidence.validation.structure import (
+        compare_structure,
+        load_run,
+        structure_text,
+    )
 
     results = []
     for folder in folders:
@@ -436,8 +439,7 @@ def calibrate(options: CalibrateOptions) -> None:
         return
     from moesim.cli.output import steps_of
     from moesim.evidence.validation import calibrate as library
-    from moesim.evidence.validation.profile_checks import speed_change
-    from moesim.evidence.validation.wide import wide_constants
+    from moesim.evidence.validation.profile_checks import speed_change, wide_constants
     from moesim.hwprofiles.profile import load_profile
 
     # Read first: a missing file should not cost minutes of measuring.
@@ -465,16 +467,10 @@ def calibrate(options: CalibrateOptions) -> None:
     # Small changes are said; of large ones a profile is not written.
     if (warning := speed_change(profile)) is not None:
         print(f"note: {warning}", file=sys.stderr)
-    difference: dict[str, Any] | None = None
+    difference = None
     if reference is not None:
-        errors = [
-            abs(error) for error in library.differences(reference, profile, sizes)
-        ]
-        difference = {
-            "profile": str(options.against),
-            "median": median(errors),
-            "worst": max(errors),
-        }
+        errors = library.differences(reference, profile, sizes)
+        difference = _difference(options.against, errors)
     facts = {
         "name": profile.name,
         "digest": profile.digest,
@@ -486,6 +482,12 @@ def calibrate(options: CalibrateOptions) -> None:
         for wide in wide_constants(profile, shape):
             print(f"still wide: {wide.words()}")
         output.print_written([options.target])
+
+
+def _difference(against: Path | None, errors: "Sequence[float]") -> dict[str, Any]:
+    """How far predictions are from another profile's."""
+    sizes = [abs(error) for error in errors]
+    return {"profile": str(against), "median": median(sizes), "worst": max(sizes)}
 
 
 def _fit_text(profile: "HardwareProfile", difference: dict[str, Any] | None) -> str:

@@ -13,8 +13,7 @@ from moesim.base.options import (
     option,
 )
 from moesim.cli import output
-from moesim.cli.checks import check_device, device_option
-from moesim.cli.options import from_dataclass
+from moesim.cli.options import check_device, device_option, from_dataclass
 from moesim.runs.config import RunConfig
 
 # A model that reads text has no trace, its lengths are those of the text, and only one

@@ -20,8 +20,7 @@ from moesim.base.options import (
     option,
 )
 from moesim.cli import output
-from moesim.cli.checks import check_installed, check_places
-from moesim.cli.options import from_dataclass
+from moesim.cli.options import check_installed, check_places, from_dataclass
 from moesim.runs.config import MeasuredConfig
 from moesim.runs.result import run_files
 
@@ -221,7 +220,7 @@ def _run(
 
 
 def _print(measured: "MeasuredRun", startups: dict[str, Any] | None) -> None:
-    from moesim.base.sizes import format_bytes
+    from moesim.base.units import format_bytes
     from moesim.questions import replay as report
 
     # The routing of a trace makes no texts.
@@ -283,7 +282,7 @@ def _without_controls(text: str) -> str:
 
 
 def _memory_text(footprint: "Footprint") -> str:
-    from moesim.base.sizes import format_bytes
+    from moesim.base.units import format_bytes
 
     parts = {
         "experts in host memory": footprint.host_slots,

@@ -22,7 +22,7 @@ from moesim.evidence.reproduction.routing import shared_traces
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.questions.gap import gap
 from moesim.reporting.pages import Page, PageTable, page_origin
-from moesim.runs.bound.least_time import bound_of
+from moesim.runs.bound import bound_of
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig
 from moesim.runs.sweeps.plan import planned

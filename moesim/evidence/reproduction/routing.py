@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.base.errors import TraceError
 from moesim.base.files import ScratchFolder
-from moesim.base.words import unknown
+from moesim.base.text import unknown
 from moesim.evidence.reproduction import routing_caches as caches
 from moesim.evidence.reproduction import routing_decisions as decisions
 from moesim.evidence.reproduction.questions import data, records, selected

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -40,12 +40,11 @@ from moesim.evidence.validation.profile_checks import (
     PRESSURE,
     STOLEN,
     doubts_of,
+    wide_constants,
 )
-from moesim.evidence.validation.wide import wide_constants
-from moesim.hwprofiles.calibration.estimates import FitReport
+from moesim.hwprofiles.calibration.estimates import FitReport, undisturbed_medians
 from moesim.hwprofiles.calibration.fit_runs import DesignedRun, profile_entries
 from moesim.hwprofiles.calibration.fit_runs import calibrate as fit
-from moesim.hwprofiles.calibration.pace import undisturbed_medians
 from moesim.hwprofiles.profile import PREDICTIONS, HardwareProfile, save_profile
 from moesim.hwprofiles.schema import ProfileError
 from moesim.policies.systems import compose
@@ -237,20 +236,15 @@ def calibrate(
         stores: folder for the experts' stores; a temporary one when None.
         seed: of the drawn routing.
         force: write a profile that cannot be trusted all the same.
-        minutes: at most so long, building stores included, and no longer than until no
-            constant is so wide that predictions move by more than `NARROW`; None makes
-            the usual number of repetitions. One pass is made in any case.
+        minutes: at most so long, stores included, until no constant moves predictions
+            by more than `NARROW`; None makes the usual number of passes, at least one.
         progress: called with what is done next and the share that is done.
 
     Raises:
         ProfileError: the profile cannot be trusted.
         TraceError, StoreError, RuntimeFault: in one line.
     """
-    from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415
-    from moesim.runtime.measure.profile import (  # noqa: PLC0415 - torch
-        SystemEvidence,
-        measure,
-    )
+    from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
 
     begin_s = time.monotonic()
     report_progress = progress or (lambda _purpose, _share: None)
@@ -269,83 +263,41 @@ def calibrate(
         # All runners stay open, so that passes over both shapes can take turns.
         planned: list[tuple[TrialRunner, Design]] = []
         for number, spec in enumerate(shapes):
-            runner = runners.enter_context(
-                TrialRunner(
-                    shape_for(ROUTED, spec, chosen_dtype),
-                    base,
-                    dtype=chosen_dtype,
-                    store=folder / str(number),
-                )
+            runner = TrialRunner(
+                shape_of(spec, chosen_dtype),
+                base,
+                dtype=chosen_dtype,
+                store=folder / str(number),
             )
+            runners.enter_context(runner)
             of_shape = designs(runner.shape, quick=quick, seed=seed)
             # The first run meets memory that was never written; it does not count.
             runner.run(of_shape[-1].trial, base, seed=seed)
             planned += [(runner, design) for design in of_shape]
 
         reference = ReferenceRuns(base, chosen_dtype, folder, runners)
-        evidence = SystemEvidence()
-        runs: list[FinishedRun] = []
-        passes = 0
-        pass_s = 0.0
-
-        def widest() -> float:
-            """Largest effect of a constant that is still wide."""
-            so_far = [(run.shape, run.trial, run.timeline) for run in runs]
-            learned = learn(so_far, base, date=date, name="so-far", seed=seed)
-            wide = wide_constants(learned, planned[0][0].shape)
-            return max((constant.effect for constant in wide), default=0.0)
-
+        made = _Passes(planned, base, reference, seed, date)
         while True:
             left_s = 60.0 * (minutes or 0.0) - (time.monotonic() - begin_s)
             limited = minutes is not None
-            if is_enough(passes, least_passes, left_s, pass_s, widest, limited=limited):
+            if is_enough(
+                made.passes,
+                least_passes,
+                left_s,
+                made.pass_s,
+                made.widest,
+                limited=limited,
+            ):
                 break
-            pass_begin_s = time.monotonic()
-            # Forth and back: what drifts meanwhile hits all alike.
-            order = planned[::-1] if passes % 2 else planned
-            total = max(passes + 1, least_passes) * len(planned)
-            for runner, design in order:
-                shape = runner.shape
-                report_progress(f"{shape.name}: {design.purpose}", len(runs) / total)
-                reference.run_if_due()
-                evidence.shares()
-                timeline = runner.run(design.trial, base, seed=seed)
-                system = evidence.shares()
-                runs.append(FinishedRun(shape, design.trial, timeline, system))
-            passes += 1
-            pass_s = time.monotonic() - pass_begin_s
+            made.make(least_passes, report_progress)
 
-    # No fit may learn costs from the reference runs, only when the machine was slower.
-    pace = reference.pace()
-    trials = [(run.shape, run.trial, run.timeline) for run in runs]
-    stolen = [run.system.stolen for run in runs]
-    profile = learn(
-        trials,
-        base,
-        date=date,
-        name=target.stem,
-        seed=seed,
-        stolen=stolen,
-        pace=pace.tolist(),
-    )
-    profile = with_reference_runs(profile, reference.quantities(date))
     profile = replace(
-        profile,
+        made.profile(target),
         description=(
             f"{base.description.partition(';')[0]}; calibrated by {len(planned)}"
-            f" designed runs, {passes} times each, with {', '.join(shapes)}"
+            f" designed runs, {made.passes} times each, with {', '.join(shapes)}"
             f" ({chosen_dtype}); load average {load:.1f} when it began"
         ),
-        fit={
-            **profile.fit,
-            **_stability(_tpot_by_pass(runs, passes)),
-            **_system_reports([run.system for run in runs]),
-            PACE: disturbance_report(np.abs(pace - 1.0)),
-        },
-        where=target.name,
-    )
-    profile = replace(
-        profile, fit={**profile.fit, PREDICTIONS: prediction_errors(trials, profile)}
     )
     doubts = doubts_of(profile)
     if doubts and not force:
@@ -357,6 +309,95 @@ def calibrate(
     save_profile(profile, target)
     report_progress("done", 1.0)
     return profile
+
+
+class _Passes:
+    """Passes over all designed runs, with reference runs in between.
+
+    Args:
+        planned: runs, with what makes them.
+        base: profile of this machine.
+        reference: tells how fast the machine is meanwhile.
+        seed: of drawn routing.
+        date: of today.
+
+    Attributes:
+        runs: that were made.
+        passes: how many are whole.
+        pass_s: seconds of the last one.
+    """
+
+    def __init__(
+        self,
+        planned: Sequence[tuple[TrialRunner, Design]],
+        base: HardwareProfile,
+        reference: ReferenceRuns,
+        seed: int,
+        date: str,
+    ) -> None:
+        from moesim.runtime.measure.profile import SystemEvidence  # noqa: PLC0415
+
+        self._planned = planned
+        self._base = base
+        self._seed = seed
+        self._date = date
+        self._evidence = SystemEvidence()
+        self._reference = reference
+        self.runs: list[FinishedRun] = []
+        self.passes = 0
+        self.pass_s = 0.0
+
+    def make(self, least: int, report_progress: Callable[[str, float], None]) -> None:
+        """Make one more pass, of at least so many."""
+        begin_s = time.monotonic()
+        # Forth and back: what drifts meanwhile hits all alike.
+        order = self._planned[::-1] if self.passes % 2 else self._planned
+        total = max(self.passes + 1, least) * len(self._planned)
+        for runner, design in order:
+            shape = runner.shape
+            share = len(self.runs) / total
+            report_progress(f"{shape.name}: {design.purpose}", share)
+            self._reference.run_if_due()
+            self._evidence.shares()
+            timeline = runner.run(design.trial, self._base, seed=self._seed)
+            system = self._evidence.shares()
+            self.runs.append(FinishedRun(shape, design.trial, timeline, system))
+        self.passes += 1
+        self.pass_s = time.monotonic() - begin_s
+
+    def widest(self) -> float:
+        """Largest effect of a constant that is still wide."""
+        learned = self.learn("so-far")
+        wide = wide_constants(learned, self._planned[0][0].shape)
+        return max((constant.effect for constant in wide), default=0.0)
+
+    def learn(self, name: str, **known: Any) -> HardwareProfile:
+        """Put what the runs show into a profile; `known` as in `learn`."""
+        trials = self._trials()
+        return learn(
+            trials, self._base, date=self._date, name=name, seed=self._seed, **known
+        )
+
+    def profile(self, target: Path) -> HardwareProfile:
+        """The profile of all runs, for a file, with how well it predicts them."""
+        # No fit may learn costs from the reference runs, only when the machine was
+        # slower.
+        pace = self._reference.pace()
+        stolen = [run.system.stolen for run in self.runs]
+        profile = self.learn(target.stem, stolen=stolen, pace=pace.tolist())
+        profile = with_reference_runs(profile, self._reference.quantities(self._date))
+        fit = {
+            **profile.fit,
+            **_stability(_tpot_by_pass(self.runs, self.passes)),
+            **_system_reports([run.system for run in self.runs]),
+            PACE: disturbance_report(np.abs(pace - 1.0)),
+        }
+        profile = replace(profile, fit=fit, where=target.name)
+        fit = {**fit, PREDICTIONS: prediction_errors(self._trials(), profile)}
+        return replace(profile, fit=fit)
+
+    def _trials(self) -> list[tuple[ModelShape, Trial, Timeline]]:
+        return [(run.shape, run.trial, run.timeline) for run in self.runs]
 
 
 def is_enough(

@@ -25,7 +25,7 @@ from moesim.evidence.validation.paired_runs import (
 )
 from moesim.evidence.validation.time_breakdown import TERMS, terms_by_step
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.calibration.pace import pace_at_times, pace_of_runs
+from moesim.hwprofiles.calibration.estimates import pace_at_times, pace_of_runs
 from moesim.hwprofiles.schema import Quantity
 from moesim.runs.config import MemoryOptions
 

@@ -96,22 +96,20 @@ def validate(
 
     Args:
         traces: routing.
-        policies: each as ``assignment+cache+prefetch``, parts left out from the right.
-        cache_ratios: share of experts in the GPU cache.
-        batches: sequences that run together.
+        policies, cache_ratios, batches, host_ratios: axes of the grid: policies as
+            ``assignment+cache+prefetch``, shares of experts in the GPU cache, sequences
+            that run together, shares of experts in host memory.
         hw: the calibrated profile of this machine.
         shapes: whose sizes the experts have; None keeps the trace's.
-        host_ratios: share of experts in host memory; the rest is read from the SSD.
         steps: forward passes of each run.
         repetitions: of each real run, every other one in reversed order.
         replications: simulations with drawn times; with 0 the means are the prediction.
         dtype, stores: as in `moesim.evidence.validation.calibrate.calibrate`.
         seed: of policies that draw, and of drawn times.
-        minutes: after which it ends; what does not fit is left out, and said.
+        minutes: a limit; what does not fit is left out, and said.
         journal: file of finished runs; those that it holds already are not made again.
             It is removed when the grid is whole.
-        on_result: called with what there is so far, after a run, at most every half
-            minute and after every pass.
+        on_result: called with what there is so far, every half minute and pass.
         progress: called with the cell that runs and the share that is done.
 
     Raises:
@@ -120,109 +118,115 @@ def validate(
     from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
 
     profile = machine_profile(hw, measure_again=True)
-    began_s = time.time()
     budget = _Budget(minutes, repetitions)
-    load = os.getloadavg()[0]
     chosen_dtype = dtype or experts_dtype(profile)
     opened = [
         trace if isinstance(trace, Trace) else open_trace(trace) for trace in traces
     ]
+    made_with = {
+        "hw": profile.name,
+        "hw_digest": profile.digest,
+        "hw_date": profile.date,
+        "machine": profile.versions.get("cpu"),
+        "traces": {trace.path.name: trace.digest() for trace in opened},
+        "shapes": [spec or "own" for spec in shapes],
+        "policies": list(policies),
+        "cache_ratios": list(cache_ratios),
+        "host_ratios": list(host_ratios),
+        "batches": list(batches),
+        "steps": steps,
+        "repetitions": repetitions,
+        "replications": replications,
+        "dtype": chosen_dtype,
+        "seed": seed,
+    }
+    kept = None
     with ScratchFolder(stores) as folder, ExitStack() as runners:
         grid = _Grid(profile, seed, replications)
+        state = _State(grid, profile, made_with)
         for trace, spec in product(opened, shapes):
             shape = shape_for(trace.shape, spec, chosen_dtype)
-            if shape not in grid.runners:
-                # Stores of the same shape hold the same random weights.
-                runner = TrialRunner(
-                    shape,
-                    profile,
-                    dtype=chosen_dtype,
-                    store=folder / str(len(grid.runners)),
-                )
-                grid.runners[shape] = runners.enter_context(runner)
-            for policy, cache_ratio, host_ratio, batch in product(
-                policies, cache_ratios, host_ratios, batches
-            ):
-                coordinates = Coordinates(
-                    trace=trace.path.name,
-                    shape=shape.name,
-                    policy=policy,
-                    cache_ratio=cache_ratio,
-                    host_ratio=host_ratio,
-                    batch=batch,
-                )
+            grid.add_runner(shape, chosen_dtype, folder, runners)
+            for axes in product(policies, cache_ratios, host_ratios, batches):
+                coordinates = Coordinates(trace.path.name, shape.name, *axes)
                 grid.add(shape, coordinates, _trial(trace, shape, coordinates, steps))
 
-        reference = None
         if has_reference_runs(profile):
-            reference = ReferenceRuns(profile, chosen_dtype, folder, runners)
-
-        made_with = {
-            "hw": profile.name,
-            "hw_digest": profile.digest,
-            "hw_date": profile.date,
-            "machine": profile.versions.get("cpu"),
-            "traces": {trace.path.name: trace.digest() for trace in opened},
-            "shapes": [spec or "own" for spec in shapes],
-            "policies": list(policies),
-            "cache_ratios": list(cache_ratios),
-            "host_ratios": list(host_ratios),
-            "batches": list(batches),
-            "steps": steps,
-            "repetitions": repetitions,
-            "replications": replications,
-            "dtype": chosen_dtype,
-            "seed": seed,
-        }
-
-        def so_far() -> Validation:
-            # Each cell is held against the reference run most like it.
-            now = {}
-            if reference is not None and reference.is_made:
-                now = reference.quantities(_utc("%Y-%m-%d", began_s))
-            for planned in grid.cells:
-                cell = planned.cell
-                run = nearest_run(
-                    planned.shape, chosen_dtype, ssd=cell.coordinates.host_ratio < 1
-                )
-                cell.drift = drift(profile, now, run)
-            left_out = grid.left_out(repetitions)
-            config = made_with | {
-                "date": _utc("%Y-%m-%d %H:%M UTC", began_s),
-                "seconds": round(time.time() - began_s),
-                "load_before": round(load, 2),
-                "load_after": round(os.getloadavg()[0], 2),
-                "system": platform.platform(),
-                "reference_s": {path: number.value for path, number in now.items()},
-                "profile_noise_floor": profile.fit.get("noise_floor", {}).get(
-                    "residual_median"
-                ),
-                "left_out": left_out,
-            }
-            cells = [planned.cell for planned in grid.cells if planned.cell.is_known]
-            notes = [f"left out: {left_out}"] if left_out else []
-            return Validation(cells, config, [*notes, *warnings_of(profile, load)])
-
-        key = hashlib.sha256(json.dumps(made_with, sort_keys=True).encode())
-        kept = (
-            None
-            if journal is None
-            else Journal(journal, key.hexdigest(), refuse=ProfileError)
+            state.reference = ReferenceRuns(profile, chosen_dtype, folder, runners)
+        if journal is not None:
+            key = hashlib.sha256(json.dumps(made_with, sort_keys=True).encode())
+            kept = Journal(journal, key.hexdigest(), refuse=ProfileError)
+        report = Every(
+            lambda: on_result(state.validation()) if on_result is not None else None
         )
-        report = Every(lambda: on_result(so_far()) if on_result is not None else None)
         grid.run(
             repetitions,
-            reference,
+            state.reference,
             progress or (lambda _cell, _share: None),
             budget=budget,
             journal=kept,
             report=report,
         )
-        validation = so_far()
+        validation = state.validation()
 
     if kept is not None and not validation.config["left_out"]:
         kept.close()
     return validation
+
+
+class _State:
+    """What is known of a grid while it runs.
+
+    Args:
+        grid: its cells.
+        profile: of this machine.
+        made_with: what the grid was made of.
+
+    Attributes:
+        reference: runs that tell how fast the machine is now; None without any.
+    """
+
+    def __init__(
+        self, grid: _Grid, profile: HardwareProfile, made_with: dict[str, Any]
+    ) -> None:
+        self._grid = grid
+        self._profile = profile
+        self._made_with = made_with
+        self._began_s = time.time()
+        self._load = os.getloadavg()[0]
+        self.reference: ReferenceRuns | None = None
+
+    def validation(self) -> Validation:
+        """The report of what there is so far."""
+        # Each cell is held against the reference run most like it.
+        now = {}
+        if self.reference is not None and self.reference.is_made:
+            now = self.reference.quantities(_utc("%Y-%m-%d", self._began_s))
+        for planned in self._grid.cells:
+            cell = planned.cell
+            run = nearest_run(
+                planned.shape,
+                self._made_with["dtype"],
+                ssd=cell.coordinates.host_ratio < 1,
+            )
+            cell.drift = drift(self._profile, now, run)
+        left_out = self._grid.left_out(self._made_with["repetitions"])
+        config = self._made_with | {
+            "date": _utc("%Y-%m-%d %H:%M UTC", self._began_s),
+            "seconds": round(time.time() - self._began_s),
+            "load_before": round(self._load, 2),
+            "load_after": round(os.getloadavg()[0], 2),
+            "system": platform.platform(),
+            "reference_s": {path: number.value for path, number in now.items()},
+            "profile_noise_floor": self._profile.fit.get("noise_floor", {}).get(
+                "residual_median"
+            ),
+            "left_out": left_out,
+        }
+        cells = [planned.cell for planned in self._grid.cells if planned.cell.is_known]
+        notes = [f"left out: {left_out}"] if left_out else []
+        notes += warnings_of(self._profile, self._load)
+        return Validation(cells, config, notes)
 
 
 def _utc(form: str, seconds: float) -> str:
@@ -333,6 +337,23 @@ class _Grid:
         self._warm: set[ModelShape] = set()
         self.runners: dict[ModelShape, TrialRunner] = {}
         self.cells: list[_PlannedCell] = []
+
+    def add_runner(
+        self, shape: ModelShape, dtype: str, folder: Path, runners: ExitStack
+    ) -> None:
+        """Open what runs experts of a shape, where there is none.
+
+        Args:
+            shape: of the experts; stores of the same hold the same random weights.
+            dtype: of the weights.
+            folder: of all stores.
+            runners: closes it.
+        """
+        if shape in self.runners:
+            return
+        store = folder / str(len(self.runners))
+        runner = TrialRunner(shape, self._profile, dtype=dtype, store=store)
+        self.runners[shape] = runners.enter_context(runner)
 
     def add(self, shape: ModelShape, coordinates: Coordinates, trial: Trial) -> None:
         """Put in one cell."""

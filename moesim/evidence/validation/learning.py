@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from moesim.evidence.validation.calibrate import disturbance_report, learn
-from moesim.evidence.validation.finished_runs import load_run
 from moesim.evidence.validation.paired_runs import Trial, step_lengths
 from moesim.evidence.validation.profile_checks import (
     DISTURBED,
@@ -24,6 +23,7 @@ from moesim.evidence.validation.profile_checks import (
     doubts_of,
     is_calibrated,
 )
+from moesim.evidence.validation.structure import load_run
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
     FitReport,
@@ -52,7 +52,7 @@ from moesim.traces.timeline.spans import COMPUTE, Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from moesim.evidence.validation.finished_runs import FinishedRun
+    from moesim.evidence.validation.structure import FinishedRun
     from moesim.hwprofiles.calibration.observations import LayerStepTimes
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.hwprofiles.schema import Quantity

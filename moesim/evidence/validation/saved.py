@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from moesim.base.checked import read_json
-from moesim.base.inputs import load_json, read_text
+from moesim.base.inputs import load_json, read_json, read_text
 from moesim.evidence.validation.time_breakdown import TERMS
 from moesim.hwprofiles.schema import ProfileError
 

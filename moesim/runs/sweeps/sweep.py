@@ -24,8 +24,7 @@ from moesim.runs.sweeps.plan import (
     planned,
     split_options,
 )
-from moesim.runs.sweeps.rows import Refusal, as_table, carry_out
-from moesim.runs.sweeps.store import ResultStore, as_frame
+from moesim.runs.sweeps.rows import Refusal, ResultStore, as_frame, as_table, carry_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -19,7 +19,7 @@ from moesim.base.inputs import (
     most_bytes,
 )
 from moesim.base.seals import check_tensors
-from moesim.base.sizes import format_bytes
+from moesim.base.units import format_bytes
 from moesim.traces.importers.readers import torch_file
 from moesim.traces.importers.readers.foreign import (
     BF16,

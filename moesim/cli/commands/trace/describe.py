@@ -70,7 +70,7 @@ def info(options: LookOptions) -> None:
 
 
 def _facts(trace: dict[str, Any]) -> dict[str, str]:
-    from moesim.base.sizes import format_bytes, format_sizes
+    from moesim.base.units import format_bytes, format_sizes
     from moesim.traces.synthetic.marks import (
         PREDICTIONS,
         WIDTHS,
@@ -268,7 +268,7 @@ def check_residency(options: ResidencyOptions) -> None:
       moesim trace check-residency trace.parquet --cache-size 3000MiB
       moesim trace check-residency trace.parquet --engine-hits 81234
     """
-    from moesim.base.sizes import format_bytes
+    from moesim.base.units import format_bytes
     from moesim.questions.residency import check_residency as compare
 
     engine_hits = options.engine_hits

@@ -173,7 +173,7 @@ def _print_imported(imported: "ImportSummary", weights: str) -> None:
         imported: the summary.
         weights: what is to be said of the weight format.
     """
-    from moesim.base.sizes import format_sizes
+    from moesim.base.units import format_sizes
 
     shape = imported.shape
     # Layers of mixed quantisation have experts of several sizes.
@@ -301,7 +301,7 @@ def synth(options: SynthOptions) -> None:
       moesim trace synth new.parquet --shape qwen3-235b-a22b --tokens 1e4 --skew 1 --reuse 0.4
     """
     from moesim.cli.output import bar
-    from moesim.traces.synthetic.synth import synth as draw
+    from moesim.traces.synthetic.generate import synth as draw
 
     tokens = int(options.tokens)
     compared: list[Any] = []
@@ -490,7 +490,7 @@ def widths(options: WidthsOptions) -> None:
       moesim trace widths q.parquet w.parquet --bits 8,4 --by sensitivity.csv
       moesim trace widths q.parquet w.parquet --widths widths.csv
     """
-    from moesim.base.sizes import format_sizes
+    from moesim.base.units import format_sizes
     from moesim.traces.synthetic.marks import WIDTHS, widths_text
     from moesim.traces.synthetic.widths import set_widths
 

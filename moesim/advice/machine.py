@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from moesim.advice.errors import AdviceError
-from moesim.advice.machine.devices import (
+from moesim.advice.devices import (
     USUAL_RATES,
     Graphics,
     MemorySpec,
@@ -29,7 +28,8 @@ from moesim.advice.machine.devices import (
     processors,
     single_chips,
 )
-from moesim.base.sizes import parse_bytes
+from moesim.base.errors import AdviceError
+from moesim.base.units import parse_bytes
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.profile import HardwareProfile, load_profile
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from moesim.advice.errors import AdviceError
+from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -1,1 +1,0 @@
-"""The machine: what its specification, its probes and its owner say about it."""

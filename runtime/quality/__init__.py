@@ -1,1 +1,0 @@
-"""What routing policies do to a model's predictions."""
