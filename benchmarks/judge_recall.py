@@ -2,11 +2,12 @@
 
 Runs that are in the results already are not repeated, so that it may be interrupted::
 
-    python -m benchmarks.judge_recall run results.jsonl --shared DIR [--traces NAME,...]
+    python -m benchmarks.judge_recall run results.jsonl --shared DIR
     python -m benchmarks.judge_recall print results.jsonl
 
-A fixed rival is one system or composition for all cells of a table's row: the one that
-is fastest there in the geometric mean. Figures are means of logarithms over cells.
+``--traces 'NAME;...'`` takes some of them, ``--strongest`` few rivals. A fixed rival is
+one system or composition for all cells of a row of the table: the one that is fastest
+there in the geometric mean. Figures are means of logarithms over cells.
 """
 
 from __future__ import annotations
@@ -35,11 +36,24 @@ ASSIGNMENTS = (
     *("exact:objective=scheduled", "fixed-mapping", "smoe-balancer"),
 )
 CACHES = ("decayed-frequency", "lru", "lfu", "arc", "lfru", "workload-window")
+STRONGEST = (
+    *("hybrimoe-schedule+decayed-frequency", "hybrimoe-schedule+lfru"),
+    *("hybrimoe-schedule+lfu", "hybrimoe-schedule+decayed-frequency+statistical"),
+    *("fetch-split+decayed-frequency", "fetch-split+decayed-frequency+statistical"),
+    "exact:objective=scheduled+decayed-frequency",
+    "exact:objective=scheduled+decayed-frequency+statistical",
+    *("greedy+decayed-frequency", "smoe-balancer+lfru", "dfa-cache"),
+)
+"""Rivals that were first or second anywhere in a grid of all of them."""
+
 LONG_RUNS = {"edgemoe", "moe-infinity"}
 """Systems whose simulated runs take a hundred times as long as others."""
 
 TEXTS = range(16, 24)
 """Texts of gpt-oss-20b, of 64 tokens, behind those that were tuned on."""
+
+IN_A_ROW = "gpt-oss-20b, in a row"
+"""The same texts in one run, so that caches and what is remembered stay."""
 
 HELD_BACK = {
     "qwen3-30b-a3b": ("qwen3_30b_a3b_top6", "q4_k_m"),
@@ -90,6 +104,14 @@ def drawn(name: str, shared: Path, folder: Path) -> list[Path]:
     if name in DRAWN:
         workload = Workload(name, "q4_k_m", 32, 96, 3, like=name, seed=32)
         return [workload.draw(folder)]
+    if name == IN_A_ROW:
+        recorded = shared / f"{HELD_BACK['gpt-oss-20b'][0]}.parquet"
+        group = TEXTS.start // len(TEXTS)
+        sizes = (0, 64, len(TEXTS))
+        workload = Workload(
+            "gpt-oss-20b", "mxfp4", *sizes, recorded=recorded, group=group
+        )
+        return [workload.draw(folder)]
     file, weights = HELD_BACK[name]
     recorded = shared / f"{file}.parquet"
     if name != "gpt-oss-20b":
@@ -102,7 +124,9 @@ def drawn(name: str, shared: Path, folder: Path) -> list[Path]:
     ]
 
 
-def run(results: Path, shared: Path, traces: Sequence[str]) -> None:
+def run(
+    results: Path, shared: Path, traces: Sequence[str], rivals: Sequence[str]
+) -> None:
     """Replay what the results lack, and append it."""
     import moesim
     from moesim.traces.format.reader import open_trace
@@ -117,7 +141,7 @@ def run(results: Path, shared: Path, traces: Sequence[str]) -> None:
                 trace = open_trace(path)
                 for hw in MACHINES:
                     for ratio in RATIOS:
-                        for policy in (*OURS, *rivals()):
+                        for policy in (*OURS, *rivals):
                             cell = (name, text, hw, ratio, policy)
                             if cell in done:
                                 continue
@@ -126,6 +150,7 @@ def run(results: Path, shared: Path, traces: Sequence[str]) -> None:
                             )
                             seconds = replayed.metrics["makespan_s"]
                             file.write(json.dumps([*cell, seconds]) + "\n")
+                            file.flush()
             print(name, "done")
 
 
@@ -151,7 +176,7 @@ def verdict(seconds: pd.DataFrame) -> dict[str, object]:
     texts = gain.groupby("text").mean()
     # Texts are independent of each other, cells of one text are not.
     sample = texts if len(texts) > 1 else gain
-    ceiling = rows["clairvoyant"] if "clairvoyant" in rows else np.nan
+    ceiling = rows.get("clairvoyant", np.nan)
     way = np.exp(of_rivals[best]) - np.exp(ceiling)
     gone = np.exp(of_rivals[best]) - np.exp(rows["recall"])
     return {
@@ -174,10 +199,7 @@ def printed(results: Path) -> str:
     names = list(dict.fromkeys(frame["trace"]))
     ratios = cells.index.get_level_values("ratio")
     traces = cells.index.get_level_values("trace")
-    recorded = [
-        name for name in ("qwen3-30b-a3b", "kimi-linear-48b-a3b") if name in names
-    ]
-    recorded += [name for name in ("gpt-oss-20b",) if name in names]
+    recorded = ["qwen3-30b-a3b", "kimi-linear-48b-a3b", IN_A_ROW]
     lines = [
         "| trace | experts | best fixed rival | recall | in hindsight | gap closed |",
         "|---|--:|---|--:|--:|--:|",
@@ -205,12 +227,14 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("results", type=Path)
     running.add_argument("--shared", type=Path, required=True)
-    running.add_argument("--traces", default=",".join((*HELD_BACK, *DRAWN)))
+    running.add_argument("--traces", default=";".join((*HELD_BACK, IN_A_ROW, *DRAWN)))
+    running.add_argument("--strongest", action="store_true")
     printing = commands.add_parser("print")
     printing.add_argument("results", type=Path)
     given = parser.parse_args()
     if given.command == "run":
-        run(given.results, given.shared, given.traces.split(","))
+        among = STRONGEST if given.strongest else rivals()
+        run(given.results, given.shared, given.traces.split(";"), among)
     else:
         print(printed(given.results))
 

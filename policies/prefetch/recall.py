@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
 from moesim.machine_code.functions import compiled
 from moesim.policies.base import RESIDENT
 from moesim.policies.compiled import CompiledPrefetch
@@ -31,6 +29,8 @@ from moesim.policies.routing_memory import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from moesim.policies.base import RunContext
 
 # Places in the numbers: the last one is a cache's.
