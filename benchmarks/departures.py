@@ -310,12 +310,42 @@ def _foreseen(rows_of: SequenceRows, layers: int) -> np.ndarray:
     )
 
 
+def finemoe(inputs: Path) -> None:
+    """Beside the systems that its paper compares with, with parts replaced, and the
+    misses of the layers that it prefetches nothing for.
+    """
+    print(
+        "\nfinemoe: ms per pass, hits; last the share of misses in three first layers"
+    )
+    others: list[dict[str, str]] = [
+        {"system": "deepspeed"},
+        {"system": "mixtral-offloading", "prefetch": "next-gate"},
+        {"system": "moe-infinity"},
+        {"system": "finemoe"},
+        {"system": "finemoe", "prefetch": "none"},
+        {"system": "finemoe", "cache": "lfu"},
+    ]
+    for trace in TRACES[:3]:
+        for ratio in RATIOS:
+            cells = []
+            for parts_of in others:
+                run = replayed(inputs, trace, steps=140, cache_ratio=ratio, **parts_of)
+                cells.append(
+                    f"{step_ms(run):.1f} ({run.metrics['hit_rate_active']:.1%})"
+                )
+                if parts_of == {"system": "finemoe"}:
+                    accesses = run.timeline.access_frame()
+                    missed = accesses[accesses["state"] == "miss"]
+            rows(trace, ratio, *cells, f"{(missed['layer'] < 3).mean():.1%}")
+
+
 DEPARTURES: dict[str, Callable[[Path], None]] = {
     "edgemoe": edgemoe,
     "moe-infinity": moe_infinity,
     "moe-lightning": moe_lightning,
     "smoe": smoe,
     "smoe-accuracy": smoe_accuracy,
+    "finemoe": finemoe,
 }
 
 

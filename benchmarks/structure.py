@@ -113,9 +113,9 @@ class Cells:
         return compare_structure(name, setup, walk, run.timeline)
 
 
-def names_of(trace: Trace, *, pairs: bool) -> Iterator[str]:
+def names_of(trace: Trace, systems: list[str], *, pairs: bool) -> Iterator[str]:
     """Systems, and combinations of policies."""
-    yield from SYSTEMS
+    yield from systems or SYSTEMS
     if pairs:
         yield from pairwise(served(trace.columns)[0])
 
@@ -128,6 +128,7 @@ def main() -> int:
     parser.add_argument("--shape", default=None, help="sizes of the experts")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--pairs", action="store_true")
+    parser.add_argument("--systems", nargs="*", default=[], help="some, not all")
     parser.add_argument("--minutes", type=float, default=1e9, help="ends in good time")
     arguments = parser.parse_args()
     trace = open_trace(arguments.trace)
@@ -142,7 +143,7 @@ def main() -> int:
         open_random_store(shape, Path(folder), "float32", _DISTINCT) as store,
     ):
         cells = Cells(trace, profile, arguments.shape, store, arguments.steps)
-        for name in names_of(trace, pairs=arguments.pairs):
+        for name in names_of(trace, arguments.systems, pairs=arguments.pairs):
             for batch in BATCHES:
                 for reads in (False, True):
                     if time.monotonic() > until_s:

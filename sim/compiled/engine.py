@@ -471,9 +471,10 @@ class CompiledReplay:
             full_spans = run["spans"] >= CHUNK_SPANS
             full_accesses = run["layer_steps"] >= CHUNK_ACCESSES
             at_end = end == 0 or world["head_s"][end - 1] >= 0.0
+            is_short = not at_end or not (full_spans or full_accesses)
             if full_spans and at_end:
                 self._give_spans()
-            elif end < len(block.layer) and not at_end:
+            elif end < len(block.layer) and is_short:
                 self._make_spans(2 * len(world["nbytes"]))
             if full_accesses and at_end:
                 self._give_accesses()

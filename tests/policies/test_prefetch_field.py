@@ -16,6 +16,7 @@ from support.handmade import shape as hand_shape
 from moesim.policies.base import IN_FLIGHT, RESIDENT, PolicyError, RunContext
 from moesim.policies.prefetch.activation_matrix import ActivationMatrix
 from moesim.policies.prefetch.clairvoyant import Clairvoyant
+from moesim.policies.prefetch.finemoe import FineMoE
 from moesim.policies.prefetch.first_missing import FirstMissing
 from moesim.policies.prefetch.hybrimoe_released import HybriMoEReleased
 from moesim.policies.prefetch.impact import Impact
@@ -651,6 +652,43 @@ def test_misshapen_matrices_are_named():
         match=r"'activation_matrices': expected shape \(N, 3, 4\), got \(1, 2, 4\)",
     ):
         started(ActivationMatrix(), 3, 4, activation_matrices=np.zeros((1, 2, 4)))
+
+
+def test_the_searched_map_is_that_of_the_definition():
+    """FineMoE, equations 5 to 8, from scratch: the map with the highest cosine to the
+    layers so far, of which the likeliest experts up to 1 less the cosine are named, two
+    at least. A full store gives the place of the map that the pass resembles most.
+    """
+    rng = np.random.default_rng(1)
+    policy = started(FineMoE(distance=2, capacity=5), 4, 8, top_k=2)
+    maps = np.zeros((0, 4, 8))
+    sizes = set()
+    for step in range(20):
+        # Sharp gates resemble few maps, so that sometimes more than two are named.
+        current = rng.dirichlet([0.2] * 8, 4)
+        for layer in range(4):
+            # Scores are gates' in any unit.
+            now = work(experts=[0], layer=layer, step=step)
+            now.scores = 3.0 * current[layer][None]
+            named = experts(policy.prefetch(now, View(4, 8)))
+            seen = current[: layer + 1].ravel()
+            known = maps[:, : layer + 1].reshape(len(maps), seen.size)
+            lengths = np.linalg.norm(known, axis=1) * np.linalg.norm(seen)
+            cosine = known @ seen / lengths
+            best = int(cosine.argmax()) if len(maps) else -1
+            if layer < 2 and len(maps):
+                likely = np.argsort(-maps[best, layer + 2], kind="stable")
+                taken = np.cumsum(maps[best, layer + 2][likely])
+                enough = 1 + int(np.searchsorted(taken, 1.0 - cosine[best]))
+                assert named == likely[: max(2, enough)].tolist()
+                sizes.add(len(named))
+            else:
+                assert not named
+        if step < 5:
+            maps = np.concatenate((maps, current[None]))
+        else:
+            maps[best] = current
+    assert len(sizes) > 1
 
 
 def test_in_flight_experts_are_not_asked_for_again():

@@ -299,6 +299,38 @@ def test_moe_infinity_learns_from_the_sequence_before(prefetch, seconds):
     assert result.makespan_s == seconds
 
 
+def finemoe_end_s(*passes, **parts):
+    """Three slots for all layers, LRU unless stated; maps foretell one layer ahead."""
+    parts = {"prefetch": "finemoe:distance=1", "cache": "lru", **parts}
+    planner = planner_of(compose("finemoe", **parts), ratio=3 / 12)
+    return end_s(planner, *[[scored(n, e) for n, e in enumerate(p)] for p in passes])
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "seconds"),
+    # On demand: 38-40-41; 41-43-47-48; 48-50-54-55.
+    [("none", 55), ("finemoe:distance=1", 49)],
+)
+def test_finemoe_prefetches_what_a_similar_pass_used(prefetch, seconds):
+    """The first pass misses three times, 2 + 4 + 1 each. The second hits in layer 0, 2
+    + 1, and its misses drive (1, 1) and (2, 2) out, until 38. The third looks like both
+    at first, and the older counts: (1, 1) is copied 40-44, product 44-45. Then it is
+    the first again: (2, 2) is copied 44-48, product 48-49.
+    """
+    passes = (0, 1, 2), (0, 3, 3), (0, 1, 2)
+    assert finemoe_end_s(*passes, prefetch=prefetch) == seconds
+
+
+@pytest.mark.parametrize(("cache", "seconds"), [("finemoe", 55), ("lfu", 57)])
+def test_finemoe_keeps_what_the_searched_map_expects(cache, seconds):
+    """After the first pass all have been used once. The second misses three times, and
+    resembles the first enough to expect (1, 1) and (2, 2): they stay, (0, 0) alone is
+    fetched again, 42-44-48-49, and two layers hit, 3 each. By uses alone (1, 1) and
+    later (2, 2) leave; prefetched 48-52 and 52-56, they are awaited.
+    """
+    assert finemoe_end_s((0, 1, 2), (3, 3, 3), (0, 1, 2), cache=cache) == seconds
+
+
 # -- HybriMoE as released ---------------------------------------------------------------
 
 

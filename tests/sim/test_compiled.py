@@ -320,17 +320,20 @@ def test_every_system_runs_on_kernels_alone():
             assert brings_kernels(find(policy, kind)), (name, policy)
 
 
-def test_results_do_not_depend_on_where_chunks_end(make_trace, monkeypatch):
-    """Blocks, chunks and room for spans are cut elsewhere; rows stay the same."""
+@pytest.mark.parametrize("policy", ["on-demand+lru", "sp-moe"])
+def test_results_do_not_depend_on_where_chunks_end(make_trace, monkeypatch, policy):
+    """Blocks, chunks and room for spans are cut elsewhere, before a draft as well; rows
+    stay the same.
+    """
     from moesim.sim.compiled import engine
     from moesim.traces.timeline import spans
 
     trace = open_trace(make_trace(sequences=((4, 6), (2, 5))))
-    whole, _ = both(trace, "on-demand", cache="lru")
+    whole, _ = both(trace, policy)
     for module in (engine, spans):
         monkeypatch.setattr(module, "CHUNK_SPANS", 7)
         monkeypatch.setattr(module, "CHUNK_ACCESSES", 3)
-    first, second = both(trace, "on-demand", cache="lru")
+    first, second = both(trace, policy)
     assert_equal(first, second)
     rows = np.concatenate([c["end_s"] for c in second.timeline.chunks()])
     assert len(list(second.timeline.chunks())) > 1
