@@ -90,23 +90,27 @@ unions of a batch, those of the lowest ids.
 """
 
 # Places in the numbers.
-_SHARPNESS = 0
-_RECALL = 1
-_DECAY_SHORT = 2
-_DECAY_LONG = 3
-_SHARE_SHORT = 4
-TOTAL = 5
+_RECALL = 0
+_DECAY_SHORT = 1
+_DECAY_LONG = 2
+_SHARE_SHORT = 3
+TOTAL = 4
 """Weight of all similar tokens."""
-_PROMISED = 6
+_PROMISED = 5
 """Uses that were promised, and how many of them came."""
-_KEPT = 7
-_BETTER = 8
-_DIFFERENT = 9
-_WEIGHTS = 10
+_KEPT = 6
+_BETTER = 7
+_DIFFERENT = 8
+_WEIGHTS = 9
 """Where weights of similar tokens begin."""
 
-_OF_USERS = 6
+_OF_USERS = 5
 """Places at the end for the rules of a prefetcher and, last, a cache's margin."""
+
+_SHARPNESS: Final = 20.0
+"""A token that shares all experts with this one so far weighs e to this power more than
+one that shares none.
+"""
 
 _FAINT: Final = 3.0
 """Tokens of a weight below e^-3 of the most similar one are left out."""
@@ -130,9 +134,7 @@ class RoutingMemory:
         state: all of it; users bring a state of these arrays and marks of their own.
     """
 
-    def __init__(
-        self, layers: int, experts: int, top_k: int, *, history: int, sharpness: float
-    ) -> None:
+    def __init__(self, layers: int, experts: int, top_k: int, history: int) -> None:
         keys = layers * experts
         words = -(-history // _LANES)
         width = min(experts, _UNION * top_k)
@@ -145,7 +147,6 @@ class RoutingMemory:
             *starts[:-1],
         )
         numbers = np.zeros(_WEIGHTS + history + _OF_USERS)
-        numbers[_SHARPNESS] = sharpness
         self.state = State(
             scores=np.zeros((_ROWS, keys)),
             marks=np.zeros((0, 0), np.int64),
@@ -154,25 +155,14 @@ class RoutingMemory:
         )
 
     @classmethod
-    def of(
-        cls, context: RunContext, *, history: int, sharpness: float
-    ) -> RoutingMemory:
+    def of(cls, context: RunContext, history: int) -> RoutingMemory:
         """The memory of a run, the same for all its policies that ask for it alike."""
         shape = context.shape
-
-        def made() -> RoutingMemory:
-            return cls(
-                shape.layers,
-                shape.experts,
-                shape.top_k,
-                history=history,
-                sharpness=sharpness,
-            )
-
-        return context.share((cls, history, sharpness), made)
+        sizes = (shape.layers, shape.experts, shape.top_k, history)
+        return context.share((cls, history), lambda: cls(*sizes))
 
     def value_by(
-        self, *, recall: float, half_lives: tuple[float, float], short: float
+        self, recall: float, half_lives: tuple[float, float], short: float
     ) -> None:
         """Say how experts are valued.
 
@@ -259,8 +249,7 @@ def _begin_token(state: State, step: int) -> None:
     integers[_STEP] = step
     integers[_TOKENS] = min(integers[_TOKENS] + 1, history)
     integers[_ACTIVE] = 0
-    slot = integers[_SLOT] + 1
-    integers[_SLOT] = 0 if slot == history else slot
+    integers[_SLOT] = (integers[_SLOT] + 1) % history
     for word in range(integers[_OVERLAPS], integers[_LIST]):
         integers[word] = 0
 
@@ -309,12 +298,11 @@ def _list_similar(state: State) -> None:
     integers = state.integers
     numbers = state.numbers
     slots = integers[_TOKENS]
-    this = integers[_SLOT]
     most = 0
     for slot in range(slots):
         most = max(most, _overlap(state, slot))
     # Shares of experts in common, times the sharpness.
-    slope = numbers[_SHARPNESS] / max(1, integers[_ACTIVE])
+    slope = _SHARPNESS / max(1, integers[_ACTIVE])
     faintest = most - int(_FAINT / slope)
     by_overlap = np.empty(most - faintest + 1)
     step = np.exp(-slope)
@@ -322,15 +310,14 @@ def _list_similar(state: State) -> None:
     for behind in range(len(by_overlap)):
         by_overlap[behind] = weight
         weight *= step
-    listed = integers[_LIST]
     count = 0
     total = 0.0
     for slot in range(slots):
         overlap = _overlap(state, slot)
-        if overlap < faintest or slot == this:
+        if overlap < faintest or slot == integers[_SLOT]:
             continue
         weight = by_overlap[most - overlap]
-        integers[listed + count] = slot
+        integers[integers[_LIST] + count] = slot
         numbers[_WEIGHTS + count] = weight
         total += weight
         count += 1
@@ -375,6 +362,7 @@ def expect_coming(state: State, layer: int) -> None:
 @compiled
 def _value(state: State, work: Work, first: int) -> None:
     """Value a layer's experts by use of late and by what followed similar tokens."""
+    scores = state.scores
     numbers = state.numbers
     end = first + state.integers[_EXPERTS]
     share = numbers[_SHARE_SHORT]
@@ -384,18 +372,12 @@ def _value(state: State, work: Work, first: int) -> None:
     if numbers[TOTAL] > 0.0:
         recall = (numbers[_BETTER] + 5.0) / (numbers[_DIFFERENT] + 10.0)
         recall = numbers[_RECALL] * min(1.0, max(0.0, recall))
-    lately = state.scores[_LATELY]
-    uses_short = state.scores[_SHORT]
-    uses_long = state.scores[_LONG]
-    following = state.scores[FOLLOWING]
-    values = state.scores[VALUE]
-    score = state.scores[SCORE]
     for key in range(first, end):
-        of_late = of_short * uses_short[key] + of_long * uses_long[key]
-        lately[key] = of_late
-        value = (1.0 - recall) * of_late + recall * following[key]
-        values[key] = value
-        score[key] = value
+        of_late = of_short * scores[_SHORT, key] + of_long * scores[_LONG, key]
+        scores[_LATELY, key] = of_late
+        value = (1.0 - recall) * of_late + recall * scores[FOLLOWING, key]
+        scores[VALUE, key] = value
+        scores[SCORE, key] = value
 
 
 @compiled

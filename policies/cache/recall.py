@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies.base import RESIDENT
 from moesim.policies.cache._kernels import outscored_victims
-from moesim.policies.cache._own_replacements import note_admitted, note_evicted
+from moesim.policies.cache._own_replacements import (
+    note_admitted,
+    note_evicted,
+    pair_missed,
+)
 from moesim.policies.cache.decayed_frequency import Fill
 from moesim.policies.cache.static import Static
 from moesim.policies.compiled import AdmittingCompiledCache
@@ -22,7 +25,7 @@ from moesim.policies.kernels import (
     Work,
 )
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.routing_memory import SCORE, VALUE, RoutingMemory, observe
+from moesim.policies.routing_memory import SCORE, RoutingMemory, observe
 
 if TYPE_CHECKING:
     from moesim.policies.base import RunContext
@@ -33,34 +36,6 @@ def _accessed(state: State, work: Work) -> None:
     observe(state, work)
 
 
-# What the row of marks says of an expert.
-_OUTSIDE: Final = 0
-_INSIDE: Final = 1
-_PAIRED: Final = 2
-
-
-@compiled
-def _best_pair(
-    state: State, states: np.ndarray, first: int, end: int
-) -> tuple[int, int]:
-    """The resident that is worth least and the absent expert that is worth most, -1 for
-    none. Ties go to the lower key.
-    """
-    value = state.scores[VALUE]
-    marks = state.marks[0]
-    best = -1
-    worst = -1
-    for key in range(first, end):
-        if marks[key] == _OUTSIDE:
-            if best < 0 or value[key] > value[best]:
-                best = key
-        elif marks[key] == _INSIDE and (worst < 0 or value[key] < value[worst]):
-            for gpu in range(len(states)):
-                if states[gpu, key] == RESIDENT:
-                    worst = key
-    return worst, best
-
-
 @compiled(REPLACEMENTS)
 def _replacements(
     state: State,
@@ -69,26 +44,7 @@ def _replacements(
     outgoing: np.ndarray,
     incoming: np.ndarray,
 ) -> int:
-    first = work.layer * state.integers[0]
-    end = first + state.integers[0]
-    value = state.scores[VALUE]
-    marks = state.marks[0]
-    count = 0
-    while True:
-        worst, best = _best_pair(state, states, first, end)
-        if worst < 0 or best < 0:
-            break
-        if value[best] <= value[worst] + state.numbers[-1]:
-            break
-        outgoing[count] = worst
-        incoming[count] = best
-        count += 1
-        marks[worst] = _PAIRED
-        marks[best] = _PAIRED
-    for n in range(count):
-        marks[outgoing[n]] = _INSIDE
-        marks[incoming[n]] = _OUTSIDE
-    return count
+    return pair_missed(state, work, True, states, outgoing, incoming)
 
 
 @compiled(VICTIMS)
@@ -118,8 +74,6 @@ class Recall(AdmittingCompiledCache):
         margin: uses per token, by which a newcomer must beat whom it replaces to be
             worth a copy of its own.
         history: tokens that are compared.
-        sharpness: a token that shares all experts with this one so far weighs e to this
-            power more than one that shares none.
         planning_us, expert_ns: what this takes in a layer step: microseconds, and
             nanoseconds more for each expert of a layer.
         fill: the start, as in `static`.
@@ -138,7 +92,6 @@ class Recall(AdmittingCompiledCache):
         long_half_life: float = 32.0,
         margin: float = 0.12,
         history: int = 256,
-        sharpness: float = 20.0,
         planning_us: float = 1.7,
         expert_ns: float = 4.0,
         fill: Fill = "auto",
@@ -149,7 +102,6 @@ class Recall(AdmittingCompiledCache):
         expect(long_half_life > 0, "long_half_life", "> 0", long_half_life)
         expect(margin >= 0, "margin", ">= 0", margin)
         expect(history >= 1, "history", "a number >= 1", history)
-        expect(sharpness > 0, "sharpness", "> 0", sharpness)
         expect(planning_us >= 0, "planning_us", ">= 0", planning_us)
         expect(expert_ns >= 0, "expert_ns", ">= 0", expert_ns)
         expect_choice("fill", fill, Fill)
@@ -158,7 +110,6 @@ class Recall(AdmittingCompiledCache):
         self.half_lives = (short_half_life, long_half_life)
         self.margin = margin
         self.history = history
-        self.sharpness = sharpness
         self.taken_s = (1e-6 * planning_us, 1e-9 * expert_ns)
         self.fill: Fill = fill
 
@@ -166,17 +117,14 @@ class Recall(AdmittingCompiledCache):
         """Take the run's memory of routing, and begin without uses."""
         self._initial_content = Static(fill=self.fill)
         self._initial_content.start(context)
-        memory = RoutingMemory.of(
-            context, history=self.history, sharpness=self.sharpness
-        )
-        memory.value_by(
-            recall=self.recall, half_lives=self.half_lives, short=self.short
-        )
+        memory = RoutingMemory.of(context, self.history)
+        memory.value_by(self.recall, self.half_lives, self.short)
         fixed_s, expert_s = self.taken_s
         self.own_planning_s = fixed_s + expert_s * context.shape.experts
         keys = context.shape.layers * context.shape.experts
         # Several GPUs have a memory of routing in common, and contents of their own.
         known = memory.state._replace(marks=np.zeros((1, keys), np.int64))
+        # Where `pair_missed` reads it.
         known.numbers[-1] = self.margin
         return CacheKernels(
             known,

@@ -34,14 +34,18 @@ if TYPE_CHECKING:
     from moesim.policies.base import RunContext
 
 # Places in the numbers: the last one is a cache's.
-_TRUST = -6
-_DEPTH = -5
-_LEAST = -4
-_ADVANCE = -3
-_WORTH = -2
+_TRUST = -5
+_DEPTH = -4
+_LEAST = -3
+_ADVANCE = -2
 
 _AHEAD = 1.5
 """Layer steps within which a copy must be able to start: later ones are chosen anew."""
+
+_WORTH = 0.5
+"""Most uses of this token that count in the cache, whose scores are uses of a later
+one.
+"""
 
 _SHARE_ON_CPU = 0.7
 """Of the CPU's time for all that is absent, what a layer lasts, about: the link takes
@@ -69,26 +73,22 @@ def _candidates(
     Every expert that is expected enough is a promise, and what is expected counts in
     the cache's scores until its layer has come.
     """
-    coming = state.scores[COMING]
-    value = state.scores[VALUE]
-    score = state.scores[SCORE]
-    promises = state.scores[PROMISES]
+    scores = state.scores
     least = state.numbers[_LEAST]
-    worth = state.numbers[_WORTH]
     end = count
     for key in range(first, first + state.integers[0]):
-        uses = coming[key]
+        uses = scores[COMING, key]
         if uses == 0.0:
-            score[key] = value[key]
+            scores[SCORE, key] = scores[VALUE, key]
             continue
-        score[key] = value[key] + min(worth, uses)
+        scores[SCORE, key] = scores[VALUE, key] + min(_WORTH, uses)
         if uses < least:
             continue
-        promises[key] = uses
+        scores[PROMISES, key] = uses
         if is_present(view.states, key):
             continue
         place = end
-        while place > count and coming[named[place - 1]] < uses:
+        while place > count and scores[COMING, named[place - 1]] < uses:
             named[place] = named[place - 1]
             place -= 1
         named[place] = key
@@ -147,9 +147,7 @@ class Recall(CompiledPrefetch):
         trust: share of such expectations that must have come true, of the way from what
             chance would give, 0, to all, 1.
         advance: share of a copy that must be done when the layer begins.
-        worth: most uses of this token that count in the cache, whose scores are uses
-            of a later one.
-        history, sharpness: as in the cache policy.
+        history: as in the cache policy.
         planning_us, expert_ns: what this takes in a layer step beside the cache policy:
             microseconds, and nanoseconds more for each expert of a layer.
 
@@ -167,9 +165,7 @@ class Recall(CompiledPrefetch):
         least: float = 0.9,
         trust: float = 0.55,
         advance: float = 0.5,
-        worth: float = 0.5,
         history: int = 256,
-        sharpness: float = 20.0,
         planning_us: float = 0.5,
         expert_ns: float = 11.5,
     ) -> None:
@@ -177,25 +173,19 @@ class Recall(CompiledPrefetch):
         expect(least > 0, "least", "> 0", least)
         expect(0 <= trust <= 1, "trust", "0 <= trust <= 1", trust)
         expect(advance >= 0, "advance", ">= 0", advance)
-        expect(worth >= 0, "worth", ">= 0", worth)
         expect(history >= 1, "history", "a number >= 1", history)
-        expect(sharpness > 0, "sharpness", "> 0", sharpness)
         expect(planning_us >= 0, "planning_us", ">= 0", planning_us)
         expect(expert_ns >= 0, "expert_ns", ">= 0", expert_ns)
-        self.rules = (trust, depth, least, advance, worth)
+        self.rules = (trust, depth, least, advance)
         self.ahead = depth
         self.history = history
-        self.sharpness = sharpness
         self.taken_s = (1e-6 * planning_us, 1e-9 * expert_ns)
 
     def start(self, context: RunContext) -> None:
         """Take the run's memory of routing."""
         super().start(context)
-        memory = RoutingMemory.of(
-            context, history=self.history, sharpness=self.sharpness
-        )
         fixed_s, expert_s = self.taken_s
         self.own_planning_s = fixed_s + expert_s * context.shape.experts
-        known = memory.state
-        known.numbers[_TRUST : _WORTH + 1] = self.rules
+        known = RoutingMemory.of(context, self.history).state
+        known.numbers[_TRUST : _ADVANCE + 1] = self.rules
         self.brought = PrefetchKernels(_stream, known)

@@ -115,8 +115,8 @@ def test_broken_promises_end_the_streams():
         named.append(prefetch.prefetch(layer_step(step, 0, 0), view))
         prefetch.prefetch(layer_step(step, 1, later), view)
         prefetch.prefetch(layer_step(step, 2, later), view)
-    assert named[:2] == [[], [(1, 0), (2, 0)]]
-    assert named[2:] == [[(1, 1), (2, 1)], [(1, 2), (2, 2)], [], []]
+    begun = [[(1, each), (2, each)] for each in range(3)]
+    assert named == [[], *begun, [], []]
     assert kept_promises(prefetch.brought.state) == pytest.approx(8 / (8 + 5 * 2))
 
 
@@ -151,13 +151,10 @@ def test_a_prefetcher_alone_remembers_as_well(parts):
 
 def test_parts_share_a_memory_if_they_ask_for_it_alike():
     context = run_context()
-    memories = [
-        RoutingMemory.of(context, history=history, sharpness=20.0)
-        for history in (4, 4, 5)
-    ]
+    memories = [RoutingMemory.of(context, history) for history in (4, 4, 5)]
     assert memories[0] is memories[1]
     assert memories[0] is not memories[2]
-    assert RoutingMemory.of(run_context(), history=4, sharpness=20.0) is not memories[0]
+    assert RoutingMemory.of(run_context(), 4) is not memories[0]
 
 
 def test_tokens_beyond_the_history_are_forgotten():
