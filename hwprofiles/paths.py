@@ -27,6 +27,10 @@ UNIFIED = f"{MEMORY}.unified"
 FURTHER_S = f"{COSTS}.gpu.further_s"
 """Fixed seconds of each expert of a grouped launch; absent where each is launched."""
 
+FEW_TOKENS = f"{COSTS}.cpu.few_tokens"
+MANY_FLOPS_PER_S = f"{COSTS}.cpu.many_flops_per_s"
+"""The rate for more tokens than that; absent where one holds for all."""
+
 ATTENTION_BYTES_PER_S = f"{COSTS}.attention.bytes_per_s"
 """Rate at which attention reads keys and values; absent where it was not told apart
 from the rest of the dense part.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.lanes import COMPUTE_KINDS
+from moesim.hwprofiles.lanes import COMPUTE_KINDS, CPU
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,6 +119,9 @@ def expert_table(
     proportion outside. So time never falls with tokens, bytes or FLOPs, and never
     below what the best rates allow that the profile states or a measurement reached.
 
+    A rate on the CPU that was measured with few tokens is not carried to many: beyond
+    `costs.cpu.few_tokens` time stays until `costs.cpu.many_flops_per_s` takes longer.
+
     Source: `costs.<lane>.points` and `points_small` where the profile has them; else
     the roofline itself (flat below saturation, linear above).
     """
@@ -126,6 +129,12 @@ def expert_table(
     roof = RooflineModel.of(profile, lane)
     flops = tokens * shape.expert_flops_per_token
     seconds = roof.seconds(expert_bytes, flops)
+    many = profile.numbers.get(paths.MANY_FLOPS_PER_S)
+    if many is not None and lane == CPU.name:
+        few_tokens = min(int(profile.number(paths.FEW_TOKENS)), length - 1)
+        beyond = roof._replace(flops_per_s=many.value).seconds(expert_bytes, flops)
+        few = np.minimum(seconds, seconds[few_tokens])
+        seconds = np.maximum(few, beyond)
 
     measured = [
         part

@@ -122,6 +122,8 @@ NUMBERS: tuple[str, ...] = (
     paths.planning(_ANY_POLICY).per_expert_s,
     paths.first_s(CPU.name),
     paths.FURTHER_S,
+    paths.FEW_TOKENS,
+    paths.MANY_FLOPS_PER_S,
     *IN_PLACE,
     paths.PLATFORM_IDLE_W,
     *(paths.power(lane, state) for lane in _all_lanes() for state in ("idle", "busy")),

@@ -38,10 +38,10 @@ GROUPS = {
             "sweeps:results",
             "Ask questions of the results of sweeps.",
         ),
-        "hits": ("sweeps:hits", "Hit rates of caches at several sizes."),
+        "hits": ("hits:hits", "Hit rates of caches at several sizes."),
     },
     "Explain": {
-        "gap": ("compare:gap", "Say where a policy loses its time."),
+        "gap": ("gap:gap", "Say where a policy loses its time."),
         "sensitivity": (
             "evidence:sensitivity",
             "Say which constant decides who wins.",
@@ -55,7 +55,7 @@ GROUPS = {
         "trace": ("trace:app", "Look into traces, or make them of foreign files."),
         "record": ("record:record", "Run a model and write its routing trace."),
         "model": ("advise:model", "Print what a model file holds, by layer."),
-        "store": ("record:store_app", "Build expert stores."),
+        "store": ("store:app", "Build expert stores."),
         "train-cache": (
             "train:train_cache",
             "Train a learned cache policy on a trace.",

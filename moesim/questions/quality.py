@@ -565,7 +565,8 @@ def quality_figure(report: Quality) -> Chart:
         hover = shown(("cache", "cache"), ("swept", "swept"), (name, title, form))
         hover += shown(("hits", "hit rate", ".1%"))
         colour = channel("cache", "cache ratio", "N")
-        shape = channel("cache", "cache ratio", "N")
+        # One legend is enough.
+        shape = channel("cache", "cache ratio", "N", legend=None)
         line = layer({"type": "line", "opacity": 0.6}, x=x, y=y, color=colour)
         point = layer("point", x=x, y=y, color=colour, shape=shape, tooltip=hover)
         mark = {"type": "text", "align": "left", "dx": 6, "dy": -6}

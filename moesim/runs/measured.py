@@ -253,7 +253,7 @@ def _note_footprint(
         dense.kv_cache_bytes * in_host,
         computing_bytes * in_host,
     )
-    if run.footprint.peak > run.footprint.budget:
+    if run.footprint.exceeds:
         run.warnings.append("memory: the run took more than its budget")
 
 

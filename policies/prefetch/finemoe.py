@@ -26,8 +26,8 @@ _SMALLEST = 1e-30
 """Lengths below this count as 0, so that an empty map is like no other."""
 
 # The state's scores have a column for each map that is kept. Rows are probabilities by
-# key; then, up to this layer, the products with the map of the iteration under way, and
-# the squared lengths.
+# key, then the squared length of each layer; then, up to this layer, the products with
+# the map of the iteration under way, and the squared lengths.
 _PRODUCTS = 0
 _LENGTHS = 1
 _ROWS = 2
@@ -48,11 +48,12 @@ _KEPT = 4
 def _observe(state: State, work: Work) -> None:
     """Compare the gate's probabilities with this layer of all maps."""
     experts = state.integers[_EXPERTS]
-    keys = experts * state.integers[_LAYERS]
+    layers = state.integers[_LAYERS]
+    keys = experts * layers
     kept = state.integers[_KEPT]
     running = state.numbers[EXPECTED + keys :]
-    products = state.scores[keys + _PRODUCTS]
-    lengths = state.scores[keys + _LENGTHS]
+    products = state.scores[keys + layers + _PRODUCTS]
+    lengths = state.scores[keys + layers + _LENGTHS]
     if work.layer == 0:
         running[:] = 0.0
         products[:] = 0.0
@@ -68,7 +69,9 @@ def _observe(state: State, work: Work) -> None:
         known = state.scores[first + expert]
         for n in range(kept):
             products[n] += share * known[n]
-            lengths[n] += known[n] * known[n]
+    known = state.scores[keys + work.layer]
+    for n in range(kept):
+        lengths[n] += known[n]
 
 
 @compiled
@@ -76,13 +79,15 @@ def _most_similar(state: State) -> tuple[int, float]:
     """The map with the highest cosine to the layers so far, ties to the older, and that
     cosine.
     """
-    keys = state.integers[_EXPERTS] * state.integers[_LAYERS]
+    layers = state.integers[_LAYERS]
+    keys = state.integers[_EXPERTS] * layers
+    row = keys + layers
     square = state.numbers[EXPECTED + 2 * keys]
     best = 0
     most = -1.0
     for n in range(state.integers[_KEPT]):
-        length = math.sqrt(state.scores[keys + _LENGTHS, n] * square)
-        cosine = state.scores[keys + _PRODUCTS, n] / max(length, _SMALLEST)
+        length = math.sqrt(state.scores[row + _LENGTHS, n] * square)
+        cosine = state.scores[row + _PRODUCTS, n] / max(length, _SMALLEST)
         if cosine > most:
             best = n
             most = cosine
@@ -106,8 +111,11 @@ def _by_expert_map(
         if kept < state.scores.shape[1]:
             best = kept
             state.integers[_KEPT] = kept + 1
+        state.scores[keys : keys + layers, best] = 0.0
         for key in range(keys):
-            state.scores[key, best] = state.numbers[EXPECTED + keys + key]
+            share = state.numbers[EXPECTED + keys + key]
+            state.scores[key, best] = share
+            state.scores[keys + key // experts, best] += share * share
     layer = work.layer + state.integers[_DISTANCE]
     if layer >= layers or not state.integers[_KEPT]:
         return 0
@@ -189,7 +197,8 @@ class FineMoE(CompiledPrefetch):
         super().start(context)
         shape = context.shape
         # What is never touched costs no memory.
-        scores = np.zeros((shape.layers * shape.experts + _ROWS, self.capacity))
+        rows = shape.layers * (shape.experts + 1) + _ROWS
+        scores = np.zeros((rows, self.capacity))
         sizes = [shape.experts, shape.layers, shape.top_k, self.ahead, 0]
         none = np.zeros((0, 0), np.int64)
         store = State(scores, none, expectations(context), np.array(sizes, np.int64))

@@ -203,8 +203,13 @@ class ForcedRouting:
 
 
 WORKING_BYTES: Final = 16 << 20
-"""Allowance for everything that has no size of its own in a budget: a run's records,
-and code that is loaded on first use. Beside it, one record while memories are filled.
+"""Allowance for everything that has no size of its own in a budget, a run's records
+most of all. Beside it, one record while memories are filled.
+"""
+
+FIRST_USE_BYTES: Final = 128 << 20
+"""By what torch's code and heaps may grow in a process's first run, beyond any budget:
+90 to 110 MiB were measured, and a few in a later run.
 """
 
 _PROC: Final = Path("/proc/self")
@@ -238,6 +243,11 @@ class Footprint(NamedTuple):
     def budget(self) -> int:
         """What the run may hold at one time."""
         return sum(self) - self.peak
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether more was taken than the budget, a first use's growth aside."""
+        return self.peak > self.budget + FIRST_USE_BYTES
 
     def to_json(self) -> dict[str, int]:
         """Plain values."""

@@ -71,6 +71,8 @@ NO_FIGURE = (
     "Not stated",
     "not stated",
     "prints",
+    # Released code is no record.
+    "its released data/calibration_data.py",
 )
 """Words of sources that name a paper and take no published figure from it."""
 
@@ -598,6 +600,16 @@ def test_ratios_are_of_figures_that_something_decides():
     assert counts["simulated"] == 5
     assert (counts["ratios"], counts["within_1.5"]) == (2, 1)
     assert counts["median_ratio"] == pytest.approx((1.1 - 1.0) / 2)
+
+
+def test_routing_that_nobody_knows_is_drawn_like_that_of_the_nearest_model():
+    """Phi-3.5-MoE has Mixtral's layers and tokens, and each of its experts twice."""
+    load = Workload("phi-3.5-moe", "bf16", 4, 6, 2, like="mixtral-8x7b")
+    other = replace(load, model="mixtral-8x7b")._synthetic()
+    model = load._synthetic()
+    assert (model.shape.layers, model.shape.experts) == (32, 16)
+    assert (model.popularity[:, 8:] == other.popularity).all()
+    assert (model.topics[..., :8] == other.topics).all()
 
 
 # The command.

@@ -100,6 +100,31 @@ def test_fixed_times_by_hand_on_three_layers(
     assert first.result.makespan_s == pytest.approx(3 * layer_ms * MS)
 
 
+def test_a_rate_of_few_tokens_is_not_carried_to_many_on_three_layers(tmp_path):
+    """Three tokens at each of two experts: 4 ms for the first and 1 ms fixed, then 1 ms
+    for one token, the most that was measured, or 0.5 ms for each of many.
+    """
+    routing = [[[0, 1]] * 3] * 3
+    prompt = hand_trace(
+        tmp_path / "t.parquet", routing, experts=4, prompt=3, expert_bytes=BYTES
+    )
+    one_token_flops = prompt.shape.expert_flops_per_token
+    few = {
+        "costs.cpu.flops_per_s": one_token_flops / MS,
+        "costs.cpu.few_tokens": 1,
+        "costs.cpu.many_flops_per_s": one_token_flops / (0.5 * MS),
+    }
+    known = machine()
+    stated = {name: Quantity(value, "assumed", "a test") for name, value in few.items()}
+    known = replace(known, numbers=dict(known.numbers) | stated)
+    first, second = both(
+        prompt, "all-cpu+none", hw=known, memory=MemoryOptions(cache_ratio=0.0)
+    )
+    assert_equal(first, second)
+    layer_ms = 4 + 2 * (1 + 3 * 0.5)
+    assert first.result.makespan_s == pytest.approx(3 * layer_ms * MS)
+
+
 def test_a_systems_own_kernels_change_its_work_and_not_the_machine():
     """Twice the work on the GPU, half of it on the CPU, 3 ms for each expert there."""
     one = np.array([1])

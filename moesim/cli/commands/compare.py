@@ -1,6 +1,4 @@
-"""`moesim compare`: several policies, machines and memories on one trace; `gap`: where
-one policy loses its time.
-"""
+"""`moesim compare`: several policies, machines and memories on one trace."""
 
 import json
 from dataclasses import dataclass, replace
@@ -224,44 +222,3 @@ def _print(compared: "Comparison", *, is_single: bool) -> None:
         print(comparison_text(compared.table, compared.by_policy()))
     else:
         print(cells_text(compared))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GapOptions(Options):
-    """What `moesim gap` is asked beside the run itself."""
-
-    html: Path | None = file_option("Write a page with every mix.", *PAGES)
-    as_json: bool = json_option()
-
-
-@from_dataclass(without=["noise_seed", "engine", "arrivals", "slo"])
-def gap(config: RunConfig, options: GapOptions) -> None:
-    """Say how much of a policy's time above a clairvoyant schedule's is due to which
-    of its parts.
-
-    Replays the trace with every mix of its own parts and parts that know the future, so
-    --steps saves much.
-
-    \b
-    Examples:
-      moesim gap q.parquet --policy greedy --steps 100
-      moesim gap q.parquet --policy on-demand --cache lfu --prefetch next-gate --batch 8
-    """
-    from moesim.cli.output import bar
-    from moesim.questions.gap import gap as measure_gap
-    from moesim.questions.gap import gap_text
-    from moesim.runs.bound import bound_of
-
-    # How many mixes there are depends on which parts the policy has.
-    with bar("replaying") as progress:
-        measured = measure_gap(config, progress=progress)
-    if options.html is not None:
-        from moesim.questions.gap_page import write_gap
-
-        write_gap(measured, options.html, output.command_line())
-    if options.as_json:
-        print(json.dumps(measured.to_json(), indent=2))
-        return
-    print(gap_text(measured))
-    output.print_bound(bound_of(config), measured.policy_s, f"{config.policy} is ")
-    output.print_written([options.html])

@@ -1,6 +1,4 @@
-"""`moesim sweep`, `search` and `results`: many runs, and questions to them; `hits`: hit
-rates of caches at several sizes.
-"""
+"""`moesim sweep`, `search` and `results`: many runs, and questions to them."""
 
 import json
 from dataclasses import dataclass
@@ -23,7 +21,6 @@ from moesim.base.options import (
 )
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
-from moesim.runs.config import RunConfig
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -307,94 +304,3 @@ def results(options: ResultsOptions) -> None:
     rows = [list(map(str, row)) for row in frame.itertuples(index=False, name=None)]
     print("\n".join(aligned([list(map(str, frame.columns)), *rows])))
     output.print_written([options.table])
-
-
-# A cache alone has no policies beside it, no machine and no time.
-NEEDS_MACHINE = (
-    "policy",
-    "cache",
-    "prefetch",
-    "routing",
-    "hw",
-    "cache_ratio",
-    "slots_per_layer",
-    "gpu_memory_bytes",
-    "host_memory_bytes",
-    "host_cache",
-    "staging",
-    "prefetch_budget_bytes",
-    "gpu_split",
-    "noise_seed",
-    "engine",
-    "arrivals",
-    "slo",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HitsOptions(Options):
-    """Which caches are counted, at which sizes."""
-
-    cache: tuple[str, ...] = option(
-        ("lru", "lfu", "arc", "belady"),
-        "Cache policies (see: list cache).",
-        metavar="C",
-        policy_kind="cache",
-        many=True,
-    )
-    cache_ratio: tuple[float, ...] = option(
-        (0.05, 0.1, 0.2, 0.3, 0.5, 0.75),
-        "Sizes, as shares of all experts.",
-        kind=float,
-        metavar="R",
-        minimum=0,
-        maximum=1,
-        many=True,
-    )
-    png: Path | None = file_option("Draw them.", *PICTURES)
-    html: Path | None = file_option("Write a page with their curves.", *PAGES)
-    table: Path | None = file_option("Write them.", *TABLES)
-    as_json: bool = json_option()
-
-
-@from_dataclass(without=NEEDS_MACHINE, from_file=False)
-def hits(config: RunConfig, options: HitsOptions) -> None:
-    """Say how often each cache would hit, at each size, if every miss were fetched. No
-    machine takes part.
-
-    \b
-    Examples:
-      moesim hits q.parquet
-      moesim hits q.parquet --cache lru,lfu:decay=0.9,sieve,belady --cache-ratio 0.1,0.25,0.5 --html hits.html
-    """
-    from moesim.cli.output import bar
-    from moesim.questions.hit_rates import (
-        hit_rates,
-        hits_figure,
-        hits_text,
-        write_hits,
-    )
-    from moesim.reporting.tables import save_table
-    from moesim.runs.setup import opened
-
-    ratios = options.cache_ratio
-    config, trace = opened(config)
-    with bar("counting", len(options.cache) * len(ratios)) as show:
-        rates = hit_rates(config, options.cache, ratios, progress=show)
-
-    if options.png is not None:
-        hits_figure(rates).save(options.png)
-    if options.html is not None:
-        write_hits(rates, trace, options.html, output.command_line())
-    if options.table is not None:
-        save_table(rates.reset_index(), options.table)
-    if options.as_json:
-        # JSON has no keys that are numbers.
-        by_cache = {
-            str(name): dict(zip(map(str, ratios), rates[name], strict=True))
-            for name in rates
-        }
-        print(json.dumps(by_cache, indent=2))
-        return
-    print(hits_text(rates))
-    output.print_written([options.png, options.html, options.table])

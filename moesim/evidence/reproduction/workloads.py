@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
@@ -52,8 +53,8 @@ class Workload:
         weights: weight format.
         prompt, generated: tokens of each sequence.
         sequences: how many.
-        like: shipped statistics that routing is drawn from; None draws with
-            habits of other models.
+        like: shipped statistics that routing is drawn from, of this model or of the
+            nearest one (`_carried_to`); None draws with habits of other models.
         recall: of the next layer's gate on this layer's input; None draws no
             predictions and no scores.
         recall_at: experts of a token that recall is measured at; None for all.
@@ -82,7 +83,7 @@ class Workload:
     @property
     def shape(self) -> ModelShape:
         """Sizes of the model as it is drawn."""
-        if self.like and not self.recorded:
+        if self.like == self.model and not self.recorded:
             return model_like(self.like, self.weights).shape
         return model_shape(self.model, self.weights)
 
@@ -95,6 +96,8 @@ class Workload:
         residual = "" if self.residual is None else f"-d{self.residual:g}"
         sizes = f"{self.sequences}x{self.prompt}+{self.generated}"
         stated = "" if self.like else "-stated"
+        if self.like and self.like != self.model:
+            stated = f"-like-{self.like}"
         if self.recorded:
             stated = f"-recorded{self.group}"
         model = f"{self.model}-{self.weights}{stated}"
@@ -194,7 +197,7 @@ class Workload:
 
     def _synthetic(self) -> SynthModel:
         if self.like is not None:
-            model = model_like(self.like, self.weights)
+            model = _carried_to(model_like(self.like, self.weights), self.shape)
             return of_lengths(
                 model, prompt_tokens=self.prompt, new_tokens=self.generated
             )
@@ -203,6 +206,32 @@ class Workload:
             prompt_tokens=self.prompt,
             new_tokens=self.generated,
         )
+
+
+def _carried_to(model: SynthModel, shape: ModelShape) -> SynthModel:
+    """The statistics of a model for another one, whose layers and experts beyond those
+    of the first have the weights of the first ones again.
+    """
+    layers = np.arange(shape.layers) % model.shape.layers
+    experts = np.arange(shape.experts) % model.shape.experts
+    weights = (..., layers[:, None], experts)
+    kinds = model.kinds
+    if kinds is not None:
+        kinds = replace(
+            kinds,
+            weights=kinds.weights[weights],
+            character=kinds.character[layers],
+        )
+    return replace(
+        model,
+        shape=shape,
+        popularity=model.popularity[weights],
+        reuse=model.reuse[layers],
+        topics=model.topics[weights],
+        kinds=kinds,
+        # Known of the first model only.
+        likeness=model.likeness if shape == model.shape else None,
+    )
 
 
 _STATED_WORDS = "habits of other models"
