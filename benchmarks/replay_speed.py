@@ -52,6 +52,7 @@ OF_SYSTEMS = {
     "krasis": 100_000,
     "edgemoe": 100_000,
     "moe-lightning": 100_000,
+    "fate": 100_000,
     "moe-infinity": 50_000,
     "finemoe": 50_000,
     "sp-moe": 50_000,

@@ -35,6 +35,8 @@ class System:
             user.
         divides_slots: whether layers get slots by their use, where a calibration says
             how (`moesim.policies.cache._slot_shares`).
+        whole_layers: first layers that get slots for all their experts before the
+            others get any.
         writes_back: whether what leaves a GPU's cache is copied back to host memory,
             though weights never change; the link to the host is charged for it.
         pageable: whether experts lie in pageable host memory, from which copies take
@@ -56,6 +58,7 @@ class System:
     staging_layers: int = 0
     scope: str | None = None
     divides_slots: bool = False
+    whole_layers: int = 0
     writes_back: bool = False
     pageable: bool = False
     kernels: Kernels | None = None
@@ -287,6 +290,19 @@ SYSTEMS = {
             " ahead; finemoe:distance=6 as published for Qwen1.5-MoE, 4 for Phi-3.5."
             " What token embeddings foretell of the first layers is left out, as no"
             " trace holds them"
+        ),
+    ),
+    "fate": System(
+        assignment="on-demand",
+        cache="arc:fill=lowest",
+        prefetch="fate",
+        scope="layer",
+        whole_layers=4,
+        note=(
+            "the first four layers are cached whole, as published for Qwen1.5-MoE, the"
+            " others alike; the next gate's best experts are prefetched, as many as the"
+            " link copies in a layer. Two-bit copies of what few tokens of a prompt"
+            " want are left out"
         ),
     ),
     "edgemoe": System(

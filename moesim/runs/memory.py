@@ -15,7 +15,7 @@ import numpy as np
 from moesim.base.units import format_bytes
 from moesim.hwprofiles.dense_costs import KeptEntries
 from moesim.policies.base import PolicyError
-from moesim.policies.cache._slot_shares import divided
+from moesim.policies.cache._slot_shares import divided, front_first
 from moesim.policies.planner.plan import LAYERS, MemoryPlan
 from moesim.policies.planner.residency import GLOBAL, PER_LAYER, CacheSize
 
@@ -87,12 +87,14 @@ def plan_memory(
         slots_per_layer=options.slots_per_layer,
         total_bytes=total_bytes,
     )
-    if system.divides_slots and scope == PER_LAYER:
+    if scope == PER_LAYER:
+        slots = _division(gpu, shape, system, artefacts or {})
         # All that a ratio allows: what is spread evenly may be an expert short.
         budget = gpu.total_bytes
         if ratio is not None:
             budget = round(ratio * shape.experts * sum(shape.expert_bytes))
-        gpu = _by_use(gpu, shape, artefacts or {}, budget)
+        if slots is not None:
+            gpu = _divided(gpu, shape, slots, budget)
     # Layers that share one cache must be divided among GPUs before they share.
     if profile.gpus > 1 and scope == GLOBAL and options.gpu_split == LAYERS:
         gpu = gpu.split(profile.gpus)
@@ -265,17 +267,21 @@ def workspace_bytes(shape: ModelShape) -> int:
     return max(outputs, activations) + CONTEXT_BYTES
 
 
-def _by_use(
-    size: CacheSize, shape: ModelShape, artefacts: Mapping[str, Any], budget: int
-) -> CacheSize:
-    """The same number of slots, divided among the layers by use where a calibration
-    says how; layers of unequal experts share `budget` bytes.
+def _division(
+    size: CacheSize, shape: ModelShape, system: System, artefacts: Mapping[str, Any]
+) -> np.ndarray | None:
+    """The same number of slots, divided among the layers as the system does it, int64
+    [L]: by use where a calibration says how, or first layers first. None for evenly.
     """
-    if not {"single_share", "prefetch_accuracy"} <= artefacts.keys():
-        return size
     # The total stays, so that systems are compared at equal memory.
+    total = int(size.slots.sum())
+    if system.whole_layers:
+        return front_first(total, shape.layers, shape.experts, system.whole_layers)
+    known = {"single_share", "prefetch_accuracy"} <= artefacts.keys()
+    if not (system.divides_slots and known):
+        return None
     slots = divided(
-        int(size.slots.sum()),
+        total,
         shape.experts,
         shape.top_k,
         artefacts["single_share"],
@@ -287,6 +293,13 @@ def _by_use(
             f" numbers, one for each MoE layer, found {len(slots)}; make them for this"
             " model"
         )
+    return slots
+
+
+def _divided(
+    size: CacheSize, shape: ModelShape, slots: np.ndarray, budget: int
+) -> CacheSize:
+    """Slots of each layer; layers of unequal experts share `budget` bytes."""
     expert_bytes = np.asarray(shape.expert_bytes, np.int64)
     slots = _in_bytes(slots, expert_bytes, shape.experts, budget)
     pool_bytes = slots * expert_bytes

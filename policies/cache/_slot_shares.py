@@ -1,4 +1,5 @@
-"""AdapMoE's division of cache slots among layers, by the misses each would have.
+"""Divisions of cache slots among layers: AdapMoE's, by the misses that each would have,
+and Fate's, first layers first.
 
 A layer whose experts are predicted well, or that often gets by with one expert, needs
 few slots. The expected misses of a token fall with every slot a layer gets. A dynamic
@@ -140,3 +141,23 @@ def divided(
         division[layer] = choice[layer, left]
         left -= division[layer]
     return division
+
+
+def front_first(total: int, layers: int, experts: int, whole_layers: int) -> np.ndarray:
+    """Give the first layers all their experts, as far as `total` slots go, and what is
+    left to the others alike: int64 [layers].
+
+    Args:
+        whole_layers: those that come first.
+
+    Source: Fate (arXiv 2502.12224), shallow-favoring expert cache;
+    `utils/memory_cost.py` of FFFzy/Fate_open, which has 4 for Qwen1.5-MoE.
+    """
+    layer = np.arange(layers)
+    division = np.clip(total - layer * experts, 0, experts)
+    others = layers - whole_layers
+    if others > 0:
+        left = max(0, total - whole_layers * experts)
+        shares = left // others + (layer[whole_layers:] - whole_layers < left % others)
+        division[whole_layers:] = np.minimum(shares, experts)
+    return division.astype(np.int64)

@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from moesim.machine_code.functions import compiled
 from moesim.policies.cache import _request_lists as lists
+from moesim.policies.cache.static import Static
 from moesim.policies.compiled import AdmittingCompiledCache
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from moesim.policies.base import RunContext
     from moesim.policies.kernels import CacheKernels, State
 
+Fill = Literal["empty", "lowest"]
 Ratio = Literal["whole", "real"]
 
 # Lists of a pool, each least recent first.
@@ -116,18 +120,24 @@ class ARC(AdmittingCompiledCache):
         ratio: ``whole`` divides the ghost lists as integers, as cacheus ``arc.py``
             does, ``real`` exactly, as libCacheSim does: that form equals its ARC on one
             request at a time. The paper leaves it open.
+        fill: ``lowest`` fills the cache with the lowest ids before the run, as Fate's
+            code does; of ``empty`` a calibration may make something else.
 
     Source: Megiddo and Modha, FAST 2003, figure 4.
     """
 
     reference: ClassVar[tuple[str, ...]] = ("",)
 
-    def __init__(self, *, ratio: Ratio = "whole") -> None:
+    def __init__(self, *, ratio: Ratio = "whole", fill: Fill = "empty") -> None:
         expect_choice("ratio", ratio, Ratio)
+        expect_choice("fill", fill, Fill)
         self.ratio = ratio
+        self.fill = fill
 
     def bring(self, context: RunContext) -> CacheKernels:
         """Make four empty lists for each pool."""
+        self._lowest_ids = Static(fill="lowest")
+        self._lowest_ids.start(context)
         rounded = int(self.ratio == "whole")
         return lists.kernels_of(
             lists.request_state(context, lists=4, ghosts=2, integers=(rounded,)),
@@ -135,3 +145,9 @@ class ARC(AdmittingCompiledCache):
             _miss,
             _fill,
         )
+
+    def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
+        """Fill with the lowest ids, if asked for."""
+        if self.fill == "lowest":
+            return self._lowest_ids.initial(capacity_slots)
+        return None

@@ -331,6 +331,22 @@ def test_finemoe_keeps_what_the_searched_map_expects(cache, seconds):
     assert finemoe_end_s((0, 1, 2), (3, 3, 3), (0, 1, 2), cache=cache) == seconds
 
 
+@pytest.mark.parametrize(("prefetch", "seconds"), [("none", 15), ("fate", 12)])
+def test_fate_copies_what_fits_into_a_layer(prefetch, seconds):
+    """Each layer holds experts 0 and 1. Layer 0 hits, 2 + 1. Layer 1 misses: dense part
+    3-5, copy 5-8, product 8-9. A dense part and a product last as long as a copy, so
+    one expert is prefetched for layer 2, 8-11: dense part 9-11, product 11-12.
+    """
+    passes = [
+        routed(layer, expert, pred1_raw=np.eye(5, 4, dtype=np.float16)[[expert + 1]])
+        for layer, expert in enumerate((0, 2, 3))
+    ]
+    planner = planner_of(
+        compose("fate", prefetch=prefetch), HandCosts(copy=3.0), slots=2
+    )
+    assert end_s(planner, passes) == seconds
+
+
 # -- HybriMoE as released ---------------------------------------------------------------
 
 

@@ -12,7 +12,12 @@ from support.handmade import shape
 
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.base import PolicyError
-from moesim.policies.cache._slot_shares import divided, expected_misses, kept_alone
+from moesim.policies.cache._slot_shares import (
+    divided,
+    expected_misses,
+    front_first,
+    kept_alone,
+)
 from moesim.policies.systems import SYSTEMS
 from moesim.runs.config import MemoryOptions
 from moesim.runs.memory import plan_memory
@@ -146,3 +151,18 @@ def test_section_6_8_adapmoe_divides_its_slots_where_a_calibration_says_how():
             SYSTEMS["adapmoe"],
             {"single_share": [0, 0], "prefetch_accuracy": [0, 0]},
         )
+
+
+@pytest.mark.parametrize(
+    ("total", "division"),
+    [
+        (11, [8, 3, 0, 0, 0]),
+        (16, [8, 8, 0, 0, 0]),
+        (21, [8, 8, 2, 2, 1]),
+        (40, [8, 8, 8, 8, 8]),
+    ],
+)
+def test_fate_fills_its_first_two_layers_before_the_others(total, division):
+    assert front_first(total, layers=5, experts=8, whole_layers=2).tolist() == division
+    all_whole = np.clip(total - 8 * np.arange(5), 0, 8)
+    assert front_first(total, 5, 8, whole_layers=9).tolist() == all_whole.tolist()
