@@ -28,7 +28,9 @@ _PREFILL = int(Phase.PREFILL)
 
 # Rows of the scores, by flat key.
 SCORE = 0
-"""What an expert is worth in a cache: `VALUE`, more until its layer has come."""
+"""What an expert is worth in a cache: `VALUE`, and until its layer has come what a
+prefetcher adds.
+"""
 VALUE = 1
 COMING = 2
 """Expected uses by this token."""
@@ -36,7 +38,14 @@ FOLLOWING = 3
 """Expected uses by the next token."""
 _SHORT = 4
 _LONG = 5
-_ROWS = 6
+_SEEN = 6
+"""By layer: the weights of the tokens that either frequency has seen, of all tokens."""
+PROMISES = 7
+"""Expected uses by this token when they were first high enough to be promised; 0 where
+none was.
+"""
+_LATELY = 8
+_ROWS = 9
 
 # Places in the integers. E comes first, as in all states.
 _EXPERTS = 0
@@ -45,52 +54,75 @@ _HISTORY = 2
 _LAST = 3
 """Layer step that was observed last."""
 _STEP = 4
-_TOKEN = 5
-"""Tokens seen, less one; tokens are numbered."""
+_TOKENS = 5
+"""Tokens that are remembered, this one included."""
 _SLOT = 6
 """Where this token is remembered: one of H places."""
-_NODES = 7
-_NEXT = 8
-"""Where the next layer's nodes begin."""
-_ACTIVE = 9
+_WIDTH = 7
+"""Experts of a token that are remembered in a layer, at most."""
+_ACTIVE = 8
 """Experts that this token has used so far."""
-_SIMILAR = 10
+_SIMILAR = 9
 """How many similar tokens are listed."""
-_HEADS = 11
-"""Where regions begin: the newest node of every expert,"""
-_FIRSTS = 12
-"""the first node of every slot and layer,"""
-_COUNTS = 13
-"""how many it has,"""
-_TOKENS = 14
-"""the token of every slot,"""
-_OVERLAPS = 15
-"""experts that it has in common with this one so far,"""
-_LIST = 16
+_OVERLAPS = 10
+"""Where regions begin: experts that every token has in common with this one so far, in
+`_LANES`,
+"""
+_LIST = 11
 """slots of similar tokens,"""
-_CHOSEN = 17
-"""the expert of every node,"""
-_NODE = 18
-"""and its token, the token's slot and the same expert's node before."""
-_LAYOUT = 19
-_FIELDS = 3
+_COUNTS = 12
+"""by layer and slot, how many experts the token has used,"""
+_CHOSEN = 13
+"""which ones,"""
+_USES = 14
+"""and by flat key, which tokens have used an expert, in `_LANES`."""
+_LAYOUT = 15
+
+_LANES: Final = 4
+"""Counts of so many tokens are added up at once, as parts of one integer."""
+
+_LANE_BITS: Final = 16
+_LANE: Final = (1 << _LANE_BITS) - 1
+
+_UNION: Final = 8
+"""Tokens' worth of experts that are remembered of a forward pass in a layer: of larger
+unions of a batch, those of the lowest ids.
+"""
 
 # Places in the numbers.
-_SHARPNESS = 0
-_RECALL = 1
-_DECAY_SHORT = 2
-_DECAY_LONG = 3
-_SHARE_SHORT = 4
-TOTAL = 5
+_RECALL = 0
+_DECAY_SHORT = 1
+_DECAY_LONG = 2
+_SHARE_SHORT = 3
+TOTAL = 4
 """Weight of all similar tokens."""
-_WEIGHTS = 6
+_PROMISED = 5
+"""Uses that were promised, and how many of them came."""
+_KEPT = 6
+_BETTER = 7
+_DIFFERENT = 8
+_WEIGHTS = 9
 """Where weights of similar tokens begin."""
 
 _OF_USERS = 5
 """Places at the end for the rules of a prefetcher and, last, a cache's margin."""
 
+_SHARPNESS: Final = 20.0
+"""A token that shares all experts with this one so far weighs e to this power more than
+one that shares none.
+"""
+
 _FAINT: Final = 3.0
 """Tokens of a weight below e^-3 of the most similar one are left out."""
+
+_BELIEVED: Final = 8.0
+"""Promises taken to have been kept before the first one."""
+
+_GRADED: Final = 5
+"""Every so many layer steps what was expected is compared with what is used."""
+
+_PRIOR: Final = 2.0
+"""Tokens without uses that frequencies begin with."""
 
 _NONE: Final = -1
 
@@ -102,23 +134,19 @@ class RoutingMemory:
         state: all of it; users bring a state of these arrays and marks of their own.
     """
 
-    def __init__(
-        self, layers: int, experts: int, top_k: int, *, history: int, sharpness: float
-    ) -> None:
-        # Unions of batches may have more experts: then fewer tokens are remembered.
-        nodes = max(history * top_k, experts) * layers
+    def __init__(self, layers: int, experts: int, top_k: int, history: int) -> None:
         keys = layers * experts
+        words = -(-history // _LANES)
+        width = min(experts, _UNION * top_k)
         places = history * layers
-        slots = (history,) * 3
-        sizes = (keys, places, places, *slots, nodes, _FIELDS * nodes)
+        sizes = (words, history, places, places * width, keys * words)
         starts = (_LAYOUT + np.cumsum([0, *sizes])).tolist()
-        integers = np.full(starts[-1], _NONE, np.int64)
+        integers = np.zeros(starts[-1], np.int64)
         integers[:_LAYOUT] = (
-            *(experts, layers, history, _NONE, _NONE, _NONE, _NONE, nodes, 0, 0, 0),
+            *(experts, layers, history, _NONE, _NONE, 0, _NONE, width, 0, 0),
             *starts[:-1],
         )
         numbers = np.zeros(_WEIGHTS + history + _OF_USERS)
-        numbers[_SHARPNESS] = sharpness
         self.state = State(
             scores=np.zeros((_ROWS, keys)),
             marks=np.zeros((0, 0), np.int64),
@@ -127,25 +155,14 @@ class RoutingMemory:
         )
 
     @classmethod
-    def of(
-        cls, context: RunContext, *, history: int, sharpness: float
-    ) -> RoutingMemory:
+    def of(cls, context: RunContext, history: int) -> RoutingMemory:
         """The memory of a run, the same for all its policies that ask for it alike."""
         shape = context.shape
-
-        def made() -> RoutingMemory:
-            return cls(
-                shape.layers,
-                shape.experts,
-                shape.top_k,
-                history=history,
-                sharpness=sharpness,
-            )
-
-        return context.share((cls, history, sharpness), made)
+        sizes = (shape.layers, shape.experts, shape.top_k, history)
+        return context.share((cls, history), lambda: cls(*sizes))
 
     def value_by(
-        self, *, recall: float, half_lives: tuple[float, float], short: float
+        self, recall: float, half_lives: tuple[float, float], short: float
     ) -> None:
         """Say how experts are valued.
 
@@ -170,15 +187,16 @@ def observe(state: State, work: Work) -> None:
     integers[_LAST] = now
     experts = integers[_EXPERTS]
     first = work.layer * experts
+    _hold_to_promises(state, work, first)
+    if now % _GRADED == 0:
+        _grade(state, work, first)
     for key in range(first, first + experts):
-        state.scores[COMING, key] = 0.0
         state.scores[FOLLOWING, key] = 0.0
     integers[_SIMILAR] = 0
     state.numbers[TOTAL] = 0.0
     if work.phase != _PREFILL:
         if integers[_STEP] != work.step:
             _begin_token(state, work.step)
-        _compare(state, work, first)
         _remember(state, work, first)
         _list_similar(state)
         _recall(state, work.layer, 1, FOLLOWING)
@@ -186,67 +204,92 @@ def observe(state: State, work: Work) -> None:
 
 
 @compiled
-def _begin_token(state: State, step: int) -> None:
-    integers = state.integers
-    integers[_STEP] = step
-    integers[_TOKEN] += 1
-    integers[_ACTIVE] = 0
-    slot = integers[_SLOT] + 1
-    if slot == integers[_HISTORY]:
-        slot = 0
-    integers[_SLOT] = slot
-    integers[integers[_TOKENS] + slot] = integers[_TOKEN]
-    overlaps = integers[_OVERLAPS]
-    for other in range(integers[_HISTORY]):
-        integers[overlaps + other] = 0
+def _hold_to_promises(state: State, work: Work, first: int) -> None:
+    """Compare what was promised of a layer with what it uses."""
+    numbers = state.numbers
+    promises = state.scores[PROMISES]
+    for expert in work.experts:
+        if promises[first + expert] > 0.0:
+            numbers[_KEPT] += 1.0
+    for key in range(first, first + state.integers[_EXPERTS]):
+        if promises[key] > 0.0:
+            numbers[_PROMISED] += 1.0
+            promises[key] = 0.0
 
 
 @compiled
-def _compare(state: State, work: Work, first: int) -> None:
-    """Count for every token which of this layer's experts it has used here, too."""
-    integers = state.integers
-    heads = integers[_HEADS] + first
-    overlaps = integers[_OVERLAPS]
-    nodes = integers[_NODE]
-    oldest = integers[_TOKEN] - integers[_HISTORY]
+def _grade(state: State, work: Work, first: int) -> None:
+    """Regress what is used on what followed similar tokens and on use of late."""
+    lately = state.scores[_LATELY]
+    following = state.scores[FOLLOWING]
+    better = 0.0
+    different = 0.0
+    for key in range(first, first + state.integers[_EXPERTS]):
+        more = following[key] - lately[key]
+        better -= more * lately[key]
+        different += more * more
     for expert in work.experts:
-        newer = integers[_TOKEN]
-        node = integers[heads + expert]
-        while node >= 0:
-            place = nodes + _FIELDS * node
-            token = integers[place]
-            # Where another layer's node has taken the place, the rest is older still.
-            if token <= oldest or token >= newer:
-                break
-            newer = token
-            integers[overlaps + integers[place + 1]] += 1
-            node = integers[place + 2]
-    integers[_ACTIVE] += len(work.experts)
+        key = first + expert
+        better += following[key] - lately[key]
+    state.numbers[_BETTER] += better
+    state.numbers[_DIFFERENT] += different
+
+
+@compiled
+def kept_promises(state: State) -> float:
+    """Share of the promised uses that came; nearly all until some have been checked."""
+    numbers = state.numbers
+    return (numbers[_KEPT] + _BELIEVED) / (numbers[_PROMISED] + _BELIEVED)
+
+
+@compiled
+def _begin_token(state: State, step: int) -> None:
+    integers = state.integers
+    history = integers[_HISTORY]
+    integers[_STEP] = step
+    integers[_TOKENS] = min(integers[_TOKENS] + 1, history)
+    integers[_ACTIVE] = 0
+    integers[_SLOT] = (integers[_SLOT] + 1) % history
+    for word in range(integers[_OVERLAPS], integers[_LIST]):
+        integers[word] = 0
 
 
 @compiled
 def _remember(state: State, work: Work, first: int) -> None:
-    """Write a node for every active expert of a layer, behind the others."""
+    """Count for every token which of this layer's experts it has used here, too; then
+    let this token take the place of the oldest.
+    """
     integers = state.integers
-    count = len(work.experts)
-    node = integers[_NEXT]
-    # A layer's nodes lie side by side.
-    if node + count > integers[_NODES]:
-        node = 0
     slot = integers[_SLOT]
-    place = slot * integers[_LAYERS] + work.layer
-    integers[integers[_FIRSTS] + place] = node
-    integers[integers[_COUNTS] + place] = count
+    overlaps = integers[_OVERLAPS]
+    words = integers[_LIST] - overlaps
+    uses = integers[_USES] + first * words
+    bit = 1 << (slot % _LANES * _LANE_BITS)
+    of_slot = slot // _LANES
+    place = work.layer * integers[_HISTORY] + slot
+    begin = integers[_CHOSEN] + place * integers[_WIDTH]
+    for n in range(begin, begin + integers[integers[_COUNTS] + place]):
+        integers[uses + integers[n] * words + of_slot] -= bit
+
     for expert in work.experts:
-        head = integers[_HEADS] + first + expert
-        place = integers[_NODE] + _FIELDS * node
-        integers[integers[_CHOSEN] + node] = expert
-        integers[place] = integers[_TOKEN]
-        integers[place + 1] = slot
-        integers[place + 2] = integers[head]
-        integers[head] = node
-        node += 1
-    integers[_NEXT] = node
+        of_expert = uses + expert * words
+        for word in range(words):
+            integers[overlaps + word] += integers[of_expert + word]
+    integers[_ACTIVE] += len(work.experts)
+
+    count = min(len(work.experts), integers[_WIDTH])
+    integers[integers[_COUNTS] + place] = count
+    for n in range(count):
+        expert = work.experts[n]
+        integers[begin + n] = expert
+        integers[uses + expert * words + of_slot] += bit
+
+
+@compiled
+def _overlap(state: State, slot: int) -> int:
+    """Experts that a token has in common with this one so far."""
+    word = state.integers[state.integers[_OVERLAPS] + slot // _LANES]
+    return (word >> (slot % _LANES * _LANE_BITS)) & _LANE
 
 
 @compiled
@@ -254,27 +297,27 @@ def _list_similar(state: State) -> None:
     """List the tokens most like this one so far, with their weights."""
     integers = state.integers
     numbers = state.numbers
-    slots = min(integers[_HISTORY], integers[_TOKEN] + 1)
-    this = integers[_SLOT]
-    overlaps = integers[_OVERLAPS]
+    slots = integers[_TOKENS]
     most = 0
     for slot in range(slots):
-        most = max(most, integers[overlaps + slot])
+        most = max(most, _overlap(state, slot))
     # Shares of experts in common, times the sharpness.
-    slope = numbers[_SHARPNESS] / max(1, integers[_ACTIVE])
+    slope = _SHARPNESS / max(1, integers[_ACTIVE])
     faintest = most - int(_FAINT / slope)
     by_overlap = np.empty(most - faintest + 1)
+    step = np.exp(-slope)
+    weight = 1.0
     for behind in range(len(by_overlap)):
-        by_overlap[behind] = np.exp(-slope * behind)
-    listed = integers[_LIST]
+        by_overlap[behind] = weight
+        weight *= step
     count = 0
     total = 0.0
     for slot in range(slots):
-        overlap = integers[overlaps + slot]
-        if overlap < faintest or slot == this:
+        overlap = _overlap(state, slot)
+        if overlap < faintest or slot == integers[_SLOT]:
             continue
         weight = by_overlap[most - overlap]
-        integers[listed + count] = slot
+        integers[integers[_LIST] + count] = slot
         numbers[_WEIGHTS + count] = weight
         total += weight
         count += 1
@@ -289,44 +332,31 @@ def _recall(state: State, layer: int, later: int, row: int) -> None:
     """
     integers = state.integers
     history = integers[_HISTORY]
-    layers = integers[_LAYERS]
+    width = integers[_WIDTH]
     first = layer * integers[_EXPERTS]
     listed = integers[_LIST]
-    tokens = integers[_TOKENS]
-    firsts = integers[_FIRSTS]
-    counts = integers[_COUNTS]
-    nodes = integers[_NODE]
+    counts = integers[_COUNTS] + layer * history
+    chosen = integers[_CHOSEN] + layer * history * width
     scores = state.scores[row]
     share = 1.0 / max(state.numbers[TOTAL], 1e-300)
     for n in range(integers[_SIMILAR]):
         slot = integers[listed + n] + later
         if slot >= history:
             slot -= history
-        place = slot * layers + layer
-        node = integers[firsts + place]
-        # Its place may have been taken, where batches use more experts than planned.
-        if node < 0 or integers[nodes + _FIELDS * node] != integers[tokens + slot]:
-            continue
         weight = state.numbers[_WEIGHTS + n] * share
-        begin = integers[_CHOSEN] + node
-        for expert in integers[begin : begin + integers[counts + place]]:
-            scores[first + expert] += weight
+        begin = chosen + slot * width
+        for place in range(begin, begin + integers[counts + slot]):
+            scores[first + integers[place]] += weight
 
 
 @compiled
-def expect_coming(state: State, layer: int, most: float) -> None:
-    """Expect what similar tokens have used in a coming layer, `most` uses at most.
-
-    Until it has come, this adds to the scores of its experts.
-    """
-    scores = state.scores
+def expect_coming(state: State, layer: int) -> None:
+    """Expect what similar tokens have used in a coming layer."""
+    coming = state.scores[COMING]
     first = layer * state.integers[_EXPERTS]
-    end = first + state.integers[_EXPERTS]
-    for key in range(first, end):
-        scores[COMING, key] = 0.0
+    for key in range(first, first + state.integers[_EXPERTS]):
+        coming[key] = 0.0
     _recall(state, layer, 0, COMING)
-    for key in range(first, end):
-        scores[SCORE, key] = scores[VALUE, key] + min(most, scores[COMING, key])
 
 
 @compiled
@@ -334,19 +364,36 @@ def _value(state: State, work: Work, first: int) -> None:
     """Value a layer's experts by use of late and by what followed similar tokens."""
     scores = state.scores
     numbers = state.numbers
-    short = numbers[_DECAY_SHORT]
-    long = numbers[_DECAY_LONG]
     end = first + state.integers[_EXPERTS]
-    for key in range(first, end):
-        scores[_SHORT, key] *= short
-        scores[_LONG, key] *= long
-    for expert in work.experts:
-        scores[_SHORT, first + expert] += 1.0 - short
-        scores[_LONG, first + expert] += 1.0 - long
     share = numbers[_SHARE_SHORT]
-    recall = numbers[_RECALL] if numbers[TOTAL] > 0.0 else 0.0
+    of_short = share * _count(state, work, first, _SHORT, numbers[_DECAY_SHORT])
+    of_long = (1.0 - share) * _count(state, work, first, _LONG, numbers[_DECAY_LONG])
+    recall = 0.0
+    if numbers[TOTAL] > 0.0:
+        recall = (numbers[_BETTER] + 5.0) / (numbers[_DIFFERENT] + 10.0)
+        recall = numbers[_RECALL] * min(1.0, max(0.0, recall))
     for key in range(first, end):
-        lately = share * scores[_SHORT, key] + (1.0 - share) * scores[_LONG, key]
-        value = (1.0 - recall) * lately + recall * scores[FOLLOWING, key]
+        of_late = of_short * scores[_SHORT, key] + of_long * scores[_LONG, key]
+        scores[_LATELY, key] = of_late
+        value = (1.0 - recall) * of_late + recall * scores[FOLLOWING, key]
         scores[VALUE, key] = value
         scores[SCORE, key] = value
+
+
+@compiled
+def _count(state: State, work: Work, first: int, row: int, decay: float) -> float:
+    """Count a layer step's uses in a decayed frequency, those of a prompt as of so many
+    tokens; what its numbers must be multiplied by to be uses per token.
+    """
+    uses = state.scores[row]
+    is_prompt = work.phase == _PREFILL
+    kept = decay**work.rows if is_prompt else decay
+    for key in range(first, first + state.integers[_EXPERTS]):
+        uses[key] *= kept
+    for i in range(len(work.experts)):
+        share = work.tokens[i] / work.rows if is_prompt else 1.0
+        uses[first + work.experts[i]] += share * (1.0 - kept)
+    place = 2 * work.layer + row - _SHORT
+    seen = state.scores[_SEEN, place] * kept + 1.0 - kept
+    state.scores[_SEEN, place] = seen
+    return 1.0 / (seen + _PRIOR * (1.0 - decay))

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from moesim.machine_code.functions import compiled
 from moesim.policies.base import RESIDENT
 from moesim.policies.cache._kernels import mark_keys
@@ -23,7 +21,15 @@ from moesim.policies.kernels import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from moesim.policies.base import RunContext
+
+
+# What the first row of marks says of an expert.
+_OUTSIDE = 0
+_INSIDE = 1
+_PAIRED = 2
 
 
 class NoAdmissionCache(CompiledCache):
@@ -35,51 +41,6 @@ class NoAdmissionCache(CompiledCache):
         """Refuse all."""
         del context
         return CacheKernels(state(), admits=admits_nothing)
-
-
-@compiled
-def pair_missed(
-    scores: np.ndarray,
-    experts: np.ndarray,
-    inside: np.ndarray,
-    settled: np.ndarray,
-    margin: float,
-    outgoing: np.ndarray,
-    incoming: np.ndarray,
-) -> int:
-    """Pair the best of the missed with the worst of the residents, while that pays.
-
-    Args:
-        scores: float64 [E] of a layer.
-        experts: int32 [A], active.
-        inside, settled: bool [E], what the cache has, and what has arrived of it.
-        margin: by which a newcomer must beat whom it replaces.
-        outgoing, incoming: int64, results: experts.
-
-    Returns:
-        The number of pairs.
-    """
-    left = settled.copy()
-    missed = np.zeros(len(scores), np.bool_)
-    for expert in experts:
-        missed[expert] = not inside[expert]
-    count = 0
-    while True:
-        best = -1
-        worst = -1
-        for expert in range(len(scores)):
-            if missed[expert] and (best < 0 or scores[expert] > scores[best]):
-                best = expert
-            if left[expert] and (worst < 0 or scores[expert] < scores[worst]):
-                worst = expert
-        # Both only get closer: once a pair does not pay, none does.
-        if best < 0 or worst < 0 or not scores[best] > scores[worst] + margin:
-            return count
-        outgoing[count] = worst
-        incoming[count] = best
-        count += 1
-        missed[best] = False
-        left[worst] = False
 
 
 @compiled(MOVED)
@@ -102,39 +63,74 @@ def replace_by_missed(
     outgoing: np.ndarray,
     incoming: np.ndarray,
 ) -> int:
-    """Pair a layer's missed experts with its residents (`pair_in_layer`)."""
-    return pair_in_layer(state, work, work.experts, states, outgoing, incoming)
+    """Pair a layer's missed experts with its residents (`pair_missed`)."""
+    return pair_missed(state, work, False, states, outgoing, incoming)
 
 
 @compiled
-def pair_in_layer(
+def _best_absent(state: State, work: Work, everyone: bool) -> int:
+    score = state.scores[0]
+    marks = state.marks[0]
+    first = work.layer * state.integers[0]
+    best = -1
+    if everyone:
+        for key in range(first, first + state.integers[0]):
+            if marks[key] == _OUTSIDE and (best < 0 or score[key] > score[best]):
+                best = key
+        return best
+    for expert in work.experts:
+        key = first + expert
+        if marks[key] == _OUTSIDE and (best < 0 or score[key] > score[best]):
+            best = key
+    return best
+
+
+@compiled
+def _worst_resident(state: State, work: Work, states: np.ndarray) -> int:
+    score = state.scores[0]
+    first = work.layer * state.integers[0]
+    worst = -1
+    for key in range(first, first + state.integers[0]):
+        if state.marks[0, key] != _INSIDE or (
+            worst >= 0 and score[key] >= score[worst]
+        ):
+            continue
+        for gpu in range(len(states)):
+            if states[gpu, key] == RESIDENT:
+                worst = key
+    return worst
+
+
+@compiled
+def pair_missed(
     state: State,
     work: Work,
-    experts: np.ndarray,
+    everyone: bool,
     states: np.ndarray,
     outgoing: np.ndarray,
     incoming: np.ndarray,
 ) -> int:
-    """Pair the absent ones among some experts of a layer, int32, with its residents
-    (`pair_missed`).
+    """Pair the best of a layer's missed experts, or of all that are absent, with the
+    worst of its residents, while that pays.
 
     The state's first row of scores ranks them, its first row of marks says what is
     inside, its last number is the margin, and its first integer E.
     """
-    width = state.integers[0]
-    first = work.layer * width
-    inside = np.zeros(width, np.bool_)
-    settled = np.zeros(width, np.bool_)
-    for expert in range(width):
-        inside[expert] = state.marks[0, first + expert] != 0
-        for gpu in range(len(states)):
-            settled[expert] |= states[gpu, first + expert] == RESIDENT
-        settled[expert] &= inside[expert]
-    scores = state.scores[0][first : first + width]
-    count = pair_missed(
-        scores, experts, inside, settled, state.numbers[-1], outgoing, incoming
-    )
+    score = state.scores[0]
+    marks = state.marks[0]
+    count = 0
+    while True:
+        best = _best_absent(state, work, everyone)
+        worst = _worst_resident(state, work, states)
+        # Both only get closer: once a pair does not pay, none does.
+        if best < 0 or worst < 0 or not score[best] > score[worst] + state.numbers[-1]:
+            break
+        outgoing[count] = worst
+        incoming[count] = best
+        count += 1
+        marks[worst] = _PAIRED
+        marks[best] = _PAIRED
     for n in range(count):
-        outgoing[n] += first
-        incoming[n] += first
+        marks[outgoing[n]] = _INSIDE
+        marks[incoming[n]] = _OUTSIDE
     return count

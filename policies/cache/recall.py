@@ -11,7 +11,7 @@ from moesim.policies.cache._kernels import outscored_victims
 from moesim.policies.cache._own_replacements import (
     note_admitted,
     note_evicted,
-    pair_in_layer,
+    pair_missed,
 )
 from moesim.policies.cache.decayed_frequency import Fill
 from moesim.policies.cache.static import Static
@@ -44,8 +44,7 @@ def _replacements(
     outgoing: np.ndarray,
     incoming: np.ndarray,
 ) -> int:
-    everyone = np.arange(state.integers[0]).astype(np.int32)
-    return pair_in_layer(state, work, everyone, states, outgoing, incoming)
+    return pair_missed(state, work, True, states, outgoing, incoming)
 
 
 @compiled(VICTIMS)
@@ -64,18 +63,17 @@ class Recall(AdmittingCompiledCache):
     frequencies. What is fetched anyway, on demand or ahead of its layer, stays if it is
     worth more than the worst resident: that costs no copy. What is absent after a layer
     step, used or not, is copied behind the work if it is worth more by `margin`, the
-    price of the link.
+    price of the link. A prompt counts as uses of its tokens.
 
     Args:
-        recall: weight of the tokens that followed similar ones; the rest is use of
-            late.
+        recall: weight of the tokens that followed similar ones, if they foretold all
+            that frequencies do not; it is less as far as they have foretold less. The
+            rest is use of late.
         short: weight of the first of the two frequencies.
         short_half_life, long_half_life: of these, in tokens.
         margin: uses per token, by which a newcomer must beat whom it replaces to be
             worth a copy of its own.
         history: tokens that are compared.
-        sharpness: a token that shares all experts with this one so far weighs e to this
-            power more than one that shares none.
         planning_us, expert_ns: what this takes in a layer step: microseconds, and
             nanoseconds more for each expert of a layer.
         fill: the start, as in `static`.
@@ -91,12 +89,11 @@ class Recall(AdmittingCompiledCache):
         recall: float = 0.3,
         short: float = 0.3,
         short_half_life: float = 4.0,
-        long_half_life: float = 64.0,
-        margin: float = 0.3,
+        long_half_life: float = 32.0,
+        margin: float = 0.12,
         history: int = 256,
-        sharpness: float = 20.0,
-        planning_us: float = 2.5,
-        expert_ns: float = 11.0,
+        planning_us: float = 1.7,
+        expert_ns: float = 4.0,
         fill: Fill = "auto",
     ) -> None:
         expect(0 <= recall <= 1, "recall", "0 <= recall <= 1", recall)
@@ -105,7 +102,6 @@ class Recall(AdmittingCompiledCache):
         expect(long_half_life > 0, "long_half_life", "> 0", long_half_life)
         expect(margin >= 0, "margin", ">= 0", margin)
         expect(history >= 1, "history", "a number >= 1", history)
-        expect(sharpness > 0, "sharpness", "> 0", sharpness)
         expect(planning_us >= 0, "planning_us", ">= 0", planning_us)
         expect(expert_ns >= 0, "expert_ns", ">= 0", expert_ns)
         expect_choice("fill", fill, Fill)
@@ -114,7 +110,6 @@ class Recall(AdmittingCompiledCache):
         self.half_lives = (short_half_life, long_half_life)
         self.margin = margin
         self.history = history
-        self.sharpness = sharpness
         self.taken_s = (1e-6 * planning_us, 1e-9 * expert_ns)
         self.fill: Fill = fill
 
@@ -122,18 +117,14 @@ class Recall(AdmittingCompiledCache):
         """Take the run's memory of routing, and begin without uses."""
         self._initial_content = Static(fill=self.fill)
         self._initial_content.start(context)
-        memory = RoutingMemory.of(
-            context, history=self.history, sharpness=self.sharpness
-        )
-        memory.value_by(
-            recall=self.recall, half_lives=self.half_lives, short=self.short
-        )
+        memory = RoutingMemory.of(context, self.history)
+        memory.value_by(self.recall, self.half_lives, self.short)
         fixed_s, expert_s = self.taken_s
         self.own_planning_s = fixed_s + expert_s * context.shape.experts
         keys = context.shape.layers * context.shape.experts
         # Several GPUs have a memory of routing in common, and contents of their own.
         known = memory.state._replace(marks=np.zeros((1, keys), np.int64))
-        # Where `pair_in_layer` reads it.
+        # Where `pair_missed` reads it.
         known.numbers[-1] = self.margin
         return CacheKernels(
             known,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
 from moesim.machine_code.functions import compiled
 from moesim.policies.base import RESIDENT
 from moesim.policies.compiled import CompiledPrefetch
@@ -20,26 +18,34 @@ from moesim.policies.parameters import expect
 from moesim.policies.prefetch._kernels import is_present
 from moesim.policies.routing_memory import (
     COMING,
+    PROMISES,
+    SCORE,
     TOTAL,
+    VALUE,
     RoutingMemory,
     expect_coming,
+    kept_promises,
     observe,
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from moesim.policies.base import RunContext
 
-# Of the row of marks, which says what has been named in this layer step.
-_NAMED = 0
-
 # Places in the numbers: the last one is a cache's.
-_DEPTH = -5
-_LEAST = -4
-_ADVANCE = -3
-_WORTH = -2
+_TRUST = -5
+_DEPTH = -4
+_LEAST = -3
+_ADVANCE = -2
 
 _AHEAD = 1.5
 """Layer steps within which a copy must be able to start: later ones are chosen anew."""
+
+_WORTH = 0.5
+"""Most uses of this token that count in the cache, whose scores are uses of a later
+one.
+"""
 
 _SHARE_ON_CPU = 0.7
 """Of the CPU's time for all that is absent, what a layer lasts, about: the link takes
@@ -58,22 +64,36 @@ def layer_s(work: Work, view: KernelView) -> float:
 
 
 @compiled
-def _most_expected(
-    state: State, view: KernelView, first: int, end: int, least: float
+def _candidates(
+    state: State, view: KernelView, first: int, named: np.ndarray, count: int
 ) -> int:
-    """The absent expert that is expected most, and as much as `least`, among keys that
-    are not named yet; -1 if there is none. Ties go to the lower key.
+    """List behind `count` keys a layer's absent experts that are expected enough, those
+    expected most first, ties to the lower key; how many they are.
+
+    Every expert that is expected enough is a promise, and what is expected counts in
+    the cache's scores until its layer has come.
     """
-    best = -1
-    expected = least
-    for key in range(first, end):
-        uses = state.scores[COMING, key]
-        better = uses > expected or (best < 0 and uses >= expected)
-        if not better or state.marks[_NAMED, key] or is_present(view.states, key):
+    scores = state.scores
+    least = state.numbers[_LEAST]
+    end = count
+    for key in range(first, first + state.integers[0]):
+        uses = scores[COMING, key]
+        if uses == 0.0:
+            scores[SCORE, key] = scores[VALUE, key]
             continue
-        best = key
-        expected = uses
-    return best
+        scores[SCORE, key] = scores[VALUE, key] + min(_WORTH, uses)
+        if uses < least:
+            continue
+        scores[PROMISES, key] = uses
+        if is_present(view.states, key):
+            continue
+        place = end
+        while place > count and scores[COMING, named[place - 1]] < uses:
+            named[place] = named[place - 1]
+            place -= 1
+        named[place] = key
+        end += 1
+    return end - count
 
 
 @compiled(PREFETCH)
@@ -82,31 +102,29 @@ def _stream(state: State, work: Work, view: KernelView, named: np.ndarray) -> in
     if state.numbers[TOTAL] == 0.0:
         return 0
     layers = len(view.copy_s)
-    experts = state.integers[0]
     each_s = layer_s(work, view)
     begins_s = each_s
     start_s = view.link_wait_s
+    by_chance = len(work.experts) / state.integers[0]
+    kept = (kept_promises(state) - by_chance) / max(1.0 - by_chance, 1e-9)
+    is_trusted = kept >= state.numbers[_TRUST]
     count = 0
     last = min(layers - 1, work.layer + int(state.numbers[_DEPTH]))
     for layer in range(work.layer + 1, last + 1):
         if start_s > _AHEAD * each_s:
             break
-        expect_coming(state, layer, state.numbers[_WORTH])
-        first = layer * experts
-        needed_s = state.numbers[_ADVANCE] * view.copy_s[layer]
-        while start_s + needed_s <= begins_s:
-            key = _most_expected(
-                state, view, first, first + experts, state.numbers[_LEAST]
-            )
-            if key < 0:
+        expect_coming(state, layer)
+        absent = _candidates(state, view, layer * state.integers[0], named, count)
+        if not is_trusted:
+            continue
+        copy_s = view.copy_s[layer]
+        needed_s = state.numbers[_ADVANCE] * copy_s
+        for _ in range(absent):
+            if start_s + needed_s > begins_s:
                 break
-            state.marks[_NAMED, key] = 1
-            named[count] = key
             count += 1
-            start_s += view.copy_s[layer]
+            start_s += copy_s
         begins_s += each_s
-    for n in range(count):
-        state.marks[_NAMED, named[n]] = 0
     return count
 
 
@@ -118,17 +136,18 @@ class Recall(CompiledPrefetch):
     copy could start, and be done in part, before its layer's gate has spoken. A layer
     is taken to last as long as this one does: a share of the CPU's time for what is
     absent, and the dense part. The queue is chosen anew at every layer, and holds no
-    more than the link could start before the next one.
+    more than the link could start before the next one. Nothing is streamed while too
+    few of the experts that were expected as much have been used.
 
     What is named is worth more in a cache of the same name until its layer has come.
 
     Args:
         depth: layers ahead, at most.
         least: expected uses of what is worth a copy; 1 is certain, at batch 1.
+        trust: share of such expectations that must have come true, of the way from what
+            chance would give, 0, to all, 1.
         advance: share of a copy that must be done when the layer begins.
-        worth: most uses of this token that count in the cache, whose scores are uses
-            of a later one.
-        history, sharpness: as in the cache policy.
+        history: as in the cache policy.
         planning_us, expert_ns: what this takes in a layer step beside the cache policy:
             microseconds, and nanoseconds more for each expert of a layer.
 
@@ -142,39 +161,31 @@ class Recall(CompiledPrefetch):
     def __init__(
         self,
         *,
-        depth: int = 8,
-        least: float = 0.8,
+        depth: int = 4,
+        least: float = 0.9,
+        trust: float = 0.55,
         advance: float = 0.5,
-        worth: float = 0.5,
         history: int = 256,
-        sharpness: float = 20.0,
-        planning_us: float = 1.0,
-        expert_ns: float = 27.0,
+        planning_us: float = 0.5,
+        expert_ns: float = 11.5,
     ) -> None:
         expect(depth >= 1, "depth", "a number >= 1", depth)
         expect(least > 0, "least", "> 0", least)
+        expect(0 <= trust <= 1, "trust", "0 <= trust <= 1", trust)
         expect(advance >= 0, "advance", ">= 0", advance)
-        expect(worth >= 0, "worth", ">= 0", worth)
         expect(history >= 1, "history", "a number >= 1", history)
-        expect(sharpness > 0, "sharpness", "> 0", sharpness)
         expect(planning_us >= 0, "planning_us", ">= 0", planning_us)
         expect(expert_ns >= 0, "expert_ns", ">= 0", expert_ns)
-        self.rules = (depth, least, advance, worth)
+        self.rules = (trust, depth, least, advance)
         self.ahead = depth
         self.history = history
-        self.sharpness = sharpness
         self.taken_s = (1e-6 * planning_us, 1e-9 * expert_ns)
 
     def start(self, context: RunContext) -> None:
         """Take the run's memory of routing."""
         super().start(context)
-        memory = RoutingMemory.of(
-            context, history=self.history, sharpness=self.sharpness
-        )
         fixed_s, expert_s = self.taken_s
         self.own_planning_s = fixed_s + expert_s * context.shape.experts
-        keys = context.shape.layers * context.shape.experts
-        # Two parts work on one memory, and each has marks of its own.
-        known = memory.state._replace(marks=np.zeros((1, keys), np.int64))
-        known.numbers[_DEPTH : _WORTH + 1] = self.rules
+        known = RoutingMemory.of(context, self.history).state
+        known.numbers[_TRUST : _ADVANCE + 1] = self.rules
         self.brought = PrefetchKernels(_stream, known)

@@ -120,7 +120,7 @@ PREFETCHES = (
     "impact:depth=2,discount=0.5",
     "recall",
     "foresight",
-    "recall:least=0.1,depth=2,advance=0,history=2",
+    "recall:least=0.1,trust=0,depth=2,advance=0,history=2",
     "clairvoyant",
     "clairvoyant:depth=3",
     "pre-gated",

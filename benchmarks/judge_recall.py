@@ -1,0 +1,249 @@
+"""Routing recall against every fixed rival, on traces that it was not tuned on.
+
+Runs that are in the results already are not repeated, so that it may be interrupted::
+
+    python -m benchmarks.judge_recall run results.jsonl --shared DIR
+    python -m benchmarks.judge_recall print results.jsonl
+
+``--traces 'NAME;...'`` takes some of them, ``--strongest`` few rivals. A fixed rival is
+one system or composition for all cells of a row of the table: the one that is fastest
+there in the geometric mean. Figures are means of logarithms over cells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from moesim.evidence.reproduction.field_map import MACHINES
+from moesim.evidence.reproduction.workloads import Workload
+from moesim.policies.systems import SYSTEMS, compose
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RATIOS = (0.1, 0.25, 0.5)
+OURS = ("recall", "clairvoyant")
+ASSIGNMENTS = (
+    *("hybrimoe-schedule", "fetch-split", "fetch-split:table=0/1/1/2/3", "greedy"),
+    *("exact:objective=scheduled", "fixed-mapping", "smoe-balancer"),
+)
+CACHES = ("decayed-frequency", "lru", "lfu", "arc", "lfru", "workload-window")
+STRONGEST = (
+    *("hybrimoe-schedule+decayed-frequency", "hybrimoe-schedule+lfru"),
+    *("hybrimoe-schedule+lfu", "hybrimoe-schedule+decayed-frequency+statistical"),
+    *("fetch-split+decayed-frequency", "fetch-split+decayed-frequency+statistical"),
+    "exact:objective=scheduled+decayed-frequency",
+    "exact:objective=scheduled+decayed-frequency+statistical",
+    *("greedy+decayed-frequency", "smoe-balancer+lfru", "dfa-cache"),
+)
+"""Rivals that were first or second anywhere in a grid of all of them."""
+
+LONG_RUNS = {"edgemoe", "moe-infinity"}
+"""Systems whose simulated runs take a hundred times as long as others."""
+
+TEXTS = range(16, 24)
+"""Texts of gpt-oss-20b, of 64 tokens, behind those that were tuned on."""
+
+IN_A_ROW = "gpt-oss-20b, in a row"
+"""The same texts in one run, so that caches and what is remembered stay."""
+
+HELD_BACK = {
+    "qwen3-30b-a3b": ("qwen3_30b_a3b_top6", "q4_k_m"),
+    "kimi-linear-48b-a3b": ("kimi_linear_48b_a3b_decode300", "q4_k_m"),
+    "gpt-oss-20b": ("gpt_oss_20b", "mxfp4"),
+    "olmoe-1b-7b": ("olmoe_1b_7b_decode299", "q4_k_m"),
+}
+"""Recorded traces, with their weights; OLMoE was tuned on."""
+
+DRAWN = ("mixtral-8x7b", "deepseek-v2-lite")
+"""Models whose routing is drawn, with other seeds than what was tuned on."""
+
+STATED = 1.96
+"""Standard errors of a 95 % interval."""
+
+
+def rivals() -> list[str]:
+    """Systems that see the past only, keep to the recorded routing and this machine's
+    kernels, and need no columns, networks or drafts; and compositions.
+    """
+    composed = [
+        f"{assignment}+{cache}" for assignment in ASSIGNMENTS for cache in CACHES
+    ]
+    composed += [
+        f"{assignment}+decayed-frequency+statistical" for assignment in ASSIGNMENTS
+    ]
+    return composed + [name for name in SYSTEMS if _is_rival(name)]
+
+
+def _is_rival(name: str) -> bool:
+    system = SYSTEMS[name]
+    if name in {*OURS, *LONG_RUNS} or system.kernels is not None:
+        return False
+    # A learned cache of its own, and results that join a layer later.
+    if name in {"flashmoe", "ktransformers-deferral"} or system.draft_tokens:
+        return False
+    policies = compose(name).build(gpus=1, host_cache=None)
+    parts = policies.all()
+    is_causal = not any(part.oracle or part.needs for part in parts)
+    return is_causal and not policies.routing.alters
+
+
+def drawn(name: str, shared: Path, folder: Path) -> list[Path]:
+    """Write the traces of a model: one for each text."""
+    from moesim.traces.importers import import_trace
+    from moesim.traces.models import model_shape
+
+    if name in DRAWN:
+        workload = Workload(name, "q4_k_m", 32, 96, 3, like=name, seed=32)
+        return [workload.draw(folder)]
+    if name == IN_A_ROW:
+        recorded = shared / f"{HELD_BACK['gpt-oss-20b'][0]}.parquet"
+        group = TEXTS.start // len(TEXTS)
+        sizes = (0, 64, len(TEXTS))
+        workload = Workload(
+            "gpt-oss-20b", "mxfp4", *sizes, recorded=recorded, group=group
+        )
+        return [workload.draw(folder)]
+    file, weights = HELD_BACK[name]
+    recorded = shared / f"{file}.parquet"
+    if name != "gpt-oss-20b":
+        target = folder / f"{name}.parquet"
+        import_trace(recorded, target, shape=model_shape(name, weights=weights))
+        return [target]
+    return [
+        Workload(name, weights, 0, 64, 1, recorded=recorded, group=text).draw(folder)
+        for text in TEXTS
+    ]
+
+
+def run(
+    results: Path, shared: Path, traces: Sequence[str], rivals: Sequence[str]
+) -> None:
+    """Replay what the results lack, and append it."""
+    import moesim
+    from moesim.traces.format.reader import open_trace
+
+    warnings.simplefilter("ignore")
+    done = set()
+    if results.exists():
+        done = {tuple(line[:5]) for line in _lines(results)}
+    with results.open("a") as file, tempfile.TemporaryDirectory() as folder:
+        for name in traces:
+            for text, path in enumerate(drawn(name, shared, Path(folder))):
+                trace = open_trace(path)
+                for hw in MACHINES:
+                    for ratio in RATIOS:
+                        for policy in (*OURS, *rivals):
+                            cell = (name, text, hw, ratio, policy)
+                            if cell in done:
+                                continue
+                            replayed = moesim.replay(
+                                trace, policy, hw=hw, cache_ratio=ratio, keep=False
+                            )
+                            seconds = replayed.metrics["makespan_s"]
+                            file.write(json.dumps([*cell, seconds]) + "\n")
+                            file.flush()
+            print(name, "done")
+
+
+def _lines(results: Path) -> list[list[object]]:
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+# -- what it says ----------------------------------------------------------------------
+
+
+def verdict(seconds: pd.DataFrame) -> dict[str, object]:
+    """Compare over cells, one a row, with policies as columns.
+
+    Returns:
+        The best fixed rival, recall's gain over it with half its 95 % interval, over
+        the best of each cell in hindsight, and the share of the way from the best fixed
+        rival to the clairvoyant schedule.
+    """
+    rows = np.log(seconds)
+    # Weak rivals were not run everywhere.
+    of_rivals = rows.drop(columns=list(OURS)).dropna(axis="columns")
+    best = str(of_rivals.mean().idxmin())
+    gain = of_rivals[best] - rows["recall"]
+    texts = gain.groupby("text").mean()
+    # Texts are independent of each other, cells of one text are not.
+    sample = texts if len(texts) > 1 else gain
+    way = np.exp(of_rivals[best]) - np.exp(rows["clairvoyant"])
+    gone = np.exp(of_rivals[best]) - np.exp(rows["recall"])
+    return {
+        "rival": best,
+        "gain": float(gain.mean()),
+        "half": STATED * float(sample.std(ddof=1)) / len(sample) ** 0.5,
+        "hindsight": float((of_rivals.min(axis=1) - rows["recall"]).mean()),
+        "closed": float(gone.sum() / way.sum()),
+    }
+
+
+def printed(results: Path) -> str:
+    """Lay out all verdicts as rows of a Markdown table."""
+    frame = pd.DataFrame(
+        _lines(results), columns=["trace", "text", "hw", "ratio", "policy", "seconds"]
+    )
+    cells = frame.pivot_table(
+        index=["trace", "text", "hw", "ratio"], columns="policy", values="seconds"
+    )
+    # An interrupted run leaves a cell unfinished.
+    cells = cells.dropna(subset=[*OURS, *STRONGEST])
+    whole = cells.groupby(level=0).size() % len(RATIOS) == 0
+    cells = cells[whole.reindex(cells.index.get_level_values(0)).to_numpy()]
+    names = list(dict.fromkeys(cells.index.get_level_values("trace")))
+    ratios = cells.index.get_level_values("ratio")
+    traces = cells.index.get_level_values("trace")
+    recorded = ["qwen3-30b-a3b", "kimi-linear-48b-a3b", IN_A_ROW]
+    lines = [
+        "| trace | experts | best fixed rival | recall | in hindsight | gap closed |",
+        "|---|--:|---|--:|--:|--:|",
+    ]
+    for name in (*names, "the recorded three"):
+        is_here = traces.isin(recorded) if name not in names else traces == name
+        if not is_here.any():
+            continue
+        for words, among in (
+            *((f"{ratio:.0%}", ratios == ratio) for ratio in RATIOS),
+            ("10 and 25 %", ratios < 0.5),
+            ("all", ratios > 0),
+        ):
+            each = verdict(cells[is_here & among])
+            lines.append(
+                f"| {name} | {words} | `{each['rival']}` |"
+                f" {each['gain']:+.1%} ± {each['half']:.1%} |"
+                f" {each['hindsight']:+.1%} | {each['closed']:.0%} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("results", type=Path)
+    running.add_argument("--shared", type=Path, required=True)
+    running.add_argument("--traces", default=";".join((*HELD_BACK, IN_A_ROW, *DRAWN)))
+    running.add_argument("--strongest", action="store_true")
+    printing = commands.add_parser("print")
+    printing.add_argument("results", type=Path)
+    given = parser.parse_args()
+    if given.command == "run":
+        among = STRONGEST if given.strongest else rivals()
+        run(given.results, given.shared, given.traces.split(";"), among)
+    else:
+        print(printed(given.results))
+
+
+if __name__ == "__main__":
+    main()
