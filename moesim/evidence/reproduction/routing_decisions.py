@@ -6,9 +6,8 @@ A function returns row -> figure, or what the trace lacks in one line that begin
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from moesim.evidence.reproduction.workloads import Excerpt, percent
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.prefetch.statistical import Transitions
-from moesim.policies.registry import resolve
 from moesim.policies.systems import System
 from moesim.questions.gap_mixes import Grades, MixReplays
 from moesim.runs.config import MemoryOptions
@@ -29,19 +27,14 @@ from moesim.traces.predictions import predicted_workload
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from moesim.policies.base import AssignmentPolicy
     from moesim.traces.format.batch import RoutedLayer, RoutedStep
 
-# -- assignment against its optimum, and what decisions cost ---------------------------
+# -- assignment against its optimum ----------------------------------------------------
 
 
 DALI = System(assignment="greedy", cache="workload-window:window=4,swaps=8")
 DECODED = 32
 """Decode steps behind DALI's table 4."""
-SLOW_EVERY = 97
-"""One of so many layer steps is put to the slow solvers too; a prime, so that all
-layers have their turn.
-"""
 
 
 def _bench(excerpt: Excerpt, batch: int, steps: int) -> MixReplays:
@@ -101,71 +94,6 @@ BEST_QUALITY = "best quality against the optimum, %"
 
 def _loss_label(batch: int) -> str:
     return f"loss at batch {batch}, %"
-
-
-@dataclass(slots=True)
-class Stopwatch:
-    """Times what policies would need for the layer steps of a replay.
-
-    An observer of `AssignmentPolicy.assign` (`moesim.policies.planner.observers`).
-
-    Attributes:
-        policies: row -> policy.
-        seldom: rows that are asked about one layer step in `SLOW_EVERY` only.
-        seconds: row -> seconds of each decision.
-    """
-
-    policies: dict[str, AssignmentPolicy]
-    seldom: frozenset[str]
-    seconds: dict[str, list[float]]
-    # Every decision counts, also those that the slow solvers are not asked for.
-    layer_steps: int = 0
-
-    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
-        """Ask all policies for the same layer step, and time them."""
-        del call, answer
-        work, view = arguments
-        for name, policy in self.policies.items():
-            # Slow solvers are asked seldom, or they would take most of the time.
-            if name in self.seldom and self.layer_steps % SLOW_EVERY:
-                continue
-            begin_s = time.perf_counter()
-            policy.assign(work, view)
-            self.seconds[name].append(time.perf_counter() - begin_s)
-        self.layer_steps += 1
-
-
-_DECIDERS = {
-    "DALI (greedy)": "greedy",
-    "HybriMoE (schedule)": "hybrimoe-schedule",
-    "optimal plan (ILP)": "ilp",
-    "optimal plan (our exact solver)": "exact",
-}
-
-
-def dali_planning_share(excerpt: Excerpt) -> Figures:
-    """Decision time measured here over (virtual time without decisions + that)."""
-    batch = excerpt.batch_near(8)
-    policies = {
-        name: cast("AssignmentPolicy", resolve(spec, "assignment"))
-        for name, spec in _DECIDERS.items()
-    }
-    watch = Stopwatch(
-        policies, frozenset({"optimal plan (ILP)"}), {name: [] for name in policies}
-    )
-    bench = _bench(excerpt, batch, DECODED)
-    # Planning that costs nothing, so that the measured decisions can be added.
-    free_planning = bench.substitutes()["planning"][0]
-    working_s = bench.replay_s({"planning": free_planning}, observer=watch)
-    figures: Figures = {}
-    for name, seconds in watch.seconds.items():
-        if not seconds:
-            figures[name] = f"lacks decode steps of {batch} sequences"
-            continue
-        # The median, because a decision may be interrupted by other programs.
-        planning_s = float(np.median(seconds)) * watch.layer_steps
-        figures[name] = percent(planning_s, working_s + planning_s)
-    return figures
 
 
 # -- how well predictors know a layer one layer early ----------------------------------
