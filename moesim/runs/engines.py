@@ -166,6 +166,10 @@ def choose_engine(
     """
     if wanted == SIMPY:
         return Engine(SIMPY)
+    from moesim.machine_code.functions import INTERPRETED  # noqa: PLC0415 - as above
+
+    if INTERPRETED and wanted != COMPILED:
+        return Engine(SIMPY, "compilation is switched off (NUMBA_DISABLE_JIT)")
     from moesim.sim.compiled.engine import (  # noqa: PLC0415 - as above
         ARRIVALS,
         unsupported,
