@@ -23,8 +23,8 @@ GROUPS = {
     "Text, charts and pages": "run_text comparison_text cells_text gap_text sweep_text"
     " placement_figure step_figure comparison_figure cells_figure hits_figure"
     " sweep_figure line_figure Chart write_run write_sweep write_perfetto",
-    "Traces": "Trace open_trace record load_model import_trace export_trace synth predict"
-    " Timeline",
+    "Traces": "Trace open_trace record load_model import_trace export_trace synth"
+    " predict Timeline",
     "Machines": "HardwareProfile list_profiles load_profile save_profile",
     "Policies": "list_policies register",
     "Advice": "advise Advice Job",
