@@ -121,6 +121,9 @@ _BELIEVED: Final = 8.0
 _GRADED: Final = 5
 """Every so many layer steps what was expected is compared with what is used."""
 
+_HALF_BELIEVED: Final = 10.0
+"""Squared difference for which the regression's slope counts as one half beforehand."""
+
 _PRIOR: Final = 2.0
 """Tokens without uses that frequencies begin with."""
 
@@ -370,7 +373,8 @@ def _value(state: State, work: Work, first: int) -> None:
     of_long = (1.0 - share) * _count(state, work, first, _LONG, numbers[_DECAY_LONG])
     recall = 0.0
     if numbers[TOTAL] > 0.0:
-        recall = (numbers[_BETTER] + 5.0) / (numbers[_DIFFERENT] + 10.0)
+        better = numbers[_BETTER] + 0.5 * _HALF_BELIEVED
+        recall = better / (numbers[_DIFFERENT] + _HALF_BELIEVED)
         recall = numbers[_RECALL] * min(1.0, max(0.0, recall))
     for key in range(first, end):
         of_late = of_short * scores[_SHORT, key] + of_long * scores[_LONG, key]

@@ -19,6 +19,7 @@ import shutil
 import stat
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
-class Closing:
+class Closing(ABC):
     """Something that a ``with`` block closes."""
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of what it holds."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         """Use it within the block."""

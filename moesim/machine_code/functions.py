@@ -110,7 +110,7 @@ def structure_of(cls: Any) -> Structure | None:
 
 
 def _only_compiled() -> NoReturn:
-    raise NotImplementedError("only machine code can do this")
+    raise RuntimeError("addresses exist in machine code only")
 
 
 def table_at(table: Pointers, address: int) -> Any:

@@ -98,7 +98,7 @@ def _blocks(
     steps: int | None,
 ) -> Iterable[LayerSteps]:
     """What the compiled engine reads of a trace, for the policies of a run."""
-    from moesim.sim.compiled.engine import (  # noqa: PLC0415 - as above
+    from moesim.sim.compiled.support import (  # noqa: PLC0415 - as above
         all_bring_kernels,
         answers_with_kernels,
     )
@@ -166,11 +166,7 @@ def choose_engine(
     """
     if wanted == SIMPY:
         return Engine(SIMPY)
-    from moesim.machine_code.functions import INTERPRETED  # noqa: PLC0415 - as above
-
-    if INTERPRETED and wanted != COMPILED:
-        return Engine(SIMPY, "compilation is switched off (NUMBA_DISABLE_JIT)")
-    from moesim.sim.compiled.engine import (  # noqa: PLC0415 - as above
+    from moesim.sim.compiled.support import (  # noqa: PLC0415 - as above
         ARRIVALS,
         unsupported,
     )
@@ -191,8 +187,8 @@ def choose_engine(
 def _is_soon_done(layer_steps: float) -> bool:
     """Whether this is a first short run, and the engine is not on disk."""
     from moesim.machine_code import library, store  # noqa: PLC0415 - as above
-    from moesim.sim.compiled.engine import COMPILE_S  # noqa: PLC0415 - as above
     from moesim.sim.compiled.loop import run_steps  # noqa: PLC0415 - as above
+    from moesim.sim.compiled.support import COMPILE_S  # noqa: PLC0415 - as above
 
     if layer_steps * SIMPY_S > COMPILE_S:
         return False

@@ -35,6 +35,16 @@ KV_VALUE_BYTES = 2
 PROMPT_TOKENS = 512
 """Tokens of a prompt that a GPU works on at once, as llama.cpp's default."""
 
+CONTEXT_BYTES = 450 << 20
+"""A driver's context, its kernels and the engine's own buffers on one card.
+
+Source: what nvidia-smi shows beside llama.cpp's own sums, 300 to 600 MiB.
+"""
+
+ACTIVATION_BYTES = 4
+LIVE_ACTIVATIONS = 12
+"""Activations of one layer that live at the same time, as multiples of T x H values."""
+
 
 def plan_memory(
     options: MemoryOptions,
@@ -328,16 +338,3 @@ def _in_bytes(
         layer = int(growing[slots[growing].argmin()])
         slots[layer] += 1
         left -= int(expert_bytes[layer])
-
-
-# -- graphics memory beside weights, keys and values -----------------------------------
-
-
-MIB = 1024**2
-
-# A driver's context, its kernels and the engine's own buffers on one card.
-# Source: what nvidia-smi shows beside llama.cpp's own sums, 300 to 600 MiB.
-CONTEXT_BYTES = 450 * MIB
-ACTIVATION_BYTES = 4
-# Activations of one layer that live at the same time, as multiples of T x H values.
-LIVE_ACTIVATIONS = 12

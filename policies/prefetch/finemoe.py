@@ -94,6 +94,25 @@ def _most_similar(state: State) -> tuple[int, float]:
     return best, most
 
 
+@compiled
+def _keep(state: State, best: int) -> None:
+    """Keep the map under way, behind the others or, where the store is full, in place
+    of the one that it resembles most.
+    """
+    experts = state.integers[_EXPERTS]
+    layers = state.integers[_LAYERS]
+    keys = experts * layers
+    place = best
+    if state.integers[_KEPT] < state.scores.shape[1]:
+        place = state.integers[_KEPT]
+        state.integers[_KEPT] += 1
+    state.scores[keys : keys + layers, place] = 0.0
+    for key in range(keys):
+        share = state.numbers[EXPECTED + keys + key]
+        state.scores[key, place] = share
+        state.scores[keys + key // experts, place] += share * share
+
+
 @compiled(PREFETCH)
 def _by_expert_map(
     state: State, work: Work, view: KernelView, named: np.ndarray
@@ -105,17 +124,8 @@ def _by_expert_map(
     best, cosine = _most_similar(state)
     experts = state.integers[_EXPERTS]
     layers = state.integers[_LAYERS]
-    keys = experts * layers
     if work.layer == layers - 1:
-        kept = state.integers[_KEPT]
-        if kept < state.scores.shape[1]:
-            best = kept
-            state.integers[_KEPT] = kept + 1
-        state.scores[keys : keys + layers, best] = 0.0
-        for key in range(keys):
-            share = state.numbers[EXPECTED + keys + key]
-            state.scores[key, best] = share
-            state.scores[keys + key // experts, best] += share * share
+        _keep(state, best)
     layer = work.layer + state.integers[_DISTANCE]
     if layer >= layers or not state.integers[_KEPT]:
         return 0

@@ -8,25 +8,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.hwprofiles import lanes
-from moesim.hwprofiles.costs import Costs
-from moesim.machine_code.functions import INTERPRETED
 from moesim.machine_code.library import announce, load, missing
 from moesim.machine_code.types import slots_of
-from moesim.policies.base import (
-    AssignmentPolicy,
-    CachePolicy,
-    Policy,
-    PolicyError,
-    PrefetchPolicy,
-    RoutingPolicy,
-)
+from moesim.policies.base import CachePolicy, PolicyError
 from moesim.policies.kernels import CacheKernels, State
-from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import GLOBAL
 from moesim.sim.compiled import memory, records
 from moesim.sim.compiled.loop import run_steps
 from moesim.sim.compiled.planning import plan_layer_step
-from moesim.sim.compiled.records import KEPT_ROUTING, MOST_LANES, NONE, World
+from moesim.sim.compiled.records import KEPT_ROUTING, NONE, World
+from moesim.sim.compiled.support import (
+    COMPILE_S,
+    all_bring_kernels,
+    answers_with_kernels,
+    host_answers_with_kernels,
+)
 from moesim.sim.compiled.transfers import (
     DROP,
     LATE_DROP,
@@ -46,8 +42,10 @@ from moesim.traces.timeline.spans import CHUNK_ACCESSES, CHUNK_SPANS, CHUNK_STEP
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.planner.memory_level import MemoryLevel
+    from moesim.policies.planner.planner import Planner
     from moesim.sim.compiled.python_policies import PythonPolicies
     from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.timeline.spans import Chunk, Timeline
@@ -471,6 +469,7 @@ class CompiledReplay:
             full_spans = run["spans"] >= CHUNK_SPANS
             full_accesses = run["layer_steps"] >= CHUNK_ACCESSES
             at_end = end == 0 or world["head_s"][end - 1] >= 0.0
+            # The loop stopped for want of room: within a pass, or before a draft.
             is_short = not at_end or not (full_spans or full_accesses)
             if full_spans and at_end:
                 self._give_spans()
@@ -774,94 +773,3 @@ _ERRORS = {
     ),
     memory.STUCK: ("", "nothing runs, although something is awaited"),
 }
-
-
-# -- what is supported -----------------------------------------------------------------
-# What the compiled engine supports: everything whose kernels the policies bring.
-#
-# What it does not is run by SimPy, and `unsupported` says why.
-
-
-_READ_ONLY = frozenset({"kernels", "initial", "start", "evaluations", "drafted"})
-"""Members of a policy that a kernel has no part in."""
-
-
-COMPILE_S = 4.0
-"""Seconds that the engine takes to compile, about: once."""
-
-
-OBSERVED = "a planner that somebody observes"
-OTHER_COSTS = "costs that are not a hardware profile's"
-MANY_LANES = f"a machine of more than {MOST_LANES} lanes"
-ARRIVALS = "requests that arrive over time"
-SIMPY_ALONE = (ARRIVALS, OBSERVED, OTHER_COSTS, MANY_LANES)
-"""What SimPy's engine runs, and the compiled one does not."""
-
-
-def unsupported(planner: Any, profile: HardwareProfile, costs: Any) -> str | None:
-    """Say why the compiled engine cannot run this; None if it can."""
-    if INTERPRETED:
-        return "compilation is switched off (NUMBA_DISABLE_JIT)"
-    if type(planner) is not Planner:
-        return OBSERVED
-    if type(costs) is not Costs:
-        return OTHER_COSTS
-    if len(profile.lanes) > MOST_LANES:
-        return MANY_LANES
-    return None
-
-
-def all_bring_kernels(planner: Planner) -> bool:
-    """Whether no policy's Python is asked in a compiled run."""
-    policies = planner.policies
-    asked: list[Policy] = [
-        policies.routing,
-        policies.assignment,
-        policies.prefetch,
-        policies.caches[0],
-    ]
-    host_cache = policies.host_cache
-    of_host = host_cache is None or host_answers_with_kernels(host_cache)
-    return of_host and all(map(answers_with_kernels, asked))
-
-
-def host_answers_with_kernels(policy: CachePolicy) -> bool:
-    """The same of host memory's cache, which is told of some active experts only."""
-    # Oracles count accesses of whole layer steps, which host memory does not see.
-    return not policy.oracle and answers_with_kernels(policy)
-
-
-def answers_with_kernels(policy: Policy) -> bool:
-    """Whether a policy, once started, brings kernels for every answer that it gives."""
-    return brings_kernels(type(policy)) and policy.kernels() is not None
-
-
-def brings_kernels(policy: type[Policy]) -> bool:
-    """Whether a class of policies brings kernels for every answer that it gives.
-
-    A subclass that overrides an answer in Python, and not its kernels, does not.
-    """
-    kinds = policy.__mro__
-    base = next(kind for kind in kinds if kind in _KINDS)
-    owner = _depth(kinds, "kernels")
-    if kinds[owner] is base or kinds[owner] is Policy:
-        return False
-    answers = [
-        name
-        for name in vars(base)
-        if not name.startswith("_")
-        and name not in _READ_ONLY
-        and callable(getattr(base, name))
-    ]
-    overridden = [
-        name for name in answers if getattr(policy, name) is not getattr(base, name)
-    ]
-    return all(_depth(kinds, name) >= owner for name in overridden)
-
-
-def _depth(kinds: tuple[type, ...], name: str) -> int:
-    """Place, in the order of resolution, of the class that defines a name."""
-    return next(place for place, kind in enumerate(kinds) if name in vars(kind))
-
-
-_KINDS = (AssignmentPolicy, CachePolicy, PrefetchPolicy, RoutingPolicy)

@@ -11,7 +11,8 @@ from moesim.machine_code import types as nb
 from moesim.machine_code.functions import INTERPRETED, Function, compiled
 
 pytestmark = pytest.mark.skipif(
-    INTERPRETED or sys.platform == "win32", reason="nothing is kept, or nobody owns it"
+    INTERPRETED or sys.platform == "win32",
+    reason="machine code is off, or Windows: no files with an owner",
 )
 STEP = 3
 

@@ -185,7 +185,10 @@ def test_the_judge_of_streams_sees_what_is_printed_beside_a_table(tmp_path):
     assert list(streams.judge("into -", shell, "list", ".csv", tmp_path))
 
 
-@pytest.mark.skipif(users.interpreter() is None, reason="nobody else can be asked")
+@pytest.mark.skipif(
+    users.interpreter() is None,
+    reason="only root can run it as another user, where Python is readable",
+)
 def test_somebody_without_a_home_is_answered():
     report = users.run_suite(1, "tests", "no home: trace info")
     assert report.failures == []

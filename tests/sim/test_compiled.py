@@ -25,7 +25,7 @@ from moesim.policies.cache.lru import LRU
 from moesim.policies.faults import PolicyFault
 from moesim.policies.registry import find, name_of
 from moesim.policies.systems import SYSTEMS
-from moesim.sim.compiled.engine import brings_kernels
+from moesim.sim.compiled.support import brings_kernels
 from moesim.traces.format.reader import Trace, open_trace
 
 

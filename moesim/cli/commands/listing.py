@@ -137,7 +137,7 @@ def _systems() -> list[dict[str, Any]]:
 def _engines() -> list[dict[str, Any]]:
     from moesim.policies.registry import find, name_of, names
     from moesim.policies.systems import SYSTEMS
-    from moesim.sim.compiled.engine import SIMPY_ALONE, brings_kernels
+    from moesim.sim.compiled.support import SIMPY_ALONE, brings_kernels
 
     asked = {
         kind: [name for name in names(kind) if not brings_kernels(find(name, kind))]
