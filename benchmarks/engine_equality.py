@@ -42,15 +42,18 @@ def main() -> None:
     print(
         f"{counts['equal']} of {total} drawn configurations equal; {len(policies)}"
         f" assignments and systems, of {len(SYSTEMS)} systems"
-        f" {len(SYSTEMS.keys() & policies)}"
+        f" {len(SYSTEMS.keys() & policies)}; {counts['altered']} named a routing that"
+        f" alters, {counts['drafted']} drafted"
     )
+    for name in sorted(SYSTEMS.keys() - policies.keys()):
+        print(f"  not drawn: {name}")
     raise SystemExit(bool(counts["different"]))
 
 
 def equality(draws: int, number: int, policies: Counter[str]) -> Counter[str]:
-    """Compare so many configurations, drawn from seed `number`: how many were equal and
-    how many different; differences are printed. Names of what ran are counted in
-    `policies`.
+    """Compare so many configurations, drawn from seed `number`: how many were equal,
+    how many different, and what else they had; differences are printed. Names of what
+    ran are counted in `policies`.
     """
     counts: Counter[str] = Counter()
     begin_s = time.monotonic()
@@ -72,8 +75,11 @@ def equality(draws: int, number: int, policies: Counter[str]) -> Counter[str]:
             print(f"{configuration[2:]}: {error}")
         else:
             counts["equal"] += 1
-        policies[configuration[2]["policy"].partition(":")[0]] += 1
-        done = counts.total()
+        options = configuration[2]
+        policies[options["policy"].partition(":")[0]] += 1
+        counts["altered"] += options.get("routing", "as-recorded") != "as-recorded"
+        counts["drafted"] += options["draft_tokens"] > 0 and options["batch"] == 1
+        done = counts["equal"] + counts["different"]
         if done % 100 == 0:
             took_s = time.monotonic() - begin_s
             print(f"  {done}: {counts['equal']} equal, {took_s:.0f} s", flush=True)
