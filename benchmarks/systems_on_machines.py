@@ -301,11 +301,9 @@ def ordered(judged: Sequence[Judged]) -> tuple[int, int]:
 
 def summary(judged: Sequence[Judged]) -> list[str]:
     """A table of median errors and orders, by system and kind of row."""
-    lines = [
-        "| rows | hosts | rows | median error | within 25 % | pairs in order |"
-        " advise | one efficiency | two constants |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    names = ["rows", "hosts", "rows", "median error", "within 25 %", "pairs in order"]
+    names += ["advise", "one efficiency", "two constants"]
+    lines = [f"| {' | '.join(names)} |", "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
     kinds = defaultdict(list)
     for each in judged:
         kind = each.what.rpartition(", ")[2]
