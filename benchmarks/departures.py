@@ -339,6 +339,33 @@ def finemoe(inputs: Path) -> None:
             rows(trace, ratio, *cells, f"{(missed['layer'] < 3).mean():.1%}")
 
 
+def fate(inputs: Path) -> None:
+    """Beside loads on demand, and experts of paths of the past, which its paper
+    compares with, and with parts replaced.
+    """
+    print("\nfate: ms per pass, hits; last the share of prefetches that were used")
+    others: list[dict[str, str]] = [
+        {"system": "on-demand", "cache": "lru"},
+        {"system": "moe-infinity"},
+        {"system": "fate"},
+        {"system": "fate", "prefetch": "none"},
+        {"system": "fate", "prefetch": "next-gate"},
+        {"system": "fate", "cache": "lru"},
+    ]
+    for trace in TRACES[:3]:
+        for ratio in RATIOS:
+            runs = [
+                replayed(inputs, trace, steps=140, cache_ratio=ratio, **parts_of)
+                for parts_of in others
+            ]
+            cells = [
+                f"{step_ms(run):.1f} ({run.metrics['hit_rate_active']:.1%})"
+                for run in runs
+            ]
+            used = runs[2].metrics["prefetch_accuracy"]
+            rows(trace, ratio, *cells, f"{used:.1%}")
+
+
 DEPARTURES: dict[str, Callable[[Path], None]] = {
     "edgemoe": edgemoe,
     "moe-infinity": moe_infinity,
@@ -346,6 +373,7 @@ DEPARTURES: dict[str, Callable[[Path], None]] = {
     "smoe": smoe,
     "smoe-accuracy": smoe_accuracy,
     "finemoe": finemoe,
+    "fate": fate,
 }
 
 

@@ -4,8 +4,11 @@ llama.cpp as it is, and the hot-expert cache on llama.cpp (`dfa-cache`).
     python -m benchmarks.systems_on_machines ../shared/reference/machines
         ../shared/reference/machines_wide --out docs/measurements/systems-on-machines.md
 
-A machine is what its row and its probes say, as `moesim advise` reads them; nothing is
-fitted to the speeds that are judged. The routing of llama.cpp's rows is drawn, as its
+A machine is what its row, its probes and the other platforms say, as `moesim advise`
+reads them; rows of the platform itself are left out. Beside a replay of llama.cpp
+stand `moesim advise` and two baselines that are fitted to the same other platforms:
+bytes over specified bandwidth with one efficiency, and a straight line over the layers
+on the CPU beside them (two constants). The routing of llama.cpp's rows is drawn, as its
 time hardly depends on it, and rows that do not fit the card are left out. That of the
 cache is gpt-oss-20b's own, of `../shared/traces`, so only rows of that model are
 judged.
@@ -17,7 +20,7 @@ import argparse
 import math
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +29,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from benchmarks.replay_speed import SHARED
+from moesim.advice.measured.judge import Knowledge
 from moesim.advice.measured.rows import (
     FolderModels,
     Platforms,
     read_folder,
     runs_of,
 )
+from moesim.advice.measured.scores import ONE_EFFICIENCY, TWO_CONSTANTS
 from moesim.advice.plan.memory import Candidate, Job, bill_of
 from moesim.advice.plan.ranking import Forecast
 from moesim.advice.plan.saved_profile import cache_ratio, profile_of_advice
@@ -47,7 +52,7 @@ from moesim.traces.importers import import_trace
 from moesim.traces.synthetic.generate import stated, synthesise
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from moesim.advice.advise import Advice
     from moesim.advice.machine import Machine
@@ -63,6 +68,9 @@ PROMPT_MOST = 4096
 
 CACHE_STEPS = 4000
 """Forward passes of real routing: some eleven sequences."""
+
+ADVICE = "advise"
+PREDICTORS = (ADVICE, ONE_EFFICIENCY, TWO_CONSTANTS)
 
 NOISE = 0.05
 """Speeds that differ by less are in no order: repetitions differ as much."""
@@ -80,6 +88,8 @@ class Judged:
     replayed: float
     probed: bool
     hits: str = ""
+    others: Mapping[str, float] = field(default_factory=dict)
+    """Tokens per second by predictors that replay nothing."""
 
     @property
     def error(self) -> float:
@@ -95,11 +105,15 @@ class Machines:
         self._traces: dict[tuple[str, int], Trace] = {}
 
     def profile(
-        self, machine: Machine, model: ModelContents, setting: Setting
+        self,
+        machine: Machine,
+        model: ModelContents,
+        setting: Setting,
+        beliefs: Beliefs,
     ) -> HardwareProfile:
-        """What a replay takes on a machine, by its specification and probes."""
+        """What a replay takes on a machine of which so much is believed."""
         job = Job(context=PROMPT_MOST, prompt=512, answer=128)
-        forecast = Forecast(model, machine, job, Beliefs(priors_of(machine)))
+        forecast = Forecast(model, machine, job, beliefs)
         bill = bill_of(model, machine, setting, job)
         advice = SimpleNamespace(
             model=model,
@@ -133,17 +147,13 @@ class Machines:
         return self._traces[key]
 
 
-def llama_cpp(folders: Sequence[MeasuredFolder], machines: Machines) -> list[Judged]:
+def llama_cpp(knowledge: Knowledge, machines: Machines) -> list[Judged]:
     """Replay every row of llama.cpp on a machine with one card."""
-    judged: list[Judged] = []
-    for folder in folders:
-        runs, _ = runs_of(folder)
-        judged += [
-            _replayed(run, machines)
-            for run in runs
-            if not run.fork and _is_plain(run) and _fits(run)
-        ]
-    return judged
+    return [
+        _replayed(run, knowledge, machines)
+        for run in knowledge.runs
+        if not run.fork and _is_plain(run) and _fits(run)
+    ]
 
 
 def _is_plain(run: Run) -> bool:
@@ -165,9 +175,10 @@ def _fits(run: Run) -> bool:
     return bill_of(run.model, run.machine, run.setting, job).gpu_left >= 0
 
 
-def _replayed(run: Run, machines: Machines) -> Judged:
+def _replayed(run: Run, knowledge: Knowledge, machines: Machines) -> Judged:
     setting = run.setting
-    profile = machines.profile(run.machine, run.model, setting)
+    beliefs = knowledge.beliefs(run, probed=True)
+    profile = machines.profile(run.machine, run.model, setting, beliefs)
     decodes = run.kind == "decode"
     trace = machines.trace(run.model, 0 if decodes else run.tokens)
     result = replay(
@@ -180,6 +191,10 @@ def _replayed(run: Run, machines: Machines) -> Judged:
         keep=False,
     )
     speed = "decode_tokens_per_s" if decodes else "prefill_tokens_per_s"
+    seconds = {ADVICE: run.target(probed=True).predicted(beliefs).value}
+    for name, log_s in knowledge.baselines(run).guesses(run).items():
+        seconds[name] = math.exp(log_s)
+    tokens = 1 if decodes else run.tokens
     return Judged(
         system="llama.cpp",
         host=run.machine_name,
@@ -188,16 +203,21 @@ def _replayed(run: Run, machines: Machines) -> Judged:
         measured=run.tokens_per_s,
         replayed=result.metrics[speed],
         probed=bool(run.machine.probes.host_read),
+        others={name: tokens / each_s for name, each_s in seconds.items()},
     )
 
 
 def hot_expert_cache(
-    folders: Sequence[MeasuredFolder], machines: Machines, source: Path
+    folders: Sequence[MeasuredFolder],
+    knowledge: Knowledge,
+    machines: Machines,
+    source: Path,
 ) -> list[Judged]:
     """Replay every row of a decayed-frequency cache, or of whole layers beside it, of
     the model whose routing lies in `source`.
     """
     judged = []
+    populations = {run.machine_name: run for run in knowledge.runs}
     for folder in folders:
         models = FolderModels(folder)
         platforms = Platforms(folder)
@@ -217,7 +237,9 @@ def hot_expert_cache(
             model = models.contents(row.text("model"), row.text("quant"))
             # Experts of the weights that were measured, not of the trace's.
             routing = routing or machines.imported(source, model)
-            profile = machines.profile(machine, model, Setting())
+            others = knowledge.population(populations[name])
+            beliefs = Beliefs(priors_of(machine, population=others))
+            profile = machines.profile(machine, model, Setting(), beliefs)
             whole = "whole layers" in policy
             options: dict[str, Any] = {"slots_per_layer": int(slots)}
             if whole:
@@ -251,6 +273,15 @@ def hot_expert_cache(
     return judged
 
 
+def _median_error(judged: Sequence[Judged], predictor: str) -> str:
+    """Median error of another predictor; empty where it has no answer."""
+    known = [each for each in judged if predictor in each.others]
+    if not known:
+        return ""
+    errors = [abs(each.others[predictor] / each.measured - 1.0) for each in known]
+    return f"{np.median(errors):.1%}"
+
+
 def ordered(judged: Sequence[Judged]) -> tuple[int, int]:
     """Of two settings of one host and model whose speeds differ by more than the noise:
     how many pairs are in the measured order, and how many there are.
@@ -270,10 +301,9 @@ def ordered(judged: Sequence[Judged]) -> tuple[int, int]:
 
 def summary(judged: Sequence[Judged]) -> list[str]:
     """A table of median errors and orders, by system and kind of row."""
-    lines = [
-        "| rows | hosts | rows | median error | within 25 % | pairs in order |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
+    names = ["rows", "hosts", "rows", "median error", "within 25 %", "pairs in order"]
+    names += ["advise", "one efficiency", "two constants"]
+    lines = [f"| {' | '.join(names)} |", "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
     kinds = defaultdict(list)
     for each in judged:
         kind = each.what.rpartition(", ")[2]
@@ -284,9 +314,11 @@ def summary(judged: Sequence[Judged]) -> list[str]:
         errors = np.abs([each.error for each in rows])
         right, total = ordered(rows)
         pairs = f"{right} of {total} ({right / total:.0%})" if total else "none"
+        others = [_median_error(rows, each) for each in PREDICTORS]
         lines.append(
             f"| {name} | {len({each.host for each in rows})} | {len(rows)} |"
             f" {np.median(errors):.1%} | {np.mean(errors < 0.25):.0%} | {pairs} |"
+            f" {' | '.join(others)} |"
         )
     return lines
 
@@ -294,8 +326,8 @@ def summary(judged: Sequence[Judged]) -> list[str]:
 def by_host(judged: Sequence[Judged]) -> list[str]:
     """A table with every host."""
     lines = [
-        "| host | system | model | rows | median error | least, most |",
-        "|---|---|---|--:|--:|--:|",
+        "| host | system | model | rows | median error | least, most | advise |",
+        "|---|---|---|--:|--:|--:|--:|",
     ]
     groups = defaultdict(list)
     for each in judged:
@@ -306,6 +338,7 @@ def by_host(judged: Sequence[Judged]) -> list[str]:
             f"| {host}{' (probed)' if rows[0].probed else ''} | {system} | {what} |"
             f" {len(rows)} | {np.median(np.abs(errors)):.1%} |"
             f" {errors.min():+.0%}, {errors.max():+.0%} |"
+            f" {_median_error(rows, ADVICE)} |"
         )
     return lines
 
@@ -334,12 +367,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a page to write")
     arguments = parser.parse_args()
     folders = [read_folder(path) for path in arguments.folders]
+    runs = [run for folder in folders for run in runs_of(folder)[0]]
+    knowledge = Knowledge(runs, "platforms")
     with tempfile.TemporaryDirectory() as name:
         machines = Machines(Path(name))
-        judged = llama_cpp(folders, machines)
+        judged = llama_cpp(knowledge, machines)
         source = SHARED / "gpt_oss_20b.parquet"
         if source.is_file():
-            judged += hot_expert_cache(folders, machines, source)
+            judged += hot_expert_cache(folders, knowledge, machines, source)
     text = "\n".join(
         [
             "# Systems on other people's machines",

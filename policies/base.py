@@ -390,6 +390,7 @@ class RunContext:
         costs: what operations take on this machine; None where a cache is driven alone.
         served: bool [L], layers that this memory serves: some of them where the layers
             are divided among several GPUs; None for all.
+        gpu: the GPU whose memory a cache serves; 0 for other policies.
         pool_bytes: int64 [L] or [1], bytes of each pool, as in `capacity_slots`; None
             where slots say everything. Experts of unequal layers fill a global pool by
             bytes: its one entry of `capacity_slots` counts the largest.
@@ -407,6 +408,7 @@ class RunContext:
     extras: Mapping[str, Any] = field(default_factory=dict)
     costs: Costs | None = None
     served: np.ndarray | None = None
+    gpu: int = 0
     pool_bytes: np.ndarray | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
 

@@ -278,6 +278,7 @@ class CompiledCache(CachePolicy):
 
     def start(self, context: RunContext) -> None:
         """Take what the subclass brings."""
+        self._gpu = context.gpu
         self.brought = self.bring(context)
 
     def kernels(self) -> CacheKernels | None:
@@ -343,7 +344,7 @@ class CompiledCache(CachePolicy):
         count = self.brought.replacements(
             self.brought.state,
             kernel_work(work),
-            _states_of(view, [work.layer]),
+            _states_of(view, [work.layer])[self._gpu],
             outgoing,
             incoming,
         )

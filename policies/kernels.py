@@ -272,9 +272,9 @@ VICTIMS = nb.void(STATE, _KEYS, _KEYS, _KEYS)
 MOVED = nb.void(STATE, _KEYS)
 """``admitted(state, keys)`` and ``evicted(state, keys)``."""
 
-REPLACEMENTS = nb.int64(STATE, WORK, nb.int8[:, ::1], _KEYS, _KEYS)
+REPLACEMENTS = nb.int64(STATE, WORK, nb.int8[::1], _KEYS, _KEYS)
 """``replacements(state, work, states, outgoing, incoming) -> count``: fills in flat
-keys of swaps; ``states`` int8 [G, L * E] is the state of every expert on every GPU.
+keys of swaps; ``states`` int8 [L * E] is the state of every expert on the cache's GPU.
 """
 
 PREFETCH = nb.int64(STATE, WORK, VIEW, _KEYS)

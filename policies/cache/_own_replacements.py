@@ -91,13 +91,9 @@ def _worst_resident(state: State, work: Work, states: np.ndarray) -> int:
     first = work.layer * state.integers[0]
     worst = -1
     for key in range(first, first + state.integers[0]):
-        if state.marks[0, key] != _INSIDE or (
-            worst >= 0 and score[key] >= score[worst]
-        ):
-            continue
-        for gpu in range(len(states)):
-            if states[gpu, key] == RESIDENT:
-                worst = key
+        may_leave = state.marks[0, key] == _INSIDE and states[key] == RESIDENT
+        if may_leave and (worst < 0 or score[key] < score[worst]):
+            worst = key
     return worst
 
 

@@ -74,10 +74,9 @@ def _replacements(
     settled = np.zeros(width, np.bool_)
     for expert in range(width):
         absent[expert] = state.marks[0, first + expert] == 0
-        for gpu in range(len(states)):
-            settled[expert] |= states[gpu, first + expert] == RESIDENT
         # What is inside may still be in flight, and then it cannot leave yet.
-        settled[expert] &= not absent[expert]
+        landed = states[first + expert] == RESIDENT
+        settled[expert] = landed and not absent[expert]
 
     enters = absent
     leaves = settled

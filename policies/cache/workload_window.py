@@ -105,9 +105,8 @@ def _replacements(
     may_leave = np.zeros(width, np.bool_)
     for expert in range(width):
         may_enter[expert] = state.marks[_INSIDE, first + expert] == 0
-        for gpu in range(len(states)):
-            may_leave[expert] |= states[gpu, first + expert] == RESIDENT
-        may_leave[expert] &= not may_enter[expert]
+        landed = states[first + expert] == RESIDENT
+        may_leave[expert] = landed and not may_enter[expert]
 
     count = 0
     while count < state.integers[_MOST_SWAPS]:

@@ -76,6 +76,7 @@ def start_policies(
                 extras=extras,
                 costs=planner.costs,
                 served=_served(planner, policy),
+                gpu=_gpu_of(planner, policy) or 0,
                 pool_bytes=size.pool_bytes,
                 # Host memory's cache is told of some active experts only.
                 shared={} if of_host else shared,
@@ -120,12 +121,17 @@ def _served(planner: StartingPlanner, policy: Policy) -> np.ndarray | None:
 
     None where that is all of them: GPUs do not share layers out, or it is no GPU's.
     """
-    if planner.gpus == 1 or not planner.splits_layers:
+    gpu = _gpu_of(planner, policy)
+    if gpu is None or planner.gpus == 1 or not planner.splits_layers:
         return None
+    return np.array([planner.home(layer) == gpu for layer in range(planner.layers)])
+
+
+def _gpu_of(planner: StartingPlanner, policy: Policy) -> int | None:
+    """The GPU whose cache policy this is; None if it is no GPU's."""
     for gpu, cache in enumerate(planner.policies.caches):
         if cache is policy:
-            homes = [planner.home(layer) == gpu for layer in range(planner.layers)]
-            return np.array(homes)
+            return gpu
     return None
 
 

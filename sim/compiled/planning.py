@@ -711,7 +711,7 @@ def ask_replacements(world: Any, work: Work) -> None:
         outgoing = world.keys[0]
         incoming = world.keys[1]
         count = world.replacements(
-            cache_state(world, gpu), work, gpu_states(world), outgoing, incoming
+            cache_state(world, gpu), work, world.state[gpu], outgoing, incoming
         )
         for n in range(count):
             enters = world.state[gpu, incoming[n]] != RESIDENT

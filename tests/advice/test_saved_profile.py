@@ -30,8 +30,8 @@ from moesim.traces.synthetic.generate import stated, synthesise
 TINY = Path(__file__).parents[2] / "runtime" / "data" / "tiny"
 PC = {"cpu": "Ryzen 7 5700X", "ram": "2x16GB DDR4-3600"}
 CARD = {"gpu": "RTX 4060 Ti 16GB", "pcie": "4.0x8"}
-SAME_WITHIN = 1.10
-"""Replay and advice of one placement; what they differ by is keys and values."""
+SAME_WITHIN = 1.05
+"""Replay and advice of one placement, without keys and values of a longer context."""
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +83,10 @@ def test_a_replay_of_the_placement_takes_what_advice_says(advice, tmp_path):
     # The trace's context is short, so keys and values are left out on both sides.
     card_s = terms["gpu weights"] + terms["gpu kernels"] + terms["step"]
     replayed_card_s = parts["gpu0", "compute"] + parts["gpu0", "dense"]
-    assert replayed_card_s == pytest.approx(card_s, rel=0.12)
+    assert replayed_card_s == pytest.approx(card_s, rel=0.02)
     assert parts["control", "plan"] == 0.0
 
-    advised_s = sum(terms.values())
+    advised_s = sum(terms.values()) - terms["gpu keys and values"]
     assert advised_s / SAME_WITHIN < whole_s < advised_s * SAME_WITHIN
 
 
@@ -103,7 +103,7 @@ def test_the_shipped_trace_too(tmp_path, cpu_layers):
     replayed_host_s += parts.get(("d2h0", "activation"), 0.0)
     # The trace's experts have four bytes a weight, those of the model's file two.
     assert replayed_host_s == pytest.approx(host_s, rel=0.08)
-    advised_s = sum(terms.values())
+    advised_s = sum(terms.values()) - terms["gpu keys and values"]
     assert advised_s / SAME_WITHIN < whole_s < advised_s * SAME_WITHIN
 
 

@@ -14,6 +14,7 @@ from support.small_trace import write_small_trace
 
 from moesim import replay as replay_trace
 from moesim.policies.base import RESIDENT, PolicyError
+from moesim.policies.cache.decayed_frequency import DecayedFrequency
 from moesim.policies.cache.prefill_swap import PrefillSwap
 from moesim.policies.cache.workload_window import WorkloadWindow
 from moesim.policies.planner.residency import CacheSize
@@ -180,6 +181,26 @@ def test_workload_window_never_swaps_out_what_has_not_arrived():
         now, View(resident=[(0, 0, 1)], in_flight=[(0, 0, 0)])
     )
     assert swap == ((0, 1), (0, 5))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        WorkloadWindow(window=1, swaps=1),
+        PrefillSwap(),
+        DecayedFrequency(half_life=2, margin=0),
+    ],
+)
+@pytest.mark.parametrize("gpu", [0, 1])
+def test_what_another_gpu_has_already_does_not_leave_this_one(policy, gpu):
+    """Both GPUs copy expert 0; it has landed on GPU 1 only, whose cache may swap it."""
+    policy.start(replace(context([], 1), gpus=2, gpu=gpu))
+    policy.admitted(np.array([0]))
+    now = replace(work(experts=[5], tokens=[3]), phase=Phase.PREFILL)
+    policy.accessed(now)
+    view = View(gpus=2, resident=[(1, 0, 0)], in_flight=[(0, 0, 0)])
+    swaps = policy.replacements(now, view)
+    assert swaps == [((0, 0), (0, 5))][:gpu]
 
 
 def test_workload_window_fills_at_random_by_the_seed():

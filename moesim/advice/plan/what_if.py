@@ -351,7 +351,8 @@ def shape_of(model: ModelContents) -> ModelShape:
             model.layers[at].expert_bytes // model.layers[at].experts
             for at in model.moe_layers
         ),
-        other_bytes=model.dense_bytes + model.head_bytes + model.embed_bytes,
+        # Embeddings stay in host memory, where a token reads one row.
+        other_bytes=model.dense_bytes + model.head_bytes,
         dense_layers=tuple(
             at for at in range(len(model.layers)) if at not in model.moe_layers
         ),
