@@ -37,10 +37,8 @@ EFFECT_SPREAD = 0.3
 UNMEASURED_SPREAD = 0.7
 # The textbook's spread counts as much as so many machines.
 TEXTBOOK_MACHINES = 4.0
-# Freedom of the rows' t distribution, and their noise beyond repetitions: other
-# people's rows are rounded, and their flags are not always complete.
+# Freedom of the rows' t distribution.
 FREEDOM = 4.0
-ROW_SPREAD = 0.03
 # Freedom of the particulars' t distribution: what is wrong with a few machines (one
 # memory channel, a laptop's power limit) shall not shift what all have in common.
 PARTICULAR_FREEDOM = 3.0
@@ -144,7 +142,7 @@ class Fit:
                     self._column("", effect, EFFECT_SPREAD * prior.spread, "")
                 self._column(member.name, name, prior.spread, kind_of(name))
         self.measured = np.array([math.log(row.seconds) for _, row in self.rows])
-        self.noise = np.array([row.spread**2 + ROW_SPREAD**2 for _, row in self.rows])
+        self.noise = np.array([row.noise**2 for _, row in self.rows])
         self.weights = np.ones(len(self.rows))
         self.scales: dict[str, float] = {}
         self.tails = np.ones(len(self.columns))
