@@ -726,7 +726,6 @@ OTHER_ENGINES = re.compile(
 DRAFTS = re.compile(
     r"--spec|drafter|draft |draft-|\bmtp\b(?! layer)|dflash|eagle|n_max", re.IGNORECASE
 )
-ROW_SPLIT = re.compile(r"-sm row|--split-mode row")
 # Notes by which a source says itself that the row shows something else.
 NOT_THE_MODEL = re.compile(
     r"thrash|spills|vram cliff$|paging|pages from disk|ram-starved|ram smaller|"
@@ -735,27 +734,19 @@ NOT_THE_MODEL = re.compile(
 )
 
 
-def _bench_runs(  # noqa: C901 # one branch per reason to skip
+def _bench_runs(  # noqa: C901, PLR0912 # one branch per reason to skip
     row: Row, machines: Platforms, models: FolderModels
 ) -> list[Run]:
     words = f"{row.text('engine')} {row.text('flags')}"
     notes = row.text("notes")
-    for pattern, text, reason in (
-        (
-            OTHER_ENGINES,
-            words.replace("no cache", ""),
-            "another engine than llama.cpp or ik_llama.cpp",
-        ),
-        (
-            DRAFTS,
-            f"{words} {row.text('quant')}",
-            "tokens are drafted, so tokens/s are not steps/s",
-        ),
-        (NOT_THE_MODEL, notes, f"the source says: {notes[:60]}"),
-        (ROW_SPLIT, words, "every matrix is parted among the cards"),
-    ):
-        if pattern.search(text):
-            raise AdviceError(reason)
+    if OTHER_ENGINES.search(words.replace("no cache", "")):
+        raise AdviceError("another engine than llama.cpp or ik_llama.cpp")
+    if DRAFTS.search(f"{words} {row.text('quant')}"):
+        raise AdviceError("tokens are drafted, so tokens/s are not steps/s")
+    if NOT_THE_MODEL.search(notes):
+        raise AdviceError(f"the source says: {notes[:60]}")
+    if "-sm row" in words:
+        raise AdviceError("every matrix is parted among the cards")
 
     name = row.text("platform") or _machine_name(row)
     machine = machine_of_row(row, name)

@@ -70,11 +70,6 @@ class Observation:
     spread: float
     label: str = ""
 
-    @property
-    def noise(self) -> float:
-        """Standard deviation of the logarithm between rows of one sweep."""
-        return math.hypot(self.spread, ROW_SPREAD)
-
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -223,7 +218,7 @@ class _Problem:
         self.prior_mean = np.array([math.log(priors[name].value) for name in names])
         self.precision = np.diag([priors[name].spread ** -2.0 for name in names])
         self.measured = np.array([math.log(row.seconds) for row in rows])
-        self.spreads = np.array([row.noise for row in rows])
+        self.spreads = np.array([math.hypot(row.spread, ROW_SPREAD) for row in rows])
 
     def at(self, mean: np.ndarray) -> _Fit:
         """Linearise every row at a point."""
@@ -272,5 +267,6 @@ def linearised(
 
 def standardised(beliefs: Beliefs, row: Observation) -> float:
     """Return by how many spreads a row misses its prediction."""
-    expected = beliefs.predict(row.predict, sorted(row.latents), row.noise)
+    noise = math.hypot(row.spread, ROW_SPREAD)
+    expected = beliefs.predict(row.predict, sorted(row.latents), noise)
     return math.log(row.seconds / expected.value) / expected.spread

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import yaml
 
-from moesim.advice.times.latents import Prior, linearised
+from moesim.advice.times.latents import ROW_SPREAD, Prior, linearised
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -142,7 +142,7 @@ class Fit:
                     self._column("", effect, EFFECT_SPREAD * prior.spread, "")
                 self._column(member.name, name, prior.spread, kind_of(name))
         self.measured = np.array([math.log(row.seconds) for _, row in self.rows])
-        self.noise = np.array([row.noise**2 for _, row in self.rows])
+        self.noise = np.array([row.spread**2 + ROW_SPREAD**2 for _, row in self.rows])
         self.weights = np.ones(len(self.rows))
         self.scales: dict[str, float] = {}
         self.tails = np.ones(len(self.columns))

@@ -92,20 +92,18 @@ CORE_FLOPS = {"avx2": 70e9, "avx512": 110e9, "neon": 50e9}
 # Share of the specified FLOP/s at 60 TFLOP/s, and how it falls as that rate grows: an
 # expert's few rows fill a wider matrix engine less. Source: 0.3 and 0.5 both predicted
 # prompts of left-out platforms better than 0, and desktops no worse.
-FLOPS_REACH = 0.30
-FLOPS_REACH_OTHERS = 0.20
+FLOPS_REACH = {"cuda": 0.30, "metal": 0.30, "rocm": 0.20, "vulkan": 0.20, "sycl": 0.20}
 USUAL_FLOPS = 60e12
 FLOPS_POWER = -0.3
 
 # Copies from ordinary memory, against page-locked ones: drivers copy into a staging
 # buffer while the last piece crosses the link; ggml's Vulkan backend does one after the
 # other. Source: `deferred_memcpy` in ggml-vulkan.
-PAGEABLE = 0.5
-PAGEABLE_VULKAN = 0.3
+PAGEABLE = {"vulkan": 0.3}
 
 # What a laptop's chips may draw and how they are cooled is its maker's choice: one name
-# stands for 45 to 115 W.
-LAPTOP_SPREAD = 1.5
+# stands for 45 to 115 W. A guess: two laptops were measured.
+LAPTOP_SPREAD = 1.25
 
 # Without the processor's name its memory may be any; without the card's, likewise.
 UNKNOWN_SPREAD = 0.45
@@ -138,8 +136,6 @@ class PriorTable(Mapping[str, Prior]):
         prior = self.MISFITS.get(kind_of(name))
         if prior is None:
             raise KeyError(name)
-        if name.startswith("misfit:engine"):
-            prior = replace(prior, effects=(name,))
         if self.population is not None:
             prior = self.population.applied(name, prior)
         self.priors[name] = prior
@@ -203,16 +199,10 @@ def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
     priors = {
         "host_read": _host_read(machine, threads),
         "host_reach": Prior(
-            0.96,
-            0.07,
-            "products read nearly as fast as a bare read",
-            ("host_reach",),
+            0.96, 0.07, "products read nearly as fast as a bare read", ("host_reach",)
         ),
         "floor_s": Prior(
-            floor,
-            floor_spread,
-            "copies, wake-up and barriers per layer",
-            ("floor_s",),
+            floor, floor_spread, "copies, wake-up and barriers per layer", ("floor_s",)
         ),
         "host_layer_s": Prior(
             100e-6, 0.5, "some 15 operations with a barrier each", ("host_layer_s",)
@@ -253,21 +243,18 @@ def _host_read(machine: Machine, threads: int | None) -> Prior:
 
     peak = machine.host_peak_bytes_per_s
     processor = machine.processor
-    effects = ["host_read", f"host_read@{_host_kind(machine)}"]
+    effects = ("host_read", f"host_read@{_host_kind(machine)}")
     if machine.unified:
         why = "CPU's share of a unified memory's rate"
-        return Prior(0.6 * peak, 0.2, why, tuple(effects))
+        return Prior(0.6 * peak, 0.2, why, effects)
 
     share, spread, why = 0.75, 0.13, "read share of the stated memory's rate"
     if processor.server or processor.sockets > 1:
         share, spread = 0.65, 0.25
     if not machine.memory_stated:
-        words, share, spread, why = _unstated(machine)
-        effects.append(words)
+        share, spread, why = _unstated(machine)
     if not processor.known:
         spread = max(spread, UNKNOWN_SPREAD)
-        if not machine.memory_stated:
-            effects[-1] = "host_read@unknown"
     if processor.sockets > 1:
         # Weights lie on one socket or the other, and threads on both read across: a
         # second socket's memory is worth next to nothing without `--numa`.
@@ -279,39 +266,38 @@ def _host_read(machine: Machine, threads: int | None) -> Prior:
         # The narrower of memory and the dies' links, rounded at the corner.
         dies = 0.95 * processor.dies_bytes_per_s / processor.sockets
         rate = (rate**-6 + dies**-6) ** (-1 / 6)
-    return Prior(rate, spread, why, tuple(effects))
+    return Prior(rate, spread, why, effects)
 
 
-def _unstated(machine: Machine) -> tuple[str, float, float, str]:
-    """Effect, share and spread where nobody stated the memory's rate."""
+def _unstated(machine: Machine) -> tuple[float, float, str]:
+    """Share and spread where nobody stated the memory's rate."""
     processor = machine.processor
     if processor.kind == "laptop":
         why = "laptops are often sold with one module in two channels"
-        return "host_read@unstated laptop", 0.60, 0.40, why
+        return 0.60, 0.40, why
     if machine.memory.generation is not None and not processor.server:
         why = "read share of the usual rate of the generation"
-        return "host_read@generation", 0.75, 0.18, why
+        return 0.75, 0.18, why
     if processor.server:
         why = "servers often run with part of their channels filled"
-        return "host_read@unstated server", 0.50, 0.45, why
+        return 0.50, 0.45, why
     if machine.generation_open:
         # Halfway between both generations.
         why = "between the rates of two generations that fit"
-        return "host_read@open", 0.60, 0.32, why
+        return 0.60, 0.32, why
     size = machine.memory.size_bytes
     why = "read share of the fastest official rate, memory not stated"
     if size is not None and size > TWO_MODULES_BYTES:
         # Four modules run far below the rate of two; two hold up to 96 GB.
-        return "host_read@unstated", 0.55, 0.25, why
-    return "host_read@unstated", 0.70, 0.22, why
+        return 0.55, 0.25, why
+    return 0.70, 0.22, why
 
 
 def _device_priors(machine: Machine) -> dict[str, Prior]:
     backend = machine.backend
     card_class = machine.graphics[0].card_class
     share, spread = DEVICE_READ[backend]
-    unknown = not all(card.known for card in machine.graphics)
-    if unknown:
+    if not all(card.known for card in machine.graphics):
         spread = UNKNOWN_SPREAD
     read = Prior(
         share * machine.device_bytes_per_s,
@@ -377,14 +363,11 @@ def _prefill_priors(machine: Machine, host: Prior) -> dict[str, Prior]:
     link = replace(link, effects=("upload",))
 
     backend = machine.backend
-    others = backend in {"rocm", "vulkan", "sycl"}
-    flops_reach = FLOPS_REACH_OTHERS if others else FLOPS_REACH
-    flops_reach *= (machine.device_flops / USUAL_FLOPS) ** FLOPS_POWER
     system = "windows" if machine.windows else "linux"
     return {
         "upload": link,
         "pageable": Prior(
-            PAGEABLE_VULKAN if backend == "vulkan" else PAGEABLE,
+            PAGEABLE.get(backend, 0.5),
             0.3,
             "copies through a staging buffer",
             ("pageable", f"pageable@{system}"),
@@ -393,7 +376,7 @@ def _prefill_priors(machine: Machine, host: Prior) -> dict[str, Prior]:
             150e-6, 0.7, "synchronisation per uploaded layer", ("upload_floor_s",)
         ),
         "flops_reach": Prior(
-            flops_reach,
+            FLOPS_REACH[backend] * (machine.device_flops / USUAL_FLOPS) ** FLOPS_POWER,
             0.6,
             "share of the specified FLOP/s",
             ("flops_reach", f"flops_reach@{backend}"),
