@@ -96,10 +96,9 @@ FLOPS_REACH = {"cuda": 0.30, "metal": 0.30, "rocm": 0.20, "vulkan": 0.20, "sycl"
 USUAL_FLOPS = 60e12
 FLOPS_POWER = -0.3
 
-# Copies from ordinary memory, against page-locked ones: drivers copy into a staging
-# buffer while the last piece crosses the link; ggml's Vulkan backend does one after the
-# other. Source: `deferred_memcpy` in ggml-vulkan.
-PAGEABLE = {"vulkan": 0.3}
+# Passes over host memory that a copy out of ordinary memory takes: the driver reads,
+# fetches the staging buffer's lines, writes them, and the card reads.
+STAGED_PASSES = 4
 
 # What a laptop's chips may draw and how they are cooled is its maker's choice: one name
 # stands for 45 to 115 W. A guess: two laptops were measured.
@@ -364,10 +363,14 @@ def _prefill_priors(machine: Machine, host: Prior) -> dict[str, Prior]:
 
     backend = machine.backend
     system = "windows" if machine.windows else "linux"
+    # The driver fills one piece while another crosses the link; ggml's Vulkan backend
+    # does one after the other (`deferred_memcpy`).
+    sharpness = 1 if backend == "vulkan" else 6
+    staging = (STAGED_PASSES * link.value / host.value) ** sharpness
     return {
         "upload": link,
         "pageable": Prior(
-            PAGEABLE.get(backend, 0.5),
+            (1 + staging) ** (-1 / sharpness),
             0.3,
             "copies through a staging buffer",
             ("pageable", f"pageable@{system}"),
