@@ -258,7 +258,7 @@ def _host_read(machine: Machine, threads: int | None) -> Prior:
         # Weights lie on one socket or the other, and threads on both read across: a
         # second socket's memory is worth next to nothing without `--numa`.
         share /= processor.sockets
-        spread = max(spread, 0.30)
+        spread = max(spread, 0.40)
 
     rate = share * peak
     if processor.dies_bytes_per_s:
