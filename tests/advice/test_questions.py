@@ -304,6 +304,10 @@ def test_measured_effects_have_the_right_sign_and_size():
         setting = Setting(cpu_layers=layers)
         found_gain = effect("qwen3-30b-a3b", base, setting, (faster, setting))
         assert found_gain - 1 == pytest.approx(gain - 1, rel=0.34, abs=0.01)
+    # Through a staging buffer, uploads cost passes over host memory.
+    mapped = Setting(cpu_layers=48, page_locked=False)
+    ratio = effect("qwen3-30b-a3b", base, mapped, (faster, mapped), prompt=512)
+    assert ratio - 1 == pytest.approx(0.25, rel=0.34)
     uploads = Setting(cpu_layers=48, page_locked=True)
     wider = Setting(cpu_layers=48, page_locked=True, micro_batch=4096, batch=4096)
     ratio = effect("qwen3-30b-a3b", base, uploads, (base, wider), prompt=8192)

@@ -212,6 +212,8 @@ def test_a_row_is_read_as_what_it_says(tmp_path, cells, expected):
         ({"n_cpu_moe": "4", "model": "no-such-model"}, "no such file"),
         ({"n_cpu_moe": "4", "tg_tps": ""}, "no speed"),
         ({"n_cpu_moe": "4", "notes": "VRAM thrash"}, "the source says"),
+        ({"n_cpu_moe": "4", "notes": "depth of it unclear"}, "the source says"),
+        ({"n_cpu_moe": "4", "flags": "-sm row"}, "parted among the cards"),
     ],
 )
 def test_a_row_about_something_else_is_skipped_with_its_reason(tmp_path, cells, reason):
@@ -220,6 +222,54 @@ def test_a_row_about_something_else_is_skipped_with_its_reason(tmp_path, cells, 
     runs, (skipped,) = runs_of(read_folder(tmp_path))
     assert not runs
     assert reason in skipped.reason
+
+
+def test_a_row_on_one_card_of_two_has_one_card_and_stays_with_its_platform(tmp_path):
+    cells = {"gpu": "2x R9700", "platform": "mine", "n_cpu_moe": 8, "tg_tps": 20}
+    both, one, vulkan = (
+        cells | {"flags": f"-sm {mode}", "engine": engine}
+        for mode, engine in (
+            ("layer", "ROCm"),
+            ("none", "ROCm"),
+            ("layer", "Vulkan"),
+        )
+    )
+    rows = [bench_row(**each) for each in (both, one, vulkan)]
+    write(tmp_path, "llama_bench.csv", rows)
+    runs, _ = runs_of(read_folder(tmp_path))
+    assert [run.machine.gpu_count for run in runs] == [2, 1, 2]
+    assert len({run.machine_name for run in runs}) == 3
+    assert len({run.group for run in runs}) == 1
+
+
+def test_another_session_and_drifting_repeats_are_read(tmp_path):
+    cells = {"cpu": "Ryzen 9 9950X", "gpu": "RTX 5090", "n_cpu_moe": 8, "tg_tps": 20}
+    rows = [bench_row(**cells, notes=notes) for notes in ("", "second session")]
+    write(tmp_path, "llama_bench.csv", rows)
+    runs, _ = runs_of(read_folder(tmp_path))
+    assert len({run.session for run in runs}) == 2
+    decode = {"platform": "RTX 5090", "model": "gpt-oss-20b", "quant": "MXFP4"}
+    note = {"noise_note": "drift of repeats up to 6.6%", "sd": "0.1"}
+    write(tmp_path, "decode.csv", [decode | {"n_cpu_moe": 8, "tok_s": 50.0} | note])
+    assert runs_of(read_folder(tmp_path))[0][0].row_spread == pytest.approx(0.033)
+
+
+def test_noisy_rows_do_not_set_the_slope_alone():
+    """Of two rows one is 6 % off: a third outside them is not off by a quarter."""
+    machine = describe_machine(cpu="Ryzen 9 9950X", gpu="RTX 5090", ram="64GB DDR5")
+    model = named_contents("gpt-oss-20b", "MXFP4")
+    priors = priors_of(machine)
+    first, second, far = (
+        decode_target(machine, model, Setting(cpu_layers=count), 64.0)
+        for count in (12, 24, 0)
+    )
+    rates = {name: priors[name].value for name in first.latents | far.latents}
+    rows = [
+        first.observed(first.seconds(rates), 0.012),
+        second.observed(1.06 * second.seconds(rates), 0.012),
+    ]
+    found = far.predicted(learn(priors, rows)).value
+    assert found == pytest.approx(far.seconds(rates), rel=0.12)
 
 
 def test_one_measurement_in_two_files_counts_once(tmp_path):

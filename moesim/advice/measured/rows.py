@@ -630,8 +630,12 @@ def _decode_runs(row: Row, machines: Platforms, models: FolderModels) -> list[Ru
     machine = machines.machine(name, row.source)
     model = models.contents(row.text("model"), row.text("quant"))
     speed = speed_of(row, "tok_s")
-    deviation = row.number("sd")
-    setting = _setting(row, model, machine, row.text("noise_note"))
+    note = row.text("noise_note")
+    deviation = (row.number("sd") or 0.0) / speed
+    # The largest of some differences between two sittings: two standard deviations.
+    if drift := re.search(r"drift of repeats\D*([\d.]+)%", note):
+        deviation = max(deviation, float(drift.group(1)) / 200)
+    setting = _setting(row, model, machine, note)
     run = Run(
         row=row,
         machine_name=name,
@@ -644,7 +648,7 @@ def _decode_runs(row: Row, machines: Platforms, models: FolderModels) -> list[Ru
         tokens=SHORT_CONTEXT,
         depth=0,
         tokens_per_s=speed,
-        spread=deviation / speed if deviation else None,
+        spread=deviation or None,
     )
     _check_memory(run)
     return [run]
@@ -725,24 +729,28 @@ DRAFTS = re.compile(
 # Notes by which a source says itself that the row shows something else.
 NOT_THE_MODEL = re.compile(
     r"thrash|spills|vram cliff$|paging|pages from disk|ram-starved|ram smaller|"
-    r"outlier|implausibly|ssd streams|over 8 gb|; spill",
+    r"outlier|implausibly|ssd streams|over 8 gb|; spill|depth.* unclear",
     re.IGNORECASE,
 )
 
 
-def _bench_runs(  # noqa: C901 # one branch per reason to skip
+def _bench_runs(  # noqa: C901, PLR0912 # one branch per reason to skip
     row: Row, machines: Platforms, models: FolderModels
 ) -> list[Run]:
     words = f"{row.text('engine')} {row.text('flags')}"
+    notes = row.text("notes")
     if OTHER_ENGINES.search(words.replace("no cache", "")):
         raise AdviceError("another engine than llama.cpp or ik_llama.cpp")
     if DRAFTS.search(f"{words} {row.text('quant')}"):
         raise AdviceError("tokens are drafted, so tokens/s are not steps/s")
-    if NOT_THE_MODEL.search(row.text("notes")):
-        raise AdviceError(f"the source says: {row.text('notes')[:60]}")
+    if NOT_THE_MODEL.search(notes):
+        raise AdviceError(f"the source says: {notes[:60]}")
+    if "-sm row" in words:
+        raise AdviceError("every matrix is parted among the cards")
 
     name = row.text("platform") or _machine_name(row)
     machine = machine_of_row(row, name)
+    group = group_of(machine, name)
     if row.text("platform"):
         probed = machines.machine(name)
         machine = replace(machine, probes=_joined(probed.probes, machine.probes))
@@ -751,10 +759,11 @@ def _bench_runs(  # noqa: C901 # one branch per reason to skip
     if machine.backend not in {"cuda", "none"}:
         # Each backend's kernels are another machine's.
         name = f"{name} ({machine.backend})"
+    if "-sm none" in words:
+        machine = machine.with_cards((0,))
+        name = f"{name}, one card"
     depth = row.count("ctx_depth") or _flag_number(row.text("flags"), "d") or 0
-    if "allocated" in row.text("notes"):
-        # The source states how large the cache was, not how full.
-        depth = 0
+    session = row.text("source") + (notes if "session" in notes else "")
     fork = ""
     if re.search(r"\bik_?", f"{words} {row.text('source')}"):
         fork = "ik_llama.cpp"
@@ -776,8 +785,8 @@ def _bench_runs(  # noqa: C901 # one branch per reason to skip
         run = Run(
             row=row,
             machine_name=name,
-            group=group_of(machine, name),
-            session=row.text("source"),
+            group=group,
+            session=session,
             model=model,
             machine=machine,
             setting=setting,

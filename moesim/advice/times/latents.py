@@ -16,6 +16,8 @@ import numpy as np
 
 Predict = Callable[[Mapping[str, float]], float]
 
+# What rows miss by beyond repetitions: rounding, clocks, flags that nobody states.
+ROW_SPREAD = 0.03
 # Freedom of the rows' t distribution: small enough to set a gross error aside.
 FREEDOM = 5.0
 # So much freedom makes the t distribution a normal one.
@@ -216,7 +218,7 @@ class _Problem:
         self.prior_mean = np.array([math.log(priors[name].value) for name in names])
         self.precision = np.diag([priors[name].spread ** -2.0 for name in names])
         self.measured = np.array([math.log(row.seconds) for row in rows])
-        self.spreads = np.array([row.spread for row in rows])
+        self.spreads = np.array([math.hypot(row.spread, ROW_SPREAD) for row in rows])
 
     def at(self, mean: np.ndarray) -> _Fit:
         """Linearise every row at a point."""
@@ -265,5 +267,6 @@ def linearised(
 
 def standardised(beliefs: Beliefs, row: Observation) -> float:
     """Return by how many spreads a row misses its prediction."""
-    expected = beliefs.predict(row.predict, sorted(row.latents), row.spread)
+    noise = math.hypot(row.spread, ROW_SPREAD)
+    expected = beliefs.predict(row.predict, sorted(row.latents), noise)
     return math.log(row.seconds / expected.value) / expected.spread

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import yaml
 
-from moesim.advice.times.latents import Prior, linearised
+from moesim.advice.times.latents import ROW_SPREAD, Prior, linearised
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -37,10 +37,8 @@ EFFECT_SPREAD = 0.3
 UNMEASURED_SPREAD = 0.7
 # The textbook's spread counts as much as so many machines.
 TEXTBOOK_MACHINES = 4.0
-# Freedom of the rows' t distribution, and their noise beyond repetitions: other
-# people's rows are rounded, and their flags are not always complete.
+# Freedom of the rows' t distribution.
 FREEDOM = 4.0
-ROW_SPREAD = 0.03
 # Freedom of the particulars' t distribution: what is wrong with a few machines (one
 # memory channel, a laptop's power limit) shall not shift what all have in common.
 PARTICULAR_FREEDOM = 3.0

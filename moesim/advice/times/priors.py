@@ -89,6 +89,21 @@ CORE_SPREAD = 0.18
 # quarter to a half of the multiply-add peak, because weights are unpacked on the way.
 CORE_FLOPS = {"avx2": 70e9, "avx512": 110e9, "neon": 50e9}
 
+# Share of the specified FLOP/s at 60 TFLOP/s, and how it falls as that rate grows: an
+# expert's few rows fill a wider matrix engine less. Source: 0.3 and 0.5 both predicted
+# prompts of left-out platforms better than 0, and desktops no worse.
+FLOPS_REACH = {"cuda": 0.30, "metal": 0.30, "rocm": 0.20, "vulkan": 0.20, "sycl": 0.20}
+USUAL_FLOPS = 60e12
+FLOPS_POWER = -0.3
+
+# Passes over host memory that a copy out of ordinary memory takes: the driver reads,
+# fetches the staging buffer's lines, writes them, and the card reads.
+STAGED_PASSES = 4
+
+# What a laptop's chips may draw and how they are cooled is its maker's choice: one name
+# stands for 45 to 115 W. A guess: two laptops were measured.
+LAPTOP_SPREAD = 1.25
+
 # Without the processor's name its memory may be any; without the card's, likewise.
 UNKNOWN_SPREAD = 0.45
 
@@ -120,8 +135,6 @@ class PriorTable(Mapping[str, Prior]):
         prior = self.MISFITS.get(kind_of(name))
         if prior is None:
             raise KeyError(name)
-        if name.startswith("misfit:engine"):
-            prior = replace(prior, effects=(name,))
         if self.population is not None:
             prior = self.population.applied(name, prior)
         self.priors[name] = prior
@@ -160,6 +173,12 @@ def textbook_priors(machine: Machine, threads: int | None = None) -> dict[str, P
     priors = _host_priors(machine, threads)
     if machine.graphics:
         priors |= _device_priors(machine)
+    if machine.kind == "laptop":
+        priors = {
+            name: replace(prior, spread=LAPTOP_SPREAD * prior.spread)
+            for name, prior in priors.items()
+        }
+    if machine.graphics:
         priors |= _prefill_priors(machine, priors["host_read"])
     # Random tokens, as benchmarks use them, are routed to a narrower choice of experts
     # than text. Source: uploads of used experts in llama.cpp#15346.
@@ -175,21 +194,14 @@ def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
     if machine.windows:
         floor *= WINDOWS
     vector = machine.processor.vector
-    host = _host_kind(machine)
 
     priors = {
         "host_read": _host_read(machine, threads),
         "host_reach": Prior(
-            0.96,
-            0.07,
-            "products read nearly as fast as a bare read",
-            ("host_reach", f"host_reach@{host}"),
+            0.96, 0.07, "products read nearly as fast as a bare read", ("host_reach",)
         ),
         "floor_s": Prior(
-            floor,
-            floor_spread,
-            "copies, wake-up and barriers per layer",
-            ("floor_s", f"floor_s@{host}", f"floor_s@{machine.backend}"),
+            floor, floor_spread, "copies, wake-up and barriers per layer", ("floor_s",)
         ),
         "host_layer_s": Prior(
             100e-6, 0.5, "some 15 operations with a barrier each", ("host_layer_s",)
@@ -205,9 +217,8 @@ def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
         "step_s": Prior(200e-6, 0.7, "sampling and building the graph", ("step_s",)),
     }
     for group in CORE_BYTES_PER_S:
-        effects = (f"core:{group}", f"core@{vector}", f"core@{host}")
         why = "instructions of ggml's dot product"
-        priors[f"core:{group}"] = Prior(1.0, CORE_SPREAD, why, effects)
+        priors[f"core:{group}"] = Prior(1.0, CORE_SPREAD, why, (f"core:{group}",))
     return priors
 
 
@@ -231,66 +242,61 @@ def _host_read(machine: Machine, threads: int | None) -> Prior:
 
     peak = machine.host_peak_bytes_per_s
     processor = machine.processor
-    effects = ["host_read", f"host_read@{_host_kind(machine)}"]
+    effects = ("host_read", f"host_read@{_host_kind(machine)}")
     if machine.unified:
         why = "CPU's share of a unified memory's rate"
-        return Prior(0.6 * peak, 0.2, why, tuple(effects))
+        return Prior(0.6 * peak, 0.2, why, effects)
 
     share, spread, why = 0.75, 0.13, "read share of the stated memory's rate"
     if processor.server or processor.sockets > 1:
         share, spread = 0.65, 0.25
     if not machine.memory_stated:
-        words, share, spread, why = _unstated(machine)
-        effects.append(words)
+        share, spread, why = _unstated(machine)
     if not processor.known:
         spread = max(spread, UNKNOWN_SPREAD)
-        if not machine.memory_stated:
-            effects[-1] = "host_read@unknown"
     if processor.sockets > 1:
         # Weights lie on one socket or the other, and threads on both read across: a
         # second socket's memory is worth next to nothing without `--numa`.
         share /= processor.sockets
-        spread = max(spread, 0.30)
+        spread = max(spread, 0.40)
 
     rate = share * peak
     if processor.dies_bytes_per_s:
         # The narrower of memory and the dies' links, rounded at the corner.
         dies = 0.95 * processor.dies_bytes_per_s / processor.sockets
         rate = (rate**-6 + dies**-6) ** (-1 / 6)
-    return Prior(rate, spread, why, tuple(effects))
+    return Prior(rate, spread, why, effects)
 
 
-def _unstated(machine: Machine) -> tuple[str, float, float, str]:
-    """Effect, share and spread where nobody stated the memory's rate."""
+def _unstated(machine: Machine) -> tuple[float, float, str]:
+    """Share and spread where nobody stated the memory's rate."""
     processor = machine.processor
     if processor.kind == "laptop":
         why = "laptops are often sold with one module in two channels"
-        return "host_read@unstated laptop", 0.60, 0.40, why
+        return 0.60, 0.40, why
     if machine.memory.generation is not None and not processor.server:
         why = "read share of the usual rate of the generation"
-        return "host_read@generation", 0.75, 0.18, why
+        return 0.75, 0.18, why
     if processor.server:
         why = "servers often run with part of their channels filled"
-        return "host_read@unstated server", 0.50, 0.45, why
+        return 0.50, 0.45, why
     if machine.generation_open:
         # Halfway between both generations.
         why = "between the rates of two generations that fit"
-        return "host_read@open", 0.60, 0.32, why
+        return 0.60, 0.32, why
     size = machine.memory.size_bytes
     why = "read share of the fastest official rate, memory not stated"
     if size is not None and size > TWO_MODULES_BYTES:
         # Four modules run far below the rate of two; two hold up to 96 GB.
-        return "host_read@unstated", 0.55, 0.25, why
-    return "host_read@unstated", 0.70, 0.22, why
+        return 0.55, 0.25, why
+    return 0.70, 0.22, why
 
 
 def _device_priors(machine: Machine) -> dict[str, Prior]:
     backend = machine.backend
     card_class = machine.graphics[0].card_class
-    of_card = (f"@{backend}", f"@{card_class}")
     share, spread = DEVICE_READ[backend]
-    unknown = not all(card.known for card in machine.graphics)
-    if unknown:
+    if not all(card.known for card in machine.graphics):
         spread = UNKNOWN_SPREAD
     read = Prior(
         share * machine.device_bytes_per_s,
@@ -303,7 +309,6 @@ def _device_priors(machine: Machine) -> dict[str, Prior]:
     layer, layer_spread = LAYER_S[backend]
     if machine.windows:
         layer *= WINDOWS
-    host = _host_kind(machine)
     reach, reach_spread = REACH[backend]
     if card_class in REACH_OF_CLASS:
         reach, reach_spread = REACH_OF_CLASS[card_class]
@@ -314,10 +319,7 @@ def _device_priors(machine: Machine) -> dict[str, Prior]:
     priors = {
         "device_read": read,
         "layer_s": Prior(
-            layer,
-            layer_spread,
-            "launches and small kernels",
-            ("layer_s", *(f"layer_s{each}" for each in of_card), f"layer_s@{host}"),
+            layer, layer_spread, "launches and small kernels", ("layer_s",)
         ),
         "recurrent_ratio": Prior(
             *RECURRENT, "kernels of a recurrent layer", ("recurrent_ratio",)
@@ -329,13 +331,10 @@ def _device_priors(machine: Machine) -> dict[str, Prior]:
             KV_REACH.get(backend, 0.5),
             0.4,
             "attention reads keys and values in short pieces",
-            ("kv_reach", f"kv_reach@{backend}"),
+            ("kv_reach",),
         ),
         "device_reach": Prior(
-            reach,
-            reach_spread,
-            "matrix times vector",
-            ("device_reach", *(f"device_reach{each}" for each in of_card)),
+            reach, reach_spread, "matrix times vector", ("device_reach",)
         ),
     }
     for group in CORE_BYTES_PER_S:
@@ -363,13 +362,15 @@ def _prefill_priors(machine: Machine, host: Prior) -> dict[str, Prior]:
     link = replace(link, effects=("upload",))
 
     backend = machine.backend
-    card_class = machine.graphics[0].card_class
-    flops_reach = 0.20 if backend in {"rocm", "vulkan", "sycl"} else 0.30
     system = "windows" if machine.windows else "linux"
+    # The driver fills one piece while another crosses the link; ggml's Vulkan backend
+    # does one after the other (`deferred_memcpy`).
+    sharpness = 1 if backend == "vulkan" else 6
+    staging = (STAGED_PASSES * link.value / host.value) ** sharpness
     return {
         "upload": link,
         "pageable": Prior(
-            0.5,
+            (1 + staging) ** (-1 / sharpness),
             0.3,
             "copies through a staging buffer",
             ("pageable", f"pageable@{system}"),
@@ -378,10 +379,10 @@ def _prefill_priors(machine: Machine, host: Prior) -> dict[str, Prior]:
             150e-6, 0.7, "synchronisation per uploaded layer", ("upload_floor_s",)
         ),
         "flops_reach": Prior(
-            flops_reach,
+            FLOPS_REACH[backend] * (machine.device_flops / USUAL_FLOPS) ** FLOPS_POWER,
             0.6,
             "share of the specified FLOP/s",
-            ("flops_reach", f"flops_reach@{backend}", f"flops_reach@{card_class}"),
+            ("flops_reach", f"flops_reach@{backend}"),
         ),
         "attention_reach": Prior(
             0.5,
