@@ -24,7 +24,7 @@ from .report import Report
 from .subjects import ROOT
 
 NOBODY, UNKNOWN = 65_534, 54_321
-LONGEST_S = 120
+LONGEST_S = 600
 SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
 
 COMMANDS = (
@@ -42,6 +42,7 @@ COMMANDS = (
     "trace synth result.parquet --like t.parquet --tokens 20",
     "trace predict t.parquet result.parquet",
     "trace widths t.parquet result.parquet --bits 4,8",
+    "trace check-residency t.parquet",
     "train-cache t.parquet --out result --hidden 8 --epochs 1",
     "train-tiny --out result --minutes 0.01",
     "store build tiny --out result",
@@ -52,7 +53,7 @@ COMMANDS = (
     "calibrate result.toml --hw hw.toml --minutes 0.05 --quick",
     "validate t.parquet --hw hw.toml --policy on-demand+lru --cache-ratio 0.5 --batch 1 --steps 2 --repetitions 1 --out result",
     "verify --minutes 0.1 --out result",
-    "reproduce --list",
+    "reproduce --list", "reproduce --all --paper DAOP --jobs 1 --out result",
 )  # fmt: skip
 
 PLANTED = """
