@@ -40,18 +40,18 @@ COMMANDS = (
     "trace check t.parquet", f"trace import foreign result.parquet --shape {SHAPE}",
     "trace export t.parquet result.csv --to csv",
     "trace synth result.parquet --like t.parquet --tokens 20",
-    "trace predict t.parquet result.parquet",
+    "trace predict t.parquet result.parquet --recall 0.8",
     "trace widths t.parquet result.parquet --bits 4,8",
     "trace check-residency t.parquet",
     "train-cache t.parquet --out result --hidden 8 --epochs 1",
     "train-tiny --out result --minutes 0.01",
     "store build tiny --out result",
     "record result.parquet --prompts p.txt --new-tokens 1",
-    "run t.parquet --steps 2 --hw hw.toml", "run tiny --steps 2",
+    "run t.parquet --steps 2 --hw two-core-host", "run tiny --steps 2",
     "quality --tokens 64 --cache-ratio 0.5",
     "doctor", "doctor --warm", "profile result.toml --quick",
-    "calibrate result.toml --hw hw.toml --minutes 0.05 --quick",
-    "validate t.parquet --hw hw.toml --policy on-demand+lru --cache-ratio 0.5 --batch 1 --steps 2 --repetitions 1 --out result",
+    "calibrate result.toml --hw two-core-host --minutes 0.05 --quick",
+    "validate t.parquet --hw two-core-host --policy on-demand+lru --cache-ratio 0.5 --batch 1 --steps 2 --repetitions 1 --out result",
     "verify --minutes 0.1 --out result",
     "reproduce --list", "reproduce --all --paper DAOP --jobs 1 --out result",
 )  # fmt: skip
@@ -71,9 +71,9 @@ MODULES = (
 )
 
 
-def _somebody(folder, number=NOBODY):
+def _somebody(source, folder, number=NOBODY):
     """A folder with what the commands read, which belongs to a user."""
-    prepare(folder)
+    shutil.copytree(source, folder)
     for path in (folder, *folder.rglob("*")):
         os.chown(path, number, number)
 
@@ -233,15 +233,24 @@ def run_suite(count, seed=0, only=None):
         if not only or only in ": ".join(one)
     ]
     random.Random(seed).shuffle(chosen)
-    for name, words in chosen[:count]:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source"
+        source.mkdir()
+        prepare(source)
+        _try(chosen[:count], source, started, report)
+    return report
+
+
+def _try(chosen, source, started, report):
+    """Run each command under its condition."""
+    for name, words in chosen:
         if report.is_over:
             break
         number = UNKNOWN if name == "no home" else NOBODY
         with tempfile.TemporaryDirectory() as folder:
             Path(folder).chmod(0o755)
             work = Path(folder) / "work"
-            work.mkdir()
-            _somebody(work, number)
+            _somebody(source, work, number)
             variables = CONDITIONS[name](work)
             try:
                 *faults, end = judge(words, variables, number, started, work)
@@ -249,8 +258,8 @@ def run_suite(count, seed=0, only=None):
                 report.count(f"{name}: worked for longer than {LONGEST_S} s:", words)
                 continue
             report.count(name, "fell" if faults else f"ended {end[1:2]}")
-            report.count("said", end[3:]) if len(end) > 3 and not faults else None
+            if len(end) > 3 and not faults:
+                report.said.append(f"{name}: {words}: {end[3:]}")
             for fault in faults:
                 report.fail(f"{name}: {words}: {fault}")
             shutil.rmtree(work, ignore_errors=True)
-    return report
