@@ -111,9 +111,9 @@ WRITERS = (
     ),
     Writer("trace stats t.parquet", {"--html": ".html", "--out": "/"}, ("t.parquet",)),
     Writer(
-        "record OUT --prompts p.txt --new-tokens 1 --no-overhead",
+        "record OUT --model M --prompts p.txt --new-tokens 1 --no-overhead",
         {"OUT": ".parquet", "--calibration": ".safetensors", "--residual": ".st"},
-        ("p.txt",),
+        ("p.txt", "M/model.safetensors"),
         most=80,
     ),
     Writer(
@@ -234,6 +234,7 @@ def prepare(folder):
     from support.small_trace import write_small_trace
 
     from moesim.hwprofiles.profile import load_profile, save_profile
+    from moesim.runtime.models.local_model import tiny_dir
 
     for name, seed in (("t.parquet", 0), ("warm.parquet", 1)):
         write_small_trace(folder / name, seed=seed)
@@ -247,6 +248,7 @@ def prepare(folder):
     sweep = "sweep t.parquet --hw hw.toml --policy all-cpu --steps 3 --results STORE"
     ended = run(sweep.split(), folder)
     assert ended.code == 0, ended
+    shutil.copytree(tiny_dir(), folder / "M")
     (row,) = (folder / "STORE").glob("*.parquet")
     row.rename(row.with_stem("row"))
     (folder / "before.json").write_text("{}")

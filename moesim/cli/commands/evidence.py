@@ -153,7 +153,7 @@ class ValidateOptions(Options):
     minutes: float | None = minutes_option(
         "A limit: cells and repetitions that do not fit are left out, and named."
     )
-    store: Path | None = option(None, STORES, kind=Path, metavar="DIR")
+    store: Path | None = option(None, STORES, kind=Path, metavar="DIR", place="input")
     out: Path | None = folder_option(
         "Write the report there, after every half minute; a second call goes on."
     )
@@ -401,6 +401,7 @@ class CalibrateOptions(Options):
         "Profile to start from. Default: measured first, about 10 s; with --from that"
         " of DST where it is there, else that of the first run.",
         metavar="FILE",
+        place="input",
     )
     against: Path | None = option(
         None,
@@ -416,7 +417,7 @@ class CalibrateOptions(Options):
     force: bool = option(
         False, "Write a profile that cannot be trusted all the same.", kind=bool
     )
-    store: Path | None = option(None, STORES, kind=Path, metavar="DIR")
+    store: Path | None = option(None, STORES, kind=Path, metavar="DIR", place="input")
     seed: int = seed_option()
     as_json: bool = json_option()
 

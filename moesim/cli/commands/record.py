@@ -66,6 +66,7 @@ class TextOptions(Options):
         "Read experts from this store (built if new): for models beyond memory.",
         kind=Path,
         metavar="DIR",
+        place="input",
     )
     host_memory_bytes: int | None = option(
         None,
@@ -95,6 +96,11 @@ class RecordCommand(RecordOptions, TextOptions):
         kind=bool,
     )
     as_json: bool = json_option()
+
+    def inputs(self) -> list[Path]:
+        """Files that are read, a model's own included."""
+        own = [*Path(self.model).glob("*"), *Options.inputs(self)]
+        return [file for file in own if file != self.residual]
 
 
 @from_dataclass()

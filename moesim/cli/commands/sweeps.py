@@ -268,6 +268,7 @@ class ResultsOptions(Options):
         kind=Path,
         metavar="DIR",
         argument=True,
+        place="input",
     )
     sql: str = option(
         "SELECT model, policy, hw, count(*) AS runs, min(tpot_s) AS best_tpot_s,"
