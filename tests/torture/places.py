@@ -19,6 +19,7 @@ from typing import NamedTuple
 from .commands import COMMANDS, faults_of_end, run, warm_up
 from .commands import prepare as prepare_commands
 from .report import Report
+from .subjects import ROOT
 
 
 class Writer(NamedTuple):
@@ -112,7 +113,15 @@ WRITERS = (
     Writer("trace stats t.parquet", {"--html": ".html", "--out": "/"}, ("t.parquet",)),
     Writer(
         "record OUT --model M --prompts p.txt --new-tokens 1 --no-overhead",
-        {"OUT": ".parquet", "--calibration": ".safetensors", "--residual": ".st"},
+        {"OUT": ".parquet", "--calibration": ".safetensors"},
+        ("p.txt", "M/model.safetensors"),
+        most=80,
+    ),
+    Writer(
+        # Beside a calibration, vectors are of its text, which is short.
+        "record other.parquet --model M --prompts p.txt --new-tokens 1 --no-overhead"
+        " --calibration other.safetensors",
+        {"--residual": ".st"},
         ("p.txt", "M/model.safetensors"),
         most=80,
     ),
@@ -234,7 +243,6 @@ def prepare(folder):
     from support.small_trace import write_small_trace
 
     from moesim.hwprofiles.profile import load_profile, save_profile
-    from moesim.runtime.models.local_model import tiny_dir
 
     for name, seed in (("t.parquet", 0), ("warm.parquet", 1)):
         write_small_trace(folder / name, seed=seed)
@@ -248,7 +256,8 @@ def prepare(folder):
     sweep = "sweep t.parquet --hw hw.toml --policy all-cpu --steps 3 --results STORE"
     ended = run(sweep.split(), folder)
     assert ended.code == 0, ended
-    shutil.copytree(tiny_dir(), folder / "M")
+    tiny = ROOT / "moesim" / "runtime" / "data" / "tiny"
+    shutil.copytree(tiny, folder / "M", ignore=shutil.ignore_patterns("residual*"))
     (row,) = (folder / "STORE").glob("*.parquet")
     row.rename(row.with_stem("row"))
     (folder / "before.json").write_text("{}")
