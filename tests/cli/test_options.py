@@ -36,8 +36,8 @@ def commands():
     return {words: inspect.unwrap(each.callback) for words, each in found.items()}
 
 
-def declared():
-    """Every option of every command: flag -> command -> field."""
+def declared(*, arguments=False):
+    """Every option of every command, or argument: flag -> command -> field."""
     options = defaultdict(dict)
     for words, function in commands().items():
         of = function.__annotations__
@@ -47,7 +47,7 @@ def declared():
         for kind in kinds:
             for field in fields(kind):
                 stated = option_of(field)
-                if stated.on_command_line and not stated.argument:
+                if stated.on_command_line and stated.argument == arguments:
                     options[flag_of(field)][words] = field
     return options
 
@@ -85,7 +85,7 @@ def test_a_name_has_one_kind_of_value_everywhere():
 def test_every_path_is_read_or_written_or_a_place_to_work_in():
     """What is declared is protected: no result replaces it."""
     to_work_in = {"--store", "--disk", "--learn"}
-    for flag, by_command in declared().items():
+    for flag, by_command in [*declared().items(), *declared(arguments=True).items()]:
         for words, field in by_command.items():
             stated = option_of(field)
             if stated.kind is Path and flag not in to_work_in:
