@@ -101,7 +101,7 @@ LONG_COMMANDS = (
     Command(
         "calibrate",
         "calibrate out/hw.toml --hw two-core-host --quick --minutes 0.01 --force"
-        " --shape olmoe-1b-7b/32,olmoe-1b-7b/64 --seed SEED",
+        " --shape olmoe-1b-7b/512,olmoe-1b-7b/1024 --seed SEED",
         measures=True,
     ),
     Command(

@@ -45,6 +45,9 @@ def attack(stage, command, dice, report, name):
         if ".part " not in fault and ".part/" not in fault:
             report.fail(f"{where}: {fault}")
 
+    # A calibration takes minutes whatever was left; every fifth is enough.
+    if command.name == "calibrate" and dice.random() < 0.8:
+        return
     again = run(words_of(command, NEWER), stage.work)
     found = digests(stage.work / "out")
     if again.code != 0:
