@@ -20,10 +20,9 @@ from pathlib import Path
 from moesim.base.options import flag_of, option_of
 
 from .commands import faults_of_end, run
-from .places import contents, preload, prepare
+from .places import SHAPE, contents, preload, prepare
 from .report import Report
 
-SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
 TIMES = re.compile(r'"(wall_s|simulated_s|date|version|git_commit)": [^,}]+')
 SILENT = (
     "--seed", "--engine", "--out", "--perfetto", "--html", "--hw", "--warm", "--artefacts",

@@ -19,13 +19,12 @@ import tempfile
 from pathlib import Path
 
 from .commands import faults_of_end, lines_of
-from .places import prepare
+from .places import SHAPE, prepare
 from .report import Report
 from .subjects import ROOT
 
 NOBODY, UNKNOWN = 65_534, 54_321
 LONGEST_S = 600
-SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
 
 COMMANDS = (
     "list", "config", "model olmoe-1b-7b", "advise olmoe-1b-7b --gpu RTX3090",
