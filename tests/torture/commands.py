@@ -72,7 +72,8 @@ COMMANDS = (
     Command("store build", "store build tiny --out out/store"),
     Command(
         "record",
-        "record out/r.parquet --prompts promptsSEED.txt --new-tokens 2 --batch 1 --resume",
+        "record out/r.parquet --prompts promptsSEED.txt --new-tokens 2 --batch 1 --resume"
+        " --no-overhead",
     ),
 )
 """Each takes half a second or so."""
