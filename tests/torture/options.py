@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import fields
 from pathlib import Path
 
-from moesim.base.options import flag_of, option_of
+from moesim.base.options import default_of, flag_of, option_of
 
 from .commands import faults_of_end, run
 from .places import SHAPE, contents, preload, prepare
@@ -202,7 +202,9 @@ def attack(command, pair, declared, source, work, report, name):
     if command == "replay" and ended.code == 0:
         for flag in pair:
             told = f"{flag} changes nothing" in ended.err
-            if not (told or flag in SILENT or _matters(flag, pair, declared, again)):
+            is_default = pair[flag] == str(default_of(declared[flag]))
+            may = told or is_default or flag in SILENT
+            if not may and not _matters(flag, pair, declared, again):
                 report.fail(f"{where}: {flag} changes nothing, without a word")
 
 
