@@ -290,8 +290,8 @@ def attack(writer, option, kind, name, work, report):
 
     where = f"{' '.join(writer.words.split()[:2])} {option} on {name} as {place}"
     report.count(f"{kind}:", "done" if ended.code == 0 else "refused")
-    # Two say by their code that what they found is not as it should be.
-    says = words[0] in ("doctor", "verify")
+    # Some say by their code that what they found is not as it should be.
+    says = words[0] in ("doctor", "verify", "validate")
     for fault in faults_of_end(ended.code, ended.err, (0, 1, 2) if says else (0, 2)):
         report.fail(f"{where}: {fault}")
     if name == "absent" and ended.code == 2:
