@@ -50,7 +50,7 @@ COMMANDS = (
     "quality --tokens 64 --cache-ratio 0.5",
     "doctor", "doctor --warm", "profile result.toml --quick",
     "calibrate result.toml --hw two-core-host --minutes 0.05 --quick",
-    "validate t.parquet --hw two-core-host --policy on-demand+lru --cache-ratio 0.5 --batch 1 --steps 2 --repetitions 1 --out result",
+    "validate tiny --hw two-core-host --policy on-demand+lru --cache-ratio 0.5 --batch 1 --steps 2 --repetitions 1 --shape olmoe-1b-7b/64 --out result",
     "verify --minutes 0.1 --out result",
     "reproduce --list", "reproduce --all --paper DAOP --jobs 1 --out result",
 )  # fmt: skip
