@@ -257,8 +257,7 @@ def _try(chosen, source, started, report):
                 report.count(f"{name}: worked for longer than {LONGEST_S} s:", words)
                 continue
             report.count(name, "fell" if faults else f"ended {end[1:2]}")
-            if len(end) > 3 and not faults:
-                report.said.append(f"{name}: {words}: {end[3:]}")
+            report.said += [f"{name}: {words}: {end[3:]}"] if end[3:] else []
             for fault in faults:
                 report.fail(f"{name}: {words}: {fault}")
             shutil.rmtree(work, ignore_errors=True)
