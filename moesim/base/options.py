@@ -119,16 +119,16 @@ def policies_option(*names: str) -> Any:
     return option(names, text, metavar="P", policy_kind="assignment", many=True)
 
 
+def input_option(text: str, default: Any = None, **details: Any) -> Any:
+    """A file that is read, or several, or a folder; no result replaces it."""
+    details = {"metavar": "FILE", **details}
+    return option(default, text, kind=Path, place="input", **details)
+
+
 def trace_argument() -> Any:
     """The trace that a command reads."""
-    return option(
-        REQUIRED,
-        "A moesim trace (Parquet), or the name of one that ships.",
-        kind=Path,
-        metavar="TRACE",
-        argument=True,
-        place="input",
-    )
+    text = "A moesim trace (Parquet), or the name of one that ships."
+    return input_option(text, REQUIRED, metavar="TRACE", argument=True)
 
 
 def target_argument(text: str, default: Any = REQUIRED, **details: Any) -> Any:

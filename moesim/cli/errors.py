@@ -27,7 +27,7 @@ from moesim.base.ends import (
     say_end,
     stopping_signals,
 )
-from moesim.base.files import discard_all
+from moesim.base.files import discard_all, remove_leftovers
 from moesim.base.text import VisibleStream, one_line
 
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
@@ -41,6 +41,9 @@ head``. Those of signals are in `moesim.base.ends`.
 
 CLEANUP_LIMIT_S = 1.5
 """Seconds that a command has to clear up after an interrupt."""
+
+END_LIMIT_S = 0.3
+"""Seconds to wait for processes that were killed."""
 
 AGAIN_S = 0.01
 """Seconds until an interrupt that got lost comes again."""
@@ -169,13 +172,23 @@ def _give_up(number: int) -> None:
     """End this process and its children at once, and remove what is unfinished."""
     import psutil
 
+    killed = []
+    folders: set[Path] = set()
     for child in psutil.Process().children(recursive=True):
         # A child may end by itself while we look at it.
         with suppress(psutil.Error):
             # It removes what its parent has shared with others, and then ends.
-            if not any("resource_tracker" in word for word in child.cmdline()):
-                child.kill()
+            if any("resource_tracker" in word for word in child.cmdline()):
+                continue
+            with suppress(psutil.Error):
+                folders.update(Path(file.path).parent for file in child.open_files())
+            child.kill()
+            killed.append(child)
     discard_all()
+    # Only the dead let go of what they were writing.
+    psutil.wait_procs(killed, END_LIMIT_S)
+    for folder in folders:
+        remove_leftovers(folder)
     code = exit_code(number)
     say_end(code)
     os._exit(code)

@@ -14,7 +14,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from moesim.base.options import ConfigError, Options, is_list, option, option_of
+from moesim.base.options import (
+    ConfigError,
+    Options,
+    input_option,
+    is_list,
+    option,
+    option_of,
+)
 from moesim.base.text import did_you_mean
 from moesim.base.units import format_bytes, parse_bytes
 
@@ -196,12 +203,9 @@ class RunConfig(MemoryOptions):
         ConfigError: a value that does not fit its field.
     """
 
-    trace: str | Path | Trace | None = option(
-        None,
+    trace: str | Path | Trace | None = input_option(
         "A moesim trace (Parquet), or tiny, which ships.",
-        kind=Path,
         metavar="TRACE",
-        place="input",
         accepts_objects=True,
     )
     # Who decides. A system is all four policies; the others replace parts of it.
@@ -280,19 +284,13 @@ class RunConfig(MemoryOptions):
         maximum=1,
     )
     seed: int = option(0, "For policies that draw.", kind=int, metavar="N", minimum=0)
-    warm: str | Path | Trace | None = option(
-        None,
+    warm: str | Path | Trace | None = input_option(
         "Calibration trace from which policies may fill the cache first.",
-        kind=Path,
         metavar="TRACE",
-        place="input",
         accepts_objects=True,
     )
-    artefacts: str | Path | None = option(
-        None,
+    artefacts: str | Path | None = input_option(
         "Calibration artefacts, such as the network that train-cache writes.",
-        kind=Path,
-        place="input",
         metavar="DIR",
     )
     noise_seed: int | None = option(
@@ -477,12 +475,9 @@ _SIZES = {
 class MeasuredConfig(RunConfig):
     """What a run on this machine is made with: a `RunConfig`, and its real experts."""
 
-    trace: str | Path | Trace | None = option(
-        None,
+    trace: str | Path | Trace | None = input_option(
         "Routing to be forced; without it, a model runs.",
-        kind=Path,
         metavar="TRACE",
-        place="input",
         accepts_objects=True,
     )
     hw: str | Path | HardwareProfile | None = option(
@@ -528,12 +523,8 @@ class MeasuredConfig(RunConfig):
     temperature: float = option(
         0.0, "0 decodes greedily.", kind=float, minimum=0, needs=("model",)
     )
-    residual: str | Path | Residual | None = option(
-        None,
+    residual: str | Path | Residual | None = input_option(
         "Residual vectors for --prefetch residual (see: record).",
-        kind=Path,
-        place="input",
-        metavar="FILE",
         accepts_objects=True,
         needs=("model",),
     )

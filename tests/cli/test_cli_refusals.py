@@ -108,9 +108,11 @@ trace import @t.parquet @t.parquet                        | t.parquet; would rep
 trace export @t.parquet @t.parquet --to csv               | t.parquet; would replace what is read
 trace synth @t.parquet --tokens 9 --like @t.parquet       | t.parquet; would replace what is read
 hits @t.parquet --table @t.parquet                        | t.parquet; would replace what is read
+results @ --table @t.parquet                              | t.parquet; would replace what is read
 record x.parquet --prompts @absent.txt                     | absent.txt
 record x.parquet --prompts @text.parquet --model @folder   | config.json
 record @binary --prompts @binary                    | binary; would replace what is read
+record --prompts @empty --model @ --calibration @binary | binary; would replace what is read
 hits @t.parquet --cache lru,nope --png x.png             | nope
 hits @t.parquet --cache ,                                | --cache
 hits @t.parquet --cache-ratio 0.1,2                      | shares between 0 and 1
@@ -159,6 +161,7 @@ profile hw.txt                                      | .toml
 profile @folder                                     | folder
 calibrate @folder                                   | folder
 validate @t.parquet --cache-ratio x                      | expected numbers
+validate --structure @folder --steps 3                  | --steps; expected none beside --structure
 run                                                       | TRACE; --model
 run --model tiny                                          | --prompt
 store build tiny                                          | --out

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.command_line import refused, runner
 from support.small_trace import write_small_trace
+from torture import places, users
 from typer.main import get_command
 
 from moesim import cli
@@ -36,8 +37,8 @@ def commands():
     return {words: inspect.unwrap(each.callback) for words, each in found.items()}
 
 
-def declared():
-    """Every option of every command: flag -> command -> field."""
+def declared(*, arguments=False):
+    """Every option of every command, or argument: flag -> command -> field."""
     options = defaultdict(dict)
     for words, function in commands().items():
         of = function.__annotations__
@@ -47,7 +48,7 @@ def declared():
         for kind in kinds:
             for field in fields(kind):
                 stated = option_of(field)
-                if stated.on_command_line and not stated.argument:
+                if stated.on_command_line and stated.argument == arguments:
                     options[flag_of(field)][words] = field
     return options
 
@@ -85,11 +86,28 @@ def test_a_name_has_one_kind_of_value_everywhere():
 def test_every_path_is_read_or_written_or_a_place_to_work_in():
     """What is declared is protected: no result replaces it."""
     to_work_in = {"--store", "--disk", "--learn"}
-    for flag, by_command in declared().items():
+    for flag, by_command in [*declared().items(), *declared(arguments=True).items()]:
         for words, field in by_command.items():
             stated = option_of(field)
             if stated.kind is Path and flag not in to_work_in:
                 assert stated.place, (flag, words)
+
+
+def test_every_command_and_every_place_of_a_result_is_attacked():
+    """By `make torture`: as somebody else, and on all kinds of nodes."""
+    tried = {
+        words for words in commands() for each in users.COMMANDS if begins(each, words)
+    }
+    assert tried == set(commands())
+    for flag, by_command in declared().items():
+        for words, field in by_command.items():
+            own = [each for each in places.WRITERS if begins(each.words, words)]
+            if option_of(field).place in ("file", "folder"):
+                assert any(flag in each.outputs for each in own), (flag, words)
+
+
+def begins(line, words):
+    return f"{line} ".startswith(f"{words} ")
 
 
 @pytest.mark.parametrize(

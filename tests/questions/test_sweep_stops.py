@@ -183,6 +183,32 @@ def test_the_deadline_holds_though_a_child_ends_meanwhile(tmp_path):
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+WRITING = """
+import multiprocessing
+import signal
+from moesim.base.files import NewFile
+from moesim.cli.errors import _give_up
+
+def write(begun):
+    NewFile("result/table")
+    begun.set()
+    signal.pause()
+
+context = multiprocessing.get_context("fork")
+begun = context.Event()
+context.Process(target=write, args=(begun,)).start()
+begun.wait()
+_give_up(signal.SIGINT)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not fork")
+def test_the_deadline_leaves_nothing_of_what_children_were_writing(tmp_path):
+    done = run_python("-c", WRITING, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert list((tmp_path / "result").iterdir()) == []
+
+
 LOST = """
 import os
 import signal

@@ -72,7 +72,8 @@ COMMANDS = (
     Command("store build", "store build tiny --out out/store"),
     Command(
         "record",
-        "record out/r.parquet --prompts promptsSEED.txt --new-tokens 2 --batch 1 --resume",
+        "record out/r.parquet --prompts promptsSEED.txt --new-tokens 2 --batch 1 --resume"
+        " --no-overhead",
     ),
 )
 """Each takes half a second or so."""
@@ -101,7 +102,7 @@ LONG_COMMANDS = (
     Command(
         "calibrate",
         "calibrate out/hw.toml --hw two-core-host --quick --minutes 0.01 --force"
-        " --shape olmoe-1b-7b/32,olmoe-1b-7b/64 --seed SEED",
+        " --shape olmoe-1b-7b/512,olmoe-1b-7b/1024 --seed SEED",
         measures=True,
     ),
     Command(

@@ -23,12 +23,14 @@ class Report:
         name: of the suite.
         counts: how often each outcome was met, by subject and outcome.
         failures: one text per failure, which names the seed that repeats it.
+        said: refusals, for a reader to judge.
         longest_s: seconds that every suite of this process may take.
     """
 
     name: str
     counts: Counter = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
     longest_s: ClassVar[float] = float("inf")
 
@@ -56,6 +58,8 @@ class Report:
         )
         for what, count in sorted(self.counts.items()):
             print(f"    {count:8,}  {what}", file=file)
+        for text in self.said[:MOST_SHOWN]:
+            print(f"    said {text}", file=file)
         for text in self.failures[:MOST_SHOWN]:
             print(f"    FAILED {text}", file=file, flush=True)
 

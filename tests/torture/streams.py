@@ -18,12 +18,11 @@ import tempfile
 from pathlib import Path
 
 from .commands import faults_of_end
-from .places import prepare
+from .places import SHAPE, prepare
 from .report import Report
 from .subjects import ROOT
 
 LONGEST_S = 60
-SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
 
 COMMANDS = (
     "--help",

@@ -19,13 +19,12 @@ import tempfile
 from pathlib import Path
 
 from .commands import faults_of_end, lines_of
-from .places import prepare
+from .places import SHAPE, prepare
 from .report import Report
 from .subjects import ROOT
 
 NOBODY, UNKNOWN = 65_534, 54_321
-LONGEST_S = 120
-SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
+LONGEST_S = 600
 
 COMMANDS = (
     "list", "config", "model olmoe-1b-7b", "advise olmoe-1b-7b --gpu RTX3090",
@@ -40,19 +39,20 @@ COMMANDS = (
     "trace check t.parquet", f"trace import foreign result.parquet --shape {SHAPE}",
     "trace export t.parquet result.csv --to csv",
     "trace synth result.parquet --like t.parquet --tokens 20",
-    "trace predict t.parquet result.parquet",
+    "trace predict t.parquet result.parquet --recall 0.8",
     "trace widths t.parquet result.parquet --bits 4,8",
+    "trace check-residency t.parquet",
     "train-cache t.parquet --out result --hidden 8 --epochs 1",
     "train-tiny --out result --minutes 0.01",
     "store build tiny --out result",
     "record result.parquet --prompts p.txt --new-tokens 1",
-    "run t.parquet --steps 2 --hw hw.toml", "run tiny --steps 2",
+    "run t.parquet --steps 2 --hw two-core-host", "run tiny --steps 2",
     "quality --tokens 64 --cache-ratio 0.5",
     "doctor", "doctor --warm", "profile result.toml --quick",
-    "calibrate result.toml --hw hw.toml --minutes 0.05 --quick",
-    "validate t.parquet --hw hw.toml --policy on-demand+lru --cache-ratio 0.5 --batch 1 --steps 2 --repetitions 1 --out result",
+    "calibrate result.toml --hw two-core-host --minutes 0.05 --quick",
+    "validate tiny --hw two-core-host --policy on-demand+lru --cache-ratio 0.5 --batch 1 --steps 2 --repetitions 1 --shape olmoe-1b-7b/64 --out result",
     "verify --minutes 0.1 --out result",
-    "reproduce --list",
+    "reproduce --list", "reproduce --all --paper DAOP --jobs 1 --out result",
 )  # fmt: skip
 
 PLANTED = """
@@ -70,9 +70,9 @@ MODULES = (
 )
 
 
-def _somebody(folder, number=NOBODY):
+def _somebody(source, folder, number=NOBODY):
     """A folder with what the commands read, which belongs to a user."""
-    prepare(folder)
+    shutil.copytree(source, folder)
     for path in (folder, *folder.rglob("*")):
         os.chown(path, number, number)
 
@@ -232,15 +232,24 @@ def run_suite(count, seed=0, only=None):
         if not only or only in ": ".join(one)
     ]
     random.Random(seed).shuffle(chosen)
-    for name, words in chosen[:count]:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source"
+        source.mkdir()
+        prepare(source)
+        _try(chosen[:count], source, started, report)
+    return report
+
+
+def _try(chosen, source, started, report):
+    """Run each command under its condition."""
+    for name, words in chosen:
         if report.is_over:
             break
         number = UNKNOWN if name == "no home" else NOBODY
         with tempfile.TemporaryDirectory() as folder:
             Path(folder).chmod(0o755)
             work = Path(folder) / "work"
-            work.mkdir()
-            _somebody(work, number)
+            _somebody(source, work, number)
             variables = CONDITIONS[name](work)
             try:
                 *faults, end = judge(words, variables, number, started, work)
@@ -248,8 +257,7 @@ def run_suite(count, seed=0, only=None):
                 report.count(f"{name}: worked for longer than {LONGEST_S} s:", words)
                 continue
             report.count(name, "fell" if faults else f"ended {end[1:2]}")
-            report.count("said", end[3:]) if len(end) > 3 and not faults else None
+            report.said += [f"{name}: {words}: {end[3:]}"] if end[3:] else []
             for fault in faults:
                 report.fail(f"{name}: {words}: {fault}")
             shutil.rmtree(work, ignore_errors=True)
-    return report

@@ -11,6 +11,7 @@ from moesim.base.options import (
     ConfigError,
     Options,
     file_option,
+    input_option,
     json_option,
     option,
 )
@@ -60,13 +61,7 @@ class AdviseOptions(ModelOptions):
     hw: str | None = option(
         None, "Profile that moesim profile wrote here.", metavar="FILE", place="input"
     )
-    bench: Path | None = option(
-        None,
-        "Rows of llama-bench -o json, jsonl, csv or md.",
-        kind=Path,
-        metavar="FILE",
-        place="input",
-    )
+    bench: Path | None = input_option("Rows of llama-bench -o json, jsonl, csv or md.")
     context_tokens: int = option(
         8192,
         "Tokens that the context holds.",
@@ -106,14 +101,10 @@ class AdviseOptions(ModelOptions):
         minimum=0,
         metavar="SIZE",
     )
-    routing_trace: Path | None = option(
-        None,
+    routing_trace: Path | None = input_option(
         "Routing of this model: bound of any schedule, an expert cache, masks for"
         " ktransformers.",
-        kind=Path,
         flag="--trace",
-        metavar="FILE",
-        place="input",
     )
     expert_counts: Path | None = file_option(
         "Write a trace's counts of experts, as kt-kernel's masks need them.",

@@ -14,6 +14,7 @@ import typer
 from moesim.base.options import (
     Options,
     folder_option,
+    input_option,
     json_option,
     minutes_option,
     option,
@@ -100,18 +101,23 @@ def verify(options: VerifyOptions) -> None:
         raise typer.Exit(DIFFERENT)
 
 
+_OF_GRID = (
+    *("policy", "cache_ratio", "batch", "shape", "host_ratio", "hw", "steps"),
+    *("repetitions", "minutes", "store", "earlier"),
+)
+"""What `moesim validate` asks of a grid of its own, and of nothing else."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidateOptions(Options):
     """What `moesim validate` is asked."""
 
-    traces: tuple[Path, ...] = option(
-        (),
+    traces: tuple[Path, ...] = input_option(
         "moesim traces (Parquet); with --structure folders of real runs.",
-        kind=Path,
+        (),
         many=True,
         argument=True,
         metavar="TRACE…",
-        place="input",
     )
     policy: tuple[str, ...] = policies_option(
         *("all-cpu+none", "on-demand+lru", "fixed-mapping+lru"),
@@ -162,10 +168,12 @@ class ValidateOptions(Options):
         "Instead: replay finished real runs with their measured times. What differs"
         " then is structure, no noise.",
         kind=bool,
+        excludes=(*_OF_GRID, "out", "seed", "protocol", "measured"),
     )
     protocol: Path | None = folder_option(
         "Instead: follow docs/measurements/protocol.md, calibrations included; sittings"
-        " and the result go there."
+        " and the result go there.",
+        excludes=(*_OF_GRID, "out", "traces", "measured"),
     )
     sittings: int | None = option(
         None,
@@ -175,22 +183,16 @@ class ValidateOptions(Options):
         minimum=0,
         needs=("protocol",),
     )
-    earlier: Path | None = option(
-        None,
-        "Sum up with an earlier validation.json.",
-        kind=Path,
-        flag="--with",
-        metavar="FILE",
-        place="input",
+    earlier: Path | None = input_option(
+        "Sum up with an earlier validation.json.", flag="--with"
     )
-    measured: tuple[Path, ...] = option(
-        (),
+    measured: tuple[Path, ...] = input_option(
         "Instead: predict other people's measurements in these folders, whole platforms"
         " and sources left out.",
-        kind=Path,
+        (),
         many=True,
         metavar="DIR",
-        place="input",
+        excludes=(*_OF_GRID, "traces", "seed"),
     )
     seed: int = seed_option()
     as_json: bool = json_option()
@@ -378,15 +380,13 @@ class CalibrateOptions(Options):
     """What `moesim calibrate` is asked."""
 
     target: Path = target_argument("The profile to write.", Path("hw.toml"))
-    runs: tuple[Path, ...] = option(
-        (),
+    runs: tuple[Path, ...] = input_option(
         "Learn from these folders of finished real runs (moesim run --out) instead of"
         " making designed ones.",
-        kind=Path,
+        (),
         many=True,
         metavar="RUN",
         flag="--from",
-        place="input",
         excludes=("quick", "shape", "against", "minutes", "store"),
     )
     quick: bool = option(False, "Shorter runs.", kind=bool)
@@ -402,12 +402,8 @@ class CalibrateOptions(Options):
         " of DST where it is there, else that of the first run.",
         metavar="FILE",
     )
-    against: Path | None = option(
-        None,
-        "Say how far its predictions are from this profile's.",
-        kind=Path,
-        metavar="FILE",
-        place="input",
+    against: Path | None = input_option(
+        "Say how far its predictions are from this profile's."
     )
     minutes: float | None = minutes_option(
         "A limit: runs are repeated for so long at most, until no constant is so wide"

@@ -8,6 +8,7 @@ from moesim.base.inputs import check_input
 from moesim.base.options import (
     Options,
     folder_option,
+    input_option,
     json_option,
     minutes_option,
     option,
@@ -39,12 +40,8 @@ class QualityOptions(Options):
         metavar="NAME",
         policy_kind="assignment",
     )
-    text: Path | None = option(
-        None,
-        "UTF-8 text. Default for tiny: passages of the corpus's evaluation part.",
-        kind=Path,
-        metavar="FILE",
-        place="input",
+    text: Path | None = input_option(
+        "UTF-8 text. Default for tiny: passages of the corpus's evaluation part."
     )
     sweep: str | None = option(
         None,
@@ -74,12 +71,8 @@ class QualityOptions(Options):
         "Experts started one layer ahead get their own layer's input after all.",
         kind=bool,
     )
-    residual: Path | None = option(
-        None,
-        "Residual vectors for --prefetch residual (see: record).",
-        kind=Path,
-        metavar="FILE",
-        place="input",
+    residual: Path | None = input_option(
+        "Residual vectors for --prefetch residual (see: record)."
     )
     dtype: str = option(
         "auto",

@@ -13,6 +13,7 @@ import typer
 from moesim.base.options import (
     Options,
     file_option,
+    input_option,
     json_option,
     option,
     target_argument,
@@ -33,20 +34,12 @@ DEFAULT_HOST_BYTES: Final = 4 << 30
 class TextOptions(Options):
     """What is read, by which model, and where its routing goes."""
 
-    prompts: Path | None = option(
-        None,
+    prompts: Path | None = input_option(
         "Texts separated by blank lines, one per line, or .jsonl.",
-        kind=Path,
-        metavar="FILE",
-        place="input",
         excludes=("dataset_file",),
     )
-    dataset_file: Path | None = option(
-        None,
-        "Instead: a data set, .jsonl, .csv, .tsv or .parquet.",
-        kind=Path,
-        metavar="FILE",
-        place="input",
+    dataset_file: Path | None = input_option(
+        "Instead: a data set, .jsonl, .csv, .tsv or .parquet."
     )
     column: str | None = option(
         None,
@@ -95,6 +88,11 @@ class RecordCommand(RecordOptions, TextOptions):
         kind=bool,
     )
     as_json: bool = json_option()
+
+    def inputs(self) -> list[Path]:
+        """Files that are read, a model's own included."""
+        own = [*Path(self.model).glob("*"), *Options.inputs(self)]
+        return [file for file in own if file != self.residual]
 
 
 @from_dataclass()

@@ -11,6 +11,7 @@ import typer
 from moesim.base.options import (
     Options,
     folder_option,
+    input_option,
     json_option,
     option,
     seed_option,
@@ -40,15 +41,11 @@ class ReproduceOptions(Options):
     list_all: bool = option(
         False, "List the experiments and what each needs.", kind=bool, flag="--list"
     )
-    traces: tuple[Path, ...] | None = option(
-        None,
+    traces: tuple[Path, ...] | None = input_option(
         "Traces, with commas. Default: the shipped one, and ../shared/traces of a"
         " checkout.",
-        kind=Path,
-        metavar="FILE",
         many=True,
         flag="--trace",
-        place="input",
     )
     steps: int | None = option(
         None,

@@ -16,6 +16,7 @@ from moesim.base.options import (
     Options,
     file_option,
     folder_option,
+    input_option,
     json_option,
     option,
 )
@@ -36,13 +37,8 @@ NOT_VERIFIED = 1
 class RunOptions(Options):
     """What `moesim run` is asked beside the run itself."""
 
-    prompts: Path | None = option(
-        None,
-        "Texts separated by blank lines, one per line, or .jsonl.",
-        kind=Path,
-        metavar="FILE",
-        place="input",
-        needs=("model",),
+    prompts: Path | None = input_option(
+        "Texts separated by blank lines, one per line, or .jsonl.", needs=("model",)
     )
     startup: bool = option(
         False,

@@ -15,6 +15,7 @@ from moesim.base.options import (
     Options,
     file_option,
     folder_option,
+    input_option,
     json_option,
     minutes_option,
     option,
@@ -30,13 +31,10 @@ if TYPE_CHECKING:
 class ManyRunsOptions(Options):
     """What many runs are made of, and where they happen."""
 
-    source: Path | None = option(
-        None,
+    source: Path | None = input_option(
         "A moesim trace, or a TOML file in which every list is an axis.",
-        kind=Path,
         metavar="TRACE|CONFIG",
         argument=True,
-        place="input",
     )
     results: Path | None = folder_option(
         "Keep results there; runs that are there are not run again."
@@ -262,10 +260,9 @@ def _number(text: str) -> float:
 class ResultsOptions(Options):
     """What is asked of which results."""
 
-    folder: Path = option(
-        REQUIRED,
+    folder: Path = input_option(
         "Results that `moesim sweep --results` keeps.",
-        kind=Path,
+        REQUIRED,
         metavar="DIR",
         argument=True,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from moesim.base.options import (
     REQUIRED,
     Options,
+    input_option,
     json_option,
     option,
     seed_option,
@@ -38,12 +39,9 @@ class TrainCacheOptions(Options):
         metavar="DIR",
         place="folder",
     )
-    held_out: Path | None = option(
-        None,
+    held_out: Path | None = input_option(
         "Judge on this trace. Default: the last quarter of TRACE, never learned from.",
-        kind=Path,
         metavar="TRACE",
-        place="input",
     )
     labels: Labels = option(
         "distance",

@@ -12,6 +12,7 @@ from moesim.base.options import (
     ConfigError,
     Options,
     file_option,
+    input_option,
     json_option,
     option,
     seed_option,
@@ -35,14 +36,12 @@ def _numbers(text: str, metavar: str) -> Any:
 class ImportOptions(Options):
     """What a foreign file does not say itself."""
 
-    sources: tuple[Path, ...] = option(
-        REQUIRED,
+    sources: tuple[Path, ...] = input_option(
         "A foreign routing trace; or tables, one for each MoE layer.",
-        kind=Path,
+        REQUIRED,
         metavar="SRC…",
         many=True,
         argument=True,
-        place="input",
     )
     target: Path = target_argument("The trace to write.")
     shape: str | None = option(
@@ -459,12 +458,8 @@ class WidthsOptions(Options):
         " first.",
         metavar="RULE|FILE",
     )
-    widths: Path | None = option(
-        None,
+    widths: Path | None = input_option(
         "Instead of --bits: a CSV file with the columns layer, expert, bits.",
-        kind=Path,
-        metavar="FILE",
-        place="input",
         excludes=("bits", "shares", "by"),
     )
     seed: int = seed_option()
