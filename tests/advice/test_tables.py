@@ -34,9 +34,29 @@ def test_every_row_names_its_source_and_date(file):
 
 
 def test_every_shape_names_its_source_and_when_it_was_read():
-    """A paper is a date of its own; what nobody looked up says so."""
+    """None is recalled, and none is without the month in which somebody looked."""
     for name, row in shapes().items():
-        assert re.search(r"20\d\d-\d\d|Table|recalled|logs", row["source"]), name
+        assert re.search(r"read 20\d\d-\d\d", row["source"]), name
+        assert "recalled" not in row["source"], name
+
+
+def test_layers_with_a_window_may_have_heads_of_their_own():
+    """Step 3.5: full attention in every fourth layer from the first, 64 heads there and
+    96 beside a window.
+    """
+    step = named_contents("step-3.5-flash")
+    full = [at for at, each in enumerate(step.layers) if not each.window_tokens]
+    assert full == list(range(0, 45, 4))
+    widths = {each.attention_width for each in step.layers if each.window_tokens}
+    assert widths == {2 * 96 * 128}
+
+
+@pytest.mark.parametrize("name", shapes())
+def test_weights_sum_to_the_published_total(name):
+    model = named_contents(name)
+    weights = sum(each.dense_weights + each.expert_weights for each in model.layers)
+    weights += (1 if model.tied else 2) * model.head_weights
+    assert weights / 1e9 == pytest.approx(shapes()[name]["total_b"], rel=0.012)
 
 
 def test_no_alias_differs_in_cores_from_its_row():
