@@ -72,21 +72,23 @@ class Units:
     Args:
         runs: int64 [N], number of each sample's run.
         steps: int64 [N], its forward pass.
+        blocks: of each run at least; more than one where runs differ in design, and
+            what they share is accounted for otherwise.
 
     Attributes:
         count: of the units.
+        of_rows: int64 [N], number of each sample's unit.
     """
 
-    def __init__(self, runs: np.ndarray, steps: np.ndarray) -> None:
+    def __init__(self, runs: np.ndarray, steps: np.ndarray, blocks: int = 1) -> None:
         distinct, run = np.unique(runs, return_inverse=True)
-        blocks = 1
-        if 0 < len(distinct) < LEAST_UNITS:
-            blocks = -(-LEAST_UNITS // len(distinct))
+        blocks = max(blocks, -(-LEAST_UNITS // max(1, len(distinct))))
         # Steps differ in number by run, and a run may begin with a prefill of its own.
         last = np.zeros(len(distinct), np.int64)
         np.maximum.at(last, run, steps)
         block = steps * blocks // (last[run] + 1)
         _, unit = np.unique(run * blocks + block, return_inverse=True)
+        self.of_rows = unit
         self.count = int(unit.max(initial=-1)) + 1
         self._order = np.argsort(unit, kind="stable")
         self._ends = np.cumsum(np.bincount(unit, minlength=self.count))
@@ -261,10 +263,17 @@ property of the machine.
 DRAWS = 40
 """Resamplings behind each interval of a calibration."""
 
-_ITERATIONS = 12
+_ITERATIONS = 16
+_RIDGE = 1e-9
+_REDRAWN = 400
+"""Resamplings of slowdowns, each of which is one step."""
 _PLANE_ITERATIONS = 8
 _HUBER = 1.5
 """Standard deviations beyond which a residual counts by its size, not its square."""
+_TUKEY = 4.685
+"""Standard deviations beyond which it does not count: what had to wait is no slowdown.
+Source: Tukey's biweight, 95 % efficient for a normal distribution.
+"""
 _MAD_TO_DEVIATION = 1.4826
 """Standard deviation over median absolute deviation, of a normal distribution."""
 _LATE = 5.0
@@ -275,16 +284,63 @@ _MOST_LOG_FACTOR = np.log(5.0)
 """A machine on which others take more of the speed would hardly finish anything."""
 
 
+class Slowdowns(NamedTuple):
+    """Factors by which C others slow N operations, and what moves them.
+
+    Attributes:
+        factors: float64 [C] in [1, 5].
+        rest: float64 [N], what is left of each logarithm, as far as it moves factors.
+        slopes: float64 [N, C], by what it changes with the factors' logarithms.
+        instruments: float64 [N, C], the same of what was expected, with weights.
+    """
+
+    factors: np.ndarray
+    rest: np.ndarray
+    slopes: np.ndarray
+    instruments: np.ndarray
+
+    def redrawn(
+        self, units: Units, runs: np.ndarray, drift: float, rng: np.random.Generator
+    ) -> np.ndarray:
+        """Return what the factors become of redrawn units, float64 [draws, C], by one
+        step from the answer.
+
+        Args:
+            units: blocks of runs.
+            runs: int64 [N], from 0.
+            drift: standard deviation of what a whole run is slower by.
+            rng: draws.
+        """
+        unit = units.of_rows
+        terms = self.instruments[:, :, None] * self.slopes[:, None, :]
+        grams = np.zeros((units.count, *terms.shape[1:]))
+        np.add.at(grams, unit, terms)
+        scores = np.zeros((units.count, len(self.factors)))
+        np.add.at(scores, unit, self.instruments * self.rest[:, None])
+        # What one run is slower by moves all of its blocks alike.
+        reaches = np.zeros_like(scores)
+        np.add.at(reaches, unit, self.instruments)
+        run = np.zeros(units.count, np.int64)
+        run[unit] = runs
+
+        counts = rng.multinomial(
+            units.count, np.full(units.count, 1 / units.count), _REDRAWN
+        )
+        slower = drift * rng.standard_normal((_REDRAWN, int(runs.max()) + 1))[:, run]
+        gram = np.tensordot(counts, grams, 1) + _RIDGE * np.eye(len(self.factors))
+        moved = counts @ scores + (counts * slower) @ reaches
+        steps = np.linalg.solve(gram, moved[:, :, None])[:, :, 0]
+        logs = np.clip(np.log(self.factors) + steps, 0.0, _MOST_LOG_FACTOR)
+        return np.asarray(np.exp(logs))
+
+
 def fit_slowdowns(
     logs: np.ndarray,
     states: np.ndarray,
     expected: np.ndarray,
     busy: np.ndarray,
     groups: np.ndarray,
-    *,
-    iterations: int = _ITERATIONS,
-    start: np.ndarray | None = None,
-) -> np.ndarray:
+) -> Slowdowns:
     """Find the factors by which others slow operations, as the simulator applies them:
     those of all that run at once multiply.
 
@@ -295,8 +351,9 @@ def fit_slowdowns(
     An operation that took long by chance saw less of what ran beside it at its start,
     so its own shares correlate with its noise, and least squares would find too small
     factors. What is running at its start, for the usual length, is the instrument.
-    Huber's weights, in reweighted Gauss-Newton steps, since single operations have
-    tails.
+    Reweighted Gauss-Newton steps, since single operations have tails: by Huber's
+    weights from afar, then by Tukey's, which leave out what has nothing to do with the
+    rest.
 
     Args:
         logs: float64 [N], log seconds.
@@ -305,16 +362,9 @@ def fit_slowdowns(
             usually take, by what runs when it begins.
         busy: bool [K, C], which others are busy in a state.
         groups: int [N], operations of equal work.
-        iterations: steps.
-        start: float64 [C], factors to start from.
-
-    Returns:
-        float64 [C] in [1, 5].
     """
     groups = renumbered(groups)
     log_factors = np.zeros(busy.shape[1])
-    if start is not None:
-        log_factors = np.log(start)
     weights = np.ones(len(logs))
 
     def slopes_at(rates: np.ndarray, shares: np.ndarray) -> np.ndarray:
@@ -324,8 +374,8 @@ def fit_slowdowns(
         return np.column_stack(columns)
 
     # A little on the diagonal: columns that never vary would make it singular.
-    ridge = 1e-9 * np.eye(len(log_factors))
-    for _ in range(iterations):
+    ridge = _RIDGE * np.eye(len(log_factors))
+    for iteration in range(_ITERATIONS):
         rates = np.exp(-busy @ log_factors)
         rest = _centred(logs + np.log(states @ rates), groups, weights)
         slopes = slopes_at(rates, states)
@@ -334,12 +384,30 @@ def fit_slowdowns(
         step = _bounded_step(gram, instruments.T @ rest, log_factors)
         log_factors = np.clip(log_factors + step, 0.0, _MOST_LOG_FACTOR)
 
-        # Huber: full weight near, weight by distance beyond the threshold.
-        distance = np.abs(rest)
-        deviation = _MAD_TO_DEVIATION * np.median(distance) + 1e-9
-        threshold = _HUBER * deviation
-        weights = 1.0 / np.maximum(1.0, distance / threshold)
-    return np.exp(log_factors)
+        weights = _bounded_weights(rest)
+        if iteration >= _ITERATIONS // 2:
+            weights = _vanishing_weights(rest)
+    # Weights fall where rests grow, so that a shift of all moves them less than each.
+    near = np.minimum(_distance(rest) / _TUKEY, 1.0) ** 2
+    yields = ((1 - near) * (1 - 5 * near)).sum() / ((1 - near) ** 2).sum()
+    return Slowdowns(np.exp(log_factors), rest / yields, slopes, instruments)
+
+
+def _bounded_weights(rest: np.ndarray) -> np.ndarray:
+    """Huber: full weight near, weight by distance beyond the threshold."""
+    return np.asarray(1.0 / np.maximum(1.0, _distance(rest) / _HUBER))
+
+
+def _vanishing_weights(rest: np.ndarray) -> np.ndarray:
+    """Tukey: ever less weight, and as good as none beyond the threshold."""
+    near = np.maximum(1.0 - (_distance(rest) / _TUKEY) ** 2, 0.0)
+    return np.asarray(np.maximum(near**2, 1e-12))
+
+
+def _distance(rest: np.ndarray) -> np.ndarray:
+    """In standard deviations, which are read off the median."""
+    distance = np.abs(rest)
+    return np.asarray(distance / (_MAD_TO_DEVIATION * np.median(distance) + 1e-9))
 
 
 def _bounded_step(
@@ -372,10 +440,37 @@ def _centred(
     return np.asarray(values - means[groups])
 
 
-def scatter_within(values: np.ndarray, groups: np.ndarray) -> float:
-    """Standard deviation of values within their groups, by the median deviation."""
-    rest = _centred(values, renumbered(groups), np.ones(len(values)))
-    return float(_MAD_TO_DEVIATION * np.median(np.abs(rest)))
+def scatter_of_runs(
+    logs: np.ndarray, groups: np.ndarray, runs: np.ndarray, fitted: int
+) -> float:
+    """Standard deviation of what whole runs are slower by, beyond what the scatter of
+    their operations explains.
+
+    Args:
+        logs: float64 [N], log seconds.
+        groups: int [N], operations of equal work.
+        runs: int64 [N], numbers of their runs.
+        fitted: numbers that were fitted to the runs.
+
+    Source: DerSimonian and Laird 1986, the variance between studies; operations that
+    lie far off do not count.
+    """
+    groups = renumbered(groups)
+    run = renumbered(runs)
+    weights = np.ones(len(logs))
+    for _ in range(_PLANE_ITERATIONS):
+        rest = _centred(logs, groups, weights)
+        weights = _vanishing_weights(rest)
+
+    size = np.bincount(run, weights)
+    means = np.bincount(run, weights * rest) / size
+    total = size.sum()
+    single = weights @ (rest - means[run]) ** 2 / max(total - len(size), 1.0)
+    expected = single * max(len(size) - 1 - fitted, 1)
+    room = total - (size @ size) / total
+    if room <= 0.0:
+        return 0.0
+    return float(np.sqrt(max(0.0, (size @ means**2 - expected) / room)))
 
 
 def comparable(marked: np.ndarray, groups: np.ndarray) -> np.ndarray:

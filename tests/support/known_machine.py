@@ -11,7 +11,6 @@ import numpy as np
 from scipy.special import ndtri
 from support.calibrating import sized
 
-from moesim.evidence.validation.calibrate import learn
 from moesim.evidence.validation.paired_runs import designs, simulate
 from moesim.hwprofiles.calibration.estimates import Units, measured
 from moesim.hwprofiles.calibration.fit_curves import (
@@ -21,9 +20,14 @@ from moesim.hwprofiles.calibration.fit_curves import (
     fit_roofline,
     points_of,
 )
+from moesim.hwprofiles.calibration.fit_operations import SPAN_KINDS, OperationFit
 from moesim.hwprofiles.calibration.fit_runs import fit_control_plane
-from moesim.hwprofiles.calibration.observations import LayerStepTimes
-from moesim.hwprofiles.lanes import lane_names
+from moesim.hwprofiles.calibration.observations import (
+    DesignedRun,
+    LayerStepTimes,
+    RunSpans,
+)
+from moesim.hwprofiles.lanes import COMPUTE_KINDS, lane_names
 from moesim.hwprofiles.paths import JOIN
 from moesim.hwprofiles.profile import load_profile
 from moesim.hwprofiles.schema import Quantity
@@ -185,25 +189,36 @@ def machine_with_contention(scatter: float):
 
 
 def learned_contention(noise: Noise, seed: int, specs=("olmoe-1b-7b/4",)):
-    """Contention that a whole calibration finds in simulated runs of such a machine,
+    """Contention that the fit of operations finds in simulated runs of such a machine,
     by path.
     """
     rng = np.random.default_rng(seed)
     machine = machine_with_contention(noise.scatter)
-    runs = []
-    for spec in specs:
-        shape = sized(spec)
-        for number, design in enumerate(designs(shape, quick=True, seed=seed)):
-            timeline = simulate(
-                design.trial, shape, machine, noise_seed=1000 * seed + number
-            )
-            runs.append((shape, design.trial, timeline))
+    shapes = [sized(spec) for spec in specs]
+    runs = [
+        (shape, design.trial)
+        for shape in shapes
+        for design in designs(shape, quick=True, seed=seed)
+    ]
     # The machine was slower by this; nobody knows, so it is not divided out.
     drift = 1.0 + noise.drift * rng.standard_normal(len(runs))
-    learned = learn(
-        runs, machine, date="2026-01-01", name="x", seed=seed, pace=(1 / drift).tolist()
-    )
-    return {path: learned.numbers[path] for path in CONTENTION}
+    spans = []
+    for number, (shape, trial) in enumerate(runs):
+        noise_seed = 1000 * seed + number
+        run = DesignedRun(
+            simulate(trial, shape, machine, noise_seed=noise_seed),
+            shape,
+            assignment="",
+            context_tokens=(),
+            workers=machine.workers,
+            pace=1 / drift[number],
+        )
+        spans.append(RunSpans(run, shapes.index(shape), number))
+    entries = Entries("2026-01-01", seed)
+    operations = OperationFit(spans, shapes, entries)
+    for lane_kind in (*COMPUTE_KINDS, *SPAN_KINDS):
+        operations.alone(lane_kind)
+    return {path: entries.numbers[path] for path in CONTENTION}
 
 
 def contention_covers(noise: Noise, seed: int) -> dict[str, bool]:
