@@ -265,6 +265,8 @@ DRAWS = 40
 
 _ITERATIONS = 16
 _RIDGE = 1e-9
+_TOLD = 2.0
+"""Standard errors from which on runs differ by more than their operations explain."""
 _REDRAWN = 400
 """Resamplings of slowdowns, each of which is one step."""
 _PLANE_ITERATIONS = 8
@@ -289,46 +291,72 @@ class Slowdowns(NamedTuple):
 
     Attributes:
         factors: float64 [C] in [1, 5].
-        rest: float64 [N], what is left of each logarithm, as far as it moves factors.
-        slopes: float64 [N, C], by what it changes with the factors' logarithms.
-        instruments: float64 [N, C], the same of what was expected, with weights.
+        rest: float64 [N], what is left of each logarithm.
+        weights: float64 [N].
+        slopes: float64 [N, C], by what a logarithm changes with those of the factors.
+        expected: float64 [N, C], the same of what was expected, the instruments.
     """
 
     factors: np.ndarray
     rest: np.ndarray
+    weights: np.ndarray
     slopes: np.ndarray
-    instruments: np.ndarray
+    expected: np.ndarray
 
     def redrawn(
-        self, units: Units, runs: np.ndarray, drift: float, rng: np.random.Generator
+        self, units: Units, runs: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
-        """Return what the factors become of redrawn units, float64 [draws, C], by one
+        """Return what the factors become of redrawn runs, float64 [draws, C], by one
         step from the answer.
+
+        What a whole run is slower by is drawn as often as there are runs, from what
+        they differ by, and what its operations differ by from its mean is redrawn by
+        unit: with whole runs, terms that two of a dozen tell would come and go.
 
         Args:
             units: blocks of runs.
             runs: int64 [N], from 0.
-            drift: standard deviation of what a whole run is slower by.
             rng: draws.
-        """
-        unit = units.of_rows
-        terms = self.instruments[:, :, None] * self.slopes[:, None, :]
-        grams = np.zeros((units.count, *terms.shape[1:]))
-        np.add.at(grams, unit, terms)
-        scores = np.zeros((units.count, len(self.factors)))
-        np.add.at(scores, unit, self.instruments * self.rest[:, None])
-        # What one run is slower by moves all of its blocks alike.
-        reaches = np.zeros_like(scores)
-        np.add.at(reaches, unit, self.instruments)
-        run = np.zeros(units.count, np.int64)
-        run[unit] = runs
 
-        counts = rng.multinomial(
-            units.count, np.full(units.count, 1 / units.count), _REDRAWN
+        Source: DerSimonian and Laird 1986 for the variance between runs.
+        """
+        count = len(self.factors)
+        size = np.bincount(runs, self.weights)
+        total = size.sum()
+        means = np.bincount(runs, self.weights * self.rest) / size
+        own = self.rest - means[runs]
+        single = self.weights**2 @ own**2 / max(total - len(size), 1.0)
+        # What was fitted took its part of what runs differ by.
+        free = max(len(size) - 1 - count, 1)
+        room = (total - size @ size / total) * free / max(len(size) - 1, 1)
+        beyond = size @ means**2 - free * single
+        told = beyond > _TOLD * single * np.sqrt(2 * free)
+        shared = beyond / max(room, 1.0) if told else 0.0
+
+        instruments = self.weights[:, None] * self.expected
+        grams = np.zeros((units.count, count, count))
+        scores = np.zeros((units.count, count))
+        reaches = np.zeros((units.count, count))
+        np.add.at(
+            grams, units.of_rows, instruments[:, :, None] * self.slopes[:, None, :]
         )
-        slower = drift * rng.standard_normal((_REDRAWN, int(runs.max()) + 1))[:, run]
-        gram = np.tensordot(counts, grams, 1) + _RIDGE * np.eye(len(self.factors))
-        moved = counts @ scores + (counts * slower) @ reaches
+        # Weights fall where rests grow: what is far off moves less than they say.
+        near = np.minimum(_distance(self.rest) / _TUKEY, 1.0) ** 2
+        yields = ((1 - near) * (1 - 5 * near)).sum() / ((1 - near) ** 2).sum()
+        np.add.at(reaches, units.of_rows, instruments)
+        of_run = np.zeros((len(size), count))
+        np.add.at(of_run, runs, instruments)
+        within = instruments - self.weights[:, None] * (of_run / size[:, None])[runs]
+        np.add.at(scores, units.of_rows, within * (own / yields)[:, None])
+        run = np.zeros(units.count, np.int64)
+        run[units.of_rows] = runs
+
+        evenly = np.full(units.count, 1 / units.count)
+        counts = rng.multinomial(units.count, evenly, _REDRAWN)
+        deviations = np.sqrt(shared + single / size / yields**2)
+        slower = deviations * rng.standard_normal((_REDRAWN, len(size)))
+        gram = np.tensordot(counts, grams, 1) + _RIDGE * np.eye(count)
+        moved = counts @ scores + (counts * slower[:, run]) @ reaches
         steps = np.linalg.solve(gram, moved[:, :, None])[:, :, 0]
         logs = np.clip(np.log(self.factors) + steps, 0.0, _MOST_LOG_FACTOR)
         return np.asarray(np.exp(logs))
@@ -379,7 +407,8 @@ def fit_slowdowns(
         rates = np.exp(-busy @ log_factors)
         rest = _centred(logs + np.log(states @ rates), groups, weights)
         slopes = slopes_at(rates, states)
-        instruments = weights[:, None] * slopes_at(rates, expected)
+        expected_slopes = slopes_at(rates, expected)
+        instruments = weights[:, None] * expected_slopes
         gram = instruments.T @ slopes + ridge
         step = _bounded_step(gram, instruments.T @ rest, log_factors)
         log_factors = np.clip(log_factors + step, 0.0, _MOST_LOG_FACTOR)
@@ -387,10 +416,7 @@ def fit_slowdowns(
         weights = _bounded_weights(rest)
         if iteration >= _ITERATIONS // 2:
             weights = _vanishing_weights(rest)
-    # Weights fall where rests grow, so that a shift of all moves them less than each.
-    near = np.minimum(_distance(rest) / _TUKEY, 1.0) ** 2
-    yields = ((1 - near) * (1 - 5 * near)).sum() / ((1 - near) ** 2).sum()
-    return Slowdowns(np.exp(log_factors), rest / yields, slopes, instruments)
+    return Slowdowns(np.exp(log_factors), rest, weights, slopes, expected_slopes)
 
 
 def _bounded_weights(rest: np.ndarray) -> np.ndarray:
@@ -438,39 +464,6 @@ def _centred(
     total = np.bincount(groups, weights)
     means = np.bincount(groups, weights * values) / total
     return np.asarray(values - means[groups])
-
-
-def scatter_of_runs(
-    logs: np.ndarray, groups: np.ndarray, runs: np.ndarray, fitted: int
-) -> float:
-    """Standard deviation of what whole runs are slower by, beyond what the scatter of
-    their operations explains.
-
-    Args:
-        logs: float64 [N], log seconds.
-        groups: int [N], operations of equal work.
-        runs: int64 [N], numbers of their runs.
-        fitted: numbers that were fitted to the runs.
-
-    Source: DerSimonian and Laird 1986, the variance between studies; operations that
-    lie far off do not count.
-    """
-    groups = renumbered(groups)
-    run = renumbered(runs)
-    weights = np.ones(len(logs))
-    for _ in range(_PLANE_ITERATIONS):
-        rest = _centred(logs, groups, weights)
-        weights = _vanishing_weights(rest)
-
-    size = np.bincount(run, weights)
-    means = np.bincount(run, weights * rest) / size
-    total = size.sum()
-    single = weights @ (rest - means[run]) ** 2 / max(total - len(size), 1.0)
-    expected = single * max(len(size) - 1 - fitted, 1)
-    room = total - (size @ size) / total
-    if room <= 0.0:
-        return 0.0
-    return float(np.sqrt(max(0.0, (size @ means**2 - expected) / room)))
 
 
 def comparable(marked: np.ndarray, groups: np.ndarray) -> np.ndarray:

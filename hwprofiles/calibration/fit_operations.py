@@ -24,7 +24,6 @@ from moesim.hwprofiles.calibration.estimates import (
     interval_of,
     quantiles_around_one,
     renumbered,
-    scatter_of_runs,
 )
 from moesim.hwprofiles.calibration.fit_curves import (
     LEAST_SAMPLES,
@@ -60,9 +59,8 @@ from.
 """
 _OVERLAPPED = 0.1
 _BLOCKS = 4
-"""Of a run, that are resampled where runs differ in what overlaps in them: with whole
-runs, terms that two of a dozen tell would come and go. Source: machines with known
-factors, `benchmarks/calibration_coverage.py`.
+"""Of a run, that are resampled. Source: machines with known factors,
+`benchmarks/calibration_coverage.py`.
 """
 _LEAST_SLOPE = 1e-24
 
@@ -402,13 +400,9 @@ class OperationFit:
         factors = slowed.factors
         alone_s = ops.seconds * (shares @ (factors**-busy).prod(axis=1))
 
-        # Blocks of a run share its drift, which therefore is drawn by run.
         runs = renumbered(ops.runs[chosen] // 2)
         units = Units(runs, ops.steps[chosen], _BLOCKS)
-        drift = scatter_of_runs(
-            np.log(alone_s[chosen]), groups[chosen], runs, len(factors)
-        )
-        draws = slowed.redrawn(units, runs, drift, self._entries.rng)
+        draws = slowed.redrawn(units, runs, self._entries.rng)
         for factor, drawn, column in zip(
             factors.tolist(), draws.T, others, strict=True
         ):

@@ -24,7 +24,6 @@ from moesim.hwprofiles.calibration.estimates import (
     Units,
     fit_slowdowns,
     interval_of,
-    scatter_of_runs,
 )
 
 NOISES = {
@@ -72,10 +71,8 @@ def test_intervals_of_slowdowns_are_neither_narrow_nor_wide(drift, outliers):
         logs = exact + np.log(noise.factors(runs, rng))
         groups = np.zeros(len(runs), np.int64)
         found = fit_slowdowns(logs, shares, shares, busy, groups)
-        alone = logs + np.log(shares @ (found.factors**-busy).prod(axis=1))
-        scatter = scatter_of_runs(alone, groups, runs, 2)
         units = Units(runs, steps, 4)
-        draws = found.redrawn(units, runs, scatter, rng)
+        draws = found.redrawn(units, runs, rng)
         for value, drawn, truth in zip(found.factors, draws.T, factors, strict=True):
             low, high = interval_of(value, drawn, units.count)
             held.append(low <= truth <= high)
