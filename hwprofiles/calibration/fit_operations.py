@@ -140,7 +140,7 @@ class OperationFit:
         usual = np.ones_like(ops.fresh)
         if lane_kind is CPU:
             usual = ~ops.fresh
-        later = usual & ~ops.first
+        later = usual & ~ops.first & ~ops.late
         usable = later if later.sum() >= LEAST_SAMPLES else np.ones_like(ops.first)
 
         charged_s = alone_s + extra_s
@@ -387,7 +387,7 @@ class OperationFit:
         groups = 4 * groups + 2 * ops.fresh + ops.first
         # First products take longer the more copies there are, whether or not these run
         # beside them, which would count as being slowed.
-        told_by = ~ops.first | (lane_kind not in COMPUTE_KINDS)
+        told_by = ~(ops.first | ops.late) | (lane_kind not in COMPUTE_KINDS)
         if (
             min(_overlapped(ops, column, told_by) for column in others)
             < LEAST_OVERLAPPED
