@@ -2,10 +2,10 @@
 
 import re
 from importlib import resources
-from pathlib import Path
 
 import pytest
 import yaml
+from support.logged_memory import LOGS, billed
 from support.model_files import write_gguf, write_hf
 
 from moesim.advice.devices import find, graphics_cards, processors, single_chips
@@ -212,9 +212,7 @@ def test_layers_with_full_attention_may_be_named():
     assert sum(not layer.window_tokens for layer in mimo.layers) == 9
 
 
-LOGS = yaml.safe_load(
-    Path(__file__).with_name("logged_memory.yaml").read_text(encoding="utf-8")
-)["logs"]
+MOST_OFF = {"kept": 0.02, "state": 0.02, "computing": 0.15}
 
 
 @pytest.mark.parametrize(
@@ -224,26 +222,10 @@ LOGS = yaml.safe_load(
 )
 def test_memory_is_what_engines_logged(log):
     """Keys and values within 2 %, windows with their micro-batch; buffers within 15 %."""
-    model = named_contents(log["model"], log["quant"])
-    micro_batch = log.get("micro_batch", 512)
-    cpu_layers = len(model.layers) if log.get("on_host") else log.get("cpu_layers", 0)
-    setting = Setting(
-        cpu_layers=cpu_layers,
-        kv_format=log.get("kv_format", "f16"),
-        micro_batch=micro_batch,
-        batch=max(2048, micro_batch),
-    )
-    machine = describe_machine(cpu="EPYC 9354", gpu="RTX PRO 6000 Blackwell")
-    bill = memory_bill(model, machine, setting, log["context"])
-    states = sum(layer.state_bytes for layer in model.layers)
-    if "kept" in log:
-        kept = (bill.gpu["keys and values"] - states) / MIB
-        assert kept == pytest.approx(log["kept"], rel=0.02)
-    if "state" in log:
-        assert states / MIB == pytest.approx(log["state"], rel=0.02)
-    if "computing" in log:
-        buffers = bill.gpu["compute buffers"] / MIB
-        assert buffers == pytest.approx(log["computing"], rel=0.15)
+    bill = billed(log)
+    for item, most in MOST_OFF.items():
+        if item in log:
+            assert bill[item] == pytest.approx(log[item], rel=most), item
 
 
 @pytest.mark.parametrize("label", ["F16", "MXFP4", "Q4_K_M", "UD-Q8_K_XL"])
