@@ -334,22 +334,18 @@ class Slowdowns(NamedTuple):
         shared = beyond / max(room, 1.0) if told else 0.0
 
         instruments = self.weights[:, None] * self.expected
-        grams = np.zeros((units.count, count, count))
-        scores = np.zeros((units.count, count))
-        reaches = np.zeros((units.count, count))
-        np.add.at(
-            grams, units.of_rows, instruments[:, :, None] * self.slopes[:, None, :]
-        )
+        of_run = _summed(instruments, runs) / size[:, None]
+        within = instruments - self.weights[:, None] * of_run[runs]
         # Weights fall where rests grow: what is far off moves less than they say.
         near = np.minimum(_distance(self.rest) / _TUKEY, 1.0) ** 2
         yields = ((1 - near) * (1 - 5 * near)).sum() / ((1 - near) ** 2).sum()
-        np.add.at(reaches, units.of_rows, instruments)
-        of_run = np.zeros((len(size), count))
-        np.add.at(of_run, runs, instruments)
-        within = instruments - self.weights[:, None] * (of_run / size[:, None])[runs]
-        np.add.at(scores, units.of_rows, within * (own / yields)[:, None])
+        unit = units.of_rows
+        terms = instruments[:, :, None] * self.slopes[:, None, :]
+        grams = _summed(terms, unit)
+        scores = _summed(within * (own / yields)[:, None], unit)
+        reaches = _summed(instruments, unit)
         run = np.zeros(units.count, np.int64)
-        run[units.of_rows] = runs
+        run[unit] = runs
 
         evenly = np.full(units.count, 1 / units.count)
         counts = rng.multinomial(units.count, evenly, _REDRAWN)
@@ -413,21 +409,21 @@ def fit_slowdowns(
         step = _bounded_step(gram, instruments.T @ rest, log_factors)
         log_factors = np.clip(log_factors + step, 0.0, _MOST_LOG_FACTOR)
 
-        weights = _bounded_weights(rest)
+        # Huber: full weight near, weight by distance beyond the threshold; then Tukey:
+        # as good as none there.
+        distance = _distance(rest)
+        weights = 1.0 / np.maximum(1.0, distance / _HUBER)
         if iteration >= _ITERATIONS // 2:
-            weights = _vanishing_weights(rest)
+            near = np.maximum(1.0 - (distance / _TUKEY) ** 2, 0.0)
+            weights = np.maximum(near**2, 1e-12)
     return Slowdowns(np.exp(log_factors), rest, weights, slopes, expected_slopes)
 
 
-def _bounded_weights(rest: np.ndarray) -> np.ndarray:
-    """Huber: full weight near, weight by distance beyond the threshold."""
-    return np.asarray(1.0 / np.maximum(1.0, _distance(rest) / _HUBER))
-
-
-def _vanishing_weights(rest: np.ndarray) -> np.ndarray:
-    """Tukey: ever less weight, and as good as none beyond the threshold."""
-    near = np.maximum(1.0 - (_distance(rest) / _TUKEY) ** 2, 0.0)
-    return np.asarray(np.maximum(near**2, 1e-12))
+def _summed(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Sum rows by number, [numbers, ...]."""
+    total = np.zeros((int(numbers.max()) + 1, *values.shape[1:]))
+    np.add.at(total, numbers, values)
+    return total
 
 
 def _distance(rest: np.ndarray) -> np.ndarray:

@@ -20,8 +20,8 @@ from moesim.hwprofiles.calibration.estimates import (
     contrast,
     fit_slowdowns,
     interquartile_range,
-    interval_around,
     interval_of,
+    inverse,
     quantiles_around_one,
     renumbered,
 )
@@ -62,7 +62,6 @@ _BLOCKS = 4
 """Of a run, that are resampled. Source: machines with known factors,
 `benchmarks/calibration_coverage.py`.
 """
-_LEAST_SLOPE = 1e-24
 
 _SIZE_EDGES = np.unique(np.round(2.0 ** np.arange(0.0, 14.0, 0.25)).astype(np.int64))
 """Borders between groups of products by tokens: four to a doubling."""
@@ -319,18 +318,10 @@ class OperationFit:
                 interquartile_range(only.seconds) / only.size,
             )
 
-        # Unlike `inverse`, bounds are sorted: the smallest slope is the fastest rate.
-        rate = 1.0 / max(slope.value, _LEAST_SLOPE)
-        low, high = sorted(1.0 / max(bound, _LEAST_SLOPE) for bound in slope.interval)
-        bandwidth = Estimate(
-            value=rate,
-            interval=interval_around(rate, low, high),
-            spread=rate * rate * slope.spread,
-        )
         constants = paths.link(lane_kind.name)
         for path, estimate in (
             (constants.latency_s, base),
-            (constants.bytes_per_s, bandwidth),
+            (constants.bytes_per_s, inverse(slope)),
         ):
             self._entries.put_estimate(
                 path, estimate, samples=centres.samples, source=source

@@ -99,10 +99,6 @@ class Operations(NamedTuple):
         """Concatenate the operations of several runs."""
         return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
-    def where(self, keep: np.ndarray) -> Operations:
-        """Choose rows, by bool [N] or their numbers."""
-        return Operations(*(column[keep] for column in self))
-
 
 class Amounts(NamedTuple):
     """How much there was to do in each layer step: N layer steps.
