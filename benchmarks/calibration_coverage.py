@@ -25,6 +25,7 @@ TERMS = {
     "control": known.plane_covers,
     "links": known.line_covers,
     "rooflines": known.roofline_covers,
+    "slowdowns": known.slowdowns_cover,
     "contention": known.contention_covers,
 }
 

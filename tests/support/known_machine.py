@@ -12,7 +12,12 @@ from scipy.special import ndtri
 from support.calibrating import sized
 
 from moesim.evidence.validation.paired_runs import designs, simulate
-from moesim.hwprofiles.calibration.estimates import Units, measured
+from moesim.hwprofiles.calibration.estimates import (
+    Units,
+    fit_slowdowns,
+    interval_of,
+    measured,
+)
 from moesim.hwprofiles.calibration.fit_curves import (
     Entries,
     centres_of,
@@ -162,6 +167,28 @@ def few_samples_cover(noise: Noise, seed: int) -> dict[str, bool]:
         values = noise.factors(np.arange(count), rng)
         quantity = measured(values, source="a test", date="2026-01-01")
         covers[f"of {count}"] = inside(quantity.interval, 1.0)
+    return covers
+
+
+def slowdowns_cover(noise: Noise, seed: int) -> dict[str, bool]:
+    """Two that slow others 1.3 and 1.1 times, the second in three runs of twelve."""
+    rng = np.random.default_rng(seed)
+    runs, steps = runs_and_steps(5)
+    busy = np.array([[0, 0], [1, 0], [0, 1]], float)
+    factors = np.array([1.3, 1.1])
+    shares = rng.dirichlet(np.ones(3), len(runs))
+    shares[runs > 2, 0] += shares[runs > 2, 2]
+    shares[runs > 2, 2] = 0.0
+    seconds = noise.factors(runs, rng) / (shares @ (factors**-busy).prod(axis=1))
+    groups = np.zeros(len(runs), np.int64)
+    found = fit_slowdowns(np.log(seconds), shares, shares, busy, groups)
+    units = Units(runs, steps, 4)
+    covers = {}
+    draws = found.redrawn(units, runs, rng)
+    for name, value, drawn, truth in zip(
+        ("in all runs", "in three runs"), found.factors, draws.T, factors, strict=True
+    ):
+        covers[name] = inside(interval_of(value, drawn, units.count), truth)
     return covers
 
 
