@@ -324,14 +324,14 @@ class Slowdowns(NamedTuple):
         size = np.bincount(runs, self.weights)
         total = size.sum()
         means = np.bincount(runs, self.weights * self.rest) / size
-        own = self.rest - means[runs]
-        single = self.weights**2 @ own**2 / max(total - len(size), 1.0)
+        deviation = self.rest - means[runs]
+        single = self.weights**2 @ deviation**2 / max(total - len(size), 1.0)
         # What was fitted took its part of what runs differ by.
         free = max(len(size) - 1 - count, 1)
         room = (total - size @ size / total) * free / max(len(size) - 1, 1)
         beyond = size @ means**2 - free * single
-        told = beyond > _TOLD * single * np.sqrt(2 * free)
-        shared = beyond / max(room, 1.0) if told else 0.0
+        has_drift = beyond > _TOLD * single * np.sqrt(2 * free)
+        shared = beyond / max(room, 1.0) if has_drift else 0.0
 
         instruments = self.weights[:, None] * self.expected
         of_run = _summed(instruments, runs) / size[:, None]
@@ -342,15 +342,15 @@ class Slowdowns(NamedTuple):
         unit = units.of_rows
         terms = instruments[:, :, None] * self.slopes[:, None, :]
         grams = _summed(terms, unit)
-        scores = _summed(within * (own / yields)[:, None], unit)
+        scores = _summed(within * (deviation / yields)[:, None], unit)
         reaches = _summed(instruments, unit)
         run = np.zeros(units.count, np.int64)
         run[unit] = runs
 
         evenly = np.full(units.count, 1 / units.count)
         counts = rng.multinomial(units.count, evenly, _REDRAWN)
-        deviations = np.sqrt(shared + single / size / yields**2)
-        slower = deviations * rng.standard_normal((_REDRAWN, len(size)))
+        scatter = np.sqrt(shared + single / size / yields**2)
+        slower = scatter * rng.standard_normal((_REDRAWN, len(size)))
         gram = np.tensordot(counts, grams, 1) + _RIDGE * np.eye(count)
         moved = counts @ scores + (counts * slower[:, run]) @ reaches
         steps = np.linalg.solve(gram, moved[:, :, None])[:, :, 0]

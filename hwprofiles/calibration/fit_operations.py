@@ -130,10 +130,10 @@ class OperationFit:
             extra_s: by what the next operation begins later here than on the lane that
                 is handed work the fastest.
         """
-        found = self.alone(lane_kind)
-        if found is None:
+        operations = self.alone(lane_kind)
+        if operations is None:
             return
-        ops, groups, alone_s = found
+        ops, groups, alone_s = operations
 
         # The CPU computes from host memory: what was just read may lie in its caches.
         usual = np.ones_like(ops.fresh)
@@ -250,10 +250,10 @@ class OperationFit:
             lane_kind: which link; one of `SPAN_KINDS`.
             extra_s: as for `products`.
         """
-        found = self.alone(lane_kind)
-        if found is None:
+        operations = self.alone(lane_kind)
+        if operations is None:
             return
-        ops, groups, alone_s = found
+        ops, groups, alone_s = operations
         alone_s = alone_s + extra_s
 
         usual = np.ones_like(ops.fresh)
