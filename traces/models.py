@@ -194,6 +194,9 @@ def _from_table(
     other_weights = total * (attention + 2 * hidden)
     if "linear_weights" in entry:
         other_weights += windowed * (entry["linear_weights"] // scale - attention)
+    if "window_heads" in entry:
+        wide = {**entry, "hidden": hidden, "heads": entry["window_heads"]}
+        other_weights += windowed * (attention_weights(wide) - attention)
     other_weights += layers * hidden * (experts + 3 * shared_intermediate)
     other_weights += 3 * len(dense) * hidden * dense_intermediate
     other_weights += 2 * vocab * hidden
@@ -232,9 +235,6 @@ def _assumed(entry: dict[str, Any], weights: str) -> set[str]:
     """Fields of a table entry's shape that rest on defaults or on rules of thumb."""
     # Biases, small norms and mixed formats of other tensors are not in the table.
     assumed = {"other_bytes"}
-    # Attention does not decide how large an expert is.
-    if "recalled" in entry["source"].replace("attention recalled", ""):
-        assumed.add("expert_intermediate")
     formats = _formats(name=entry["name"], weights=weights)
     # What a label mixes is llama.cpp's rule, and no file's header.
     if len({formats.up, formats.down, formats.down_more}) > 1:

@@ -72,21 +72,23 @@ class Units:
     Args:
         runs: int64 [N], number of each sample's run.
         steps: int64 [N], its forward pass.
+        blocks: of each run at least; more than one where runs differ in design, and
+            what they share is accounted for otherwise.
 
     Attributes:
         count: of the units.
+        of_rows: int64 [N], number of each sample's unit.
     """
 
-    def __init__(self, runs: np.ndarray, steps: np.ndarray) -> None:
+    def __init__(self, runs: np.ndarray, steps: np.ndarray, blocks: int = 1) -> None:
         distinct, run = np.unique(runs, return_inverse=True)
-        blocks = 1
-        if 0 < len(distinct) < LEAST_UNITS:
-            blocks = -(-LEAST_UNITS // len(distinct))
+        blocks = max(blocks, -(-LEAST_UNITS // max(1, len(distinct))))
         # Steps differ in number by run, and a run may begin with a prefill of its own.
         last = np.zeros(len(distinct), np.int64)
         np.maximum.at(last, run, steps)
         block = steps * blocks // (last[run] + 1)
         _, unit = np.unique(run * blocks + block, return_inverse=True)
+        self.of_rows = unit
         self.count = int(unit.max(initial=-1)) + 1
         self._order = np.argsort(unit, kind="stable")
         self._ends = np.cumsum(np.bincount(unit, minlength=self.count))
@@ -261,10 +263,19 @@ property of the machine.
 DRAWS = 40
 """Resamplings behind each interval of a calibration."""
 
-_ITERATIONS = 12
+_ITERATIONS = 16
+_RIDGE = 1e-9
+_TOLD = 2.0
+"""Standard errors from which on runs differ by more than their operations explain."""
+_REDRAWN = 400
+"""Resamplings of slowdowns, each of which is one step."""
 _PLANE_ITERATIONS = 8
 _HUBER = 1.5
 """Standard deviations beyond which a residual counts by its size, not its square."""
+_TUKEY = 4.685
+"""Standard deviations beyond which it does not count: what had to wait is no slowdown.
+Source: Tukey's biweight, 95 % efficient for a normal distribution.
+"""
 _MAD_TO_DEVIATION = 1.4826
 """Standard deviation over median absolute deviation, of a normal distribution."""
 _LATE = 5.0
@@ -275,16 +286,85 @@ _MOST_LOG_FACTOR = np.log(5.0)
 """A machine on which others take more of the speed would hardly finish anything."""
 
 
+class Slowdowns(NamedTuple):
+    """Factors by which C others slow N operations, and what moves them.
+
+    Attributes:
+        factors: float64 [C] in [1, 5].
+        rest: float64 [N], what is left of each logarithm.
+        weights: float64 [N].
+        slopes: float64 [N, C], by what a logarithm changes with those of the factors.
+        expected: float64 [N, C], the same of what was expected, the instruments.
+    """
+
+    factors: np.ndarray
+    rest: np.ndarray
+    weights: np.ndarray
+    slopes: np.ndarray
+    expected: np.ndarray
+
+    def redrawn(
+        self, units: Units, runs: np.ndarray, rng: np.random.Generator
+    ) -> np.ndarray:
+        """Return what the factors become of redrawn runs, float64 [draws, C], by one
+        step from the answer.
+
+        What a whole run is slower by is drawn as often as there are runs, from what
+        they differ by, and what its operations differ by from its mean is redrawn by
+        unit: with whole runs, terms that two of a dozen tell would come and go.
+
+        Args:
+            units: blocks of runs.
+            runs: int64 [N], from 0.
+            rng: draws.
+
+        Source: DerSimonian and Laird 1986 for the variance between runs.
+        """
+        count = len(self.factors)
+        size = np.bincount(runs, self.weights)
+        total = size.sum()
+        means = np.bincount(runs, self.weights * self.rest) / size
+        deviation = self.rest - means[runs]
+        single = self.weights**2 @ deviation**2 / max(total - len(size), 1.0)
+        # What was fitted took its part of what runs differ by.
+        free = max(len(size) - 1 - count, 1)
+        room = (total - size @ size / total) * free / max(len(size) - 1, 1)
+        beyond = size @ means**2 - free * single
+        has_drift = beyond > _TOLD * single * np.sqrt(2 * free)
+        shared = beyond / max(room, 1.0) if has_drift else 0.0
+
+        instruments = self.weights[:, None] * self.expected
+        of_run = _summed(instruments, runs) / size[:, None]
+        within = instruments - self.weights[:, None] * of_run[runs]
+        # Weights fall where rests grow: what is far off moves less than they say.
+        near = np.minimum(_distance(self.rest) / _TUKEY, 1.0) ** 2
+        yields = ((1 - near) * (1 - 5 * near)).sum() / ((1 - near) ** 2).sum()
+        unit = units.of_rows
+        terms = instruments[:, :, None] * self.slopes[:, None, :]
+        grams = _summed(terms, unit)
+        scores = _summed(within * (deviation / yields)[:, None], unit)
+        reaches = _summed(instruments, unit)
+        run = np.zeros(units.count, np.int64)
+        run[unit] = runs
+
+        evenly = np.full(units.count, 1 / units.count)
+        counts = rng.multinomial(units.count, evenly, _REDRAWN)
+        scatter = np.sqrt(shared + single / size / yields**2)
+        slower = scatter * rng.standard_normal((_REDRAWN, len(size)))
+        gram = np.tensordot(counts, grams, 1) + _RIDGE * np.eye(count)
+        moved = counts @ scores + (counts * slower[:, run]) @ reaches
+        steps = np.linalg.solve(gram, moved[:, :, None])[:, :, 0]
+        logs = np.clip(np.log(self.factors) + steps, 0.0, _MOST_LOG_FACTOR)
+        return np.asarray(np.exp(logs))
+
+
 def fit_slowdowns(
     logs: np.ndarray,
     states: np.ndarray,
     expected: np.ndarray,
     busy: np.ndarray,
     groups: np.ndarray,
-    *,
-    iterations: int = _ITERATIONS,
-    start: np.ndarray | None = None,
-) -> np.ndarray:
+) -> Slowdowns:
     """Find the factors by which others slow operations, as the simulator applies them:
     those of all that run at once multiply.
 
@@ -295,8 +375,9 @@ def fit_slowdowns(
     An operation that took long by chance saw less of what ran beside it at its start,
     so its own shares correlate with its noise, and least squares would find too small
     factors. What is running at its start, for the usual length, is the instrument.
-    Huber's weights, in reweighted Gauss-Newton steps, since single operations have
-    tails.
+    Reweighted Gauss-Newton steps, since single operations have tails: by Huber's
+    weights from afar, then by Tukey's, which leave out what has nothing to do with the
+    rest.
 
     Args:
         logs: float64 [N], log seconds.
@@ -305,16 +386,9 @@ def fit_slowdowns(
             usually take, by what runs when it begins.
         busy: bool [K, C], which others are busy in a state.
         groups: int [N], operations of equal work.
-        iterations: steps.
-        start: float64 [C], factors to start from.
-
-    Returns:
-        float64 [C] in [1, 5].
     """
     groups = renumbered(groups)
     log_factors = np.zeros(busy.shape[1])
-    if start is not None:
-        log_factors = np.log(start)
     weights = np.ones(len(logs))
 
     def slopes_at(rates: np.ndarray, shares: np.ndarray) -> np.ndarray:
@@ -324,22 +398,38 @@ def fit_slowdowns(
         return np.column_stack(columns)
 
     # A little on the diagonal: columns that never vary would make it singular.
-    ridge = 1e-9 * np.eye(len(log_factors))
-    for _ in range(iterations):
+    ridge = _RIDGE * np.eye(len(log_factors))
+    for iteration in range(_ITERATIONS):
         rates = np.exp(-busy @ log_factors)
         rest = _centred(logs + np.log(states @ rates), groups, weights)
         slopes = slopes_at(rates, states)
-        instruments = weights[:, None] * slopes_at(rates, expected)
+        expected_slopes = slopes_at(rates, expected)
+        instruments = weights[:, None] * expected_slopes
         gram = instruments.T @ slopes + ridge
         step = _bounded_step(gram, instruments.T @ rest, log_factors)
         log_factors = np.clip(log_factors + step, 0.0, _MOST_LOG_FACTOR)
 
-        # Huber: full weight near, weight by distance beyond the threshold.
-        distance = np.abs(rest)
-        deviation = _MAD_TO_DEVIATION * np.median(distance) + 1e-9
-        threshold = _HUBER * deviation
-        weights = 1.0 / np.maximum(1.0, distance / threshold)
-    return np.exp(log_factors)
+        # Huber: full weight near, weight by distance beyond the threshold; then Tukey:
+        # as good as none there.
+        distance = _distance(rest)
+        weights = 1.0 / np.maximum(1.0, distance / _HUBER)
+        if iteration >= _ITERATIONS // 2:
+            near = np.maximum(1.0 - (distance / _TUKEY) ** 2, 0.0)
+            weights = np.maximum(near**2, 1e-12)
+    return Slowdowns(np.exp(log_factors), rest, weights, slopes, expected_slopes)
+
+
+def _summed(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Sum rows by number, [numbers, ...]."""
+    total = np.zeros((int(numbers.max()) + 1, *values.shape[1:]))
+    np.add.at(total, numbers, values)
+    return total
+
+
+def _distance(rest: np.ndarray) -> np.ndarray:
+    """In standard deviations, which are read off the median."""
+    distance = np.abs(rest)
+    return np.asarray(distance / (_MAD_TO_DEVIATION * np.median(distance) + 1e-9))
 
 
 def _bounded_step(
@@ -370,12 +460,6 @@ def _centred(
     total = np.bincount(groups, weights)
     means = np.bincount(groups, weights * values) / total
     return np.asarray(values - means[groups])
-
-
-def scatter_within(values: np.ndarray, groups: np.ndarray) -> float:
-    """Standard deviation of values within their groups, by the median deviation."""
-    rest = _centred(values, renumbered(groups), np.ones(len(values)))
-    return float(_MAD_TO_DEVIATION * np.median(np.abs(rest)))
 
 
 def comparable(marked: np.ndarray, groups: np.ndarray) -> np.ndarray:

@@ -6,10 +6,10 @@ reports how far it missed points that it had not seen.
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import scipy
 
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
@@ -31,11 +31,8 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.calibration.estimates import Units
 
 
-_LINE_DRAWS = 200
-_ROOFLINE_DRAWS = 60
-"""Resamplings behind the intervals. A roofline is refitted for every border between
-its branches, so it gets fewer.
-"""
+_REFITS = 100
+"""Resamplings behind the intervals."""
 _TINY_S = 1e-12
 _NEGLIGIBLE = 1e-12
 """Difference between sums of squared relative residuals that decides nothing."""
@@ -93,7 +90,6 @@ class Centres(NamedTuple):
 def fit_line(
     samples: Mapping[int, np.ndarray],
     *,
-    seed: int = 0,
     centres: Centres | None = None,
 ) -> Line:
     """Fit seconds = base + slope x size, with relative residuals and neither constant
@@ -101,7 +97,6 @@ def fit_line(
 
     Args:
         samples: size -> seconds, at least two sizes.
-        seed: of the resampling behind the intervals.
         centres: what is fitted, in ascending order of sizes; medians when None.
 
     Raises:
@@ -120,14 +115,8 @@ def fit_line(
     def predict(constants: np.ndarray) -> np.ndarray:
         return np.asarray(columns @ constants)
 
-    constants, report = _with_report(
-        centres, solve, predict, draws=_LINE_DRAWS, seed=seed
-    )
-    return Line(
-        base_s=constants[0],
-        slope_s=constants[1],
-        report=report,
-    )
+    (base_s, slope_s), report = _with_report(centres, solve, predict)
+    return Line(base_s, slope_s, report)
 
 
 def fit_roofline(
@@ -135,7 +124,6 @@ def fit_roofline(
     flops: Sequence[float],
     seconds: Sequence[np.ndarray],
     *,
-    seed: int = 0,
     centres: Centres | None = None,
 ) -> Roofline:
     """Fit seconds = overhead + max(bytes / rate, flops / rate), with relative
@@ -150,7 +138,6 @@ def fit_roofline(
         read_bytes: of each point.
         flops: of each point.
         seconds: measurements of each point.
-        seed: of the resampling behind the intervals.
         centres: what is fitted; medians when None.
 
     Raises:
@@ -162,11 +149,7 @@ def fit_roofline(
     if len(moved) < 3:
         raise ValueError(f"a roofline needs at least three points, got {len(moved)}")
 
-    def bounded(
-        constants: np.ndarray,
-        rows: np.ndarray,
-        at: np.ndarray,
-    ) -> np.ndarray:
+    def bounded(constants: np.ndarray, rows: np.ndarray, at: np.ndarray) -> np.ndarray:
         """Give a rate that no point waited for the fastest value seen: it is at least
         that.
         """
@@ -206,24 +189,14 @@ def fit_roofline(
                 smallest = missed
         return best
 
-    constants, report = _with_report(
-        centres, solve, predict, draws=_ROOFLINE_DRAWS, seed=seed
-    )
-    return Roofline(
-        overhead_s=constants[0],
-        bytes_per_s=inverse(constants[1]),
-        flops_per_s=inverse(constants[2]),
-        report=report,
-    )
+    (overhead_s, per_byte, per_flop), report = _with_report(centres, solve, predict)
+    return Roofline(overhead_s, inverse(per_byte), inverse(per_flop), report)
 
 
 def _with_report(
     centres: Centres,
     solve: Callable[[np.ndarray, np.ndarray], np.ndarray],
     predict: Callable[[np.ndarray], np.ndarray],
-    *,
-    draws: int,
-    seed: int,
 ) -> tuple[list[Estimate], FitReport]:
     """Fit, leave each point out in turn, and refit resampled measurements.
 
@@ -231,8 +204,6 @@ def _with_report(
         centres: of the points.
         solve: (centres [points], which points to use [points]) -> constants.
         predict: constants -> seconds [points].
-        draws: how often measurements are resampled (bootstrap).
-        seed: of the resampling.
     """
     medians = centres.values
     all_points = np.ones(len(medians), dtype=np.bool_)
@@ -248,8 +219,10 @@ def _with_report(
             predicted_s = float(predict(without)[left_out])
             missed.append(abs(predicted_s / medians[left_out] - 1))
 
-    rng = np.random.default_rng(seed)
-    redrawn = np.array([solve(centres.redrawn(rng), all_points) for _ in range(draws)])
+    rng = np.random.default_rng(0)
+    redrawn = np.array(
+        [solve(centres.redrawn(rng), all_points) for _ in range(_REFITS)]
+    )
     estimates = []
     for value, column in zip(constants.tolist(), redrawn.T, strict=True):
         low, high = interval_of(value, column, centres.units)
@@ -266,26 +239,12 @@ def _with_report(
 
 
 def _nonnegative(columns: np.ndarray) -> np.ndarray:
-    """Solve columns @ x ~ 1 with x >= 0 by trying every set of columns; there are two
-    or three. Returns [columns].
-    """
-    count = columns.shape[1]
-    best = np.zeros(count)
-    smallest = np.inf
-    ones = np.ones(len(columns))
-    # Small sets first: of equally good answers the one with fewer constants stays.
-    for size in range(1, count + 1):
-        for chosen in map(list, combinations(range(count), size)):
-            part_columns = columns[:, chosen]
-            part = np.linalg.lstsq(part_columns, ones, rcond=None)[0]
-            residuals = part_columns @ part - ones
-            missed = float(np.sum(residuals**2))
-            nonnegative = (part >= 0).all()
-            if nonnegative and missed < smallest - _NEGLIGIBLE:
-                best = np.zeros(count)
-                smallest = missed
-                best[chosen] = part
-    return best
+    """Solve columns @ x ~ 1 with x >= 0; returns [columns]."""
+    # Of equally long columns, the first of those that explain as much is taken.
+    length = np.maximum(np.linalg.norm(columns, axis=0), _TINY_S)
+    return np.asarray(
+        scipy.optimize.nnls(columns / length, np.ones(len(columns)))[0] / length
+    )
 
 
 LEAST_SAMPLES = 8

@@ -20,11 +20,10 @@ from moesim.hwprofiles.calibration.estimates import (
     contrast,
     fit_slowdowns,
     interquartile_range,
-    interval_around,
     interval_of,
+    inverse,
     quantiles_around_one,
     renumbered,
-    scatter_within,
 )
 from moesim.hwprofiles.calibration.fit_curves import (
     LEAST_SAMPLES,
@@ -59,14 +58,10 @@ LEAST_OVERLAPPED = 40
 from.
 """
 _OVERLAPPED = 0.1
-_KNOWN_AT_BEST = 0.05
-"""Share of the scatter of single operations within which a factor is known at best:
-what two operations do to each other ties the noise of both together a little. Source:
-machines with known factors, `benchmarks/calibration_coverage.py`.
+_BLOCKS = 4
+"""Of a run, that are resampled. Source: machines with known factors,
+`benchmarks/calibration_coverage.py`.
 """
-_DRAW_ITERATIONS = 6
-"""Steps of a resampled regression, which starts from the answer."""
-_LEAST_SLOPE = 1e-24
 
 _SIZE_EDGES = np.unique(np.round(2.0 ** np.arange(0.0, 14.0, 0.25)).astype(np.int64))
 """Borders between groups of products by tokens: four to a doubling."""
@@ -102,6 +97,30 @@ class OperationFit:
         self._entries = entries
         self.first_excess: list[LayerStepTimes] = []
 
+    def alone(
+        self, lane_kind: LaneKind
+    ) -> tuple[Operations, np.ndarray, np.ndarray] | None:
+        """Enter what others cost operations of a kind of lane.
+
+        Returns:
+            The operations, their groups of equal work, int64 [N], and the seconds that
+            they would have taken alone, float64 [N]; None where they are too few.
+        """
+        kinds = SPAN_KINDS.get(lane_kind, (COMPUTE,))
+        ops = Operations.joined(
+            spans.operations(lane_kind, kinds) for spans in self._spans
+        )
+        if len(ops.seconds) < LEAST_SAMPLES:
+            return None
+
+        # Experts of a model have few sizes, so equal bytes are equal work; products are
+        # it by experts and by about as many tokens.
+        groups = renumbered(ops.sizes)
+        if lane_kind in COMPUTE_KINDS:
+            size_groups = np.searchsorted(_SIZE_EDGES, ops.sizes, side="right")
+            groups = ops.shapes * len(_SIZE_EDGES) + size_groups
+        return ops, groups, self._divide_out_contention(lane_kind, ops, groups)
+
     def products(self, lane_kind: LaneKind, extra_s: float) -> None:
         """Fit expert products: contention, curve over tokens, roofline over shapes,
         distribution.
@@ -111,21 +130,16 @@ class OperationFit:
             extra_s: by what the next operation begins later here than on the lane that
                 is handed work the fastest.
         """
-        ops = Operations.joined(
-            spans.operations(lane_kind, (COMPUTE,)) for spans in self._spans
-        )
-        if len(ops.seconds) < LEAST_SAMPLES:
+        operations = self.alone(lane_kind)
+        if operations is None:
             return
-        # Products of about as many tokens of the same experts are equal work.
-        size_groups = np.searchsorted(_SIZE_EDGES, ops.sizes, side="right")
-        groups = ops.shapes * len(_SIZE_EDGES) + size_groups
-        alone_s = self._divide_out_contention(lane_kind, ops, groups)
+        ops, groups, alone_s = operations
 
         # The CPU computes from host memory: what was just read may lie in its caches.
         usual = np.ones_like(ops.fresh)
         if lane_kind is CPU:
             usual = ~ops.fresh
-        later = usual & ~ops.first
+        later = usual & ~ops.first & ~ops.late
         usable = later if later.sum() >= LEAST_SAMPLES else np.ones_like(ops.first)
 
         charged_s = alone_s + extra_s
@@ -236,14 +250,11 @@ class OperationFit:
             lane_kind: which link; one of `SPAN_KINDS`.
             extra_s: as for `products`.
         """
-        ops = Operations.joined(
-            spans.operations(lane_kind, SPAN_KINDS[lane_kind]) for spans in self._spans
-        )
-        if len(ops.seconds) < LEAST_SAMPLES:
+        operations = self.alone(lane_kind)
+        if operations is None:
             return
-        # Experts of a model have few sizes, so equal bytes are equal work.
-        groups = renumbered(ops.sizes)
-        alone_s = self._divide_out_contention(lane_kind, ops, groups) + extra_s
+        ops, groups, alone_s = operations
+        alone_s = alone_s + extra_s
 
         usual = np.ones_like(ops.fresh)
         # A copy reads host memory as well; a read from the SSD does not.
@@ -307,18 +318,10 @@ class OperationFit:
                 interquartile_range(only.seconds) / only.size,
             )
 
-        # Unlike `inverse`, bounds are sorted: the smallest slope is the fastest rate.
-        rate = 1.0 / max(slope.value, _LEAST_SLOPE)
-        low, high = sorted(1.0 / max(bound, _LEAST_SLOPE) for bound in slope.interval)
-        bandwidth = Estimate(
-            value=rate,
-            interval=interval_around(rate, low, high),
-            spread=rate * rate * slope.spread,
-        )
         constants = paths.link(lane_kind.name)
         for path, estimate in (
             (constants.latency_s, base),
-            (constants.bytes_per_s, bandwidth),
+            (constants.bytes_per_s, inverse(slope)),
         ):
             self._entries.put_estimate(
                 path, estimate, samples=centres.samples, source=source
@@ -375,40 +378,26 @@ class OperationFit:
         groups = 4 * groups + 2 * ops.fresh + ops.first
         # First products take longer the more copies there are, whether or not these run
         # beside them, which would count as being slowed.
-        told_by = ~ops.first | (lane_kind not in COMPUTE_KINDS)
+        told_by = ~(ops.first | ops.late) | (lane_kind not in COMPUTE_KINDS)
         if (
             min(_overlapped(ops, column, told_by) for column in others)
             < LEAST_OVERLAPPED
         ):
             told_by[:] = True
         chosen = np.flatnonzero(told_by)
-        factors = fit_slowdowns(
+        slowed = fit_slowdowns(
             logs[chosen], shares[chosen], expected[chosen], busy, groups[chosen]
         )
-        units = Units(ops.runs[chosen] // 2, ops.steps[chosen])
-        draws = []
-        for _ in range(DRAWS):
-            rows = chosen[units.redrawn(self._entries.rng)]
-            draws.append(
-                fit_slowdowns(
-                    logs[rows],
-                    shares[rows],
-                    expected[rows],
-                    busy,
-                    groups[rows],
-                    iterations=_DRAW_ITERATIONS,
-                    start=factors,
-                )
-            )
-
+        factors = slowed.factors
         alone_s = ops.seconds * (shares @ (factors**-busy).prod(axis=1))
-        scatter = scatter_within(np.log(alone_s), groups)
+
+        runs = renumbered(ops.runs[chosen] // 2)
+        units = Units(runs, ops.steps[chosen], _BLOCKS)
+        draws = slowed.redrawn(units, runs, self._entries.rng)
         for factor, drawn, column in zip(
-            factors.tolist(), np.array(draws).T, others, strict=True
+            factors.tolist(), draws.T, others, strict=True
         ):
             low, high = interval_of(factor, drawn, units.count)
-            low -= _KNOWN_AT_BEST * scatter
-            high += _KNOWN_AT_BEST * scatter
             self._entries.put(
                 paths.contention(lane_kind.name, LANE_KINDS[column].name),
                 factor,

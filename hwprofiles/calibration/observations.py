@@ -67,6 +67,8 @@ class Operations(NamedTuple):
         expected: the same of a window as long as such operations take usually, by what
             runs when it begins.
         first: bool [N], first product of its lane in a layer step.
+        late: bool [N], a product that waited for its expert while its lane began with
+            one that was there: its worker may have been woken for this one.
         fresh: bool [N], the expert was read from the SSD in the same layer step.
         active: float64 [N], active experts of its layer step.
         copies: float64 [N], experts brought from one memory to another in its layer
@@ -83,6 +85,7 @@ class Operations(NamedTuple):
     states: np.ndarray
     expected: np.ndarray
     first: np.ndarray
+    late: np.ndarray
     fresh: np.ndarray
     active: np.ndarray
     copies: np.ndarray
@@ -95,10 +98,6 @@ class Operations(NamedTuple):
     def joined(cls, parts: Iterable[Operations]) -> Operations:
         """Concatenate the operations of several runs."""
         return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-
-    def where(self, keep: np.ndarray) -> Operations:
-        """Choose rows, by bool [N] or their numbers."""
-        return Operations(*(column[keep] for column in self))
 
 
 class Amounts(NamedTuple):
@@ -310,6 +309,9 @@ class RunSpans:
         amounts = self.amounts().where(self.layer_step[chosen])
         expert_keys = self.layer_step * self.run.shape.experts + self.expert
         read_keys = expert_keys[self.kind == READ]
+        brought = np.isin(expert_keys, expert_keys[np.isin(self.kind, (FETCH, READ))])
+        prompt = self.layer_step[first_rows[~brought[first_rows]]]
+        late = brought & np.isin(self.layer_step, prompt)
         # The first step may be a prefill, whose operations have other neighbours.
         in_first_step = self.step[chosen] == 0
         count = int(chosen.sum())
@@ -322,6 +324,7 @@ class RunSpans:
             states=self._overlap_states(start_s, self.end_s[chosen], lanes),
             expected=self._expected_states(start_s, usual_s, lanes),
             first=first[chosen],
+            late=late[chosen],
             fresh=np.isin(expert_keys[chosen], read_keys),
             active=amounts.active,
             copies=amounts.copies,

@@ -2,10 +2,10 @@
 
 import re
 from importlib import resources
-from pathlib import Path
 
 import pytest
 import yaml
+from support.logged_memory import LOGS, billed
 from support.model_files import write_gguf, write_hf
 
 from moesim.advice.devices import find, graphics_cards, processors, single_chips
@@ -34,9 +34,29 @@ def test_every_row_names_its_source_and_date(file):
 
 
 def test_every_shape_names_its_source_and_when_it_was_read():
-    """A paper is a date of its own; what nobody looked up says so."""
+    """None is recalled, and none is without the month in which somebody looked."""
     for name, row in shapes().items():
-        assert re.search(r"20\d\d-\d\d|Table|recalled|logs", row["source"]), name
+        assert re.search(r"read 20\d\d-\d\d", row["source"]), name
+        assert "recalled" not in row["source"], name
+
+
+def test_layers_with_a_window_may_have_heads_of_their_own():
+    """Step 3.5: full attention in every fourth layer from the first, 64 heads there and
+    96 beside a window.
+    """
+    step = named_contents("step-3.5-flash")
+    full = [at for at, each in enumerate(step.layers) if not each.window_tokens]
+    assert full == list(range(0, 45, 4))
+    widths = {each.attention_width for each in step.layers if each.window_tokens}
+    assert widths == {2 * 96 * 128}
+
+
+@pytest.mark.parametrize("name", shapes())
+def test_weights_sum_to_the_published_total(name):
+    model = named_contents(name)
+    weights = sum(each.dense_weights + each.expert_weights for each in model.layers)
+    weights += (1 if model.tied else 2) * model.head_weights
+    assert weights / 1e9 == pytest.approx(shapes()[name]["total_b"], rel=0.012)
 
 
 def test_no_alias_differs_in_cores_from_its_row():
@@ -192,9 +212,7 @@ def test_layers_with_full_attention_may_be_named():
     assert sum(not layer.window_tokens for layer in mimo.layers) == 9
 
 
-LOGS = yaml.safe_load(
-    Path(__file__).with_name("logged_memory.yaml").read_text(encoding="utf-8")
-)["logs"]
+MOST_OFF = {"kept": 0.02, "state": 0.02, "computing": 0.15}
 
 
 @pytest.mark.parametrize(
@@ -204,26 +222,10 @@ LOGS = yaml.safe_load(
 )
 def test_memory_is_what_engines_logged(log):
     """Keys and values within 2 %, windows with their micro-batch; buffers within 15 %."""
-    model = named_contents(log["model"], log["quant"])
-    micro_batch = log.get("micro_batch", 512)
-    cpu_layers = len(model.layers) if log.get("on_host") else log.get("cpu_layers", 0)
-    setting = Setting(
-        cpu_layers=cpu_layers,
-        kv_format=log.get("kv_format", "f16"),
-        micro_batch=micro_batch,
-        batch=max(2048, micro_batch),
-    )
-    machine = describe_machine(cpu="EPYC 9354", gpu="RTX PRO 6000 Blackwell")
-    bill = memory_bill(model, machine, setting, log["context"])
-    states = sum(layer.state_bytes for layer in model.layers)
-    if "kept" in log:
-        kept = (bill.gpu["keys and values"] - states) / MIB
-        assert kept == pytest.approx(log["kept"], rel=0.02)
-    if "state" in log:
-        assert states / MIB == pytest.approx(log["state"], rel=0.02)
-    if "computing" in log:
-        buffers = bill.gpu["compute buffers"] / MIB
-        assert buffers == pytest.approx(log["computing"], rel=0.15)
+    bill = billed(log)
+    for item, most in MOST_OFF.items():
+        if item in log:
+            assert bill[item] == pytest.approx(log[item], rel=most), item
 
 
 @pytest.mark.parametrize("label", ["F16", "MXFP4", "Q4_K_M", "UD-Q8_K_XL"])

@@ -371,7 +371,7 @@ def test_slowdown_is_found_by_hand():
     shares = np.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]] * 5)
     logs = np.log(np.array([2.0, 2.5, 2.0 / 0.9] * 5))
     groups = np.zeros(15, np.int64)
-    factors = fit_slowdowns(logs, shares, shares, ALONE_BESIDE, groups)
+    factors = fit_slowdowns(logs, shares, shares, ALONE_BESIDE, groups).factors
     assert factors == pytest.approx([1.25], abs=1e-6)
 
 
@@ -380,7 +380,7 @@ def test_two_that_slow_at_once_multiply_as_in_the_simulator():
     busy = np.array([[0, 0], [1, 0], [0, 1], [1, 1]], float)
     shares = np.repeat(np.eye(4), 5, axis=0)
     logs = np.log(np.repeat([1.0, 1.4, 1.5, 1.4 * 1.5], 5))
-    factors = fit_slowdowns(logs, shares, shares, busy, np.zeros(20, np.int64))
+    factors = fit_slowdowns(logs, shares, shares, busy, np.zeros(20, np.int64)).factors
     assert factors == pytest.approx([1.4, 1.5], abs=1e-6)
 
 
@@ -391,7 +391,7 @@ def test_overlap_that_never_slows_is_no_contention():
     logs = np.where(beside > 0.5, -0.1, 0.0)
     shares = np.column_stack([1 - beside, beside])
     groups = np.zeros(400, np.int64)
-    assert fit_slowdowns(logs, shares, shares, ALONE_BESIDE, groups)[0] == 1.0
+    assert fit_slowdowns(logs, shares, shares, ALONE_BESIDE, groups).factors == [1.0]
 
 
 def test_two_profiles_differ_by_what_they_predict_of_the_designed_runs(machine):

@@ -18,6 +18,7 @@ from support.known_machine import (
     mean_covers,
     plane_covers,
     roofline_covers,
+    slowdowns_cover,
 )
 
 NOISES = {
@@ -42,6 +43,13 @@ def test_intervals_hold_the_truth_as_often_as_they_say(covers, noise):
     least = 0.9 - 3.0 * (0.9 * 0.1 / draws) ** 0.5
     for term, share in coverage(covers, NOISES[noise], draws).items():
         assert share >= least, term
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_intervals_of_slowdowns_are_neither_narrow_nor_wide(noise):
+    """At 95 %, shares outside of these come about once in a thousand times."""
+    for term, share in coverage(slowdowns_cover, NOISES[noise], 200).items():
+        assert 0.89 <= share <= 0.99, term
 
 
 @pytest.mark.parametrize("noise", NOISES)

@@ -49,7 +49,7 @@ def test_a_line_through_exact_points_is_found_exactly():
 def test_latency_and_bandwidth_lie_in_their_intervals_about_as_often_as_promised():
     inside_latency = inside_bandwidth = 0
     for seed in range(20):
-        line = fit_line(noisy_link(20e-6, 12e9, seed=seed), seed=seed)
+        line = fit_line(noisy_link(20e-6, 12e9, seed=seed))
         low, high = line.base_s.interval
         inside_latency += low <= 20e-6 <= high
         rate = inverse(line.slope_s)

@@ -11,9 +11,13 @@ import numpy as np
 from scipy.special import ndtri
 from support.calibrating import sized
 
-from moesim.evidence.validation.calibrate import learn
 from moesim.evidence.validation.paired_runs import designs, simulate
-from moesim.hwprofiles.calibration.estimates import Units, measured
+from moesim.hwprofiles.calibration.estimates import (
+    Units,
+    fit_slowdowns,
+    interval_of,
+    measured,
+)
 from moesim.hwprofiles.calibration.fit_curves import (
     Entries,
     centres_of,
@@ -21,9 +25,14 @@ from moesim.hwprofiles.calibration.fit_curves import (
     fit_roofline,
     points_of,
 )
+from moesim.hwprofiles.calibration.fit_operations import SPAN_KINDS, OperationFit
 from moesim.hwprofiles.calibration.fit_runs import fit_control_plane
-from moesim.hwprofiles.calibration.observations import LayerStepTimes
-from moesim.hwprofiles.lanes import lane_names
+from moesim.hwprofiles.calibration.observations import (
+    DesignedRun,
+    LayerStepTimes,
+    RunSpans,
+)
+from moesim.hwprofiles.lanes import COMPUTE_KINDS, lane_names
 from moesim.hwprofiles.paths import JOIN
 from moesim.hwprofiles.profile import load_profile
 from moesim.hwprofiles.schema import Quantity
@@ -161,6 +170,28 @@ def few_samples_cover(noise: Noise, seed: int) -> dict[str, bool]:
     return covers
 
 
+def slowdowns_cover(noise: Noise, seed: int) -> dict[str, bool]:
+    """Two that slow others 1.3 and 1.1 times, the second in three runs of twelve."""
+    rng = np.random.default_rng(seed)
+    runs, steps = runs_and_steps(5)
+    busy = np.array([[0, 0], [1, 0], [0, 1]], float)
+    factors = np.array([1.3, 1.1])
+    shares = rng.dirichlet(np.ones(3), len(runs))
+    shares[runs > 2, 0] += shares[runs > 2, 2]
+    shares[runs > 2, 2] = 0.0
+    seconds = noise.factors(runs, rng) / (shares @ (factors**-busy).prod(axis=1))
+    groups = np.zeros(len(runs), np.int64)
+    found = fit_slowdowns(np.log(seconds), shares, shares, busy, groups)
+    units = Units(runs, steps, 4)
+    covers = {}
+    draws = found.redrawn(units, runs, rng)
+    for name, value, drawn, truth in zip(
+        ("in all runs", "in three runs"), found.factors, draws.T, factors, strict=True
+    ):
+        covers[name] = inside(interval_of(value, drawn, units.count), truth)
+    return covers
+
+
 def machine_with_contention(scatter: float):
     """Every lane with a worker of its own, `CONTENTION` between them, and operations
     that scatter normally; the first of a layer step wait, longer beside more copies.
@@ -185,25 +216,36 @@ def machine_with_contention(scatter: float):
 
 
 def learned_contention(noise: Noise, seed: int, specs=("olmoe-1b-7b/4",)):
-    """Contention that a whole calibration finds in simulated runs of such a machine,
+    """Contention that the fit of operations finds in simulated runs of such a machine,
     by path.
     """
     rng = np.random.default_rng(seed)
     machine = machine_with_contention(noise.scatter)
-    runs = []
-    for spec in specs:
-        shape = sized(spec)
-        for number, design in enumerate(designs(shape, quick=True, seed=seed)):
-            timeline = simulate(
-                design.trial, shape, machine, noise_seed=1000 * seed + number
-            )
-            runs.append((shape, design.trial, timeline))
+    shapes = [sized(spec) for spec in specs]
+    runs = [
+        (shape, design.trial)
+        for shape in shapes
+        for design in designs(shape, quick=True, seed=seed)
+    ]
     # The machine was slower by this; nobody knows, so it is not divided out.
     drift = 1.0 + noise.drift * rng.standard_normal(len(runs))
-    learned = learn(
-        runs, machine, date="2026-01-01", name="x", seed=seed, pace=(1 / drift).tolist()
-    )
-    return {path: learned.numbers[path] for path in CONTENTION}
+    spans = []
+    for number, (shape, trial) in enumerate(runs):
+        noise_seed = 1000 * seed + number
+        run = DesignedRun(
+            simulate(trial, shape, machine, noise_seed=noise_seed),
+            shape,
+            assignment="",
+            context_tokens=(),
+            workers=machine.workers,
+            pace=1 / drift[number],
+        )
+        spans.append(RunSpans(run, shapes.index(shape), number))
+    entries = Entries("2026-01-01", seed)
+    operations = OperationFit(spans, shapes, entries)
+    for lane_kind in (*COMPUTE_KINDS, *SPAN_KINDS):
+        operations.alone(lane_kind)
+    return {path: entries.numbers[path] for path in CONTENTION}
 
 
 def contention_covers(noise: Noise, seed: int) -> dict[str, bool]:

@@ -156,12 +156,8 @@ def _computed(row: dict[str, Any], formats: Recipe, label: str) -> ModelContents
     )
 
     hidden = row["hidden"]
-    # Recalled shapes may lack the vocabulary.
     table_weights = row.get("vocab", 0) * hidden
     tied = row.get("tied", False)
-    assumed = ["bytes follow from the shape and the label"]
-    if "recalled" in row["source"]:
-        assumed.append("the shape is recalled")
     return ModelContents(
         name=row["name"],
         architecture=row["name"],
@@ -176,13 +172,15 @@ def _computed(row: dict[str, Any], formats: Recipe, label: str) -> ModelContents
         tied=tied,
         # Tables that are looked up, not multiplied; they may stay in the file.
         unused_bytes=row.get("table_bytes", 0),
-        assumed=tuple(assumed),
+        assumed=("bytes follow from the shape and the label",),
     )
 
 
 def _layer(
     row: dict[str, Any], formats: Recipe, at: int, count: int, *, dense: bool
 ) -> LayerContents:
+    if "window_heads" in row and not sees_everything(row, at):
+        row = {**row, "heads": row["window_heads"]}
     hidden = row["hidden"]
     recurrent = "linear_weights" in row and not sees_everything(row, at)
     mixer = row["linear_weights"] if recurrent else attention_weights(row)
