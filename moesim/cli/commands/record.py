@@ -91,8 +91,8 @@ class RecordCommand(RecordOptions, TextOptions):
 
     def inputs(self) -> list[Path]:
         """Files that are read, a model's own included."""
-        own = [*Path(self.model).glob("*"), *Options.inputs(self)]
-        return [file for file in own if file != self.residual]
+        files = [*Path(self.model).glob("*"), *Options.inputs(self)]
+        return [file for file in files if file != self.residual]
 
 
 @from_dataclass()
