@@ -38,6 +38,7 @@ TRACES = ("tiny", "gpt-oss-20b-like")
 GRAPHICS_CARDS = ("RTX 3060", "RTX 4090", "RTX 5070 Ti", "RX 7900 XTX")
 PROCESSORS = ("Ryzen 7 5800X", "i7-12700K", "EPYC 7532")
 MODELS = ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b", "glm-4.5-air")
+ANSWERS = "answers.jsonl"
 REPLAYED = 80
 """So many of a hundred configurations are replays."""
 UNKNOWN = "unknown "
@@ -188,7 +189,9 @@ def main() -> None:
             for number in drawn:
                 write_dump(place / f"dump{number}.csv", number)
             running[label] = _begin(tree, place)
-        before, after = (_answered(process) for process in running.values())
+        before, after = (
+            _answered(process, folder / label) for label, process in running.items()
+        )
     kinds: Counter[str] = Counter()
     different = 0
     for number, lines in drawn.items():
@@ -221,22 +224,23 @@ def differences(earlier: str, later: str) -> list[str]:
     ]
 
 
-def _begin(tree: Path, place: Path) -> subprocess.Popen[str]:
+def _begin(tree: Path, place: Path) -> subprocess.Popen[bytes]:
     """Start a process in which one commit answers."""
     code = f"import runpy; runpy.run_path({__file__!r})['answers'](place)"
     code = f"from pathlib import Path; place = Path({str(place)!r}); {code}"
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "80"},
-        cwd=place,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    # Into a file: a pipe that nobody reads yet would stop it when it is full.
+    with (place / ANSWERS).open("wb") as answers_file:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", code],
+            env={**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "80"},
+            cwd=place,
+            stdout=answers_file,
+        )
 
 
-def _answered(process: subprocess.Popen[str]) -> dict[int, str]:
-    output, _ = process.communicate()
-    return dict(map(json.loads, output.splitlines()))
+def _answered(process: subprocess.Popen[bytes], place: Path) -> dict[int, str]:
+    process.wait()
+    return dict(map(json.loads, (place / ANSWERS).read_text().splitlines()))
 
 
 if __name__ == "__main__":
