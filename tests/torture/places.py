@@ -140,7 +140,7 @@ WRITERS = (
     Writer("validate --sittings 0", {"--protocol": "/"}),
     Writer("store build tiny", {"--out": "/"}, (), most=30),
     Writer(
-        "run t.parquet --hw hw.toml --steps 2 --policy on-demand",
+        "run t.parquet --hw two-core-host --steps 2 --policy on-demand",
         {"--out": "/", "--perfetto": ".json", "--learn": ".toml"},
         ("t.parquet",),
         most=60,
