@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.browser import browser, check_page
 from support.real_machine import host_profile
+from support.small_trace import write_small_trace
 from support.validations import cell, result
 from typer.testing import CliRunner
 
@@ -403,29 +404,15 @@ def test_a_constant_that_decides_the_winner_is_named():
 
 
 def test_validate_prints_json_and_writes_the_report(tmp_path):
-    profile = save_profile(host_profile(), tmp_path / "here.toml")
-    done = CliRunner().invoke(
-        cli.app,
-        [
-            "validate",
-            str(TRACE),
-            "--policy",
-            "all-cpu+none,on-demand+lru",
-            "--cache-ratio",
-            "0.3",
-            "--batch",
-            "1",
-            "--steps",
-            "3",
-            "--repetitions",
-            "1",
-            "--hw",
-            str(profile),
-            "--out",
-            str(tmp_path / "out"),
-            "--json",
-        ],
+    """Also of a trace with fewer experts than a store has records."""
+    write_small_trace(tmp_path / "small.parquet")
+    save_profile(host_profile(), tmp_path / "here.toml")
+    words = (
+        f"validate {tmp_path}/small.parquet --policy all-cpu+none,on-demand+lru"
+        " --cache-ratio 0.3 --batch 1 --steps 3 --repetitions 1 --json"
+        f" --hw {tmp_path}/here.toml --out {tmp_path}/out"
     )
+    done = CliRunner().invoke(cli.app, words.split())
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout).keys() >= KEYS
     assert (tmp_path / "out" / "validation.html").is_file()

@@ -209,17 +209,18 @@ def attack(command, pair, declared, source, work, report, name):
 
 
 def _matters(flag, pair, declared, again):
-    """Whether figures differ without an option, or with another value of it: the one
-    that was drawn may be the default.
+    """Whether figures differ without an option, which may be refused, or with another
+    value of it: the one that was drawn may be the default.
     """
-    if flag == "--staging" and not SIZES & pair.keys():
+    if flag in ("--staging", "--cache"):
         # A limit that a roomy cache never reaches, a small one does.
-        pair = {**pair, "--cache-ratio": "0.05"}
+        pair = {key: value for key, value in pair.items() if key not in SIZES}
+        pair |= {"--cache-ratio": "0.05"}
     rest = {key: value for key, value in pair.items() if key != flag}
     others = [rest, *({**pair, flag: value} for value in _values(declared[flag]))]
-    ends = [again(other) for other in (pair, *others)]
+    _, without, *_ = ends = [again(other) for other in (pair, *others)]
     figures = {_figures(end.out) for end in ends if end.code == 0}
-    return len(figures) > 1
+    return len(figures) > 1 or without.code != 0
 
 
 def _ended(command, pair, source, work):

@@ -136,15 +136,11 @@ WRITERS = (
         (),
         most=20,
     ),
-    Writer(
-        "calibrate OUT --from run --force --against hw.toml",
-        {"OUT": ".toml"},
-        ("run/run.json", "hw.toml"),
-    ),
+    Writer("calibrate OUT --from run --force", {"OUT": ".toml"}, ("run/run.json",)),
     Writer("validate --sittings 0", {"--protocol": "/"}),
     Writer("store build tiny", {"--out": "/"}, (), most=30),
     Writer(
-        "run t.parquet --hw hw.toml --steps 2 --policy on-demand",
+        "run t.parquet --hw two-core-host --steps 2 --policy on-demand",
         {"--out": "/", "--perfetto": ".json", "--learn": ".toml"},
         ("t.parquet",),
         most=60,
@@ -240,6 +236,7 @@ def preload(folder):
 def prepare(folder):
     """Write what the commands read."""
     from support import foreign_files as files
+    from support.bench_files import as_jsonl, row
     from support.small_trace import write_small_trace
 
     from moesim.hwprofiles.profile import load_profile, save_profile
@@ -250,16 +247,18 @@ def prepare(folder):
     (folder / "c.toml").write_text("batch = 1\n")
     (folder / "a.txt").write_text("0\n0.0001\n")
     (folder / "p.txt").write_text("One, two.\n")
-    (folder / "rows.jsonl").write_text("")
-    (folder / "widths.csv").write_text("layer,expert,bits\n0,0,4\n")
+    rows = [row("tg", 64, 30.0, n_cpu_moe=20), row("pp", 512, 400.0, n_cpu_moe=20)]
+    (folder / "rows.jsonl").write_text(as_jsonl(rows))
+    widths = [f"{number // 8},{number % 8},4" for number in range(24)]
+    (folder / "widths.csv").write_text("\n".join(["layer,expert,bits", *widths]))
     files.llama_cpp(folder / "foreign", files.routing(seed=3))
     sweep = "sweep t.parquet --hw hw.toml --policy all-cpu --steps 3 --results STORE"
     ended = run(sweep.split(), folder)
     assert ended.code == 0, ended
     tiny = ROOT / "moesim" / "runtime" / "data" / "tiny"
     shutil.copytree(tiny, folder / "M", ignore=shutil.ignore_patterns("residual*"))
-    (row,) = (folder / "STORE").glob("*.parquet")
-    row.rename(row.with_stem("row"))
+    (stored,) = (folder / "STORE").glob("*.parquet")
+    stored.rename(stored.with_stem("row"))
     (folder / "before.json").write_text("{}")
 
 

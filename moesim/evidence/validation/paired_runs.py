@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 HOST_CACHE = "lru"
 _DISTINCT = 64
-"""Different records in a runner's store: it is built in seconds; in memory every expert
-has its own.
+"""Most different records in a runner's store: it is built in seconds; in memory every
+expert has its own.
 """
 
 
@@ -115,9 +115,8 @@ class TrialRunner:
 
         self.shape = shape
         self._device = device_of(profile)
-        self._store = open_random_store(
-            shape, store, dtype, _DISTINCT, building=building
-        )
+        distinct = min(_DISTINCT, shape.layers * shape.experts)
+        self._store = open_random_store(shape, store, dtype, distinct, building)
         # Dense parts compute in the type of the experts, as a checkpoint's would.
         torch_dtype = self._store.layout(0).torch_dtype
         self._dense = DenseStack(DenseSizes.of(shape), torch_dtype, self._device.device)
