@@ -1,11 +1,11 @@
 """Whether this checkout answers as another commit did, to the last digit.
 
 ``python -m benchmarks.same_outputs REV`` draws configurations, gives each to both
-commits, and prints which figures of which answers differ: replays on either engine, hit
-rates, statistics of traces, imported files, gaps, pages and advice. Both take the
-machines of this checkout. What an answer says of the run itself, such as its seconds
-and its commit, is left out. A difference is no fault by itself, as a release may mend a
-number; it should be known.
+commits, and prints which figures of which answers differ: replays on either engine,
+tables of runs, hit rates, statistics of traces, imported files, gaps and advice. Both
+take the machines of this checkout. What an answer says of the run itself, such as its
+seconds and its commit, is left out, and refusals are counted, since they show little. A
+difference is no fault by itself, as a release may mend a number; it should be known.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ MODELS = ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b", "glm-4
 ANSWERS = "answers.jsonl"
 REPLAYED = 80
 """So many of a hundred configurations are replays."""
+SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
+REFUSED = "error: "
 UNKNOWN = "unknown "
 """What a commit says of a policy or parameter that it does not have."""
 OF_THE_RUN = ("wall_s", "git_commit", "version", "trace", "hw", "hw_digest", "made")
@@ -50,7 +52,7 @@ OF_THE_RUN = ("wall_s", "git_commit", "version", "trace", "hw", "hw_digest", "ma
 def draw(number: int) -> list[list[str]]:
     """Draw the command line of a configuration, from its number alone.
 
-    A page's place is written as PAGE and the file to import as DUMP.
+    The place of what is written is PLACE and the file to import DUMP.
     """
     drawn = random.Random(number)
     trace = drawn.choice(TRACES)
@@ -63,14 +65,14 @@ def draw(number: int) -> list[list[str]]:
     caches = drawn.sample(_words("CACHES"), 4)
     parts = ["--gpu", drawn.choice(GRAPHICS_CARDS), "--ram", "64GiB"]
     parts += ["--cpu", drawn.choice(PROCESSORS)]
-    read = ["DUMP", "--out", "PAGE.parquet", "--prompt-tokens", "3"]
+    read = ["DUMP", "PLACE.parquet", "--prompt-tokens", "3", "--shape", SHAPE]
     asked = (
         [["hits", trace, "--cache", ",".join(caches), "--json"]],
         [["trace", "stats", trace, "--json"]],
         [["gap", *run, *policy, "--json"]],
         [["advise", drawn.choice(MODELS), *parts, "--json"]],
-        [["trace", "import", *read], ["trace", "stats", "PAGE.parquet", "--json"]],
-        [["replay", *run, *policy, "--html", "PAGE"]],
+        [["trace", "import", *read], ["trace", "stats", "PLACE.parquet", "--json"]],
+        [["replay", *run, *policy, "--out", "PLACE"]],
     )
     return asked[number % len(asked)]
 
@@ -103,7 +105,7 @@ def _systems() -> list[str]:
 def write_dump(place: Path, number: int) -> None:
     """Write routing as somebody's table: position, layer, experts."""
     drawn = random.Random(number)
-    rows = ["token,layer,expert_0,expert_1"]
+    rows = ["pos,layer,expert_0,expert_1"]
     for token in range(drawn.randint(4, 12)):
         for layer in range(3):
             first, second = drawn.sample(range(8), 2)
@@ -116,16 +118,27 @@ def answers(folder: Path) -> None:
     from moesim.cli.app import main as command
 
     for number, lines in json.loads((folder / "drawn.json").read_text()):
-        page = folder / f"page{number}"
-        names = partial(_named, page=page, dump=folder / f"dump{number}.csv")
+        place = folder / f"place{number}"
+        names = partial(_named, place=place, dump=folder / f"dump{number}.csv")
         shown = io.StringIO()
         refused = io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(refused):
             for line in lines:
                 _ask(command, [names(word) for word in line])
-        table = page / "metrics.json"
-        answer = table.read_text() if table.exists() else shown.getvalue()
+        answer = _tables(place) if place.is_dir() else shown.getvalue()
         print(json.dumps([number, answer or refused.getvalue()]), flush=True)
+
+
+def _tables(folder: Path) -> str:
+    """A digest of every column of a run's tables, as JSON."""
+    import pandas as pd
+
+    digests: dict[str, dict[str, str]] = {}
+    for place in sorted(folder.glob("*.parquet")):
+        table = pd.read_parquet(place).astype(str)
+        hashes = {name: pd.util.hash_pandas_object(table[name]) for name in table}
+        digests[place.stem] = {name: str(each.sum()) for name, each in hashes.items()}
+    return json.dumps(digests)
 
 
 def _ask(command: Any, line: list[str]) -> None:
@@ -134,8 +147,8 @@ def _ask(command: Any, line: list[str]) -> None:
         command()
 
 
-def _named(word: str, *, page: Path, dump: Path) -> str:
-    return word.replace("PAGE", str(page)).replace("DUMP", str(dump))
+def _named(word: str, *, place: Path, dump: Path) -> str:
+    return word.replace("PLACE", str(place)).replace("DUMP", str(dump))
 
 
 def figures(answer: str) -> dict[str, object]:
@@ -194,12 +207,14 @@ def main() -> None:
         )
     kinds: Counter[str] = Counter()
     different = 0
+    refused = 0
     for number, lines in drawn.items():
         earlier = before.get(number, "nothing")
         later = after.get(number, "nothing")
         if UNKNOWN in earlier[:200] or UNKNOWN in later[:200]:
             continue
         kinds[lines[0][0]] += 1
+        refused += REFUSED in later[:200]
         changed = differences(earlier, later)
         if changed:
             different += 1
@@ -208,6 +223,7 @@ def main() -> None:
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     total = kinds.total()
     print(f"{total - different} of {total} answers equal: {counts}")
+    print(f"{refused} of these are refusals")
     print(f"{chosen.draws - total} more have policies that one commit does not know")
     raise SystemExit(bool(different))
 
