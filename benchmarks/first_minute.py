@@ -25,6 +25,9 @@ main()
 """
 
 
+_IMPORTS = "import moesim.runs.measured, moesim.runtime.executor.trace_driven"
+
+
 class Case(NamedTuple):
     """A command, what it is for, and the seconds that it may take."""
 
@@ -32,7 +35,7 @@ class Case(NamedTuple):
     words: str
     target_s: float
     first_only: bool = False
-    has_torch: bool = True
+    code: tuple[str, ...] = ("-m", "moesim")
 
 
 CASES = (
@@ -53,13 +56,13 @@ CASES = (
         1.0,
     ),
     Case("a real run", "run tiny", 4.0),
-    Case("a real run without torch", "run tiny", 0.4, has_torch=False),
+    Case("its imports", "", 4.0, code=("-c", _IMPORTS)),
+    Case("a real run without torch", "run tiny", 0.4, code=("-c", _WITHOUT_TORCH)),
 )
 
 
 def seconds(case: Case, folder: str) -> tuple[float, int]:
     """CPU seconds of a command with a cache folder, and its exit code."""
-    code = ["-m", "moesim"] if case.has_torch else ["-c", _WITHOUT_TORCH]
     environment = {
         **os.environ,
         "MOESIM_MACHINE_CODE": folder,
@@ -69,7 +72,7 @@ def seconds(case: Case, folder: str) -> tuple[float, int]:
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, *code, *shlex.split(case.words)],
+        [sys.executable, *case.code, *shlex.split(case.words)],
         env=environment,
         capture_output=True,
         check=False,

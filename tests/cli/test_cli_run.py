@@ -73,15 +73,8 @@ def test_two_ways_to_start_keep_the_memories_that_were_asked_for(
         return straight(config, **more)
 
     monkeypatch.setattr(runs, "run_trace", noted)
-    words = (
-        "run",
-        trace,
-        "--store",
-        tmp_path / "s",
-        "--slots-per-layer",
-        3,
-        "--startup",
-    )
+    line = f"run {trace} --store {tmp_path}/s --slots-per-layer 3 --startup"
+    words = line.split()
     code, out, _ = command(*words, "--json")
     assert code == 0
     assert asked == [(3, None, None), (3, 4 * 8192, 1), (3, None, 1)]
@@ -160,15 +153,8 @@ def test_a_model_may_say_anything_and_the_screen_stays_whole(
     """
     monkeypatch.setattr(LocalModel, "decode", lambda *_: "a\x1b[2J\0\r\x9bé\n\tb")
     (tmp_path / "p.txt").write_text("x")
-    words = (
-        "run",
-        "--model",
-        "tiny",
-        "--prompts",
-        tmp_path / "p.txt",
-        "--store",
-        tmp_path / "s",
-    )
+    line = f"run --model tiny --prompts {tmp_path}/p.txt --store {tmp_path}/s"
+    words = line.split()
     code, out, _ = command(*words, "--new-tokens", 1)
     assert code == 0
     assert out.startswith("--- 0\na\\x1b[2J\\x00\\r\\x9bé\n\tb\n")

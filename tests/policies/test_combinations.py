@@ -130,19 +130,9 @@ def test_a_run_in_parts_and_slices_ends_where_one_run_does(
     monkeypatch.setattr("benchmarks.combinations.describe", lambda kind: [_Known(kind)])
 
     def run(*words):
-        given = [
-            "every_policy",
-            str(path),
-            "--scale",
-            "1",
-            "--steps",
-            "2",
-            "--kinds",
-            "product",
-        ]
-        monkeypatch.setattr(
-            "sys.argv", [*given, "--done", str(tmp_path / "d.jsonl"), *words]
-        )
+        line = f"every_policy {path} --scale 1 --steps 2 --kinds product"
+        given = f"{line} --done {tmp_path}/d.jsonl".split()
+        monkeypatch.setattr("sys.argv", [*given, *words])
         return main(), capsys.readouterr().out
 
     assert "0 ran" in run("--without", "ilp,lru")[1]

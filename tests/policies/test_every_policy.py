@@ -104,20 +104,8 @@ def test_an_unexpected_error_belongs_into_the_table_and_makes_the_program_fail(
     def bug(*_):
         raise ZeroDivisionError("in a lane")
 
-    path = str(bench.trace.path)
-    words = [
-        "every_policy",
-        path,
-        "--scale",
-        "1",
-        "--steps",
-        "2",
-        "--kinds",
-        "routing",
-        "--tierings",
-        "gpu",
-    ]
-    monkeypatch.setattr("sys.argv", words)
+    line = f"every_policy {bench.trace.path} --scale 1 --steps 2"
+    monkeypatch.setattr("sys.argv", f"{line} --kinds routing --tierings gpu".split())
     assert main() == 0
     assert "2 ran, 3 refused by name, 0 wrong" in capsys.readouterr().out
     monkeypatch.setattr(

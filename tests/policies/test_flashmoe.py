@@ -505,19 +505,8 @@ def command(tmp_path_factory):
     folder = tmp_path_factory.mktemp("learned")
     model = ModelShape("small", 3, 8, 2, 64, 32, (1 << 20,) * 3, 1 << 20)
     write_trace(folder / "t.parquet", model, [(4, 40)] * 4)
-    arguments = [
-        "train-cache",
-        folder / "t.parquet",
-        "--out",
-        folder / "out",
-        "--cache-ratio",
-        0.375,
-        "--hidden",
-        16,
-        "--epochs",
-        4,
-    ]
-    done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    line = f"train-cache {folder}/t.parquet --out {folder}/out --cache-ratio 0.375"
+    done = CliRunner().invoke(cli.app, f"{line} --hidden 16 --epochs 4".split())
     assert done.exit_code == 0, done.output
     return folder, folder / "out", done.stdout
 

@@ -46,31 +46,13 @@ def installed(tmp_path_factory):
         )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
-    run(
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        work,
-        sources,
-        cwd=work,
-    )
+    build = ("-m", "build", "--wheel", "--no-isolation", "--outdir")
+    run(sys.executable, *build, work, sources, cwd=work)
     (wheel,) = work.glob("moesim-*.whl")
     target = work / "installed"
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        target,
-    )
-    run(*pip, wheel, cwd=work, PIP_DISABLE_PIP_VERSION_CHECK="1")
+    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
+    words = (sys.executable, *pip, target, wheel)
+    run(*words, cwd=work, PIP_DISABLE_PIP_VERSION_CHECK="1")
     return target
 
 

@@ -271,17 +271,8 @@ def test_out_holds_page_picture_table_and_every_run(command, trace, tmp_path):
 
 
 def test_one_timeline_holds_every_run(command, trace, tmp_path):
-    words = (
-        "compare",
-        trace,
-        "--policy",
-        "all-cpu,greedy",
-        "--steps",
-        3,
-        "--perfetto",
-        tmp_path / "p.json",
-    )
-    assert command(*words)[0] == 0
+    line = f"compare {trace} --policy all-cpu,greedy --steps 3"
+    assert command(*line.split(), "--perfetto", tmp_path / "p.json")[0] == 0
     events = json.loads((tmp_path / "p.json").read_text())["traceEvents"]
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
         "all-cpu",

@@ -311,16 +311,8 @@ def test_with_one_memory_machines_stand_on_the_axis(trace):
 
 
 def test_the_command_says_shows_and_writes_a_sweep(command, trace, tmp_path):
-    words = [
-        "compare",
-        trace,
-        "--policy",
-        "all-cpu,greedy",
-        "--hw",
-        "rtx4060ti,rtx3080ti",
-        "--cache-ratio",
-        "0.25,0.5",
-    ]
+    line = f"compare {trace} --policy all-cpu,greedy --hw rtx4060ti,rtx3080ti"
+    words = f"{line} --cache-ratio 0.25,0.5".split()
     table = tmp_path / "t.parquet"
     page = tmp_path / "p.html"
     code, out, _ = command(

@@ -46,14 +46,8 @@ def test_one_sequence_hits_no_more_often_than_belady_and_a_whole_cache_misses_fi
 
 
 def test_the_command_prints_draws_and_writes_them(command, trace, tmp_path):
-    words = (
-        "hits",
-        trace,
-        "--cache",
-        "lru,lfu:decay=0.9,variant=perfect",
-        "--cache-ratio",
-        "0.25,0.5",
-    )
+    line = f"hits {trace} --cache lru,lfu:decay=0.9,variant=perfect"
+    words = f"{line} --cache-ratio 0.25,0.5".split()
     code, out, _ = command(
         *words, "--png", tmp_path / "h.svg", "--table", tmp_path / "h.parquet"
     )

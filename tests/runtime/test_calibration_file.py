@@ -104,25 +104,12 @@ def test_the_command_line_makes_it_and_policies_find_it(tmp_path, capsys):
     file = tmp_path / "artefacts" / "glm4.safetensors"
     family("glm4_moe").model.save_pretrained(folder)
     (tmp_path / "p.txt").write_text("for i in x:\n\nimport os\n\ndef f(): pass")
-    words = [
-        "record",
-        "--model",
-        folder,
-        "--prompts",
-        tmp_path / "p.txt",
-        "--new-tokens",
-        3,
-        out,
-    ]
+    line = f"record {out} --model {folder} --prompts {tmp_path}/p.txt --new-tokens 3"
+    words = f"{line} --calibration {file} --no-overhead".split()
 
     def run(*more):
         with pytest.raises(SystemExit) as end:
-            cli.main(
-                [
-                    str(word)
-                    for word in (*words, "--calibration", file, "--no-overhead", *more)
-                ]
-            )
+            cli.main([*words, *more])
         return end.value.code or 0, capsys.readouterr()
 
     code, printed = run("--split", "evaluation")

@@ -81,17 +81,8 @@ def run_suite(count, seed, only=None):
         return report
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "failing.so"
-        command = [
-            compiler,
-            "-shared",
-            "-fPIC",
-            "-O1",
-            "-w",
-            SOURCE,
-            "-o",
-            built,
-            "-ldl",
-        ]
+        flags = ["-shared", "-fPIC", "-O1", "-w"]
+        command = [compiler, *flags, SOURCE, "-o", built, "-ldl"]
         subprocess.run(command, check=True)
         words = [sys.executable, "-m", __package__, "write_errors"]
         words += ["--count", str(count), "--seed", str(seed)]

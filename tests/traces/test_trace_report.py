@@ -103,19 +103,9 @@ def test_page_is_whole_and_needs_nothing_else(make_trace, tmp_path):
 
 def test_command_writes_page_and_tables(tmp_path, tiny_shape, capsys):
     path = write_trace(tmp_path / "t.parquet", tiny_shape, ((4, 40),))
+    line = f"trace stats {path} --html {tmp_path}/p.html --out {tmp_path}/o --json"
     with pytest.raises(SystemExit) as end:
-        cli.main(
-            [
-                "trace",
-                "stats",
-                str(path),
-                "--html",
-                str(tmp_path / "p.html"),
-                "--out",
-                str(tmp_path / "o"),
-                "--json",
-            ]
-        )
+        cli.main(line.split())
     assert not end.value.code
     figures = json.loads(capsys.readouterr().out)
     assert figures["verdict"]["answer"] in ("yes", "hardly", "no")
