@@ -249,6 +249,7 @@ def test_what_is_still_wide_is_named_with_what_it_does():
     assert (wide.path, wide.half_width) == (rate, pytest.approx(0.5))
     assert wide.effect > 0.05
     assert f"{rate} is known to ±50 %: predictions move by up to" in wide.words()
+    assert f"{rate} is hardly known" in wide._replace(half_width=9e14).words()
 
 
 def test_measuring_goes_on_until_it_is_narrow_or_time_is_over():

@@ -171,9 +171,12 @@ class WideConstant(NamedTuple):
 
     def words(self) -> str:
         """In a line."""
+        known = f"known to ±{100 * self.half_width:.0f} %"
+        if self.half_width > 1.0:
+            known = "hardly known"
         return (
-            f"{self.path} is known to ±{100 * self.half_width:.0f} %: predictions move"
-            f" by up to {100 * self.effect:.1f} %"
+            f"{self.path} is {known}: predictions move by up to"
+            f" {100 * self.effect:.1f} %"
         )
 
 
