@@ -58,7 +58,7 @@ COMMANDS = {
     "trace predict": "t.parquet result.parquet --recall 0.8",
     "trace widths": "t.parquet result.parquet --bits 8,4",
 }
-LONGEST_S = 60
+LONGEST_S = 300
 WORDS = {
     # field -> texts that mean something to it, and some that do not
     "hw": ("rtx4060ti", "hw.toml", "nothing.toml"),
@@ -216,6 +216,9 @@ def _matters(flag, pair, declared, again):
         # A limit that a roomy cache never reaches, a small one does.
         pair = {key: value for key, value in pair.items() if key not in SIZES}
         pair |= {"--cache-ratio": "0.05"}
+    if flag == "--batch":
+        # Requests that come seldom never meet.
+        pair = {key: value for key, value in pair.items() if key != "--arrivals"}
     rest = {key: value for key, value in pair.items() if key != flag}
     others = [rest, *({**pair, flag: value} for value in _values(declared[flag]))]
     _, without, *_ = ends = [again(other) for other in (pair, *others)]
