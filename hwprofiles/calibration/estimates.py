@@ -265,7 +265,7 @@ DRAWS = 40
 
 _ITERATIONS = 16
 _RIDGE = 1e-9
-_TOLD = 2.0
+_TOLD = 1.5
 """Standard errors from which on runs differ by more than their operations explain."""
 _REDRAWN = 400
 """Resamplings of slowdowns, each of which is one step."""
@@ -295,6 +295,7 @@ class Slowdowns(NamedTuple):
         weights: float64 [N].
         slopes: float64 [N, C], by what a logarithm changes with those of the factors.
         expected: float64 [N, C], the same of what was expected, the instruments.
+        groups: int64 [N], from 0, whose means were left out.
     """
 
     factors: np.ndarray
@@ -302,6 +303,7 @@ class Slowdowns(NamedTuple):
     weights: np.ndarray
     slopes: np.ndarray
     expected: np.ndarray
+    groups: np.ndarray
 
     def redrawn(
         self, units: Units, runs: np.ndarray, rng: np.random.Generator
@@ -321,19 +323,27 @@ class Slowdowns(NamedTuple):
         Source: DerSimonian and Laird 1986 for the variance between runs.
         """
         count = len(self.factors)
+        ridge = _RIDGE * np.eye(count)
+        instruments = self.weights[:, None] * self.expected
         size = np.bincount(runs, self.weights)
-        total = size.sum()
         means = np.bincount(runs, self.weights * self.rest) / size
         deviation = self.rest - means[runs]
-        single = self.weights**2 @ deviation**2 / max(total - len(size), 1.0)
-        # What was fitted took its part of what runs differ by.
-        free = max(len(size) - 1 - count, 1)
-        room = (total - size @ size / total) * free / max(len(size) - 1, 1)
+        single = self.weights**2 @ deviation**2 / max(size.sum() - len(size), 1.0)
+        # A run that is slower shows less of it than there is: means of groups and
+        # factors take up the rest.
+        marks = (runs == np.arange(len(size))[:, None]).astype(np.float64)
+        shown = np.array([_centred(mark, self.groups, self.weights) for mark in marks])
+        gram = instruments.T @ self.slopes + ridge
+        shown -= (self.slopes @ np.linalg.solve(gram, instruments.T @ shown.T)).T
+        share = _summed(self.weights[:, None] * shown.T, runs) / size[:, None]
+        free = max(np.trace(share), 3.0)
         beyond = size @ means**2 - free * single
         has_drift = beyond > _TOLD * single * np.sqrt(2 * free)
-        shared = beyond / max(room, 1.0) if has_drift else 0.0
+        # So few runs hardly tell a variance; Student's t is wider by as much.
+        student = free / (free - 2.0)
+        room = size @ (share**2).sum(axis=1)
+        shared = student * beyond / room if has_drift else 0.0
 
-        instruments = self.weights[:, None] * self.expected
         of_run = _summed(instruments, runs) / size[:, None]
         within = instruments - self.weights[:, None] * of_run[runs]
         # Weights fall where rests grow: what is far off moves less than they say.
@@ -351,7 +361,7 @@ class Slowdowns(NamedTuple):
         counts = rng.multinomial(units.count, evenly, _REDRAWN)
         scatter = np.sqrt(shared + single / size / yields**2)
         slower = scatter * rng.standard_normal((_REDRAWN, len(size)))
-        gram = np.tensordot(counts, grams, 1) + _RIDGE * np.eye(count)
+        gram = np.tensordot(counts, grams, 1) + ridge
         moved = counts @ scores + (counts * slower[:, run]) @ reaches
         steps = np.linalg.solve(gram, moved[:, :, None])[:, :, 0]
         logs = np.clip(np.log(self.factors) + steps, 0.0, _MOST_LOG_FACTOR)
@@ -416,7 +426,9 @@ def fit_slowdowns(
         if iteration >= _ITERATIONS // 2:
             near = np.maximum(1.0 - (distance / _TUKEY) ** 2, 0.0)
             weights = np.maximum(near**2, 1e-12)
-    return Slowdowns(np.exp(log_factors), rest, weights, slopes, expected_slopes)
+    return Slowdowns(
+        np.exp(log_factors), rest, weights, slopes, expected_slopes, groups
+    )
 
 
 def _summed(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
