@@ -314,4 +314,4 @@ def test_latent_attention_depends_on_the_age_of_the_file(tmp_path, metadata, ent
     model = latent_file(tmp_path / "m.gguf", **metadata)
     assert {layer.kv_bytes_per_token for layer in model.layers} == {entry}
     assert 27 * entry * 8192 / MIB == pytest.approx(2160 if metadata is OLD else 243)
-    assert all(layer.latent_attention == (metadata is NEW) for layer in model.layers)
+    assert all((layer.latent_values > 0) == (metadata is NEW) for layer in model.layers)
