@@ -359,10 +359,9 @@ def compute_buffers(
 
     with_masks = cells * (ACTIVATION_BYTES + F16_BYTES)
     with_masks += LIVE_BEFORE_EXPERTS * hidden_bytes
-    in_layer = cells * F16_BYTES + LIVE_IN_LAYER * hidden_bytes
-    in_layer += max(
-        upload + 2 * top_k * hidden_bytes, queries * tokens * ACTIVATION_BYTES
-    )
+    at_experts = upload + 2 * top_k * hidden_bytes
+    in_layer = max(at_experts, queries * tokens * ACTIVATION_BYTES)
+    in_layer += cells * F16_BYTES + LIVE_IN_LAYER * hidden_bytes
     at_outputs = outputs + LIVE_AT_OUTPUTS * hidden_bytes
     if upload > outputs and model.moe_layers[-1] not in on_host:
         at_outputs += upload
