@@ -2,6 +2,7 @@
 
 import re
 from importlib import resources
+from pathlib import Path
 
 import pytest
 import yaml
@@ -59,58 +60,35 @@ def test_weights_sum_to_the_published_total(name):
     assert weights / 1e9 == pytest.approx(shapes()[name]["total_b"], rel=0.012)
 
 
-def test_no_alias_differs_in_cores_from_its_row():
+@pytest.mark.parametrize(("kind", "digits"), [("cpus", 3), ("gpus", 2)])
+def test_no_alias_has_a_number_of_its_own(kind, digits):
     """An alias is another spelling or a twin without graphics or overclocking: a number
     of its own needs a row of its own.
     """
-    for _, row in rows_of("cpus", "cpus"):
-        numbers = re.findall(r"\d{3,}", row["name"])
+    number = re.compile(rf"(?<![a-z\d])\d{{{digits},}}")
+    for _, row in rows_of(kind, kind):
         for alias in row.get("also", ()):
-            own = re.findall(r"\d{3,}", alias)
-            assert not own or own[0] == numbers[0], (row["name"], alias)
-            assert processors()[alias].cores == row["cores"]
+            own = number.findall(alias)
+            assert not own or own[0] == number.findall(row["name"])[0], alias
 
 
-@pytest.mark.parametrize(
-    ("name", "cores", "small"),
-    [
-        ("EPYC 9015", 8, 0),
-        ("EPYC 7643", 48, 0),
-        ("EPYC 7513", 32, 0),
-        ("Xeon w7-3455", 24, 0),
-        ("Xeon w5-3435X", 16, 0),
-        ("Xeon w5-2455X", 12, 0),
-        ("Xeon Platinum 8460Y+", 40, 0),
-        ("Xeon Gold 6248R", 24, 0),
-        ("Xeon Platinum 8268", 24, 0),
-        ("Xeon Gold 6226R", 16, 0),
-        ("Core i7-13620H", 6, 4),
-        ("Core Ultra 5 250K Plus", 6, 12),
-        ("AMD Ryzen 9 9950X3D 16-Core Processor", 16, 0),
-        ("Xeon E5-2650v4", 12, 0),
-    ],
+CHECKED = yaml.safe_load(
+    Path(__file__).with_name("checked_devices.yaml").read_text(encoding="utf-8")
 )
-def test_cores_are_those_of_the_makers_page(name, cores, small):
-    processor = find(name, processors())
-    assert (processor.cores, processor.small_cores) == (cores, small)
+UNITS = {"flops": 1e12, "bytes_per_s": 1e9, "link_bytes_per_s": 1e9, "base_hz": 1e9}
+NO_FIGURES = {"name", "page"}
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops", "gb_s"),
-    [
-        ("L40", 181.0, 864),
-        ("L40S", 362.0, 864),
-        ("GTX 1660 SUPER", 5.0, 336),
-        ("RTX 5070 Laptop", 27.6, 384),
-        ("A100-SXM4-80GB", 312.0, 2039),
-        ("RTX PRO 6000 Max-Q", 440.0, 1792),
-        ("RTX 2000 Ada", 48.0, 224),
-    ],
-)
-def test_cards_are_not_answered_as_their_neighbours(name, tflops, gb_s):
-    card = find(name, graphics_cards())
-    assert card.flops == pytest.approx(tflops * 1e12)
-    assert card.bytes_per_s == pytest.approx(gb_s * 1e9, rel=0.01)
+@pytest.mark.parametrize("kind", CHECKED)
+def test_devices_are_those_of_their_pages(kind):
+    """None is answered with a neighbour's figures."""
+    chips = {name: chip.graphics for name, chip in single_chips().items()}
+    table = {"processors": processors(), "cards": graphics_cards(), "chips": chips}
+    for row in CHECKED[kind]:
+        device = find(row["name"], table[kind])
+        stated = {key: row[key] * UNITS.get(key, 1) for key in row.keys() - NO_FIGURES}
+        found = {key: getattr(device, key) for key in stated}
+        assert found == pytest.approx(stated, rel=0.005), row["name"]
 
 
 @pytest.mark.parametrize(("name", "gb_s"), [("EPYC 9334", 456), ("EPYC 9354", 456)])
@@ -314,4 +292,4 @@ def test_latent_attention_depends_on_the_age_of_the_file(tmp_path, metadata, ent
     model = latent_file(tmp_path / "m.gguf", **metadata)
     assert {layer.kv_bytes_per_token for layer in model.layers} == {entry}
     assert 27 * entry * 8192 / MIB == pytest.approx(2160 if metadata is OLD else 243)
-    assert all(layer.latent_attention == (metadata is NEW) for layer in model.layers)
+    assert all((layer.latent_values > 0) == (metadata is NEW) for layer in model.layers)

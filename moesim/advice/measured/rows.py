@@ -299,7 +299,7 @@ def _template(row: Row, total: int) -> LayerContents:
         layer,
         attention_width=sum(other.attention_width for other in named) // len(named),
         query_group=max(other.query_group for other in named),
-        latent_attention=named[-1].latent_attention,
+        latent_values=named[-1].latent_values,
     )
 
 

@@ -249,13 +249,12 @@ def _context_sizes(row: dict[str, Any], at: int, *, recurrent: bool) -> dict[str
         # A matrix of head size x head size per head, in single precision.
         return {"state_bytes": row.get("linear_heads", 2 * heads) * 128 * 128 * 4}
     if latent := row.get("mla"):
-        entry = latent["kv"] + latent["rope"]
+        entry, query = latent["kv"] + latent["rope"], latent["nope"] + latent["rope"]
         return {
-            "latent_attention": True,
+            "latent_values": heads * (2 * entry + query),
             "kv_bytes_per_token": entry * F16_BYTES,
             # Prompts are read with full keys and values, not with the compressed ones.
-            "attention_width": heads
-            * (latent["nope"] + latent["rope"] + latent["value"]),
+            "attention_width": heads * (query + latent["value"]),
         }
 
     head_dim = int(row.get("head_dim", 128))

@@ -49,7 +49,9 @@ class LayerContents:
         attention_width: heads x (key + value size): multiply-adds per context token.
         query_group: query heads that share a key head; 1 where each has its own, or
             where latent attention has kernels of its own.
-        latent_attention: one compressed entry serves all heads (MLA).
+        latent_values: where one compressed entry serves all heads (MLA), values of
+            one token that attention holds at once: of each head its query, as it was
+            and with rotated part, absorbed, and both joined; 0 elsewhere.
     """
 
     dense_bytes: int
@@ -65,7 +67,7 @@ class LayerContents:
     state_bytes: int = 0
     attention_width: int = 0
     query_group: int = 1
-    latent_attention: bool = False
+    latent_values: int = 0
 
     def __post_init__(self) -> None:
         """Refuse experts that no model can have."""

@@ -379,7 +379,7 @@ def _layer(sums: LayerTensors, at: int, keys: _Keys) -> LayerContents:
         state_bytes=attention.state_bytes,
         attention_width=attention.width,
         query_group=attention.query_group,
-        latent_attention=attention.latent,
+        latent_values=attention.latent_values,
     )
 
 
@@ -392,7 +392,7 @@ class _Attention:
         self.state_bytes = 0
         self.width = 0
         self.query_group = 1
-        self.latent = False
+        self.latent_values = 0
 
         if self._recurrent(keys, at):
             inner = keys.whole("ssm.inner_size", 0)
@@ -407,25 +407,21 @@ class _Attention:
         key_size = keys.whole("attention.key_length", size, at)
         value_size = keys.whole("attention.value_length", size, at)
         rank = keys.whole("attention.kv_lora_rank", 0)
+        entry = kv_heads * (key_size + value_size)
 
-        if rank:
-            # Multi-head latent attention keeps one compressed entry for all heads.
-            rope = keys.whole("rope.dimension_count", 0)
-            self.width = heads * (key_size + value_size)
-            # Files from before April 2025 lack the absorbed matrices, and the engine
-            # keeps full keys and values for each head.
-            self.latent = keys.value("attention.key_length_mla") is not None
-            if self.latent:
-                # Prompts are read with full keys and values, not with compressed ones.
-                key_full = keys.whole("attention.key_length_mla", key_size)
-                value_full = keys.whole("attention.value_length_mla", value_size)
-                self.width = heads * (key_full + value_full)
-            entry = rank + rope if self.latent else kv_heads * (key_size + value_size)
-            self.kv_bytes_per_token = entry * F16_BYTES
-        else:
-            self.kv_bytes_per_token = kv_heads * (key_size + value_size) * F16_BYTES
-            self.width = heads * (key_size + value_size)
+        # Multi-head latent attention keeps one compressed entry for all heads. Files
+        # from before April 2025 lack the absorbed matrices, and the engine keeps full
+        # keys and values for each head.
+        if rank and keys.value("attention.key_length_mla") is not None:
+            entry = rank + keys.whole("rope.dimension_count", 0)
+            # Prompts are read with full keys and values, not with compressed ones.
+            key_size = keys.whole("attention.key_length_mla", key_size)
+            value_size = keys.whole("attention.value_length_mla", value_size)
+            self.latent_values = heads * (2 * entry + key_size)
+        elif not rank:
             self.query_group = max(1, heads // max(1, kv_heads))
+        self.kv_bytes_per_token = entry * F16_BYTES
+        self.width = heads * (key_size + value_size)
         self.window_tokens = self._window(keys, at)
 
     @staticmethod

@@ -334,9 +334,10 @@ def compute_buffers(
     llama.cpp reserves a worst-case graph. It is largest in one of three places: where
     the mask of attention was just made, in single and in half precision; in a layer,
     with the mask, the one expert tensor that is being uploaded, and what each expert
-    reads and makes of its tokens; or at the outputs of a whole micro-batch. These take
-    the place of the last upload, unless layers follow whose experts are on the card
-    (gpt-oss-120b: 933 MiB for 393 of outputs and 538 of one tensor).
+    reads and makes of its tokens, or what latent attention makes of its queries
+    (DeepSeek-V3: 394 MiB for 336 of these); or at the outputs of a whole micro-batch.
+    These take the place of the last upload, unless layers follow whose experts are on
+    the card (gpt-oss-120b: 933 MiB for 393 of outputs and 538 of one tensor).
 
     Since June 2026 llama-server makes the mask in half precision and reserves outputs
     of one token per request, so it needs less than this at large micro-batches.
@@ -353,12 +354,14 @@ def compute_buffers(
     experts = max((model.layers[at].expert_bytes for at in on_host), default=0)
     upload = experts / 3  # up, gate and down one after another
     top_k = max((layer.top_k for layer in model.layers), default=0)
+    queries = max((layer.latent_values for layer in model.layers), default=0)
     cells = context_tokens * tokens
 
     with_masks = cells * (ACTIVATION_BYTES + F16_BYTES)
     with_masks += LIVE_BEFORE_EXPERTS * hidden_bytes
-    in_layer = upload + cells * F16_BYTES
-    in_layer += (2 * top_k + LIVE_IN_LAYER) * hidden_bytes
+    at_experts = upload + 2 * top_k * hidden_bytes
+    in_layer = max(at_experts, queries * tokens * ACTIVATION_BYTES)
+    in_layer += cells * F16_BYTES + LIVE_IN_LAYER * hidden_bytes
     at_outputs = outputs + LIVE_AT_OUTPUTS * hidden_bytes
     if upload > outputs and model.moe_layers[-1] not in on_host:
         at_outputs += upload

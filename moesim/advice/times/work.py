@@ -112,7 +112,7 @@ def decode_work(
         else:
             recurrent = not layer.kv_bytes_per_token
             counts["recurrent" if recurrent else "attention"] += 1
-            counts["latent"] += layer.latent_attention
+            counts["latent"] += layer.latent_values > 0
             _add(device, layer.dense_formats)
             _add(device_kv, {layer.query_group: kv_bytes})
 
