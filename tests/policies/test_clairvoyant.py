@@ -12,11 +12,13 @@ from moesim.policies.base import PolicyError, RunContext
 from moesim.policies.cache.foresight import ForesightCache
 from moesim.policies.foresight import VALUE
 from moesim.policies.prefetch.foresight import ForesightPrefetch
-from moesim.runs.clairvoyant import DECAYS, MARGINS, searched
+from moesim.runs.clairvoyant import DECAYS, EXACT, FAR, MARGINS, searched
 from moesim.runs.config import RunConfig
 from moesim.runs.replay import replay
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
 
 EXPERTS = 4
 LAYERS = 2
@@ -154,3 +156,26 @@ def test_no_causal_policy_beats_the_ceiling(hw, ratio, batch):
     for policy in CAUSAL:
         taken_s = replay(trace, policy, **cell, keep=False).metrics["makespan_s"]
         assert ceiling_s <= taken_s, policy
+
+
+DRAFTED = {"hw": "rtx4060ti", "cache_ratio": 0.1, "draft_tokens": 4, "keep": False}
+
+
+def test_the_search_tries_what_drafts_want():
+    cell = DRAFTED | {"steps": 24}
+    taken = replay("gpt-oss-20b-like", EXACT, cache=FAR, prefetch="clairvoyant", **cell)
+    ceiling = replay("gpt-oss-20b-like", "clairvoyant", **cell)
+    assert ceiling.metrics["makespan_s"] <= taken.metrics["makespan_s"]
+
+
+def test_with_drafts_no_causal_policy_beats_the_ceiling(shared_traces, tmp_path):
+    """On recorded routing, where one did by 0.01 %."""
+    trace = tmp_path / "recorded.parquet"
+    shape = model_shape("gpt-oss-20b", weights="mxfp4")
+    import_trace(shared_traces / "gpt_oss_20b.parquet", trace, shape=shape)
+    rival = f"{EXACT}+decayed-frequency+statistical"
+    ceiling_s, *taken_s = (
+        replay(trace, policy, **DRAFTED, steps=120).metrics["makespan_s"]
+        for policy in ("clairvoyant", rival, "recall++moe-speq")
+    )
+    assert ceiling_s <= min(taken_s)
