@@ -228,7 +228,7 @@ def verdict(seconds: pd.DataFrame) -> dict[str, object]:
 COLUMNS = ["trace", "text", "hw", "ratio", "policy", "seconds", "tpot_s"]
 
 
-def _cells(results: Path, figure: str = "seconds") -> pd.DataFrame:
+def seconds_of(results: Path, figure: str = "seconds") -> pd.DataFrame:
     """A figure of each finished cell, a row each, with policies as columns."""
     cells = pd.DataFrame(_lines(results), columns=COLUMNS).pivot_table(
         index=COLUMNS[:4], columns="policy", values=figure, sort=False
@@ -239,7 +239,7 @@ def _cells(results: Path, figure: str = "seconds") -> pd.DataFrame:
 
 def printed(results: Path) -> str:
     """Lay out all verdicts as rows of a Markdown table."""
-    cells = _cells(results)
+    cells = seconds_of(results)
     whole = cells.groupby(level=0).size() % len(RATIOS) == 0
     cells = cells[whole.reindex(cells.index.get_level_values(0)).to_numpy()]
     names = list(dict.fromkeys(cells.index.get_level_values("trace")))
@@ -276,8 +276,8 @@ def ceilings(results: Path) -> str:
         f"| | {TODAY} | best causal | clairvoyant | of the bound |",
         "|---|--:|--:|--:|--:|",
     ]
-    seconds = _cells(results)
-    ms = 1e3 * _cells(results, "tpot_s")
+    seconds = seconds_of(results)
+    ms = 1e3 * seconds_of(results, "tpot_s")
     clairvoyant = OURS[1]
     figures = pd.DataFrame(
         {
