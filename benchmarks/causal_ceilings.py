@@ -10,7 +10,8 @@ discount are searched for each run, so that these are ceilings::
     python -m benchmarks.causal_ceilings run ceilings.jsonl --shared DIR
     python -m benchmarks.causal_ceilings print ceilings.jsonl --judged results.jsonl
 
-``print`` says which share of the way from the best fixed rival to clairvoyant each goes.
+``print`` says which share of the way from the best fixed rival to clairvoyant each
+goes.
 """
 
 from __future__ import annotations
@@ -159,9 +160,7 @@ def _see(state: State, work: Work) -> None:
         layer_step = now + later * layers
         if layer_step >= int(numbers[_STEPS]):
             continue
-        for use in range(
-            state.marks[EDGES, layer_step], state.marks[EDGES, layer_step + 1]
-        ):
+        for use in range(edges[layer_step], edges[layer_step + 1]):
             key = first + integers[integers[_USES] + 2 * use]
             scores[VALUE, key] += decay**later
             state.marks[NEXT_STEP, key] = work.step + later
@@ -170,11 +169,12 @@ def _see(state: State, work: Work) -> None:
         if work.layer + 1 + ahead >= layers:
             break
         coming = (work.layer + 1 + ahead) * integers[0]
-        for use in range(
-            state.marks[EDGES, layer_step], state.marks[EDGES, layer_step + 1]
-        ):
+        for use in range(edges[layer_step], edges[layer_step + 1]):
             key = coming + integers[integers[_USES] + 2 * use]
-            is_seen = numbers[int(numbers[_DRAWN]) + use] < numbers[_RECALLS + ahead]
+            is_seen = (
+                numbers[int(numbers[_DRAWN]) + use]
+                < numbers[len(numbers) + _RECALLS + ahead]
+            )
             if is_seen and state.marks[NEXT_STEP, key] != work.step:
                 state.marks[NEXT_STEP, key] = work.step
                 scores[VALUE, key] += decay
