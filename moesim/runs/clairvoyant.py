@@ -7,6 +7,7 @@ that can be carried out: a ceiling that is reached, not a bound.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from moesim.policies.systems import SYSTEMS
@@ -47,11 +48,8 @@ class Rules(NamedTuple):
     def at(cls, margin: int, decay: int) -> Rules:
         """Those of places in `MARGINS` and `DECAYS`."""
         foresight = f"foresight:decay={DECAYS[decay]}"
-        return cls(
-            SYSTEMS[CLAIRVOYANT].assignment,
-            foresight,
-            f"{foresight},margin={MARGINS[margin]}",
-        )
+        copies = f"{foresight},margin={MARGINS[margin]}"
+        return cls(SYSTEMS[CLAIRVOYANT].assignment, foresight, copies)
 
     def others(self) -> list[Rules]:
         """What large batches and drafts may want: all of the next layer's experts
@@ -82,26 +80,18 @@ def searched(config: RunConfig, seconds_of: Callable[[RunConfig], float]) -> Run
     """
     # Drawn times would reward luck.
     quiet = config.replaced(noise_seed=None, engine="auto")
-    known: dict[Rules, float] = {}
 
+    @cache
     def seconds(rules: Rules) -> float:
-        if rules not in known:
-            known[rules] = seconds_of(_put(rules, quiet))
-        return known[rules]
+        return seconds_of(_put(rules, quiet))
 
     best = MARGINS.index(0.5), DECAYS.index(0.65)
     before = None
     while best != before:
         before = best
         margin, decay = best
-        beside = [
-            (margin + 2, decay),
-            (margin + 1, decay),
-            (margin - 1, decay),
-            (margin - 2, decay),
-            (margin, decay + 1),
-            (margin, decay - 1),
-        ]
+        beside = [(margin + further, decay) for further in (2, 1, -1, -2)]
+        beside += [(margin, decay + further) for further in (1, -1)]
         inside = [
             (margin, decay)
             for margin, decay in beside
@@ -110,9 +100,8 @@ def searched(config: RunConfig, seconds_of: Callable[[RunConfig], float]) -> Run
         best = min((best, *inside), key=lambda places: seconds(Rules.at(*places)))
     rules = [Rules.at(*best), *Rules.at(*best).others()]
     most_s = CLOSE * min(map(seconds, rules))
-    rules += [
-        each._replace(assignment=EXACT) for each in rules if seconds(each) <= most_s
-    ]
+    close = [each for each in rules if seconds(each) <= most_s]
+    rules += [each._replace(assignment=EXACT) for each in close]
     return _put(min(rules, key=seconds), config)
 
 
