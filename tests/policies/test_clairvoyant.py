@@ -8,6 +8,7 @@ from support.cache_driver import TimedView, shape, work
 from support.engine_pairs import assert_equal, both, machine
 from support.handmade import routed, steps
 
+from benchmarks.causal_ceilings import HALF_LIVES, SHARES, HorizonCache
 from moesim.policies.base import PolicyError, RunContext
 from moesim.policies.cache.foresight import ForesightCache
 from moesim.policies.foresight import VALUE
@@ -52,21 +53,33 @@ def layer_step(step, layer, expert):
 TOKENS = ((0, 1), (2, 1), (0, 3), (0, 1))
 
 
+def after_token_0(cache):
+    cache.start(context_of(TOKENS))
+    cache.accessed(layer_step(0, 0, 0))
+    return cache
+
+
 def test_an_expert_is_worth_its_coming_uses_by_their_distance():
     """After token 0, at a half per token: expert 0 comes after 2 and 3 tokens, expert 2
     after 1.
     """
-    cache = ForesightCache(decay=0.5)
-    cache.start(context_of(TOKENS))
-    cache.accessed(layer_step(0, 0, 0))
+    cache = after_token_0(ForesightCache(decay=0.5))
     values = cache.brought.state.scores[VALUE].reshape(LAYERS, EXPERTS)
     assert values[0].tolist() == pytest.approx([0.25 + 0.125, 0, 0.5, 0])
 
 
+def test_a_horizon_shows_so_many_tokens_and_frequency_beyond():
+    """After token 0, expert 0 is seen after 2 tokens, but not after 3."""
+    cache = after_token_0(HorizonCache(tokens=2, decay=0.5))
+    of_late = sum(
+        w * (1 - 0.5 ** (1 / t)) for w, t in zip(SHARES, HALF_LIVES, strict=True)
+    )
+    values = cache.brought.state.scores[VALUE, :EXPERTS].tolist()
+    assert values == pytest.approx([0.25 + 0.25 * of_late, 0, 0.5, 0])
+
+
 def test_what_is_worth_less_than_all_residents_is_turned_away():
-    cache = ForesightCache(decay=0.5)
-    cache.start(context_of(TOKENS))
-    cache.accessed(layer_step(0, 0, 0))
+    cache = after_token_0(ForesightCache(decay=0.5))
     assert cache.victims(np.array([0]), np.array([2])).tolist() == [-1]
     assert cache.victims(np.array([2]), np.array([0])).tolist() == [0]
 
