@@ -20,6 +20,7 @@ import argparse
 import json
 import tempfile
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -329,21 +330,15 @@ def run(
         lines = results.read_text().splitlines()
         done = {tuple(json.loads(line)[:5]) for line in lines}
     with results.open("a") as file, tempfile.TemporaryDirectory() as folder:
-        for name in traces:
-            (path,) = drawn(name, shared, Path(folder))
-            trace = open_trace(path)
-            cells = [
-                (name, 0, hw, ratio, horizon)
-                for hw in machines
-                for ratio in RATIOS
-                for horizon in HORIZONS
-            ]
-            for cell in cells:
-                if cell in done:
-                    continue
-                seconds = searched(trace, *cell[2:])
-                file.write(json.dumps([*cell, seconds]) + "\n")
-                file.flush()
+        drawn_of = {name: drawn(name, shared, Path(folder)) for name in traces}
+        opened = {name: open_trace(paths[0]) for name, paths in drawn_of.items()}
+        for hw, name, ratio, horizon in product(machines, traces, RATIOS, HORIZONS):
+            cell = (name, 0, hw, ratio, horizon)
+            if cell in done:
+                continue
+            seconds = searched(opened[name], hw, ratio, horizon)
+            file.write(json.dumps([*cell, seconds]) + "\n")
+            file.flush()
 
 
 def printed(results: Path, judged: Path) -> str:
