@@ -348,6 +348,8 @@ def printed(results: Path, judged: Path) -> str:
     reached = pd.DataFrame(lines, columns=columns).pivot_table(
         index=columns[:4], columns="horizon", values="seconds"
     )
+    # An interrupted run leaves a cell unfinished.
+    reached = reached.dropna()
     rivals = seconds_of(judged)
     rivals = rivals[rivals.index.isin(reached.index)]
     ours, clairvoyant = OURS
