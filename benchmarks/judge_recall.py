@@ -8,6 +8,14 @@ Runs that are in the results already are not repeated, so that it may be interru
 ``--traces 'NAME;...'`` takes some of them, ``--strongest`` few rivals. A fixed rival is
 one system or composition for all cells of a row of the table: the one that is fastest
 there in the geometric mean. Figures are means of logarithms over cells.
+
+With ``--draft-tokens N`` all verify the same drafts, into results of their own, and
+what is judged is recall with the drafts' routing::
+
+    python -m benchmarks.judge_recall run d.jsonl --shared DIR --draft-tokens 4
+
+``ceilings RESULTS`` lays out what today's software, the best causal one of each cell
+and the clairvoyant system take, in ms per token, beside the bound.
 """
 
 from __future__ import annotations
@@ -31,6 +39,15 @@ if TYPE_CHECKING:
 
 RATIOS = (0.1, 0.25, 0.5)
 OURS = ("recall", "clairvoyant")
+DRAFTING = "recall++moe-speq"
+"""Recall whose streams are drafted tokens' experts."""
+DRAFTED_RIVALS = tuple(
+    f"{assignment}+decayed-frequency+moe-speq"
+    for assignment in ("hybrimoe-schedule", "fetch-split", "exact:objective=scheduled")
+)
+TODAY = "llama.cpp"
+BOUND = "bound"
+"""Beside policies in the results: what no schedule can beat."""
 ASSIGNMENTS = (
     *("hybrimoe-schedule", "fetch-split", "fetch-split:table=0/1/1/2/3", "greedy"),
     *("exact:objective=scheduled", "fixed-mapping", "smoe-balancer"),
@@ -125,7 +142,12 @@ def drawn(name: str, shared: Path, folder: Path) -> list[Path]:
 
 
 def run(
-    results: Path, shared: Path, traces: Sequence[str], rivals: Sequence[str]
+    results: Path,
+    shared: Path,
+    traces: Sequence[str],
+    rivals: Sequence[str],
+    drafted: int,
+    machines: Sequence[str],
 ) -> None:
     """Replay what the results lack, and append it."""
     import moesim
@@ -139,17 +161,30 @@ def run(
         for name in traces:
             for text, path in enumerate(drawn(name, shared, Path(folder))):
                 trace = open_trace(path)
-                for hw in MACHINES:
+                for hw in machines:
                     for ratio in RATIOS:
-                        for policy in (*OURS, *rivals):
+                        for policy in (*OURS, TODAY, *rivals):
                             cell = (name, text, hw, ratio, policy)
                             if cell in done:
                                 continue
                             replayed = moesim.replay(
-                                trace, policy, hw=hw, cache_ratio=ratio, keep=False
+                                *(trace, policy),
+                                hw=hw,
+                                cache_ratio=ratio,
+                                keep=False,
+                                draft_tokens=drafted,
+                                bounded=policy == OURS[1] and not drafted,
                             )
-                            seconds = replayed.metrics["makespan_s"]
-                            file.write(json.dumps([*cell, seconds]) + "\n")
+                            taken = (
+                                replayed.metrics["makespan_s"],
+                                replayed.metrics["tpot_s"],
+                            )
+                            lines = [[*cell, *taken]]
+                            if replayed.bound is not None:
+                                bound_s = replayed.bound.seconds
+                                lines.append([*cell[:4], BOUND, bound_s, None])
+                            written = [json.dumps(line) + "\n" for line in lines]
+                            file.write("".join(written))
                             file.flush()
             print(name, "done")
 
@@ -165,39 +200,46 @@ def verdict(seconds: pd.DataFrame) -> dict[str, object]:
     """Compare over cells, one a row, with policies as columns.
 
     Returns:
-        The best fixed rival, recall's gain over it with half its 95 % interval, over
+        The best fixed rival, our gain over it with half its 95 % interval, over
         the best of each cell in hindsight, and the share of the way from the best fixed
         rival to the clairvoyant schedule.
     """
     rows = np.log(seconds)
     # Weak rivals were not run everywhere.
-    of_rivals = rows.drop(columns=list(OURS)).dropna(axis="columns")
+    no_rivals = [*OURS, DRAFTING, BOUND]
+    of_rivals = rows.drop(columns=no_rivals, errors="ignore").dropna(axis="columns")
     best = str(of_rivals.mean().idxmin())
-    gain = of_rivals[best] - rows["recall"]
+    ours = rows[DRAFTING if DRAFTING in rows else OURS[0]]
+    gain = of_rivals[best] - ours
     texts = gain.groupby("text").mean()
     # Texts are independent of each other, cells of one text are not.
     sample = texts if len(texts) > 1 else gain
     way = np.exp(of_rivals[best]) - np.exp(rows["clairvoyant"])
-    gone = np.exp(of_rivals[best]) - np.exp(rows["recall"])
+    gone = np.exp(of_rivals[best]) - np.exp(ours)
     return {
         "rival": best,
         "gain": float(gain.mean()),
         "half": STATED * float(sample.std(ddof=1)) / len(sample) ** 0.5,
-        "hindsight": float((of_rivals.min(axis=1) - rows["recall"]).mean()),
+        "hindsight": float((of_rivals.min(axis=1) - ours).mean()),
         "closed": float(gone.sum() / way.sum()),
     }
 
 
-def printed(results: Path) -> str:
-    """Lay out all verdicts as rows of a Markdown table."""
-    frame = pd.DataFrame(
-        _lines(results), columns=["trace", "text", "hw", "ratio", "policy", "seconds"]
-    )
-    cells = frame.pivot_table(
-        index=["trace", "text", "hw", "ratio"], columns="policy", values="seconds"
+COLUMNS = ["trace", "text", "hw", "ratio", "policy", "seconds", "tpot_s"]
+
+
+def seconds_of(results: Path, figure: str = "seconds") -> pd.DataFrame:
+    """A figure of each finished cell, a row each, with policies as columns."""
+    cells = pd.DataFrame(_lines(results), columns=COLUMNS).pivot_table(
+        index=COLUMNS[:4], columns="policy", values=figure, sort=False
     )
     # An interrupted run leaves a cell unfinished.
-    cells = cells.dropna(subset=[*OURS, *STRONGEST])
+    return cells.dropna(subset=[*OURS, *STRONGEST])
+
+
+def printed(results: Path) -> str:
+    """Lay out all verdicts as rows of a Markdown table."""
+    cells = seconds_of(results)
     whole = cells.groupby(level=0).size() % len(RATIOS) == 0
     cells = cells[whole.reindex(cells.index.get_level_values(0)).to_numpy()]
     names = list(dict.fromkeys(cells.index.get_level_values("trace")))
@@ -208,7 +250,8 @@ def printed(results: Path) -> str:
         "| trace | experts | best fixed rival | recall | in hindsight | gap closed |",
         "|---|--:|---|--:|--:|--:|",
     ]
-    for name in (*names, "the recorded three"):
+    among_recorded = f"the {len(set(recorded) & set(names))} recorded"
+    for name in (*names, among_recorded):
         is_here = traces.isin(recorded) if name not in names else traces == name
         if not is_here.any():
             continue
@@ -223,6 +266,53 @@ def printed(results: Path) -> str:
                 f" {each['gain']:+.1%} ± {each['half']:.1%} |"
                 f" {each['hindsight']:+.1%} | {each['closed']:.0%} |"
             )
+    clairvoyant = cells[OURS[1]]
+    causal = cells.drop(columns=[OURS[1], BOUND], errors="ignore").min(axis=1)
+    lines.append(
+        f"\n{len(cells)} cells; a causal one is faster than clairvoyant in"
+        f" {(causal < clairvoyant).sum()}, the closest takes"
+        f" {(causal / clairvoyant).min():.3f} times its time"
+    )
+    return "\n".join(lines)
+
+
+def ceilings(results: Path) -> str:
+    """Lay out ms per token of today's software, of the best causal one of each cell and
+    of the clairvoyant system, and that one's time over the bound, as a Markdown table.
+    """
+    lines = [
+        f"| | {TODAY} | best causal | clairvoyant | of the bound |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    seconds = seconds_of(results)
+    ms = 1e3 * seconds_of(results, "tpot_s")
+    clairvoyant = OURS[1]
+    figures = pd.DataFrame(
+        {
+            TODAY: ms[TODAY],
+            "best": ms.drop(columns=[clairvoyant, BOUND], errors="ignore").min(axis=1),
+            clairvoyant: ms[clairvoyant],
+            BOUND: seconds[clairvoyant] / seconds[BOUND],
+        }
+    ).groupby(level=["trace", "hw", "ratio"], sort=False)
+    for (name, hw), each in figures.mean().groupby(level=["trace", "hw"], sort=False):
+        ratios = " / ".join(
+            f"{100 * r:g}" for r in each.index.get_level_values("ratio")
+        )
+        columns = [
+            " / ".join(f"{value:.{2 if column == BOUND else 1}f}" for value in values)
+            for column, values in each.items()
+        ]
+        lines.append(f"| {name}, {hw}, {ratios} % | {' | '.join(columns)} |")
+    causal = seconds.drop(columns=[clairvoyant, BOUND])
+    behind = causal.min(axis=1) / seconds[clairvoyant]
+    firsts = (causal.idxmin(axis=1) == OURS[0]).sum()
+    lines.append(
+        f"\n{len(seconds)} cells; a causal one is faster in {(behind < 1).sum()}, the"
+        f" closest takes {behind.min():.2f} times the clairvoyant one's time; recall is"
+        f" the best causal one in {firsts}; the median clairvoyant one takes"
+        f" {figures[BOUND].mean().median():.2f} times the bound"
+    )
     return "\n".join(lines)
 
 
@@ -235,14 +325,22 @@ def main() -> None:
     running.add_argument("--shared", type=Path, required=True)
     running.add_argument("--traces", default=";".join((*HELD_BACK, IN_A_ROW, *DRAWN)))
     running.add_argument("--strongest", action="store_true")
-    printing = commands.add_parser("print")
-    printing.add_argument("results", type=Path)
+    running.add_argument("--draft-tokens", type=int, default=0)
+    running.add_argument("--machines", default=",".join(MACHINES))
+    for name, layout in (("print", printed), ("ceilings", ceilings)):
+        printing = commands.add_parser(name)
+        printing.add_argument("results", type=Path)
+        printing.set_defaults(layout=layout)
     given = parser.parse_args()
-    if given.command == "run":
-        among = STRONGEST if given.strongest else rivals()
-        run(given.results, given.shared, given.traces.split(";"), among)
-    else:
-        print(printed(given.results))
+    if given.command != "run":
+        print(given.layout(given.results))
+        return
+    drafted = given.draft_tokens
+    among = [*STRONGEST] if given.strongest or drafted else rivals()
+    if drafted:
+        among += [DRAFTING, *DRAFTED_RIVALS]
+    chosen = given.traces.split(";"), among, drafted, given.machines.split(",")
+    run(given.results, given.shared, *chosen)
 
 
 if __name__ == "__main__":

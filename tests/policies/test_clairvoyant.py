@@ -8,15 +8,18 @@ from support.cache_driver import TimedView, shape, work
 from support.engine_pairs import assert_equal, both, machine
 from support.handmade import routed, steps
 
+from benchmarks.causal_ceilings import HALF_LIVES, SHARES, HorizonCache
 from moesim.policies.base import PolicyError, RunContext
 from moesim.policies.cache.foresight import ForesightCache
 from moesim.policies.foresight import VALUE
 from moesim.policies.prefetch.foresight import ForesightPrefetch
-from moesim.runs.clairvoyant import DECAYS, MARGINS, searched
+from moesim.runs.clairvoyant import DECAYS, EXACT, FAR, MARGINS, searched
 from moesim.runs.config import RunConfig
 from moesim.runs.replay import replay
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
+from moesim.traces.importers import import_trace
+from moesim.traces.models import model_shape
 
 EXPERTS = 4
 LAYERS = 2
@@ -50,21 +53,33 @@ def layer_step(step, layer, expert):
 TOKENS = ((0, 1), (2, 1), (0, 3), (0, 1))
 
 
+def after_token_0(cache):
+    cache.start(context_of(TOKENS))
+    cache.accessed(layer_step(0, 0, 0))
+    return cache
+
+
 def test_an_expert_is_worth_its_coming_uses_by_their_distance():
     """After token 0, at a half per token: expert 0 comes after 2 and 3 tokens, expert 2
     after 1.
     """
-    cache = ForesightCache(decay=0.5)
-    cache.start(context_of(TOKENS))
-    cache.accessed(layer_step(0, 0, 0))
+    cache = after_token_0(ForesightCache(decay=0.5))
     values = cache.brought.state.scores[VALUE].reshape(LAYERS, EXPERTS)
     assert values[0].tolist() == pytest.approx([0.25 + 0.125, 0, 0.5, 0])
 
 
+def test_a_horizon_shows_so_many_tokens_and_frequency_beyond():
+    """After token 0, expert 0 is seen after 2 tokens, but not after 3."""
+    cache = after_token_0(HorizonCache(tokens=2, decay=0.5))
+    of_late = sum(
+        w * (1 - 0.5 ** (1 / t)) for w, t in zip(SHARES, HALF_LIVES, strict=True)
+    )
+    values = cache.brought.state.scores[VALUE, :EXPERTS].tolist()
+    assert values == pytest.approx([0.25 + 0.25 * of_late, 0, 0.5, 0])
+
+
 def test_what_is_worth_less_than_all_residents_is_turned_away():
-    cache = ForesightCache(decay=0.5)
-    cache.start(context_of(TOKENS))
-    cache.accessed(layer_step(0, 0, 0))
+    cache = after_token_0(ForesightCache(decay=0.5))
     assert cache.victims(np.array([0]), np.array([2])).tolist() == [-1]
     assert cache.victims(np.array([2]), np.array([0])).tolist() == [0]
 
@@ -131,15 +146,9 @@ def test_a_part_of_the_users_own_is_not_searched(make_trace):
 
 
 CAUSAL = [
-    "recall",
-    "dfa-cache",
-    "freetoken",
-    "llama.cpp",
-    "fiddler",
-    "mixtral-offloading",
+    *("recall", "dfa-cache", "freetoken", "llama.cpp", "fiddler", "greedy+lfru"),
+    *("mixtral-offloading", "exact:objective=scheduled+lru"),
     "hybrimoe-schedule+decayed-frequency+statistical",
-    "exact:objective=scheduled+lru",
-    "greedy+lfru",
 ]
 
 
@@ -154,3 +163,25 @@ def test_no_causal_policy_beats_the_ceiling(hw, ratio, batch):
     for policy in CAUSAL:
         taken_s = replay(trace, policy, **cell, keep=False).metrics["makespan_s"]
         assert ceiling_s <= taken_s, policy
+
+
+DRAFTED = {"hw": "rtx4060ti", "cache_ratio": 0.1, "draft_tokens": 4, "keep": False}
+
+
+def test_the_search_tries_what_drafts_want():
+    cell = DRAFTED | {"trace": "gpt-oss-20b-like", "steps": 24}
+    taken = replay(policy=EXACT, cache=FAR, prefetch="clairvoyant", **cell)
+    ceiling_s = replay(policy="clairvoyant", **cell).metrics["makespan_s"]
+    assert ceiling_s <= taken.metrics["makespan_s"]
+
+
+def test_with_drafts_no_causal_policy_beats_the_ceiling(shared_traces, tmp_path):
+    """On recorded routing, where one did by 0.01 %."""
+    trace = tmp_path / "recorded.parquet"
+    shape = model_shape("gpt-oss-20b", weights="mxfp4")
+    import_trace(shared_traces / "gpt_oss_20b.parquet", trace, shape=shape)
+    ceiling, rival = (
+        replay(trace, policy, **DRAFTED, steps=120).metrics["makespan_s"]
+        for policy in ("clairvoyant", f"{EXACT}+decayed-frequency+statistical")
+    )
+    assert ceiling <= rival

@@ -196,16 +196,9 @@ def test_both_engines_give_the_same_run_with_both_parts(make_trace, gpus, batch)
         "prefetch": "recall:least=0.2,advance=0,history=4",
         "cache": "recall:margin=0.05,history=4",
     }
-    assert_equal(
-        *both(
-            trace,
-            "recall",
-            hw=machine(gpus=gpus),
-            cache_ratio=0.4,
-            batch=batch,
-            **options,
-        )
-    )
+    hw = machine(gpus=gpus)
+    runs = both(trace, "recall", hw=hw, cache_ratio=0.4, batch=batch, **options)
+    assert_equal(*runs)
 
 
 def test_the_system_charges_the_time_that_both_parts_take(parts):
