@@ -119,11 +119,13 @@ class Machine:
             return memory.rate * 8e6 * channels
         if memory.generation is None:
             return official
-        # Owners name the generation alone and mean its usual modules.
+        # Owners name the generation alone and mean its usual modules; makers of laptops
+        # and servers fit no faster ones than the processor officially takes.
         usual = USUAL_RATES.get(memory.generation, 5600) * 8e6 * channels
         official_generation = generation_of(self.processor.memory)
         same = memory.generation == official_generation and self.processor.known
-        return min(official, usual) if same and self.processor.server else usual
+        built = self.processor.server or self.processor.kind == "laptop"
+        return min(official, usual) if same and built else usual
 
     @property
     def kind(self) -> str:
@@ -418,6 +420,9 @@ def _as_old_as(graphics: tuple[Graphics, ...], processor: Processor) -> Processo
     """Take an unknown desktop for as old as its card."""
     if not graphics or processor.server:
         return processor
+    if all(card.card_class == "old" for card in graphics):
+        # Core i7-6700 of 2015, a year before the GTX 10 series (Intel ARK).
+        return replace(processor, memory="DDR4-2133", cores=min(4, processor.cores))
     pcie = max(card.pcie for card in graphics)
     if pcie <= 3.0:
         return replace(processor, memory="DDR4-2667", cores=min(6, processor.cores))
