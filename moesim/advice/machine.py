@@ -215,7 +215,7 @@ UNKNOWN_PROCESSOR = Processor(
     name="unknown desktop CPU", cores=8, known=False, source="assumed"
 )
 CHANNELS_ASSUMED = "two memory channels"
-CORES_ASSUMED = f"CPU: {UNKNOWN_PROCESSOR.cores} cores, {CHANNELS_ASSUMED}"
+CORES_ASSUMED = f"CPU: as many cores as -t says, {CHANNELS_ASSUMED}"
 """What is said where the processor is not known."""
 
 UNKNOWN_GRAPHICS = Graphics(
@@ -420,12 +420,13 @@ def _as_old_as(graphics: tuple[Graphics, ...], processor: Processor) -> Processo
     """Take an unknown desktop for as old as its card."""
     if not graphics or processor.server:
         return processor
-    if all(card.card_class == "old" for card in graphics):
-        # Core i7-6700 of 2015, a year before the GTX 10 series (Intel ARK).
-        return replace(processor, memory="DDR4-2133", cores=min(4, processor.cores))
     pcie = max(card.pcie for card in graphics)
     if pcie <= 3.0:
-        return replace(processor, memory="DDR4-2667", cores=min(6, processor.cores))
+        # Core i7-6700 of 2015, i7-8700 of 2017: each a year before the cards of GTX 10
+        # and RTX 20 (Intel ARK).
+        old = all(card.card_class == "old" for card in graphics)
+        memory = "DDR4-2133" if old else "DDR4-2667"
+        return replace(processor, memory=memory, cores=min(6, processor.cores))
     if pcie <= 4.0:
         return replace(processor, memory="DDR5-4000")
     return processor
