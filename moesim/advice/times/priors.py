@@ -212,7 +212,7 @@ def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
             CORE_FLOPS.get(vector, CORE_FLOPS["avx2"]),
             0.6,
             "products of quantised weights",
-            ("core_flops", f"core_flops@{vector}"),
+            ("core_flops",),
         ),
         # Experts are read in pieces of megabytes as they are asked for.
         "ssd_read": Prior(1.2e9, 0.9, "page faults on an NVMe drive"),
@@ -356,7 +356,6 @@ def _prefill_priors(machine: Machine, host: Prior) -> dict[str, Prior]:
     link = replace(link, effects=("upload",))
 
     backend = machine.backend
-    system = "windows" if machine.windows else "linux"
     # The driver fills one piece while another crosses the link; ggml's Vulkan backend
     # does one after the other (`deferred_memcpy`).
     sharpness = 1 if backend == "vulkan" else 6
@@ -367,7 +366,7 @@ def _prefill_priors(machine: Machine, host: Prior) -> dict[str, Prior]:
             (1 + staging) ** (-1 / sharpness),
             0.3,
             "copies through a staging buffer",
-            ("pageable", f"pageable@{system}"),
+            ("pageable",),
         ),
         "upload_floor_s": Prior(
             150e-6, 0.7, "synchronisation per uploaded layer", ("upload_floor_s",)
@@ -376,19 +375,19 @@ def _prefill_priors(machine: Machine, host: Prior) -> dict[str, Prior]:
             FLOPS_REACH[backend] * (machine.device_flops / USUAL_FLOPS) ** FLOPS_POWER,
             0.6,
             "share of the specified FLOP/s",
-            ("flops_reach", f"flops_reach@{backend}"),
+            ("flops_reach",),
         ),
         "attention_reach": Prior(
             0.5,
             0.6,
             "attention against products",
-            ("attention_reach", f"attention_reach@{backend}"),
+            ("attention_reach",),
         ),
         "tile": Prior(32.0, 0.6, "padding of an expert's batch", ("tile",)),
         "batch_layer_s": Prior(
             300e-6,
             0.7,
             "kernels of one layer for many tokens",
-            ("batch_layer_s", f"batch_layer_s@{backend}"),
+            ("batch_layer_s",),
         ),
     }
