@@ -92,8 +92,10 @@ CORE_FLOPS = {"avx2": 70e9, "avx512": 110e9, "neon": 50e9}
 # Share of the specified FLOP/s at 60 TFLOP/s, and how it falls as that rate grows: an
 # expert's few rows fill a wider matrix engine less. Source: 0.3 and 0.5 both predicted
 # prompts of left-out platforms better than 0; desktops hardly changed (12 bins: the
-# median miss 21.6 to 21.4 % with 0.3, the interval score 2.88 to 2.92).
-FLOPS_REACH = {"cuda": 0.30, "metal": 0.30, "rocm": 0.20, "vulkan": 0.20, "sycl": 0.20}
+# median miss 21.6 to 21.4 % with 0.3, the interval score 2.88 to 2.92). SYCL multiplies
+# one expert after the other: Qwen3.6-35B-A3B wholly on an Arc Pro B70 or B60 reads 558
+# to 722 tokens/s of a prompt (llama.cpp#22078, #23142, #24452), a fourth of 0.20.
+FLOPS_REACH = {"cuda": 0.30, "metal": 0.30, "rocm": 0.20, "vulkan": 0.20, "sycl": 0.05}
 USUAL_FLOPS = 60e12
 FLOPS_POWER = -0.3
 
