@@ -119,11 +119,13 @@ class Machine:
             return memory.rate * 8e6 * channels
         if memory.generation is None:
             return official
-        # Owners name the generation alone and mean its usual modules.
+        # Owners name the generation alone and mean its usual modules; makers of laptops
+        # and servers fit no faster ones than the processor officially takes.
         usual = USUAL_RATES.get(memory.generation, 5600) * 8e6 * channels
         official_generation = generation_of(self.processor.memory)
         same = memory.generation == official_generation and self.processor.known
-        return min(official, usual) if same and self.processor.server else usual
+        built = self.processor.server or self.processor.kind == "laptop"
+        return min(official, usual) if same and built else usual
 
     @property
     def kind(self) -> str:
@@ -213,7 +215,7 @@ UNKNOWN_PROCESSOR = Processor(
     name="unknown desktop CPU", cores=8, known=False, source="assumed"
 )
 CHANNELS_ASSUMED = "two memory channels"
-CORES_ASSUMED = f"CPU: {UNKNOWN_PROCESSOR.cores} cores, {CHANNELS_ASSUMED}"
+CORES_ASSUMED = f"CPU: as many cores as -t says, {CHANNELS_ASSUMED}"
 """What is said where the processor is not known."""
 
 UNKNOWN_GRAPHICS = Graphics(
@@ -420,7 +422,11 @@ def _as_old_as(graphics: tuple[Graphics, ...], processor: Processor) -> Processo
         return processor
     pcie = max(card.pcie for card in graphics)
     if pcie <= 3.0:
-        return replace(processor, memory="DDR4-2667", cores=min(6, processor.cores))
+        # Core i7-6700 of 2015, i7-8700 of 2017: each a year before the cards of GTX 10
+        # and RTX 20 (Intel ARK).
+        old = all(card.card_class == "old" for card in graphics)
+        memory = "DDR4-2133" if old else "DDR4-2667"
+        return replace(processor, memory=memory, cores=min(6, processor.cores))
     if pcie <= 4.0:
         return replace(processor, memory="DDR5-4000")
     return processor

@@ -363,6 +363,10 @@ def test_impossible_memory_is_refused_and_open_generations_are_asked_for():
     assert spreads[0] > 1.4 * spreads[1]
     older = describe_machine(cpu="Core i7-12700K", ram="64GB DDR4")
     assert older.host_peak_bytes_per_s == pytest.approx(51.2e9)
+    # Laptops come with official memory, unknown hosts with that of their card's time.
+    laptop = describe_machine(cpu="Core i7-6820HK", gpu="none", ram="24GB DDR4")
+    for host in (laptop, describe_machine(gpu="GTX 1080 Ti")):
+        assert host.host_peak_bytes_per_s == pytest.approx(34.1e9, rel=0.01)
 
 
 def test_micro_batches_of_the_user_are_kept():

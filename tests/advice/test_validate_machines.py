@@ -226,19 +226,17 @@ def test_a_row_about_something_else_is_skipped_with_its_reason(tmp_path, cells, 
 
 def test_a_row_on_one_card_of_two_has_one_card_and_stays_with_its_platform(tmp_path):
     cells = {"gpu": "2x R9700", "platform": "mine", "n_cpu_moe": 8, "tg_tps": 20}
+    ways = (("layer", "ROCm"), ("none", "ROCm"), ("layer", "Vulkan"))
     both, one, vulkan = (
-        cells | {"flags": f"-sm {mode}", "engine": engine}
-        for mode, engine in (
-            ("layer", "ROCm"),
-            ("none", "ROCm"),
-            ("layer", "Vulkan"),
-        )
+        cells | {"flags": f"-sm {mode}", "engine": engine} for mode, engine in ways
     )
-    rows = [bench_row(**each) for each in (both, one, vulkan)]
+    # A second nameless host with that card may be the first one.
+    other = both | {"platform": "yours", "gpu": "R9700"}
+    rows = [bench_row(**each) for each in (both, one, vulkan, other)]
     write(tmp_path, "llama_bench.csv", rows)
     runs, _ = runs_of(read_folder(tmp_path))
-    assert [run.machine.gpu_count for run in runs] == [2, 1, 2]
-    assert len({run.machine_name for run in runs}) == 3
+    assert [run.machine.gpu_count for run in runs] == [2, 1, 2, 1]
+    assert len({run.machine_name for run in runs}) == 4
     assert len({run.group for run in runs}) == 1
 
 

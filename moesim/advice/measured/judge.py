@@ -265,6 +265,9 @@ def judge(
             case.predictions[left_out] = widened(solution)
             # Strangers are at least as far away as another source's machines.
             widths[case.grade] = stretch(solution, OURS)
+    # Whoever knows rows of another model knows more than the specification.
+    surer = widths["another model"]
+    widths["specification"] = max(surer, widths["specification"])
     assert fit is not None
     names = ", ".join(str(folder.path) for folder in folders)
     population = replace(fit.population(), widths=widths)

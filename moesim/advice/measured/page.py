@@ -32,8 +32,9 @@ LISTED_MISSES = 8
 
 METHOD = (
     "Every prediction is made without any row of its platform (one pair of card and"
-    " processor, all its rows and sessions), then without any row of its source (one"
-    " repository or thread; sources that share a platform are left out together). The"
+    " processor, all its rows and sessions; nameless hosts with the same card are one),"
+    " then without any row of its source (one repository or thread; sources that share"
+    " a platform are left out together). The"
     " baselines are fitted to the same remaining rows. Where rows are given, they are"
     " rows of the predicted machine, never the predicted one. The intervals of every"
     " predictor, baselines included, are stretched by one factor and one addition that"

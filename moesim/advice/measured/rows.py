@@ -709,10 +709,16 @@ def machine_of_row(row: Row, name: str) -> Machine:
 
 
 def group_of(machine: Machine, name: str) -> str:
-    """Name what is left out together: one pair of card and processor."""
+    """Name what is left out together: one pair of card and processor.
+
+    Hosts without a processor's name may be one host if their cards are the same.
+    """
     cards = [f"{card.count}x {card.name}" for card in machine.graphics]
-    known = machine.processor.known and all(card.known for card in machine.graphics)
-    return " + ".join([machine.processor.name, *cards]) if known else name
+    if not all(card.known for card in machine.graphics):
+        return name
+    if machine.processor.known:
+        return " + ".join([machine.processor.name, *cards])
+    return " + ".join(["unknown", *sorted({card.name for card in machine.graphics})])
 
 
 # Engines with schedules of their own; their rows stand in ``cache_runs.csv`` as well.
