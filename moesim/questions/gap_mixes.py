@@ -18,6 +18,7 @@ from moesim.policies.assignment._optimum import (
     optimal_scheduled,
     scheduled_s,
 )
+from moesim.policies.base import CPU
 from moesim.policies.planner.observers import observed_policy
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import CacheSize
@@ -260,9 +261,11 @@ class Grades:
         if not modelled.makespan_s or not scheduled.makespan_s:
             return
 
-        # Both ratios compare like with like: each model prices both plans.
-        chosen_s = modelled_s(work, answer.lanes)
-        chosen_scheduled_s = scheduled_s(work, view, answer.lanes, answer.order)
+        # Both ratios compare like with like: each model prices both plans. The CPU
+        # computes what is deferred, too.
+        lanes = np.maximum(answer.lanes, CPU)
+        chosen_s = modelled_s(work, lanes)
+        chosen_scheduled_s = scheduled_s(work, view, lanes, answer.order)
         self.modelled.append(chosen_s / modelled.makespan_s)
         self.scheduled.append(chosen_scheduled_s / scheduled.makespan_s)
         self.chosen_s += chosen_s

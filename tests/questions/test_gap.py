@@ -347,6 +347,12 @@ def test_noise_that_no_mix_would_have_is_refused(trace):
         gap(trace, "greedy", hw="rtx3090-epyc7532", noise_seed=1)
 
 
+def test_what_is_deferred_counts_as_computed_on_the_cpu(trace):
+    """Its lane was taken for a GPU's, and the command ended with a traceback."""
+    result = gap(trace, "ktransformers-deferral", hw="rtx3090-epyc7532", steps=3)
+    assert min(result.grades.scheduled) >= 1.0 - 1e-9
+
+
 def test_altered_routing_has_no_future(trace):
     with pytest.raises(PolicyError, match=r"cache-prior.*alters the routing"):
         gap(trace, "greedy", routing="cache-prior", hw="rtx3090-epyc7532")
