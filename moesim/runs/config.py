@@ -425,10 +425,7 @@ class RunConfig(MemoryOptions):
         from moesim.policies.systems import compose  # noqa: PLC0415 - imports numpy
 
         return compose(
-            self.policy,
-            cache=self.cache,
-            prefetch=self.prefetch,
-            routing=self.routing,
+            self.policy, cache=self.cache, prefetch=self.prefetch, routing=self.routing
         )
 
     @property
@@ -529,10 +526,7 @@ class MeasuredConfig(RunConfig):
         needs=("model",),
     )
     verify: bool = option(
-        False,
-        "Compare all logits with the plain model's.",
-        kind=bool,
-        needs=("model",),
+        False, "Compare all logits with the plain model's.", kind=bool, needs=("model",)
     )
     # For both: where weights lie, and what computes them.
     store: str | Path | ExpertStore | None = option(

@@ -46,11 +46,7 @@ class LeastStaleLayer(CachePolicy):
         """Note the current layer."""
         self._layer = work.layer
 
-    def victims(
-        self,
-        incoming: np.ndarray,
-        candidates: np.ndarray,
-    ) -> np.ndarray:
+    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Choose by layer."""
         # Only the layer decides, so nothing is kept about single experts.
         layer = candidates // self._experts

@@ -56,11 +56,7 @@ class LeastStalePass(CachePolicy):
         """Entering is a touch."""
         self._touched[keys] = self._step
 
-    def victims(
-        self,
-        incoming: np.ndarray,
-        candidates: np.ndarray,
-    ) -> np.ndarray:
+    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Choose the stale first, by layer."""
         layer = candidates // self._experts
         if self.order == "cyclic":

@@ -170,10 +170,7 @@ def test_the_table_learns_who_follows_whom_in_the_first_half(tmp_path):
     """
     rows = [[[t % 2], [2 + t % 2]] for t in range(8)]
     assert accuracy(
-        Excerpt(hand_trace(tmp_path / "t.parquet", rows, experts=4)),
-        "EdgeMoE",
-        (1,),
-        1,
+        Excerpt(hand_trace(tmp_path / "t.parquet", rows, experts=4)), "EdgeMoE", (1,), 1
     ) == {1: 100.0}
 
 

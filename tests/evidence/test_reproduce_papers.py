@@ -20,11 +20,7 @@ from support.browser import browser, check_page
 from typer.testing import CliRunner
 
 from moesim import cli
-from moesim.evidence.reproduction import (
-    orders,
-    questions,
-    reproduce_all,
-)
+from moesim.evidence.reproduction import orders, questions, reproduce_all
 from moesim.evidence.reproduction import report as pages
 from moesim.evidence.reproduction.orders import PARTS, sides
 from moesim.evidence.reproduction.questions import (

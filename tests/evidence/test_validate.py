@@ -28,11 +28,7 @@ from moesim.evidence.validation.report import (
     validation_text,
 )
 from moesim.evidence.validation.results import joined
-from moesim.evidence.validation.time_breakdown import (
-    step_seconds,
-    terms,
-    terms_by_step,
-)
+from moesim.evidence.validation.time_breakdown import step_seconds, terms, terms_by_step
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.hwprofiles.schema import FIT_KEYS, ProfileError
 from moesim.policies.base import PolicyError
@@ -188,11 +184,7 @@ def test_two_validations_by_one_profile_are_summed_up_together(tmp_path):
     assert both["tpot_error_median"] == pytest.approx(0.075)
     assert (both["ssd"]["count"], both["config"]["seconds"]) == (1, 2)
     # As files from before knew none.
-    for key in (
-        "drift",
-        "tpot_error_at_speed",
-        "ttft_error_at_speed",
-    ):
+    for key in ("drift", "tpot_error_at_speed", "ttft_error_at_speed"):
         del first["cells"][0][key]
     assert "TPOT error, median" in markdown(joined(second, first))
     second["config"]["hw_digest"] = "another"

@@ -91,10 +91,7 @@ def test_fixed_times_by_hand_on_three_layers(
     three_layers, gpu, policy, ratio, layer_ms
 ):
     first, second = both(
-        three_layers,
-        policy,
-        hw=machine(**gpu),
-        memory=MemoryOptions(cache_ratio=ratio),
+        three_layers, policy, hw=machine(**gpu), memory=MemoryOptions(cache_ratio=ratio)
     )
     assert_equal(first, second)
     assert first.result.makespan_s == pytest.approx(3 * layer_ms * MS)

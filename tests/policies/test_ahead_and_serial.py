@@ -107,10 +107,7 @@ def test_with_limited_host_memory_only_what_is_there_is_computed_ahead():
         planner, steps([routed(0, 0), routed(1, 1)], [routed(0, 0), routed(1, 1)])
     )
     # The second pass starts (1, 1) from host memory.
-    assert [s[1] for s in spans(timeline, "read")] == [
-        0,
-        1,
-    ]
+    assert [s[1] for s in spans(timeline, "read")] == [0, 1]
     assert not planner.host.memory.holds.any()
 
 
@@ -185,12 +182,7 @@ def test_section_2_2_prompts_run_in_place_or_where_the_sum_of_latencies_is_least
         1,
     ]
     # Decode stays as it is.
-    assert DAOP(prefill="cheapest").assign(now, View()).lanes.tolist() == [
-        0,
-        0,
-        1,
-        0,
-    ]
+    assert DAOP(prefill="cheapest").assign(now, View()).lanes.tolist() == [0, 0, 1, 0]
 
     def latency_ms(lanes):
         return sum(

@@ -179,10 +179,7 @@ def test_belady_chooses_whom_to_let_in_where_not_all_can_enter(must_admit):
     assert run.hits == 2 + 1 + 2
     assert run.evicted == [2]
     # Others keep launch order.
-    assert drive(LRU(), atomic([0, 1, 2]), 2).resident == [
-        0,
-        1,
-    ]
+    assert drive(LRU(), atomic([0, 1, 2]), 2).resident == [0, 1]
 
 
 def test_an_order_that_loses_an_expert_is_the_policys_error():
@@ -443,12 +440,7 @@ def test_static_fills_by_calibration_by_layer_or_over_the_whole_model():
         context([], 3, layers=2, experts=4, scope="global", calibration=counts)
     )
     # 5 ties with 5: the lower id.
-    assert static.initial(np.array([4])).tolist() == [
-        0,
-        4,
-        5,
-        6,
-    ]
+    assert static.initial(np.array([4])).tolist() == [0, 4, 5, 6]
 
 
 def test_static_without_calibration_takes_the_lowest_ids_of_every_layer():

@@ -15,11 +15,7 @@ from moesim.policies.cache.least_stale_layer import LeastStaleLayer
 from moesim.policies.cache.least_stale_pass import LeastStalePass
 from moesim.policies.cache.lfru import LFRU
 from moesim.policies.cache.lifo import LIFO
-from moesim.policies.cache.moe_infinity import (
-    MoEInfinity,
-    priorities,
-    topology_decay,
-)
+from moesim.policies.cache.moe_infinity import MoEInfinity, priorities, topology_decay
 from moesim.policies.cache.mrs import MRS
 from moesim.policies.cache.random import Random
 from moesim.policies.cache.score_window import ScoreWindow

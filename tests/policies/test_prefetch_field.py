@@ -541,10 +541,7 @@ def test_section_6_9_the_released_mask_looks_at_coming_layers_only():
     policy = started(ActivationMatrix(), 3, 4, activation_matrices=store)
     view = View(3, 4)
     # Nothing known: the oldest.
-    assert policy.prefetch(work(experts=[3], layer=0), view) == [
-        (1, 1),
-        (2, 2),
-    ]
+    assert policy.prefetch(work(experts=[3], layer=0), view) == [(1, 1), (2, 2)]
     policy.prefetch(work(experts=[2], layer=1), view)
     policy.prefetch(work(experts=[1], layer=2), view)
     assert policy.prefetch(work(experts=[0], layer=0, step=1), view) == [(1, 2), (2, 1)]

@@ -203,11 +203,7 @@ def forking(suite, count, only=""):
     asked = [sys.executable, "-m", "torture", *words]
     path = {"PYTHONPATH": str(ROOT / "tests")}
     return subprocess.run(
-        asked,
-        check=False,
-        env=os.environ | path,
-        capture_output=True,
-        text=True,
+        asked, check=False, env=os.environ | path, capture_output=True, text=True
     ).stdout
 
 

@@ -13,15 +13,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    "engine",
-    "hwprofiles",
-    "moesim",
-    "policies",
-    "runtime",
-    "sim",
-    "traces",
-)
+PACKAGES = ("engine", "hwprofiles", "moesim", "policies", "runtime", "sim", "traces")
 SOURCES = [path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
 
 FORMER_MODULES = {

@@ -11,14 +11,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from support.browser import (
-    browser,
-    check_page,
-    data_of,
-    errors_of,
-    opened,
-    wait,
-)
+from support.browser import browser, check_page, data_of, errors_of, opened, wait
 from support.small_trace import write_small_trace, write_trace
 
 import moesim

@@ -20,13 +20,7 @@ from support.real_machine import (
 from support.small_trace import write_trace
 
 from moesim.hwprofiles.costs import Costs
-from moesim.policies.base import (
-    CPU,
-    DEFERRED,
-    RESIDENT,
-    Assignment,
-    AssignmentPolicy,
-)
+from moesim.policies.base import CPU, DEFERRED, RESIDENT, Assignment, AssignmentPolicy
 from moesim.policies.base import Precompute as Named
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner

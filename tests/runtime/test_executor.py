@@ -15,11 +15,7 @@ from moesim.engine.lanes import DEMAND, DROP, PREFETCH, REPLACEMENT, START, WAIT
 from moesim.policies.planner.residency import GLOBAL, CacheSize
 from moesim.runs import replay as api
 from moesim.runs.measured import run_trace
-from moesim.runtime.executor.lanes import (
-    Lanes,
-    Operation,
-    Stopped,
-)
+from moesim.runtime.executor.lanes import Lanes, Operation, Stopped
 from moesim.runtime.executor.memories import cache_slots
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.models.dense import DenseSizes, DenseStack

@@ -286,10 +286,7 @@ GATES = {
     "deepseek_v3": Gate("sigmoid", True, 3, (0,), 1, 16),
     "phimoe": Gate(None, norm_topk=False, top_k=2),
     "gpt_oss": Gate(
-        "softmax",
-        norm_topk=True,
-        top_k=2,
-        expert_parameters=3 * 32 * 16 + 2 * 16 + 32,
+        "softmax", norm_topk=True, top_k=2, expert_parameters=3 * 32 * 16 + 2 * 16 + 32
     ),
     "glm4_moe": Gate("sigmoid", True, 2, (0,), 1, 16),
     "minimax_m2": Gate("sigmoid", norm_topk=True, top_k=2),

@@ -424,10 +424,7 @@ def test_columns_as_lists_texts_and_fields_are_the_same(tmp_path):
             "pos=position,layer=block",
             "columns: expected experts .all ids of a row. or expert",
         ),
-        (
-            "position=pos",
-            "--map: 'position=pos': expected column=theirs with seq, pos",
-        ),
+        ("position=pos", "--map: 'position=pos': expected column=theirs with seq, pos"),
         ("pos=nothing", "--map: pos: expected one of request, position"),
         (files.COLUMNS_MAP["map"] + ",expert=e0", "experts .all ids"),
         (

@@ -150,10 +150,7 @@ _DEEP = "[" * 100_000 + "]" * 100_000
 )
 def test_text_nested_without_end_is_one_line(tmp_path, text):
     (tmp_path / "deep").write_text(text)
-    refused(
-        tmp_path / "deep",
-        "lists and objects in each other",
-    )
+    refused(tmp_path / "deep", "lists and objects in each other")
 
 
 def test_an_empty_file_a_folder_and_nothing(tmp_path):

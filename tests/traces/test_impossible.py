@@ -329,10 +329,7 @@ def read_run(path):
 
 # -- models ----------------------------------------------------------------------------
 
-GGUF = cases(
-    ("experts", [0]),
-    ("top_k", [0, 5, 10**6]),
-)
+GGUF = cases(("experts", [0]), ("top_k", [0, 5, 10**6]))
 
 
 @pytest.mark.parametrize(("key", "value"), GGUF)

@@ -34,9 +34,7 @@ class ModelOptions(Options):
         place="input",
     )
     quant: str = option(
-        "",
-        "Weight formats of a model given by name. Default: Q4_K_M.",
-        metavar="LABEL",
+        "", "Weight formats of a model given by name. Default: Q4_K_M.", metavar="LABEL"
     )
     as_json: bool = json_option()
 
@@ -63,11 +61,7 @@ class AdviseOptions(ModelOptions):
     )
     bench: Path | None = input_option("Rows of llama-bench -o json, jsonl, csv or md.")
     context_tokens: int = option(
-        8192,
-        "Tokens that the context holds.",
-        kind=int,
-        minimum=1,
-        metavar="N",
+        8192, "Tokens that the context holds.", kind=int, minimum=1, metavar="N"
     )
     prompt_tokens: int = option(
         2048, "Tokens of the prompt.", kind=int, minimum=1, metavar="N"

@@ -140,11 +140,7 @@ class ValidateOptions(Options):
         metavar="NAME[/N]",
     )
     host_ratio: tuple[float, ...] = option(
-        (1.0,),
-        "Shares of experts in host memory.",
-        kind=float,
-        many=True,
-        metavar="R",
+        (1.0,), "Shares of experts in host memory.", kind=float, many=True, metavar="R"
     )
     hw: str | None = option(
         None,
@@ -391,10 +387,7 @@ class CalibrateOptions(Options):
     )
     quick: bool = option(False, "Shorter runs.", kind=bool)
     shape: tuple[str, ...] | None = option(
-        None,
-        "Two sizes of experts, the larger first.",
-        many=True,
-        metavar="NAME[/N]",
+        None, "Two sizes of experts, the larger first.", many=True, metavar="NAME[/N]"
     )
     hw: str | None = option(
         None,

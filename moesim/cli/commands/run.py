@@ -58,10 +58,7 @@ class RunOptions(Options):
         metavar="FILE",
     )
     force: bool = option(
-        False,
-        "Also write a profile that is not trusted.",
-        kind=bool,
-        needs=("learn",),
+        False, "Also write a profile that is not trusted.", kind=bool, needs=("learn",)
     )
     as_json: bool = json_option()
 
@@ -152,9 +149,7 @@ def _measured(
         if config.model is not None:
             least = config.replaced(new_tokens=0, verify=False)
         return measured, compare_startups(
-            measured,
-            least,
-            lambda each: _run(each, texts[: config.batch], **progress),
+            measured, least, lambda each: _run(each, texts[: config.batch], **progress)
         )
 
 

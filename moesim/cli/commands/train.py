@@ -169,11 +169,7 @@ class TrainTinyOptions(Options):
     """How the small model is trained."""
 
     out: Path = option(
-        REQUIRED,
-        "Folder for the checkpoint.",
-        kind=Path,
-        metavar="DIR",
-        place="folder",
+        REQUIRED, "Folder for the checkpoint.", kind=Path, metavar="DIR", place="folder"
     )
     minutes: float = option(12.0, "Training time.", kind=float, minimum=0.01)
     seed: int = seed_option()
