@@ -8,19 +8,10 @@ import numpy as np
 
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
+from moesim.policies import kernels
 from moesim.policies.assignment._kernels import cost_s, gap_order, launch
 from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import (
-    ASSIGN,
-    LANES,
-    ORDER,
-    SECONDS,
-    SECONDS_BY_GPU,
-    AssignmentKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.kernels import State, Work, state
 from moesim.policies.parameters import expect
 
 
@@ -39,8 +30,13 @@ def _rank(
 
 
 @compiled(
-    nb.Several((LANES, ORDER))(
-        SECONDS, SECONDS, SECONDS_BY_GPU, SECONDS_BY_GPU, SECONDS, nb.int64
+    nb.Several((kernels.LANES, kernels.ORDER))(
+        kernels.SECONDS,
+        kernels.SECONDS,
+        kernels.SECONDS_BY_GPU,
+        kernels.SECONDS_BY_GPU,
+        kernels.SECONDS,
+        nb.int64,
     )
 )
 def beam_search(
@@ -132,7 +128,7 @@ def beam_search(
     return lanes, order
 
 
-@compiled(ASSIGN)
+@compiled(kernels.ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     placed, decided = beam_search(
         work.cpu_s,
@@ -166,4 +162,4 @@ class Beam(CompiledAssignment):
     def __init__(self, *, width: int = 2) -> None:
         expect(width >= 1, "width", "a number >= 1", width)
         self.width = width
-        self.brought = AssignmentKernels(_assign, state(integers=[width]))
+        self.brought = kernels.AssignmentKernels(_assign, state(integers=[width]))

@@ -7,19 +7,11 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from moesim.machine_code.functions import compiled
+from moesim.policies import kernels
 from moesim.policies.assignment._kernels import ascending, launch, some_gpu, spread
 from moesim.policies.base import IN_FLIGHT
 from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import (
-    ASSIGN,
-    PRECOMPUTE,
-    SERIAL,
-    AssignmentKernels,
-    GateWork,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.kernels import GateWork, State, Work, state
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.ranking import best_of
 from moesim.policies.routing._substitute import keep_one_absent, on_gpu
@@ -39,7 +31,7 @@ _CHEAPEST = 2
 _KEPT = 3
 
 
-@compiled(ASSIGN)
+@compiled(kernels.ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
     """Place by residency, in ascending expert id."""
     in_prefill = work.phase == _PREFILL
@@ -64,10 +56,10 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> i
     placed = spread(chosen, allowed, work.gpu_s, work.arrive_s, work.link_s)
     launch(lanes, order, placed, ascending(active))
     on_demand = work.layer < state.integers[_FIRST_LAYER]
-    return SERIAL if on_demand and state.integers[_SERIAL] else 0
+    return kernels.SERIAL if on_demand and state.integers[_SERIAL] else 0
 
 
-@compiled(PRECOMPUTE)
+@compiled(kernels.PRECOMPUTE)
 def _precompute(
     state: State, gate: GateWork, routing: np.ndarray, tokens: np.ndarray
 ) -> int:
@@ -147,4 +139,4 @@ class DAOP(CompiledAssignment):
             ahead == "kept",
         )
         known = state(integers=rules)
-        self.brought = AssignmentKernels(_assign, known, _precompute)
+        self.brought = kernels.AssignmentKernels(_assign, known, _precompute)

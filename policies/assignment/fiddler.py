@@ -11,18 +11,10 @@ import numpy as np
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
 from moesim.machine_code.types import input_array
+from moesim.policies import kernels
 from moesim.policies.assignment._kernels import flying, launch, spread
 from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import (
-    ASSIGN,
-    ORDER,
-    SECONDS,
-    SECONDS_BY_GPU,
-    AssignmentKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.kernels import State, Work, state
 from moesim.policies.parameters import expect_choice
 
 Cost = Literal["load", "load+compute"]
@@ -30,11 +22,11 @@ Issue = Literal["serial", "parallel"]
 
 
 @compiled(
-    nb.Several((nb.boolean[::1], ORDER))(
-        SECONDS,
-        SECONDS,
-        SECONDS_BY_GPU,
-        SECONDS_BY_GPU,
+    nb.Several((nb.boolean[::1], kernels.ORDER))(
+        kernels.SECONDS,
+        kernels.SECONDS,
+        kernels.SECONDS_BY_GPU,
+        kernels.SECONDS_BY_GPU,
         input_array(nb.boolean, 2),
         nb.boolean,
     )
@@ -73,7 +65,7 @@ def _compare(
     return on_gpu, order
 
 
-@compiled(ASSIGN)
+@compiled(kernels.ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     chosen, decided = _compare(
         work.cpu_s,
@@ -117,4 +109,4 @@ class Fiddler(CompiledAssignment):
         self.cost = cost
         self.serial = issue == "serial"
         rules = [cost == "load+compute", issue == "serial"]
-        self.brought = AssignmentKernels(_assign, state(integers=rules))
+        self.brought = kernels.AssignmentKernels(_assign, state(integers=rules))

@@ -8,18 +8,10 @@ import numpy as np
 
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
+from moesim.policies import kernels
 from moesim.policies.assignment._kernels import ascending, launch, spread
 from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import (
-    ASSIGN,
-    EXPERT_IDS,
-    SECONDS,
-    SECONDS_BY_GPU,
-    AssignmentKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.kernels import State, Work, state
 from moesim.policies.parameters import expect, expect_choice
 
 Rule = Literal["max", "sum"]
@@ -27,11 +19,11 @@ Rule = Literal["max", "sum"]
 
 @compiled(
     nb.boolean[::1](
-        EXPERT_IDS,
-        SECONDS,
-        SECONDS,
-        SECONDS_BY_GPU,
-        SECONDS_BY_GPU,
+        kernels.EXPERT_IDS,
+        kernels.SECONDS,
+        kernels.SECONDS,
+        kernels.SECONDS_BY_GPU,
+        kernels.SECONDS_BY_GPU,
         nb.boolean,
         nb.int64,
     )
@@ -64,7 +56,7 @@ def _on_gpu(
     return result
 
 
-@compiled(ASSIGN)
+@compiled(kernels.ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     chosen = _on_gpu(
         work.tokens,
@@ -111,4 +103,4 @@ class StaticThreshold(CompiledAssignment):
         self.tokens = tokens
         self._rules = (rule == "sum", -1 if tokens is None else tokens)
         rules = [rule == "sum", -1 if tokens is None else tokens]
-        self.brought = AssignmentKernels(_assign, state(integers=rules))
+        self.brought = kernels.AssignmentKernels(_assign, state(integers=rules))

@@ -7,18 +7,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moesim.machine_code.functions import compiled
+from moesim.policies import kernels
 from moesim.policies.base import RESIDENT
 from moesim.policies.cache._kernels import mark_keys
 from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import (
-    MOVED,
-    REPLACEMENTS,
-    CacheKernels,
-    State,
-    Work,
-    admits_nothing,
-    state,
-)
+from moesim.policies.kernels import State, Work, state
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,25 +30,25 @@ class NoAdmissionCache(CompiledCache):
     afterwards. A subclass may be empty, or have fixed content (`initial`).
     """
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def bring(self, context: RunContext) -> kernels.CacheKernels:
         """Refuse all."""
         del context
-        return CacheKernels(state(), admits=admits_nothing)
+        return kernels.CacheKernels(state(), admits=kernels.admits_nothing)
 
 
-@compiled(MOVED)
+@compiled(kernels.MOVED)
 def note_admitted(state: State, keys: np.ndarray) -> None:
     """Note in the first row of marks what has entered."""
     mark_keys(state.marks[0], keys, 1)
 
 
-@compiled(MOVED)
+@compiled(kernels.MOVED)
 def note_evicted(state: State, keys: np.ndarray) -> None:
     """Note in the first row of marks what has left."""
     mark_keys(state.marks[0], keys, 0)
 
 
-@compiled(REPLACEMENTS)
+@compiled(kernels.REPLACEMENTS)
 def replace_by_missed(
     state: State,
     work: Work,

@@ -36,16 +36,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from moesim.machine_code.functions import compiled
+from moesim.policies import kernels
 from moesim.policies.base import CachePolicy
-from moesim.policies.kernels import (
-    ACCESSED,
-    MOVED,
-    VICTIMS,
-    CacheKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.kernels import State, Work, state
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -305,7 +298,7 @@ def drop_from_list(state: State, pool: int, key: int) -> None:
 
 def kernels_of(
     known: State, hit: Any, miss: Any, fill: Any, drop: Any = drop_from_list
-) -> CacheKernels:
+) -> kernels.CacheKernels:
     """Kernels of a rule, made of what it does with one request.
 
     Args:
@@ -316,29 +309,29 @@ def kernels_of(
         drop: ``drop(state, pool, key)``, of a key that was not chosen.
     """
     accessed, victims, admitted, evicted = _kernels(hit, miss, fill, drop)
-    return CacheKernels(
+    return kernels.CacheKernels(
         known, victims, accessed=accessed, admitted=admitted, evicted=evicted
     )
 
 
 @cache
 def _kernels(hit: Any, miss: Any, fill: Any, drop: Any) -> tuple[Any, ...]:
-    @compiled(ACCESSED)
+    @compiled(kernels.ACCESSED)
     def accessed(state: State, work: Work) -> None:
         pass_hits(state, work, hit, drop)
 
-    @compiled(VICTIMS)
+    @compiled(kernels.VICTIMS)
     def victims(
         state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
     ) -> None:
         take_back(state, candidates, fill)
         serve_misses(state, incoming, candidates, chosen, miss, drop)
 
-    @compiled(MOVED)
+    @compiled(kernels.MOVED)
     def admitted(state: State, keys: np.ndarray) -> None:
         confirm(state, keys, fill)
 
-    @compiled(MOVED)
+    @compiled(kernels.MOVED)
     def evicted(state: State, keys: np.ndarray) -> None:
         for key in keys:
             forget(state, key, drop)

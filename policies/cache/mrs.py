@@ -10,6 +10,7 @@ import numpy as np
 
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
+from moesim.policies import kernels
 from moesim.policies.cache._kernels import (
     lowest_victims,
     mark_keys,
@@ -20,26 +21,18 @@ from moesim.policies.cache._kernels import (
 from moesim.policies.cache._own_replacements import note_evicted, replace_by_missed
 from moesim.policies.cache.static import Static
 from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    MOVED,
-    SECONDS,
-    CacheKernels,
-    State,
-    Work,
-    replaces_nothing,
-)
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
     from moesim.policies.base import RunContext
+    from moesim.policies.kernels import State, Work
 
 Copies = Literal["demand", "missed"]
 Fill = Literal["empty", "lowest"]
 Tie = Literal["id", "touched"]
 
 
-@compiled(nb.void(nb.float64[::1], SECONDS, nb.float64, nb.int64[::1]))
+@compiled(nb.void(nb.float64[::1], kernels.SECONDS, nb.float64, nb.int64[::1]))
 def mix(
     average: np.ndarray, scores: np.ndarray, alpha: float, best: np.ndarray
 ) -> None:
@@ -64,7 +57,7 @@ def mix(
         average[expert] += alpha * scores[expert]
 
 
-@compiled(ACCESSED)
+@compiled(kernels.ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     state.numbers[0] += 1.0
     width = state.integers[0]
@@ -78,7 +71,7 @@ def _accessed(state: State, work: Work) -> None:
         mix(average, scores, state.numbers[1], best)
 
 
-@compiled(MOVED)
+@compiled(kernels.MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
     mark_keys(state.marks[0], keys, 1)
     if len(state.scores) > 1:
@@ -150,11 +143,11 @@ class MRS(AdmittingCompiledCache):
         self._lowest_ids = Static(fill="lowest")
         self._lowest_ids.start(context)
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def bring(self, context: RunContext) -> kernels.CacheKernels:
         """Make room for S, and for the best of a step."""
         experts = context.shape.experts
         top = min(experts, self.p or 2 * context.shape.top_k)
-        return CacheKernels(
+        return kernels.CacheKernels(
             score_state(
                 context,
                 rows=1 if self.tie_rule == "id" else 2,
@@ -167,7 +160,9 @@ class MRS(AdmittingCompiledCache):
             accessed=_accessed,
             admitted=_admitted,
             evicted=note_evicted,
-            replacements=replace_by_missed if self.replaces else replaces_nothing,
+            replacements=replace_by_missed
+            if self.replaces
+            else kernels.replaces_nothing,
         )
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:

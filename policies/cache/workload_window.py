@@ -7,20 +7,12 @@ from typing import Literal
 import numpy as np
 
 from moesim.machine_code.functions import compiled
+from moesim.policies import kernels
 from moesim.policies.base import RESIDENT, RunContext
 from moesim.policies.cache._kernels import mark_keys
 from moesim.policies.cache.static import Static
 from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    MOVED,
-    REPLACEMENTS,
-    CacheKernels,
-    State,
-    Work,
-    admits_nothing,
-    state,
-)
+from moesim.policies.kernels import State, Work, state
 from moesim.policies.parameters import expect, expect_choice
 from moesim.traces.format.schema import Phase
 
@@ -45,7 +37,7 @@ _GAIN_ONLY = 4
 _PREFILL_COUNTS = 5
 
 
-@compiled(ACCESSED)
+@compiled(kernels.ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     """Add this step's tokens to the layer's sums."""
     if work.phase == PREFILL and not state.integers[_PREFILL_COUNTS]:
@@ -56,12 +48,12 @@ def _accessed(state: State, work: Work) -> None:
     state.marks[_STEPS, work.layer] += 1
 
 
-@compiled(MOVED)
+@compiled(kernels.MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
     mark_keys(state.marks[_INSIDE], keys, 1)
 
 
-@compiled(MOVED)
+@compiled(kernels.MOVED)
 def _evicted(state: State, keys: np.ndarray) -> None:
     mark_keys(state.marks[_INSIDE], keys, 0)
 
@@ -76,7 +68,7 @@ def _largest(sums: np.ndarray, among: np.ndarray) -> int:
     return best
 
 
-@compiled(REPLACEMENTS)
+@compiled(kernels.REPLACEMENTS)
 def _replacements(
     state: State,
     work: Work,
@@ -186,7 +178,7 @@ class WorkloadWindow(CompiledCache):
         self.lands_by_next_visit = deadline == "visit"
         self.fill: Fill = fill
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def bring(self, context: RunContext) -> kernels.CacheKernels:
         """Begin all sums at 0."""
         self._initial_content = Static(fill=self.fill)
         self._initial_content.start(context)
@@ -198,13 +190,13 @@ class WorkloadWindow(CompiledCache):
             self.gain == "gain-only",
             self.prefill,
         )
-        return CacheKernels(
+        return kernels.CacheKernels(
             state(
                 marks=np.zeros((3, shape.layers * shape.experts)),
                 integers=[shape.experts, *rules],
             ),
             accessed=_accessed,
-            admits=admits_nothing,
+            admits=kernels.admits_nothing,
             admitted=_admitted,
             evicted=_evicted,
             replacements=_replacements,

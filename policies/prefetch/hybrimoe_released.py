@@ -9,17 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.machine_code.functions import compiled
+from moesim.policies import kernels
 from moesim.policies.base import ABSENT
 from moesim.policies.cache.mrs import mix
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import (
-    PREFETCH,
-    KernelView,
-    PrefetchKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.kernels import KernelView, State, Work, state
 from moesim.policies.parameters import expect
 from moesim.policies.prefetch._kernels import name_absent
 from moesim.policies.ranking import best_of
@@ -32,7 +26,7 @@ if TYPE_CHECKING:
 _DECODE = int(Phase.DECODE)
 
 
-@compiled(PREFETCH)
+@compiled(kernels.PREFETCH)
 def _by_recent_scores(
     state: State, work: Work, view: KernelView, named: np.ndarray
 ) -> int:
@@ -99,4 +93,4 @@ class HybriMoEReleased(CompiledPrefetch):
             numbers=[self.alpha],
             integers=[shape.experts, self.size],
         )
-        self.brought = PrefetchKernels(_by_recent_scores, known)
+        self.brought = kernels.PrefetchKernels(_by_recent_scores, known)

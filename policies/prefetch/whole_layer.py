@@ -5,15 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from moesim.machine_code.functions import compiled
+from moesim.policies import kernels
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import (
-    PREFETCH,
-    KernelView,
-    PrefetchKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.kernels import KernelView, State, Work, state
 from moesim.policies.parameters import expect_choice
 from moesim.traces.format.schema import Phase
 
@@ -28,7 +22,7 @@ Streamed = Literal["both", "prefill"]
 _PREFILL = int(Phase.PREFILL)
 
 
-@compiled(PREFETCH)
+@compiled(kernels.PREFETCH)
 def _next_layer(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
     """Name the next layer in ascending id; and a step's first layer itself. The state's
     integers: whether in prefill alone; E.
@@ -77,4 +71,4 @@ class WholeLayer(CompiledPrefetch):
         """Learn how many experts a layer has."""
         super().start(context)
         rule = state(integers=[self.phase == "prefill", context.shape.experts])
-        self.brought = PrefetchKernels(_next_layer, rule)
+        self.brought = kernels.PrefetchKernels(_next_layer, rule)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.machine_code.functions import call_address, compiled
+from moesim.policies import kernels
 from moesim.policies.base import (
     DEFERRED,
     IN_FLIGHT,
@@ -21,30 +22,7 @@ from moesim.policies.base import (
     ExpertKey,
     LayerWork,
 )
-from moesim.policies.kernels import (
-    ACCESSED,
-    ADMITS,
-    ASSIGN,
-    FORETOLD,
-    KERNELS,
-    MOVED,
-    PRECEDENCE,
-    PRECOMPUTE,
-    PREFETCH,
-    REPLACEMENTS,
-    ROUTE,
-    SERIAL,
-    VICTIMS,
-    WAITS,
-    AssignmentKernels,
-    CacheKernels,
-    GateWork,
-    KernelView,
-    PrefetchKernels,
-    RoutingKernels,
-    State,
-    Work,
-)
+from moesim.policies.kernels import GateWork, KernelView, State, Work
 from moesim.policies.planner.copies import BETWEEN_LAYERS
 from moesim.policies.planner.layer_work import check_ahead
 from moesim.policies.planner.memory_level import preferred
@@ -62,7 +40,7 @@ if TYPE_CHECKING:
     from moesim.traces.format.layer_steps import LayerSteps
 
 
-QUESTIONS = tuple(KERNELS)
+QUESTIONS = tuple(kernels.KERNELS)
 """What policies are asked; a question's number is its place here."""
 
 COUNTS = 0
@@ -87,21 +65,21 @@ _EVICTED = QUESTIONS.index("evicted")
 _REPLACEMENTS = QUESTIONS.index("replacements")
 
 
-@compiled(ASSIGN)
+@compiled(kernels.ASSIGN)
 def ask_assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
     """Let Python fill in the lanes and the order, where they lie."""
     call_address(state.integers[0], state.integers[1], _ASSIGN)
     return state.marks[COUNTS, 2]
 
 
-@compiled(ROUTE)
+@compiled(kernels.ROUTE)
 def ask_route(state: State, gate: GateWork, routing: np.ndarray) -> int:
     """Let Python fill in the experts of every token, where they lie."""
     call_address(state.integers[0], state.integers[1], _ROUTE)
     return state.marks[COUNTS, 2]
 
 
-@compiled(PRECOMPUTE)
+@compiled(kernels.PRECOMPUTE)
 def ask_precompute(
     state: State, gate: GateWork, routing: np.ndarray, tokens: np.ndarray
 ) -> int:
@@ -110,7 +88,7 @@ def ask_precompute(
     return state.marks[COUNTS, 2]
 
 
-@compiled(FORETOLD)
+@compiled(kernels.FORETOLD)
 def ask_foretold(
     state: State,
     predicted: np.ndarray,
@@ -123,21 +101,21 @@ def ask_foretold(
     return state.marks[COUNTS, 2]
 
 
-@compiled(PREFETCH)
+@compiled(kernels.PREFETCH)
 def ask_prefetch(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
     """Let Python fill in keys, where they lie."""
     call_address(state.integers[0], state.integers[1], _PREFETCH)
     return state.marks[COUNTS, 2]
 
 
-@compiled(ACCESSED)
+@compiled(kernels.ACCESSED)
 def ask_accessed(state: State, work: Work) -> None:
     """Tell how many experts are meant."""
     state.marks[COUNTS, 0] = len(work.experts)
     call_address(state.integers[0], state.integers[1], _ACCESSED)
 
 
-@compiled(ADMITS)
+@compiled(kernels.ADMITS)
 def ask_admits(
     state: State, work: Work, incoming: np.ndarray, answers: np.ndarray
 ) -> None:
@@ -151,7 +129,7 @@ def ask_admits(
         answers[n] = state.marks[ANSWERS, n] != 0
 
 
-@compiled(PRECEDENCE)
+@compiled(kernels.PRECEDENCE)
 def ask_precedence(state: State, incoming: np.ndarray) -> None:
     """Hand over keys, take them in another order."""
     count = len(incoming)
@@ -161,7 +139,7 @@ def ask_precedence(state: State, incoming: np.ndarray) -> None:
     incoming[:] = state.marks[ANSWERS, :count]
 
 
-@compiled(VICTIMS)
+@compiled(kernels.VICTIMS)
 def ask_victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
@@ -175,7 +153,7 @@ def ask_victims(
     chosen[:] = state.marks[ANSWERS, :count]
 
 
-@compiled(MOVED)
+@compiled(kernels.MOVED)
 def ask_admitted(state: State, keys: np.ndarray) -> None:
     """Hand over keys."""
     state.marks[COUNTS, 0] = len(keys)
@@ -183,7 +161,7 @@ def ask_admitted(state: State, keys: np.ndarray) -> None:
     call_address(state.integers[0], state.integers[1], _ADMITTED)
 
 
-@compiled(MOVED)
+@compiled(kernels.MOVED)
 def ask_evicted(state: State, keys: np.ndarray) -> None:
     """Hand over keys."""
     state.marks[COUNTS, 0] = len(keys)
@@ -191,7 +169,7 @@ def ask_evicted(state: State, keys: np.ndarray) -> None:
     call_address(state.integers[0], state.integers[1], _EVICTED)
 
 
-@compiled(REPLACEMENTS)
+@compiled(kernels.REPLACEMENTS)
 def ask_replacements(
     state: State,
     work: Work,
@@ -294,7 +272,7 @@ class PythonPolicies:
 
     # -- kernels ----------------------------------------------------------------------
 
-    def assignment(self, policy: AssignmentPolicy) -> AssignmentKernels:
+    def assignment(self, policy: AssignmentPolicy) -> kernels.AssignmentKernels:
         """Kernels that ask an assignment policy."""
 
         def assign() -> None:
@@ -314,7 +292,7 @@ class PythonPolicies:
                 return
             self._world["work_lanes"][:count] = lanes
             self._world["work_order"][:count] = order
-            self._marks[COUNTS, 2] = SERIAL * serial + WAITS * waits
+            self._marks[COUNTS, 2] = kernels.SERIAL * serial + kernels.WAITS * waits
 
         def precompute() -> None:
             work = self._work()
@@ -327,9 +305,11 @@ class PythonPolicies:
             self._marks[COUNTS, 2] = 1
 
         answers = {"assign": assign, "precompute": precompute}
-        return AssignmentKernels(ask_assign, self._state(answers), ask_precompute)
+        return kernels.AssignmentKernels(
+            ask_assign, self._state(answers), ask_precompute
+        )
 
-    def routing(self, policy: RoutingPolicy) -> RoutingKernels:
+    def routing(self, policy: RoutingPolicy) -> kernels.RoutingKernels:
         """Kernels that ask a routing policy."""
         del policy  # the planner's, which notes what it keeps of the gates
 
@@ -347,9 +327,9 @@ class PythonPolicies:
             room[: routing.size] = routing.reshape(-1)
             self._marks[COUNTS, 2] = routing.shape[1]
 
-        return RoutingKernels(ask_route, self._state({"route": route}))
+        return kernels.RoutingKernels(ask_route, self._state({"route": route}))
 
-    def prefetch(self, policy: PrefetchPolicy) -> PrefetchKernels:
+    def prefetch(self, policy: PrefetchPolicy) -> kernels.PrefetchKernels:
         """Kernels that ask a prefetch policy."""
         experts = self._planner.experts
 
@@ -373,9 +353,11 @@ class PythonPolicies:
             "prefetch": lambda: give(policy.prefetch(self._work(), self._view)),
             "foretold": foretold,
         }
-        return PrefetchKernels(ask_prefetch, self._state(answers), ask_foretold)
+        return kernels.PrefetchKernels(ask_prefetch, self._state(answers), ask_foretold)
 
-    def cache(self, policy: CachePolicy, *, of_host: bool = False) -> CacheKernels:
+    def cache(
+        self, policy: CachePolicy, *, of_host: bool = False
+    ) -> kernels.CacheKernels:
         """Kernels that ask a cache policy."""
         marks = self._marks
         name = self._planner.policies.names.get("cache", "cache")
@@ -424,10 +406,10 @@ class PythonPolicies:
         # What a policy leaves out needs no Python.
         asked: dict[str, Any] = {
             name: ASKING[name]
-            for name in CacheKernels._fields
+            for name in kernels.CacheKernels._fields
             if name != "state" and _overrides(policy, name)
         }
-        return CacheKernels(state, **asked)
+        return kernels.CacheKernels(state, **asked)
 
     def _state(self, answers: dict[str, Callable[[], None]]) -> State:
         """The state of one policy: its number, and the marks that all share."""
