@@ -377,7 +377,7 @@ def test_no_call_of_ours_passes_seven_arguments_by_position():
 # A new option.
 
 
-FIELD = """    hedge: int = option(7, "What nobody needs.", kind=int, metavar="N", minimum=1)
+FIELD = """    hedge: int = option(7, "What nobody needs.", minimum=1)
     trace_digest: str | None = option("""
 USE = """        "steps": result.steps,
         "hedge": config.hedge,"""

@@ -57,7 +57,6 @@ class VerifyOptions(Options):
     out: Path = option(
         Path("verify"),
         "Folder of all results; an interrupted call is continued there.",
-        kind=Path,
         metavar="DIR",
         place="folder",
     )
@@ -115,7 +114,6 @@ class ValidateOptions(Options):
     traces: tuple[Path, ...] = input_option(
         "moesim traces (Parquet); with --structure folders of real runs.",
         (),
-        many=True,
         argument=True,
         metavar="TRACE…",
     )
@@ -124,23 +122,14 @@ class ValidateOptions(Options):
         *("static-threshold+lru", "greedy+lru", "greedy+lfu"),
     )
     cache_ratio: tuple[float, ...] = option(
-        (0.1, 0.3, 0.6),
-        "Shares of experts in the GPU cache.",
-        kind=float,
-        many=True,
-        metavar="R",
+        (0.1, 0.3, 0.6), "Shares of experts in the GPU cache.", metavar="R"
     )
-    batch: tuple[int, ...] = option(
-        (1, 4), "Sequences that run together.", kind=int, many=True, metavar="B"
-    )
+    batch: tuple[int, ...] = option((1, 4), "Sequences that run together.", metavar="B")
     shape: tuple[str, ...] | None = option(
-        None,
-        "Sizes of the experts. Default: the trace's own.",
-        many=True,
-        metavar="NAME[/N]",
+        None, "Sizes of the experts. Default: the trace's own.", metavar="NAME[/N]"
     )
     host_ratio: tuple[float, ...] = option(
-        (1.0,), "Shares of experts in host memory.", kind=float, many=True, metavar="R"
+        (1.0,), "Shares of experts in host memory.", metavar="R"
     )
     hw: str | None = option(
         None,
@@ -148,14 +137,12 @@ class ValidateOptions(Options):
         metavar="FILE",
         place="input",
     )
-    steps: int = option(
-        16, "Forward passes of each run.", kind=int, metavar="N", minimum=2
-    )
-    repetitions: int = option(5, "Of each real run.", kind=int, metavar="N", minimum=1)
+    steps: int = option(16, "Forward passes of each run.", minimum=2)
+    repetitions: int = option(5, "Of each real run.", minimum=1)
     minutes: float | None = minutes_option(
         "A limit: cells and repetitions that do not fit are left out, and named."
     )
-    store: Path | None = option(None, STORES, kind=Path, metavar="DIR")
+    store: Path | None = option(None, STORES, metavar="DIR")
     out: Path | None = folder_option(
         "Write the report there, after every half minute; a second call goes on."
     )
@@ -163,7 +150,6 @@ class ValidateOptions(Options):
         False,
         "Instead: replay finished real runs with their measured times. What differs"
         " then is structure, no noise.",
-        kind=bool,
         excludes=(*_OF_GRID, "out", "seed", "protocol", "measured"),
     )
     protocol: Path | None = folder_option(
@@ -174,8 +160,6 @@ class ValidateOptions(Options):
     sittings: int | None = option(
         None,
         "With --protocol: sittings now; 0 judges those that are there.",
-        kind=int,
-        metavar="N",
         minimum=0,
         needs=("protocol",),
     )
@@ -186,7 +170,6 @@ class ValidateOptions(Options):
         "Instead: predict other people's measurements in these folders, whole platforms"
         " and sources left out.",
         (),
-        many=True,
         metavar="DIR",
         excludes=(*_OF_GRID, "traces", "seed"),
     )
@@ -380,14 +363,13 @@ class CalibrateOptions(Options):
         "Learn from these folders of finished real runs (moesim run --out) instead of"
         " making designed ones.",
         (),
-        many=True,
         metavar="RUN",
         flag="--from",
         excludes=("quick", "shape", "against", "minutes", "store"),
     )
-    quick: bool = option(False, "Shorter runs.", kind=bool)
+    quick: bool = option(False, "Shorter runs.")
     shape: tuple[str, ...] | None = option(
-        None, "Two sizes of experts, the larger first.", many=True, metavar="NAME[/N]"
+        None, "Two sizes of experts, the larger first.", metavar="NAME[/N]"
     )
     hw: str | None = option(
         None,
@@ -400,12 +382,10 @@ class CalibrateOptions(Options):
     )
     minutes: float | None = minutes_option(
         "A limit: runs are repeated for so long at most, until no constant is so wide"
-        " that predictions move by more than 2 %.",
+        " that predictions move by more than 2 %."
     )
-    force: bool = option(
-        False, "Write a profile that cannot be trusted all the same.", kind=bool
-    )
-    store: Path | None = option(None, STORES, kind=Path, metavar="DIR")
+    force: bool = option(False, "Write a profile that cannot be trusted all the same.")
+    store: Path | None = option(None, STORES, metavar="DIR")
     seed: int = seed_option()
     as_json: bool = json_option()
 
@@ -526,19 +506,10 @@ class SensitivityOptions(Options):
         None, "Machine: a name or a file.", metavar="NAME|FILE", place="input"
     )
     cache_ratio: float = option(
-        0.25,
-        "Share of experts cached.",
-        kind=float,
-        metavar="R",
-        minimum=0.0,
-        maximum=1.0,
+        0.25, "Share of experts cached.", metavar="R", minimum=0.0, maximum=1.0
     )
-    batch: int = option(
-        1, "Sequences that run together.", kind=int, metavar="B", minimum=1
-    )
-    steps: int = option(
-        32, "Forward passes replayed.", kind=int, metavar="N", minimum=1
-    )
+    batch: int = option(1, "Sequences that run together.", metavar="B", minimum=1)
+    steps: int = option(32, "Forward passes replayed.", minimum=1)
     as_json: bool = json_option()
 
 

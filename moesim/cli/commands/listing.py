@@ -23,11 +23,7 @@ class ListOptions(Options):
     """What is listed."""
 
     kind: str | None = option(
-        None,
-        "One kind; all but engines without it.",
-        metavar="|".join(KINDS),
-        argument=True,
-        choices=KINDS,
+        None, "One kind; all but engines without it.", argument=True, choices=KINDS
     )
     as_json: bool = json_option()
 
@@ -200,7 +196,7 @@ def _models() -> list[dict[str, Any]]:
 class ConfigOptions(Options):
     """What is printed of the options of a run."""
 
-    schema: bool = option(False, "Print a JSON schema instead, for editors.", kind=bool)
+    schema: bool = option(False, "Print a JSON schema instead, for editors.")
 
 
 @from_dataclass(from_file=False)

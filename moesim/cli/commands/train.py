@@ -33,11 +33,7 @@ class TrainCacheOptions(Options):
 
     trace: Path = trace_argument()
     out: Path = option(
-        REQUIRED,
-        "Folder for network and report.",
-        kind=Path,
-        metavar="DIR",
-        place="folder",
+        REQUIRED, "Folder for network and report.", metavar="DIR", place="folder"
     )
     held_out: Path | None = input_option(
         "Judge on this trace. Default: the last quarter of TRACE, never learned from.",
@@ -50,25 +46,18 @@ class TrainCacheOptions(Options):
         choices=get_args(Labels),
     )
     hidden: int = option(
-        128,
-        "Hidden units: 128 (the paper's table) or 64.",
-        kind=int,
-        metavar="H",
-        minimum=1,
+        128, "Hidden units: 128 (the paper's table) or 64.", metavar="H", minimum=1
     )
     cache_ratio: float = option(
         0.25,
         "Cache size for masked labels, and one of the report's.",
-        kind=float,
         metavar="R",
         minimum=0,
         maximum=1,
     )
-    epochs: int = option(200, "At most so many.", kind=int, metavar="N", minimum=1)
-    batch: int = option(1, "Sequences run together.", kind=int, metavar="N", minimum=1)
-    steps: int | None = option(
-        None, "Take the first N steps of each batch.", kind=int, metavar="N", minimum=1
-    )
+    epochs: int = option(200, "At most so many.", minimum=1)
+    batch: int = option(1, "Sequences run together.", minimum=1)
+    steps: int | None = option(None, "Take the first N steps of each batch.", minimum=1)
     seed: int = seed_option()
     as_json: bool = json_option()
 
@@ -169,9 +158,9 @@ class TrainTinyOptions(Options):
     """How the small model is trained."""
 
     out: Path = option(
-        REQUIRED, "Folder for the checkpoint.", kind=Path, metavar="DIR", place="folder"
+        REQUIRED, "Folder for the checkpoint.", metavar="DIR", place="folder"
     )
-    minutes: float = option(12.0, "Training time.", kind=float, minimum=0.01)
+    minutes: float = option(12.0, "Training time.", minimum=0.01)
     seed: int = seed_option()
 
 

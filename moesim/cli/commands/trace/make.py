@@ -29,7 +29,7 @@ SHAPE = "layers=1,experts=6,top_k=1,expert_bytes=1MiB"
 
 
 def _numbers(text: str, metavar: str) -> Any:
-    return option(None, text, kind=float, metavar=metavar, many=True)
+    return option(None, text, metavar=metavar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,6 @@ class ImportOptions(Options):
         "A foreign routing trace; or tables, one for each MoE layer.",
         REQUIRED,
         metavar="SRC…",
-        many=True,
         argument=True,
     )
     target: Path = target_argument("The trace to write.")
@@ -58,14 +57,11 @@ class ImportOptions(Options):
     prompt_tokens: int | None = option(
         None,
         "First tokens of every sequence that are prompt, where the file does not say.",
-        kind=int,
-        metavar="N",
         minimum=0,
     )
     batch: int | None = option(
         None,
         "Sequences that ran together, where a file holds router logits alone.",
-        kind=int,
         metavar="B",
         minimum=1,
     )
@@ -73,11 +69,10 @@ class ImportOptions(Options):
         (),
         "What else the importer of this layout asks for.",
         metavar="NAME=VALUE",
-        many=True,
         flag="--option",
     )
     drop_incomplete: bool = option(
-        False, "Leave out a last line or token that was cut off.", kind=bool
+        False, "Leave out a last line or token that was cut off."
     )
     as_json: bool = json_option()
 
@@ -219,7 +214,7 @@ def export(options: ExportOptions) -> None:
 
 
 def _habit(text: str, maximum: float) -> Any:
-    return option(None, text, kind=float, minimum=0, maximum=maximum, needs=("shape",))
+    return option(None, text, minimum=0, maximum=maximum, needs=("shape",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,12 +223,7 @@ class SynthOptions(Options):
 
     target: Path = target_argument("The trace to write.")
     tokens: float = option(
-        REQUIRED,
-        "Tokens in all, such as 1e6.",
-        kind=float,
-        metavar="N",
-        minimum=1,
-        maximum=1e12,
+        REQUIRED, "Tokens in all, such as 1e6.", metavar="N", minimum=1, maximum=1e12
     )
     like: str | None = option(
         None,
@@ -261,17 +251,11 @@ class SynthOptions(Options):
     dependence: float | None = _habit("What ties layers, by kinds of tokens.", 5)
     drift: float | None = _habit("Wandering popularity.", 5)
     prompt_tokens: int | None = option(
-        None,
-        "Prompt tokens of each sequence. Default: 0, or as in --like.",
-        kind=int,
-        metavar="N",
-        minimum=0,
+        None, "Prompt tokens of each sequence. Default: 0, or as in --like.", minimum=0
     )
     new_tokens: int | None = option(
         None,
         "Generated tokens of each sequence. Default: 512, or as in --like.",
-        kind=int,
-        metavar="N",
         minimum=0,
     )
     seed: int = seed_option()
@@ -354,25 +338,19 @@ class PredictOptions(Options):
         "R",
     )
     residual_recall: float | None = option(
-        None, "Recall of pred1_res, which DALI needs.", kind=float, metavar="R"
+        None, "Recall of pred1_res, which DALI needs.", metavar="R"
     )
     at: int | None = option(
         None,
         "Measure recalls at N: a token's N best experts, among the N best predicted."
         " Default: all K.",
-        kind=int,
-        metavar="N",
         minimum=1,
     )
-    scores: bool = option(False, "Also draw the gate's scores, and weights.", kind=bool)
-    between_depths: float = option(
-        0.6, "Correlation of errors of adjacent depths.", kind=float
-    )
-    between_tokens: float = option(
-        0.4, "Correlation of errors of adjacent tokens.", kind=float
-    )
+    scores: bool = option(False, "Also draw the gate's scores, and weights.")
+    between_depths: float = option(0.6, "Correlation of errors of adjacent depths.")
+    between_tokens: float = option(0.4, "Correlation of errors of adjacent tokens.")
     between_layers: float = option(
-        0.4, "Share of difficulty that a token's layers share.", kind=float
+        0.4, "Share of difficulty that a token's layers share."
     )
     seed: int = seed_option()
     as_json: bool = json_option()
