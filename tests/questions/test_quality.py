@@ -436,26 +436,18 @@ def test_answers_do_not_depend_on_the_machine():
     ("given", "words"),
     [
         ({"policy": "on-demand+belady"}, "cache policy 'belady' is an oracle"),
-        (
-            {"policy": "on-demand", "routing": "curious"},
-            "policy needs 'token': a model's gates show weights, scores",
-        ),
-        (
-            {"policy": "on-demand", "routing": "undecided"},
-            "expected weights beside the experts",
-        ),
-        (
-            {"policy": "on-demand", "sweep": "alpha"},
-            "--sweep: expected parameter=value",
-        ),
+        ({"policy": "on-demand", "routing": "curious"},
+         "policy needs 'token': a model's gates show weights, scores"),
+        ({"policy": "on-demand", "routing": "undecided"},
+         "expected weights beside the experts"),
+        ({"policy": "on-demand", "sweep": "alpha"},
+         "--sweep: expected parameter=value"),
         ({"policy": "on-demand", "sweep": "alpha=0.1"}, "unknown parameter 'alpha'"),
         ({"policy": "on-demand+lru+none+none"}, "expected at most assignment"),
-        (
-            {"cache_ratios": [0.1], "memory": MemoryOptions(slots_per_layer=3)},
-            "--cache-ratio: expected no other size",
-        ),
+        ({"cache_ratios": [0.1], "memory": MemoryOptions(slots_per_layer=3)},
+         "--cache-ratio: expected no other size"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_measured_is_refused_by_name(given, words):
     with pytest.raises(PolicyError, match=words):
         quality.quality(

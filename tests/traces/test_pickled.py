@@ -124,28 +124,18 @@ _MANY = b"\x85" * _NESTED  # a tuple of the tuple of the tuple …
         (b"\x80\x02})" + _MANY + b"Ns.", DEEPEST + 4),
         (b"\x80\x02}()" + _MANY + b"Nu.", DEEPEST + 5),
         (b"\x80\x04})" + b"\x94\x85" * _NESTED + b"Ns.", 2 * DEEPEST + 5),
-        (
-            b"\x80\x02}" + b"(" * _NESTED + b"t" * _NESTED + b"Ns.",
-            DEEPEST + _NESTED + 4,
-        ),
-        (
-            b"\x80\x02})"
-            + b"".join(b"\x85q%ch%c" % (n, n) for n in range(256))
-            + b"Ns.",
-            5 * DEEPEST + 4,
-        ),
+        (b"\x80\x02}" + b"(" * _NESTED + b"t" * _NESTED + b"Ns.",
+         DEEPEST + _NESTED + 4),
+        (b"\x80\x02})" + b"".join(b"\x85q%ch%c" % (n, n) for n in range(256)) + b"Ns.",
+         5 * DEEPEST + 4),
         (b"\x80\x02}ccollections\nOrderedDict\n)" + _MANY + b"RNs.", DEEPEST + 29),
         (b"\x80\x02})" + b"Q" * _NESTED + b"Ns.", DEEPEST + 4),
-        (
-            b"\x80\x02" + b"]" * _NESTED + b"a" * (_NESTED - 1) + b".",
-            DEEPEST + _NESTED + 2,
-        ),
-        (
-            b"\x80\x02" + b"}N" * _NESTED + b"}" + b"s" * _NESTED + b".",
-            DEEPEST + 2 * _NESTED + 3,
-        ),
+        (b"\x80\x02" + b"]" * _NESTED + b"a" * (_NESTED - 1) + b".",
+         DEEPEST + _NESTED + 2),
+        (b"\x80\x02" + b"}N" * _NESTED + b"}" + b"s" * _NESTED + b".",
+         DEEPEST + 2 * _NESTED + 3),
     ],
-)
+)  # fmt: skip
 def test_what_holds_itself_without_end_is_one_line_and_no_crash(data, at):
     """A key is looked into to the bottom, and a million tuples in each other are deeper
     than the processor's stack.
