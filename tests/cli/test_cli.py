@@ -11,16 +11,8 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support import processes
 from support.command_line import refused
-from support.processes import (
-    PATIENCE_S,
-    ROOT,
-    end_by_two_interrupts,
-    output_of,
-    run_python,
-    start,
-    wait_for,
-)
 from support.small_trace import (
     NEW_TOKENS,
     PROMPT_TOKENS,
@@ -34,7 +26,7 @@ from moesim import cli
 from moesim.base.units import number as number_text
 from moesim.cli.options import split_policies
 
-SHARED = ROOT.parent / "shared"
+SHARED = processes.ROOT.parent / "shared"
 
 
 # Replay.
@@ -94,7 +86,7 @@ def test_defaults_are_printed(command, trace):
 
 
 def test_a_profile_in_the_folder_is_the_default(command, trace):
-    source = (ROOT / "hwprofiles" / "data" / "rtx4060ti.toml").read_text(
+    source = (processes.ROOT / "hwprofiles" / "data" / "rtx4060ti.toml").read_text(
         encoding="utf-8"
     )
     Path("hw.toml").write_text(source, encoding="utf-8")
@@ -352,7 +344,7 @@ def test_help_comes_at_once(tmp_path):
         "import sys; from moesim.cli import main\ntry: main(['--help'])\nfinally:"
         " print(*sys.modules)"
     )
-    out = output_of("-c", code, cwd=tmp_path)
+    out = processes.output_of("-c", code, cwd=tmp_path)
     assert "replay" in out
     slow = {
         "numpy",
@@ -389,7 +381,7 @@ def test_every_command_helps_with_an_example(command, words):
 
 def test_version_is_that_of_the_distribution(command):
     assert f'version = "{command("--version")[1].split()[1]}"' in (
-        ROOT / "pyproject.toml"
+        processes.ROOT / "pyproject.toml"
     ).read_text(encoding="utf-8")
 
 
@@ -414,17 +406,17 @@ def test_stopped_from_outside_it_says_so_and_leaves_nothing(
     """
     trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
     words = ("-m", "moesim", *words, trace, "--out", tmp_path / "run")
-    process = start(*words, cwd=tmp_path)
+    process = processes.start(*words, cwd=tmp_path)
     request.addfinalizer(process.kill)
     begun = 6 if "--jobs" in words else 3
-    wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) >= begun)
+    processes.wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) >= begun)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
-    _, err = process.communicate(timeout=PATIENCE_S)
+    _, err = process.communicate(timeout=processes.PATIENCE_S)
     assert process.returncode == code
     assert "Traceback" not in err
     assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
-    assert psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []
+    assert psutil.wait_procs(children, timeout=processes.PATIENCE_S)[1] == []
 
 
 def test_two_interrupts_in_quick_succession_end_it_as_one_does(request, tmp_path):
@@ -433,10 +425,10 @@ def test_two_interrupts_in_quick_succession_end_it_as_one_does(request, tmp_path
     """
     trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
     words = ("-m", "moesim", *ALONE, trace, "--out", tmp_path / "run")
-    process = start(*words, cwd=tmp_path, start_new_session=True)
+    process = processes.start(*words, cwd=tmp_path, start_new_session=True)
     request.addfinalizer(process.kill)
-    wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) >= 3)
-    end_by_two_interrupts(process, 0.1)
+    processes.wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) >= 3)
+    processes.end_by_two_interrupts(process, 0.1)
     assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
 
 
@@ -458,12 +450,14 @@ main(["list", "policies"])
     [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")],
 )
 def test_a_signal_before_the_command_begins_ends_it_in_one_line(number, code, said):
-    done = run_python("-c", EARLY, int(number))
+    done = processes.run_python("-c", EARLY, int(number))
     assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
 
 
 def test_the_installed_command_begins_where_signals_are_heard():
-    facts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    facts = tomllib.loads(
+        (processes.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    )
     assert facts["project"]["scripts"] == {"moesim": "moesim.start:main"}
 
 
@@ -483,7 +477,7 @@ guarded(work, [])
 def test_a_library_that_makes_an_error_of_an_interrupt_hides_it_from_nobody(error):
     """As torch does where its C code is asked for a slice of a tensor."""
     script = SWALLOWED.format(error=error)
-    done = run_python("-c", script, int(signal.SIGINT))
+    done = processes.run_python("-c", script, int(signal.SIGINT))
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
@@ -507,14 +501,14 @@ def test_a_second_interrupt_ends_what_clears_up_for_ever(
     request, tmp_path, number, code
 ):
     """It has two seconds, not the five minutes that it would take."""
-    process = start("-c", STUCK, cwd=tmp_path)
+    process = processes.start("-c", STUCK, cwd=tmp_path)
     request.addfinalizer(process.kill)
     assert process.stdout.readline() == "running\n"
     process.send_signal(number)
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(number)
-    assert process.wait(timeout=PATIENCE_S) == code
+    assert process.wait(timeout=processes.PATIENCE_S) == code
 
 
 @pytest.mark.parametrize(

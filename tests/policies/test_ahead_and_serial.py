@@ -22,14 +22,9 @@ from support.handmade import (
     steps,
 )
 
+from moesim.policies import base
 from moesim.policies.assignment.daop import DAOP
-from moesim.policies.base import (
-    DEFERRED,
-    Assignment,
-    AssignmentPolicy,
-    PolicyError,
-    Precompute,
-)
+from moesim.policies.base import Assignment, AssignmentPolicy, PolicyError
 from moesim.policies.systems import System
 from moesim.traces.format.schema import Phase
 
@@ -44,7 +39,7 @@ class Foreseeing(AssignmentPolicy):
         return Assignment(np.zeros(len(work.experts), np.int8))
 
     def precompute(self, work, view):
-        return Precompute(
+        return base.Precompute(
             np.array(self.guess, np.int32), np.ones(len(self.guess), np.int32)
         )
 
@@ -274,7 +269,7 @@ def test_with_limited_host_memory_only_what_is_there_is_deferred():
 def test_a_policy_that_does_not_defer_may_not_say_so():
     class Marks(AssignmentPolicy):
         def assign(self, work, view):
-            return Assignment(np.full(len(work.experts), DEFERRED, np.int8))
+            return Assignment(np.full(len(work.experts), base.DEFERRED, np.int8))
 
     with registered(assignment_marks=Marks):
         planner = plan_of(THREE_LAYERS, System("marks", cache="none"))

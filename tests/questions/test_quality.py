@@ -15,14 +15,8 @@ from moesim import cli
 from moesim.base.errors import TraceError
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
-from moesim.policies import cache_replay
-from moesim.policies.base import (
-    IN_FLIGHT,
-    RESIDENT,
-    PolicyError,
-    Routing,
-    RoutingPolicy,
-)
+from moesim.policies import base, cache_replay
+from moesim.policies.base import PolicyError, RoutingPolicy
 from moesim.policies.cache.lru import LRU
 from moesim.policies.planner.planner import Planner
 from moesim.policies.systems import System
@@ -51,7 +45,7 @@ class Unmoved(RoutingPolicy):
     def route(self, gate, view):
         del view
         wide = np.pad(gate.experts, ((0, 0), (0, 1)), constant_values=UNUSED)
-        return Routing(wide, np.pad(gate.weights, ((0, 0), (0, 1))))
+        return base.Routing(wide, np.pad(gate.weights, ((0, 0), (0, 1))))
 
 
 class Crossed(RoutingPolicy):
@@ -59,7 +53,7 @@ class Crossed(RoutingPolicy):
 
     def route(self, gate, view):
         del view
-        return Routing(gate.experts ^ 1, gate.weights)
+        return base.Routing(gate.experts ^ 1, gate.weights)
 
 
 class Undecided(RoutingPolicy):
@@ -67,7 +61,7 @@ class Undecided(RoutingPolicy):
 
     def route(self, gate, view):
         del view
-        return Routing(gate.experts ^ 1, None)
+        return base.Routing(gate.experts ^ 1, None)
 
 
 class Curious(RoutingPolicy):
@@ -77,7 +71,7 @@ class Curious(RoutingPolicy):
 
     def route(self, gate, view):
         del view
-        return Routing(gate.experts, gate.weights)
+        return base.Routing(gate.experts, gate.weights)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -384,7 +378,7 @@ class Witness(PolicyUnderTest):
         work = super().layer(routed)
         self.seen[-1].layers.append(routed)
         memory = self.planner.gpu[0].memory
-        assert not (memory.state == IN_FLIGHT).any()
+        assert not (memory.state == base.IN_FLIGHT).any()
         assert not memory.holds.any()
         return work
 
@@ -410,7 +404,7 @@ def test_every_copy_lands_before_the_next_layer_and_hits_are_those_of_the_cache_
     shape = bare.planner.shape
     size = bare.planner.sizes.gpu
     cache_replay.replay(Counting(), "lru", shape, size, bare.seen)
-    assert alone.hit_rate == states.count(RESIDENT) / len(states)
+    assert alone.hit_rate == states.count(base.RESIDENT) / len(states)
     assert prefetching.hit_rate > alone.hit_rate
     assert is_the_model_itself(prefetching)
 
