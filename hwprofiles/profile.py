@@ -49,18 +49,9 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "Contention",
-    "Curve",
-    "HardwareProfile",
-    "Memory",
-    "Power",
-    "Quantity",
-    "default_profile",
-    "list_profiles",
-    "load_profile",
-    "parse_profile",
-    "save_profile",
-]
+    "Contention", "Curve", "HardwareProfile", "Memory", "Power", "Quantity",
+    "default_profile", "list_profiles", "load_profile", "parse_profile", "save_profile",
+]  # fmt: skip
 
 # A common GPU, and one whose expert times were published.
 DEFAULT_NAME = "rtx3090-epyc7532"

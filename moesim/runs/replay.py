@@ -65,16 +65,9 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "MemoryOptions",
-    "Run",
-    "activation_counts",
-    "check_needs",
-    "needed_columns",
-    "profile_of",
-    "replay",
-    "warm_counts",
-    "watts",
-]
+    "MemoryOptions", "Run", "activation_counts", "check_needs", "needed_columns",
+    "profile_of", "replay", "warm_counts", "watts",
+]  # fmt: skip
 
 
 _SIZES_OF_EXPERTS = ("hidden", "expert_intermediate")

@@ -113,19 +113,9 @@ class Operation:
     """
 
     __slots__ = (
-        "counters",
-        "end_s",
-        "ended_s",
-        "expert",
-        "kind",
-        "lane",
-        "layer",
-        "nbytes",
-        "on_end",
-        "picked_s",
-        "start_s",
-        "step",
-    )
+        "counters", "end_s", "ended_s", "expert", "kind", "lane", "layer", "nbytes",
+        "on_end", "picked_s", "start_s", "step",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -182,18 +172,9 @@ class Worker(WorkerQueues[Operation]):
     """
 
     __slots__ = (
-        "_called",
-        "_lanes",
-        "_next",
-        "_sleeping",
-        "cores",
-        "evidence",
-        "freed_s",
-        "idle",
-        "name",
-        "on_serving",
-        "threads",
-    )
+        "_called", "_lanes", "_next", "_sleeping", "cores", "evidence", "freed_s",
+        "idle", "name", "on_serving", "threads",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -86,20 +86,9 @@ class LayerJob:
     """
 
     __slots__ = (
-        "_shares",
-        "answer",
-        "answered",
-        "answered_s",
-        "asked_s",
-        "device_rows",
-        "groups",
-        "hidden",
-        "hidden_cpu",
-        "results",
-        "routed",
-        "rows",
-        "weights",
-    )
+        "_shares", "answer", "answered", "answered_s", "asked_s", "device_rows",
+        "groups", "hidden", "hidden_cpu", "results", "routed", "rows", "weights",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -40,15 +40,9 @@ from moesim.traces.format.reader import open_trace
 
 TRACE = Path(__file__).parents[2] / "traces" / "data" / "tiny_evaluation.parquet"
 KEYS = {
-    "cells",
-    "tpot_error_median",
-    "tpot_error_max",
-    "ttft_error_median",
-    "hits_equal",
-    "kendall_tau",
-    "noise_floor",
-    "tost_pass_share",
-}
+    "cells", "tpot_error_median", "tpot_error_max", "ttft_error_median", "hits_equal",
+    "kendall_tau", "noise_floor", "tost_pass_share",
+}  # fmt: skip
 
 
 def test_cells_that_are_predicted_to_take_the_very_same_time_do_the_same_work():

@@ -77,18 +77,9 @@ POLICIES_USE = {"numpy", "scipy", "pulp", "highspy"}
 POLICY_KINDS = ("routing", "assignment", "prefetch", "cache")
 
 CLOCKS_AND_IO = {
-    "asyncio",
-    "datetime",
-    "io",
-    "logging",
-    "os",
-    "shutil",
-    "socket",
-    "subprocess",
-    "tempfile",
-    "threading",
-    "time",
-}
+    "asyncio", "datetime", "io", "logging", "os", "shutil", "socket", "subprocess",
+    "tempfile", "threading", "time",
+}  # fmt: skip
 """What no policy may touch: time is given to it, and files and processes are none of
 its business.
 """

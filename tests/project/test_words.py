@@ -38,14 +38,9 @@ EMPTY_NAMES = {
 """Names of variables that do not say what the variable holds."""
 
 NOT_TOKENS = {
-    tokenize.NEWLINE,
-    tokenize.NL,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.COMMENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
+    tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT,
+    tokenize.ENCODING, tokenize.ENDMARKER,
+}  # fmt: skip
 DIRECTIVES = ("noqa", "type:", "fmt:")
 
 

@@ -24,14 +24,9 @@ POLICIES = ("all-cpu", "on-demand", "greedy", "on-demand+belady")
 MACHINES = ("rtx4060ti", "rtx3080ti")
 MEMORIES = [moesim.MemoryOptions(slots_per_layer=slots) for slots in (1, 3, 6)]
 SAME = [
-    "tpot_s",
-    "ttft_s",
-    "hit_rate_active",
-    "makespan_s",
-    "h2d_bytes",
-    "gpu_bytes",
+    "tpot_s", "ttft_s", "hit_rate_active", "makespan_s", "h2d_bytes", "gpu_bytes",
     "busiest",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

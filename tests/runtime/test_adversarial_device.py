@@ -40,15 +40,9 @@ torch.set_num_threads(1)
 SHAPE = ModelShape("f", 2, 8, 2, 32, 16, (8192,) * 2, 1, dtype="f32")
 EXPERT = 8192
 KEEP_ANSWERS = (
-    "dali",
-    "edgemoe",
-    "fiddler",
-    "hybrimoe",
-    "mixtral-offloading",
-    "moe-infinity",
-    "moe-on-demand",
-    "deepspeed",
-)
+    "dali", "edgemoe", "fiddler", "hybrimoe", "mixtral-offloading", "moe-infinity",
+    "moe-on-demand", "deepspeed",
+)  # fmt: skip
 """Systems that leave the model's answers as they are; some begin with a full cache."""
 POLICIES = (*KEEP_ANSWERS, *combinations(oracles=True))
 

@@ -236,14 +236,8 @@ def make_checkpoint(model_type, directory, **changes):
 
 
 SOME = (
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "olmoe",
-    "deepseek_v2",
-    "phimoe",
-    "gpt_oss",
-)
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "phimoe", "gpt_oss",
+)  # fmt: skip
 """Families that differ in gate, experts or checkpoint, for claims that need not be
 shown of all.
 """

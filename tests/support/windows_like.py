@@ -20,22 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 
 POSIX_MODULES = {
-    "crypt",
-    "curses",
-    "fcntl",
-    "grp",
-    "nis",
-    "ossaudiodev",
-    "posix",
-    "pty",
-    "pwd",
-    "readline",
-    "resource",
-    "spwd",
-    "syslog",
-    "termios",
-    "tty",
-}
+    "crypt", "curses", "fcntl", "grp", "nis", "ossaudiodev", "posix", "pty", "pwd",
+    "readline", "resource", "spwd", "syslog", "termios", "tty",
+}  # fmt: skip
 
 WINDOWS_NAMES = {
     "os": """

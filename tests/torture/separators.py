@@ -16,14 +16,9 @@ from .report import Report
 from .subjects import subjects
 
 TEXT = (
-    "llama_cpp",
-    "megatron",
-    "route_trace",
-    "columns_csv",
-    "lattice",
-    "per_token",
+    "llama_cpp", "megatron", "route_trace", "columns_csv", "lattice", "per_token",
     "imp",
-)
+)  # fmt: skip
 SEPARATORS = b",;:|\t /=[](){}-"
 
 

@@ -60,14 +60,8 @@ import os
 open({mark!r}, "a").write(__name__ + os.linesep)
 """
 MODULES = (
-    "moesim",
-    "numpy",
-    "simpy",
-    "typer",
-    "sitecustomize",
-    "usercustomize",
-    "json",
-)
+    "moesim", "numpy", "simpy", "typer", "sitecustomize", "usercustomize", "json",
+)  # fmt: skip
 
 
 def _somebody(source, folder, number=NOBODY):

@@ -77,19 +77,9 @@ def test_mutations_by_the_hundred_never_give_a_traceback(tmp_path, name):
 
 MUTANTS = 200
 _WORDS = (
-    b"-1",
-    b"0",
-    b"999999999999",
-    b"null",
-    b"nan",
-    b'"x"',
-    b"[]",
-    b"{}",
-    b",",
-    b"1e9",
-    b"\xff\xfe",
-    b"\x00" * 8,
-)
+    b"-1", b"0", b"999999999999", b"null", b"nan", b'"x"', b"[]", b"{}", b",", b"1e9",
+    b"\xff\xfe", b"\x00" * 8,
+)  # fmt: skip
 
 
 def mutated(data, dice):

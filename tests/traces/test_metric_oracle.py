@@ -22,17 +22,9 @@ from moesim.traces.format.schema import ModelShape
 from moesim.traces.timeline.metrics import summarise
 
 POLICIES = (
-    "greedy",
-    "on-demand",
-    "all-cpu",
-    "fiddler",
-    "greedy+lfu+next-gate",
-    "on-demand+lru+next-gate",
-    "on-demand+lru+none",
-    "dali",
-    "hybrimoe",
-    "belady",
-)
+    "greedy", "on-demand", "all-cpu", "fiddler", "greedy+lfu+next-gate",
+    "on-demand+lru+next-gate", "on-demand+lru+none", "dali", "hybrimoe", "belady",
+)  # fmt: skip
 
 
 COLUMNS = ("scores", "pred1_raw", "pred2_raw", "pred3_raw", "pred1_res")

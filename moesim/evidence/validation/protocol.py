@@ -262,16 +262,9 @@ _SITTING_HEADS = (
     "verdict",
 )
 _CELL_HEADS = (
-    "sitting",
-    "cell",
-    "measured",
-    "95 %",
-    "predicted",
-    "error",
-    "beyond the interval",
-    "lost",
-    "counts",
-)
+    "sitting", "cell", "measured", "95 %", "predicted", "error", "beyond the interval",
+    "lost", "counts",
+)  # fmt: skip
 _LEGEND = (
     "Times are those of an output token. *beyond the interval*: what of the error the"
     " measurement's own interval does not cover. *lost*: share of the time that other"

@@ -87,21 +87,9 @@ def save(
 
 TITLE = "Simulated against measured"
 CELL_HEADS = (
-    "trace",
-    "shape",
-    "policy",
-    "cache",
-    "host",
-    "batch",
-    "TPOT measured",
-    "predicted",
-    "error",
-    "noise",
-    "p95 error",
-    "TTFT error",
-    "hits",
-    "equivalent",
-)
+    "trace", "shape", "policy", "cache", "host", "batch", "TPOT measured", "predicted",
+    "error", "noise", "p95 error", "TTFT error", "hits", "equivalent",
+)  # fmt: skip
 SHARED_HEADS = (
     "coordinate",
     "cells",

@@ -22,16 +22,9 @@ if TYPE_CHECKING:
 MARGIN = 0.05
 """Of the equivalence test."""
 FIGURES = (
-    "tpot_s",
-    "tpot_p50_s",
-    "tpot_p95_s",
-    "ttft_s",
-    "hits",
-    "delayed_hits",
-    "misses",
-    "planning_s",
-    "makespan_s",
-)
+    "tpot_s", "tpot_p50_s", "tpot_p95_s", "ttft_s", "hits", "delayed_hits", "misses",
+    "planning_s", "makespan_s",
+)  # fmt: skip
 HIT_COUNTS = ("hits", "delayed_hits", "misses")
 
 
