@@ -24,16 +24,13 @@ from moesim.traces.importers.readers import tensors
 
 
 @pytest.mark.parametrize("depth", [inputs.MOST_NESTING, inputs.MOST_NESTING + 1])
-@pytest.mark.parametrize(
-    ("load", "text"),
-    [
-        (inputs.load_json, lambda n: "[" * n + "]" * n),
-        (inputs.load_json, lambda n: '{"a":' * n + "1" + "}" * n),
-        (inputs.load_toml, lambda n: "x = " + "[" * n + "]" * n),
-        (inputs.load_toml, lambda n: ".".join(["a"] * n) + " = 1"),
-        (inputs.load_toml, lambda n: "[" + ".".join(['"a b"'] * n) + "]"),
-    ],
-)
+@pytest.mark.parametrize(("load", "text"), [
+    (inputs.load_json, lambda n: "[" * n + "]" * n),
+    (inputs.load_json, lambda n: '{"a":' * n + "1" + "}" * n),
+    (inputs.load_toml, lambda n: "x = " + "[" * n + "]" * n),
+    (inputs.load_toml, lambda n: ".".join(["a"] * n) + " = 1"),
+    (inputs.load_toml, lambda n: "[" + ".".join(['"a b"'] * n) + "]"),
+])  # fmt: skip
 def test_nesting_up_to_the_limit(load, text, depth):
     if depth <= inputs.MOST_NESTING:
         assert load(text(depth))

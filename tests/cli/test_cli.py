@@ -128,14 +128,11 @@ def test_batch_joins_sequences(command, trace):
     )
 
 
-@pytest.mark.parametrize(
-    ("option", "slots"),
-    [
-        (("--slots-per-layer", 3), [3, 3, 3]),
-        (("--cache-ratio", 0.5), [4, 4, 4]),
-        (("--cache-ratio", 0), [0, 0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("option", "slots"), [
+    (("--slots-per-layer", 3), [3, 3, 3]),
+    (("--cache-ratio", 0.5), [4, 4, 4]),
+    (("--cache-ratio", 0), [0, 0, 0]),
+])  # fmt: skip
 def test_cache_sizes(command, trace, option, slots):
     assert (
         json.loads(command("replay", trace, *option, "--json")[1])["config"][
@@ -195,18 +192,15 @@ def test_policies_split_where_a_policy_begins():
 # List and trace.
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("assignment", "greedy"),
-        ("cache", "oracle: sees the future"),
-        ("prefetch", "needs pred1_raw"),
-        ("routing", "as-recorded"),
-        ("systems", "fiddler"),
-        ("hardware", "datasheet: RTX 3090"),
-        ("models", "48 MoE layers x 128 experts"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "words"), [
+    ("assignment", "greedy"),
+    ("cache", "oracle: sees the future"),
+    ("prefetch", "needs pred1_raw"),
+    ("routing", "as-recorded"),
+    ("systems", "fiddler"),
+    ("hardware", "datasheet: RTX 3090"),
+    ("models", "48 MoE layers x 128 experts"),
+])  # fmt: skip
 def test_list_names_what_can_be_named(command, kind, words):
     code, out, _ = command("list", kind)
     assert code == 0
@@ -274,22 +268,19 @@ def test_a_bad_trace_is_one_line(command, tmp_path, spoil):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (("--policy", "greedi"), ("greedi", "did you mean 'greedy'")),
-        (("--cache", "lruu"), ("unknown cache policy 'lruu'", "did you mean 'lru'")),
-        (("--cache", "lfu:decay=x"), ("decay", "'x'")),
-        (("--prefetch", "next-gate"), ("next-gate", "pred1_raw")),
-        (("--hw", "rtx9090"), ("rtx9090", "known")),
-        (("--hw", "none.toml"), ("none.toml",)),
-        (("--cache-ratio", 0.5, "--slots-per-layer", 2), ("at most one",)),
-        (("--gpu-memory", "1KiB"), ("no room to stage",)),
-        (("--warm", "nothing.parquet"), ("nothing.parquet",)),
-        (("--perfetto", "file/p.json"), ("file", "expected a folder")),
-        (("--out", "file"), ("file", "expected a folder")),
-    ],
-)
+@pytest.mark.parametrize(("words", "parts"), [
+    (("--policy", "greedi"), ("greedi", "did you mean 'greedy'")),
+    (("--cache", "lruu"), ("unknown cache policy 'lruu'", "did you mean 'lru'")),
+    (("--cache", "lfu:decay=x"), ("decay", "'x'")),
+    (("--prefetch", "next-gate"), ("next-gate", "pred1_raw")),
+    (("--hw", "rtx9090"), ("rtx9090", "known")),
+    (("--hw", "none.toml"), ("none.toml",)),
+    (("--cache-ratio", 0.5, "--slots-per-layer", 2), ("at most one",)),
+    (("--gpu-memory", "1KiB"), ("no room to stage",)),
+    (("--warm", "nothing.parquet"), ("nothing.parquet",)),
+    (("--perfetto", "file/p.json"), ("file", "expected a folder")),
+    (("--out", "file"), ("file", "expected a folder")),
+])  # fmt: skip
 def test_a_bad_option_is_one_line_and_leaves_nothing(command, trace, words, parts):
     Path("file").write_text("in the way")
     before = set(Path().rglob("*"))
@@ -389,15 +380,11 @@ ALONE = ("replay", "--policy", "ilp")
 SHARED_OUT = ("compare", "--policy", "ilp,beam", "--jobs", "2")
 
 
-@pytest.mark.parametrize(
-    ("words", "number", "code"),
-    [
-        (ALONE, signal.SIGINT, 130),
-        (ALONE, signal.SIGTERM, 143),
-        (SHARED_OUT, signal.SIGTERM, 143),
-    ],
-    ids=("ctrl-C", "SIGTERM", "SIGTERM, two processes"),
-)
+@pytest.mark.parametrize(("words", "number", "code"), [
+    (ALONE, signal.SIGINT, 130),
+    (ALONE, signal.SIGTERM, 143),
+    (SHARED_OUT, signal.SIGTERM, 143),
+], ids=("ctrl-C", "SIGTERM", "SIGTERM, two processes"))  # fmt: skip
 def test_stopped_from_outside_it_says_so_and_leaves_nothing(
     request, tmp_path, words, number, code
 ):
@@ -511,15 +498,12 @@ def test_a_second_interrupt_ends_what_clears_up_for_ever(
     assert process.wait(timeout=processes.PATIENCE_S) == code
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (("replay", "t.parquet", "--out", ""), "--out"),
-        (("compare", "t.parquet", "--png="), "--png"),
-        (("replay", ""), "argument"),
-        (("replay", "t.parquet", "--policy", "greedy", ""), "argument"),
-    ],
-)
+@pytest.mark.parametrize(("words", "name"), [
+    (("replay", "t.parquet", "--out", ""), "--out"),
+    (("compare", "t.parquet", "--png="), "--png"),
+    (("replay", ""), "argument"),
+    (("replay", "t.parquet", "--policy", "greedy", ""), "argument"),
+])  # fmt: skip
 def test_an_empty_word_is_refused_by_name(command, words, name):
     """``--out "$FOLDER"`` with nothing in FOLDER must not fill the current folder."""
     assert refused(command(*words), name, "empty")
@@ -528,16 +512,13 @@ def test_an_empty_word_is_refused_by_name(command, words, name):
 # Words and numbers.
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0"),
-        (0.012345, "0.0123"),
-        (1.5, "1.50"),
-        (71.44, "71.4"),
-        (7395.2, "7,395"),
-        (None, "-"),
-    ],
-)
+@pytest.mark.parametrize(("value", "text"), [
+    (0.0, "0"),
+    (0.012345, "0.0123"),
+    (1.5, "1.50"),
+    (71.44, "71.4"),
+    (7395.2, "7,395"),
+    (None, "-"),
+])  # fmt: skip
 def test_numbers_keep_three_digits(value, text):
     assert number_text(value) == text

@@ -235,15 +235,12 @@ def test_terms_add_up_to_the_makespan():
     )
 
 
-@pytest.mark.parametrize(
-    ("policy", "free"),
-    [
-        ("greedy+lru", True),
-        ("greedy+lru+random", False),
-        ("greedy+workload-window", False),
-        ("all-cpu+none", True),
-    ],
-)
+@pytest.mark.parametrize(("policy", "free"), [
+    ("greedy+lru", True),
+    ("greedy+lru+random", False),
+    ("greedy+workload-window", False),
+    ("all-cpu+none", True),
+])  # fmt: skip
 def test_timing_is_free_where_nothing_lands_between_layers(policy, free):
     assert timing_free(compose_system(policy).build(gpus=1, host_cache=None)) is free
 

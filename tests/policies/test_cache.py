@@ -39,15 +39,11 @@ UNIT_STRING = [5, 2, 4, 2, 1, 3, 1, 5, 3, 5, 1, 3, 1, 4, 3, 5, 1, 4]
 STEPS = atomic([0, 1], [2, 3], [0, 2], [1, 4], [0, 2], [3, 4])
 
 
-@pytest.mark.parametrize(
-    ("policy", "hits", "evicted"),
-    [
-        (LRU(), 8, [5, 4, 2, 5, 1, 4, 3]),
-        (LFU(tie="lru"), 5, [5, 4, 3, 5, 3, 5, 3, 4, 3, 5]),
-        (Belady(must_admit=True), 11, [2, 4, 1, 3]),
-    ],
-    ids=["lru", "lfu", "belady"],
-)
+@pytest.mark.parametrize(("policy", "hits", "evicted"), [
+    (LRU(), 8, [5, 4, 2, 5, 1, 4, 3]),
+    (LFU(tie="lru"), 5, [5, 4, 3, 5, 3, 5, 3, 4, 3, 5]),
+    (Belady(must_admit=True), 11, [2, 4, 1, 3]),
+], ids=["lru", "lfu", "belady"])  # fmt: skip
 def test_section_5_5_unit_string(policy, hits, evicted):
     run = drive(policy, one_by_one(UNIT_STRING), 3)
     assert (run.hits, run.evicted) == (hits, evicted)

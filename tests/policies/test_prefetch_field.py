@@ -703,17 +703,14 @@ def test_in_flight_experts_are_not_asked_for_again():
     ]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Impact(depth=4), "depth: expected 1 to 3, got 4"),
-        (lambda: Impact(discount=0.0), "discount: expected 0 < discount <= 1"),
-        (lambda: NoisyOracle(accuracy=1.5), "accuracy: expected 0 to 1"),
-        (lambda: Clairvoyant(depth=0), "depth: expected a number >= 1"),
-        (lambda: PartialHidden(merge="mean"), "merge: expected max or sum, got 'mean'"),
-        (lambda: ActivationMatrix(mask="none"), "mask: expected released or prefix"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Impact(depth=4), "depth: expected 1 to 3, got 4"),
+    (lambda: Impact(discount=0.0), "discount: expected 0 < discount <= 1"),
+    (lambda: NoisyOracle(accuracy=1.5), "accuracy: expected 0 to 1"),
+    (lambda: Clairvoyant(depth=0), "depth: expected a number >= 1"),
+    (lambda: PartialHidden(merge="mean"), "merge: expected max or sum, got 'mean'"),
+    (lambda: ActivationMatrix(mask="none"), "mask: expected released or prefix"),
+])  # fmt: skip
 def test_parameters_out_of_range_are_named(make, message):
     with pytest.raises(PolicyError, match=message):
         make()

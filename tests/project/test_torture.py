@@ -150,18 +150,15 @@ def other_expert(record):
     record.accesses.loc[place, "tokens"] += 1
 
 
-@pytest.mark.parametrize(
-    ("fault", "named"),
-    [
-        (overlap, "overlap"),
-        (early, "arrival"),
-        (fewer_bytes, "bytes"),
-        (never_computed, "compute"),
-        (too_many_resident, "memory"),
-        (late_end, "makespan"),
-        (other_expert, "accesses"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "named"), [
+    (overlap, "overlap"),
+    (early, "arrival"),
+    (fewer_bytes, "bytes"),
+    (never_computed, "compute"),
+    (too_many_resident, "memory"),
+    (late_end, "makespan"),
+    (other_expert, "accesses"),
+])  # fmt: skip
 def test_the_audit_sees_a_fault_put_in_on_purpose(run, fault, named):
     record = record_of(run)
     fault(record)

@@ -171,15 +171,11 @@ def test_the_command_stands_in_the_head_with_a_button(command, tmp_path, monkeyp
     assert "1970-01-02 00:00 UTC" in head
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("replay", "tiny", "--policy", "greedy", "--steps", "4"),
-        ("hits", "tiny", "--cache", "lru", "--cache-ratio", "0.5"),
-        ("gap", "tiny", "--policy", "on-demand", "--steps", "2"),
-    ],
-    ids=lambda words: words[0],
-)
+@pytest.mark.parametrize("words", [
+    ("replay", "tiny", "--policy", "greedy", "--steps", "4"),
+    ("hits", "tiny", "--cache", "lru", "--cache-ratio", "0.5"),
+    ("gap", "tiny", "--policy", "on-demand", "--steps", "2"),
+], ids=lambda words: words[0])  # fmt: skip
 def test_commands_write_their_pages(command, tmp_path, words):
     page = tmp_path / "page.html"
     code, printed, _ = command(*words, "--html", page)

@@ -274,31 +274,22 @@ def test_experts_begun_a_layer_ahead_work_on_the_input_of_that_layer(tmp_path):
     assert own.stale == 0
 
 
-@pytest.mark.parametrize(
-    ("system", "full"),
-    [
-        (System("on-demand", routing="expert-cache-router:alpha=0"), False),
-        (
-            System(
-                "on-demand",
-                "none",
-                routing="expert-cache-router:alpha=0.9,phase=decode",
-            ),
-            False,
+@pytest.mark.parametrize(("system", "full"), [
+    (System("on-demand", routing="expert-cache-router:alpha=0"), False),
+    (System("on-demand", "none", routing="expert-cache-router:alpha=0.9,phase=decode"),
+     False),
+    (System("on-demand", routing="adaptive-gating:budget=0"), False),
+    (System("on-demand", routing="cache-prior:strength=0"), False),
+    (System("on-demand", routing="expert-cache-router:alpha=0.9"), True),
+    (System("on-demand", routing="cache-prior:strength=0.9"), True),
+    (
+        System(
+            "daop:first_layer=1",
+            routing="graceful-degradation:first_layer=1,choice=gate",
         ),
-        (System("on-demand", routing="adaptive-gating:budget=0"), False),
-        (System("on-demand", routing="cache-prior:strength=0"), False),
-        (System("on-demand", routing="expert-cache-router:alpha=0.9"), True),
-        (System("on-demand", routing="cache-prior:strength=0.9"), True),
-        (
-            System(
-                "daop:first_layer=1",
-                routing="graceful-degradation:first_layer=1,choice=gate",
-            ),
-            True,
-        ),
-    ],
-)
+        True,
+    ),
+])  # fmt: skip
 def test_no_band_nothing_resident_or_everything_resident_changes_nothing(
     tiny, system, full
 ):
@@ -426,22 +417,18 @@ def test_answers_do_not_depend_on_the_machine():
     assert repr(rows[0]) == repr(rows[1])
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"policy": "on-demand+belady"}, "cache policy 'belady' is an oracle"),
-        ({"policy": "on-demand", "routing": "curious"},
-         "policy needs 'token': a model's gates show weights, scores"),
-        ({"policy": "on-demand", "routing": "undecided"},
-         "expected weights beside the experts"),
-        ({"policy": "on-demand", "sweep": "alpha"},
-         "--sweep: expected parameter=value"),
-        ({"policy": "on-demand", "sweep": "alpha=0.1"}, "unknown parameter 'alpha'"),
-        ({"policy": "on-demand+lru+none+none"}, "expected at most assignment"),
-        ({"cache_ratios": [0.1], "memory": MemoryOptions(slots_per_layer=3)},
-         "--cache-ratio: expected no other size"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "words"), [
+    ({"policy": "on-demand+belady"}, "cache policy 'belady' is an oracle"),
+    ({"policy": "on-demand", "routing": "curious"},
+     "policy needs 'token': a model's gates show weights, scores"),
+    ({"policy": "on-demand", "routing": "undecided"},
+     "expected weights beside the experts"),
+    ({"policy": "on-demand", "sweep": "alpha"}, "--sweep: expected parameter=value"),
+    ({"policy": "on-demand", "sweep": "alpha=0.1"}, "unknown parameter 'alpha'"),
+    ({"policy": "on-demand+lru+none+none"}, "expected at most assignment"),
+    ({"cache_ratios": [0.1], "memory": MemoryOptions(slots_per_layer=3)},
+     "--cache-ratio: expected no other size"),
+])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_by_name(given, words):
     with pytest.raises(PolicyError, match=words):
         quality.quality(

@@ -100,15 +100,12 @@ def test_what_cannot_be_is_left_out_and_said(trace):
         moesim.sweep(trace, "greedy", gpu_memory_bytes=[1000, 1001], jobs=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"policies": ["greedy", "gredy"]}, PolicyError, "did you mean 'greedy'"),
-        ({"batch": [1, 0]}, ConfigError, "batch: expected a whole number >= 1"),
-        ({"seed": []}, PolicyError, "seed: expected at least one value"),
-        ({"batches": [1]}, TypeError, "did you mean 'batch'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "words"), [
+    ({"policies": ["greedy", "gredy"]}, PolicyError, "did you mean 'greedy'"),
+    ({"batch": [1, 0]}, ConfigError, "batch: expected a whole number >= 1"),
+    ({"seed": []}, PolicyError, "seed: expected at least one value"),
+    ({"batches": [1]}, TypeError, "did you mean 'batch'"),
+])  # fmt: skip
 def test_slips_are_refused_before_anything_runs(trace, tmp_path, options, error, words):
     with pytest.raises(error, match=words):
         moesim.sweep(trace, store=tmp_path / "s", **options)
@@ -357,24 +354,14 @@ def test_a_damaged_file_is_named(trace, tmp_path):
         moesim.results(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(
-    ("columns", "found"),
-    [
-        ({"a": [1]}, "none called digest"),
-        ({"a": pa.array([b"x"]).dictionary_encode()}, "none called digest"),
-        ({"digest": ["x"], "trace_digest": ["x"]}, "none called hw_digest"),
-        ({"digest": [1], "trace_digest": ["x"], "hw_digest": ["x"]}, "digest of int64"),
-        (
-            {
-                "digest": ["x"],
-                "trace_digest": ["x"],
-                "hw_digest": ["x"],
-                "tpot_s": ["y"],
-            },
-            "tpot_s of string",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("columns", "found"), [
+    ({"a": [1]}, "none called digest"),
+    ({"a": pa.array([b"x"]).dictionary_encode()}, "none called digest"),
+    ({"digest": ["x"], "trace_digest": ["x"]}, "none called hw_digest"),
+    ({"digest": [1], "trace_digest": ["x"], "hw_digest": ["x"]}, "digest of int64"),
+    ({"digest": ["x"], "trace_digest": ["x"], "hw_digest": ["x"], "tpot_s": ["y"]},
+     "tpot_s of string"),
+])  # fmt: skip
 def test_tables_of_others_are_no_results(tmp_path, columns, found):
     """They were rows of nothing, or ended in a traceback."""
     pq.write_table(pa.table(columns), tmp_path / "foreign.parquet")

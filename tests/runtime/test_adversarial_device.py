@@ -104,14 +104,11 @@ def test_every_broken_variant_is_found(name, fault, monkeypatch, schedules):
     assert any(map(fault, range(schedules.count))), f"{name}: not found"
 
 
-@pytest.mark.parametrize(
-    ("policy", "memory"),
-    [
-        ("mixtral-offloading", api.MemoryOptions(slots_per_layer=1)),
-        # The CPU computes a layer that is resident in part, and only on the device.
-        ("llama.cpp", api.MemoryOptions(cache_ratio=0.6)),
-    ],
-)
+@pytest.mark.parametrize(("policy", "memory"), [
+    ("mixtral-offloading", api.MemoryOptions(slots_per_layer=1)),
+    # The CPU computes a layer that is resident in part, and only on the device.
+    ("llama.cpp", api.MemoryOptions(cache_ratio=0.6)),
+])  # fmt: skip
 def test_copies_back_land_before_anyone_uses_them(
     trace, store, right, schedules, policy, memory
 ):

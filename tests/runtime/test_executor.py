@@ -360,14 +360,11 @@ def test_a_store_of_other_sizes_is_refused(tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "model", "batch"),
-    [
-        ("qwen3_30b_a3b_top6", "qwen3-30b-a3b", 1),
-        ("olmoe_1b_7b_decode299", "olmoe-1b-7b", 1),
-        ("gpt_oss_20b", "gpt-oss-20b", 4),
-    ],
-)
+@pytest.mark.parametrize(("name", "model", "batch"), [
+    ("qwen3_30b_a3b_top6", "qwen3-30b-a3b", 1),
+    ("olmoe_1b_7b_decode299", "olmoe-1b-7b", 1),
+    ("gpt_oss_20b", "gpt-oss-20b", 4),
+])  # fmt: skip
 def test_real_routing_runs_at_a_sixteenth_of_its_models_width(
     shared_traces, tmp_path, name, model, batch
 ):

@@ -136,20 +136,17 @@ def test_words_that_are_given_are_not_assumed():
     assert not {"hidden", "expert_intermediate"} & set(shape.assumed)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("qwen3-30b", r"unknown model 'qwen3-30b'.*did you mean 'qwen3-30b-a3b'"),
-        ("qwen3-30b-a3b/5", "hidden 2048 is not divisible by 5"),
-        ("qwen3-30b-a3b/x", "expected a whole number behind '/'"),
-        ("layers=1,experts=6", "expected top_k="),
-        ("layers=1,experts=6,topk=1", r"unknown word 'topk=1'.*did you mean 'top_k'"),
-        ("layers=1,experts=6,top_k=0", "top_k: expected >= 1, got 0"),
-        ("layers=1,experts=6,top_k=7", "top_k 7 exceeds experts 6"),
-        ("layers=one,experts=6,top_k=1", "layers: invalid literal"),
-        ("layers=1,experts=6,top_k=1,expert_bytes=1Q", "unknown unit 'Q'"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "message"), [
+    ("qwen3-30b", r"unknown model 'qwen3-30b'.*did you mean 'qwen3-30b-a3b'"),
+    ("qwen3-30b-a3b/5", "hidden 2048 is not divisible by 5"),
+    ("qwen3-30b-a3b/x", "expected a whole number behind '/'"),
+    ("layers=1,experts=6", "expected top_k="),
+    ("layers=1,experts=6,topk=1", r"unknown word 'topk=1'.*did you mean 'top_k'"),
+    ("layers=1,experts=6,top_k=0", "top_k: expected >= 1, got 0"),
+    ("layers=1,experts=6,top_k=7", "top_k 7 exceeds experts 6"),
+    ("layers=one,experts=6,top_k=1", "layers: invalid literal"),
+    ("layers=1,experts=6,top_k=1,expert_bytes=1Q", "unknown unit 'Q'"),
+])  # fmt: skip
 def test_a_wrong_shape_says_what_would_be_right(spec, message):
     with pytest.raises(TraceError, match=message) as caught:
         model_shape(spec)
@@ -162,18 +159,15 @@ def test_an_unknown_weight_format():
     assert {"bf16", "q4_k_m", "mxfp4"} <= set(known_labels())
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("8GiB", 8 << 30),
-        ("7.4GB", 7_400_000_000),
-        ("512 MiB", 512 << 20),
-        ("4096", 4096),
-        (17, 17),
-        ("1.5kib", 1536),
-        ("2tb", 2 * 10**12),
-    ],
-)
+@pytest.mark.parametrize(("text", "count"), [
+    ("8GiB", 8 << 30),
+    ("7.4GB", 7_400_000_000),
+    ("512 MiB", 512 << 20),
+    ("4096", 4096),
+    (17, 17),
+    ("1.5kib", 1536),
+    ("2tb", 2 * 10**12),
+])  # fmt: skip
 def test_sizes_as_people_write_them(text, count):
     assert parse_bytes(text) == count
 
