@@ -54,17 +54,9 @@ class Model(View):
     ):
         super().__init__(layers, experts, 1, resident, in_flight)
         self.shape = ModelShape(
-            "test",
-            layers,
-            experts,
-            top_k,
-            4,
-            4,
-            (100,) * layers,
-            1,
-            norm_topk=norm,
+            "test", layers, experts, top_k, 4, 4, (100,) * layers, 1, norm_topk=norm,
             scoring=scoring,
-        )
+        )  # fmt: skip
 
 
 def routed(policy, gate_output, view):

@@ -38,15 +38,10 @@ class DrawnRun:
         pick = rng.choice
         layers = int(rng.integers(1, 5))
         shape = ModelShape(
-            name="drawn",
-            layers=layers,
-            experts=8,
-            top_k=int(rng.integers(1, 4)),
-            hidden=64,
-            expert_intermediate=32,
-            expert_bytes=(int(pick([1 << 18, 1 << 22])),) * layers,
-            other_bytes=1 << 20,
-        )
+            name="drawn", layers=layers, experts=8, top_k=int(rng.integers(1, 4)),
+            hidden=64, expert_intermediate=32,
+            expert_bytes=(int(pick([1 << 18, 1 << 22])),) * layers, other_bytes=1 << 20,
+        )  # fmt: skip
         self.lengths = [
             (int(rng.integers(0, 7)), int(rng.integers(0, 9)))
             for _ in range(rng.integers(1, 7))
