@@ -1,7 +1,5 @@
 """What is read is bounded before it is parsed; what is shown can do nothing."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

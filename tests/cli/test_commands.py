@@ -2,8 +2,6 @@
 that a command does not use.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -2,8 +2,6 @@
 holds what the text says.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -2,8 +2,6 @@
 simulated, so its costs are known.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

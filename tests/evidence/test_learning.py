@@ -4,8 +4,6 @@ Where the truth must be known the machine is simulated: the shipped one with som
 slower by known factors.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

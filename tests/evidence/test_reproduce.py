@@ -2,8 +2,6 @@
 say, everything resolves.
 """
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -2,8 +2,6 @@
 runs, orders are read off the records.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -2,8 +2,6 @@
 experts small enough for a test.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 measured.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.raw_profiles import number, raw_profile

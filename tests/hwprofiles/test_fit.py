@@ -1,7 +1,5 @@
 """The fit finds constants that it can know, and says how well."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Kinds of lanes: one table tells profile, simulator and runtime the same."""
 
-from __future__ import annotations
-
 import pytest
 
 from moesim.hwprofiles import lanes, paths

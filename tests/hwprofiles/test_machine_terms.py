@@ -2,8 +2,6 @@
 expert, grouped launches, a system's own kernels, memory that all lanes read.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -2,8 +2,6 @@
 it cannot trust.
 """
 
-from __future__ import annotations
-
 import tomllib
 
 import pytest

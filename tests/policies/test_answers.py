@@ -2,8 +2,6 @@
 engines, and counts nowhere.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.command_line import refused

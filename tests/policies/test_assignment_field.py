@@ -2,8 +2,6 @@
 ambiguity shows its difference.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

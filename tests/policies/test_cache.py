@@ -2,8 +2,6 @@
 libCacheSim.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The bounds against exhaustive search, and the oracles that follow their plans."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

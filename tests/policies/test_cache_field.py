@@ -1,7 +1,5 @@
 """The field's score-based caches: worked examples, and each literal reading against ours."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -2,8 +2,6 @@
 layer steps add.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -2,8 +2,6 @@
 policy that might beat it.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

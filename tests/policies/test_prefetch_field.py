@@ -2,8 +2,6 @@
 know.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -4,8 +4,6 @@ Unless stated otherwise a dense part takes 2 s, an expert 10 s on the CPU and 1 
 GPU, and its copy 4 s.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.cache_driver import LayerStep, ListFuture

@@ -2,8 +2,6 @@
 a token.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """AdapMoE's division of slots: its formula by hand, its table against all divisions."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

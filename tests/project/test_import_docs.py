@@ -1,7 +1,5 @@
 """The commands around an import. Those of docs/how-to/import.md run in test_docs.py."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -2,8 +2,6 @@
 they are touched.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re

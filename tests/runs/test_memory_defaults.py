@@ -2,8 +2,6 @@
 as people write them; machines with all their parts.
 """
 
-from __future__ import annotations
-
 import pytest
 from support.command_line import refused
 

@@ -2,8 +2,6 @@
 and errors of one's own policies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -2,8 +2,6 @@
 things about this machine.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

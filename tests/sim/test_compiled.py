@@ -1,7 +1,5 @@
 """The compiled engine answers what SimPy answers, to the last bit."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 

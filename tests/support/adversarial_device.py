@@ -20,8 +20,6 @@ What is modelled, after the CUDA programming guide and torch's notes on CUDA sem
   allocated has got so far; other streams do not count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

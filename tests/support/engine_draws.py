@@ -2,8 +2,6 @@
 the last bit: for tests, and for `benchmarks.engine_equality`, which counts them.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Validations by hand: cells of measured and predicted runs, and their result."""
 
-from __future__ import annotations
-
 from moesim.evidence.validation.results import Cell, Coordinates, Validation
 from moesim.evidence.validation.time_breakdown import TERMS
 

@@ -8,8 +8,6 @@ own). Libraries see the real system: they have versions for Windows of their own
 Source: the availability notes of Python 3.11's library reference.
 """
 
-from __future__ import annotations
-
 import builtins
 import json
 import os

@@ -4,8 +4,6 @@ Simulated and real runs are judged alike. Each rule is a function that yields wh
 wrong; a text that names the place.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 

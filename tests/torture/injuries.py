@@ -1,7 +1,5 @@
 """Injuries to the bytes of a file, as disks, networks, editors and attackers make them."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 

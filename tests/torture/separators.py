@@ -4,8 +4,6 @@ A strict reader refuses them. What it accepts must be what the file said before:
 may move into another column, and none may get lost.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import tempfile

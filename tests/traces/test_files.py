@@ -1,7 +1,5 @@
 """One way of writing for all files: whole or absent, under names nobody can guess."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Other people's traces become ours, oddities included."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -2,8 +2,6 @@
 be guessed.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

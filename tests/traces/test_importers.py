@@ -2,8 +2,6 @@
 line and no trace.
 """
 
-from __future__ import annotations
-
 import json
 import random
 

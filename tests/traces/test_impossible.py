@@ -3,8 +3,6 @@ negative times, weights that are no numbers, more memory than there can be. Each
 refused in one line, whichever file it stands in.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import tomllib

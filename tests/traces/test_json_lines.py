@@ -2,8 +2,6 @@
 that does not fit is named.
 """
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Every metric of drawn runs against a second, slow implementation over the tables."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.engine_pairs import machine

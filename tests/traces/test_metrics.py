@@ -1,7 +1,5 @@
 """Metrics against arithmetic done by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What forward passes hold: micro-batches of a prompt, and drafts that are verified."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

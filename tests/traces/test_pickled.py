@@ -2,8 +2,6 @@
 refused before it does anything.
 """
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 wherever a result was made with them.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What speaks against a trace, each on a trace made to deserve exactly that."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

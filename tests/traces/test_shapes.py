@@ -1,7 +1,5 @@
 """Model shapes against published sizes, and sizes against what people write."""
 
-from __future__ import annotations
-
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from hypothesis import given

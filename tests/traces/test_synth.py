@@ -2,8 +2,6 @@
 they were fitted to.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tracemalloc
 from pathlib import Path

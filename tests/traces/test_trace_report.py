@@ -1,7 +1,5 @@
 """The page of a trace, its tables, and the verdict."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

@@ -2,8 +2,6 @@
 that is copied.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
