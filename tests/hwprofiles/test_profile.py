@@ -31,6 +31,7 @@ def _raw(name):
 
 # Files that state everything themselves; the others only what differs from one.
 WHOLE = [name for name in SHIPPED if "base" not in _raw(name)]
+ASSUMED = {"kind": "assumed", "source": "a test"}
 SEED_MACHINES = {
     "rtx3090-epyc7532",
     "a6000-i9-10980xe",
@@ -243,39 +244,10 @@ def test_three_busy_workers_do_not_fit_two_cores():
     ({"workers": {"all": ["control", "cpu", "cpu"]}}, "lane 'cpu' has two workers"),
     ({"workers": ["cpu"]}, "workers: expected worker = [lane, …]"),
     ({"fit": {"h2d": {"luck": 1.0}}}, "fit.h2d.luck: expected a number under one of"),
-    (
-        {
-            "costs": {
-                "h2d": {
-                    "points": {
-                        "bytes": [2, 1],
-                        "seconds": [1, 1],
-                        "kind": "assumed",
-                        "source": "a test",
-                    }
-                }
-            }
-        },
-        "costs.h2d.points.bytes: expected ascending numbers",
-    ),
-    (
-        {
-            "costs": {
-                "cpu": {
-                    "points": {
-                        "tokens": [1],
-                        "seconds": [1],
-                        "kind": "assumed",
-                        "source": "a test",
-                    }
-                }
-            }
-        },
-        (
-            "costs.cpu.points.reference: expected hidden, intermediate, bytes and"
-            " dtype"
-        ),
-    ),
+    ({"costs": {"h2d": {"points": {"bytes": [2, 1], "seconds": [1, 1]} | ASSUMED}}},
+     "costs.h2d.points.bytes: expected ascending numbers"),
+    ({"costs": {"cpu": {"points": {"tokens": [1], "seconds": [1]} | ASSUMED}}},
+     "costs.cpu.points.reference: expected hidden, intermediate, bytes and dtype"),
 ])  # fmt: skip
 def test_a_profile_that_cannot_be_trusted_is_refused_in_one_line(changes, message):
     assert message in refused(**changes)
