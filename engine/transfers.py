@@ -13,7 +13,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic
 
-from moesim.engine import lanes
+from moesim.engine.lanes import (
+    DEMAND,
+    DROP,
+    PREFETCH,
+    PRIORITY_OF,
+    START,
+    WAIT,
+    Op,
+    gpu_of_lane,
+)
 from moesim.policies.planner import plan as kinds
 from moesim.policies.planner.plan import READ
 
@@ -27,32 +36,32 @@ if TYPE_CHECKING:
     from moesim.policies.planner.planner import Planner
 
 
-class QueuedCopy(Generic[lanes.Op]):
+class QueuedCopy(Generic[Op]):
     """A copy to a GPU that has not started: on its link's queue, or behind a read."""
 
     __slots__ = ("gpu", "operation", "priority", "read")
 
-    def __init__(self, operation: lanes.Op, gpu: int, priority: int) -> None:
+    def __init__(self, operation: Op, gpu: int, priority: int) -> None:
         self.operation = operation
         self.gpu = gpu
         self.priority = priority
-        self.read: PendingRead[lanes.Op] | None = None
+        self.read: PendingRead[Op] | None = None
 
 
-class PendingRead(Generic[lanes.Op]):
+class PendingRead(Generic[Op]):
     """A read that has not landed, and what follows it."""
 
     __slots__ = ("copies", "operation", "priority", "products", "started")
 
-    def __init__(self, operation: lanes.Op, priority: int) -> None:
+    def __init__(self, operation: Op, priority: int) -> None:
         self.operation = operation
         self.priority = priority
         self.started = False
-        self.copies: list[QueuedCopy[lanes.Op]] = []
-        self.products: list[lanes.Op] = []
+        self.copies: list[QueuedCopy[Op]] = []
+        self.products: list[Op] = []
 
 
-class Transfers(Generic[lanes.Op]):
+class Transfers(Generic[Op]):
     """Carries out the planner's copies, and starts what waits for their landing.
 
     Args:
@@ -60,20 +69,20 @@ class Transfers(Generic[lanes.Op]):
         planner: gives places, and decides about late prefetches.
     """
 
-    def __init__(self, world: World[lanes.Op], planner: Planner) -> None:
+    def __init__(self, world: World[Op], planner: Planner) -> None:
         self._world = world
         self._submit = world.submit
         self._admission = world.admission
         self._planner = planner
         self._experts = planner.shape.experts
         self._writes_back = planner.policies.writes_back
-        self._gpu_of = [lanes.gpu_of_lane(lane) for lane in world.lanes]
+        self._gpu_of = [gpu_of_lane(lane) for lane in world.lanes]
         # Keys are layer * E + expert; per GPU they are shifted by the whole model.
         self._model = planner.shape.layers * planner.shape.experts
-        self._queued: dict[int, QueuedCopy[lanes.Op]] = {}
+        self._queued: dict[int, QueuedCopy[Op]] = {}
         self._coming: set[int] = set()  # queued or in flight
-        self._awaiting_gpu: dict[int, lanes.Op] = {}  # product that waits for a copy
-        self._reads: dict[int, PendingRead[lanes.Op]] = {}
+        self._awaiting_gpu: dict[int, Op] = {}  # product that waits for a copy
+        self._reads: dict[int, PendingRead[Op]] = {}
         # Layer -> queued prefetches for it: (GPU, layer, expert) in queue order.
         self._prefetches: dict[int, dict[tuple[int, int, int], None]] = {}
         # Layer -> copies to it that have not landed; queued ones that no layer step
@@ -91,7 +100,7 @@ class Transfers(Generic[lanes.Op]):
     def enqueue(self, copies: Copies, step: int) -> None:
         """Queue copies of one kind in their order."""
         layer = copies.layer
-        priority = lanes.PRIORITY_OF[copies.kind]
+        priority = PRIORITY_OF[copies.kind]
         if copies.kind == READ:
             for expert, read in zip(copies.experts, copies.read, strict=True):
                 self._read(step, layer, expert, priority, new=read)
@@ -99,7 +108,7 @@ class Transfers(Generic[lanes.Op]):
 
         gpu = copies.gpu
         self._outstanding[layer] += len(copies.experts)
-        if priority != lanes.DEMAND:
+        if priority != DEMAND:
             self._unawaited[layer] += len(copies.experts)
         for position, expert in enumerate(copies.experts):
             key = layer * self._experts + expert
@@ -108,7 +117,7 @@ class Transfers(Generic[lanes.Op]):
             copy = QueuedCopy(operation, gpu, priority)
             self._queued[gpu * self._model + key] = copy
             self._coming.add(gpu * self._model + key)
-            if priority == lanes.PREFETCH:
+            if priority == PREFETCH:
                 place = (gpu, layer, expert)
                 self._prefetches.setdefault(layer, {})[place] = None
             if copies.read[position] or key in self._reads:
@@ -124,12 +133,12 @@ class Transfers(Generic[lanes.Op]):
         copy = self._queued[gpu * self._model + key]
         if copy.read is not None:
             self._promote_read(copy.read)
-        elif copy.priority != lanes.DEMAND:
+        elif copy.priority != DEMAND:
             self._world.withdraw(copy.operation, copy.priority)
-            self._submit(copy.operation, lanes.DEMAND)
-        if copy.priority != lanes.DEMAND:
+            self._submit(copy.operation, DEMAND)
+        if copy.priority != DEMAND:
             self._unawaited[layer] -= 1
-        copy.priority = lanes.DEMAND
+        copy.priority = DEMAND
 
     @property
     def all_copied(self) -> bool:
@@ -141,7 +150,7 @@ class Transfers(Generic[lanes.Op]):
         """Whether no read is queued or on its way."""
         return not self._reads
 
-    def when_on_gpu(self, gpu: int, product: lanes.Op) -> None:
+    def when_on_gpu(self, gpu: int, product: Op) -> None:
         """Start a product as soon as its expert is on a GPU."""
         # As `_key`, whose call would be made for every product.
         key = gpu * self._model + product.layer * self._experts + product.expert
@@ -150,7 +159,7 @@ class Transfers(Generic[lanes.Op]):
         else:
             self._submit(product)
 
-    def when_in_host_memory(self, product: lanes.Op) -> None:
+    def when_in_host_memory(self, product: Op) -> None:
         """Start a product as soon as its expert is in host memory."""
         read = self._reads.get(self._key(product))
         if read is None:
@@ -178,26 +187,26 @@ class Transfers(Generic[lanes.Op]):
 
     def _read(
         self, step: int, layer: int, expert: int, priority: int, *, new: bool
-    ) -> PendingRead[lanes.Op]:
+    ) -> PendingRead[Op]:
         """Queue a read from the SSD, or hurry the one that is pending."""
         key = layer * self._experts + expert
         if not new:
             pending = self._reads[key]
-            if priority == lanes.DEMAND:
+            if priority == DEMAND:
                 self._promote_read(pending)
             return pending
-        demanded = priority == lanes.DEMAND
+        demanded = priority == DEMAND
         operation = self._world.read(step, layer, expert, demanded=demanded)
         operation.on_end = self._read_ended
         pending = self._reads[key] = PendingRead(operation, priority)
         self._submit(operation, priority)
         return pending
 
-    def _promote_read(self, read: PendingRead[lanes.Op]) -> None:
-        if not read.started and read.priority != lanes.DEMAND:
+    def _promote_read(self, read: PendingRead[Op]) -> None:
+        if not read.started and read.priority != DEMAND:
             self._world.withdraw(read.operation, read.priority)
-            self._submit(read.operation, lanes.DEMAND)
-        read.priority = lanes.DEMAND
+            self._submit(read.operation, DEMAND)
+        read.priority = DEMAND
 
     # -- decisions --------------------------------------------------------------------
 
@@ -251,18 +260,18 @@ class Transfers(Generic[lanes.Op]):
         else:
             self._leave_read(copy)
 
-    def _forget(self, key: int) -> QueuedCopy[lanes.Op]:
+    def _forget(self, key: int) -> QueuedCopy[Op]:
         """Take a copy off the books of the queue, by its key on its GPU."""
         copy = self._queued.pop(key)
         operation = copy.operation
         layer = operation.layer
-        if copy.priority != lanes.DEMAND:
+        if copy.priority != DEMAND:
             self._unawaited[layer] -= 1
         if operation.kind == kinds.PREFETCH:
             del self._prefetches[layer][copy.gpu, layer, operation.expert]
         return copy
 
-    def _leave_read(self, copy: QueuedCopy[lanes.Op]) -> None:
+    def _leave_read(self, copy: QueuedCopy[Op]) -> None:
         """Withdraw the read behind a copy if nothing else needs it."""
         read = copy.read
         assert read is not None
@@ -276,11 +285,11 @@ class Transfers(Generic[lanes.Op]):
 
     # -- starts -----------------------------------------------------------------------
 
-    def _admit(self, operation: lanes.Op) -> int:
+    def _admit(self, operation: Op) -> int:
         """Take a place for an operation that could start; say whether it may."""
         # What a prefetch predicts is not known yet.
         if self._predicting and operation.kind == kinds.PREFETCH:
-            return lanes.WAIT
+            return WAIT
         layer = operation.layer
         expert = operation.expert
         now_s = self._world.now_s()
@@ -289,10 +298,10 @@ class Transfers(Generic[lanes.Op]):
             if place is None and self._yield_to(layer, expert):
                 place = self._planner.start_read(layer, expert, now_s)
             if place is None:
-                return lanes.WAIT
+                return WAIT
             self._reads[self._key(operation)].started = True
             self._world.placed(operation, -1)
-            return lanes.START
+            return START
 
         gpu = self._gpu_of[operation.lane]
         key = gpu * self._model + layer * self._experts + expert
@@ -300,18 +309,18 @@ class Transfers(Generic[lanes.Op]):
         place = planner.start_copy(gpu, layer, expert, now_s)
         if place is None:
             if not planner.gives_up(gpu, layer, expert):
-                return lanes.WAIT
+                return WAIT
             planner.cancel_copy(gpu, layer, expert)
             self._forget(key)
             self._coming.remove(key)
             self._settle(layer)
-            return lanes.DROP
+            return DROP
         self._forget(key)
         self._world.placed(operation, gpu)
         if self._writes_back:
             for key in place.evicted:
                 self._world.write_back(operation, *divmod(key, self._experts))
-        return lanes.START
+        return START
 
     def _yield_to(self, layer: int, expert: int) -> bool:
         """Give up a prefetch for a read that finds no place; whether there was one."""
@@ -323,10 +332,10 @@ class Transfers(Generic[lanes.Op]):
 
     # -- ends -------------------------------------------------------------------------
 
-    def _key(self, operation: lanes.Op) -> int:
+    def _key(self, operation: Op) -> int:
         return operation.layer * self._experts + operation.expert
 
-    def _read_ended(self, operation: lanes.Op) -> None:
+    def _read_ended(self, operation: Op) -> None:
         """Queue what waited for an expert in host memory."""
         layer = operation.layer
         expert = operation.expert
@@ -338,7 +347,7 @@ class Transfers(Generic[lanes.Op]):
         for product in read.products:
             self._submit(product)
 
-    def _copied(self, operation: lanes.Op) -> None:
+    def _copied(self, operation: Op) -> None:
         """Start the product that waited for an expert on a GPU."""
         gpu = self._gpu_of[operation.lane]
         layer = operation.layer

@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from moesim.hwprofiles import paths, roofline
+from moesim.hwprofiles import paths
 from moesim.hwprofiles.dense_costs import DenseCosts
 from moesim.hwprofiles.lanes import CPU, D2H, GPU, H2D, SSD
+from moesim.hwprofiles.roofline import (
+    MeasuredPart,
+    expert_table,
+    extrapolated_sizes,
+    isotonic,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -214,7 +220,7 @@ class Costs:
         length = max(_FIRST_TABLE_TOKENS, 2 * (most_tokens + 1))
         tables = {}
         for size in sizes:
-            table = roofline.expert_table(self.profile, self.shape, lane, size, length)
+            table = expert_table(self.profile, self.shape, lane, size, length)
             tables[size] = self._by_own_kernels(lane, table)
         return tables
 
@@ -277,7 +283,7 @@ class Costs:
         measured_factors = []
         for small in (False, True):
             factor = self.profile.numbers.get(paths.after_read(part, small=small))
-            measured = roofline.MeasuredPart.of(self.profile, CPU.name, small=small)
+            measured = MeasuredPart.of(self.profile, CPU.name, small=small)
             if factor is not None and measured is not None:
                 log_bytes = np.log(measured.reference.bytes)
                 measured_factors.append((log_bytes, factor.value))
@@ -294,7 +300,7 @@ class Costs:
         """Expert sizes whose times follow from another, measured size by bytes and
         FLOPs, in words.
         """
-        return roofline.extrapolated_sizes(self.profile, self.shape)
+        return extrapolated_sizes(self.profile, self.shape)
 
     # --- links
 
@@ -358,7 +364,7 @@ class Costs:
         if curve is None:
             return latency_s + size / bytes_per_s
 
-        measured_s = roofline.isotonic(np.asarray(curve.seconds))
+        measured_s = isotonic(np.asarray(curve.seconds))
         if size > curve.at[-1]:
             largest_s = float(measured_s[-1])
             beyond_bytes = size - curve.at[-1]

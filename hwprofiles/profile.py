@@ -49,9 +49,18 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "Contention", "Curve", "HardwareProfile", "Memory", "Power", "Quantity",
-    "default_profile", "list_profiles", "load_profile", "parse_profile", "save_profile",
-]  # fmt: skip
+    "Contention",
+    "Curve",
+    "HardwareProfile",
+    "Memory",
+    "Power",
+    "Quantity",
+    "default_profile",
+    "list_profiles",
+    "load_profile",
+    "parse_profile",
+    "save_profile",
+]
 
 # A common GPU, and one whose expert times were published.
 DEFAULT_NAME = "rtx3090-epyc7532"

@@ -34,8 +34,15 @@ from moesim.policies.base import RESIDENT, PolicyError
 from moesim.policies.planner.at_once import carry_out
 from moesim.runtime import text as corpus
 from moesim.runtime.executor.live import Foresight, routed_layer
-from moesim.runtime.models import gates
 from moesim.runtime.models.expert_layout import UNUSED
+from moesim.runtime.models.gates import (
+    Arguments,
+    ExpertsCall,
+    best_first,
+    find_blocks,
+    gate_facts,
+    read_gate,
+)
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
 if TYPE_CHECKING:
@@ -418,8 +425,8 @@ class RoutingOverride:
         self, local: LocalModel, columns: Sequence[str], residual: Residual | None
     ) -> None:
         self.model: Any = local.model
-        self._blocks = gates.find_blocks(local.model)
-        self._facts = gates.gate_facts(local.model, self._blocks)
+        self._blocks = find_blocks(local.model)
+        self._facts = gate_facts(local.model, self._blocks)
         vectors = None
         if residual is not None:
             vectors = torch.from_numpy(residual.vectors).to(local.device)
@@ -436,11 +443,11 @@ class RoutingOverride:
         self._input_before = torch.empty(0)
         self._expected: np.ndarray | None = None
         # A second call of the experts at work, on the input of the layer before.
-        self._stale_call: gates.Arguments | None = None
+        self._stale_call: Arguments | None = None
         # Calls of experts whose results join one layer later: of the layer at work, and
         # of the one before.
-        self._late_call: gates.Arguments | None = None
-        self._awaited: tuple[Any, gates.Arguments] | None = None
+        self._late_call: Arguments | None = None
+        self._awaited: tuple[Any, Arguments] | None = None
         # Layers of the pass at work whose experts were called.
         self._served = 0
         self._hooks: list[Any] = []
@@ -492,7 +499,7 @@ class RoutingOverride:
         del gate
         block = self._blocks[self._served]
         self._gate_input = args[0] if args else next(iter(kwargs.values()))
-        self._gate_output, _, _ = gates.read_gate(output, block.count)
+        self._gate_output, _, _ = read_gate(output, block.count)
         if self._gate_output is None and self._needs_scores:
             raise PolicyError(
                 f"{block.name}: its gate shows only its choice, and a policy needs its"
@@ -506,8 +513,8 @@ class RoutingOverride:
 
         def hook(
             _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> gates.Arguments | None:
-            call = gates.ExpertsCall.find(args, kwargs)
+        ) -> Arguments | None:
+            call = ExpertsCall.find(args, kwargs)
             if call is None:
                 return None
             self._served += 1
@@ -541,9 +548,9 @@ class RoutingOverride:
         self,
         policy: PolicyUnderTest,
         layer: int,
-        call: gates.ExpertsCall,
-        arguments: gates.Arguments,
-    ) -> gates.Arguments | None:
+        call: ExpertsCall,
+        arguments: Arguments,
+    ) -> Arguments | None:
         """Return changed arguments for a layer's experts; None where they stay."""
         index, weights = self._planned(policy, layer, call)
         stale = self._stale_pairs(policy, index)
@@ -565,7 +572,7 @@ class RoutingOverride:
         return call.changed(*arguments, call.hidden, index, weights)
 
     def _planned(
-        self, policy: PolicyUnderTest, layer: int, call: gates.ExpertsCall
+        self, policy: PolicyUnderTest, layer: int, call: ExpertsCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ask the planner; ids and weights [T, K'] for the experts, the given ones
         themselves where nothing changes.
@@ -576,10 +583,10 @@ class RoutingOverride:
             return call.index, call.weights
         return _rerouted(call, routed, work)
 
-    def _routed(self, layer: int, call: gates.ExpertsCall) -> RoutedLayer:
+    def _routed(self, layer: int, call: ExpertsCall) -> RoutedLayer:
         """Describe the gate's choice, best expert first, as a trace would."""
         output = self._gate_output
-        index, weights = gates.best_first(call.index, call.weights, output)
+        index, weights = best_first(call.index, call.weights, output)
         routed, _ = routed_layer(layer, index, weights)
         if self._needs_scores and output is not None:
             routed.scores = self._facts.scores(output).cpu().numpy()
@@ -623,7 +630,7 @@ def _late_pairs(policy: PolicyUnderTest, index: torch.Tensor) -> torch.Tensor | 
 
 
 def _rerouted(
-    call: gates.ExpertsCall, routed: RoutedLayer, work: LayerWork
+    call: ExpertsCall, routed: RoutedLayer, work: LayerWork
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn a planner's routing into ids and weights [T, K'] for the experts; the call's
     own ones where no token changes.

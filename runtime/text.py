@@ -28,8 +28,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import pyarrow as pa
 
-from moesim.base import inputs
 from moesim.base.errors import TraceError
+from moesim.base.inputs import (
+    MOST_LINE_BYTES,
+    InputError,
+    load_json,
+    open_input,
+    read_text,
+)
 from moesim.traces.format.parquet import open_parquet
 
 if TYPE_CHECKING:
@@ -239,7 +245,7 @@ def read_prompts(path: Path | str) -> list[str]:
     if file.suffix == ".jsonl":
         return read_dataset(file)
     try:
-        text = inputs.read_text(file)
+        text = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(
             f"{file}: expected a UTF-8 text file with prompts, found: {_reason(error)}"
@@ -321,14 +327,12 @@ def _reason(error: Exception) -> str:
 
 def _lines_of(file: Path, encoding: str) -> Iterator[str]:
     """Yield the lines of a text, none of them longer than `MOST_LINE_BYTES`."""
-    with io.TextIOWrapper(
-        inputs.open_input(file), encoding=encoding, newline=""
-    ) as text:
-        while line := text.readline(inputs.MOST_LINE_BYTES + 1):
-            if len(line) > inputs.MOST_LINE_BYTES:
+    with io.TextIOWrapper(open_input(file), encoding=encoding, newline="") as text:
+        while line := text.readline(MOST_LINE_BYTES + 1):
+            if len(line) > MOST_LINE_BYTES:
                 raise TraceError(
-                    f"{file}: expected lines of up to"
-                    f" {inputs.MOST_LINE_BYTES >> 20} MiB, found a longer one"
+                    f"{file}: expected lines of up to {MOST_LINE_BYTES >> 20} MiB,"
+                    " found a longer one"
                 )
             yield line
 
@@ -339,8 +343,8 @@ def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            yield f"line {number}", inputs.load_json(line)
-        except inputs.InputError as error:
+            yield f"line {number}", load_json(line)
+        except InputError as error:
             raise TraceError(f"{file}: line {number}: {error}") from None
         except ValueError:
             raise TraceError(

@@ -18,8 +18,15 @@ import yaml
 from moesim.base.errors import TraceError
 from moesim.base.text import did_you_mean
 from moesim.base.units import parse_bytes
-from moesim.traces import weight_formats
 from moesim.traces.format.schema import ModelShape
+from moesim.traces.weight_formats import (
+    Recipe,
+    bytes_per_weight,
+    known_labels,
+    more_bits,
+    recipe,
+    row_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,9 +89,9 @@ def _label(weights: str) -> str:
     """
     label = weights.strip().lower()
     # A label may say more than its format, as UD-Q4_K_XL does; one word says it all.
-    if weight_formats.recipe(label) is not None and " " not in label:
+    if recipe(label) is not None and " " not in label:
         return label
-    labels = weight_formats.known_labels()
+    labels = known_labels()
     if label in labels:
         return label
     raise TraceError(
@@ -93,12 +100,12 @@ def _label(weights: str) -> str:
     )
 
 
-def _formats(name: str, weights: str) -> weight_formats.Recipe:
+def _formats(name: str, weights: str) -> Recipe:
     """Formats of the tensors of a model's file; its label was checked."""
     # OpenAI publishes these experts in MXFP4, and files keep them so.
     if weights == "q4_k_m" and name.startswith("gpt-oss"):
         weights = "mxfp4"
-    formats = weight_formats.recipe(weights)
+    formats = recipe(weights)
     assert formats is not None, "the label was checked"
     return formats
 
@@ -141,13 +148,11 @@ def expert_bytes(
     and gpt-oss-120b (13,219,200).
     """
     formats = _formats(name, weights)
-    down = (
-        formats.down_more if weight_formats.more_bits(layer, layers) else formats.down
-    )
+    down = formats.down_more if more_bits(layer, layers) else formats.down
 
     # Gate and up have F rows of H weights each, down has H rows of F weights.
-    gate_and_up = 2 * intermediate * weight_formats.row_bytes(formats.up, hidden)
-    return gate_and_up + hidden * weight_formats.row_bytes(down, intermediate)
+    gate_and_up = 2 * intermediate * row_bytes(formats.up, hidden)
+    return gate_and_up + hidden * row_bytes(down, intermediate)
 
 
 @cache
@@ -380,7 +385,7 @@ def _hidden_and_intermediate(sizes: dict[str, int], weights: str) -> tuple[int, 
 
     if "expert_bytes" in sizes:
         # A mixed file has mostly four bits.
-        stored = weight_formats.bytes_per_weight(_formats("", weights).up)
+        stored = bytes_per_weight(_formats("", weights).up)
         area = max(1, int(sizes["expert_bytes"] / (3 * stored)))
         if not hidden:
             width = area // intermediate if intermediate else math.isqrt(2 * area)
@@ -395,4 +400,4 @@ def _other_bytes(weights_count: int, weights: str) -> int:
     MXFP4.
     """
     kind = "bf16" if weights == "mxfp4" else _formats("", weights).dense
-    return int(weights_count * weight_formats.bytes_per_weight(kind))
+    return int(weights_count * bytes_per_weight(kind))

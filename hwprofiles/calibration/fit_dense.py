@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.calibration import estimates
+from moesim.hwprofiles.calibration.estimates import (
+    DRAWS,
+    Estimate,
+    Units,
+    clipped_mean,
+    fit_plane,
+    interquartile_range,
+    interval_of,
+    inverse,
+)
 from moesim.hwprofiles.calibration.fit_curves import (
     LEAST_SAMPLES,
     centres_of,
@@ -98,7 +107,7 @@ def fit_dense(
     seconds = np.array([part.seconds for part in parts_of_works])
     groups = np.repeat(np.arange(len(works)), [len(by_work[work]) for work in works])
     points = points_of(seconds, groups, groups)
-    units = estimates.Units(
+    units = Units(
         np.array([part.run for part in parts_of_works]),
         np.array([part.step for part in parts_of_works]),
     )
@@ -229,24 +238,22 @@ def _without_attention(
     )
 
     def slope_of(rows: np.ndarray) -> float:
-        return float(estimates.fit_plane(kept_bytes[rows, None], seconds[rows])[0])
+        return float(fit_plane(kept_bytes[rows, None], seconds[rows])[0])
 
-    units = estimates.Units(
+    units = Units(
         np.array([part.run for part in parts]), np.array([part.step for part in parts])
     )
     slope = slope_of(np.arange(len(parts)))
-    draws = [slope_of(units.redrawn(entries.rng)) for _ in range(estimates.DRAWS)]
-    low, high = estimates.interval_of(slope, draws, units.count)
+    draws = [slope_of(units.redrawn(entries.rng)) for _ in range(DRAWS)]
+    low, high = interval_of(slope, draws, units.count)
     # Contexts of one length, or a slope within its own noise, show no rate.
     if low <= 0.0:
         return by_tokens
 
-    per_byte = estimates.Estimate(
-        slope, (low, high), estimates.interquartile_range(np.array(draws))
-    )
+    per_byte = Estimate(slope, (low, high), interquartile_range(np.array(draws)))
     entries.put_estimate(
         paths.ATTENTION_BYTES_PER_S,
-        estimates.inverse(per_byte),
+        inverse(per_byte),
         samples=len(parts),
         source="dense parts of decoded tokens in designed runs, over their contexts",
     )
@@ -262,7 +269,7 @@ def _without_attention(
 def _about_mean(values: Sequence[float]) -> np.ndarray:
     """Differences from the clipped mean, float64 [N]."""
     array = np.array(values)
-    return array - estimates.clipped_mean(array)
+    return array - clipped_mean(array)
 
 
 def _curve(
@@ -279,14 +286,14 @@ def _curve(
     return Curve(
         unit="tokens",
         at=tuple(map(float, parts)),
-        seconds=tuple(estimates.clipped_mean(seconds) for seconds in samples),
+        seconds=tuple(clipped_mean(seconds) for seconds in samples),
         kind="measured",
         source=(
             "dense parts of designed runs over the roofline's, times the roofline"
             " of the reference"
         ),
         samples=min(map(len, samples)),
-        spread=tuple(estimates.interquartile_range(seconds) for seconds in samples),
+        spread=tuple(interquartile_range(seconds) for seconds in samples),
         date=date,
         reference=reference,
     )

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.calibration import estimates
+from moesim.hwprofiles.calibration.estimates import (
+    DRAWS,
+    clipped_mean,
+    fit_plane,
+    interquartile_range,
+    interval_of,
+    quantiles_around_one,
+)
 from moesim.hwprofiles.calibration.fit_curves import LEAST_SAMPLES, Entries
 from moesim.hwprofiles.calibration.fit_dense import fit_dense
 from moesim.hwprofiles.calibration.fit_operations import SPAN_KINDS, OperationFit
@@ -114,9 +121,7 @@ def _fit_hand_over(gaps: Gaps, entries: Entries) -> dict[str, float]:
         return {}
 
     # One number serves all lanes; what slower ones need beyond it joins their costs.
-    mean_s = {
-        name: estimates.clipped_mean(times.seconds) for name, times in follow.items()
-    }
+    mean_s = {name: clipped_mean(times.seconds) for name, times in follow.items()}
     fastest = min(mean_s, key=lambda name: mean_s[name])
     entries.put_mean(
         paths.PER_OPERATION_S,
@@ -182,7 +187,7 @@ def fit_dispatch(
         # The samples give the scatter; their mean is that of the planes.
         entries.put_mean(
             paths.first_s(lane_kind.name),
-            gap_s - estimates.clipped_mean(gap_s) + later_s,
+            gap_s - clipped_mean(gap_s) + later_s,
             of_kind.units,
             f"by what the first {lane_kind.name} operation begins, takes and is noticed"
             " later than the other lane's",
@@ -245,13 +250,13 @@ def fit_control_plane(
     lane_kinds = np.unique(np.concatenate([table.lane_kind for table in tables]))
 
     def fitted(table: LayerStepTimes) -> np.ndarray:
-        return estimates.fit_plane(_columns(table, lane_kinds), table.seconds)
+        return fit_plane(_columns(table, lane_kinds), table.seconds)
 
     plane = np.sum([fitted(table) for table in tables], axis=0)
     # Amounts and seconds of a layer step stay together.
     units_of_tables = [table.units for table in tables]
     draws = []
-    for _ in range(estimates.DRAWS):
+    for _ in range(DRAWS):
         redrawn = [
             fitted(table.where(units.redrawn(entries.rng)))
             for table, units in zip(tables, units_of_tables, strict=True)
@@ -262,7 +267,7 @@ def fit_control_plane(
     table = tables[0]
     expected_s = _columns(table, lane_kinds) @ plane
     ratios = table.seconds / np.maximum(expected_s, _TINY_S)
-    spread = estimates.interquartile_range(table.seconds)
+    spread = interquartile_range(table.seconds)
     for path, value, drawn in zip(
         constants, _base_and_slopes(plane), np.array(draws).T, strict=True
     ):
@@ -274,8 +279,8 @@ def fit_control_plane(
         # Scatter belongs to the whole; it is kept with the base.
         quantiles: tuple[float, ...] = ()
         if path == constants.base_s and ratios.any():
-            quantiles = estimates.quantiles_around_one(ratios)
-        low, high = estimates.interval_of(value, drawn, units)
+            quantiles = quantiles_around_one(ratios)
+        low, high = interval_of(value, drawn, units)
         entries.put(
             path,
             value,

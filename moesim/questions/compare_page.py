@@ -8,8 +8,16 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.units import format_bytes, number, percent
-from moesim.questions import compare_text
 from moesim.questions.compare import CELL, comparison_rows
+from moesim.questions.compare_text import (
+    answer_lines,
+    cells_setting,
+    memory_head,
+    ranking_lines,
+    time_column,
+    time_rows,
+    winner_rows,
+)
 from moesim.questions.replay import shared_setting
 from moesim.questions.replay_page import add_runs, origin_of
 from moesim.reporting.charts import (
@@ -49,7 +57,7 @@ def write_comparison(
         The same path.
     """
     # The first line names the winner, the others qualify it.
-    answer, *notes = compare_text.ranking_lines(table, runs)
+    answer, *notes = ranking_lines(table, runs)
     page = Page(
         _title(runs),
         origin_of(runs, command),
@@ -103,19 +111,19 @@ def write_cells(compared: Comparison, path: Path, command: str | None = None) ->
         command: the command line that made it; None for a call from Python.
     """
     # The first line names the winners, the others qualify them.
-    answer, *notes = compare_text.answer_lines(compared)
-    meaning = compare_text.time_column(compared.table)[1]
+    answer, *notes = answer_lines(compared)
+    meaning = time_column(compared.table)[1]
     page = Page(
         _title(compared.runs),
         origin_of(compared.runs, command),
-        setting=[compare_text.cells_setting(compared)],
+        setting=[cells_setting(compared)],
         answer=answer,
         notes=notes,
     )
     winners = "The fastest policy on each machine with each memory"
-    page.add("", PageTable(*compare_text.winner_rows(compared), winners))
+    page.add("", PageTable(*winner_rows(compared), winners))
     page.add("", cells_figure(compared))
-    times = PageTable(*compare_text.time_rows(compared), "Time of every policy")
+    times = PageTable(*time_rows(compared), "Time of every policy")
     page.add(f"Time of every policy, {meaning}", times)
     page.add(
         "Every run",
@@ -132,7 +140,7 @@ def _run_table(compared: Comparison) -> PageTable:
     heads, rows = comparison_rows(compared.table)
     cells = compared.table[CELL].to_numpy().tolist()
     return PageTable(
-        ["machine", compare_text.memory_head(compared), *heads],
+        ["machine", memory_head(compared), *heads],
         [cell + row for cell, row in zip(cells, rows, strict=True)],
         "Every run",
     )
@@ -177,10 +185,7 @@ def cells_figure(compared: Comparison) -> Chart:
         ("makespan_s", "s, whole trace", ".4g"),
     )
     panel = {"layer": Styles(policies, oracles).lines(x, y, hover)}
-    spec: dict[str, Any] = {
-        "data": {"name": "runs"},
-        "title": compare_text.cells_setting(compared),
-    }
+    spec: dict[str, Any] = {"data": {"name": "runs"}, "title": cells_setting(compared)}
     if over_machines or len(machines) == 1:
         spec |= {"width": 560, "height": 260, **panel}
     else:

@@ -468,9 +468,18 @@ def _row(setting: _Setting, scores: Scores) -> Row:
 
 
 _HEAD = (
-    "routing", "cache", "perplexity", "nats lost", "KL", "top-1", "gate mass",
-    "altered", "stale", "hits", "used",
-)  # fmt: skip
+    "routing",
+    "cache",
+    "perplexity",
+    "nats lost",
+    "KL",
+    "top-1",
+    "gate mass",
+    "altered",
+    "stale",
+    "hits",
+    "used",
+)
 _LEAST_SHOWN_KL = 5e-5
 """Below it four decimals would show zero, which only an unaltered model has."""
 

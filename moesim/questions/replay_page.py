@@ -20,7 +20,25 @@ from moesim.questions.timeline import (
     steps_to_show,
     timeline_part,
 )
-from moesim.reporting import charts, pages
+from moesim.reporting.charts import (
+    DEVICES,
+    Chart,
+    Styles,
+    channel,
+    columns_of,
+    layer,
+    shown,
+)
+from moesim.reporting.pages import (
+    Choice,
+    Facts,
+    Page,
+    PageTable,
+    Spans,
+    Text,
+    page_origin,
+    trace_words,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,7 +71,7 @@ def write_run(run: Run, path: Path, command: str | None = None) -> Path:
     config = run.config
     runs = {"run": run}
     policy = config["options"]["policy"]
-    page = pages.Page(
+    page = Page(
         f"{config['model']} on {config['hw']}: what {policy} was worth",
         origin_of(runs, command),
         setting=shared_setting(runs).split("\n"),
@@ -63,8 +81,8 @@ def write_run(run: Run, path: Path, command: str | None = None) -> Path:
         page.notes = [f"bound: {run.bound.words(run.metrics['makespan_s'])}"]
     heads, *rows = lane_rows(run)
     names, values = zip(*run_facts(run), strict=True)
-    facts = pages.Facts("", names, {"": values})
-    lanes = pages.PageTable(heads, rows, "What every lane did")
+    facts = Facts("", names, {"": values})
+    lanes = PageTable(heads, rows, "What every lane did")
     page.add("", facts)
     page.add(
         "What limits it?",
@@ -74,7 +92,7 @@ def write_run(run: Run, path: Path, command: str | None = None) -> Path:
     )
     add_runs(page, runs)
     page.add_warnings(run.warnings)
-    page.add("Settings", pages.Text([json.dumps(config, indent=1)], "folded"))
+    page.add("Settings", Text([json.dumps(config, indent=1)], "folded"))
     return page.write(path)
 
 
@@ -92,11 +110,11 @@ def _answer(run: Run) -> str:
 def origin_of(runs: Mapping[Any, Run], command: str | None) -> list[tuple[str, str]]:
     """The head of a page about runs of one trace."""
     config = next(iter(runs.values())).config
-    trace = pages.trace_words(config["trace"], config["trace_digest"])
-    return pages.page_origin(command, trace=trace)
+    trace = trace_words(config["trace"], config["trace_digest"])
+    return page_origin(command, trace=trace)
 
 
-def add_runs(page: pages.Page, runs: Mapping[str, Run]) -> pages.Page:
+def add_runs(page: Page, runs: Mapping[str, Run]) -> Page:
     """Add timelines, placement and the course of the runs to a page.
 
     Args:
@@ -122,7 +140,7 @@ def add_runs(page: pages.Page, runs: Mapping[str, Run]) -> pages.Page:
     )
     page.add(
         "Which expert where, computed by whom?",
-        pages.Choice("measure", "colour shows", _MEASURES, "on_gpu"),
+        Choice("measure", "colour shows", _MEASURES, "on_gpu"),
         *(placement_chart(runs, choice.name) for choice in choices),
         None if several else placement_chart(runs, None),
         note="A cell for each expert, a row for each layer, busiest to the left."
@@ -139,17 +157,17 @@ def add_runs(page: pages.Page, runs: Mapping[str, Run]) -> pages.Page:
     )
 
 
-def _choices(names: Sequence[str]) -> list[pages.Choice]:
+def _choices(names: Sequence[str]) -> list[Choice]:
     options = [(name, name) for name in names]
     return [
-        pages.Choice("policy", "policy", options, names[0]),
-        pages.Choice("other", "compared with", options, names[1]),
+        Choice("policy", "policy", options, names[0]),
+        Choice("other", "compared with", options, names[1]),
     ]
 
 
 def _timelines(
     runs: Mapping[str, Run], steps: Sequence[int], choices: Sequence[str]
-) -> list[pages.Spans]:
+) -> list[Spans]:
     data = {name: packed(run, steps) for name, run in runs.items()}
     lanes = list(
         dict.fromkeys(lane for each in data.values() for lane in each["lanes"])
@@ -183,7 +201,7 @@ def placements(runs: Mapping[str, Run]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def placement_figure(run: Run) -> charts.Chart:
+def placement_figure(run: Run) -> Chart:
     """Draw which expert was computed where: a cell per expert, a row per layer, busiest
     experts to the left.
 
@@ -193,7 +211,7 @@ def placement_figure(run: Run) -> charts.Chart:
     return placement_chart({"run": run}, None)
 
 
-def placement_chart(runs: Mapping[str, Run], choice: str | None) -> charts.Chart:
+def placement_chart(runs: Mapping[str, Run], choice: str | None) -> Chart:
     """Where the experts of a run were; of the run that is chosen, if there are several.
 
     Args:
@@ -210,29 +228,29 @@ def placement_chart(runs: Mapping[str, Run], choice: str | None) -> charts.Chart
         params.append({"name": choice, "value": initial})
     layers = int(frame["layer"].max()) + 1 if len(frame) else 1
     experts = int(frame["rank"].max()) if len(frame) else 1
-    cells = charts.layer(
+    cells = layer(
         {"type": "rect", "strokeOpacity": 0},
-        x=charts.channel(
+        x=channel(
             "rank",
             "experts of a layer, busiest first",
             "O",
             scale={"domain": list(range(1, experts + 1)), "padding": 0},
             axis={"labels": False, "ticks": False},
         ),
-        y=charts.channel(
+        y=channel(
             "layer",
             "layer",
             "O",
             scale={"domain": list(range(layers)), "padding": 0},
             axis={"labelOverlap": True},
         ),
-        color=charts.channel(
+        color=channel(
             "shown",
             "share",
-            scale={"domain": [0, 0.5, 1], "range": list(charts.DEVICES)},
+            scale={"domain": [0, 0.5, 1], "range": list(DEVICES)},
             legend={"format": ".0%", "gradientLength": 160},
         ),
-        tooltip=charts.shown(
+        tooltip=shown(
             ("layer", "layer"),
             ("expert", "expert"),
             ("uses", "uses"),
@@ -251,7 +269,7 @@ def placement_chart(runs: Mapping[str, Run], choice: str | None) -> charts.Chart
         **cells,
     }
     label = "Experts by layer: blue on the GPU, orange on the CPU"
-    return charts.Chart(spec, {"cells": charts.columns_of(numbers)}, label)
+    return Chart(spec, {"cells": columns_of(numbers)}, label)
 
 
 def course(run: Run) -> pd.DataFrame:
@@ -275,9 +293,7 @@ def course(run: Run) -> pd.DataFrame:
     return averaged.round({"step": 0, "duration_ms": 4, "hits": 4})
 
 
-def course_chart(
-    runs: Mapping[str, Run], column: str, title: str, label: str
-) -> charts.Chart:
+def course_chart(runs: Mapping[str, Run], column: str, title: str, label: str) -> Chart:
     """A figure of every decode pass, a line for each run; those that are chosen stand
     out.
     """
@@ -285,19 +301,19 @@ def course_chart(
         [course(run).assign(policy=name) for name, run in runs.items()],
         ignore_index=True,
     )
-    styles = charts.Styles(list(runs), oracles_of(runs))
+    styles = Styles(list(runs), oracles_of(runs))
     several = len(runs) > 1
     is_chosen = "datum.policy == policy || datum.policy == other"
     names = [*runs, *runs][:2]
     legend = {"orient": "top", "columns": 4} if several else None
-    line = charts.layer(
+    line = layer(
         "line",
-        x=charts.channel("step", "forward pass"),
-        y=charts.channel(column, title, scale={"zero": column == "hits"}),
+        x=channel("step", "forward pass"),
+        y=channel(column, title, scale={"zero": column == "hits"}),
         color=styles.colour(legend=legend),
         strokeDash=styles.dash(legend=legend),
         opacity={"condition": {"test": is_chosen, "value": 1}, "value": 0.25},
-        tooltip=charts.shown(
+        tooltip=shown(
             ("policy", "policy"),
             ("step", "forward pass"),
             ("duration_ms", "ms", ".3f"),
@@ -314,7 +330,7 @@ def course_chart(
         "height": 200,
         **line,
     }
-    return charts.Chart(spec, {"course": charts.columns_of(frame)}, label)
+    return Chart(spec, {"course": columns_of(frame)}, label)
 
 
 def oracles_of(runs: Mapping[str, Run]) -> frozenset[str]:

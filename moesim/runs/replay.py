@@ -65,9 +65,16 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "MemoryOptions", "Run", "activation_counts", "check_needs", "needed_columns",
-    "profile_of", "replay", "warm_counts", "watts",
-]  # fmt: skip
+    "MemoryOptions",
+    "Run",
+    "activation_counts",
+    "check_needs",
+    "needed_columns",
+    "profile_of",
+    "replay",
+    "warm_counts",
+    "watts",
+]
 
 
 _SIZES_OF_EXPERTS = ("hidden", "expert_intermediate")

@@ -8,10 +8,19 @@ import numpy as np
 
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.assignment._kernels import cost_s, gap_order, launch
 from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import State, Work, state
+from moesim.policies.kernels import (
+    ASSIGN,
+    LANES,
+    ORDER,
+    SECONDS,
+    SECONDS_BY_GPU,
+    AssignmentKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect
 
 
@@ -30,13 +39,8 @@ def _rank(
 
 
 @compiled(
-    nb.Several((kernels.LANES, kernels.ORDER))(
-        kernels.SECONDS,
-        kernels.SECONDS,
-        kernels.SECONDS_BY_GPU,
-        kernels.SECONDS_BY_GPU,
-        kernels.SECONDS,
-        nb.int64,
+    nb.Several((LANES, ORDER))(
+        SECONDS, SECONDS, SECONDS_BY_GPU, SECONDS_BY_GPU, SECONDS, nb.int64
     )
 )
 def beam_search(
@@ -128,7 +132,7 @@ def beam_search(
     return lanes, order
 
 
-@compiled(kernels.ASSIGN)
+@compiled(ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     placed, decided = beam_search(
         work.cpu_s,
@@ -162,4 +166,4 @@ class Beam(CompiledAssignment):
     def __init__(self, *, width: int = 2) -> None:
         expect(width >= 1, "width", "a number >= 1", width)
         self.width = width
-        self.brought = kernels.AssignmentKernels(_assign, state(integers=[width]))
+        self.brought = AssignmentKernels(_assign, state(integers=[width]))

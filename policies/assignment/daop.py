@@ -7,11 +7,19 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.assignment._kernels import ascending, launch, some_gpu, spread
 from moesim.policies.base import IN_FLIGHT
 from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import GateWork, State, Work, state
+from moesim.policies.kernels import (
+    ASSIGN,
+    PRECOMPUTE,
+    SERIAL,
+    AssignmentKernels,
+    GateWork,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.ranking import best_of
 from moesim.policies.routing._substitute import keep_one_absent, on_gpu
@@ -31,7 +39,7 @@ _CHEAPEST = 2
 _KEPT = 3
 
 
-@compiled(kernels.ASSIGN)
+@compiled(ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
     """Place by residency, in ascending expert id."""
     in_prefill = work.phase == _PREFILL
@@ -56,10 +64,10 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> i
     placed = spread(chosen, allowed, work.gpu_s, work.arrive_s, work.link_s)
     launch(lanes, order, placed, ascending(active))
     on_demand = work.layer < state.integers[_FIRST_LAYER]
-    return kernels.SERIAL if on_demand and state.integers[_SERIAL] else 0
+    return SERIAL if on_demand and state.integers[_SERIAL] else 0
 
 
-@compiled(kernels.PRECOMPUTE)
+@compiled(PRECOMPUTE)
 def _precompute(
     state: State, gate: GateWork, routing: np.ndarray, tokens: np.ndarray
 ) -> int:
@@ -139,4 +147,4 @@ class DAOP(CompiledAssignment):
             ahead == "kept",
         )
         known = state(integers=rules)
-        self.brought = kernels.AssignmentKernels(_assign, known, _precompute)
+        self.brought = AssignmentKernels(_assign, known, _precompute)

@@ -10,10 +10,26 @@ import numpy as np
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
 from moesim.machine_code.types import input_array
-from moesim.policies import kernels
-from moesim.policies.assignment import _kernels
+from moesim.policies.assignment._kernels import (
+    flying,
+    launch,
+    some_gpu,
+    spread,
+    transfers,
+)
 from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import State, Work, state
+from moesim.policies.kernels import (
+    ASSIGN,
+    EXPERT_IDS,
+    LANES,
+    ORDER,
+    SECONDS,
+    SECONDS_BY_GPU,
+    AssignmentKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
@@ -68,16 +84,16 @@ def _fetches(
 
 
 @compiled(
-    nb.Several((kernels.LANES, kernels.ORDER))(
-        kernels.EXPERT_IDS,
-        kernels.SECONDS,
-        kernels.SECONDS,
-        kernels.SECONDS_BY_GPU,
-        kernels.SECONDS_BY_GPU,
-        kernels.SECONDS,
+    nb.Several((LANES, ORDER))(
+        EXPERT_IDS,
+        SECONDS,
+        SECONDS,
+        SECONDS_BY_GPU,
+        SECONDS_BY_GPU,
+        SECONDS,
         input_array(nb.int8),
         input_array(nb.int64),
-        kernels.SECONDS,
+        SECONDS,
     )
 )
 def _split(
@@ -94,11 +110,11 @@ def _split(
     """Place residents, then split the misses: lanes int8 [A] and order int64 [A]."""
     active = len(tokens)
     # What is on a GPU, or bound for it, stays; a miss may be fetched to any.
-    allowed = _kernels.flying(gpu_state, arrive_s)
+    allowed = flying(gpu_state, arrive_s)
     for g in range(len(arrive_s)):
         for i in range(active):
             allowed[g, i] |= arrive_s[g, i] == 0.0
-    on_gpu = _kernels.some_gpu(allowed)
+    on_gpu = some_gpu(allowed)
     misses = np.flatnonzero(~on_gpu)
     largest_first = np.argsort(-tokens[misses], kind="mergesort")
     misses = misses[largest_first]
@@ -109,15 +125,15 @@ def _split(
     for n in range(len(misses)):
         comes[n] = arrive_s[:, misses[n]].max() < np.inf
     misses = misses[comes]
-    transfer_s = _kernels.transfers(arrive_s, link_s)
+    transfer_s = transfers(arrive_s, link_s)
     count = _fetches(misses, cpu_s, host_s, transfer_s, table, rates)
     for i in misses[:count]:
         on_gpu[i] = True
         allowed[:, i] = True
-    return _kernels.spread(on_gpu, allowed, gpu_s, arrive_s, link_s), order
+    return spread(on_gpu, allowed, gpu_s, arrive_s, link_s), order
 
 
-@compiled(kernels.ASSIGN)
+@compiled(ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     placed, decided = _split(
         work.tokens,
@@ -130,7 +146,7 @@ def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> b
         table=state.integers,
         rates=state.numbers,
     )
-    _kernels.launch(lanes, order, placed, decided)
+    launch(lanes, order, placed, decided)
     return False
 
 
@@ -203,7 +219,7 @@ class FetchSplit(CompiledAssignment):
         """Take the kernel with what it knows: the share is negative for none."""
         fraction = -1.0 if self.fraction is None else self.fraction
         rates = [fraction, link_slowdown, cpu_slowdown]
-        self.brought = kernels.AssignmentKernels(
+        self.brought = AssignmentKernels(
             _assign, state(numbers=rates, integers=self._fetches_of)
         )
 

@@ -11,10 +11,18 @@ import numpy as np
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
 from moesim.machine_code.types import input_array
-from moesim.policies import kernels
 from moesim.policies.assignment._kernels import flying, launch, spread
 from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import State, Work, state
+from moesim.policies.kernels import (
+    ASSIGN,
+    ORDER,
+    SECONDS,
+    SECONDS_BY_GPU,
+    AssignmentKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect_choice
 
 Cost = Literal["load", "load+compute"]
@@ -22,11 +30,11 @@ Issue = Literal["serial", "parallel"]
 
 
 @compiled(
-    nb.Several((nb.boolean[::1], kernels.ORDER))(
-        kernels.SECONDS,
-        kernels.SECONDS,
-        kernels.SECONDS_BY_GPU,
-        kernels.SECONDS_BY_GPU,
+    nb.Several((nb.boolean[::1], ORDER))(
+        SECONDS,
+        SECONDS,
+        SECONDS_BY_GPU,
+        SECONDS_BY_GPU,
         input_array(nb.boolean, 2),
         nb.boolean,
     )
@@ -65,7 +73,7 @@ def _compare(
     return on_gpu, order
 
 
-@compiled(kernels.ASSIGN)
+@compiled(ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     chosen, decided = _compare(
         work.cpu_s,
@@ -109,4 +117,4 @@ class Fiddler(CompiledAssignment):
         self.cost = cost
         self.serial = issue == "serial"
         rules = [cost == "load+compute", issue == "serial"]
-        self.brought = kernels.AssignmentKernels(_assign, state(integers=rules))
+        self.brought = AssignmentKernels(_assign, state(integers=rules))

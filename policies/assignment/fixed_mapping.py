@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
-from moesim.policies.assignment import _kernels
+from moesim.policies.assignment._kernels import (
+    ascending,
+    flying,
+    launch,
+    some_gpu,
+    spread,
+)
 from moesim.policies.base import DEFERRED
 from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import State, Work, state
+from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect, expect_choice
 from moesim.traces.format.schema import Phase
 
@@ -23,19 +28,19 @@ Prefill = Literal["mapped", "gpu"]
 PREFILL = int(Phase.PREFILL)
 
 
-@compiled(kernels.ASSIGN)
+@compiled(ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     waits = state.integers[0] != 0
     fetches = state.integers[1] != 0
     present = work.arrive_s == 0.0
     if waits:
-        present |= _kernels.flying(work.gpu_state, work.arrive_s)
-    chosen = _kernels.some_gpu(present)
+        present |= flying(work.gpu_state, work.arrive_s)
+    chosen = some_gpu(present)
     if fetches and work.phase == PREFILL:
         present = np.ones((0, 0), np.bool_)
         chosen = np.ones(len(lanes), np.bool_)
-    placed = _kernels.spread(chosen, present, work.gpu_s, work.arrive_s, work.link_s)
-    _kernels.launch(lanes, order, placed, _kernels.ascending(len(lanes)))
+    placed = spread(chosen, present, work.gpu_s, work.arrive_s, work.link_s)
+    launch(lanes, order, placed, ascending(len(lanes)))
     for i in range(len(work.ranks)):
         if lanes[i] == 0 and work.ranks[i] >= state.integers[2]:
             lanes[i] = DEFERRED
@@ -81,7 +86,7 @@ class FixedMapping(CompiledAssignment):
         self.defer = defer
         self.defers = self.approximates = defer > 0
         rules = [wait, prefill == "gpu", 0]
-        self.brought = kernels.AssignmentKernels(_assign, state(integers=rules))
+        self.brought = AssignmentKernels(_assign, state(integers=rules))
 
     def start(self, context: RunContext) -> None:
         """Count the experts of a token that are never deferred."""

@@ -8,10 +8,18 @@ import numpy as np
 
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.assignment._kernels import ascending, launch, spread
 from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import State, Work, state
+from moesim.policies.kernels import (
+    ASSIGN,
+    EXPERT_IDS,
+    SECONDS,
+    SECONDS_BY_GPU,
+    AssignmentKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
 
 Rule = Literal["max", "sum"]
@@ -19,11 +27,11 @@ Rule = Literal["max", "sum"]
 
 @compiled(
     nb.boolean[::1](
-        kernels.EXPERT_IDS,
-        kernels.SECONDS,
-        kernels.SECONDS,
-        kernels.SECONDS_BY_GPU,
-        kernels.SECONDS_BY_GPU,
+        EXPERT_IDS,
+        SECONDS,
+        SECONDS,
+        SECONDS_BY_GPU,
+        SECONDS_BY_GPU,
         nb.boolean,
         nb.int64,
     )
@@ -56,7 +64,7 @@ def _on_gpu(
     return result
 
 
-@compiled(kernels.ASSIGN)
+@compiled(ASSIGN)
 def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
     chosen = _on_gpu(
         work.tokens,
@@ -103,4 +111,4 @@ class StaticThreshold(CompiledAssignment):
         self.tokens = tokens
         self._rules = (rule == "sum", -1 if tokens is None else tokens)
         rules = [rule == "sum", -1 if tokens is None else tokens]
-        self.brought = kernels.AssignmentKernels(_assign, state(integers=rules))
+        self.brought = AssignmentKernels(_assign, state(integers=rules))

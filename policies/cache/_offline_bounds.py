@@ -25,10 +25,17 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.base import PolicyError
 from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import State, Work, state
+from moesim.policies.kernels import (
+    ACCESSED,
+    ADMITS,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+    state,
+)
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -274,7 +281,7 @@ _PLAN = 3
 """By use: the expert, and whether it stays after it."""
 
 
-@compiled(kernels.ACCESSED)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     """Look up which of the active experts stay."""
     time = work.step * state.integers[0] + work.layer
@@ -283,7 +290,7 @@ def _accessed(state: State, work: Work) -> None:
         marks[_KEEP, marks[_KEYS, use]] = marks[_PLAN, use]
 
 
-@compiled(kernels.ADMITS)
+@compiled(ADMITS)
 def _admits(
     state: State, work: Work, incoming: np.ndarray, answers: np.ndarray
 ) -> None:
@@ -292,7 +299,7 @@ def _admits(
         answers[n] = state.marks[_KEEP, incoming[n]] != 0
 
 
-@compiled(kernels.VICTIMS)
+@compiled(VICTIMS)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
@@ -333,7 +340,7 @@ class OfflineOptimalCache(CompiledCache):
     oracle: ClassVar[bool] = True
     stays: list[Stays]
 
-    def bring(self, context: RunContext) -> kernels.CacheKernels:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Solve every pool.
 
         Raises:
@@ -394,7 +401,7 @@ class OfflineOptimalCache(CompiledCache):
         marks[_EDGES, : len(edges)] = edges
         marks[_KEYS, : len(keys)] = keys
         marks[_PLAN, : len(keys)] = plan
-        return kernels.CacheKernels(
+        return CacheKernels(
             state(marks=marks, integers=[layers]),
             victims=_victims,
             accessed=_accessed,

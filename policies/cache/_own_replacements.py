@@ -7,11 +7,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.base import RESIDENT
 from moesim.policies.cache._kernels import mark_keys
 from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import State, Work, state
+from moesim.policies.kernels import (
+    MOVED,
+    REPLACEMENTS,
+    CacheKernels,
+    State,
+    Work,
+    admits_nothing,
+    state,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,25 +37,25 @@ class NoAdmissionCache(CompiledCache):
     afterwards. A subclass may be empty, or have fixed content (`initial`).
     """
 
-    def bring(self, context: RunContext) -> kernels.CacheKernels:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Refuse all."""
         del context
-        return kernels.CacheKernels(state(), admits=kernels.admits_nothing)
+        return CacheKernels(state(), admits=admits_nothing)
 
 
-@compiled(kernels.MOVED)
+@compiled(MOVED)
 def note_admitted(state: State, keys: np.ndarray) -> None:
     """Note in the first row of marks what has entered."""
     mark_keys(state.marks[0], keys, 1)
 
 
-@compiled(kernels.MOVED)
+@compiled(MOVED)
 def note_evicted(state: State, keys: np.ndarray) -> None:
     """Note in the first row of marks what has left."""
     mark_keys(state.marks[0], keys, 0)
 
 
-@compiled(kernels.REPLACEMENTS)
+@compiled(REPLACEMENTS)
 def replace_by_missed(
     state: State,
     work: Work,

@@ -36,9 +36,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.base import CachePolicy
-from moesim.policies.kernels import State, Work, state
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+    state,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -298,7 +305,7 @@ def drop_from_list(state: State, pool: int, key: int) -> None:
 
 def kernels_of(
     known: State, hit: Any, miss: Any, fill: Any, drop: Any = drop_from_list
-) -> kernels.CacheKernels:
+) -> CacheKernels:
     """Kernels of a rule, made of what it does with one request.
 
     Args:
@@ -309,29 +316,29 @@ def kernels_of(
         drop: ``drop(state, pool, key)``, of a key that was not chosen.
     """
     accessed, victims, admitted, evicted = _kernels(hit, miss, fill, drop)
-    return kernels.CacheKernels(
+    return CacheKernels(
         known, victims, accessed=accessed, admitted=admitted, evicted=evicted
     )
 
 
 @cache
 def _kernels(hit: Any, miss: Any, fill: Any, drop: Any) -> tuple[Any, ...]:
-    @compiled(kernels.ACCESSED)
+    @compiled(ACCESSED)
     def accessed(state: State, work: Work) -> None:
         pass_hits(state, work, hit, drop)
 
-    @compiled(kernels.VICTIMS)
+    @compiled(VICTIMS)
     def victims(
         state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
     ) -> None:
         take_back(state, candidates, fill)
         serve_misses(state, incoming, candidates, chosen, miss, drop)
 
-    @compiled(kernels.MOVED)
+    @compiled(MOVED)
     def admitted(state: State, keys: np.ndarray) -> None:
         confirm(state, keys, fill)
 
-    @compiled(kernels.MOVED)
+    @compiled(MOVED)
     def evicted(state: State, keys: np.ndarray) -> None:
         for key in keys:
             forget(state, key, drop)

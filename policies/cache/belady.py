@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.base import CachePolicy, PolicyError
 from moesim.policies.cache._kernels import (
     by_descending_score,
@@ -15,7 +14,15 @@ from moesim.policies.cache._kernels import (
     outscored_victims,
 )
 from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import State, Work, state
+from moesim.policies.kernels import (
+    ACCESSED,
+    PRECEDENCE,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+    state,
+)
 
 if TYPE_CHECKING:
     from moesim.policies.base import RunContext
@@ -35,7 +42,7 @@ _ID_BITS = 16
 """Of an access, those of the expert."""
 
 
-@compiled(kernels.ACCESSED)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     """Look up when the active experts come again.
 
@@ -61,14 +68,14 @@ def _accessed(state: State, work: Work) -> None:
         state.scores[0][first + expert] = time
 
 
-@compiled(kernels.PRECEDENCE)
+@compiled(PRECEDENCE)
 def _precedence(state: State, incoming: np.ndarray) -> None:
     ordered = by_descending_score(incoming, state.scores[0])
     for n in range(len(incoming)):
         incoming[n] = ordered[n]
 
 
-@compiled(kernels.VICTIMS)
+@compiled(VICTIMS)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
@@ -108,7 +115,7 @@ class Belady(CompiledCache):
     def __init__(self, *, must_admit: bool = False) -> None:
         self.must_admit = must_admit
 
-    def bring(self, context: RunContext) -> kernels.CacheKernels:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Look up the first use of every expert, and the next one of every access.
 
         Raises:
@@ -139,7 +146,7 @@ class Belady(CompiledCache):
             [edges + _ACCESSES],
             integers=np.concatenate((sizes, accesses)),
         )
-        return kernels.CacheKernels(
+        return CacheKernels(
             known,
             victims=lowest_victims if self.must_admit else _victims,
             accessed=_accessed,

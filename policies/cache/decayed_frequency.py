@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.cache._own_replacements import (
     note_admitted,
     note_evicted,
@@ -15,7 +14,14 @@ from moesim.policies.cache._own_replacements import (
 )
 from moesim.policies.cache.static import Static
 from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import State, Work, state
+from moesim.policies.kernels import (
+    ACCESSED,
+    CacheKernels,
+    State,
+    Work,
+    admits_nothing,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
 Fill = Literal["auto", "calibrated", "lowest", "random"]
 
 
-@compiled(kernels.ACCESSED)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     """Let the layer's scores decay by one step, and count the active experts."""
     first = work.layer * state.integers[0]
@@ -66,13 +72,13 @@ class DecayedFrequency(CompiledCache):
         self.margin = margin
         self.fill: Fill = fill
 
-    def bring(self, context: RunContext) -> kernels.CacheKernels:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Begin with no uses."""
         self._initial_content = Static(fill=self.fill)
         self._initial_content.start(context)
         experts = context.shape.experts
         keys = context.shape.layers * experts
-        return kernels.CacheKernels(
+        return CacheKernels(
             state(
                 scores=np.zeros(keys),
                 marks=np.zeros(keys),
@@ -80,7 +86,7 @@ class DecayedFrequency(CompiledCache):
                 integers=[experts],
             ),
             accessed=_accessed,
-            admits=kernels.admits_nothing,
+            admits=admits_nothing,
             admitted=note_admitted,
             evicted=note_evicted,
             replacements=replace_by_missed,

@@ -8,7 +8,6 @@ import numpy as np
 
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.cache._kernels import (
     count_accesses,
     lowest_scores,
@@ -18,11 +17,20 @@ from moesim.policies.cache._kernels import (
     stamp_keys,
 )
 from moesim.policies.compiled import AdmittingCompiledCache
+from moesim.policies.kernels import (
+    ACCESSED,
+    KEYS,
+    MOVED,
+    SECONDS,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
     from moesim.policies.base import RunContext
-    from moesim.policies.kernels import State, Work
 
 Variant = Literal["perfect", "in-cache"]
 
@@ -35,9 +43,7 @@ _LAST = 2
 """Rows of the scores of a compiled run."""
 
 
-@compiled(
-    nb.void(nb.float64[::1], kernels.SECONDS, kernels.SECONDS, kernels.KEYS, nb.float64)
-)
+@compiled(nb.void(nb.float64[::1], SECONDS, SECONDS, KEYS, nb.float64))
 def _uses_per_age(
     score: np.ndarray, uses: np.ndarray, last: np.ndarray, keys: np.ndarray, now: float
 ) -> None:
@@ -46,7 +52,7 @@ def _uses_per_age(
         score[key] = uses[key] / (now - last[key] + 1.0)
 
 
-@compiled(kernels.ACCESSED)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     state.numbers[0] += 1.0
     width = state.integers[0]
@@ -57,7 +63,7 @@ def _accessed(state: State, work: Work) -> None:
     stamp(state.scores[_LAST], work.experts, first, state.numbers[0])
 
 
-@compiled(kernels.MOVED)
+@compiled(MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
     # A prefetched expert would otherwise be judged by its last use, long ago.
     stamp_keys(state.scores[_LAST], keys, state.numbers[0])
@@ -66,13 +72,13 @@ def _admitted(state: State, keys: np.ndarray) -> None:
         mark_keys(state.marks[0], keys, 1)
 
 
-@compiled(kernels.MOVED)
+@compiled(MOVED)
 def _evicted(state: State, keys: np.ndarray) -> None:
     if state.integers[1]:
         mark_keys(state.marks[0], keys, 0)
 
 
-@compiled(kernels.VICTIMS)
+@compiled(VICTIMS)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
@@ -105,11 +111,11 @@ class LFRU(AdmittingCompiledCache):
         expect_choice("variant", variant, Variant)
         self.variant = variant
 
-    def bring(self, context: RunContext) -> kernels.CacheKernels:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Begin all counts at 0; `perfect` counts every expert from the start."""
         in_cache = self.variant == "in-cache"
         counted = np.full(context.shape.layers * context.shape.experts, not in_cache)
-        return kernels.CacheKernels(
+        return CacheKernels(
             score_state(
                 context,
                 rows=3,

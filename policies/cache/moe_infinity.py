@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.cache._kernels import lowest_scores
 from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import State, Work, state
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
@@ -48,7 +55,7 @@ _LAYER = 5
 _BATCH = 6
 
 
-@compiled(kernels.ACCESSED)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     """Count tokens and visits of the active experts."""
     # Not by phase: a prompt may come in several passes.
@@ -73,7 +80,7 @@ def _accessed(state: State, work: Work) -> None:
         state.marks[_ACTIVE, key] = 1
 
 
-@compiled(kernels.MOVED)
+@compiled(MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
     """Begin to count what enters."""
     for key in keys:
@@ -85,7 +92,7 @@ def _admitted(state: State, keys: np.ndarray) -> None:
             state.marks[_COUNTED, key] = 1
 
 
-@compiled(kernels.MOVED)
+@compiled(MOVED)
 def _evicted(state: State, keys: np.ndarray) -> None:
     """Forget what leaves, unless all-time visits are kept."""
     for key in keys:
@@ -136,7 +143,7 @@ def priorities(state: State, keys: np.ndarray) -> np.ndarray:
     return result
 
 
-@compiled(kernels.VICTIMS)
+@compiled(VICTIMS)
 def _victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
@@ -190,7 +197,7 @@ class MoEInfinity(AdmittingCompiledCache):
         self.visits = visits
         self.reset = reset
 
-    def bring(self, context: RunContext) -> kernels.CacheKernels:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Begin without tokens or visits."""
         shape = context.shape
         keys = shape.layers * shape.experts
@@ -199,7 +206,7 @@ class MoEInfinity(AdmittingCompiledCache):
         marks = np.zeros((_ACTIVE + 1, keys))
         marks[_COUNTED] = not in_cache
         rules = (self.topology == "released", in_cache, self.reset)
-        return kernels.CacheKernels(
+        return CacheKernels(
             state(
                 scores=scores,
                 marks=marks,

@@ -10,7 +10,6 @@ import numpy as np
 
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.cache._kernels import (
     lowest_victims,
     mark_keys,
@@ -21,18 +20,26 @@ from moesim.policies.cache._kernels import (
 from moesim.policies.cache._own_replacements import note_evicted, replace_by_missed
 from moesim.policies.cache.static import Static
 from moesim.policies.compiled import AdmittingCompiledCache
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    SECONDS,
+    CacheKernels,
+    State,
+    Work,
+    replaces_nothing,
+)
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
     from moesim.policies.base import RunContext
-    from moesim.policies.kernels import State, Work
 
 Copies = Literal["demand", "missed"]
 Fill = Literal["empty", "lowest"]
 Tie = Literal["id", "touched"]
 
 
-@compiled(nb.void(nb.float64[::1], kernels.SECONDS, nb.float64, nb.int64[::1]))
+@compiled(nb.void(nb.float64[::1], SECONDS, nb.float64, nb.int64[::1]))
 def mix(
     average: np.ndarray, scores: np.ndarray, alpha: float, best: np.ndarray
 ) -> None:
@@ -57,7 +64,7 @@ def mix(
         average[expert] += alpha * scores[expert]
 
 
-@compiled(kernels.ACCESSED)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     state.numbers[0] += 1.0
     width = state.integers[0]
@@ -71,7 +78,7 @@ def _accessed(state: State, work: Work) -> None:
         mix(average, scores, state.numbers[1], best)
 
 
-@compiled(kernels.MOVED)
+@compiled(MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
     mark_keys(state.marks[0], keys, 1)
     if len(state.scores) > 1:
@@ -143,11 +150,11 @@ class MRS(AdmittingCompiledCache):
         self._lowest_ids = Static(fill="lowest")
         self._lowest_ids.start(context)
 
-    def bring(self, context: RunContext) -> kernels.CacheKernels:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Make room for S, and for the best of a step."""
         experts = context.shape.experts
         top = min(experts, self.p or 2 * context.shape.top_k)
-        return kernels.CacheKernels(
+        return CacheKernels(
             score_state(
                 context,
                 rows=1 if self.tie_rule == "id" else 2,
@@ -160,9 +167,7 @@ class MRS(AdmittingCompiledCache):
             accessed=_accessed,
             admitted=_admitted,
             evicted=note_evicted,
-            replacements=replace_by_missed
-            if self.replaces
-            else kernels.replaces_nothing,
+            replacements=replace_by_missed if self.replaces else replaces_nothing,
         )
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:

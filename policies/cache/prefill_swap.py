@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.base import RESIDENT, PolicyError
 from moesim.policies.cache._own_replacements import note_admitted, note_evicted
 from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import State, Work, state
+from moesim.policies.kernels import (
+    REPLACEMENTS,
+    CacheKernels,
+    State,
+    Work,
+    admits_nothing,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.planner.starting import first_fit
 from moesim.policies.ranking import best_of, ranked
@@ -48,7 +54,7 @@ def _is_clear(state: State, hot: int, cold: int) -> bool:
     return enough and (hot > 0 or state.integers[_IDLE] != 0)
 
 
-@compiled(kernels.REPLACEMENTS)
+@compiled(REPLACEMENTS)
 def _replacements(
     state: State,
     work: Work,
@@ -147,7 +153,7 @@ class PrefillSwap(CompiledCache):
         self.idle = idle
         self.fill = fill
 
-    def bring(self, context: RunContext) -> kernels.CacheKernels:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Rank the experts by calibration.
 
         Raises:
@@ -172,13 +178,13 @@ class PrefillSwap(CompiledCache):
             self._counts = np.zeros((context.shape.layers, context.shape.experts))
         experts = context.shape.experts
         rules = (self.variant == "released", self.idle, int(self.share * experts))
-        return kernels.CacheKernels(
+        return CacheKernels(
             state(
                 marks=np.zeros(self._counts.size),
                 numbers=[self.margin],
                 integers=[experts, *rules],
             ),
-            admits=kernels.admits_nothing,
+            admits=admits_nothing,
             admitted=note_admitted,
             evicted=note_evicted,
             replacements=_replacements,

@@ -7,12 +7,20 @@ from typing import Literal
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.base import RESIDENT, RunContext
 from moesim.policies.cache._kernels import mark_keys
 from moesim.policies.cache.static import Static
 from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import State, Work, state
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    REPLACEMENTS,
+    CacheKernels,
+    State,
+    Work,
+    admits_nothing,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
 from moesim.traces.format.schema import Phase
 
@@ -37,7 +45,7 @@ _GAIN_ONLY = 4
 _PREFILL_COUNTS = 5
 
 
-@compiled(kernels.ACCESSED)
+@compiled(ACCESSED)
 def _accessed(state: State, work: Work) -> None:
     """Add this step's tokens to the layer's sums."""
     if work.phase == PREFILL and not state.integers[_PREFILL_COUNTS]:
@@ -48,12 +56,12 @@ def _accessed(state: State, work: Work) -> None:
     state.marks[_STEPS, work.layer] += 1
 
 
-@compiled(kernels.MOVED)
+@compiled(MOVED)
 def _admitted(state: State, keys: np.ndarray) -> None:
     mark_keys(state.marks[_INSIDE], keys, 1)
 
 
-@compiled(kernels.MOVED)
+@compiled(MOVED)
 def _evicted(state: State, keys: np.ndarray) -> None:
     mark_keys(state.marks[_INSIDE], keys, 0)
 
@@ -68,7 +76,7 @@ def _largest(sums: np.ndarray, among: np.ndarray) -> int:
     return best
 
 
-@compiled(kernels.REPLACEMENTS)
+@compiled(REPLACEMENTS)
 def _replacements(
     state: State,
     work: Work,
@@ -178,7 +186,7 @@ class WorkloadWindow(CompiledCache):
         self.lands_by_next_visit = deadline == "visit"
         self.fill: Fill = fill
 
-    def bring(self, context: RunContext) -> kernels.CacheKernels:
+    def bring(self, context: RunContext) -> CacheKernels:
         """Begin all sums at 0."""
         self._initial_content = Static(fill=self.fill)
         self._initial_content.start(context)
@@ -190,13 +198,13 @@ class WorkloadWindow(CompiledCache):
             self.gain == "gain-only",
             self.prefill,
         )
-        return kernels.CacheKernels(
+        return CacheKernels(
             state(
                 marks=np.zeros((3, shape.layers * shape.experts)),
                 integers=[shape.experts, *rules],
             ),
             accessed=_accessed,
-            admits=kernels.admits_nothing,
+            admits=admits_nothing,
             admitted=_admitted,
             evicted=_evicted,
             replacements=_replacements,

@@ -23,10 +23,19 @@ if TYPE_CHECKING:
 
 OBSERVED: Final = frozenset(
     {
-        "plan", "complete", "drop_late", "start_copy", "cancel_copy", "landed",
-        "start_read", "cancel_read", "read_done", "computed", "unawaited_ended",
+        "plan",
+        "complete",
+        "drop_late",
+        "start_copy",
+        "cancel_copy",
+        "landed",
+        "start_read",
+        "cancel_read",
+        "read_done",
+        "computed",
+        "unawaited_ended",
     }
-)  # fmt: skip
+)
 """Calls that change what a planner knows, or that it decides."""
 
 

@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.base import ABSENT, ExpertKey, PrefetchPolicy
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import KernelView, State, Work, state
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.ranking import present
 from moesim.traces.format.schema import Phase
 
@@ -99,7 +105,7 @@ def name_absent(
     return count
 
 
-@compiled(kernels.PREFETCH)
+@compiled(PREFETCH)
 def by_predicted_workload(
     state: State, work: Work, view: KernelView, named: np.ndarray
 ) -> int:
@@ -167,9 +173,7 @@ class PredictedWorkload(CompiledPrefetch):
         """
         self.ahead = len(self.needs)
         rule = (size, refill, tie == "score", most, decode_only)
-        self.brought = kernels.PrefetchKernels(
-            by_predicted_workload, state(integers=rule)
-        )
+        self.brought = PrefetchKernels(by_predicted_workload, state(integers=rule))
 
 
 def absent_experts(

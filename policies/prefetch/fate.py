@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.base import Evaluations
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import KernelView, State, Work, state
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.prefetch._kernels import name_absent, ranked_experts
 from moesim.policies.ranking import best_of
 from moesim.traces.format.schema import Phase
@@ -35,7 +41,7 @@ def _copies_of_a_layer(work: Work, view: KernelView, most: int) -> int:
     return most if seconds >= most * copy_s else int(seconds / copy_s)
 
 
-@compiled(kernels.PREFETCH)
+@compiled(PREFETCH)
 def _by_next_gate(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
     """Name the next layer's experts by how many tokens want them, then by score. The
     state's integers: E, L, K.
@@ -97,7 +103,7 @@ class Fate(CompiledPrefetch):
         super().start(context)
         shape = context.shape
         sizes = (shape.experts, shape.layers, shape.top_k)
-        self.brought = kernels.PrefetchKernels(_by_next_gate, state(integers=sizes))
+        self.brought = PrefetchKernels(_by_next_gate, state(integers=sizes))
 
     def evaluations(self, following: int, phase: Phase) -> Evaluations:
         """The next layer's gate."""

@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.base import ABSENT
 from moesim.policies.cache.mrs import mix
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import KernelView, State, Work, state
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect
 from moesim.policies.prefetch._kernels import name_absent
 from moesim.policies.ranking import best_of
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 _DECODE = int(Phase.DECODE)
 
 
-@compiled(kernels.PREFETCH)
+@compiled(PREFETCH)
 def _by_recent_scores(
     state: State, work: Work, view: KernelView, named: np.ndarray
 ) -> int:
@@ -93,4 +99,4 @@ class HybriMoEReleased(CompiledPrefetch):
             numbers=[self.alpha],
             integers=[shape.experts, self.size],
         )
-        self.brought = kernels.PrefetchKernels(_by_recent_scores, known)
+        self.brought = PrefetchKernels(_by_recent_scores, known)

@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.assignment._list_scheduler import FRONTS, by_load, simulate
 from moesim.policies.base import IN_FLIGHT, Evaluations
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import KernelView, State, Work, state
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect
 from moesim.policies.prefetch._kernels import is_present
 
@@ -255,7 +261,7 @@ def _foresee(
         state.scores[_LEFT_S, d] = _UNKNOWN
 
 
-@compiled(kernels.PREFETCH)
+@compiled(PREFETCH)
 def _by_gain(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
     layers = len(view.copy_s)
     experts = view.states.shape[1] // layers
@@ -362,7 +368,7 @@ class Impact(CompiledPrefetch):
             numbers=[self.discount],
             integers=[most],
         )
-        self.brought = kernels.PrefetchKernels(_by_gain, room)
+        self.brought = PrefetchKernels(_by_gain, room)
 
     def evaluations(self, following: int, phase: Phase) -> Evaluations:
         """One gate for each layer ahead."""

@@ -7,10 +7,16 @@ from typing import Literal
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.base import Evaluations
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import KernelView, State, Work, state
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.prefetch._kernels import name_absent
 from moesim.policies.ranking import best_of
@@ -24,7 +30,7 @@ _PREFILL = int(Phase.PREFILL)
 _NO_LIMIT = 1 << 62
 
 
-@compiled(kernels.PREFETCH)
+@compiled(PREFETCH)
 def _by_next_gate(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
     """Queue the next layer's predicted experts, best first. The state's integers: most
     ranked experts, whether scores are merged by their maximum, and whether a prefill
@@ -97,7 +103,7 @@ class PartialHidden(CompiledPrefetch):
         self.prefill = prefill
         most = _NO_LIMIT if size is None else size
         rules = (most, merge == "max", prefill == "layer")
-        self.brought = kernels.PrefetchKernels(_by_next_gate, state(integers=rules))
+        self.brought = PrefetchKernels(_by_next_gate, state(integers=rules))
 
     def evaluations(self, following: int, phase: Phase) -> Evaluations:
         """The next layer's dense part, where it is predicted."""

@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import KernelView, State, Work, state
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect_choice
 from moesim.traces.format.schema import Phase
 
@@ -22,7 +28,7 @@ Streamed = Literal["both", "prefill"]
 _PREFILL = int(Phase.PREFILL)
 
 
-@compiled(kernels.PREFETCH)
+@compiled(PREFETCH)
 def _next_layer(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
     """Name the next layer in ascending id; and a step's first layer itself. The state's
     integers: whether in prefill alone; E.
@@ -71,4 +77,4 @@ class WholeLayer(CompiledPrefetch):
         """Learn how many experts a layer has."""
         super().start(context)
         rule = state(integers=[self.phase == "prefill", context.shape.experts])
-        self.brought = kernels.PrefetchKernels(_next_layer, rule)
+        self.brought = PrefetchKernels(_next_layer, rule)

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
 from moesim.policies.base import PolicyError, Routing
 from moesim.policies.compiled import CompiledRouting
-from moesim.policies.kernels import GateWork, State, state
+from moesim.policies.kernels import (
+    ROUTE,
+    UNUSED,
+    GateWork,
+    RoutingKernels,
+    State,
+    state,
+)
 from moesim.policies.parameters import expect
 from moesim.policies.routing._substitute import SMALLEST
 from moesim.traces.format.schema import Phase
@@ -22,7 +28,7 @@ if TYPE_CHECKING:
 _DECODE = int(Phase.DECODE)
 
 
-@compiled(kernels.ROUTE)
+@compiled(ROUTE)
 def _route(state: State, gate: GateWork, routing: np.ndarray) -> int:
     """Drop what weighs less than the layer's threshold, the state's number of it."""
     if gate.phase != _DECODE:
@@ -38,7 +44,7 @@ def _route(state: State, gate: GateWork, routing: np.ndarray) -> int:
             # The best expert stays, however small its share.
             if dropped and column:
                 drops = True
-                routing[t * top_k + column] = kernels.UNUSED
+                routing[t * top_k + column] = UNUSED
             else:
                 routing[t * top_k + column] = gate.experts[t, column]
     return top_k if drops else 0
@@ -90,7 +96,7 @@ class AdaptiveGating(CompiledRouting):
                 f" {sensitivity.shape}"
             )
         threshold = np.sqrt(self.budget / sensitivity)
-        self.brought = kernels.RoutingKernels(_route, state(numbers=threshold))
+        self.brought = RoutingKernels(_route, state(numbers=threshold))
 
     def weigh(self, gate: Gate, experts: np.ndarray, view: MachineView) -> Routing:
         """Scale up what remains, where the model normalises."""
@@ -98,7 +104,7 @@ class AdaptiveGating(CompiledRouting):
             "a policy that needs weights was started without them"
         )
         weights = gate.weights.astype(np.float64)
-        kept = np.where(experts == kernels.UNUSED, 0.0, weights)
+        kept = np.where(experts == UNUSED, 0.0, weights)
         if view.shape.norm_topk:
             total = weights.sum(axis=1, keepdims=True)
             left = kept.sum(axis=1, keepdims=True)

@@ -7,8 +7,14 @@ from typing import Literal
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies import kernels
-from moesim.policies.kernels import GateWork, State, state
+from moesim.policies.kernels import (
+    ROUTE,
+    UNUSED,
+    GateWork,
+    RoutingKernels,
+    State,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.ranking import best_of
 from moesim.policies.routing._substitute import (
@@ -64,7 +70,7 @@ def _bands(
             known[expert] |= _LOW
 
 
-@compiled(kernels.ROUTE)
+@compiled(ROUTE)
 def _route(state: State, gate: GateWork, routing: np.ndarray) -> int:
     """Route a batch. The state's number is alpha; its integers: whether the whole batch
     is looked at, whether experts in flight are present, whether only decode is altered,
@@ -223,7 +229,7 @@ def _literal(
     for t in range(tokens):
         best = best_of(scores[t], used[t], most)
         for column in range(most):
-            routing[t * most + column] = kernels.UNUSED
+            routing[t * most + column] = UNUSED
         for column in range(len(best)):
             routing[t * most + column] = best[column]
     return most
@@ -274,6 +280,4 @@ class ExpertCacheRouter(SubstitutingRouting):
         self.phase = phase
         self.reading = reading
         rules = (batch_aware, inflight_ok, phase == "decode", reading == "literal")
-        self.brought = kernels.RoutingKernels(
-            _route, state(numbers=[alpha], integers=rules)
-        )
+        self.brought = RoutingKernels(_route, state(numbers=[alpha], integers=rules))

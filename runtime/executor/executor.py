@@ -26,9 +26,15 @@ from moesim.base.errors import RuntimeFault
 from moesim.engine.layer_step import LayerStep
 from moesim.hwprofiles.lanes import GPU, SSD
 from moesim.policies.cache.static import Static
-from moesim.runtime.executor import memories
 from moesim.runtime.executor.device import spare_record
 from moesim.runtime.executor.lanes import Lanes, Operation, Stopped
+from moesim.runtime.executor.memories import (
+    HostSlotMap,
+    LayerJob,
+    SlotMap,
+    cache_slots,
+    residents,
+)
 from moesim.runtime.executor.operations import Forward, Memories
 from moesim.runtime.executor.world import RealWorld
 from moesim.runtime.store.memory import HostSlots
@@ -151,7 +157,7 @@ class Executor:
         self._world.is_computed = lambda: not dispatch.pending
 
         # What the device asks of control: experts of a layer, or to note a step's end.
-        self._requests: deque[memories.LayerJob | FinishedStep] = deque()
+        self._requests: deque[LayerJob | FinishedStep] = deque()
         self._forward: Forward | None = None
         self._progress: Callable[[StepInfo], None] = lambda _info: None
         self._step = 0
@@ -300,7 +306,7 @@ class Executor:
         Returns:
             [T, H].
         """
-        job = memories.LayerJob(routed, hidden, weights, groups)
+        job = LayerJob(routed, hidden, weights, groups)
         dense = self._dense_part(routed.layer)
         with self.lanes.lock:
             job.asked_s = self._note_dense(dense)
@@ -337,7 +343,7 @@ class Executor:
         elif waits:
             self._device_worker.serve(lambda: True)
 
-    def _ask(self, request: memories.LayerJob | FinishedStep) -> None:
+    def _ask(self, request: LayerJob | FinishedStep) -> None:
         """Hand a request to control; with the lock held."""
         self._requests.append(request)
         self.lanes.control.wake()
@@ -381,7 +387,7 @@ class Executor:
         """Work through the device's requests."""
         while self._requests:
             request = self._requests.popleft()
-            if isinstance(request, memories.LayerJob):
+            if isinstance(request, LayerJob):
                 self._run_layer(request)
                 continue
             info, start_s, end_s = request
@@ -400,7 +406,7 @@ class Executor:
             self._steps += 1
             self._progress(info)
 
-    def _run_layer(self, job: memories.LayerJob) -> None:
+    def _run_layer(self, job: LayerJob) -> None:
         """Walk one layer step; serve control's own lanes wherever it waits."""
         self.memories.job = job
         self._world.asked(job.routed.layer, self._step)
@@ -421,8 +427,8 @@ def _allocate(
     books = planner.gpu[0].memory
     # What a static cache holds never leaves the device.
     keeps = isinstance(planner.policies.caches[0], Static)
-    kept = frozenset(memories.residents(books) if keeps else ())
-    host = memories.HostSlotMap(
+    kept = frozenset(residents(books) if keeps else ())
+    host = HostSlotMap(
         store,
         planner.host.memory if planner.host is not None else None,
         sizes.host,
@@ -432,7 +438,7 @@ def _allocate(
         kept=kept,
     )
     try:
-        count = memories.cache_slots(sizes.gpu, shape.expert_bytes) + sizes.staging
+        count = cache_slots(sizes.gpu, shape.expert_bytes) + sizes.staging
         # Copies back are made from a slot that nothing is copied into.
         count += planner.policies.writes_back
         slots = device.allocate(count, store.slot_bytes)
@@ -447,7 +453,7 @@ def _allocate(
     return Memories(
         store,
         host,
-        memories.SlotMap(slots, books, store),
+        SlotMap(slots, books, store),
         device,
         gatings or [None] * store.layers,
         written_back=written_back,

@@ -113,9 +113,19 @@ class Operation:
     """
 
     __slots__ = (
-        "counters", "end_s", "ended_s", "expert", "kind", "lane", "layer", "nbytes",
-        "on_end", "picked_s", "start_s", "step",
-    )  # fmt: skip
+        "counters",
+        "end_s",
+        "ended_s",
+        "expert",
+        "kind",
+        "lane",
+        "layer",
+        "nbytes",
+        "on_end",
+        "picked_s",
+        "start_s",
+        "step",
+    )
 
     def __init__(
         self,
@@ -172,9 +182,18 @@ class Worker(WorkerQueues[Operation]):
     """
 
     __slots__ = (
-        "_called", "_lanes", "_next", "_sleeping", "cores", "evidence", "freed_s",
-        "idle", "name", "on_serving", "threads",
-    )  # fmt: skip
+        "_called",
+        "_lanes",
+        "_next",
+        "_sleeping",
+        "cores",
+        "evidence",
+        "freed_s",
+        "idle",
+        "name",
+        "on_serving",
+        "threads",
+    )
 
     def __init__(
         self,

@@ -21,8 +21,14 @@ import torch
 
 from moesim.base.errors import TraceError
 from moesim.policies.base import PolicyError
-from moesim.runtime.models import gates
 from moesim.runtime.models.expert_layout import UNUSED, group_tokens
+from moesim.runtime.models.gates import (
+    MoeBlock,
+    best_first,
+    further_arguments,
+    gate_facts,
+    read_gate,
+)
 from moesim.runtime.models.local_model import Pass, Sampling, generate
 from moesim.runtime.models.offloaded import StoreExperts, offloaded_shape
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
@@ -110,7 +116,7 @@ class Foresight:
 
     def __init__(
         self,
-        blocks: list[gates.MoeBlock],
+        blocks: list[MoeBlock],
         facts: GateFacts,
         columns: Sequence[str],
         residual: torch.Tensor | None,
@@ -125,7 +131,7 @@ class Foresight:
         self._facts = facts
         self._columns = list(columns)
         self._residual = residual
-        self._extras = [gates.further_arguments(block) for block in blocks]
+        self._extras = [further_arguments(block) for block in blocks]
 
     def predict(self, layer: int, state: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return column -> scores [T, E] for a coming layer; none past the last one."""
@@ -140,7 +146,7 @@ class Foresight:
                 assert self._residual is not None
                 asked = state + self._residual[layer].to(state)
             block = self._blocks[coming]
-            every, _, _ = gates.read_gate(
+            every, _, _ = read_gate(
                 block.gate.forward(asked, **self._extras[coming]), block.count
             )
             if every is None:
@@ -252,7 +258,7 @@ class LiveRun:
         self._sampling = Sampling(temperature, seed)
         self._keep_passes = keep_passes
         self._blocks = offloaded.blocks()
-        self._facts = gates.gate_facts(offloaded.model, self._blocks)
+        self._facts = gate_facts(offloaded.model, self._blocks)
         vectors = (
             None
             if residual is None
@@ -336,7 +342,7 @@ class LiveRun:
         output = (
             self._rows(self._gate_output) if self._scores or self._predicts else None
         )
-        index, weights = gates.best_first(index, weights, output)
+        index, weights = best_first(index, weights, output)
         routed, groups = routed_layer(layer, index, weights)
         if self._scores and output is not None:
             routed.scores = _half(self._facts.scores(output))
@@ -395,14 +401,14 @@ class LiveRun:
             PassRecord(self._inputs, self._fresh, self._alive, logits)
         )
 
-    def _on_gate(self, block: gates.MoeBlock) -> Any:
+    def _on_gate(self, block: MoeBlock) -> Any:
         """Return the hook that notes what a gate was asked and answered."""
 
         def hook(
             _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
             self._gate_input = args[0] if args else next(iter(kwargs.values()))
-            every, _, _ = gates.read_gate(output, block.count)
+            every, _, _ = read_gate(output, block.count)
             if every is None:
                 raise PolicyError(
                     f"{block.name}: its gate shows only its choice; policies that need"

@@ -86,9 +86,20 @@ class LayerJob:
     """
 
     __slots__ = (
-        "_shares", "answer", "answered", "answered_s", "asked_s", "device_rows",
-        "groups", "hidden", "hidden_cpu", "results", "routed", "rows", "weights",
-    )  # fmt: skip
+        "_shares",
+        "answer",
+        "answered",
+        "answered_s",
+        "asked_s",
+        "device_rows",
+        "groups",
+        "hidden",
+        "hidden_cpu",
+        "results",
+        "routed",
+        "rows",
+        "weights",
+    )
 
     def __init__(
         self,

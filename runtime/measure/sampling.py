@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 
 from moesim.base.host_limits import available_memory_bytes
-from moesim.hwprofiles.calibration import estimates
+from moesim.hwprofiles.calibration.estimates import (
+    estimated,
+    inverse,
+    measured,
+    measured_curve,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -183,13 +188,13 @@ class Measurements:
 
     def number(self, path: str, samples: np.ndarray, source: str) -> None:
         """Note repeated measurements of one number."""
-        self.numbers[path] = estimates.measured(samples, source=source, date=self.date)
+        self.numbers[path] = measured(samples, source=source, date=self.date)
 
     def estimate(
         self, path: str, estimate: Estimate, samples: int, source: str
     ) -> None:
         """Note a fitted constant."""
-        self.numbers[path] = estimates.estimated(
+        self.numbers[path] = estimated(
             estimate, samples=samples, source=source, date=self.date
         )
 
@@ -203,7 +208,7 @@ class Measurements:
         self, name: str, samples: Mapping[int, np.ndarray], line: Line, source: str
     ) -> None:
         """Note a link: its curve by bytes, its latency and its bandwidth."""
-        self.curves[f"costs.{name}.points"] = estimates.measured_curve(
+        self.curves[f"costs.{name}.points"] = measured_curve(
             samples, "bytes", source=source, date=self.date
         )
         self.line(
@@ -221,7 +226,7 @@ class Measurements:
         base_key, slope_key = keys
         # A fit gives seconds per byte; a profile holds bytes per second.
         is_rate = slope_key.endswith("_per_s")
-        slope = estimates.inverse(line.slope_s) if is_rate else line.slope_s
+        slope = inverse(line.slope_s) if is_rate else line.slope_s
         samples = line.report.samples
         self.estimate(f"{path}.{base_key}", line.base_s, samples, source)
         self.estimate(f"{path}.{slope_key}", slope, samples, source)
@@ -241,6 +246,6 @@ class Measurements:
         source: str,
     ) -> None:
         """Note an expert's curve by tokens."""
-        self.curves[f"costs.{name}.points"] = estimates.measured_curve(
+        self.curves[f"costs.{name}.points"] = measured_curve(
             samples, "tokens", source=source, date=self.date, reference=reference
         )

@@ -26,13 +26,26 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from moesim.base.errors import RuntimeFault, StoreError
-from moesim.runtime.models import expert_layout, gates
 from moesim.runtime.models.checkpoint import (
     DTYPES,
     checkpoint_digest,
     read_config,
     skeleton,
     tensor_bytes,
+)
+from moesim.runtime.models.expert_layout import (
+    MODULE_GATING,
+    combine,
+    expert_forward,
+    gating_function,
+    group_tokens,
+    layout_of,
+)
+from moesim.runtime.models.gates import (
+    MoeBlock,
+    find_blocks,
+    gate_facts,
+    offloadable_blocks,
 )
 from moesim.runtime.models.local_model import model_shape
 from moesim.runtime.store.memory import HostSlots
@@ -186,7 +199,7 @@ class OffloadedModel:
             ) from None
         return cls(model, layers, checkpoint_digest(directory), handler)
 
-    def blocks(self) -> list[gates.MoeBlock]:
+    def blocks(self) -> list[MoeBlock]:
         """List the MoE layers as `moesim.runtime.models.gates.find_blocks` lists
         those of a whole model.
         """
@@ -196,7 +209,7 @@ class OffloadedModel:
             owner = self.model.get_submodule(owner_name)
             experts = self.model.get_submodule(layer.name)
             block = (layer.index, owner_name, owner, layer.gate, experts, layer.experts)
-            blocks.append(gates.MoeBlock(*block))
+            blocks.append(MoeBlock(*block))
         return blocks
 
     def check_store(self, store: ExpertStore) -> None:
@@ -231,8 +244,8 @@ def offloaded_shape(
     """
     # On meta the experts' shapes are still there.
     frame = skeleton(model_dir)
-    facts = gates.gate_facts(offloaded.model, offloaded.blocks())
-    shape = model_shape(frame, name, gates.find_blocks(frame), facts)
+    facts = gate_facts(offloaded.model, offloaded.blocks())
+    shape = model_shape(frame, name, find_blocks(frame), facts)
     # The frame's tensors were never loaded, so their type says nothing.
     dtype = store.layout(0).dtype
     return replace(
@@ -269,7 +282,7 @@ class OneByOne(ABC):
         """Compute as `ExpertsHandler.experts`."""
         layout = self._store.layout(layer)
         gating = self._gatings[layer]
-        groups = expert_layout.group_tokens(index.cpu().numpy())
+        groups = group_tokens(index.cpu().numpy())
         pairs = torch.from_numpy(groups.pairs).to(hidden.device)
         active = groups.experts.tolist()
 
@@ -278,12 +291,12 @@ class OneByOne(ABC):
             expert_pairs = pairs[groups.starts[position] : groups.starts[position + 1]]
             views = self._views(layer, active[position], hidden.device)
             rows = hidden[expert_pairs // index.shape[1]]
-            result = expert_layout.expert_forward(views, rows, layout, gating)
+            result = expert_forward(views, rows, layout, gating)
             results[position] = (expert_pairs, result)
 
         # Sums are always by ascending expert id.
         by_expert = [results[position] for position in range(len(active))]
-        return expert_layout.combine(torch.zeros_like(hidden), by_expert, weights)
+        return combine(torch.zeros_like(hidden), by_expert, weights)
 
     def _order(self, layer: int, active: Sequence[int]) -> Sequence[int]:
         """Positions of `active` in the order in which they are computed."""
@@ -376,7 +389,7 @@ def _without_experts(model_class: Any, layers: list[MoeLayer]) -> Any:
 
         # The library may build the model more than once; the last one counts.
         layers.clear()
-        for index, block in enumerate(gates.offloadable_blocks(self)):
+        for index, block in enumerate(offloadable_blocks(self)):
             layers.append(_describe(index, block))
             for name, _ in list(block.experts.named_parameters()):
                 delattr(block.experts, name)
@@ -392,16 +405,16 @@ def _without_experts(model_class: Any, layers: list[MoeLayer]) -> Any:
     return type(model_class.__name__, (model_class,), members)
 
 
-def _describe(index: int, block: gates.MoeBlock) -> MoeLayer:
+def _describe(index: int, block: MoeBlock) -> MoeLayer:
     """Describe one MoE layer while its parameters are still there."""
     experts: Any = block.experts
-    layout = expert_layout.layout_of(experts, next(experts.parameters()).dtype)
-    has_no_name = layout.gating.act == expert_layout.MODULE_GATING
+    layout = layout_of(experts, next(experts.parameters()).dtype)
+    has_no_name = layout.gating.act == MODULE_GATING
     return MoeLayer(
         index=index,
         name=f"{block.name}.experts",
         experts=block.count,
         layout=layout,
         gate=block.gate,
-        gating=expert_layout.gating_function(experts) if has_no_name else None,
+        gating=gating_function(experts) if has_no_name else None,
     )

@@ -13,7 +13,7 @@ from moesim.machine_code.types import slots_of
 from moesim.policies.base import CachePolicy, PolicyError
 from moesim.policies.kernels import CacheKernels, State
 from moesim.policies.planner.residency import GLOBAL
-from moesim.sim.compiled import memory, records, transfers
+from moesim.sim.compiled import memory, records
 from moesim.sim.compiled.loop import run_steps
 from moesim.sim.compiled.planning import plan_layer_step
 from moesim.sim.compiled.records import KEPT_ROUTING, NONE, World
@@ -22,6 +22,16 @@ from moesim.sim.compiled.support import (
     all_bring_kernels,
     answers_with_kernels,
     host_answers_with_kernels,
+)
+from moesim.sim.compiled.transfers import (
+    DROP,
+    LATE_DROP,
+    LATE_KEEP,
+    LATE_WAIT,
+    STAGE,
+    WAIT,
+    end_operation,
+    serve_worker,
 )
 from moesim.sim.noise import Noise
 from moesim.sim.results import ReplayResult, SimulationError, draft_seconds
@@ -41,19 +51,19 @@ if TYPE_CHECKING:
     from moesim.traces.timeline.spans import Chunk, Timeline
 
 _LATE = {
-    "drop": transfers.LATE_DROP,
-    "active": transfers.LATE_DROP,
-    "keep": transfers.LATE_KEEP,
-    "wait": transfers.LATE_WAIT,
+    "drop": LATE_DROP,
+    "active": LATE_DROP,
+    "keep": LATE_KEEP,
+    "wait": LATE_WAIT,
 }
 _PARTS = {
-    "serve_worker": transfers.serve_worker,
-    "end_operation": transfers.end_operation,
+    "serve_worker": serve_worker,
+    "end_operation": end_operation,
     "plan_layer_step": plan_layer_step,
 }
 """Parts of the loop that it calls through its table."""
 
-_NO_PLACE = {"stage": transfers.STAGE, "wait": transfers.WAIT, "drop": transfers.DROP}
+_NO_PLACE = {"stage": STAGE, "wait": WAIT, "drop": DROP}
 
 
 class CompiledReplay:

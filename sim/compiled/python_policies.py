@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.machine_code.functions import call_address, compiled
-from moesim.policies import kernels
 from moesim.policies.base import (
     DEFERRED,
     IN_FLIGHT,
@@ -22,7 +21,30 @@ from moesim.policies.base import (
     ExpertKey,
     LayerWork,
 )
-from moesim.policies.kernels import GateWork, KernelView, State, Work
+from moesim.policies.kernels import (
+    ACCESSED,
+    ADMITS,
+    ASSIGN,
+    FORETOLD,
+    KERNELS,
+    MOVED,
+    PRECEDENCE,
+    PRECOMPUTE,
+    PREFETCH,
+    REPLACEMENTS,
+    ROUTE,
+    SERIAL,
+    VICTIMS,
+    WAITS,
+    AssignmentKernels,
+    CacheKernels,
+    GateWork,
+    KernelView,
+    PrefetchKernels,
+    RoutingKernels,
+    State,
+    Work,
+)
 from moesim.policies.planner.copies import BETWEEN_LAYERS
 from moesim.policies.planner.layer_work import check_ahead
 from moesim.policies.planner.memory_level import preferred
@@ -40,7 +62,7 @@ if TYPE_CHECKING:
     from moesim.traces.format.layer_steps import LayerSteps
 
 
-QUESTIONS = tuple(kernels.KERNELS)
+QUESTIONS = tuple(KERNELS)
 """What policies are asked; a question's number is its place here."""
 
 COUNTS = 0
@@ -65,21 +87,21 @@ _EVICTED = QUESTIONS.index("evicted")
 _REPLACEMENTS = QUESTIONS.index("replacements")
 
 
-@compiled(kernels.ASSIGN)
+@compiled(ASSIGN)
 def ask_assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
     """Let Python fill in the lanes and the order, where they lie."""
     call_address(state.integers[0], state.integers[1], _ASSIGN)
     return state.marks[COUNTS, 2]
 
 
-@compiled(kernels.ROUTE)
+@compiled(ROUTE)
 def ask_route(state: State, gate: GateWork, routing: np.ndarray) -> int:
     """Let Python fill in the experts of every token, where they lie."""
     call_address(state.integers[0], state.integers[1], _ROUTE)
     return state.marks[COUNTS, 2]
 
 
-@compiled(kernels.PRECOMPUTE)
+@compiled(PRECOMPUTE)
 def ask_precompute(
     state: State, gate: GateWork, routing: np.ndarray, tokens: np.ndarray
 ) -> int:
@@ -88,7 +110,7 @@ def ask_precompute(
     return state.marks[COUNTS, 2]
 
 
-@compiled(kernels.FORETOLD)
+@compiled(FORETOLD)
 def ask_foretold(
     state: State,
     predicted: np.ndarray,
@@ -101,21 +123,21 @@ def ask_foretold(
     return state.marks[COUNTS, 2]
 
 
-@compiled(kernels.PREFETCH)
+@compiled(PREFETCH)
 def ask_prefetch(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
     """Let Python fill in keys, where they lie."""
     call_address(state.integers[0], state.integers[1], _PREFETCH)
     return state.marks[COUNTS, 2]
 
 
-@compiled(kernels.ACCESSED)
+@compiled(ACCESSED)
 def ask_accessed(state: State, work: Work) -> None:
     """Tell how many experts are meant."""
     state.marks[COUNTS, 0] = len(work.experts)
     call_address(state.integers[0], state.integers[1], _ACCESSED)
 
 
-@compiled(kernels.ADMITS)
+@compiled(ADMITS)
 def ask_admits(
     state: State, work: Work, incoming: np.ndarray, answers: np.ndarray
 ) -> None:
@@ -129,7 +151,7 @@ def ask_admits(
         answers[n] = state.marks[ANSWERS, n] != 0
 
 
-@compiled(kernels.PRECEDENCE)
+@compiled(PRECEDENCE)
 def ask_precedence(state: State, incoming: np.ndarray) -> None:
     """Hand over keys, take them in another order."""
     count = len(incoming)
@@ -139,7 +161,7 @@ def ask_precedence(state: State, incoming: np.ndarray) -> None:
     incoming[:] = state.marks[ANSWERS, :count]
 
 
-@compiled(kernels.VICTIMS)
+@compiled(VICTIMS)
 def ask_victims(
     state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
 ) -> None:
@@ -153,7 +175,7 @@ def ask_victims(
     chosen[:] = state.marks[ANSWERS, :count]
 
 
-@compiled(kernels.MOVED)
+@compiled(MOVED)
 def ask_admitted(state: State, keys: np.ndarray) -> None:
     """Hand over keys."""
     state.marks[COUNTS, 0] = len(keys)
@@ -161,7 +183,7 @@ def ask_admitted(state: State, keys: np.ndarray) -> None:
     call_address(state.integers[0], state.integers[1], _ADMITTED)
 
 
-@compiled(kernels.MOVED)
+@compiled(MOVED)
 def ask_evicted(state: State, keys: np.ndarray) -> None:
     """Hand over keys."""
     state.marks[COUNTS, 0] = len(keys)
@@ -169,7 +191,7 @@ def ask_evicted(state: State, keys: np.ndarray) -> None:
     call_address(state.integers[0], state.integers[1], _EVICTED)
 
 
-@compiled(kernels.REPLACEMENTS)
+@compiled(REPLACEMENTS)
 def ask_replacements(
     state: State,
     work: Work,
@@ -272,7 +294,7 @@ class PythonPolicies:
 
     # -- kernels ----------------------------------------------------------------------
 
-    def assignment(self, policy: AssignmentPolicy) -> kernels.AssignmentKernels:
+    def assignment(self, policy: AssignmentPolicy) -> AssignmentKernels:
         """Kernels that ask an assignment policy."""
 
         def assign() -> None:
@@ -292,7 +314,7 @@ class PythonPolicies:
                 return
             self._world["work_lanes"][:count] = lanes
             self._world["work_order"][:count] = order
-            self._marks[COUNTS, 2] = kernels.SERIAL * serial + kernels.WAITS * waits
+            self._marks[COUNTS, 2] = SERIAL * serial + WAITS * waits
 
         def precompute() -> None:
             work = self._work()
@@ -305,11 +327,9 @@ class PythonPolicies:
             self._marks[COUNTS, 2] = 1
 
         answers = {"assign": assign, "precompute": precompute}
-        return kernels.AssignmentKernels(
-            ask_assign, self._state(answers), ask_precompute
-        )
+        return AssignmentKernels(ask_assign, self._state(answers), ask_precompute)
 
-    def routing(self, policy: RoutingPolicy) -> kernels.RoutingKernels:
+    def routing(self, policy: RoutingPolicy) -> RoutingKernels:
         """Kernels that ask a routing policy."""
         del policy  # the planner's, which notes what it keeps of the gates
 
@@ -327,9 +347,9 @@ class PythonPolicies:
             room[: routing.size] = routing.reshape(-1)
             self._marks[COUNTS, 2] = routing.shape[1]
 
-        return kernels.RoutingKernels(ask_route, self._state({"route": route}))
+        return RoutingKernels(ask_route, self._state({"route": route}))
 
-    def prefetch(self, policy: PrefetchPolicy) -> kernels.PrefetchKernels:
+    def prefetch(self, policy: PrefetchPolicy) -> PrefetchKernels:
         """Kernels that ask a prefetch policy."""
         experts = self._planner.experts
 
@@ -353,11 +373,9 @@ class PythonPolicies:
             "prefetch": lambda: give(policy.prefetch(self._work(), self._view)),
             "foretold": foretold,
         }
-        return kernels.PrefetchKernels(ask_prefetch, self._state(answers), ask_foretold)
+        return PrefetchKernels(ask_prefetch, self._state(answers), ask_foretold)
 
-    def cache(
-        self, policy: CachePolicy, *, of_host: bool = False
-    ) -> kernels.CacheKernels:
+    def cache(self, policy: CachePolicy, *, of_host: bool = False) -> CacheKernels:
         """Kernels that ask a cache policy."""
         marks = self._marks
         name = self._planner.policies.names.get("cache", "cache")
@@ -406,10 +424,10 @@ class PythonPolicies:
         # What a policy leaves out needs no Python.
         asked: dict[str, Any] = {
             name: ASKING[name]
-            for name in kernels.CacheKernels._fields
+            for name in CacheKernels._fields
             if name != "state" and _overrides(policy, name)
         }
-        return kernels.CacheKernels(state, **asked)
+        return CacheKernels(state, **asked)
 
     def _state(self, answers: dict[str, Callable[[], None]]) -> State:
         """The state of one policy: its number, and the marks that all share."""

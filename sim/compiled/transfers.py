@@ -12,7 +12,22 @@ from moesim.engine.lanes import DEMAND
 from moesim.machine_code.functions import address_of, compiled, table_at
 from moesim.policies.base import RESIDENT
 from moesim.policies.planner.plan import PREFETCH, READ, REPLACE
-from moesim.sim.compiled import host, lanes, memory
+from moesim.sim.compiled import host, memory
+from moesim.sim.compiled.lanes import (
+    AHEAD,
+    AWAITED_AHEAD,
+    COMPUTED,
+    COPIED,
+    FETCHED,
+    HAS_READ,
+    PREDICTED,
+    UNAWAITED,
+    begin,
+    forget,
+    operation,
+    push,
+    withdraw,
+)
 from moesim.sim.compiled.records import ENTRIES, NONE, WORLD
 
 CONTROL = 0
@@ -66,9 +81,9 @@ def submit(world: Any, i: int, priority: int) -> None:
     worker = world.workers[lane.worker]
     if not worker.busy and worker.waiting == 0 and not lane.gated:
         worker.busy = True
-        lanes.begin(world, i)
+        begin(world, i)
         return
-    lanes.push(world, i, priority)
+    push(world, i, priority)
     if not worker.busy:
         serve(world, lane.worker)
 
@@ -139,10 +154,10 @@ def _pick(world: Any, w: int) -> int:
                     if verdict == _WAIT:
                         break
                     if verdict == _DROP:
-                        lanes.withdraw(world, i, priority)
-                        lanes.forget(world, i)
+                        withdraw(world, i, priority)
+                        forget(world, i)
                         continue
-                lanes.withdraw(world, i, priority)
+                withdraw(world, i, priority)
                 return i
     return NONE
 
@@ -187,7 +202,7 @@ def _write_back(world: Any, gpu: int, step: int) -> None:
         # Another copy may start meanwhile, with victims of its own.
         following = world.experts[gpu, key].next_victim
         layer = key // constants.experts
-        i = lanes.operation(
+        i = operation(
             world,
             link_back(world, gpu),
             REPLACE,
@@ -195,7 +210,7 @@ def _write_back(world: Any, gpu: int, step: int) -> None:
             key - layer * constants.experts,
             world.back_s[gpu, world.size_of[key]] + constants.dispatch_s,
             world.size_bytes[world.size_of[key]],
-            lanes.UNAWAITED,
+            UNAWAITED,
         )
         world.operations[i].step = step
         submit(world, i, DEMAND)
@@ -311,8 +326,8 @@ def _take_back(world: Any, gpu: int, key: int) -> None:
     if copy.awaits_read:
         _leave_read(world, i, key)
     else:
-        lanes.withdraw(world, i, copy.priority)
-    lanes.forget(world, i)
+        withdraw(world, i, copy.priority)
+    forget(world, i)
 
 
 @compiled
@@ -388,7 +403,7 @@ def promote(world: Any, gpu: int, layer: int, expert: int) -> None:
     if copy.awaits_read:
         _promote_read(world, key)
     elif copy.priority != DEMAND:
-        lanes.withdraw(world, i, copy.priority)
+        withdraw(world, i, copy.priority)
         submit(world, i, DEMAND)
     world.pools[0, layer].unawaited -= copy.priority != DEMAND
     copy.priority = DEMAND
@@ -439,7 +454,7 @@ def read(world: Any, layer: int, expert: int, priority: int, new: bool) -> None:
         run.read_step = run.step
         run.read_layer = layer
         work_s += constants.first_read_s
-    i = lanes.operation(
+    i = operation(
         world,
         world.lane_by_use[SSD],
         READ,
@@ -447,7 +462,7 @@ def read(world: Any, layer: int, expert: int, priority: int, new: bool) -> None:
         expert,
         work_s,
         world.size_bytes[world.size_of[key]],
-        lanes.HAS_READ,
+        HAS_READ,
     )
     world.operations[i].priority = priority
     pending = world.experts[constants.host, key]
@@ -480,7 +495,7 @@ def _promote_read(world: Any, key: int) -> None:
     i = pending.queued
     queued = world.operations[i]
     if not pending.copying and queued.priority != DEMAND:
-        lanes.withdraw(world, i, queued.priority)
+        withdraw(world, i, queued.priority)
         submit(world, i, DEMAND)
     queued.priority = DEMAND
 
@@ -503,8 +518,8 @@ def _leave_read(world: Any, i: int, key: int) -> None:
     if pending.copying or needed:
         return
     unread = pending.queued
-    lanes.withdraw(world, unread, world.operations[unread].priority)
-    lanes.forget(world, unread)
+    withdraw(world, unread, world.operations[unread].priority)
+    forget(world, unread)
     pending.queued = NONE
     memory.cancel(world, m, key)
 
@@ -513,7 +528,7 @@ def _leave_read(world: Any, i: int, key: int) -> None:
 def _has_read(world: Any, i: int) -> None:
     """Queue what waited for an expert in host memory."""
     ended = world.operations[i]
-    _report(world, lanes.HAS_READ, NONE, ended.layer, ended.expert)
+    _report(world, HAS_READ, NONE, ended.layer, ended.expert)
     key = ended.layer * world.constants.experts + ended.expert
     pending = world.experts[world.constants.host, key]
     pending.queued = NONE
@@ -553,7 +568,7 @@ def _unawaited_ended(world: Any, i: int) -> None:
     # A wrong guess of an earlier step may end after its successor has begun.
     if expert.ahead == i:
         expert.ahead = NONE
-    _report(world, lanes.AHEAD, NONE, ended.layer, ended.expert)
+    _report(world, AHEAD, NONE, ended.layer, ended.expert)
 
 
 @compiled
@@ -561,7 +576,7 @@ def _copied(world: Any, i: int) -> None:
     """Start the product that waited for an expert on a GPU."""
     copy = world.operations[i]
     gpu = world.lanes[copy.lane].gpu
-    _report(world, lanes.COPIED, gpu, copy.layer, copy.expert)
+    _report(world, COPIED, gpu, copy.layer, copy.expert)
     key = copy.layer * world.constants.experts + copy.expert
     expert = world.experts[gpu, key]
     expert.copying = False
@@ -629,12 +644,12 @@ def _report(world: Any, kind: int, gpu: int, layer: int, expert: int) -> None:
 @compiled
 def _note_end(world: Any, kind: int, gpu: int, layer: int, expert: int) -> bool:
     """Note what has ended; whether a staging slot is free again."""
-    if kind == lanes.COPIED:
+    if kind == COPIED:
         return _landed(world, gpu, layer, expert)
     key = layer * world.constants.experts + expert
-    if kind == lanes.HAS_READ:
+    if kind == HAS_READ:
         return host.land(world, key)
-    if kind == lanes.AHEAD:
+    if kind == AHEAD:
         return host.unneed(world, key)
     if gpu == NONE:
         return host.computed(world, key)
@@ -672,18 +687,18 @@ def end_operation(address: int, i: int) -> None:
     ended = world.operations[i]
     # Busy until all consequences are queued: the worker chooses among all of them.
     w = world.lanes[ended.lane].worker
-    if ended.on_end == lanes.COPIED:
+    if ended.on_end == COPIED:
         _copied(world, i)
-    elif ended.on_end == lanes.HAS_READ:
+    elif ended.on_end == HAS_READ:
         _has_read(world, i)
-    elif ended.on_end == lanes.AHEAD:
+    elif ended.on_end == AHEAD:
         _unawaited_ended(world, i)
-    elif ended.on_end != lanes.UNAWAITED:
-        if ended.on_end == lanes.FETCHED:
+    elif ended.on_end != UNAWAITED:
+        if ended.on_end == FETCHED:
             run.fetched -= 1
             if not run.fetched:
                 release_held(world)
-        if ended.on_end == lanes.COMPUTED or ended.on_end == lanes.FETCHED:  # noqa: PLR1714
+        if ended.on_end == COMPUTED or ended.on_end == FETCHED:  # noqa: PLR1714
             gpu = world.lanes[ended.lane].gpu
             # Where nothing is staged there is nothing to let go of.
             if gpu == NONE:
@@ -691,16 +706,16 @@ def end_operation(address: int, i: int) -> None:
             else:
                 lets_go = world.memories[gpu].staged > 0
             if lets_go:
-                _report(world, lanes.COMPUTED, gpu, ended.layer, ended.expert)
-        if ended.on_end == lanes.AWAITED_AHEAD:
-            _report(world, lanes.AHEAD, NONE, ended.layer, ended.expert)
-        if ended.on_end == lanes.PREDICTED:
+                _report(world, COMPUTED, gpu, ended.layer, ended.expert)
+        if ended.on_end == AWAITED_AHEAD:
+            _report(world, AHEAD, NONE, ended.layer, ended.expert)
+        if ended.on_end == PREDICTED:
             run.predicting = False
             offer(world)
         run.pending -= 1
         if not run.pending:
             all_computed(world)
-    lanes.forget(world, i)
+    forget(world, i)
     go_on(world, w)
 
 
@@ -715,4 +730,4 @@ def serve_worker(address: int, w: int) -> None:
     if i == NONE:
         worker.busy = False
     else:
-        lanes.begin(world, i)
+        begin(world, i)

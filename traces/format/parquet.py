@@ -14,8 +14,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moesim.base import inputs, seals
+from moesim.base import seals
 from moesim.base.files import written_beside
+from moesim.base.inputs import (
+    MOST_ARRAY_BYTES,
+    MOST_BYTES_VARIABLE,
+    MOST_COLUMNS,
+    check_input,
+    most_bytes,
+)
 from moesim.base.units import format_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +47,7 @@ def open_parquet(
         OSError: no such file, or it is none.
         pyarrow.ArrowException: not Parquet, or damaged.
     """
-    inputs.check_input(path)
+    check_input(path)
     # As bytes: Arrow takes no text that is not UTF-8.
     with pa.OSFile(os.fsencode(path)) as source:
         file = pq.ParquetFile(
@@ -49,8 +56,8 @@ def open_parquet(
             page_checksum_verification=True,
             read_dictionary=list(encoded),
         )
-        if file.metadata.num_columns > inputs.MOST_COLUMNS:
-            reason = f"expected at most {inputs.MOST_COLUMNS:,} columns, found more"
+        if file.metadata.num_columns > MOST_COLUMNS:
+            reason = f"expected at most {MOST_COLUMNS:,} columns, found more"
             raise OSError(errno.EFBIG, reason, str(path))
         yield file
 
@@ -67,7 +74,7 @@ def read_table(file: pq.ParquetFile, path: Path, columns: Any = None) -> pa.Tabl
         OSError: it is larger, unpacked, than what is held.
         pyarrow.ArrowException: damaged.
     """
-    most = max(inputs.MOST_ARRAY_BYTES, inputs.most_bytes())
+    most = max(MOST_ARRAY_BYTES, most_bytes())
     batches, size = [], 0
     for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
         batches.append(batch)
@@ -75,7 +82,7 @@ def read_table(file: pq.ParquetFile, path: Path, columns: Any = None) -> pa.Tabl
         if size > most:
             reason = (
                 f"expected at most {format_bytes(most)} unpacked, found more;"
-                f" {inputs.MOST_BYTES_VARIABLE} raises the limit"
+                f" {MOST_BYTES_VARIABLE} raises the limit"
             )
             raise OSError(errno.EFBIG, reason, str(path))
     schema = batches[0].schema if batches else file.schema_arrow

@@ -50,9 +50,18 @@ PARTS = ("layer_files",)
 
 
 _OUR_COLUMNS = (
-    "seq", "pos", "phase", "layer", "experts", "expert", "rank", "weights", "weight",
-    "scores", "token",
-)  # fmt: skip
+    "seq",
+    "pos",
+    "phase",
+    "layer",
+    "experts",
+    "expert",
+    "rank",
+    "weights",
+    "weight",
+    "scores",
+    "token",
+)
 _LISTS = ("experts", "weights", "scores", *PREDICTION_COLUMNS)
 # Numbers of a column are below this; of the others below 2**31.
 _LIMITS = {"expert": 1 << 16, "rank": 1 << 63}

@@ -16,13 +16,18 @@ import numpy as np
 from moesim.traces.format.parquet import codes, values
 from moesim.traces.format.schema import Phase
 from moesim.traces.format.sorting import Appearance, Unordered
-from moesim.traces.importers.readers import json_lines
 from moesim.traces.importers.readers.foreign import (
     NO_WEIGHTS,
     PROMPT_TOKENS,
     PROMPT_TOKENS_NOTE,
     layout_error,
     prompt_length,
+)
+from moesim.traces.importers.readers.json_lines import (
+    is_null,
+    list_lengths,
+    list_values,
+    whole_numbers,
 )
 from moesim.traces.importers.readers.jsonl_layouts import (
     first_columns,
@@ -127,7 +132,7 @@ def _first_top_k(table: RowTable) -> int:
     if table.experts is None or table.experts.null_count == len(table.experts):
         raise table.error(0, "experts", "a layer and its experts")
 
-    top_k = int(json_lines.list_lengths(table.experts)[0])
+    top_k = int(list_lengths(table.experts)[0])
     if not top_k:
         raise table.error(0, "experts", "a layer and its experts")
     return top_k
@@ -137,7 +142,7 @@ def _checked(table: RowTable, top_k: int) -> Block:
     """The rows of a table but for their sequence; the first fault is named."""
     experts = _matrix(table, "experts", table.experts, top_k)
     # Values lie behind each other, `top_k` per row: that tells the row of a fault.
-    ids, fault = json_lines.whole_numbers(experts, _IDS)
+    ids, fault = whole_numbers(experts, _IDS)
     if fault >= 0:
         raise table.error(fault // top_k, "experts", f"expert ids 0..{_IDS - 1}")
 
@@ -150,10 +155,10 @@ def _checked(table: RowTable, top_k: int) -> Block:
 
     if table.weights is not None:
         if table.weights.null_count:
-            raise _mixed_weights(table, int(json_lines.is_null(table.weights).argmax()))
+            raise _mixed_weights(table, int(is_null(table.weights).argmax()))
         weights = _matrix(table, "weights", table.weights, top_k)
         if weights.null_count:
-            fault = int(json_lines.is_null(weights).argmax())
+            fault = int(is_null(weights).argmax())
             raise table.error(fault // top_k, "weights", "numbers")
         block["weights"] = values(weights).astype(np.float32).reshape(-1, top_k)
 
@@ -167,15 +172,15 @@ def _mixed_weights(table: RowTable, row: int) -> Exception:
 def _matrix(table: RowTable, name: str, column: Any, top_k: int) -> Any:
     """The values of a list column, which must have `top_k` in every row."""
     # A row without the key has a list of length 0.
-    lengths = json_lines.list_lengths(column)
+    lengths = list_lengths(column)
     wrong = lengths != top_k
     if wrong.any():
         row = int(wrong.argmax())
-        missing = column.null_count and json_lines.is_null(column)[row]
+        missing = column.null_count and is_null(column)[row]
         expected = "a layer and its experts" if missing else f"{top_k} values"
         raise table.error(row, name, expected)
 
-    return json_lines.list_values(column)
+    return list_values(column)
 
 
 def _positions(table: RowTable, name: str, column: Any) -> np.ndarray:
@@ -184,7 +189,7 @@ def _positions(table: RowTable, name: str, column: Any) -> np.ndarray:
     if column is None:
         raise table.error(0, name, expected)
 
-    positions, fault = json_lines.whole_numbers(column, _POSITIONS)
+    positions, fault = whole_numbers(column, _POSITIONS)
     if fault >= 0:
         raise table.error(fault, name, expected)
     return positions.astype(np.int32)

@@ -18,7 +18,20 @@ import numpy as np
 
 from moesim.traces.format.parquet import numbers, values
 from moesim.traces.format.sorting import Unordered
-from moesim.traces.importers.readers import foreign, json_lines
+from moesim.traces.importers.readers.foreign import (
+    NO_WEIGHTS,
+    decoding,
+    layout_error,
+    layout_names,
+)
+from moesim.traces.importers.readers.json_lines import (
+    JsonLinesReader,
+    columns_of,
+    is_null,
+    list_lengths,
+    list_values,
+    whole_numbers,
+)
 from moesim.traces.importers.readers.sequence_rows import ForwardPasses, finished
 from moesim.traces.importers.readers.text import (
     first_line,
@@ -75,7 +88,7 @@ def recognises(path: Path, *, map: str = "") -> bool:  # noqa: A002 - the option
     """Whether the first line is a record, or begins like one (a record of many tokens
     is one long line).
     """
-    names = foreign.layout_names(path, map, _MAPPED)
+    names = layout_names(path, map, _MAPPED)
     # A record may have more keys, as those with hidden states beside it do.
     keys = {names[key] for key in _KEYS}
     first = first_object(path)
@@ -93,7 +106,7 @@ def provenance(
     map: str = "",  # noqa: A002 - the option's name
 ) -> dict[str, Any]:
     """Rank, and remarks."""
-    names = foreign.layout_names(path, map, _MAPPED)
+    names = layout_names(path, map, _MAPPED)
     block = re.escape(names["block"])
     draft = re.compile(rf'"{block}"\s*:\s*"{_DRAFT}"'.encode())
     drafts = 0
@@ -111,10 +124,10 @@ def provenance(
 
     rank = _rank(path, names["rank"])
     if not isinstance(rank, int):
-        raise foreign.layout_error(path, "rank", "a whole number", rank)
+        raise layout_error(path, "rank", "a whole number", rank)
 
     notes = [
-        foreign.NO_WEIGHTS,
+        NO_WEIGHTS,
         "steps of several tokens are taken as prompts: requests have no names",
     ]
     if drafts:
@@ -132,7 +145,7 @@ def _rank(path: Path, key: str) -> Any:
     if first is None:
         return None
     number, text = first
-    with foreign.decoding(path, f"line {number}"):
+    with decoding(path, f"line {number}"):
         return json.loads(text.rstrip())[key]
 
 
@@ -143,7 +156,7 @@ def read(
     map: str = "",  # noqa: A002 - the option's name
 ) -> Unordered:
     """The file's steps."""
-    names = foreign.layout_names(path, map, _MAPPED)
+    names = layout_names(path, map, _MAPPED)
     return Unordered(
         lambda: _pieces(path, names), lambda block: finished(path, shape, block)
     )
@@ -154,7 +167,7 @@ def _pieces(path: Path, names: dict[str, str]) -> Iterator[Block]:
     passes = ForwardPasses()
     pending: _Records | None = None
 
-    reader = json_lines.JsonLinesReader(_STRUCTURE, names)
+    reader = JsonLinesReader(_STRUCTURE, names)
     for lines in reader.read(path):
         top_k = 0 if pending is None else pending.experts.shape[1]
         records = _records(lines, top_k)
@@ -175,7 +188,7 @@ def _pieces(path: Path, names: dict[str, str]) -> Iterator[Block]:
         pending = _part(records, slice(end, None), slice(rows, None))
 
     if pending is None:
-        raise foreign.layout_error(
+        raise layout_error(
             path,
             "records",
             "at least one of the decoder",
@@ -243,7 +256,7 @@ def _records(lines: JsonLines, top_k: int) -> _Records | None:
     if not len(decoder.place):
         return None
 
-    columns = json_lines.columns_of(decoder.values)
+    columns = columns_of(decoder.values)
     step = _numbers(decoder, columns["step"], _STEPS)
     layer = _numbers(decoder, columns["layer"], _LAYERS)
     tokens = _numbers(decoder, columns["num_tokens"], _TOKENS)
@@ -253,7 +266,7 @@ def _records(lines: JsonLines, top_k: int) -> _Records | None:
     top_k = top_k or int(width[0])
     if (width != top_k).any():
         record = int((width != top_k).argmax())
-        raise foreign.layout_error(
+        raise layout_error(
             lines.path,
             f"line {decoder.number(record)}: topk",
             str(top_k),
@@ -261,18 +274,18 @@ def _records(lines: JsonLines, top_k: int) -> _Records | None:
             "one trace has one top-k",
         )
 
-    token_ids = json_lines.list_values(columns["top_indices"])
-    wrong = (json_lines.list_lengths(columns["top_indices"]) != tokens) | (tokens == 0)
+    token_ids = list_values(columns["top_indices"])
+    wrong = (list_lengths(columns["top_indices"]) != tokens) | (tokens == 0)
     if wrong.any():
         raise _wrong_ids(decoder, int(wrong.argmax()))
 
     # Which record a token belongs to, to name the record of a wrong one.
     record_of = np.repeat(np.arange(len(tokens)), tokens)
-    wrong = json_lines.list_lengths(token_ids) != top_k
+    wrong = list_lengths(token_ids) != top_k
     if wrong.any():
         raise _wrong_ids(decoder, int(record_of[wrong.argmax()]))
 
-    ids, fault = json_lines.whole_numbers(json_lines.list_values(token_ids), _IDS)
+    ids, fault = whole_numbers(list_values(token_ids), _IDS)
     if fault >= 0:
         raise _wrong_ids(decoder, int(record_of[fault // top_k]))
 
@@ -285,10 +298,10 @@ def _of_decoder(lines: JsonLines) -> JsonLines:
     if not len(lines.place):
         return lines
 
-    columns = json_lines.columns_of(lines.values)
+    columns = columns_of(lines.values)
     for name in sorted(_KEYS):
         if columns[name].null_count:
-            raise _not_a_record(lines, int(json_lines.is_null(columns[name]).argmax()))
+            raise _not_a_record(lines, int(is_null(columns[name]).argmax()))
 
     # A record without a block is the decoder's.
     block = columns["block"]
@@ -308,7 +321,7 @@ def _of_decoder(lines: JsonLines) -> JsonLines:
 
 def _numbers(lines: JsonLines, column: Any, limit: int) -> np.ndarray:
     """int64 [R]: a column of whole numbers."""
-    numbers_, fault = json_lines.whole_numbers(column, limit)
+    numbers_, fault = whole_numbers(column, limit)
     if fault >= 0:
         raise _wrong_numbers(lines, fault)
     return numbers_
@@ -322,26 +335,26 @@ def _not_a_record(lines: JsonLines, line: int) -> TraceError:
     actual = ", ".join(record) if isinstance(record, dict) else type(record).__name__
     place = f"line {lines.number(line)}"
     expected = f"an object with {', '.join(sorted(_KEYS))}"
-    return foreign.layout_error(lines.path, place, expected, actual)
+    return layout_error(lines.path, place, expected, actual)
 
 
 def _wrong_numbers(lines: JsonLines, line: int) -> TraceError:
     record = lines.parsed(line)
     actual = ", ".join(f"{key} {record[key]}" for key in sorted(_KEYS))
     place = f"line {lines.number(line)}"
-    return foreign.layout_error(lines.path, place, "whole numbers from 0", actual)
+    return layout_error(lines.path, place, "whole numbers from 0", actual)
 
 
 def _wrong_ids(lines: JsonLines, line: int) -> TraceError:
     record = lines.parsed(line)
     place = f"line {lines.number(line)}: top_indices"
-    with foreign.decoding(lines.path, place):
+    with decoding(lines.path, place):
         ids = np.array(record.get("top_indices"))
 
     expected = [record["num_tokens"], record["topk"]]
     if list(ids.shape) == expected and ids.size and ids.dtype.kind in "iu":
         actual = f"{ids.min()}..{ids.max()}"
-        return foreign.layout_error(lines.path, place, "expert ids", actual)
+        return layout_error(lines.path, place, "expert ids", actual)
 
     actual = f"{ids.dtype} {list(ids.shape)}"
-    return foreign.layout_error(lines.path, place, f"{expected} integers", actual)
+    return layout_error(lines.path, place, f"{expected} integers", actual)

@@ -18,9 +18,23 @@ import numpy as np
 
 from moesim.base.inputs import load_json, open_input, read_text
 from moesim.traces.format.sorting import BATCH_ROWS
-from moesim.traces.importers.readers import foreign, tensors
 from moesim.traces.importers.readers.array_stream import in_memory, streams
+from moesim.traces.importers.readers.foreign import (
+    DECODING_ERRORS,
+    NO_WEIGHTS,
+    PROMPT_TOKENS_NOTE,
+    decoding,
+    layout_error,
+    prompt_length,
+)
 from moesim.traces.importers.readers.sequence_rows import dense_block
+from moesim.traces.importers.readers.tensors import (
+    NPY,
+    array,
+    integers,
+    kind_of,
+    npy_header,
+)
 from moesim.traces.importers.readers.text import head
 
 if TYPE_CHECKING:
@@ -65,12 +79,12 @@ def recognises(path: Path) -> bool:
     """Whether this is an integer npy with three dimensions, or npz or JSON with the key
     ``routed_experts``.
     """
-    kind = tensors.kind_of(path)
+    kind = kind_of(path)
     if kind == "npy":
         try:
             with path.open("rb") as file:
-                shape, _, dtype = tensors.npy_header(file)
-        except foreign.DECODING_ERRORS:
+                shape, _, dtype = npy_header(file)
+        except DECODING_ERRORS:
             return True  # an array that is cut off: reading it says so
         return len(shape) == 3 and dtype.kind in "iu"
 
@@ -93,9 +107,9 @@ def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
         if completion.model:
             model = {"model": completion.model}
 
-    notes = [foreign.NO_WEIGHTS]
+    notes = [NO_WEIGHTS]
     if not has_prompts and not prompt_tokens:
-        notes.append(foreign.PROMPT_TOKENS_NOTE)
+        notes.append(PROMPT_TOKENS_NOTE)
     return {**model, "notes": notes}
 
 
@@ -103,7 +117,7 @@ def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[
     """Completions in parts: the prompt, then what was generated."""
     del shape
     # Refused before any row is read.
-    stated = foreign.prompt_length(path, prompt_tokens)
+    stated = prompt_length(path, prompt_tokens)
 
     number = 0
     for completion in _completions(path):
@@ -134,7 +148,7 @@ def _completion_blocks(
 
     first = 0
     for part in parts:
-        ids = tensors.integers(path, f"completion {number}", part, 3)
+        ids = integers(path, f"completion {number}", part, 3)
         # K equal ids are no choice: such a row was filled, not computed.
         unrouted = _unrouted(ids)
 
@@ -145,7 +159,7 @@ def _completion_blocks(
 
         if unrouted.any() and ids.shape[2] > 1:
             token = int(unrouted.argmax())
-            raise foreign.layout_error(
+            raise layout_error(
                 path,
                 f"completion {number}: token {first + token}",
                 "distinct experts",
@@ -172,7 +186,7 @@ def _unrouted(ids: np.ndarray) -> np.ndarray:
 
 def _completions(path: Path) -> Iterator[_Completion]:
     """Every completion of the file."""
-    if tensors.kind_of(path) in ("npy", "npz"):
+    if kind_of(path) in ("npy", "npz"):
         yield from _of_arrays(path)
         return
 
@@ -180,7 +194,7 @@ def _completions(path: Path) -> Iterator[_Completion]:
     has_prompts = False
     for index, response in enumerate(_responses(path)):
         where = f"response {index}"
-        with foreign.decoding(path, where):
+        with decoding(path, where):
             for completion in _of_response(path, where, response):
                 has_prompts |= completion.prompt is not None
                 lacking = lacking or ("" if completion.prompt is not None else where)
@@ -192,7 +206,7 @@ def _completions(path: Path) -> Iterator[_Completion]:
 def _of_arrays(path: Path) -> Iterator[_Completion]:
     """Completions of named arrays; a prompt without a prefix belongs to all of them."""
     arrays = streams(path)
-    if tensors.kind_of(path) == "npz":
+    if kind_of(path) == "npz":
         arrays = {
             name: ids for name, ids in arrays.items() if name.endswith(_GENERATED)
         }
@@ -202,7 +216,7 @@ def _of_arrays(path: Path) -> Iterator[_Completion]:
         if not is_routing or 0 in ids.shape[1:]:
             actual = f"{ids.dtype} {list(ids.shape)}"
             expected = "integers with 3 dimensions"
-            raise foreign.layout_error(path, name or "array", expected, actual)
+            raise layout_error(path, name or "array", expected, actual)
 
     # Names may have prefixes, such as a request number.
     prompts = [name for name in arrays if name.endswith(_PROMPT)]
@@ -224,7 +238,7 @@ def _of_arrays(path: Path) -> Iterator[_Completion]:
 
 
 def _lacks_prompt(path: Path, place: str, expected: str) -> TraceError:
-    return foreign.layout_error(
+    return layout_error(
         path,
         place,
         f"{expected}, for others have theirs",
@@ -235,7 +249,7 @@ def _lacks_prompt(path: Path, place: str, expected: str) -> TraceError:
 
 def _responses(path: Path) -> Iterator[Any]:
     """The responses of a server: one in all, a list of them, or one per line."""
-    with foreign.decoding(path, "JSON"), open_input(path) as file:
+    with decoding(path, "JSON"), open_input(path) as file:
         try:
             first = load_json(next(line for line in file if line.strip()))
         except (ValueError, StopIteration):
@@ -268,7 +282,7 @@ def _of_response(
         if generated is None and prompt is None:
             way_out = "serve with --enable-return-routed-experts"
             expected = f"{_GENERATED} or {_PROMPT}"
-            raise foreign.layout_error(path, place, expected, "neither", way_out)
+            raise layout_error(path, place, expected, "neither", way_out)
 
         if generated is None:
             assert prompt is not None
@@ -309,7 +323,7 @@ def _check_shapes(
 
     if prompt.shape[1:] != generated.shape[1:]:
         expected = f"[tokens, {prompt.shape[1]}, {prompt.shape[2]}] as in the prompt"
-        raise foreign.layout_error(path, place, expected, list(generated.shape))
+        raise layout_error(path, place, expected, list(generated.shape))
 
 
 def _ids(path: Path, place: str, value: Any) -> np.ndarray | None:
@@ -319,17 +333,17 @@ def _ids(path: Path, place: str, value: Any) -> np.ndarray | None:
 
     if isinstance(value, str):
         data = base64.b64decode(value, validate=True)
-        if not data.startswith(tensors.NPY):
-            raise foreign.layout_error(
+        if not data.startswith(NPY):
+            raise layout_error(
                 path,
                 place,
                 "nested lists or a base64 npy",
                 "other base64 bytes",
                 "save the array with numpy.save",
             )
-        ids = tensors.array(path, place, io.BytesIO(data), len(data))
-        return tensors.integers(path, place, ids, 3)
+        ids = array(path, place, io.BytesIO(data), len(data))
+        return integers(path, place, ids, 3)
 
     if value == []:
         return np.empty((0, 1, 1), np.int32)
-    return tensors.integers(path, place, np.array(value), 3)
+    return integers(path, place, np.array(value), 3)

@@ -40,7 +40,14 @@ from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
 from moesim.machine_code.types import input_array
 from moesim.traces.format.layer_steps import join, layer_steps
-from moesim.traces.stats import stack_distance
+from moesim.traces.stats.stack_distance import (
+    BLOCK,
+    NEVER,
+    PLACES,
+    belady_stack,
+    later_used,
+    lru_stack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -173,7 +180,7 @@ class CurveAggregator:
     def add(self, block: LayerSteps) -> None:
         """Take the next block."""
         if "lru" in self._names:
-            stack_distance.lru_stack(
+            lru_stack(
                 block.phase,
                 block.layer,
                 block.edges,
@@ -182,7 +189,7 @@ class CurveAggregator:
                 self.curves.lru,
             )
         if "lru_global" in self._names:
-            stack_distance.later_used(
+            later_used(
                 block.phase,
                 block.edges,
                 self._keys(block),
@@ -224,7 +231,7 @@ class CurveAggregator:
         following = self._next_places(block, first_use)
 
         if "belady" in self._names:
-            stack_distance.belady_stack(
+            belady_stack(
                 block.phase,
                 block.layer,
                 block.edges,
@@ -234,7 +241,7 @@ class CurveAggregator:
                 self.curves.belady,
             )
         if "belady_global" in self._names:
-            stack_distance.belady_stack(
+            belady_stack(
                 block.phase,
                 np.zeros(len(block.layer), np.int64),  # one pool
                 block.edges,
@@ -245,7 +252,7 @@ class CurveAggregator:
             )
 
     def _no_use(self) -> np.ndarray:
-        return np.full(self.layers * self.experts, stack_distance.NEVER, np.int64)
+        return np.full(self.layers * self.experts, NEVER, np.int64)
 
     def _next_places(self, block: LayerSteps, first_use: np.ndarray) -> np.ndarray:
         """The place of each access's next use; `first_use` then says those of the
@@ -270,9 +277,9 @@ class CurveAggregator:
 def _belady_state(pools: int, width: int) -> Arrays4:
     """Empty stacks of some pools of `width` keys, as `belady_stack` carries them."""
     # Rounded up: the last block of depths may be part empty.
-    blocks = -(-width // stack_distance.BLOCK)
+    blocks = -(-width // BLOCK)
     return (
-        np.zeros((pools, blocks * stack_distance.BLOCK), np.int64),
+        np.zeros((pools, blocks * BLOCK), np.int64),
         np.full((pools, width), -1, np.int32),
         np.zeros(pools, np.int64),
         np.zeros((pools, blocks), np.int64),
@@ -281,7 +288,7 @@ def _belady_state(pools: int, width: int) -> Arrays4:
 
 def _later_used_state(keys: int) -> Arrays5:
     """An empty row of marks, as `later_used` carries it."""
-    word_count = max(stack_distance.PLACES * keys // 64, 2) + 1
+    word_count = max(PLACES * keys // 64, 2) + 1
     return (
         np.zeros(word_count, np.uint64),
         np.zeros(word_count, np.int32),

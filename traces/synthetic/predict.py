@@ -28,7 +28,16 @@ from moesim.machine_code.types import input_array
 from moesim.traces.format.arrays import to_float16
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.writer import TraceWriter
-from moesim.traces.synthetic import gate_scores
+from moesim.traces.synthetic.gate_scores import (
+    SMALLEST,
+    TOKEN_MEMORY,
+    centred,
+    fill_logits,
+    fill_scores,
+    is_sigmoid,
+    logits_of,
+    popularity_logits,
+)
 from moesim.traces.synthetic.marks import PREDICTIONS
 from moesim.traces.synthetic.prediction_noise import (
     SCORE_STREAM,
@@ -232,7 +241,7 @@ def _marked(
     drawn: dict[str, Any] = dict(earlier) if isinstance(earlier, dict) else {}
     if scores:
         drawn["scores"] = {
-            "token_memory": gate_scores.TOKEN_MEMORY,
+            "token_memory": TOKEN_MEMORY,
             "seed": work.seed,
             "weights": not work.has_weights,
         }
@@ -274,7 +283,7 @@ class _Work:
         # Drawn scores may have been asked for in an earlier call.
         self.has_scores = "scores" in trace.columns
         self.has_weights = "weights" in trace.columns
-        self._sigmoid = gate_scores.is_sigmoid(shape)
+        self._sigmoid = is_sigmoid(shape)
         self._renormalised = shape.norm_topk or shape.scoring == "topk_then_softmax"
         self._popularity = np.zeros((shape.layers, shape.experts), np.float32)
         self._means = self._popularity
@@ -302,7 +311,7 @@ class _Work:
             counts += np.bincount(choice.reshape(-1), minlength=len(counts))
             self._advance(len(rows.pos))
         table = counts.reshape(shape.layers, shape.experts)
-        self._popularity = gate_scores.popularity_logits(table, shape.top_k)
+        self._popularity = popularity_logits(table, shape.top_k)
 
     def solve(self) -> tuple[Predictor, ...]:
         """Find the fidelity that gives each predictor the recall that it shall have."""
@@ -380,9 +389,7 @@ class _Work:
         shape = self.trace.shape
         layers = shape.layers
         keys = Walk(
-            (self.seed, number, SCORE_STREAM),
-            layers * shape.experts,
-            gate_scores.TOKEN_MEMORY,
+            (self.seed, number, SCORE_STREAM), layers * shape.experts, TOKEN_MEMORY
         )
         # Positions may have gaps, so tokens are counted.
         token = np.cumsum(np.diff(rows.pos, prepend=rows.pos[0]) > 0)
@@ -399,7 +406,7 @@ class _Work:
             logits = np.full((places, shape.experts), np.nan, np.float32)
             if self.has_scores:
                 recorded = rows.columns["scores"][span]
-                logits[place] = gate_scores.logits_of(recorded, sigmoid=self._sigmoid)
+                logits[place] = logits_of(recorded, sigmoid=self._sigmoid)
             else:
                 drawn = keys.next(tokens).reshape(places, -1)
                 logits[place] = self._drawn(drawn, place, rows, span)
@@ -417,7 +424,7 @@ class _Work:
             weights = rows.columns["weights"][span].astype(np.float32)
 
         logits = np.empty((len(place), shape.experts), np.float32)
-        gate_scores.fill_logits(
+        fill_logits(
             keys[place] + self._popularity[rows.layer[span]],
             np.ascontiguousarray(rows.experts[span]),
             weights,
@@ -425,12 +432,12 @@ class _Work:
             sigmoid=self._sigmoid,
             logits=logits,
         )
-        return logits if self._sigmoid else gate_scores.centred(logits)
+        return logits if self._sigmoid else centred(logits)
 
     def _scored(self, logits: np.ndarray) -> np.ndarray:
         """The gate's scores of logits, as they are written: float16."""
         scores = np.empty_like(logits)
-        gate_scores.fill_scores(logits, self._sigmoid, scores)
+        fill_scores(logits, self._sigmoid, scores)
         return to_float16(scores)[0]
 
     def _weights(self, scores: np.ndarray, experts: np.ndarray) -> np.ndarray:
@@ -440,9 +447,7 @@ class _Work:
         used = np.take_along_axis(scores, experts.astype(np.int64), axis=1)
         weights = used.astype(np.float32)
         if self._renormalised:
-            weights /= np.maximum(
-                weights.sum(axis=1, keepdims=True), gate_scores.SMALLEST
-            )
+            weights /= np.maximum(weights.sum(axis=1, keepdims=True), SMALLEST)
         return to_float16(weights)[0]
 
     def _column(self, predictor: Predictor, chunk: _Chunk, noise: _Noise) -> np.ndarray:

@@ -52,9 +52,16 @@ READ = 6
 ACTIVATION = 7
 JOIN = 8
 KIND_NAMES = (
-    "dense", "plan", "compute", "fetch", "prefetch", "replace", "read", "activation",
+    "dense",
+    "plan",
+    "compute",
+    "fetch",
+    "prefetch",
+    "replace",
+    "read",
+    "activation",
     "join",
-)  # fmt: skip
+)
 # States of an access; the numbers equal the planner's absent, in flight, resident.
 MISS = 0
 DELAYED = 1

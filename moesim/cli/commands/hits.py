@@ -19,10 +19,24 @@ from moesim.runs.config import RunConfig
 
 # A cache alone has no policies beside it, no machine and no time.
 NEEDS_MACHINE = (
-    "policy", "cache", "prefetch", "routing", "hw", "cache_ratio", "slots_per_layer",
-    "gpu_memory_bytes", "host_memory_bytes", "host_cache", "staging",
-    "prefetch_budget_bytes", "gpu_split", "noise_seed", "engine", "arrivals", "slo",
-)  # fmt: skip
+    "policy",
+    "cache",
+    "prefetch",
+    "routing",
+    "hw",
+    "cache_ratio",
+    "slots_per_layer",
+    "gpu_memory_bytes",
+    "host_memory_bytes",
+    "host_cache",
+    "staging",
+    "prefetch_budget_bytes",
+    "gpu_split",
+    "noise_seed",
+    "engine",
+    "arrivals",
+    "slo",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any
 from scipy import stats
 
 from moesim.base.files import written_beside
-from moesim.evidence.reproduction import questions
 from moesim.evidence.reproduction.orders import directions, label, orders, sides
+from moesim.evidence.reproduction.questions import (
+    ANCHORED,
+    INPUT,
+    MOST_MOVE,
+    UNANSWERED,
+    anchors,
+    exchanges,
+)
 from moesim.reporting.charts import GPU, Chart, channel, layer, records, rule, shown
 from moesim.reporting.pages import Page, PageTable, page_origin
 from moesim.reporting.tables import markdown_table
@@ -108,9 +115,9 @@ def summary(answered: Sequence[Answered]) -> dict[str, Any]:
         "records": len(answered),
         "simulated": len(simulated),
         "computed": len(compared) - len(simulated),
-        "anchored": statuses[questions.ANCHORED],
-        "inputs": statuses[questions.INPUT],
-        "unanswered": statuses[questions.UNANSWERED],
+        "anchored": statuses[ANCHORED],
+        "inputs": statuses[INPUT],
+        "unanswered": statuses[UNANSWERED],
         **_counts("directions", directions(answered)),
         **_counts("orders", of_systems),
         **_counts("parameter_orders", of_parameters),
@@ -175,8 +182,8 @@ def _summary_table(counts: dict[str, dict[str, Any]]) -> Table:
         " is published. Ratios are ours over published, of gains in % the speedups that"
         " they state; of simulated records, not of upper bounds, nor of a baseline"
         " beside itself. Decided are those that no exchange of an unpublished input"
-        f" (below) moves by more than a factor of {questions.MOST_MOVE:g}, and those"
-        " that are as far off to one side under every exchange.",
+        f" (below) moves by more than a factor of {MOST_MOVE:g}, and those that are as"
+        " far off to one side under every exchange.",
         (
             "paper",
             "records",
@@ -349,7 +356,7 @@ def _exchanges(answered: Sequence[Answered]) -> Table:
     ]
     reasons = " ".join(
         f"{name[0].upper()}{name[1:]}: {exchange['why']}."
-        for name, exchange in questions.exchanges().items()
+        for name, exchange in exchanges().items()
     )
     return Table(
         "What unpublished inputs decide",
@@ -415,7 +422,7 @@ def _experiment(reproduction: Reproduction) -> Table:
 
 def anchor_note(experiment: Experiment) -> str:
     """Words for an experiment whose records made the drawn predictions."""
-    if set(experiment.published) & questions.anchors():
+    if set(experiment.published) & anchors():
         return (
             " Its records made the predictions of the drawn traces above, so they are"
             " not counted; the figures here are of other traces."

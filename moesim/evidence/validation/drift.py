@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from moesim.evidence.validation import paired_runs
+from moesim.evidence.validation.paired_runs import (
+    ROUTED,
+    Trial,
+    TrialRunner,
+    drawn_steps,
+)
 from moesim.evidence.validation.time_breakdown import TERMS, terms_by_step
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import pace_at_times, pace_of_runs
@@ -55,8 +60,8 @@ class ReferenceRun(NamedTuple):
         seconds: by repetition and term, float64 [steps].
     """
 
-    runner: paired_runs.TrialRunner
-    trial: paired_runs.Trial
+    runner: TrialRunner
+    trial: Trial
     seconds: list[dict[str, np.ndarray]]
 
 
@@ -88,18 +93,18 @@ class ReferenceRuns:
         self._other_runs = 0
         self.runs: dict[str, ReferenceRun] = {}
         # Fixed seed: the same routing in every calibration and validation.
-        steps = paired_runs.drawn_steps(batch=(4, 1), prompt=0, decode=8, seed=7)
+        steps = drawn_steps(batch=(4, 1), prompt=0, decode=8, seed=7)
         for size, spec in shapes.items():
-            shape = shape_for(paired_runs.ROUTED, spec, dtype)
+            shape = shape_for(ROUTED, spec, dtype)
             runner = open_runners.enter_context(
-                paired_runs.TrialRunner(
+                TrialRunner(
                     shape, profile, dtype=dtype, store=stores / f"reference{size}"
                 )
             )
             half_bytes = shape.routed_bytes // 2
             for tier, host_bytes in (("memory", None), ("ssd", half_bytes)):
                 memory = MemoryOptions(cache_ratio=0.3, host_memory_bytes=host_bytes)
-                trial = paired_runs.Trial(_POLICY, memory, steps)
+                trial = Trial(_POLICY, memory, steps)
                 # The first run meets memory that was never written; it does not count.
                 runner.run(trial, profile)
                 self.runs[tier + size] = ReferenceRun(runner, trial, [])
@@ -183,7 +188,7 @@ def nearest_run(shape: ModelShape, dtype: str, *, ssd: bool) -> str:
 
     def distance(size: str) -> float:
         # By ratio: what caches hold of an expert decides how alike two sizes are.
-        reference = shape_for(paired_runs.ROUTED, SHAPES[size], dtype)
+        reference = shape_for(ROUTED, SHAPES[size], dtype)
         ratio = shape.max_expert_bytes / reference.max_expert_bytes
         return abs(float(np.log(ratio)))
 

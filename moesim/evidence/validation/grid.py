@@ -24,7 +24,6 @@ import numpy as np
 
 from moesim.base.files import ScratchFolder
 from moesim.base.long_work import Every, Journal
-from moesim.evidence.validation import time_breakdown
 from moesim.evidence.validation.drift import (
     ReferenceRuns,
     drift,
@@ -39,6 +38,12 @@ from moesim.evidence.validation.paired_runs import (
 )
 from moesim.evidence.validation.profile_checks import warnings_of
 from moesim.evidence.validation.results import FIGURES, Cell, Coordinates, Validation
+from moesim.evidence.validation.time_breakdown import (
+    TERMS,
+    step_seconds,
+    terms,
+    terms_by_step,
+)
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.schema import ProfileError
 from moesim.policies.systems import compose as compose_system
@@ -410,7 +415,7 @@ class _Grid:
         begin_s = time.monotonic()
         timeline = runner.run(trial, self._profile, seed=self._seed)
         cell.measured.append(_figures(timeline))
-        cell.steps_s.append(time_breakdown.step_seconds(timeline).tolist())
+        cell.steps_s.append(step_seconds(timeline).tolist())
         run_s = time.monotonic() - begin_s
         # The same simulation answers for all repetitions.
         if not cell.predicted:
@@ -454,12 +459,12 @@ class _Grid:
         cell.replications_s = [
             figures["tpot_s"] for figures in replications if figures["tpot_s"]
         ]
-        by_term = [time_breakdown.terms_by_step(timeline) for timeline in timelines]
-        for term in time_breakdown.TERMS:
+        by_term = [terms_by_step(timeline) for timeline in timelines]
+        for term in TERMS:
             of_term = [seconds[term] for seconds in by_term]
             mean_s = np.mean(of_term, axis=0)
             cell.predicted_terms_s[term] = mean_s.tolist()
-        steps_s = [time_breakdown.step_seconds(timeline) for timeline in timelines]
+        steps_s = [step_seconds(timeline) for timeline in timelines]
         cell.predicted_steps_s = np.mean(steps_s, axis=0).tolist()
         if drawn:
             cell.replication_steps_s = [seconds.tolist() for seconds in steps_s]
@@ -473,7 +478,7 @@ def _figures(timeline: Timeline) -> dict[str, Any]:
         **{key: metrics[key] for key in FIGURES},
         "busy_s": metrics["busy_s"],
         "bytes": metrics["bytes"],
-        "terms": time_breakdown.terms(timeline),
+        "terms": terms(timeline),
     }
 
 

@@ -25,7 +25,6 @@ from moesim.evidence.validation.profile_checks import (
 )
 from moesim.evidence.validation.structure import load_run
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.calibration import observations
 from moesim.hwprofiles.calibration.estimates import (
     FitReport,
     clipped_mean,
@@ -33,6 +32,12 @@ from moesim.hwprofiles.calibration.estimates import (
 )
 from moesim.hwprofiles.calibration.fit_curves import LEAST_SAMPLES
 from moesim.hwprofiles.calibration.fit_operations import SPAN_KINDS
+from moesim.hwprofiles.calibration.observations import (
+    DesignedRun,
+    Gaps,
+    RunSpans,
+    add_gaps,
+)
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.dense_costs import DenseCosts, dense_reference
 from moesim.hwprofiles.lanes import COMPUTE_KINDS
@@ -622,8 +627,8 @@ def _parts(
     """Cut a run, or a simulation of it, into its parts."""
     shape = run.setup.shape
     policy = run.setup.system.assignment.partition(":")[0]
-    spans = observations.RunSpans(
-        observations.DesignedRun(
+    spans = RunSpans(
+        DesignedRun(
             timeline,
             shape,
             assignment=policy,
@@ -651,8 +656,8 @@ def _parts(
         tokens = spans.of_steps(amount)[dense.step[chosen]]
         yield Part(name, shape), _samples(dense.seconds[chosen], tokens)
 
-    gaps = observations.Gaps()
-    observations.add_gaps(spans, gaps)
+    gaps = Gaps()
+    add_gaps(spans, gaps)
     yield Part(FIRST_OPERATION), _samples(_gap_seconds(gaps.first))
     yield Part(JOIN), _samples(_gap_seconds(gaps.join))
 

@@ -262,9 +262,16 @@ _SITTING_HEADS = (
     "verdict",
 )
 _CELL_HEADS = (
-    "sitting", "cell", "measured", "95 %", "predicted", "error", "beyond the interval",
-    "lost", "counts",
-)  # fmt: skip
+    "sitting",
+    "cell",
+    "measured",
+    "95 %",
+    "predicted",
+    "error",
+    "beyond the interval",
+    "lost",
+    "counts",
+)
 _LEGEND = (
     "Times are those of an output token. *beyond the interval*: what of the error the"
     " measurement's own interval does not cover. *lost*: share of the time that other"

@@ -10,7 +10,17 @@ import numpy as np
 
 from moesim.base.files import write_text
 from moesim.base.units import NO_VALUE
-from moesim.reporting import charts
+from moesim.reporting.charts import (
+    GPU,
+    QUIET,
+    Chart,
+    Styles,
+    channel,
+    layer,
+    records,
+    rule,
+    shown,
+)
 from moesim.reporting.pages import Facts, Page, PageTable, page_origin, trace_words
 from moesim.reporting.tables import aligned, facts_lines, markdown_table
 
@@ -87,9 +97,21 @@ def save(
 
 TITLE = "Simulated against measured"
 CELL_HEADS = (
-    "trace", "shape", "policy", "cache", "host", "batch", "TPOT measured", "predicted",
-    "error", "noise", "p95 error", "TTFT error", "hits", "equivalent",
-)  # fmt: skip
+    "trace",
+    "shape",
+    "policy",
+    "cache",
+    "host",
+    "batch",
+    "TPOT measured",
+    "predicted",
+    "error",
+    "noise",
+    "p95 error",
+    "TTFT error",
+    "hits",
+    "equivalent",
+)
 SHARED_HEADS = (
     "coordinate",
     "cells",
@@ -348,7 +370,7 @@ def _yes(value: bool | None) -> str:
     return "yes" if value else "no"
 
 
-def parity(result: dict[str, Any]) -> charts.Chart:
+def parity(result: dict[str, Any]) -> Chart:
     """Predicted against measured TPOT, one point per cell, by policy."""
     rows = [
         {
@@ -368,17 +390,17 @@ def parity(result: dict[str, Any]) -> charts.Chart:
     band = [
         each | {"low": 0.95 * each["at"], "high": 1.05 * each["at"]} for each in line
     ]
-    at = charts.channel("at", None, scale={"type": "log"})
+    at = channel("at", None, scale={"type": "log"})
     low = {"field": "low", "type": "quantitative"}
-    area = {"type": "area", "color": charts.QUIET, "opacity": 0.3}
-    styles = charts.Styles(_policies(result))
-    points = charts.layer(
+    area = {"type": "area", "color": QUIET, "opacity": 0.3}
+    styles = Styles(_policies(result))
+    points = layer(
         "point",
-        x=charts.channel("measured", "measured TPOT, ms", scale={"type": "log"}),
-        y=charts.channel("predicted", "predicted TPOT, ms", scale={"type": "log"}),
+        x=channel("measured", "measured TPOT, ms", scale={"type": "log"}),
+        y=channel("predicted", "predicted TPOT, ms", scale={"type": "log"}),
         color=styles.colour(),
         shape=styles.mark(),
-        tooltip=charts.shown(
+        tooltip=shown(
             ("policy", "policy"),
             ("shape", "shape"),
             ("cache", "cache"),
@@ -387,13 +409,13 @@ def parity(result: dict[str, Any]) -> charts.Chart:
             ("predicted", "predicted, ms", ".4g"),
         ),
     )
-    shade = charts.layer(area, data="band", x=at, y=low, y2={"field": "high"})
+    shade = layer(area, data="band", x=at, y=low, y2={"field": "high"})
     label = "Predicted against measured time per token; the band is 5 %"
-    data = {"cells": charts.records(rows), "band": charts.records(band)}
+    data = {"cells": records(rows), "band": records(band)}
     return _chart([shade, points], data, label, height=360)
 
 
-def cell_errors(result: dict[str, Any]) -> charts.Chart:
+def cell_errors(result: dict[str, Any]) -> Chart:
     """Error of each cell, sorted, with its noise floor beside it."""
     # A cell without decode steps has no error; it stands at zero.
     cells = sorted(result["cells"], key=lambda cell: cell["tpot_error"] or 0.0)
@@ -407,22 +429,20 @@ def cell_errors(result: dict[str, Any]) -> charts.Chart:
         }
         for place, cell in enumerate(cells)
     ]
-    x = charts.channel(
-        "cell", "cells, sorted", "O", axis={"labels": False, "ticks": False}
-    )
-    y = charts.channel("error", "TPOT error", axis={"format": "+.0%"})
-    hover = charts.shown(
+    x = channel("cell", "cells, sorted", "O", axis={"labels": False, "ticks": False})
+    y = channel("error", "TPOT error", axis={"format": "+.0%"})
+    hover = shown(
         ("policy", "policy"), ("error", "error", "+.1%"), ("high", "noise", ".1%")
     )
     low = {"field": "low", "type": "quantitative"}
     noise = {"type": "bar", "color": "#E69F00", "opacity": 0.5}
-    bars = charts.layer({"type": "bar", "color": charts.GPU}, x=x, y=y, tooltip=hover)
-    floors = charts.layer(noise, x=x, y=low, y2={"field": "high"}, tooltip=hover)
+    bars = layer({"type": "bar", "color": GPU}, x=x, y=y, tooltip=hover)
+    floors = layer(noise, x=x, y=low, y2={"field": "high"}, tooltip=hover)
     label = "Error of each cell; orange: by how much it would differ if measured anew"
-    return _chart([bars, floors], {"cells": charts.records(rows)}, label)
+    return _chart([bars, floors], {"cells": records(rows)}, label)
 
 
-def token_errors(result: dict[str, Any]) -> charts.Chart:
+def token_errors(result: dict[str, Any]) -> Chart:
     """Distribution of the errors of single tokens, by policy."""
     rows = []
     for policy in _policies(result):
@@ -435,28 +455,28 @@ def token_errors(result: dict[str, Any]) -> charts.Chart:
             shares = np.percentile(errors, (5, 25, 50, 75, 95)).tolist()
             names = ("p5", "p25", "p50", "p75", "p95")
             rows.append({"policy": policy, **dict(zip(names, shares, strict=True))})
-    x = charts.channel("policy", None, "N", sort=None, axis={"labelAngle": -15})
+    x = channel("policy", None, "N", sort=None, axis={"labelAngle": -15})
     title = {"title": "error of one token", "axis": {"format": "+.0%"}}
-    hover = charts.shown(
+    hover = shown(
         *((name, name, "+.1%") for name in ("p5", "p25", "p50", "p75", "p95"))
     )
 
     def between(mark: dict[str, Any], low: str, high: str) -> dict[str, Any]:
         y = {"field": low, "type": "quantitative", **title}
-        return charts.layer(mark, x=x, y=y, y2={"field": high}, tooltip=hover)
+        return layer(mark, x=x, y=y, y2={"field": high}, tooltip=hover)
 
-    middle = charts.channel("p50", "error of one token", axis={"format": "+.0%"})
+    middle = channel("p50", "error of one token", axis={"format": "+.0%"})
     layers = [
         between({"type": "rule"}, "p5", "p95"),
         between({"type": "bar", "size": 24}, "p25", "p75"),
-        charts.layer({"type": "tick", "color": "white", "size": 24}, x=x, y=middle),
-        charts.rule(0.0),
+        layer({"type": "tick", "color": "white", "size": 24}, x=x, y=middle),
+        rule(0.0),
     ]
     label = "Error of single tokens; boxes are quartiles, lines 5 % to 95 %"
-    return _chart(layers, {"cells": charts.records(rows)}, label)
+    return _chart(layers, {"cells": records(rows)}, label)
 
 
-def term_errors(result: dict[str, Any]) -> charts.Chart:
+def term_errors(result: dict[str, Any]) -> Chart:
     """Which term of the model differs, by policy: predicted minus measured, share of
     the makespan.
     """
@@ -466,23 +486,21 @@ def term_errors(result: dict[str, Any]) -> charts.Chart:
         for term in result["terms"]:
             share = float(np.median([cell["terms"][term] for cell in cells]))
             rows.append({"policy": policy, "term": term, "share": share})
-    bars = charts.layer(
+    bars = layer(
         "bar",
-        x=charts.channel("policy", None, "N", sort=None, axis={"labelAngle": -15}),
-        xOffset=charts.channel("term", None, "N", sort=None),
-        y=charts.channel(
-            "share", "predicted - measured, of the run", axis={"format": "+.0%"}
-        ),
-        color=charts.channel("term", None, "N", sort=None),
-        tooltip=charts.shown(
+        x=channel("policy", None, "N", sort=None, axis={"labelAngle": -15}),
+        xOffset=channel("term", None, "N", sort=None),
+        y=channel("share", "predicted - measured, of the run", axis={"format": "+.0%"}),
+        color=channel("term", None, "N", sort=None),
+        tooltip=shown(
             ("policy", "policy"), ("term", "term"), ("share", "off by", "+.1%")
         ),
     )
     label = "Which term differs: predicted minus measured, median over cells"
-    return _chart([bars, charts.rule(0.0)], {"cells": charts.records(rows)}, label)
+    return _chart([bars, rule(0.0)], {"cells": records(rows)}, label)
 
 
-FIGURES: tuple[Callable[[dict[str, Any]], charts.Chart], ...] = (
+FIGURES: tuple[Callable[[dict[str, Any]], Chart], ...] = (
     parity,
     cell_errors,
     token_errors,
@@ -496,11 +514,9 @@ def _chart(
     data: dict[str, dict[str, list[Any]]],
     label: str,
     height: int = 240,
-) -> charts.Chart:
+) -> Chart:
     size = {"width": 700, "height": height}
-    return charts.Chart(
-        {"data": {"name": "cells"}, **size, "layer": layers}, data, label
-    )
+    return Chart({"data": {"name": "cells"}, **size, "layer": layers}, data, label)
 
 
 def _policies(result: dict[str, Any]) -> list[str]:

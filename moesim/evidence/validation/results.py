@@ -22,9 +22,16 @@ if TYPE_CHECKING:
 MARGIN = 0.05
 """Of the equivalence test."""
 FIGURES = (
-    "tpot_s", "tpot_p50_s", "tpot_p95_s", "ttft_s", "hits", "delayed_hits", "misses",
-    "planning_s", "makespan_s",
-)  # fmt: skip
+    "tpot_s",
+    "tpot_p50_s",
+    "tpot_p95_s",
+    "ttft_s",
+    "hits",
+    "delayed_hits",
+    "misses",
+    "planning_s",
+    "makespan_s",
+)
 HIT_COUNTS = ("hits", "delayed_hits", "misses")
 
 

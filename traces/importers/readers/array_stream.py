@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.traces.importers.readers import foreign, tensors, torch_file
+from moesim.traces.importers.readers import tensors, torch_file
+from moesim.traces.importers.readers.foreign import (
+    decoding,
+    from_bf16,
+    raw_dtype,
+    row_dtype,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,7 +62,7 @@ class ArrayStream:
                 raise ValueError(f"{self.shape[0]} rows promised, fewer found")
 
             part = np.frombuffer(data, self.raw).reshape(due, *self.shape[1:])
-            yield part if self.raw == self.dtype else foreign.from_bf16(part)
+            yield part if self.raw == self.dtype else from_bf16(part)
 
         # A zip says only behind the last byte whether its checksum is right.
         read(1)
@@ -69,7 +75,7 @@ def streams(path: Path) -> dict[str, ArrayStream]:
         TraceError: none of the kinds, damaged, or not made of plain tensors.
     """
     kind = tensors.kind_of(path)
-    with foreign.decoding(path, kind or "tensors"):
+    with decoding(path, kind or "tensors"):
         if kind == "npz":
             arrays = _npz_members(path)
         elif kind == "npy":
@@ -107,7 +113,7 @@ def in_memory(values: np.ndarray) -> ArrayStream:
 
 def _in_file(path: Path, dtype: str, shape: tuple[int, ...], start: int) -> ArrayStream:
     """Numbers that lie in a file from byte `start` on; `dtype` may be ``bf16``."""
-    raw = foreign.raw_dtype(dtype)
+    raw = raw_dtype(dtype)
     stop = start + math.prod(shape) * raw.itemsize
 
     def begin() -> Callable[[int], bytes]:
@@ -124,7 +130,7 @@ def _in_file(path: Path, dtype: str, shape: tuple[int, ...], start: int) -> Arra
 
         return read
 
-    return ArrayStream(shape, foreign.row_dtype(dtype), raw, begin)
+    return ArrayStream(shape, row_dtype(dtype), raw, begin)
 
 
 def _npy(path: Path) -> ArrayStream:
@@ -175,6 +181,4 @@ def _torch(tensor: torch_file.StoredTensor) -> ArrayStream:
         return in_memory(tensor.array())
 
     dtype = tensor.storage.dtype
-    return ArrayStream(
-        tensor.shape, foreign.row_dtype(dtype), tensor.storage.raw, begin
-    )
+    return ArrayStream(tensor.shape, row_dtype(dtype), tensor.storage.raw, begin)

@@ -29,10 +29,23 @@ if TYPE_CHECKING:
 # What decoding bytes of another program may raise. A `RecursionError` is a
 # `RuntimeError`; numpy's npy headers are parsed as Python, hence the tokenizer's.
 DECODING_ERRORS = (
-    ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError,
-    EOFError, MemoryError, OSError, RuntimeError, SyntaxError, tokenize.TokenError,
-    struct.error, zipfile.BadZipFile, zlib.error, pa.ArrowException,
-)  # fmt: skip
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    EOFError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    tokenize.TokenError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+    pa.ArrowException,
+)
 
 # A library may quote the file at length; one line holds no more than this.
 _REASON_LETTERS = 200

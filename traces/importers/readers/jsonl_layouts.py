@@ -13,12 +13,18 @@ import numpy as np
 
 from moesim.base.inputs import load_json, read_text
 from moesim.traces.format.parquet import lists, numbers, values
-from moesim.traces.importers.readers import json_lines
 from moesim.traces.importers.readers.foreign import (
     NAMES,
     decoding,
     layout_error,
     named_by,
+)
+from moesim.traces.importers.readers.json_lines import (
+    JsonLinesReader,
+    columns_of,
+    is_null,
+    list_lengths,
+    list_values,
 )
 from moesim.traces.importers.readers.text import filled, first_line, first_object
 
@@ -134,7 +140,7 @@ def row_tables(path: Path, keys: Keys = KEYS) -> Iterator[RowTable]:
         return
     _refuse_two_positions(path, first, keys)
     layout = _layout_of(first, rows.top_k, keys)
-    reader = json_lines.JsonLinesReader(layout.structure)
+    reader = JsonLinesReader(layout.structure)
 
     held = [reader.parse(path, rows.held)] if rows.held else []
     behind = [] if rows.skip is None else reader.read(path, rows.skip)
@@ -277,7 +283,7 @@ class _RowLayout:
         self.structure = _structure(first, tuple(keys), keys)
 
     def table(self, lines: JsonLines) -> RowTable:
-        columns = json_lines.columns_of(lines.values)
+        columns = columns_of(lines.values)
         line = np.arange(len(lines.place))
         keys = self._keys
         by_name = {name: _column(columns, name, keys) for name in keys}
@@ -301,14 +307,14 @@ class _TokenLayout:
         }
 
     def table(self, lines: JsonLines) -> RowTable:
-        columns = json_lines.columns_of(lines.values)
+        columns = columns_of(lines.values)
         layers = columns["layers"]
         if layers.null_count:
-            first = int(json_lines.is_null(layers).argmax())
+            first = int(is_null(layers).argmax())
             place = f"line {lines.number(first)}"
             raise layout_error(lines.path, place, "a list of layers", "none")
 
-        lengths = json_lines.list_lengths(layers)
+        lengths = list_lengths(layers)
         if not lengths.all():
             first = int(lengths.argmin())
             place = f"line {lines.number(first)}"
@@ -318,10 +324,10 @@ class _TokenLayout:
         turn = (np.arange(len(line)) - first_row[line]).astype(np.float64)
 
         layer = None
-        experts = json_lines.list_values(layers)
+        experts = list_values(layers)
         weights = None
         if self._has_objects:
-            parts = json_lines.columns_of(experts)
+            parts = columns_of(experts)
             layer = _column(parts, "layer", self._keys)
             experts = _column(parts, "experts", self._keys)
             weights = _column(parts, "weights", self._keys)
@@ -358,10 +364,10 @@ class _ListLayout:
         rows = lines.values
         line = np.arange(len(rows))
         if self._nested:
-            line = np.repeat(line, json_lines.list_lengths(rows))
-            rows = json_lines.list_values(rows)
+            line = np.repeat(line, list_lengths(rows))
+            rows = list_values(rows)
 
-        lengths = json_lines.list_lengths(rows)
+        lengths = list_lengths(rows)
         self._top_k = self._top_k or int(lengths[0]) - 1
         wrong = lengths != self._top_k + 1
         if wrong.any() or self._top_k < 1:
@@ -373,9 +379,9 @@ class _ListLayout:
                 f"{lengths[row]} values",
             )
 
-        cells = json_lines.list_values(rows)
+        cells = list_values(rows)
         if cells.null_count:
-            row = int(json_lines.is_null(cells).argmax()) // (self._top_k + 1)
+            row = int(is_null(cells).argmax()) // (self._top_k + 1)
             place = f"line {lines.number(line[row])}"
             actual = lines.parsed(int(line[row]))
             raise layout_error(lines.path, place, "numbers", actual)

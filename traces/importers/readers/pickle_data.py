@@ -41,14 +41,46 @@ DEEPEST = 100
 # reader of the file allows.
 _DATA = frozenset(
     {
-        "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "EMPTY_LIST",
-        "EMPTY_DICT", "EMPTY_TUPLE", "BININT", "BININT1", "BININT2", "LONG1",
-        "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "SHORT_BINSTRING",
-        "BINSTRING", "BINBYTES", "SHORT_BINBYTES", "TUPLE", "TUPLE1", "TUPLE2",
-        "TUPLE3", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINPUT", "LONG_BINPUT",
-        "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL", "BINPERSID", "REDUCE",
+        "PROTO",
+        "FRAME",
+        "STOP",
+        "MARK",
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+        "EMPTY_LIST",
+        "EMPTY_DICT",
+        "EMPTY_TUPLE",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "BINFLOAT",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "BINUNICODE8",
+        "SHORT_BINSTRING",
+        "BINSTRING",
+        "BINBYTES",
+        "SHORT_BINBYTES",
+        "TUPLE",
+        "TUPLE1",
+        "TUPLE2",
+        "TUPLE3",
+        "APPEND",
+        "APPENDS",
+        "SETITEM",
+        "SETITEMS",
+        "BINPUT",
+        "LONG_BINPUT",
+        "MEMOIZE",
+        "BINGET",
+        "LONG_BINGET",
+        "GLOBAL",
+        "BINPERSID",
+        "REDUCE",
     }
-)  # fmt: skip
+)
 _PUTS = ("BINPUT", "LONG_BINPUT", "MEMOIZE")
 _CODES = {ord(code.code): code.name for code in pickletools.opcodes}
 

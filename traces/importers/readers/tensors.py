@@ -12,10 +12,23 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.base import inputs
+from moesim.base.inputs import (
+    MOST_ARRAY_BYTES,
+    MOST_BYTES_VARIABLE,
+    load_json,
+    most_bytes,
+)
 from moesim.base.seals import check_tensors
 from moesim.base.units import format_bytes
-from moesim.traces.importers.readers import foreign, torch_file
+from moesim.traces.importers.readers import torch_file
+from moesim.traces.importers.readers.foreign import (
+    BF16,
+    DECODING_ERRORS,
+    decoding,
+    from_bf16,
+    layout_error,
+    raw_dtype,
+)
 from moesim.traces.importers.readers.text import head
 
 if TYPE_CHECKING:
@@ -26,7 +39,7 @@ _SAFETENSORS_TYPES = {
     "F64": "<f8",
     "F32": "<f4",
     "F16": "<f2",
-    "BF16": foreign.BF16,
+    "BF16": BF16,
     "I64": "<i8",
     "I32": "<i4",
     "I16": "<i2",
@@ -65,7 +78,7 @@ def _kind_of_zip(path: Path) -> str:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except foreign.DECODING_ERRORS:
+    except DECODING_ERRORS:
         return ""
     return "npz" if names and all(name.endswith(".npy") for name in names) else ""
 
@@ -78,7 +91,7 @@ def load_named(path: Path) -> dict[str, np.ndarray]:
         TraceError: none of the kinds, damaged, or not made of plain tensors.
     """
     kind = kind_of(path)
-    with foreign.decoding(path, kind or "tensors"):
+    with decoding(path, kind or "tensors"):
         if kind == "npy":
             with path.open("rb") as file:
                 arrays = {"": array(path, "array", file, path.stat().st_size)}
@@ -89,7 +102,7 @@ def load_named(path: Path) -> dict[str, np.ndarray]:
         elif kind == "torch":
             arrays = leaves("", torch_file.load(path))
         else:
-            raise foreign.layout_error(
+            raise layout_error(
                 path,
                 "content",
                 "safetensors, npy, npz or a torch zip",
@@ -169,21 +182,21 @@ def array(path: Path, name: str, file: IO[bytes], size_bytes: int) -> np.ndarray
         data[filled : filled + len(piece)] = np.frombuffer(piece, np.uint8)
         filled += len(piece)
     if filled != due:
-        raise foreign.layout_error(path, name, f"{due} bytes", f"{filled}", _CUT_OFF)
+        raise layout_error(path, name, f"{due} bytes", f"{filled}", _CUT_OFF)
 
     return data.view(dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def _check_size(path: Path, name: str, size_bytes: int) -> None:
     """Refuse arrays that would not fit into memory."""
-    most = max(inputs.MOST_ARRAY_BYTES, inputs.most_bytes())
+    most = max(MOST_ARRAY_BYTES, most_bytes())
     if size_bytes > most:
-        raise foreign.layout_error(
+        raise layout_error(
             path,
             name,
             f"arrays of at most {format_bytes(most)}",
             format_bytes(size_bytes),
-            f"{inputs.MOST_BYTES_VARIABLE} raises the limit",
+            f"{MOST_BYTES_VARIABLE} raises the limit",
         )
 
 
@@ -197,7 +210,7 @@ def check_header(
     """
     if dtype.hasobject or dtype.kind not in "iufb":
         actual = f"dtype {dtype}, which is never unpickled"
-        raise foreign.layout_error(path, name, "numbers", actual, "save plain numbers")
+        raise layout_error(path, name, "numbers", actual, "save plain numbers")
 
     # Python's integers: a hostile shape must not wrap around.
     count = 1
@@ -205,7 +218,7 @@ def check_header(
         count *= side
     if min(shape, default=0) < 0 or count * dtype.itemsize > size_bytes:
         expected = f"at most {size_bytes} bytes"
-        raise foreign.layout_error(path, name, expected, f"shape {shape} of {dtype}")
+        raise layout_error(path, name, expected, f"shape {shape} of {dtype}")
 
     return count
 
@@ -233,10 +246,10 @@ def _safetensors(path: Path) -> dict[str, np.ndarray]:
     arrays = {}
     header = _safetensors_header(path)
     for name, (dtype, shape, start) in _places(path, *header).items():
-        raw = foreign.raw_dtype(dtype)
+        raw = raw_dtype(dtype)
         stop = start + math.prod(shape) * raw.itemsize
         numbers = np.frombuffer(data[start:stop], raw).reshape(shape)
-        arrays[name] = foreign.from_bf16(numbers) if dtype == foreign.BF16 else numbers
+        arrays[name] = from_bf16(numbers) if dtype == BF16 else numbers
 
     metadata = header[0].get("__metadata__")
     if metadata:
@@ -263,10 +276,8 @@ def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(file.read(8), "little")
         if 8 + length > size:
             actual = f"{size - 8}"
-            raise foreign.layout_error(
-                path, "header", f"{length} bytes", actual, _CUT_OFF
-            )
-        return inputs.load_json(file.read(length)), 8 + length
+            raise layout_error(path, "header", f"{length} bytes", actual, _CUT_OFF)
+        return load_json(file.read(length)), 8 + length
 
 
 def _places(
@@ -289,20 +300,20 @@ def _place(
     dtype = _SAFETENSORS_TYPES.get(entry["dtype"])
     if dtype is None:
         expected = f"one of {', '.join(_SAFETENSORS_TYPES)}"
-        raise foreign.layout_error(path, place, expected, entry["dtype"], "convert it")
+        raise layout_error(path, place, expected, entry["dtype"], "convert it")
 
     start, stop = entry["data_offsets"]
     if not 0 <= start <= stop <= data_bytes:
         actual = f"bytes {start}..{stop}"
-        raise foreign.layout_error(
+        raise layout_error(
             path, place, "a place inside the file", actual, "was it cut off?"
         )
 
     shape = tuple(entry["shape"])
-    due = math.prod(shape) * foreign.raw_dtype(dtype).itemsize
+    due = math.prod(shape) * raw_dtype(dtype).itemsize
     if min(shape, default=0) < 0 or due != stop - start:
         expected = f"{due} bytes for shape {list(shape)}"
-        raise foreign.layout_error(path, place, expected, stop - start)
+        raise layout_error(path, place, expected, stop - start)
 
     return dtype, shape, start
 
@@ -324,4 +335,4 @@ def integers(path: Path, name: str, array: Any, dimensions: int) -> np.ndarray:
     if is_array:
         actual = f"{array.dtype} {list(array.shape)}"
     expected = f"integers with {dimensions} dimensions"
-    raise foreign.layout_error(path, name, expected, actual)
+    raise layout_error(path, name, expected, actual)

@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.traces.importers.readers import foreign
+from moesim.traces.importers.readers.foreign import (
+    BF16,
+    DECODING_ERRORS,
+    ParseCache,
+    decoding,
+    from_bf16,
+    raw_dtype,
+)
 from moesim.traces.importers.readers.pickle_data import WAY_OUT, GlobalName, read_pickle
 from moesim.traces.importers.readers.text import head
 
@@ -39,7 +46,7 @@ _STORAGE_TYPES = {
     "FloatStorage": "<f4",
     "DoubleStorage": "<f8",
     "HalfStorage": "<f2",
-    "BFloat16Storage": foreign.BF16,
+    "BFloat16Storage": BF16,
     "LongStorage": "<i8",
     "IntStorage": "<i4",
     "ShortStorage": "<i2",
@@ -103,7 +110,7 @@ class StoredTensor:
                 numbers[self.offset :], self.shape, strides, writeable=False
             )
 
-        return foreign.from_bf16(view) if self.storage.dtype == foreign.BF16 else view
+        return from_bf16(view) if self.storage.dtype == BF16 else view
 
     @property
     def _is_dense(self) -> bool:
@@ -132,7 +139,7 @@ def is_torch_file(path: Path) -> bool:
 
     try:
         return bool(_archive.get(path).pickles())
-    except foreign.DECODING_ERRORS:
+    except DECODING_ERRORS:
         return False
 
 
@@ -163,7 +170,7 @@ def pickled_strings(path: Path) -> set[str]:
         size = archive.member("data.pkl").file_size
         opening = archive.part("data.pkl", 0, _OPENING_BYTES)
         ending = archive.part("data.pkl", max(0, size - _ENDING_BYTES), size)
-    except foreign.DECODING_ERRORS:
+    except DECODING_ERRORS:
         return set()
 
     strings: set[str] = set()
@@ -190,7 +197,7 @@ def load(path: Path, *, stored: bool = False) -> Any:
     Raises:
         TraceError: not such a file, damaged, or it names anything but tensors.
     """
-    with foreign.decoding(path, "torch file"):
+    with decoding(path, "torch file"):
         archive = _archive.get(path)
         _check_archive(path, archive)
 
@@ -315,7 +322,7 @@ class TorchArchive:
         )
 
 
-_archive = foreign.ParseCache(TorchArchive)
+_archive = ParseCache(TorchArchive)
 
 
 class _TensorRebuilder:
@@ -337,7 +344,7 @@ class _TensorRebuilder:
         if kind != "storage" or dtype is None:
             raise TraceError(f"refused {storage}: not a storage of numbers; {WAY_OUT}")
 
-        return _Storage(str(key), dtype, foreign.raw_dtype(dtype))
+        return _Storage(str(key), dtype, raw_dtype(dtype))
 
     def tensor(
         self,

@@ -71,11 +71,16 @@ def info(options: LookOptions) -> None:
 
 def _facts(trace: dict[str, Any]) -> dict[str, str]:
     from moesim.base.units import format_bytes, format_sizes
-    from moesim.traces.synthetic import marks
+    from moesim.traces.synthetic.marks import (
+        PREDICTIONS,
+        WIDTHS,
+        predictions_text,
+        widths_text,
+    )
 
     provenance = dict(trace["provenance"])
-    drawn = provenance.pop(marks.PREDICTIONS, None)
-    widths = provenance.pop(marks.WIDTHS, None)
+    drawn = provenance.pop(PREDICTIONS, None)
+    widths = provenance.pop(WIDTHS, None)
     facts = {
         "trace": (
             f"{trace['path']}, {format_bytes(trace['size_bytes'])}, {trace['rows']:,}"
@@ -88,7 +93,7 @@ def _facts(trace: dict[str, Any]) -> dict[str, str]:
         ),
         # Layers of mixed quantisation have experts of several sizes.
         "one expert": format_sizes(trace["expert_bytes"]),
-        "widths of experts": marks.widths_text(widths) if widths else "",
+        "widths of experts": widths_text(widths) if widths else "",
         "tokens": (
             f"{trace['prefill_tokens']:,} prompt, {trace['decode_tokens']:,} generated,"
             f" in {trace['sequences']:,} sequence{'s' * (trace['sequences'] != 1)}"
@@ -96,7 +101,7 @@ def _facts(trace: dict[str, Any]) -> dict[str, str]:
         "columns": ", ".join(trace["columns"]) or "only the required ones",
         "assumed": ", ".join(trace["assumed"]),
         # Beside the columns, so that nobody takes them for recorded ones.
-        "synthetic predictions": marks.predictions_text(drawn) if drawn else "",
+        "synthetic predictions": predictions_text(drawn) if drawn else "",
     }
     # Provenance is free text; it may not replace what was read from the rows.
     for name, value in provenance.items():
