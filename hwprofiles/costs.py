@@ -378,7 +378,12 @@ class Costs:
 
     # --- the dense part
 
-    def dense_s(self, tokens: int, context_tokens: int, sequences: int) -> float:
+    def dense_s(
+        self,
+        tokens: int,
+        context_tokens: int,
+        sequences: int,
+    ) -> float:
         """Seconds of one layer's dense part on the GPU: attention, norms, gate, shared
         experts.
 
@@ -492,7 +497,13 @@ class Costs:
         """Seconds to hand one operation to a lane."""
         return self._charged(paths.OPERATION)
 
-    def first_op_s(self, active: int, copies: int, *, tiered: bool = False) -> float:
+    def first_op_s(
+        self,
+        active: int,
+        copies: int,
+        *,
+        tiered: bool = False,
+    ) -> float:
         """Seconds from the end of planning to the first operation of a layer step;
         arguments as in `planning_s`.
         """
@@ -502,7 +513,13 @@ class Costs:
             self._first_operation = cost
         return cost.seconds(active, copies, tiered=tiered)
 
-    def join_s(self, active: int, copies: int, *, tiered: bool = False) -> float:
+    def join_s(
+        self,
+        active: int,
+        copies: int,
+        *,
+        tiered: bool = False,
+    ) -> float:
         """Seconds to join the lanes' results at the end of a layer step; arguments as
         in `planning_s`.
         """

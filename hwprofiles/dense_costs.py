@@ -148,7 +148,10 @@ class DenseSizes(NamedTuple):
         # Dense layers see every token; the head only positions whose output is wanted.
         used = self.dense_layer_params * tokens + self.head_params * outputs
         params = self.dense_layer_params + self.head_params
-        return DenseWork(weight_bytes=params * self.param_bytes, flops=2.0 * used)
+        return DenseWork(
+            weight_bytes=params * self.param_bytes,
+            flops=2.0 * used,
+        )
 
 
 class DenseCosts:

@@ -439,7 +439,10 @@ def _quantity(entry: Mapping[str, Any], path: str, where: str) -> Quantity:
             f"{where}: {path}.spread: expected a number >= 0, found {spread!r}"
         )
     return Quantity(
-        value=value, spread=spread, interval=_interval(entry, path, where), **provenance
+        value=value,
+        spread=spread,
+        interval=_interval(entry, path, where),
+        **provenance,
     )
 
 

@@ -13,7 +13,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+)
 
 import numpy as np
 
@@ -218,14 +226,20 @@ class MachineView(Protocol):
         """
 
     def cpu_s(
-        self, layer: int, tokens: np.ndarray, experts: np.ndarray | None = None
+        self,
+        layer: int,
+        tokens: np.ndarray,
+        experts: np.ndarray | None = None,
     ) -> np.ndarray:
         """Seconds that experts take on the CPU, float64, same shape as `tokens`; of
         mean size, if none are named.
         """
 
     def gpu_s(
-        self, layer: int, tokens: np.ndarray, experts: np.ndarray | None = None
+        self,
+        layer: int,
+        tokens: np.ndarray,
+        experts: np.ndarray | None = None,
     ) -> np.ndarray:
         """The same of resident experts on a GPU."""
 
@@ -269,7 +283,12 @@ class Future(Protocol):
         past the end if never.
         """
 
-    def next_uses(self, step: int, layer: int, experts: np.ndarray) -> np.ndarray:
+    def next_uses(
+        self,
+        step: int,
+        layer: int,
+        experts: np.ndarray,
+    ) -> np.ndarray:
         """int64, same shape as `experts`: `next_use` of each."""
 
     def active(self, step: int, layer: int) -> np.ndarray:
@@ -434,10 +453,18 @@ class AssignmentPolicy(Policy, ABC):
         return type(self).precompute is not AssignmentPolicy.precompute
 
     @abstractmethod
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place every active expert exactly once."""
 
-    def precompute(self, work: LayerWork, view: MachineView) -> Precompute | None:
+    def precompute(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Precompute | None:
         """Name experts of layer ``work.layer + 1`` that the CPU computes ahead of their
         gate. Default: none.
         """
@@ -486,7 +513,11 @@ class PrefetchPolicy(Policy, ABC):
     foresees_passes: ClassVar[bool] = False
 
     @abstractmethod
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Keys of coming layers, most wanted first; the planner drops what is present
         and trims to the budget.
         """
@@ -566,7 +597,11 @@ class CachePolicy(Policy, ABC):
         # Not abstract: rules that depend on entries alone, such as FIFO, need nothing.
         del work
 
-    def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
+    def admits(
+        self,
+        work: LayerWork,
+        incoming: np.ndarray,
+    ) -> np.ndarray:
         """Bool, same shape as `incoming`: which fetched experts may enter. Default:
         all.
         """
@@ -584,7 +619,11 @@ class CachePolicy(Policy, ABC):
         return incoming
 
     @abstractmethod
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose one distinct victim among `candidates` for each of `incoming`, -1 to
         decline its admission.
 
@@ -609,7 +648,11 @@ class CachePolicy(Policy, ABC):
         del capacity_slots
         return None
 
-    def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
+    def replacements(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[Swap]:
         """Copies the cache itself asks for when its window closes (DALI Alg. 2).
         Default: none.
         """
@@ -628,5 +671,9 @@ class RoutingPolicy(Policy, ABC):
     alters: ClassVar[bool] = True
 
     @abstractmethod
-    def route(self, gate: Gate, view: MachineView) -> Routing:
+    def route(
+        self,
+        gate: Gate,
+        view: MachineView,
+    ) -> Routing:
         """Experts and combine weights as they will really be used."""

@@ -242,7 +242,10 @@ def replay(
 
 
 def _replay_layer(
-    level: MemoryLevel, step: RoutedStep, routed: RoutedLayer, counts: CacheCounts
+    level: MemoryLevel,
+    step: RoutedStep,
+    routed: RoutedLayer,
+    counts: CacheCounts,
 ) -> None:
     """Replay one layer step."""
     memory = level.memory
@@ -274,7 +277,10 @@ def _replay_layer(
 
 
 def _work_without_costs(
-    step: int, routed: RoutedLayer, state: np.ndarray, phase: Phase
+    step: int,
+    routed: RoutedLayer,
+    state: np.ndarray,
+    phase: Phase,
 ) -> LayerWork:
     """A layer step in which nothing takes time."""
     zeros = np.zeros(len(routed.experts))
@@ -363,7 +369,11 @@ class _CompiledLoop:
             accesses=self.accesses,
         )
 
-    def _next_uses(self, layer_of: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def _next_uses(
+        self,
+        layer_of: np.ndarray,
+        lengths: np.ndarray,
+    ) -> np.ndarray:
         """Belady's scores, float64 [accesses of the block]: minus the time, by step and
         layer, of the next use.
         """

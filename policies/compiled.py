@@ -25,7 +25,14 @@ from moesim.policies.base import (
     RoutingPolicy,
     Swap,
 )
-from moesim.policies.kernels import SERIAL, UNUSED, WAITS, GateWork, KernelView, Work
+from moesim.policies.kernels import (
+    SERIAL,
+    UNUSED,
+    WAITS,
+    GateWork,
+    KernelView,
+    Work,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -397,7 +404,10 @@ class CompiledPrefetch(PrefetchPolicy):
         """Ask the kernel."""
         named = np.empty(view.layers * view.experts, np.int64)
         count = self.brought.prefetch(
-            self.brought.state, kernel_work(work, view), self._view(work, view), named
+            self.brought.state,
+            kernel_work(work, view),
+            self._view(work, view),
+            named,
         )
         keys = named[:count].tolist()
         return [ExpertKey(*divmod(key, view.experts)) for key in keys]

@@ -170,7 +170,9 @@ def resolve(spec: str, kind: str, values: Mapping[str, Any] | None = None) -> Po
 
 
 def settings(
-    spec: str, kind: str, values: Mapping[str, Any] | None = None
+    spec: str,
+    kind: str,
+    values: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The effective configuration of a spec: ``name`` and every parameter, defaults
     included; ``file`` and ``sha256`` of a policy that is none of ours.
@@ -282,7 +284,9 @@ def _parts(spec: str) -> tuple[str, str | None]:
 
 
 def _read(
-    spec: str, kind: str, values: Mapping[str, Any] | None
+    spec: str,
+    kind: str,
+    values: Mapping[str, Any] | None,
 ) -> tuple[str, type[Policy], dict[str, Any]]:
     """Name, class and checked constructor arguments of a spec."""
     name, text = _parts(spec)

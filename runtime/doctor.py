@@ -25,7 +25,12 @@ from moesim.base.host_limits import (
 from moesim.runtime.accelerators import accelerator_here
 from moesim.runtime.measure.copies import CopyPool
 from moesim.runtime.measure.experts import ExpertPool, Size
-from moesim.runtime.measure.neighbours import LaneWork, awaited, device_copy, slowdown
+from moesim.runtime.measure.neighbours import (
+    LaneWork,
+    awaited,
+    device_copy,
+    slowdown,
+)
 from moesim.runtime.measure.profile import load_average, processor
 from moesim.runtime.measure.sampling import sample
 from moesim.runtime.store.memory import HostSlots

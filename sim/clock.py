@@ -133,7 +133,13 @@ class Operation(Event):
     settled_s: float
 
     def __init__(
-        self, lane: int, kind: int, step: int, layer: int, expert: int, work_s: float
+        self,
+        lane: int,
+        kind: int,
+        step: int,
+        layer: int,
+        expert: int,
+        work_s: float,
     ) -> None:
         self.lane = lane
         self.kind = kind

@@ -451,7 +451,11 @@ def _bounded_step(
     return step
 
 
-def _centred(values: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def _centred(
+    values: np.ndarray,
+    groups: np.ndarray,
+    weights: np.ndarray,
+) -> np.ndarray:
     """Subtract from each value the weighted mean of its group, float64 [N]."""
     total = np.bincount(groups, weights)
     means = np.bincount(groups, weights * values) / total
@@ -473,7 +477,11 @@ def comparable(marked: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return np.asarray((has_marked & has_unmarked)[group])
 
 
-def contrast(logs: np.ndarray, marked: np.ndarray, groups: np.ndarray) -> float:
+def contrast(
+    logs: np.ndarray,
+    marked: np.ndarray,
+    groups: np.ndarray,
+) -> float:
     """Return by what factor marked operations take longer than unmarked ones of the
     same group, median.
 
@@ -556,7 +564,9 @@ def resampled(seconds: np.ndarray, units: Units, rng: np.random.Generator) -> Es
     on_time = seconds[seconds <= median + _LATE * deviation]
     low -= value - clipped_mean(on_time)
     return Estimate(
-        value=value, interval=(low, high), spread=interquartile_range(seconds)
+        value=value,
+        interval=(low, high),
+        spread=interquartile_range(seconds),
     )
 
 

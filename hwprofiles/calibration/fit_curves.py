@@ -88,7 +88,9 @@ class Centres(NamedTuple):
 
 
 def fit_line(
-    samples: Mapping[int, np.ndarray], *, centres: Centres | None = None
+    samples: Mapping[int, np.ndarray],
+    *,
+    centres: Centres | None = None,
 ) -> Line:
     """Fit seconds = base + slope x size, with relative residuals and neither constant
     negative.

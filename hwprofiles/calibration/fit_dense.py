@@ -300,7 +300,10 @@ def _curve(
 
 
 def _at_reference(
-    parts: Sequence[_DensePart], roof: Roofline, reference: ReferenceExpert, tokens: int
+    parts: Sequence[_DensePart],
+    roof: Roofline,
+    reference: ReferenceExpert,
+    tokens: int,
 ) -> np.ndarray:
     """Seconds of dense parts, each carried by the roofline from its own bytes and FLOPs
     to the reference's.

@@ -34,7 +34,14 @@ from moesim.hwprofiles.calibration.fit_curves import (
     seconds_of,
 )
 from moesim.hwprofiles.calibration.observations import LayerStepTimes, Operations
-from moesim.hwprofiles.lanes import COMPUTE_KINDS, CPU, H2D, LANE_KINDS, SSD, LaneKind
+from moesim.hwprofiles.lanes import (
+    COMPUTE_KINDS,
+    CPU,
+    H2D,
+    LANE_KINDS,
+    SSD,
+    LaneKind,
+)
 from moesim.hwprofiles.roofline import isotonic
 from moesim.hwprofiles.schema import Curve, ReferenceExpert
 from moesim.traces.timeline.spans import COMPUTE, FETCH, PREFETCH, READ, REPLACE
@@ -80,7 +87,10 @@ class OperationFit:
     """
 
     def __init__(
-        self, spans: Sequence[RunSpans], shapes: Sequence[ModelShape], entries: Entries
+        self,
+        spans: Sequence[RunSpans],
+        shapes: Sequence[ModelShape],
+        entries: Entries,
     ) -> None:
         self._spans = spans
         self._shapes = shapes
@@ -205,7 +215,10 @@ class OperationFit:
         )
 
     def _product_curves(
-        self, lane_kind: LaneKind, points: Sequence[Point], quantiles: tuple[float, ...]
+        self,
+        lane_kind: LaneKind,
+        points: Sequence[Point],
+        quantiles: tuple[float, ...],
     ) -> None:
         # A profile has room for two sizes; `by_size` lists the largest first.
         for small, number in zip((False, True), self.by_size(), strict=False):
@@ -269,7 +282,10 @@ class OperationFit:
         ratios = (alone_s / seconds_of(points, groups))[usual]
         ratios = ratios[np.isfinite(ratios)]
         self._entries.curves[paths.points(lane_kind.name)] = self._curve(
-            points, "bytes", source=source, quantiles=quantiles_around_one(ratios)
+            points,
+            "bytes",
+            source=source,
+            quantiles=quantiles_around_one(ratios),
         )
         self._entries.put_held_out(
             lane_kind.name, alone_s[usual], groups[usual], ops.odd[usual]

@@ -217,7 +217,12 @@ class RunSpans:
         number: of the run among all runs.
     """
 
-    def __init__(self, run: DesignedRun, shape_number: int, number: int) -> None:
+    def __init__(
+        self,
+        run: DesignedRun,
+        shape_number: int,
+        number: int,
+    ) -> None:
         self.run = run
         self._shape_number = shape_number
         self.number = number
@@ -486,11 +491,15 @@ class RunSpans:
         once = np.unique(keys)
         copies = np.bincount(once // experts, minlength=count)
         return Amounts(
-            active=active.astype(np.float64), copies=copies.astype(np.float64)
+            active=active.astype(np.float64),
+            copies=copies.astype(np.float64),
         )
 
     def times(
-        self, seconds: np.ndarray, layer_steps: np.ndarray, lane_kind: LaneKind
+        self,
+        seconds: np.ndarray,
+        layer_steps: np.ndarray,
+        lane_kind: LaneKind,
     ) -> LayerStepTimes:
         """Make a table of this run: seconds by number of the layer step."""
         count = len(seconds)
@@ -565,7 +574,9 @@ def _add_first_and_join(
     for lane_kind, (first_s, last_s) in extremes.items():
         worked = (first_s < _NEVER_S) & np.isfinite(plan_end_s)
         first = spans.times(
-            seconds=first_s - plan_end_s, layer_steps=layer_steps, lane_kind=lane_kind
+            seconds=first_s - plan_end_s,
+            layer_steps=layer_steps,
+            lane_kind=lane_kind,
         )
         gaps.first.append(first.where(worked & ~with_read))
 
@@ -586,7 +597,10 @@ def _add_first_and_join(
 def _add_first_reads(spans: RunSpans, plan_end_s: np.ndarray, gaps: Gaps) -> None:
     """Add gaps from the end of planning to the first read that it asked for."""
     rows = np.flatnonzero(spans.kept & (spans.kind == READ))
-    layer_steps, first = np.unique(spans.layer_step[rows], return_index=True)
+    layer_steps, first = np.unique(
+        spans.layer_step[rows],
+        return_index=True,
+    )
     first_start_s = spans.start_s[rows[first]]
     gap_s = first_start_s - plan_end_s[layer_steps]
     # One that began before the plan had ended was asked for by an earlier plan.

@@ -73,7 +73,11 @@ _FEWEST_BYTES = 1024
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str | int, *, where: str = "size") -> int:
+def parse_bytes(
+    text: str | int,
+    *,
+    where: str = "size",
+) -> int:
     """Turn a size into bytes. ``MiB`` and ``M`` are 1024 × 1024, ``MB`` is 1,000,000;
     upper and lower case are the same.
 
@@ -120,7 +124,10 @@ def parse_bytes(text: str | int, *, where: str = "size") -> int:
     return round(scaled / 10 ** len(fraction)) if fraction else scaled
 
 
-def format_bytes(count: float, decimals: int = 1) -> str:
+def format_bytes(
+    count: float,
+    decimals: int = 1,
+) -> str:
     """Write bytes in the largest binary unit that keeps the number at 1 or above: ``7.4
     GiB``.
     """

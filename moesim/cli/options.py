@@ -657,7 +657,9 @@ def _is_same(target: Path, other: Path) -> bool:
 
 def _taken(place: Path, victim: str) -> OSError:
     return OSError(
-        errno.EEXIST, f"it would replace {victim}; choose another place", str(place)
+        errno.EEXIST,
+        f"it would replace {victim}; choose another place",
+        str(place),
     )
 
 

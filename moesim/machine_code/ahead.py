@@ -16,7 +16,12 @@ from moesim.machine_code.library import load, missing, say_nothing
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PACKAGES = ("moesim.sim", "moesim.policies", "moesim.traces", "moesim.runs.bound")
+PACKAGES = (
+    "moesim.sim",
+    "moesim.policies",
+    "moesim.traces",
+    "moesim.runs.bound",
+)
 """Where functions are that can be compiled."""
 
 

@@ -25,7 +25,13 @@ from moesim.machine_code.translate import (
     argument_kind,
     has_arrays,
 )
-from moesim.machine_code.types import Array, Scalar, Several, Signature, Structure
+from moesim.machine_code.types import (
+    Array,
+    Scalar,
+    Several,
+    Signature,
+    Structure,
+)
 
 if TYPE_CHECKING:
     from moesim.machine_code.functions import Function

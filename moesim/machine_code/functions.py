@@ -61,7 +61,9 @@ class Function(Generic[_P, _R]):
 @overload
 def compiled(given: Callable[_P, _R]) -> Function[_P, _R]: ...
 @overload
-def compiled(given: Signature) -> Callable[[Callable[_P, _R]], Function[_P, _R]]: ...
+def compiled(
+    given: Signature,
+) -> Callable[[Callable[_P, _R]], Function[_P, _R]]: ...
 def compiled(given: Any) -> Any:
     """Mark a function for compilation.
 

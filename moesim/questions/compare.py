@@ -212,7 +212,10 @@ def compare_cells(
     digest = config.hw_digest if hw is None else None
     cells = {
         (machine, size): RunConfig.of(
-            config, memory=memories[size], hw=machines[machine], hw_digest=digest
+            config,
+            memory=memories[size],
+            hw=machines[machine],
+            hw_digest=digest,
         )
         for machine, size in product(machines, memories)
     }

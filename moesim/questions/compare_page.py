@@ -44,7 +44,10 @@ if TYPE_CHECKING:
 
 
 def write_comparison(
-    table: pd.DataFrame, runs: Mapping[str, Run], path: Path, command: str | None = None
+    table: pd.DataFrame,
+    runs: Mapping[str, Run],
+    path: Path,
+    command: str | None = None,
 ) -> Path:
     """Write the page of a comparison.
 

@@ -26,7 +26,12 @@ from moesim.base.options import ConfigError
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import references, resolve
 from moesim.policies.systems import compose
-from moesim.questions.gap_eviction import BELADY, FORCED, EvictionSplit, split_eviction
+from moesim.questions.gap_eviction import (
+    BELADY,
+    FORCED,
+    EvictionSplit,
+    split_eviction,
+)
 from moesim.questions.gap_mixes import EVICTION, Grades, MixReplays
 from moesim.reporting.tables import aligned, facts_lines
 from moesim.runs.clairvoyant import CLAIRVOYANT
@@ -480,7 +485,10 @@ def _assignment_lines(grades: Grades) -> list[str]:
         )
     ]
     # Two models of a layer step, since no policy knows how lanes will really overlap.
-    for name, model in (("modelled", "sums of costs"), ("scheduled", "copies in turn")):
+    for name, model in (
+        ("modelled", "sums of costs"),
+        ("scheduled", "copies in turn"),
+    ):
         ratios = figures[name]
         lines.append(
             f"  {name:<9}  mean {ratios['mean']:.3f}, p95 {ratios['p95']:.3f}, max"

@@ -7,7 +7,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.units import percent
-from moesim.reporting.charts import Chart, Styles, channel, columns_of, layer, shown
+from moesim.reporting.charts import (
+    Chart,
+    Styles,
+    channel,
+    columns_of,
+    layer,
+    shown,
+)
 from moesim.reporting.pages import Page, PageTable, page_origin, trace_words
 from moesim.reporting.tables import aligned
 from moesim.runs.config import RunConfig, takes_options

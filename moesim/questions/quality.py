@@ -24,7 +24,12 @@ from moesim.policies.parameters import split
 from moesim.reporting.charts import Chart, channel, layer, records, shown
 from moesim.reporting.tables import aligned, facts_lines
 from moesim.runs.config import RunConfig, takes_options
-from moesim.runs.setup import Setup, activation_counts, needed_columns, profile_of
+from moesim.runs.setup import (
+    Setup,
+    activation_counts,
+    needed_columns,
+    profile_of,
+)
 from moesim.traces.format.reader import Trace, open_trace
 
 if TYPE_CHECKING:

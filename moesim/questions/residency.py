@@ -292,7 +292,10 @@ class _SequenceRecord:
 
 
 def _compare(
-    result: ResidencyCheck, planner: Planner, step: RoutedStep, record: _SequenceRecord
+    result: ResidencyCheck,
+    planner: Planner,
+    step: RoutedStep,
+    record: _SequenceRecord,
 ) -> None:
     """Replay one forward pass, and count where engine and replay agree."""
     counts = result.phases[step.phase.label]

@@ -92,7 +92,9 @@ def aligned(rows: Sequence[Sequence[str]], *, lead: int = 1) -> list[str]:
 
     # Unwrapped heads read better, unless they cost a block more.
     groups = min(
-        _groups(natural, shown.width, lead), _groups(narrow, shown.width, lead), key=len
+        _groups(natural, shown.width, lead),
+        _groups(narrow, shown.width, lead),
+        key=len,
     )
     lines: list[str] = []
     for group in groups:

@@ -369,7 +369,12 @@ _SECONDS = input_array(nb.float64)
 
 @compiled(
     nb.Several((nb.float64, nb.int64, nb.int64))(
-        input_array(nb.int64), _SECONDS, _SECONDS, _SECONDS, _SECONDS, nb.float64[::1]
+        input_array(nb.int64),
+        _SECONDS,
+        _SECONDS,
+        _SECONDS,
+        _SECONDS,
+        nb.float64[::1],
     )
 )
 def _least_of_steps(
@@ -633,7 +638,11 @@ class RoutingBound:
 
 
 def routing_bound(
-    sizes: Sequence[int], reads: int, steps: int, other_bytes: float, rates: Bandwidths
+    sizes: Sequence[int],
+    reads: int,
+    steps: int,
+    other_bytes: float,
+    rates: Bandwidths,
 ) -> RoutingBound:
     """Bound the seconds of some decode steps by the best split of their accesses.
 

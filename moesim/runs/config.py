@@ -389,7 +389,10 @@ class RunConfig(MemoryOptions):
         from moesim.policies.systems import compose  # noqa: PLC0415 - imports numpy
 
         return compose(
-            self.policy, cache=self.cache, prefetch=self.prefetch, routing=self.routing
+            self.policy,
+            cache=self.cache,
+            prefetch=self.prefetch,
+            routing=self.routing,
         )
 
     @property

@@ -249,7 +249,9 @@ def _note_footprint(
         sequences=max((step.sequences for step in walk), default=1),
     )
     run.footprint = meter.footprint(
-        dense.bytes * in_host, dense.kv_cache_bytes * in_host, computing_bytes * in_host
+        dense.bytes * in_host,
+        dense.kv_cache_bytes * in_host,
+        computing_bytes * in_host,
     )
     if run.footprint.exceeds:
         run.warnings.append("memory: the run took more than its budget")

@@ -228,7 +228,10 @@ def card_bill(
 ) -> dict[str, int]:
     """What a card holds beside weights: item -> bytes."""
     split = profile.gpus if options.gpu_split == LAYERS else 1
-    return {"keys and values": kv_bytes // split, "workspace": workspace_bytes(shape)}
+    return {
+        "keys and values": kv_bytes // split,
+        "workspace": workspace_bytes(shape),
+    }
 
 
 def _host(

@@ -329,12 +329,18 @@ def _without_effect(setup: Setup, planner: Planner) -> list[str]:
             not config.passes.draft_tokens,
             "no tokens are drafted; --draft-tokens says how many",
         ),
-        "host_memory_bytes": (setup.memory.host is None, "it holds every expert"),
+        "host_memory_bytes": (
+            setup.memory.host is None,
+            "it holds every expert",
+        ),
         "context_tokens": (
             config.memory.is_stated or setup.fits_card(),
             "the size of the GPU's cache is stated, or the card holds every expert",
         ),
-        "slo": (config.arrivals is None, "no requests arrive; --arrivals says when"),
+        "slo": (
+            config.arrivals is None,
+            "no requests arrive; --arrivals says when",
+        ),
     }
     return [
         f"--{name.removesuffix('_bytes').replace('_', '-')} changes nothing: {reason}"

@@ -75,7 +75,12 @@ LAYER = structure(
 
 
 @compiled
-def _loads(layer: Layer, share: np.ndarray, mix: float, load: np.ndarray) -> float:
+def _loads(
+    layer: Layer,
+    share: np.ndarray,
+    mix: float,
+    load: np.ndarray,
+) -> float:
     """Fill `load`, float64 [1 + G], with each expert on its cheapest lane; return what
     they cost together.
 
@@ -165,7 +170,10 @@ def lagrangian_prices(layer: Layer) -> tuple[np.ndarray, np.ndarray]:
 
 
 @compiled(nb.float64[:, ::1](LAYER, nb.float64[:, ::1]))
-def priced_remainder(layer: Layer, price: np.ndarray) -> np.ndarray:
+def priced_remainder(
+    layer: Layer,
+    price: np.ndarray,
+) -> np.ndarray:
     """Priced cost of the experts ``order[n:]``, each on its cheapest lane: float64 [M,
     A + 1].
     """
@@ -206,7 +214,11 @@ _FIRST_NODES = 1024
 
 @compiled
 def _advance(
-    clocks: np.ndarray, lane: int, i: int, layer: Layer, result: np.ndarray
+    clocks: np.ndarray,
+    lane: int,
+    i: int,
+    layer: Layer,
+    result: np.ndarray,
 ) -> None:
     """Write to `result` the `clocks`, float64 [C], after expert `i` has been put on
     `lane`.
@@ -243,7 +255,11 @@ def _makespan_s(clocks: np.ndarray) -> float:
 
 
 @compiled
-def _first_answer(layer: Layer, start: np.ndarray, lanes: np.ndarray) -> float:
+def _first_answer(
+    layer: Layer,
+    start: np.ndarray,
+    lanes: np.ndarray,
+) -> float:
     """Put each expert, in order, on the lane that would end first; fill `lanes` and
     return the makespan.
     """
@@ -267,7 +283,11 @@ def _first_answer(layer: Layer, start: np.ndarray, lanes: np.ndarray) -> float:
 
 @compiled
 def _least_s(
-    child: np.ndarray, layer: Layer, price: np.ndarray, remainder: np.ndarray, n: int
+    child: np.ndarray,
+    layer: Layer,
+    price: np.ndarray,
+    remainder: np.ndarray,
+    n: int,
 ) -> float:
     """A lower bound of every makespan that starts with the clocks `child` of the first
     `n` experts.
@@ -284,7 +304,12 @@ def _least_s(
 
 
 @compiled
-def _dominated(child: np.ndarray, rows: np.ndarray, kept: int, slack_s: float) -> bool:
+def _dominated(
+    child: np.ndarray,
+    rows: np.ndarray,
+    kept: int,
+    slack_s: float,
+) -> bool:
     """Whether one of the last kept rows is, but for `slack_s`, ahead in every clock;
     the CPU's always is.
     """
@@ -302,7 +327,11 @@ def _dominated(child: np.ndarray, rows: np.ndarray, kept: int, slack_s: float) -
 
 @compiled
 def _next_lane(
-    layer: Layer, i: int, rows: np.ndarray, count: int, cursor: np.ndarray
+    layer: Layer,
+    i: int,
+    rows: np.ndarray,
+    count: int,
+    cursor: np.ndarray,
 ) -> int:
     """Lane whose next row, ``cursor[lane]``, has the earliest CPU clock once expert `i`
     is on it; -1 after the last.
@@ -410,7 +439,10 @@ def _settled(layer: Layer) -> np.ndarray:
     )
 )
 def dynamic_program(
-    layer: Layer, busy_s: np.ndarray, price: np.ndarray, remainder: np.ndarray
+    layer: Layer,
+    busy_s: np.ndarray,
+    price: np.ndarray,
+    remainder: np.ndarray,
 ) -> tuple[np.ndarray, float, float]:
     """Find the lanes with the smallest makespan.
 

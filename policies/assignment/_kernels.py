@@ -58,7 +58,10 @@ def cost_s(
 
 @compiled(ORDER(SECONDS, SECONDS, SECONDS_BY_GPU, SECONDS_BY_GPU))
 def gap_order(
-    cpu_s: np.ndarray, host_s: np.ndarray, gpu_s: np.ndarray, arrive_s: np.ndarray
+    cpu_s: np.ndarray,
+    host_s: np.ndarray,
+    gpu_s: np.ndarray,
+    arrive_s: np.ndarray,
 ) -> np.ndarray:
     """Positions by |t_gpu - t_cpu|, largest first, ties to the lower position: int64
     [A].

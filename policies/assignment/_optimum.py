@@ -80,14 +80,20 @@ def optimal(work: LayerWork) -> Optimum:
     return best._replace(bound_s=bound_s)
 
 
-def optimal_scheduled(work: LayerWork, view: MachineView) -> Optimum:
+def optimal_scheduled(
+    work: LayerWork,
+    view: MachineView,
+) -> Optimum:
     """Minimise the scheduled makespan over lanes; see `scheduled_s`."""
     # Residents wait for no copy, so they may be launched in any order.
     residents = int(_resident_everywhere(work).sum())
     return _solve(_scheduled(work, view), free=residents)
 
 
-def modelled_s(work: LayerWork, lanes: np.ndarray) -> float:
+def modelled_s(
+    work: LayerWork,
+    lanes: np.ndarray,
+) -> float:
     """Modelled makespan of an assignment: the largest sum of costs.
 
     A GPU waits once for the copy under way on its link, if it is given absent experts.
@@ -202,7 +208,10 @@ def _bounded(*costs: np.ndarray) -> tuple[np.ndarray, ...]:
     return tuple(np.minimum(seconds, forbidden_s) for seconds in costs)
 
 
-def _scheduled(work: LayerWork, view: MachineView) -> Layer:
+def _scheduled(
+    work: LayerWork,
+    view: MachineView,
+) -> Layer:
     """The layer step with its copies, and the launch order of `scheduled_s`."""
     given = kernel_work(work, view)
     coming = flying(given.gpu_state, given.arrive_s)

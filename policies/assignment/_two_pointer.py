@@ -21,7 +21,10 @@ _STATE = input_array(nb.int8)
 
 
 @compiled
-def _by_load(tokens: np.ndarray, group: np.ndarray) -> np.ndarray:
+def _by_load(
+    tokens: np.ndarray,
+    group: np.ndarray,
+) -> np.ndarray:
     """Positions by group, then by load, highest first, ties to the lower position:
     int64 [A].
     """
@@ -41,7 +44,10 @@ def _by_load(tokens: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 @compiled
-def _links(arrive_s: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _links(
+    arrive_s: np.ndarray,
+    state: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
     """Which experts are on their way to which GPU, bool [G, A], and when that link is
     free, float64 [G].
     """
@@ -60,7 +66,12 @@ def _links(arrive_s: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 @compiled(
     nb.Several((LANES, ORDER))(
-        EXPERT_IDS, SECONDS, SECONDS_BY_GPU, SECONDS_BY_GPU, _STATE, nb.float64
+        EXPERT_IDS,
+        SECONDS,
+        SECONDS_BY_GPU,
+        SECONDS_BY_GPU,
+        _STATE,
+        nb.float64,
     )
 )
 def head_and_tail(
@@ -149,7 +160,12 @@ def _next_link(link_s: np.ndarray, arrive_s: np.ndarray, i: int) -> int:
 
 @compiled(
     nb.Several((LANES, ORDER))(
-        EXPERT_IDS, SECONDS, SECONDS, SECONDS_BY_GPU, _STATE, nb.boolean
+        EXPERT_IDS,
+        SECONDS,
+        SECONDS,
+        SECONDS_BY_GPU,
+        _STATE,
+        nb.boolean,
     )
 )
 def load_or_compute(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moesim.machine_code.functions import compiled
-from moesim.policies.base import CPU
+from moesim.policies.base import (
+    CPU,
+)
 from moesim.policies.compiled import CompiledAssignment
 from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work
 

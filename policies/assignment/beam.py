@@ -26,7 +26,11 @@ from moesim.policies.parameters import expect
 
 @compiled
 def _rank(
-    end_s: np.ndarray, sum_s: np.ndarray, kept: int, makespan_s: float, total_s: float
+    end_s: np.ndarray,
+    sum_s: np.ndarray,
+    kept: int,
+    makespan_s: float,
+    total_s: float,
 ) -> int:
     """Rank of a new partial assignment: behind the `kept` ones that are no worse."""
     rank = kept

@@ -31,7 +31,11 @@ class Exact(AssignmentPolicy):
         expect_choice("objective", objective, Objective)
         self.objective = objective
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Place optimally; what matters most is launched first (modelled), or in the
         schedule's order.
         """

@@ -33,7 +33,9 @@ from moesim.policies.kernels import (
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.base import (
+        RunContext,
+    )
 
 # Products of a share and a count, and times that should be equal, differ by rounding.
 _TOLERANCE = 1e-9

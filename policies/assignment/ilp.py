@@ -78,7 +78,11 @@ class ILP(AssignmentPolicy):
         self._unproven = 0
         self._widest_gap = 0.0
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Assignment:
         """Build the program, solve it, read the lanes back."""
         problem, on_lane = self._program(work)
         # Importing it takes a tenth of a second, which a list of policies need not.

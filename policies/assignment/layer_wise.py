@@ -11,7 +11,14 @@ import numpy as np
 from moesim.machine_code.functions import compiled
 from moesim.policies.assignment._kernels import ascending, launch, spread
 from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import ASSIGN, WAITS, AssignmentKernels, State, Work, state
+from moesim.policies.kernels import (
+    ASSIGN,
+    WAITS,
+    AssignmentKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:

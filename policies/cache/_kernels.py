@@ -39,9 +39,19 @@ def score_state(context: RunContext, rows: int = 1, **more: Any) -> State:
     return state(np.zeros((rows, keys)), **more)
 
 
-@compiled(nb.void(KEYS, _SCORES, _SCORES, nb.int64[::1]))
+@compiled(
+    nb.void(
+        KEYS,
+        _SCORES,
+        _SCORES,
+        nb.int64[::1],
+    )
+)
 def lowest_scores(
-    candidates: np.ndarray, score: np.ndarray, tie: np.ndarray, best: np.ndarray
+    candidates: np.ndarray,
+    score: np.ndarray,
+    tie: np.ndarray,
+    best: np.ndarray,
 ) -> None:
     """Find the candidates with the lowest score, then lowest `tie`, then lowest key, in
     that order.
@@ -81,7 +91,14 @@ def lowest_victims(
 
 
 @compiled(
-    nb.void(_MUTABLE_SCORES, nb.int64[::1], EXPERT_IDS, nb.int64, nb.int64, nb.float64)
+    nb.void(
+        _MUTABLE_SCORES,
+        nb.int64[::1],
+        EXPERT_IDS,
+        nb.int64,
+        nb.int64,
+        nb.float64,
+    ),
 )
 def count_accesses(
     score: np.ndarray,
@@ -106,8 +123,20 @@ def count_accesses(
             score[key] += 1.0
 
 
-@compiled(nb.void(_MUTABLE_SCORES, EXPERT_IDS, nb.int64, nb.float64))
-def stamp(score: np.ndarray, experts: np.ndarray, first: int, now: float) -> None:
+@compiled(
+    nb.void(
+        _MUTABLE_SCORES,
+        EXPERT_IDS,
+        nb.int64,
+        nb.float64,
+    )
+)
+def stamp(
+    score: np.ndarray,
+    experts: np.ndarray,
+    first: int,
+    now: float,
+) -> None:
     """Set the score of each of `experts`, int32 [A] relative to key `first`, to
     `now`.
     """
@@ -160,7 +189,10 @@ def fifo_admitted(state: State, keys: np.ndarray) -> None:
 
 
 @compiled(nb.int64[::1](KEYS, SECONDS))
-def by_descending_score(keys: np.ndarray, score: np.ndarray) -> np.ndarray:
+def by_descending_score(
+    keys: np.ndarray,
+    score: np.ndarray,
+) -> np.ndarray:
     """Sort a few `keys`, int64 [M], by descending score, equal ones as they stand."""
     order = np.empty(len(keys), np.int64)
     for n in range(len(keys)):
@@ -172,9 +204,17 @@ def by_descending_score(keys: np.ndarray, score: np.ndarray) -> np.ndarray:
     return order
 
 
-@compiled(nb.int64[::1](KEYS, KEYS, SECONDS))
+@compiled(
+    nb.int64[::1](
+        KEYS,
+        KEYS,
+        SECONDS,
+    )
+)
 def outscored_victims(
-    incoming: np.ndarray, candidates: np.ndarray, score: np.ndarray
+    incoming: np.ndarray,
+    candidates: np.ndarray,
+    score: np.ndarray,
 ) -> np.ndarray:
     """Keep the C best of `incoming` and `candidates`: a victim for each incoming key,
     -1 to decline it.

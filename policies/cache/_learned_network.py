@@ -111,7 +111,11 @@ class History:
         self.age = np.full((layers, experts), np.inf)
         self.uses = np.zeros((layers, experts))
 
-    def note(self, layer: int, experts: np.ndarray) -> None:
+    def note(
+        self,
+        layer: int,
+        experts: np.ndarray,
+    ) -> None:
         """Count one layer step with these active experts, int [A]."""
         note_use(self.age[layer], self.uses[layer], experts.astype(np.int32))
 
@@ -138,7 +142,11 @@ class Network(NamedTuple):
     b3: np.ndarray
 
     @classmethod
-    def of(cls, arrays: Mapping[str, np.ndarray], where: str) -> Network:
+    def of(
+        cls,
+        arrays: Mapping[str, np.ndarray],
+        where: str,
+    ) -> Network:
         """Take a network from named arrays.
 
         Raises:

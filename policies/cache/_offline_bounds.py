@@ -194,7 +194,11 @@ def _balance(
 
 
 def _beginnings(
-    count: int, stays: np.ndarray, ends: np.ndarray, costly: np.ndarray, columns: int
+    count: int,
+    stays: np.ndarray,
+    ends: np.ndarray,
+    costly: np.ndarray,
+    columns: int,
 ) -> csr_array:
     """Rows that make costly beginnings pay: one for each of `costly`.
 
@@ -212,7 +216,11 @@ def _beginnings(
     begin = np.arange(len(costly))
     linked = np.flatnonzero(before[costly] >= 0)
     rows = (begin, begin, linked)
-    stay_columns = (costly, len(stays) + begin, before[costly][linked])
+    stay_columns = (
+        costly,
+        len(stays) + begin,
+        before[costly][linked],
+    )
     values = (
         np.ones(len(costly)),
         -np.ones(len(costly)),
@@ -230,11 +238,17 @@ def _matrix(
     """A sparse matrix from groups of entries."""
     from scipy.sparse import coo_array  # noqa: PLC0415 - as above
 
-    entries = (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns)))
+    entries = (
+        np.concatenate(values),
+        (np.concatenate(rows), np.concatenate(columns)),
+    )
     return coo_array(entries, shape=shape).tocsr()
 
 
-def plan_cost(uses: Uses, kept: np.ndarray) -> float:
+def plan_cost(
+    uses: Uses,
+    kept: np.ndarray,
+) -> float:
     """Sum what misses and beginnings cost when exactly the stays `kept`, bool [U], are
     granted.
     """
@@ -246,7 +260,10 @@ def plan_cost(uses: Uses, kept: np.ndarray) -> float:
     return float(misses + beginnings)
 
 
-def miss_costs(fetch_s: np.ndarray, cpu_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def miss_costs(
+    fetch_s: np.ndarray,
+    cpu_s: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
     """Price misses that are either fetched or computed on the CPU, whichever is
     shorter.
 

@@ -382,7 +382,11 @@ class PerRequestCache(CachePolicy):
         self._placed: set[int] = set()
 
     @abstractmethod
-    def pool(self, capacity: int, context: RunContext) -> RequestQueues:
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
         """Make the queues of a pool of `capacity` slots, possibly 0."""
 
     def accessed(self, work: LayerWork) -> None:
@@ -394,7 +398,11 @@ class PerRequestCache(CachePolicy):
             if first_key + expert in pool:
                 pool.hit(first_key + expert)
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Serve the misses one by one, in launch order."""
         self._forget(self._placed)
         for key in candidates.tolist():

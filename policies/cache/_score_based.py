@@ -41,7 +41,11 @@ class ScoreBasedCache(CachePolicy):
         first = layer * self.experts
         return slice(first, first + self.experts)
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Choose the lowest scores among `candidates`, lowest for the first of
         `incoming`.
         """

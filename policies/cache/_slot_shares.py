@@ -22,7 +22,11 @@ _SMALLEST = 1e-30
 
 
 def expected_misses(
-    slots: np.ndarray, experts: int, top_k: int, single: float, accuracy: float
+    slots: np.ndarray,
+    experts: int,
+    top_k: int,
+    single: float,
+    accuracy: float,
 ) -> np.ndarray:
     """Misses of one token in a layer, float64, same shape as `slots`, if all sets of K
     experts are equally likely.
@@ -55,7 +59,10 @@ def expected_misses(
     return result
 
 
-def kept_alone(weights: np.ndarray, threshold: float) -> float:
+def kept_alone(
+    weights: np.ndarray,
+    threshold: float,
+) -> float:
     """Share of tokens whose other experts all have less than `threshold` of the weight;
     `weights` is [T, K].
     """
@@ -68,7 +75,11 @@ def kept_alone(weights: np.ndarray, threshold: float) -> float:
 
 
 def divided(
-    total: int, experts: int, top_k: int, single: np.ndarray, accuracy: np.ndarray
+    total: int,
+    experts: int,
+    top_k: int,
+    single: np.ndarray,
+    accuracy: np.ndarray,
 ) -> np.ndarray:
     """Divide `total` slots so that all layers together miss least, at least one each:
     int64 [L].
@@ -111,7 +122,11 @@ def divided(
         extended = np.full(total + 1, np.inf)
         for slots in range(1, min(experts, total) + 1):
             misses = expected_misses(
-                np.array(slots), experts, top_k, single[layer], accuracy[layer]
+                np.array(slots),
+                experts,
+                top_k,
+                single[layer],
+                accuracy[layer],
             )
             # With `slots` for this layer, the layers before had that many fewer.
             candidate = least[: total + 1 - slots] + float(misses)

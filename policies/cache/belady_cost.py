@@ -85,7 +85,10 @@ class BeladyCost(OfflineOptimalCache):
 
 
 def _seconds(
-    key: np.ndarray, tokens: np.ndarray, costs: Costs, shape: ModelShape
+    key: np.ndarray,
+    tokens: np.ndarray,
+    costs: Costs,
+    shape: ModelShape,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds beyond a hit's of every use, float64 [U]: fetched, and on the CPU."""
     layer = key // shape.experts

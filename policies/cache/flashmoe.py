@@ -16,7 +16,14 @@ from moesim.policies.cache._learned_network import (
     note_use,
 )
 from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import ACCESSED, VICTIMS, CacheKernels, State, Work, state
+from moesim.policies.kernels import (
+    ACCESSED,
+    VICTIMS,
+    CacheKernels,
+    State,
+    Work,
+    state,
+)
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
@@ -94,7 +101,13 @@ class FlashMoE(AdmittingCompiledCache):
     """
 
     # LRU, LFU, ARC and LeCaR as in its paper; LFRU as the best causal rule we know.
-    compared_with: ClassVar[tuple[str, ...]] = ("lru", "lfu", "lfru", "arc", "lecar")
+    compared_with: ClassVar[tuple[str, ...]] = (
+        "lru",
+        "lfu",
+        "lfru",
+        "arc",
+        "lecar",
+    )
 
     def __init__(self, *, network: str = "flashmoe", scoring_s: float = 158e-6) -> None:
         expect(scoring_s >= 0.0, "scoring_s", ">= 0", scoring_s)

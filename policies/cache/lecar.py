@@ -86,7 +86,11 @@ class LeCaR(PerRequestCache):
         self.draw: Callable[[], float] = generator.random
         super().start(context)
 
-    def pool(self, capacity: int, context: RunContext) -> RequestQueues:
+    def pool(
+        self,
+        capacity: int,
+        context: RunContext,
+    ) -> RequestQueues:
         """Make an empty cache with two ghost lists."""
         del context
         return _WeightedRules(self, capacity)

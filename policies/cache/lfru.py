@@ -45,7 +45,11 @@ _LAST = 2
 
 @compiled(nb.void(nb.float64[::1], SECONDS, SECONDS, KEYS, nb.float64))
 def _uses_per_age(
-    score: np.ndarray, uses: np.ndarray, last: np.ndarray, keys: np.ndarray, now: float
+    score: np.ndarray,
+    uses: np.ndarray,
+    last: np.ndarray,
+    keys: np.ndarray,
+    now: float,
 ) -> None:
     """Score `keys` by uses per layer step since the last use."""
     for key in keys:

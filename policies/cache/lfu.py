@@ -16,7 +16,13 @@ from moesim.policies.cache._kernels import (
     stamp_keys,
 )
 from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import ACCESSED, MOVED, CacheKernels, State, Work
+from moesim.policies.kernels import (
+    ACCESSED,
+    MOVED,
+    CacheKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
@@ -83,7 +89,11 @@ class LFU(AdmittingCompiledCache):
     reference: ClassVar[tuple[str, ...]] = ("", "variant=perfect")
 
     def __init__(
-        self, *, variant: Variant = "in-cache", decay: float = 1.0, tie: Tie = "id"
+        self,
+        *,
+        variant: Variant = "in-cache",
+        decay: float = 1.0,
+        tie: Tie = "id",
     ) -> None:
         expect_choice("variant", variant, Variant)
         expect_choice("tie", tie, Tie)

@@ -23,6 +23,10 @@ class Random(CachePolicy):
         # A generator of its own, so that its draws do not depend on other policies.
         self._random = np.random.default_rng(context.seed)
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+    ) -> np.ndarray:
         """Draw as many candidates as experts come in, each at most once."""
         return self._random.choice(candidates, len(incoming), replace=False)

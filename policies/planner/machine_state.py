@@ -49,7 +49,11 @@ class MachineState:
     """
 
     def __init__(
-        self, shape: ModelShape, costs: Costs, policies: Policies, memory: MemoryPlan
+        self,
+        shape: ModelShape,
+        costs: Costs,
+        policies: Policies,
+        memory: MemoryPlan,
     ) -> None:
         if memory.staging < 1:
             raise PolicyError(

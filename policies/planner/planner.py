@@ -15,9 +15,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from moesim.policies.base import CPU, DEFERRED, Evaluations, LayerWork, PolicyError
+from moesim.policies.base import (
+    CPU,
+    DEFERRED,
+    Evaluations,
+    LayerWork,
+    PolicyError,
+)
 from moesim.policies.planner import copies as wanted
-from moesim.policies.planner.layer_work import Rerouting, WorkAhead, deferrable, look
+from moesim.policies.planner.layer_work import (
+    Rerouting,
+    WorkAhead,
+    deferrable,
+    look,
+)
 from moesim.policies.planner.machine_state import MachineState
 from moesim.policies.planner.plan import Copies, Launch, MemoryPlan, Plan, Policies
 from moesim.policies.planner.residency import is_legal
@@ -121,7 +132,10 @@ class Planner(MachineState):
     # -- what the engine asks ---------------------------------------------------------
 
     def drop_late(
-        self, queued: Sequence[tuple[int, int, int]], layer: int, active: Sequence[int]
+        self,
+        queued: Sequence[tuple[int, int, int]],
+        layer: int,
+        active: Sequence[int],
     ) -> list[tuple[int, int, int]]:
         """Decide about queued prefetches, now that a gate has spoken.
 
@@ -130,7 +144,12 @@ class Planner(MachineState):
         return wanted.drop_late(self, queued, layer, active)
 
     def plan(
-        self, routed: RoutedLayer, step: int, phase: Phase, now_s: float, batch: int = 0
+        self,
+        routed: RoutedLayer,
+        step: int,
+        phase: Phase,
+        now_s: float,
+        batch: int = 0,
     ) -> Plan:
         """Plan one layer step in the order of the contract.
 

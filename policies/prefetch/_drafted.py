@@ -16,7 +16,13 @@ import numpy as np
 
 from moesim.machine_code.functions import compiled
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import FORETOLD, KernelView, PrefetchKernels, State, state
+from moesim.policies.kernels import (
+    FORETOLD,
+    KernelView,
+    PrefetchKernels,
+    State,
+    state,
+)
 from moesim.policies.parameters import expect
 from moesim.policies.prefetch._kernels import is_present
 

@@ -177,7 +177,12 @@ class PredictedWorkload(CompiledPrefetch):
 
 
 def absent_experts(
-    ranked: np.ndarray, layer: int, view: MachineView, *, size: int, refill: bool
+    ranked: np.ndarray,
+    layer: int,
+    view: MachineView,
+    *,
+    size: int,
+    refill: bool,
 ) -> list[ExpertKey]:
     """Keep what is neither on a GPU nor on its way to one.
 
@@ -208,7 +213,12 @@ class FuturePrefetch(PrefetchPolicy):
         """Keep the future."""
         self._future = context.future
 
-    def coming(self, work: LayerWork, view: MachineView, depth: int) -> np.ndarray:
+    def coming(
+        self,
+        work: LayerWork,
+        view: MachineView,
+        depth: int,
+    ) -> np.ndarray:
         """Active experts `depth` layers on in this step, int32 ascending; none past the
         last layer.
         """

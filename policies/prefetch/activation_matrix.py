@@ -10,7 +10,13 @@ import numpy as np
 from moesim.machine_code.functions import compiled
 from moesim.policies.base import PolicyError
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import PREFETCH, KernelView, PrefetchKernels, State, Work
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.prefetch._kernels import is_present
 from moesim.policies.ranking import best_of

@@ -9,7 +9,13 @@ import numpy as np
 
 from moesim.machine_code.functions import compiled
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import PREFETCH, KernelView, PrefetchKernels, State, Work
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect
 from moesim.policies.prefetch._kernels import is_present
 

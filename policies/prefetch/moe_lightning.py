@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 from moesim.machine_code.functions import compiled
 from moesim.policies.assignment.moe_lightning import planned, split_state
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import PREFETCH, KernelView, PrefetchKernels, State, Work
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect
 from moesim.policies.prefetch._kernels import is_present
 

@@ -39,7 +39,11 @@ class NoisyOracle(FuturePrefetch):
     """
 
     def __init__(
-        self, *, accuracy: float = 0.9, depth: int = 1, late: Late = "drop"
+        self,
+        *,
+        accuracy: float = 0.9,
+        depth: int = 1,
+        late: Late = "drop",
     ) -> None:
         expect(0 <= accuracy <= 1, "accuracy", "0 to 1", accuracy)
         expect(depth >= 1, "depth", "a number >= 1", depth)
@@ -53,7 +57,11 @@ class NoisyOracle(FuturePrefetch):
         super().start(context)
         self._random = np.random.default_rng(context.seed)
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Predict the coming layers."""
         keys: list[ExpertKey] = []
         for depth in range(1, self.depth + 1):
@@ -64,7 +72,11 @@ class NoisyOracle(FuturePrefetch):
                 keys += [ExpertKey(work.layer + depth, expert) for expert in predicted]
         return keys
 
-    def _predict(self, active: np.ndarray, experts: int) -> np.ndarray:
+    def _predict(
+        self,
+        active: np.ndarray,
+        experts: int,
+    ) -> np.ndarray:
         """Distinct ids in random order, at most as many as are active."""
         is_right = self._random.random(len(active)) < self.accuracy
         right = active[is_right]

@@ -21,7 +21,11 @@ class NoPrefetch(PrefetchPolicy):
 
     prefetches: ClassVar[bool] = False
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Return an empty sequence."""
         del work, view
         return ()

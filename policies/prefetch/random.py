@@ -35,7 +35,11 @@ class RandomPrefetch(PrefetchPolicy):
         """Seed the generator."""
         self._random = np.random.default_rng(context.seed)
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(
+        self,
+        work: LayerWork,
+        view: MachineView,
+    ) -> Sequence[ExpertKey]:
         """Guess the next layer."""
         layer = work.layer + 1
         if layer >= view.layers:
@@ -43,4 +47,10 @@ class RandomPrefetch(PrefetchPolicy):
         # One permutation per layer step, whatever is present: two runs with one seed
         # guess the same, also where their caches differ.
         drawn = self._random.permutation(view.experts)
-        return absent_experts(drawn, layer, view, size=self.size, refill=self.refill)
+        return absent_experts(
+            drawn,
+            layer,
+            view,
+            size=self.size,
+            refill=self.refill,
+        )

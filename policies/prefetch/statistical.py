@@ -11,7 +11,13 @@ from moesim.machine_code.functions import compiled
 from moesim.machine_code.types import input_array
 from moesim.policies.base import PolicyError
 from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import PREFETCH, KernelView, PrefetchKernels, State, Work
+from moesim.policies.kernels import (
+    PREFETCH,
+    KernelView,
+    PrefetchKernels,
+    State,
+    Work,
+)
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.prefetch._kernels import name_absent, ranked_experts
 
@@ -319,7 +325,12 @@ class Transitions:
         transitions.pairs[:] = table.reshape(transitions.pairs.shape)
         return transitions
 
-    def observe(self, layer: int, before: np.ndarray, after: np.ndarray) -> None:
+    def observe(
+        self,
+        layer: int,
+        before: np.ndarray,
+        after: np.ndarray,
+    ) -> None:
         """Note the same tokens' experts in `layer` and in the one after it.
 
         Args:

@@ -185,5 +185,6 @@ def routing(
         weights[same, :top_k] = gate.weights[same]
         weights[same, top_k:] = 0.0
     return Routing(
-        experts=experts.astype(np.uint16), weights=weights.astype(np.float32)
+        experts=experts.astype(np.uint16),
+        weights=weights.astype(np.float32),
     )

@@ -20,7 +20,11 @@ class AsRecorded(RoutingPolicy):
         """The same in compiled runs."""
         return RoutingKernels()
 
-    def route(self, gate: Gate, view: MachineView) -> Routing:
+    def route(
+        self,
+        gate: Gate,
+        view: MachineView,
+    ) -> Routing:
         """Return the gate's own choice."""
         del view
         return Routing(gate.experts, gate.weights)

@@ -11,7 +11,11 @@ from moesim.machine_code.functions import compiled
 from moesim.policies.kernels import ROUTE, GateWork, RoutingKernels, State, state
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.ranking import best_of
-from moesim.policies.routing._substitute import SubstitutingRouting, chosen_by, on_gpu
+from moesim.policies.routing._substitute import (
+    SubstitutingRouting,
+    chosen_by,
+    on_gpu,
+)
 
 if TYPE_CHECKING:
     from moesim.policies.base import RunContext
@@ -106,7 +110,11 @@ class CachePrior(SubstitutingRouting):
     """
 
     def __init__(
-        self, *, strength: float = 0.2, top_j: int = 1, scale: Scale = "mean"
+        self,
+        *,
+        strength: float = 0.2,
+        top_j: int = 1,
+        scale: Scale = "mean",
     ) -> None:
         expect(strength >= 0, "strength", "a number >= 0", strength)
         expect(top_j >= 0, "top_j", "a number >= 0", top_j)
@@ -120,6 +128,8 @@ class CachePrior(SubstitutingRouting):
         shape = context.shape
         rules = (self.top_j, self.scale == "mean", shape.scoring == "sigmoid")
         known = state(
-            scores=np.zeros((2, shape.layers)), numbers=[self.strength], integers=rules
+            scores=np.zeros((2, shape.layers)),
+            numbers=[self.strength],
+            integers=rules,
         )
         self.brought = RoutingKernels(_route, known)

@@ -97,7 +97,12 @@ def _route(state: State, gate: GateWork, routing: np.ndarray) -> int:
     missing = np.zeros((tokens, top_k), np.bool_)
     for t in range(tokens):
         _by_residents(
-            gate.experts[t], gate.scores[t], known[t], available, experts[t], missing[t]
+            gate.experts[t],
+            gate.scores[t],
+            known[t],
+            available,
+            experts[t],
+            missing[t],
         )
     if gathers:
         _gather(experts, missing, gate.scores, known)

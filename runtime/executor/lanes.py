@@ -381,7 +381,9 @@ class Lanes:
     """
 
     def __init__(
-        self, profile: HardwareProfile, with_control: tuple[str, ...] = ()
+        self,
+        profile: HardwareProfile,
+        with_control: tuple[str, ...] = (),
     ) -> None:
         self.lock = WakingLock()
         self.admission = Admission()

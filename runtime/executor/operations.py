@@ -257,7 +257,10 @@ class Compute(ExpertOperation):
         device.begin_compute(self, memories.slots.slot(self.key))
         hidden = self._tokens_of(job.hidden, job.device_rows)
         job.results[self._position] = expert_forward(
-            weights, hidden, memories.layouts[self.layer], memories.gatings[self.layer]
+            weights,
+            hidden,
+            memories.layouts[self.layer],
+            memories.gatings[self.layer],
         )
         times = device.end_compute(self)
         if self.settles is not None and self.settles():

@@ -28,7 +28,13 @@ from moesim.runtime.executor.operations import (
     WriteBack,
 )
 from moesim.traces.timeline.operations import LAUNCH, NOTE, REQUEST, RETURN, Part
-from moesim.traces.timeline.spans import ACTIVATION, DENSE, JOIN, PLAN, pack_span
+from moesim.traces.timeline.spans import (
+    ACTIVATION,
+    DENSE,
+    JOIN,
+    PLAN,
+    pack_span,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -441,7 +447,9 @@ class RealWorld:
         plan = self._part(PLAN, self._decided_s)
         operations.add(
             plan._replace(
-                start_s=self._asked_s, end_s=self._planned_s, ended_s=self._launched_s
+                start_s=self._asked_s,
+                end_s=self._planned_s,
+                ended_s=self._launched_s,
             )
         )
         operations.add(self._join._replace(ended_s=instant_s))

@@ -22,7 +22,11 @@ from torch import nn
 from torch.nn import functional
 
 from moesim.base.errors import StoreError, TraceError
-from moesim.runtime.models.checkpoint import first_setting, tensor_bytes, text_config
+from moesim.runtime.models.checkpoint import (
+    first_setting,
+    tensor_bytes,
+    text_config,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

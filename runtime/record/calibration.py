@@ -342,7 +342,11 @@ class _GatingCounts:
         self._predicted = np.zeros(layers)
 
     def count_predictions(
-        self, rows: SequenceRows, layer: int, current: np.ndarray, following: np.ndarray
+        self,
+        rows: SequenceRows,
+        layer: int,
+        current: np.ndarray,
+        following: np.ndarray,
     ) -> None:
         """Count tokens whose best predicted expert is among those of the next layer."""
         best = rows.columns["pred1_raw"][current].argmax(axis=1)
@@ -375,6 +379,9 @@ def _same_tokens(rows: SequenceRows, layer: int) -> tuple[np.ndarray, np.ndarray
     current = np.flatnonzero(rows.layer == layer)
     following = np.flatnonzero(rows.layer == layer + 1)
     _, at_current, at_following = np.intersect1d(
-        rows.pos[current], rows.pos[following], assume_unique=True, return_indices=True
+        rows.pos[current],
+        rows.pos[following],
+        assume_unique=True,
+        return_indices=True,
     )
     return current[at_current], following[at_following]

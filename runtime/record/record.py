@@ -127,7 +127,10 @@ def record(
     sequences = _encode(model, prompts)
 
     recorder = GateRecorder(
-        model, scores=how.scores, predictions=how.predictions, residual=residual
+        model,
+        scores=how.scores,
+        predictions=how.predictions,
+        residual=residual,
     )
     facts = _provenance(model, sequences) | {
         "batch": how.batch,

@@ -20,8 +20,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from moesim.runtime.models.gates import GateFacts, MoeBlock, gate_facts
-from moesim.runtime.models.local_model import LocalModel, load_tokenizer, tiny_dir
-from moesim.runtime.models.offloaded import OffloadedModel, OneByOne, offloaded_shape
+from moesim.runtime.models.local_model import (
+    LocalModel,
+    load_tokenizer,
+    tiny_dir,
+)
+from moesim.runtime.models.offloaded import (
+    OffloadedModel,
+    OneByOne,
+    offloaded_shape,
+)
 from moesim.runtime.store.build import build_store
 from moesim.runtime.store.memory import HostSlots
 

@@ -330,7 +330,12 @@ def prefetch(world: Any, work: Work, m: int, key: int) -> None:
 
 @compiled
 def start(
-    world: Any, m: int, key: int, landing_s: float, reserve: int, may_stage: bool
+    world: Any,
+    m: int,
+    key: int,
+    landing_s: float,
+    reserve: int,
+    may_stage: bool,
 ) -> int:
     """Take a place for a copy that starts now; `NO_PLACE` changes nothing."""
     wished = world.experts[m, key]

@@ -8,7 +8,13 @@ import numpy as np
 
 from moesim.machine_code.functions import compiled, loaded, rows_at, table_at
 from moesim.policies.base import ABSENT, CPU, DEFERRED, IN_FLIGHT, RESIDENT
-from moesim.policies.kernels import WAITS, GateWork, KernelView, State, Work
+from moesim.policies.kernels import (
+    WAITS,
+    GateWork,
+    KernelView,
+    State,
+    Work,
+)
 from moesim.policies.planner.layer_work import gate_mass_kept
 from moesim.policies.planner.plan import FETCH, PREFETCH, READ, REPLACE
 from moesim.sim.compiled import host, memory
@@ -290,7 +296,12 @@ def assign(world: Any, work: Work, lanes: Any, order: Any) -> int:
     """Ask for lanes and launch order, and check them; flags of the plan."""
     constants = world.constants
     run = world.run
-    flags = world.assign(loaded(State, constants.assignment), work, lanes, order)
+    flags = world.assign(
+        loaded(State, constants.assignment),
+        work,
+        lanes,
+        order,
+    )
     if constants.defers:
         _defer(world, work, lanes)
     rows = rows_of(world)
@@ -557,7 +568,10 @@ def prefetch(world: Any, work: Work, s: int) -> None:
     constants = world.constants
     named = world.keys[5]
     count = world.prefetch(
-        loaded(State, constants.prefetch), work, _view(world, s), named
+        loaded(State, constants.prefetch),
+        work,
+        _view(world, s),
+        named,
     )
     _check_named(world, named[:count])
     if world.run.error:

@@ -339,7 +339,10 @@ class PythonPolicies:
             assert block is not None
             assert block.routed is not None
             rerouted = self._planner.rerouting.route(
-                self._view, block.routed[s], int(block.step[s]), _PHASES[block.phase[s]]
+                self._view,
+                block.routed[s],
+                int(block.step[s]),
+                _PHASES[block.phase[s]],
             )
             self._rerouted = rerouted
             routing = rerouted.routing

@@ -11,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from moesim.machine_code.types import Array, Pointers, Record, Scalar, int64, void
+from moesim.machine_code.types import (
+    Array,
+    Pointers,
+    Record,
+    Scalar,
+    int64,
+    void,
+)
 from moesim.policies.kernels import KERNELS as POLICY_KERNELS
 
 MOST_LANES = 32

@@ -41,7 +41,10 @@ _THREADS = 1000
 _COLUMNS = ("lane", "kind", "step", "layer", "expert", "bytes")
 
 
-def write_perfetto(path: Path | str, timelines: Mapping[str, Timeline]) -> None:
+def write_perfetto(
+    path: Path | str,
+    timelines: Mapping[str, Timeline],
+) -> None:
     """Write all spans of named timelines to one JSON file, a chunk at a time.
 
     Args:
@@ -79,7 +82,11 @@ def _text_file(path: Path, *, compressed: bool) -> Iterator[IO[str]]:
         yield file
 
 
-def _events(process: int, name: str, timeline: Timeline) -> Iterator[list[str]]:
+def _events(
+    process: int,
+    name: str,
+    timeline: Timeline,
+) -> Iterator[list[str]]:
     """Batches of events as JSON: names first, then the spans of each chunk with their
     arrows and counters, then passes with their hits.
     """
@@ -106,7 +113,11 @@ def _events(process: int, name: str, timeline: Timeline) -> Iterator[list[str]]:
         yield _passes(process, passes, chunk, shares)
 
 
-def _names(process: int, name: str, lanes: tuple[str, ...]) -> Iterator[str]:
+def _names(
+    process: int,
+    name: str,
+    lanes: tuple[str, ...],
+) -> Iterator[str]:
     """Events that name the process and its threads: passes and layers, then the lanes
     in their order.
     """
@@ -281,7 +292,12 @@ class _Arrows:
         )
 
 
-def _metadata(process: int, thread: int, name: str, arguments: dict[str, Any]) -> str:
+def _metadata(
+    process: int,
+    thread: int,
+    name: str,
+    arguments: dict[str, Any],
+) -> str:
     event = {
         "ph": "M",
         "pid": process,
@@ -292,7 +308,10 @@ def _metadata(process: int, thread: int, name: str, arguments: dict[str, Any]) -
     return json.dumps(event, separators=(",", ":"))
 
 
-def _spans(process: int, chunk: Chunk) -> list[str]:
+def _spans(
+    process: int,
+    chunk: Chunk,
+) -> list[str]:
     """Complete events, in microseconds with three decimals."""
     columns = [chunk[name].tolist() for name in _COLUMNS]
     # Both ends are rounded before they are subtracted. A rounded length would reach
@@ -314,5 +333,9 @@ def _spans(process: int, chunk: Chunk) -> list[str]:
     ]
 
 
-def _title(kind: int, layer: int, expert: int) -> str:
+def _title(
+    kind: int,
+    layer: int,
+    expert: int,
+) -> str:
     return KIND_NAMES[kind] if expert < 0 else f"{KIND_NAMES[kind]} L{layer} E{expert}"

@@ -34,7 +34,9 @@ class ModelOptions(Options):
         place="input",
     )
     quant: str = option(
-        "", "Weight formats of a model given by name. Default: Q4_K_M.", metavar="LABEL"
+        "",
+        "Weight formats of a model given by name. Default: Q4_K_M.",
+        metavar="LABEL",
     )
     as_json: bool = json_option()
 

@@ -73,7 +73,12 @@ def hits(config: RunConfig, options: HitsOptions) -> None:
       moesim hits q.parquet --cache lru,lfu:decay=0.9,sieve,belady --cache-ratio 0.1,0.25,0.5 --html hits.html
     """
     from moesim.cli.output import bar
-    from moesim.questions.hit_rates import hit_rates, hits_figure, hits_text, write_hits
+    from moesim.questions.hit_rates import (
+        hit_rates,
+        hits_figure,
+        hits_text,
+        write_hits,
+    )
     from moesim.reporting.tables import save_table
     from moesim.runs.setup import opened
 

@@ -104,7 +104,11 @@ def _parameter(parameter: "Parameter") -> dict[str, Any]:
     elif not is_plain:
         # JSON has no word for it, but people can read it.
         default = str(default)
-    return {"name": parameter.name, "accepts": parameter.type_label, "default": default}
+    return {
+        "name": parameter.name,
+        "accepts": parameter.type_label,
+        "default": default,
+    }
 
 
 def _systems() -> list[dict[str, Any]]:

@@ -132,7 +132,10 @@ def record(options: RecordCommand) -> None:
         from moesim.runtime.record.calibration import write_calibration
 
         written = write_calibration(options.target, options.calibration, vectors)
-        facts["calibration"] = {"file": str(options.calibration), **written["tensors"]}
+        facts["calibration"] = {
+            "file": str(options.calibration),
+            **written["tensors"],
+        }
     if options.as_json:
         print(json.dumps(facts, indent=2))
     else:

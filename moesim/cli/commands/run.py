@@ -147,7 +147,9 @@ def _measured(
         if config.model is not None:
             least = config.replaced(new_tokens=0, verify=False)
         return measured, compare_startups(
-            measured, least, lambda each: _run(each, texts[: config.batch], **progress)
+            measured,
+            least,
+            lambda each: _run(each, texts[: config.batch], **progress),
         )
 
 

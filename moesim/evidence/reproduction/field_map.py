@@ -116,7 +116,10 @@ def field_traces() -> list[FieldTrace]:
     texts = {trace.workload.model for trace in traces if trace.batches == (1,)}
     drawn = [
         Workload(
-            *(model, "q4_k_m", 16, 48, 16), like=model, recall=RECALL, residual=RESIDUAL
+            *(model, "q4_k_m", 16, 48, 16),
+            like=model,
+            recall=RECALL,
+            residual=RESIDUAL,
         )
         for model in ("qwen3-30b-a3b", "olmoe-1b-7b", "deepseek-v2-lite")
     ]

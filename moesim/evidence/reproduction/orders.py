@@ -255,7 +255,10 @@ def _phase(statement: Statement) -> str:
 
 
 def _rivals(
-    runs: Sequence[RunSpec], outcomes: Mapping[RunSpec, Outcome], phase: str, rival: str
+    runs: Sequence[RunSpec],
+    outcomes: Mapping[RunSpec, Outcome],
+    phase: str,
+    rival: str,
 ) -> tuple[RunSpec, ...]:
     """The run that stands for the others, on each machine and workload."""
     places: dict[object, list[RunSpec]] = {}

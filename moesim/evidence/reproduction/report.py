@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 from scipy import stats
 
 from moesim.base.files import written_beside
-from moesim.evidence.reproduction.orders import directions, label, orders, sides
+from moesim.evidence.reproduction.orders import (
+    directions,
+    label,
+    orders,
+    sides,
+)
 from moesim.evidence.reproduction.questions import (
     ANCHORED,
     INPUT,

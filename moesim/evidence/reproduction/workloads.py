@@ -218,7 +218,9 @@ def _carried_to(model: SynthModel, shape: ModelShape) -> SynthModel:
     kinds = model.kinds
     if kinds is not None:
         kinds = replace(
-            kinds, weights=kinds.weights[weights], character=kinds.character[layers]
+            kinds,
+            weights=kinds.weights[weights],
+            character=kinds.character[layers],
         )
     return replace(
         model,

@@ -98,12 +98,18 @@ class ReferenceRuns:
             shape = shape_for(ROUTED, spec, dtype)
             runner = open_runners.enter_context(
                 TrialRunner(
-                    shape, profile, dtype=dtype, store=stores / f"reference{size}"
+                    shape,
+                    profile,
+                    dtype=dtype,
+                    store=stores / f"reference{size}",
                 )
             )
             half_bytes = shape.routed_bytes // 2
             for tier, host_bytes in (("memory", None), ("ssd", half_bytes)):
-                memory = MemoryOptions(cache_ratio=0.3, host_memory_bytes=host_bytes)
+                memory = MemoryOptions(
+                    cache_ratio=0.3,
+                    host_memory_bytes=host_bytes,
+                )
                 trial = Trial(_POLICY, memory, steps)
                 # The first run meets memory that was never written; it does not count.
                 runner.run(trial, profile)

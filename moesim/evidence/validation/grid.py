@@ -289,9 +289,15 @@ def _trial(
         all_bytes = shape.routed_bytes
         host_bytes = int(coordinates.host_ratio * all_bytes)
     memory = MemoryOptions(
-        cache_ratio=coordinates.cache_ratio, host_memory_bytes=host_bytes
+        cache_ratio=coordinates.cache_ratio,
+        host_memory_bytes=host_bytes,
     )
-    passes = compose(trace, batch=coordinates.batch, steps=steps, columns=needed)
+    passes = compose(
+        trace,
+        batch=coordinates.batch,
+        steps=steps,
+        columns=needed,
+    )
     return Trial(policy, memory, list(passes))
 
 
@@ -446,7 +452,11 @@ class _Grid:
         noise_seeds = range(self._seed, self._seed + self._replications)
         drawn = [
             simulate(
-                trial, shape, self._profile, noise_seed=noise_seed, seed=self._seed
+                trial,
+                shape,
+                self._profile,
+                noise_seed=noise_seed,
+                seed=self._seed,
             )
             for noise_seed in noise_seeds
         ]

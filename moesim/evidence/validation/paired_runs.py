@@ -308,11 +308,22 @@ def designs(shape: ModelShape, *, quick: bool = False, seed: int = 0) -> list[De
     alone = drawn_steps(batch=1, prompt=96, decode=length, seed=seed)
     # Several batch sizes in one run: curves over tokens need several points.
     batched = drawn_steps(
-        batch=(2, 8, 4, 3), prompt=0, decode=max(12, length), seed=seed + 1
+        batch=(2, 8, 4, 3),
+        prompt=0,
+        decode=max(12, length),
+        seed=seed + 1,
     )
-    prompt = drawn_steps(batch=4, prompt=96, decode=max(4, length // 3), seed=seed + 2)
+    prompt = drawn_steps(
+        batch=4,
+        prompt=96,
+        decode=max(4, length // 3),
+        seed=seed + 2,
+    )
     short = drawn_steps(
-        batch=(1, 4), prompt=24, decode=max(6, length // 2), seed=seed + 3
+        batch=(1, 4),
+        prompt=24,
+        decode=max(6, length // 2),
+        seed=seed + 3,
     )
 
     no_cache = MemoryOptions(cache_ratio=0.0)

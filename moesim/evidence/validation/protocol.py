@@ -346,7 +346,12 @@ def aim_rows(plan: Plan, verdict: Verdict) -> list[list[str]]:
             str(len({cell.sitting for cell in verdict.cells})),
             _MET[verdict.met["sittings"]],
         ],
-        ["cells that count", "", f"{len(counted)} of {len(verdict.cells)}", ""],
+        [
+            "cells that count",
+            "",
+            f"{len(counted)} of {len(verdict.cells)}",
+            "",
+        ],
     ]
 
 
@@ -408,7 +413,11 @@ def earlier(folder: Path, plan: Plan) -> list[dict[str, Any]]:
 
 
 def make_sitting(
-    folder: Path, plan: Plan, *, seed: int, progress: Callable[[str, float], None]
+    folder: Path,
+    plan: Plan,
+    *,
+    seed: int,
+    progress: Callable[[str, float], None],
 ) -> dict[str, Any]:
     """Calibrate, run all cells, and write what was measured.
 

@@ -299,7 +299,11 @@ def joined(result: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
 
     cells = earlier["cells"] + result["cells"]
     seconds = earlier["config"]["seconds"] + result["config"]["seconds"]
-    config = {**result["config"], "seconds": seconds, "earlier": earlier["config"]}
+    config = {
+        **result["config"],
+        "seconds": seconds,
+        "earlier": earlier["config"],
+    }
     # Both note the same things about the machine; each is worth one line.
     warnings = dict.fromkeys(earlier["warnings"] + result["warnings"])
     return {

@@ -234,7 +234,9 @@ class ResidencyOptions(LookOptions):
     """Which cache an engine's residency is compared with."""
 
     cache: str = option(
-        "lru", "Cache policy to compare with (see: list cache).", policy_kind="cache"
+        "lru",
+        "Cache policy to compare with (see: list cache).",
+        policy_kind="cache",
     )
     cache_bytes: int | None = option(
         None,

@@ -44,7 +44,9 @@ class ImportOptions(Options):
     )
     target: Path = target_argument("The trace to write.")
     shape: str | None = option(
-        None, f"The model: a name (see: list models), or {SHAPE}.", metavar="NAME|WORDS"
+        None,
+        f"The model: a name (see: list models), or {SHAPE}.",
+        metavar="NAME|WORDS",
     )
     quant: str | None = option(
         None, "Weight format that decides the bytes. Default: bf16.", metavar="FORMAT"
