@@ -88,13 +88,19 @@ class MemoryOptions(Options):
         choices=("layer", "global"),
     )
     staging: int | None = option(
-        None, "Staging slots. Default: the system's or profile's.", minimum=1
+        None,
+        "Staging slots. Default: the system's or profile's.",
+        minimum=1,
     )
     prefetch_budget_bytes: int | None = option(
-        None, "Most bytes prefetched per layer step.", minimum=0
+        None,
+        "Most bytes prefetched per layer step.",
+        minimum=0,
     )
     gpu_split: str = option(
-        "layers", "What several GPUs share out.", choices=("layers", "experts")
+        "layers",
+        "What several GPUs share out.",
+        choices=("layers", "experts"),
     )
 
     @classmethod
@@ -199,7 +205,9 @@ class RunConfig(MemoryOptions):
         policy_kind="cache",
     )
     prefetch: str | None = option(
-        None, "Prefetch policy (see: list prefetch).", policy_kind="prefetch"
+        None,
+        "Prefetch policy (see: list prefetch).",
+        policy_kind="prefetch",
     )
     routing: str | None = option(
         None,
@@ -475,7 +483,10 @@ class MeasuredConfig(RunConfig):
         excludes=("trace", "steps", "warm"),
     )
     new_tokens: int = option(
-        64, "Tokens to generate per prompt, at most.", minimum=0, needs=("model",)
+        64,
+        "Tokens to generate per prompt, at most.",
+        minimum=0,
+        needs=("model",),
     )
     temperature: float = option(0.0, "0 decodes greedily.", minimum=0, needs=("model",))
     residual: str | Path | Residual | None = input_option(
@@ -484,7 +495,9 @@ class MeasuredConfig(RunConfig):
         needs=("model",),
     )
     verify: bool = option(
-        False, "Compare all logits with the plain model's.", needs=("model",)
+        False,
+        "Compare all logits with the plain model's.",
+        needs=("model",),
     )
     # For both: where weights lie, and what computes them.
     store: str | Path | ExpertStore | None = option(
@@ -502,10 +515,13 @@ class MeasuredConfig(RunConfig):
         choices=("float32", "bfloat16", "float16"),
     )
     measure_again: bool = option(
-        False, "Measure this machine also where an earlier run has.", excludes=("hw",)
+        False,
+        "Measure this machine also where an earlier run has.",
+        excludes=("hw",),
     )
     own_cores: bool = option(
-        False, "Give the host accelerator a core of its own; for idle machines."
+        False,
+        "Give the host accelerator a core of its own; for idle machines.",
     )
 
     @property

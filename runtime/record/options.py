@@ -20,12 +20,15 @@ class RecordOptions(Options):
     new_tokens: int = option(64, "Tokens to generate per prompt.", minimum=0)
     batch: int = option(1, "Sequences run together.", minimum=1)
     temperature: float = option(
-        0.0, "0 decodes greedily; small models then fall into loops.", minimum=0
+        0.0,
+        "0 decodes greedily; small models then fall into loops.",
+        minimum=0,
     )
     seed: int = option(0, "Of the draws.", minimum=0)
     scores: bool = option(True, "Record the gates' scores of all experts.")
     predictions: bool = option(
-        True, "Record what the gates of the next three layers would say already now."
+        True,
+        "Record what the gates of the next three layers would say already now.",
     )
     split: str | None = option(
         None,

@@ -81,7 +81,7 @@ def test_a_file_beyond_the_limit_says_how_to_raise_it(tmp_path, monkeypatch):
 
 
 def test_arrays_of_a_file_are_bounded_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "MOST_ARRAY_BYTES", 1 << 20)
+    monkeypatch.setattr(tensors, "MOST_ARRAY_BYTES", 1 << 20)
     monkeypatch.setattr(tensors, "_PIECE_BYTES", 1000)
     monkeypatch.setenv("MOESIM_MOST_INPUT", "1MiB")
     numbers = np.arange(90_000)
@@ -97,7 +97,7 @@ def test_a_table_is_bounded_by_what_it_holds_unpacked(tmp_path, monkeypatch):
     path = tmp_path / "t.parquet"
     texts = pa.array(["x" * 20_000]).take(pa.array([0] * 3000))
     pq.write_table(pa.table({"a": texts, "b": range(3000)}), path)
-    monkeypatch.setattr(inputs, "MOST_ARRAY_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet, "MOST_ARRAY_BYTES", 1 << 20)
     monkeypatch.setenv("MOESIM_MOST_INPUT", "1MiB")
     with parquet.open_parquet(path) as file:
         with pytest.raises(OSError, match=r"at most 1\.0 MiB unpacked, found more"):

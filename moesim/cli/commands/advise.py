@@ -46,7 +46,9 @@ class AdviseOptions(ModelOptions):
     """Which machine, what shall be done on it, and where answers go."""
 
     cpu: str | None = option(
-        None, "Processor, or numbers as in cores=8,ghz=3.6.", metavar="NAME"
+        None,
+        "Processor, or numbers as in cores=8,ghz=3.6.",
+        metavar="NAME",
     )
     ram: str | None = option(None, "Memory, such as 2x16GB DDR4-3600.", metavar="WORDS")
     gpu: str | None = option(
@@ -56,13 +58,22 @@ class AdviseOptions(ModelOptions):
         metavar="NAME",
     )
     pcie: str | None = option(
-        None, "Link of the card, such as 4.0x8.", metavar="GENxLANES"
+        None,
+        "Link of the card, such as 4.0x8.",
+        metavar="GENxLANES",
     )
     hw: str | None = option(
-        None, "Profile that moesim profile wrote here.", metavar="FILE", place="input"
+        None,
+        "Profile that moesim profile wrote here.",
+        metavar="FILE",
+        place="input",
     )
     bench: Path | None = input_option("Rows of llama-bench -o json, jsonl, csv or md.")
-    context_tokens: int = option(8192, "Tokens that the context holds.", minimum=1)
+    context_tokens: int = option(
+        8192,
+        "Tokens that the context holds.",
+        minimum=1,
+    )
     prompt_tokens: int = option(2048, "Tokens of the prompt.", minimum=1)
     new_tokens: int = option(512, "Tokens of the answer.", minimum=1)
     batch: int = option(1, "Requests that run together.", minimum=1, metavar="B")
@@ -72,9 +83,15 @@ class AdviseOptions(ModelOptions):
         minimum=1,
     )
     keep_gpu_memory_bytes: int = option(
-        "256MiB", "Graphics memory to leave free.", minimum=0
+        "256MiB",
+        "Graphics memory to leave free.",
+        minimum=0,
     )
-    keep_host_memory_bytes: int = option(0, "Host memory to leave free.", minimum=0)
+    keep_host_memory_bytes: int = option(
+        0,
+        "Host memory to leave free.",
+        minimum=0,
+    )
     routing_trace: Path | None = input_option(
         "Routing of this model: bound of any schedule, an expert cache, masks for"
         " ktransformers.",

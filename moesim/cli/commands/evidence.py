@@ -61,7 +61,8 @@ class VerifyOptions(Options):
         place="folder",
     )
     minutes: float = minutes_option(
-        "For everything; decides how many cells and repetitions are made.", 10.0
+        "For everything; decides how many cells and repetitions are made.",
+        10.0,
     )
     seed: int = seed_option()
     as_json: bool = json_option()
@@ -122,14 +123,20 @@ class ValidateOptions(Options):
         *("static-threshold+lru", "greedy+lru", "greedy+lfu"),
     )
     cache_ratio: tuple[float, ...] = option(
-        (0.1, 0.3, 0.6), "Shares of experts in the GPU cache.", metavar="R"
+        (0.1, 0.3, 0.6),
+        "Shares of experts in the GPU cache.",
+        metavar="R",
     )
     batch: tuple[int, ...] = option((1, 4), "Sequences that run together.", metavar="B")
     shape: tuple[str, ...] | None = option(
-        None, "Sizes of the experts. Default: the trace's own.", metavar="NAME[/N]"
+        None,
+        "Sizes of the experts. Default: the trace's own.",
+        metavar="NAME[/N]",
     )
     host_ratio: tuple[float, ...] = option(
-        (1.0,), "Shares of experts in host memory.", metavar="R"
+        (1.0,),
+        "Shares of experts in host memory.",
+        metavar="R",
     )
     hw: str | None = option(
         None,
@@ -164,7 +171,8 @@ class ValidateOptions(Options):
         needs=("protocol",),
     )
     earlier: Path | None = input_option(
-        "Sum up with an earlier validation.json.", flag="--with"
+        "Sum up with an earlier validation.json.",
+        flag="--with",
     )
     measured: tuple[Path, ...] = input_option(
         "Instead: predict other people's measurements in these folders, whole platforms"
@@ -369,7 +377,9 @@ class CalibrateOptions(Options):
     )
     quick: bool = option(False, "Shorter runs.")
     shape: tuple[str, ...] | None = option(
-        None, "Two sizes of experts, the larger first.", metavar="NAME[/N]"
+        None,
+        "Two sizes of experts, the larger first.",
+        metavar="NAME[/N]",
     )
     hw: str | None = option(
         None,
@@ -382,7 +392,7 @@ class CalibrateOptions(Options):
     )
     minutes: float | None = minutes_option(
         "A limit: runs are repeated for so long at most, until no constant is so wide"
-        " that predictions move by more than 2 %."
+        " that predictions move by more than 2 %.",
     )
     force: bool = option(False, "Write a profile that cannot be trusted all the same.")
     store: Path | None = option(None, STORES, metavar="DIR")
@@ -500,13 +510,22 @@ class SensitivityOptions(Options):
 
     trace: Path = trace_argument()
     policy: tuple[str, ...] = policies_option(
-        "greedy+lru", "on-demand+lru", "all-cpu+none"
+        "greedy+lru",
+        "on-demand+lru",
+        "all-cpu+none",
     )
     hw: str | None = option(
-        None, "Machine: a name or a file.", metavar="NAME|FILE", place="input"
+        None,
+        "Machine: a name or a file.",
+        metavar="NAME|FILE",
+        place="input",
     )
     cache_ratio: float = option(
-        0.25, "Share of experts cached.", metavar="R", minimum=0.0, maximum=1.0
+        0.25,
+        "Share of experts cached.",
+        metavar="R",
+        minimum=0.0,
+        maximum=1.0,
     )
     batch: int = option(1, "Sequences that run together.", metavar="B", minimum=1)
     steps: int = option(32, "Forward passes replayed.", minimum=1)

@@ -23,7 +23,10 @@ class ListOptions(Options):
     """What is listed."""
 
     kind: str | None = option(
-        None, "One kind; all but engines without it.", argument=True, choices=KINDS
+        None,
+        "One kind; all but engines without it.",
+        argument=True,
+        choices=KINDS,
     )
     as_json: bool = json_option()
 

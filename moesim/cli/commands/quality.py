@@ -59,7 +59,8 @@ class QualityOptions(Options):
     prompt_tokens: int = option(64, "Tokens of a passage read before.", minimum=1)
     scored_tokens: int = option(64, "Tokens of a passage scored.", minimum=1)
     own_input: bool = option(
-        False, "Experts started one layer ahead get their own layer's input after all."
+        False,
+        "Experts started one layer ahead get their own layer's input after all.",
     )
     residual: Path | None = input_option(
         "Residual vectors for --prefetch residual (see: record)."
@@ -72,7 +73,7 @@ class QualityOptions(Options):
     )
     device: str = device_option()
     minutes: float | None = minutes_option(
-        "A limit on reading: passages that do not fit are left out."
+        "A limit on reading: passages that do not fit are left out.",
     )
     out: Path | None = folder_option("Write figures and a picture there.")
     as_json: bool = json_option()

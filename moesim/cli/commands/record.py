@@ -50,7 +50,9 @@ class TextOptions(Options):
     limit: int | None = option(None, "Take the first N prompts.", minimum=1)
     target: Path = target_argument("The trace to write.", Path("trace.parquet"))
     model: str = option(
-        "tiny", "The shipped model or a Hugging Face folder.", metavar="tiny|DIR"
+        "tiny",
+        "The shipped model or a Hugging Face folder.",
+        metavar="tiny|DIR",
     )
     store: Path | None = option(
         None,
@@ -77,7 +79,8 @@ class RecordCommand(RecordOptions, TextOptions):
     )
     device: str = device_option()
     finish: bool = option(
-        False, "Run nothing; make DST of the sequences a stopped recording has."
+        False,
+        "Run nothing; make DST of the sequences a stopped recording has.",
     )
     as_json: bool = json_option()
 

@@ -39,7 +39,9 @@ class ReproduceOptions(Options):
         argument=True,
     )
     list_all: bool = option(
-        False, "List the experiments and what each needs.", flag="--list"
+        False,
+        "List the experiments and what each needs.",
+        flag="--list",
     )
     traces: tuple[Path, ...] | None = input_option(
         "Traces, with commas. Default: the shipped one, and ../shared/traces of a"
@@ -47,7 +49,9 @@ class ReproduceOptions(Options):
         flag="--trace",
     )
     steps: int | None = option(
-        None, "Look at the first N forward passes; 0 for all. Default: 300.", minimum=0
+        None,
+        "Look at the first N forward passes; 0 for all. Default: 300.",
+        minimum=0,
     )
     seed: int = seed_option()
     everything: bool = option(
@@ -68,7 +72,10 @@ class ReproduceOptions(Options):
         needs=("everything",),
     )
     paper: tuple[str, ...] | None = option(
-        None, "With --all: only these papers.", metavar="NAME", needs=("everything",)
+        None,
+        "With --all: only these papers.",
+        metavar="NAME",
+        needs=("everything",),
     )
     minutes: float | None = option(
         None,
@@ -78,7 +85,9 @@ class ReproduceOptions(Options):
         needs=("everything",),
     )
     jobs: int | None = option(
-        None, "With --all, or map: processes. Default: at most 2.", minimum=1
+        None,
+        "With --all, or map: processes. Default: at most 2.",
+        minimum=1,
     )
     as_json: bool = json_option()
 

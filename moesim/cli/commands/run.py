@@ -56,7 +56,9 @@ class RunOptions(Options):
         metavar="FILE",
     )
     force: bool = option(
-        False, "Also write a profile that is not trusted.", needs=("learn",)
+        False,
+        "Also write a profile that is not trusted.",
+        needs=("learn",),
     )
     as_json: bool = json_option()
 

@@ -32,7 +32,10 @@ class BuildOptions(Options):
     """Which experts are written, where, and as what."""
 
     model: str = option(
-        REQUIRED, "tiny, or a Hugging Face folder.", metavar="MODEL", argument=True
+        REQUIRED,
+        "tiny, or a Hugging Face folder.",
+        metavar="MODEL",
+        argument=True,
     )
     out: Path = option(REQUIRED, "The store's folder.", metavar="DIR", place="folder")
     dtype: str | None = option(

@@ -163,7 +163,7 @@ class SearchOptions(ManyRunsOptions):
     )
     minutes: float | None = minutes_option(
         "A limit: proposals that do not fit are left out; with --results the next call"
-        " goes on."
+        " goes on.",
     )
 
 

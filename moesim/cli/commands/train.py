@@ -33,7 +33,10 @@ class TrainCacheOptions(Options):
 
     trace: Path = trace_argument()
     out: Path = option(
-        REQUIRED, "Folder for network and report.", metavar="DIR", place="folder"
+        REQUIRED,
+        "Folder for network and report.",
+        metavar="DIR",
+        place="folder",
     )
     held_out: Path | None = input_option(
         "Judge on this trace. Default: the last quarter of TRACE, never learned from.",
@@ -46,7 +49,10 @@ class TrainCacheOptions(Options):
         choices=get_args(Labels),
     )
     hidden: int = option(
-        128, "Hidden units: 128 (the paper's table) or 64.", metavar="H", minimum=1
+        128,
+        "Hidden units: 128 (the paper's table) or 64.",
+        metavar="H",
+        minimum=1,
     )
     cache_ratio: float = option(
         0.25,
@@ -158,7 +164,10 @@ class TrainTinyOptions(Options):
     """How the small model is trained."""
 
     out: Path = option(
-        REQUIRED, "Folder for the checkpoint.", metavar="DIR", place="folder"
+        REQUIRED,
+        "Folder for the checkpoint.",
+        metavar="DIR",
+        place="folder",
     )
     minutes: float = option(12.0, "Training time.", minimum=0.01)
     seed: int = seed_option()

@@ -245,7 +245,9 @@ class ResidencyOptions(LookOptions):
         flag="--cache-size",
     )
     engine_hits: int | None = option(
-        None, "Hits by the engine's own counter, to compare.", minimum=0
+        None,
+        "Hits by the engine's own counter, to compare.",
+        minimum=0,
     )
 
 

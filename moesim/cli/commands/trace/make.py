@@ -49,7 +49,9 @@ class ImportOptions(Options):
         metavar="NAME|WORDS",
     )
     quant: str | None = option(
-        None, "Weight format that decides the bytes. Default: bf16.", metavar="FORMAT"
+        None,
+        "Weight format that decides the bytes. Default: bf16.",
+        metavar="FORMAT",
     )
     map: str | None = option(
         None,
@@ -74,7 +76,8 @@ class ImportOptions(Options):
         flag="--option",
     )
     drop_incomplete: bool = option(
-        False, "Leave out a last line or token that was cut off."
+        False,
+        "Leave out a last line or token that was cut off.",
     )
     as_json: bool = json_option()
 
@@ -225,7 +228,11 @@ class SynthOptions(Options):
 
     target: Path = target_argument("The trace to write.")
     tokens: float = option(
-        REQUIRED, "Tokens in all, such as 1e6.", metavar="N", minimum=1, maximum=1e12
+        REQUIRED,
+        "Tokens in all, such as 1e6.",
+        metavar="N",
+        minimum=1,
+        maximum=1e12,
     )
     like: str | None = option(
         None,
@@ -236,10 +243,13 @@ class SynthOptions(Options):
         excludes=("shape",),
     )
     save_stats: Path | None = file_option(
-        "Save the statistics; --like takes them.", needs=("like",)
+        "Save the statistics; --like takes them.",
+        needs=("like",),
     )
     shape: str | None = option(
-        None, "A model instead (see: list models).", metavar="NAME|WORDS"
+        None,
+        "A model instead (see: list models).",
+        metavar="NAME|WORDS",
     )
     quant: str | None = option(
         None,
@@ -253,7 +263,9 @@ class SynthOptions(Options):
     dependence: float | None = _habit("What ties layers, by kinds of tokens.", 5)
     drift: float | None = _habit("Wandering popularity.", 5)
     prompt_tokens: int | None = option(
-        None, "Prompt tokens of each sequence. Default: 0, or as in --like.", minimum=0
+        None,
+        "Prompt tokens of each sequence. Default: 0, or as in --like.",
+        minimum=0,
     )
     new_tokens: int | None = option(
         None,
@@ -340,7 +352,9 @@ class PredictOptions(Options):
         "R",
     )
     residual_recall: float | None = option(
-        None, "Recall of pred1_res, which DALI needs.", metavar="R"
+        None,
+        "Recall of pred1_res, which DALI needs.",
+        metavar="R",
     )
     at: int | None = option(
         None,
@@ -352,7 +366,8 @@ class PredictOptions(Options):
     between_depths: float = option(0.6, "Correlation of errors of adjacent depths.")
     between_tokens: float = option(0.4, "Correlation of errors of adjacent tokens.")
     between_layers: float = option(
-        0.4, "Share of difficulty that a token's layers share."
+        0.4,
+        "Share of difficulty that a token's layers share.",
     )
     seed: int = seed_option()
     as_json: bool = json_option()
