@@ -149,15 +149,9 @@ def shared_traces() -> Path:
 def tiny_shape() -> ModelShape:
     """3 MoE layers of 8 experts, top-2, one MiB per expert."""
     return ModelShape(
-        name="tiny",
-        layers=3,
-        experts=8,
-        top_k=2,
-        hidden=64,
-        expert_intermediate=32,
-        expert_bytes=(1 << 20,) * 3,
-        other_bytes=1 << 20,
-    )
+        name="tiny", layers=3, experts=8, top_k=2, hidden=64, expert_intermediate=32,
+        expert_bytes=(1 << 20,) * 3, other_bytes=1 << 20,
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -7,17 +7,16 @@ new option is a field here and a line where it is used::
     @dataclass(frozen=True, slots=True, kw_only=True)
     class HitsOptions(Options):
         cache_ratios: tuple[float, ...] = option(
-            (0.1, 0.5), "Sizes, as shares of all experts.", kind=float, many=True
+            (0.1, 0.5), "Sizes, as shares of all experts."
         )
-        png: Path | None = option(
-            None, "Draw them.", kind=Path, place="file", suffixes=PICTURES
-        )
+        png: Path | None = option(None, "Draw them.", place="file", suffixes=PICTURES)
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,15 +45,19 @@ class Option:
 
     Attributes:
         help: one line that explains it.
-        kind: what a text is read as: ``str``, ``int``, ``float``, ``bool`` or ``Path``.
-        metavar: stands for the value in help texts; None shows the kind.
+        kind: what a text is read as: ``str``, ``int``, ``float``, ``bool`` or ``Path``;
+            None takes the first of them that the field's type names.
+        metavar: stands for the value in help texts; None takes its choices, ``SIZE``
+            or ``N``, or shows the kind.
         minimum, maximum: bounds of a number, both included.
         choices: the only texts that fit; empty where any does.
         pattern: a regular expression that texts match as a whole, and what it stands
             for in errors.
-        is_size: the number counts bytes, which people write as ``8GiB``.
+        is_size: the number counts bytes, which people write as ``8GiB``; the field's
+            name ends in ``_bytes``.
         policy_kind: the text names a policy of this kind, parameters included.
-        many: the value is a tuple, which people write with commas.
+        many: the value is a tuple, as the field's type says; people write it with
+            commas.
         several: help for commands that take several values at once; None where no
             command does.
         argument: it stands on the command line without a flag.
@@ -68,7 +71,7 @@ class Option:
     """
 
     help: str
-    kind: type = str
+    kind: Any = None
     metavar: str | None = None
     minimum: float | None = None
     maximum: float | None = None
@@ -100,23 +103,23 @@ def option(default: Any, text: str, **details: Any) -> Any:
 def json_option() -> Any:
     """``--json``, the same for every command."""
     text = "Print one JSON object and nothing else."
-    return option(False, text, kind=bool, flag="--json")
+    return option(False, text, flag="--json")
 
 
 def seed_option(text: str = "Of everything that is drawn.") -> Any:
     """``--seed``, which decides all that a command draws."""
-    return option(0, text, kind=int, metavar="N", minimum=0)
+    return option(0, text, minimum=0)
 
 
 def minutes_option(text: str, default: float | None = None) -> Any:
     """``--minutes``, a limit of time that is kept."""
-    return option(default, text, kind=float, metavar="M", minimum=0.0)
+    return option(default, text, metavar="M", minimum=0.0)
 
 
 def policies_option(*names: str) -> Any:
     """Policies that compete."""
     text = "Systems, or assignment+cache+prefetch such as greedy+lru+none."
-    return option(names, text, metavar="P", policy_kind="assignment", many=True)
+    return option(names, text, metavar="P", policy_kind="assignment")
 
 
 def input_option(text: str, default: Any = None, **details: Any) -> Any:
@@ -134,25 +137,46 @@ def trace_argument() -> Any:
 def target_argument(text: str, default: Any = REQUIRED, **details: Any) -> Any:
     """The one file that a command makes."""
     place = {"metavar": "DST", "argument": True, "place": "file"}
-    return option(default, text, kind=Path, **place, **details)
+    return option(default, text, **place, **details)
 
 
 def file_option(text: str, *suffixes: str, **details: Any) -> Any:
     """A file that is written where a user names one, with one of these endings."""
     details = {"metavar": "FILE", **details}
     place = {"place": "file", "suffixes": suffixes}
-    return option(None, text, kind=Path, **place, **details)
+    return option(None, text, **place, **details)
 
 
 def folder_option(text: str, **details: Any) -> Any:
     """A folder that is written where a user names one."""
     details = {"metavar": "DIR", **details}
-    return option(None, text, kind=Path, place="folder", **details)
+    return option(None, text, place="folder", **details)
 
 
+_KINDS: dict[str, type] = {
+    kind.__name__: kind for kind in (str, int, float, bool, Path)
+}
+
+
+@cache
 def option_of(declared: Field[Any]) -> Option:
-    """How people write the value of a field."""
-    return declared.metadata["option"]
+    """How people write the value of a field: as stated, or as its name and type say."""
+    stated: Option = declared.metadata["option"]
+    # Types are texts in modules whose annotations are postponed.
+    type_text = str(declared.type)
+    named = re.search(rf"\b({'|'.join(_KINDS)})\b", type_text)
+    kind = stated.kind or (_KINDS[named[1]] if named else str)
+    is_size = declared.name.endswith("_bytes")
+    metavar = stated.metavar or "|".join(stated.choices)
+    if not metavar and kind is int:
+        metavar = "SIZE" if is_size else "N"
+    return replace(
+        stated,
+        kind=kind,
+        metavar=metavar or None,
+        is_size=is_size,
+        many="tuple[" in type_text,
+    )
 
 
 def default_of(declared: Field[Any]) -> Any:

@@ -55,7 +55,6 @@ class MemoryOptions(Options):
     cache_ratio: float | None = option(
         None,
         "Share of all experts in the GPU cache.",
-        kind=float,
         metavar="R",
         minimum=0,
         maximum=1,
@@ -64,8 +63,6 @@ class MemoryOptions(Options):
     slots_per_layer: int | None = option(
         None,
         "Experts per layer in the GPU cache.",
-        kind=int,
-        metavar="N",
         minimum=0,
         several="Experts per layer in the GPU cache.",
     )
@@ -73,11 +70,8 @@ class MemoryOptions(Options):
         None,
         "Memory of each GPU for weights, such as 8GiB; experts get what the rest"
         " leaves. Default: the card's own, less keys and values and workspace.",
-        kind=int,
-        metavar="SIZE",
         minimum=0,
         maximum=MOST_MEMORY_BYTES,
-        is_size=True,
         several="Memory of each GPU for weights, such as 4GiB,8GiB; experts get what"
         " the rest leaves. Default: the card's own, less keys and values and"
         " workspace.",
@@ -85,37 +79,27 @@ class MemoryOptions(Options):
     host_memory_bytes: int | None = option(
         None,
         "Host memory for experts; what does not fit is read from SSD.",
-        kind=int,
-        metavar="SIZE",
         minimum=0,
         maximum=MOST_MEMORY_BYTES,
-        is_size=True,
     )
     cache_scope: str | None = option(
         None,
         "Do layers share the cache's slots? Default: the system's, else layer.",
-        metavar="layer|global",
         choices=("layer", "global"),
     )
     staging: int | None = option(
         None,
         "Staging slots. Default: the system's or profile's.",
-        kind=int,
-        metavar="N",
         minimum=1,
     )
     prefetch_budget_bytes: int | None = option(
         None,
         "Most bytes prefetched per layer step.",
-        kind=int,
-        metavar="SIZE",
         minimum=0,
-        is_size=True,
     )
     gpu_split: str = option(
         "layers",
         "What several GPUs share out.",
-        metavar="layers|experts",
         choices=("layers", "experts"),
     )
 
@@ -221,7 +205,9 @@ class RunConfig(MemoryOptions):
         policy_kind="cache",
     )
     prefetch: str | None = option(
-        None, "Prefetch policy (see: list prefetch).", policy_kind="prefetch"
+        None,
+        "Prefetch policy (see: list prefetch).",
+        policy_kind="prefetch",
     )
     routing: str | None = option(
         None,
@@ -242,8 +228,6 @@ class RunConfig(MemoryOptions):
         8192,
         "Tokens of a sequence whose keys and values the GPU holds, where no size of its"
         " cache is given.",
-        kind=int,
-        metavar="N",
         minimum=0,
         maximum=MOST_CONTEXT_TOKENS,
     )
@@ -253,37 +237,28 @@ class RunConfig(MemoryOptions):
         policy_kind="cache",
     )
     # How the trace is walked through, and what is known before.
-    batch: int = option(
-        1, "Sequences that run together.", kind=int, metavar="B", minimum=1
-    )
-    steps: int | None = option(
-        None, "Keep the first N forward passes.", kind=int, metavar="N", minimum=1
-    )
+    batch: int = option(1, "Sequences that run together.", metavar="B", minimum=1)
+    steps: int | None = option(None, "Keep the first N forward passes.", minimum=1)
     micro_batch: int | None = option(
         None,
         "Most prompt tokens of a forward pass, llama.cpp's -ub. Default: the system's,"
         " else whole prompts.",
-        kind=int,
-        metavar="N",
         minimum=1,
     )
     draft_tokens: int | None = option(
         None,
         "Tokens that a draft proposes for each forward pass to verify; 0 for none."
         " Default: the system's.",
-        kind=int,
-        metavar="N",
         minimum=0,
     )
     acceptance: float = option(
         0.8,
         "Probability that a drafted token is right, if all before it are.",
-        kind=float,
         metavar="P",
         minimum=0,
         maximum=1,
     )
-    seed: int = option(0, "For policies that draw.", kind=int, metavar="N", minimum=0)
+    seed: int = option(0, "For policies that draw.", minimum=0)
     warm: str | Path | Trace | None = input_option(
         "Calibration trace from which policies may fill the cache first.",
         metavar="TRACE",
@@ -297,15 +272,12 @@ class RunConfig(MemoryOptions):
         None,
         "Draw operation times from a calibrated profile's distributions, with this"
         " seed.",
-        kind=int,
-        metavar="N",
         minimum=0,
     )
     engine: str = option(
         "auto",
         "What simulates: auto takes the compiled engine where it knows everything"
         " involved, else SimPy; both give the same results.",
-        metavar="auto|simpy|compiled",
         choices=("auto", "simpy", "compiled"),
     )
     # When sequences arrive, as requests of users; without it they all wait in line.
@@ -498,8 +470,6 @@ class MeasuredConfig(RunConfig):
     distinct: int | None = option(
         None,
         "Different experts in a random store; others share them in turn.",
-        kind=int,
-        metavar="N",
         minimum=1,
         needs=("trace",),
     )
@@ -515,14 +485,10 @@ class MeasuredConfig(RunConfig):
     new_tokens: int = option(
         64,
         "Tokens to generate per prompt, at most.",
-        kind=int,
-        metavar="N",
         minimum=0,
         needs=("model",),
     )
-    temperature: float = option(
-        0.0, "0 decodes greedily.", kind=float, minimum=0, needs=("model",)
-    )
+    temperature: float = option(0.0, "0 decodes greedily.", minimum=0, needs=("model",))
     residual: str | Path | Residual | None = input_option(
         "Residual vectors for --prefetch residual (see: record).",
         accepts_objects=True,
@@ -531,7 +497,6 @@ class MeasuredConfig(RunConfig):
     verify: bool = option(
         False,
         "Compare all logits with the plain model's.",
-        kind=bool,
         needs=("model",),
     )
     # For both: where weights lie, and what computes them.
@@ -552,13 +517,11 @@ class MeasuredConfig(RunConfig):
     measure_again: bool = option(
         False,
         "Measure this machine also where an earlier run has.",
-        kind=bool,
         excludes=("hw",),
     )
     own_cores: bool = option(
         False,
         "Give the host accelerator a core of its own; for idle machines.",
-        kind=bool,
     )
 
     @property

@@ -46,15 +46,15 @@ class LeastStaleLayer(CachePolicy):
         """Note the current layer."""
         self._layer = work.layer
 
-    def victims(
-        self,
-        incoming: np.ndarray,
-        candidates: np.ndarray,
-    ) -> np.ndarray:
-        """Choose by layer."""
+    def rank(self, candidates: np.ndarray) -> np.ndarray:
+        """Numbers of the candidates, int64 [C]; the lowest are evicted first."""
         # Only the layer decides, so nothing is kept about single experts.
         layer = candidates // self._experts
         if self.order == "cyclic":
             layer = (self._layer - layer) % self._layers
+        return layer
+
+    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        """Choose by layer."""
         # Within a layer candidates ascend, so ties go to the lower id.
-        return lowest_first(candidates, layer)[: len(incoming)]
+        return lowest_first(candidates, self.rank(candidates))[: len(incoming)]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.policies.base import CachePolicy, flat_keys
-from moesim.policies.parameters import expect_choice
-from moesim.policies.ranking import lowest_first
+from moesim.policies.base import flat_keys
+from moesim.policies.cache.least_stale_layer import LeastStaleLayer
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, RunContext
 
-Order = Literal["lowest", "cyclic"]
 
-
-class LeastStalePass(CachePolicy):
+class LeastStalePass(LeastStaleLayer):
     """Evict experts that the current forward pass has neither used nor brought in, then
     the others; by layer.
 
@@ -32,40 +29,25 @@ class LeastStalePass(CachePolicy):
     Source: SpecMD (arXiv 2602.03921), Least-Stale, as its abstract describes it.
     """
 
-    def __init__(self, *, order: Order = "lowest") -> None:
-        expect_choice("order", order, Order)
-        self.order = order
-
     def start(self, context: RunContext) -> None:
         """Begin with nothing touched."""
-        self._layers = context.shape.layers
-        self._experts = context.shape.experts
+        super().start(context)
         # The pass that touched each key last; -1 is none.
-        keys = self._layers * self._experts
-        self._touched = np.full(keys, -1, np.int64)
+        self._touched = np.full(self._layers * self._experts, -1, np.int64)
         self._step = 0
-        self._layer = 0
 
     def accessed(self, work: LayerWork) -> None:
         """Note the pass of the active experts."""
+        super().accessed(work)
         self._step = work.step
-        self._layer = work.layer
         self._touched[flat_keys(work, self._experts)] = work.step
 
     def admitted(self, keys: np.ndarray) -> None:
         """Entering is a touch."""
         self._touched[keys] = self._step
 
-    def victims(
-        self,
-        incoming: np.ndarray,
-        candidates: np.ndarray,
-    ) -> np.ndarray:
-        """Choose the stale first, by layer."""
-        layer = candidates // self._experts
-        if self.order == "cyclic":
-            layer = (self._layer - layer) % self._layers
-        # More than any layer, so all stale experts rank before all touched ones.
+    def rank(self, candidates: np.ndarray) -> np.ndarray:
+        """The stale first, by layer."""
         touched = self._touched[candidates] == self._step
-        rank = layer + self._layers * touched
-        return lowest_first(candidates, rank)[: len(incoming)]
+        # More than any layer, so all stale experts rank before all touched ones.
+        return super().rank(candidates) + self._layers * touched

@@ -17,30 +17,23 @@ EVALUATION = "evaluation"
 class RecordOptions(Options):
     """Length, sampling and columns of a recording."""
 
-    new_tokens: int = option(
-        64, "Tokens to generate per prompt.", kind=int, metavar="N", minimum=0
-    )
-    batch: int = option(1, "Sequences run together.", kind=int, metavar="N", minimum=1)
+    new_tokens: int = option(64, "Tokens to generate per prompt.", minimum=0)
+    batch: int = option(1, "Sequences run together.", minimum=1)
     temperature: float = option(
         0.0,
         "0 decodes greedily; small models then fall into loops.",
-        kind=float,
         minimum=0,
     )
-    seed: int = option(0, "Of the draws.", kind=int, metavar="N", minimum=0)
-    scores: bool = option(True, "Record the gates' scores of all experts.", kind=bool)
+    seed: int = option(0, "Of the draws.", minimum=0)
+    scores: bool = option(True, "Record the gates' scores of all experts.")
     predictions: bool = option(
         True,
         "Record what the gates of the next three layers would say already now.",
-        kind=bool,
     )
     split: str | None = option(
         None,
         "What the texts are. Default: evaluation, or calibration beside --calibration.",
-        metavar="calibration|evaluation",
         choices=(CALIBRATION, EVALUATION),
     )
-    resume: bool = option(False, "Go on with a recording that was stopped.", kind=bool)
-    overhead: bool = option(
-        True, "Measure how much recording slows the model.", kind=bool
-    )
+    resume: bool = option(False, "Go on with a recording that was stopped.")
+    overhead: bool = option(True, "Measure how much recording slows the model.")

@@ -1,7 +1,5 @@
 """What is read is bounded before it is parsed; what is shown can do nothing."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -13,17 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from moesim.base import inputs
 from moesim.base.errors import TraceError
 from moesim.base.files import user_folder
-from moesim.base.inputs import (
-    MOST_DIGITS,
-    MOST_NESTING,
-    InputError,
-    load_json,
-    load_toml,
-    open_input,
-    read_bytes,
-)
 from moesim.base.text import LONGEST_LINE, VisibleStream, cell, one_line, visible
 from moesim.hwprofiles.profile import load_profile
 from moesim.reporting.pages import Page, PageTable, Text
@@ -31,38 +21,37 @@ from moesim.traces.format import parquet
 from moesim.traces.importers.readers import tensors
 
 
-@pytest.mark.parametrize("depth", [MOST_NESTING, MOST_NESTING + 1])
-@pytest.mark.parametrize(
-    ("load", "text"),
-    [
-        (load_json, lambda n: "[" * n + "]" * n),
-        (load_json, lambda n: '{"a":' * n + "1" + "}" * n),
-        (load_toml, lambda n: "x = " + "[" * n + "]" * n),
-        (load_toml, lambda n: ".".join(["a"] * n) + " = 1"),
-        (load_toml, lambda n: "[" + ".".join(['"a b"'] * n) + "]"),
-    ],
-)
+@pytest.mark.parametrize("depth", [inputs.MOST_NESTING, inputs.MOST_NESTING + 1])
+@pytest.mark.parametrize(("load", "text"), [
+    (inputs.load_json, lambda n: "[" * n + "]" * n),
+    (inputs.load_json, lambda n: '{"a":' * n + "1" + "}" * n),
+    (inputs.load_toml, lambda n: "x = " + "[" * n + "]" * n),
+    (inputs.load_toml, lambda n: ".".join(["a"] * n) + " = 1"),
+    (inputs.load_toml, lambda n: "[" + ".".join(['"a b"'] * n) + "]"),
+])  # fmt: skip
 def test_nesting_up_to_the_limit(load, text, depth):
-    if depth <= MOST_NESTING:
+    if depth <= inputs.MOST_NESTING:
         assert load(text(depth))
     else:
-        with pytest.raises(InputError, match=r"at most 100 .*found more"):
+        with pytest.raises(inputs.InputError, match=r"at most 100 .*found more"):
             load(text(depth))
 
 
-@pytest.mark.parametrize("load", [load_json, load_toml])
+@pytest.mark.parametrize("load", [inputs.load_json, inputs.load_toml])
 def test_digits_up_to_the_limit(load):
-    head = '{"a": %s}' if load is load_json else "a = %s"
+    head = '{"a": %s}' if load is inputs.load_json else "a = %s"
     # A float's digits count as well.
-    assert load(head % ("1" * MOST_DIGITS)) == {"a": int("1" * MOST_DIGITS)}
-    with pytest.raises(InputError, match="at most 400 digits"):
-        load(head % ("1" * (MOST_DIGITS + 1)))
+    assert load(head % ("1" * inputs.MOST_DIGITS)) == {
+        "a": int("1" * inputs.MOST_DIGITS)
+    }
+    with pytest.raises(inputs.InputError, match="at most 400 digits"):
+        load(head % ("1" * (inputs.MOST_DIGITS + 1)))
 
 
 def test_strings_and_comments_do_not_count():
     brackets = "[" * 1000
     content = {"a": brackets, 'b"': "1" * 1000, "c": "x\\"}
-    assert load_json(json.dumps(content)) == content
+    assert inputs.load_json(json.dumps(content)) == content
     text = f"# {brackets}\n" + "\n".join(
         (
             f'a = "{brackets}"',
@@ -73,22 +62,22 @@ def test_strings_and_comments_do_not_count():
             "'[[['.f = 1",
         )
     )
-    assert load_toml(text) == tomllib.loads(text)
+    assert inputs.load_toml(text) == tomllib.loads(text)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a pipe", "a folder"])
 def test_only_regular_files_are_opened(tmp_path, make):
     make(tmp_path / "x")
     with pytest.raises(OSError, match="expected a file, found a"):
-        open_input(tmp_path / "x")
+        inputs.open_input(tmp_path / "x")
 
 
 def test_a_file_beyond_the_limit_says_how_to_raise_it(tmp_path, monkeypatch):
     (tmp_path / "x").write_bytes(bytes(5000))
-    assert len(read_bytes(tmp_path / "x", 5000)) == 5000
+    assert len(inputs.read_bytes(tmp_path / "x", 5000)) == 5000
     monkeypatch.setenv("MOESIM_MOST_INPUT", "4KiB")
     with pytest.raises(OSError, match=r"at most 4\.0 KiB, found more;.*MOESIM_MOST_IN"):
-        read_bytes(tmp_path / "x")
+        inputs.read_bytes(tmp_path / "x")
 
 
 def test_arrays_of_a_file_are_bounded_together(tmp_path, monkeypatch):

@@ -11,16 +11,8 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support import processes
 from support.command_line import refused
-from support.processes import (
-    PATIENCE_S,
-    ROOT,
-    end_by_two_interrupts,
-    output_of,
-    run_python,
-    start,
-    wait_for,
-)
 from support.small_trace import (
     NEW_TOKENS,
     PROMPT_TOKENS,
@@ -34,7 +26,7 @@ from moesim import cli
 from moesim.base.units import number as number_text
 from moesim.cli.options import split_policies
 
-SHARED = ROOT.parent / "shared"
+SHARED = processes.ROOT.parent / "shared"
 
 
 # Replay.
@@ -94,7 +86,7 @@ def test_defaults_are_printed(command, trace):
 
 
 def test_a_profile_in_the_folder_is_the_default(command, trace):
-    source = (ROOT / "hwprofiles" / "data" / "rtx4060ti.toml").read_text(
+    source = (processes.ROOT / "hwprofiles" / "data" / "rtx4060ti.toml").read_text(
         encoding="utf-8"
     )
     Path("hw.toml").write_text(source, encoding="utf-8")
@@ -136,14 +128,11 @@ def test_batch_joins_sequences(command, trace):
     )
 
 
-@pytest.mark.parametrize(
-    ("option", "slots"),
-    [
-        (("--slots-per-layer", 3), [3, 3, 3]),
-        (("--cache-ratio", 0.5), [4, 4, 4]),
-        (("--cache-ratio", 0), [0, 0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("option", "slots"), [
+    (("--slots-per-layer", 3), [3, 3, 3]),
+    (("--cache-ratio", 0.5), [4, 4, 4]),
+    (("--cache-ratio", 0), [0, 0, 0]),
+])  # fmt: skip
 def test_cache_sizes(command, trace, option, slots):
     assert (
         json.loads(command("replay", trace, *option, "--json")[1])["config"][
@@ -203,18 +192,15 @@ def test_policies_split_where_a_policy_begins():
 # List and trace.
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("assignment", "greedy"),
-        ("cache", "oracle: sees the future"),
-        ("prefetch", "needs pred1_raw"),
-        ("routing", "as-recorded"),
-        ("systems", "fiddler"),
-        ("hardware", "datasheet: RTX 3090"),
-        ("models", "48 MoE layers x 128 experts"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "words"), [
+    ("assignment", "greedy"),
+    ("cache", "oracle: sees the future"),
+    ("prefetch", "needs pred1_raw"),
+    ("routing", "as-recorded"),
+    ("systems", "fiddler"),
+    ("hardware", "datasheet: RTX 3090"),
+    ("models", "48 MoE layers x 128 experts"),
+])  # fmt: skip
 def test_list_names_what_can_be_named(command, kind, words):
     code, out, _ = command("list", kind)
     assert code == 0
@@ -282,22 +268,19 @@ def test_a_bad_trace_is_one_line(command, tmp_path, spoil):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (("--policy", "greedi"), ("greedi", "did you mean 'greedy'")),
-        (("--cache", "lruu"), ("unknown cache policy 'lruu'", "did you mean 'lru'")),
-        (("--cache", "lfu:decay=x"), ("decay", "'x'")),
-        (("--prefetch", "next-gate"), ("next-gate", "pred1_raw")),
-        (("--hw", "rtx9090"), ("rtx9090", "known")),
-        (("--hw", "none.toml"), ("none.toml",)),
-        (("--cache-ratio", 0.5, "--slots-per-layer", 2), ("at most one",)),
-        (("--gpu-memory", "1KiB"), ("no room to stage",)),
-        (("--warm", "nothing.parquet"), ("nothing.parquet",)),
-        (("--perfetto", "file/p.json"), ("file", "expected a folder")),
-        (("--out", "file"), ("file", "expected a folder")),
-    ],
-)
+@pytest.mark.parametrize(("words", "parts"), [
+    (("--policy", "greedi"), ("greedi", "did you mean 'greedy'")),
+    (("--cache", "lruu"), ("unknown cache policy 'lruu'", "did you mean 'lru'")),
+    (("--cache", "lfu:decay=x"), ("decay", "'x'")),
+    (("--prefetch", "next-gate"), ("next-gate", "pred1_raw")),
+    (("--hw", "rtx9090"), ("rtx9090", "known")),
+    (("--hw", "none.toml"), ("none.toml",)),
+    (("--cache-ratio", 0.5, "--slots-per-layer", 2), ("at most one",)),
+    (("--gpu-memory", "1KiB"), ("no room to stage",)),
+    (("--warm", "nothing.parquet"), ("nothing.parquet",)),
+    (("--perfetto", "file/p.json"), ("file", "expected a folder")),
+    (("--out", "file"), ("file", "expected a folder")),
+])  # fmt: skip
 def test_a_bad_option_is_one_line_and_leaves_nothing(command, trace, words, parts):
     Path("file").write_text("in the way")
     before = set(Path().rglob("*"))
@@ -352,7 +335,7 @@ def test_help_comes_at_once(tmp_path):
         "import sys; from moesim.cli import main\ntry: main(['--help'])\nfinally:"
         " print(*sys.modules)"
     )
-    out = output_of("-c", code, cwd=tmp_path)
+    out = processes.output_of("-c", code, cwd=tmp_path)
     assert "replay" in out
     slow = {
         "numpy",
@@ -389,7 +372,7 @@ def test_every_command_helps_with_an_example(command, words):
 
 def test_version_is_that_of_the_distribution(command):
     assert f'version = "{command("--version")[1].split()[1]}"' in (
-        ROOT / "pyproject.toml"
+        processes.ROOT / "pyproject.toml"
     ).read_text(encoding="utf-8")
 
 
@@ -397,15 +380,11 @@ ALONE = ("replay", "--policy", "ilp")
 SHARED_OUT = ("compare", "--policy", "ilp,beam", "--jobs", "2")
 
 
-@pytest.mark.parametrize(
-    ("words", "number", "code"),
-    [
-        (ALONE, signal.SIGINT, 130),
-        (ALONE, signal.SIGTERM, 143),
-        (SHARED_OUT, signal.SIGTERM, 143),
-    ],
-    ids=("ctrl-C", "SIGTERM", "SIGTERM, two processes"),
-)
+@pytest.mark.parametrize(("words", "number", "code"), [
+    (ALONE, signal.SIGINT, 130),
+    (ALONE, signal.SIGTERM, 143),
+    (SHARED_OUT, signal.SIGTERM, 143),
+], ids=("ctrl-C", "SIGTERM", "SIGTERM, two processes"))  # fmt: skip
 def test_stopped_from_outside_it_says_so_and_leaves_nothing(
     request, tmp_path, words, number, code
 ):
@@ -414,17 +393,17 @@ def test_stopped_from_outside_it_says_so_and_leaves_nothing(
     """
     trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
     words = ("-m", "moesim", *words, trace, "--out", tmp_path / "run")
-    process = start(*words, cwd=tmp_path)
+    process = processes.start(*words, cwd=tmp_path)
     request.addfinalizer(process.kill)
     begun = 6 if "--jobs" in words else 3
-    wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) >= begun)
+    processes.wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) >= begun)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
-    _, err = process.communicate(timeout=PATIENCE_S)
+    _, err = process.communicate(timeout=processes.PATIENCE_S)
     assert process.returncode == code
     assert "Traceback" not in err
     assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
-    assert psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []
+    assert psutil.wait_procs(children, timeout=processes.PATIENCE_S)[1] == []
 
 
 def test_two_interrupts_in_quick_succession_end_it_as_one_does(request, tmp_path):
@@ -433,10 +412,10 @@ def test_two_interrupts_in_quick_succession_end_it_as_one_does(request, tmp_path
     """
     trace = write_small_trace(tmp_path / "long.parquet", sequences=40, new_tokens=2000)
     words = ("-m", "moesim", *ALONE, trace, "--out", tmp_path / "run")
-    process = start(*words, cwd=tmp_path, start_new_session=True)
+    process = processes.start(*words, cwd=tmp_path, start_new_session=True)
     request.addfinalizer(process.kill)
-    wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) >= 3)
-    end_by_two_interrupts(process, 0.1)
+    processes.wait_for(lambda: len(list(tmp_path.glob("run/**/*.part"))) >= 3)
+    processes.end_by_two_interrupts(process, 0.1)
     assert [path for path in tmp_path.glob("run/**/*") if path.is_file()] == []
 
 
@@ -458,12 +437,14 @@ main(["list", "policies"])
     [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")],
 )
 def test_a_signal_before_the_command_begins_ends_it_in_one_line(number, code, said):
-    done = run_python("-c", EARLY, int(number))
+    done = processes.run_python("-c", EARLY, int(number))
     assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
 
 
 def test_the_installed_command_begins_where_signals_are_heard():
-    facts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    facts = tomllib.loads(
+        (processes.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    )
     assert facts["project"]["scripts"] == {"moesim": "moesim.start:main"}
 
 
@@ -483,7 +464,7 @@ guarded(work, [])
 def test_a_library_that_makes_an_error_of_an_interrupt_hides_it_from_nobody(error):
     """As torch does where its C code is asked for a slice of a tensor."""
     script = SWALLOWED.format(error=error)
-    done = run_python("-c", script, int(signal.SIGINT))
+    done = processes.run_python("-c", script, int(signal.SIGINT))
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
@@ -507,25 +488,22 @@ def test_a_second_interrupt_ends_what_clears_up_for_ever(
     request, tmp_path, number, code
 ):
     """It has two seconds, not the five minutes that it would take."""
-    process = start("-c", STUCK, cwd=tmp_path)
+    process = processes.start("-c", STUCK, cwd=tmp_path)
     request.addfinalizer(process.kill)
     assert process.stdout.readline() == "running\n"
     process.send_signal(number)
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(number)
-    assert process.wait(timeout=PATIENCE_S) == code
+    assert process.wait(timeout=processes.PATIENCE_S) == code
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (("replay", "t.parquet", "--out", ""), "--out"),
-        (("compare", "t.parquet", "--png="), "--png"),
-        (("replay", ""), "argument"),
-        (("replay", "t.parquet", "--policy", "greedy", ""), "argument"),
-    ],
-)
+@pytest.mark.parametrize(("words", "name"), [
+    (("replay", "t.parquet", "--out", ""), "--out"),
+    (("compare", "t.parquet", "--png="), "--png"),
+    (("replay", ""), "argument"),
+    (("replay", "t.parquet", "--policy", "greedy", ""), "argument"),
+])  # fmt: skip
 def test_an_empty_word_is_refused_by_name(command, words, name):
     """``--out "$FOLDER"`` with nothing in FOLDER must not fill the current folder."""
     assert refused(command(*words), name, "empty")
@@ -534,16 +512,13 @@ def test_an_empty_word_is_refused_by_name(command, words, name):
 # Words and numbers.
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0"),
-        (0.012345, "0.0123"),
-        (1.5, "1.50"),
-        (71.44, "71.4"),
-        (7395.2, "7,395"),
-        (None, "-"),
-    ],
-)
+@pytest.mark.parametrize(("value", "text"), [
+    (0.0, "0"),
+    (0.012345, "0.0123"),
+    (1.5, "1.50"),
+    (71.44, "71.4"),
+    (7395.2, "7,395"),
+    (None, "-"),
+])  # fmt: skip
 def test_numbers_keep_three_digits(value, text):
     assert number_text(value) == text

@@ -2,8 +2,6 @@
 that a command does not use.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -73,18 +71,9 @@ def test_findings_of_the_doctor_wrap_in_their_column(monkeypatch):
 
 
 HEAVY = {
-    "torch",
-    "transformers",
-    "vl_convert",
-    "jinja2",
-    "duckdb",
-    "pulp",
-    "highspy",
-    "joblib",
-    "distributed",
-    "optuna",
-    "psutil",
-}
+    "torch", "transformers", "vl_convert", "jinja2", "duckdb", "pulp", "highspy",
+    "joblib", "distributed", "optuna", "psutil",
+}  # fmt: skip
 """What takes long to import, or belongs to an extra, or to some commands only."""
 
 USES = {

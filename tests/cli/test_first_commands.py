@@ -59,17 +59,10 @@ def counted(tmp_path_factory):
 
 
 WITHOUT_MACHINE_CODE = (
-    "--help",
-    "list",
-    "config",
-    "model qwen3-30b-a3b",
-    "trace info tiny",
-    "advise qwen3-30b-a3b --gpu-memory",
-    "replay tiny --policy gready",
-    "replay tiny --cache lruu",
-    "replay tinyy",
-    "replay tiny --hw nosuch",
-)
+    "--help", "list", "config", "model qwen3-30b-a3b", "trace info tiny",
+    "advise qwen3-30b-a3b --gpu-memory", "replay tiny --policy gready",
+    "replay tiny --cache lruu", "replay tinyy", "replay tiny --hw nosuch",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("words", WITHOUT_MACHINE_CODE)

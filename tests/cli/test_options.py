@@ -2,8 +2,6 @@
 command, and stands in the table of `docs/reference/options.md`.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -2,30 +2,25 @@
 holds what the text says.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
 from support.command_line import refused
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("tiny", "--policy", "greedy,on-demand"), "one policy is expected here"),
-        (("tiny", "--cache", "lru,lfu"), "one policy is expected here"),
-        (("tiny", "--hw", "rtx4060ti,rtx3080ti"), "one machine is expected here"),
-        (("tiny", "--gpu-memory", "4GiB,8GiB"), "one size is expected here"),
-        (("tiny", "--hw", "RTX 4060 Ti"), "did you mean 'rtx4060ti'"),
-        (("tiny", "--cache-ratio", "50%"), "expected a valid number (see"),
-        (("tiny", "--steps", "0"), "expected greater than or equal to 1"),
-        (("tiny", "--gpu-memory", "1KiB"), "1.0 KiB do not hold 1.4 MiB"),
-        (("qwen3-30b-a3b",), "moesim trace synth qwen3-30b-a3b.parquet"),
-        (("gpt-oss-20b-lik",), "did you mean 'gpt-oss-20b-like'"),
-        (("model.gguf",), "`moesim advise` and `moesim model` read it"),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    (("tiny", "--policy", "greedy,on-demand"), "one policy is expected here"),
+    (("tiny", "--cache", "lru,lfu"), "one policy is expected here"),
+    (("tiny", "--hw", "rtx4060ti,rtx3080ti"), "one machine is expected here"),
+    (("tiny", "--gpu-memory", "4GiB,8GiB"), "one size is expected here"),
+    (("tiny", "--hw", "RTX 4060 Ti"), "did you mean 'rtx4060ti'"),
+    (("tiny", "--cache-ratio", "50%"), "expected a valid number (see"),
+    (("tiny", "--steps", "0"), "expected greater than or equal to 1"),
+    (("tiny", "--gpu-memory", "1KiB"), "1.0 KiB do not hold 1.4 MiB"),
+    (("qwen3-30b-a3b",), "moesim trace synth qwen3-30b-a3b.parquet"),
+    (("gpt-oss-20b-lik",), "did you mean 'gpt-oss-20b-like'"),
+    (("model.gguf",), "`moesim advise` and `moesim model` read it"),
+])  # fmt: skip
 def test_a_refusal_says_what_to_type_instead(
     command, tmp_path, monkeypatch, words, expected
 ):
@@ -64,16 +59,13 @@ def test_a_drawn_trace_is_told_as_json(command, tmp_path):
     assert json.loads(out)["rows"] == 40
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--host-cache", "lfu"),
-        ("--gpu-split", "experts"),
-        ("--prefetch-budget", "1MiB"),
-        ("--acceptance", "0.5"),
-        ("--context-tokens", "100", "--cache-ratio", "0.2"),
-    ],
-)
+@pytest.mark.parametrize("words", [
+    ("--host-cache", "lfu"),
+    ("--gpu-split", "experts"),
+    ("--prefetch-budget", "1MiB"),
+    ("--acceptance", "0.5"),
+    ("--context-tokens", "100", "--cache-ratio", "0.2"),
+])  # fmt: skip
 def test_an_option_without_effect_is_named(command, words):
     code, _, err = command("replay", "tiny", "--steps", 4, *words)
     assert code == 0

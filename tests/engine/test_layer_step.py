@@ -1,7 +1,5 @@
 """One layer step by hand: what waits for what, and for how long."""
 
-from __future__ import annotations
-
 import pytest
 from support.handmade import (
     HandCosts,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.handmade import HandCosts, plan_of, registered, routed, run, shape, steps
-from support.real_machine import LAUNCHED, TWO_WORKERS, host_profile
+from support.real_machine import LAUNCHED, TWO_WORKERS, float_model, host_profile
 from support.wild_policies import WildAssignment, WildCache, WildPrefetch
 
 from moesim.hwprofiles.costs import Costs
@@ -23,7 +23,7 @@ from moesim.runtime.executor.executor import Executor
 from moesim.runtime.models.expert_layout import group_tokens
 from moesim.runtime.store.build import build_random_store
 from moesim.traces.format.batch import RoutedLayer
-from moesim.traces.format.schema import ModelShape, Phase
+from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.spans import Timeline
 
 LAYERS = 3
@@ -202,17 +202,7 @@ class Listed(WildPrefetch):
 
 # -- real workers, real copies ----------------------------------------------------------
 
-MODEL = ModelShape(
-    "s",
-    LAYERS,
-    EXPERTS,
-    2,
-    hidden=32,
-    expert_intermediate=16,
-    expert_bytes=(6144,) * LAYERS,
-    other_bytes=1,
-    dtype="f32",
-)
+MODEL = float_model(LAYERS, EXPERTS)
 
 
 @pytest.fixture(scope="module")

@@ -140,16 +140,13 @@ def test_a_copy_that_is_dropped_before_it_started_leaves_no_trace():
     assert not memory.holds.any()
 
 
-@pytest.mark.parametrize(
-    ("no_place", "staging", "copied"),
-    [
-        ("stage", 3, [(2, "staged")]),
-        ("stage", 1, []),
-        ("drop", 3, []),
-        ("wait", 1, []),
-        ("wait", 3, [(2, "staged")]),
-    ],
-)
+@pytest.mark.parametrize(("no_place", "staging", "copied"), [
+    ("stage", 3, [(2, "staged")]),
+    ("stage", 1, []),
+    ("drop", 3, []),
+    ("wait", 1, []),
+    ("wait", 3, [(2, "staged")]),
+])  # fmt: skip
 def test_a_prefetch_without_a_place_is_staged_dropped_or_waits(
     no_place, staging, copied
 ):
@@ -262,17 +259,14 @@ def test_a_read_behind_an_awaited_copy_is_promoted_too():
 # -- 3. in flight is not out of reach ---------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "assignment",
-    [
-        "greedy",
-        "exact",
-        "exact:objective=scheduled",
-        "ilp",
-        "hybrimoe-schedule",
-        "hybrimoe-schedule:reading=r1,stealing=false",
-    ],
-)
+@pytest.mark.parametrize("assignment", [
+    "greedy",
+    "exact",
+    "exact:objective=scheduled",
+    "ilp",
+    "hybrimoe-schedule",
+    "hybrimoe-schedule:reading=r1,stealing=false",
+])  # fmt: skip
 def test_the_cpu_computes_what_is_50_seconds_away(assignment):
     """Two layers, one expert each; copy 50 s, CPU 2 s.
 

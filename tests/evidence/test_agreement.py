@@ -2,8 +2,6 @@
 decision keeps its level where steps are correlated and the machine drifts.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

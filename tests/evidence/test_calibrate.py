@@ -2,8 +2,6 @@
 simulated, so its costs are known.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -277,16 +275,13 @@ def test_a_late_first_read_is_seen_and_charged_once_per_layer_step(machine, blan
     )
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "all-cpu+none",
-        "on-demand+lfu",
-        "greedy+lfu",
-        "fixed-mapping+lru",
-        "greedy+lru+random",
-    ],
-)
+@pytest.mark.parametrize("policy", [
+    "all-cpu+none",
+    "on-demand+lfu",
+    "greedy+lfu",
+    "fixed-mapping+lru",
+    "greedy+lru+random",
+])  # fmt: skip
 @pytest.mark.parametrize("ratio", [0.15, 0.45])
 def test_another_run_is_predicted(machine, learned, policy, ratio):
     """Other routing, another batch, other cache sizes and caches than the designed runs

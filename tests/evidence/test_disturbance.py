@@ -12,21 +12,13 @@ import pandas as pd
 import pytest
 from support.real_machine import host_profile
 
+from moesim.evidence.validation import paired_runs
 from moesim.evidence.validation.calibrate import (
     _chosen_steps,
     _system_reports,
     is_enough,
     learn,
     prediction_errors,
-)
-from moesim.evidence.validation.paired_runs import (
-    ROUTED,
-    Trial,
-    TrialRunner,
-    designs,
-    drawn_steps,
-    simulate,
-    step_lengths,
 )
 from moesim.evidence.validation.profile_checks import (
     DISTURBED,
@@ -157,9 +149,12 @@ def test_where_nothing_is_counted_nothing_is_known(tmp_path):
 
 def test_a_repetition_whose_cores_were_stolen_does_not_count():
     """The second of three repetitions would be the median."""
-    shape = shape_for(ROUTED, "olmoe-1b-7b/8", "float32")
-    (trial, *_) = [design.trial for design in designs(shape, quick=True)]
-    runs = [(shape, trial, simulate(trial, shape, host_profile())) for _ in range(3)]
+    shape = shape_for(paired_runs.ROUTED, "olmoe-1b-7b/8", "float32")
+    (trial, *_) = [design.trial for design in paired_runs.designs(shape, quick=True)]
+    runs = [
+        (shape, trial, paired_runs.simulate(trial, shape, host_profile()))
+        for _ in range(3)
+    ]
     chosen, lost = _chosen_steps(runs, [0.2, 0.0, float("nan")], [1.0] * 3)
     assert not chosen[0].any()
     assert sum(map(np.count_nonzero, chosen)) == len(trial.steps)
@@ -195,10 +190,10 @@ def test_a_busy_process_is_seen_by_the_threads_that_wait_for_it(tmp_path):
     waited for its core, and the calibration says how much.
     """
     base = host_profile()
-    shape = shape_for(ROUTED, "olmoe-1b-7b/16", "float32")
-    steps = drawn_steps(batch=(2, 1, 4), prompt=0, decode=9, seed=3)
-    trial = Trial("greedy+lru", MemoryOptions(cache_ratio=0.3), steps)
-    with TrialRunner(shape, base, store=tmp_path / "store") as runner:
+    shape = shape_for(paired_runs.ROUTED, "olmoe-1b-7b/16", "float32")
+    steps = paired_runs.drawn_steps(batch=(2, 1, 4), prompt=0, decode=9, seed=3)
+    trial = paired_runs.Trial("greedy+lru", MemoryOptions(cache_ratio=0.3), steps)
+    with paired_runs.TrialRunner(shape, base, store=tmp_path / "store") as runner:
         runner.run(trial, base)
         other = busy(ON_AND_OFF)
         try:
@@ -208,7 +203,7 @@ def test_a_busy_process_is_seen_by_the_threads_that_wait_for_it(tmp_path):
             other.kill()
             other.wait()
     lost = [
-        lost_shares(timeline.operations, step_lengths(timeline))
+        lost_shares(timeline.operations, paired_runs.step_lengths(timeline))
         for _, _, timeline in runs
     ]
     assert max(map(np.max, lost)) > 0.0
@@ -234,7 +229,7 @@ def test_a_rate_has_the_interval_of_its_profile():
 def test_what_is_still_wide_is_named_with_what_it_does():
     """A rate known to half of itself is felt; one that nothing uses is not."""
     base = host_profile()
-    shape = shape_for(ROUTED, "olmoe-1b-7b/8", "float32")
+    shape = shape_for(paired_runs.ROUTED, "olmoe-1b-7b/8", "float32")
     assert wide_constants(base, shape) == []
 
     def known_to(path, relative):
@@ -295,7 +290,7 @@ def test_a_comparison_inside_the_interval_is_a_tie():
 def test_predictions_of_the_runs_themselves_are_exact():
     """Runs that were simulated with a profile are predicted by it without error."""
     base = host_profile()
-    shape = shape_for(ROUTED, "olmoe-1b-7b/8", "float32")
-    (trial, *_) = [design.trial for design in designs(shape, quick=True)]
-    runs = [(shape, trial, simulate(trial, shape, base)) for _ in range(3)]
+    shape = shape_for(paired_runs.ROUTED, "olmoe-1b-7b/8", "float32")
+    (trial, *_) = [design.trial for design in paired_runs.designs(shape, quick=True)]
+    runs = [(shape, trial, paired_runs.simulate(trial, shape, base)) for _ in range(3)]
     assert prediction_errors(runs, base)["residual_worst"] < 1e-9

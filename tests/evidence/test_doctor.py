@@ -92,14 +92,11 @@ def test_one_core_overlaps_nothing(monkeypatch, tmp_path):
     assert lanes.ONE_CORE.verdict == "limited"
 
 
-@pytest.mark.parametrize(
-    ("quota", "load", "words"),
-    [
-        ("150000 100000", 0.0, "a quota of 1.5"),
-        ("max 100000", 7.0, "other programs keep 7.0 busy"),
-        ("max 100000", 0.0, "siblings on 1 physical"),
-    ],
-)
+@pytest.mark.parametrize(("quota", "load", "words"), [
+    ("150000 100000", 0.0, "a quota of 1.5"),
+    ("max 100000", 7.0, "other programs keep 7.0 busy"),
+    ("max 100000", 0.0, "siblings on 1 physical"),
+])  # fmt: skip
 def test_quotas_siblings_and_other_programs_are_named(
     monkeypatch, tmp_path, quota, load, words
 ):
@@ -114,14 +111,11 @@ def test_quotas_siblings_and_other_programs_are_named(
     assert words in system.check_cores(tmp_path, tmp_path / "cpu.max").outcome
 
 
-@pytest.mark.parametrize(
-    ("setting", "verdict"),
-    [
-        ("always [madvise] never", "ok"),
-        ("always madvise [never]", "limited"),
-        (None, "limited"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "verdict"), [
+    ("always [madvise] never", "ok"),
+    ("always madvise [never]", "limited"),
+    (None, "limited"),
+])  # fmt: skip
 def test_huge_pages_that_are_off_say_how_to_switch_them_on(tmp_path, setting, verdict):
     place = tmp_path / "enabled"
     if setting is not None:

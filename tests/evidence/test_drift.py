@@ -2,8 +2,6 @@
 calibrated.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 

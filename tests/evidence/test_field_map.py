@@ -2,8 +2,6 @@
 no causal policy beats the ceiling.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -4,8 +4,6 @@ Where the truth must be known the machine is simulated: the shipped one with som
 slower by known factors.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -16,13 +14,6 @@ from support.real_machine import host_profile
 from support.small_trace import write_trace
 
 from moesim.evidence.validation import learning
-from moesim.evidence.validation.learning import (
-    Factor,
-    learn_runs,
-    refined,
-    share_of_new,
-    simulated,
-)
 from moesim.evidence.validation.learning import Part as CostPart
 from moesim.evidence.validation.paired_runs import drawn_steps
 from moesim.evidence.validation.structure import FinishedRun
@@ -79,11 +70,11 @@ def run_on(machine, seen_by, spec="olmoe-1b-7b/2", *, batch=1, ratio=0.3, seed=5
     setup = Setup(config, sized(spec), seen_by, config.system)
     steps = drawn_steps(batch=batch, prompt=24, decode=14, seed=seed)
     blank = FinishedRun("made", setup, steps, None)
-    return blank._replace(timeline=simulated(blank, machine))
+    return blank._replace(timeline=learning.simulated(blank, machine))
 
 
 def error(run, profile):
-    predicted = summarise(simulated(run, profile))["tpot_s"]
+    predicted = summarise(learning.simulated(run, profile))["tpot_s"]
     return predicted / summarise(run.timeline)["tpot_s"] - 1.0
 
 
@@ -91,16 +82,18 @@ def error(run, profile):
 
 
 def test_old_measurements_weigh_by_their_number_and_are_forgotten():
-    assert share_of_new(10, None) == 1.0
-    assert share_of_new(10, 10) == 0.5
-    assert share_of_new(10, 10_000) == 0.2
+    assert learning.share_of_new(10, None) == 1.0
+    assert learning.share_of_new(10, 10) == 0.5
+    assert learning.share_of_new(10, 10_000) == 0.2
 
 
 def test_a_factor_moves_its_part_alone_and_rates_the_other_way(shipped):
     """A link whose copies took twice as long, seen as often as calibrated: by √2."""
     samples = shipped.numbers[paths.link("h2d").bytes_per_s].samples
     part = CostPart("h2d")
-    moved = refined(shipped, {part: [Factor(0.0, 2.0, samples)]}, "2026-01-01")
+    moved = learning.refined(
+        shipped, {part: [learning.Factor(0.0, 2.0, samples)]}, "2026-01-01"
+    )
     path = paths.link("h2d").bytes_per_s
     ratio = moved.numbers[path].value / shipped.numbers[path].value
     assert ratio == pytest.approx(2.0**-0.5)
@@ -120,8 +113,8 @@ def test_a_calibrated_size_keeps_what_was_not_seen(shipped):
     curve = shipped.curves[paths.points("cpu")]
     shape = sized("olmoe-1b-7b/2")
     new = 100 * curve.samples
-    factors = {CostPart("cpu", shape): [Factor(1.0, 2.0, new)]}
-    moved = refined(shipped, factors, "2026-01-01").curves[paths.points("cpu")]
+    factors = {CostPart("cpu", shape): [learning.Factor(1.0, 2.0, new)]}
+    moved = learning.refined(shipped, factors, "2026-01-01").curves[paths.points("cpu")]
     by = np.array(moved.seconds) / np.array(curve.seconds)
     assert by[0] == pytest.approx(2.0, rel=0.02)
     assert by[np.array(curve.at) >= 2].tolist() == pytest.approx(
@@ -144,7 +137,7 @@ def test_a_profile_moves_to_the_machine_it_is_used_on(truth, shipped):
     profile = shipped
     for seed in range(6):
         run = run_on(truth, profile, batch=1 + seed % 2, seed=seed)
-        profile = learn_runs([run], profile, name="learned").profile
+        profile = learning.learn_runs([run], profile, name="learned").profile
     assert max(abs(error(run, profile)) for run in other) < 0.03
     assert profile.description.endswith("; learned from 6 real runs")
 
@@ -153,7 +146,7 @@ def test_a_size_that_was_not_calibrated_gets_a_place_of_its_own(truth, shipped):
     """It takes that of the nearest size; the other size stays what it was."""
     spec = "qwen3-30b-a3b/4"
     run = run_on(truth, shipped, spec)
-    learned = learn_runs([run], shipped, name="learned")
+    learned = learning.learn_runs([run], shipped, name="learned")
     assert not learned.doubts
     assert abs(error(run, learned.profile)) < 0.02 < abs(error(run, shipped))
     other = run_on(truth, shipped, spec, ratio=0.6, seed=8)
@@ -171,7 +164,7 @@ def test_predictions_carry_the_worst_of_earlier_ones(truth, shipped):
     base = replace(
         shipped, fit=shipped.fit | {"predictions": worst | {"residual_worst": 0.2}}
     )
-    learned = learn_runs([run_on(truth, base)], base, name="learned")
+    learned = learning.learn_runs([run_on(truth, base)], base, name="learned")
     assert learned.profile.fit["predictions"]["residual_worst"] == 0.2
     assert prediction_error(learned.profile) >= 0.2
     assert learned.to_json()["runs"][0]["name"] == "made"
@@ -189,15 +182,15 @@ def test_a_disturbed_run_is_doubted(truth, shipped):
             Part(1, COMPUTE, step, 0, 1, 0.0, 0.0, 1.0, 1.0, 0.5, lasted_s / 5, 0)
         )
     run.timeline.operations = table
-    (doubt,) = learn_runs([run], shipped, name="learned").doubts
+    (doubt,) = learning.learn_runs([run], shipped, name="learned").doubts
     assert "other programs took 20 % of half of the steps" in doubt
 
 
 def test_a_profile_that_predicts_the_runs_worse_is_doubted(truth, shipped, monkeypatch):
     run = run_on(truth, shipped)
-    wrong = {CostPart("dense", run.setup.shape): [Factor(1.0, 9.0, 10_000)]}
+    wrong = {CostPart("dense", run.setup.shape): [learning.Factor(1.0, 9.0, 10_000)]}
     monkeypatch.setattr(learning, "factors_of", lambda *_: wrong)
-    learned = learn_runs([run], shipped, name="learned")
+    learned = learning.learn_runs([run], shipped, name="learned")
     assert any("worse than before" in doubt for doubt in learned.doubts)
     assert any("doubtful" in line for line in learned.lines())
 
@@ -206,7 +199,7 @@ def test_runs_of_another_machine_are_refused(truth, shipped):
     run = run_on(truth, shipped)
     other = replace(shipped, versions={**shipped.versions, "cpu": "another"})
     with pytest.raises(ProfileError, match=r"cpu: another\), found .*--hw"):
-        learn_runs([run], other, name="learned")
+        learning.learn_runs([run], other, name="learned")
 
 
 # The commands, on this machine.

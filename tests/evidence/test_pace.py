@@ -2,8 +2,6 @@
 divided out; where they did not change, nothing is.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.calibrating import DATE, sized

@@ -8,14 +8,8 @@ import pytest
 from support.command_line import refused
 from support.real_machine import host_profile
 
+from moesim.evidence.validation import protocol
 from moesim.evidence.validation import protocol as sittings
-from moesim.evidence.validation.protocol import (
-    PLAN,
-    Plan,
-    interval,
-    judge,
-    protocol_page,
-)
 from moesim.hwprofiles.profile import save_profile
 from moesim.hwprofiles.schema import ProfileError
 
@@ -46,7 +40,7 @@ def sitting(*cells, refusal=""):
 
 
 STEADY = [1.0] * 5
-ONE = Plan(sittings=1)
+ONE = protocol.Plan(sittings=1)
 
 
 # By hand.
@@ -54,19 +48,19 @@ ONE = Plan(sittings=1)
 
 def test_the_page_states_what_the_command_does():
     text = PAGE.read_text(encoding="utf-8")
-    runs = f"each run for {PLAN.steps} forward passes, {PLAN.repetitions} times"
+    runs = f"each run for {protocol.PLAN.steps} forward passes, {protocol.PLAN.repetitions} times"
     for words in (
-        f"{PLAN.sittings} sittings",
-        f"{PLAN.cells} cells, {runs}",
-        f"≤ {100 * PLAN.median:.0f} %",
-        f"≤ {100 * PLAN.worst:.0f} %",
-        f"wider than {100 * PLAN.widest:.0f} %",
-        f"more than {100 * PLAN.most_lost:.0f} %",
-        f"`{PLAN.trace}`",
-        *(f"`{policy}`" for policy in PLAN.policies),
-        *(f"`{shape}`" for shape in (*PLAN.shapes, *PLAN.calibrated)),
-        "batches of " + " and ".join(map(str, PLAN.batches)),
-        *(f"cache ratio {ratio:g}" for ratio in PLAN.cache_ratios),
+        f"{protocol.PLAN.sittings} sittings",
+        f"{protocol.PLAN.cells} cells, {runs}",
+        f"≤ {100 * protocol.PLAN.median:.0f} %",
+        f"≤ {100 * protocol.PLAN.worst:.0f} %",
+        f"wider than {100 * protocol.PLAN.widest:.0f} %",
+        f"more than {100 * protocol.PLAN.most_lost:.0f} %",
+        f"`{protocol.PLAN.trace}`",
+        *(f"`{policy}`" for policy in protocol.PLAN.policies),
+        *(f"`{shape}`" for shape in (*protocol.PLAN.shapes, *protocol.PLAN.calibrated)),
+        "batches of " + " and ".join(map(str, protocol.PLAN.batches)),
+        *(f"cache ratio {ratio:g}" for ratio in protocol.PLAN.cache_ratios),
     ):
         assert words in text, words
 
@@ -74,20 +68,20 @@ def test_the_page_states_what_the_command_does():
 def test_an_error_counts_beyond_the_interval_of_the_measurement():
     """Repetitions of 1.00 ± 0.02: 1.01 is no error, 1.20 is one of less than 20 %."""
     scattered = [0.98, 0.99, 1.0, 1.01, 1.02]
-    _, low, high = interval(scattered)
+    _, low, high = protocol.interval(scattered)
     assert low < 0.99
     assert high > 1.01
-    verdict = judge(ONE, [sitting(cell("a", scattered, 1.01))])
+    verdict = protocol.judge(ONE, [sitting(cell("a", scattered, 1.01))])
     assert verdict.cells[0].error == pytest.approx(0.01)
     assert verdict.worst == 0.0
-    verdict = judge(ONE, [sitting(cell("a", scattered, 1.2))])
+    verdict = protocol.judge(ONE, [sitting(cell("a", scattered, 1.2))])
     assert verdict.worst == pytest.approx(1.2 - high)
     assert verdict.met["worst"] is False
-    assert interval([2.0]) == (2.0, 2.0, 2.0)
+    assert protocol.interval([2.0]) == (2.0, 2.0, 2.0)
 
 
 def test_cells_that_others_disturbed_or_that_scatter_do_not_count():
-    verdict = judge(
+    verdict = protocol.judge(
         ONE,
         [
             sitting(
@@ -116,16 +110,16 @@ def test_only_pairs_that_repetitions_order_count():
         cell("c", unsure, 1.5),
         cell("d", [0.1] * 5, 0.1, batch=4),
     ]
-    order = judge(ONE, [sitting(*cells)]).order
+    order = protocol.judge(ONE, [sitting(*cells)]).order
     assert (order.pairs, order.agreed, order.tau) == (2, 2, 1.0)
     cells[1]["predicted"]["tpot_s"] = 0.5
-    wrong = judge(ONE, [sitting(*cells)])
+    wrong = protocol.judge(ONE, [sitting(*cells)])
     assert wrong.order.tau < 1.0
     assert wrong.met["order"] is False
 
 
 def test_a_refused_calibration_is_a_result_and_nothing_is_met_by_nothing():
-    verdict = judge(ONE, [sitting(refusal="others were busy")])
+    verdict = protocol.judge(ONE, [sitting(refusal="others were busy")])
     assert verdict.refused == {1: "others were busy"}
     assert verdict.met == {
         "median": None,
@@ -133,7 +127,7 @@ def test_a_refused_calibration_is_a_result_and_nothing_is_met_by_nothing():
         "order": None,
         "sittings": False,
     }
-    page = protocol_page(
+    page = protocol.protocol_page(
         ONE, [sitting(refusal="others were busy")], verdict, "moesim x"
     )
     assert "refused: others were busy" in page
@@ -147,7 +141,7 @@ def test_a_refused_calibration_is_a_result_and_nothing_is_met_by_nothing():
 def small(monkeypatch):
     """A protocol of seconds, with a calibration that is made up."""
     plan = replace(
-        PLAN,
+        protocol.PLAN,
         sittings=2,
         shapes=("olmoe-1b-7b/32",),
         policies=("all-cpu+none", "greedy+lru"),
@@ -206,7 +200,7 @@ def test_a_refusal_ends_a_sitting_and_not_the_protocol(
 
 
 def test_sittings_of_another_protocol_are_refused(command, tmp_path):
-    other = json.dumps({"plan": asdict(replace(PLAN, steps=99))})
+    other = json.dumps({"plan": asdict(replace(protocol.PLAN, steps=99))})
     (tmp_path / "sitting-1.json").write_text(other)
     told = command("validate", "--protocol", tmp_path)
     assert refused(told, "sitting-1.json", "found one of another")

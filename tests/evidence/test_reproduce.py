@@ -2,8 +2,6 @@
 say, everything resolves.
 """
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -17,16 +15,10 @@ from typer.testing import CliRunner
 
 from moesim import cli
 from moesim.evidence.reproduction import routing as reproduce
+from moesim.evidence.reproduction import routing_decisions
 from moesim.evidence.reproduction.questions import data
 from moesim.evidence.reproduction.routing import EXPERIMENTS
 from moesim.evidence.reproduction.routing_caches import CALLS, EvictionHistory
-from moesim.evidence.reproduction.routing_decisions import (
-    accuracy,
-    daop_similarity,
-    flashmoe_prefill,
-    next_layer,
-    top,
-)
 from moesim.evidence.reproduction.workloads import Excerpt
 from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
@@ -142,8 +134,8 @@ def test_section_1_6_accuracy_of_a_ranking_by_workload():
     section 6.3).
     """
     true = np.array([1.0, 0, 0, 6, 0, 2, 0, 4])
-    assert top(true, 2) == {3, 7}
-    assert len(top(true, 2) & {3, 5}) / 2 == 0.5
+    assert routing_decisions.top(true, 2) == {3, 7}
+    assert len(routing_decisions.top(true, 2) & {3, 5}) / 2 == 0.5
 
 
 def test_predictions_that_are_right_are_right_and_shifted_ones_are_not(tmp_path):
@@ -158,10 +150,10 @@ def test_predictions_that_are_right_are_right_and_shifted_ones_are_not(tmp_path)
         tmp_path / "p.parquet", rows, experts=4, pred1_raw=right, pred1_res=wrong
     )
     load = Excerpt(trace)
-    assert next_layer(load, "pred1_raw") == (100.0, 100.0, 100.0)
-    assert next_layer(load, "pred1_res") == (0.0, 0.0, 0.0)
-    assert accuracy(load, "HybriMoE", (1,), 1) == {1: 100.0}
-    assert accuracy(load, "DALI", (1,), 1) == {1: 0.0}
+    assert routing_decisions.next_layer(load, "pred1_raw") == (100.0, 100.0, 100.0)
+    assert routing_decisions.next_layer(load, "pred1_res") == (0.0, 0.0, 0.0)
+    assert routing_decisions.accuracy(load, "HybriMoE", (1,), 1) == {1: 100.0}
+    assert routing_decisions.accuracy(load, "DALI", (1,), 1) == {1: 0.0}
 
 
 def test_the_table_learns_who_follows_whom_in_the_first_half(tmp_path):
@@ -169,11 +161,8 @@ def test_the_table_learns_who_follows_whom_in_the_first_half(tmp_path):
     seen both.
     """
     rows = [[[t % 2], [2 + t % 2]] for t in range(8)]
-    assert accuracy(
-        Excerpt(hand_trace(tmp_path / "t.parquet", rows, experts=4)),
-        "EdgeMoE",
-        (1,),
-        1,
+    assert routing_decisions.accuracy(
+        Excerpt(hand_trace(tmp_path / "t.parquet", rows, experts=4)), "EdgeMoE", (1,), 1
     ) == {1: 100.0}
 
 
@@ -189,7 +178,7 @@ def test_section_2_5_similarity_of_prefill_and_decode(tmp_path):
         [[e], [n % 2]] for n, e in enumerate(decode)
     ]
     trace = hand_trace(tmp_path / "s.parquet", rows, experts=3, prompt=4)
-    (similarity,) = daop_similarity(Excerpt(trace)).values()
+    (similarity,) = routing_decisions.daop_similarity(Excerpt(trace)).values()
     assert similarity == pytest.approx(100 * (0.866025 + 1) / 2, abs=1e-3)
 
 
@@ -198,7 +187,7 @@ def test_experts_touched_by_the_first_tokens(tmp_path):
     1/8) / 2.
     """
     rows = [[[t % 4], [5]] for t in range(40)]
-    found = flashmoe_prefill(
+    found = routing_decisions.flashmoe_prefill(
         Excerpt(hand_trace(tmp_path / "f.parquet", rows, experts=8))
     )
     assert found["32 tokens"] == pytest.approx(100 * (4 / 8 + 1 / 8) / 2)

@@ -2,8 +2,6 @@
 runs, orders are read off the records.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -20,11 +18,7 @@ from support.browser import browser, check_page
 from typer.testing import CliRunner
 
 from moesim import cli
-from moesim.evidence.reproduction import (
-    orders,
-    questions,
-    reproduce_all,
-)
+from moesim.evidence.reproduction import orders, questions, reproduce_all
 from moesim.evidence.reproduction import report as pages
 from moesim.evidence.reproduction.orders import PARTS, sides
 from moesim.evidence.reproduction.questions import (
@@ -259,18 +253,15 @@ def _cases(*policies):
     )
 
 
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        # (4 / 2 + 9 / 3) / 2
-        ({"compare": "ratio"}, 2.5),
-        ({"compare": "speedup"}, (2 / 4 + 3 / 9) / 2),
-        ({"compare": "gain"}, 150.0),
-        ({"compare": "reduction"}, -150.0),
-        ({"compare": "difference", "scale": -1}, -4.0),
-        ({"compare": "ratio", "across": "most"}, 3.0),
-    ],
-)
+@pytest.mark.parametrize(("how", "expected"), [
+    # (4 / 2 + 9 / 3) / 2
+    ({"compare": "ratio"}, 2.5),
+    ({"compare": "speedup"}, (2 / 4 + 3 / 9) / 2),
+    ({"compare": "gain"}, 150.0),
+    ({"compare": "reduction"}, -150.0),
+    ({"compare": "difference", "scale": -1}, -4.0),
+    ({"compare": "ratio", "across": "most"}, 3.0),
+])  # fmt: skip
 def test_two_sides_and_two_cases_become_one_figure(how, expected):
     cases = _cases(("greedy", "all-cpu"), ("exact", "on-demand"))
     values = dict(
@@ -604,18 +595,15 @@ def test_ratios_are_of_figures_that_something_decides():
     assert (counts["all_ratios"], counts["all_within_1.5"]) == (3, 1)
 
 
-@pytest.mark.parametrize(
-    ("compare", "published", "ours", "ratio"),
-    [
-        # 1.8 times for 1.35.
-        ("gain", 35.0, 80.0, 1.8 / 1.35),
-        # A quarter of the time less is 4 / 3 of the speed, half of it twice.
-        ("reduction", 25.0, 50.0, 2 / (4 / 3)),
-        ("ratio", 1.35, 1.8, 1.8 / 1.35),
-        # Slower where faster was published.
-        ("gain", 20.0, -10.0, -0.5),
-    ],
-)
+@pytest.mark.parametrize(("compare", "published", "ours", "ratio"), [
+    # 1.8 times for 1.35.
+    ("gain", 35.0, 80.0, 1.8 / 1.35),
+    # A quarter of the time less is 4 / 3 of the speed, half of it twice.
+    ("reduction", 25.0, 50.0, 2 / (4 / 3)),
+    ("ratio", 1.35, 1.8, 1.8 / 1.35),
+    # Slower where faster was published.
+    ("gain", 20.0, -10.0, -0.5),
+])  # fmt: skip
 def test_a_gain_is_compared_as_the_speedup_that_it_states(
     compare, published, ours, ratio
 ):
@@ -624,20 +612,17 @@ def test_a_gain_is_compared_as_the_speedup_that_it_states(
     assert answered.printed_ratio == pytest.approx(ours / published)
 
 
-@pytest.mark.parametrize(
-    ("ours", "exchanged", "decided"),
-    [
-        # For the published 2.0, within a factor of 1.5 either way.
-        (2.0, 2.2, True),
-        (2.0, 1.9, True),
-        (2.0, 1.2, False),
-        (2.0, 3.1, False),
-        (2.0, -2.0, False),
-        # Twice too large and more, or less than two thirds, whatever is exchanged.
-        (4.0, 7.0, True),
-        (1.2, 0.3, True),
-    ],
-)
+@pytest.mark.parametrize(("ours", "exchanged", "decided"), [
+    # For the published 2.0, within a factor of 1.5 either way.
+    (2.0, 2.2, True),
+    (2.0, 1.9, True),
+    (2.0, 1.2, False),
+    (2.0, 3.1, False),
+    (2.0, -2.0, False),
+    # Twice too large and more, or less than two thirds, whatever is exchanged.
+    (4.0, 7.0, True),
+    (1.2, 0.3, True),
+])  # fmt: skip
 def test_a_ratio_that_an_exchange_moves_far_is_not_decided(ours, exchanged, decided):
     question = Question(RECORD, cases=_cases(("greedy", "all-cpu")), compare="ratio")
     answered = Answered(question, ours, {"other": exchanged})

@@ -3,8 +3,6 @@
 Held twice: by what modules may name, and by what flows while they work.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from dataclasses import replace

@@ -2,8 +2,6 @@
 experts small enough for a test.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +26,7 @@ from moesim.evidence.validation.report import (
     validation_text,
 )
 from moesim.evidence.validation.results import joined
-from moesim.evidence.validation.time_breakdown import (
-    step_seconds,
-    terms,
-    terms_by_step,
-)
+from moesim.evidence.validation.time_breakdown import step_seconds, terms, terms_by_step
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.hwprofiles.schema import FIT_KEYS, ProfileError
 from moesim.policies.base import PolicyError
@@ -44,15 +38,9 @@ from moesim.traces.format.reader import open_trace
 
 TRACE = Path(__file__).parents[2] / "traces" / "data" / "tiny_evaluation.parquet"
 KEYS = {
-    "cells",
-    "tpot_error_median",
-    "tpot_error_max",
-    "ttft_error_median",
-    "hits_equal",
-    "kendall_tau",
-    "noise_floor",
-    "tost_pass_share",
-}
+    "cells", "tpot_error_median", "tpot_error_max", "ttft_error_median", "hits_equal",
+    "kendall_tau", "noise_floor", "tost_pass_share",
+}  # fmt: skip
 
 
 def test_cells_that_are_predicted_to_take_the_very_same_time_do_the_same_work():
@@ -188,11 +176,7 @@ def test_two_validations_by_one_profile_are_summed_up_together(tmp_path):
     assert both["tpot_error_median"] == pytest.approx(0.075)
     assert (both["ssd"]["count"], both["config"]["seconds"]) == (1, 2)
     # As files from before knew none.
-    for key in (
-        "drift",
-        "tpot_error_at_speed",
-        "ttft_error_at_speed",
-    ):
+    for key in ("drift", "tpot_error_at_speed", "ttft_error_at_speed"):
         del first["cells"][0][key]
     assert "TPOT error, median" in markdown(joined(second, first))
     second["config"]["hw_digest"] = "another"
@@ -249,15 +233,12 @@ def test_terms_add_up_to_the_makespan():
     )
 
 
-@pytest.mark.parametrize(
-    ("policy", "free"),
-    [
-        ("greedy+lru", True),
-        ("greedy+lru+random", False),
-        ("greedy+workload-window", False),
-        ("all-cpu+none", True),
-    ],
-)
+@pytest.mark.parametrize(("policy", "free"), [
+    ("greedy+lru", True),
+    ("greedy+lru+random", False),
+    ("greedy+workload-window", False),
+    ("all-cpu+none", True),
+])  # fmt: skip
 def test_timing_is_free_where_nothing_lands_between_layers(policy, free):
     assert timing_free(compose_system(policy).build(gpus=1, host_cache=None)) is free
 

@@ -2,8 +2,6 @@
 command says whether the simulator holds on this PC.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -2,8 +2,6 @@
 measured.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.raw_profiles import number, raw_profile
@@ -275,19 +273,9 @@ def test_a_missing_cost_is_missed_only_when_it_is_needed():
 @pytest.mark.parametrize("name", list_profiles())
 def test_every_machine_that_ships_can_run_qwen3(name):
     model = ModelShape(
-        "qwen3-30b-a3b",
-        48,
-        128,
-        8,
-        2048,
-        768,
-        (9_437_184,) * 48,
-        3_000_000_000,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        vocab=151_936,
-    )
+        "qwen3-30b-a3b", 48, 128, 8, 2048, 768, (9_437_184,) * 48, 3_000_000_000,
+        heads=32, kv_heads=4, head_dim=128, vocab=151_936,
+    )  # fmt: skip
     known = Costs(load_profile(name), model)
     tokens = np.arange(1, 2049)
     for seconds in (known.cpu_s(0, tokens), known.gpu_s(0, tokens)):

@@ -4,8 +4,6 @@ of a known machine is found again. `benchmarks/calibration_coverage.py` makes 30
 The unit of repetition is a run: operations of one share what the machine did meanwhile.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.known_machine import (

@@ -1,7 +1,5 @@
 """The fit finds constants that it can know, and says how well."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -9,14 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesim.hwprofiles.calibration.estimates import (
-    Units,
-    clipped_mean,
-    inverse,
-    measured,
-    measured_curve,
-    resampled,
-)
+from moesim.hwprofiles.calibration import estimates
 from moesim.hwprofiles.calibration.fit_curves import fit_line, fit_roofline
 from moesim.hwprofiles.profile import default_profile
 from moesim.hwprofiles.roofline import isotonic
@@ -52,7 +43,7 @@ def test_latency_and_bandwidth_lie_in_their_intervals_about_as_often_as_promised
         line = fit_line(noisy_link(20e-6, 12e9, seed=seed))
         low, high = line.base_s.interval
         inside_latency += low <= 20e-6 <= high
-        rate = inverse(line.slope_s)
+        rate = estimates.inverse(line.slope_s)
         inside_bandwidth += rate.interval[0] <= 12e9 <= rate.interval[1]
         assert rate.value == pytest.approx(12e9, rel=0.1)
         assert line.report.residual_worst < 0.25
@@ -126,7 +117,7 @@ def test_a_rate_that_nothing_waited_for_is_the_fastest_seen():
 
 
 def test_a_measured_number_is_the_median_with_its_quartiles():
-    number = measured(
+    number = estimates.measured(
         np.array([1.0, 2.0, 3.0, 4.0, 100.0]), source="test", date="2026-01-01"
     )
     assert (number.value, number.spread, number.samples) == (3.0, 2.0, 5)
@@ -134,7 +125,7 @@ def test_a_measured_number_is_the_median_with_its_quartiles():
 
 
 def test_a_curve_pools_the_scatter_of_single_operations_relative_to_their_median():
-    curve = measured_curve(
+    curve = estimates.measured_curve(
         {1: np.array([1.0, 1.0, 1.0]), 2: np.array([2.0, 4.0, 6.0])},
         "tokens",
         source="test",
@@ -152,7 +143,9 @@ def test_noise_of_a_measured_curve_adds_no_time():
     """One delay of 30 times in 300 samples: drawn noise has mean 1 (it had 1.78)."""
     seconds = np.random.default_rng(0).lognormal(0.0, 0.1, 300)
     seconds[7] *= 30.0
-    curve = measured_curve({1: seconds}, "tokens", source="test", date="2026-01-01")
+    curve = estimates.measured_curve(
+        {1: seconds}, "tokens", source="test", date="2026-01-01"
+    )
     noisy = replace(default_profile(), curves={"costs.cpu.points": curve})
     drawn = Noise(noisy, seed=0).factors(noisy.lanes.index("cpu"), 20_000)
     assert drawn.mean() == pytest.approx(1.0, abs=0.01)
@@ -165,10 +158,10 @@ def test_a_mean_may_be_that_of_the_samples_that_nothing_delayed():
     seconds = np.random.default_rng(0).normal(1.0, 0.25, 6000)
     late = seconds.copy()
     late[::40] *= 6.0
-    units = Units(np.arange(6000) // 500, np.arange(6000) % 500)
-    estimate = resampled(late, units, np.random.default_rng(0))
-    assert clipped_mean(late) > 1.01
-    assert estimate.interval[0] < clipped_mean(seconds[late < 3.0])
+    units = estimates.Units(np.arange(6000) // 500, np.arange(6000) % 500)
+    estimate = estimates.resampled(late, units, np.random.default_rng(0))
+    assert estimates.clipped_mean(late) > 1.01
+    assert estimate.interval[0] < estimates.clipped_mean(seconds[late < 3.0])
 
 
 @given(st.lists(st.floats(0.0, 1e3), min_size=1, max_size=12))

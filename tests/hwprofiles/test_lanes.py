@@ -1,30 +1,14 @@
 """Kinds of lanes: one table tells profile, simulator and runtime the same."""
 
-from __future__ import annotations
-
 import pytest
 
-from moesim.hwprofiles import paths
-from moesim.hwprofiles.lanes import (
-    COMPUTE_KINDS,
-    CPU,
-    D2H,
-    END_ORDER,
-    GPU,
-    H2D,
-    LANE_KINDS,
-    LINK_KINDS,
-    SSD,
-    gpu_of,
-    kind_of,
-    lane_names,
-)
+from moesim.hwprofiles import lanes, paths
 from moesim.hwprofiles.profile import list_profiles, load_profile
 from moesim.hwprofiles.schema import CURVES, is_number
 
 
 def test_a_machine_with_two_gpus_has_two_of_each_lane_that_belongs_to_a_gpu():
-    assert lane_names(2) == (
+    assert lanes.lane_names(2) == (
         "control",
         "cpu",
         "gpu0",
@@ -37,58 +21,62 @@ def test_a_machine_with_two_gpus_has_two_of_each_lane_that_belongs_to_a_gpu():
     )
 
 
-@pytest.mark.parametrize("lane", lane_names(12))
+@pytest.mark.parametrize("lane", lanes.lane_names(12))
 def test_a_lane_is_named_by_its_kind_and_its_gpu(lane):
-    kind = kind_of(lane)
+    kind = lanes.kind_of(lane)
     assert kind.includes(lane)
-    assert kind.lane(gpu_of(lane)) == lane
-    assert sum(other.includes(lane) for other in LANE_KINDS) == 1
+    assert kind.lane(lanes.gpu_of(lane)) == lane
+    assert sum(other.includes(lane) for other in lanes.LANE_KINDS) == 1
 
 
 def test_the_number_of_a_gpu_may_have_two_digits():
-    assert kind_of("h2d12") is H2D
-    assert gpu_of("h2d12") == 12
-    assert gpu_of("ssd") == 0
+    assert lanes.kind_of("h2d12") is lanes.H2D
+    assert lanes.gpu_of("h2d12") == 12
+    assert lanes.gpu_of("ssd") == 0
 
 
 def test_a_kind_that_does_not_exist_is_refused_by_name():
     with pytest.raises(ValueError, match=r"lane 'tpu0': expected one of .*d2h, ssd"):
-        kind_of("tpu0")
+        lanes.kind_of("tpu0")
 
 
 def test_at_the_same_instant_reads_end_before_copies_before_products_before_control():
-    names = [kind.name for kind in END_ORDER]
+    names = [kind.name for kind in lanes.END_ORDER]
     assert names == ["ssd", "h2d", "d2h", "gpu", "cpu", "control"]
-    assert sorted(kind.end_rank for kind in LANE_KINDS) == list(range(len(LANE_KINDS)))
+    assert sorted(kind.end_rank for kind in lanes.LANE_KINDS) == list(
+        range(len(lanes.LANE_KINDS))
+    )
 
 
 def test_kinds_compute_or_move_weights_or_control():
-    assert COMPUTE_KINDS == (CPU, GPU)
-    assert LINK_KINDS == (H2D, D2H, SSD)
+    assert lanes.COMPUTE_KINDS == (lanes.CPU, lanes.GPU)
+    assert lanes.LINK_KINDS == (lanes.H2D, lanes.D2H, lanes.SSD)
 
 
-@pytest.mark.parametrize("kind", LANE_KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", lanes.LANE_KINDS, ids=lambda kind: kind.name)
 def test_what_a_kind_scatters_by_is_an_entry_that_profiles_can_have(kind):
     assert kind.noise_paths
     for path in kind.noise_paths:
         assert path in CURVES or is_number(path)
 
 
-@pytest.mark.parametrize("kind", [*COMPUTE_KINDS, *LINK_KINDS], ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    "kind", [*lanes.COMPUTE_KINDS, *lanes.LINK_KINDS], ids=lambda k: k.name
+)
 def test_a_curve_is_counted_in_the_unit_of_its_lane(kind):
     assert CURVES[paths.points(kind.name)] == kind.unit
 
 
-@pytest.mark.parametrize("kind", LANE_KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", lanes.LANE_KINDS, ids=lambda kind: kind.name)
 def test_every_kind_can_slow_every_other_and_draw_power(kind):
-    assert all(is_number(paths.contention(kind.name, k.name)) for k in LANE_KINDS)
+    assert all(is_number(paths.contention(kind.name, k.name)) for k in lanes.LANE_KINDS)
     assert is_number(paths.power(kind.lane(0), "busy"))
 
 
 def test_only_a_host_accelerator_needs_the_host_to_compute_and_copy():
     busy = {
         accelerator: [
-            kind.name for kind in LANE_KINDS if kind.keeps_core_busy(accelerator)
+            kind.name for kind in lanes.LANE_KINDS if kind.keeps_core_busy(accelerator)
         ]
         for accelerator in ("cuda", "host")
     }
@@ -101,5 +89,5 @@ def test_only_a_host_accelerator_needs_the_host_to_compute_and_copy():
 @pytest.mark.parametrize("name", list_profiles())
 def test_lanes_of_what_ships_are_of_known_kinds(name):
     profile = load_profile(name)
-    assert profile.lanes == lane_names(profile.gpus)
-    assert {kind_of(lane) for lane in profile.lanes} == set(LANE_KINDS)
+    assert profile.lanes == lanes.lane_names(profile.gpus)
+    assert {lanes.kind_of(lane) for lane in profile.lanes} == set(lanes.LANE_KINDS)

@@ -2,8 +2,6 @@
 expert, grouped launches, a system's own kernels, memory that all lanes read.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -75,26 +73,20 @@ def three_layers(tmp_path):
     return hand_trace(tmp_path / "t.parquet", routing, experts=4, expert_bytes=BYTES)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "policy", "ratio", "layer_ms"),
-    [
-        # The processor: the first of a layer step 4 ms more, each of three 1 ms.
-        ({}, "all-cpu+none", 0.0, 4 + 3 * 1),
-        # Each expert launched by itself: 5 ms and 1 ms of reading, three times.
-        ({}, "on-demand+static", 1.0, 3 * (5 + 1)),
-        # One launch for the layer step: 5 ms once, then 0.5 ms and 1 ms for each,
-        # of which the first has its 0.5 ms in the 5 ms.
-        ({"further_s": number(0.5 * MS)}, "on-demand+static", 1.0, 4.5 + 3 * (0.5 + 1)),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "policy", "ratio", "layer_ms"), [
+    # The processor: the first of a layer step 4 ms more, each of three 1 ms.
+    ({}, "all-cpu+none", 0.0, 4 + 3 * 1),
+    # Each expert launched by itself: 5 ms and 1 ms of reading, three times.
+    ({}, "on-demand+static", 1.0, 3 * (5 + 1)),
+    # One launch for the layer step: 5 ms once, then 0.5 ms and 1 ms for each,
+    # of which the first has its 0.5 ms in the 5 ms.
+    ({"further_s": number(0.5 * MS)}, "on-demand+static", 1.0, 4.5 + 3 * (0.5 + 1)),
+])  # fmt: skip
 def test_fixed_times_by_hand_on_three_layers(
     three_layers, gpu, policy, ratio, layer_ms
 ):
     first, second = both(
-        three_layers,
-        policy,
-        hw=machine(**gpu),
-        memory=MemoryOptions(cache_ratio=ratio),
+        three_layers, policy, hw=machine(**gpu), memory=MemoryOptions(cache_ratio=ratio)
     )
     assert_equal(first, second)
     assert first.result.makespan_s == pytest.approx(3 * layer_ms * MS)
@@ -225,17 +217,14 @@ def test_all_resident_is_never_slower_than_mixed(name, model):
             assert seconds(1.0, "on-demand+static") <= seconds(0.5)
 
 
-@pytest.mark.parametrize(
-    ("per", "policy", "ratio", "charged"),
-    [
-        # Three products in each layer, one after the other.
-        (paths.OPERATION, "all-cpu+none", 0.0, 3 * 3),
-        (paths.FIRST_OPERATION.base_s, "all-cpu+none", 0.0, 3),
-        (paths.JOIN.base_s, "all-cpu+none", 0.0, 3),
-        # The first copy of each layer waits; the others pass beside products.
-        ("h2d", "on-demand+none", 0.0, 3 * BYTES),
-    ],
-)
+@pytest.mark.parametrize(("per", "policy", "ratio", "charged"), [
+    # Three products in each layer, one after the other.
+    (paths.OPERATION, "all-cpu+none", 0.0, 3 * 3),
+    (paths.FIRST_OPERATION.base_s, "all-cpu+none", 0.0, 3),
+    (paths.JOIN.base_s, "all-cpu+none", 0.0, 3),
+    # The first copy of each layer waits; the others pass beside products.
+    ("h2d", "on-demand+none", 0.0, 3 * BYTES),
+])  # fmt: skip
 def test_a_new_cost_is_one_row_of_the_table(
     three_layers, monkeypatch, per, policy, ratio, charged
 ):

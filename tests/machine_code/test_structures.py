@@ -101,16 +101,12 @@ def test_a_call_keeps_no_reference():
     assert [sys.getrefcount(array) for array in given[1:3]] == before
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        table()._replace(rows=np.zeros((2, 3), np.float32)),
-        table()._replace(rows=np.zeros((3, 2)).T),
-        table()._replace(marks=np.zeros((3, 1), np.int8)),
-        table()._replace(count=1.5),
-    ],
-    ids=["other numbers", "not contiguous", "other axes", "no integer"],
-)
+@pytest.mark.parametrize("wrong", [
+    table()._replace(rows=np.zeros((2, 3), np.float32)),
+    table()._replace(rows=np.zeros((3, 2)).T),
+    table()._replace(marks=np.zeros((3, 1), np.int8)),
+    table()._replace(count=1.5),
+], ids=["other numbers", "not contiguous", "other axes", "no integer"])  # fmt: skip
 def test_other_arrays_are_refused(wrong):
     with pytest.raises(TypeError):
         total(wrong)

@@ -2,8 +2,6 @@
 held by the contract suite, while no other file changes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

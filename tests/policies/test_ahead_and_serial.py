@@ -22,14 +22,9 @@ from support.handmade import (
     steps,
 )
 
+from moesim.policies import base
 from moesim.policies.assignment.daop import DAOP
-from moesim.policies.base import (
-    DEFERRED,
-    Assignment,
-    AssignmentPolicy,
-    PolicyError,
-    Precompute,
-)
+from moesim.policies.base import Assignment, AssignmentPolicy, PolicyError
 from moesim.policies.systems import System
 from moesim.traces.format.schema import Phase
 
@@ -44,7 +39,7 @@ class Foreseeing(AssignmentPolicy):
         return Assignment(np.zeros(len(work.experts), np.int8))
 
     def precompute(self, work, view):
-        return Precompute(
+        return base.Precompute(
             np.array(self.guess, np.int32), np.ones(len(self.guess), np.int32)
         )
 
@@ -107,10 +102,7 @@ def test_with_limited_host_memory_only_what_is_there_is_computed_ahead():
         planner, steps([routed(0, 0), routed(1, 1)], [routed(0, 0), routed(1, 1)])
     )
     # The second pass starts (1, 1) from host memory.
-    assert [s[1] for s in spans(timeline, "read")] == [
-        0,
-        1,
-    ]
+    assert [s[1] for s in spans(timeline, "read")] == [0, 1]
     assert not planner.host.memory.holds.any()
 
 
@@ -185,12 +177,7 @@ def test_section_2_2_prompts_run_in_place_or_where_the_sum_of_latencies_is_least
         1,
     ]
     # Decode stays as it is.
-    assert DAOP(prefill="cheapest").assign(now, View()).lanes.tolist() == [
-        0,
-        0,
-        1,
-        0,
-    ]
+    assert DAOP(prefill="cheapest").assign(now, View()).lanes.tolist() == [0, 0, 1, 0]
 
     def latency_ms(lanes):
         return sum(
@@ -282,7 +269,7 @@ def test_with_limited_host_memory_only_what_is_there_is_deferred():
 def test_a_policy_that_does_not_defer_may_not_say_so():
     class Marks(AssignmentPolicy):
         def assign(self, work, view):
-            return Assignment(np.full(len(work.experts), DEFERRED, np.int8))
+            return Assignment(np.full(len(work.experts), base.DEFERRED, np.int8))
 
     with registered(assignment_marks=Marks):
         planner = plan_of(THREE_LAYERS, System("marks", cache="none"))

@@ -2,8 +2,6 @@
 engines, and counts nowhere.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.command_line import refused
@@ -46,17 +44,14 @@ def answering(base, question, answer):
 
 
 @pytest.mark.parametrize("engine", ["auto", "simpy"])
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        (lambda *_: None, "got None (does it end with `return`?)"),
-        (lambda i, _: np.arange(len(i)) + 999_999, "not distinct members"),
-        (lambda i, c: np.repeat(c[:1], len(i)), "not distinct members"),
-        (lambda _, c: c[:0], "integers, got an array of int64, shape (0,)"),
-        (lambda i, c: c[: len(i)].astype(float), "an array of float64"),
-        (lambda i, c: c[None, : len(i)], "integers, got an array of int64, shape (1, "),
-    ],
-)
+@pytest.mark.parametrize(("answer", "expected"), [
+    (lambda *_: None, "got None (does it end with `return`?)"),
+    (lambda i, _: np.arange(len(i)) + 999_999, "not distinct members"),
+    (lambda i, c: np.repeat(c[:1], len(i)), "not distinct members"),
+    (lambda _, c: c[:0], "integers, got an array of int64, shape (0,)"),
+    (lambda i, c: c[: len(i)].astype(float), "an array of float64"),
+    (lambda i, c: c[None, : len(i)], "integers, got an array of int64, shape (1, "),
+])  # fmt: skip
 def test_wrong_victims_are_named(said, engine, answer, expected):
     """Keys that no expert has crashed the process."""
     mine = answering(CachePolicy, "victims", answer)
@@ -73,14 +68,11 @@ def test_a_score_that_is_no_number_is_named(said):
     assert "expected a number, got nan" in said("cache", Mine)
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        (lambda _: None, "expected an Assignment, got None"),
-        (lambda n: Assignment(np.zeros(n)), "lanes: expected an array of 32 integers"),
-        (lambda n: Assignment(np.zeros(n, int), [0.5]), "order: expected an array"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "expected"), [
+    (lambda _: None, "expected an Assignment, got None"),
+    (lambda n: Assignment(np.zeros(n)), "lanes: expected an array of 32 integers"),
+    (lambda n: Assignment(np.zeros(n, int), [0.5]), "order: expected an array"),
+])  # fmt: skip
 def test_wrong_lanes_are_named(said, answer, expected):
     mine = answering(
         AssignmentPolicy, "assign", lambda work, _: answer(len(work.experts))
@@ -89,32 +81,24 @@ def test_wrong_lanes_are_named(said, answer, expected):
         assert expected in said("assignment", mine, engine=engine)
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        (None, "expected ExpertKeys, got None"),
-        ([1, 2], "expected ExpertKey(layer, expert), got 1"),
-        ([ExpertKey(1, 3.5)], "expected integers in ExpertKey"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "expected"), [
+    (None, "expected ExpertKeys, got None"),
+    ([1, 2], "expected ExpertKey(layer, expert), got 1"),
+    ([ExpertKey(1, 3.5)], "expected integers in ExpertKey"),
+])  # fmt: skip
 def test_wrong_prefetches_are_named(said, answer, expected):
     mine = answering(PrefetchPolicy, "prefetch", lambda *_: answer)
     assert expected in said("prefetch", mine)
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        (lambda _: None, "expected a Routing, got None"),
-        (lambda gate: gate.experts, "expected a Routing, got an array of uint16"),
-        (lambda gate: Routing(gate.experts + 100, None), "expected 0 to 31, or 65535"),
-        (lambda gate: Routing(gate.experts[:1], None), "shape (96, 4)"),
-        (
-            lambda gate: Routing(gate.experts[:, :2], np.ones(gate.experts.shape)),
-            "weights: expected numbers of shape (96, 2)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("answer", "expected"), [
+    (lambda _: None, "expected a Routing, got None"),
+    (lambda gate: gate.experts, "expected a Routing, got an array of uint16"),
+    (lambda gate: Routing(gate.experts + 100, None), "expected 0 to 31, or 65535"),
+    (lambda gate: Routing(gate.experts[:1], None), "shape (96, 4)"),
+    (lambda gate: Routing(gate.experts[:, :2], np.ones(gate.experts.shape)),
+     "weights: expected numbers of shape (96, 2)"),
+])  # fmt: skip
 def test_wrong_routing_is_named(said, answer, expected):
     """Experts that the model lacks, and tokens that were forgotten, counted as
     nothing.
@@ -125,14 +109,11 @@ def test_wrong_routing_is_named(said, answer, expected):
     assert expected in message
 
 
-@pytest.mark.parametrize(
-    ("question", "answer", "expected"),
-    [
-        ("admits", lambda _, incoming: incoming, "bool, got an array of int64"),
-        ("precedence", lambda _: None, "integers, got None"),
-        ("replacements", lambda *_: [(0, 1)], "expected Swap(outgoing, incoming)"),
-    ],
-)
+@pytest.mark.parametrize(("question", "answer", "expected"), [
+    ("admits", lambda _, incoming: incoming, "bool, got an array of int64"),
+    ("precedence", lambda _: None, "integers, got None"),
+    ("replacements", lambda *_: [(0, 1)], "expected Swap(outgoing, incoming)"),
+])  # fmt: skip
 def test_wrong_answers_about_entering_are_named(said, question, answer, expected):
     assert expected in said("cache", answering(ScoreBasedCache, question, answer))
 

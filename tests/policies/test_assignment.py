@@ -2,8 +2,6 @@
 each other.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

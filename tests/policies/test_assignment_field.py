@@ -2,8 +2,6 @@
 ambiguity shows its difference.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -237,18 +235,14 @@ def test_an_expert_in_flight_stays_with_the_gpu_where_that_is_sooner():
     assert rehearsed(now) == ([1], [0], 3)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        HybriMoESchedule(reading="r1"),
-        HybriMoESchedule(reading="r2"),
-        Greedy(),
-        Exact(),
-        Exact(objective="scheduled"),
-        ILP(),
-    ],
-    ids=["r1", "r2", "greedy", "exact", "exact-scheduled", "ilp"],
-)
+@pytest.mark.parametrize("policy", [
+    HybriMoESchedule(reading="r1"),
+    HybriMoESchedule(reading="r2"),
+    Greedy(),
+    Exact(),
+    Exact(objective="scheduled"),
+    ILP(),
+], ids=["r1", "r2", "greedy", "exact", "exact-scheduled", "ilp"])  # fmt: skip
 def test_nobody_waits_50_seconds_for_what_the_cpu_does_in_2(policy):
     """Two experts, one in flight for 50 s more and one behind it; 2 s each on the CPU,
     so both are done after 4.
@@ -297,15 +291,12 @@ def test_section_4_2_prefill_of_the_release_is_all_gpu():
 # -- SMoE ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("loads", "loaded", "makespan"),
-    [
-        ((5, 3, 2, 1, 1), {0, 1}, 6),
-        ((1,), {0}, 3),
-        ((4, 4, 1), {0}, 5),
-        ((1, 1, 1), {0}, 3),
-    ],
-)
+@pytest.mark.parametrize(("loads", "loaded", "makespan"), [
+    ((5, 3, 2, 1, 1), {0, 1}, 6),
+    ((1,), {0}, 3),
+    ((4, 4, 1), {0}, 5),
+    ((1, 1, 1), {0}, 3),
+])  # fmt: skip
 def test_section_3_4_balancer(loads, loaded, makespan):
     """Loads of 3, 1 per token on the CPU; GPU compute after a load is ignored."""
     now = units(uncached=loads, gpu=0.0)

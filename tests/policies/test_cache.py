@@ -2,8 +2,6 @@
 libCacheSim.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from dataclasses import replace
@@ -39,15 +37,11 @@ UNIT_STRING = [5, 2, 4, 2, 1, 3, 1, 5, 3, 5, 1, 3, 1, 4, 3, 5, 1, 4]
 STEPS = atomic([0, 1], [2, 3], [0, 2], [1, 4], [0, 2], [3, 4])
 
 
-@pytest.mark.parametrize(
-    ("policy", "hits", "evicted"),
-    [
-        (LRU(), 8, [5, 4, 2, 5, 1, 4, 3]),
-        (LFU(tie="lru"), 5, [5, 4, 3, 5, 3, 5, 3, 4, 3, 5]),
-        (Belady(must_admit=True), 11, [2, 4, 1, 3]),
-    ],
-    ids=["lru", "lfu", "belady"],
-)
+@pytest.mark.parametrize(("policy", "hits", "evicted"), [
+    (LRU(), 8, [5, 4, 2, 5, 1, 4, 3]),
+    (LFU(tie="lru"), 5, [5, 4, 3, 5, 3, 5, 3, 4, 3, 5]),
+    (Belady(must_admit=True), 11, [2, 4, 1, 3]),
+], ids=["lru", "lfu", "belady"])  # fmt: skip
 def test_section_5_5_unit_string(policy, hits, evicted):
     run = drive(policy, one_by_one(UNIT_STRING), 3)
     assert (run.hits, run.evicted) == (hits, evicted)
@@ -179,10 +173,7 @@ def test_belady_chooses_whom_to_let_in_where_not_all_can_enter(must_admit):
     assert run.hits == 2 + 1 + 2
     assert run.evicted == [2]
     # Others keep launch order.
-    assert drive(LRU(), atomic([0, 1, 2]), 2).resident == [
-        0,
-        1,
-    ]
+    assert drive(LRU(), atomic([0, 1, 2]), 2).resident == [0, 1]
 
 
 def test_an_order_that_loses_an_expert_is_the_policys_error():
@@ -443,12 +434,7 @@ def test_static_fills_by_calibration_by_layer_or_over_the_whole_model():
         context([], 3, layers=2, experts=4, scope="global", calibration=counts)
     )
     # 5 ties with 5: the lower id.
-    assert static.initial(np.array([4])).tolist() == [
-        0,
-        4,
-        5,
-        6,
-    ]
+    assert static.initial(np.array([4])).tolist() == [0, 4, 5, 6]
 
 
 def test_static_without_calibration_takes_the_lowest_ids_of_every_layer():

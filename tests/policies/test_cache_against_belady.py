@@ -1,7 +1,5 @@
 """No policy beats the bound: every registered cache policy on random and real streams."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The bounds against exhaustive search, and the oracles that follow their plans."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -22,11 +20,7 @@ from support.handmade import HandCosts, plan_of, routed, run, shape, steps
 
 from moesim.policies.base import PolicyError
 from moesim.policies.cache import _offline_bounds as planned
-from moesim.policies.cache._offline_bounds import (
-    best_stays,
-    miss_costs,
-    plan_cost,
-)
+from moesim.policies.cache._offline_bounds import best_stays, miss_costs, plan_cost
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.belady_cost import BeladyCost
 from moesim.policies.cache.belady_size import BeladySize

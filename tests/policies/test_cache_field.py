@@ -1,7 +1,5 @@
 """The field's score-based caches: worked examples, and each literal reading against ours."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -15,11 +13,7 @@ from moesim.policies.cache.least_stale_layer import LeastStaleLayer
 from moesim.policies.cache.least_stale_pass import LeastStalePass
 from moesim.policies.cache.lfru import LFRU
 from moesim.policies.cache.lifo import LIFO
-from moesim.policies.cache.moe_infinity import (
-    MoEInfinity,
-    priorities,
-    topology_decay,
-)
+from moesim.policies.cache.moe_infinity import MoEInfinity, priorities, topology_decay
 from moesim.policies.cache.mrs import MRS
 from moesim.policies.cache.random import Random
 from moesim.policies.cache.score_window import ScoreWindow

@@ -2,8 +2,6 @@
 traces.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 

@@ -2,8 +2,6 @@
 layer steps add.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -66,16 +64,12 @@ class AlternatingLeCaR(LeCaR):
         self.draw = itertools.cycle((0.25, 0.75)).__next__
 
 
-@pytest.mark.parametrize(
-    ("policy", "hits", "evicted"),
-    [
-        (FIFO(), 10, [5, 2, 4, 1, 3]),
-        (LIFO(), 4, [4, 1, 3, 1, 3, 1, 3, 1, 4, 3, 1]),
-        (ARC(), 7, [5, 4, 3, 2, 5, 1, 4, 3]),
-        (AlternatingLeCaR(), 6, [5, 1, 4, 3, 2, 5, 1, 4, 3]),
-    ],
-    ids=["fifo", "lifo", "arc", "lecar"],
-)
+@pytest.mark.parametrize(("policy", "hits", "evicted"), [
+    (FIFO(), 10, [5, 2, 4, 1, 3]),
+    (LIFO(), 4, [4, 1, 3, 1, 3, 1, 3, 1, 4, 3, 1]),
+    (ARC(), 7, [5, 4, 3, 2, 5, 1, 4, 3]),
+    (AlternatingLeCaR(), 6, [5, 1, 4, 3, 2, 5, 1, 4, 3]),
+], ids=["fifo", "lifo", "arc", "lecar"])  # fmt: skip
 def test_section_5_5_unit_string(policy, hits, evicted):
     run = drive(policy, one_by_one(UNIT_STRING), 3)
     assert (run.hits, run.evicted) == (hits, evicted)

@@ -2,8 +2,6 @@
 worked examples.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -74,27 +72,12 @@ def swapped(policy, workloads, residents, *, phase=Phase.DECODE, tokens=1):
     return log, sorted(inside), hits, active
 
 
-@pytest.mark.parametrize(
-    ("trigger", "gain", "swaps", "final", "hits"),
-    [
-        (
-            "aligned",
-            "always",
-            {3: [(4, 3), (5, 1)], 7: [(7, 2), (3, 0)]},
-            [3, 4, 5, 7],
-            14,
-        ),
-        ("aligned", "gain-only", {3: [(4, 3), (5, 1)], 7: [(7, 2)]}, [0, 4, 5, 7], 14),
-        (
-            "literal",
-            "always",
-            {0: [(4, 1), (5, 3)], 4: [(6, 0), (7, 2)]},
-            [4, 5, 6, 7],
-            21,
-        ),
-        ("literal", "gain-only", {0: [(4, 1)], 4: [(5, 3), (6, 0)]}, [2, 4, 5, 6], 14),
-    ],
-)
+@pytest.mark.parametrize(("trigger", "gain", "swaps", "final", "hits"), [
+    ("aligned", "always", {3: [(4, 3), (5, 1)], 7: [(7, 2), (3, 0)]}, [3, 4, 5, 7], 14),
+    ("aligned", "gain-only", {3: [(4, 3), (5, 1)], 7: [(7, 2)]}, [0, 4, 5, 7], 14),
+    ("literal", "always", {0: [(4, 1), (5, 3)], 4: [(6, 0), (7, 2)]}, [4, 5, 6, 7], 21),
+    ("literal", "gain-only", {0: [(4, 1)], 4: [(5, 3), (6, 0)]}, [2, 4, 5, 6], 14),
+])  # fmt: skip
 def test_section_1_7(trigger, gain, swaps, final, hits):
     """N = 8, four slots, w = 4, u = 2; hits of 28 active experts are looked up before
     the step's swaps.
@@ -183,14 +166,11 @@ def test_workload_window_never_swaps_out_what_has_not_arrived():
     assert swap == ((0, 1), (0, 5))
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        WorkloadWindow(window=1, swaps=1),
-        PrefillSwap(),
-        DecayedFrequency(half_life=2, margin=0),
-    ],
-)
+@pytest.mark.parametrize("policy", [
+    WorkloadWindow(window=1, swaps=1),
+    PrefillSwap(),
+    DecayedFrequency(half_life=2, margin=0),
+])  # fmt: skip
 @pytest.mark.parametrize("gpu", [0, 1])
 def test_what_another_gpu_has_already_does_not_leave_this_one(policy, gpu):
     """Both GPUs copy expert 0; it has landed on GPU 1 only, whose cache may swap it."""

@@ -1,7 +1,5 @@
 """The compiled cache loop equals the policies, and the policies in the planner."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -26,15 +26,12 @@ def bench(tmp_path_factory):
 
 
 @pytest.mark.parametrize("tiering", ["gpu", "ssd"])
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("system", "flashmoe"),
-        ("assignment", "ilp"),
-        ("cache", "belady"),
-        ("routing", "adaptive-gating"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name"), [
+    ("system", "flashmoe"),
+    ("assignment", "ilp"),
+    ("cache", "belady"),
+    ("routing", "adaptive-gating"),
+])  # fmt: skip
 def test_a_policy_that_keeps_its_promises_is_not_blamed(bench, kind, name, tiering):
     row = bench.row(kind, name, tiering)
     assert (row.outcome, row.wrong) == ("ran", [])

@@ -2,8 +2,6 @@
 policy that might beat it.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -306,14 +304,11 @@ def test_an_unfinished_search_says_so():
         assert scheduled_s(now, Machine(2), lanes) >= best.bound_s
 
 
-@pytest.mark.parametrize(
-    ("tokens", "transfer", "slope", "resident", "makespan"),
-    [
-        ([6, 1, 3, 1, 2], 4, 2, {1}, 8),
-        ([5, 4, 3, 3, 3], 6, 2, set(), 18),
-        ([3, 3, 2, 2, 2], 3, 1, set(), 6),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "transfer", "slope", "resident", "makespan"), [
+    ([6, 1, 3, 1, 2], 4, 2, {1}, 8),
+    ([5, 4, 3, 3, 3], 6, 2, set(), 18),
+    ([3, 3, 2, 2, 2], 3, 1, set(), 6),
+])  # fmt: skip
 def test_section_1_4_optimum(tokens, transfer, slope, resident, makespan):
     arrive = [0 if e in resident else transfer for e in range(5)]
     now = work(

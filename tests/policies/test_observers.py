@@ -1,7 +1,5 @@
 """Observers see every answer and change none."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

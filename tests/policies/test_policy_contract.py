@@ -153,17 +153,9 @@ def test_infinite_costs_are_survived_by_every_assignment(name, now):
 
 
 WEIGH_COSTS = (
-    "beam",
-    "exact",
-    "fetch-split",
-    "fiddler",
-    "greedy",
-    "hybrimoe-released",
-    "hybrimoe-schedule",
-    "ilp",
-    "smoe-balancer",
-    "static-threshold",
-)
+    "beam", "exact", "fetch-split", "fiddler", "greedy", "hybrimoe-released",
+    "hybrimoe-schedule", "ilp", "smoe-balancer", "static-threshold",
+)  # fmt: skip
 """The others place by residency, layer or number of tokens, whatever it costs."""
 
 

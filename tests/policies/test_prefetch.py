@@ -1,7 +1,5 @@
 """Prefetch policies: what they want, in which order, and what they leave out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

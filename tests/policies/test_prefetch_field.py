@@ -2,8 +2,6 @@
 know.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -541,10 +539,7 @@ def test_section_6_9_the_released_mask_looks_at_coming_layers_only():
     policy = started(ActivationMatrix(), 3, 4, activation_matrices=store)
     view = View(3, 4)
     # Nothing known: the oldest.
-    assert policy.prefetch(work(experts=[3], layer=0), view) == [
-        (1, 1),
-        (2, 2),
-    ]
+    assert policy.prefetch(work(experts=[3], layer=0), view) == [(1, 1), (2, 2)]
     policy.prefetch(work(experts=[2], layer=1), view)
     policy.prefetch(work(experts=[1], layer=2), view)
     assert policy.prefetch(work(experts=[0], layer=0, step=1), view) == [(1, 2), (2, 1)]
@@ -706,17 +701,14 @@ def test_in_flight_experts_are_not_asked_for_again():
     ]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Impact(depth=4), "depth: expected 1 to 3, got 4"),
-        (lambda: Impact(discount=0.0), "discount: expected 0 < discount <= 1"),
-        (lambda: NoisyOracle(accuracy=1.5), "accuracy: expected 0 to 1"),
-        (lambda: Clairvoyant(depth=0), "depth: expected a number >= 1"),
-        (lambda: PartialHidden(merge="mean"), "merge: expected max or sum, got 'mean'"),
-        (lambda: ActivationMatrix(mask="none"), "mask: expected released or prefix"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Impact(depth=4), "depth: expected 1 to 3, got 4"),
+    (lambda: Impact(discount=0.0), "discount: expected 0 < discount <= 1"),
+    (lambda: NoisyOracle(accuracy=1.5), "accuracy: expected 0 to 1"),
+    (lambda: Clairvoyant(depth=0), "depth: expected a number >= 1"),
+    (lambda: PartialHidden(merge="mean"), "merge: expected max or sum, got 'mean'"),
+    (lambda: ActivationMatrix(mask="none"), "mask: expected released or prefix"),
+])  # fmt: skip
 def test_parameters_out_of_range_are_named(make, message):
     with pytest.raises(PolicyError, match=message):
         make()

@@ -142,8 +142,7 @@ class Anew(PrefetchPolicy):
 
 
 @pytest.mark.parametrize(
-    ("requeue", "prefetched"),
-    [(True, [(3, 0), (2, 1)]), (False, [(3, 0), (3, 1)])],
+    ("requeue", "prefetched"), [(True, [(3, 0), (2, 1)]), (False, [(3, 0), (3, 1)])]
 )
 def test_a_queue_that_is_sorted_anew_starts_with_what_the_nearer_layer_wants(
     requeue, prefetched

@@ -4,8 +4,6 @@ Unless stated otherwise a dense part takes 2 s, an expert 10 s on the CPU and 1 
 GPU, and its copy 4 s.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.cache_driver import LayerStep, ListFuture
@@ -66,16 +64,13 @@ def test_llama_cpp_decodes_layer_by_layer(name):
     assert end_s(planner_of(name, ratio=1 / 3), one_token(0, 1, 2)) == 27.0
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens", "uploads"),
-    [
-        ("llama.cpp", 31, False),
-        ("llama.cpp", 32, True),
-        # 32 tokens for each of four experts, of which a token has one.
-        ("ik_llama.cpp", 127, False),
-        ("ik_llama.cpp", 128, True),
-    ],
-)
+@pytest.mark.parametrize(("name", "tokens", "uploads"), [
+    ("llama.cpp", 31, False),
+    ("llama.cpp", 32, True),
+    # 32 tokens for each of four experts, of which a token has one.
+    ("ik_llama.cpp", 127, False),
+    ("ik_llama.cpp", 128, True),
+])  # fmt: skip
 def test_llama_cpp_uploads_cpu_layers_for_large_batches(name, tokens, uploads):
     """On the CPU a layer takes 2 + 4 x 10. Uploaded, its four copies end at 18, and
     only then begin its products: 22. The last layer is on the GPU: 2 + 4.
@@ -130,19 +125,16 @@ def test_krasis_streams_the_prompt_and_decodes_on_the_cpu():
 # -- splits between CPU and GPU ---------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("overlap", "fetched", "layer_s"),
-    [
-        # Alone, 10 / (10 + 4) of 4 are 2.86. With three copies the link is the longer
-        # lane, 12 against 10 s: dense part 2, copies to 14, the last product to 15.
-        ((1.0, 1.0), 3, 15.0),
-        # Copies that take 8 s beside the CPU: 10 / 18 of 4 are 2.2, and two CPU experts
-        # take 20 s. Here nothing slows down for real, so they end at 22.
-        ((2.0, 1.0), 2, 22.0),
-        # Experts that take 40 s beside copies: all but a tenth is fetched.
-        ((1.0, 4.0), 4, 19.0),
-    ],
-)
+@pytest.mark.parametrize(("overlap", "fetched", "layer_s"), [
+    # Alone, 10 / (10 + 4) of 4 are 2.86. With three copies the link is the longer
+    # lane, 12 against 10 s: dense part 2, copies to 14, the last product to 15.
+    ((1.0, 1.0), 3, 15.0),
+    # Copies that take 8 s beside the CPU: 10 / 18 of 4 are 2.2, and two CPU experts
+    # take 20 s. Here nothing slows down for real, so they end at 22.
+    ((2.0, 1.0), 2, 22.0),
+    # Experts that take 40 s beside copies: all but a tenth is fetched.
+    ((1.0, 4.0), 4, 19.0),
+])  # fmt: skip
 def test_freetoken_splits_misses_by_speeds_beside_each_other(overlap, fetched, layer_s):
     planner = planner_of("freetoken", HandCosts(overlap=overlap))
     result, timeline = run(planner, steps(prompt(8)))
@@ -182,18 +174,15 @@ def test_ktransformers_computes_where_weights_are():
     assert spans(timeline, "fetch") == []
 
 
-@pytest.mark.parametrize(
-    ("prefetch", "seconds"),
-    [
-        # On demand: 2 + 4 + 1, 2 + 10, 2 + 4 + 1.
-        ("none", 7 + 12 + 7),
-        # All three of layer 1 follow the copy for layer 0, which ends at 6: 6-10, and
-        # at 9 its gate speaks, so the other two are dropped; those for layer 2 are
-        # copied 10-14, 14-18, 18-22, of which its expert 1 is the second. The CPU takes
-        # 9-19, a dense part 19-21, and the product 21-22.
-        ("moe-lightning", 22),
-    ],
-)
+@pytest.mark.parametrize(("prefetch", "seconds"), [
+    # On demand: 2 + 4 + 1, 2 + 10, 2 + 4 + 1.
+    ("none", 7 + 12 + 7),
+    # All three of layer 1 follow the copy for layer 0, which ends at 6: 6-10, and
+    # at 9 its gate speaks, so the other two are dropped; those for layer 2 are
+    # copied 10-14, 14-18, 18-22, of which its expert 1 is the second. The CPU takes
+    # 9-19, a dense part 19-21, and the product 21-22.
+    ("moe-lightning", 22),
+])  # fmt: skip
 def test_moe_lightning_streams_a_fixed_share(prefetch, seconds):
     """Four experts, one of which a token has: n streamed ones take n x 4 / 4 s of the
     link and leave (4 - n) x 10 / 4 to the CPU. Least is the longer of both for three, so
@@ -275,17 +264,14 @@ def test_edgemoe_keeps_what_comes_next():
         assert end_s(planner, *passes) == seconds
 
 
-@pytest.mark.parametrize(
-    ("prefetch", "seconds"),
-    [
-        # Layer 0 hits: dense part 21-23, product 23-24. On demand: 24-26-30-31-33-37-38.
-        ("none", 38),
-        # The sequence before used (1, 1) and (2, 2) next. (1, 1) is copied 23-27 in the
-        # place of (2, 2), as (0, 0) is in use; dense part 24-26, product 27-28. (2, 2)
-        # follows 27-31; dense part 28-30, product 31-32.
-        ("activation-matrix", 32),
-    ],
-)
+@pytest.mark.parametrize(("prefetch", "seconds"), [
+    # Layer 0 hits: dense part 21-23, product 23-24. On demand: 24-26-30-31-33-37-38.
+    ("none", 38),
+    # The sequence before used (1, 1) and (2, 2) next. (1, 1) is copied 23-27 in the
+    # place of (2, 2), as (0, 0) is in use; dense part 24-26, product 27-28. (2, 2)
+    # follows 27-31; dense part 28-30, product 31-32.
+    ("activation-matrix", 32),
+])  # fmt: skip
 def test_moe_infinity_learns_from_the_sequence_before(prefetch, seconds):
     """Two sequences of one prompt token, two slots for all layers. The first one misses
     three times, 2 + 4 + 1 each. For (2, 2) leaves (1, 1), whose layer counts less than
@@ -378,17 +364,14 @@ def test_hybrimoe_released_takes_a_list_from_both_ends():
     assert result.makespan_s == LAYERS * 11
 
 
-@pytest.mark.parametrize(
-    ("prefetch", "seconds"),
-    [
-        # The CPU's 3 s are less than 4 + 1: twice 2 + 1, 2 + 3, 2 + 3.
-        ("none", 26),
-        # In the second pass layer 0 asks at 15 for what layer 1 used before: copied
-        # 15-19, dense part 16-18, product 19-20. So does layer 1 at 18: 19-23, dense
-        # part 20-22, product 23-24.
-        ("hybrimoe-released:size=1", 24),
-    ],
-)
+@pytest.mark.parametrize(("prefetch", "seconds"), [
+    # The CPU's 3 s are less than 4 + 1: twice 2 + 1, 2 + 3, 2 + 3.
+    ("none", 26),
+    # In the second pass layer 0 asks at 15 for what layer 1 used before: copied
+    # 15-19, dense part 16-18, product 19-20. So does layer 1 at 18: 19-23, dense
+    # part 20-22, product 23-24.
+    ("hybrimoe-released:size=1", 24),
+])  # fmt: skip
 def test_hybrimoe_released_prefetches_what_scored_before(prefetch, seconds):
     """Expert 0 is resident; layers use 0, 1 and 2, twice."""
     system = compose("hybrimoe-released", prefetch=prefetch)

@@ -1,7 +1,5 @@
 """Routing recall: what similar tokens used is expected, kept and streamed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

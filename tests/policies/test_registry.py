@@ -109,57 +109,27 @@ def test_settings_are_the_effective_configuration():
     assert settings("lru", "cache") == {"name": "lru"}
 
 
-@pytest.mark.parametrize(
-    ("spec", "kind", "expected"),
-    [
-        ("lru:x=1", "cache", "cache policy 'lru': unknown parameter 'x'; known: none"),
-        (
-            "lfu:decoy=1",
-            "cache",
-            "cache policy 'lfu': unknown parameter 'decoy'; known: variant, decay, tie",
-        ),
-        (
-            "lfu:decay=fast",
-            "cache",
-            "cache policy 'lfu': decay: expected float, got 'fast'",
-        ),
-        (
-            "lfu:decay=1.5",
-            "cache",
-            "cache policy 'lfu': decay: expected 0 < decay <= 1, got 1.5",
-        ),
-        (
-            "lfu:decay=nan",
-            "cache",
-            "cache policy 'lfu': decay: expected 0 < decay <= 1, got nan",
-        ),
-        (
-            "lfu:tie=luck",
-            "cache",
-            "cache policy 'lfu': tie: expected id, fifo or lru, got 'luck'",
-        ),
-        ("lfu:decay", "cache", "cache policy 'lfu': expected name=value, got 'decay'"),
-        ("lfu:decay=1,decay=1", "cache", "cache policy 'lfu': decay: given twice"),
-        (
-            "belady:must_admit=7",
-            "cache",
-            "cache policy 'belady': must_admit: expected true or false, got '7'",
-        ),
-        (
-            "greedy:staging=x",
-            "assignment",
-            "assignment policy 'greedy': staging: expected none or int, got 'x'",
-        ),
-        (
-            "lru",
-            "caches",
-            (
-                "unknown kind of policy 'caches'; known: assignment, cache, prefetch,"
-                " routing"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("spec", "kind", "expected"), [
+    ("lru:x=1", "cache", "cache policy 'lru': unknown parameter 'x'; known: none"),
+    ("lfu:decoy=1", "cache",
+     "cache policy 'lfu': unknown parameter 'decoy'; known: variant, decay, tie"),
+    ("lfu:decay=fast", "cache",
+     "cache policy 'lfu': decay: expected float, got 'fast'"),
+    ("lfu:decay=1.5", "cache",
+     "cache policy 'lfu': decay: expected 0 < decay <= 1, got 1.5"),
+    ("lfu:decay=nan", "cache",
+     "cache policy 'lfu': decay: expected 0 < decay <= 1, got nan"),
+    ("lfu:tie=luck", "cache",
+     "cache policy 'lfu': tie: expected id, fifo or lru, got 'luck'"),
+    ("lfu:decay", "cache", "cache policy 'lfu': expected name=value, got 'decay'"),
+    ("lfu:decay=1,decay=1", "cache", "cache policy 'lfu': decay: given twice"),
+    ("belady:must_admit=7", "cache",
+     "cache policy 'belady': must_admit: expected true or false, got '7'"),
+    ("greedy:staging=x", "assignment",
+     "assignment policy 'greedy': staging: expected none or int, got 'x'"),
+    ("lru", "caches",
+     ("unknown kind of policy 'caches'; known: assignment, cache, prefetch," " routing")),
+])  # fmt: skip
 def test_a_wrong_spec_gets_one_clear_line(spec, kind, expected):
     assert error(resolve, spec, kind) == expected
 

@@ -2,8 +2,6 @@
 a token.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -54,17 +52,9 @@ class Model(View):
     ):
         super().__init__(layers, experts, 1, resident, in_flight)
         self.shape = ModelShape(
-            "test",
-            layers,
-            experts,
-            top_k,
-            4,
-            4,
-            (100,) * layers,
-            1,
-            norm_topk=norm,
+            "test", layers, experts, top_k, 4, 4, (100,) * layers, 1, norm_topk=norm,
             scoring=scoring,
-        )
+        )  # fmt: skip
 
 
 def routed(policy, gate_output, view):
@@ -73,14 +63,11 @@ def routed(policy, gate_output, view):
     return [[e for e in row if e != UNUSED] for row in answer.experts.tolist()], answer
 
 
-@pytest.mark.parametrize(
-    ("alpha", "expected"),
-    [
-        (0.15, ([0, 2, 4], [1, 7, 3])),
-        (0.35, ([0, 2, 4], [1, 4, 2])),
-        (0.05, ([0, 2, 3], [1, 7, 3])),
-    ],
-)
+@pytest.mark.parametrize(("alpha", "expected"), [
+    (0.15, ([0, 2, 4], [1, 7, 3])),
+    (0.35, ([0, 2, 4], [1, 4, 2])),
+    (0.05, ([0, 2, 3], [1, 7, 3])),
+])  # fmt: skip
 def test_section_3_1_expert_cache_router(alpha, expected):
     """At .15 token 0 swaps 3 for the resident 4; at .35 token 1 swaps 7 and 3 for 2 and
     4; at .05 nothing changes.
@@ -224,15 +211,12 @@ def test_section_2_4_graceful_degradation():
     assert answer.weights[0] == pytest.approx([0.625, 0.375], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("norm", "resident", "experts", "weights"),
-    [
-        (True, {2, 3}, [0, 2], [0.30 / 0.48, 0.18 / 0.48]),
-        (False, {2, 3}, [0, 2], [0.30, 0.18]),
-        (True, {0, 1}, [0, 1], [0.30 / 0.55, 0.25 / 0.55]),
-        (False, {0, 1}, [0, 1], [0.30, 0.25]),
-    ],
-)
+@pytest.mark.parametrize(("norm", "resident", "experts", "weights"), [
+    (True, {2, 3}, [0, 2], [0.30 / 0.48, 0.18 / 0.48]),
+    (False, {2, 3}, [0, 2], [0.30, 0.18]),
+    (True, {0, 1}, [0, 1], [0.30 / 0.55, 0.25 / 0.55]),
+    (False, {0, 1}, [0, 1], [0.30, 0.25]),
+])  # fmt: skip
 def test_section_2_4_predicted_weights_are_formed_as_the_model_forms_its_own(
     norm, resident, experts, weights
 ):
@@ -427,14 +411,11 @@ def gates(draw):
     return gate(scores, top_k, layer=5, norm=norm, weights=draw(st.booleans())), view
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        *names("routing"),
-        "cache-prior:strength=0.9,scale=token",
-        "adaptive-gating:budget=9",
-    ],
-)
+@pytest.mark.parametrize("spec", [
+    *names("routing"),
+    "cache-prior:strength=0.9,scale=token",
+    "adaptive-gating:budget=9",
+])  # fmt: skip
 @settings(max_examples=60, deadline=None)
 @given(drawn=gates())
 def test_routing_invariants(spec, drawn):

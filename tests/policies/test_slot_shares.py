@@ -1,7 +1,5 @@
 """AdapMoE's division of slots: its formula by hand, its table against all divisions."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -153,15 +151,12 @@ def test_section_6_8_adapmoe_divides_its_slots_where_a_calibration_says_how():
         )
 
 
-@pytest.mark.parametrize(
-    ("total", "division"),
-    [
-        (11, [8, 3, 0, 0, 0]),
-        (16, [8, 8, 0, 0, 0]),
-        (21, [8, 8, 2, 2, 1]),
-        (40, [8, 8, 8, 8, 8]),
-    ],
-)
+@pytest.mark.parametrize(("total", "division"), [
+    (11, [8, 3, 0, 0, 0]),
+    (16, [8, 8, 0, 0, 0]),
+    (21, [8, 8, 2, 2, 1]),
+    (40, [8, 8, 8, 8, 8]),
+])  # fmt: skip
 def test_fate_fills_its_first_two_layers_before_the_others(total, division):
     assert front_first(total, layers=5, experts=8, whole_layers=2).tolist() == division
     all_whole = np.clip(total - 8 * np.arange(5), 0, 8)

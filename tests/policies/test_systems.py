@@ -2,8 +2,6 @@
 out a whole run.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.cache_driver import LayerStep, ListFuture

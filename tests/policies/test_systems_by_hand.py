@@ -1,7 +1,5 @@
 """Systems as wholes, by hand arithmetic: a few layers, few experts, round seconds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.cache_driver import ListFuture

@@ -45,9 +45,9 @@ top of the repository lie in ``moesim``, whose own modules are its face.
 
 TOP = ("traces", "hwprofiles", "policies", "engine", "sim", "runtime", "moesim")
 
-MOST_CODE_LINES = 76_250
+MOST_CODE_LINES = 76_125
 MOST_FILES = 422
-MOST_TEST_LINES = 40_800
+MOST_TEST_LINES = 39_430
 """What a person must hold; `benchmarks/size.py` counts it. A change that needs more
 raises the number, and says why.
 """
@@ -77,18 +77,9 @@ POLICIES_USE = {"numpy", "scipy", "pulp", "highspy"}
 POLICY_KINDS = ("routing", "assignment", "prefetch", "cache")
 
 CLOCKS_AND_IO = {
-    "asyncio",
-    "datetime",
-    "io",
-    "logging",
-    "os",
-    "shutil",
-    "socket",
-    "subprocess",
-    "tempfile",
-    "threading",
-    "time",
-}
+    "asyncio", "datetime", "io", "logging", "os", "shutil", "socket", "subprocess",
+    "tempfile", "threading", "time",
+}  # fmt: skip
 """What no policy may touch: time is given to it, and files and processes are none of
 its business.
 """

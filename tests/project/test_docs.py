@@ -1,7 +1,5 @@
 """What the pages promise: examples run, tables are complete, links lead somewhere."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """The commands around an import. Those of docs/how-to/import.md run in test_docs.py."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -75,17 +73,12 @@ def test_export_and_check_residency(tmp_path):
     assert told["phases"]["decode"]["only_replay"] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tokens", "5"], "either --like TRACE or --shape MODEL"),
-        (
-            ["--tokens", "5", "--like", "x", "--skew", "1"],
-            "--skew: expected --shape beside it",
-        ),
-        (["--tokens", "0", "--like", "x"], "tokens"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--tokens", "5"], "either --like TRACE or --shape MODEL"),
+    (["--tokens", "5", "--like", "x", "--skew", "1"],
+     "--skew: expected --shape beside it"),
+    (["--tokens", "0", "--like", "x"], "tokens"),
+])  # fmt: skip
 def test_synth_options_that_contradict(command, tmp_path, arguments, message):
     assert refused(command("trace", "synth", tmp_path / "t", *arguments), message)
 

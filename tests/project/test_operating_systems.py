@@ -1,7 +1,5 @@
 """Replaying, comparing, importing and reading need nothing that only Linux has."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -2,8 +2,6 @@
 see faults.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -150,18 +148,15 @@ def other_expert(record):
     record.accesses.loc[place, "tokens"] += 1
 
 
-@pytest.mark.parametrize(
-    ("fault", "named"),
-    [
-        (overlap, "overlap"),
-        (early, "arrival"),
-        (fewer_bytes, "bytes"),
-        (never_computed, "compute"),
-        (too_many_resident, "memory"),
-        (late_end, "makespan"),
-        (other_expert, "accesses"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "named"), [
+    (overlap, "overlap"),
+    (early, "arrival"),
+    (fewer_bytes, "bytes"),
+    (never_computed, "compute"),
+    (too_many_resident, "memory"),
+    (late_end, "makespan"),
+    (other_expert, "accesses"),
+])  # fmt: skip
 def test_the_audit_sees_a_fault_put_in_on_purpose(run, fault, named):
     record = record_of(run)
     fault(record)
@@ -203,11 +198,7 @@ def forking(suite, count, only=""):
     asked = [sys.executable, "-m", "torture", *words]
     path = {"PYTHONPATH": str(ROOT / "tests")}
     return subprocess.run(
-        asked,
-        check=False,
-        env=os.environ | path,
-        capture_output=True,
-        text=True,
+        asked, check=False, env=os.environ | path, capture_output=True, text=True
     ).stdout
 
 

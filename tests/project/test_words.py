@@ -13,15 +13,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    "engine",
-    "hwprofiles",
-    "moesim",
-    "policies",
-    "runtime",
-    "sim",
-    "traces",
-)
+PACKAGES = ("engine", "hwprofiles", "moesim", "policies", "runtime", "sim", "traces")
 SOURCES = [path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
 
 FORMER_MODULES = {
@@ -46,14 +38,9 @@ EMPTY_NAMES = {
 """Names of variables that do not say what the variable holds."""
 
 NOT_TOKENS = {
-    tokenize.NEWLINE,
-    tokenize.NL,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.COMMENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
+    tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT,
+    tokenize.ENCODING, tokenize.ENDMARKER,
+}  # fmt: skip
 DIRECTIVES = ("noqa", "type:", "fmt:")
 
 

@@ -24,14 +24,9 @@ POLICIES = ("all-cpu", "on-demand", "greedy", "on-demand+belady")
 MACHINES = ("rtx4060ti", "rtx3080ti")
 MEMORIES = [moesim.MemoryOptions(slots_per_layer=slots) for slots in (1, 3, 6)]
 SAME = [
-    "tpot_s",
-    "ttft_s",
-    "hit_rate_active",
-    "makespan_s",
-    "h2d_bytes",
-    "gpu_bytes",
+    "tpot_s", "ttft_s", "hit_rate_active", "makespan_s", "h2d_bytes", "gpu_bytes",
     "busiest",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -120,18 +115,15 @@ def test_folders_are_named_after_what_there_is_more_than_one_of(trace, tmp_path)
     assert (tmp_path / "3_slots" / "greedy" / "run.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"gpu_memory_bytes": 8 << 30}, "8.0 GiB"),
-        ({"slots_per_layer": 16}, "16 slots"),
-        ({"gpu_memory_bytes": 801 * (1 << 30) // 100}, "8.01 GiB"),
-        ({"gpu_memory_bytes": 8_000_000_000}, "7.451 GiB"),
-        ({"cache_ratio": 0.125}, "12.5 %"),
-        ({"cache_ratio": 0.10001}, "10.001 %"),
-        ({}, "default"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"gpu_memory_bytes": 8 << 30}, "8.0 GiB"),
+    ({"slots_per_layer": 16}, "16 slots"),
+    ({"gpu_memory_bytes": 801 * (1 << 30) // 100}, "8.01 GiB"),
+    ({"gpu_memory_bytes": 8_000_000_000}, "7.451 GiB"),
+    ({"cache_ratio": 0.125}, "12.5 %"),
+    ({"cache_ratio": 0.10001}, "10.001 %"),
+    ({}, "default"),
+])  # fmt: skip
 def test_a_memory_is_called_what_was_said_of_it(options, words):
     assert moesim.MemoryOptions(**options).size_words == words
 
@@ -256,16 +248,13 @@ def test_nothing_to_compare_is_said(trace, what, given):
         moesim.compare_cells(trace, [] if what == "policy" else ["greedy"], **given)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "part"),
-    [
-        ("--gpu-memory", "4GiB,much", "much"),
-        ("--cache-ratio", "0.1,2", "between 0 and 1"),
-        ("--slots-per-layer", "1,-2", "whole numbers"),
-        ("--hw", ",", "names separated by commas"),
-        ("--hw", "rtx4060ti,rtx4060tii", "did you mean 'rtx4060ti'"),
-    ],
-)
+@pytest.mark.parametrize(("option", "value", "part"), [
+    ("--gpu-memory", "4GiB,much", "much"),
+    ("--cache-ratio", "0.1,2", "between 0 and 1"),
+    ("--slots-per-layer", "1,-2", "whole numbers"),
+    ("--hw", ",", "names separated by commas"),
+    ("--hw", "rtx4060ti,rtx4060tii", "did you mean 'rtx4060ti'"),
+])  # fmt: skip
 def test_lists_are_refused_in_one_line(command, trace, option, value, part):
     assert refused(command("compare", trace, option, value), part)
 

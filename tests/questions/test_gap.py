@@ -2,8 +2,6 @@
 shares sum to the gap.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import combinations
 

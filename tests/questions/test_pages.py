@@ -2,8 +2,6 @@
 they are touched.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re
@@ -11,14 +9,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from support.browser import (
-    browser,
-    check_page,
-    data_of,
-    errors_of,
-    opened,
-    wait,
-)
+from support.browser import browser, check_page, data_of, errors_of, opened, wait
 from support.small_trace import write_small_trace, write_trace
 
 import moesim
@@ -178,15 +169,11 @@ def test_the_command_stands_in_the_head_with_a_button(command, tmp_path, monkeyp
     assert "1970-01-02 00:00 UTC" in head
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("replay", "tiny", "--policy", "greedy", "--steps", "4"),
-        ("hits", "tiny", "--cache", "lru", "--cache-ratio", "0.5"),
-        ("gap", "tiny", "--policy", "on-demand", "--steps", "2"),
-    ],
-    ids=lambda words: words[0],
-)
+@pytest.mark.parametrize("words", [
+    ("replay", "tiny", "--policy", "greedy", "--steps", "4"),
+    ("hits", "tiny", "--cache", "lru", "--cache-ratio", "0.5"),
+    ("gap", "tiny", "--policy", "on-demand", "--steps", "2"),
+], ids=lambda words: words[0])  # fmt: skip
 def test_commands_write_their_pages(command, tmp_path, words):
     page = tmp_path / "page.html"
     code, printed, _ = command(*words, "--html", page)

@@ -15,14 +15,8 @@ from moesim import cli
 from moesim.base.errors import TraceError
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
-from moesim.policies import cache_replay
-from moesim.policies.base import (
-    IN_FLIGHT,
-    RESIDENT,
-    PolicyError,
-    Routing,
-    RoutingPolicy,
-)
+from moesim.policies import base, cache_replay
+from moesim.policies.base import PolicyError, RoutingPolicy
 from moesim.policies.cache.lru import LRU
 from moesim.policies.planner.planner import Planner
 from moesim.policies.systems import System
@@ -51,7 +45,7 @@ class Unmoved(RoutingPolicy):
     def route(self, gate, view):
         del view
         wide = np.pad(gate.experts, ((0, 0), (0, 1)), constant_values=UNUSED)
-        return Routing(wide, np.pad(gate.weights, ((0, 0), (0, 1))))
+        return base.Routing(wide, np.pad(gate.weights, ((0, 0), (0, 1))))
 
 
 class Crossed(RoutingPolicy):
@@ -59,7 +53,7 @@ class Crossed(RoutingPolicy):
 
     def route(self, gate, view):
         del view
-        return Routing(gate.experts ^ 1, gate.weights)
+        return base.Routing(gate.experts ^ 1, gate.weights)
 
 
 class Undecided(RoutingPolicy):
@@ -67,7 +61,7 @@ class Undecided(RoutingPolicy):
 
     def route(self, gate, view):
         del view
-        return Routing(gate.experts ^ 1, None)
+        return base.Routing(gate.experts ^ 1, None)
 
 
 class Curious(RoutingPolicy):
@@ -77,7 +71,7 @@ class Curious(RoutingPolicy):
 
     def route(self, gate, view):
         del view
-        return Routing(gate.experts, gate.weights)
+        return base.Routing(gate.experts, gate.weights)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -280,31 +274,22 @@ def test_experts_begun_a_layer_ahead_work_on_the_input_of_that_layer(tmp_path):
     assert own.stale == 0
 
 
-@pytest.mark.parametrize(
-    ("system", "full"),
-    [
-        (System("on-demand", routing="expert-cache-router:alpha=0"), False),
-        (
-            System(
-                "on-demand",
-                "none",
-                routing="expert-cache-router:alpha=0.9,phase=decode",
-            ),
-            False,
+@pytest.mark.parametrize(("system", "full"), [
+    (System("on-demand", routing="expert-cache-router:alpha=0"), False),
+    (System("on-demand", "none", routing="expert-cache-router:alpha=0.9,phase=decode"),
+     False),
+    (System("on-demand", routing="adaptive-gating:budget=0"), False),
+    (System("on-demand", routing="cache-prior:strength=0"), False),
+    (System("on-demand", routing="expert-cache-router:alpha=0.9"), True),
+    (System("on-demand", routing="cache-prior:strength=0.9"), True),
+    (
+        System(
+            "daop:first_layer=1",
+            routing="graceful-degradation:first_layer=1,choice=gate",
         ),
-        (System("on-demand", routing="adaptive-gating:budget=0"), False),
-        (System("on-demand", routing="cache-prior:strength=0"), False),
-        (System("on-demand", routing="expert-cache-router:alpha=0.9"), True),
-        (System("on-demand", routing="cache-prior:strength=0.9"), True),
-        (
-            System(
-                "daop:first_layer=1",
-                routing="graceful-degradation:first_layer=1,choice=gate",
-            ),
-            True,
-        ),
-    ],
-)
+        True,
+    ),
+])  # fmt: skip
 def test_no_band_nothing_resident_or_everything_resident_changes_nothing(
     tiny, system, full
 ):
@@ -384,7 +369,7 @@ class Witness(PolicyUnderTest):
         work = super().layer(routed)
         self.seen[-1].layers.append(routed)
         memory = self.planner.gpu[0].memory
-        assert not (memory.state == IN_FLIGHT).any()
+        assert not (memory.state == base.IN_FLIGHT).any()
         assert not memory.holds.any()
         return work
 
@@ -410,7 +395,7 @@ def test_every_copy_lands_before_the_next_layer_and_hits_are_those_of_the_cache_
     shape = bare.planner.shape
     size = bare.planner.sizes.gpu
     cache_replay.replay(Counting(), "lru", shape, size, bare.seen)
-    assert alone.hit_rate == states.count(RESIDENT) / len(states)
+    assert alone.hit_rate == states.count(base.RESIDENT) / len(states)
     assert prefetching.hit_rate > alone.hit_rate
     assert is_the_model_itself(prefetching)
 
@@ -432,30 +417,18 @@ def test_answers_do_not_depend_on_the_machine():
     assert repr(rows[0]) == repr(rows[1])
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"policy": "on-demand+belady"}, "cache policy 'belady' is an oracle"),
-        (
-            {"policy": "on-demand", "routing": "curious"},
-            "policy needs 'token': a model's gates show weights, scores",
-        ),
-        (
-            {"policy": "on-demand", "routing": "undecided"},
-            "expected weights beside the experts",
-        ),
-        (
-            {"policy": "on-demand", "sweep": "alpha"},
-            "--sweep: expected parameter=value",
-        ),
-        ({"policy": "on-demand", "sweep": "alpha=0.1"}, "unknown parameter 'alpha'"),
-        ({"policy": "on-demand+lru+none+none"}, "expected at most assignment"),
-        (
-            {"cache_ratios": [0.1], "memory": MemoryOptions(slots_per_layer=3)},
-            "--cache-ratio: expected no other size",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("given", "words"), [
+    ({"policy": "on-demand+belady"}, "cache policy 'belady' is an oracle"),
+    ({"policy": "on-demand", "routing": "curious"},
+     "policy needs 'token': a model's gates show weights, scores"),
+    ({"policy": "on-demand", "routing": "undecided"},
+     "expected weights beside the experts"),
+    ({"policy": "on-demand", "sweep": "alpha"}, "--sweep: expected parameter=value"),
+    ({"policy": "on-demand", "sweep": "alpha=0.1"}, "unknown parameter 'alpha'"),
+    ({"policy": "on-demand+lru+none+none"}, "expected at most assignment"),
+    ({"cache_ratios": [0.1], "memory": MemoryOptions(slots_per_layer=3)},
+     "--cache-ratio: expected no other size"),
+])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_by_name(given, words):
     with pytest.raises(PolicyError, match=words):
         quality.quality(

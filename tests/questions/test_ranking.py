@@ -154,15 +154,12 @@ def test_a_batch_without_tokens_counts_for_nothing():
     assert ranked["tied"].tolist() == [True, False]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batch": 1, "draft_tokens": 3},
-        {"batch": 2, "arrivals": "poisson:50"},
-        {"batch": 2, "arrivals": "poisson:5000", "steps": 40, "micro_batch": 2},
-        {"batch": 4},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"batch": 1, "draft_tokens": 3},
+    {"batch": 2, "arrivals": "poisson:50"},
+    {"batch": 2, "arrivals": "poisson:5000", "steps": 40, "micro_batch": 2},
+    {"batch": 4},
+])  # fmt: skip
 def test_the_time_that_is_ranked_is_the_time_per_token(tmp_path, options):
     """Of drafts a step makes several tokens; of requests it is the mean of theirs."""
     trace = write_small_trace(tmp_path / "small.parquet", sequences=9, new_tokens=6)

@@ -1,7 +1,5 @@
 """Tables as text: they fit the screen, and hold all that they are given."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

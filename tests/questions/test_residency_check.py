@@ -6,8 +6,6 @@ is looked up once, in routing order; eviction follows the batch and spares what 
 touched. Source: BigMoeOnEdge docs/telemetry.md and scripts/route-replay.py.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest

@@ -130,20 +130,15 @@ def test_the_best_share_within_limits_is_found(trace):
     assert served["slots_per_layer"].tolist() == [8, 0]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"objectives": "tpot"}, "did you mean 'tpot_s'"),
-        ({"over": {"cache_ratio": (0.5, 0.1)}}, "expected low < high"),
-        ({"over": {"cache.decai": (0.1, 0.5)}, "cache": "lfu"}, "none of the policies"),
-        ({"over": {"nothing": (0.1, 0.5)}}, "expected a number among the options"),
-        ({}, "something to choose"),
-        (
-            {"seed": [0, 1], "objectives": ["tpot_s", "hits"], "halving": True},
-            "one objective",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"objectives": "tpot"}, "did you mean 'tpot_s'"),
+    ({"over": {"cache_ratio": (0.5, 0.1)}}, "expected low < high"),
+    ({"over": {"cache.decai": (0.1, 0.5)}, "cache": "lfu"}, "none of the policies"),
+    ({"over": {"nothing": (0.1, 0.5)}}, "expected a number among the options"),
+    ({}, "something to choose"),
+    ({"seed": [0, 1], "objectives": ["tpot_s", "hits"], "halving": True},
+     "one objective"),
+])  # fmt: skip
 def test_slips_are_refused(trace, options, words):
     with pytest.raises(ConfigError, match=words):
         moesim.search(trace, trials=1, **options)

@@ -26,13 +26,6 @@ from moesim.policies.registry import find
 from moesim.runs.config import RunConfig
 from moesim.runs.sweeps import execution, plan, rows
 from moesim.runs.sweeps.execution import run_tasks
-from moesim.runs.sweeps.rows import (
-    FULL_SHARE,
-    NEVER_USED,
-    ResultsError,
-    ResultStore,
-    read_results,
-)
 from moesim.runs.sweeps.sweep import configs_of
 
 AXES = {"slots_per_layer": [1, 3], "batch": [1, 2], "hw": ["rtx4060ti", "rtx3080ti"]}
@@ -107,15 +100,12 @@ def test_what_cannot_be_is_left_out_and_said(trace):
         moesim.sweep(trace, "greedy", gpu_memory_bytes=[1000, 1001], jobs=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"policies": ["greedy", "gredy"]}, PolicyError, "did you mean 'greedy'"),
-        ({"batch": [1, 0]}, ConfigError, "batch: expected a whole number >= 1"),
-        ({"seed": []}, PolicyError, "seed: expected at least one value"),
-        ({"batches": [1]}, TypeError, "did you mean 'batch'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "words"), [
+    ({"policies": ["greedy", "gredy"]}, PolicyError, "did you mean 'greedy'"),
+    ({"batch": [1, 0]}, ConfigError, "batch: expected a whole number >= 1"),
+    ({"seed": []}, PolicyError, "seed: expected at least one value"),
+    ({"batches": [1]}, TypeError, "did you mean 'batch'"),
+])  # fmt: skip
 def test_slips_are_refused_before_anything_runs(trace, tmp_path, options, error, words):
     with pytest.raises(error, match=words):
         moesim.sweep(trace, store=tmp_path / "s", **options)
@@ -133,9 +123,9 @@ def test_a_row_says_where_every_expert_was(trace, swept):
     placed = run.placement().set_index(["layer", "expert"])
     shares = np.frombuffer(row["placement"], np.uint8).reshape(2, 3, 8)
     for (layer, expert), where in placed.iterrows():
-        assert shares[0, layer, expert] == round(FULL_SHARE * where["on_gpu"])
-        assert shares[1, layer, expert] == round(FULL_SHARE * where["resident"])
-    assert (shares[0] == NEVER_USED).sum() == 24 - len(placed)
+        assert shares[0, layer, expert] == round(rows.FULL_SHARE * where["on_gpu"])
+        assert shares[1, layer, expert] == round(rows.FULL_SHARE * where["resident"])
+    assert (shares[0] == rows.NEVER_USED).sum() == 24 - len(placed)
 
 
 def test_times_of_sequences_add_up_to_those_of_the_run(swept):
@@ -347,7 +337,7 @@ def test_two_sweeps_at_once_do_no_harm(trace, swept, tmp_path):
     assert [process.wait(timeout=PATIENCE_S) for process in processes] == [0, 0]
     found = moesim.sweep(trace, POLICIES, store=store, details=True, **AXES)
     pd.testing.assert_frame_equal(found, swept)
-    assert read_results(store).num_rows == 24
+    assert rows.read_results(store).num_rows == 24
     assert {file.suffix for file in store.iterdir()} == {".parquet"}
 
 
@@ -358,35 +348,27 @@ def test_a_damaged_file_is_named(trace, tmp_path):
     content = bytearray(file.read_bytes())
     content[len(content) // 3] ^= 0xFF
     file.write_bytes(content)
-    with pytest.raises(ResultsError, match=file.name):
+    with pytest.raises(rows.ResultsError, match=file.name):
         moesim.results(store, details=True)
-    with pytest.raises(ResultsError, match="expected a folder of results"):
+    with pytest.raises(rows.ResultsError, match="expected a folder of results"):
         moesim.results(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(
-    ("columns", "found"),
-    [
-        ({"a": [1]}, "none called digest"),
-        ({"a": pa.array([b"x"]).dictionary_encode()}, "none called digest"),
-        ({"digest": ["x"], "trace_digest": ["x"]}, "none called hw_digest"),
-        ({"digest": [1], "trace_digest": ["x"], "hw_digest": ["x"]}, "digest of int64"),
-        (
-            {
-                "digest": ["x"],
-                "trace_digest": ["x"],
-                "hw_digest": ["x"],
-                "tpot_s": ["y"],
-            },
-            "tpot_s of string",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("columns", "found"), [
+    ({"a": [1]}, "none called digest"),
+    ({"a": pa.array([b"x"]).dictionary_encode()}, "none called digest"),
+    ({"digest": ["x"], "trace_digest": ["x"]}, "none called hw_digest"),
+    ({"digest": [1], "trace_digest": ["x"], "hw_digest": ["x"]}, "digest of int64"),
+    ({"digest": ["x"], "trace_digest": ["x"], "hw_digest": ["x"], "tpot_s": ["y"]},
+     "tpot_s of string"),
+])  # fmt: skip
 def test_tables_of_others_are_no_results(tmp_path, columns, found):
     """They were rows of nothing, or ended in a traceback."""
     pq.write_table(pa.table(columns), tmp_path / "foreign.parquet")
-    for read in (read_results, lambda folder: ResultStore(folder).digests()):
-        with pytest.raises(ResultsError, match=f"foreign.parquet: .*found {found};"):
+    for read in (rows.read_results, lambda folder: rows.ResultStore(folder).digests()):
+        with pytest.raises(
+            rows.ResultsError, match=f"foreign.parquet: .*found {found};"
+        ):
             read(tmp_path)
 
 

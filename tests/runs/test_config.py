@@ -45,17 +45,13 @@ def recorded(folder):
 # A run that is repeated.
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--policy", "greedy", "--cache", "lfu:decay=0.9", "--slots-per-layer", 3),
-        ("--policy", "hybrimoe-released", "--batch", 2, "--hw", "rtx4060ti"),
-        ("--policy", "on-demand+static:fill=random", "--seed", 5, "--steps", 9),
-        ("--policy", "dali", "--prefetch", "none", "--staging", 3),
-        ("--hw", "two-core-host", "--gpu-memory", ROOM, "--host-memory", HOST_ROOM),
-    ],
-    ids=lambda options: " ".join(map(str, options[:2])),
-)
+@pytest.mark.parametrize("options", [
+    ("--policy", "greedy", "--cache", "lfu:decay=0.9", "--slots-per-layer", 3),
+    ("--policy", "hybrimoe-released", "--batch", 2, "--hw", "rtx4060ti"),
+    ("--policy", "on-demand+static:fill=random", "--seed", 5, "--steps", 9),
+    ("--policy", "dali", "--prefetch", "none", "--staging", 3),
+    ("--hw", "two-core-host", "--gpu-memory", ROOM, "--host-memory", HOST_ROOM),
+], ids=lambda options: " ".join(map(str, options[:2])))  # fmt: skip
 def test_a_run_json_repeats_its_run_to_the_byte(
     command, trace, tmp_path, monkeypatch, options
 ):
@@ -210,26 +206,23 @@ def load_text(text, path):
         return moesim.load_config(path)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "parts"),
-    [
-        ("batch = 2", "bach = 2", ("bach: unknown key", "did you mean 'batch'")),
-        ("batch = 2", "batch = 0", ("batch: expected a whole number >= 1, got 0",)),
-        ("batch = 2", 'batch = "x"', ("batch: expected a whole number",)),
-        ("batch = 2", "batch = true", ("batch: expected a whole number",)),
-        ("batch = 2", "cache_ratio = nan", ("cache_ratio: expected a number between",)),
-        ("batch = 2", "batch = ", ("not TOML",)),
-        ("batch = 2", 'cache = "lru"', ("policies.cache: expected it once",)),
-        ("batch = 2", 'shape = "x"', ("shape: moesim replay has no such option",)),
-        ("8GiB", "8Q", ("gpu_memory_bytes: unknown unit 'Q'",)),
-        ('"greedy"', '"greedi"', ("greedi", "did you mean 'greedy'")),
-        ('"lfu"', '"lfuu"', ("policies.cache", "did you mean 'lfu'")),
-        ("decay", "deacy", ("policies.cache.deacy: unknown key", "mean 'decay'")),
-        ("0.9", "1.5", ("policies.cache.decay: expected 0 < decay <= 1, got 1.5",)),
-        ("policies.cache", "policies.cash", ("policies.cash: unknown key", "'cache'")),
-        ('name = "lfu"', "", ("policies.cache: expected a table with a name",)),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "parts"), [
+    ("batch = 2", "bach = 2", ("bach: unknown key", "did you mean 'batch'")),
+    ("batch = 2", "batch = 0", ("batch: expected a whole number >= 1, got 0",)),
+    ("batch = 2", 'batch = "x"', ("batch: expected a whole number",)),
+    ("batch = 2", "batch = true", ("batch: expected a whole number",)),
+    ("batch = 2", "cache_ratio = nan", ("cache_ratio: expected a number between",)),
+    ("batch = 2", "batch = ", ("not TOML",)),
+    ("batch = 2", 'cache = "lru"', ("policies.cache: expected it once",)),
+    ("batch = 2", 'shape = "x"', ("shape: moesim replay has no such option",)),
+    ("8GiB", "8Q", ("gpu_memory_bytes: unknown unit 'Q'",)),
+    ('"greedy"', '"greedi"', ("greedi", "did you mean 'greedy'")),
+    ('"lfu"', '"lfuu"', ("policies.cache", "did you mean 'lfu'")),
+    ("decay", "deacy", ("policies.cache.deacy: unknown key", "mean 'decay'")),
+    ("0.9", "1.5", ("policies.cache.decay: expected 0 < decay <= 1, got 1.5",)),
+    ("policies.cache", "policies.cash", ("policies.cash: unknown key", "'cache'")),
+    ('name = "lfu"', "", ("policies.cache: expected a table with a name",)),
+])  # fmt: skip
 def test_what_is_wrong_in_a_file_is_named_with_it(
     command, trace, tmp_path, before, after, parts
 ):
@@ -238,16 +231,13 @@ def test_what_is_wrong_in_a_file_is_named_with_it(
     assert refused(command("replay", "--config", "exp.toml"), "exp.toml: ", *parts)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "part"),
-    [
-        ("none.toml", None, "cannot be read: No such file"),
-        ("a.json", "{", "not JSON"),
-        ("a.json", "[]", "expected keys and values"),
-        ("a.json", '{"config": {"cache": "lru"}}', "config.options: expected"),
-        ("a.toml", "policies = 3", "policies: expected tables"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "part"), [
+    ("none.toml", None, "cannot be read: No such file"),
+    ("a.json", "{", "not JSON"),
+    ("a.json", "[]", "expected keys and values"),
+    ("a.json", '{"config": {"cache": "lru"}}', "config.options: expected"),
+    ("a.toml", "policies = 3", "policies: expected tables"),
+])  # fmt: skip
 def test_what_is_no_configuration_is_refused(command, tmp_path, name, text, part):
     if text is not None:
         write(tmp_path, text, name)
@@ -377,7 +367,7 @@ def test_no_call_of_ours_passes_seven_arguments_by_position():
 # A new option.
 
 
-FIELD = """    hedge: int = option(7, "What nobody needs.", kind=int, metavar="N", minimum=1)
+FIELD = """    hedge: int = option(7, "What nobody needs.", minimum=1)
     trace_digest: str | None = option("""
 USE = """        "steps": result.steps,
         "hedge": config.hedge,"""

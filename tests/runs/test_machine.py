@@ -39,14 +39,11 @@ def test_another_machine_is_refused(monkeypatch):
         machine.machine_profile(host_profile(cores=4))
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "kind", "dtype"),
-    [
-        ("host", "measured", "bfloat16"),
-        ("cuda", "measured", "bfloat16"),
-        ("host", "published", "float32"),
-    ],
-)
+@pytest.mark.parametrize(("accelerator", "kind", "dtype"), [
+    ("host", "measured", "bfloat16"),
+    ("cuda", "measured", "bfloat16"),
+    ("host", "published", "float32"),
+])  # fmt: skip
 def test_a_run_computes_in_the_type_that_was_measured(accelerator, kind, dtype):
     """Costs of another type would say nothing about it."""
     expert = ReferenceExpert(64, 32, 12288, "bfloat16")

@@ -2,8 +2,6 @@
 as people write them; machines with all their parts.
 """
 
-from __future__ import annotations
-
 import pytest
 from support.command_line import refused
 
@@ -44,21 +42,18 @@ def test_keys_and_values_by_hand():
     assert kept_bytes(model_shape(MODEL), 1) == 48 * 2 * 4 * 128 * 2 == 96 * 1024
 
 
-@pytest.mark.parametrize(
-    ("name", "context_bytes"),
-    [
-        # One latent of 512 + 64 values in each of 27 layers, 61 of V3.
-        ("deepseek-v2-lite", 27 * 576 * 2 * 4096),
-        ("deepseek-v3", 61 * 576 * 2 * 4096),
-        # Half of 24 layers see 128 tokens.
-        ("gpt-oss-20b", 12 * 2 * 8 * 64 * 2 * (4096 + 128)),
-        # Every fourth of 48 layers has attention, the others a recurrence.
-        ("qwen3-next-80b-a3b", 12 * 2 * 2 * 256 * 2 * 4096),
-        # Five of 30 layers see everything, with fewer and wider heads.
-        ("gemma-4-26b-a4b", 2 * (5 * 2 * 2 * 512 * 4096 + 25 * 2 * 8 * 256 * 1024)),
-        ("kimi-linear-48b-a3b", 7 * 576 * 2 * 4096),
-    ],
-)
+@pytest.mark.parametrize(("name", "context_bytes"), [
+    # One latent of 512 + 64 values in each of 27 layers, 61 of V3.
+    ("deepseek-v2-lite", 27 * 576 * 2 * 4096),
+    ("deepseek-v3", 61 * 576 * 2 * 4096),
+    # Half of 24 layers see 128 tokens.
+    ("gpt-oss-20b", 12 * 2 * 8 * 64 * 2 * (4096 + 128)),
+    # Every fourth of 48 layers has attention, the others a recurrence.
+    ("qwen3-next-80b-a3b", 12 * 2 * 2 * 256 * 2 * 4096),
+    # Five of 30 layers see everything, with fewer and wider heads.
+    ("gemma-4-26b-a4b", 2 * (5 * 2 * 2 * 512 * 4096 + 25 * 2 * 8 * 256 * 1024)),
+    ("kimi-linear-48b-a3b", 7 * 576 * 2 * 4096),
+])  # fmt: skip
 def test_layers_keep_what_their_attention_looks_back_at(name, context_bytes):
     """Latents, windows and recurrences kept keys and values of full width; what a step
     reads are those of the mean layer.
@@ -224,15 +219,12 @@ def test_a_bare_number_of_gigabytes_is_asked_about(command, qwen):
     assert refused(result, "--gpu-memory", "16 means 16 bytes; write 16GiB")
 
 
-@pytest.mark.parametrize(
-    ("label", "up", "down"),
-    [
-        ("Q4_K_M", "q4_k", "q6_k"),
-        ("q5_k_m", "q5_k", "q6_k"),
-        ("iq4_xs", "iq4_xs", "q5_k"),
-        ("MXFP4", "mxfp4", "mxfp4"),
-    ],
-)
+@pytest.mark.parametrize(("label", "up", "down"), [
+    ("Q4_K_M", "q4_k", "q6_k"),
+    ("q5_k_m", "q5_k", "q6_k"),
+    ("iq4_xs", "iq4_xs", "q5_k"),
+    ("MXFP4", "mxfp4", "mxfp4"),
+])  # fmt: skip
 def test_labels_of_files_are_weight_formats(label, up, down):
     """Two of three matrices in one format, the third in more bits in the first layer."""
     shape = model_shape(MODEL, label)

@@ -2,8 +2,6 @@
 and errors of one's own policies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 
@@ -43,15 +41,12 @@ def test_policies_may_stand_in_one_text():
     assert list(swept["policy"]) == ["greedy", "all-cpu"]
 
 
-@pytest.mark.parametrize(
-    ("text", "options"),
-    [
-        ("8GiB", MemoryOptions(gpu_memory_bytes=8 * 2**30)),
-        (4096, MemoryOptions(gpu_memory_bytes=4096)),
-        ("16 slots", MemoryOptions(slots_per_layer=16)),
-        ("12.5 %", MemoryOptions(cache_ratio=0.125)),
-    ],
-)
+@pytest.mark.parametrize(("text", "options"), [
+    ("8GiB", MemoryOptions(gpu_memory_bytes=8 * 2**30)),
+    (4096, MemoryOptions(gpu_memory_bytes=4096)),
+    ("16 slots", MemoryOptions(slots_per_layer=16)),
+    ("12.5 %", MemoryOptions(cache_ratio=0.125)),
+])  # fmt: skip
 def test_a_size_of_memory_may_be_a_text(text, options):
     """The texts are those that tables print."""
     assert MemoryOptions.parse(text) == options
@@ -88,18 +83,14 @@ def test_a_size_is_an_option_under_both_names():
         moesim.RunConfig.of("tiny", gpu_memory="8 frogs")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"trace": ["tiny", "tiny"]},
-        {"seed": [0, 1]},
-        {"hw": ["rtx4060ti"]},
-        {"policy": ["greedy"]},
-        {"memory": ["8GiB"]},
-        {"cache_ratio": [0.1, 0.2]},
-    ],
-    ids=lambda options: next(iter(options)),
-)
+@pytest.mark.parametrize("options", [
+    {"trace": ["tiny", "tiny"]},
+    {"seed": [0, 1]},
+    {"hw": ["rtx4060ti"]},
+    {"policy": ["greedy"]},
+    {"memory": ["8GiB"]},
+    {"cache_ratio": [0.1, 0.2]},
+], ids=lambda options: next(iter(options)))  # fmt: skip
 def test_a_list_where_one_value_is_meant_says_so(options):
     arguments = {"trace": "tiny", **options}
     name = next(iter(options))
@@ -255,15 +246,12 @@ def test_a_run_names_defaults_and_the_digest_of_a_policys_file(command, tmp_path
 # The shell.
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("moesim rep", {"replay", "reproduce"}),
-        ("moesim replay x --hw rtx4060", {"rtx4060ti"}),
-        ("moesim replay x --cache workload", {"workload-window"}),
-        ("moesim compare x --policy greedy,fid", {"greedy,fiddler"}),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    ("moesim rep", {"replay", "reproduce"}),
+    ("moesim replay x --hw rtx4060", {"rtx4060ti"}),
+    ("moesim replay x --cache workload", {"workload-window"}),
+    ("moesim compare x --policy greedy,fid", {"greedy,fiddler"}),
+])  # fmt: skip
 def test_a_shell_completes_commands_and_names(command, monkeypatch, words, expected):
     monkeypatch.setenv("_MOESIM_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)

@@ -40,15 +40,9 @@ torch.set_num_threads(1)
 SHAPE = ModelShape("f", 2, 8, 2, 32, 16, (8192,) * 2, 1, dtype="f32")
 EXPERT = 8192
 KEEP_ANSWERS = (
-    "dali",
-    "edgemoe",
-    "fiddler",
-    "hybrimoe",
-    "mixtral-offloading",
-    "moe-infinity",
-    "moe-on-demand",
-    "deepspeed",
-)
+    "dali", "edgemoe", "fiddler", "hybrimoe", "mixtral-offloading", "moe-infinity",
+    "moe-on-demand", "deepspeed",
+)  # fmt: skip
 """Systems that leave the model's answers as they are; some begin with a full cache."""
 POLICIES = (*KEEP_ANSWERS, *combinations(oracles=True))
 
@@ -110,14 +104,11 @@ def test_every_broken_variant_is_found(name, fault, monkeypatch, schedules):
     assert any(map(fault, range(schedules.count))), f"{name}: not found"
 
 
-@pytest.mark.parametrize(
-    ("policy", "memory"),
-    [
-        ("mixtral-offloading", api.MemoryOptions(slots_per_layer=1)),
-        # The CPU computes a layer that is resident in part, and only on the device.
-        ("llama.cpp", api.MemoryOptions(cache_ratio=0.6)),
-    ],
-)
+@pytest.mark.parametrize(("policy", "memory"), [
+    ("mixtral-offloading", api.MemoryOptions(slots_per_layer=1)),
+    # The CPU computes a layer that is resident in part, and only on the device.
+    ("llama.cpp", api.MemoryOptions(cache_ratio=0.6)),
+])  # fmt: skip
 def test_copies_back_land_before_anyone_uses_them(
     trace, store, right, schedules, policy, memory
 ):

@@ -40,16 +40,7 @@ def test_the_tables_of_two_tokens_by_hand(tmp_path, tiny_shape):
     follows = found["transitions"]
     assert follows.shape == (3, 8, 8)
     # Both tokens chose 0; both went on to 2.
-    assert follows[0, 0].tolist() == [
-        0,
-        0.5,
-        1,
-        0,
-        0,
-        0,
-        0.5,
-        0,
-    ]
+    assert follows[0, 0].tolist() == [0, 0.5, 1, 0, 0, 0, 0.5, 0]
     assert follows[0, 5].tolist() == [0, 0, 1, 0, 0, 0, 1, 0]
     assert follows[1, 2].tolist() == [0, 0, 0, 1, 0.5, 0, 0, 0.5]
     assert not follows[2].any()

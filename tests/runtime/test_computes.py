@@ -15,18 +15,13 @@ from support.real_machine import (
     ONE_WORKER,
     SHAPE,
     TWO_WORKERS,
+    float_model,
     host_profile,
 )
 from support.small_trace import write_trace
 
 from moesim.hwprofiles.costs import Costs
-from moesim.policies.base import (
-    CPU,
-    DEFERRED,
-    RESIDENT,
-    Assignment,
-    AssignmentPolicy,
-)
+from moesim.policies.base import CPU, DEFERRED, RESIDENT, Assignment, AssignmentPolicy
 from moesim.policies.base import Precompute as Named
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
@@ -42,7 +37,7 @@ from moesim.runtime.models.expert_layout import expert_forward, group_tokens
 from moesim.runtime.store.build import build_random_store
 from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.batch import RoutedLayer
-from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape, Phase
+from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 from moesim.traces.timeline.spans import Timeline
 
 torch.set_num_threads(1)
@@ -102,25 +97,11 @@ def policies_of_this_module():
         yield
 
 
-def shape(layers=2):
-    return ModelShape(
-        "s",
-        layers,
-        6,
-        2,
-        hidden=32,
-        expert_intermediate=16,
-        expert_bytes=(6144,) * layers,
-        other_bytes=1,
-        dtype="f32",
-    )
-
-
 @contextmanager
 def executor(store, policy, workers, *, slots=0, host=None, layers=2):
     """An executor, its planner and its timeline."""
     profile = host_profile(WORKERS[workers][0], cores=WORKERS[workers][1])
-    model = shape(layers)
+    model = float_model(layers)
     size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=slots)
     limited = None
     if host is not None:
@@ -171,7 +152,7 @@ def test_a_token_is_served_ahead_only_where_that_was_predicted_for_it(
     first = torch.randn(3, 32, generator=draw)
     second = torch.randn(3, 32, generator=draw)
     with (
-        build_random_store(shape(), tmp_path / "s", dtype="float32") as store,
+        build_random_store(float_model(), tmp_path / "s", dtype="float32") as store,
         HostSlots(1, store.slot_bytes) as tier,
     ):
 
@@ -238,7 +219,7 @@ def test_a_deferred_result_joins_the_next_layers(tmp_path, monkeypatch, workers,
 
     monkeypatch.setattr(Compute, "run", behind_its_layer_step)
     with (
-        build_random_store(shape(3), tmp_path / "s", dtype="float32") as store,
+        build_random_store(float_model(3), tmp_path / "s", dtype="float32") as store,
         HostSlots(1, store.slot_bytes) as tier,
         executor(store, "deferring", workers, host=host, layers=3) as (made, *_),
     ):
@@ -303,7 +284,7 @@ def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeyp
     monkeypatch.setattr(Read, "ended", noting)
     hidden = torch.randn(1, 32)
     with (
-        build_random_store(shape(), tmp_path / "s", dtype="float32") as store,
+        build_random_store(float_model(), tmp_path / "s", dtype="float32") as store,
         executor(store, "guessing", "a thread per lane", host=3) as (
             made,
             planner,

@@ -83,59 +83,23 @@ def test_rows_past_the_limit_are_not_looked_at(tmp_path):
         read_dataset(file)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "column", "message"),
-    [
-        (
-            "a.xlsx",
-            "",
-            None,
-            r"a\.xlsx: expected a name that ends in \.jsonl, \.csv, \.tsv or \.parquet",
-        ),
-        (
-            "a.csv",
-            "x,y\n1,2\n",
-            None,
-            (
-                r"a\.csv: line 2: expected one of the columns prompt, .*found x, y;"
-                r" name it"
-            ),
-        ),
-        (
-            "a.csv",
-            "x,y\n1,2\n",
-            "z",
-            r"a\.csv: line 2: expected column 'z', found x, y",
-        ),
-        ("a.csv", "prompt\n", None, r"a\.csv: expected prompts, found no rows"),
-        (
-            "a.csv",
-            "prompt,x\n,1\n",
-            "prompt",
-            r"a\.csv: line 2: prompt: expected text or a list of messages, found ''",
-        ),
-        (
-            "a.jsonl",
-            "5\n",
-            None,
-            r"a\.jsonl: line 1: expected a JSON string, or an object",
-        ),
-        (
-            "a.jsonl",
-            '{"messages": [1]}\n',
-            None,
-            r"a\.jsonl: line 1: messages: expected text or a list of messages",
-        ),
-        (
-            "a.jsonl",
-            '{"prompt": {"a": 1}}\n',
-            None,
-            r"a\.jsonl: line 1: prompt: expected text or a list",
-        ),
-        ("a.csv", b"prompt\n\xff\xfe\n", None, r"a\.csv: expected a readable data set"),
-        ("a.parquet", "PAR1", None, r"a\.parquet: expected a readable data set"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "column", "message"), [
+    ("a.xlsx", "", None,
+     r"a\.xlsx: expected a name that ends in \.jsonl, \.csv, \.tsv or \.parquet"),
+    ("a.csv", "x,y\n1,2\n", None,
+     (r"a\.csv: line 2: expected one of the columns prompt, .*found x, y;" r" name it")),
+    ("a.csv", "x,y\n1,2\n", "z", r"a\.csv: line 2: expected column 'z', found x, y"),
+    ("a.csv", "prompt\n", None, r"a\.csv: expected prompts, found no rows"),
+    ("a.csv", "prompt,x\n,1\n", "prompt",
+     r"a\.csv: line 2: prompt: expected text or a list of messages, found ''"),
+    ("a.jsonl", "5\n", None, r"a\.jsonl: line 1: expected a JSON string, or an object"),
+    ("a.jsonl", '{"messages": [1]}\n', None,
+     r"a\.jsonl: line 1: messages: expected text or a list of messages"),
+    ("a.jsonl", '{"prompt": {"a": 1}}\n', None,
+     r"a\.jsonl: line 1: prompt: expected text or a list"),
+    ("a.csv", b"prompt\n\xff\xfe\n", None, r"a\.csv: expected a readable data set"),
+    ("a.parquet", "PAR1", None, r"a\.parquet: expected a readable data set"),
+])  # fmt: skip
 def test_what_is_no_data_set_is_said_in_one_line(
     tmp_path, name, content, column, message
 ):

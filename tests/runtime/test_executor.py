@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from support.real_machine import host_profile
+from support.real_machine import float_model, host_profile
 from support.small_trace import write_trace
 
 from moesim.base.errors import RuntimeFault, StoreError
@@ -15,16 +15,11 @@ from moesim.engine.lanes import DEMAND, DROP, PREFETCH, REPLACEMENT, START, WAIT
 from moesim.policies.planner.residency import GLOBAL, CacheSize
 from moesim.runs import replay as api
 from moesim.runs.measured import run_trace
-from moesim.runtime.executor.lanes import (
-    Lanes,
-    Operation,
-    Stopped,
-)
+from moesim.runtime.executor.lanes import Lanes, Operation, Stopped
 from moesim.runtime.executor.memories import cache_slots
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.models.dense import DenseSizes, DenseStack
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import ModelShape
 from moesim.traces.timeline.spans import COMPUTE, FETCH
 
 torch.set_num_threads(1)
@@ -181,21 +176,6 @@ def test_cuda_launches_are_made_by_the_control_thread():
 # -- trace-driven ----------------------------------------------------------------------
 
 
-def shape(layers=2, experts=6, **more):
-    return ModelShape(
-        "s",
-        layers,
-        experts,
-        2,
-        hidden=32,
-        expert_intermediate=16,
-        expert_bytes=(6144,) * layers,
-        other_bytes=1,
-        dtype="f32",
-        **more,
-    )
-
-
 def test_a_run_takes_no_more_memory_than_its_budget_says(tmp_path, monkeypatch):
     """Three slots per layer of two, two staging slots; in front of the SSD five experts
     and two staging slots.
@@ -212,7 +192,7 @@ def test_a_run_takes_no_more_memory_than_its_budget_says(tmp_path, monkeypatch):
             return real(slots, slot_bytes, *more, **named)
 
         monkeypatch.setattr(module, name, noting)
-    trace = write_trace(tmp_path / "t.parquet", shape(), ((6, 8),))
+    trace = write_trace(tmp_path / "t.parquet", float_model(), ((6, 8),))
     memory = api.MemoryOptions(slots_per_layer=3, host_memory_bytes=7 * 8192)
     run = run_trace(
         trace,
@@ -257,7 +237,7 @@ def test_forced_routing_computes_what_the_trace_says(tmp_path):
     from moesim.traces.format.schema import Phase
     from moesim.traces.timeline.spans import Timeline
 
-    small = shape(layers=1)
+    small = float_model(layers=1)
     routing = np.array([[5, 0], [0, 3]], np.uint16)
     weights = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
     hidden = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
@@ -311,7 +291,7 @@ def test_the_sizes_of_another_model_keep_the_routing_of_the_trace():
     """qwen3-30b-a3b/4: hidden 2048 / 4, intermediate 768 / 4; 3 H F weights of 4 bytes
     are 288 blocks.
     """
-    found = shape_for(shape(layers=2, experts=6), "qwen3-30b-a3b/4")
+    found = shape_for(float_model(layers=2, experts=6), "qwen3-30b-a3b/4")
     assert (
         found.layers,
         found.experts,
@@ -326,7 +306,7 @@ def test_bytes_outside_the_experts_are_those_that_are_computed_with():
     """Two layers: qkv and output of 4 heads x 8 on 32, gate of 6; head and embedding of
     50: one not kept.
     """
-    sizes = shape(heads=4, kv_heads=2, head_dim=8, vocab=50)
+    sizes = float_model(heads=4, kv_heads=2, head_dim=8, vocab=50)
     stack = DenseStack(DenseSizes.of(sizes), torch.float32, torch.device("cpu"))
     layer = 32 * (32 + 2 * 16) + 32 * 32 + 6 * 32
     assert stack.bytes == 4 * (2 * layer + 50 * 32)
@@ -338,7 +318,7 @@ def test_bytes_outside_the_experts_are_those_that_are_computed_with():
 )
 def test_dense_layers_serve_ragged_batches(tokens, sequences, context):
     sizes = DenseSizes.of(
-        shape(heads=4, kv_heads=2, head_dim=8, shared_intermediate=8, vocab=50)
+        float_model(heads=4, kv_heads=2, head_dim=8, shared_intermediate=8, vocab=50)
     )
     stack = DenseStack(sizes, torch.float32, torch.device("cpu"))
     stack.allocate_cache(sequences, context)
@@ -352,7 +332,7 @@ def test_dense_layers_serve_ragged_batches(tokens, sequences, context):
 
 
 def test_a_store_of_other_sizes_is_refused(tmp_path):
-    trace = write_trace(tmp_path / "t.parquet", shape(), ((2, 2),))
+    trace = write_trace(tmp_path / "t.parquet", float_model(), ((2, 2),))
     run_trace(trace, store=tmp_path / "s", dtype="float32", hw=host_profile())
     with pytest.raises(StoreError, match=r"expected 2 layers x 6 experts of 512 x 192"):
         run_trace(
@@ -364,14 +344,11 @@ def test_a_store_of_other_sizes_is_refused(tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "model", "batch"),
-    [
-        ("qwen3_30b_a3b_top6", "qwen3-30b-a3b", 1),
-        ("olmoe_1b_7b_decode299", "olmoe-1b-7b", 1),
-        ("gpt_oss_20b", "gpt-oss-20b", 4),
-    ],
-)
+@pytest.mark.parametrize(("name", "model", "batch"), [
+    ("qwen3_30b_a3b_top6", "qwen3-30b-a3b", 1),
+    ("olmoe_1b_7b_decode299", "olmoe-1b-7b", 1),
+    ("gpt_oss_20b", "gpt-oss-20b", 4),
+])  # fmt: skip
 def test_real_routing_runs_at_a_sixteenth_of_its_models_width(
     shared_traces, tmp_path, name, model, batch
 ):

@@ -2,8 +2,6 @@
 model.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -64,17 +62,14 @@ def test_the_shape_counts_every_byte_once(name):
     assert shape.other_bytes + 8 * sum(shape.expert_bytes) == sum(state.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "kept"),
-    [
-        # Latents of 16 values and 8 with positions; a window of 8 in every second layer;
-        # a recurrence in the first of every two.
-        ("mixtral", (0, 0, 0)),
-        ("deepseek_v3", (24, 0, 0)),
-        ("gpt_oss", (0, 8, 2)),
-        ("qwen3_next", (0, 0, 2)),
-    ],
-)
+@pytest.mark.parametrize(("name", "kept"), [
+    # Latents of 16 values and 8 with positions; a window of 8 in every second layer;
+    # a recurrence in the first of every two.
+    ("mixtral", (0, 0, 0)),
+    ("deepseek_v3", (24, 0, 0)),
+    ("gpt_oss", (0, 8, 2)),
+    ("qwen3_next", (0, 0, 2)),
+])  # fmt: skip
 def test_the_shape_says_what_layers_keep_of_a_token(name, kept):
     shape = model_shape(family(name).model, name)
     assert (shape.kv_values, shape.window_tokens, shape.windowed_layers) == kept

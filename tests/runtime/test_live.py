@@ -52,9 +52,7 @@ ARCHITECTURES = ("mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss")
 def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("live")
     made = Case.make(
-        make_checkpoint(request.param, folder / "m"),
-        folder / "s",
-        name=request.param,
+        make_checkpoint(request.param, folder / "m"), folder / "s", name=request.param
     )
     yield made
     made.store.close()
@@ -399,9 +397,7 @@ class Unchanged(RoutingPolicy):
 def test_a_routing_policy_that_changes_nothing_changes_no_bit(tmp_path):
     """Mixtral weighs in float32 what it computes in bfloat16."""
     case = Case.make(
-        make_checkpoint("mixtral", tmp_path / "m"),
-        tmp_path / "s",
-        dtype="bfloat16",
+        make_checkpoint("mixtral", tmp_path / "m"), tmp_path / "s", dtype="bfloat16"
     )
     with case.store, registered(routing_unchanged=Unchanged):
         runs = [

@@ -2,8 +2,6 @@
 things about this machine.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -45,18 +43,9 @@ from moesim.runtime.store.sources import DirectFile  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ModelShape(
-    "small",
-    4,
-    16,
-    4,
-    512,
-    512,
-    (3 * 512 * 512 * 4,) * 4,
-    1 << 20,
-    heads=8,
-    kv_heads=8,
+    "small", 4, 16, 4, 512, 512, (3 * 512 * 512 * 4,) * 4, 1 << 20, heads=8, kv_heads=8,
     head_dim=64,
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

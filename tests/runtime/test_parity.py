@@ -147,67 +147,24 @@ READ_S = EXPERT / 1e10
 PLAIN_S = LAUNCH_S + READ_S
 
 
-@pytest.mark.parametrize(
-    ("policy", "numbers", "cpu_s", "gpu_s", "chosen"),
-    [
-        ("exact+none+none", {}, PLAIN_S, PLAIN_S, {"cpu", "gpu0"}),
-        # A second for each expert on the CPU, or for the first of a layer step, which
-        # an expert's own time lacks: nothing is worth that.
-        (
-            "exact+none+none",
-            {"costs.cpu.overhead_s": 1.0},
-            1.0 + READ_S,
-            PLAIN_S,
-            {"gpu0"},
-        ),
-        (
-            "hybrimoe-schedule+none+none",
-            {"costs.cpu.first_s": 1.0},
-            PLAIN_S,
-            PLAIN_S,
-            {"gpu0"},
-        ),
-        # A second for each launch on the GPU; or for the one of a group, whose experts
-        # are compared by their shares.
-        (
-            "exact+none+none",
-            {"costs.gpu.overhead_s": 1.0},
-            PLAIN_S,
-            1.0 + READ_S,
-            {"cpu"},
-        ),
-        (
-            "exact+none+none",
-            {"costs.gpu.overhead_s": 1.0, "costs.gpu.further_s": 2e-5},
-            PLAIN_S,
-            2e-5 + READ_S,
-            {"cpu", "gpu0"},
-        ),
-        # An expert slows down beside copies, or copies beside it, beyond all use.
-        (
-            "fetch-split+none+none",
-            {"contention.cpu.h2d": 1e6},
-            PLAIN_S,
-            PLAIN_S,
-            {"gpu0"},
-        ),
-        (
-            "fetch-split+none+none",
-            {"contention.h2d.cpu": 1e6},
-            PLAIN_S,
-            PLAIN_S,
-            {"cpu"},
-        ),
-        # A system's own kernels: its work on the CPU, and not what a launch takes.
-        (
-            "dali-ktransformers",
-            {},
-            LAUNCH_S + READ_S / 1.25,
-            PLAIN_S,
-            {"cpu"},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("policy", "numbers", "cpu_s", "gpu_s", "chosen"), [
+    ("exact+none+none", {}, PLAIN_S, PLAIN_S, {"cpu", "gpu0"}),
+    # A second for each expert on the CPU, or for the first of a layer step, which
+    # an expert's own time lacks: nothing is worth that.
+    ("exact+none+none", {"costs.cpu.overhead_s": 1.0}, 1.0 + READ_S, PLAIN_S, {"gpu0"}),
+    ("hybrimoe-schedule+none+none", {"costs.cpu.first_s": 1.0}, PLAIN_S, PLAIN_S,
+     {"gpu0"}),
+    # A second for each launch on the GPU; or for the one of a group, whose experts
+    # are compared by their shares.
+    ("exact+none+none", {"costs.gpu.overhead_s": 1.0}, PLAIN_S, 1.0 + READ_S, {"cpu"}),
+    ("exact+none+none", {"costs.gpu.overhead_s": 1.0, "costs.gpu.further_s": 2e-5},
+     PLAIN_S, 2e-5 + READ_S, {"cpu", "gpu0"}),
+    # An expert slows down beside copies, or copies beside it, beyond all use.
+    ("fetch-split+none+none", {"contention.cpu.h2d": 1e6}, PLAIN_S, PLAIN_S, {"gpu0"}),
+    ("fetch-split+none+none", {"contention.h2d.cpu": 1e6}, PLAIN_S, PLAIN_S, {"cpu"}),
+    # A system's own kernels: its work on the CPU, and not what a launch takes.
+    ("dali-ktransformers", {}, LAUNCH_S + READ_S / 1.25, PLAIN_S, {"cpu"}),
+])  # fmt: skip
 def test_the_runtime_plans_with_each_cost_that_the_simulator_charges(
     trace, store, policy, numbers, cpu_s, gpu_s, chosen
 ):

@@ -455,16 +455,13 @@ def test_an_interrupted_recording_leaves_nothing_that_is_not_finished(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"prompts": []}, "prompts: expected at least one token"),
-        ({"prompts": ["a", ""]}, "prompt 1: expected at least one token"),
-        ({"batch": 0}, "batch: expected a whole number >= 1"),
-        ({"new_tokens": -1}, "new_tokens: expected a whole number >= 0"),
-        ({"split": "training"}, "split: expected calibration or evaluation, got"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"prompts": []}, "prompts: expected at least one token"),
+    ({"prompts": ["a", ""]}, "prompt 1: expected at least one token"),
+    ({"batch": 0}, "batch: expected a whole number >= 1"),
+    ({"new_tokens": -1}, "new_tokens: expected a whole number >= 0"),
+    ({"split": "training"}, "split: expected calibration or evaluation, got"),
+])  # fmt: skip
 def test_impossible_requests_are_refused_before_anything_runs(
     tmp_path, change, message
 ):

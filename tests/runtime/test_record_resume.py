@@ -141,21 +141,16 @@ def test_a_torn_segment_is_made_again(tmp_path, whole):
     assert out.read_bytes() == whole.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"batch": 1}, "batch: expected 2 as in the unfinished recording, got 1"),
-        ({"new_tokens": 5}, "new_tokens: expected 4"),
-        ({"seed": 3}, "seed: expected 0"),
-        ({"scores": False}, "columns: expected 'weights, scores, pred1_raw"),
-        ({"prompts": [*PROMPTS[:-1], "y = 1"]}, "prompts: expected '"),
-        (
-            {"model": "olmoe"},
-            "model: expected 'qwen3_moe' as in the unfinished recording, got 'olmoe'",
-        ),
-        ({"split": "calibration"}, "split: expected 'evaluation'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"batch": 1}, "batch: expected 2 as in the unfinished recording, got 1"),
+    ({"new_tokens": 5}, "new_tokens: expected 4"),
+    ({"seed": 3}, "seed: expected 0"),
+    ({"scores": False}, "columns: expected 'weights, scores, pred1_raw"),
+    ({"prompts": [*PROMPTS[:-1], "y = 1"]}, "prompts: expected '"),
+    ({"model": "olmoe"},
+     "model: expected 'qwen3_moe' as in the unfinished recording, got 'olmoe'"),
+    ({"split": "calibration"}, "split: expected 'evaluation'"),
+])  # fmt: skip
 def test_another_recording_is_not_continued(tmp_path, change, message):
     """The first fact that differs is named, and what was there stays."""
     out = tmp_path / "t.parquet"

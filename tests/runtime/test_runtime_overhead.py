@@ -14,19 +14,9 @@ from moesim.runtime.executor.trace_driven import shape_for
 from moesim.traces.format.schema import ModelShape
 
 SHAPE = ModelShape(
-    "small",
-    2,
-    16,
-    4,
-    64,
-    32,
-    (24576,) * 2,
-    1 << 20,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
+    "small", 2, 16, 4, 64, 32, (24576,) * 2, 1 << 20, heads=4, kv_heads=2, head_dim=16,
     dtype="f32",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("draw", [0.0, 0.9], ids=["run first", "loop first"])

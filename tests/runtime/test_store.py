@@ -32,15 +32,9 @@ from moesim.runtime.store.store import (
 from moesim.traces.format.schema import ModelShape
 
 SHAPE = ModelShape(
-    name="toy",
-    layers=3,
-    experts=4,
-    top_k=2,
-    hidden=32,
-    expert_intermediate=16,
-    expert_bytes=(1,) * 3,
-    other_bytes=0,
-)
+    name="toy", layers=3, experts=4, top_k=2, hidden=32, expert_intermediate=16,
+    expert_bytes=(1,) * 3, other_bytes=0,
+)  # fmt: skip
 # gate and up 2 x 16 x 32, down 32 x 16: 1,536 weights of 2 bytes fit one block
 SHAPE_STRIDE = 4096
 

@@ -2,8 +2,6 @@
 simultaneous events.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

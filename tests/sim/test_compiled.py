@@ -1,19 +1,12 @@
 """The compiled engine answers what SimPy answers, to the last bit."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.engine_draws import (
-    SELDOM,
-    compare_engines,
-    compare_seldom,
-    configurations,
-)
+from support.engine_draws import SELDOM, compare_engines, compare_seldom, configurations
 from support.engine_pairs import assert_equal, both, machine
 from support.handmade import hand_trace, registered, shape
 from support.strategies import DrawnTrace

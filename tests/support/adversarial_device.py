@@ -20,8 +20,6 @@ What is modelled, after the CUDA programming guide and torch's notes on CUDA sem
   allocated has got so far; other streams do not count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading
@@ -48,15 +46,10 @@ _COPIES_TO = {
     aten.to.other,
 }
 _ASKS = {
-    aten._local_scalar_dense.default,
-    aten.item.default,
-    aten.nonzero.default,
-    aten.is_nonzero.default,
-    aten.equal.default,
-    aten.masked_select.default,
-    aten.unique_dim.default,
-    aten._unique2.default,
-}
+    aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default,
+    aten.is_nonzero.default, aten.equal.default, aten.masked_select.default,
+    aten.unique_dim.default, aten._unique2.default,
+}  # fmt: skip
 
 
 class ReadTooEarly(AssertionError):  # noqa: N818 - what it is about

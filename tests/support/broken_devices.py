@@ -1,7 +1,5 @@
 """The CUDA code with one thing wrong in it: each entry of `BROKEN` breaks another one."""
 
-from __future__ import annotations
-
 import torch
 
 from moesim.runtime.executor import lanes, operations

@@ -1,7 +1,5 @@
 """The shapes and the date of calibrations whose truth is known."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from moesim.evidence.validation.paired_runs import ROUTED

@@ -5,8 +5,6 @@ runs draws who goes on. It stands in for `threading` and `time` in
 `moesim.runtime.executor.lanes`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import signal

@@ -236,14 +236,8 @@ def make_checkpoint(model_type, directory, **changes):
 
 
 SOME = (
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "olmoe",
-    "deepseek_v2",
-    "phimoe",
-    "gpt_oss",
-)
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "phimoe", "gpt_oss",
+)  # fmt: skip
 """Families that differ in gate, experts or checkpoint, for claims that need not be
 shown of all.
 """
@@ -286,10 +280,7 @@ GATES = {
     "deepseek_v3": Gate("sigmoid", True, 3, (0,), 1, 16),
     "phimoe": Gate(None, norm_topk=False, top_k=2),
     "gpt_oss": Gate(
-        "softmax",
-        norm_topk=True,
-        top_k=2,
-        expert_parameters=3 * 32 * 16 + 2 * 16 + 32,
+        "softmax", norm_topk=True, top_k=2, expert_parameters=3 * 32 * 16 + 2 * 16 + 32
     ),
     "glm4_moe": Gate("sigmoid", True, 2, (0,), 1, 16),
     "minimax_m2": Gate("sigmoid", norm_topk=True, top_k=2),

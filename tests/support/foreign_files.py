@@ -5,8 +5,6 @@ Three layers, eight experts, top-2; sequences of (prompt, generated) tokens. `ro
 is the truth that every importer must give back; a writer takes a path and that truth.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Import what the writers of `support.foreign_files` wrote, and judge what came of it."""
 
-from __future__ import annotations
-
 import pytest
 from support import foreign_files as files
 

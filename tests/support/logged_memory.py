@@ -1,7 +1,5 @@
 """What engines logged of their memory, and what `advise` bills for the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

@@ -1,7 +1,5 @@
 """Programs that tests start beside their own: Python code, or our command line."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

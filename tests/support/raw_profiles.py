@@ -1,7 +1,5 @@
 """Hardware profiles as nested tables, before they are parsed."""
 
-from __future__ import annotations
-
 
 def number(value, kind="assumed", **more):
     return {"value": value, "kind": kind, "source": "a test", **more}

@@ -31,18 +31,17 @@ from moesim.traces.format.schema import PREDICTION_COLUMNS, ModelShape
 from moesim.traces.timeline.spans import Timeline
 
 SHAPE = ModelShape(
-    name="small",
-    layers=3,
-    experts=8,
-    top_k=2,
-    hidden=32,
-    expert_intermediate=16,
-    expert_bytes=(3 * 32 * 16 * 4,) * 3,
-    other_bytes=1 << 12,
-    dtype="f32",
-    vocab=50,
-)
+    name="small", layers=3, experts=8, top_k=2, hidden=32, expert_intermediate=16,
+    expert_bytes=(3 * 32 * 16 * 4,) * 3, other_bytes=1 << 12, dtype="f32", vocab=50,
+)  # fmt: skip
 """A model small enough for many real runs."""
+
+
+def float_model(layers=2, experts=6, **more):
+    """A model with experts of 6 KiB in float32, two of them for each token."""
+    sizes = (32, 16, (6144,) * layers, 1)
+    return ModelShape("s", layers, experts, 2, *sizes, dtype="f32", **more)
+
 
 COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS)
 """Of a trace that serves every policy."""

@@ -9,19 +9,10 @@ from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 
 SHAPE = ModelShape(
-    name="small",
-    layers=3,
-    experts=8,
-    top_k=2,
-    hidden=64,
-    expert_intermediate=32,
-    expert_bytes=(3 * 64 * 32 * 2,) * 3,
-    other_bytes=1 << 20,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    vocab=256,
-)
+    name="small", layers=3, experts=8, top_k=2, hidden=64, expert_intermediate=32,
+    expert_bytes=(3 * 64 * 32 * 2,) * 3, other_bytes=1 << 20, heads=4, kv_heads=2,
+    head_dim=16, vocab=256,
+)  # fmt: skip
 LARGE = replace(SHAPE, expert_bytes=(8 << 20,) * 3)
 """The same with experts of a size that memories differ in."""
 SEQUENCES = 2

@@ -1,7 +1,5 @@
 """What torch asks a driver for before its dispatcher, and shapes of what it computes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

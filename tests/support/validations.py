@@ -1,7 +1,5 @@
 """Validations by hand: cells of measured and predicted runs, and their result."""
 
-from __future__ import annotations
-
 from moesim.evidence.validation.results import Cell, Coordinates, Validation
 from moesim.evidence.validation.time_breakdown import TERMS
 
@@ -52,15 +50,8 @@ def cell(
 
 def result(*cells):
     config = {
-        "date": "2026-01-01",
-        "machine": "m",
-        "hw": "h",
-        "hw_date": "2026-01-01",
-        "hw_digest": "d",
-        "steps": 8,
-        "repetitions": 2,
-        "seconds": 1,
-        "load_before": 0.0,
-        "load_after": 0.0,
-    }
+        "date": "2026-01-01", "machine": "m", "hw": "h", "hw_date": "2026-01-01",
+        "hw_digest": "d", "steps": 8, "repetitions": 2, "seconds": 1,
+        "load_before": 0.0, "load_after": 0.0,
+    }  # fmt: skip
     return Validation(list(cells), config, ["a note"]).to_json()

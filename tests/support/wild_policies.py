@@ -1,7 +1,5 @@
 """Policies that decide at random, within what their protocols allow."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -8,8 +8,6 @@ own). Libraries see the real system: they have versions for Windows of their own
 Source: the availability notes of Python 3.11's library reference.
 """
 
-from __future__ import annotations
-
 import builtins
 import json
 import os
@@ -20,22 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 POSIX_MODULES = {
-    "crypt",
-    "curses",
-    "fcntl",
-    "grp",
-    "nis",
-    "ossaudiodev",
-    "posix",
-    "pty",
-    "pwd",
-    "readline",
-    "resource",
-    "spwd",
-    "syslog",
-    "termios",
-    "tty",
-}
+    "crypt", "curses", "fcntl", "grp", "nis", "ossaudiodev", "posix", "pty", "pwd",
+    "readline", "resource", "spwd", "syslog", "termios", "tty",
+}  # fmt: skip
 
 WINDOWS_NAMES = {
     "os": """

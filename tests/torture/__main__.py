@@ -1,7 +1,5 @@
 """``python -m torture [SUITE …] [--count N] [--seed N]``, with ``tests`` on the path."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

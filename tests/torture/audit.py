@@ -4,8 +4,6 @@ Simulated and real runs are judged alike. Each rule is a function that yields wh
 wrong; a text that names the place.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 
@@ -178,16 +176,11 @@ def accesses_are_those_of_the_trace(record):
 
 
 RULES = (
-    spans_have_an_order,
-    lanes_do_one_thing_at_a_time,
-    bytes_are_those_of_the_expert,
-    every_access_is_computed,
-    nothing_is_computed_before_it_arrived,
-    no_memory_holds_more_than_its_size,
-    the_makespan_is_the_last_end,
-    steps_follow_each_other,
-    accesses_are_those_of_the_trace,
-)
+    spans_have_an_order, lanes_do_one_thing_at_a_time, bytes_are_those_of_the_expert,
+    every_access_is_computed, nothing_is_computed_before_it_arrived,
+    no_memory_holds_more_than_its_size, the_makespan_is_the_last_end,
+    steps_follow_each_other, accesses_are_those_of_the_trace,
+)  # fmt: skip
 
 
 def _arrivals(record):

@@ -2,8 +2,6 @@
 one short line, within 2 GB and 30 s of a processor.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Drawn configurations: same seed, same bytes, in any process; and every run audited."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

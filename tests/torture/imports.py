@@ -1,7 +1,5 @@
 """A known routing, written as each engine would: equal, refused, or a failure."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,38 +1,15 @@
 """Injuries to the bytes of a file, as disks, networks, editors and attackers make them."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 
 import tomli_w
 
 WORDS = (
-    b"-1",
-    b"0",
-    b"2",
-    b"999999999999",
-    b"1e309",
-    b"1e9",
-    b"-0.0",
-    b"0.5",
-    b"null",
-    b"nan",
-    b"NaN",
-    b"Infinity",
-    b"true",
-    b'"x"',
-    b'""',
-    b"[]",
-    b"{}",
-    b"[[[[",
-    b",",
-    b":",
-    b"\n",
-    b"\xff\xfe",
-    b"\xed\xa0\x80",
-    b"\x00" * 8,
-)
+    b"-1", b"0", b"2", b"999999999999", b"1e309", b"1e9", b"-0.0", b"0.5", b"null",
+    b"nan", b"NaN", b"Infinity", b"true", b'"x"', b'""', b"[]", b"{}", b"[[[[", b",",
+    b":", b"\n", b"\xff\xfe", b"\xed\xa0\x80", b"\x00" * 8,
+)  # fmt: skip
 
 
 def flipped(data, dice, _other):

@@ -2,8 +2,6 @@
 gives the same bytes and leaves nothing.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

@@ -3,8 +3,6 @@
 No traceback, no hang over ten seconds, under one GB, no file of ours silently wrong.
 """
 
-from __future__ import annotations
-
 import random
 import tempfile
 import warnings

@@ -5,8 +5,6 @@ one of them, or a note must say that the option changes nothing. Options of the 
 commands are drawn from their dataclasses.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import random

@@ -42,81 +42,43 @@ RUN = "--config c.toml --hw hw.toml --warm warm.parquet --steps 3"
 RUN_INPUTS = ("t.parquet", "c.toml", "hw.toml", "warm.parquet")
 SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
 WRITERS = (
-    Writer(
-        f"replay t.parquet {RUN}",
-        {"--out": "/", "--perfetto": ".json", "--html": ".html"},
-        RUN_INPUTS,
-    ),
-    Writer(
-        f"replay t.parquet {RUN} --arrivals a.txt",
-        {"--perfetto": ".json"},
-        (*RUN_INPUTS, "a.txt"),
-    ),
-    Writer(
-        f"compare t.parquet {RUN} --policy all-cpu,greedy --jobs 1",
-        {"--table": ".csv", "--html": ".html", "--png": ".png", "--perfetto": ".json"},
-        RUN_INPUTS,
-    ),
-    Writer(
-        "compare t.parquet --policy all-cpu,greedy --jobs 1 --steps 3",
-        {"--out": "/"},
-        ("t.parquet",),
-    ),
-    Writer(
-        "gap t.parquet --steps 2 --hw hw.toml",
-        {"--html": ".html"},
-        ("t.parquet", "hw.toml"),
-    ),
-    Writer(
-        "sweep t.parquet --hw hw.toml --steps 3 --jobs 1",
-        {"--table": ".csv", "--html": ".html", "--png": ".png", "--results": "/"},
-        ("t.parquet", "hw.toml"),
-    ),
-    Writer(
-        "hits t.parquet --cache-ratio 0.5 --cache lru",
-        {"--table": ".csv", "--png": ".png", "--html": ".html"},
-        ("t.parquet",),
-    ),
-    Writer(
-        "search t.parquet --hw hw.toml --steps 2 --trials 2 --policy greedy --jobs 1"
-        " --over cache_ratio=0.1:0.9",
-        {"--table": ".csv", "--results": "/"},
-        ("t.parquet", "hw.toml"),
-    ),
+    Writer(f"replay t.parquet {RUN}",
+           {"--out": "/", "--perfetto": ".json", "--html": ".html"}, RUN_INPUTS),
+    Writer(f"replay t.parquet {RUN} --arrivals a.txt", {"--perfetto": ".json"},
+           (*RUN_INPUTS, "a.txt")),
+    Writer(f"compare t.parquet {RUN} --policy all-cpu,greedy --jobs 1",
+           {"--table": ".csv", "--html": ".html", "--png": ".png", "--perfetto": ".json"},
+           RUN_INPUTS),
+    Writer("compare t.parquet --policy all-cpu,greedy --jobs 1 --steps 3",
+           {"--out": "/"}, ("t.parquet",)),
+    Writer("gap t.parquet --steps 2 --hw hw.toml", {"--html": ".html"},
+           ("t.parquet", "hw.toml")),
+    Writer("sweep t.parquet --hw hw.toml --steps 3 --jobs 1",
+           {"--table": ".csv", "--html": ".html", "--png": ".png", "--results": "/"},
+           ("t.parquet", "hw.toml")),
+    Writer("hits t.parquet --cache-ratio 0.5 --cache lru",
+           {"--table": ".csv", "--png": ".png", "--html": ".html"}, ("t.parquet",)),
+    Writer(("search t.parquet --hw hw.toml --steps 2 --trials 2 --policy greedy --jobs 1"
+           " --over cache_ratio=0.1:0.9"), {"--table": ".csv", "--results": "/"},
+           ("t.parquet", "hw.toml")),
     Writer("results STORE", {"--table": ".parquet"}, ("STORE/row.parquet",)),
-    Writer(
-        "train-cache t.parquet --held-out warm.parquet --hidden 8 --epochs 1",
-        {"--out": "/"},
-        ("t.parquet", "warm.parquet"),
-        most=80,
-    ),
-    Writer(
-        f"trace import foreign OUT --shape {SHAPE}", {"OUT": ".parquet"}, ("foreign",)
-    ),
+    Writer("train-cache t.parquet --held-out warm.parquet --hidden 8 --epochs 1",
+           {"--out": "/"}, ("t.parquet", "warm.parquet"), most=80),
+    Writer(f"trace import foreign OUT --shape {SHAPE}", {"OUT": ".parquet"},
+           ("foreign",)),
     Writer("trace export t.parquet OUT --to csv", {"OUT": ".csv"}, ("t.parquet",)),
-    Writer(
-        "trace predict t.parquet OUT --recall 0.8", {"OUT": ".parquet"}, ("t.parquet",)
-    ),
-    Writer(
-        "trace widths t.parquet OUT --bits 4,8", {"OUT": ".parquet"}, ("t.parquet",)
-    ),
-    Writer(
-        "trace widths t.parquet OUT --widths widths.csv",
-        {"OUT": ".parquet"},
-        ("widths.csv",),
-    ),
-    Writer(
-        "trace synth OUT --like t.parquet --tokens 20",
-        {"OUT": ".parquet", "--save-stats": ".npz"},
-        ("t.parquet",),
-    ),
+    Writer("trace predict t.parquet OUT --recall 0.8", {"OUT": ".parquet"},
+           ("t.parquet",)),
+    Writer("trace widths t.parquet OUT --bits 4,8", {"OUT": ".parquet"},
+           ("t.parquet",)),
+    Writer("trace widths t.parquet OUT --widths widths.csv", {"OUT": ".parquet"},
+           ("widths.csv",)),
+    Writer("trace synth OUT --like t.parquet --tokens 20",
+           {"OUT": ".parquet", "--save-stats": ".npz"}, ("t.parquet",)),
     Writer("trace stats t.parquet", {"--html": ".html", "--out": "/"}, ("t.parquet",)),
-    Writer(
-        "record OUT --model M --prompts p.txt --new-tokens 1 --no-overhead",
-        {"OUT": ".parquet", "--calibration": ".safetensors"},
-        ("p.txt", "M/model.safetensors"),
-        most=80,
-    ),
+    Writer("record OUT --model M --prompts p.txt --new-tokens 1 --no-overhead",
+           {"OUT": ".parquet", "--calibration": ".safetensors"},
+           ("p.txt", "M/model.safetensors"), most=80),
     Writer(
         # Beside a calibration, vectors are of its text, which is short.
         "record other.parquet --model M --prompts p.txt --new-tokens 1 --no-overhead"
@@ -125,46 +87,27 @@ WRITERS = (
         ("p.txt", "M/model.safetensors"),
         most=80,
     ),
-    Writer(
-        "advise qwen3-30b-a3b --hw hw.toml --bench rows.jsonl",
-        {"--html": ".html", "--save-profile": ".toml"},
-        ("rows.jsonl", "hw.toml"),
-    ),
-    Writer(
-        "advise gpt-oss-20b --gpu RTX3090 --trace gpt-oss-20b-like",
-        {"--expert-counts": ".pt"},
-        (),
-        most=20,
-    ),
+    Writer("advise qwen3-30b-a3b --hw hw.toml --bench rows.jsonl",
+           {"--html": ".html", "--save-profile": ".toml"}, ("rows.jsonl", "hw.toml")),
+    Writer("advise gpt-oss-20b --gpu RTX3090 --trace gpt-oss-20b-like",
+           {"--expert-counts": ".pt"}, (), most=20),
     Writer("calibrate OUT --from run --force", {"OUT": ".toml"}, ("run/run.json",)),
     Writer("validate --sittings 0", {"--protocol": "/"}),
     Writer("store build tiny", {"--out": "/"}, (), most=30),
-    Writer(
-        "run t.parquet --hw two-core-host --steps 2 --policy on-demand",
-        {"--out": "/", "--perfetto": ".json", "--learn": ".toml"},
-        ("t.parquet",),
-        most=60,
-    ),
-    Writer(
-        "quality --text p.txt --tokens 16 --prompt-tokens 8 --scored-tokens 8"
-        " --cache-ratio 0.5",
-        {"--out": "/"},
-        ("p.txt",),
-        most=12,
-    ),
+    Writer("run t.parquet --hw two-core-host --steps 2 --policy on-demand",
+           {"--out": "/", "--perfetto": ".json", "--learn": ".toml"}, ("t.parquet",),
+           most=60),
+    Writer(("quality --text p.txt --tokens 16 --prompt-tokens 8 --scored-tokens 8"
+           " --cache-ratio 0.5"), {"--out": "/"}, ("p.txt",), most=12),
     Writer("train-tiny --minutes 0.01", {"--out": "/"}, (), most=12),
     Writer("profile OUT --quick", {"OUT": ".toml"}, (), most=8),
-    Writer(
-        "validate tiny --hw two-core-host --policy on-demand+lru --cache-ratio 0.5"
-        " --batch 1 --steps 2 --repetitions 1 --shape olmoe-1b-7b/64 --with before.json",
-        {"--out": "/"},
-        ("before.json",),
-        most=12,
-    ),
+    Writer(("validate tiny --hw two-core-host --policy on-demand+lru --cache-ratio 0.5"
+           " --batch 1 --steps 2 --repetitions 1 --shape olmoe-1b-7b/64 --with before.json"),
+           {"--out": "/"}, ("before.json",), most=12),
     Writer("verify --minutes 0.01", {"--out": "/"}, (), most=4),
     Writer("doctor", {"--report": ".json"}, (), most=4),
     Writer("reproduce --all --paper DAOP --jobs 1", {"--out": "/"}, (), most=4),
-)
+)  # fmt: skip
 
 LONG = 1_000
 """Cases of a writer that takes no time."""

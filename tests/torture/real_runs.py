@@ -1,7 +1,5 @@
 """Real runs on this machine, drawn and audited as simulated ones are."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """Names with escape sequences, line ends and formulas: no output obeys them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

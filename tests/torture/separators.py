@@ -4,8 +4,6 @@ A strict reader refuses them. What it accepts must be what the file said before:
 may move into another column, and none may get lost.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import tempfile
@@ -16,14 +14,9 @@ from .report import Report
 from .subjects import subjects
 
 TEXT = (
-    "llama_cpp",
-    "megatron",
-    "route_trace",
-    "columns_csv",
-    "lattice",
-    "per_token",
+    "llama_cpp", "megatron", "route_trace", "columns_csv", "lattice", "per_token",
     "imp",
-)
+)  # fmt: skip
 SEPARATORS = b",;:|\t /=[](){}-"
 
 

@@ -2,8 +2,6 @@
 or 143, within two seconds, nothing left, no children.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

@@ -1,7 +1,5 @@
 """Where commands are attacked: a folder with an older result and what a clean run makes."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@ poured into one. A command does its work or says one line; a stream that gets a 
 gets nothing else.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

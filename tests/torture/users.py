@@ -4,8 +4,6 @@ folder of machine code. Each works or says one line, and nothing planted there r
 Root alone can become somebody else; another user gets an empty report.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools
@@ -60,14 +58,8 @@ import os
 open({mark!r}, "a").write(__name__ + os.linesep)
 """
 MODULES = (
-    "moesim",
-    "numpy",
-    "simpy",
-    "typer",
-    "sitecustomize",
-    "usercustomize",
-    "json",
-)
+    "moesim", "numpy", "simpy", "typer", "sitecustomize", "usercustomize", "json",
+)  # fmt: skip
 
 
 def _somebody(source, folder, number=NOBODY):

@@ -4,8 +4,6 @@ A command that cannot write says so in one line, leaves nothing of its own, and 
 touch an older result.
 """
 
-from __future__ import annotations
-
 import errno
 import math
 import os

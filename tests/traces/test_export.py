@@ -1,7 +1,5 @@
 """Exported files, read back by the tools they are for."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 

@@ -1,7 +1,5 @@
 """One way of writing for all files: whole or absent, under names nobody can guess."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -165,14 +163,11 @@ def test_too_little_memory_is_one_line_with_both_numbers(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({"MPLBACKEND": "nonsense"}, "hits t.parquet --cache-ratio 0.5 --png h.png"),
-        ({"PYTHONOPTIMIZE": "2"}, "list cache"),
-        ({"HOME": "/dev/null", "XDG_CONFIG_HOME": ""}, "trace info t.parquet"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "words"), [
+    ({"MPLBACKEND": "nonsense"}, "hits t.parquet --cache-ratio 0.5 --png h.png"),
+    ({"PYTHONOPTIMIZE": "2"}, "list cache"),
+    ({"HOME": "/dev/null", "XDG_CONFIG_HOME": ""}, "trace info t.parquet"),
+])  # fmt: skip
 def test_odd_environments_change_nothing(tmp_path, environment, words):
     write_small_trace(tmp_path / "t.parquet")
     done = command(words, folder=tmp_path, **environment)

@@ -1,7 +1,5 @@
 """Other people's traces become ours, oddities included."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -139,48 +137,22 @@ def test_an_overridden_top_k_is_the_traces_own(tmp_path):
     assert "top-k is 2 in the trace, 4 in the model" in summary.notes[-1]
 
 
-@pytest.mark.parametrize(
-    ("shape", "change", "message"),
-    [
-        (
-            SHAPE.replace("layers=2", "layers=3"),
-            {},
-            "prompt tokens at each of 3 layers, got none at layer 2",
-        ),
-        (
-            SHAPE.replace("layers=2", "layers=1"),
-            {},
-            r"layer: expected 0\.\.0, got 1; model custom",
-        ),
-        (
-            SHAPE.replace("experts=8", "experts=5"),
-            {},
-            r"experts: expected 0\.\.4, got 5",
-        ),
-        (
-            SHAPE,
-            {"expert_ids": [[0, 1]] * 11 + [[0]]},
-            "row 11: expert_ids: expected 2 values, got 1",
-        ),
-        (
-            SHAPE,
-            {"layer": [0] * 12},
-            "prompt tokens at each of 2 layers, got none at layer 1",
-        ),
-        (
-            SHAPE,
-            {"token": [None] * 12},
-            "token: expected a value in every row, got null",
-        ),
-        (SHAPE, {"phase": ["warmup"] * 12}, "row 0: phase: expected prefill or decode"),
-        (
-            SHAPE,
-            {"scores": [[float("nan"), 1.0]] * 12},
-            r"weights\[0\]: expected a finite 16-bit float, got nan",
-        ),
-        (SHAPE, {"expert_ids": None}, "no importer knows this layout"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "change", "message"), [
+    (SHAPE.replace("layers=2", "layers=3"), {},
+     "prompt tokens at each of 3 layers, got none at layer 2"),
+    (SHAPE.replace("layers=2", "layers=1"), {},
+     r"layer: expected 0\.\.0, got 1; model custom"),
+    (SHAPE.replace("experts=8", "experts=5"), {}, r"experts: expected 0\.\.4, got 5"),
+    (SHAPE, {"expert_ids": [[0, 1]] * 11 + [[0]]},
+     "row 11: expert_ids: expected 2 values, got 1"),
+    (SHAPE, {"layer": [0] * 12},
+     "prompt tokens at each of 2 layers, got none at layer 1"),
+    (SHAPE, {"token": [None] * 12}, "token: expected a value in every row, got null"),
+    (SHAPE, {"phase": ["warmup"] * 12}, "row 0: phase: expected prefill or decode"),
+    (SHAPE, {"scores": [[float("nan"), 1.0]] * 12},
+     r"weights\[0\]: expected a finite 16-bit float, got nan"),
+    (SHAPE, {"expert_ids": None}, "no importer knows this layout"),
+])  # fmt: skip
 def test_what_does_not_fit_is_one_line_and_no_file(tmp_path, shape, change, message):
     source = foreign(tmp_path / "in.parquet", replay_order(), **change)
     with pytest.raises(TraceError, match=message) as caught:

@@ -2,8 +2,6 @@
 be guessed.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -139,24 +137,15 @@ def test_hf_layers_are_in_the_order_of_their_numbers(tmp_path):
     assert (rows.experts == truth[0][1][rows.pos, rows.layer]).all()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda a: a.update(x=np.zeros((3, 8), np.float32)),
-            "shape .* as in the other layers",
-        ),
-        (
-            lambda a: a.update(x=np.zeros((20, 8), np.int32)),
-            "floats .batch . seq, experts.",
-        ),
-        (lambda a: a.popitem(), "3 arrays as in custom, found 2"),
-        (
-            lambda a: a["router_logits.1"].__setitem__((4, 2), np.nan),
-            "layer 1, row 4: expected finite numbers, found nan",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda a: a.update(x=np.zeros((3, 8), np.float32)),
+     "shape .* as in the other layers"),
+    (lambda a: a.update(x=np.zeros((20, 8), np.int32)),
+     "floats .batch . seq, experts."),
+    (lambda a: a.popitem(), "3 arrays as in custom, found 2"),
+    (lambda a: a["router_logits.1"].__setitem__((4, 2), np.nan),
+     "layer 1, row 4: expected finite numbers, found nan"),
+])  # fmt: skip
 def test_hf_arrays_that_do_not_fit(tmp_path, change, message):
     arrays = files.hf_arrays(files.routing())
     change(arrays)
@@ -202,26 +191,15 @@ def test_llama_cpp_with_a_wrong_top_k_is_refused(tmp_path, shape_top_k, file_top
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "0,1\n0,2\n1,3\n",
-            (
-                "row 2, layer 1: expected whole tokens of 2 experts, found 1 rows; is"
-                " the shape's top-k right"
-            ),
-        ),
-        (
-            "0,1\n0,1\n1,3\n1,4\n2,0\n2,1\n",
-            (
-                "distinct experts of a token, found .1, 1.; a naive read of the"
-                " ffn_moe_topk view"
-            ),
-        ),
-        ("-1,1\n-1,2\n1,3\n1,4\n2,0\n2,1\n", "layer: expected numbers >= 0, found -1"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("0,1\n0,2\n1,3\n",
+     ("row 2, layer 1: expected whole tokens of 2 experts, found 1 rows; is"
+      " the shape's top-k right")),
+    ("0,1\n0,1\n1,3\n1,4\n2,0\n2,1\n",
+     ("distinct experts of a token, found .1, 1.; a naive read of the"
+      " ffn_moe_topk view")),
+    ("-1,1\n-1,2\n1,3\n1,4\n2,0\n2,1\n", "layer: expected numbers >= 0, found -1"),
+])  # fmt: skip
 def test_llama_cpp_rows_that_are_no_tokens(tmp_path, text, message):
     (tmp_path / "dump").write_text(text)
     refused(tmp_path / "dump", message)
@@ -307,32 +285,17 @@ def test_route_trace_unknown_weights_are_no_weights(tmp_path):
     assert summary.columns == ()
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (
-            "v1",
-            "v2",
-            (
-                "line 1: expected # route_trace v1, found # route_trace v2; is there a"
-                " newer moesim"
-            ),
-        ),
-        (
-            "n_expert=8",
-            "n_expert=16",
-            "preamble: experts: expected 8 as in custom, found 16",
-        ),
-        ("slot,", "place,", "expected a column 'slot'"),
-        (
-            "\n1,1,9,3,1,",
-            "\n1,1,9,3,0,",
-            "turn 1, step 9, layer 2: expected slots 0..1, once each",
-        ),
-        ("\n0,0,", "\n0,2,", "row 0: phase: expected 0..1, found 2"),
-        ("\n1,1,9,", "\n1,1,-9,", "step: expected an absolute position, found -9"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("v1", "v2", ("line 1: expected # route_trace v1, found # route_trace v2; is there a"
+     " newer moesim")),
+    ("n_expert=8", "n_expert=16",
+     "preamble: experts: expected 8 as in custom, found 16"),
+    ("slot,", "place,", "expected a column 'slot'"),
+    ("\n1,1,9,3,1,", "\n1,1,9,3,0,",
+     "turn 1, step 9, layer 2: expected slots 0..1, once each"),
+    ("\n0,0,", "\n0,2,", "row 0: phase: expected 0..1, found 2"),
+    ("\n1,1,9,", "\n1,1,-9,", "step: expected an absolute position, found -9"),
+])  # fmt: skip
 def test_route_trace_broken(tmp_path, old, new, message):
     path = files.route_trace(tmp_path / "dump", files.routing())
     path.write_text(path.read_text().replace(old, new, 1))
@@ -357,40 +320,20 @@ def test_imp_as_one_object_over_many_lines(tmp_path):
     assert (rows.experts == truth[0][1][rows.pos, rows.layer]).all()
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            {"layer_idx": 0, "token_idx": 0, "selected_ids": [1, 2, 3]},
-            r"line 2: experts: expected 2 values, found \[1, 2, 3\]",
-        ),
-        (
-            {"layer_idx": 1, "token_idx": 0},
-            "line 2: experts: expected a layer and its experts, found layer_idx, token",
-        ),
-        (
-            {"layer_idx": 0, "token_idx": 0, "selected_ids": [1, 2]},
-            "pos 0, layer 0: expected one row per token and layer, found two",
-        ),
-        (
-            {"layer_idx": 1, "token_idx": 0.5, "selected_ids": [1, 2]},
-            "line 2: pos: expected a whole number from 0, found 0.5",
-        ),
-        (
-            {
-                "layer_idx": 1,
-                "token_idx": 0,
-                "selected_ids": [1, 2],
-                "gate_weights": [1, 0],
-            },
-            "weights in all rows or in none",
-        ),
-        (
-            {"layer_idx": 1, "token_idx": 0, "selected_ids": [1, 2], "phase": "warmup"},
-            "phase: expected prefill or decode",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ({"layer_idx": 0, "token_idx": 0, "selected_ids": [1, 2, 3]},
+     r"line 2: experts: expected 2 values, found \[1, 2, 3\]"),
+    ({"layer_idx": 1, "token_idx": 0},
+     "line 2: experts: expected a layer and its experts, found layer_idx, token"),
+    ({"layer_idx": 0, "token_idx": 0, "selected_ids": [1, 2]},
+     "pos 0, layer 0: expected one row per token and layer, found two"),
+    ({"layer_idx": 1, "token_idx": 0.5, "selected_ids": [1, 2]},
+     "line 2: pos: expected a whole number from 0, found 0.5"),
+    ({"layer_idx": 1, "token_idx": 0, "selected_ids": [1, 2], "gate_weights": [1, 0]},
+     "weights in all rows or in none"),
+    ({"layer_idx": 1, "token_idx": 0, "selected_ids": [1, 2], "phase": "warmup"},
+     "phase: expected prefill or decode"),
+])  # fmt: skip
 def test_jsonl_rows_that_do_not_fit(tmp_path, line, message):
     good = {"layer_idx": 0, "token_idx": 0, "selected_ids": [0, 1]}
     (tmp_path / "dump").write_text(json.dumps(good) + "\n" + json.dumps(line) + "\n")
@@ -417,29 +360,17 @@ def test_columns_as_lists_texts_and_fields_are_the_same(tmp_path):
         assert (rows.phase == Phase.PREFILL).sum() == prompt * 3
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "pos=position,layer=block",
-            "columns: expected experts .all ids of a row. or expert",
-        ),
-        (
-            "position=pos",
-            "--map: 'position=pos': expected column=theirs with seq, pos",
-        ),
-        ("pos=nothing", "--map: pos: expected one of request, position"),
-        (files.COLUMNS_MAP["map"] + ",expert=e0", "experts .all ids"),
-        (
-            files.COLUMNS_MAP["map"].replace("phase=stage", "phase=e0"),
-            "phase: expected 0 .prefill. or 1",
-        ),
-        (
-            files.COLUMNS_MAP["map"].replace("layer=block", "layer=stage"),
-            "layer: expected integers, found string",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("pos=position,layer=block",
+     "columns: expected experts .all ids of a row. or expert"),
+    ("position=pos", "--map: 'position=pos': expected column=theirs with seq, pos"),
+    ("pos=nothing", "--map: pos: expected one of request, position"),
+    (files.COLUMNS_MAP["map"] + ",expert=e0", "experts .all ids"),
+    (files.COLUMNS_MAP["map"].replace("phase=stage", "phase=e0"),
+     "phase: expected 0 .prefill. or 1"),
+    (files.COLUMNS_MAP["map"].replace("layer=block", "layer=stage"),
+     "layer: expected integers, found string"),
+])  # fmt: skip
 def test_mappings_that_do_not_fit(tmp_path, text, message):
     refused(
         files.columns_csv(tmp_path / "dump", files.routing()), message, {"map": text}

@@ -2,8 +2,6 @@
 that are missing.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 

@@ -1,7 +1,5 @@
 """A known routing, written as each engine would, comes back equal or is refused."""
 
-from __future__ import annotations
-
 import pytest
 from support.drawn_imports import ENGINES, outcome
 

@@ -1,7 +1,5 @@
 """Files that are read in parts give what they give as a whole, wherever a part ends."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest

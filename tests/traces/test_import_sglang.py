@@ -2,8 +2,6 @@
 executed.
 """
 
-from __future__ import annotations
-
 import pickle
 import zipfile
 
@@ -141,54 +139,32 @@ def altered(tmp_path, change):
     return path
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda d: d["records"].clear(),
-            "records: expected at least one pass, found none",
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda d: d["records"].clear(), "records: expected at least one pass, found none"),
+    (lambda d: d["records"][1].update(forward_mode=6),
+     r"forward_mode 1 \(extend\), 2 \(decode\) or 3"),
+    (lambda d: d["records"][0].update(extend_seq_lens=[1, 2]),
+     "extend_seq_lens that add up to 9"),
+    (lambda d: d["records"][0]["positions"].pop(),
+     "as many positions and input_ids as tokens"),
+    (lambda d: d["records"][0]["positions"].__setitem__(1, 7),
+     "consecutive positions of a request"),
+    (lambda d: d["records"][0]["topk_ids_of_layer"].__setitem__((0, 0, 0), 99),
+     "physical ids 0..9 or -1, found 99"),
+    (lambda d: d["records"][0]["topk_ids_of_layer"].__setitem__((1, 2, 1), -1),
+     "token 2, layer 1: expected 2 experts"),
+    (lambda d: d["records"][0]["topk_ids_of_layer"].__setitem__((0, 0, 1), 7),
+     "distinct ids"),
+    (
+        lambda d: d.update(
+            last_physical_to_logical_map=d["last_physical_to_logical_map"][:2]
         ),
-        (
-            lambda d: d["records"][1].update(forward_mode=6),
-            r"forward_mode 1 \(extend\), 2 \(decode\) or 3",
-        ),
-        (
-            lambda d: d["records"][0].update(extend_seq_lens=[1, 2]),
-            "extend_seq_lens that add up to 9",
-        ),
-        (
-            lambda d: d["records"][0]["positions"].pop(),
-            "as many positions and input_ids as tokens",
-        ),
-        (
-            lambda d: d["records"][0]["positions"].__setitem__(1, 7),
-            "consecutive positions of a request",
-        ),
-        (
-            lambda d: d["records"][0]["topk_ids_of_layer"].__setitem__((0, 0, 0), 99),
-            "physical ids 0..9 or -1, found 99",
-        ),
-        (
-            lambda d: d["records"][0]["topk_ids_of_layer"].__setitem__((1, 2, 1), -1),
-            "token 2, layer 1: expected 2 experts",
-        ),
-        (
-            lambda d: d["records"][0]["topk_ids_of_layer"].__setitem__((0, 0, 1), 7),
-            "distinct ids",
-        ),
-        (
-            lambda d: d.update(
-                last_physical_to_logical_map=d["last_physical_to_logical_map"][:2]
-            ),
-            "2 layers as in the map",
-        ),
-        (
-            lambda d: d.update(logical_count=torch.zeros(1)),
-            "stat, which holds sums only; record with --expert-dist",
-        ),
-        (lambda d: d["records"][0].pop("positions"), "positions"),
-    ],
-)
+        "2 layers as in the map",
+    ),
+    (lambda d: d.update(logical_count=torch.zeros(1)),
+     "stat, which holds sums only; record with --expert-dist"),
+    (lambda d: d["records"][0].pop("positions"), "positions"),
+])  # fmt: skip
 def test_a_dump_that_contradicts_itself(tmp_path, change, message):
     if (
         "distinct" in message
@@ -251,21 +227,18 @@ def test_large_and_small_tensors_side_by_side(tmp_path):
             assert (found[place].array() == tensors[place].numpy()).all()
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        "int8",
-        "uint8",
-        "int16",
-        "int32",
-        "int64",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "bool",
-    ],
-)
+@pytest.mark.parametrize("dtype", [
+    "int8",
+    "uint8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "bool",
+])  # fmt: skip
 def test_tensors_equal_what_torch_saved(tmp_path, dtype):
     """Views with strides and offsets share one storage, as torch keeps them."""
     base = (torch.arange(48).reshape(4, 12) % 2).to(getattr(torch, dtype))

@@ -2,8 +2,6 @@
 line and no trace.
 """
 
-from __future__ import annotations
-
 import json
 import random
 
@@ -77,19 +75,9 @@ def test_mutations_by_the_hundred_never_give_a_traceback(tmp_path, name):
 
 MUTANTS = 200
 _WORDS = (
-    b"-1",
-    b"0",
-    b"999999999999",
-    b"null",
-    b"nan",
-    b'"x"',
-    b"[]",
-    b"{}",
-    b",",
-    b"1e9",
-    b"\xff\xfe",
-    b"\x00" * 8,
-)
+    b"-1", b"0", b"999999999999", b"null", b"nan", b'"x"', b"[]", b"{}", b",", b"1e9",
+    b"\xff\xfe", b"\x00" * 8,
+)  # fmt: skip
 
 
 def mutated(data, dice):
@@ -150,10 +138,7 @@ _DEEP = "[" * 100_000 + "]" * 100_000
 )
 def test_text_nested_without_end_is_one_line(tmp_path, text):
     (tmp_path / "deep").write_text(text)
-    refused(
-        tmp_path / "deep",
-        "lists and objects in each other",
-    )
+    refused(tmp_path / "deep", "lists and objects in each other")
 
 
 def test_an_empty_file_a_folder_and_nothing(tmp_path):

@@ -3,8 +3,6 @@ negative times, weights that are no numbers, more memory than there can be. Each
 refused in one line, whichever file it stands in.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import tomllib
@@ -329,10 +327,7 @@ def read_run(path):
 
 # -- models ----------------------------------------------------------------------------
 
-GGUF = cases(
-    ("experts", [0]),
-    ("top_k", [0, 5, 10**6]),
-)
+GGUF = cases(("experts", [0]), ("top_k", [0, 5, 10**6]))
 
 
 @pytest.mark.parametrize(("key", "value"), GGUF)

@@ -2,8 +2,6 @@
 that does not fit is named.
 """
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -158,18 +156,15 @@ def test_what_python_reads_comes_back_to_the_last_bit(dump, rows):
     assert all(found == name for found, (*_, name) in texts if name.isprintable())
 
 
-@pytest.mark.parametrize(
-    ("cells", "fault"),
-    [
-        ([0, 1, 65_535], -1),
-        ([0, 0.5], 1),
-        ([-1, 0], 0),
-        ([3, 65_536], 1),
-        ([math.nan], 0),
-        ([math.inf], 0),
-        ([], -1),
-    ],
-)
+@pytest.mark.parametrize(("cells", "fault"), [
+    ([0, 1, 65_535], -1),
+    ([0, 0.5], 1),
+    ([-1, 0], 0),
+    ([3, 65_536], 1),
+    ([math.nan], 0),
+    ([math.inf], 0),
+    ([], -1),
+])  # fmt: skip
 def test_whole_numbers_or_the_place_of_the_first_that_is_none(cells, fault):
     found, place = whole_numbers(numbers(np.array(cells, np.float64)), 1 << 16)
     assert place == fault
@@ -218,18 +213,13 @@ def test_lists_count_their_tokens_across_pieces(tmp_path, monkeypatch):
         assert pos == expected
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (['{"top_k": 2}', "[0, 1]"], r"line 2: expected .layer, 2 ids. .*, found 2"),
-        (["[0, 1, 2]", "[0, 1, null]"], r"line 2: expected numbers, found .0, 1, None"),
-        (['{"top_k": "x"}', "[0, 1]"], "header: top_k"),
-        (
-            ['{"pos": 0, "layers": [[1]]}', '{"pos": 1, "layers": 3}'],
-            "line 2: expected a list of layers",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("lines", "message"), [
+    (['{"top_k": 2}', "[0, 1]"], r"line 2: expected .layer, 2 ids. .*, found 2"),
+    (["[0, 1, 2]", "[0, 1, null]"], r"line 2: expected numbers, found .0, 1, None"),
+    (['{"top_k": "x"}', "[0, 1]"], "header: top_k"),
+    (['{"pos": 0, "layers": [[1]]}', '{"pos": 1, "layers": 3}'],
+     "line 2: expected a list of layers"),
+])  # fmt: skip
 def test_lines_that_are_not_like_the_first(tmp_path, lines, message):
     with pytest.raises(TraceError, match=message):
         tables(tmp_path, *lines)

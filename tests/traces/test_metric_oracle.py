@@ -1,7 +1,5 @@
 """Every metric of drawn runs against a second, slow implementation over the tables."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.engine_pairs import machine
@@ -22,17 +20,9 @@ from moesim.traces.format.schema import ModelShape
 from moesim.traces.timeline.metrics import summarise
 
 POLICIES = (
-    "greedy",
-    "on-demand",
-    "all-cpu",
-    "fiddler",
-    "greedy+lfu+next-gate",
-    "on-demand+lru+next-gate",
-    "on-demand+lru+none",
-    "dali",
-    "hybrimoe",
-    "belady",
-)
+    "greedy", "on-demand", "all-cpu", "fiddler", "greedy+lfu+next-gate",
+    "on-demand+lru+next-gate", "on-demand+lru+none", "dali", "hybrimoe", "belady",
+)  # fmt: skip
 
 
 COLUMNS = ("scores", "pred1_raw", "pred2_raw", "pred3_raw", "pred1_res")
@@ -46,15 +36,10 @@ class DrawnRun:
         pick = rng.choice
         layers = int(rng.integers(1, 5))
         shape = ModelShape(
-            name="drawn",
-            layers=layers,
-            experts=8,
-            top_k=int(rng.integers(1, 4)),
-            hidden=64,
-            expert_intermediate=32,
-            expert_bytes=(int(pick([1 << 18, 1 << 22])),) * layers,
-            other_bytes=1 << 20,
-        )
+            name="drawn", layers=layers, experts=8, top_k=int(rng.integers(1, 4)),
+            hidden=64, expert_intermediate=32,
+            expert_bytes=(int(pick([1 << 18, 1 << 22])),) * layers, other_bytes=1 << 20,
+        )  # fmt: skip
         self.lengths = [
             (int(rng.integers(0, 7)), int(rng.integers(0, 9)))
             for _ in range(rng.integers(1, 7))

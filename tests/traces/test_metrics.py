@@ -1,7 +1,5 @@
 """Metrics against arithmetic done by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -10,23 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moesim.traces.timeline.spans as tl
+from moesim.traces.timeline import spans
 from moesim.traces.timeline.metrics import (
     METRICS,
     REQUEST_METRICS,
     ROW_METRICS,
     RUN_METRICS,
     summarise,
-)
-from moesim.traces.timeline.spans import (
-    COMPUTE,
-    DELAYED,
-    FETCH,
-    HIT,
-    MISS,
-    PLAN,
-    PREFETCH,
-    READ,
-    Timeline,
 )
 
 CPU = 0
@@ -57,12 +45,12 @@ def test_section_1_6_the_three_hit_rates():
     """Active {0,3,5,7} with workloads 1,6,2,4; GPU-assigned {3,7}; resident {3,5}: 2/4,
     1/2, 8/13.
     """
-    timeline = Timeline(LANES)
+    timeline = spans.Timeline(LANES)
     access(
         timeline,
         0,
         [0, 3, 5, 7],
-        [MISS, HIT, HIT, MISS],
+        [spans.MISS, spans.HIT, spans.HIT, spans.MISS],
         tokens=[1, 6, 2, 4],
         lanes=[CPU, GPU, CPU, GPU],
     )
@@ -81,8 +69,8 @@ def test_section_1_6_the_three_hit_rates():
 
 
 def test_a_delayed_hit_is_no_hit():
-    timeline = Timeline(LANES)
-    access(timeline, 0, [0, 1], [DELAYED, HIT])
+    timeline = spans.Timeline(LANES)
+    access(timeline, 0, [0, 1], [spans.DELAYED, spans.HIT])
     figures = summarise(timeline)
     assert (figures["hits"], figures["delayed_hits"], figures["hit_rate_active"]) == (
         1,
@@ -95,7 +83,7 @@ def test_section_1_6_decode_speed():
     """Two sequences make 64 tokens each in 32 s: 2 tokens/s per sequence, 4 in
     total.
     """
-    timeline = Timeline(LANES)
+    timeline = spans.Timeline(LANES)
     for step in range(64):
         timeline.step(step, 1, 0, 2, 2, step / 2, (step + 1) / 2)
     figures = summarise(timeline)
@@ -117,7 +105,7 @@ def test_two_batches_with_prefill():
     after the first decode step. Batch 1: 8 prompt tokens of one sequence in 2 s, then 1
     s.
     """
-    timeline = Timeline(LANES)
+    timeline = spans.Timeline(LANES)
     timeline.step(0, 0, 0, 10, 2, 0.0, 4.0)
     timeline.step(1, 1, 0, 2, 2, 4.0, 6.0)
     timeline.step(2, 1, 0, 1, 1, 6.0, 10.0)
@@ -145,15 +133,15 @@ def layer_step(timeline, step=0, start_s=0.0):
     """Plan 0-1. CPU computes 1-5. Copy of expert 3 ends at 4, GPU computes resident 2
     at 1-2, then 3 at 4-6.
     """
-    timeline.span(CONTROL, PLAN, step, 0, -1, start_s, start_s + 1, 0)
-    timeline.span(GPU, COMPUTE, step, 0, 2, start_s + 1, start_s + 2, 0)
-    timeline.span(H2D, FETCH, step, 0, 3, start_s + 1, start_s + 4, 300)
-    timeline.span(CPU, COMPUTE, step, 0, 7, start_s + 1, start_s + 5, 0)
-    timeline.span(GPU, COMPUTE, step, 0, 3, start_s + 4, start_s + 6, 0)
+    timeline.span(CONTROL, spans.PLAN, step, 0, -1, start_s, start_s + 1, 0)
+    timeline.span(GPU, spans.COMPUTE, step, 0, 2, start_s + 1, start_s + 2, 0)
+    timeline.span(H2D, spans.FETCH, step, 0, 3, start_s + 1, start_s + 4, 300)
+    timeline.span(CPU, spans.COMPUTE, step, 0, 7, start_s + 1, start_s + 5, 0)
+    timeline.span(GPU, spans.COMPUTE, step, 0, 3, start_s + 4, start_s + 6, 0)
 
 
 def test_a_gpu_stalls_while_its_expert_is_being_copied():
-    timeline = Timeline(LANES)
+    timeline = spans.Timeline(LANES)
     layer_step(timeline)
     figures = summarise(timeline)
     assert figures["stall_s"] == {"cpu": 0.0, "gpu0": 2.0}  # idle from 2 to 4
@@ -178,7 +166,7 @@ def test_a_gpu_stalls_while_its_expert_is_being_copied():
 def test_stalls_add_up_over_chunks(monkeypatch):
     """The same layer step five times, cut into chunks in the middle of steps."""
     monkeypatch.setattr(tl, "CHUNK_SPANS", 3)
-    timeline = Timeline(LANES)
+    timeline = spans.Timeline(LANES)
     for step in range(5):
         layer_step(timeline, step, 6.0 * step)
         timeline.step(step, 1, 0, 1, 1, 6.0 * step, 6.0 * step + 6)
@@ -198,34 +186,34 @@ def test_waiting_for_another_lane_or_for_dispatch_is_no_stall():
     """The copy landed at 2, the GPU began at 3: only the second from 1 to 2 was spent
     waiting for the copy.
     """
-    timeline = Timeline(LANES)
-    timeline.span(CONTROL, PLAN, 0, 0, -1, 0.0, 1.0, 0)
-    timeline.span(H2D, PREFETCH, 0, 0, 3, 0.0, 2.0, 300)
-    timeline.span(GPU, COMPUTE, 0, 0, 3, 3.0, 4.0, 0)
+    timeline = spans.Timeline(LANES)
+    timeline.span(CONTROL, spans.PLAN, 0, 0, -1, 0.0, 1.0, 0)
+    timeline.span(H2D, spans.PREFETCH, 0, 0, 3, 0.0, 2.0, 300)
+    timeline.span(GPU, spans.COMPUTE, 0, 0, 3, 3.0, 4.0, 0)
     assert summarise(timeline)["stall_s"]["gpu0"] == 1.0
 
 
 def test_the_cpu_stalls_on_reads():
-    timeline = Timeline(LANES)
-    timeline.span(CONTROL, PLAN, 0, 0, -1, 0.0, 1.0, 0)
-    timeline.span(SSD, READ, 0, 0, 3, 1.0, 3.5, 300)
-    timeline.span(CPU, COMPUTE, 0, 0, 3, 3.5, 4.0, 0)
+    timeline = spans.Timeline(LANES)
+    timeline.span(CONTROL, spans.PLAN, 0, 0, -1, 0.0, 1.0, 0)
+    timeline.span(SSD, spans.READ, 0, 0, 3, 1.0, 3.5, 300)
+    timeline.span(CPU, spans.COMPUTE, 0, 0, 3, 3.5, 4.0, 0)
     assert summarise(timeline)["stall_s"]["cpu"] == 2.5
 
 
 def prefetch(timeline, step, layer, expert, start_s):
-    timeline.span(H2D, PREFETCH, step, layer, expert, start_s, start_s + 0.5, 10)
+    timeline.span(H2D, spans.PREFETCH, step, layer, expert, start_s, start_s + 0.5, 10)
 
 
 def test_prefetch_accuracy_by_hand():
     """Expert 1 is found on arrival, 2 under way, 3 never asked for, 4 gone when asked
     for in the next step.
     """
-    timeline = Timeline(LANES)
+    timeline = spans.Timeline(LANES)
     for expert in (1, 2, 3, 4):
         prefetch(timeline, 0, 1, expert, 0.1 * expert)
-    access(timeline, 0, [1, 2], [HIT, DELAYED], layer=1)
-    access(timeline, 1, [4, 5], [MISS, MISS], layer=1)
+    access(timeline, 0, [1, 2], [spans.HIT, spans.DELAYED], layer=1)
+    access(timeline, 1, [4, 5], [spans.MISS, spans.MISS], layer=1)
     figures = summarise(timeline)
     assert figures["prefetched"] == 4
     assert figures["prefetch_accuracy"] == 2 / 4
@@ -237,19 +225,19 @@ def test_a_prefetch_for_the_next_step_looks_past_the_miss_before_it():
     """Layer 0 missed expert 1 on the CPU, then a later layer prefetched it for the
     coming step.
     """
-    timeline = Timeline(LANES)
-    access(timeline, 0, [1], [MISS], lanes=[CPU])
+    timeline = spans.Timeline(LANES)
+    access(timeline, 0, [1], [spans.MISS], lanes=[CPU])
     prefetch(timeline, 0, 0, 1, 5.0)
-    access(timeline, 1, [1], [HIT])
+    access(timeline, 1, [1], [spans.HIT])
     assert summarise(timeline)["prefetch_accuracy"] == 1.0
 
 
 def test_a_prefetch_that_had_to_be_repeated_was_useless():
-    timeline = Timeline(LANES)
+    timeline = spans.Timeline(LANES)
     prefetch(timeline, 0, 1, 1, 0.0)
-    timeline.span(H2D, FETCH, 0, 1, 1, 1.0, 2.0, 10)
-    access(timeline, 0, [1], [MISS], layer=1)
-    access(timeline, 1, [1], [HIT], layer=1)
+    timeline.span(H2D, spans.FETCH, 0, 1, 1, 1.0, 2.0, 10)
+    access(timeline, 0, [1], [spans.MISS], layer=1)
+    access(timeline, 1, [1], [spans.HIT], layer=1)
     assert summarise(timeline)["prefetch_accuracy"] == 0.0
 
 
@@ -257,12 +245,12 @@ def test_section_5_6_refetch_rate_counts_what_was_there_five_steps_ago():
     """Copies of expert 1 at steps 0, 5 and 11: 5 apart, then 6; of expert 2 at 11, hit
     at 12, again at 17.
     """
-    timeline = Timeline(LANES)
+    timeline = spans.Timeline(LANES)
     for step, expert in ((0, 1), (5, 1), (11, 1), (11, 2), (17, 2)):
-        timeline.span(H2D, FETCH, step, 0, expert, float(step), step + 0.5, 10)
-        access(timeline, step, [expert], [MISS])
+        timeline.span(H2D, spans.FETCH, step, 0, expert, float(step), step + 0.5, 10)
+        access(timeline, step, [expert], [spans.MISS])
         if expert == 2 and step == 11:
-            access(timeline, 12, [2], [HIT])
+            access(timeline, 12, [2], [spans.HIT])
     assert summarise(timeline)["refetch_rate_5"] == 2 / 5
 
 
@@ -277,12 +265,12 @@ def test_copy_figures_do_not_depend_on_chunks(events, data):
     """Whatever happened: one chunk, or a chunk per few rows, tell the same."""
 
     def build():
-        timeline = Timeline(LANES)
+        timeline = spans.Timeline(LANES)
         for step in range(13):
-            timeline.span(GPU, COMPUTE, step, 0, 0, float(step), step + 0.01, 0)
+            timeline.span(GPU, spans.COMPUTE, step, 0, 0, float(step), step + 0.01, 0)
             for at, (when, layer, expert) in enumerate(events):
                 if when == step and at % 3 < 2:
-                    kind = PREFETCH if at % 3 else FETCH
+                    kind = spans.PREFETCH if at % 3 else spans.FETCH
                     timeline.span(
                         H2D, kind, step, layer, expert, step + at / 100, step + 0.9, 10
                     )
@@ -326,8 +314,8 @@ def test_section_2_5_energy():
     """10 s makespan: platform 50 W; GPU 20 W idle, 120 W for 4 s; the SSD never works.
     900 J for 3 tokens.
     """
-    timeline = Timeline(LANES)
-    timeline.span(GPU, COMPUTE, 0, 0, 0, 0.0, 4.0, 0)
+    timeline = spans.Timeline(LANES)
+    timeline.span(GPU, spans.COMPUTE, 0, 0, 0, 0.0, 4.0, 0)
     timeline.step(0, 1, 0, 3, 3, 0.0, 10.0)
     figures = summarise(
         timeline,
@@ -339,7 +327,7 @@ def test_section_2_5_energy():
 
 
 def test_an_empty_run_has_no_rates():
-    figures = summarise(Timeline(LANES))
+    figures = summarise(spans.Timeline(LANES))
     assert set(figures) == set(METRICS)
     assert figures["accesses"] == figures["makespan_s"] == 0
     assert (
@@ -354,19 +342,19 @@ def test_two_cards_do_not_fetch_for_each_other():
     """Expert 1 goes to card 0, then to card 1, where it has never been; in step 2 it is
     brought back to card 0.
     """
-    timeline = Timeline(TWO_GPUS)
+    timeline = spans.Timeline(TWO_GPUS)
     for step, link in ((0, "h2d0"), (1, "h2d1"), (2, "h2d0")):
         lane = TWO_GPUS.index(link)
-        timeline.span(lane, FETCH, step, 0, 1, float(step), step + 0.5, 10)
-        access(timeline, step, [1], [MISS], lanes=[1 + int(link[-1])])
+        timeline.span(lane, spans.FETCH, step, 0, 1, float(step), step + 0.5, 10)
+        access(timeline, step, [1], [spans.MISS], lanes=[1 + int(link[-1])])
     assert summarise(timeline)["refetch_rate_5"] == 1 / 3
 
 
 def test_a_prefetch_to_one_card_is_not_used_by_another():
     """Card 1 hits the expert that it has; card 0 got it for nothing."""
-    timeline = Timeline(TWO_GPUS)
-    timeline.span(TWO_GPUS.index("h2d0"), PREFETCH, 0, 0, 1, 0.0, 0.5, 10)
-    access(timeline, 0, [1], [HIT], lanes=[2])
+    timeline = spans.Timeline(TWO_GPUS)
+    timeline.span(TWO_GPUS.index("h2d0"), spans.PREFETCH, 0, 0, 1, 0.0, 0.5, 10)
+    access(timeline, 0, [1], [spans.HIT], lanes=[2])
     assert summarise(timeline)["prefetch_accuracy"] == 0.0
 
 

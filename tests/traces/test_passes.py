@@ -1,7 +1,5 @@
 """What forward passes hold: micro-batches of a prompt, and drafts that are verified."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -87,19 +85,16 @@ def llama_cpp_s(tmp_path, micro_batch, tokens=64):
     return result.makespan_s, len(spans(timeline, "fetch"))
 
 
-@pytest.mark.parametrize(
-    ("micro_batch", "seconds", "uploads"),
-    [
-        # As one: two layers of 2 + 4 x 4 + 4 x 1, and the last, on the GPU, of 2 + 4.
-        (None, 50, 8),
-        (64, 50, 8),
-        # Two halves of 32 tokens: both upload, and take as long as the whole.
-        (32, 2 * 50, 16),
-        # 31 are computed on the CPU: two layers of 2 + 4 x 10, and 2 + 4. So are the
-        # last 2, of two experts: 2 + 2 x 10 twice, and 2 + 2.
-        (31, 2 * 90 + 48, 0),
-    ],
-)
+@pytest.mark.parametrize(("micro_batch", "seconds", "uploads"), [
+    # As one: two layers of 2 + 4 x 4 + 4 x 1, and the last, on the GPU, of 2 + 4.
+    (None, 50, 8),
+    (64, 50, 8),
+    # Two halves of 32 tokens: both upload, and take as long as the whole.
+    (32, 2 * 50, 16),
+    # 31 are computed on the CPU: two layers of 2 + 4 x 10, and 2 + 4. So are the
+    # last 2, of two experts: 2 + 2 x 10 twice, and 2 + 2.
+    (31, 2 * 90 + 48, 0),
+])  # fmt: skip
 def test_llama_cpp_uploads_once_per_micro_batch(
     tmp_path, micro_batch, seconds, uploads
 ):
@@ -144,15 +139,12 @@ def test_passes_that_cut_nothing_make_no_object_per_layer_step(tmp_path, monkeyp
 # -- drafts -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("acceptance", "passes"),
-    [
-        # All right: three tokens of a pass are kept, and two more to the end.
-        (1.0, [(0, 3, 3), (3, 2, 2)]),
-        # All wrong: each pass keeps the one that it makes itself.
-        (0.0, [(0, 3, 1), (1, 3, 1), (2, 3, 1), (3, 2, 1), (4, 1, 1)]),
-    ],
-)
+@pytest.mark.parametrize(("acceptance", "passes"), [
+    # All right: three tokens of a pass are kept, and two more to the end.
+    (1.0, [(0, 3, 3), (3, 2, 2)]),
+    # All wrong: each pass keeps the one that it makes itself.
+    (0.0, [(0, 3, 1), (1, 3, 1), (2, 3, 1), (3, 2, 1), (4, 1, 1)]),
+])  # fmt: skip
 def test_five_tokens_with_two_drafted_at_once(acceptance, passes):
     cut = Passes(draft_tokens=2, acceptance=acceptance)
     assert list(cut.verified(5)) == passes
@@ -219,22 +211,19 @@ def verifying(*tokens, kept):
     )
 
 
-@pytest.mark.parametrize(
-    ("prefetch", "seconds", "prefetched"),
-    [
-        # Drafting takes 3 x (2 + 1). Then layers on demand: 2 + 4 + 1 = 7 twice, and
-        # two copies in the last, 2 + 8 + 1.
-        ("none", 9 + 7 + 7 + 11, []),
-        # The draft has read the first token: its experts are copied 9-13-17-21. Layer
-        # 0: dense part to 11, product 13-14. Layer 1: 16, 17-18. Layer 2: 20, one copy
-        # ends at 21, the one for the second token at 25, product to 26.
-        ("moe-speq:accuracy=1", 26, [(0, 9, 13), (1, 13, 17), (2, 17, 21)]),
-        # Three copies do not end before another token is drafted, two do. Layer 2:
-        # dense part to 20, copies to 28, product to 29.
-        ("sp-moe:accuracy=1", 29, [(0, 9, 13), (1, 13, 17)]),
-        ("sp-moe:accuracy=1,cutoff=1", 9 + 2 + 2 + 1 + 7 + 11, [(0, 9, 13)]),
-    ],
-)
+@pytest.mark.parametrize(("prefetch", "seconds", "prefetched"), [
+    # Drafting takes 3 x (2 + 1). Then layers on demand: 2 + 4 + 1 = 7 twice, and
+    # two copies in the last, 2 + 8 + 1.
+    ("none", 9 + 7 + 7 + 11, []),
+    # The draft has read the first token: its experts are copied 9-13-17-21. Layer
+    # 0: dense part to 11, product 13-14. Layer 1: 16, 17-18. Layer 2: 20, one copy
+    # ends at 21, the one for the second token at 25, product to 26.
+    ("moe-speq:accuracy=1", 26, [(0, 9, 13), (1, 13, 17), (2, 17, 21)]),
+    # Three copies do not end before another token is drafted, two do. Layer 2:
+    # dense part to 20, copies to 28, product to 29.
+    ("sp-moe:accuracy=1", 29, [(0, 9, 13), (1, 13, 17)]),
+    ("sp-moe:accuracy=1,cutoff=1", 9 + 2 + 2 + 1 + 7 + 11, [(0, 9, 13)]),
+])  # fmt: skip
 def test_drafted_tokens_make_their_experts_come_early(prefetch, seconds, prefetched):
     """Two tokens with experts 0, 1, 2 and 0, 1, 3 in three layers, an empty cache."""
     system = compose("sp-moe", prefetch=prefetch)

@@ -2,8 +2,6 @@
 refused before it does anything.
 """
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 
@@ -83,30 +81,25 @@ def test_a_recipe_is_called_and_a_persistent_id_is_looked_up():
     assert read(b"\x80\x02K\x07Q.") == ("stored", 7)
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (pickle.dumps(_Holds(), 2), "refused instruction NEWOBJ"),
-        (b"\x80\x02}}b.", "byte 4: refused instruction BUILD"),
-        (b"\x80\x02cos\nsystem\n(K\x01o.", "refused instruction OBJ"),
-        (b"\x80\x02(K\x01ios\nsystem\n.", "refused instruction INST"),
-        (b"\x80\x02\x82\x01.", "refused instruction EXT1"),
-        (b"\x80\x02P7\n.", "refused instruction PERSID"),
-        (b"\x80\x02\xff.", "refused instruction 0xff"),
-        (b"\x80\x02cos\nsystem\nK\x01R.", "argument"),
-        (b"\x80\x02]q\x05.", "byte 3: refused instruction BINPUT"),
-        (b"\x80\x02]r\xff\xff\xff\x7f.", "byte 3: refused instruction LONG_BINPUT"),
-        (b"\x80\x02]", "expected an end, found none; was it cut off while copying?"),
-        (b"\x80\x02X\xff\xff\xff\xffabc.", "expected an end, found none"),
-        (
-            b"\x80\x02\x8d\xff\xff\xff\xff\xff\xff\xff\xffabc.",
-            "expected an end, found none",
-        ),
-        (b"\x80\x02cos\nsystem", "expected an end, found none"),
-        (b"\x80\x02.", "data.pkl: "),
-        (b"\x80\x02h\x05.", "data.pkl: "),
-    ],
-)
+@pytest.mark.parametrize(("data", "words"), [
+    (pickle.dumps(_Holds(), 2), "refused instruction NEWOBJ"),
+    (b"\x80\x02}}b.", "byte 4: refused instruction BUILD"),
+    (b"\x80\x02cos\nsystem\n(K\x01o.", "refused instruction OBJ"),
+    (b"\x80\x02(K\x01ios\nsystem\n.", "refused instruction INST"),
+    (b"\x80\x02\x82\x01.", "refused instruction EXT1"),
+    (b"\x80\x02P7\n.", "refused instruction PERSID"),
+    (b"\x80\x02\xff.", "refused instruction 0xff"),
+    (b"\x80\x02cos\nsystem\nK\x01R.", "argument"),
+    (b"\x80\x02]q\x05.", "byte 3: refused instruction BINPUT"),
+    (b"\x80\x02]r\xff\xff\xff\x7f.", "byte 3: refused instruction LONG_BINPUT"),
+    (b"\x80\x02]", "expected an end, found none; was it cut off while copying?"),
+    (b"\x80\x02X\xff\xff\xff\xffabc.", "expected an end, found none"),
+    (b"\x80\x02\x8d\xff\xff\xff\xff\xff\xff\xff\xffabc.",
+     "expected an end, found none"),
+    (b"\x80\x02cos\nsystem", "expected an end, found none"),
+    (b"\x80\x02.", "data.pkl: "),
+    (b"\x80\x02h\x05.", "data.pkl: "),
+])  # fmt: skip
 def test_what_is_no_data_or_not_whole_is_one_line(data, words):
     with pytest.raises((TraceError, *DECODING_ERRORS)) as error:
         read(data)
@@ -118,34 +111,19 @@ _NESTED = 1_000_000
 _MANY = b"\x85" * _NESTED  # a tuple of the tuple of the tuple …
 
 
-@pytest.mark.parametrize(
-    ("data", "at"),
-    [
-        (b"\x80\x02})" + _MANY + b"Ns.", DEEPEST + 4),
-        (b"\x80\x02}()" + _MANY + b"Nu.", DEEPEST + 5),
-        (b"\x80\x04})" + b"\x94\x85" * _NESTED + b"Ns.", 2 * DEEPEST + 5),
-        (
-            b"\x80\x02}" + b"(" * _NESTED + b"t" * _NESTED + b"Ns.",
-            DEEPEST + _NESTED + 4,
-        ),
-        (
-            b"\x80\x02})"
-            + b"".join(b"\x85q%ch%c" % (n, n) for n in range(256))
-            + b"Ns.",
-            5 * DEEPEST + 4,
-        ),
-        (b"\x80\x02}ccollections\nOrderedDict\n)" + _MANY + b"RNs.", DEEPEST + 29),
-        (b"\x80\x02})" + b"Q" * _NESTED + b"Ns.", DEEPEST + 4),
-        (
-            b"\x80\x02" + b"]" * _NESTED + b"a" * (_NESTED - 1) + b".",
-            DEEPEST + _NESTED + 2,
-        ),
-        (
-            b"\x80\x02" + b"}N" * _NESTED + b"}" + b"s" * _NESTED + b".",
-            DEEPEST + 2 * _NESTED + 3,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("data", "at"), [
+    (b"\x80\x02})" + _MANY + b"Ns.", DEEPEST + 4),
+    (b"\x80\x02}()" + _MANY + b"Nu.", DEEPEST + 5),
+    (b"\x80\x04})" + b"\x94\x85" * _NESTED + b"Ns.", 2 * DEEPEST + 5),
+    (b"\x80\x02}" + b"(" * _NESTED + b"t" * _NESTED + b"Ns.", DEEPEST + _NESTED + 4),
+    (b"\x80\x02})" + b"".join(b"\x85q%ch%c" % (n, n) for n in range(256)) + b"Ns.",
+     5 * DEEPEST + 4),
+    (b"\x80\x02}ccollections\nOrderedDict\n)" + _MANY + b"RNs.", DEEPEST + 29),
+    (b"\x80\x02})" + b"Q" * _NESTED + b"Ns.", DEEPEST + 4),
+    (b"\x80\x02" + b"]" * _NESTED + b"a" * (_NESTED - 1) + b".", DEEPEST + _NESTED + 2),
+    (b"\x80\x02" + b"}N" * _NESTED + b"}" + b"s" * _NESTED + b".",
+     DEEPEST + 2 * _NESTED + 3),
+])  # fmt: skip
 def test_what_holds_itself_without_end_is_one_line_and_no_crash(data, at):
     """A key is looked into to the bottom, and a million tuples in each other are deeper
     than the processor's stack.

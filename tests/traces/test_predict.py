@@ -2,8 +2,6 @@
 wherever a result was made with them.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -117,17 +115,14 @@ def test_recall_is_the_one_asked_for(tmp_path, kept):
         assert entry.measured == pytest.approx(by_rank.mean(), abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        ("mixtral_8x7b_like", None),
-        ("deepseek_v2_lite_like", None),
-        ("qwen3_30b_a3b_top6", "qwen3-30b-a3b"),
-        ("gpt_oss_20b", "gpt-oss-20b"),
-        ("olmoe_1b_7b_decode299", "olmoe-1b-7b"),
-        ("kimi_linear_48b_a3b_decode300", "kimi-linear-48b-a3b"),
-    ],
-)
+@pytest.mark.parametrize(("name", "model"), [
+    ("mixtral_8x7b_like", None),
+    ("deepseek_v2_lite_like", None),
+    ("qwen3_30b_a3b_top6", "qwen3-30b-a3b"),
+    ("gpt_oss_20b", "gpt-oss-20b"),
+    ("olmoe_1b_7b_decode299", "olmoe-1b-7b"),
+    ("kimi_linear_48b_a3b_decode300", "kimi-linear-48b-a3b"),
+])  # fmt: skip
 def test_recall_on_other_peoples_traces(shared_traces, tmp_path, name, model):
     """Sigmoid gates, a ragged prefill, and traces larger than what is solved on."""
     source = shared_traces / f"{name}.parquet"
@@ -369,22 +364,16 @@ def test_a_ragged_prefill_and_gaps_in_positions(tmp_path):
     assert (rows.columns["pred1_raw"] > 0).all(axis=1).tolist() == (layer < 2).tolist()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"recall": (0.6, 0.8)}, "expected no more at a greater depth, got 0.6,0.8"),
-        ({"recall": (1.2,)}, "recall of pred1_raw: expected 0 < R <= 1, got 1.2"),
-        ({"recall": (float("nan"),)}, "expected 0 < R <= 1, got nan"),
-        ({"recall": (0.8,) * 4}, "expected at most 3 depths"),
-        ({"residual": 0}, "recall of pred1_res: expected 0 < R <= 1"),
-        ({}, "nothing to add"),
-        (
-            {"recall": (0.8,), "at": 99},
-            r"at: expected 1\.\.\d experts of a token, got 99",
-        ),
-        ({"recall": (0.01,)}, r"recall of pred1_raw: expected 0\.\d+\.\.1\.000"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"recall": (0.6, 0.8)}, "expected no more at a greater depth, got 0.6,0.8"),
+    ({"recall": (1.2,)}, "recall of pred1_raw: expected 0 < R <= 1, got 1.2"),
+    ({"recall": (float("nan"),)}, "expected 0 < R <= 1, got nan"),
+    ({"recall": (0.8,) * 4}, "expected at most 3 depths"),
+    ({"residual": 0}, "recall of pred1_res: expected 0 < R <= 1"),
+    ({}, "nothing to add"),
+    ({"recall": (0.8,), "at": 99}, r"at: expected 1\.\.\d experts of a token, got 99"),
+    ({"recall": (0.01,)}, r"recall of pred1_raw: expected 0\.\d+\.\.1\.000"),
+])  # fmt: skip
 def test_what_cannot_be_asked_for(bare, tmp_path, options, message):
     with pytest.raises(TraceError, match=message) as refusal:
         predict(bare, tmp_path / "made", **options)

@@ -1,7 +1,5 @@
 """What speaks against a trace, each on a trace made to deserve exactly that."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -49,16 +47,13 @@ def test_a_trace_without_fault(tmp_path):
     assert kinds(tmp_path / "t", [(np.arange(200), 5, drawn(200))]) == []
 
 
-@pytest.mark.parametrize(
-    ("sequence", "expected"),
-    [
-        ((np.arange(200), 0, drawn(200)), ["prefill"]),
-        ((np.arange(200) + 9, 5, drawn(200)), ["LATE"]),
-        ((np.arange(200) * 2, 5, drawn(200)), ["HOLE"]),
-        ((np.arange(900), 5, drawn(900, skew=0)), ["UNIFORM"]),
-        ((np.arange(300), 5, np.tile(drawn(30), (10, 1, 1))), ["loop"]),
-    ],
-)
+@pytest.mark.parametrize(("sequence", "expected"), [
+    ((np.arange(200), 0, drawn(200)), ["prefill"]),
+    ((np.arange(200) + 9, 5, drawn(200)), ["LATE"]),
+    ((np.arange(200) * 2, 5, drawn(200)), ["HOLE"]),
+    ((np.arange(900), 5, drawn(900, skew=0)), ["UNIFORM"]),
+    ((np.arange(300), 5, np.tile(drawn(30), (10, 1, 1))), ["loop"]),
+])  # fmt: skip
 def test_one_fault_at_a_time(tmp_path, sequence, expected):
     assert kinds(tmp_path / "t", [sequence]) == expected
 
@@ -99,14 +94,11 @@ def test_random_routing_scores_one():
         assert np.median(checker.uneven()) == pytest.approx(1, abs=0.25)
 
 
-@pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        ("qwen3_30b_a3b_top6", "qwen3-30b-a3b"),
-        ("olmoe_1b_7b_decode299", "olmoe-1b-7b"),
-        ("kimi_linear_48b_a3b_decode300", "kimi-linear-48b-a3b"),
-    ],
-)
+@pytest.mark.parametrize(("name", "model"), [
+    ("qwen3_30b_a3b_top6", "qwen3-30b-a3b"),
+    ("olmoe_1b_7b_decode299", "olmoe-1b-7b"),
+    ("kimi_linear_48b_a3b_decode300", "kimi-linear-48b-a3b"),
+])  # fmt: skip
 def test_real_traces_are_trusted(shared_traces, tmp_path, name, model):
     import_trace(
         shared_traces / f"{name}.parquet", tmp_path / "t", shape=model_shape(model)

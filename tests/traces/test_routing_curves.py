@@ -2,8 +2,6 @@
 and within five points for all that ships.
 """
 
-from __future__ import annotations
-
 import csv
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Model shapes against published sizes, and sizes against what people write."""
 
-from __future__ import annotations
-
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from hypothesis import given
@@ -16,45 +14,20 @@ from moesim.traces.weight_formats import known_labels
 # Published totals in billions of weights; Gemma's vocabulary and attention are not in
 # the table.
 PUBLISHED = {
-    "mixtral-8x7b": 46.7,
-    "phi-3.5-moe": 41.9,
-    "qwen3-30b-a3b": 30.5,
-    "qwen2-57b-a14b": 57.4,
-    "qwen1.5-moe-a2.7b": 14.3,
-    "olmoe-1b-7b": 6.9,
-    "deepseek-v2-lite": 15.7,
-    "deepseek-moe-16b": 16.4,
-    "deepseek-v3": 671,
-    "xverse-moe-a4.2b": 25.8,
-    "gpt-oss-20b": 20.9,
-    "gpt-oss-120b": 116.8,
+    "mixtral-8x7b": 46.7, "phi-3.5-moe": 41.9, "qwen3-30b-a3b": 30.5,
+    "qwen2-57b-a14b": 57.4, "qwen1.5-moe-a2.7b": 14.3, "olmoe-1b-7b": 6.9,
+    "deepseek-v2-lite": 15.7, "deepseek-moe-16b": 16.4, "deepseek-v3": 671,
+    "xverse-moe-a4.2b": 25.8, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
     # Counted over the modules that transformers 5.23.0 builds; 48 is a name.
-    "kimi-linear-48b-a3b": 49.12,
-    "glm-4.5-air": 106,
-    "qwen3-235b-a22b": 235,
-    "qwen3-next-80b-a3b": 80,
-    "qwen3.5-122b-a10b": 122,
-    "qwen3.5-397b-a17b": 397,
-    "qwen3-coder-480b-a35b": 480,
-    "glm-4.5": 355,
-    "glm-4.7-flash": 30,
-    "glm-5": 744,
-    "deepseek-v2": 236,
-    "kimi-k2": 1026,
-    "minimax-m2": 229,
-    "llama-4-scout": 109,
-    "llama-4-maverick": 400,
-    "mixtral-8x22b": 141,
-    "ernie-4.5-21b-a3b": 21.8,
-    "ernie-4.5-300b-a47b": 300,
-    "hunyuan-a13b": 80.4,
-    "dots.llm1": 142,
-    "ling-mini-2.0": 16.3,
-    "ling-flash-2.0": 103,
-    "step-3.5-flash": 196,
-    "mimo-v2-flash": 309,
-    "solar-open-100b": 102.6,
-}
+    "kimi-linear-48b-a3b": 49.12, "glm-4.5-air": 106, "qwen3-235b-a22b": 235,
+    "qwen3-next-80b-a3b": 80, "qwen3.5-122b-a10b": 122, "qwen3.5-397b-a17b": 397,
+    "qwen3-coder-480b-a35b": 480, "glm-4.5": 355, "glm-4.7-flash": 30, "glm-5": 744,
+    "deepseek-v2": 236, "kimi-k2": 1026, "minimax-m2": 229, "llama-4-scout": 109,
+    "llama-4-maverick": 400, "mixtral-8x22b": 141, "ernie-4.5-21b-a3b": 21.8,
+    "ernie-4.5-300b-a47b": 300, "hunyuan-a13b": 80.4, "dots.llm1": 142,
+    "ling-mini-2.0": 16.3, "ling-flash-2.0": 103, "step-3.5-flash": 196,
+    "mimo-v2-flash": 309, "solar-open-100b": 102.6,
+}  # fmt: skip
 
 
 def test_blocks_are_those_of_ggml():
@@ -136,20 +109,17 @@ def test_words_that_are_given_are_not_assumed():
     assert not {"hidden", "expert_intermediate"} & set(shape.assumed)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("qwen3-30b", r"unknown model 'qwen3-30b'.*did you mean 'qwen3-30b-a3b'"),
-        ("qwen3-30b-a3b/5", "hidden 2048 is not divisible by 5"),
-        ("qwen3-30b-a3b/x", "expected a whole number behind '/'"),
-        ("layers=1,experts=6", "expected top_k="),
-        ("layers=1,experts=6,topk=1", r"unknown word 'topk=1'.*did you mean 'top_k'"),
-        ("layers=1,experts=6,top_k=0", "top_k: expected >= 1, got 0"),
-        ("layers=1,experts=6,top_k=7", "top_k 7 exceeds experts 6"),
-        ("layers=one,experts=6,top_k=1", "layers: invalid literal"),
-        ("layers=1,experts=6,top_k=1,expert_bytes=1Q", "unknown unit 'Q'"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "message"), [
+    ("qwen3-30b", r"unknown model 'qwen3-30b'.*did you mean 'qwen3-30b-a3b'"),
+    ("qwen3-30b-a3b/5", "hidden 2048 is not divisible by 5"),
+    ("qwen3-30b-a3b/x", "expected a whole number behind '/'"),
+    ("layers=1,experts=6", "expected top_k="),
+    ("layers=1,experts=6,topk=1", r"unknown word 'topk=1'.*did you mean 'top_k'"),
+    ("layers=1,experts=6,top_k=0", "top_k: expected >= 1, got 0"),
+    ("layers=1,experts=6,top_k=7", "top_k 7 exceeds experts 6"),
+    ("layers=one,experts=6,top_k=1", "layers: invalid literal"),
+    ("layers=1,experts=6,top_k=1,expert_bytes=1Q", "unknown unit 'Q'"),
+])  # fmt: skip
 def test_a_wrong_shape_says_what_would_be_right(spec, message):
     with pytest.raises(TraceError, match=message) as caught:
         model_shape(spec)
@@ -162,18 +132,15 @@ def test_an_unknown_weight_format():
     assert {"bf16", "q4_k_m", "mxfp4"} <= set(known_labels())
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("8GiB", 8 << 30),
-        ("7.4GB", 7_400_000_000),
-        ("512 MiB", 512 << 20),
-        ("4096", 4096),
-        (17, 17),
-        ("1.5kib", 1536),
-        ("2tb", 2 * 10**12),
-    ],
-)
+@pytest.mark.parametrize(("text", "count"), [
+    ("8GiB", 8 << 30),
+    ("7.4GB", 7_400_000_000),
+    ("512 MiB", 512 << 20),
+    ("4096", 4096),
+    (17, 17),
+    ("1.5kib", 1536),
+    ("2tb", 2 * 10**12),
+])  # fmt: skip
 def test_sizes_as_people_write_them(text, count):
     assert parse_bytes(text) == count
 

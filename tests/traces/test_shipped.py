@@ -1,7 +1,5 @@
 """Traces that ship are found by name, wherever moesim runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

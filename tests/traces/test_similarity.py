@@ -1,7 +1,5 @@
 """Similarity, mutual information, segments and predictors, by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.handmade import hand_trace

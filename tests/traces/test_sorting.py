@@ -2,8 +2,6 @@
 left behind.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,12 +16,6 @@ from moesim import cli
 from moesim.base.errors import TraceError
 from moesim.traces.format import sorting
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.sorting import (
-    ApartError,
-    Appearance,
-    Unordered,
-    whole_sequences,
-)
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 
@@ -40,21 +32,21 @@ def told(blocks):
 
 
 def test_sequences_that_lie_together_are_cut_and_joined_across_pieces():
-    rows = Unordered(lambda: [block(0, 0), block(0, 1), block(2)])
+    rows = sorting.Unordered(lambda: [block(0, 0), block(0, 1), block(2)])
     assert told(rows.grouped()) == [([0, 0, 0], [0, 1, 1]), ([1], [0]), ([2], [0])]
 
 
 def test_a_sequence_that_goes_on_behind_another_is_noticed():
     for pieces in ([block(0, 1, 0)], [block(0, 1), block(0)]):
-        with pytest.raises(ApartError):
-            list(whole_sequences(pieces))
+        with pytest.raises(sorting.ApartError):
+            list(sorting.whole_sequences(pieces))
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 0])
 def test_interleaved_sequences_in_memory_and_out_of_it(tmp_path, monkeypatch, limit):
     """By hand: sequences 0 1 0 1 at positions 3 2 1 0."""
     monkeypatch.setattr(sorting, "IN_MEMORY_BYTES", limit)
-    rows = Unordered(lambda: [block(0, 1, 0, 1)])
+    rows = sorting.Unordered(lambda: [block(0, 1, 0, 1)])
     assert told(rows.sorted(tmp_path / "out")) == [([0, 0], [1, 3]), ([1, 1], [0, 2])]
     assert not list(tmp_path.iterdir())
 
@@ -93,7 +85,7 @@ def test_duckdb_and_numpy_sort_alike_whatever_the_columns(
     patch = pytest.MonkeyPatch()
     for limit in (1 << 30, 0):
         patch.setattr(sorting, "IN_MEMORY_BYTES", limit)
-        found = sorting.joined(list(Unordered(lambda: pieces).sorted(out)))
+        found = sorting.joined(list(sorting.Unordered(lambda: pieces).sorted(out)))
         for name, column in whole.items():
             assert found[name].dtype == column.dtype, name
             assert (found[name] == column[order]).all(), name
@@ -108,7 +100,7 @@ def test_what_goes_wrong_while_reading_keeps_its_own_words(tmp_path, monkeypatch
         raise TraceError("row 2: pos: expected a value, found null")
 
     with pytest.raises(TraceError, match="row 2: pos: expected a value, found null"):
-        list(Unordered(pieces).sorted(tmp_path / "out"))
+        list(sorting.Unordered(pieces).sorted(tmp_path / "out"))
     assert not list(tmp_path.iterdir())
 
 
@@ -124,7 +116,7 @@ def test_a_sort_without_room_is_one_line(tmp_path, monkeypatch):
         match="out: sorting: expected room for the rows in files beside it, found",
     ) as caught:
         list(
-            Unordered(lambda: [block(*([1, 0] * 2000), wide=wide)] * 2).sorted(
+            sorting.Unordered(lambda: [block(*([1, 0] * 2000), wide=wide)] * 2).sorted(
                 tmp_path / "out"
             )
         )
@@ -135,10 +127,10 @@ def test_a_sort_without_room_is_one_line(tmp_path, monkeypatch):
 def test_sequences_are_numbered_by_their_first_row():
     """Small and large whole numbers, and names, over several pieces."""
     for labels in ([7, 3, 7, 5], [1 << 40, -3, 1 << 40, 5]):
-        numbers = Appearance()
+        numbers = sorting.Appearance()
         assert numbers.of_numbers(np.array(labels)).tolist() == [0, 1, 0, 2]
         assert numbers.of_numbers(np.array([9, labels[1]])).tolist() == [3, 1]
-    names = Appearance()
+    names = sorting.Appearance()
     assert names.of_labels(["a", "b"], np.array([1, 1, 0])).tolist() == [0, 0, 1]
     assert names.of_labels(["c", "b"], np.array([0, 1])).tolist() == [2, 0]
 

@@ -2,8 +2,6 @@
 they were fitted to.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tracemalloc
 from pathlib import Path
@@ -195,15 +193,12 @@ def test_drift_makes_far_apart_tokens_less_alike():
     assert change(1.0) > 2 * change(0.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"skew": -1}, "skew: expected 0..5, got -1"),
-        ({"reuse": 1}, "reuse: expected 0..0.99, got 1"),
-        ({"drift": float("nan")}, "drift: expected 0..5, got nan"),
-        ({"prompt_tokens": 0, "new_tokens": 0}, "at least one token per sequence"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"skew": -1}, "skew: expected 0..5, got -1"),
+    ({"reuse": 1}, "reuse: expected 0..0.99, got 1"),
+    ({"drift": float("nan")}, "drift: expected 0..5, got nan"),
+    ({"prompt_tokens": 0, "new_tokens": 0}, "at least one token per sequence"),
+])  # fmt: skip
 def test_statistics_that_cannot_be(options, message):
     with pytest.raises(TraceError, match=message):
         stated(SHAPE, **options)

@@ -2,8 +2,6 @@
 shipped ones like the traces that they were fitted to.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

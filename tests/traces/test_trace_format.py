@@ -2,8 +2,6 @@
 column.
 """
 
-from __future__ import annotations
-
 import json
 
 import duckdb
@@ -117,30 +115,19 @@ def test_nothing_is_left_when_writing_fails(tmp_path, tiny_shape):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"experts": np.array([[0, 8]] * 3)},
-            r"row 0: experts: expected ids 0\.\.7, got 0\.\.8",
-        ),
-        (
-            {"experts": np.array([[0, 1, 2]] * 3)},
-            r"experts: expected shape \(3, 2\), got \(3, 3\)",
-        ),
-        ({"layer": np.array([0, 2, 1])}, "row 2: order: expected rows ascending"),
-        ({"layer": np.array([0, 1, 3])}, r"layer: expected 0\.\.2, got 0\.\.3"),
-        (
-            {"weights": np.array([[1, 0], [np.nan, 0], [1, 0]])},
-            r"row 1: weights\[0\]: expected a finite",
-        ),
-        (
-            {"weights": np.full((3, 2), 1e6)},
-            r"row 0: weights\[0\]: expected a finite 16-bit float, got 1000000",
-        ),
-        ({"weights": None}, "optional columns: expected weights, got none"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"experts": np.array([[0, 8]] * 3)},
+     r"row 0: experts: expected ids 0\.\.7, got 0\.\.8"),
+    ({"experts": np.array([[0, 1, 2]] * 3)},
+     r"experts: expected shape \(3, 2\), got \(3, 3\)"),
+    ({"layer": np.array([0, 2, 1])}, "row 2: order: expected rows ascending"),
+    ({"layer": np.array([0, 1, 3])}, r"layer: expected 0\.\.2, got 0\.\.3"),
+    ({"weights": np.array([[1, 0], [np.nan, 0], [1, 0]])},
+     r"row 1: weights\[0\]: expected a finite"),
+    ({"weights": np.full((3, 2), 1e6)},
+     r"row 0: weights\[0\]: expected a finite 16-bit float, got 1000000"),
+    ({"weights": None}, "optional columns: expected weights, got none"),
+])  # fmt: skip
 def test_writer_refuses(tmp_path, tiny_shape, change, message):
     rows = {
         "seq": 0,
@@ -238,70 +225,35 @@ def swap(first, second):
 
 # The trace below has 2 prompt tokens and 2 decode tokens of 3 layers: rows 0-5 are
 # prefill, 6-11 decode.
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (put("experts", 7, [0, 9]), r"row 7: experts: expected 0\.\.7, got 9"),
-        (
-            put("experts", 7, [3, 3]),
-            r"row 7: experts: expected distinct ids, got \[3, 3\]",
-        ),
-        (
-            put("experts", 7, [0, 1, 2]),
-            r"row 7: experts: expected 2 values \(top-k of the header\), got 3",
-        ),
-        (put("experts", 7, []), "row 7: experts: expected 2 values"),
-        (put("experts", 7, None), "row 7: experts: expected a value, got null"),
-        (
-            put("weights", 4, [float("nan"), 1.0]),
-            r"row 4: weights\[0\]: expected a finite number, got nan",
-        ),
-        (
-            put("weights", 4, [0.5, float("inf")]),
-            r"row 4: weights\[1\]: expected a finite number, got inf",
-        ),
-        (put("layer", 8, 3), r"row 8: layer: expected 0\.\.2, got 3"),
-        (
-            put("phase", 8, "warmup"),
-            "row 8: phase: expected 'prefill' or 'decode', got 'warmup'",
-        ),
-        (
-            put("phase", 9, "prefill"),
-            "row 9: phase: expected decode until the sequence ends",
-        ),
-        (swap(6, 7), "row 7: order: expected rows by seq, pos, layer"),
-        (
-            drop(7),
-            (
-                "row 7: layer: expected layer 1 of 3 of the decode token at pos 2, got"
-                " layer 2 at pos 2"
-            ),
-        ),
-        (
-            put("pos", 11, 4),
-            (
-                "row 11: layer: expected layer 2 of 3 of the decode token at pos 3, got"
-                " layer 2 at pos 4"
-            ),
-        ),
-        (
-            drop(11),
-            (
-                "row 10: layer: expected layer 2 of 3 of the decode token at pos 3, got"
-                " the end"
-            ),
-        ),
-        (
-            drop(1, 4),
-            (
-                "row 0: layer: expected prompt tokens at each of 3 layers, got none at"
-                " layer 1"
-            ),
-        ),
-        (drop(*range(12)), "found an empty trace"),
-        (lambda columns: columns.pop("pos"), "column 'pos' is missing"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (put("experts", 7, [0, 9]), r"row 7: experts: expected 0\.\.7, got 9"),
+    (put("experts", 7, [3, 3]), r"row 7: experts: expected distinct ids, got \[3, 3\]"),
+    (put("experts", 7, [0, 1, 2]),
+     r"row 7: experts: expected 2 values \(top-k of the header\), got 3"),
+    (put("experts", 7, []), "row 7: experts: expected 2 values"),
+    (put("experts", 7, None), "row 7: experts: expected a value, got null"),
+    (put("weights", 4, [float("nan"), 1.0]),
+     r"row 4: weights\[0\]: expected a finite number, got nan"),
+    (put("weights", 4, [0.5, float("inf")]),
+     r"row 4: weights\[1\]: expected a finite number, got inf"),
+    (put("layer", 8, 3), r"row 8: layer: expected 0\.\.2, got 3"),
+    (put("phase", 8, "warmup"),
+     "row 8: phase: expected 'prefill' or 'decode', got 'warmup'"),
+    (put("phase", 9, "prefill"),
+     "row 9: phase: expected decode until the sequence ends"),
+    (swap(6, 7), "row 7: order: expected rows by seq, pos, layer"),
+    (drop(7), ("row 7: layer: expected layer 1 of 3 of the decode token at pos 2, got"
+     " layer 2 at pos 2")),
+    (put("pos", 11, 4),
+     ("row 11: layer: expected layer 2 of 3 of the decode token at pos 3, got"
+      " layer 2 at pos 4")),
+    (drop(11), ("row 10: layer: expected layer 2 of 3 of the decode token at pos 3, got"
+     " the end")),
+    (drop(1, 4), ("row 0: layer: expected prompt tokens at each of 3 layers, got none at"
+     " layer 1")),
+    (drop(*range(12)), "found an empty trace"),
+    (lambda columns: columns.pop("pos"), "column 'pos' is missing"),
+])  # fmt: skip
 def test_reader_names_the_place(make_trace, change, message):
     path = damaged(make_trace(sequences=((2, 2),), columns=("weights",)), change)
     with pytest.raises(TraceError, match=message) as caught:
@@ -328,18 +280,13 @@ def test_a_column_of_another_type_is_refused(make_trace):
         open_trace(path)
 
 
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        ("{", "Invalid JSON"),
-        (json.dumps({"schema_version": 99, "shape": {}}), "expected 1, found 99"),
-        (json.dumps({"schema_version": 1, "shape": {"name": "x"}}), "header 'moesim'"),
-        (
-            f'{{"schema_version": {"[" * 100_000}',
-            "header 'moesim': Invalid JSON: recursion limit",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("header", "message"), [
+    ("{", "Invalid JSON"),
+    (json.dumps({"schema_version": 99, "shape": {}}), "expected 1, found 99"),
+    (json.dumps({"schema_version": 1, "shape": {"name": "x"}}), "header 'moesim'"),
+    (f'{{"schema_version": {"[" * 100_000}',
+     "header 'moesim': Invalid JSON: recursion limit"),
+])  # fmt: skip
 def test_a_header_that_cannot_be_trusted(make_trace, header, message):
     path = make_trace()
     table = pq.read_table(path)

@@ -1,7 +1,5 @@
 """The page of a trace, its tables, and the verdict."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser
@@ -120,14 +118,11 @@ def test_command_writes_page_and_tables(tmp_path, tiny_shape, capsys):
     assert json.loads(layers.schema.metadata[b"statistics"])["decode_tokens"] == 40
 
 
-@pytest.mark.parametrize(
-    ("name", "model", "tokens"),
-    [
-        ("qwen3_30b_a3b_top6", "qwen3-30b-a3b", (28, 128)),
-        ("olmoe_1b_7b_decode299", "olmoe-1b-7b", (0, 299)),
-        ("kimi_linear_48b_a3b_decode300", "kimi-linear-48b-a3b", (0, 300)),
-    ],
-)
+@pytest.mark.parametrize(("name", "model", "tokens"), [
+    ("qwen3_30b_a3b_top6", "qwen3-30b-a3b", (28, 128)),
+    ("olmoe_1b_7b_decode299", "olmoe-1b-7b", (0, 299)),
+    ("kimi_linear_48b_a3b_decode300", "kimi-linear-48b-a3b", (0, 300)),
+])  # fmt: skip
 def test_shared_traces_agree_with_an_independent_count(
     shared_traces, tmp_path, name, model, tokens
 ):

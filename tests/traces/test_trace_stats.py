@@ -1,7 +1,5 @@
 """Characteristics of routing, against counts done by hand and against an LRU list."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.handmade import hand_trace

@@ -2,8 +2,6 @@
 that is copied.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -76,14 +74,11 @@ def test_a_header_keeps_sizes_and_is_as_before_where_there_are_none():
     assert alike.expert_bytes == (7,) * LAYERS
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ([[100, 100, 100, 50]] * 2, "expected 3 lists"),
-        ([[100, 100, 50]] * 3, "of 4 sizes"),
-        ([[100, 100, 100, 0]] * 3, "layer 0: expected 1.."),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "message"), [
+    ([[100, 100, 100, 50]] * 2, "expected 3 lists"),
+    ([[100, 100, 50]] * 3, "of 4 sizes"),
+    ([[100, 100, 100, 0]] * 3, "layer 0: expected 1.."),
+])  # fmt: skip
 def test_sizes_that_no_model_can_have(sizes, message):
     with pytest.raises(TraceError, match=message):
         shape(LAYERS, 4).with_bytes_by_expert(sizes)
@@ -476,18 +471,15 @@ def test_widths_and_scores_from_tables(source, tmp_path):
         assert set(np.flatnonzero(widened.bits[layer] == 8)) == set(most)
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ("layer,expert\n0,0\n", "expected the columns layer,expert,bits"),
-        ("layer,expert,bits\n0,0,4\n", "found none for layer 0, expert 1"),
-        ("layer,expert,bits\n0,99,4\n", "line 2: expected layers below 3"),
-        ("layer,expert,bits\n0,0,4\n0,0,4\n", "line 3: .* was there before"),
-        ("layer,expert,bits\n0,0,four\n", "line 2: expected three numbers"),
-        ("layer,expert,bits\n0,0\n", "line 2: expected three numbers"),
-        ("layer,expert,bits\n0,0,nan\n", "line 2: expected a number"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "message"), [
+    ("layer,expert\n0,0\n", "expected the columns layer,expert,bits"),
+    ("layer,expert,bits\n0,0,4\n", "found none for layer 0, expert 1"),
+    ("layer,expert,bits\n0,99,4\n", "line 2: expected layers below 3"),
+    ("layer,expert,bits\n0,0,4\n0,0,4\n", "line 3: .* was there before"),
+    ("layer,expert,bits\n0,0,four\n", "line 2: expected three numbers"),
+    ("layer,expert,bits\n0,0\n", "line 2: expected three numbers"),
+    ("layer,expert,bits\n0,0,nan\n", "line 2: expected a number"),
+])  # fmt: skip
 def test_a_damaged_table_is_refused(source, tmp_path, rows, message):
     table = tmp_path / "bits.csv"
     table.write_text(rows)
@@ -496,18 +488,12 @@ def test_a_damaged_table_is_refused(source, tmp_path, rows, message):
     assert not (tmp_path / "w.parquet").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "either bits or a table"),
-        ({"bits": [8, 4], "shares": [1.0]}, "one share for each of 2 widths, got 1"),
-        (
-            {"bits": [8, 4], "shares": [0.5, 0.4]},
-            "shares that add up to 1, got 0.5,0.4",
-        ),
-        ({"bits": [8, 0]}, "expected 0 < bits <= 64"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({}, "either bits or a table"),
+    ({"bits": [8, 4], "shares": [1.0]}, "one share for each of 2 widths, got 1"),
+    ({"bits": [8, 4], "shares": [0.5, 0.4]}, "shares that add up to 1, got 0.5,0.4"),
+    ({"bits": [8, 0]}, "expected 0 < bits <= 64"),
+])  # fmt: skip
 def test_widths_that_make_no_sense_are_refused(source, tmp_path, options, message):
     with pytest.raises(TraceError, match=message):
         set_widths(source, tmp_path / "w.parquet", **options)

@@ -46,7 +46,9 @@ class AdviseOptions(ModelOptions):
     """Which machine, what shall be done on it, and where answers go."""
 
     cpu: str | None = option(
-        None, "Processor, or numbers as in cores=8,ghz=3.6.", metavar="NAME"
+        None,
+        "Processor, or numbers as in cores=8,ghz=3.6.",
+        metavar="NAME",
     )
     ram: str | None = option(None, "Memory, such as 2x16GB DDR4-3600.", metavar="WORDS")
     gpu: str | None = option(
@@ -56,50 +58,39 @@ class AdviseOptions(ModelOptions):
         metavar="NAME",
     )
     pcie: str | None = option(
-        None, "Link of the card, such as 4.0x8.", metavar="GENxLANES"
+        None,
+        "Link of the card, such as 4.0x8.",
+        metavar="GENxLANES",
     )
     hw: str | None = option(
-        None, "Profile that moesim profile wrote here.", metavar="FILE", place="input"
+        None,
+        "Profile that moesim profile wrote here.",
+        metavar="FILE",
+        place="input",
     )
     bench: Path | None = input_option("Rows of llama-bench -o json, jsonl, csv or md.")
     context_tokens: int = option(
         8192,
         "Tokens that the context holds.",
-        kind=int,
         minimum=1,
-        metavar="N",
     )
-    prompt_tokens: int = option(
-        2048, "Tokens of the prompt.", kind=int, minimum=1, metavar="N"
-    )
-    new_tokens: int = option(
-        512, "Tokens of the answer.", kind=int, minimum=1, metavar="N"
-    )
-    batch: int = option(
-        1, "Requests that run together.", kind=int, minimum=1, metavar="B"
-    )
+    prompt_tokens: int = option(2048, "Tokens of the prompt.", minimum=1)
+    new_tokens: int = option(512, "Tokens of the answer.", minimum=1)
+    batch: int = option(1, "Requests that run together.", minimum=1, metavar="B")
     micro_batch: int | None = option(
         None,
         "Most prompt tokens of a forward pass, llama.cpp's -ub. Default: the fastest.",
-        kind=int,
         minimum=1,
-        metavar="N",
     )
     keep_gpu_memory_bytes: int = option(
         "256MiB",
         "Graphics memory to leave free.",
-        kind=int,
-        is_size=True,
         minimum=0,
-        metavar="SIZE",
     )
     keep_host_memory_bytes: int = option(
         0,
         "Host memory to leave free.",
-        kind=int,
-        is_size=True,
         minimum=0,
-        metavar="SIZE",
     )
     routing_trace: Path | None = input_option(
         "Routing of this model: bound of any schedule, an expert cache, masks for"
@@ -116,9 +107,8 @@ class AdviseOptions(ModelOptions):
         False,
         "What an expert cache would give, on synthetic routing; takes a few seconds"
         " more.",
-        kind=bool,
     )
-    explain: bool = option(False, "Print the seconds of every term.", kind=bool)
+    explain: bool = option(False, "Print the seconds of every term.")
     html: Path | None = file_option("Write a page with figures.", *PAGES)
     save_profile: Path | None = file_option(
         "Write the machine as a hardware profile, for moesim replay --hw.",

@@ -37,13 +37,10 @@ class CompareOptions(Options):
         " The word systems stands for every published system that the trace can serve.",
         metavar="A",
         policy_kind="assignment",
-        many=True,
     )
     jobs: int | None = option(
         None,
         "Replays at the same time. Default: as many as pay, one per core at most.",
-        kind=int,
-        metavar="N",
         minimum=1,
     )
     out: Path | None = folder_option("Write tables, report and PNG there.")

@@ -57,12 +57,12 @@ class VerifyOptions(Options):
     out: Path = option(
         Path("verify"),
         "Folder of all results; an interrupted call is continued there.",
-        kind=Path,
         metavar="DIR",
         place="folder",
     )
     minutes: float = minutes_option(
-        "For everything; decides how many cells and repetitions are made.", 10.0
+        "For everything; decides how many cells and repetitions are made.",
+        10.0,
     )
     seed: int = seed_option()
     as_json: bool = json_option()
@@ -115,7 +115,6 @@ class ValidateOptions(Options):
     traces: tuple[Path, ...] = input_option(
         "moesim traces (Parquet); with --structure folders of real runs.",
         (),
-        many=True,
         argument=True,
         metavar="TRACE…",
     )
@@ -126,24 +125,17 @@ class ValidateOptions(Options):
     cache_ratio: tuple[float, ...] = option(
         (0.1, 0.3, 0.6),
         "Shares of experts in the GPU cache.",
-        kind=float,
-        many=True,
         metavar="R",
     )
-    batch: tuple[int, ...] = option(
-        (1, 4), "Sequences that run together.", kind=int, many=True, metavar="B"
-    )
+    batch: tuple[int, ...] = option((1, 4), "Sequences that run together.", metavar="B")
     shape: tuple[str, ...] | None = option(
         None,
         "Sizes of the experts. Default: the trace's own.",
-        many=True,
         metavar="NAME[/N]",
     )
     host_ratio: tuple[float, ...] = option(
         (1.0,),
         "Shares of experts in host memory.",
-        kind=float,
-        many=True,
         metavar="R",
     )
     hw: str | None = option(
@@ -152,14 +144,12 @@ class ValidateOptions(Options):
         metavar="FILE",
         place="input",
     )
-    steps: int = option(
-        16, "Forward passes of each run.", kind=int, metavar="N", minimum=2
-    )
-    repetitions: int = option(5, "Of each real run.", kind=int, metavar="N", minimum=1)
+    steps: int = option(16, "Forward passes of each run.", minimum=2)
+    repetitions: int = option(5, "Of each real run.", minimum=1)
     minutes: float | None = minutes_option(
         "A limit: cells and repetitions that do not fit are left out, and named."
     )
-    store: Path | None = option(None, STORES, kind=Path, metavar="DIR")
+    store: Path | None = option(None, STORES, metavar="DIR")
     out: Path | None = folder_option(
         "Write the report there, after every half minute; a second call goes on."
     )
@@ -167,7 +157,6 @@ class ValidateOptions(Options):
         False,
         "Instead: replay finished real runs with their measured times. What differs"
         " then is structure, no noise.",
-        kind=bool,
         excludes=(*_OF_GRID, "out", "seed", "protocol", "measured"),
     )
     protocol: Path | None = folder_option(
@@ -178,19 +167,17 @@ class ValidateOptions(Options):
     sittings: int | None = option(
         None,
         "With --protocol: sittings now; 0 judges those that are there.",
-        kind=int,
-        metavar="N",
         minimum=0,
         needs=("protocol",),
     )
     earlier: Path | None = input_option(
-        "Sum up with an earlier validation.json.", flag="--with"
+        "Sum up with an earlier validation.json.",
+        flag="--with",
     )
     measured: tuple[Path, ...] = input_option(
         "Instead: predict other people's measurements in these folders, whole platforms"
         " and sources left out.",
         (),
-        many=True,
         metavar="DIR",
         excludes=(*_OF_GRID, "traces", "seed"),
     )
@@ -384,16 +371,14 @@ class CalibrateOptions(Options):
         "Learn from these folders of finished real runs (moesim run --out) instead of"
         " making designed ones.",
         (),
-        many=True,
         metavar="RUN",
         flag="--from",
         excludes=("quick", "shape", "against", "minutes", "store"),
     )
-    quick: bool = option(False, "Shorter runs.", kind=bool)
+    quick: bool = option(False, "Shorter runs.")
     shape: tuple[str, ...] | None = option(
         None,
         "Two sizes of experts, the larger first.",
-        many=True,
         metavar="NAME[/N]",
     )
     hw: str | None = option(
@@ -409,10 +394,8 @@ class CalibrateOptions(Options):
         "A limit: runs are repeated for so long at most, until no constant is so wide"
         " that predictions move by more than 2 %.",
     )
-    force: bool = option(
-        False, "Write a profile that cannot be trusted all the same.", kind=bool
-    )
-    store: Path | None = option(None, STORES, kind=Path, metavar="DIR")
+    force: bool = option(False, "Write a profile that cannot be trusted all the same.")
+    store: Path | None = option(None, STORES, metavar="DIR")
     seed: int = seed_option()
     as_json: bool = json_option()
 
@@ -527,25 +510,25 @@ class SensitivityOptions(Options):
 
     trace: Path = trace_argument()
     policy: tuple[str, ...] = policies_option(
-        "greedy+lru", "on-demand+lru", "all-cpu+none"
+        "greedy+lru",
+        "on-demand+lru",
+        "all-cpu+none",
     )
     hw: str | None = option(
-        None, "Machine: a name or a file.", metavar="NAME|FILE", place="input"
+        None,
+        "Machine: a name or a file.",
+        metavar="NAME|FILE",
+        place="input",
     )
     cache_ratio: float = option(
         0.25,
         "Share of experts cached.",
-        kind=float,
         metavar="R",
         minimum=0.0,
         maximum=1.0,
     )
-    batch: int = option(
-        1, "Sequences that run together.", kind=int, metavar="B", minimum=1
-    )
-    steps: int = option(
-        32, "Forward passes replayed.", kind=int, metavar="N", minimum=1
-    )
+    batch: int = option(1, "Sequences that run together.", metavar="B", minimum=1)
+    steps: int = option(32, "Forward passes replayed.", minimum=1)
     as_json: bool = json_option()
 
 

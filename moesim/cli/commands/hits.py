@@ -48,16 +48,13 @@ class HitsOptions(Options):
         "Cache policies (see: list cache).",
         metavar="C",
         policy_kind="cache",
-        many=True,
     )
     cache_ratio: tuple[float, ...] = option(
         (0.05, 0.1, 0.2, 0.3, 0.5, 0.75),
         "Sizes, as shares of all experts.",
-        kind=float,
         metavar="R",
         minimum=0,
         maximum=1,
-        many=True,
     )
     png: Path | None = file_option("Draw them.", *PICTURES)
     html: Path | None = file_option("Write a page with their curves.", *PAGES)

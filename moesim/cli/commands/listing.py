@@ -25,7 +25,6 @@ class ListOptions(Options):
     kind: str | None = option(
         None,
         "One kind; all but engines without it.",
-        metavar="|".join(KINDS),
         argument=True,
         choices=KINDS,
     )
@@ -204,7 +203,7 @@ def _models() -> list[dict[str, Any]]:
 class ConfigOptions(Options):
     """What is printed of the options of a run."""
 
-    schema: bool = option(False, "Print a JSON schema instead, for editors.", kind=bool)
+    schema: bool = option(False, "Print a JSON schema instead, for editors.")
 
 
 @from_dataclass(from_file=False)

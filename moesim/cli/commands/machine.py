@@ -22,7 +22,7 @@ from moesim.cli.options import from_dataclass
 def disk_option(default: str) -> Any:
     """``--disk``, where experts will lie."""
     text = f"Folder on the disk that will hold experts. Default: {default}."
-    return option(None, text, kind=Path, metavar="DIR")
+    return option(None, text, metavar="DIR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,6 @@ class DoctorOptions(Options):
     warm: bool = option(
         False,
         "Only compile everything that runs would wait for once.",
-        kind=bool,
         excludes=("report", "disk", "as_json"),
     )
     as_json: bool = json_option()
@@ -97,9 +96,7 @@ class ProfileOptions(Options):
         # `load_profile` tells files from names by it.
         suffixes=(".toml",),
     )
-    quick: bool = option(
-        False, "About 10 s instead of 40 s, with fewer sizes.", kind=bool
-    )
+    quick: bool = option(False, "About 10 s instead of 40 s, with fewer sizes.")
     shape: str | None = option(
         None,
         "Model whose experts are measured. Default: qwen3-30b-a3b.",

@@ -51,25 +51,16 @@ class QualityOptions(Options):
     cache_ratio: tuple[float, ...] = option(
         (),
         "Shares of all experts in the GPU cache, one setting each.",
-        kind=float,
         metavar="R",
         minimum=0,
         maximum=1,
-        many=True,
     )
-    tokens: int = option(
-        1024, "Tokens to score, in whole passages.", kind=int, metavar="N", minimum=1
-    )
-    prompt_tokens: int = option(
-        64, "Tokens of a passage read before.", kind=int, metavar="N", minimum=1
-    )
-    scored_tokens: int = option(
-        64, "Tokens of a passage scored.", kind=int, metavar="N", minimum=1
-    )
+    tokens: int = option(1024, "Tokens to score, in whole passages.", minimum=1)
+    prompt_tokens: int = option(64, "Tokens of a passage read before.", minimum=1)
+    scored_tokens: int = option(64, "Tokens of a passage scored.", minimum=1)
     own_input: bool = option(
         False,
         "Experts started one layer ahead get their own layer's input after all.",
-        kind=bool,
     )
     residual: Path | None = input_option(
         "Residual vectors for --prefetch residual (see: record)."

@@ -47,25 +47,21 @@ class TextOptions(Options):
         metavar="NAME",
         needs=("dataset_file",),
     )
-    limit: int | None = option(
-        None, "Take the first N prompts.", kind=int, metavar="N", minimum=1
-    )
+    limit: int | None = option(None, "Take the first N prompts.", minimum=1)
     target: Path = target_argument("The trace to write.", Path("trace.parquet"))
     model: str = option(
-        "tiny", "The shipped model or a Hugging Face folder.", metavar="tiny|DIR"
+        "tiny",
+        "The shipped model or a Hugging Face folder.",
+        metavar="tiny|DIR",
     )
     store: Path | None = option(
         None,
         "Read experts from this store (built if new): for models beyond memory.",
-        kind=Path,
         metavar="DIR",
     )
     host_memory_bytes: int | None = option(
         None,
         "Memory for experts beside --store. Default: 4GiB.",
-        kind=int,
-        metavar="SIZE",
-        is_size=True,
         # Without a store the whole model is in memory, whatever it takes.
         needs=("store",),
     )
@@ -85,7 +81,6 @@ class RecordCommand(RecordOptions, TextOptions):
     finish: bool = option(
         False,
         "Run nothing; make DST of the sequences a stopped recording has.",
-        kind=bool,
     )
     as_json: bool = json_option()
 

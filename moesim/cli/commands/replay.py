@@ -26,7 +26,6 @@ class ReplayOptions(Options):
     cache_only: bool = option(
         False,
         "Count hits of the cache alone: every miss is fetched, no time.",
-        kind=bool,
         excludes=(
             *("arrivals", "hw", "prefetch", "routing", "host_memory_bytes"),
             *("host_cache", "staging", "prefetch_budget_bytes", "gpu_split"),

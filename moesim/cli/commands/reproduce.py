@@ -39,19 +39,18 @@ class ReproduceOptions(Options):
         argument=True,
     )
     list_all: bool = option(
-        False, "List the experiments and what each needs.", kind=bool, flag="--list"
+        False,
+        "List the experiments and what each needs.",
+        flag="--list",
     )
     traces: tuple[Path, ...] | None = input_option(
         "Traces, with commas. Default: the shipped one, and ../shared/traces of a"
         " checkout.",
-        many=True,
         flag="--trace",
     )
     steps: int | None = option(
         None,
         "Look at the first N forward passes; 0 for all. Default: 300.",
-        kind=int,
-        metavar="N",
         minimum=0,
     )
     seed: int = seed_option()
@@ -60,7 +59,6 @@ class ReproduceOptions(Options):
         "All published records beside ours, speeds included, on drawn traces. About"
         " four minutes on two quiet cores; what was interrupted goes on where it"
         " stopped.",
-        kind=bool,
         flag="--all",
         needs=("out",),
         excludes=("name", "traces", "steps"),
@@ -77,13 +75,11 @@ class ReproduceOptions(Options):
         None,
         "With --all: only these papers.",
         metavar="NAME",
-        many=True,
         needs=("everything",),
     )
     minutes: float | None = option(
         None,
         "With --all: a limit; what does not fit is left out, and the next call goes on.",
-        kind=float,
         metavar="M",
         minimum=0.0,
         needs=("everything",),
@@ -91,8 +87,6 @@ class ReproduceOptions(Options):
     jobs: int | None = option(
         None,
         "With --all, or map: processes. Default: at most 2.",
-        kind=int,
-        metavar="N",
         minimum=1,
     )
     as_json: bool = json_option()

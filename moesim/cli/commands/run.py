@@ -43,7 +43,6 @@ class RunOptions(Options):
     startup: bool = option(
         False,
         "Also compare two ways to start: experts on demand, or all of them first.",
-        kind=bool,
     )
     out: Path | None = folder_option("Write the run's tables and figures there.")
     perfetto: Path | None = file_option(
@@ -54,13 +53,11 @@ class RunOptions(Options):
         None,
         "Improve this profile by the run. It is the run's own where it is there and"
         " --hw names none; else it is written anew.",
-        kind=Path,
         metavar="FILE",
     )
     force: bool = option(
         False,
         "Also write a profile that is not trusted.",
-        kind=bool,
         needs=("learn",),
     )
     as_json: bool = json_option()

@@ -32,11 +32,12 @@ class BuildOptions(Options):
     """Which experts are written, where, and as what."""
 
     model: str = option(
-        REQUIRED, "tiny, or a Hugging Face folder.", metavar="MODEL", argument=True
+        REQUIRED,
+        "tiny, or a Hugging Face folder.",
+        metavar="MODEL",
+        argument=True,
     )
-    out: Path = option(
-        REQUIRED, "The store's folder.", kind=Path, metavar="DIR", place="folder"
-    )
+    out: Path = option(REQUIRED, "The store's folder.", metavar="DIR", place="folder")
     dtype: str | None = option(
         None,
         "float32, bfloat16 or float16. Default: the model's own; float32 for tiny.",

@@ -42,8 +42,6 @@ class ManyRunsOptions(Options):
     jobs: int | None = option(
         None,
         "Replays at the same time. Default: as many as pay, one per core at most.",
-        kind=int,
-        metavar="N",
         minimum=1,
     )
     cluster: str | None = option(
@@ -152,20 +150,16 @@ class SearchOptions(ManyRunsOptions):
         ("tpot_s",),
         "What is to be best; several metrics give a Pareto front.",
         metavar="METRIC",
-        many=True,
     )
-    trials: int = option(
-        60, "Runs that are proposed.", kind=int, metavar="N", minimum=1
-    )
+    trials: int = option(60, "Runs that are proposed.", minimum=1)
     over: tuple[str, ...] = option(
         (),
         "Choose a number, such as cache_ratio=0.05:0.5, or a parameter of a policy,"
         " such as cache.decay=0.5:0.99.",
         metavar="NAME=LOW:HIGH",
-        many=True,
     )
     halving: bool = option(
-        False, "Replay few steps first, and the best third for longer.", kind=bool
+        False, "Replay few steps first, and the best third for longer."
     )
     minutes: float | None = minutes_option(
         "A limit: proposals that do not fit are left out; with --results the next call"

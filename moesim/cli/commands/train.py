@@ -35,7 +35,6 @@ class TrainCacheOptions(Options):
     out: Path = option(
         REQUIRED,
         "Folder for network and report.",
-        kind=Path,
         metavar="DIR",
         place="folder",
     )
@@ -52,23 +51,19 @@ class TrainCacheOptions(Options):
     hidden: int = option(
         128,
         "Hidden units: 128 (the paper's table) or 64.",
-        kind=int,
         metavar="H",
         minimum=1,
     )
     cache_ratio: float = option(
         0.25,
         "Cache size for masked labels, and one of the report's.",
-        kind=float,
         metavar="R",
         minimum=0,
         maximum=1,
     )
-    epochs: int = option(200, "At most so many.", kind=int, metavar="N", minimum=1)
-    batch: int = option(1, "Sequences run together.", kind=int, metavar="N", minimum=1)
-    steps: int | None = option(
-        None, "Take the first N steps of each batch.", kind=int, metavar="N", minimum=1
-    )
+    epochs: int = option(200, "At most so many.", minimum=1)
+    batch: int = option(1, "Sequences run together.", minimum=1)
+    steps: int | None = option(None, "Take the first N steps of each batch.", minimum=1)
     seed: int = seed_option()
     as_json: bool = json_option()
 
@@ -171,11 +166,10 @@ class TrainTinyOptions(Options):
     out: Path = option(
         REQUIRED,
         "Folder for the checkpoint.",
-        kind=Path,
         metavar="DIR",
         place="folder",
     )
-    minutes: float = option(12.0, "Training time.", kind=float, minimum=0.01)
+    minutes: float = option(12.0, "Training time.", minimum=0.01)
     seed: int = seed_option()
 
 

@@ -159,9 +159,7 @@ def check(options: LookOptions) -> None:
 class StatsOptions(LookOptions):
     """How a trace is walked through, and what is written of it."""
 
-    batch: int = option(
-        1, "Sequences that run together.", kind=int, metavar="B", minimum=1
-    )
+    batch: int = option(1, "Sequences that run together.", metavar="B", minimum=1)
     html: Path | None = file_option("Also write a page with pictures.", *PAGES)
     out: Path | None = folder_option("Also write the figures as Parquet.")
 
@@ -244,16 +242,11 @@ class ResidencyOptions(LookOptions):
         None,
         "The engine's expert cache. Default: the size at which as many accesses hit as"
         " in the engine.",
-        kind=int,
-        metavar="SIZE",
-        is_size=True,
         flag="--cache-size",
     )
     engine_hits: int | None = option(
         None,
         "Hits by the engine's own counter, to compare.",
-        kind=int,
-        metavar="N",
         minimum=0,
     )
 

@@ -29,7 +29,7 @@ SHAPE = "layers=1,experts=6,top_k=1,expert_bytes=1MiB"
 
 
 def _numbers(text: str, metavar: str) -> Any:
-    return option(None, text, kind=float, metavar=metavar, many=True)
+    return option(None, text, metavar=metavar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,6 @@ class ImportOptions(Options):
         "A foreign routing trace; or tables, one for each MoE layer.",
         REQUIRED,
         metavar="SRC…",
-        many=True,
         argument=True,
     )
     target: Path = target_argument("The trace to write.")
@@ -50,7 +49,9 @@ class ImportOptions(Options):
         metavar="NAME|WORDS",
     )
     quant: str | None = option(
-        None, "Weight format that decides the bytes. Default: bf16.", metavar="FORMAT"
+        None,
+        "Weight format that decides the bytes. Default: bf16.",
+        metavar="FORMAT",
     )
     map: str | None = option(
         None,
@@ -60,14 +61,11 @@ class ImportOptions(Options):
     prompt_tokens: int | None = option(
         None,
         "First tokens of every sequence that are prompt, where the file does not say.",
-        kind=int,
-        metavar="N",
         minimum=0,
     )
     batch: int | None = option(
         None,
         "Sequences that ran together, where a file holds router logits alone.",
-        kind=int,
         metavar="B",
         minimum=1,
     )
@@ -75,11 +73,11 @@ class ImportOptions(Options):
         (),
         "What else the importer of this layout asks for.",
         metavar="NAME=VALUE",
-        many=True,
         flag="--option",
     )
     drop_incomplete: bool = option(
-        False, "Leave out a last line or token that was cut off.", kind=bool
+        False,
+        "Leave out a last line or token that was cut off.",
     )
     as_json: bool = json_option()
 
@@ -221,7 +219,7 @@ def export(options: ExportOptions) -> None:
 
 
 def _habit(text: str, maximum: float) -> Any:
-    return option(None, text, kind=float, minimum=0, maximum=maximum, needs=("shape",))
+    return option(None, text, minimum=0, maximum=maximum, needs=("shape",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +230,6 @@ class SynthOptions(Options):
     tokens: float = option(
         REQUIRED,
         "Tokens in all, such as 1e6.",
-        kind=float,
         metavar="N",
         minimum=1,
         maximum=1e12,
@@ -246,10 +243,13 @@ class SynthOptions(Options):
         excludes=("shape",),
     )
     save_stats: Path | None = file_option(
-        "Save the statistics; --like takes them.", needs=("like",)
+        "Save the statistics; --like takes them.",
+        needs=("like",),
     )
     shape: str | None = option(
-        None, "A model instead (see: list models).", metavar="NAME|WORDS"
+        None,
+        "A model instead (see: list models).",
+        metavar="NAME|WORDS",
     )
     quant: str | None = option(
         None,
@@ -265,15 +265,11 @@ class SynthOptions(Options):
     prompt_tokens: int | None = option(
         None,
         "Prompt tokens of each sequence. Default: 0, or as in --like.",
-        kind=int,
-        metavar="N",
         minimum=0,
     )
     new_tokens: int | None = option(
         None,
         "Generated tokens of each sequence. Default: 512, or as in --like.",
-        kind=int,
-        metavar="N",
         minimum=0,
     )
     seed: int = seed_option()
@@ -356,25 +352,22 @@ class PredictOptions(Options):
         "R",
     )
     residual_recall: float | None = option(
-        None, "Recall of pred1_res, which DALI needs.", kind=float, metavar="R"
+        None,
+        "Recall of pred1_res, which DALI needs.",
+        metavar="R",
     )
     at: int | None = option(
         None,
         "Measure recalls at N: a token's N best experts, among the N best predicted."
         " Default: all K.",
-        kind=int,
-        metavar="N",
         minimum=1,
     )
-    scores: bool = option(False, "Also draw the gate's scores, and weights.", kind=bool)
-    between_depths: float = option(
-        0.6, "Correlation of errors of adjacent depths.", kind=float
-    )
-    between_tokens: float = option(
-        0.4, "Correlation of errors of adjacent tokens.", kind=float
-    )
+    scores: bool = option(False, "Also draw the gate's scores, and weights.")
+    between_depths: float = option(0.6, "Correlation of errors of adjacent depths.")
+    between_tokens: float = option(0.4, "Correlation of errors of adjacent tokens.")
     between_layers: float = option(
-        0.4, "Share of difficulty that a token's layers share.", kind=float
+        0.4,
+        "Share of difficulty that a token's layers share.",
     )
     seed: int = seed_option()
     as_json: bool = json_option()
