@@ -496,7 +496,8 @@ class CompiledPrefetch(PrefetchPolicy):
     def _routing(self, work: LayerWork) -> list[np.ndarray]:
         """Experts of every token, in this layer and the two before in its pass."""
         last = self._last
-        if not last or (last[0].step, last[0].layer + 1) != (work.step, work.layer):
+        follows = last and last[0].step == work.step
+        if not follows or last[0].layer + 1 != work.layer:
             last = ()
         known = (work, *last)
         self._last = known[:2]

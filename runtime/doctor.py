@@ -368,11 +368,10 @@ def _alone(lane: str, work: LaneWork, nbytes: int) -> tuple[str, Finding]:
 
 def _pair(victim: str, other: str, work: dict[str, LaneWork]) -> tuple[str, Finding]:
     name = f"{victim} beside {other}"
-    factor = max(
-        1.0,
-        float(np.median([slowdown(work[victim], work[other], 0.3) for _ in range(3)])),
-    )
-    return name, pair_finding(factor)
+    works = (work[victim], work[other])
+    slower = [slowdown(*works, 0.3) for _ in range(3)]
+    factor = float(np.median(slower))
+    return name, pair_finding(max(1.0, factor))
 
 
 def pair_finding(factor: float) -> Finding:

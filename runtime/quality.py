@@ -653,7 +653,8 @@ def _rerouted(
     # Experts modules know no empty column: it repeats the token's first expert, with
     # weight zero.
     used = ids != UNUSED
-    first = np.where(used.any(1), ids[np.arange(len(ids)), used.argmax(1)], 0)
+    rows = np.arange(len(ids))
+    first = np.where(used.any(1), ids[rows, used.argmax(1)], 0)
     filled = np.where(used, ids, first[:, None]).astype(np.int64)
     index = torch.from_numpy(filled).to(call.index)
     weights = torch.from_numpy(np.where(used, shares, 0).astype(np.float32))

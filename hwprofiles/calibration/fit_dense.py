@@ -105,7 +105,8 @@ def fit_dense(
         return
     parts_of_works = [part for work in works for part in by_work[work]]
     seconds = np.array([part.seconds for part in parts_of_works])
-    groups = np.repeat(np.arange(len(works)), [len(by_work[work]) for work in works])
+    counts = [len(by_work[work]) for work in works]
+    groups = np.repeat(np.arange(len(works)), counts)
     points = points_of(seconds, groups, groups)
     units = Units(
         np.array([part.run for part in parts_of_works]),

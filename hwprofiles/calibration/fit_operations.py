@@ -63,7 +63,8 @@ _BLOCKS = 4
 `benchmarks/calibration_coverage.py`.
 """
 
-_SIZE_EDGES = np.unique(np.round(2.0 ** np.arange(0.0, 14.0, 0.25)).astype(np.int64))
+_QUARTERS = np.round(2.0 ** np.arange(0.0, 14.0, 0.25))
+_SIZE_EDGES = np.unique(_QUARTERS.astype(np.int64))
 """Borders between groups of products by tokens: four to a doubling."""
 _RUN_BITS = 20
 """Groups of operations are numbered below this bit; numbers of runs lie above it."""

@@ -136,7 +136,9 @@ def _answer(ranked: pd.DataFrame, rows: Sequence[Sequence[str]]) -> str:
     causal = [row for row in rows if row[1] != "sees the future"]
     if not causal:
         return "every policy sees the future, so none wins"
-    wins = {row[0]: int(row[1].split()[0]) + int(row[2]) for row in causal}
+    wins = {}
+    for name, alone, shared, *_ in causal:
+        wins[name] = int(alone.split()[0]) + int(shared)
     most = max(wins.values())
     names = " and ".join(name for name, count in wins.items() if count == most)
     cells = causal[0][1].partition(" of ")[2]
@@ -505,9 +507,12 @@ def _with_placement(
     runs: Sequence[Mapping[Any, Any]], rows: Sequence[Mapping[str, Any]]
 ) -> list[int]:
     """The runs whose placement the page holds: all, or the fastest of their cells."""
-    order = sorted(
-        range(len(runs)), key=lambda run: (not rows[run]["wins"], rows[run]["ms"] or 0)
-    )
+
+    def rank(run: int) -> tuple[bool, float]:
+        row = rows[run]
+        return not row["wins"], row["ms"] or 0
+
+    order = sorted(range(len(runs)), key=rank)
     held = []
     cells = 0
     for run in order:

@@ -654,7 +654,8 @@ def routing_bound(
         rates: of the machine.
     """
     # The smallest ones first, wherever they are served: no split has fewer bytes.
-    least_bytes = np.concatenate([[0], np.cumsum(np.sort(np.asarray(sizes)))])
+    ascending = np.sort(np.asarray(sizes))
+    least_bytes = np.concatenate([[0], np.cumsum(ascending)])
     on_cpu = np.arange(len(sizes) + 1)
     copies = np.maximum(0, reads - on_cpu)
 

@@ -414,7 +414,8 @@ class OfflineOptimalCache(CompiledCache):
             self.stays.append(stays)
             plan[members] = stays.kept
 
-        marks = np.zeros((4, max(layers * experts, len(edges), len(keys))), np.int64)
+        columns = max(layers * experts, len(edges), len(keys))
+        marks = np.zeros((4, columns), np.int64)
         marks[_EDGES, : len(edges)] = edges
         marks[_KEYS, : len(keys)] = keys
         marks[_PLAN, : len(keys)] = plan

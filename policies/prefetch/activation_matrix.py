@@ -244,7 +244,8 @@ class ActivationMatrix(CompiledPrefetch):
         keys = layers * experts
         scores = np.zeros((keys + 2 * layers + 2, self.capacity))
         scores[:keys, :kept] = known.reshape(kept, keys).T
-        scores[keys : keys + layers, :kept] = np.sqrt((known**2).sum(axis=2)).T
+        squares = (known**2).sum(axis=2)
+        scores[keys : keys + layers, :kept] = np.sqrt(squares).T
         scores[-2, :] = 1.0
         rules = (self.mask == "prefix", self.size is None, self.size or 0)
         integers = [experts, layers, *rules, -1, kept, kept]

@@ -347,12 +347,13 @@ class SequenceGroup:
             first = self._prompt_rows[0] + self.layers * place
             span = slice(first, first + self.layers * computed)
             rows = self._gather([span])
+            context_tokens = 1 + int(self._group[0].pos[span.stop - 1])
             passes = self._pass_rows(
                 Phase.DECODE,
                 rows,
                 rows["layer"].astype(np.int64),
                 tokens=np.array([computed]),
-                context_tokens=np.array([1 + int(self._group[0].pos[span.stop - 1])]),
+                context_tokens=np.array([context_tokens]),
                 sequences=np.array([1]),
             )
             yield replace(passes, drafted=computed - 1, kept=kept)

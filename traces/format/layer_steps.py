@@ -333,7 +333,8 @@ def join(parts: list[LayerSteps]) -> LayerSteps:
 
     # Each part's edges count from its own first access, and the last one is the first
     # of the next part.
-    starts = np.cumsum([0, *(len(part.experts) for part in parts)]).astype(np.int64)
+    lengths = [len(part.experts) for part in parts]
+    starts = np.cumsum([0, *lengths]).astype(np.int64)
     edges = [
         part.edges[:-1] + start for part, start in zip(parts, starts, strict=False)
     ]

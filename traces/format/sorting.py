@@ -140,7 +140,8 @@ class Appearance:
 
         if highest >= len(self._table):
             # Doubled, so that growing costs little in all.
-            longer = np.full(max(highest + 1, 2 * len(self._table)), -1, np.int32)
+            labels_in_all = max(highest + 1, 2 * len(self._table))
+            longer = np.full(labels_in_all, -1, np.int32)
             longer[: len(self._table)] = self._table
             self._table = longer
 
@@ -190,7 +191,8 @@ def whole_sequences(pieces: Iterable[Block]) -> Iterator[Block]:
             continue
 
         step = np.diff(seq)
-        if (step < 0).any() or (pending and seq[0] < pending[0]["seq"][0]):
+        falls = pending and seq[0] < pending[0]["seq"][0]
+        if falls or (step < 0).any():
             raise ApartError
 
         edges = [0, *(np.flatnonzero(step) + 1).tolist(), len(seq)]

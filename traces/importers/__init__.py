@@ -413,7 +413,8 @@ class _SequenceChecks:
         if 0 <= table.min() <= table.max() < limit:
             return
 
-        row = int(((table < 0) | (table >= limit)).any(axis=1).argmax())
+        outside = (table < 0) | (table >= limit)
+        row = int(outside.any(axis=1).argmax())
         expected = f"0..{limit - 1}"
         way_out = f"model {self._shape.name}"
         raise self._error(block, row, name, expected, table[row].max(), way_out)

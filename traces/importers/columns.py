@@ -341,7 +341,8 @@ class _Counts:
         """Return for each row [N] how many rows its sequence had before it."""
         if not len(seq):
             return np.zeros(0, np.int64)
-        longer = np.zeros(max(int(seq.max()) + 1, len(self._rows)), np.int64)
+        sequences = int(seq.max()) + 1
+        longer = np.zeros(max(sequences, len(self._rows)), np.int64)
         longer[: len(self._rows)] = self._rows
         self._rows = longer
 

@@ -260,7 +260,8 @@ def _working_set(used: list[np.ndarray]) -> dict[str, float]:
 def _overlap(used: list[np.ndarray]) -> dict[str, float]:
     shares: dict[str, float] = {}
     for lag in LAGS_TOKENS:
-        both = sum(np.count_nonzero(part[:, lag:] & part[:, :-lag]) for part in used)
+        common = [part[:, lag:] & part[:, :-lag] for part in used]
+        both = sum(map(np.count_nonzero, common))
         asked = sum(np.count_nonzero(part[:, lag:]) for part in used)
         if asked:
             shares[str(lag)] = float(both / asked)

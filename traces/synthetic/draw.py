@@ -223,7 +223,8 @@ def _draw_kinds(
     near = np.minimum(place // 2, NEAR_TOKENS)
     low = place - near
     high = np.minimum(place + near, count - 1)
-    start = low + (rng.random(place.shape) * (high - low + 1)).astype(np.int64)
+    further = rng.random(place.shape) * (high - low + 1)
+    start = low + further.astype(np.int64)
 
     begins = rng.random(place.shape) * RUN_TOKENS < 1
     begins[:, 0] = True

@@ -249,7 +249,8 @@ def _popularity(
 
 
 def _flat(routing: np.ndarray, shape: ModelShape) -> np.ndarray:
-    return (routing + np.arange(shape.layers)[:, None] * shape.experts).reshape(-1)
+    first = np.arange(shape.layers) * shape.experts
+    return (routing + first[:, None]).reshape(-1)
 
 
 def shared_bits(routing: list[np.ndarray], shape: ModelShape) -> np.ndarray:
@@ -293,7 +294,8 @@ def _past(routing: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
     # A token far before the first stands for "never".
     never = -UNUSED * 4
     last = np.maximum.accumulate(np.where(chosen, token, never), axis=0)
-    before = np.concatenate([np.full((1, experts), never), last[:-1]])
+    at_first = np.full((1, experts), never)
+    before = np.concatenate([at_first, last[:-1]])
     age = np.where(before < 0, UNUSED, np.minimum(token - before, OLDEST))
     return AGE_CLASS[age], chosen
 
@@ -495,9 +497,8 @@ def _distance(current: _Habits, target: _Habits) -> float:
     missing = _missing_bits(current, target)
     of_age = float(np.abs(current.age - target.age).sum(axis=1).mean())
     repeated = np.abs(np.log(current.repeated / target.repeated)).mean()
-    return (
-        of_age + float(repeated) + float(np.abs(missing).sum()) / max(len(missing), 1)
-    )
+    of_bits = np.abs(missing).sum() / max(len(missing), 1)
+    return of_age + float(repeated) + float(of_bits)
 
 
 def _moved(

@@ -65,7 +65,8 @@ class CopyAggregator:
         # Of each GPU and expert the last step in which it was there, and whether that
         # was a prefetch whose use is not known yet: [G, L, E], as far as experts have
         # come.
-        gpus = max(1, 1 + int(max(self._link_of.max(), self._gpu_of.max())))
+        last_gpu = max(self._link_of.max(), self._gpu_of.max(), 0)
+        gpus = 1 + int(last_gpu)
         self._present_step = np.empty((gpus, 0, 0), np.int64)
         self._prefetch = np.empty((gpus, 0, 0), np.int8)
 

@@ -439,7 +439,8 @@ def _compute_lanes(lanes: Sequence[str]) -> np.ndarray:
     gpus = [name for name in lanes if name.startswith("gpu")]
     gpus.sort(key=lambda name: int(name.removeprefix("gpu")))
     index = {name: number for number, name in enumerate(lanes)}
-    return np.array([index.get("cpu", -1), *map(index.__getitem__, gpus)], np.int8)
+    cpu = index.get("cpu", -1)
+    return np.array([cpu, *(index[name] for name in gpus)], np.int8)
 
 
 def _names(lanes: Sequence[str]) -> dict[tuple[str, str], tuple[str, ...]]:

@@ -104,12 +104,10 @@ def shipped_population() -> Population:
     text = folder.joinpath("population.yaml").read_text(encoding="utf-8")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     loaded = yaml.load(text, Loader=loader)  # noqa: S506 # safe, in C or in Python
-    return Population(
-        effects={name: (pair[0], pair[1]) for name, pair in loaded["effects"].items()},
-        scales=loaded["scales"],
-        widths={name: (pair[0], pair[1]) for name, pair in loaded["widths"].items()},
-        source=loaded["source"],
-    )
+    # YAML knows no tuples.
+    for kind in ("effects", "widths"):
+        loaded[kind] = {name: tuple(pair) for name, pair in loaded[kind].items()}
+    return Population(**loaded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,8 +203,7 @@ def search(axes: dict[str, Any], options: SearchOptions) -> None:
         print(searched.to_json(orient="records", indent=2))
         return
     shown = searched.drop(columns="digest").head(SHOWN).round(6)
-    rows = [list(map(str, row)) for row in shown.itertuples(index=False, name=None)]
-    print("\n".join(aligned([list(map(str, shown.columns)), *rows])))
+    print("\n".join(aligned(_texts(shown))))
     best = int(searched["best"].sum())
     print(f"\nbest: {best} of {len(searched)} runs that were replayed in full")
     if left_out := searched.attrs["left_out"]:
@@ -292,6 +291,11 @@ def results(options: ResultsOptions) -> None:
     if options.as_json:
         print(frame.to_json(orient="records", indent=2))
         return
-    rows = [list(map(str, row)) for row in frame.itertuples(index=False, name=None)]
-    print("\n".join(aligned([list(map(str, frame.columns)), *rows])))
+    print("\n".join(aligned(_texts(frame))))
     output.print_written([options.table])
+
+
+def _texts(frame: "pd.DataFrame") -> list[list[str]]:
+    """A frame's columns and rows."""
+    rows: list[Any] = [frame.columns, *frame.itertuples(index=False, name=None)]
+    return [list(map(str, row)) for row in rows]

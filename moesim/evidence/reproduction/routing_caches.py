@@ -220,7 +220,8 @@ def _slots_for(excerpt: Excerpt, hit_rate: float) -> int:
             low = middle + 1
 
     # `low` is the first size at or above the rate; the one before may be nearer.
-    return min((max(1, low - 1), low), key=lambda slots: abs(rate(slots) - hit_rate))
+    before = max(1, low - 1)
+    return min((before, low), key=lambda slots: abs(rate(slots) - hit_rate))
 
 
 def flashmoe_hit_rate(excerpt: Excerpt) -> Figures:
