@@ -32,7 +32,7 @@ from moesim.questions.gap_eviction import (
     EvictionSplit,
     split_eviction,
 )
-from moesim.questions.gap_mixes import EVICTION, Grades, MixReplays
+from moesim.questions.gap_mixes import BOUND, EVICTION, Grades, MixReplays
 from moesim.reporting.tables import aligned, facts_lines
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig, takes_options
@@ -277,11 +277,12 @@ def gap(
         )
     opened = trace_of(config)
     setup = Setup.of(config, opened)
-    if bound is None:
+    searched = bound
+    if searched is None:
         rules = clairvoyant_rules(
             config.replaced(trace=opened, policy=CLAIRVOYANT, cache=None, prefetch=None)
         )
-        bound = compose(rules.policy, cache=rules.cache, prefetch=rules.prefetch)
+        searched = compose(rules.policy, cache=rules.cache, prefetch=rules.prefetch)
     # A trace without scores cannot drive caches that go by scores; the rest can be
     # compared all the same.
     at_hand = [
@@ -289,7 +290,7 @@ def gap(
         for name in (references("cache") if causal is None else causal)
         if set(resolve(name, "cache").needs) <= opened.columns
     ]
-    columns = _needed_columns(opened, setup, bound, at_hand)
+    columns = _needed_columns(opened, setup, searched, at_hand)
 
     # A generator each: every replay walks the trace from its beginning.
     def passes() -> Iterable[RoutedStep]:
@@ -310,12 +311,18 @@ def gap(
         system=setup.system,
         passes=passes,
         future=future,
-        bound=bound,
+        bound=searched,
         host_cache=config.host_cache,
         seed=config.seed,
         calibration=setup.calibration,
         extras=extras,
     )
+    if bound is None:
+        # The rules were the best from a start of their own; from this policy's, plain
+        # foresight may lead further.
+        foresight = replace(replays, bound=BOUND)
+        replays = min(replays, foresight, key=MixReplays.ceiling_s)
+    bound = replays.bound
     gap_of_policy = decompose(replays, progress)
     gap_of_policy.eviction = split_eviction(
         setup.system.cache,

@@ -169,6 +169,10 @@ class MixReplays:
                 )
         return self._run(policies, self.memory, free=PLANNING in mix)
 
+    def ceiling_s(self) -> float:
+        """Return the makespan with all parts replaced."""
+        return self.replay_s(self.substitutes())
+
     def resident_s(self) -> float:
         """Return the makespan if all experts were on the GPUs from the start, with the
         bound's assignment and free planning.

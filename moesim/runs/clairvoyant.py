@@ -100,7 +100,7 @@ def searched(config: RunConfig, seconds_of: Callable[[RunConfig], float]) -> Run
         best = min((best, *inside), key=lambda places: seconds(Rules.at(*places)))
     rules = [Rules.at(*best), *Rules.at(*best).others()]
     most_s = CLOSE * min(map(seconds, rules))
-    close = [each for each in rules if seconds(each) <= most_s]
+    close = [each for each in rules if each is rules[0] or seconds(each) <= most_s]
     rules += [each._replace(assignment=EXACT) for each in close]
     return _put(min(rules, key=seconds), config)
 
