@@ -143,8 +143,12 @@ def _tables(folder: Path) -> str:
 
 def _ask(command: Any, line: list[str]) -> None:
     sys.argv = ["moesim", *line]
-    with contextlib.suppress(SystemExit):
+    try:
         command()
+    except SystemExit:
+        pass
+    except Exception as fault:  # noqa: BLE001 # a crash is an answer, and others follow
+        print(f"crashed: {type(fault).__name__}: {fault}", file=sys.stderr)
 
 
 def _named(word: str, *, place: Path, dump: Path) -> str:
