@@ -31,7 +31,7 @@ import moesim
 from benchmarks.judge_recall import MACHINES, OURS, drawn, seconds_of, verdict
 from moesim.machine_code.functions import compiled
 from moesim.policies.base import ABSENT, RESIDENT
-from moesim.policies.cache._kernels import outscored_victims
+from moesim.policies.cache.foresight import _victims
 from moesim.policies.cache.static import Static
 from moesim.policies.compiled import AdmittingCompiledCache
 from moesim.policies.foresight import EDGES, NAMED, NEXT_STEP, VALUE, Foresight
@@ -39,7 +39,6 @@ from moesim.policies.kernels import (
     ACCESSED,
     PREFETCH,
     REPLACEMENTS,
-    VICTIMS,
     CacheKernels,
     KernelView,
     PrefetchKernels,
@@ -186,13 +185,6 @@ def _accessed(state: State, work: Work) -> None:
     _see(state, work)
 
 
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    chosen[:] = outscored_victims(incoming, candidates, state.scores[VALUE])
-
-
 @compiled(REPLACEMENTS)
 def _replacements(
     state: State,
@@ -239,11 +231,8 @@ def _seen_copies(state: State, work: Work, view: KernelView, named: np.ndarray) 
     return _copies(state, work, view, named)
 
 
-class HorizonCache(AdmittingCompiledCache):
-    """Keep what is worth most by what is seen, and by use of late beyond."""
-
-    oracle: ClassVar[bool] = True
-    replaces_by_kernel = True
+class _Rules:
+    """What either part is told, and at which discount and price it copies."""
 
     def __init__(
         self,
@@ -255,7 +244,15 @@ class HorizonCache(AdmittingCompiledCache):
         margin: float = 0.3,
     ) -> None:
         self.rules = (tokens, layers, right, decay)
+        self.decay = decay
         self.margin = margin
+
+
+class HorizonCache(_Rules, AdmittingCompiledCache):
+    """Keep what is worth most by what is seen, and by use of late beyond."""
+
+    oracle: ClassVar[bool] = True
+    replaces_by_kernel = True
 
     def bring(self, context: RunContext) -> CacheKernels:
         """Take the run's horizon, and begin as decayed frequency does."""
@@ -272,20 +269,8 @@ class HorizonCache(AdmittingCompiledCache):
         return self._initial_content.initial(capacity_slots)
 
 
-class HorizonPrefetch(ForesightPrefetch):
+class HorizonPrefetch(_Rules, ForesightPrefetch):
     """Copy what is seen, as the clairvoyant system does."""
-
-    def __init__(
-        self,
-        *,
-        tokens: int = 0,
-        layers: int = 0,
-        right: float = 0.0,
-        decay: float = 0.8,
-        margin: float = 0.3,
-    ) -> None:
-        super().__init__(decay=decay, margin=margin)
-        self.rules = (tokens, layers, right, decay)
 
     def start(self, context: RunContext) -> None:
         """Take the run's horizon."""
