@@ -348,8 +348,8 @@ class Slowdowns(NamedTuple):
         within = instruments - self.weights[:, None] * of_run[runs]
         # Weights fall where rests grow: what is far off moves less than they say.
         near = np.minimum(_distance(self.rest) / _TUKEY, 1.0) ** 2
-        rest = 1 - near
-        yields = (rest * (1 - 5 * near)).sum() / (rest**2).sum()
+        left = 1 - near
+        yields = (left * (1 - 5 * near)).sum() / (left**2).sum()
         unit = units.of_rows
         terms = instruments[:, :, None] * self.slopes[:, None, :]
         grams = _summed(terms, unit)

@@ -249,7 +249,8 @@ def _context_sizes(row: dict[str, Any], at: int, *, recurrent: bool) -> dict[str
         # A matrix of head size x head size per head, in single precision.
         return {"state_bytes": row.get("linear_heads", 2 * heads) * 128 * 128 * 4}
     if latent := row.get("mla"):
-        entry, query = latent["kv"] + latent["rope"], latent["nope"] + latent["rope"]
+        entry = latent["kv"] + latent["rope"]
+        query = latent["nope"] + latent["rope"]
         return {
             "latent_values": heads * (2 * entry + query),
             "kv_bytes_per_token": entry * F16_BYTES,
