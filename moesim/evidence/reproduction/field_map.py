@@ -9,7 +9,9 @@ with fixed choices: the winner of a cell was chosen in hindsight, and is marked 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +55,8 @@ BATCHES = (1, 4, 16)
 POLICIES = (
     *("llama.cpp", "ktransformers", "krasis", "fiddler", "moe-on-demand"),
     *("mixtral-offloading", "moe-lightning", "freetoken", "dfa-cache"),
-    *("hybrimoe", "dali", "dali-hybrimoe", "dali-ktransformers", "recall"),
+    *("hybrimoe", "dali", "dali-hybrimoe", "dali-ktransformers"),
+    *("recall", "recall++next-gate"),
     *(
         f"{assignment}+{cache}"
         for assignment in ("hybrimoe-schedule", "fetch-split", "greedy")
@@ -71,6 +74,12 @@ POLICIES = (
 out are `moe-infinity` and `edgemoe`, whose runs take a hundred times as long.
 """
 
+DRAFTED_TOKENS = 4
+DRAFTS = ("llama.cpp", "hybrimoe-schedule+lfru", "recall", "recall++moe-speq")
+"""Verify drafts, too, of one sequence. The last one's draft foretells its routing."""
+WARM = ("fetch-split+static", "fetch-split+decayed-frequency", "recall")
+"""Begin with what another trace of the model used most, too."""
+
 CELL = ["trace", "hw", "cache_ratio", "batch"]
 """What tells cells apart."""
 BOUNDS_KEPT = 25
@@ -87,6 +96,20 @@ class FieldTrace:
 
     workload: Workload
     batches: tuple[int, ...]
+
+    @property
+    def title(self) -> str:
+        """Its model, and where its routing is from."""
+        origin = "recorded" if self.workload.recorded else "drawn"
+        return f"{self.workload.model}, {origin}"
+
+    def others(self) -> Workload | None:
+        """Other routing of the model, if there is any."""
+        if not self.workload.recorded:
+            return replace(self.workload, seed=self.workload.seed + 1)
+        if not self.workload.group:
+            return None
+        return replace(self.workload, group=self.workload.group - 1)
 
 
 def field_traces() -> list[FieldTrace]:
@@ -136,12 +159,14 @@ class FieldMap:
 
     Attributes:
         runs: a row for each run, as `moesim.sweep` gives it.
+        changed: the same of runs with drafts or a warm start.
         cells: a row for each cell, see `_cell`.
         refusals: reasons of runs that could not be, with how many there were.
         explained: of the most surprising cells, where the favourite loses its time.
     """
 
     runs: pd.DataFrame
+    changed: pd.DataFrame
     cells: list[dict[str, Any]]
     refusals: dict[str, int]
     explained: list[tuple[str, ...]]
@@ -174,25 +199,30 @@ def field_map(
     """
     folder = out / "traces"
     folder.mkdir(parents=True, exist_ok=True)
-    places = {
-        (trace.name, hw, ratio, batch): RunConfig.of(
-            trace, hw=hw, cache_ratio=ratio, batch=batch
-        )
-        for each in (field_traces() if traces is None else traces)
-        for trace in [open_trace(each.workload.draw(folder))]
-        for batch in each.batches
-        for hw in machines
-        for ratio in ratios
-    }
-    runs = [
-        place.replaced(policy=policy)
-        for place in places.values()
-        for policy in policies
-    ]
+    titles: dict[str, str] = {}
+    places = {}
+    runs = []
+    for each in field_traces() if traces is None else traces:
+        trace = open_trace(each.workload.draw(folder))
+        titles[trace.name] = each.title
+        others = each.others()
+        warm = others and others.draw(folder)
+        for batch, hw, ratio in product(each.batches, machines, ratios):
+            place = RunConfig.of(trace, hw=hw, cache_ratio=ratio, batch=batch)
+            places[trace.name, hw, ratio, batch] = place
+            runs += [place.replaced(policy=policy) for policy in policies]
+            if batch == 1:
+                drafted = place.replaced(draft_tokens=DRAFTED_TOKENS)
+                runs += [drafted.replaced(policy=policy) for policy in DRAFTS]
+            if warm:
+                begun = place.replaced(warm=warm)
+                runs += [begun.replaced(policy=policy) for policy in WARM]
     swept = run_sweep(
         planned(runs), store=out / "runs", jobs=jobs, cluster=cluster, progress=progress
     )
-    frame = swept.frame(details=True)
+    every = swept.frame(details=True)
+    is_changed = (every["draft_tokens"] == DRAFTED_TOKENS) | every["warm"].notna()
+    frame = every[~is_changed]
     bounds = _bounds(places, out / "bounds.json")
     ranked = ranking(frame)
     # What all cells share is no column of a ranking.
@@ -200,11 +230,12 @@ def field_map(
     tied = {key: int(each["tied"].sum()) for key, each in ranked.groupby(varying)}
     cells = []
     for key, runs_of_cell in frame.groupby(CELL, sort=False):
-        cell = dict(zip(CELL, key, strict=True))
+        cell = dict(zip(CELL, key, strict=True)) | {"title": titles[str(key[0])]}
         cell |= _cell(runs_of_cell, bounds[_label(key)])
         cell["tied"] = tied[tuple(cell[name] for name in varying)]
         cells.append(cell)
-    return FieldMap(frame, cells, swept.refusals, _explained(frame, cells, places))
+    explained = _explained(frame, cells, places)
+    return FieldMap(frame, every[is_changed], cells, swept.refusals, explained)
 
 
 def _label(key: Iterable[Any]) -> str:
@@ -278,7 +309,7 @@ def report_of(mapped: FieldMap) -> Report:
         ),
         (
             "predictions are drawn everywhere, with a recall of 75 % one layer ahead;"
-            " traces without 'recorded' in their name are drawn as a whole"
+            " of drawn traces everything is"
         ),
         (
             f"a causal policy beats the clairvoyant one in {beaten} cells; in the"
@@ -288,13 +319,14 @@ def report_of(mapped: FieldMap) -> Report:
     facts += [
         f"left out: {count} runs: {why}" for why, count in mapped.refusals.items()
     ]
-    pages = dict.fromkeys((cell["trace"], cell["batch"]) for cell in cells)
+    pages = dict.fromkeys((cell["title"], cell["batch"]) for cell in cells)
     return Report(
         facts,
         [
             _fixed(behind),
             *(_winners(cells, *key) for key in pages),
             _answers(behind),
+            _changes(mapped),
             Table(
                 "The most surprising cells",
                 f"Where the best fixed choice, {_favourite(behind)}, is farthest behind"
@@ -341,49 +373,75 @@ def _fixed(behind: pd.DataFrame) -> Table:
     )
 
 
-def _winners(cells: Sequence[dict[str, Any]], trace: str, batch: int) -> Table:
+def _winners(cells: Sequence[dict[str, Any]], title: str, batch: int) -> Table:
     """Winners by machine and memory."""
     rows: dict[str, list[str]] = {}
-    here = [cell for cell in cells if (cell["trace"], cell["batch"]) == (trace, batch)]
+    here = [cell for cell in cells if (cell["title"], cell["batch"]) == (title, batch)]
     ratios = dict.fromkeys(cell["cache_ratio"] for cell in here)
     for cell in here:
         text = f"{cell['best']}, {1e3 * cell['tpot_s']:.1f} ms"
         rows.setdefault(cell["hw"], []).append(text)
     return Table(
-        f"{trace}, batch {batch}",
+        f"{title}, batch {batch}",
         "The winner in hindsight, and its time per token.",
         ("machine", *(f"{ratio:.0%}" for ratio in ratios)),
         [(hw, *texts) for hw, texts in rows.items()],
     )
 
 
+def _worth(
+    title: str, note: str, logarithms: pd.DataFrame, pairs: Sequence[tuple[str, str]]
+) -> Table:
+    """Time that the first of each pair saves against the second."""
+    rows = []
+    for parts, without in pairs:
+        if {parts, without} <= {*logarithms}:
+            gain = (logarithms[without] - logarithms[parts]).dropna()
+            figures = map(_percent, (gain.mean(), gain.min(), gain.max()))
+            slower = f"{(gain < 0).mean():.0%}"
+            rows.append((f"{parts} over {without}", *figures, slower))
+    return Table(title, note, ("part", "mean", "worst", "best", "slower in"), rows)
+
+
 def _answers(behind: pd.DataFrame) -> Table:
-    """What parts are worth."""
-
-    def worth(parts: str, without: str) -> tuple[str, ...]:
-        gain = behind[without] - behind[parts]
-        return (
-            f"{parts} over {without}",
-            _percent(gain.mean()),
-            _percent(gain.min()),
-            _percent(gain.max()),
-            f"{(gain < 0).mean():.0%}",
-        )
-
     base = "fetch-split+decayed-frequency"
     schedule = "hybrimoe-schedule+decayed-frequency"
-    return Table(
+    return _worth(
         "What parts are worth",
         "Time saved: mean, worst and best cell, and in how many cells it is a loss.",
-        ("part", "mean", "worst", "best", "slower in"),
+        behind,
         [
-            worth(base, "fetch-split+static"),
-            worth(f"{base}+next-gate", base),
-            worth(f"{base}+statistical", base),
-            worth(f"{schedule}+next-gate", schedule),
-            worth(f"{schedule}+statistical", schedule),
-            worth("recall", schedule),
-            worth(CLAIRVOYANT, _favourite(behind)),
+            (base, "fetch-split+static"),
+            (f"{base}+next-gate", base),
+            (f"{base}+statistical", base),
+            (f"{schedule}+next-gate", schedule),
+            (f"{schedule}+statistical", schedule),
+            ("recall", schedule),
+            ("recall++next-gate", "recall"),
+            (CLAIRVOYANT, _favourite(behind)),
+        ],
+    )
+
+
+def _changes(mapped: FieldMap) -> Table:
+    runs = pd.concat([mapped.runs, mapped.changed])
+    drafted = f", {DRAFTED_TOKENS} tokens drafted"
+    change = runs["draft_tokens"].eq(DRAFTED_TOKENS).map({True: drafted, False: ""})
+    change += runs["warm"].notna().map({True: ", warm", False: ""})
+    seconds = runs.assign(policy=runs["policy"] + change).pivot_table(
+        index=CELL, columns="policy", values="makespan_s"
+    )
+    return _worth(
+        "What drafts and a warm start are worth",
+        "Time saved, as above. Drafts cost nothing here, and four of five are right;"
+        " they are verified for one sequence. A warm start is from other routing of the"
+        " model, where there is any.",
+        seconds.apply(np.log),
+        [
+            *((f"{policy}{drafted}", policy) for policy in DRAFTS[:-1]),
+            (f"{DRAFTS[-1]}{drafted}", f"{DRAFTS[-2]}{drafted}"),
+            *((f"{policy}, warm", policy) for policy in WARM),
+            (f"{WARM[1]}, warm", f"{WARM[0]}, warm"),
         ],
     )
 
@@ -392,13 +450,13 @@ def _all_cells(cells: Sequence[dict[str, Any]]) -> Table:
     rows = []
     for cell in cells:
         command = (
-            f"moesim compare traces/{cell['trace']} --hw {cell['hw']} --cache-ratio"
-            f" {cell['cache_ratio']:g} --batch {cell['batch']} --policies"
-            f" {cell['best']},clairvoyant"
+            f"moesim compare {shlex.quote(cell['trace'])} --hw {cell['hw']}"
+            f" --cache-ratio {cell['cache_ratio']:g} --batch {cell['batch']} --policy"
+            f" {shlex.quote(cell['best'])},clairvoyant"
         )
         rows.append(
             (
-                _label(cell[name] for name in CELL),
+                _label(cell[name] for name in ("title", *CELL[1:])),
                 f"{cell['best']} ({cell['lead']:.1%} before {cell['second']})",
                 str(cell["tied"]),
                 f"{cell['best_s'] / cell['today_s']:.2f}",
@@ -432,7 +490,7 @@ def _explained(
     """Where the best fixed choice loses its time in the cells that it loses most."""
     behind = standings(runs)
     favourite = _favourite(behind)
-    winners = {tuple(cell[name] for name in CELL): cell["best"] for cell in cells}
+    by_key = {tuple(cell[name] for name in CELL): cell for cell in cells}
     rows = []
     for key in behind[favourite].sort_values().index[::-1][:SURPRISES]:
         place = places[key]
@@ -440,9 +498,9 @@ def _explained(
         shares = {part.name: part.share_s / lost.gap_s for part in lost.parts}
         rows.append(
             (
-                _label(key),
+                _label((by_key[key]["title"], *key[1:])),
                 _percent(behind[favourite][key]),
-                winners[key],
+                by_key[key]["best"],
                 *(
                     f"{shares.get(name, 0.0):.0%}"
                     for name in ("eviction", "assignment", "prefetch")
