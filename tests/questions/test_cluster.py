@@ -153,15 +153,25 @@ def test_without_dask_the_extra_is_named(trace, tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no process groups")
-@pytest.mark.parametrize("moment", ["while it starts", "while it runs"])
+@pytest.mark.parametrize(
+    "moment", ["while it starts", "while its workers start slowly", "while it runs"]
+)
 def test_two_interrupts_end_a_local_cluster_at_once(tmp_path, request, moment):
     """As a terminal sends them: to the command and to its workers."""
     trace = write_small_trace(tmp_path / "long.parquet", sequences=2, new_tokens=2000)
     words = ["sweep", trace, "--policy", "ilp,beam", "--cluster", "local:2"]
+    paths = PATHS
+    if moment == "while its workers start slowly":
+        # Every interpreter runs this first.
+        slow = (
+            "import sys, time\nif 'spawn_main' in str(sys.orig_argv): time.sleep(5)\n"
+        )
+        (tmp_path / "sitecustomize.py").write_text(slow)
+        paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *PATHS.values()])}
     process = start(
         *("-m", "moesim", *words),
         cwd=tmp_path,
-        environment=PATHS,
+        environment=paths,
         start_new_session=True,
     )
     request.addfinalizer(process.kill)

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +32,9 @@ WAIT_FOR_SCHEDULER_S = 10
 """Seconds after which a scheduler that does not answer, or has no workers, counts as
 missing.
 """
+
+STRAGGLE_S = 1.0
+"""Seconds in which workers whose start was under way appear."""
 
 _LOCAL = re.compile(r"local:([1-9]\d*)")
 _ADDRESS = re.compile(r"(tcp|tls|ws|wss|ucx)://.+")
@@ -121,6 +125,7 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
 
     if local is not None:
         with (
+            _without_stragglers() as started,
             _log_of_dask() as log,
             _loop_without_stops() as loop,
             LocalCluster(
@@ -137,6 +142,7 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
             Client(cluster) as client,
         ):
             workers = client.run(_ignore_interrupts)
+            started += workers.values()
             try:
                 yield DaskExecutor(client)
             except BaseException:
@@ -161,6 +167,35 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
         _check_workers(client, address)
         _send_missing(client, files)
         yield DaskExecutor(client)
+
+
+@contextmanager
+def _without_stragglers() -> Iterator[list[int]]:
+    """End the workers that are still starting when the block fails; it names those that
+    have started. They would miss what this process shares with them, and report that.
+    """
+    started: list[int] = []
+    try:
+        yield started
+    except BaseException:
+        if not started:
+            # That they ended is no news to anybody.
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+            _end_stragglers()
+        raise
+
+
+def _end_stragglers() -> None:
+    import psutil  # noqa: PLC0415 - as above
+
+    until_s = time.monotonic() + STRAGGLE_S
+    # Threads of Dask may be about to start one.
+    while time.monotonic() < until_s:
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                if "spawn_main" in str(child.cmdline()):
+                    child.kill()
+        time.sleep(STRAGGLE_S / 20)
 
 
 @contextmanager
