@@ -117,10 +117,10 @@ def field_traces() -> list[FieldTrace]:
     # Model, its file, tokens and sequences taken of it, and which of its groups: the
     # first texts of gpt-oss-20b were tuned on.
     recorded = [
-        ("gpt-oss-20b", "gpt_oss_20b", 64, 16, 1),
+        ("gpt-oss-20b", "gpt_oss_20b", 32, 16, 1),
         ("qwen3-30b-a3b", "qwen3_30b_a3b_top6", 64, 1, 0),
-        ("olmoe-1b-7b", "olmoe_1b_7b_decode299", 230, 1, 0),
-        ("kimi-linear-48b-a3b", "kimi_linear_48b_a3b_decode300", 230, 1, 0),
+        ("olmoe-1b-7b", "olmoe_1b_7b_decode299", 160, 1, 0),
+        ("kimi-linear-48b-a3b", "kimi_linear_48b_a3b_decode300", 160, 1, 0),
     ]
     traces = []
     for model, name, tokens, sequences, group in recorded:
@@ -139,7 +139,7 @@ def field_traces() -> list[FieldTrace]:
     texts = {trace.workload.model for trace in traces if trace.batches == (1,)}
     drawn = [
         Workload(
-            *(model, "q4_k_m", 16, 48, 16),
+            *(model, "q4_k_m", 16, 32, 16),
             like=model,
             recall=RECALL,
             residual=RESIDUAL,

@@ -142,7 +142,7 @@ def connected(address: str, files: Mapping[str, Path]) -> Iterator[DaskExecutor]
             Client(cluster) as client,
         ):
             workers = client.run(_ignore_interrupts)
-            started += workers.values()
+            started.extend(workers.values())
             try:
                 yield DaskExecutor(client)
             except BaseException:
