@@ -93,17 +93,16 @@ unions of a batch, those of the lowest ids.
 
 # Places in the numbers.
 _RECALL = 0
-_DECAY_SHORT = 1
-_DECAY_LONG = 2
-_SHARE_SHORT = 3
-TOTAL = 4
+_SHARE_SHORT = 1
+_MARGIN = 2
+_DECAYS = 3
+TOTAL = 5
 """Weight of all similar tokens."""
-_PROMISED = 5
+_PROMISED = 6
 """Uses that were promised, and how many of them came."""
-_KEPT = 6
-_BETTER = 7
-_DIFFERENT = 8
-_MARGIN = 9
+_KEPT = 7
+_BETTER = 8
+_DIFFERENT = 9
 _WEIGHTS = 10
 """Where weights of similar tokens begin."""
 
@@ -168,27 +167,18 @@ class RoutingMemory:
         sizes = (shape.layers, shape.experts, shape.top_k, history)
         return context.share((cls, history), lambda: cls(*sizes))
 
-    def value_by(
-        self,
-        recall: float,
-        half_lives: tuple[float, float],
-        short: float,
-        margin: float,
-    ) -> None:
+    def value_by(self, half_lives: tuple[float, float], *rules: float) -> None:
         """Say how experts are valued.
 
         Args:
-            recall: how far what followed similar tokens is believed where a copy is to
-                be bought by it.
             half_lives: of the two decayed frequencies, in tokens and in passes.
-            short: weight of the first of them.
-            margin: of a copy's worth, for each token of a pass.
+            rules: how far what followed similar tokens is believed where a copy is to
+                be bought by it; weight of the first frequency; margin of such a copy,
+                for each token of a pass.
         """
         numbers = self.state.numbers
-        numbers[_RECALL] = recall
-        numbers[_DECAY_SHORT : _DECAY_LONG + 1] = 0.5 ** (1.0 / np.array(half_lives))
-        numbers[_SHARE_SHORT] = short
-        numbers[_MARGIN] = margin
+        numbers[:_DECAYS] = rules
+        numbers[_DECAYS:TOTAL] = 0.5 ** (1.0 / np.array(half_lives))
 
 
 @compiled
@@ -387,8 +377,7 @@ def _value(state: State, work: Work, first: int) -> None:
     recall = 0.0
     if numbers[TOTAL] > 0.0:
         better = numbers[_BETTER] + 0.5 * _HALF_BELIEVED
-        recall = better / (numbers[_DIFFERENT] + _HALF_BELIEVED)
-        recall = min(1.0, max(0.0, recall))
+        recall = min(1.0, max(0.0, better / (numbers[_DIFFERENT] + _HALF_BELIEVED)))
     for key in range(first, end):
         of_late = of_short * scores[_SHORT, key] + of_long * scores[_LONG, key]
         scores[_LATELY, key] = of_late
@@ -404,13 +393,12 @@ def _count(state: State, work: Work, first: int, row: int, passed: int) -> float
     a prompt by its tokens; what its numbers must be multiplied by to be uses per pass.
     """
     uses = state.scores[row]
-    is_prompt = work.phase == _PREFILL
-    decay = state.numbers[_DECAY_SHORT + row - _SHORT]
+    decay = state.numbers[_DECAYS + row - _SHORT]
     kept = decay**passed
     for key in range(first, first + state.integers[_EXPERTS]):
         uses[key] *= kept
     for i in range(len(work.experts)):
-        share = work.tokens[i] / work.rows if is_prompt else 1.0
+        share = work.tokens[i] / work.rows if work.phase == _PREFILL else 1.0
         uses[first + work.experts[i]] += share * (1.0 - kept)
     place = 2 * work.layer + row - _SHORT
     seen = state.scores[_SEEN, place] * kept + 1.0 - kept

@@ -119,7 +119,7 @@ class Recall(AdmittingCompiledCache):
         self._initial_content = Static(fill=self.fill)
         self._initial_content.start(context)
         memory = RoutingMemory.of(context, self.history)
-        memory.value_by(self.recall, self.half_lives, self.short, self.margin)
+        memory.value_by(self.half_lives, self.recall, self.short, self.margin)
         fixed_s, expert_s = self.taken_s
         self.own_planning_s = fixed_s + expert_s * context.shape.experts
         keys = context.shape.layers * context.shape.experts
