@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies.kernels import State, Work
+from moesim.policies.kernels import ACCESSED, State, Work
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -178,10 +178,11 @@ class RoutingMemory:
         """
         numbers = self.state.numbers
         numbers[:_DECAYS] = rules
-        numbers[_DECAYS:TOTAL] = 0.5 ** (1.0 / np.array(half_lives))
+        lengths = np.array(half_lives)
+        numbers[_DECAYS:TOTAL] = 0.5 ** (1.0 / lengths)
 
 
-@compiled
+@compiled(ACCESSED)
 def observe(state: State, work: Work) -> None:
     """Note the experts of a layer step, once, whoever tells first; value its layer."""
     integers = state.integers
@@ -371,13 +372,15 @@ def _value(state: State, work: Work, first: int) -> None:
     end = first + state.integers[_EXPERTS]
     share = numbers[_SHARE_SHORT]
     passed = work.rows if work.phase == _PREFILL else 1
-    numbers[-1] = numbers[_MARGIN] * (work.rows // passed)
+    tokens = work.rows // passed
+    numbers[-1] = numbers[_MARGIN] * tokens
     of_short = share * _count(state, work, first, _SHORT, work.rows)
     of_long = (1.0 - share) * _count(state, work, first, _LONG, passed)
     recall = 0.0
     if numbers[TOTAL] > 0.0:
         better = numbers[_BETTER] + 0.5 * _HALF_BELIEVED
-        recall = min(1.0, max(0.0, better / (numbers[_DIFFERENT] + _HALF_BELIEVED)))
+        recall = better / (numbers[_DIFFERENT] + _HALF_BELIEVED)
+        recall = min(1.0, max(0.0, recall))
     for key in range(first, end):
         of_late = of_short * scores[_SHORT, key] + of_long * scores[_LONG, key]
         scores[_LATELY, key] = of_late
@@ -393,14 +396,16 @@ def _count(state: State, work: Work, first: int, row: int, passed: int) -> float
     a prompt by its tokens; what its numbers must be multiplied by to be uses per pass.
     """
     uses = state.scores[row]
+    is_prompt = work.phase == _PREFILL
     decay = state.numbers[_DECAYS + row - _SHORT]
     kept = decay**passed
     for key in range(first, first + state.integers[_EXPERTS]):
         uses[key] *= kept
     for i in range(len(work.experts)):
-        share = work.tokens[i] / work.rows if work.phase == _PREFILL else 1.0
+        share = work.tokens[i] / work.rows if is_prompt else 1.0
         uses[first + work.experts[i]] += share * (1.0 - kept)
     place = 2 * work.layer + row - _SHORT
     seen = state.scores[_SEEN, place] * kept + 1.0 - kept
     state.scores[_SEEN, place] = seen
-    return 1.0 / (seen + _PRIOR * (1.0 - decay))
+    before = _PRIOR * (1.0 - decay)
+    return 1.0 / (seen + before)

@@ -17,7 +17,6 @@ from moesim.policies.cache.decayed_frequency import Fill
 from moesim.policies.cache.static import Static
 from moesim.policies.compiled import AdmittingCompiledCache
 from moesim.policies.kernels import (
-    ACCESSED,
     REPLACEMENTS,
     VICTIMS,
     CacheKernels,
@@ -29,11 +28,6 @@ from moesim.policies.routing_memory import SCORE, RoutingMemory, observe
 
 if TYPE_CHECKING:
     from moesim.policies.base import RunContext
-
-
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    observe(state, work)
 
 
 @compiled(REPLACEMENTS)
@@ -128,7 +122,7 @@ class Recall(AdmittingCompiledCache):
         return CacheKernels(
             known,
             victims=_victims,
-            accessed=_accessed,
+            accessed=observe,
             admitted=note_admitted,
             evicted=note_evicted,
             replacements=_replacements,
