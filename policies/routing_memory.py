@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from moesim.machine_code.functions import compiled
-from moesim.policies.kernels import State, Work
+from moesim.policies.kernels import ACCESSED, State, Work
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -27,25 +27,27 @@ if TYPE_CHECKING:
 _PREFILL = int(Phase.PREFILL)
 
 # Rows of the scores, by flat key.
-SCORE = 0
+_COPY = 0
+"""What an expert is worth to a copy of its own: `VALUE`, as far as that is believed."""
+SCORE = 1
 """What an expert is worth in a cache: `VALUE`, and until its layer has come what a
 prefetcher adds.
 """
-VALUE = 1
-COMING = 2
+VALUE = 2
+COMING = 3
 """Expected uses by this token."""
-FOLLOWING = 3
+FOLLOWING = 4
 """Expected uses by the next token."""
-_SHORT = 4
-_LONG = 5
-_SEEN = 6
+_SHORT = 5
+_LONG = 6
+_SEEN = 7
 """By layer: the weights of the tokens that either frequency has seen, of all tokens."""
-PROMISES = 7
+PROMISES = 8
 """Expected uses by this token when they were first high enough to be promised; 0 where
 none was.
 """
-_LATELY = 8
-_ROWS = 9
+_LATELY = 9
+_ROWS = 10
 
 # Places in the integers. E comes first, as in all states.
 _EXPERTS = 0
@@ -91,21 +93,22 @@ unions of a batch, those of the lowest ids.
 
 # Places in the numbers.
 _RECALL = 0
-_DECAY_SHORT = 1
-_DECAY_LONG = 2
-_SHARE_SHORT = 3
-TOTAL = 4
+_SHARE_SHORT = 1
+_MARGIN = 2
+_DECAYS = 3
+TOTAL = 5
 """Weight of all similar tokens."""
-_PROMISED = 5
+_PROMISED = 6
 """Uses that were promised, and how many of them came."""
-_KEPT = 6
-_BETTER = 7
-_DIFFERENT = 8
-_WEIGHTS = 9
+_KEPT = 7
+_BETTER = 8
+_DIFFERENT = 9
+_WEIGHTS = 10
 """Where weights of similar tokens begin."""
 
 _OF_USERS = 5
-"""Places at the end for the rules of a prefetcher and, last, a cache's margin."""
+"""Places at the end for the rules of a prefetcher and, last, this layer step's margin.
+"""
 
 _SHARPNESS: Final = 20.0
 """A token that shares all experts with this one so far weighs e to this power more than
@@ -164,23 +167,22 @@ class RoutingMemory:
         sizes = (shape.layers, shape.experts, shape.top_k, history)
         return context.share((cls, history), lambda: cls(*sizes))
 
-    def value_by(
-        self, recall: float, half_lives: tuple[float, float], short: float
-    ) -> None:
+    def value_by(self, half_lives: tuple[float, float], *rules: float) -> None:
         """Say how experts are valued.
 
         Args:
-            recall: weight of what followed similar tokens; the rest is use of late.
-            half_lives: in tokens, of the two decayed frequencies.
-            short: weight of the first of them.
+            half_lives: of the two decayed frequencies, in tokens and in passes.
+            rules: how far what followed similar tokens is believed where a copy is to
+                be bought by it; weight of the first frequency; margin of such a copy,
+                for each token of a pass.
         """
         numbers = self.state.numbers
-        numbers[_RECALL] = recall
-        numbers[_DECAY_SHORT : _DECAY_LONG + 1] = 0.5 ** (1.0 / np.array(half_lives))
-        numbers[_SHARE_SHORT] = short
+        numbers[:_DECAYS] = rules
+        lengths = np.array(half_lives)
+        numbers[_DECAYS:TOTAL] = 0.5 ** (1.0 / lengths)
 
 
-@compiled
+@compiled(ACCESSED)
 def observe(state: State, work: Work) -> None:
     """Note the experts of a layer step, once, whoever tells first; value its layer."""
     integers = state.integers
@@ -369,29 +371,34 @@ def _value(state: State, work: Work, first: int) -> None:
     numbers = state.numbers
     end = first + state.integers[_EXPERTS]
     share = numbers[_SHARE_SHORT]
-    of_short = share * _count(state, work, first, _SHORT, numbers[_DECAY_SHORT])
-    of_long = (1.0 - share) * _count(state, work, first, _LONG, numbers[_DECAY_LONG])
+    passed = work.rows if work.phase == _PREFILL else 1
+    tokens = work.rows // passed
+    numbers[-1] = numbers[_MARGIN] * tokens
+    of_short = share * _count(state, work, first, _SHORT, work.rows)
+    of_long = (1.0 - share) * _count(state, work, first, _LONG, passed)
     recall = 0.0
     if numbers[TOTAL] > 0.0:
         better = numbers[_BETTER] + 0.5 * _HALF_BELIEVED
         recall = better / (numbers[_DIFFERENT] + _HALF_BELIEVED)
-        recall = numbers[_RECALL] * min(1.0, max(0.0, recall))
+        recall = min(1.0, max(0.0, recall))
     for key in range(first, end):
         of_late = of_short * scores[_SHORT, key] + of_long * scores[_LONG, key]
         scores[_LATELY, key] = of_late
-        value = (1.0 - recall) * of_late + recall * scores[FOLLOWING, key]
-        scores[VALUE, key] = value
-        scores[SCORE, key] = value
+        more = recall * (scores[FOLLOWING, key] - of_late)
+        scores[VALUE, key] = of_late + more
+        scores[SCORE, key] = of_late + more
+        scores[_COPY, key] = of_late + numbers[_RECALL] * more
 
 
 @compiled
-def _count(state: State, work: Work, first: int, row: int, decay: float) -> float:
-    """Count a layer step's uses in a decayed frequency, those of a prompt as of so many
-    tokens; what its numbers must be multiplied by to be uses per token.
+def _count(state: State, work: Work, first: int, row: int, passed: int) -> float:
+    """Count a layer step's uses in a frequency that has decayed so many times, those of
+    a prompt by its tokens; what its numbers must be multiplied by to be uses per pass.
     """
     uses = state.scores[row]
     is_prompt = work.phase == _PREFILL
-    kept = decay**work.rows if is_prompt else decay
+    decay = state.numbers[_DECAYS + row - _SHORT]
+    kept = decay**passed
     for key in range(first, first + state.integers[_EXPERTS]):
         uses[key] *= kept
     for i in range(len(work.experts)):
@@ -400,4 +407,5 @@ def _count(state: State, work: Work, first: int, row: int, decay: float) -> floa
     place = 2 * work.layer + row - _SHORT
     seen = state.scores[_SEEN, place] * kept + 1.0 - kept
     state.scores[_SEEN, place] = seen
-    return 1.0 / (seen + _PRIOR * (1.0 - decay))
+    before = _PRIOR * (1.0 - decay)
+    return 1.0 / (seen + before)

@@ -17,7 +17,6 @@ from moesim.policies.cache.decayed_frequency import Fill
 from moesim.policies.cache.static import Static
 from moesim.policies.compiled import AdmittingCompiledCache
 from moesim.policies.kernels import (
-    ACCESSED,
     REPLACEMENTS,
     VICTIMS,
     CacheKernels,
@@ -29,11 +28,6 @@ from moesim.policies.routing_memory import SCORE, RoutingMemory, observe
 
 if TYPE_CHECKING:
     from moesim.policies.base import RunContext
-
-
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    observe(state, work)
 
 
 @compiled(REPLACEMENTS)
@@ -59,20 +53,21 @@ class Recall(AdmittingCompiledCache):
 
     That is a weighted mean of two shares: how often tokens used the expert that came
     right after tokens with the same routing as this one so far (see
-    `moesim.policies.routing_memory`), and how often it was used of late, by two decayed
-    frequencies. What is fetched anyway, on demand or ahead of its layer, stays if it is
-    worth more than the worst resident: that costs no copy. What is absent after a layer
-    step, used or not, is copied behind the work if it is worth more by `margin`, the
-    price of the link. A prompt counts as uses of its tokens.
+    `moesim.policies.routing_memory`), weighted as it has foretold uses, and how often
+    it was used of late, by two decayed frequencies. What is fetched anyway, on demand
+    or ahead of its layer, stays if it is worth more than the worst resident: that costs
+    no copy. What is absent after a layer step, used or not, is copied behind the work
+    if it is worth more by `margin`, the price of the link. A prompt counts as uses of
+    its tokens, a pass that verifies drafts as so many tokens.
 
     Args:
-        recall: weight of the tokens that followed similar ones, if they foretold all
-            that frequencies do not; it is less as far as they have foretold less. The
-            rest is use of late.
+        recall: share of its weight that what followed similar tokens has where a copy
+            is to be bought by it.
         short: weight of the first of the two frequencies.
-        short_half_life, long_half_life: of these, in tokens.
-        margin: uses per token, by which a newcomer must beat whom it replaces to be
-            worth a copy of its own.
+        short_half_life: of it, in tokens.
+        long_half_life: of the other one, in forward passes; of a prompt, in tokens.
+        margin: uses per pass, for each of its tokens, by which a newcomer must beat
+            whom it replaces to be worth a copy of its own.
         history: tokens that are compared.
         planning_us, expert_ns: what this takes in a layer step: microseconds, and
             nanoseconds more for each expert of a layer.
@@ -86,11 +81,11 @@ class Recall(AdmittingCompiledCache):
     def __init__(
         self,
         *,
-        recall: float = 0.3,
+        recall: float = 0.35,
         short: float = 0.3,
         short_half_life: float = 4.0,
         long_half_life: float = 32.0,
-        margin: float = 0.12,
+        margin: float = 0.15,
         history: int = 256,
         planning_us: float = 1.7,
         expert_ns: float = 4.0,
@@ -118,18 +113,16 @@ class Recall(AdmittingCompiledCache):
         self._initial_content = Static(fill=self.fill)
         self._initial_content.start(context)
         memory = RoutingMemory.of(context, self.history)
-        memory.value_by(self.recall, self.half_lives, self.short)
+        memory.value_by(self.half_lives, self.recall, self.short, self.margin)
         fixed_s, expert_s = self.taken_s
         self.own_planning_s = fixed_s + expert_s * context.shape.experts
         keys = context.shape.layers * context.shape.experts
         # Several GPUs have a memory of routing in common, and contents of their own.
         known = memory.state._replace(marks=np.zeros((1, keys), np.int64))
-        # Where `pair_missed` reads it.
-        known.numbers[-1] = self.margin
         return CacheKernels(
             known,
             victims=_victims,
-            accessed=_accessed,
+            accessed=observe,
             admitted=note_admitted,
             evicted=note_evicted,
             replacements=_replacements,

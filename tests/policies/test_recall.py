@@ -71,7 +71,8 @@ def test_what_came_after_a_similar_token_is_worth_keeping(parts):
 
     Of what has followed, half is believed before it has been compared with uses: 5 parts
     in 10. The only comparison so far, of the second token's last layer, expected 1/3 by
-    frequency and nothing by recall, of an expert that was not used.
+    frequency and nothing by recall, of an expert that was not used. A copy of its own is
+    bought by half of that.
     """
     cache, _ = parts
     walk(cache, [(0, 1, 2), (3, 2, 1), (0,)])
@@ -82,9 +83,10 @@ def test_what_came_after_a_similar_token_is_worth_keeping(parts):
     by_long = (1 - root) * np.array([1 + 0.5, 0, 0, root])
     by_long /= 1 - root**3 + 2 * (1 - root)
     lately = 0.25 * by_short + 0.75 * by_long
-    weight = 0.5 * (5 + 1 / 9) / (10 + 1 / 9)
-    expected = (1 - weight) * lately + weight * np.array([0, 0, 0, 1])
-    assert scores(cache, VALUE)[0] == pytest.approx(expected)
+    weight = (5 + 1 / 9) / (10 + 1 / 9)
+    more = weight * (np.array([0, 0, 0, 1]) - lately)
+    assert scores(cache, VALUE)[0] == pytest.approx(lately + more)
+    assert scores(cache, 0)[0] == pytest.approx(lately + more / 2)
 
 
 def test_a_prompt_counts_as_uses_of_its_tokens():
@@ -97,6 +99,23 @@ def test_a_prompt_counts_as_uses_of_its_tokens():
     cache.accessed(replace(prompt, phase=Phase.PREFILL, routing=np.zeros((4, 2))))
     by_use = 15 / 16 / (15 / 16 + 2 * 0.5)
     assert scores(cache, VALUE)[0].tolist() == pytest.approx([by_use, by_use / 4, 0, 0])
+
+
+def test_a_pass_that_verifies_drafts_counts_as_its_tokens():
+    """Of three tokens, half-lives of three tokens and of one pass: the pass before is
+    worth half by either. A pass used expert 0, then one expert 1; two tokens and two
+    passes without uses came before. At a margin of 0.15 for each token no copy pays.
+    """
+    cache = RecallCache(recall=0, short_half_life=3, long_half_life=1)
+    cache.start(run_context())
+    for step in range(2):
+        passed = work(step=step, experts=[step], cpu_s=[4.0], tokens=[3])
+        cache.accessed(replace(passed, routing=np.full((3, 1), step)))
+    by_short = np.array([0.25, 0.5]) / (0.75 + 2 * (1 - 0.5 ** (1 / 3)))
+    by_long = np.array([0.25, 0.5]) / (0.75 + 2 * 0.5)
+    expected = 0.3 * by_short + 0.7 * by_long
+    assert scores(cache, 0)[0, :2] == pytest.approx(expected)
+    assert cache.brought.state.numbers[-1] == pytest.approx(3 * 0.15)
 
 
 def test_broken_promises_end_the_streams():
