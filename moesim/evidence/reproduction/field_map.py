@@ -51,6 +51,10 @@ MACHINES = (
 )
 RATIOS = (0.05, 0.1, 0.25, 0.5, 0.75)
 BATCHES = (1, 4, 16)
+PASSES = 128
+"""Forward passes of a run, at most: two thirds of the time goes into the clairvoyant
+system's searches.
+"""
 
 POLICIES = (
     *("llama.cpp", "ktransformers", "krasis", "fiddler", "moe-on-demand"),
@@ -117,10 +121,10 @@ def field_traces() -> list[FieldTrace]:
     # Model, its file, tokens and sequences taken of it, and which of its groups: the
     # first texts of gpt-oss-20b were tuned on.
     recorded = [
-        ("gpt-oss-20b", "gpt_oss_20b", 32, 16, 1),
+        ("gpt-oss-20b", "gpt_oss_20b", 64, 16, 1),
         ("qwen3-30b-a3b", "qwen3_30b_a3b_top6", 64, 1, 0),
-        ("olmoe-1b-7b", "olmoe_1b_7b_decode299", 160, 1, 0),
-        ("kimi-linear-48b-a3b", "kimi_linear_48b_a3b_decode300", 160, 1, 0),
+        ("olmoe-1b-7b", "olmoe_1b_7b_decode299", 128, 1, 0),
+        ("kimi-linear-48b-a3b", "kimi_linear_48b_a3b_decode300", 128, 1, 0),
     ]
     traces = []
     for model, name, tokens, sequences, group in recorded:
@@ -139,7 +143,7 @@ def field_traces() -> list[FieldTrace]:
     texts = {trace.workload.model for trace in traces if trace.batches == (1,)}
     drawn = [
         Workload(
-            *(model, "q4_k_m", 16, 32, 16),
+            *(model, "q4_k_m", 16, 48, 16),
             like=model,
             recall=RECALL,
             residual=RESIDUAL,
@@ -208,7 +212,9 @@ def field_map(
         others = each.others()
         warm = others and others.draw(folder)
         for batch, hw, ratio in product(each.batches, machines, ratios):
-            place = RunConfig.of(trace, hw=hw, cache_ratio=ratio, batch=batch)
+            place = RunConfig.of(
+                trace, hw=hw, cache_ratio=ratio, batch=batch, steps=PASSES
+            )
             places[trace.name, hw, ratio, batch] = place
             runs += [place.replaced(policy=policy) for policy in policies]
             if batch == 1:
@@ -451,8 +457,8 @@ def _all_cells(cells: Sequence[dict[str, Any]]) -> Table:
     for cell in cells:
         command = (
             f"moesim compare {shlex.quote(cell['trace'])} --hw {cell['hw']}"
-            f" --cache-ratio {cell['cache_ratio']:g} --batch {cell['batch']} --policy"
-            f" {shlex.quote(cell['best'])},clairvoyant"
+            f" --cache-ratio {cell['cache_ratio']:g} --batch {cell['batch']}"
+            f" --steps {PASSES} --policy {shlex.quote(cell['best'])},clairvoyant"
         )
         rows.append(
             (
