@@ -1956,6 +1956,8 @@ def _elementwise(name: str) -> Callable[..., Any]:
     def made(body: _Body, left: Any, right: Any) -> Any:
         if isinstance(left, Number) and isinstance(right, Number):
             return body._best(name, left, right)  # noqa: SLF001 - of this file
+        if len(left.sizes) > 1:
+            body.fail("expected arrays of one dimension; loop over the others")
         result = body.allocate(left.element, left.sizes)
         with body.counting(left.sizes[0]) as n:
             pair = [

@@ -11,26 +11,28 @@ A active experts, G GPUs.
 
 from __future__ import annotations
 
-from itertools import product
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from moesim.machine_code import types as nb
+from moesim.machine_code.functions import compiled
 from moesim.policies.assignment._dynamic_program import (
     Layer,
     dynamic_program,
     lagrangian_prices,
     priced_remainder,
 )
-from moesim.policies.assignment._kernels import flying
+from moesim.policies.assignment._kernels import flying, transfers
 from moesim.policies.base import CPU
 from moesim.policies.compiled import kernel_work
-from moesim.policies.ranking import highest_first
+from moesim.policies.kernels import LANES, ORDER, WORK, Work
 
 if TYPE_CHECKING:
     from moesim.policies.base import LayerWork, MachineView
 
-_NO_GPU: Final = np.empty(0, np.int64)
+_FOUND = nb.Several((nb.float64, LANES, nb.float64, ORDER))
+"""What `Optimum` holds."""
 
 
 class Optimum(NamedTuple):
@@ -59,25 +61,7 @@ def optimal(work: LayerWork) -> Optimum:
 
     Source: DALI, equations 3-9 without the staging limit.
     """
-    if work.link_s is None or not work.link_s.any():
-        return _solve(_modelled(work), free=len(work.experts))
-
-    # Whether a GPU waits for the copy under way on its link is decided first: only
-    # then may it take absent experts.
-    waiting = np.flatnonzero(work.link_s)
-    best: Optimum | None = None
-    bound_s = np.inf
-    for choice in product((False, True), repeat=len(waiting)):
-        refused = waiting[np.logical_not(choice)]
-        busy_s = work.link_s.copy()
-        busy_s[refused] = 0.0
-        layer = _modelled(work, refused)
-        candidate = _solve(layer, free=len(work.experts), busy_s=busy_s)
-        bound_s = min(bound_s, candidate.bound_s)
-        if best is None or candidate.makespan_s < best.makespan_s:
-            best = candidate
-    assert best is not None
-    return best._replace(bound_s=bound_s)
+    return Optimum(*modelled_optimum(kernel_work(work)))
 
 
 def optimal_scheduled(
@@ -85,9 +69,7 @@ def optimal_scheduled(
     view: MachineView,
 ) -> Optimum:
     """Minimise the scheduled makespan over lanes; see `scheduled_s`."""
-    # Residents wait for no copy, so they may be launched in any order.
-    residents = int(_resident_everywhere(work).sum())
-    return _solve(_scheduled(work, view), free=residents)
+    return Optimum(*scheduled_optimum(kernel_work(work, view)))
 
 
 def modelled_s(
@@ -98,11 +80,14 @@ def modelled_s(
 
     A GPU waits once for the copy under way on its link, if it is given absent experts.
     """
-    loads = [_cpu_cost_s(work)[lanes == CPU].sum()]
-    absent = _absent(work)
-    for g, cost_s in enumerate(_gpu_cost_s(work)):
+    loads = [np.maximum(work.host_s, work.cpu_s)[lanes == CPU].sum()]
+    busy_s = link_s(work)
+    # What comes behind the copy under way.
+    absent = work.arrive_s > busy_s[:, None]
+    costs_s = np.maximum(transfers(work.arrive_s, busy_s), work.gpu_s)
+    for g, cost_s in enumerate(costs_s):
         there = lanes == 1 + g
-        wait_s = link_s(work)[g] if (there & absent[g]).any() else 0.0
+        wait_s = busy_s[g] if (there & absent[g]).any() else 0.0
         loads.append(cost_s[there].sum() + wait_s)
     return float(max(loads))
 
@@ -128,114 +113,30 @@ def scheduled_s(
         lanes: int8 [A].
         order: int64 [A] another launch order; None for the one above.
     """
-    layer = _scheduled(work, view)
+    given = kernel_work(work, view)
+    each_s, gpu_s, copy_s, landing_s, link_s, launched = _scheduled(given)
     cpu_s = 0.0
-    link_s = layer.link_s.copy()
-    ends = [0.0] * len(layer.link_s)
+    ends = [0.0] * len(link_s)
 
     for i, lane in enumerate(lanes):
         g = lane - 1
         if lane == CPU:
-            cpu_s += layer.cpu_s[i]
-        elif not layer.copy_s[g, i] and not layer.landing_s[g, i]:
-            ends[g] += layer.gpu_s[g, i]
+            cpu_s += each_s[i]
+        elif not copy_s[g, i] and not landing_s[g, i]:
+            ends[g] += gpu_s[g, i]
 
-    for i in layer.order if order is None else order:
+    for i in launched if order is None else order:
         g = lanes[i] - 1
-        if g < 0 or not (layer.copy_s[g, i] or layer.landing_s[g, i]):
+        if g < 0 or not (copy_s[g, i] or landing_s[g, i]):
             continue
-        lands_s = layer.landing_s[g, i]
-        if layer.copy_s[g, i]:
-            link_s[g] += layer.copy_s[g, i]
+        lands_s = landing_s[g, i]
+        if copy_s[g, i]:
+            link_s[g] += copy_s[g, i]
             lands_s = link_s[g]
-        ends[g] = max(ends[g], lands_s) + layer.gpu_s[g, i]
+        ends[g] = max(ends[g], lands_s) + gpu_s[g, i]
 
-    cpu_extra_s = layer.first_s * bool((lanes == CPU).any())
+    cpu_extra_s = given.first_cpu_s * bool((lanes == CPU).any())
     return float(max(cpu_s + cpu_extra_s, *ends))
-
-
-def _cpu_cost_s(work: LayerWork) -> np.ndarray:
-    """Modelled cost of each expert on the CPU: [A]."""
-    return np.maximum(work.host_s, work.cpu_s)
-
-
-def _gpu_cost_s(work: LayerWork) -> np.ndarray:
-    """Modelled cost of each expert on each GPU, without the wait for the copy under
-    way: [G, A].
-    """
-    return np.maximum(transfer_s(work), work.gpu_s)
-
-
-def _absent(work: LayerWork) -> np.ndarray:
-    """Experts that come behind the copy under way: bool [G, A]."""
-    return work.arrive_s > link_s(work)[:, None]
-
-
-def _modelled(work: LayerWork, refused: np.ndarray = _NO_GPU) -> Layer:
-    """The layer step without copies: arrival is part of an expert's GPU cost.
-
-    Args:
-        work: the layer step.
-        refused: GPUs that take no absent expert.
-    """
-    gpu_s = _gpu_cost_s(work)
-    # Twice as fast as `zeros_like`.
-    zeros = np.zeros(gpu_s.shape)
-    if len(refused):
-        gpu_s[refused] = np.where(_absent(work)[refused], np.inf, gpu_s[refused])
-    cpu_s, gpu_s = _bounded(_cpu_cost_s(work), gpu_s)
-    return Layer(
-        cpu_s=cpu_s,
-        gpu_s=gpu_s,
-        copy_s=zeros,
-        landing_s=zeros,
-        link_s=zeros[:, 0].copy(),
-        first_s=0.0,
-        order=np.arange(len(work.experts)),
-    )
-
-
-def _bounded(*costs: np.ndarray) -> tuple[np.ndarray, ...]:
-    """`costs` with the infinite ones, of lanes that are no choice, as a number that is
-    more than any assignment without them costs.
-
-    The search weighs costs by prices, and zero times infinity is no number.
-    """
-    if all(np.isfinite(seconds).all() for seconds in costs):
-        return costs
-    total_s = sum(seconds[np.isfinite(seconds)].sum() for seconds in costs)
-    forbidden_s = 1e3 * (1.0 + total_s)
-    return tuple(np.minimum(seconds, forbidden_s) for seconds in costs)
-
-
-def _scheduled(
-    work: LayerWork,
-    view: MachineView,
-) -> Layer:
-    """The layer step with its copies, and the launch order of `scheduled_s`."""
-    given = kernel_work(work, view)
-    coming = flying(given.gpu_state, given.arrive_s)
-    landing_s = np.where(coming, work.arrive_s, 0.0)
-    copy_s = np.where(coming, 0.0, transfer_s(work))
-
-    # A copy of the GPU's seconds, as the solver takes no read-only array.
-    cpu_s, gpu_s, copy_s, landing_s = _bounded(
-        _cpu_cost_s(work), np.array(work.gpu_s), copy_s, landing_s
-    )
-
-    # Last key first: residents, then by landing, then the longest on the GPU.
-    first_landing_s = np.where(coming, work.arrive_s, np.inf).min(axis=0)
-    absent = ~_resident_everywhere(work)
-    order = np.lexsort((-work.gpu_s[0], first_landing_s, absent))
-    return Layer(
-        cpu_s=cpu_s,
-        gpu_s=gpu_s,
-        copy_s=copy_s,
-        landing_s=landing_s,
-        link_s=np.maximum(landing_s.max(axis=1), link_s(work)),
-        first_s=given.first_cpu_s,
-        order=order,
-    )
 
 
 def link_s(work: LayerWork) -> np.ndarray:
@@ -243,39 +144,172 @@ def link_s(work: LayerWork) -> np.ndarray:
     return np.zeros(len(work.arrive_s)) if work.link_s is None else work.link_s
 
 
-def transfer_s(work: LayerWork) -> np.ndarray:
-    """`arrive_s` without the wait for the copy under way: float64 [G, A].
+@compiled(_FOUND(WORK))
+def modelled_optimum(work: Work) -> tuple[float, np.ndarray, float, np.ndarray]:
+    """`optimal`, of kernels' work."""
+    gpus = len(work.arrive_s)
+    best_s = np.inf
+    bound_s = np.inf
+    lanes = np.zeros(len(work.experts), np.int8)
+    order = np.arange(len(work.experts))
+    refuses = np.empty(gpus, np.bool_)
+    busy_s = np.empty(gpus)
+    # Whether a GPU waits for the copy under way on its link is decided first: only
+    # then may it take absent experts.
+    for choice in range(1 << gpus):
+        is_choice = True
+        for g in range(gpus):
+            refuses[g] = (choice >> (gpus - 1 - g) & 1) == 0
+            busy_s[g] = 0.0 if refuses[g] else work.link_s[g]
+            if refuses[g] and work.link_s[g] == 0.0:
+                is_choice = False
+        if not is_choice:
+            continue
+        cpu_s, gpu_s = _modelled(work, refuses)
+        launched = np.arange(len(work.experts))
+        # Arrival is part of an expert's cost on a GPU.
+        zeros = np.zeros(gpu_s.shape)
+        layer = Layer(cpu_s, gpu_s, zeros, zeros, np.zeros(gpus), 0.0, launched)
+        made_s, made, least_s = _solve(layer, len(work.experts), busy_s)
+        bound_s = min(bound_s, least_s)
+        if made_s < best_s:
+            best_s = made_s
+            lanes[:] = made
+            order[:] = launched
+    return best_s, lanes, bound_s, order
 
-    For schedules that let copies follow each other: only the first waits for it.
-    """
-    wait_s = link_s(work)[:, None]
-    # What is in flight lands with the copy under way; what is absent, after it.
-    return np.where(work.arrive_s > wait_s, work.arrive_s - wait_s, work.arrive_s)
+
+@compiled(_FOUND(WORK))
+def scheduled_optimum(work: Work) -> tuple[float, np.ndarray, float, np.ndarray]:
+    """`optimal_scheduled`, of kernels' work."""
+    residents = 0
+    for i in range(len(work.experts)):
+        residents += _is_resident(work, i)
+    cpu_s, gpu_s, copy_s, landing_s, link_s, order = _scheduled(work)
+    first_s = work.first_cpu_s
+    layer = Layer(cpu_s, gpu_s, copy_s, landing_s, link_s, first_s, order)
+    # Residents wait for no copy, so they may be launched in any order.
+    best_s, lanes, bound_s = _solve(layer, residents, np.zeros(len(link_s)))
+    return best_s, lanes, bound_s, order
 
 
-def _resident_everywhere(work: LayerWork) -> np.ndarray:
-    """Bool [A]: experts that no GPU would have to wait for."""
-    return (work.arrive_s == 0.0).all(axis=0)
-
-
-def _solve(layer: Layer, free: int, busy_s: np.ndarray | None = None) -> Optimum:
-    """Solve with the first `free` experts of the order sorted by how much their lane
-    matters.
+@compiled
+def _solve(
+    layer: Layer, free: int, busy_s: np.ndarray
+) -> tuple[float, np.ndarray, float]:
+    """Sort the first `free` experts of the order by how much their lane matters, and
+    solve.
 
     Args:
         layer: costs and launch order.
         free: how many experts may be launched in any order.
-        busy_s: float64 [G] until when each GPU is taken before any expert; None where
-            all are idle.
+        busy_s: float64 [G] until when each GPU is taken before any expert.
+
+    Returns:
+        makespan, lanes and bound, as in `Optimum`.
     """
     price, regret = lagrangian_prices(layer)
-
+    order = layer.order
     # Deciding first where it matters most lets the bounds prune early.
-    first = layer.order[:free]
-    layer.order[:free] = highest_first(first, regret[first])
-
+    for n in range(free):
+        i = order[n]
+        place = n
+        while place > 0 and regret[order[place - 1]] < regret[i]:
+            order[place] = order[place - 1]
+            place -= 1
+        order[place] = i
     remainder = priced_remainder(layer, price)
-    if busy_s is None:
-        busy_s = np.zeros(len(layer.gpu_s))
     lanes, makespan_s, bound_s = dynamic_program(layer, busy_s, price, remainder)
-    return Optimum(makespan_s, lanes, bound_s, layer.order)
+    return makespan_s, lanes, bound_s
+
+
+@compiled
+def _modelled(work: Work, refuses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Costs on the CPU [A] and on GPUs [G, A], where those that are refused, bool [G],
+    take no absent expert.
+    """
+    gpus, active = work.arrive_s.shape
+    cpu_s = np.maximum(work.host_s, work.cpu_s)
+    gpu_s = transfers(work.arrive_s, work.link_s)
+    for g in range(gpus):
+        for i in range(active):
+            gpu_s[g, i] = max(gpu_s[g, i], work.gpu_s[g, i])
+            if refuses[g] and work.arrive_s[g, i] > work.link_s[g]:
+                gpu_s[g, i] = np.inf
+    _bound(cpu_s, gpu_s, gpu_s)
+    return cpu_s, gpu_s
+
+
+@compiled
+def _scheduled(work: Work) -> tuple[np.ndarray, ...]:
+    """The layer step with its copies, and the launch order of `scheduled_s`: arrays of
+    a `Layer`.
+    """
+    gpus, active = work.arrive_s.shape
+    coming = flying(work.gpu_state, work.arrive_s)
+    cpu_s = np.maximum(work.host_s, work.cpu_s)
+    gpu_s = work.gpu_s.copy()
+    copy_s = transfers(work.arrive_s, work.link_s)
+    landing_s = np.zeros((gpus, active))
+    link_s = work.link_s.copy()
+    first_landing_s = np.full(active, np.inf)
+    for g in range(gpus):
+        for i in range(active):
+            if coming[g, i]:
+                copy_s[g, i] = 0.0
+                landing_s[g, i] = work.arrive_s[g, i]
+                link_s[g] = max(link_s[g], landing_s[g, i])
+                first_landing_s[i] = min(first_landing_s[i], landing_s[g, i])
+    _bound(cpu_s, gpu_s, copy_s)
+
+    # Residents, then by landing, then the longest on the GPU.
+    order = np.arange(active)
+    for n in range(active):
+        place = n
+        while place > 0 and _is_before(work, first_landing_s, n, order[place - 1]):
+            order[place] = order[place - 1]
+            place -= 1
+        order[place] = n
+    return cpu_s, gpu_s, copy_s, landing_s, link_s, order
+
+
+@compiled
+def _is_before(work: Work, first_landing_s: np.ndarray, i: int, j: int) -> bool:
+    """Whether one expert is launched before another that stands before it."""
+    if _is_resident(work, i) != _is_resident(work, j):
+        return _is_resident(work, i)
+    if first_landing_s[i] != first_landing_s[j]:
+        return bool(first_landing_s[i] < first_landing_s[j])
+    return bool(work.gpu_s[0, i] > work.gpu_s[0, j])
+
+
+@compiled
+def _is_resident(work: Work, i: int) -> bool:
+    """Whether no GPU would have to wait for an expert."""
+    for g in range(len(work.arrive_s)):
+        if work.arrive_s[g, i] > 0.0:
+            return False
+    return True
+
+
+@compiled
+def _bound(cpu_s: np.ndarray, gpu_s: np.ndarray, copy_s: np.ndarray) -> None:
+    """Make infinite costs, of lanes that are no choice, a number that is more than any
+    assignment without them costs.
+
+    The search weighs costs by prices, and zero times infinity is no number.
+    """
+    forbidden_s = 1e3
+    for i in range(len(cpu_s)):
+        if cpu_s[i] < np.inf:
+            forbidden_s += 1e3 * cpu_s[i]
+        for g in range(len(gpu_s)):
+            if gpu_s[g, i] < np.inf:
+                forbidden_s += 1e3 * gpu_s[g, i]
+            if copy_s[g, i] < np.inf:
+                forbidden_s += 1e3 * copy_s[g, i]
+    for i in range(len(cpu_s)):
+        cpu_s[i] = min(cpu_s[i], forbidden_s)
+        for g in range(len(gpu_s)):
+            gpu_s[g, i] = min(gpu_s[g, i], forbidden_s)
+            copy_s[g, i] = min(copy_s[g, i], forbidden_s)

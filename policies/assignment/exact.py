@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from moesim.policies.assignment._optimum import optimal, optimal_scheduled
-from moesim.policies.base import Assignment, AssignmentPolicy, LayerWork, MachineView
+from moesim.machine_code.functions import compiled
+from moesim.policies.assignment._kernels import launch
+from moesim.policies.assignment._optimum import modelled_optimum, scheduled_optimum
+from moesim.policies.compiled import CompiledAssignment
+from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
 from moesim.policies.parameters import expect_choice
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Objective = Literal["modelled", "scheduled"]
 
 
-class Exact(AssignmentPolicy):
+@compiled(ASSIGN)
+def _modelled(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    _, best, _, launched = modelled_optimum(work)
+    launch(lanes, order, best, launched)
+    return False
+
+
+@compiled(ASSIGN)
+def _scheduled(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
+    _, best, _, launched = scheduled_optimum(work)
+    launch(lanes, order, best, launched)
+    return False
+
+
+class Exact(CompiledAssignment):
     """Minimise the makespan of the layer step exactly, by dynamic programming.
 
     Optima are often not unique; which one comes back is fixed by the search, and only
@@ -30,17 +50,5 @@ class Exact(AssignmentPolicy):
     def __init__(self, *, objective: Objective = "modelled") -> None:
         expect_choice("objective", objective, Objective)
         self.objective = objective
-
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place optimally; what matters most is launched first (modelled), or in the
-        schedule's order.
-        """
-        if self.objective == "modelled":
-            best = optimal(work)
-        else:
-            best = optimal_scheduled(work, view)
-        return Assignment(best.lanes, best.order)
+        kernel = _modelled if objective == "modelled" else _scheduled
+        self.brought = AssignmentKernels(kernel, state())

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from moesim.policies.assignment._kernels import gap_order
-from moesim.policies.assignment._optimum import link_s, modelled_s, optimal, transfer_s
+from moesim.policies.assignment._kernels import gap_order, transfers
+from moesim.policies.assignment._optimum import link_s, modelled_s, optimal
 from moesim.policies.assignment.greedy import Greedy
 from moesim.policies.base import (
     CPU,
@@ -125,7 +125,7 @@ class ILP(AssignmentPolicy):
         costs = np.vstack(
             [
                 np.maximum(work.host_s, work.cpu_s),
-                np.maximum(transfer_s(work), work.gpu_s),
+                np.maximum(transfers(work.arrive_s, link_s(work)), work.gpu_s),
             ]
         )
         lanes, active = costs.shape

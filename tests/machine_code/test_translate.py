@@ -141,6 +141,17 @@ def test_a_choice_between_numbers_is_refused():
         takes_the_first_that_is_not_zero(3)
 
 
+@compiled(nb.float64[:, ::1](nb.float64[:, ::1]))
+def takes_the_larger_of_two_tables(x):
+    return np.maximum(x, -x)
+
+
+def test_the_larger_of_two_tables_is_refused():
+    """Only its first places were computed."""
+    with pytest.raises(TranslationError, match="one dimension"):
+        takes_the_larger_of_two_tables(np.ones((2, 3)))
+
+
 def test_without_machine_code_functions_run_as_python(tmp_path):
     """So that one can step through them."""
     code = (

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from support.cache_driver import View, shape, work
 
-from moesim.policies.assignment._kernels import flying
+from moesim.policies.assignment._kernels import flying, transfers
 from moesim.policies.assignment._list_scheduler import list_schedule
 from moesim.policies.assignment._optimum import (
     modelled_s,
     optimal_scheduled,
     scheduled_s,
-    transfer_s,
 )
 from moesim.policies.assignment.exact import Exact
 from moesim.policies.assignment.fetch_split import FetchSplit
@@ -277,7 +276,7 @@ def test_only_the_first_of_several_copies_waits_for_the_one_under_way():
         link_s=np.array([4.0]),
     )
     assert Greedy().assign(now, Machine()).lanes.tolist() == [1, 0, 1]
-    assert transfer_s(now).tolist() == [[4, 4, 4]]
+    assert transfers(now.arrive_s, now.link_s).tolist() == [[4, 4, 4]]
 
 
 def test_section_4_2_prefill_of_the_release_is_all_gpu():
