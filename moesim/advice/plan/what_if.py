@@ -140,7 +140,9 @@ def drafted(
     factor = per_round * plain.seconds(rates) / (step.seconds(rates) + drafting_s)
     speed = Interval(best.decode.value * factor, math.hypot(best.decode.spread, 0.25))
     words = f"drafts of {tokens} tokens, {100 * accepted:.0f} % accepted"
-    note = "worth it" if factor > 1.05 else "not worth it with experts on the processor"
+    note = "worth it"
+    if factor <= 1.05:
+        note = "not worth it: a pass reads the experts of all its tokens"
     return WhatIf(words, speed, factor, note)
 
 

@@ -479,14 +479,21 @@ def cached_share(machine: Machine, model: ModelContents, setting: Setting) -> fl
 
 
 def misfits_of(
-    model: ModelContents, session: str = "", fork: str = ""
+    model: ModelContents, session: str = "", fork: str = "", *, slow: bool = False
 ) -> tuple[str, ...]:
-    """Name the latents that all times of one model, session or fork share."""
+    """Name the latents that all times of one model, session or fork share.
+
+    Args:
+        model: whose file it is.
+        session: of measurements.
+        fork: of the engine.
+        slow: it decodes this format on the CPU more slowly than llama.cpp.
+    """
     names = [f"misfit:model:{model.name}"]
     if session:
         names.append(f"misfit:session:{session}")
     if fork:
-        names.append(f"misfit:engine:{fork}")
+        names.append(f"misfit:{'slow ' if slow else ''}engine:{fork}")
     return tuple(names)
 
 
@@ -504,7 +511,9 @@ def decode_target(
     if lacking:
         missed = lacking**PAGE_CACHE_POWER * sum(work.host_experts.values())
         work = replace(work, ssd_bytes=missed)
-    return Target(machine, setting, work, misfits_of(model, session, fork), model.name)
+    slow = "mxfp4" in work.host_experts
+    misfits = misfits_of(model, session, fork, slow=slow)
+    return Target(machine, setting, work, misfits, model.name)
 
 
 def prefill_target(
