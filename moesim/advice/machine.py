@@ -82,7 +82,7 @@ class Machine:
         link_measured: the figure above is what copies really reach.
         unified: CPU and GPU share one memory; nothing crosses a link.
         gpu_share: part of unified memory that the GPU may use.
-        windows: the driver model of Windows is slower to launch and to page-lock.
+        windows: its driver moves graphics memory to the host behind a program's back.
         probes: what was measured.
         assumed: figures that nobody gave.
         devices: numbers of the cards in use, where others are left out.

@@ -100,9 +100,10 @@ def _answer(advice: Advice) -> list[tuple[str, str]]:
     """Speeds of the best setting with intervals, limits, bill and bound."""
     best = advice.best
     bill = best.candidate.bill
+    requests = advice.job.sequences
     together = ""
-    if advice.job.sequences > 1:
-        together = f" of all {advice.job.sequences} requests together"
+    if requests > 1:
+        together = f" of all {requests} requests together"
     decode = f"{speed_words(best.decode)}{together}; {limit_words(best.decode_terms)}"
     facts = [
         ("decode", decode),

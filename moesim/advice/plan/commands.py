@@ -107,7 +107,8 @@ def bench_command(
         words += ["--numa", "distribute"]
     if setting.on_host(model) and machine.graphics:
         # Without it pages of a mapped file would be uploaded slowly.
-        words += ["-lm", "none" if setting.page_locked else "mmap"]
+        mode = "none" if setting.page_locked else "mmap"
+        words += ["-lm", mode]
     words += ["-t", str(setting.threads or threads_of(machine))]
     words += ["-p", str(prompt_tokens), "-n", str(answer_tokens), "-o", "jsonl"]
     return shlex.join(words) + " >> rows.jsonl"

@@ -54,8 +54,8 @@ NARROW_BYTES_PER_S = 300e9
 REACH_OF_NARROW = (0.90, 0.15)
 REACH_FAMILY_SPREAD = 0.08
 SYCL_MXFP4 = (0.25, 0.80)
-# Codebooks cost arithmetic: an 8B model in IQ3_XXS is read at 430 GB/s on an RTX 3090, at
-# 700 on an RTX 4090 with twice its FLOP/s and 8 % more bandwidth (llama.cpp#8215).
+# Codebooks cost arithmetic: an RTX 3090 reads an 8B model in IQ3_XXS at 430 GB/s, the
+# RTX 4090, with twice the FLOP/s and 8 % more bandwidth, at 700 (llama.cpp#8215).
 LOOKUP_BYTES_PER_FLOP = 6.5e-3
 LOOKUP_SPREAD = 0.2
 
@@ -81,7 +81,6 @@ KV_REACH = {"cuda": 0.45, "rocm": 0.7, "vulkan": 0.8, "metal": 0.6, "sycl": 0.5}
 # threads and some six barriers between the products.
 FLOOR_S = (70e-6, 0.40)
 FLOOR_S_OTHERS = (90e-6, 0.50)
-WINDOWS = 1.15
 
 # Two of the largest common memory modules, 48 GB each.
 TWO_MODULES_BYTES = 96 * 1024**3
@@ -201,8 +200,6 @@ def textbook_priors(machine: Machine, threads: int | None = None) -> dict[str, P
 
 def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
     floor, floor_spread = FLOOR_S if machine.backend == "cuda" else FLOOR_S_OTHERS
-    if machine.windows:
-        floor *= WINDOWS
     vector = machine.processor.vector
 
     priors = {
@@ -309,8 +306,6 @@ def _device_priors(machine: Machine) -> dict[str, Prior]:
         read = Prior(machine.probes.device_read, 0.04, "probed device read")
 
     layer, layer_spread = LAYER_S[backend]
-    if machine.windows:
-        layer *= WINDOWS
     reach, reach_spread = REACH[backend]
     if card_class in REACH_OF_CLASS:
         reach, reach_spread = REACH_OF_CLASS[card_class]
@@ -346,7 +341,8 @@ def _device_priors(machine: Machine) -> dict[str, Prior]:
             value, spread = SYCL_MXFP4
         if group == "lookup":
             most = LOOKUP_BYTES_PER_FLOP * machine.device_flops / (read.value * reach)
-            value, spread = (1 + most**-4) ** -0.25, LOOKUP_SPREAD
+            value = (1 + most**-4) ** -0.25
+            spread = LOOKUP_SPREAD
         why = "kernels differ by weight format"
         effects = (f"reach:{group}",)
         priors[f"reach:{group}"] = Prior(value, spread, why, effects)
