@@ -241,7 +241,8 @@ def _with_the_best_cards(
     best, chosen, fitting = trials[0]
     changes = [
         WhatIf(
-            "with " + " + ".join(card.name for card in other.machine.graphics),
+            ("with only " if other.machine.devices else "with ")
+            + " + ".join(card.name for card in other.machine.graphics),
             prospect.decode,
             prospect.decode.value / best.decode.value,
             f"the job {prospect.job.value:.3g} s instead of {best.job.value:.3g} s",

@@ -39,6 +39,7 @@ _SHORT = {
     "ub": "n_ubatch",
     "fa": "flash_attn",
     "mmap": "use_mmap",
+    "lm": "load_mode",
     "ot": "tensor_buft_overrides",
     "model": "model_type",
 }
@@ -268,7 +269,8 @@ def setting_of(row: BenchRow) -> Setting:
         flash=row.text("flash_attn").lower() not in {"0", "false", "off"},
         kv_format=kv_format,
         # Mapped files lie in ordinary memory, which copies go through a buffer for.
-        page_locked=row.text("use_mmap").lower() in {"0", "false"},
+        page_locked=row.text("use_mmap").lower() in {"0", "false"}
+        or row.text("load_mode").lower() in {"none", "dio"},
         chosen_layers=overridden_layers(overrides) if overrides else None,
     )
 

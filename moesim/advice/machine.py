@@ -82,7 +82,7 @@ class Machine:
         link_measured: the figure above is what copies really reach.
         unified: CPU and GPU share one memory; nothing crosses a link.
         gpu_share: part of unified memory that the GPU may use.
-        windows: the driver model of Windows is slower to launch and to page-lock.
+        windows: its driver moves graphics memory to the host behind a program's back.
         probes: what was measured.
         assumed: figures that nobody gave.
         devices: numbers of the cards in use, where others are left out.
@@ -218,6 +218,8 @@ CHANNELS_ASSUMED = "two memory channels"
 CORES_ASSUMED = f"CPU: as many cores as -t says, {CHANNELS_ASSUMED}"
 """What is said where the processor is not known."""
 
+SIZE_ASSUMED = "memory that holds everything: say its size, as in --ram 128GB"
+
 UNKNOWN_GRAPHICS = Graphics(
     name="unknown GPU",
     vram_bytes=24 * 1024**3,
@@ -342,10 +344,11 @@ def _unified(
     name: str | None,
 ) -> Machine:
     memory = parse_memory(ram or text, channels=1)
-    # Some chips are also sold with modules, which are slower than soldered memory.
-    slower = parse_memory(ram or "", channels=chip.processor.channels).peak_bytes_per_s
+    # Soldered memory is as wide as the chip; modules, which some take, are slower.
+    words = "" if "lpddr" in (ram or "").lower() else ram or ""
+    slower = parse_memory(words, channels=chip.processor.channels).peak_bytes_per_s
     rate = min(chip.bytes_per_s, slower or chip.bytes_per_s)
-    memory = replace(memory, peak_bytes_per_s=rate)
+    memory = replace(memory, peak_bytes_per_s=rate, channels=None)
     graphics = chip.graphics
     if graphics is not None:
         backend = next((each for each in _BACKENDS if each in text.lower()), None)
@@ -361,6 +364,7 @@ def _unified(
         unified=True,
         gpu_share=chip.gpu_share or 1.0,
         probes=probes or Probes(),
+        assumed=() if memory.size_bytes else (SIZE_ASSUMED,),
     )
 
 

@@ -4,6 +4,7 @@ as plain JSON values, with units in their names.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -99,17 +100,23 @@ def _answer(advice: Advice) -> list[tuple[str, str]]:
     """Speeds of the best setting with intervals, limits, bill and bound."""
     best = advice.best
     bill = best.candidate.bill
+    requests = advice.job.sequences
+    together = ""
+    if requests > 1:
+        together = f" of all {requests} requests together"
+    decode = f"{speed_words(best.decode)}{together}; {limit_words(best.decode_terms)}"
     facts = [
-        ("decode", f"{speed_words(best.decode)}; {limit_words(best.decode_terms)}"),
+        ("decode", decode),
         ("prompt", f"{speed_words(best.prefill)}; {limit_words(best.prefill_terms)}"),
         ("the job", interval_words(best.job, "s")),
     ]
     if advice.machine.graphics:
-        words = (
-            f"{format_bytes(bill.gpu_bytes)} of {format_bytes(bill.gpu_free)};"
-            f" {format_bytes(bill.gpu_left)} of headroom before it spills into host"
-            " memory"
-        )
+        words = format_bytes(bill.gpu_bytes)
+        if math.isfinite(bill.gpu_free):
+            words += (
+                f" of {format_bytes(bill.gpu_free)}; {format_bytes(bill.gpu_left)} of"
+                " headroom before it spills into host memory"
+            )
         facts.append(("graphics memory", words))
     facts += [
         (
@@ -232,8 +239,8 @@ def tie_lines(advice: Advice) -> list[str]:
     ties = sum(prospect.tied for prospect in advice.prospects)
     if ties:
         lines.append(
-            f"= {ties} of these cannot be told from the first: the difference is within"
-            " the noise of two runs"
+            f"= {ties} of these cannot be told from the first: noise, or what is not"
+            " known of the machine, could turn the order"
         )
     for prospect, words in (
         (advice.faster, "fast, but it may spill: the bill of memory is not so sure"),
@@ -505,7 +512,7 @@ def _prospect(advice: Advice, prospect: Prospect) -> dict[str, Any]:
         "decode_terms_s": dict(prospect.decode_terms),
         "prefill_terms_s": dict(prospect.prefill_terms),
         "gpu_bytes": dict(bill.gpu),
-        "gpu_left_bytes": bill.gpu_left,
+        "gpu_left_bytes": bill.gpu_left if math.isfinite(bill.gpu_left) else None,
         "safe": bill.safe,
         "cards": [asdict(card) for card in bill.cards],
         "reads_from_ssd": bill.pages,

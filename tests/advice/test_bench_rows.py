@@ -1,5 +1,7 @@
 """Rows of llama-bench: four formats say the same, broken ones say what is wrong."""
 
+from dataclasses import replace
+
 import pytest
 from support.bench_files import FORMATS, as_json, row
 
@@ -32,6 +34,8 @@ def test_every_format_says_the_same(tmp_path, name):
     assert setting.micro_batch == 1024
     assert setting.threads == 8
     assert setting.page_locked
+    newer = {"n_cpu_moe": "11", "load_mode": "none"}
+    assert setting_of(replace(prefill, values=newer)).page_locked
 
 
 def test_a_test_of_prompt_and_answer_together_is_left_out(tmp_path):

@@ -78,6 +78,9 @@ def test_a_chip_with_one_memory_has_no_link():
     machine = describe_machine(cpu="M4 Max", ram="128GB")
     assert machine.unified
     assert machine.device_bytes_per_s == 546e9
+    # Soldered memory is no module: as wide as the chip says.
+    halo = describe_machine(cpu="Ryzen AI Max+ 395", ram="128GB LPDDR5X-8000")
+    assert halo.device_bytes_per_s == 256e9
 
 
 def test_devices_in_numbers():

@@ -13,6 +13,7 @@ from moesim.advice.model.catalogue import named_contents
 from moesim.advice.plan.commands import flags_of, server_command
 from moesim.advice.plan.memory import Job
 from moesim.advice.plan.what_if import drafted
+from moesim.advice.text import advice_text
 from moesim.advice.times.latents import Beliefs
 from moesim.advice.times.priors import priors_of
 from moesim.advice.times.step_times import decode_target, prefill_target
@@ -105,6 +106,10 @@ def test_two_3090_with_gpt_oss_120b_fill_both_cards_alike():
     advice = advise("gpt-oss-120b", **DESKTOP, gpu="2x RTX 3090")
     used, flags = loads(advice)
     assert option(flags, "-sm") == "layer"
+    # llama.cpp refuses the older --no-mmap since September 2026.
+    assert option(flags, "--load-mode") == "none"
+    slashes = option(flags, "-ts").replace(",", "/")
+    assert all(f"-ts {slashes} " in each.command for each in advice.questions)
     counts = [int(part) for part in option(flags, "-ts").split(",")]
     assert sum(counts) == len(advice.model.layers) + 1
     assert min(used) > 0.75 * max(used)
@@ -145,7 +150,7 @@ def test_experts_beyond_memory_are_read_from_the_ssd():
     advice = advise("gpt-oss-120b", cpu="Ryzen 7 7700", ram="32GB DDR5", gpu="RTX 3090")
     _, flags = loads(advice)
     assert advice.best.candidate.bill.pages
-    assert "--no-mmap" not in flags
+    assert "--load-mode" not in flags
     assert advice.best.decode_terms["ssd"] > 0
     # Nobody knows the drive: the interval says so.
     assert advice.best.decode.high > 2 * advice.best.decode.low
@@ -192,6 +197,7 @@ def test_four_requests_share_experts_and_each_brings_a_prompt():
     )
     line = server_command(setting, advice.model, advice.machine, job)
     assert "--parallel 4" in line
+    assert "of all 4 requests together" in " ".join(advice_text(advice).split())
 
 
 def test_a_long_context_takes_the_place_of_experts():
@@ -223,6 +229,10 @@ def test_strix_halo_keeps_everything_in_its_one_memory():
     assert "--n-cpu-moe" not in flags
     # Measured: 51.8 with ROCm, 56.6 with Vulkan at no depth.
     assert advice.best.decode.low < 52 < advice.best.decode.high
+    unsized = advice_text(advise("glm-4.6-air", cpu="Ryzen AI Max+ 395"))
+    assert "glm-4.6-air-Q4_K_M.gguf" in unsized
+    assert " inf " not in unsized
+    assert "on the processor" not in unsized
 
 
 def test_a_laptop_is_answered_with_a_wider_interval_than_a_desktop():

@@ -187,6 +187,13 @@ def test_every_line_stands_beside_baselines_and_a_proper_score(judgement, tmp_pa
         ),
         ({"flags": "--n-cpu-moe 9 -ub 2048"}, {"cpu_layers": 9, "micro_batch": 2048}),
         ({"n_cpu_moe": "8", "ubatch": "1024"}, {"micro_batch": 1024}),
+        ({"flags": "-ncmoe 8 -lm none"}, {"page_locked": True}),
+        ({"n_cpu_moe": "8", "flags": "ik -rtr"}, {"used_only": False}),
+        # The engine of a row is what its column says, not a folder of comparisons.
+        (
+            {"n_cpu_moe": "8", "engine": "llama.cpp b1", "source": "a/b:ik-ab/main"},
+            {"used_only": True},
+        ),
     ],
 )
 def test_a_row_is_read_as_what_it_says(tmp_path, cells, expected):

@@ -50,6 +50,8 @@ FILES = {
 }
 UNSTATED = {"", "n/s", "n/a", "none stated", "not stated", "?", "unknown", "nan"}
 GB = 1e9
+# Words for weights that are read into buffers, by age, and for buffers that are pinned.
+UNMAPPED = r"no-mmap|-mmp 0|--mmap 0|(?:-lm|load-mode) (?:none|dio)|\+ pin|pinned"
 # Rows that do not say decode a few hundred tokens after a short prompt.
 SHORT_CONTEXT = 128
 # STREAM's triad also writes, and a cache that fetches the line before it is written
@@ -740,7 +742,7 @@ NOT_THE_MODEL = re.compile(
 )
 
 
-def _bench_runs(  # noqa: C901, PLR0912 # one branch per reason to skip
+def _bench_runs(  # noqa: C901 # one branch per reason to skip
     row: Row, machines: Platforms, models: FolderModels
 ) -> list[Run]:
     words = f"{row.text('engine')} {row.text('flags')}"
@@ -770,9 +772,7 @@ def _bench_runs(  # noqa: C901, PLR0912 # one branch per reason to skip
         name = f"{name}, one card"
     depth = row.count("ctx_depth") or _flag_number(row.text("flags"), "d") or 0
     session = row.text("source") + (notes if "session" in notes else "")
-    fork = ""
-    if re.search(r"\bik_?", f"{words} {row.text('source')}"):
-        fork = "ik_llama.cpp"
+    fork = _fork(row)
     runs = []
     for kind, tokens_column, speed_column in (
         ("prefill", "pp_tokens", "pp_tps"),
@@ -810,6 +810,12 @@ def _bench_runs(  # noqa: C901, PLR0912 # one branch per reason to skip
     return runs
 
 
+def _fork(row: Row) -> str:
+    """Name the fork that made a row; a folder "ik-against-llama.cpp" is none."""
+    words = row.text("engine") or f"{row.text('flags')} {row.text('source')}"
+    return "ik_llama.cpp" if re.search(r"\bik_?", words) else ""
+
+
 def _deviation(row: Row, kind: str) -> float | None:
     """Read ``sd pp 8.4 tg 0.05`` of the notes as a share of the speed."""
     column, mark = ("pp_tps", "pp") if kind == "prefill" else ("tg_tps", "tg")
@@ -845,13 +851,13 @@ def _setting(row: Row, model: ModelContents, machine: Machine, flags: str) -> Se
         batch=max(batch, micro),
         flash=not re.search(r"-fa[ =]+(0|off)", lowered),
         kv_format=_kv_format(f"{flags} {row.text('quant')}"),
-        page_locked=bool(re.search(r"no-mmap|-mmp 0|--mmap 0|\+ pin|pinned", lowered)),
+        page_locked=bool(re.search(UNMAPPED, lowered)),
         used_only="copies all" not in lowered,
     )
     setting = _placed(row, model, machine, lowered, setting)
     # ik_llama.cpp uploads all experts, from more tokens on.
     # Source: ik_llama.cpp#520, which compares its main branch with the new rule.
-    if re.search(r"\bik_?", f"{flags} {row.text('source')} {row.text('engine')}"):
+    if _fork(row):
         layer = model.layers[model.moe_layers[0]]
         before = re.search(r"-main\b", row.text("id"))
         many = 32 if before else 32 * layer.experts // layer.top_k

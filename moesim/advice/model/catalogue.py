@@ -92,12 +92,14 @@ def shape_named(text: str) -> dict[str, Any] | None:
             matter.
     """
     wanted = _plain(text)
-    names = {_plain(name): name for name in shapes()}
-    names |= {_plain(alias): name for alias, name in ALIASES.items()}
+    names = {_plain(name): name for name in (*shapes(), *ALIASES)}
 
     # Makers append dates and variants to a name; it is the same shape.
     fitting = [name for name in names if wanted.startswith(name)]
-    return shapes()[names[max(fitting, key=len)]] if fitting else None
+    if not fitting:
+        return None
+    name = names[max(fitting, key=len)]
+    return {**shapes()[ALIASES.get(name, name)], "name": name}
 
 
 def _plain(text: str) -> str:

@@ -57,7 +57,7 @@ def flags_of(  # noqa: C901 # one branch per flag
     if setting.kv_format != "f16":
         flags += ["-ctk", setting.kv_format, "-ctv", setting.kv_format]
     if on_host and machine.graphics and setting.page_locked:
-        flags.append("--no-mmap")
+        flags += ["--load-mode", "none"]
     return flags
 
 
@@ -100,9 +100,15 @@ def bench_command(
         words += ["-fa", "1"]
     if prompt_tokens:
         words += ["-ub", str(setting.micro_batch), "-b", str(setting.batch)]
+    if len(setting.split) > 1:
+        # llama-bench separates cards by slashes, and runs by commas.
+        words += ["-ts", "/".join(str(each) for each in setting.split)]
+    if machine.processor.sockets > 1:
+        words += ["--numa", "distribute"]
     if setting.on_host(model) and machine.graphics:
         # Without it pages of a mapped file would be uploaded slowly.
-        words += ["-mmp", "0" if setting.page_locked else "1"]
+        mode = "none" if setting.page_locked else "mmap"
+        words += ["-lm", mode]
     words += ["-t", str(setting.threads or threads_of(machine))]
     words += ["-p", str(prompt_tokens), "-n", str(answer_tokens), "-o", "jsonl"]
     return shlex.join(words) + " >> rows.jsonl"

@@ -131,7 +131,7 @@ class Forecast:
         # Sorting a model's bytes takes most of an answer's time, and candidates differ
         # in micro-batches, which decode does not see, or in key-value formats, which
         # prompts do not.
-        decode_key = (*place, setting.kv_format, setting.split)
+        decode_key = (*place, setting.kv_format)
         if decode_key not in self._decode:
             self._decode[decode_key] = decode_target(
                 self.machine, self.model, setting, self.job.mean_depth

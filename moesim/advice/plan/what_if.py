@@ -109,6 +109,7 @@ DRAFTED = 4
 ACCEPTED = 0.7
 # A head for several tokens runs one more layer and the output head for each.
 DRAFT_SHARE = 0.04
+DRAFTS_LOSE = "not worth it: a pass reads the experts of all its tokens"
 
 
 def drafted(
@@ -140,7 +141,7 @@ def drafted(
     factor = per_round * plain.seconds(rates) / (step.seconds(rates) + drafting_s)
     speed = Interval(best.decode.value * factor, math.hypot(best.decode.spread, 0.25))
     words = f"drafts of {tokens} tokens, {100 * accepted:.0f} % accepted"
-    note = "worth it" if factor > 1.05 else "not worth it with experts on the processor"
+    note = "worth it" if factor > 1.05 else DRAFTS_LOSE
     return WhatIf(words, speed, factor, note)
 
 

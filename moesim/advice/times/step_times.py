@@ -33,7 +33,7 @@ from moesim.advice.times.work import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
@@ -131,8 +131,7 @@ def decode_terms(
     terms = {"step": rates["step_s"]}
 
     if work.device:
-        slower = split_factor(work.device_parts, machine)
-        terms["gpu weights"] = device_seconds(work.device, rates) * slower
+        terms["gpu weights"] = device_seconds(work.device, rates)
         terms["gpu kernels"] = kernels_s(work, rates)
     if work.device_kv_bytes:
         rate = rates["device_read"] * rates["kv_reach"]
@@ -158,21 +157,6 @@ def decode_terms(
         kv_rate = rates["host_read"] * rates["host_reach"]
         terms["cpu keys and values"] = work.host_kv_bytes / kv_rate
     return terms
-
-
-def split_factor(parts: Sequence[float], machine: Machine) -> float:
-    """Time of layers parted among unequal cards, against parts by their memories.
-
-    Layers run one after another, so the bytes of each card are read at its own rate.
-    """
-    total = sum(parts)
-    if len(parts) < 2 or not total:
-        return 1.0
-    seconds = sum(
-        part / card.bytes_per_s
-        for part, card in zip(parts, machine.single_cards, strict=True)
-    )
-    return seconds * machine.device_bytes_per_s / total
 
 
 def kernels_s(work: DecodeWork, rates: Mapping[str, float]) -> float:
@@ -479,14 +463,21 @@ def cached_share(machine: Machine, model: ModelContents, setting: Setting) -> fl
 
 
 def misfits_of(
-    model: ModelContents, session: str = "", fork: str = ""
+    model: ModelContents, session: str = "", fork: str = "", *, slow: bool = False
 ) -> tuple[str, ...]:
-    """Name the latents that all times of one model, session or fork share."""
+    """Name the latents that all times of one model, session or fork share.
+
+    Args:
+        model: whose file it is.
+        session: of measurements.
+        fork: of the engine.
+        slow: it decodes this format on the CPU more slowly than llama.cpp.
+    """
     names = [f"misfit:model:{model.name}"]
     if session:
         names.append(f"misfit:session:{session}")
     if fork:
-        names.append(f"misfit:engine:{fork}")
+        names.append(f"misfit:{'slow ' if slow else ''}engine:{fork}")
     return tuple(names)
 
 
@@ -504,7 +495,9 @@ def decode_target(
     if lacking:
         missed = lacking**PAGE_CACHE_POWER * sum(work.host_experts.values())
         work = replace(work, ssd_bytes=missed)
-    return Target(machine, setting, work, misfits_of(model, session, fork), model.name)
+    slow = "mxfp4" in work.host_experts
+    misfits = misfits_of(model, session, fork, slow=slow)
+    return Target(machine, setting, work, misfits, model.name)
 
 
 def prefill_target(

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import LayerContents, ModelContents
@@ -37,7 +37,6 @@ class DecodeWork:
         device_layers: layers with attention on the GPUs.
         device_recurrent: layers with a recurrence on the GPUs.
         device_latent: layers with latent attention among `device_layers`.
-        device_parts: bytes of each card, in order, where layers are parted among them.
         device_kv: query heads per key head -> keys and values that the GPUs read.
         host_kv_bytes: the same on the CPU.
         ssd_bytes: of host experts that the page cache lacks.
@@ -51,7 +50,6 @@ class DecodeWork:
     device_layers: int = 0
     device_recurrent: int = 0
     device_latent: int = 0
-    device_parts: tuple[float, ...] = ()
     device_kv: Mapping[int, float] = field(default_factory=dict)
     host_kv_bytes: float = 0.0
     ssd_bytes: float = 0.0
@@ -94,7 +92,6 @@ def decode_work(
     first_gpu = setting.first_gpu_layer(model)
     on_host = set(setting.on_host(model))
     sequences = setting.sequences
-    by_layer: list[float] = []
     for at, layer in enumerate(model.layers):
         share = layer.active_share
         if sequences > 1 and layer.experts:
@@ -116,20 +113,14 @@ def decode_work(
             _add(device, layer.dense_formats)
             _add(device_kv, {layer.query_group: kv_bytes})
 
-        on_card = 0.0 if at < first_gpu else float(layer.dense_bytes)
         if at in on_host:
             counts["host experts"] += 1
             _add(host_experts, active)
         else:
             _add(device, active)
-            on_card += sum(active.values())
-        if at >= first_gpu:
-            by_layer.append(on_card)
 
     head = {model.head_format: float(model.head_bytes)}
     _add(device if setting.head_on_gpu else host_dense, head)
-    if setting.head_on_gpu:
-        by_layer.append(float(model.head_bytes))
     return DecodeWork(
         host_experts=dict(host_experts),
         host_expert_layers=counts["host experts"],
@@ -139,20 +130,9 @@ def decode_work(
         device_layers=counts["attention"],
         device_recurrent=counts["recurrent"],
         device_latent=counts["latent"],
-        device_parts=_parts(by_layer, setting.split),
         device_kv=dict(device_kv),
         host_kv_bytes=host_kv,
     )
-
-
-def _parts(by_layer: Sequence[float], split: Sequence[int]) -> tuple[float, ...]:
-    """Bytes of each card's layers."""
-    parts = []
-    at = 0
-    for count in split:
-        parts.append(sum(by_layer[at : at + count]))
-        at += count
-    return tuple(parts)
 
 
 def _add(total: Counter[Any], more: Mapping[Any, float]) -> None:
