@@ -152,10 +152,10 @@ def unordered(
     """
     prompt = prompt_length(path, prompt_tokens)
 
-    def pieces() -> Iterator[Block]:
-        return _pieces(path, columns, _Counts(keeps_numbers=keeps_numbers))
-
-    return Unordered(pieces, lambda block: _finished(path, shape, block, prompt))
+    return Unordered(
+        lambda: pieces(path, columns, _Counts(keeps_numbers=keeps_numbers)),
+        lambda block: _finished(path, shape, block, prompt),
+    )
 
 
 def _finished(path: Path, shape: ModelShape, block: Block, prompt: int | None) -> Block:
@@ -276,8 +276,8 @@ def _delimiter(line: str) -> str:
     return max(",;\t", key=line.count)
 
 
-def _batches(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
-    """The columns `names` of the file, some rows at a time."""
+def batches(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
+    """Read the columns `names` of the file, some rows at a time."""
     if head(path, 4) == b"PAR1":
         # A name of a megabyte in every row is one name.
         schema = read_schema(path)
@@ -311,7 +311,7 @@ def _pieces_by_layer(files: list[Path], columns: Mapping) -> Iterator[Block]:
     sequences = Appearance()
     for layer, file in enumerate(files):
         rows = 0
-        for block in _pieces(file, columns, _Counts(sequences)):
+        for block in pieces(file, columns, _Counts(sequences)):
             count = len(block["seq"])
             block["layer"] = np.full(count, layer, np.int32)
             rows += count
@@ -356,17 +356,20 @@ class _Counts:
         return before
 
 
-def _pieces(path: Path, columns: Mapping, counts: _Counts) -> Iterator[Block]:
-    """The file's rows, some at a time.
+def pieces(
+    path: Path, columns: Mapping, counts: _Counts | None = None
+) -> Iterator[Block]:
+    """Read the file's rows, some at a time.
 
     Without a column for them, positions count the rows of a sequence.
     """
+    counts = counts or _Counts()
     first_row = 0
     widths: dict[str, int] = {}
 
     # A column may serve two of ours, and is read once.
     needed = dict.fromkeys(name for sources in columns.values() for name in sources)
-    for batch in _batches(path, list(needed)):
+    for batch in batches(path, list(needed)):
         if not batch.num_rows:
             continue
 
