@@ -15,7 +15,11 @@ import numpy as np
 
 from moesim.traces.format.arrays import top_k
 from moesim.traces.format.sorting import BATCH_ROWS
-from moesim.traces.importers.readers.array_stream import in_memory, streams
+from moesim.traces.importers.readers.array_stream import (
+    in_memory,
+    load_named,
+    streams,
+)
 from moesim.traces.importers.readers.foreign import (
     PROMPT_TOKENS,
     PROMPT_TOKENS_NOTE,
@@ -24,7 +28,7 @@ from moesim.traces.importers.readers.foreign import (
     whole_number,
 )
 from moesim.traces.importers.readers.sequence_rows import dense_block
-from moesim.traces.importers.readers.tensors import kind_of, load_named
+from moesim.traces.importers.readers.tensors import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -140,7 +140,7 @@ def _load(path: Path) -> dict[str, Any]:
     if torch_file.is_bare_pickle(path):
         raise torch_file.refuse_pickle(path)
 
-    dump = torch_file.load(path, stored=True)
+    dump = torch_file.load(path)
     if isinstance(dump, dict) and "logical_count" in dump:
         raise layout_error(
             path,

@@ -6,26 +6,22 @@ A function returns row -> figure, or what the trace lacks in one line that begin
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moesim.evidence.reproduction.routing_caches import MACHINE, Figures
+from moesim.evidence.reproduction.runs import decode_replays
 from moesim.evidence.reproduction.workloads import Excerpt, percent
-from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.prefetch.statistical import Transitions
 from moesim.policies.systems import System
-from moesim.questions.gap_mixes import Grades, MixReplays
-from moesim.runs.config import MemoryOptions
-from moesim.runs.memory import plan_memory
-from moesim.traces.format.future import RecordedFuture
+from moesim.questions.gap_mixes import Grades
 from moesim.traces.format.schema import Phase
 from moesim.traces.predictions import predicted_workload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from moesim.traces.format.batch import RoutedLayer, RoutedStep
 
@@ -33,34 +29,9 @@ if TYPE_CHECKING:
 
 
 DALI = System(assignment="greedy", cache="workload-window:window=4,swaps=8")
+"""Over half of the experts (its figure 12)."""
 DECODED = 32
 """Decode steps behind DALI's table 4."""
-
-
-def _bench(excerpt: Excerpt, batch: int, steps: int) -> MixReplays:
-    """DALI's greedy and window cache at half of the experts (its figure 12) over the
-    first `steps` decode steps.
-    """
-    profile = load_profile(MACHINE)
-    memory = plan_memory(MemoryOptions(cache_ratio=0.5), excerpt.shape, profile, DALI)
-
-    def passes() -> Iterable[RoutedStep]:
-        decode = excerpt.decode(batch=batch)
-        for number, step in zip(range(steps), decode, strict=False):
-            # Prefill steps are left out, so steps are numbered anew.
-            yield replace(step, step=number)
-
-    return MixReplays(
-        shape=excerpt.shape,
-        profile=profile,
-        costs=Costs(profile, excerpt.shape),
-        memory=memory,
-        system=DALI,
-        passes=passes,
-        # Neither policy looks ahead.
-        future=RecordedFuture(()),
-        seed=excerpt.seed,
-    )
 
 
 def dali_greedy_loss(excerpt: Excerpt) -> Figures:
@@ -74,7 +45,9 @@ def dali_greedy_loss(excerpt: Excerpt) -> Figures:
     for batch in batches or [1]:
         # Both costs are for one and the same state of the machine.
         grades = Grades()
-        _bench(excerpt, batch, DECODED).replay_s({}, grades)
+        profile = load_profile(MACHINE)
+        replays = decode_replays(excerpt, batch, DECODED, profile, DALI, 0.5)
+        replays.replay_s({}, grades)
         if not grades.least_s:
             figures[_loss_label(batch)] = f"lacks decode steps of {batch} sequences"
             continue
