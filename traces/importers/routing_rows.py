@@ -51,7 +51,8 @@ def recognises(path: Path) -> bool:
     except (pa.ArrowException, OSError, ValueError):
         return False
 
-    return {theirs for (theirs,) in _MAPPING.values()} <= set(names)
+    needed = {theirs for (theirs,) in _MAPPING.values()}
+    return needed <= set(names)
 
 
 def provenance(path: Path) -> dict[str, Any]:
@@ -120,7 +121,8 @@ def _read_overview(path: Path) -> _Overview:
 
     needed = ["seq_id", "scores"] if has_scores else ["seq_id"]
     for batch in columns.batches(path, needed):
-        names |= dict.fromkeys(map(str, batch.column("seq_id").unique().to_pylist()))
+        labels = batch.column("seq_id").unique().to_pylist()
+        names |= dict.fromkeys(map(str, labels))
         has_scores = has_scores and not batch.column("scores").null_count
 
     return _Overview(list(names), has_scores)

@@ -17,8 +17,8 @@ from moesim.hwprofiles.profile import load_profile
 from moesim.policies.prefetch.statistical import Transitions
 from moesim.policies.systems import System
 from moesim.questions.gap_mixes import Grades
-from moesim.traces.format.schema import Phase
 from moesim.traces.predictions import predicted_workload
+from moesim.traces.stats.statistics import SimilarityAggregator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -260,29 +260,12 @@ def daop_similarity(excerpt: Excerpt) -> Figures:
     """Cosine of the share of tokens routed to each expert in prefill and in decode,
     mean over layers and sequences.
     """
-    layers = excerpt.shape.layers
-    experts = excerpt.shape.experts
-    cosines: list[float] = []
+    aggregator = SimilarityAggregator(excerpt.shape)
     for rows in excerpt.trace.sequences():
-        # Counts, not shares: the cosine does not depend on their scale.
-        counts = np.zeros((len(Phase), layers, experts))
-        for phase in Phase:
-            in_phase = rows.phase == phase
-            chosen = rows.experts[in_phase].astype(np.int64)
-            layer = np.broadcast_to(rows.layer[in_phase][:, None], chosen.shape)
-            # Ids repeat within a phase, so plain indexing would count them once.
-            np.add.at(counts[phase], (layer, chosen), 1.0)
-        norms = np.linalg.norm(counts, axis=2)
-        # A layer without tokens in one phase has no direction to compare.
-        in_both = norms.all(axis=0)
-        if in_both.any():
-            products = (counts[Phase.PREFILL] * counts[Phase.DECODE]).sum(axis=1)
-            scale = norms[:, in_both].prod(axis=0)
-            cosines.append(float((products[in_both] / scale).mean()))
-    similarity: float | str = "lacks prefill or decode"
-    if cosines:
-        similarity = 100.0 * float(np.mean(cosines))
-    return {"prefill against decode": similarity}
+        aggregator.add(rows)
+    similarity = aggregator.figures()["similarity"]
+    row = "prefill against decode"
+    return {row: "lacks prefill or decode" if similarity is None else 100 * similarity}
 
 
 def flashmoe_prefill(excerpt: Excerpt) -> Figures:

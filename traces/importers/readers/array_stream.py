@@ -48,6 +48,11 @@ class ArrayStream:
     raw: np.dtype
     begin: Callable[[], Callable[[int], bytes]]
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its numbers in the file."""
+        return math.prod(self.shape) * self.raw.itemsize
+
     def rows(self, count: int) -> Iterator[np.ndarray]:
         """Read parts of `count` rows, the last one perhaps of fewer.
 
@@ -89,12 +94,13 @@ def load_named(path: Path) -> dict[str, np.ndarray]:
     with decoding(path, kind):
         if kind in ("npy", "npz"):
             # All are held at once.
-            sizes = (math.prod(s.shape) * s.raw.itemsize for s in by_name.values())
-            tensors.check_size(path, "content", sum(sizes))
+            in_all = sum(stream.size_bytes for stream in by_name.values())
+            tensors.check_size(path, "content", in_all)
         arrays = {name: stream.whole() for name, stream in by_name.items()}
-        metadata = tensors.safetensors_metadata(path) if kind == "safetensors" else {}
-        if metadata:
-            check_tensors(path, arrays, metadata)
+        if kind == "safetensors":
+            metadata = tensors.safetensors_metadata(path)
+            if metadata:
+                check_tensors(path, arrays, metadata)
     return arrays
 
 
@@ -126,7 +132,8 @@ def streams(path: Path) -> dict[str, ArrayStream]:
                 "save the tensors as npz",
             )
 
-    return dict(sorted(arrays.items(), key=lambda item: tensors.natural(item[0])))
+    in_order = sorted(arrays, key=tensors.natural)
+    return {name: arrays[name] for name in in_order}
 
 
 def in_memory(values: np.ndarray) -> ArrayStream:
