@@ -331,10 +331,38 @@ SOON_STEPS = 5
 """A victim that is used again within so many steps was evicted too early."""
 
 
-class EvictionRecorder:
-    """Records every eviction of a cache policy.
+class StayRecorder:
+    """Records how long each expert stays in a cache.
 
     An observer (`moesim.policies.planner.observers`) of `CALLS`.
+
+    Attributes:
+        step: of the accesses before; admissions and evictions carry none.
+        stays: flat key -> (first step, last step) of each finished stay in the cache,
+            in order; -1 where it was there from the start.
+    """
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.stays: dict[int, list[tuple[int, int]]] = {}
+        self._entered: dict[int, int] = {}
+
+    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
+        """Note one call."""
+        del answer
+        match call:
+            case "accessed":
+                self.step = arguments[0].step
+            case "admitted":
+                self._entered |= dict.fromkeys(arguments[0].tolist(), self.step)
+            case "evicted":
+                for key in arguments[0].tolist():
+                    stay = (self._entered.pop(key, -1), self.step)
+                    self.stays.setdefault(key, []).append(stay)
+
+
+class EvictionRecorder(StayRecorder):
+    """Records every eviction of a cache policy.
 
     Args:
         policy: whose evictions are recorded.
@@ -342,8 +370,6 @@ class EvictionRecorder:
         experts: of a layer.
 
     Attributes:
-        stays: flat key -> (first step, last step) of each finished stay in the cache,
-            in order.
         evictions: how many.
         optimal: those that were the best choice.
         soon: those of experts used again within `SOON_STEPS`.
@@ -361,32 +387,18 @@ class EvictionRecorder:
                 "a policy that declines admissions cannot be compared with those that"
                 " admit every miss"
             )
+        super().__init__()
         self._future = future
         self._experts = experts
-        self._step = 0
-        self._entered: dict[int, int] = {}
-        self.stays: dict[int, list[tuple[int, int]]] = {}
         self.evictions = 0
         self.optimal = 0
         self.soon = 0
 
     def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
         """Note one call."""
-        match call:
-            case "accessed":
-                # Admissions and evictions carry no step; those of the accesses before
-                # count.
-                self._step = arguments[0].step
-            case "admitted":
-                entered = arguments[0].tolist()
-                self._entered.update(dict.fromkeys(entered, self._step))
-            case "evicted":
-                for key in arguments[0].tolist():
-                    stay = (self._entered.pop(key), self._step)
-                    self.stays.setdefault(key, []).append(stay)
-            case "victims":
-                _, candidates = arguments
-                self._judge(answer, candidates)
+        super().reported(call, arguments, answer)
+        if call == "victims":
+            self._judge(answer, arguments[1])
 
     def _judge(self, chosen: np.ndarray, candidates: np.ndarray) -> None:
         """Compare victims with those that hindsight would have named."""
@@ -395,14 +407,14 @@ class EvictionRecorder:
         # Candidates are of one layer, and ascend.
         layer = int(candidates[0]) // self._experts
         experts = candidates - layer * self._experts
-        next_uses = self._future.next_uses(self._step, layer, experts)
+        next_uses = self._future.next_uses(self.step, layer, experts)
         of_victims = next_uses[np.searchsorted(candidates, chosen)]
 
         # Belady would take those that are used last; ties are as good.
         count = len(chosen)
         threshold = np.sort(next_uses)[-count]
         used_again = of_victims < self._future.never
-        within_steps = of_victims - self._step <= SOON_STEPS
+        within_steps = of_victims - self.step <= SOON_STEPS
         self.evictions += count
         self.optimal += int((of_victims >= threshold).sum())
         self.soon += int((used_again & within_steps).sum())

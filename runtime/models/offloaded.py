@@ -4,7 +4,7 @@ The library calls every experts module through a registry: a name in the configu
 picks the function that gets ``(module, hidden [T, H], ids [T, K], weights [T, K])`` and
 returns [T, H]. We register one function under one name. It looks up which MoE layer the
 module is and calls a *handler*: an executor that computes experts where its plan says,
-or `StoreExperts`, which reads them one after the other. Everything else of the model
+or `StoreExperts`, which computes one after the other. Everything else of the model
 (attention, norms, gates, shared experts) stays the library's own code.
 
 Expert weights never enter the module. Its class is extended by one step: as soon as the
@@ -18,7 +18,7 @@ T tokens, K experts per token, H hidden.
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -256,21 +256,47 @@ def offloaded_shape(
     )
 
 
-class OneByOne(ABC):
-    """A handler that computes one active expert after the other.
+class StoreExperts:
+    """A handler that reads experts from a store, computes one active expert after the
+    other, and keeps as many in host memory as fit; the one used longest ago is
+    replaced. It is slow and simple, so others are checked against it.
 
     Args:
         store: holds the experts.
         gatings: per layer, the model's own gating or None (`MoeLayer.gating`).
+        host_bytes: memory for experts; at least one is kept.
+        check: compare the checksum of every read.
+
+    Attributes:
+        slots: experts that fit.
+        reads: experts read so far.
+        hits: times that an expert was in memory.
+        read_bytes: what was read.
+
+    Raises:
+        RuntimeFault: the host has not that much memory.
     """
 
     def __init__(
         self,
         store: ExpertStore,
-        gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None,
+        gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None = None,
+        host_bytes: int = 0,
+        *,
+        check: bool = True,
     ) -> None:
         self._store = store
+        self._check = check
         self._gatings = gatings or [None] * store.layers
+        # One at least: an expert must lie somewhere while it is computed.
+        total = sum(store.experts(layer) for layer in range(store.layers))
+        self.slots = max(1, min(host_bytes // store.slot_bytes, total))
+        self.reads = 0
+        self.hits = 0
+        self.read_bytes = 0
+        self._memory = HostSlots(self.slots, store.slot_bytes)
+        # (layer, expert) -> slot, the one used longest ago first.
+        self._residents: OrderedDict[tuple[int, int], int] = OrderedDict()
 
     def experts(
         self,
@@ -286,8 +312,13 @@ class OneByOne(ABC):
         pairs = torch.from_numpy(groups.pairs).to(hidden.device)
         active = groups.experts.tolist()
 
+        # Residents first: a read could evict one that this very layer needs.
+        order = sorted(
+            range(len(active)),
+            key=lambda position: (layer, active[position]) not in self._residents,
+        )
         results = {}
-        for position in self._order(layer, active):
+        for position in order:
             expert_pairs = pairs[groups.starts[position] : groups.starts[position + 1]]
             views = self._views(layer, active[position], hidden.device)
             rows = hidden[expert_pairs // index.shape[1]]
@@ -298,44 +329,43 @@ class OneByOne(ABC):
         by_expert = [results[position] for position in range(len(active))]
         return combine(torch.zeros_like(hidden), by_expert, weights)
 
-    def _order(self, layer: int, active: Sequence[int]) -> Sequence[int]:
-        """Positions of `active` in the order in which they are computed."""
-        del layer
-        return range(len(active))
-
-    @abstractmethod
-    def _views(self, layer: int, expert: int, device: torch.device) -> ExpertWeights:
-        """Return an expert's weights, valid until the next are asked for."""
-
-
-class StoreExperts(OneByOne):
-    """The plainest handler: reads each active expert, computes it, and keeps nothing.
-    It is slow and simple, so others are checked against it.
-
-    Args:
-        store: holds the experts.
-        gatings: as in `OneByOne`.
-        check: compare the checksum of every read.
-    """
-
-    def __init__(
-        self,
-        store: ExpertStore,
-        gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None = None,
-        *,
-        check: bool = True,
-    ) -> None:
-        super().__init__(store, gatings)
-        self._check = check
-        self._slots = HostSlots(1, store.slot_bytes)
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory.close()
 
     def _views(self, layer: int, expert: int, device: torch.device) -> ExpertWeights:
-        slot = self._slots.record(0)
-        self._store.read_into(layer, expert, slot, check=self._check)
-        # On the CPU the slot itself is computed with, so it is read again only after
-        # its result is there.
-        record = slot if device.type == "cpu" else slot.to(device)
-        return self._store.layout(layer).views(record)
+        """Return an expert's weights, read where they are not in memory; valid until
+        the next are asked for.
+        """
+        key = (layer, expert)
+        layout = self._store.layout(layer)
+        slot = self._residents.get(key)
+        if slot is None:
+            slot = self._free_slot()
+            try:
+                self.read_bytes += self._store.read_into(
+                    layer, expert, self._memory.record(slot), check=self._check
+                )
+            except BaseException:
+                # Whoever goes on must not find it taken, nor by two experts.
+                self._memory.give_back(slot)
+                raise
+            self.reads += 1
+            self._residents[key] = slot
+        else:
+            self._residents.move_to_end(key)
+            self.hits += 1
+
+        if device.type == "cpu":
+            return self._memory.weights(slot, layout)
+        return layout.views(self._memory.record(slot).to(device))
+
+    def _free_slot(self) -> int:
+        """Take a slot to read into; evict where all are full."""
+        if not self._memory.free:
+            _, slot = self._residents.popitem(last=False)
+            self._memory.give_back(slot)
+        return self._memory.take()
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ T tokens, K experts per token, H hidden.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,98 +26,16 @@ from moesim.runtime.models.local_model import (
 )
 from moesim.runtime.models.offloaded import (
     OffloadedModel,
-    OneByOne,
+    StoreExperts,
     offloaded_shape,
 )
 from moesim.runtime.store.build import build_store
-from moesim.runtime.store.memory import HostSlots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from moesim.runtime.models.expert_layout import ExpertWeights
-    from moesim.runtime.store.store import BuildProgress, ExpertStore
+    from moesim.runtime.store.store import BuildProgress
     from moesim.traces.format.schema import ModelShape
-
-
-class CachedExperts(OneByOne):
-    """A handler that keeps as many experts in host memory as fit; the one
-    used longest ago is replaced.
-
-    Args:
-        store: holds the experts.
-        host_bytes: memory for them; at least one expert is kept.
-        gatings: per layer, the model's own gating or None (`MoeLayer.gating`).
-
-    Attributes:
-        slots: experts that fit.
-        reads: experts read so far.
-        hits: times that an expert was in memory.
-        read_bytes: what was read.
-
-    Raises:
-        RuntimeFault: the host has not that much memory.
-    """
-
-    def __init__(
-        self,
-        store: ExpertStore,
-        host_bytes: int,
-        gatings: Sequence[Callable[[torch.Tensor], torch.Tensor] | None],
-    ) -> None:
-        super().__init__(store, gatings)
-        # One at least: an expert must lie somewhere while it is computed.
-        total = sum(store.experts(layer) for layer in range(store.layers))
-        self.slots = max(1, min(host_bytes // store.slot_bytes, total))
-        self.reads = 0
-        self.hits = 0
-        self.read_bytes = 0
-        self._memory = HostSlots(self.slots, store.slot_bytes)
-        # (layer, expert) -> slot, the one used longest ago first.
-        self._residents: OrderedDict[tuple[int, int], int] = OrderedDict()
-
-    def _order(self, layer: int, active: Sequence[int]) -> Sequence[int]:
-        """Residents first: a read could evict one that this very layer needs."""
-        return sorted(
-            range(len(active)),
-            key=lambda position: (layer, active[position]) not in self._residents,
-        )
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self._memory.close()
-
-    def _views(self, layer: int, expert: int, device: torch.device) -> ExpertWeights:
-        """Return an expert's weights, read where they are not in memory."""
-        key = (layer, expert)
-        layout = self._store.layout(layer)
-        slot = self._residents.get(key)
-        if slot is None:
-            slot = self._free_slot()
-            try:
-                self.read_bytes += self._store.read_into(
-                    layer, expert, self._memory.record(slot), check=True
-                )
-            except BaseException:
-                # Whoever goes on must not find it taken, nor by two experts.
-                self._memory.give_back(slot)
-                raise
-            self.reads += 1
-            self._residents[key] = slot
-        else:
-            self._residents.move_to_end(key)
-            self.hits += 1
-
-        if device.type == "cpu":
-            return self._memory.weights(slot, layout)
-        return layout.views(self._memory.record(slot).to(device))
-
-    def _free_slot(self) -> int:
-        """Take a slot to read into; evict where all are full."""
-        if not self._memory.free:
-            _, slot = self._residents.popitem(last=False)
-            self._memory.give_back(slot)
-        return self._memory.take()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +55,7 @@ class StoredModel(LocalModel):
     blocks: list[MoeBlock]
     facts: GateFacts
     shape: ModelShape
-    cache: CachedExperts
+    cache: StoreExperts
     checkpoint: str
 
 
@@ -174,9 +91,8 @@ def stored_model(
 
     with build_store(folder, store, dtype=dtype, progress=building) as experts:
         offloaded.check_store(experts)
-        cache = CachedExperts(
-            experts, host_bytes, [layer.gating for layer in offloaded.layers]
-        )
+        gatings = [layer.gating for layer in offloaded.layers]
+        cache = StoreExperts(experts, gatings, host_bytes)
         offloaded.handler = cache
         try:
             blocks = offloaded.blocks()

@@ -57,26 +57,46 @@ expert.
 """
 
 
+def assumed(values):
+    """Numbers of a profile, by path."""
+    return {
+        path: Quantity(value, "assumed", "a test") for path, value in values.items()
+    }
+
+
+def with_curves(profile, change, paths=("",)):
+    """A profile whose curves below some paths are others."""
+    changed = {
+        path: change(curve)
+        for path, curve in profile.curves.items()
+        if path.startswith(paths)
+    }
+    return replace(profile, curves=profile.curves | changed)
+
+
+def slower(curve):
+    return replace(curve, seconds=tuple(1.5 * s for s in curve.seconds))
+
+
+def trial_of(policy, ratio, host=None, **routing):
+    """A trial over drawn routing; `host` is how many experts fit into host memory."""
+    memory = MemoryOptions(cache_ratio=ratio, host_memory_bytes=host)
+    return Trial(policy, memory, drawn_steps(**{"batch": 1, "prompt": 0} | routing))
+
+
 @pytest.fixture(scope="module")
 def machine():
     """A machine with two cores whose lanes slow each other by known factors."""
     shipped = load_profile("two-core-host")
     known = {path: q for path, q in shipped.numbers.items() if not is_in_place(path)}
-    truth = (
-        TRUTH
-        | CONTROL
-        | {f"costs.{part}.after_read": value for part, value in AFTER_READ.items()}
-    )
+    truth = TRUTH | CONTROL
+    truth |= {f"costs.{part}.after_read": value for part, value in AFTER_READ.items()}
     truth |= {
         "costs.attention.bytes_per_s": ATTENTION_BYTES_PER_S,
         "costs.planning.default.with_ssd_s": WITH_SSD_S,
         "costs.dispatch.first_op_s": FIRST_OP_S,
     }
-    return replace(
-        shipped,
-        numbers=known
-        | {path: Quantity(value, "assumed", "a test") for path, value in truth.items()},
-    )
+    return replace(shipped, numbers=known | assumed(truth))
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +121,8 @@ def learned(machine, blank):
     runs = []
     for spec in ("olmoe-1b-7b/2", "olmoe-1b-7b/4"):
         shape = sized(spec)
-        tiered = [
-            d
-            for d in designs(shape, quick=True, seed=1)
-            if d.trial.memory.host_memory_bytes is not None
-        ]
+        again = designs(shape, quick=True, seed=1)
+        tiered = [d for d in again if d.trial.memory.host_memory_bytes is not None]
         # Twice, or too few dense parts follow a read.
         of_shape = designs(shape, quick=True) + tiered
         runs += [(shape, d.trial, simulate(d.trial, shape, machine)) for d in of_shape]
@@ -141,9 +158,8 @@ def test_what_control_does_per_expert_and_copy_is_found(learned, path):
 @pytest.mark.parametrize("part", AFTER_READ)
 @pytest.mark.parametrize("spec", ["olmoe-1b-7b/2", "olmoe-1b-7b/4"])
 def test_what_differs_after_a_read_is_found(learned, part, spec):
-    assert Costs(learned, sized(spec)).after_read(part) == pytest.approx(
-        AFTER_READ[part], abs=0.03
-    )
+    found = Costs(learned, sized(spec)).after_read(part)
+    assert found == pytest.approx(AFTER_READ[part], abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -162,15 +178,9 @@ def test_a_policy_that_was_not_run_plans_as_all_together_and_as_much_longer_as_i
     """
 
     def quantity(value):
-        return Quantity(
-            value,
-            "measured",
-            "a test",
-            samples=9,
-            spread=0.0,
-            date=DATE,
-            interval=(value / 2, value * 2),
-        )
+        interval = (value / 2, value * 2)
+        details = {"samples": 9, "spread": 0.0, "date": DATE, "interval": interval}
+        return Quantity(value, "measured", "a test", **details)
 
     alone = {
         "costs.planning.default.base_s": quantity(10e-6),
@@ -213,26 +223,16 @@ def test_between_two_sizes_what_follows_a_read_goes_by_their_logarithm(learned):
     """1.6 and 6.3 MB were calibrated: half way between lies 3.1 MB, and beyond them
     nothing changes any more.
     """
-    numbers = learned.numbers | {
-        f"costs.cpu.after_read{size}": Quantity(value, "assumed", "a test")
-        for size, value in (("", 1.0), ("_small", 0.6))
-    }
+    after_read = {"costs.cpu.after_read": 1.0, "costs.cpu.after_read_small": 0.6}
+    numbers = learned.numbers | assumed(after_read)
     hw = replace(learned, numbers=numbers)
     large = sized("olmoe-1b-7b/2")
-    for factor, expected in (
-        (1.0, 1.0),
-        (0.5, 0.8),
-        (0.25, 0.6),
-        (0.1, 0.6),
-        (4.0, 1.0),
-    ):
+    by_size = {1.0: 1.0, 0.5: 0.8, 0.25: 0.6, 0.1: 0.6, 4.0: 1.0}
+    for factor, expected in by_size.items():
         expert_bytes = tuple(int(size * factor) for size in large.expert_bytes)
-        assert Costs(hw, replace(large, expert_bytes=expert_bytes)).after_read(
-            "cpu"
-        ) == pytest.approx(expected)
-    plain = {
-        path: quantity for path, quantity in numbers.items() if "after_read" not in path
-    }
+        costs = Costs(hw, replace(large, expert_bytes=expert_bytes))
+        assert costs.after_read("cpu") == pytest.approx(expected)
+    plain = {path: q for path, q in numbers.items() if "after_read" not in path}
     assert Costs(replace(learned, numbers=plain), large).after_read("cpu") == 1.0
 
 
@@ -241,38 +241,25 @@ def test_a_late_first_read_is_seen_and_charged_once_per_layer_step(machine, blan
     and put into the prediction.
     """
     shape = sized("olmoe-1b-7b/2")
-    memory = MemoryOptions(
-        cache_ratio=0.0, host_memory_bytes=sum(shape.expert_bytes) * shape.experts // 2
-    )
-    trial = Trial(
-        "all-cpu+none", memory, drawn_steps(batch=1, prompt=0, decode=20, seed=5)
-    )
+    host = shape.routed_bytes // 2
+    trial = trial_of("all-cpu+none", 0.0, host, decode=20, seed=5)
     timeline = simulate(trial, shape, machine)
     chunks = list(timeline.chunks())
     columns = {
         name: np.concatenate([chunk[name] for chunk in chunks])
         for name in ("kind", "step", "layer")
     }
-    reads = np.column_stack([columns["step"], columns["layer"]])[
-        columns["kind"] == READ
-    ]
-    delay = Quantity(2e-3, "assumed", "a test")
-    delayed = simulate(
-        trial,
-        shape,
-        replace(machine, numbers=machine.numbers | {"costs.ssd.first_s": delay}),
-    )
+    places = np.column_stack([columns["step"], columns["layer"]])
+    reads = places[columns["kind"] == READ]
+    numbers = machine.numbers | assumed({"costs.ssd.first_s": 2e-3})
+    delayed = simulate(trial, shape, replace(machine, numbers=numbers))
     added_s = summarise(delayed)["makespan_s"] - summarise(timeline)["makespan_s"]
     assert len(np.unique(reads, axis=0)) < len(reads), (
         "some layer steps read more than one"
     )
     assert added_s == pytest.approx(2e-3 * len(np.unique(reads, axis=0)), rel=0.1)
-    assert (
-        learn([(shape, trial, timeline)], blank, date=DATE, name="x")
-        .numbers["costs.ssd.first_s"]
-        .value
-        < 1e-6
-    )
+    calibrated = learn([(shape, trial, timeline)], blank, date=DATE, name="x")
+    assert calibrated.numbers["costs.ssd.first_s"].value < 1e-6
 
 
 @pytest.mark.parametrize("policy", [
@@ -288,11 +275,7 @@ def test_another_run_is_predicted(machine, learned, policy, ratio):
     had.
     """
     shape = sized("olmoe-1b-7b/2")
-    trial = Trial(
-        policy,
-        MemoryOptions(cache_ratio=ratio),
-        drawn_steps(batch=3, prompt=30, decode=12, seed=99),
-    )
+    trial = trial_of(policy, ratio, batch=3, prompt=30, decode=12, seed=99)
     true, predicted = (
         summarise(simulate(trial, shape, profile)) for profile in (machine, learned)
     )
@@ -302,12 +285,8 @@ def test_another_run_is_predicted(machine, learned, policy, ratio):
 
 def test_the_ssd_tier_is_predicted(machine, learned):
     shape = sized("olmoe-1b-7b/2")
-    memory = MemoryOptions(
-        cache_ratio=0.2, host_memory_bytes=sum(shape.expert_bytes) * shape.experts // 3
-    )
-    trial = Trial(
-        "on-demand+lru", memory, drawn_steps(batch=2, prompt=0, decode=15, seed=98)
-    )
+    host = shape.routed_bytes // 3
+    trial = trial_of("on-demand+lru", 0.2, host, batch=2, decode=15, seed=98)
     true, predicted = (
         summarise(simulate(trial, shape, profile))["tpot_s"]
         for profile in (machine, learned)
@@ -330,30 +309,21 @@ def test_distributions_are_learned_from_scattered_runs(machine, blank):
     """CPU products scattered by +-20 %: the learned quantiles have that width, and mean
     one.
     """
-    curve = machine.curves["costs.cpu.points"]
-    noisy = replace(
-        machine,
-        curves=machine.curves
-        | {"costs.cpu.points": replace(curve, quantiles=(0.8, 1.0, 1.2))},
-    )
+    path = "costs.cpu.points"
+    scattered = {"quantiles": (0.8, 1.0, 1.2)}
+    noisy = with_curves(machine, lambda curve: replace(curve, **scattered), (path,))
     shape = sized("olmoe-1b-7b/2")
-    trial = Trial(
-        "all-cpu+none",
-        MemoryOptions(cache_ratio=0.0),
-        drawn_steps(batch=1, prompt=0, decode=40, seed=5),
-    )
+    trial = trial_of("all-cpu+none", 0.0, decode=40, seed=5)
     runs = [(shape, trial, simulate(trial, shape, noisy, noise_seed=3))]
-    quantiles = np.array(
-        learn(runs, blank, date=DATE, name="x").curves["costs.cpu.points"].quantiles
-    )
+    calibrated = learn(runs, blank, date=DATE, name="x")
+    quantiles = np.array(calibrated.curves[path].quantiles)
     assert quantiles[[0, 10, -1]] == pytest.approx([0.8, 1.0, 1.2], abs=0.02)
 
 
 def test_drawing_from_learned_quantiles_has_mean_one():
     quantiles = quantiles_around_one(np.random.default_rng(0).lognormal(0, 0.3, 5000))
-    assert np.trapezoid(quantiles, np.linspace(0, 1, 21)) == pytest.approx(
-        1.0, abs=1e-3
-    )
+    mean = np.trapezoid(quantiles, np.linspace(0, 1, 21))
+    assert mean == pytest.approx(1.0, abs=1e-3)
 
 
 ALONE_BESIDE = np.array([[0.0], [1.0]])
@@ -393,15 +363,11 @@ def test_two_profiles_differ_by_what_they_predict_of_the_designed_runs(machine):
     """A profile does not differ from itself; one with a slower dense part predicts more
     for every run.
     """
-    slow = {
-        path: replace(curve, seconds=tuple(1.5 * s for s in curve.seconds))
-        for path, curve in machine.curves.items()
-        if path.startswith("costs.dense.")
-    }
     assert differences(machine, machine) == pytest.approx([0.0] * 32)
-    slower = differences(machine, replace(machine, curves=machine.curves | slow))
-    assert len(slower) == 32
-    assert min(slower) > 0.0
+    slow = with_curves(machine, slower, ("costs.dense.",))
+    apart = differences(machine, slow)
+    assert len(apart) == 32
+    assert min(apart) > 0.0
 
 
 def test_stability_by_hand():
@@ -419,22 +385,11 @@ def test_a_burst_of_other_tenants_is_not_learned(machine, blank):
     the others.
     """
     shape = sized("olmoe-1b-7b/2")
-    trial = Trial(
-        "all-cpu+none",
-        MemoryOptions(cache_ratio=0.0),
-        drawn_steps(batch=1, prompt=0, decode=12, seed=5),
-    )
-    slow = {
-        path: replace(curve, seconds=tuple(1.5 * np.array(curve.seconds)))
-        for path, curve in machine.curves.items()
-    }
-    calm, busy = (
-        simulate(trial, shape, profile)
-        for profile in (machine, replace(machine, curves=slow))
-    )
-    calibrated = learn(
-        [(shape, trial, run) for run in (calm, busy, calm)], blank, date=DATE, name="x"
-    )
+    trial = trial_of("all-cpu+none", 0.0, decode=12, seed=5)
+    calm = simulate(trial, shape, machine)
+    busy = simulate(trial, shape, with_curves(machine, slower))
+    runs = [(shape, trial, run) for run in (calm, busy, calm)]
+    calibrated = learn(runs, blank, date=DATE, name="x")
     alone = learn([(shape, trial, calm)], blank, date=DATE, name="x")
     assert calibrated.curves["costs.cpu.points"].seconds == pytest.approx(
         alone.curves["costs.cpu.points"].seconds, rel=1e-3
@@ -465,9 +420,5 @@ def test_one_hiccup_does_not_spoil_a_mean():
 
 def test_batches_take_turns_as_if_sequences_came_and_went():
     steps = drawn_steps(batch=(2, 5), prompt=0, decode=4, seed=0)
-    assert [(step.sequences, len(step.layers[0].routing)) for step in steps] == [
-        (2, 2),
-        (5, 5),
-        (2, 2),
-        (5, 5),
-    ]
+    served = [(step.sequences, len(step.layers[0].routing)) for step in steps]
+    assert served == [(2, 2), (5, 5)] * 2

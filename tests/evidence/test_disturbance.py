@@ -30,6 +30,7 @@ from moesim.evidence.validation.profile_checks import (
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import undisturbed_medians
 from moesim.hwprofiles.profile import prediction_error, rate_interval
+from moesim.hwprofiles.schema import FIT_KEYS
 from moesim.questions.compare_text import ranking_lines
 from moesim.runs.config import MemoryOptions
 from moesim.runs.result import Run
@@ -63,12 +64,7 @@ def busy(script):
 
 
 def report(median_share, worst=0.0):
-    return {
-        "samples": 1.0,
-        "held_out": 1.0,
-        "residual_median": median_share,
-        "residual_worst": worst,
-    }
+    return dict(zip(FIT_KEYS, (1.0, 1.0, median_share, worst), strict=True))
 
 
 # The evidence.
@@ -165,14 +161,8 @@ def test_a_repetition_whose_cores_were_stolen_does_not_count():
 
 
 def test_a_profile_is_doubted_for_what_its_calibration_saw():
-    quiet = replace(
-        host_profile(),
-        fit={
-            DISTURBED: report(0.001),
-            "noise_floor": report(0.05),
-            "drift": report(0.02),
-        },
-    )
+    fit = {"noise_floor": report(0.05), "drift": report(0.02)}
+    quiet = replace(host_profile(), fit={DISTURBED: report(0.001), **fit})
     assert not doubts_of(quiet)
     for name, share, word in (
         (DISTURBED, 0.2, "20 % of half of the steps"),
@@ -217,10 +207,8 @@ def test_a_busy_process_is_seen_by_the_threads_that_wait_for_it(tmp_path):
 def test_a_rate_has_the_interval_of_its_profile():
     """8 % and 6 % of the time are 10 % together; rates are shorter below than above."""
     assert prediction_error(host_profile()) is None
-    profile = replace(
-        host_profile(),
-        fit={"predictions": report(0.02, worst=0.08), "drift": report(0.06)},
-    )
+    fit = {"predictions": report(0.02, worst=0.08), "drift": report(0.06)}
+    profile = replace(host_profile(), fit=fit)
     assert prediction_error(profile) == pytest.approx(0.1)
     low, high = rate_interval(49.5, 0.1)
     assert (low, high) == pytest.approx((45.0, 55.0))

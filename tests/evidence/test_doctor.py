@@ -127,12 +127,8 @@ def test_huge_pages_that_are_off_say_how_to_switch_them_on(tmp_path, setting, ve
 
 def test_overlap_is_what_the_longer_one_hides():
     """2 s and 3 s: together 3 s hide all, 4 s half, 5 s nothing."""
-    assert [lanes.overlap_share(2.0, 3.0, both) for both in (3.0, 4.0, 5.0, 6.0)] == [
-        1.0,
-        0.5,
-        0.0,
-        0.0,
-    ]
+    shares = [lanes.overlap_share(2.0, 3.0, both) for both in (3.0, 4.0, 5.0, 6.0)]
+    assert shares == [1.0, 0.5, 0.0, 0.0]
     assert lanes.pair_finding(1.2).verdict == "ok"
     assert lanes.pair_finding(1.9).verdict == "limited"
 

@@ -54,15 +54,12 @@ def test_they_use_every_lane_and_do_the_same_whatever_the_profile_says(running):
     what is compared.
     """
     slow = host_profile()
-    slow = replace(
-        slow,
-        numbers={
-            key: replace(quantity, value=10 * quantity.value, interval=None)
-            if key.startswith("costs.cpu")
-            else quantity
-            for key, quantity in slow.numbers.items()
-        },
-    )
+    tenfold = {
+        key: replace(quantity, value=10 * quantity.value, interval=None)
+        for key, quantity in slow.numbers.items()
+        if key.startswith("costs.cpu")
+    }
+    slow = replace(slow, numbers=slow.numbers | tenfold)
     for name, run in running.runs.items():
         spans, slow_spans = (
             next(simulate(run.trial, run.runner.shape, profile).chunks())
@@ -74,18 +71,11 @@ def test_they_use_every_lane_and_do_the_same_whatever_the_profile_says(running):
         assert len(np.unique(spans["lane"][spans["kind"] == COMPUTE])) == 2, (
             "CPU and GPU compute"
         )
-        done = [
-            sorted(
-                zip(
-                    *(
-                        chunk[key].tolist()
-                        for key in ("step", "layer", "kind", "lane", "expert")
-                    ),
-                    strict=True,
-                )
-            )
-            for chunk in (spans, slow_spans)
-        ]
+        done = []
+        for chunk in (spans, slow_spans):
+            keys = ("step", "layer", "kind", "lane", "expert")
+            columns = [chunk[key].tolist() for key in keys]
+            done.append(sorted(zip(*columns, strict=True)))
         assert done[0] == done[1]
 
 
@@ -116,10 +106,7 @@ def test_a_run_is_held_against_the_reference_of_the_nearest_size():
 def test_a_profile_keeps_its_reference_runs(running, tmp_path):
     running.run_if_due()
     quantities = running.quantities("2026-01-01")
-    again = load_profile(
-        save_profile(
-            with_reference_runs(host_profile(), quantities), tmp_path / "hw.toml"
-        )
-    )
+    profile = with_reference_runs(host_profile(), quantities)
+    again = load_profile(save_profile(profile, tmp_path / "hw.toml"))
     for run in RUNS:
         assert drift(again, quantities, run) == dict.fromkeys(TERMS, pytest.approx(0.0))

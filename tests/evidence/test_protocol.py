@@ -17,26 +17,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "measurements" / "protocol.md"
 
 
 def cell(policy, measured_s, predicted_s, *, batch=1, lost=0.0):
-    return {
-        "trace": "t",
-        "shape": "s",
-        "policy": policy,
-        "cache_ratio": 0.4,
-        "host_ratio": 1.0,
-        "batch": batch,
-        "measured": [{"tpot_s": each, "lost": lost} for each in measured_s],
-        "predicted": {"tpot_s": predicted_s},
-    }
+    place = {"trace": "t", "shape": "s", "policy": policy, "batch": batch}
+    ratios = {"cache_ratio": 0.4, "host_ratio": 1.0}
+    measured = [{"tpot_s": each, "lost": lost} for each in measured_s]
+    found = {"measured": measured, "predicted": {"tpot_s": predicted_s}}
+    return place | ratios | found
 
 
 def sitting(*cells, refusal=""):
-    return {
-        "began": "2026-01-01 00:00 UTC",
-        "seconds": 9,
-        "load": 0.1,
-        "refused": refusal,
-        "validation": {"cells": list(cells)},
-    }
+    made = {"began": "2026-01-01 00:00 UTC", "seconds": 9, "load": 0.1}
+    return made | {"refused": refusal, "validation": {"cells": list(cells)}}
 
 
 STEADY = [1.0] * 5
@@ -81,16 +71,12 @@ def test_an_error_counts_beyond_the_interval_of_the_measurement():
 
 
 def test_cells_that_others_disturbed_or_that_scatter_do_not_count():
-    verdict = protocol.judge(
-        ONE,
-        [
-            sitting(
-                cell("a", STEADY, 1.02),
-                cell("b", STEADY, 9.0, lost=0.2),
-                cell("c", [1.0, 2.0, 3.0, 4.0, 5.0], 9.0),
-            )
-        ],
+    cells = (
+        cell("a", STEADY, 1.02),
+        cell("b", STEADY, 9.0, lost=0.2),
+        cell("c", [1.0, 2.0, 3.0, 4.0, 5.0], 9.0),
     )
+    verdict = protocol.judge(ONE, [sitting(*cells)])
     assert [each.excluded for each in verdict.cells] == [
         "",
         "other programs took 20 %",
@@ -121,12 +107,8 @@ def test_only_pairs_that_repetitions_order_count():
 def test_a_refused_calibration_is_a_result_and_nothing_is_met_by_nothing():
     verdict = protocol.judge(ONE, [sitting(refusal="others were busy")])
     assert verdict.refused == {1: "others were busy"}
-    assert verdict.met == {
-        "median": None,
-        "worst": None,
-        "order": None,
-        "sittings": False,
-    }
+    unknown = dict.fromkeys(("median", "worst", "order"))
+    assert verdict.met == unknown | {"sittings": False}
     page = protocol.protocol_page(
         ONE, [sitting(refusal="others were busy")], verdict, "moesim x"
     )
@@ -140,15 +122,9 @@ def test_a_refused_calibration_is_a_result_and_nothing_is_met_by_nothing():
 @pytest.fixture
 def small(monkeypatch):
     """A protocol of seconds, with a calibration that is made up."""
-    plan = replace(
-        protocol.PLAN,
-        sittings=2,
-        shapes=("olmoe-1b-7b/32",),
-        policies=("all-cpu+none", "greedy+lru"),
-        batches=(1,),
-        steps=3,
-        repetitions=2,
-    )
+    axes = {"policies": ("all-cpu+none", "greedy+lru"), "batches": (1,)}
+    axes |= {"shapes": ("olmoe-1b-7b/32",)}
+    plan = replace(protocol.PLAN, sittings=2, steps=3, repetitions=2, **axes)
     monkeypatch.setattr("moesim.evidence.validation.protocol.PLAN", plan)
 
     def calibrate(out, **options):

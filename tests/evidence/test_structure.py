@@ -16,6 +16,7 @@ from support.real_machine import (
     TWO_WORKERS,
     combinations,
     host_profile,
+    real_run,
 )
 from support.small_trace import write_trace
 from typer.testing import CliRunner
@@ -27,7 +28,7 @@ from moesim.hwprofiles.profile import save_profile
 from moesim.policies.systems import SYSTEMS
 from moesim.runs import replay as api
 from moesim.runs.config import RunConfig
-from moesim.runs.measured import columns_of, run_trace
+from moesim.runs.measured import columns_of
 from moesim.runs.setup import Setup
 from moesim.sim.clock import Operation
 from moesim.sim.machine import Machine
@@ -37,13 +38,8 @@ from moesim.traces.timeline.operations import LAUNCH, REQUEST, OperationTable, P
 from moesim.traces.timeline.spans import COMPUTE, DENSE
 
 EXPERT = 3 * 64 * 32 * 4
-SHAPE = replace(
-    real_machine.SHAPE,
-    layers=4,
-    hidden=64,
-    expert_intermediate=32,
-    expert_bytes=(EXPERT,) * 4,
-)
+WIDTHS = {"hidden": 64, "expert_intermediate": 32, "expert_bytes": (EXPERT,) * 4}
+SHAPE = replace(real_machine.SHAPE, layers=4, **WIDTHS)
 STAGED = 20 * EXPERT
 """Host memory for some experts, whatever a system stages."""
 
@@ -64,7 +60,7 @@ def both(trace, store, artefacts, name, *, workers=TWO_WORKERS, batch=1, **memor
     options |= {"batch": batch, "artefacts": artefacts}
     options["memory"] = api.MemoryOptions(**memory)
     profile = host_profile(workers, cores=1 if workers is ONE_WORKER else 2)
-    run = run_trace(trace, policy, store=store, dtype="float32", hw=profile, **options)
+    run = real_run(trace, policy, store, profile, **options)
     config = RunConfig.of(trace, policy, **options)
     setup = Setup.of(config, trace, profile=profile, shape=run.shape)
     columns = columns_of(trace, setup.policies())
@@ -111,11 +107,8 @@ def test_an_operation_lasts_from_instant_to_instant():
 
 
 def test_what_was_not_simulated_is_counted_unless_it_ended_after_the_last_pass():
-    table = table_of(
-        part(COMPUTE, 5.0, 6.0, expert=1),
-        part(COMPUTE, 5.0, 21.0, expert=2),
-        part(REQUEST, 1.0, 2.0),
-    )
+    early, late = (part(COMPUTE, 5.0, at, expert=e) for e, at in ((1, 6.0), (2, 21.0)))
+    table = table_of(early, late, part(REQUEST, 1.0, 2.0))
     durations = MeasuredDurations(table, end_s=20.0)
     assert durations.left() == Counter(compute=1)
 

@@ -93,15 +93,13 @@ def test_more_repetitions_make_the_measured_time_surer():
     against.
     """
     rng = np.random.default_rng(0)
-    floor_of_3, floor_of_27 = (
-        np.median(
-            [
-                cell("a", rng.lognormal(0.0, 0.1, count).tolist(), 1.0).noise_floor()
-                for _ in range(40)
-            ]
-        )
-        for count in (3, 27)
-    )
+
+    def floor(count):
+        measured_s = rng.lognormal(0.0, 0.1, (40, count)).tolist()
+        return np.median([cell("a", each, 1.0).noise_floor() for each in measured_s])
+
+    floor_of_3 = floor(3)
+    floor_of_27 = floor(27)
     assert 2.0 < floor_of_3 / floor_of_27 < 4.5
 
 
@@ -194,14 +192,10 @@ def test_a_machine_that_changed_while_it_was_calibrated_is_named():
     prediction.
     """
     steady = host_profile()
-    fit = {
-        "noise_floor": dict.fromkeys(FIT_KEYS, 0.05),
-        "drift": dict.fromkeys(FIT_KEYS, 0.22),
-    }
-    moved = replace(steady, fit=fit)
-    assert any(
-        "changed its speed by 22 %" in warning for warning in warnings_of(moved, 0.0)
-    )
+    fit = {"noise_floor": dict.fromkeys(FIT_KEYS, 0.05)}
+    moved = replace(steady, fit=fit | {"drift": dict.fromkeys(FIT_KEYS, 0.22)})
+    said = warnings_of(moved, 0.0)
+    assert any("changed its speed by 22 %" in warning for warning in said)
     kept = replace(steady, fit=fit | {"drift": dict.fromkeys(FIT_KEYS, 0.02)})
     assert not any("speed" in warning for warning in warnings_of(kept, 0.0))
 
@@ -213,20 +207,15 @@ def test_terms_are_shares_of_the_measured_makespan():
 
 def test_terms_add_up_to_the_makespan():
     trace = open_trace(TRACE)
-    trial = Trial(
-        "greedy+lru", MemoryOptions(cache_ratio=0.3), list(compose(trace, steps=6))
-    )
+    memory = MemoryOptions(cache_ratio=0.3)
+    trial = Trial("greedy+lru", memory, list(compose(trace, steps=6)))
     timeline = simulate(trial, trace.shape, load_profile("two-core-host"))
     chunk = next(timeline.chunks())
     seconds = terms(timeline)
     assert sum(seconds.values()) == pytest.approx(
         chunk["end_s"].max() - chunk["start_s"].min()
     )
-    assert (
-        min(seconds["dense"], seconds["planning"], seconds["lanes"], seconds["between"])
-        > 0
-    )
-    assert seconds["between"] >= -1e-12
+    assert min(seconds.values()) > 0
     steps = terms_by_step(timeline)
     assert sum(steps.values())[1:] == pytest.approx(step_seconds(timeline)), (
         "of each step as well"
@@ -304,11 +293,8 @@ def test_the_report_is_whole(grid, tmp_path):
     assert text.count("| greedy+lfu |") == 4
     assert "greedy+lfu" in validation_text(grid)
     assert page(grid).count("<figure>") == 4
-    assert [path.name for path in save(grid, tmp_path)] == [
-        "validation.json",
-        "validation.md",
-        "validation.html",
-    ]
+    written = [path.suffix for path in save(grid, tmp_path)]
+    assert written == [".json", ".md", ".html"]
 
 
 def test_axe_finds_nothing_on_the_page(grid, tmp_path, screenshots):
@@ -318,15 +304,9 @@ def test_axe_finds_nothing_on_the_page(grid, tmp_path, screenshots):
 
 
 def test_an_oracle_is_refused():
+    axes = {"policies": ["on-demand+belady"], "cache_ratios": [0.2], "batches": [1]}
     with pytest.raises(PolicyError, match="oracle"):
-        validate(
-            [TRACE],
-            policies=["on-demand+belady"],
-            cache_ratios=[0.2],
-            batches=[1],
-            hw=host_profile(),
-            steps=3,
-        )
+        validate([TRACE], **axes, hw=host_profile(), steps=3)
 
 
 def test_too_many_parts_are_refused():

@@ -19,14 +19,9 @@ from moesim.evidence.validation.verify import verdict_of
 from moesim.hwprofiles.profile import save_profile
 from moesim.hwprofiles.schema import ProfileError
 
-GRID = {
-    "policies": ["all-cpu+none", "on-demand+lru"],
-    "cache_ratios": [0.3],
-    "batches": [1],
-    "steps": 3,
-    "repetitions": 3,
-    "replications": 2,
-}
+GRID = {"steps": 3, "repetitions": 3, "replications": 2}
+GRID |= {"policies": ["all-cpu+none", "on-demand+lru"]}
+GRID |= {"cache_ratios": [0.3], "batches": [1]}
 
 
 class Clock:
@@ -168,11 +163,8 @@ def test_a_killed_validation_leaves_a_report_or_nothing_and_the_next_goes_on(tmp
     answer = json.loads(output_of(*words, "--json"))
     assert {len(each["measured"]) for each in answer["cells"]} == {5}
     assert len(answer["cells"]) == 4
-    assert {path.name for path in out.iterdir()} == {
-        "validation.json",
-        "validation.md",
-        "validation.html",
-    }
+    names = {path.name for path in out.iterdir()}
+    assert names == {f"validation.{suffix}" for suffix in ("json", "md", "html")}
 
 
 def kill_after(runs, words, journal):

@@ -7,6 +7,7 @@ import pytest
 from support.raw_profiles import number, raw_profile
 
 from moesim.hwprofiles.costs import Costs, Kernels
+from moesim.hwprofiles.paths import RooflinePaths
 from moesim.hwprofiles.profile import list_profiles, load_profile, parse_profile
 from moesim.hwprofiles.roofline import RooflineModel
 from moesim.hwprofiles.schema import ProfileError
@@ -18,47 +19,27 @@ ONE = np.array([1])
 
 def shape(expert_bytes=(8 * MB, 8 * MB), **changes):
     """H 1000, F 1000: 6 MFLOP per token and expert."""
-    sizes = {
-        "name": "hand",
-        "layers": len(expert_bytes),
-        "experts": 8,
-        "top_k": 2,
-        "hidden": 1000,
-        "expert_intermediate": 1000,
-        "expert_bytes": expert_bytes,
-        "other_bytes": 0,
-    }
-    return ModelShape(**(sizes | changes))
+    counts = {"layers": len(expert_bytes), "experts": 8, "top_k": 2}
+    widths = {"hidden": 1000, "expert_intermediate": 1000}
+    sizes = {"expert_bytes": expert_bytes, "other_bytes": 0}
+    return ModelShape("hand", **counts | widths | sizes | changes)
 
 
 def roofline(overhead_s, bytes_per_s, flops_per_s):
-    values = {
-        "overhead_s": overhead_s,
-        "bytes_per_s": bytes_per_s,
-        "flops_per_s": flops_per_s,
-    }
-    return {key: number(value) for key, value in values.items()}
+    values = map(number, (overhead_s, bytes_per_s, flops_per_s))
+    return dict(zip(RooflinePaths._fields, values, strict=True))
 
 
 def costs(tables, model=None):
-    return Costs(
-        parse_profile(raw_profile(costs=tables), where="hw.toml"), model or shape()
-    )
+    profile = parse_profile(raw_profile(costs=tables), where="hw.toml")
+    return Costs(profile, model or shape())
 
 
 def points(tokens, seconds, hidden=1000, intermediate=1000, expert_bytes=8 * MB):
-    return {
-        "tokens": tokens,
-        "seconds": seconds,
-        "kind": "published",
-        "source": "a test",
-        "reference": {
-            "hidden": hidden,
-            "intermediate": intermediate,
-            "bytes": expert_bytes,
-            "dtype": "bf16",
-        },
-    }
+    widths = {"hidden": hidden, "intermediate": intermediate}
+    reference = widths | {"bytes": expert_bytes, "dtype": "bf16"}
+    curve = {"tokens": tokens, "seconds": seconds, "reference": reference}
+    return curve | {"kind": "published", "source": "a test"}
 
 
 def test_an_expert_is_flat_while_reading_dominates_and_linear_after():
@@ -87,12 +68,8 @@ def test_layers_of_different_bytes_cost_differently():
 
 
 def test_measured_points_are_met_exactly_and_interpolated_between():
-    tables = {
-        "cpu": (
-            roofline(1e-4, 8e9, 60e9)
-            | {"points": points([1, 5, 21], [2e-3, 4e-3, 12e-3])}
-        )
-    }
+    measured = {"points": points([1, 5, 21], [2e-3, 4e-3, 12e-3])}
+    tables = {"cpu": roofline(1e-4, 8e9, 60e9) | measured}
     seconds = costs(tables).cpu_s(0, np.array([1, 3, 5, 13, 21]))
     assert seconds == pytest.approx([2e-3, 3e-3, 4e-3, 8e-3, 12e-3])
     assert costs(tables).extrapolated == ()
@@ -107,12 +84,8 @@ def test_beyond_the_last_point_time_follows_the_roofline():
 
 
 def test_a_dip_in_the_points_is_noise():
-    tables = {
-        "cpu": (
-            roofline(0.0, 8e9, 60e9)
-            | {"points": points([1, 2, 3, 4], [1e-3, 5e-3, 3e-3, 6e-3])}
-        )
-    }
+    measured = {"points": points([1, 2, 3, 4], [1e-3, 5e-3, 3e-3, 6e-3])}
+    tables = {"cpu": roofline(0.0, 8e9, 60e9) | measured}
     assert costs(tables).cpu_s(0, np.array([1, 2, 3, 4])) == pytest.approx(
         [1e-3, 4e-3, 4e-3, 6e-3]
     )
@@ -137,24 +110,15 @@ def test_other_sizes_follow_by_bytes_while_reading_and_by_flops_while_computing(
 
 def test_a_copy_is_latency_plus_bytes_over_bandwidth():
     link = {"latency_s": number(2e-5), "bytes_per_s": number(10e9)}
-    known = costs(
-        {
-            "h2d": link,
-            "d2h": link,
-            "ssd": {"latency_s": number(1e-4), "bytes_per_s": number(4e9)},
-        }
-    )
+    ssd = {"latency_s": number(1e-4), "bytes_per_s": number(4e9)}
+    known = costs({"h2d": link, "d2h": link, "ssd": ssd})
     assert known.copy_s(0) == known.writeback_s(0) == pytest.approx(8.2e-4)
     assert known.read_s(1) == pytest.approx(2.1e-3)
 
 
 def test_measured_copies_are_interpolated_by_bytes():
-    curve = {
-        "bytes": [4 * MB, 12 * MB],
-        "seconds": [1e-3, 2e-3],
-        "kind": "published",
-        "source": "a test",
-    }
+    curve = {"bytes": [4 * MB, 12 * MB], "seconds": [1e-3, 2e-3]}
+    curve |= {"kind": "published", "source": "a test"}
     link = {"latency_s": number(2e-5), "bytes_per_s": number(10e9), "points": curve}
     known = costs({"h2d": link}, shape((2 * MB, 4 * MB, 8 * MB, 22 * MB)))
     assert [known.copy_s(layer) for layer in range(4)] == pytest.approx(
@@ -201,17 +165,10 @@ def test_bytes_outside_the_experts_are_conserved():
     """All layers once and the head with its equally large embedding are `other_bytes`,
     whatever the weights' type.
     """
-    model = shape(
-        (MB, MB),
-        heads=4,
-        kv_heads=2,
-        head_dim=250,
-        vocab=500,
-        shared_intermediate=300,
-        dense_layers=(0,),
-        dense_intermediate=700,
-        other_bytes=123_456_789,
-    )
+    heads = {"heads": 4, "kv_heads": 2, "head_dim": 250}
+    dense = {"shared_intermediate": 300, "dense_intermediate": 700, "vocab": 500}
+    others = {"dense_layers": (0,), "other_bytes": 123_456_789}
+    model = shape((MB, MB), **heads, **dense, **others)
     reading = costs({"dense": roofline(0.0, 1.0, 1e15)}, model)
     kept = 2 * 500 * 2  # one token's keys and values in one layer
     layer = 2 * 1000 * 1500 + 8000 + 3 * 1000 * 300
@@ -243,20 +200,11 @@ def test_activations_move_in_and_out_at_two_bytes():
 
 
 def test_dispatch_costs_are_the_files_own():
-    tables = {
-        "dispatch": {
-            "per_op_s": number(1e-6),
-            "first_op_s": number(2e-6),
-            "join_s": number(3e-6),
-        }
-    }
+    seconds = {"per_op_s": 1e-6, "first_op_s": 2e-6, "join_s": 3e-6}
+    tables = {"dispatch": {key: number(value) for key, value in seconds.items()}}
     known = costs(tables | {"cpu": {"first_s": number(4e-6)}})
-    assert (
-        known.dispatch_s,
-        known.first_op_s(8, 3),
-        known.join_s(8, 3),
-        known.cpu_first_s,
-    ) == (1e-6, 2e-6, 3e-6, 4e-6)
+    assert (known.dispatch_s, known.cpu_first_s) == (1e-6, 4e-6)
+    assert (known.first_op_s(8, 3), known.join_s(8, 3)) == (2e-6, 3e-6)
 
 
 def test_a_missing_cost_is_missed_only_when_it_is_needed():
@@ -335,15 +283,10 @@ def test_fewer_bits_do_not_save_arithmetic():
     """Measured: 8 MB and 2 MB, both at 60 GFLOP/s (6 and 1.5 MFLOP a token). An expert
     of 8 MFLOP a token in 4 MB lies between them by bytes, above both by FLOPs.
     """
-    tables = {
-        "cpu": roofline(0.0, 8e9, 60e9)
-        | {
-            "points": points([1, 100], [1e-3, 10e-3]),
-            "points_small": points(
-                [1, 100], [0.25e-3, 2.5e-3], intermediate=250, expert_bytes=2 * MB
-            ),
-        }
-    }
+    quarter = {"intermediate": 250, "expert_bytes": 2 * MB}
+    small = points([1, 100], [0.25e-3, 2.5e-3], **quarter)
+    measured = {"points": points([1, 100], [1e-3, 10e-3]), "points_small": small}
+    tables = {"cpu": roofline(0.0, 8e9, 60e9) | measured}
     model = shape((4 * MB,), expert_intermediate=1333)
     assert costs(tables, model).cpu_s(0, np.array([100])) == pytest.approx(
         [100 * 6 * 1000 * 1333 / 60e9]

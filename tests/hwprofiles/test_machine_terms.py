@@ -32,26 +32,18 @@ def machine(**gpu):
     """
     nothing = {"base_s": number(0.0), "per_expert_s": number(0.0)}
     link = {"latency_s": number(0.0), "bytes_per_s": number(1e12)}
-    return profile(
-        name="hand",
-        accelerator="cuda",
-        cores=number(4),
-        workers={name: [name] for name in raw_lanes()},
-        costs={
-            "cpu": roof(overhead_s=1 * MS, rate=1e15) | {"first_s": number(4 * MS)},
-            "gpu": roof(overhead_s=5 * MS, rate=1e9) | gpu,
-            "dense": roof(overhead_s=0.0, rate=1e15),
-            "activation": link,
-            "h2d": link,
-            "d2h": link,
-            "dispatch": {
-                "per_op_s": number(0.0),
-                "first_op_s": number(0.0),
-                "join_s": number(0.0),
-            },
-            "planning": {"default": nothing},
-        },
-    )
+    dispatch = ("per_op_s", "first_op_s", "join_s")
+    costs = {
+        "cpu": roof(overhead_s=1 * MS, rate=1e15) | {"first_s": number(4 * MS)},
+        "gpu": roof(overhead_s=5 * MS, rate=1e9) | gpu,
+        "dense": roof(overhead_s=0.0, rate=1e15),
+        **dict.fromkeys(("activation", "h2d", "d2h"), link),
+        "dispatch": dict.fromkeys(dispatch, number(0.0)),
+        "planning": {"default": nothing},
+    }
+    workers = {name: [name] for name in raw_lanes()}
+    kind = {"name": "hand", "accelerator": "cuda", "cores": number(4)}
+    return profile(**kind, workers=workers, costs=costs)
 
 
 def raw_lanes():
@@ -190,14 +182,8 @@ def _base_of(name):
 def test_all_resident_is_never_slower_than_mixed(name, model):
     """All else equal: the same policy, model, routing; only the cache differs."""
     whole = model_shape(model, "q4_k_m")
-    shape = replace(
-        whole,
-        layers=6,
-        experts=32,
-        top_k=4,
-        expert_bytes=whole.expert_bytes[:6],
-        dense_layers=(),
-    )
+    counts = {"layers": 6, "experts": 32, "top_k": 4, "dense_layers": ()}
+    shape = replace(whole, expert_bytes=whole.expert_bytes[:6], **counts)
     hw = load_profile(name)
     for batch in (1, 4):
         routing = drawn_steps(batch=batch, prompt=0, decode=8, seed=3)
@@ -233,10 +219,8 @@ def test_a_new_cost_is_one_row_of_the_table(
     row = paths.Charge("costs.dispatch.new_s", per)
     monkeypatch.setattr(paths, "CHARGES", (*paths.CHARGES, row))
     known = machine()
-    stated = replace(
-        known,
-        numbers={**known.numbers, row.path: Quantity(seconds, "assumed", "a test")},
-    )
+    added = {row.path: Quantity(seconds, "assumed", "a test")}
+    stated = replace(known, numbers={**known.numbers, **added})
     memory = MemoryOptions(cache_ratio=ratio)
     spans = []
     for hw in (known, stated):

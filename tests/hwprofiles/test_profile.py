@@ -132,40 +132,18 @@ def test_an_unknown_base_is_refused_and_a_profile_is_not_its_own(tmp_path):
 
 
 def test_calibrated_fields_survive_a_round_trip(tmp_path):
-    calibrated = number(
-        1e-5,
-        "measured",
-        samples=40,
-        spread=1e-6,
-        date="2026-01-01",
-        interval=[9e-6, 1.1e-5],
-        quantiles=[0.9, 1.0, 1.4],
-    )
-    curve = {
-        "tokens": [1, 4],
-        "seconds": [1e-3, 2e-3],
-        "kind": "measured",
-        "source": "a test",
-        "samples": 9,
-        "spread": [1e-5, 2e-5],
-        "date": "2026-01-01",
-        "quantiles": [0.9, 1.0, 1.2],
-        "reference": {"hidden": 8, "intermediate": 4, "bytes": 384, "dtype": "float32"},
-    }
-    made = profile(
-        costs={
-            "h2d": {"latency_s": calibrated, "bytes_per_s": number(1e10)},
-            "cpu": {"points": curve},
-        },
-        fit={
-            "h2d": {
-                "samples": 40,
-                "held_out": 5,
-                "residual_median": 0.01,
-                "residual_worst": 0.05,
-            }
-        },
-    )
+    details = {"samples": 40, "spread": 1e-6, "date": "2026-01-01"}
+    scatter = {"interval": [9e-6, 1.1e-5], "quantiles": [0.9, 1.0, 1.4]}
+    calibrated = number(1e-5, "measured", **details, **scatter)
+    curve = {"tokens": [1, 4], "seconds": [1e-3, 2e-3], "spread": [1e-5, 2e-5]}
+    curve |= {"kind": "measured", "source": "a test", "samples": 9}
+    curve |= {"date": "2026-01-01", "quantiles": [0.9, 1.0, 1.2]}
+    widths = {"hidden": 8, "intermediate": 4, "bytes": 384, "dtype": "float32"}
+    curve["reference"] = widths
+    link = {"latency_s": calibrated, "bytes_per_s": number(1e10)}
+    missed = {"residual_median": 0.01, "residual_worst": 0.05}
+    fit = {"h2d": {"samples": 40, "held_out": 5, **missed}}
+    made = profile(costs={"h2d": link, "cpu": {"points": curve}}, fit=fit)
     again = load_profile(save_profile(made, tmp_path / "hw.toml"))
     assert again == made
     assert again.numbers["costs.h2d.latency_s"].quantiles == (0.9, 1.0, 1.4)

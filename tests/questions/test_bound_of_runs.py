@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from support.learned_network import write as write_network
-from support.real_machine import host_profile
+from support.real_machine import host_profile, real_run
 from support.small_trace import write_trace
 
 from moesim.hwprofiles import paths
@@ -18,7 +18,6 @@ from moesim.hwprofiles.schema import Quantity
 from moesim.policies.systems import SYSTEMS
 from moesim.runs.bound import highest_read_rate, memory_bound, replay_bound
 from moesim.runs.config import MemoryOptions, RunConfig
-from moesim.runs.measured import run_trace
 from moesim.runs.replay import replay
 from moesim.runs.setup import Setup, profile_of
 from moesim.runtime.measure.sampling import all_caches_bytes
@@ -84,14 +83,7 @@ def test_no_real_run_beats_what_memory_can_deliver(routing, store, before, polic
     profile = host_profile()
     profile.numbers[paths.host_read(2)] = probe
 
-    run = run_trace(
-        routing,
-        policy,
-        store=store,
-        dtype="float32",
-        hw=profile,
-        memory=MemoryOptions(cache_ratio=0.5),
-    )
+    run = real_run(routing, policy, store, profile, memory={"cache_ratio": 0.5})
     # A machine that does not tell its caches has no bound.
     if all_caches_bytes() is None:
         assert run.bound is None

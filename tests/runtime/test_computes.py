@@ -17,6 +17,7 @@ from support.real_machine import (
     TWO_WORKERS,
     float_model,
     host_profile,
+    real_run,
 )
 from support.small_trace import write_trace
 
@@ -27,8 +28,6 @@ from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
-from moesim.runs import replay as api
-from moesim.runs.measured import run_trace
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.executor import Executor
 from moesim.runtime.executor.operations import Compute, Precompute, Read
@@ -348,16 +347,10 @@ def test_daop_computes_each_foreseen_expert_once_and_begins_before_its_gate(
     lanes, cores = WORKERS[workers]
     if workers != "one core":
         wait_for_work_ahead(monkeypatch)
-    run = run_trace(
-        trace,
-        "daop:first_layer=1",
-        store=tmp_path / "s",
-        dtype="float32",
-        hw=host_profile(lanes, cores=cores),
-        memory=api.MemoryOptions(
-            slots_per_layer=2, host_memory_bytes=host_experts and host_experts * 8192
-        ),
-    )
+    hw = host_profile(lanes, cores=cores)
+    host_bytes = host_experts and host_experts * 8192
+    sizes = {"slots_per_layer": 2, "host_memory_bytes": host_bytes}
+    run = real_run(trace, "daop:first_layer=1", tmp_path / "s", hw, memory=sizes)
     assert run.metrics["approximate"] is True
     plans = [entry.answer for entry in run.decision_log.entries if entry.call == "plan"]
     named = {
@@ -388,25 +381,14 @@ def test_little_host_memory_is_enough_for_work_ahead_and_prefetches(tmp_path):
     reads them again.
     """
     columns = ("weights", "scores", *PREDICTION_COLUMNS)
-    longer = write_trace(
-        tmp_path / "t.parquet",
-        SHAPE,
-        ((5, 20), (3, 16), (7, 18), (2, 9)),
-        columns=columns,
-    )
+    sequences = ((5, 20), (3, 16), (7, 18), (2, 9))
+    longer = write_trace(tmp_path / "t.parquet", SHAPE, sequences, columns=columns)
     lanes, cores = WORKERS["one core"]
-    run = run_trace(
-        longer,
-        "daop:first_layer=1,before_first=serial",
-        cache="lru",
-        prefetch="next-gate",
-        routing="as-recorded",
-        batch=2,
-        store=tmp_path / "s",
-        dtype="float32",
-        hw=host_profile(lanes, cores=cores),
-        memory=api.MemoryOptions(slots_per_layer=3, host_memory_bytes=4 * 8192),
-    )
+    hw = host_profile(lanes, cores=cores)
+    policy = "daop:first_layer=1,before_first=serial"
+    others = {"cache": "lru", "prefetch": "next-gate", "routing": "as-recorded"}
+    sizes = {"slots_per_layer": 3, "host_memory_bytes": 4 * 8192}
+    run = real_run(longer, policy, tmp_path / "s", hw, memory=sizes, batch=2, **others)
     assert run.metrics["bytes"]["ssd"] > 0
     assert run.metrics["memory_high_bytes"]["host"] <= 2 * 8192
 
@@ -447,15 +429,9 @@ def test_fiddlers_cpu_begins_after_the_last_fetched_expert(
     for issue in ("serial", "parallel"):
         if issue == "parallel":
             hold_products_for_the_cpu(monkeypatch)
-        run = run_trace(
-            trace,
-            f"fiddler:issue={issue}",
-            store=tmp_path / "s",
-            dtype="float32",
-            hw=profile,
-            batch=2,
-            memory=api.MemoryOptions(slots_per_layer=2),
-        )
+        policy = f"fiddler:issue={issue}"
+        options = {"batch": 2, "memory": {"slots_per_layer": 2}}
+        run = real_run(trace, policy, tmp_path / "s", profile, **options)
         accesses = run.timeline.access_frame()
         fetched = accesses[(accesses["lane"] == "gpu0") & (accesses["state"] != "hit")]
         on_gpu = computed(run.timeline, "gpu0").merge(

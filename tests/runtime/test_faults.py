@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.adversarial_runs import differ, expected
 from support.processes import PATIENCE_S, ROOT, start
-from support.real_machine import host_profile, random_store
+from support.real_machine import random_store, real_run
 from support.small_trace import write_trace
 
 from moesim.base.errors import RuntimeFault, StoreError
@@ -21,7 +21,6 @@ from moesim.policies import systems
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import find
 from moesim.runs import replay as api
-from moesim.runs.measured import run_trace
 from moesim.runtime.accelerators import Cuda
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.memories import HostSlotMap
@@ -48,15 +47,7 @@ def store(trace, tmp_path):
 
 
 def run(trace, store, policy="greedy", **more):
-    return run_trace(
-        trace,
-        policy,
-        store=store,
-        dtype="float32",
-        hw=host_profile(),
-        memory=ON_SSD,
-        **more,
-    )
+    return real_run(trace, policy, store, memory=ON_SSD, **more)
 
 
 @pytest.fixture(autouse=True)
@@ -211,13 +202,10 @@ def test_a_device_that_runs_out_of_memory(trace, store, monkeypatch):
 
 def test_a_memory_larger_than_the_machines_is_refused_before_the_run(trace, store):
     """2^30 staging slots of 8 KiB are 8 TiB."""
-    options = api.MemoryOptions(slots_per_layer=2, staging=2**30)
-    with pytest.raises(
-        RuntimeFault, match=r"found .* GiB available; ask for a smaller cache"
-    ):
-        run_trace(
-            trace, store=store, dtype="float32", hw=host_profile(), memory=options
-        )
+    sizes = {"slots_per_layer": 2, "staging": 2**30}
+    message = r"found .* GiB available; ask for a smaller cache"
+    with pytest.raises(RuntimeFault, match=message):
+        real_run(trace, None, store, memory=sizes)
 
 
 @pytest.mark.parametrize("place", ["forward", "cpu", "copy", "join"])

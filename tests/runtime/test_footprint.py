@@ -9,12 +9,10 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
-from support.real_machine import host_profile
+from support.real_machine import host_profile, real_run
 from support.small_trace import write_trace
 
 from moesim.runs import live
-from moesim.runs import replay as api
-from moesim.runs.measured import run_trace
 from moesim.runtime.executor.trace_driven import (
     FIRST_USE_BYTES,
     Footprint,
@@ -51,17 +49,8 @@ def store(tmp_path_factory):
 
 def run(routing, store, **more):
     """Experts of 288 KiB, 1.7 GiB in all, 48 MiB of them in host memory."""
-    memory = api.MemoryOptions(slots_per_layer=4, host_memory_bytes=48 * MIB)
-    return run_trace(
-        routing,
-        "greedy",
-        store=store,
-        distinct=64,
-        dtype="float32",
-        hw=host_profile(),
-        memory=memory,
-        **more,
-    )
+    sizes = {"slots_per_layer": 4, "host_memory_bytes": 48 * MIB}
+    return real_run(routing, "greedy", store, memory=sizes, distinct=64, **more)
 
 
 def test_a_run_of_a_30b_shape_stays_within_its_budget(routing, store):
@@ -119,9 +108,8 @@ def test_ten_runs_leave_the_memory_that_they_took(tmp_path, uncollected):
     trace = open_trace(write_trace(tmp_path / "t.parquet", shape, ((1, 2),)))
 
     def once():
-        memory = api.MemoryOptions(slots_per_layer=1)
-        options = {"hw": host_profile(), "dtype": "float32", "memory": memory}
-        return run_trace(trace, "greedy", store=tmp_path / "s", **options)
+        sizes = {"slots_per_layer": 1}
+        return real_run(trace, "greedy", tmp_path / "s", memory=sizes)
 
     # What libraries make at their first calls stays.
     once()

@@ -65,29 +65,21 @@ def trained(tmp_path_factory):
     made.store.close()
 
 
-def memory(shape, slots, *, host=None, scope="layer", budget=None):
+def memory(shape, slots, *, host=None, scope="layer", budget=None, staging=2):
     """A cache of `slots` experts per layer; `host` experts in host memory, the rest on
     SSD.
     """
-    size = CacheSize.of(
-        shape.expert_bytes, shape.experts, scope=scope, slots_per_layer=slots
-    )
+    size = CacheSize.for_model(shape, scope=scope, slots_per_layer=slots)
     limited = None
     if host is not None:
-        bytes_ = host * shape.max_expert_bytes
-        limited = CacheSize.of(
-            shape.expert_bytes, shape.experts, scope="global", total_bytes=bytes_
-        )
-    return MemoryPlan(size, limited, 2, budget)
+        host_bytes = host * shape.max_expert_bytes
+        limited = CacheSize.for_model(shape, scope="global", total_bytes=host_bytes)
+    return MemoryPlan(size, limited, staging, budget)
 
 
 def some_residual(shape):
-    vectors = (
-        np.random.default_rng(0)
-        .normal(0, 0.1, (shape.layers, shape.hidden))
-        .astype(np.float32)
-    )
-    return Residual(vectors)
+    vectors = np.random.default_rng(0).normal(0, 0.1, (shape.layers, shape.hidden))
+    return Residual(vectors.astype(np.float32))
 
 
 def test_logits_are_exact_for_every_policy(case):
@@ -101,15 +93,10 @@ def test_logits_are_exact_for_every_policy(case):
         slots = one % (case.shape.experts + 1)
         host = None if one % 2 else one % 7
         batch = 4 if one % 3 == 0 else 1
-        sizes = memory(
-            case.shape, slots, host=host, scope="global" if one % 5 == 0 else "layer"
-        )
-        live, *_ = case.run(
-            system_of(combination),
-            sizes,
-            batch=batch,
-            residual=some_residual(case.shape),
-        )
+        scope = "global" if one % 5 == 0 else "layer"
+        sizes = memory(case.shape, slots, host=host, scope=scope)
+        options = {"batch": batch, "residual": some_residual(case.shape)}
+        live, *_ = case.run(system_of(combination), sizes, **options)
         verdict = verify(case.plain, live.result.passes, "float32")
         assert verdict.passed, (combination, slots, host, batch, verdict)
         assert verdict.logits == batch * 4 * case.shape.vocab
@@ -135,11 +122,9 @@ def test_the_shipped_model_is_exact_with_prefetching(trained, batch, host):
 def test_any_mapping_of_lanes_to_workers_gives_the_same_answer(trained, workers):
     cores = {"cores": 1} if workers is ONE_WORKER else {}
     profile = host_profile(workers, **cores)
-    live, *_ = trained.run(
-        System("greedy", "lru", "next-gate"),
-        memory(trained.shape, 4, host=20),
-        profile=profile,
-    )
+    sizes = memory(trained.shape, 4, host=20)
+    system = System("greedy", "lru", "next-gate")
+    live, *_ = trained.run(system, sizes, profile=profile)
     assert verify(trained.plain, live.result.passes, "float32").passed
 
 
@@ -177,11 +162,8 @@ def test_padding_is_not_computed(trained):
     first = live.result.steps[0]
     assert (first.phase, first.tokens) == (Phase.PREFILL, 11)
     assert {len(layer.routing) for layer in first.layers} == {11}
-    accesses = timeline.access_frame()
-    assert (
-        accesses[accesses["step"] == 0].groupby("layer")["tokens"].sum().tolist()
-        == [44] * 6
-    )
+    accesses = timeline.access_frame().query("step == 0")
+    assert accesses.groupby("layer")["tokens"].sum().tolist() == [44] * 6
 
 
 def test_sequences_that_have_ended_are_not_computed(trained, monkeypatch):
@@ -203,9 +185,8 @@ def test_sequences_that_have_ended_are_not_computed(trained, monkeypatch):
     )
     assert verify(trained.plain, live.result.passes, "float32").passed
     decode = live.result.steps[1:]
-    assert [step.tokens for step in decode] == sorted(
-        (step.sequences for step in decode), reverse=True
-    )
+    sequences = [step.sequences for step in decode]
+    assert [step.tokens for step in decode] == sorted(sequences, reverse=True)
     assert {step.tokens for step in decode} == {1, 2}
     for step in decode:
         assert {len(layer.routing) for layer in step.layers} == {step.tokens}
@@ -236,12 +217,9 @@ def test_views_of_a_live_run_give_the_same_plans_elsewhere(trained, tmp_path):
     plans alike.
     """
     system = System("greedy", "lru", "residual")
-    live, log, _, fresh, _ = trained.run(
-        system,
-        memory(trained.shape, 8, host=30),
-        batch=2,
-        residual=some_residual(trained.shape),
-    )
+    sizes = memory(trained.shape, 8, host=30)
+    residual = some_residual(trained.shape)
+    live, log, _, fresh, _ = trained.run(system, sizes, batch=2, residual=residual)
     save_decision_log(tmp_path / "decisions.npz", log.entries, live.result.steps)
     entries, steps = load_decision_log(tmp_path / "decisions.npz")
     plans = repeat(entries, fresh, steps)
@@ -250,17 +228,9 @@ def test_views_of_a_live_run_give_the_same_plans_elsewhere(trained, tmp_path):
         e._replace(answer=()) if e.call == "plan" and e.arguments[0] == 2 else e
         for e in entries
     ]
+    again = trained.run(system, sizes, new=0, residual=residual)[3]
     with pytest.raises(PolicyError, match="decision log: plan at step 2, layer 0"):
-        repeat(
-            broken,
-            trained.run(
-                system,
-                memory(trained.shape, 8, host=30),
-                new=0,
-                residual=some_residual(trained.shape),
-            )[3],
-            steps,
-        )
+        repeat(broken, again, steps)
 
 
 def test_work_ahead_is_an_approximation_whose_plans_repeat(trained):
@@ -272,19 +242,10 @@ def test_work_ahead_is_an_approximation_whose_plans_repeat(trained):
     live, log, timeline, fresh, _ = trained.run(system, sizes, batch=3, new=6)
     assert not verify(trained.plain, live.result.passes, "float32").passed
     plans = repeat(log.entries, fresh, live.result.steps)
-    assert any(
-        plan.work.precomputed is not None and plan.work.precomputed.any()
-        for plan in plans
-    )
-    spans = timeline.frame()
-    products = set(
-        map(
-            tuple,
-            spans.loc[
-                spans["kind"] == "compute", ["step", "layer", "expert"]
-            ].to_numpy(),
-        )
-    )
+    begun = [plan.work.precomputed for plan in plans]
+    assert any(each is not None and each.any() for each in begun)
+    computed = timeline.frame().query("kind == 'compute'")
+    products = set(map(tuple, computed[["step", "layer", "expert"]].to_numpy()))
     assert {
         (p.work.step, p.work.layer, e) for p in plans for e in p.work.experts.tolist()
     } <= products
@@ -293,18 +254,10 @@ def test_work_ahead_is_an_approximation_whose_plans_repeat(trained):
 def test_verify_refuses_work_ahead_before_anything_is_loaded(tmp_path):
     from moesim.runs.live import run_live
 
-    with pytest.raises(
-        PolicyError, match=r"--verify: assignment policy 'daop.*approximation"
-    ):
-        run_live(
-            "tiny",
-            ["x"],
-            "daop",
-            verify=True,
-            routing="as-recorded",
-            hw=host_profile(),
-            store=tmp_path / "s",
-        )
+    options = {"verify": True, "routing": "as-recorded", "store": tmp_path / "s"}
+    message = r"--verify: assignment policy 'daop.*approximation"
+    with pytest.raises(PolicyError, match=message):
+        run_live("tiny", ["x"], "daop", hw=host_profile(), **options)
 
 
 def test_a_model_of_words_without_tokenizer_is_refused_before_it_runs(
@@ -339,25 +292,13 @@ def test_a_dropped_prefetch_that_is_fetched_after_all_leaves_its_old_slot_first(
     """
     from moesim.policies.systems import SYSTEMS
 
-    size = CacheSize.of(
-        trained.shape.expert_bytes, trained.shape.experts, slots_per_layer=8
-    )
-    host = CacheSize.of(
-        trained.shape.expert_bytes,
-        trained.shape.experts,
-        scope="global",
-        total_bytes=44 * trained.shape.max_expert_bytes,
-    )
-    text = list(
-        b"import os\nimport sys\n\ndef main():\n    return 0\n\nclass Point:\n    x:"
-        b" int\n"
-    )
-    live, log, _, fresh, _ = trained.run(
-        SYSTEMS["smoe"], MemoryPlan(size, host, 4), prompts=[text, text[:20]], new=8
-    )
-    assert len(repeat(log.entries, fresh, live.result.steps)) == 6 * len(
-        live.result.steps
-    )
+    sizes = memory(trained.shape, 8, host=44, staging=4)
+    code = b"import os\nimport sys\n\ndef main():\n    return 0\n\nclass Point:\n"
+    text = list(code + b"    x: int\n")
+    prompts = [text, text[:20]]
+    live, log, _, fresh, _ = trained.run(SYSTEMS["smoe"], sizes, prompts=prompts, new=8)
+    steps = live.result.steps
+    assert len(repeat(log.entries, fresh, steps)) == 6 * len(steps)
 
 
 class NextDoor(RoutingPolicy):
@@ -396,9 +337,8 @@ class Unchanged(RoutingPolicy):
 
 def test_a_routing_policy_that_changes_nothing_changes_no_bit(tmp_path):
     """Mixtral weighs in float32 what it computes in bfloat16."""
-    case = Case.make(
-        make_checkpoint("mixtral", tmp_path / "m"), tmp_path / "s", dtype="bfloat16"
-    )
+    model = make_checkpoint("mixtral", tmp_path / "m")
+    case = Case.make(model, tmp_path / "s", dtype="bfloat16")
     with case.store, registered(routing_unchanged=Unchanged):
         runs = [
             case.run(System("greedy", routing=routing), memory(case.shape, 4), batch=2)
@@ -423,26 +363,19 @@ def test_a_token_whose_experts_stay_keeps_its_weights_to_the_bit(trained):
     are the plain model's.
     """
     with registered(**{"routing_first-row-next-door": FirstRowNextDoor}):
-        live, *_ = trained.run(
-            System("greedy", routing="first-row-next-door"),
-            memory(trained.shape, 8),
-            batch=2,
-        )
+        system = System("greedy", routing="first-row-next-door")
+        live, *_ = trained.run(system, memory(trained.shape, 8), batch=2)
     passes = live.result.passes
     assert not verify(trained.plain, passes, "float32").passed
     cache = None
     with torch.inference_mode():
         for one in passes:
-            out = trained.plain(
-                **one.inputs,
-                past_key_values=None if one.fresh else cache,
-                use_cache=True,
-            )
+            past = None if one.fresh else cache
+            out = trained.plain(**one.inputs, past_key_values=past, use_cache=True)
             cache = out.past_key_values
             expected = out.logits[1, -1]
-            assert float((expected - one.logits[1]).abs().max()) <= TOLERANCES[
-                "float32"
-            ] * float(expected.abs().max())
+            off = float((expected - one.logits[1]).abs().max())
+            assert off <= TOLERANCES["float32"] * float(expected.abs().max())
 
 
 @pytest.mark.parametrize(
@@ -512,11 +445,8 @@ def test_launching_from_the_control_thread_gives_the_same_answer(trained, launch
     assert (spans["kind"] == "dense").sum() == 7 * len(live.result.steps)
     moved = spans[spans["kind"] == "activation"]
     assert (moved["bytes"] > 0).all()
-    assert (
-        len(moved)
-        == accesses[accesses["lane"] == "cpu"].groupby(["step", "layer"]).ngroups
-        > 0
-    )
+    on_cpu = accesses[accesses["lane"] == "cpu"].groupby(["step", "layer"])
+    assert len(moved) == on_cpu.ngroups > 0
 
 
 def test_device_times_stay_sharp_in_a_long_run(launching, monkeypatch):
@@ -565,12 +495,9 @@ def test_a_serial_cpu_waits_for_what_was_only_launched(trained, launching, monke
         type(launching), "settle", lambda self: (waits.append(1), settle(self))
     )
     profile = host_profile(LAUNCHED, cores=8, **{"costs.cpu.flops_per_s": 1e9})
+    on_device = {"profile": profile, "device": launching}
     live, _, timeline, _, _ = trained.run(
-        System("fiddler", "lru"),
-        memory(trained.shape, 4),
-        batch=4,
-        profile=profile,
-        device=launching,
+        System("fiddler", "lru"), memory(trained.shape, 4), batch=4, **on_device
     )
     assert verify(trained.plain, live.result.passes, "float32").passed
     accesses = timeline.access_frame()
@@ -592,13 +519,11 @@ if torch.cuda.is_available():
         folder = tmp_path_factory.mktemp("cuda")
         on_gpu = Case.make(tiny.tiny_dir(), folder / "s", device="cuda")
         profile = host_profile(LAUNCHED, accelerator="cuda", cores=8)
+        on_device = {"profile": profile, "device": StreamDevice(Cuda())}
+        residual = some_residual(on_gpu.shape)
+        sizes = memory(on_gpu.shape, 8, host=40)
         live, log, _, fresh, _ = on_gpu.run(
-            system_of(combination),
-            memory(on_gpu.shape, 8, host=40),
-            batch=4,
-            profile=profile,
-            device=StreamDevice(Cuda()),
-            residual=some_residual(on_gpu.shape),
+            system_of(combination), sizes, batch=4, residual=residual, **on_device
         )
         assert verify(on_gpu.plain, live.result.passes, "float32").passed
         repeat(log.entries, fresh, live.result.steps)

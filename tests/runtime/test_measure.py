@@ -55,12 +55,8 @@ def measured(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         extent = profile_module._QUICK._replace(seconds=1.0)
         patch.setattr(profile_module, "_QUICK", extent)
-        profile = measure(
-            SHAPE,
-            folder / "hw.toml",
-            quick=True,
-            progress=lambda what, done: told.append((what, done)),
-        )
+        noting = {"progress": lambda *step: told.append(step)}
+        profile = measure(SHAPE, folder / "hw.toml", quick=True, **noting)
     return profile, folder, told
 
 
@@ -133,10 +129,8 @@ def test_the_costs_of_a_model_follow_and_nothing_is_extrapolated_at_its_own_size
 
 
 def test_busy_workers_never_exceed_cores():
-    assert workers_of(1, 0, reads_share=False) == {
-        "cpu": ("control", "cpu", "gpu0", "h2d0", "d2h0"),
-        "ssd": ("ssd",),
-    }
+    cpu = ("control", "cpu", "gpu0", "h2d0", "d2h0")
+    assert workers_of(1, 0, reads_share=False) == {"cpu": cpu, "ssd": ("ssd",)}
     assert workers_of(2, 0, reads_share=False)["cpu"] == ("control", "cpu")
     assert workers_of(2, 0, reads_share=True)["cpu"] == ("control", "ssd", "cpu")
     assert workers_of(16, 2, reads_share=False)["control"] == ("control",)
@@ -149,12 +143,8 @@ def test_every_byte_that_is_read_was_written_before():
     """
     pool = ExpertPool(Size(64, 32), torch.float32, total_bytes=1 << 20)
     for slot in range(pool.slots.slots):
-        assert (
-            pool.slots.record(slot)[: pool.layout.expert_bytes]
-            .view(torch.float32)
-            .ne(0)
-            .any()
-        ), slot
+        record = pool.slots.record(slot)[: pool.layout.expert_bytes]
+        assert record.view(torch.float32).ne(0).any(), slot
     copies = CopyPool(1 << 20)
     assert copies.source.ne(0).all()
     assert copies.target.ne(0).all()
@@ -316,11 +306,8 @@ def test_a_neighbour_that_fails_is_reported_and_not_waited_for():
         measure_contention(
             Measurements("2026-01-01"), lanes, [("cpu", "gpu")], seconds=0.01
         )
-    assert not [
-        thread
-        for thread in threading.enumerate()
-        if thread.name == "measured-neighbour"
-    ]
+    names = [thread.name for thread in threading.enumerate()]
+    assert "measured-neighbour" not in names
 
 
 def test_contention_is_the_ratio_beside_over_alone():

@@ -104,10 +104,8 @@ def test_expert_weights_never_enter_the_module(swapped):
         assert list(experts.buffers()) == []
     routed = sum(tensor_bytes(block.experts) for block in blocks)
     assert swapped.offloaded.dense_bytes == tensor_bytes(swapped.plain) - routed
-    assert all(
-        parameter.device.type == "cpu"
-        for parameter in swapped.offloaded.model.parameters()
-    )
+    parameters = swapped.offloaded.model.parameters()
+    assert {parameter.device.type for parameter in parameters} == {"cpu"}
 
 
 def test_one_expert_equals_the_librarys_eager_forward(swapped):
@@ -121,12 +119,8 @@ def test_one_expert_equals_the_librarys_eager_forward(swapped):
         )
         with torch.inference_mode():
             expected = experts(hidden, torch.full((5, 1), expert), torch.ones(5, 1))
-            assert torch.allclose(
-                expert_forward(weights, hidden, layout),
-                expected,
-                rtol=0,
-                atol=TOLERANCE,
-            )
+            found = expert_forward(weights, hidden, layout)
+            assert torch.allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
 def test_gates_are_seen_before_their_experts_with_the_layers_own_index(swapped):
@@ -155,11 +149,9 @@ def test_gates_are_seen_before_their_experts_with_the_layers_own_index(swapped):
         ours.handler = inner
         for handle in handles:
             handle.remove()
-    assert [call[:2] for call in calls] == [
-        (kind, layer)
-        for layer in range(len(ours.layers))
-        for kind in ("gate", "experts")
-    ]
+    layers = range(len(ours.layers))
+    expected = [(kind, layer) for layer in layers for kind in ("gate", "experts")]
+    assert [call[:2] for call in calls] == expected
     for (_, _, gate), (_, _, index) in zip(calls[::2], calls[1::2], strict=True):
         scores, _, chosen = read_gate(gate, 8)
         assert scores.shape == (6, 8)
@@ -187,10 +179,8 @@ def test_gpt_oss_is_recognised_as_transposed_biased_interleaved_and_clamped(tmp_
     source = CheckpointSource(make_checkpoint("gpt_oss", tmp_path / "m"))
     layout = source.layouts[0]
     assert layout.transposed
-    assert [spec.name for spec in layout.tensors][2:] == [
-        "gate_up_proj_bias",
-        "down_proj_bias",
-    ]
+    names = [spec.name for spec in layout.tensors]
+    assert names[2:] == ["gate_up_proj_bias", "down_proj_bias"]
     assert layout.gating == Gating(
         ALPHA_SWIGLU, interleaved=True, limit=7.0, alpha=1.702
     )
@@ -232,19 +222,11 @@ def test_biased_transposed_clamped_expert_by_hand():
     2 + 0.5.
     """
     gating = Gating(ALPHA_SWIGLU, interleaved=True, limit=7.0, alpha=1.7)
-    shapes = {
-        "gate_up_proj": (1, 2),
-        "down_proj": (1, 1),
-        "gate_up_proj_bias": (2,),
-        "down_proj_bias": (1,),
-    }
+    shapes = {"gate_up_proj": (1, 2), "down_proj": (1, 1)}
+    shapes |= {"gate_up_proj_bias": (2,), "down_proj_bias": (1,)}
     layout = pack_layout(shapes, dtype=torch.float32, transposed=True, gating=gating)
-    weights = ExpertWeights(
-        torch.tensor([[4.0, -4.0]]),
-        torch.tensor([[2.0]]),
-        torch.tensor([1.0, -1.0]),
-        torch.tensor([0.5]),
-    )
+    numbers = ([[4.0, -4.0]], [[2.0]], [1.0, -1.0], [0.5])
+    weights = ExpertWeights(*map(torch.tensor, numbers))
     expected = -6 * 7 / (1 + np.exp(-1.7 * 7)) * 2 + 0.5
     assert float(
         expert_forward(weights, torch.tensor([[2.0]]), layout)
@@ -273,12 +255,8 @@ def test_tensors_of_a_record_are_disjoint_and_on_cache_lines():
     """gpt-oss's four tensors in bfloat16: 2 * 5 * 6 = 60 bytes, then 30, 12 and 10,
     each on the next 64.
     """
-    shapes = {
-        "gate_up_proj": (5, 6),
-        "down_proj": (3, 5),
-        "gate_up_proj_bias": (6,),
-        "down_proj_bias": (5,),
-    }
+    shapes = {"gate_up_proj": (5, 6), "down_proj": (3, 5)}
+    shapes |= {"gate_up_proj_bias": (6,), "down_proj_bias": (5,)}
     layout = pack_layout(shapes, dtype=torch.bfloat16, transposed=True, gating=Gating())
     assert [spec.offset_bytes for spec in layout.tensors] == [0, 64, 128, 192]
     assert layout.expert_bytes == 192 + 10
@@ -307,12 +285,8 @@ def test_places_left_unused_belong_to_nobody():
 
 def test_no_tokens_are_no_groups():
     groups = group_tokens(np.empty((0, 2), dtype=np.int64))
-    assert (
-        groups.experts.size,
-        groups.tokens.size,
-        groups.pairs.size,
-        groups.starts.tolist(),
-    ) == (0, 0, 0, [0])
+    assert groups.experts.size == groups.tokens.size == groups.pairs.size == 0
+    assert groups.starts.tolist() == [0]
 
 
 def test_results_are_weighted_and_added_to_their_tokens():
@@ -322,10 +296,8 @@ def test_results_are_weighted_and_added_to_their_tokens():
     weights = torch.tensor([[0.5, 1.0], [0.25, 0.0]])
     first = (torch.tensor([0]), torch.tensor([[2.0]]))
     second = (torch.tensor([1, 2]), torch.tensor([[10.0], [20.0]]))
-    assert combine(torch.zeros(2, 1), [first, second], weights).tolist() == [
-        [11.0],
-        [5.0],
-    ]
+    combined = combine(torch.zeros(2, 1), [first, second], weights)
+    assert combined.tolist() == [[11.0], [5.0]]
 
 
 # -- what does not belong together -----------------------------------------------------
@@ -350,13 +322,9 @@ def test_a_store_belongs_to_one_checkpoint(tmp_path):
 
 
 def test_a_dense_model_is_refused(tmp_path):
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-    )
+    widths = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**widths, **counts)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
     with pytest.raises(StoreError, match="expected MoE layers"):
         CheckpointSource(tmp_path / "m")

@@ -13,6 +13,7 @@ from support.real_machine import (
     SHAPE,
     combinations,
     host_profile,
+    real_run,
     usable,
 )
 from support.small_trace import write_trace
@@ -20,7 +21,6 @@ from support.small_trace import write_trace
 from moesim.policies.base import ExpertKey, Late, PrefetchPolicy
 from moesim.policies.planner.observers import repeat
 from moesim.runs import replay as api
-from moesim.runs.measured import run_trace
 from moesim.runtime.executor.decision_log_file import FILE_NAME, load_decision_log
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
@@ -75,20 +75,17 @@ def measured(
     stated = dict(numbers or {})
     if workers is ONE_WORKER:
         stated["cores"] = 1
-    return run_trace(
-        trace,
-        policy,
-        cache=cache,
-        prefetch=prefetch,
-        routing=routing,
-        store=store,
-        dtype="float32",
-        batch=batch,
-        hw=host_profile(workers, **stated),
-        memory=api.MemoryOptions(**memory),
-        out=out,
-        artefacts=artefacts,
-    )
+    others = {"cache": cache, "prefetch": prefetch, "routing": routing}
+    options = {"batch": batch, "out": out, "artefacts": artefacts, **others}
+    profile = host_profile(workers, **stated)
+    return real_run(trace, policy, store, profile, memory=memory, **options)
+
+
+def repeated(run, trace, combination, *, entries=None, batch=1, **options):
+    """Plans of a fresh planner that is told what a real run's was."""
+    planner = fresh_planner(trace, combination, batch=batch, **options)
+    steps = compose(trace, batch=batch, columns=COLUMNS)
+    return repeat(entries or run.decision_log.entries, planner, steps)
 
 
 def fresh_planner(
@@ -124,17 +121,9 @@ def test_views_of_a_run_give_the_same_plans_for_every_policy(trace, store, artef
         # Some stage whole layers, which need room.
         if one % 2 and "moe-lightning" in combination:
             memory["host_memory_bytes"] += 2 * SHAPE.experts * EXPERT
-        run = measured(
-            trace, store, combination, batch=batch, artefacts=artefacts, **memory
-        )
-        planner = fresh_planner(
-            trace, combination, batch=batch, artefacts=artefacts, **memory
-        )
-        plans = repeat(
-            run.decision_log.entries,
-            planner,
-            compose(trace, batch=batch, columns=COLUMNS),
-        )
+        options = {"batch": batch, "artefacts": artefacts, **memory}
+        run = measured(trace, store, combination, **options)
+        plans = repeated(run, trace, combination, **options)
         assert len(plans) == run.metrics["layer_steps"] == 3 * run.metrics["steps"], (
             combination
         )
@@ -173,11 +162,7 @@ def test_the_runtime_plans_with_each_cost_that_the_simulator_charges(
     """
     options = {"numbers": numbers, "slots_per_layer": 0}
     run = measured(trace, store, policy, **options)
-    plans = repeat(
-        run.decision_log.entries,
-        fresh_planner(trace, policy, **options),
-        compose(trace, batch=1, columns=COLUMNS),
-    )
+    plans = repeated(run, trace, policy, **options)
     for plan in plans:
         assert plan.work.cpu_s == pytest.approx(cpu_s)
         assert plan.work.gpu_s[0] == pytest.approx(gpu_s)
@@ -197,17 +182,11 @@ def test_hits_equal_the_simulators_for_every_cache_policy(trace, store, artefact
             "slots_per_layer": 1 + one % 5,
             "cache_scope": "global" if one % 4 == 3 else "layer",
         }
-        run = measured(
-            trace,
-            store,
-            f"on-demand+{cache}+none",
-            batch=1 + one % 2,
-            artefacts=artefacts,
-            **memory,
-        )
-        simulated = simulated_like(
-            trace, "on-demand", cache, 1 + one % 2, artefacts=artefacts, **memory
-        )
+        batch = 1 + one % 2
+        memory["artefacts"] = artefacts
+        combination = f"on-demand+{cache}+none"
+        run = measured(trace, store, combination, batch=batch, **memory)
+        simulated = simulated_like(trace, "on-demand", cache, batch, **memory)
         for figure in ("accesses", "hits", "delayed_hits", "misses"):
             assert run.metrics[figure] == simulated.metrics[figure], (cache, figure)
         assert equal_accesses(run, simulated, "state"), cache
@@ -231,11 +210,7 @@ def test_deferred_results_change_neither_hits_nor_plans(
     assert run.metrics["approximate"] is True
     simulated = simulated_like(trace, "fixed-mapping:defer=1", cache, 2, **memory)
     assert equal_accesses(run, simulated, "state", "lane")
-    plans = repeat(
-        run.decision_log.entries,
-        fresh_planner(trace, combination, batch=2, **memory),
-        compose(trace, batch=2, columns=COLUMNS),
-    )
+    plans = repeated(run, trace, combination, batch=2, **memory)
     assert any(plan.deferred for plan in plans)
 
 
@@ -274,12 +249,10 @@ def test_a_queue_that_is_sorted_anew_is_sorted_alike_in_both_worlds(
     }
     with registered(prefetch_flood=Flood):
         combination = f"on-demand+lru+flood:late={late}"
-        run = measured(
-            trace, store, combination, workers=ONE_WORKER, out=tmp_path, **memory
-        )
-        entries = [
-            entry for entry in run.decision_log.entries if entry.call == "drop_late"
-        ]
+        one_core = {"workers": ONE_WORKER, "out": tmp_path}
+        run = measured(trace, store, combination, **one_core, **memory)
+        log = run.decision_log.entries
+        entries = [entry for entry in log if entry.call == "drop_late"]
         assert any(
             one[1] != layer
             for waiting, layer, _ in (e.arguments for e in entries)
@@ -292,11 +265,7 @@ def test_a_queue_that_is_sorted_anew_is_sorted_alike_in_both_worlds(
             assert late != "drop" or not kept
             assert late != "active" or all(expert in active for *_, expert in kept)
         saved, _ = load_decision_log(tmp_path / FILE_NAME)
-        plans = repeat(
-            saved,
-            fresh_planner(trace, combination, **memory),
-            compose(trace, columns=COLUMNS),
-        )
+        plans = repeated(run, trace, combination, entries=saved, **memory)
         assert len(plans) == run.metrics["layer_steps"]
         simulated = api.replay(
             trace,

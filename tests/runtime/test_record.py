@@ -69,6 +69,12 @@ class Witness:
         return torch.cat(self.hidden[layer])
 
 
+def recording(model, out, prompts=PROMPTS, **options):
+    """Record prompts with a family, or with a model, on a day that stays the same."""
+    local = family(model) if isinstance(model, str) else model
+    return record(local, prompts, out, **FIXED | options)
+
+
 def read(path: Path, column: str, layer: int, seq: int | None = None) -> np.ndarray:
     """One column of one layer as an array [T, …]."""
     table = pq.read_table(path)
@@ -87,7 +93,7 @@ def recorded(tmp_path_factory):
         if name not in made:
             path = tmp_path_factory.mktemp("record") / f"{name}.parquet"
             with Witness(family(name)) as witness:
-                record(family(name), PROMPTS[:1], path, new_tokens=6, **FIXED)
+                recording(name, path, PROMPTS[:1], new_tokens=6)
             made[name] = path, witness
         return made[name]
 
@@ -200,21 +206,13 @@ def test_company_changes_nothing(tmp_path, name):
     """
     tables = []
     for batch in (1, 3):
-        done = record(
-            family(name),
-            PROMPTS,
-            tmp_path / f"{batch}.parquet",
-            new_tokens=4,
-            batch=batch,
-            **FIXED,
-        )
+        path = tmp_path / f"{batch}.parquet"
+        done = recording(name, path, new_tokens=4, batch=batch)
         tables.append(pq.read_table(done.path))
         assert done.rows == (14 + 5 + 18 + 3 * 4) * done.header.shape.layers
         for seq, prompt in enumerate(PROMPTS):
-            assert (
-                bytes(read(done.path, "token", 0, seq)[: len(prompt)].tolist())
-                == prompt.encode()
-            )
+            tokens = read(done.path, "token", 0, seq).tolist()
+            assert bytes(tokens[: len(prompt)]) == prompt.encode()
     for column in ("seq", "pos", "phase", "layer", "token", "experts"):
         assert tables[0][column].to_pylist() == tables[1][column].to_pylist()
     for column in ("weights", "scores", "pred1_raw"):
@@ -229,16 +227,8 @@ def test_a_second_recording_is_the_same_file(tmp_path):
     files = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         path = tmp_path / f"{name}.parquet"
-        record(
-            family("olmoe"),
-            PROMPTS,
-            path,
-            new_tokens=8,
-            batch=2,
-            temperature=1.0,
-            seed=seed,
-            **FIXED,
-        )
+        sampled = {"temperature": 1.0, "seed": seed}
+        recording("olmoe", path, new_tokens=8, batch=2, **sampled)
         files.append(path)
     assert files[0].read_bytes() == files[1].read_bytes()
     assert read(files[0], "token", 0).tolist() != read(files[2], "token", 0).tolist()
@@ -248,7 +238,7 @@ def test_a_sequence_that_ends_leaves_the_batch(tmp_path, monkeypatch):
     """Its end token is not fed, so it is not recorded; the others go on."""
     local = family("mixtral")
     path = tmp_path / "all.parquet"
-    record(local, PROMPTS, path, new_tokens=5, **FIXED)
+    recording(local, path, new_tokens=5)
     made = [
         read(path, "token", 0, seq).tolist()[len(prompt) :]
         for seq, prompt in enumerate(PROMPTS)
@@ -257,15 +247,11 @@ def test_a_sequence_that_ends_leaves_the_batch(tmp_path, monkeypatch):
     lengths = [tokens.index(end) if end in tokens else 5 for tokens in made]
     assert lengths[0] < 5 == max(lengths)
     monkeypatch.setattr(local.model.generation_config, "eos_token_id", [end])
-    done = record(
-        local, PROMPTS, tmp_path / "ended.parquet", new_tokens=5, batch=3, **FIXED
-    )
+    done = recording(local, tmp_path / "ended.parquet", new_tokens=5, batch=3)
     assert done.decode_tokens == sum(lengths)
     for seq, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True)):
-        assert (
-            read(done.path, "token", 0, seq).tolist()[len(prompt) :]
-            == made[seq][:length]
-        )
+        tokens = read(done.path, "token", 0, seq).tolist()
+        assert tokens[len(prompt) :] == made[seq][:length]
 
 
 def test_drift_of_the_worked_example():
@@ -299,19 +285,10 @@ def test_residuals_are_measured_saved_and_used(tmp_path):
     loaded = Residual.load(tmp_path / "residual.safetensors")
     assert loaded.id == residual.id
     with Witness(local) as witness:
-        done = record(
-            local,
-            PROMPTS[:1],
-            tmp_path / "r.parquet",
-            new_tokens=2,
-            residual=loaded,
-            **FIXED,
-        )
-    expected = by_hand(
-        "glm4_moe",
-        witness.blocks[1].gate,
-        witness.states(0) + torch.from_numpy(loaded.vectors[0]),
-    )
+        path = tmp_path / "r.parquet"
+        done = recording(local, path, PROMPTS[:1], new_tokens=2, residual=loaded)
+    corrected = witness.states(0) + torch.from_numpy(loaded.vectors[0])
+    expected = by_hand("glm4_moe", witness.blocks[1].gate, corrected)
     np.testing.assert_allclose(read(done.path, "pred1_res", 0), expected, atol=HALF)
     assert not read(done.path, "pred1_res", 1).any()
     assert done.header.calibration["residual"]["id"] == residual.id
@@ -319,26 +296,12 @@ def test_residuals_are_measured_saved_and_used(tmp_path):
 
 def test_a_residual_of_another_model_is_refused(tmp_path):
     residual = residual_vectors(family("mixtral"), ["abc"])
-    with pytest.raises(TraceError, match=r"expected shape \(2, 32\), got \(3, 32\)"):
-        record(
-            family("glm4_moe"),
-            PROMPTS,
-            tmp_path / "x.parquet",
-            new_tokens=1,
-            residual=residual,
-            **FIXED,
-        )
-    with pytest.raises(
-        TraceError, match=r"calibrated on 'mixtral' .* but 'olmoe' has other weights"
+    for other, message in (
+        ("glm4_moe", r"expected shape \(2, 32\), got \(3, 32\)"),
+        ("olmoe", r"calibrated on 'mixtral' .* but 'olmoe' has other weights"),
     ):
-        record(
-            family("olmoe"),
-            PROMPTS,
-            tmp_path / "x.parquet",
-            new_tokens=1,
-            residual=residual,
-            **FIXED,
-        )
+        with pytest.raises(TraceError, match=message):
+            recording(other, tmp_path / "x.parquet", new_tokens=1, residual=residual)
     (tmp_path / "not.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
     with pytest.raises(
         TraceError, match=r"not\.safetensors: expected residual vectors"
@@ -347,52 +310,25 @@ def test_a_residual_of_another_model_is_refused(tmp_path):
 
 
 def test_the_header_says_where_the_trace_comes_from(tmp_path):
-    done = record(
-        family("mixtral"),
-        PROMPTS,
-        tmp_path / "h.parquet",
-        new_tokens=0,
-        split="calibration",
-        **FIXED,
-    )
-    stored = TraceHeader.from_json(
-        pq.read_metadata(done.path).metadata[b"moesim"], where="h.parquet"
-    )
+    out = tmp_path / "h.parquet"
+    done = recording("mixtral", out, new_tokens=0, split="calibration")
+    text = pq.read_metadata(done.path).metadata[b"moesim"]
+    stored = TraceHeader.from_json(text, where="h.parquet")
     assert stored == done.header
-    assert (stored.split, stored.shape.name, stored.shape.scoring) == (
-        "calibration",
-        "mixtral",
-        "softmax",
-    )
+    assert stored.split == "calibration"
+    assert (stored.shape.name, stored.shape.scoring) == ("mixtral", "softmax")
     said = stored.provenance
-    assert (said["model"], said["date"], said["sequences"]) == (
-        "mixtral",
-        "2026-01-01",
-        3,
-    )
+    facts = {"model": "mixtral", "date": "2026-01-01", "sequences": 3}
+    assert facts.items() <= said.items()
     assert len(said["weights"]) == len(said["prompts"]) == 64
     assert str(tmp_path) not in json.dumps(said)
 
 
 def test_columns_that_nobody_wants_are_left_out(tmp_path):
-    done = record(
-        family("mixtral"),
-        PROMPTS,
-        tmp_path / "s.parquet",
-        new_tokens=1,
-        scores=False,
-        predictions=False,
-        **FIXED,
-    )
-    assert pq.read_schema(done.path).names == [
-        "seq",
-        "pos",
-        "phase",
-        "layer",
-        "experts",
-        "weights",
-        "token",
-    ]
+    nothing = {"scores": False, "predictions": False}
+    done = recording("mixtral", tmp_path / "s.parquet", new_tokens=1, **nothing)
+    names = pq.read_schema(done.path).names
+    assert names == ["seq", "pos", "phase", "layer", "experts", "weights", "token"]
 
 
 def test_recording_leaves_the_model_as_it_was_and_says_what_it_costs(tmp_path):
@@ -404,13 +340,9 @@ def test_recording_leaves_the_model_as_it_was_and_says_what_it_costs(tmp_path):
     ids = torch.tensor([list(b"same")])
     with torch.inference_mode():
         before = local.model(input_ids=ids).logits
-        done = record(
-            local,
-            PROMPTS,
-            tmp_path / "o.parquet",
-            new_tokens=2,
-            progress=lambda *at: seen.append(at),
-        )
+        out = tmp_path / "o.parquet"
+        noting = {"progress": lambda *at: seen.append(at)}
+        done = record(local, PROMPTS, out, new_tokens=2, **noting)
         assert torch.equal(local.model(input_ids=ids).logits, before)
     assert not any(
         module._forward_hooks or module._forward_pre_hooks
@@ -418,14 +350,9 @@ def test_recording_leaves_the_model_as_it_was_and_says_what_it_costs(tmp_path):
     )
     assert seen[-1] == (14 + 5 + 18 + 6, 43)
     assert done.overhead.tokens == 14 + 16
-    assert (
-        min(
-            done.overhead.plain_tokens_per_s,
-            done.overhead.recording_tokens_per_s,
-            done.tokens_per_s,
-        )
-        > 0
-    )
+    assert done.overhead.plain_tokens_per_s > 0
+    assert done.overhead.recording_tokens_per_s > 0
+    assert done.tokens_per_s > 0
 
 
 def test_an_interrupted_recording_leaves_nothing_that_is_not_finished(tmp_path):
@@ -440,14 +367,7 @@ def test_an_interrupted_recording_leaves_nothing_that_is_not_finished(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        record(
-            family("qwen3_moe"),
-            PROMPTS,
-            path,
-            new_tokens=4,
-            progress=interrupt,
-            **FIXED,
-        )
+        recording("qwen3_moe", path, new_tokens=4, progress=interrupt)
     assert [file.name for file in tmp_path.iterdir()] == ["old.parquet"]
     assert path.read_bytes() == b"kept"
     assert not any(
@@ -465,13 +385,9 @@ def test_an_interrupted_recording_leaves_nothing_that_is_not_finished(tmp_path):
 def test_impossible_requests_are_refused_before_anything_runs(
     tmp_path, change, message
 ):
-    arguments = (
-        {"prompts": PROMPTS, "new_tokens": 1, "out": tmp_path / "n.parquet"}
-        | FIXED
-        | change
-    )
+    arguments = {"out": tmp_path / "n.parquet", "new_tokens": 1} | change
     with pytest.raises((TraceError, ConfigError), match=message):
-        record(family("qwen3_moe"), **arguments)
+        recording("qwen3_moe", **arguments)
     assert not any(tmp_path.iterdir())
 
 
@@ -504,21 +420,12 @@ def test_the_shipped_model_routes_as_it_learned(tmp_path):
     """Gates of neighbouring layers agree: the next layer is foreseen at least twice as
     often as by chance (1/8).
     """
-    done = record(
-        load_model("tiny"),
-        ["class Reader:\n    def __init__(self"],
-        tmp_path / "t.parquet",
-        new_tokens=24,
-        **FIXED,
-    )
+    prompts = ["class Reader:\n    def __init__(self"]
+    out = tmp_path / "t.parquet"
+    done = recording(load_model("tiny"), out, prompts, new_tokens=24)
     shape = done.header.shape
-    assert (
-        shape.layers,
-        shape.experts,
-        shape.top_k,
-        shape.scoring,
-        shape.norm_topk,
-    ) == (6, 32, 4, "softmax", True)
+    assert (shape.layers, shape.experts, shape.top_k) == (6, 32, 4)
+    assert (shape.scoring, shape.norm_topk) == ("softmax", True)
     shared = []
     for layer in range(5):
         foreseen = np.argsort(-read(done.path, "pred1_raw", layer), axis=1)[:, :4]

@@ -15,7 +15,7 @@ from moesim.runtime.models.local_model import load_model
 from moesim.runtime.models.offloaded import StoreExperts
 from moesim.runtime.record.calibration import residual_vectors
 from moesim.runtime.record.record import record
-from moesim.runtime.record.stored_model import CachedExperts, stored_model
+from moesim.runtime.record.stored_model import stored_model
 from moesim.runtime.store.build import build_random_store
 from moesim.runtime.store.store import ExpertStore
 from moesim.traces.format.schema import ModelShape
@@ -155,7 +155,7 @@ def test_whoever_goes_on_after_a_failed_read_gets_right_weights(tmp_path, monkey
     """A read that fails takes no slot from an expert that is in memory."""
     shape = ModelShape("f", 2, 4, 2, 32, 16, (6144,) * 2, 0)
     with build_random_store(shape, tmp_path / "s", dtype="float32") as store:
-        cache = CachedExperts(store, 3 * store.slot_bytes, [None, None])
+        cache = StoreExperts(store, host_bytes=3 * store.slot_bytes)
         right = StoreExperts(store)
         cpu = torch.device("cpu")
         for expert in range(3):

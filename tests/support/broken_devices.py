@@ -4,14 +4,12 @@ import torch
 
 from moesim.runtime.executor import lanes, operations
 from moesim.runtime.executor.device import StreamDevice
+from moesim.runtime.executor.world import RealWorld
 
-BROKEN = {}
 
-
-def broken(change):
-    """Register under the function's name, in words."""
-    BROKEN[change.__name__.replace("_", " ")] = change
-    return change
+def device(name, method):
+    """A `StreamDevice` with another method of this name."""
+    return lambda patch: patch.setattr(StreamDevice, name, method)
 
 
 def copying(
@@ -42,133 +40,82 @@ def copying(
         (end if sleeps_on == "end" else start).synchronize()
         return None if anchor is None else (-1.0, -1.0)
 
-    return copy
+    return device("copy", copy)
 
 
-@broken
-def a_copy_waits_for_nobody_to_land(patch):
-    patch.setattr(StreamDevice, "copy", copying(sleeps_on="nothing"))
+def copy_back(self, record, slot, nbytes):
+    with self._accelerator.on(self._copies_back):
+        record[:nbytes].copy_(self._slots.record(slot)[:nbytes], non_blocking=True)
+    return -1.0, -1.0
 
 
-@broken
-def a_copy_is_awaited_by_its_beginning(patch):
-    patch.setattr(StreamDevice, "copy", copying(sleeps_on="start"))
+a_copy_back_waits_for_nobody = device("copy_back", copy_back)
+"""Only systems that copy back could show it."""
 
 
-@broken
-def a_landing_is_recorded_before_the_copy(patch):
-    patch.setattr(StreamDevice, "copy", copying(noted="before"))
-
-
-@broken
-def a_landing_is_recorded_on_the_compute_stream(patch):
-    patch.setattr(StreamDevice, "copy", copying(landing="compute"))
-
-
-@broken
-def a_slot_is_overwritten_while_a_product_reads_it(patch):
-    patch.setattr(StreamDevice, "copy", copying(waits=False))
-
-
-@broken
-def a_copy_waits_for_the_last_reader_when_it_is_over(patch):
-    patch.setattr(StreamDevice, "copy", copying(first=False))
-
-
-def a_copy_back_waits_for_nobody(patch):
-    """Only systems that copy back could show it."""
-
-    def copy_back(self, record, slot, nbytes):
-        with self._accelerator.on(self._copies_back):
-            record[:nbytes].copy_(self._slots.record(slot)[:nbytes], non_blocking=True)
-        return -1.0, -1.0
-
-    patch.setattr(StreamDevice, "copy_back", copy_back)
-
-
-def ending(note):
+def ending(last_use):
     """`StreamDevice.end_compute` that notes a slot's last use in another way."""
 
     def end_compute(self, operation):
         start, slot = self._open.pop(id(operation))
         end = self._recorded()
-        note(self, operation, slot, start, end)
+        self._last_use |= last_use(self, operation, slot, start, end)
         self._untold.append((operation, start, end))
         return -1.0, -1.0
 
-    return end_compute
+    return device("end_compute", end_compute)
 
 
-@broken
-def the_last_use_is_recorded_on_the_copy_stream(patch):
-    def note(self, operation, slot, start, end):
-        event = self._accelerator.event()
-        event.record(self._copies)
-        self._last_use[slot] = event
-
-    patch.setattr(StreamDevice, "end_compute", ending(note))
+def on_the_copy_stream(self, _operation, slot, _start, _end):
+    event = self._accelerator.event()
+    event.record(self._copies)
+    return {slot: event}
 
 
-@broken
-def the_last_use_is_recorded_before_the_product(patch):
-    def note(self, operation, slot, start, end):
-        self._last_use[slot] = start
+def coming(*, sleeps_on, frees=False):
+    """`StreamDevice.to_host` that waits for another event, or frees its buffer."""
 
-    patch.setattr(StreamDevice, "end_compute", ending(note))
-
-
-@broken
-def the_last_use_is_noted_for_another_slot(patch):
-    def note(self, operation, slot, start, end):
-        self._last_use[operation.expert] = end
-
-    patch.setattr(StreamDevice, "end_compute", ending(note))
-
-
-@broken
-def the_last_use_is_an_event_that_nobody_recorded(patch):
-    def note(self, operation, slot, start, end):
-        self._last_use[slot] = self._accelerator.event()
-
-    patch.setattr(StreamDevice, "end_compute", ending(note))
-
-
-@broken
-def hidden_states_are_read_before_they_have_come(patch):
     def to_host(self, hidden):
         there = self._accelerator.page_locked_like(hidden)
+        earlier = self._recorded()
         there.copy_(hidden, non_blocking=True)
+        event = self._recorded() if sleeps_on == "end" else earlier
+        if frees:
+            self._accelerator.page_unlock(there)
+        if sleeps_on != "nothing":
+            event.synchronize()
         return there, hidden.numel() * hidden.itemsize
 
-    patch.setattr(StreamDevice, "to_host", to_host)
+    return device("to_host", to_host)
 
 
-@broken
-def hidden_states_are_awaited_by_an_earlier_event(patch):
-    def to_host(self, hidden):
-        there = self._accelerator.page_locked_like(hidden)
-        event = self._recorded()
-        there.copy_(hidden, non_blocking=True)
-        event.synchronize()
-        return there, hidden.numel() * hidden.itemsize
+def without_waits_for(kind):
+    """Make `synchronize` of a class do nothing while a method of the device runs."""
 
-    patch.setattr(StreamDevice, "to_host", to_host)
+    def within(patch, name):
+        straight = getattr(StreamDevice, name)
 
+        def method(self, *args):
+            with patch.context() as meanwhile:
+                meanwhile.setattr(kind(self), "synchronize", lambda _: None)
+                return straight(self, *args)
 
-@broken
-def slots_are_not_waited_for_when_they_are_zeroed(patch):
-    straight = StreamDevice.allocate
+        patch.setattr(StreamDevice, name, method)
 
-    def allocate(self, slots, slot_bytes):
-        with patch.context() as within:
-            within.setattr(type(self._accelerator), "synchronize", lambda _: None)
-            return straight(self, slots, slot_bytes)
-
-    patch.setattr(StreamDevice, "allocate", allocate)
+    return within
 
 
-@broken
-def products_are_launched_on_the_copy_stream(patch):
+def slots_are_zeroed(patch):
+    without_waits_for(lambda device: type(device._accelerator))(patch, "allocate")
+
+
+def times_are_told(patch):
+    from support.adversarial_device import Event
+
+    without_waits_for(lambda _device: Event)(patch, "step_done")
+
+
+def products_on_the_copy_stream(patch):
     straight = operations.expert_forward
 
     def expert_forward(weights, hidden, layout, gating=None):
@@ -181,8 +128,7 @@ def products_are_launched_on_the_copy_stream(patch):
     patch.setattr(operations, "expert_forward", expert_forward)
 
 
-@broken
-def results_are_joined_on_the_copy_stream(patch):
+def joined_on_the_copy_stream(patch):
     straight = StreamDevice.join
 
     def join(self, job):
@@ -192,71 +138,62 @@ def results_are_joined_on_the_copy_stream(patch):
     patch.setattr(StreamDevice, "join", join)
 
 
-@broken
-def results_of_the_cpu_are_sent_from_a_buffer_that_is_freed(patch):
-    def send(self, values):
-        buffer = self._accelerator.page_locked(values)
-        sent = buffer.to(self.device, non_blocking=True)
-        self._accelerator.page_unlock(buffer)
-        return sent
-
-    patch.setattr(StreamDevice, "_send", send)
+def sent_and_freed(self, values):
+    buffer = self._accelerator.page_locked(values)
+    sent = buffer.to(self.device, non_blocking=True)
+    self._accelerator.page_unlock(buffer)
+    return sent
 
 
-@broken
-def everything_is_sent_from_one_buffer(patch):
-    def send(self, values):
-        device = self._accelerator
-        if not hasattr(device, "buffer"):
-            device.buffer = device.page_locked_like(
-                torch.empty(1 << 14, dtype=torch.uint8)
-            )
-        raw = values.contiguous().reshape(-1).view(torch.uint8)
-        place = device.buffer[: len(raw)]
-        place.copy_(raw)
-        return (
-            place.view(values.dtype)
-            .view(values.shape)
-            .to(self.device, non_blocking=True)
-        )
-
-    patch.setattr(StreamDevice, "_send", send)
+def sent_from_one_buffer(self, values):
+    device = self._accelerator
+    if not hasattr(device, "buffer"):
+        device.buffer = device.page_locked_like(torch.empty(1 << 14, dtype=torch.uint8))
+    raw = values.contiguous().reshape(-1).view(torch.uint8)
+    place = device.buffer[: len(raw)]
+    place.copy_(raw)
+    sent = place.view(values.dtype).view(values.shape)
+    return sent.to(self.device, non_blocking=True)
 
 
-@broken
-def times_are_told_before_the_device_knows_them(patch):
-    straight = StreamDevice.step_done
-
-    def step_done(self, timeline):
-        with patch.context() as within:
-            from support.adversarial_device import Event
-
-            within.setattr(Event, "synchronize", lambda _: None)
-            return straight(self, timeline)
-
-    patch.setattr(StreamDevice, "step_done", step_done)
-
-
-@broken
-def hidden_states_come_into_a_buffer_that_is_freed(patch):
-    def to_host(self, hidden):
-        there = self._accelerator.page_locked_like(hidden)
-        there.copy_(hidden, non_blocking=True)
-        event = self._recorded()
-        self._accelerator.page_unlock(there)
-        event.synchronize()
-        return there, hidden.numel() * hidden.itemsize
-
-    patch.setattr(StreamDevice, "to_host", to_host)
-
-
-@broken
-def control_is_not_woken_when_products_have_ended(patch):
-    from moesim.runtime.executor.world import RealWorld
-
+def control_is_not_woken(patch):
     patch.setattr(RealWorld, "computed", lambda self, _: None)
 
 
-@broken
-def sleepers_are_forgotten_when_a_lock_is_left(patch):
+def sleepers_are_forgotten(patch):
     patch.setattr(lanes.WakingLock, "wake_afterwards", lambda self, sleeper: None)
+
+
+BROKEN = {
+    "a copy waits for nobody to land": copying(sleeps_on="nothing"),
+    "a copy is awaited by its beginning": copying(sleeps_on="start"),
+    "a landing is recorded before the copy": copying(noted="before"),
+    "a landing is recorded on the compute stream": copying(landing="compute"),
+    "a slot is overwritten while a product reads it": copying(waits=False),
+    "a copy waits for the last reader when it is over": copying(first=False),
+    "the last use is recorded on the copy stream": ending(on_the_copy_stream),
+    "the last use is recorded before the product": ending(
+        lambda _self, _operation, slot, start, _end: {slot: start}
+    ),
+    "the last use is noted for another slot": ending(
+        lambda _self, operation, _slot, _start, end: {operation.expert: end}
+    ),
+    "the last use is an event that nobody recorded": ending(
+        lambda self, _operation, slot, *_: {slot: self._accelerator.event()}
+    ),
+    "hidden states are read before they have come": coming(sleeps_on="nothing"),
+    "hidden states are awaited by an earlier event": coming(sleeps_on="start"),
+    "hidden states come into a buffer that is freed": coming(
+        sleeps_on="end", frees=True
+    ),
+    "slots are not waited for when they are zeroed": slots_are_zeroed,
+    "products are launched on the copy stream": products_on_the_copy_stream,
+    "results are joined on the copy stream": joined_on_the_copy_stream,
+    "results of the cpu are sent from a buffer that is freed": device(
+        "_send", sent_and_freed
+    ),
+    "everything is sent from one buffer": device("_send", sent_from_one_buffer),
+    "times are told before the device knows them": times_are_told,
+    "control is not woken when products have ended": control_is_not_woken,
+    "sleepers are forgotten when a lock is left": sleepers_are_forgotten,
+}

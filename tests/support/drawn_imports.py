@@ -313,7 +313,7 @@ def llama_cpp(draw):
                 for token in tokens:
                     lines += [f"{layer},{e}" for e in one.ids[token, layer]]
         draw.expected.append(replace(one, cut=not all_logits, token=None))
-    draw.file().write_text("\n".join(lines) + "\n")
+    files.write_lines(draw.file(), lines)
     draw.columns = {"phase"}
     if draw.chance(0.2):  # a wrong model is refused
         draw.top_k = int(draw.dice.integers(1, 4))
@@ -328,21 +328,12 @@ def megatron(draw):
         passes += [(token, token + 1) for token in range(one.prompt, len(one.ids))]
         for first, last in passes:
             for layer in range(draw.layers):
-                record = {
-                    "step": step,
-                    "stage": "pre_dispatch",
-                    "block": "decoder",
-                    "layer": layer,
-                    "rank": 0,
-                    "num_tokens": last - first,
-                    "topk": draw.top_k,
-                    "top_indices": one.ids[first:last, layer].tolist(),
-                }
+                record = files.megatron_record(step, layer, one.ids[first:last, layer])
                 lines.append(record)
                 if draw.chance(0.1):
                     lines.append({**record, "block": "mtp", "mtp_idx": 0})
             step += int(draw.dice.integers(1, 3))
-    draw.file().write_text("\n".join(map(json.dumps, lines)) + "\n")
+    files.write_lines(draw.file(), lines)
     draw.expected = [replace(one, token=None) for one in truth]
     draw.columns = {"phase"}
 
@@ -378,7 +369,7 @@ def route_trace(draw):
                 )
                 lines.append(",".join(map(str, row)))
         first = first + len(one.ids) if goes_on else 0
-    draw.file().write_text("\n".join(lines) + "\n")
+    files.write_lines(draw.file(), lines)
     draw.columns = {"phase", "weights"}
 
 
@@ -410,9 +401,13 @@ def _written(draw, one, token, layer, *, ascending):
     return ids[order].tolist(), weights[order].tolist()
 
 
+def _phase(one, token):
+    return "prefill" if token < one.prompt else "decode"
+
+
 def _with_phases(draw, record, one, token):
     if "prompt_tokens" not in draw.options:
-        record["phase"] = "prefill" if token < one.prompt else "decode"
+        record["phase"] = _phase(one, token)
     return record
 
 
@@ -458,7 +453,7 @@ def jsonl(draw):
             else:
                 line["pos"] = int(one.pos[t])
             lines.append(_with_phases(draw, line, one, t))
-    draw.file().write_text("\n".join(map(json.dumps, lines)) + "\n")
+    files.write_lines(draw.file(), lines)
     draw.columns = {"phase", "weights"}
 
 
@@ -551,48 +546,29 @@ def columns(draw):  # noqa: C901, PLR0912 - many habits, drawn
 
 def routing_rows(draw):
     """A runtime's own table, step by step."""
-    import pandas as pd
-
     truth, rows = _table(draw)
     ascending = draw.chance(0.3)
     records = []
     for n, t, layer in rows:
         one = truth[n]
-        ids, weights = _written(draw, one, t, layer, ascending=ascending)
-        records.append(
-            {
-                "seq_id": f"s{n}",
-                "step": max(0, t - one.prompt + 1),
-                "phase": "prefill" if t < one.prompt else "decode",
-                "layer": layer,
-                "token": int(one.pos[t]),
-                "expert_ids": ids,
-                "scores": weights,
-            }
-        )
-    pd.DataFrame(records).to_parquet(draw.file(), index=False)
+        step = max(0, t - one.prompt + 1)
+        place = (f"s{n}", step, _phase(one, t), layer, int(one.pos[t]))
+        records.append((*place, *_written(draw, one, t, layer, ascending=ascending)))
+    files.write_table(draw.file(), files.ROUTING_ROWS, records)
     draw.columns = {"phase", "weights"}
 
 
 def moesim_trace(draw):
     """Our own layout, its rows in another order: numbers of sequences stay."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from moesim.traces.format.schema import METADATA_KEY, TraceHeader
-
     truth, rows = _table(draw)
     draw.expected = truth
-    table = {name: [] for name in ("seq", "pos", "phase", "layer", "experts")}
-    for n, t, layer in rows:
-        one = truth[n]
-        phase = "prefill" if t < one.prompt else "decode"
-        values = (n, int(one.pos[t]), phase, layer, one.ids[t, layer].tolist())
-        for column, value in zip(table.values(), values, strict=True):
-            column.append(value)
-    header = TraceHeader(model_shape(draw.shape), {"model": "m"}, {}, "evaluation")
-    metadata = {METADATA_KEY: header.to_json()}
-    pq.write_table(pa.table(table).replace_schema_metadata(metadata), draw.file())
+    records = [
+        (n, int(one.pos[t]), _phase(one, t), layer, one.ids[t, layer].tolist())
+        for n, t, layer in rows
+        for one in [truth[n]]
+    ]
+    notes = {"model": "m"}, {}, "evaluation"
+    files.write_moesim(draw.file(), draw.shape, notes, records)
     draw.columns = {"phase"}
 
 

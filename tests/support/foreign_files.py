@@ -43,6 +43,40 @@ def routing(lengths=LENGTHS, *, seed=0, layers=LAYERS, experts=EXPERTS, top_k=TO
     return found
 
 
+def cells(truth):
+    """(sequence, whether prompt, token, layer, ids, weights) of every row."""
+    for number, (prompt, ids, weights, _) in enumerate(truth):
+        for token in range(len(ids)):
+            for layer in range(LAYERS):
+                place = token, layer
+                chosen = ids[place].tolist(), weights[place].tolist()
+                yield number, token < prompt, token, layer, *chosen
+
+
+def write_lines(path, lines):
+    """Texts as they are, and all else as JSON: a line each."""
+    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def write_table(path, names, rows, **types):
+    """Parquet of rows of values; `types` where Arrow would take others."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = zip(names, map(list, zip(*rows, strict=True)), strict=True)
+    arrays = {name: pa.array(column, types.get(name)) for name, column in columns}
+    pq.write_table(pa.table(arrays), path)
+    return path
+
+
+def shuffled(rows):
+    """Rows in any order, but for the first."""
+    order = np.random.default_rng(0).permutation(len(rows) - 1) + 1
+    return [rows[0], *(rows[index] for index in order)]
+
+
 PHYSICAL = np.array(
     [
         [7, 6, 5, 4, 3, 2, 1, 0, 0, 1],
@@ -163,38 +197,24 @@ def vllm_npy(path, truth):
     return path
 
 
-def vllm_json(path, truth, *, encoded=False, unrouted_last=True):
+def vllm_json(path, truth, *, encoded=False):
     """One response per line; the last generated token has a row of zeros, since it was
     never computed.
     """
     lines = []
     for prompt, ids, *_ in truth:
-        parts = {"prompt": ids[:prompt], "generated": ids[prompt:]}
-        if unrouted_last:
-            parts["generated"] = np.concatenate(
-                [parts["generated"], np.zeros_like(ids[:1])]
-            )
-        told = {name: part.tolist() for name, part in parts.items()}
+        parts = [ids[:prompt], np.concatenate([ids[prompt:], np.zeros_like(ids[:1])])]
+        texts = [part.tolist() for part in parts]
         if encoded:
-            for name, part in parts.items():
+            for number, part in enumerate(parts):
                 file = io.BytesIO()
                 np.save(file, part.astype(np.int16))
-                told[name] = base64.b64encode(file.getvalue()).decode()
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant"},
-            "routed_experts": told["generated"],
-        }
-        lines.append(
-            {
-                "id": "x",
-                "model": "m",
-                "choices": [choice],
-                "prompt_routed_experts": told["prompt"],
-            }
-        )
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    return path
+                texts[number] = base64.b64encode(file.getvalue()).decode()
+        message = {"role": "assistant"}
+        choice = {"index": 0, "message": message, "routed_experts": texts[1]}
+        response = {"id": "x", "model": "m", "choices": [choice]}
+        lines.append(response | {"prompt_routed_experts": texts[0]})
+    return write_lines(path, lines)
 
 
 def safetensors(path, arrays, dtype="F32"):
@@ -271,14 +291,8 @@ def passes(truth):
 
 
 def llama_cpp(path, truth):
-    path.write_text(
-        "".join(
-            f"{layer},{expert}\n"
-            for _, layer, ids in passes(truth)
-            for expert in ids.reshape(-1)
-        )
-    )
-    return path
+    runs = [(layer, ids.reshape(-1)) for _, layer, ids in passes(truth)]
+    return write_lines(path, [f"{layer},{e}" for layer, ids in runs for e in ids])
 
 
 def megatron(path, truth):
@@ -288,24 +302,16 @@ def megatron(path, truth):
     for _, layer, ids in passes(truth):
         step += layer <= before
         before = layer
-        record = {
-            "step": step,
-            "stage": "pre_dispatch",
-            "block": "decoder",
-            "layer": layer,
-            "rank": 0,
-        }
-        lines.append(
-            {
-                **record,
-                "num_tokens": len(ids),
-                "topk": TOP_K,
-                "top_indices": ids.tolist(),
-            }
-        )
+        lines.append(megatron_record(step, layer, ids))
     lines.append({**lines[-1], "block": "mtp", "mtp_idx": 0})
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    return path
+    return write_lines(path, lines)
+
+
+def megatron_record(step, layer, ids):
+    """What one layer chose in one step, ids [T, K]."""
+    place = {"step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer}
+    sizes = {"rank": 0, "num_tokens": len(ids), "topk": ids.shape[1]}
+    return {**place, **sizes, "top_indices": ids.tolist()}
 
 
 def route_trace(path, truth, *, residency=None, dropped=True, dense=True, turns=True):
@@ -342,82 +348,41 @@ def route_trace(path, truth, *, residency=None, dropped=True, dense=True, turns=
                     f"{row},{weights[token, layer, slot]:.6g},{met},{size}"
                     + ",0" * dropped
                 )
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return write_lines(path, lines)
 
 
 def lattice(path, truth):
-    _, ids, weights, _ = truth[0]
-    rows = [
-        {
-            "layer_idx": layer,
-            "token_idx": token,
-            "selected_ids": ids[token, layer].tolist(),
-            "gate_weights": weights[token, layer].tolist(),
-        }
-        for token in range(len(ids))
-        for layer in range(LAYERS)
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return path
+    names = ("layer_idx", "token_idx", "selected_ids", "gate_weights")
+    rows = [(layer, t, *chosen) for _, _, t, layer, *chosen in cells(truth[:1])]
+    return write_lines(path, [dict(zip(names, row, strict=True)) for row in rows])
 
 
 def per_token(path, truth):
-    rows = [
-        {
-            "seq": f"s{number}",
-            "token": token,
-            "phase": "prefill" if token < prompt else "decode",
-            "layers": [
-                {
-                    "experts": ids[token, n].tolist(),
-                    "weights": weights[token, n].tolist(),
-                }
-                for n in range(LAYERS)
-            ],
-        }
-        for number, (prompt, ids, weights, _) in enumerate(truth)
-        for token in range(len(ids))
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return path
+    lines = []
+    for number, is_prompt, token, layer, ids, weights in cells(truth):
+        if layer == 0:
+            phase = "prefill" if is_prompt else "decode"
+            line = {"seq": f"s{number}", "token": token, "phase": phase, "layers": []}
+            lines.append(line)
+        lines[-1]["layers"].append({"experts": ids, "weights": weights})
+    return write_lines(path, lines)
 
 
 def imp(path, truth, *, lines=True):
-    ids = truth[0][1]
-    rows = [
-        [layer, *ids[token, layer].tolist()]
-        for token in range(len(ids))
-        for layer in range(LAYERS)
-    ]
+    rows = [[layer, *ids] for _, _, _, layer, ids, _ in cells(truth[:1])]
     head = {"model": "m", "top_k": TOP_K}
-    text = (
-        "\n".join(map(json.dumps, [head, *rows]))
-        if lines
-        else json.dumps({**head, "trace": rows}, indent=1)
-    )
-    path.write_text(text + "\n")
-    return path
+    if lines:
+        return write_lines(path, [head, *rows])
+    return write_lines(path, [json.dumps({**head, "trace": rows}, indent=1)])
 
 
 def columns_csv(path, truth):
     names = [f"{letter}{rank}" for letter in "ew" for rank in range(TOP_K)]
-    lines = [";".join(["request", "position", "stage", "block", *names])]
-    for number, (prompt, ids, weights, _) in enumerate(truth):
-        for token in range(len(ids)):
-            for layer in range(LAYERS):
-                stage = "prefill" if token < prompt else "decode"
-                cells = [
-                    number,
-                    token,
-                    stage,
-                    layer,
-                    *ids[token, layer],
-                    *weights[token, layer].round(5),
-                ]
-                lines.append(";".join(map(str, cells)))
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    rows = [["request", "position", "stage", "block", *names]]
+    for number, is_prompt, token, layer, ids, weights in cells(truth):
+        stage = "prefill" if is_prompt else "decode"
+        rows.append([number, token, stage, layer, *ids, *np.round(weights, 5)])
+    return write_lines(path, [";".join(map(str, row)) for row in rows])
 
 
 COLUMNS_MAP = {
@@ -427,90 +392,51 @@ COLUMNS_MAP = {
 
 def columns_long(path, truth):
     """One row per selected expert, in Parquet, shuffled."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     rows = [
-        (
-            number,
-            token,
-            int(token >= prompt),
-            layer,
-            rank,
-            ids[token, layer, rank],
-            weights[token, layer, rank],
-        )
-        for number, (prompt, ids, weights, _) in enumerate(truth)
-        for token in range(len(ids))
-        for layer in range(LAYERS)
+        (number, token, int(not is_prompt), layer, rank, ids[rank], weights[rank])
+        for number, is_prompt, token, layer, ids, weights in cells(truth)
         for rank in range(TOP_K)
     ]
-    order = np.random.default_rng(0).permutation(len(rows) - 1) + 1
-    rows = [rows[0], *(rows[index] for index in order)]
     names = ("seq", "pos", "phase", "layer", "rank", "expert", "weight")
-    pq.write_table(
-        pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))),
-        path,
-    )
-    return path
+    return write_table(path, names, shuffled(rows))
+
+
+ROUTING_ROWS = ("seq_id", "step", "phase", "layer", "token", "expert_ids", "scores")
 
 
 def routing_rows(path, truth):
     """The layout of ../shared/traces."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = [
-        (
-            f"s{number}",
-            max(0, token - prompt + 1),
-            "prefill" if token < prompt else "decode",
-            layer,
-            token,
-            ids[token, layer].tolist(),
-            weights[token, layer].tolist(),
-        )
-        for number, (prompt, ids, weights, _) in enumerate(truth)
-        for token in range(len(ids))
-        for layer in range(LAYERS)
-    ]
-    names = ("seq_id", "step", "phase", "layer", "token", "expert_ids", "scores")
-    pq.write_table(
-        pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))),
-        path,
-    )
-    return path
+    rows = []
+    for number, is_prompt, token, layer, *chosen in cells(truth):
+        step = max(0, token - truth[number][0] + 1)
+        phase = "prefill" if is_prompt else "decode"
+        rows.append((f"s{number}", step, phase, layer, token, *chosen))
+    return write_table(path, ROUTING_ROWS, rows)
 
 
 def moesim_unordered(path, truth):
     """Our own layout by another hand, which appended the rows of whoever was ready."""
+    rows = [
+        (number, token, "prefill" if is_prompt else "decode", layer, ids, weights)
+        for number, is_prompt, token, layer, ids, weights in cells(truth)
+    ]
+    notes = {"model": "m"}, {"vectors": "x"}, "calibration"
+    return write_moesim(path, SHAPE, notes, shuffled(rows))
+
+
+def write_moesim(path, shape, notes, rows):
+    """Rows of sequence, position, phase, layer, ids, and perhaps weights, behind our
+    header.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     from moesim.traces.format.schema import METADATA_KEY, TraceHeader
     from moesim.traces.models import model_shape
 
-    rows = [
-        (
-            number,
-            token,
-            "prefill" if token < prompt else "decode",
-            layer,
-            ids[token, layer].tolist(),
-            weights[token, layer].astype(np.float16).tolist(),
-        )
-        for number, (prompt, ids, weights, _) in enumerate(truth)
-        for token in range(len(ids))
-        for layer in range(LAYERS)
-    ]
-    order = [0, *(np.random.default_rng(0).permutation(len(rows) - 1) + 1)]
-    columns = zip(*(rows[index] for index in order), strict=True)
-    names = ("seq", "pos", "phase", "layer", "experts", "weights")
-    header = TraceHeader(
-        model_shape(SHAPE), {"model": "m"}, {"vectors": "x"}, "calibration"
-    )
+    names = ("seq", "pos", "phase", "layer", "experts", "weights")[: len(rows[0])]
+    write_table(path, names, rows, weights=pa.list_(pa.float16()))
+    header = TraceHeader(model_shape(shape), *notes)
     metadata = {METADATA_KEY: header.to_json()}
-    table = pa.table(dict(zip(names, map(list, columns), strict=True)))
-    schema = table.schema.set(5, pa.field("weights", pa.list_(pa.float16())))
-    pq.write_table(table.cast(schema).replace_schema_metadata(metadata), path)
+    pq.write_table(pq.read_table(path).replace_schema_metadata(metadata), path)
     return path

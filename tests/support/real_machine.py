@@ -19,7 +19,9 @@ from moesim.policies.planner.observers import DecisionLog, observed
 from moesim.policies.planner.planner import Planner
 from moesim.policies.registry import find, names
 from moesim.policies.systems import System
+from moesim.runs.config import MemoryOptions
 from moesim.runs.machine import open_random_store
+from moesim.runs.measured import run_trace
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.executor import Executor
 from moesim.runtime.executor.live import LiveRun, live_shape
@@ -94,6 +96,13 @@ def host_profile(workers=None, accelerator="host", **numbers):
             for path, value in (_NUMBERS | numbers).items()
         },
     )
+
+
+def real_run(trace, policy, store, hw=None, *, memory=None, **options):
+    """Run a trace for real, in float32; `memory` as `MemoryOptions` takes it."""
+    sizes = MemoryOptions(**memory) if isinstance(memory, dict) else memory
+    settings = {"store": store, "dtype": "float32", "memory": sizes, **options}
+    return run_trace(trace, policy, hw=hw or host_profile(), **settings)
 
 
 def random_store(trace, folder):

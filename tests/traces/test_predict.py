@@ -320,15 +320,10 @@ def test_the_same_file_however_large_the_chunks(bare, tmp_path, monkeypatch):
 def test_one_more_depth_changes_no_other(bare, tmp_path):
     predict(bare, tmp_path / "one", recall=RECALL[:1])
     predict(bare, tmp_path / "two", recall=RECALL[:2])
-    columns = [
-        [
-            rows.columns["pred1_raw"]
-            for rows in open_trace(tmp_path / name).sequences(["pred1_raw"])
-        ]
-        for name in ("one", "two")
-    ]
-    for one, two in zip(*columns, strict=True):
-        assert (one == two).all()
+    traces = [open_trace(tmp_path / name) for name in ("one", "two")]
+    sequences = [trace.sequences(["pred1_raw"]) for trace in traces]
+    for one, two in zip(*sequences, strict=True):
+        assert (one.columns["pred1_raw"] == two.columns["pred1_raw"]).all()
 
 
 def test_a_sample_stands_for_a_longer_trace(bare, tmp_path, monkeypatch):
@@ -387,11 +382,8 @@ def test_columns_that_are_there_stay(predicted, tmp_path):
         with pytest.raises(TraceError, match="is there already"):
             predict(predicted, tmp_path / "made", **options)
     shallow = tmp_path / "shallow"
-    synthesise(
-        stated(model_shape("layers=2,experts=8,top_k=2,expert_bytes=1"), new_tokens=9),
-        shallow,
-        tokens=9,
-    )
+    shape = model_shape("layers=2,experts=8,top_k=2,expert_bytes=1")
+    synthesise(stated(shape, new_tokens=9), shallow, tokens=9)
     with pytest.raises(TraceError, match="depths below the 2 layers"):
         predict(shallow, tmp_path / "made", recall=(0.8, 0.7))
 
@@ -412,23 +404,13 @@ def test_the_header_says_what_was_drawn(predicted):
     # What the trace said before is still there.
     assert provenance["model"] == "tiny"
     drawn = provenance[PREDICTIONS]
-    assert sorted(drawn) == [
-        "pred1_raw",
-        "pred1_res",
-        "pred2_raw",
-        "pred3_raw",
-        "scores",
-    ]
+    assert drawn.keys() == {*COLUMNS, "pred1_res", "scores"}
     entry = drawn["pred2_raw"]
     assert entry["recall_asked"] == 0.7
     assert entry["recall_measured"] == pytest.approx(0.7, abs=POINTS)
     assert entry["seed"] == 3
-    assert entry["dependence"] == {
-        "depths": 0.6,
-        "tokens": 0.4,
-        "layers": 0.4,
-        "spread": 0.25,
-    }
+    between = {"depths": 0.6, "tokens": 0.4, "layers": 0.4}
+    assert entry["dependence"] == between | {"spread": 0.25}
 
 
 def test_scores_first_and_predictions_later(bare, tmp_path):
@@ -454,11 +436,8 @@ def test_every_result_says_so(predicted, tmp_path):
 
 
 def test_routing_that_was_drawn_is_said_to_be(tmp_path):
-    synthesise(
-        stated(model_shape("layers=2,experts=8,top_k=2,expert_bytes=1MiB")),
-        tmp_path / "drawn",
-        tokens=20,
-    )
+    shape = model_shape("layers=2,experts=8,top_k=2,expert_bytes=1MiB")
+    synthesise(stated(shape), tmp_path / "drawn", tokens=20)
     run = moesim.replay(str(tmp_path / "drawn"), "greedy")
     assert any(text.startswith("synthetic routing: drawn") for text in run.warnings)
 

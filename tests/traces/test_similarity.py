@@ -10,7 +10,7 @@ from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.stats.statistics import (
     SimilarityAggregator,
-    daop_similarity,
+    cosines,
     information_bias_bits,
     mutual_information_bits,
 )
@@ -21,7 +21,7 @@ def test_section_2_5_similarity():
     """Its worked example: (0.866025 + 0.978019) / 2."""
     prefill = np.array([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]])
     decode = np.array([[0.5, 0.5, 0.0], [0.1, 0.3, 0.6]])
-    assert daop_similarity(prefill, decode) == pytest.approx(0.922022, abs=1e-6)
+    assert cosines(prefill, decode).mean() == pytest.approx(0.922022, abs=1e-6)
 
 
 def test_mutual_information_by_hand():
@@ -106,20 +106,11 @@ def test_predictors_that_know_and_one_that_does_not(tmp_path, tiny_shape):
     ahead = np.roll(scores, -1, axis=1).reshape(-1, experts)
     fixed = np.tile(np.arange(experts, 0, -1).astype(np.float16), (tokens * layers, 1))
     path = tmp_path / "t.parquet"
-    with TraceWriter(
-        path, TraceHeader(tiny_shape), ("pred1_raw", "pred2_raw")
-    ) as writer:
-        pos = np.repeat(np.arange(tokens), layers)
-        layer = np.tile(np.arange(layers), tokens)
-        writer.write(
-            0,
-            pos,
-            Phase.DECODE,
-            layer,
-            routing.reshape(-1, 2),
-            pred1_raw=ahead,
-            pred2_raw=fixed,
-        )
+    pos = np.repeat(np.arange(tokens), layers)
+    layer = np.tile(np.arange(layers), tokens)
+    columns = {"pred1_raw": ahead, "pred2_raw": fixed}
+    with TraceWriter(path, TraceHeader(tiny_shape), tuple(columns)) as writer:
+        writer.write(0, pos, Phase.DECODE, layer, routing.reshape(-1, 2), **columns)
     told = prediction(open_trace(path))
     assert told["pred1_raw"]["accuracy"] == 1.0
     assert told["pred1_raw"]["by_layer"] == [None, 1.0, 1.0]
@@ -129,7 +120,5 @@ def test_predictors_that_know_and_one_that_does_not(tmp_path, tiny_shape):
     assert told["pred2_raw"]["by_rank"][0] == pytest.approx(
         (routing[:, 2, 0] == 0).mean()
     )
-    assert (
-        prediction(open_trace(write_trace(tmp_path / "bare.parquet", tiny_shape)))
-        is None
-    )
+    bare = write_trace(tmp_path / "bare.parquet", tiny_shape)
+    assert prediction(open_trace(bare)) is None

@@ -42,10 +42,8 @@ def test_inclusion_by_hand():
     share a draw: 1/4, 1/4, 1/2.
     """
     found = inclusion(np.log(np.array([[8.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]])), 2)
-    assert found.tolist() == [
-        pytest.approx([1, 0.25, 0.25, 0.5]),
-        pytest.approx([0.5] * 4),
-    ]
+    expected = [[1, 0.25, 0.25, 0.5], [0.5] * 4]
+    assert found == pytest.approx(np.array(expected))
 
 
 def test_every_expert_is_drawn_with_its_probability():
@@ -97,11 +95,9 @@ def test_skew_is_zipfs_exponent(tmp_path):
 
 @pytest.mark.parametrize("reuse", [0.3, 0.5, 0.8])
 def test_reuse_is_the_overlap_of_adjacent_tokens(tmp_path, reuse):
-    found = figures(
-        tmp_path / "t.parquet",
-        stated(SHAPE, **PLAIN | {"skew": 0.3, "reuse": reuse}, new_tokens=256),
-        4096,
-    )
+    habits = PLAIN | {"skew": 0.3, "reuse": reuse}
+    model = stated(SHAPE, **habits, new_tokens=256)
+    found = figures(tmp_path / "t.parquet", model, 4096)
     assert np.mean(found["overlap"]) == pytest.approx(reuse, abs=0.04)
 
 
@@ -128,17 +124,9 @@ def information(drawn):
 
 
 def test_dependence_ties_layers_together():
-    found = [
-        information(
-            draw(
-                stated(SHAPE, **PLAIN | {"dependence": d}),
-                256,
-                64,
-                np.random.default_rng(0),
-            )
-        )
-        for d in (0, 1, 3)
-    ]
+    models = [stated(SHAPE, **PLAIN | {"dependence": d}) for d in (0, 1, 3)]
+    drawn = [draw(model, 256, 64, np.random.default_rng(0)) for model in models]
+    found = list(map(information, drawn))
     assert found[0] < 0.02
     assert found[0] < found[1] < found[2]
     assert found[2] > 0.5
@@ -178,12 +166,8 @@ def test_drift_makes_far_apart_tokens_less_alike():
     """
 
     def change(drift):
-        drawn = draw(
-            stated(SHAPE, **PLAIN | {"drift": drift}, drift_tokens=64),
-            400,
-            24,
-            np.random.default_rng(0),
-        )
+        model = stated(SHAPE, **PLAIN | {"drift": drift}, drift_tokens=64)
+        drawn = draw(model, 400, 24, np.random.default_rng(0))
         loads = [
             np.stack([np.bincount(p[:, 0].ravel(), minlength=16) for p in part])
             for part in (drawn[:, :100], drawn[:, -100:])
@@ -304,7 +288,5 @@ def test_layers_that_depend_and_layers_that_do_not(tmp_path, tied):
 def test_one_layer_has_no_neighbour_to_be_like(tmp_path):
     shape = model_shape("layers=1,experts=8,top_k=2,expert_bytes=1")
     synthesise(stated(shape, skew=1, new_tokens=50), tmp_path / "real", tokens=400)
-    assert (
-        synthesise(fit(open_trace(tmp_path / "real")), tmp_path / "made", tokens=123)
-        == 123
-    )
+    model = fit(open_trace(tmp_path / "real"))
+    assert synthesise(model, tmp_path / "made", tokens=123) == 123

@@ -108,11 +108,8 @@ def test_damaged_files_are_refused_in_one_line(fitted, tmp_path):
     course = tmp_path / "course.npz"
     np.savez_compressed(course, **(arrays | {"course": arrays["course"] + 500}))
     newer = tmp_path / "newer.npz"
-    header = (
-        arrays["header"]
-        .tobytes()
-        .replace(b'"moesim_statistics": 2', b'"moesim_statistics": 9')
-    )
+    text = arrays["header"].tobytes()
+    header = text.replace(b'"moesim_statistics": 2', b'"moesim_statistics": 9')
     np.savez_compressed(newer, **(arrays | {"header": np.frombuffer(header, np.uint8)}))
     for file, message in (
         (cut, "statistics: "),
@@ -144,49 +141,18 @@ def test_a_file_of_that_name_comes_first(fitted, tmp_path, monkeypatch):
 
 
 def test_the_command_line(command):
-    code, printed, _ = command(
-        "trace",
-        "synth",
-        "a.parquet",
-        "--like",
-        "tiny",
-        "--tokens",
-        100,
-        "--save-stats",
-        "tiny.npz",
-    )
+    words = "trace synth a.parquet --like tiny --tokens 100 --save-stats tiny.npz"
+    code, printed, _ = command(*words.split())
     assert code == 0
     assert printed.endswith("wrote tiny.npz\n")
     for source in ("tiny.npz", "olmoe-1b-7b"):
-        code, _, _ = command(
-            "trace",
-            "synth",
-            "b.parquet",
-            "--like",
-            source,
-            "--tokens",
-            64,
-            "--prompt-tokens",
-            16,
-            "--new-tokens",
-            16,
-        )
+        words = "trace synth b.parquet --tokens 64 --prompt-tokens 16 --new-tokens 16"
+        code, _, _ = command(*words.split(), "--like", source)
         assert code == 0
     assert open_trace("b.parquet").shape.name == "olmoe-1b-7b"
-    assert refused(
-        command("trace", "synth", "c.parquet", "--like", "olmo", "--tokens", 9),
-        "olmoe-1b-7b",
-    )
-    code, _, err = command(
-        "trace",
-        "synth",
-        "c.parquet",
-        "--shape",
-        "olmoe-1b-7b",
-        "--tokens",
-        9,
-        "--save-stats",
-        "x.npz",
-    )
+    words = ["trace", "synth", "c.parquet", "--tokens", "9"]
+    assert refused(command(*words, "--like", "olmo"), "olmoe-1b-7b")
+    shape = ("--shape", "olmoe-1b-7b")
+    code, _, err = command(*words, *shape, "--save-stats", "x.npz")
     assert code == 2
     assert "--like" in err

@@ -42,14 +42,8 @@ def record(timeline, steps=3, layers=2):
             timeline.span(5, PLAN, step, layer, -1, now + 1.0, now + 1.5, 0)
             experts = np.array([2, 6])
             tokens = np.array([1, 1])
-            timeline.access(
-                step,
-                layer,
-                experts,
-                tokens,
-                np.array([0, 1]),
-                np.array([tl.HIT, tl.MISS]),
-            )
+            states = np.array([tl.HIT, tl.MISS])
+            timeline.access(step, layer, experts, tokens, np.array([0, 1]), states)
             timeline.span(2, FETCH, step, layer, 6, now + 1.5, now + 3.5, 1000 + step)
             timeline.span(0, COMPUTE, step, layer, 2, now + 1.5, now + 2.5, 0)
             timeline.span(1, COMPUTE, step, layer, 6, now + 3.5, now + 4.0, 0)
@@ -60,11 +54,8 @@ def record(timeline, steps=3, layers=2):
 
 def test_states_mean_the_same_to_planner_and_timeline():
     assert (tl.MISS, tl.DELAYED, tl.HIT) == (ABSENT, IN_FLIGHT, RESIDENT)
-    assert [KIND_NAMES[kind] for kind in (tl.DENSE, tl.READ, tl.JOIN)] == [
-        "dense",
-        "read",
-        "join",
-    ]
+    names = [KIND_NAMES[kind] for kind in (tl.DENSE, tl.READ, tl.JOIN)]
+    assert names == ["dense", "read", "join"]
 
 
 def test_memory_and_disk_hold_the_same(tmp_path, monkeypatch):
@@ -83,25 +74,12 @@ def test_memory_and_disk_hold_the_same(tmp_path, monkeypatch):
         assert expected.equals(getattr(outside, name)())
         assert expected.equals(getattr(loaded, name)())
     assert len(list(inside.chunks())) == 3
-    assert loaded.frame().iloc[2].to_dict() == {
-        "lane": "h2d0",
-        "kind": "fetch",
-        "step": 0,
-        "layer": 0,
-        "expert": 6,
-        "start_s": 1.5,
-        "end_s": 3.5,
-        "bytes": 1000,
-    }
+    place = {"step": 0, "layer": 0, "expert": 6}
+    fetched = {"lane": "h2d0", "kind": "fetch", "bytes": 1000}
+    times = {"start_s": 1.5, "end_s": 3.5}
+    assert loaded.frame().iloc[2].to_dict() == place | fetched | times
     access = loaded.access_frame().iloc[1].to_dict()
-    assert access == {
-        "step": 0,
-        "layer": 0,
-        "expert": 6,
-        "tokens": 1,
-        "lane": "gpu0",
-        "state": "miss",
-    }
+    assert access == place | {"tokens": 1, "lane": "gpu0", "state": "miss"}
     assert loaded.step_frame()["phase"].tolist() == ["prefill", "decode", "decode"]
 
 
@@ -163,13 +141,9 @@ def test_loading_something_else_is_one_line(tmp_path):
 
 def test_perfetto_shows_two_runs_side_by_side(tmp_path):
     path = tmp_path / "trace.json"
-    write_perfetto(
-        path,
-        {
-            "simulated": record(Timeline(LANES)),
-            "measured": record(Timeline(LANES), steps=1),
-        },
-    )
+    simulated = record(Timeline(LANES))
+    measured = record(Timeline(LANES), steps=1)
+    write_perfetto(path, {"simulated": simulated, "measured": measured})
     events = json.loads(path.read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {1: "simulated", 2: "measured"}
@@ -183,13 +157,8 @@ def test_perfetto_shows_two_runs_side_by_side(tmp_path):
     assert [sum(e["pid"] == pid for e in spans) for pid in (1, 2)] == [30, 10]
     fetch = next(e for e in spans if e["cat"] == "fetch")
     assert (fetch["ts"], fetch["dur"], fetch["tid"]) == (1.5e6, 2e6, 1002)
-    assert fetch["args"] == {
-        "kind": "fetch",
-        "step": 0,
-        "layer": 0,
-        "expert": 6,
-        "bytes": 1000,
-    }
+    place = {"step": 0, "layer": 0, "expert": 6}
+    assert fetch["args"] == place | {"kind": "fetch", "bytes": 1000}
 
 
 def test_operations_that_follow_each_other_do_not_overlap_in_perfetto(tmp_path):
@@ -274,13 +243,8 @@ def test_a_replay_that_keeps_nothing_says_the_same_and_holds_one_chunk(monkeypat
         monkeypatch.setattr(module, "CHUNK_SPANS", 400)
         monkeypatch.setattr(module, "CHUNK_ACCESSES", 20)
     monkeypatch.setattr(tl, "CHUNK_STEPS", 3)
-    how = {
-        "prefetch": "next-gate",
-        "cache": "lru",
-        "hw": "rtx3090-epyc7532",
-        "batch": 4,
-        "steps": 60,
-    }
+    how = {"prefetch": "next-gate", "cache": "lru", "batch": 4, "steps": 60}
+    how["hw"] = "rtx3090-epyc7532"
     trace = Path(traces.__file__).parent / "data" / "tiny_evaluation.parquet"
     kept = moesim.replay(trace, "greedy", **how)
     rows = len(kept.timeline.frame()) + len(kept.timeline.access_frame()) + 60

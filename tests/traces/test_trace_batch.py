@@ -106,31 +106,17 @@ def test_sequences_leave_the_batch_when_they_end(make_trace):
 def test_optional_columns_follow_their_tokens(tmp_path, tiny_shape):
     """Two sequences side by side: row values say where they came from."""
     path = tmp_path / "t.parquet"
-    with TraceWriter(
-        path, TraceHeader(tiny_shape), ["weights", "scores", "pred1_raw", "pred2_raw"]
-    ) as writer:
+    columns = ("weights", "scores", "pred1_raw", "pred2_raw")
+    with TraceWriter(path, TraceHeader(tiny_shape), columns) as writer:
         for seq in range(2):
             pos = np.repeat(np.arange(3), 3)
             layer = np.tile(np.arange(3), 3)
             mark = (100 * seq + 10 * pos + layer).astype(float)[:, None]
-            writer.write(
-                seq,
-                pos,
-                np.where(pos < 1, Phase.PREFILL, Phase.DECODE),
-                layer,
-                np.tile([0, 1], (9, 1)),
-                weights=np.tile(mark, (1, 2)),
-                scores=np.tile(mark, (1, 8)),
-                pred1_raw=np.tile(mark, (1, 8)),
-                pred2_raw=np.tile(mark, (1, 8)),
-            )
-    steps = list(
-        compose(
-            open_trace(path),
-            batch=2,
-            columns=("weights", "scores", "pred1_raw", "pred2_raw"),
-        )
-    )
+            phase = np.where(pos < 1, Phase.PREFILL, Phase.DECODE)
+            marks = dict.fromkeys(columns, np.tile(mark, (1, 8)))
+            marks["weights"] = np.tile(mark, (1, 2))
+            writer.write(seq, pos, phase, layer, np.tile([0, 1], (9, 1)), **marks)
+    steps = list(compose(open_trace(path), batch=2, columns=columns))
     for pos, step in enumerate(steps):
         for layer in step.layers:
             mark = [10 * pos + layer.layer, 100 + 10 * pos + layer.layer]
@@ -140,11 +126,8 @@ def test_optional_columns_follow_their_tokens(tmp_path, tiny_shape):
             for values in layer.predicted.values():
                 assert values[:, 0].tolist() == mark
         # nothing lies beyond the last layer, so nothing can be predicted about it
-        assert [sorted(layer.predicted) for layer in step.layers] == [
-            ["pred1_raw", "pred2_raw"],
-            ["pred1_raw"],
-            [],
-        ]
+        predicted = [sorted(layer.predicted) for layer in step.layers]
+        assert predicted == [["pred1_raw", "pred2_raw"], ["pred1_raw"], []]
 
 
 @settings(max_examples=40, deadline=None)
@@ -166,18 +149,8 @@ def test_blocks_hold_what_composed_steps_hold(
     drawn.write(path, columns)
     trace = open_trace(path).cut(Passes(micro_batch))
     composed = list(compose(trace, batch=batch, steps=steps, columns=columns))
-    block = join(
-        list(
-            layer_steps(
-                trace,
-                batch=batch,
-                steps=steps,
-                columns=columns,
-                predictors=predictors,
-                routing=True,
-            )
-        )
-    )
+    wanted = {"columns": columns, "predictors": predictors, "routing": True}
+    block = join(list(layer_steps(trace, batch=batch, steps=steps, **wanted)))
 
     by_layer = [(step, layer) for step in composed for layer in step.layers]
     assert len(by_layer) == len(block.layer)
@@ -194,23 +167,10 @@ def test_blocks_hold_what_composed_steps_hold(
         workload, sums = tallies(layer.predicted, predictors, top_k, experts)
         assert (block.workload[s] == workload).all()
         assert (block.score_sums[s] == sums).all()
-        assert (
-            block.step[s],
-            block.batch[s],
-            block.phase[s],
-            block.layer[s],
-            block.pass_tokens[s],
-            block.context_tokens[s],
-            block.sequences[s],
-        ) == (
-            step.step,
-            step.batch,
-            step.phase,
-            layer.layer,
-            step.tokens,
-            step.context_tokens,
-            step.sequences,
-        )
+        assert block.layer[s] == layer.layer
+        assert block.pass_tokens[s] == step.tokens
+        for name in ("step", "batch", "phase", "context_tokens", "sequences"):
+            assert getattr(block, name)[s] == getattr(step, name)
 
 
 @pytest.mark.parametrize("options", [{"batch": 0}, {"steps": 0}])
@@ -234,28 +194,17 @@ def test_the_future_agrees_with_a_linear_scan(tmp_path_factory, drawn, batch, da
     assert future.never == len(steps)
     for step in steps:
         for routed in step.layers:
-            assert (
-                future.active(step.step, routed.layer).tolist()
-                == routed.experts.tolist()
-            )
-            assert (
-                future.tokens(step.step, routed.layer).tolist()
-                == routed.tokens.tolist()
-            )
+            place = step.step, routed.layer
+            assert future.active(*place).tolist() == routed.experts.tolist()
+            assert future.tokens(*place).tolist() == routed.tokens.tolist()
     assert len(future.tokens(len(steps), 0)) == 0
     everyone = np.arange(drawn.shape.experts)
     questions = st.lists(st.integers(-1, len(steps) + 1), min_size=1, max_size=12)
     for now in data.draw(questions):
         for layer in range(drawn.shape.layers):
+            later = [(s.step, s.layers[layer]) for s in steps if s.step > now]
             expected = [
-                next(
-                    (
-                        s.step
-                        for s in steps
-                        if s.step > now and e in s.layers[layer].experts
-                    ),
-                    len(steps),
-                )
+                next((at for at, routed in later if e in routed.experts), len(steps))
                 for e in everyone
             ]
             assert future.next_uses(now, layer, everyone).tolist() == expected
@@ -272,24 +221,10 @@ def test_the_future_reaches_over_a_long_silence(tmp_path, tiny_shape):
     path = tmp_path / "t.parquet"
     with TraceWriter(path, TraceHeader(tiny_shape)) as writer:
         for pos in range(100):
-            writer.write(
-                0,
-                pos,
-                Phase.DECODE,
-                np.arange(3),
-                np.tile([0, 7 if pos in (0, 99) else 1], (3, 1)),
-            )
+            experts = np.tile([0, 7 if pos in (0, 99) else 1], (3, 1))
+            writer.write(0, pos, Phase.DECODE, np.arange(3), experts)
     future = RecordedFuture.of(open_trace(path))
-    assert [future.next_use(step, 1, 7) for step in (-1, 0, 50, 98, 99, 10)] == [
-        0,
-        99,
-        99,
-        99,
-        100,
-        99,
-    ]
-    assert (
-        RecordedFuture.of(open_trace(path), steps=99).next_use(0, 1, 7)
-        == 99
-        == future.never - 1
-    )
+    uses = [future.next_use(step, 1, 7) for step in (-1, 0, 50, 98, 99, 10)]
+    assert uses == [0, 99, 99, 99, 100, 99]
+    shorter = RecordedFuture.of(open_trace(path), steps=99)
+    assert shorter.next_use(0, 1, 7) == 99 == future.never - 1

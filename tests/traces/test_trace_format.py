@@ -98,13 +98,8 @@ def test_nothing_is_left_when_writing_fails(tmp_path, tiny_shape):
 
     def fail_after(rows):
         with TraceWriter(path, TraceHeader(tiny_shape)) as writer:
-            writer.write(
-                0,
-                0,
-                Phase.DECODE,
-                np.arange(rows),
-                np.array([[0, 1]] * rows).reshape(rows, 2),
-            )
+            experts = np.array([[0, 1]] * rows).reshape(rows, 2)
+            writer.write(0, 0, Phase.DECODE, np.arange(rows), experts)
             if rows:
                 raise RuntimeError("out of luck")
 
@@ -129,13 +124,8 @@ def test_nothing_is_left_when_writing_fails(tmp_path, tiny_shape):
     ({"weights": None}, "optional columns: expected weights, got none"),
 ])  # fmt: skip
 def test_writer_refuses(tmp_path, tiny_shape, change, message):
-    rows = {
-        "seq": 0,
-        "pos": 0,
-        "phase": Phase.DECODE,
-        "layer": np.arange(3),
-        "experts": np.array([[0, 1]] * 3),
-    }
+    rows = {"seq": 0, "pos": 0, "phase": Phase.DECODE}
+    rows |= {"layer": np.arange(3), "experts": np.array([[0, 1]] * 3)}
     rows["weights"] = np.ones((3, 2))
     writer = TraceWriter(tmp_path / "t.parquet", TraceHeader(tiny_shape), ["weights"])
     with pytest.raises(TraceError, match=message), writer:

@@ -5,7 +5,7 @@ import pytest
 from support.handmade import hand_trace
 
 from moesim.traces.format.reader import open_trace
-from moesim.traces.stats.statistics import info, stats, stats_frame
+from moesim.traces.stats.statistics import info, stats
 
 
 def write(path, routing, experts=8):
@@ -45,14 +45,6 @@ def test_cyclic_access_gives_lru_no_hit_below_capacity(tmp_path):
         0.5: [36 / 40],
         0.75: [36 / 40],
     }
-
-
-def test_frame_has_one_row_per_layer(make_trace):
-    frame = stats_frame(open_trace(make_trace(sequences=((3, 40),))), batch=1)
-    assert frame.index.tolist() == [0, 1, 2]
-    assert {"active", "active_prefill", "overlap", "working_set", "lru_0.25"} <= set(
-        frame.columns
-    )
 
 
 def test_info_counts_tokens_not_rows(make_trace):

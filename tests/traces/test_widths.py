@@ -58,7 +58,6 @@ def test_a_shape_knows_every_size_and_their_mean():
     assert model.bytes_of(0, 0) == WIDE
     assert model.bytes_of(0) == 150
     assert model.expert_sizes == (NARROW, WIDE)
-    assert model.min_expert_bytes == NARROW
     assert model.max_expert_bytes == WIDE
     assert model.routed_bytes == LAYERS * 2 * (WIDE + NARROW)
 

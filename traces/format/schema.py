@@ -250,11 +250,6 @@ class ModelShape:
         return tuple(sorted(set(self.expert_bytes)))
 
     @property
-    def min_expert_bytes(self) -> int:
-        """Bytes of the smallest expert."""
-        return min(map(min, self.bytes_by_expert or [self.expert_bytes]))
-
-    @property
     def max_expert_bytes(self) -> int:
         """Bytes of the largest expert: what a staging slot must hold."""
         return max(map(max, self.bytes_by_expert or [self.expert_bytes]))

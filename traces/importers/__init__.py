@@ -15,7 +15,8 @@ An importer is a module with three functions (`header` takes the place of `prove
 It may also have
 
 - ``OPTIONS``: names of options and what they are for; `provenance`, `read`,
-  `own_shape` and `reshape` take them as keywords, `recognises` those it needs;
+  `own_shape` and `reshape` take them as keywords;
+- ``ASKED``: those of them that `recognises` takes, too;
 - ``GENERIC = True``: ask it last, because its layout includes others;
 - ``own_shape(path) -> ModelShape | None``: the model as the file describes it;
 - ``reshape(path, shape) -> ModelShape``: what the file knows better about the model
@@ -31,7 +32,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import inspect
 import json
 import pkgutil
 import re
@@ -467,7 +467,8 @@ def _importer_of(source: Path, options: Mapping[str, str]) -> Importer:
     judges = 0
     wrong_words = []
     for name, module in able.items():
-        relevant = {key: text for key, text in options.items() if key in _asked(module)}
+        asked = getattr(module, "ASKED", ())
+        relevant = {key: text for key, text in options.items() if key in asked}
         judges += bool(relevant)
         try:
             if module.recognises(source, **relevant):
@@ -498,11 +499,6 @@ def _importer_of(source: Path, options: Mapping[str, str]) -> Importer:
 
 def _spelled(options: Iterable[str]) -> str:
     return ", ".join(map(spelled, options))
-
-
-def _asked(importer: Any) -> Mapping[str, inspect.Parameter]:
-    """What an importer wants to know before it can recognise a file."""
-    return inspect.signature(importer.recognises).parameters
 
 
 def _options(importer: Any) -> dict[str, str]:

@@ -37,6 +37,7 @@ from moesim.traces.importers.readers.text import head
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from moesim.base.errors import TraceError
     from moesim.traces.format.schema import ModelShape
 
     Block = dict[str, np.ndarray]
@@ -89,20 +90,14 @@ def recognises(path: Path) -> bool:
     return _HEADER.fullmatch(first_line) is not None
 
 
-def provenance(
-    path: Path,
-    *,
-    map: str = "",  # noqa: A002 - the option's name
-    prompt_tokens: str = "",
-    layer_files: str = "",
-) -> dict[str, Any]:
+def provenance(path: Path, **given: str) -> dict[str, Any]:
     """The mapping that was used, and remarks."""
-    used = mapping(path, map, _names(path), by_layer=bool(layer_files))
+    used = mapping(path, given, _names(path))
 
     notes = []
     if "weights" not in used and "weight" not in used:
         notes.append(NO_WEIGHTS)
-    if "phase" not in used and not prompt_tokens:
+    if "phase" not in used and "prompt_tokens" not in given:
         notes.append(PROMPT_TOKENS_NOTE)
 
     return {
@@ -111,21 +106,14 @@ def provenance(
     }
 
 
-def read(
-    path: Path,
-    shape: ModelShape,
-    *,
-    map: str = "",  # noqa: A002 - the option's name
-    prompt_tokens: str = "",
-    layer_files: str = "",
-) -> Unordered:
+def read(path: Path, shape: ModelShape, **given: str) -> Unordered:
     """The mapped columns; of several files, one for each MoE layer."""
-    columns = mapping(path, map, _names(path), by_layer=bool(layer_files))
-    if not layer_files:
-        return unordered(path, shape, columns, prompt_tokens)
+    columns = mapping(path, given, _names(path))
+    prompt = prompt_length(path, given)
+    if "layer_files" not in given:
+        return unordered(path, shape, columns, prompt)
 
-    files = [Path(file) for file in json.loads(layer_files)]
-    prompt = prompt_length(path, prompt_tokens)
+    files = [Path(file) for file in json.loads(given["layer_files"])]
     return Unordered(
         lambda: _pieces_by_layer(files, columns),
         lambda block: _finished(path, shape, block, prompt),
@@ -136,7 +124,7 @@ def unordered(
     path: Path,
     shape: ModelShape,
     columns: Mapping,
-    prompt_tokens: str = "",
+    prompt: int | None = None,
     *,
     keeps_numbers: bool = False,
 ) -> Unordered:
@@ -146,16 +134,14 @@ def unordered(
         path: the file.
         shape: the model.
         columns: our column -> the file's columns.
-        prompt_tokens: how many of the first tokens of every sequence are prompt; empty
-            where the file says so, or it is not known.
+        prompt: how many of the first tokens of every sequence are prompt; None where
+            the file says so, or it is not known.
         keeps_numbers: sequences have the file's numbers, not those of appearance.
     """
-    prompt = prompt_length(path, prompt_tokens)
-
-    def pieces() -> Iterator[Block]:
-        return _pieces(path, columns, _Counts(keeps_numbers=keeps_numbers))
-
-    return Unordered(pieces, lambda block: _finished(path, shape, block, prompt))
+    return Unordered(
+        lambda: pieces(path, columns, _Counts(keeps_numbers=keeps_numbers)),
+        lambda block: _finished(path, shape, block, prompt),
+    )
 
 
 def _finished(path: Path, shape: ModelShape, block: Block, prompt: int | None) -> Block:
@@ -168,17 +154,14 @@ def _finished(path: Path, shape: ModelShape, block: Block, prompt: int | None) -
 # -- mapping ---------------------------------------------------------------------------
 
 
-def mapping(
-    path: Path, text: str, names: list[str], *, by_layer: bool = False
-) -> Mapping:
+def mapping(path: Path, given: dict[str, str], names: list[str]) -> Mapping:
     """Return our column -> the file's columns.
 
     Args:
         path: the file, for errors.
-        text: words ``ours=theirs``, joined by commas.
+        given: options: ``map``, words ``ours=theirs`` joined by commas, and
+            ``layer_files``, which spare columns for layers and positions.
         names: the file's columns.
-        by_layer: there is a file for each layer, so neither layers nor positions need a
-            column.
 
     Raises:
         TraceError: a word that is no mapping, an unknown column on either side, or a
@@ -186,7 +169,7 @@ def mapping(
     """
     # What has a known name already needs no word; a word may still say otherwise.
     columns = _known(names)
-    words = named_by(path, text, _OUR_COLUMNS)
+    words = named_by(path, given, _OUR_COLUMNS)
     # One of the two kinds of rows: a word for one excludes the other.
     for name, other in (("expert", "experts"), ("experts", "expert")):
         if name in words:
@@ -198,8 +181,12 @@ def mapping(
             expected = f"one of {', '.join(names)}"
             raise layout_error(path, f"--map: {name}", expected, source, "")
 
-    place = "columns" if text else "no importer knows this layout as it is: columns"
-    needed = () if by_layer else ("pos", "layer")
+    place = (
+        "columns"
+        if "map" in given
+        else "no importer knows this layout as it is: columns"
+    )
+    needed = () if "layer_files" in given else ("pos", "layer")
     _check_complete(path, place, columns, names, needed)
     return columns
 
@@ -276,8 +263,8 @@ def _delimiter(line: str) -> str:
     return max(",;\t", key=line.count)
 
 
-def _batches(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
-    """The columns `names` of the file, some rows at a time."""
+def batches(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
+    """Read the columns `names` of the file, some rows at a time."""
     if head(path, 4) == b"PAR1":
         # A name of a megabyte in every row is one name.
         schema = read_schema(path)
@@ -311,7 +298,7 @@ def _pieces_by_layer(files: list[Path], columns: Mapping) -> Iterator[Block]:
     sequences = Appearance()
     for layer, file in enumerate(files):
         rows = 0
-        for block in _pieces(file, columns, _Counts(sequences)):
+        for block in pieces(file, columns, _Counts(sequences)):
             count = len(block["seq"])
             block["layer"] = np.full(count, layer, np.int32)
             rows += count
@@ -356,65 +343,148 @@ class _Counts:
         return before
 
 
-def _pieces(path: Path, columns: Mapping, counts: _Counts) -> Iterator[Block]:
-    """The file's rows, some at a time.
+def pieces(
+    path: Path, columns: Mapping, counts: _Counts | None = None
+) -> Iterator[Block]:
+    """Read the file's rows, some at a time.
 
     Without a column for them, positions count the rows of a sequence.
     """
-    first_row = 0
-    widths: dict[str, int] = {}
+    counts = counts or _Counts()
+    reading = _Columns(path, counts)
 
     # A column may serve two of ours, and is read once.
     needed = dict.fromkeys(name for sources in columns.values() for name in sources)
-    for batch in _batches(path, list(needed)):
+    for batch in batches(path, list(needed)):
         if not batch.num_rows:
             continue
 
-        rows: Block = {}
-        for name, sources in columns.items():
-            arrays = [batch.column(name) for name in sources]
-            if name == "seq" and counts.keeps_numbers:
-                rows[name] = _column(path, first_row, name, arrays)
-            elif name == "seq":
-                rows[name] = _sequences(path, first_row, arrays[0], counts.sequences)
-            else:
-                rows[name] = _column(path, first_row, name, arrays)
-            if name in _LISTS:
-                _check_width(path, first_row, name, rows[name], widths)
-
+        rows = {
+            name: reading.column(name, [batch.column(source) for source in sources])
+            for name, sources in columns.items()
+        }
         rows.setdefault("seq", np.zeros(batch.num_rows, np.int32))
+        end = reading.first_row + batch.num_rows
         if "expert" in rows:
             # Without a rank, the experts of a token are as the file orders them.
-            order = np.arange(first_row, first_row + batch.num_rows)
-            rows.setdefault("rank", order)
+            rows.setdefault("rank", np.arange(reading.first_row, end))
         if "pos" not in rows:
             rows["pos"] = counts.positions(rows["seq"])
         yield rows
-        first_row += batch.num_rows
+        reading.first_row = end
 
-    if not first_row:
+    if not reading.first_row:
         raise layout_error(path, "rows", "at least one", "none")
-
-
-def _check_width(
-    path: Path, first_row: int, name: str, column: np.ndarray, widths: dict[str, int]
-) -> None:
-    """Whether a list column is as wide as in the first rows, which `widths` keeps."""
-    width = widths.setdefault(name, column.shape[1])
-    if column.shape[1] != width:
-        place = f"row {first_row}: {name}"
-        expected = f"{width} values as in the first row"
-        raise layout_error(path, place, expected, column.shape[1])
 
 
 # -- columns ---------------------------------------------------------------------------
 
 
-def _sequences(
-    path: Path, first_row: int, column: Any, sequences: Appearance
-) -> np.ndarray:
+class _Columns:
+    """Makes our columns of a table's, some rows at a time.
+
+    Args:
+        path: the file.
+        counts: numbers its sequences.
+
+    Attributes:
+        first_row: number of the first row at hand.
+    """
+
+    def __init__(self, path: Path, counts: _Counts) -> None:
+        self.first_row = 0
+        self._path = path
+        self._counts = counts
+        # Of lists, as in the first row.
+        self._widths: dict[str, int] = {}
+
+    def column(self, name: str, columns: list[Any]) -> np.ndarray:
+        """Return one of our columns: [N], or [N, K] for lists."""
+        for array in columns:
+            if array.null_count:
+                row = int(np.argmax(np.asarray(array.is_null())))
+                raise self._error(row, name, "a value in every row", "null")
+
+        if name == "phase":
+            return self._phases(columns[0])
+        if name == "seq" and not self._counts.keeps_numbers:
+            return _sequences(columns[0], self._counts.sequences)
+        if name in _LISTS:
+            return self._lists(name, columns)
+
+        array = np.asarray(columns[0])
+        is_weight = name == "weight"
+        kinds = "fiu" if is_weight else "iu"
+        if array.dtype.kind not in kinds:
+            expected = "numbers" if is_weight else "integers"
+            raise self._wrong(name, expected, columns[0].type)
+        if is_weight:
+            return array.astype(np.float32)
+
+        self._check_range(name, array, "numbers from 0", _LIMITS.get(name, 1 << 31))
+        return array.astype(_DTYPES.get(name, np.int32))
+
+    def _error(
+        self, row: int, name: str, expected: object, actual: object
+    ) -> TraceError:
+        place = f"row {self.first_row + row}: {name}"
+        return layout_error(self._path, place, expected, actual)
+
+    def _wrong(self, name: str, expected: str, actual: object) -> TraceError:
+        return layout_error(self._path, name, expected, actual, _WRONG_MAPPING)
+
+    def _check_range(
+        self, name: str, numbers: np.ndarray, expected: str, limit: int
+    ) -> None:
+        low = numbers.min()
+        high = numbers.max()
+        if not 0 <= int(low) <= int(high) < limit:
+            raise self._wrong(name, expected, f"{low}..{high}")
+
+    def _phases(self, array: Any) -> np.ndarray:
+        """int8 [N] of names, or of 0 and 1."""
+        if pa.types.is_integer(array.type):
+            phase = np.asarray(array)
+            if not 0 <= phase.min() <= phase.max() <= 1:
+                actual = f"{phase.min()}..{phase.max()}"
+                expected = "0 (prefill) or 1 (decode)"
+                raise layout_error(self._path, "phase", expected, actual)
+            return phase.astype(np.int8)
+
+        known = codes(array, list(_PHASES))
+        if (known < 0).any():
+            row = int(np.argmax(known < 0))
+            expected = f"one of {', '.join(_PHASES)}"
+            raise self._error(row, "phase", expected, array[row].as_py())
+        return np.array(list(_PHASES.values()), np.int8)[known]
+
+    def _lists(self, name: str, arrays: list[Any]) -> np.ndarray:
+        """[N, K] of a column of lists or of texts, or of several plain columns."""
+        lengths, cells = _list_cells(self._path, name, arrays)
+
+        width = self._widths.setdefault(name, int(lengths[0]))
+        if width < 1 or (lengths != width).any():
+            row = int(np.argmax(lengths != width))
+            expected = f"{width} values as in the first row"
+            raise self._error(row, name, expected, int(lengths[row]))
+
+        is_ids = name == "experts"
+        kinds = "iu" if is_ids else "iuf"
+        if cells.dtype.kind not in kinds:
+            expected = "integers" if is_ids else "numbers"
+            raise self._wrong(name, expected, cells.dtype)
+
+        if not is_ids:
+            # 16-bit floats stay what they are: a way through 32 bits changes nothing.
+            kind = np.float16 if cells.dtype == np.float16 else np.float32
+            return cells.astype(kind, copy=False).reshape(len(lengths), -1)
+
+        self._check_range(name, cells, "expert ids", 1 << 16)
+        return cells.astype(np.uint16, copy=False).reshape(len(lengths), -1)
+
+
+def _sequences(array: Any, sequences: Appearance) -> np.ndarray:
     """Numbers of sequences, whatever their names."""
-    array = _without_null(path, first_row, "seq", column)
     if pa.types.is_integer(array.type):
         return sequences.of_numbers(np.asarray(array))
 
@@ -422,86 +492,6 @@ def _sequences(
     encoded = array if is_encoded else array.dictionary_encode()
     labels = encoded.dictionary.to_pylist()
     return sequences.of_labels(labels, np.asarray(encoded.indices))
-
-
-def _without_null(path: Path, first_row: int, name: str, array: Any) -> Any:
-    """The array itself, which must have no null."""
-    if array.null_count:
-        row = first_row + int(np.argmax(np.asarray(array.is_null())))
-        raise layout_error(path, f"row {row}: {name}", "a value in every row", "null")
-
-    return array
-
-
-def _column(path: Path, first_row: int, name: str, columns: list[Any]) -> np.ndarray:
-    """One of our columns as numpy: [N], or [N, K] for lists."""
-    arrays = [_without_null(path, first_row, name, array) for array in columns]
-    if name == "phase":
-        return _phases(path, first_row, arrays[0])
-    if name in _LISTS:
-        return _lists(path, first_row, name, arrays)
-
-    array = np.asarray(arrays[0])
-    is_weight = name == "weight"
-    if array.dtype.kind not in ("fiu" if is_weight else "iu"):
-        expected = "numbers" if is_weight else "integers"
-        raise layout_error(path, name, expected, arrays[0].type, _WRONG_MAPPING)
-    if is_weight:
-        return array.astype(np.float32)
-
-    limit = _LIMITS.get(name, 1 << 31)
-    if not 0 <= int(array.min()) <= int(array.max()) < limit:
-        actual = f"{array.min()}..{array.max()}"
-        raise layout_error(path, name, "numbers from 0", actual, _WRONG_MAPPING)
-    return array.astype(_DTYPES.get(name, np.int32))
-
-
-def _phases(path: Path, first_row: int, array: Any) -> np.ndarray:
-    """int8 [N] of names, or of 0 and 1."""
-    if pa.types.is_integer(array.type):
-        phase = np.asarray(array)
-        if not 0 <= phase.min() <= phase.max() <= 1:
-            actual = f"{phase.min()}..{phase.max()}"
-            raise layout_error(path, "phase", "0 (prefill) or 1 (decode)", actual)
-        return phase.astype(np.int8)
-
-    known = codes(array, list(_PHASES))
-    if (known < 0).any():
-        row = int(np.argmax(known < 0))
-        raise layout_error(
-            path,
-            f"row {first_row + row}: phase",
-            f"one of {', '.join(_PHASES)}",
-            array[row].as_py(),
-        )
-    return np.array(list(_PHASES.values()), np.int8)[known]
-
-
-def _lists(path: Path, first_row: int, name: str, arrays: list[Any]) -> np.ndarray:
-    """[N, K] of a list column, of a column of texts, or of several plain columns."""
-    lengths, cells = _list_cells(path, name, arrays)
-
-    width = int(lengths[0])
-    if width < 1 or (lengths != width).any():
-        row = int(np.argmax(lengths != width))
-        place = f"row {first_row + row}: {name}"
-        expected = f"{width} values as in the first row"
-        raise layout_error(path, place, expected, int(lengths[row]))
-
-    is_ids = name == "experts"
-    if cells.dtype.kind not in ("iu" if is_ids else "iuf"):
-        expected = "integers" if is_ids else "numbers"
-        raise layout_error(path, name, expected, cells.dtype, _WRONG_MAPPING)
-
-    if not is_ids:
-        # 16-bit floats stay what they are: a way through 32 bits changes nothing.
-        kind = np.float16 if cells.dtype == np.float16 else np.float32
-        return cells.astype(kind, copy=False).reshape(len(lengths), -1)
-
-    if not 0 <= int(cells.min()) <= int(cells.max()) < 1 << 16:
-        actual = f"{cells.min()}..{cells.max()}"
-        raise layout_error(path, name, "expert ids", actual, _WRONG_MAPPING)
-    return cells.astype(np.uint16, copy=False).reshape(len(lengths), -1)
 
 
 def _list_cells(

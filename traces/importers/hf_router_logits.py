@@ -15,7 +15,11 @@ import numpy as np
 
 from moesim.traces.format.arrays import top_k
 from moesim.traces.format.sorting import BATCH_ROWS
-from moesim.traces.importers.readers.array_stream import in_memory, streams
+from moesim.traces.importers.readers.array_stream import (
+    in_memory,
+    load_named,
+    streams,
+)
 from moesim.traces.importers.readers.foreign import (
     PROMPT_TOKENS,
     PROMPT_TOKENS_NOTE,
@@ -24,7 +28,7 @@ from moesim.traces.importers.readers.foreign import (
     whole_number,
 )
 from moesim.traces.importers.readers.sequence_rows import dense_block
-from moesim.traces.importers.readers.tensors import kind_of, load_named
+from moesim.traces.importers.readers.tensors import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,23 +78,15 @@ def recognises(path: Path) -> bool:
     return kind_of(path) in ("npy", "npz", "safetensors", "torch")
 
 
-def provenance(
-    path: Path,
-    *,
-    batch: str = "1",
-    lengths: str = "",
-    padding: str = "left",
-    prompt_tokens: str = "",
-) -> dict[str, Any]:
+def provenance(path: Path, **given: str) -> dict[str, Any]:
     """What the values are, and remarks."""
-    del padding
     first = next(iter(_layers(path).values()))
     probabilities = _are_probabilities(first)
 
-    notes = [] if prompt_tokens else [PROMPT_TOKENS_NOTE]
+    notes = [] if "prompt_tokens" in given else [PROMPT_TOKENS_NOTE]
     if probabilities:
         notes.append("the values are softmaxed already (rows sum to 1)")
-    if batch != "1" and not lengths:
+    if given.get("batch", "1") != "1" and "lengths" not in given:
         notes.append(
             "all sequences are taken to be as long as the batch; where it was padded,"
             " --option lengths=N,N,... says how long each is"
@@ -101,15 +97,7 @@ def provenance(
     return {"values": "probabilities" if probabilities else "logits", "notes": notes}
 
 
-def read(
-    path: Path,
-    shape: ModelShape,
-    *,
-    batch: str = "1",
-    lengths: str = "",
-    padding: str = "left",
-    prompt_tokens: str = "",
-) -> Iterator[Block]:
+def read(path: Path, shape: ModelShape, **given: str) -> Iterator[Block]:
     """Sequences in parts: ids, combine weights and probabilities.
 
     Raises:
@@ -147,7 +135,7 @@ def read(
         )
 
     # Rows of all sequences stand in one array: only the user knows how many.
-    sequences = whole_number(path, "batch", batch)
+    sequences = whole_number(path, "batch", given.get("batch", "1"))
     if rows % sequences:
         raise layout_error(
             path,
@@ -158,21 +146,24 @@ def read(
         )
 
     tokens = rows // sequences
-    spans = _spans(path, sequences, tokens, lengths, padding)
-    prompt = prompt_length(path, prompt_tokens) or 0
+    spans = _spans(path, sequences, tokens, given)
+    prompt = prompt_length(path, given) or 0
     return _blocks(path, shape, layers, tokens, spans, prompt)
 
 
 def _spans(
-    path: Path, sequences: int, tokens: int, lengths: str, padding: str
+    path: Path, sequences: int, tokens: int, given: dict[str, str]
 ) -> list[tuple[int, int]]:
     """Where each sequence's own tokens begin and end among those of the batch."""
+    padding = given.get("padding", "left")
     if padding not in ("left", "right"):
         raise layout_error(path, "--option padding", "left or right", repr(padding), "")
-    if not lengths:
+    if "lengths" not in given:
         return [(0, tokens)] * sequences
 
-    counts = [whole_number(path, "lengths", word) for word in lengths.split(",")]
+    counts = [
+        whole_number(path, "lengths", word) for word in given["lengths"].split(",")
+    ]
     if len(counts) != sequences or max(counts) != tokens:
         raise layout_error(
             path,

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     Block = dict[str, np.ndarray]
 
+ASKED = ("map",)
 OPTIONS = {"map": "our column=theirs, joined by commas", "prompt_tokens": PROMPT_TOKENS}
 _PHASES = {
     "prefill": Phase.PREFILL,
@@ -58,13 +59,13 @@ _IDS = 1 << 16
 _POSITIONS = 1 << 31
 
 
-def recognises(path: Path, *, map: str = "") -> bool:  # noqa: A002 - the option's name
+def recognises(path: Path, **given: str) -> bool:
     """Whether the first line is a row, a token with layers, or an object with
     ``top_k``; or one such object in all.
     """
     first = first_object(path)
     if isinstance(first, dict):
-        keys = keys_of(path, map)
+        keys = keys_of(path, given)
         is_row = has_key(first, "layer", keys) and has_key(first, "experts", keys)
         is_placed = has_key(first, "pos", keys)
         return "top_k" in first or (is_placed and ("layers" in first or is_row))
@@ -73,31 +74,20 @@ def recognises(path: Path, *, map: str = "") -> bool:  # noqa: A002 - the option
     return start.startswith(b"{") and (b'"top_k"' in start or b'"layers"' in start)
 
 
-def provenance(
-    path: Path,
-    *,
-    map: str = "",  # noqa: A002 - the option's name
-    prompt_tokens: str = "",
-) -> dict[str, Any]:
+def provenance(path: Path, **given: str) -> dict[str, Any]:
     """Remarks on what is missing."""
     # The first rows speak for all; a mixture is refused while reading.
-    columns = first_columns(path, keys_of(path, map))
+    columns = first_columns(path, keys_of(path, given))
     notes = [] if "weights" in columns else [NO_WEIGHTS]
-    if "phase" not in columns and not prompt_tokens:
+    if "phase" not in columns and "prompt_tokens" not in given:
         notes.append(PROMPT_TOKENS_NOTE)
     return {"notes": notes}
 
 
-def read(
-    path: Path,
-    shape: ModelShape,
-    *,
-    map: str = "",  # noqa: A002 - the option's name
-    prompt_tokens: str = "",
-) -> Unordered:
+def read(path: Path, shape: ModelShape, **given: str) -> Unordered:
     """The file's rows."""
-    prompt = prompt_length(path, prompt_tokens)
-    keys = keys_of(path, map)
+    prompt = prompt_length(path, given)
+    keys = keys_of(path, given)
     return Unordered(
         lambda: _pieces(path, keys),
         lambda block: finished(path, shape, block, ("phase",), prompt),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     Block = dict[str, np.ndarray]
 
+ASKED = ("map",)
 OPTIONS = {
     "map": "layer=theirs,expert=theirs, as the file's first line calls them",
     "prompt_passes": (
@@ -52,12 +53,12 @@ _STRIDED_COPY = (
 )
 
 
-def recognises(path: Path, *, map: str = "") -> bool:  # noqa: A002 - the option's name
+def recognises(path: Path, **given: str) -> bool:
     """Whether the first lines are two integers each, with or without the header
     ``layer,expert``; or, of mapped columns, whether the header has these two alone.
     """
-    if map:
-        return _mapped_columns(path, map) is not None
+    if given:
+        return _mapped_columns(path, given) is not None
 
     lines = head(path, 4096).replace(b"\r", b"").split(b"\n")
     if lines and lines[0].strip() == _HEADER:
@@ -70,9 +71,9 @@ def recognises(path: Path, *, map: str = "") -> bool:  # noqa: A002 - the option
     )
 
 
-def _mapped_columns(path: Path, words: str) -> list[str] | None:
+def _mapped_columns(path: Path, given: dict[str, str]) -> list[str] | None:
     """Our names of the columns in the header's order; None where it has others."""
-    names = layout_names(path, words, _MAPPED)
+    names = layout_names(path, given, _MAPPED)
     ours = {theirs: name for name, theirs in names.items()}
     header = head(path, 4096).split(b"\n")[0].decode("utf-8", "replace")
     columns = [word.strip() for word in header.split(",")]
@@ -82,14 +83,9 @@ def _mapped_columns(path: Path, words: str) -> list[str] | None:
     return [ours[column] for column in columns]
 
 
-def provenance(
-    path: Path,
-    *,
-    map: str = "",  # noqa: A002 - the option's name
-    prompt_passes: str = "",
-) -> dict[str, Any]:
+def provenance(path: Path, **given: str) -> dict[str, Any]:
     """Nothing but remarks: the file says nothing about itself."""
-    del path, map, prompt_passes
+    del path, given
     return {
         "notes": [
             (
@@ -100,20 +96,17 @@ def provenance(
     }
 
 
-def read(
-    path: Path,
-    shape: ModelShape,
-    *,
-    map: str = "",  # noqa: A002 - the option's name
-    prompt_passes: str = "",
-) -> Unordered:
+def read(path: Path, shape: ModelShape, **given: str) -> Unordered:
     """The file's passes."""
     joins = {"": None, "joined": True, "apart": False}
+    prompt_passes = given.get("prompt_passes", "")
     if prompt_passes not in joins:
         raise layout_error(
             path, "--option prompt_passes", "joined or apart", repr(prompt_passes), ""
         )
-    columns = _mapped_columns(path, map) if map else None
+    columns = None
+    if "map" in given:
+        columns = _mapped_columns(path, given)
     skip = int(bool(columns) or head(path, 64).startswith(_HEADER))
     return Unordered(
         lambda: _pieces(

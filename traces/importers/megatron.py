@@ -56,6 +56,7 @@ _STRUCTURE = {
     "block": "VARCHAR",
     "top_indices": [["DOUBLE"]],
 }
+ASKED = ("map",)
 OPTIONS = {"map": "a key of a record=theirs, joined by commas"}
 # What may stand on the left of a mapping; `experts` is our name.
 _MAPPED = {name: name for name in _STRUCTURE} | {"experts": "top_indices"}
@@ -84,11 +85,11 @@ class _Records(NamedTuple):
     experts: np.ndarray
 
 
-def recognises(path: Path, *, map: str = "") -> bool:  # noqa: A002 - the option's name
+def recognises(path: Path, **given: str) -> bool:
     """Whether the first line is a record, or begins like one (a record of many tokens
     is one long line).
     """
-    names = layout_names(path, map, _MAPPED)
+    names = layout_names(path, given, _MAPPED)
     # A record may have more keys, as those with hidden states beside it do.
     keys = {names[key] for key in _KEYS}
     first = first_object(path)
@@ -100,13 +101,9 @@ def recognises(path: Path, *, map: str = "") -> bool:  # noqa: A002 - the option
     return start.startswith(f'{{"{names["step"]}":'.encode()) and has_keys
 
 
-def provenance(
-    path: Path,
-    *,
-    map: str = "",  # noqa: A002 - the option's name
-) -> dict[str, Any]:
+def provenance(path: Path, **given: str) -> dict[str, Any]:
     """Rank, and remarks."""
-    names = layout_names(path, map, _MAPPED)
+    names = layout_names(path, given, _MAPPED)
     block = re.escape(names["block"])
     draft = re.compile(rf'"{block}"\s*:\s*"{_DRAFT}"'.encode())
     drafts = 0
@@ -149,14 +146,9 @@ def _rank(path: Path, key: str) -> Any:
         return json.loads(text.rstrip())[key]
 
 
-def read(
-    path: Path,
-    shape: ModelShape,
-    *,
-    map: str = "",  # noqa: A002 - the option's name
-) -> Unordered:
+def read(path: Path, shape: ModelShape, **given: str) -> Unordered:
     """The file's steps."""
-    names = layout_names(path, map, _MAPPED)
+    names = layout_names(path, given, _MAPPED)
     return Unordered(
         lambda: _pieces(path, names), lambda block: finished(path, shape, block)
     )

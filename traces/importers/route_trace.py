@@ -120,13 +120,9 @@ def recognises(path: Path) -> bool:
     return head(path, 64).startswith(_MAGIC)
 
 
-def provenance(
-    path: Path,
-    *,
-    map: str = "",  # noqa: A002 - the option's name
-) -> dict[str, Any]:
+def provenance(path: Path, **given: str) -> dict[str, Any]:
     """Model and architecture from the preamble, and remarks."""
-    opening = preamble(path, map)
+    opening = preamble(path, given)
     notes = [] if "weight" in opening.columns else [NO_WEIGHTS]
     known = {
         name: opening.facts[name] for name in ("model", "arch") if name in opening.facts
@@ -134,16 +130,12 @@ def provenance(
     return known | {"notes": notes}
 
 
-def own_shape(
-    path: Path,
-    *,
-    map: str = "",  # noqa: A002 - the option's name
-) -> ModelShape | None:
+def own_shape(path: Path, **given: str) -> ModelShape | None:
     """The model as the preamble describes it; None where it does not tell all sizes.
 
     Widths are stated defaults, for the file knows bytes only.
     """
-    opening = preamble(path, map)
+    opening = preamble(path, given)
     sizes = [size for _, size in sorted(opening.expert_bytes.items()) if size]
     if not sizes or not {"n_expert", "n_expert_used"} <= opening.facts.keys():
         return None
@@ -157,19 +149,14 @@ def own_shape(
     return model_shape(",".join(f"{name}={value}" for name, value in words.items()))
 
 
-def reshape(
-    path: Path,
-    shape: ModelShape,
-    *,
-    map: str = "",  # noqa: A002 - the option's name
-) -> ModelShape:
+def reshape(path: Path, shape: ModelShape, **given: str) -> ModelShape:
     """Take layers, experts, top-k, dense layers and the bytes of each layer's experts
     from the preamble.
 
     Raises:
         TraceError: the preamble describes another model than the shape.
     """
-    opening = preamble(path, map)
+    opening = preamble(path, given)
     expert_bytes = opening.expert_bytes
     sparse = [layer for layer, size in sorted(expert_bytes.items()) if size]
 
@@ -212,14 +199,9 @@ def reshape(
     )
 
 
-def read(
-    path: Path,
-    shape: ModelShape,
-    *,
-    map: str = "",  # noqa: A002 - the option's name
-) -> Unordered:
+def read(path: Path, shape: ModelShape, **given: str) -> Unordered:
     """The file's rows, a turn of the session being a sequence."""
-    rows = _Rows(path, shape, map)
+    rows = _Rows(path, shape, given)
     return Unordered(rows.pieces, rows.finished)
 
 
@@ -321,17 +303,17 @@ def _accesses(block: Block, residency: Block, rows: slice) -> pa.Table:
 # -- preamble --------------------------------------------------------------------------
 
 
-def preamble(path: Path, words: str = "") -> Preamble:
+def preamble(path: Path, given: dict[str, str]) -> Preamble:
     """Read the lines before the rows.
 
     Args:
         path: the file.
-        words: the option ``map``.
+        given: options, of which ``map`` counts.
 
     Raises:
         TraceError: another version, or no header line.
     """
-    names = layout_names(path, words, _MAPPED)
+    names = layout_names(path, given, _MAPPED)
     facts: dict[str, str] = {}
     expert_bytes: dict[int, int] = {}
     dense_bytes = 0
@@ -410,10 +392,10 @@ class _Rows:
     then are sorted; and again without weights where one is not finite.
     """
 
-    def __init__(self, path: Path, shape: ModelShape, words: str) -> None:
+    def __init__(self, path: Path, shape: ModelShape, given: dict[str, str]) -> None:
         self._path = path
         self._shape = shape
-        self._preamble = preamble(path, words)
+        self._preamble = preamble(path, given)
         self._types = {
             name: _TYPES[name] for name in self._preamble.columns if name in _TYPES
         }

@@ -82,11 +82,7 @@ def recognises(path: Path) -> bool:
     return any(keys <= strings for keys in _KEYS)
 
 
-def provenance(
-    path: Path,
-    cut_at: str = "",  # noqa: ARG001 - options are the same for all
-    equal_positions: str = "",
-) -> dict[str, Any]:
+def provenance(path: Path, **given: str) -> dict[str, Any]:
     """Mode, rank, number of passes, and remarks."""
     records = _dump.get(path)["records"]
     per_token = _TOP_K_IDS in records[0]
@@ -94,7 +90,7 @@ def provenance(
     notes = [NO_WEIGHTS]
     if per_token:
         notes.append("requests are told apart by position: SGLang does not name them")
-        if equal_positions:
+        if "equal_positions" in given:
             notes.append("of requests at one position the first are taken to go on")
     else:
         notes.append(
@@ -110,13 +106,12 @@ def provenance(
     }
 
 
-def read(
-    path: Path, shape: ModelShape, cut_at: str = "", equal_positions: str = ""
-) -> Unordered:
+def read(path: Path, shape: ModelShape, **given: str) -> Unordered:
     """The file's passes. Their list is in memory, their ids are read as they are
     needed.
     """
-    if equal_positions not in ("", "first"):
+    equal_positions = given.get("equal_positions", "first")
+    if equal_positions != "first":
         raise layout_error(
             path, "--option equal_positions", "first", repr(equal_positions), ""
         )
@@ -129,9 +124,7 @@ def read(
 
     records = dump["records"]
     if _TOP_K_IDS in records[0]:
-        return Unordered(
-            lambda: _per_token(path, records, logical, shape, cut_at, equal_positions)
-        )
+        return Unordered(lambda: _per_token(path, records, logical, shape, given))
     return Unordered(lambda: _per_pass(path, records, logical, shape))
 
 
@@ -140,7 +133,7 @@ def _load(path: Path) -> dict[str, Any]:
     if torch_file.is_bare_pickle(path):
         raise torch_file.refuse_pickle(path)
 
-    dump = torch_file.load(path, stored=True)
+    dump = torch_file.load(path)
     if isinstance(dump, dict) and "logical_count" in dump:
         raise layout_error(
             path,
@@ -474,14 +467,14 @@ def _per_token(
     records: list[Any],
     logical: np.ndarray,
     shape: ModelShape,
-    cut_at: str,
-    equal_positions: str,
+    given: dict[str, str],
 ) -> Iterator[Block]:
     """Rows of some passes at a time, in the order of the file."""
-    cut = whole_number(path, "cut_at", cut_at, least=0) if cut_at else None
-    requests = _RunningRequests(
-        path, records, cut, takes_first=equal_positions == "first"
-    )
+    cut = None
+    if "cut_at" in given:
+        cut = whole_number(path, "cut_at", given["cut_at"], least=0)
+    takes_first = "equal_positions" in given
+    requests = _RunningRequests(path, records, cut, takes_first=takes_first)
     sequences = Appearance()
     layout = _TokenLayout(path, shape)
 

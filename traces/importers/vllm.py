@@ -98,7 +98,7 @@ def recognises(path: Path) -> bool:
     return f'"{_PROMPT}"'.encode() in start
 
 
-def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
+def provenance(path: Path, **given: str) -> dict[str, Any]:
     """Model where the response names it, and remarks."""
     model: dict[str, str] = {}
     has_prompts = False
@@ -108,16 +108,16 @@ def provenance(path: Path, *, prompt_tokens: str = "") -> dict[str, Any]:
             model = {"model": completion.model}
 
     notes = [NO_WEIGHTS]
-    if not has_prompts and not prompt_tokens:
+    if not has_prompts and "prompt_tokens" not in given:
         notes.append(PROMPT_TOKENS_NOTE)
     return {**model, "notes": notes}
 
 
-def read(path: Path, shape: ModelShape, *, prompt_tokens: str = "") -> Iterator[Block]:
+def read(path: Path, shape: ModelShape, **given: str) -> Iterator[Block]:
     """Completions in parts: the prompt, then what was generated."""
     del shape
     # Refused before any row is read.
-    stated = prompt_length(path, prompt_tokens)
+    stated = prompt_length(path, given)
 
     number = 0
     for completion in _completions(path):

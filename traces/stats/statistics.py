@@ -16,8 +16,6 @@ from moesim.traces.format.schema import Phase
 from moesim.traces.stats.counting_kernels import count_pairs, count_segments
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.format.reader import SequenceRows, Trace
     from moesim.traces.format.schema import ModelShape
@@ -108,22 +106,6 @@ def summary(
         "overlap_chance": shape.top_k / shape.experts,
         **aggregator.figures(),
     }
-
-
-def stats_frame(trace: Trace, *, batch: int = 1) -> pd.DataFrame:
-    """Return the per-layer lists of `stats` as columns, one row per layer; LRU ratios
-    as ``lru_0.25``.
-    """
-    import pandas as pd  # noqa: PLC0415 - a quarter of a second that only notebooks pay
-
-    figures = stats(trace, batch=batch)
-    columns = {
-        name: values for name, values in figures.items() if isinstance(values, list)
-    }
-    for ratio, values in figures["lru"].items():
-        columns[f"lru_{ratio}"] = values
-
-    return pd.DataFrame(columns).rename_axis("layer")
 
 
 class LayerAggregator:
@@ -298,19 +280,12 @@ class LayerAggregator:
 SEGMENTS_TOKENS = (4, 16, 64, 256)
 
 
-def daop_similarity(prefill: np.ndarray, decode: np.ndarray) -> float:
-    """Return the mean over layers of the cosine between loads in prefill and in decode,
-    each [L, E] of counts or shares.
+def cosines(prefill: np.ndarray, decode: np.ndarray) -> np.ndarray:
+    """Return the cosine of each layer's loads in prefill and in decode, [L, E] of
+    counts or shares: float64 [L], 0 where a layer is empty.
 
     Source: DAOP (arXiv 2501.10375), equation 1; a cosine does not see the scale, so
     counts serve as well.
-    """
-    return float(np.mean(cosines(prefill, decode)))
-
-
-def cosines(prefill: np.ndarray, decode: np.ndarray) -> np.ndarray:
-    """Return the cosines of `daop_similarity`: float64 [L], 0 where a layer is
-    empty.
     """
     lengths = np.linalg.norm(prefill, axis=1) * np.linalg.norm(decode, axis=1)
     products = (prefill * decode).sum(axis=1)

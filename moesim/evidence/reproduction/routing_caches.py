@@ -10,8 +10,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
 from moesim.base.errors import TraceError
 from moesim.evidence.reproduction.workloads import Excerpt, percent
 from moesim.policies import cache_replay
@@ -19,12 +17,14 @@ from moesim.policies.planner.observers import observed_policy
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
 from moesim.questions import learned_cache as learned
-from moesim.questions.learned_cache import split
+from moesim.questions.learned_cache import StayRecorder, split
 from moesim.runs.config import MemoryOptions
 from moesim.runs.replay import replay as run_replay
 from moesim.traces.format.layer_steps import layer_steps
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from moesim.policies.base import CachePolicy
     from moesim.policies.cache_replay import CacheCounts
     from moesim.runs.result import Run
@@ -132,14 +132,12 @@ published.yaml, FlashMoE text.
 """
 BELADY = "belady:must_admit=true"
 """The textbook's Belady, which takes in every miss, as LRU does."""
-CALLS = ("start", "accessed", "victims", "admitted", "evicted")
+CALLS = ("start", *learned.CALLS)
 """What a history must be told of."""
-SOON = 5
-"""Steps within which a re-fetch counts. Source: FlashMoE, text."""
 NO_EVICTIONS = "lacks evictions"
 
 
-class EvictionHistory:
+class EvictionHistory(StayRecorder):
     """Writes down what enters and leaves a cache.
 
     An observer (`moesim.policies.planner.observers`) of `CALLS`.
@@ -149,51 +147,42 @@ class EvictionHistory:
             this cache; or None.
 
     Attributes:
-        evictions: (step, key of the victim) in order.
-        stays: key -> (entered, left) steps of finished stays.
         rivals: (step, victim, rival's victim) where they differ.
     """
 
     def __init__(self, rival: CachePolicy | None = None) -> None:
+        super().__init__()
         self.rival = rival
-        self.step = -1
-        self.evictions: list[tuple[int, int]] = []
-        self.stays: dict[int, list[tuple[int, int]]] = {}
         self.rivals: list[tuple[int, int, int]] = []
-        self._entered: dict[int, int] = {}
+
+    @property
+    def evictions(self) -> list[tuple[int, int]]:
+        """(step, key of the victim) of each."""
+        return [(left, key) for key, of in self.stays.items() for _, left in of]
 
     def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
         """Note one call, and put it to the rival."""
-        match call:
-            case "start":
-                # Rivals are causal: the future is for the policy, if it is an oracle.
-                arguments = (replace(arguments[0], future=None),)
-            case "accessed":
-                self.step = arguments[0].step
-            case "admitted":
-                self._entered |= dict.fromkeys(arguments[0].tolist(), self.step)
-            case "evicted":
-                self._note_evicted(arguments[0].tolist())
-            case "victims":
-                self._compare(*arguments, victims=answer)
-                return
-        if self.rival is not None:
-            getattr(self.rival, call)(*arguments)
-
-    def _note_evicted(self, keys: list[int]) -> None:
-        for key in keys:
-            self.evictions.append((self.step, key))
-            # What filled the cache at the start never entered.
-            stay = (self._entered.pop(key, -1), self.step)
-            self.stays.setdefault(key, []).append(stay)
-
-    def _compare(
-        self, incoming: np.ndarray, candidates: np.ndarray, *, victims: np.ndarray
-    ) -> None:
-        """Ask the rival for the first victim only: later ones depend on the first."""
+        super().reported(call, arguments, answer)
         if self.rival is None:
             return
-        rival_victim = int(self.rival.victims(incoming[:1], candidates)[0])
+        if call == "victims":
+            self._compare(*arguments, victims=answer, rival=self.rival)
+            return
+        if call == "start":
+            # Rivals are causal: the future is for the policy, if it is an oracle.
+            arguments = (replace(arguments[0], future=None),)
+        getattr(self.rival, call)(*arguments)
+
+    def _compare(
+        self,
+        incoming: np.ndarray,
+        candidates: np.ndarray,
+        *,
+        victims: np.ndarray,
+        rival: CachePolicy,
+    ) -> None:
+        """Ask the rival for the first victim only: later ones depend on the first."""
+        rival_victim = int(rival.victims(incoming[:1], candidates)[0])
         # -1 stands for an expert that is not let in.
         if rival_victim != int(victims[0]) and victims[0] >= 0:
             self.rivals.append((self.step, int(victims[0]), rival_victim))
@@ -258,14 +247,12 @@ def flashmoe_refetch(excerpt: Excerpt) -> Figures:
 
     future = excerpt.future()
     experts = excerpt.shape.experts
-    delays = _eviction_delays(lru, belady)
+    delay = learned.mean_delay(lru.stays, belady.stays)
     return {
         "refetched within 5 steps, LRU, %": _refetched(lru, future, experts),
         "refetched within 5 steps, Belady, %": _refetched(belady, future, experts),
         "LRU's victim better than LFU's, %": _better_victims(lru, future, experts),
-        "LRU evicts later than Belady, steps": (
-            float(np.mean(delays)) if delays else NO_EVICTIONS
-        ),
+        "LRU evicts later than Belady, steps": NO_EVICTIONS if delay is None else delay,
     }
 
 
@@ -277,16 +264,17 @@ def _next_use(future: RecordedFuture, step: int, key: int, experts: int) -> int:
 def _refetched(
     history: EvictionHistory, future: RecordedFuture, experts: int
 ) -> float | str:
-    """Share in % of evictions whose victim is used again within `SOON` steps."""
-    if not history.evictions:
+    """Share in % of evictions whose victim is used again within `SOON_STEPS`."""
+    evictions = history.evictions
+    if not evictions:
         return NO_EVICTIONS
     regretted = 0
-    for step, key in history.evictions:
+    for step, key in evictions:
         use = _next_use(future, step, key, experts)
         # A victim that is never used again was a good choice.
-        if use < future.never and use - step <= SOON:
+        if use < future.never and use - step <= learned.SOON_STEPS:
             regretted += 1
-    return percent(regretted, len(history.evictions))
+    return percent(regretted, len(evictions))
 
 
 def _better_victims(
@@ -303,19 +291,6 @@ def _better_victims(
             decided += 1
             better += use > rival_use
     return percent(better, decided) if decided else NO_EVICTIONS
-
-
-def _eviction_delays(history: EvictionHistory, belady: EvictionHistory) -> list[int]:
-    """By how many steps stays outlive Belady's first eviction of the same expert."""
-    delays = []
-    # Only stays that Belady would have ended earlier: the others are no delay.
-    for key, stays in history.stays.items():
-        belady_leaves = [left for _, left in belady.stays.get(key, ())]
-        for entered, left in stays:
-            earlier = [step for step in belady_leaves if entered <= step < left]
-            if earlier:
-                delays.append(left - min(earlier))
-    return delays
 
 
 # -- FlashMoE's learned cache, trained on the first part of a trace --------------------

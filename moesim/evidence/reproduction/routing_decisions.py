@@ -6,26 +6,22 @@ A function returns row -> figure, or what the trace lacks in one line that begin
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moesim.evidence.reproduction.routing_caches import MACHINE, Figures
+from moesim.evidence.reproduction.runs import decode_replays
 from moesim.evidence.reproduction.workloads import Excerpt, percent
-from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.prefetch.statistical import Transitions
 from moesim.policies.systems import System
-from moesim.questions.gap_mixes import Grades, MixReplays
-from moesim.runs.config import MemoryOptions
-from moesim.runs.memory import plan_memory
-from moesim.traces.format.future import RecordedFuture
-from moesim.traces.format.schema import Phase
+from moesim.questions.gap_mixes import Grades
 from moesim.traces.predictions import predicted_workload
+from moesim.traces.stats.statistics import SimilarityAggregator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from moesim.traces.format.batch import RoutedLayer, RoutedStep
 
@@ -33,34 +29,9 @@ if TYPE_CHECKING:
 
 
 DALI = System(assignment="greedy", cache="workload-window:window=4,swaps=8")
+"""Over half of the experts (its figure 12)."""
 DECODED = 32
 """Decode steps behind DALI's table 4."""
-
-
-def _bench(excerpt: Excerpt, batch: int, steps: int) -> MixReplays:
-    """DALI's greedy and window cache at half of the experts (its figure 12) over the
-    first `steps` decode steps.
-    """
-    profile = load_profile(MACHINE)
-    memory = plan_memory(MemoryOptions(cache_ratio=0.5), excerpt.shape, profile, DALI)
-
-    def passes() -> Iterable[RoutedStep]:
-        decode = excerpt.decode(batch=batch)
-        for number, step in zip(range(steps), decode, strict=False):
-            # Prefill steps are left out, so steps are numbered anew.
-            yield replace(step, step=number)
-
-    return MixReplays(
-        shape=excerpt.shape,
-        profile=profile,
-        costs=Costs(profile, excerpt.shape),
-        memory=memory,
-        system=DALI,
-        passes=passes,
-        # Neither policy looks ahead.
-        future=RecordedFuture(()),
-        seed=excerpt.seed,
-    )
 
 
 def dali_greedy_loss(excerpt: Excerpt) -> Figures:
@@ -74,7 +45,9 @@ def dali_greedy_loss(excerpt: Excerpt) -> Figures:
     for batch in batches or [1]:
         # Both costs are for one and the same state of the machine.
         grades = Grades()
-        _bench(excerpt, batch, DECODED).replay_s({}, grades)
+        profile = load_profile(MACHINE)
+        replays = decode_replays(excerpt, batch, DECODED, profile, DALI, 0.5)
+        replays.replay_s({}, grades)
         if not grades.least_s:
             figures[_loss_label(batch)] = f"lacks decode steps of {batch} sequences"
             continue
@@ -287,29 +260,12 @@ def daop_similarity(excerpt: Excerpt) -> Figures:
     """Cosine of the share of tokens routed to each expert in prefill and in decode,
     mean over layers and sequences.
     """
-    layers = excerpt.shape.layers
-    experts = excerpt.shape.experts
-    cosines: list[float] = []
+    aggregator = SimilarityAggregator(excerpt.shape)
     for rows in excerpt.trace.sequences():
-        # Counts, not shares: the cosine does not depend on their scale.
-        counts = np.zeros((len(Phase), layers, experts))
-        for phase in Phase:
-            in_phase = rows.phase == phase
-            chosen = rows.experts[in_phase].astype(np.int64)
-            layer = np.broadcast_to(rows.layer[in_phase][:, None], chosen.shape)
-            # Ids repeat within a phase, so plain indexing would count them once.
-            np.add.at(counts[phase], (layer, chosen), 1.0)
-        norms = np.linalg.norm(counts, axis=2)
-        # A layer without tokens in one phase has no direction to compare.
-        in_both = norms.all(axis=0)
-        if in_both.any():
-            products = (counts[Phase.PREFILL] * counts[Phase.DECODE]).sum(axis=1)
-            scale = norms[:, in_both].prod(axis=0)
-            cosines.append(float((products[in_both] / scale).mean()))
-    similarity: float | str = "lacks prefill or decode"
-    if cosines:
-        similarity = 100.0 * float(np.mean(cosines))
-    return {"prefill against decode": similarity}
+        aggregator.add(rows)
+    similarity = aggregator.figures()["similarity"]
+    row = "prefill against decode"
+    return {row: "lacks prefill or decode" if similarity is None else 100 * similarity}
 
 
 def flashmoe_prefill(excerpt: Excerpt) -> Figures:

@@ -175,35 +175,45 @@ def parts_of(run: Run, phase: Phase) -> dict[str, float]:
     return parts
 
 
-def _modelled(spec: RunSpec, path: Path) -> Outcome:
-    """The modelled makespan of decode steps in which nothing is resident."""
-    trace = open_trace(path)
-    profile = spec.profile
-    system = System(assignment=spec.policy, cache="none")
-    excerpt = Excerpt(trace)
-    batch = dict(spec.options)["batch"]
+def decode_replays(
+    excerpt: Excerpt,
+    batch: int,
+    steps: int,
+    profile: HardwareProfile,
+    system: System,
+    cache_ratio: float,
+) -> MixReplays:
+    """Replays of the first decode steps; of policies that do not look ahead."""
 
     def passes() -> Iterable[RoutedStep]:
         decode = excerpt.decode(batch=batch)
-        # The first batch only: the others are more of the same.
-        for number, step in zip(range(spec.workload.generated), decode, strict=False):
+        for number, step in zip(range(steps), decode, strict=False):
             # Prefill steps are left out, so steps are numbered anew.
             yield replace(step, step=number)
 
-    total = _ModelledTime()
-    MixReplays(
-        shape=trace.shape,
+    options = MemoryOptions(cache_ratio=cache_ratio)
+    return MixReplays(
+        shape=excerpt.shape,
         profile=profile,
-        costs=Costs(profile, trace.shape),
-        memory=plan_memory(
-            MemoryOptions(cache_ratio=0.0), trace.shape, profile, system
-        ),
+        costs=Costs(profile, excerpt.shape),
+        memory=plan_memory(options, excerpt.shape, profile, system),
         system=system,
         passes=passes,
-        # Neither policy looks ahead.
         future=RecordedFuture(()),
-        seed=0,
-    ).replay_s({}, observer=total)
+        seed=excerpt.seed,
+    )
+
+
+def _modelled(spec: RunSpec, path: Path) -> Outcome:
+    """The modelled makespan of decode steps in which nothing is resident."""
+    system = System(assignment=spec.policy, cache="none")
+    batch = dict(spec.options)["batch"]
+    # The first batch only: the others are more of the same.
+    steps = spec.workload.generated
+    total = _ModelledTime()
+    excerpt = Excerpt(open_trace(path))
+    replays = decode_replays(excerpt, batch, steps, spec.profile, system, 0.0)
+    replays.replay_s({}, observer=total)
     return {"modelled_s": total.seconds}
 
 

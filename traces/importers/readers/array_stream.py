@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moesim.base.seals import check_tensors
 from moesim.traces.importers.readers import tensors, torch_file
 from moesim.traces.importers.readers.foreign import (
     decoding,
     from_bf16,
+    layout_error,
     raw_dtype,
     row_dtype,
 )
@@ -46,30 +48,65 @@ class ArrayStream:
     raw: np.dtype
     begin: Callable[[], Callable[[int], bytes]]
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its numbers in the file."""
+        return math.prod(self.shape) * self.raw.itemsize
+
     def rows(self, count: int) -> Iterator[np.ndarray]:
         """Read parts of `count` rows, the last one perhaps of fewer.
 
         Raises:
             ValueError: fewer rows in the file than its header says.
         """
-        row_bytes = math.prod(self.shape[1:]) * self.raw.itemsize
         read = self.begin()
-
         for start in range(0, self.shape[0], count):
             due = min(count, self.shape[0] - start)
-            data = read(due * row_bytes)
-            if len(data) < due * row_bytes:
-                raise ValueError(f"{self.shape[0]} rows promised, fewer found")
-
-            part = np.frombuffer(data, self.raw).reshape(due, *self.shape[1:])
-            yield part if self.raw == self.dtype else from_bf16(part)
+            yield self._next(read, (due, *self.shape[1:]))
 
         # A zip says only behind the last byte whether its checksum is right.
         read(1)
 
+    def whole(self) -> np.ndarray:
+        """Read all of it; raises as `rows` does."""
+        read = self.begin()
+        numbers = self._next(read, self.shape)
+        read(1)
+        return numbers
+
+    def _next(self, read: Callable[[int], bytes], shape: tuple[int, ...]) -> np.ndarray:
+        due_bytes = math.prod(shape) * self.raw.itemsize
+        data = read(due_bytes)
+        if len(data) < due_bytes:
+            raise ValueError(f"{list(self.shape)} numbers promised, fewer found")
+        part = np.frombuffer(data, self.raw).reshape(shape)
+        return part if self.raw == self.dtype else from_bf16(part)
+
+
+def load_named(path: Path) -> dict[str, np.ndarray]:
+    """Return name -> array, as `streams` has them.
+
+    Raises:
+        TraceError: as `streams`; or altered since it was sealed, or too large.
+    """
+    kind = tensors.kind_of(path)
+    by_name = streams(path)
+    with decoding(path, kind):
+        if kind in ("npy", "npz"):
+            # All are held at once.
+            in_all = sum(stream.size_bytes for stream in by_name.values())
+            tensors.check_size(path, "content", in_all)
+        arrays = {name: stream.whole() for name, stream in by_name.items()}
+        if kind == "safetensors":
+            metadata = tensors.safetensors_metadata(path)
+            if metadata:
+                check_tensors(path, arrays, metadata)
+    return arrays
+
 
 def streams(path: Path) -> dict[str, ArrayStream]:
-    """Return name -> array, as `tensors.load_named` has them.
+    """Return name -> array, in natural order of the names (``layer.2`` before
+    ``layer.10``); the array of an npy has an empty name.
 
     Raises:
         TraceError: none of the kinds, damaged, or not made of plain tensors.
@@ -84,13 +121,19 @@ def streams(path: Path) -> dict[str, ArrayStream]:
             places = tensors.safetensors_places(path)
             arrays = {name: _in_file(path, *place) for name, place in places.items()}
         elif kind == "torch":
-            leaves = tensors.leaves("", torch_file.load(path, stored=True))
+            leaves = tensors.leaves("", torch_file.load(path))
             arrays = {name: _torch(tensor) for name, tensor in leaves.items()}
         else:
-            named = tensors.load_named(path)
-            arrays = {name: in_memory(array) for name, array in named.items()}
+            raise layout_error(
+                path,
+                "content",
+                "safetensors, npy, npz or a torch zip",
+                "none of them",
+                "save the tensors as npz",
+            )
 
-    return dict(sorted(arrays.items(), key=lambda item: tensors.natural(item[0])))
+    in_order = sorted(arrays, key=tensors.natural)
+    return {name: arrays[name] for name in in_order}
 
 
 def in_memory(values: np.ndarray) -> ArrayStream:

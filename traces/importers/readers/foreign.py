@@ -129,12 +129,12 @@ def whole_number(path: Path, name: str, value: object, least: int = 1) -> int:
     return int(text)
 
 
-def prompt_length(path: Path, prompt_tokens: str) -> int | None:
+def prompt_length(path: Path, given: Mapping[str, str]) -> int | None:
     """Return the option ``prompt_tokens`` as a number; None where it is not given."""
-    if not prompt_tokens:
+    if "prompt_tokens" not in given:
         return None
 
-    return whole_number(path, "prompt_tokens", prompt_tokens, least=0)
+    return whole_number(path, "prompt_tokens", given["prompt_tokens"], least=0)
 
 
 # -- names -----------------------------------------------------------------------------
@@ -164,19 +164,21 @@ NAMES = {
 """Our column -> names of it, the most explicit first."""
 
 
-def named_by(path: Path, text: str, known: tuple[str, ...]) -> dict[str, str]:
+def named_by(
+    path: Path, given: Mapping[str, str], known: tuple[str, ...]
+) -> dict[str, str]:
     """Read the option ``map``: our column -> theirs.
 
     Args:
         path: the file, for errors.
-        text: words ``ours=theirs``, joined by commas.
+        given: options; ``map`` has words ``ours=theirs``, joined by commas.
         known: our columns.
 
     Raises:
         TraceError: a word that is no mapping.
     """
     words: dict[str, str] = {}
-    for word in filter(None, text.split(",")):
+    for word in filter(None, given.get("map", "").split(",")):
         name, equals, source = (part.strip() for part in word.partition("="))
         if not equals or not source or name not in known:
             raise layout_error(
@@ -190,12 +192,14 @@ def named_by(path: Path, text: str, known: tuple[str, ...]) -> dict[str, str]:
     return words
 
 
-def layout_names(path: Path, text: str, meanings: Mapping[str, str]) -> dict[str, str]:
+def layout_names(
+    path: Path, given: Mapping[str, str], meanings: Mapping[str, str]
+) -> dict[str, str]:
     """Read the option ``map`` for a layout with names of its own: its name -> theirs.
 
     Args:
         path: the file, for errors.
-        text: words ``ours=theirs``, joined by commas.
+        given: options; ``map`` has words ``ours=theirs``, joined by commas.
         meanings: what may stand on the left -> the layout's name of it.
 
     Returns:
@@ -204,7 +208,7 @@ def layout_names(path: Path, text: str, meanings: Mapping[str, str]) -> dict[str
     Raises:
         TraceError: a word that is no mapping, or two for one name.
     """
-    words = named_by(path, text, tuple(meanings))
+    words = named_by(path, given, tuple(meanings))
     names = {name: name for name in meanings.values()}
     # Two words may mean one column, ours and the layout's own.
     mapped: set[str] = set()

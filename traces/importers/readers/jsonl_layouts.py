@@ -94,13 +94,13 @@ class RowTable(NamedTuple):
         return layout_error(self.lines.path, place, expected, quoted)
 
 
-def keys_of(path: Path, text: str) -> Keys:
+def keys_of(path: Path, given: dict[str, str]) -> Keys:
     """Return the keys of our columns, those of the option ``map`` in place of ours.
 
     Raises:
         TraceError: a word that is no mapping.
     """
-    words = named_by(path, text, tuple(KEYS))
+    words = named_by(path, given, tuple(KEYS))
     return KEYS | {name: (key,) for name, key in words.items()}
 
 

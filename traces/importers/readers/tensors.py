@@ -1,5 +1,5 @@
-"""Named arrays out of the files people keep tensors in: safetensors, npy, npz, and
-torch's zip. Nothing is executed.
+"""The files people keep tensors in: safetensors, npy, npz, and torch's zip, and where
+the tensors lie in them. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from moesim.base.inputs import (
     load_json,
     most_bytes,
 )
-from moesim.base.seals import check_tensors
 from moesim.base.units import format_bytes
 from moesim.traces.importers.readers import torch_file
 from moesim.traces.importers.readers.foreign import (
     BF16,
     DECODING_ERRORS,
-    decoding,
-    from_bf16,
     layout_error,
     raw_dtype,
 )
@@ -49,6 +46,7 @@ _SAFETENSORS_TYPES = {
     "U32": "<u4",
     "BOOL": "?",
 }
+_METADATA = "__metadata__"
 # The limit of the safetensors library.
 _HEADER_BYTES = 100_000_000
 _PIECE_BYTES = 16 << 20
@@ -83,36 +81,6 @@ def _kind_of_zip(path: Path) -> str:
     return "npz" if names and all(name.endswith(".npy") for name in names) else ""
 
 
-def load_named(path: Path) -> dict[str, np.ndarray]:
-    """Return name -> array, in natural order of the names (``layer.2`` before
-    ``layer.10``); the array of an npy has an empty name.
-
-    Raises:
-        TraceError: none of the kinds, damaged, or not made of plain tensors.
-    """
-    kind = kind_of(path)
-    with decoding(path, kind or "tensors"):
-        if kind == "npy":
-            with path.open("rb") as file:
-                arrays = {"": array(path, "array", file, path.stat().st_size)}
-        elif kind == "npz":
-            arrays = _npz(path)
-        elif kind == "safetensors":
-            arrays = _safetensors(path)
-        elif kind == "torch":
-            arrays = leaves("", torch_file.load(path))
-        else:
-            raise layout_error(
-                path,
-                "content",
-                "safetensors, npy, npz or a torch zip",
-                "none of them",
-                "save the tensors as npz",
-            )
-
-    return dict(sorted(arrays.items(), key=lambda item: natural(item[0])))
-
-
 def natural(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts the numbers in names by value."""
     return [
@@ -122,10 +90,10 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def leaves(prefix: str, value: Any) -> dict[str, Any]:
-    """Return the arrays (or stored tensors) of nested lists and dicts, named by their
-    path; everything else is left out.
+    """Return the stored tensors of nested lists and dicts, named by their path;
+    everything else is left out.
     """
-    if isinstance(value, np.ndarray | torch_file.StoredTensor):
+    if isinstance(value, torch_file.StoredTensor):
         return {prefix: value}
 
     # Numbers and strings beside the tensors say nothing about routing.
@@ -174,7 +142,7 @@ def array(path: Path, name: str, file: IO[bytes], size_bytes: int) -> np.ndarray
     count = check_header(path, name, shape, dtype, size_bytes)
 
     due = count * dtype.itemsize
-    _check_size(path, name, due)
+    check_size(path, name, due)
     # In pieces: an unpacked member read as a whole is held twice.
     data = np.empty(due, np.uint8)
     filled = 0
@@ -187,7 +155,7 @@ def array(path: Path, name: str, file: IO[bytes], size_bytes: int) -> np.ndarray
     return data.view(dtype).reshape(shape, order="F" if fortran else "C")
 
 
-def _check_size(path: Path, name: str, size_bytes: int) -> None:
+def check_size(path: Path, name: str, size_bytes: int) -> None:
     """Refuse arrays that would not fit into memory."""
     most = max(MOST_ARRAY_BYTES, most_bytes())
     if size_bytes > most:
@@ -223,38 +191,7 @@ def check_header(
     return count
 
 
-def _npz(path: Path) -> dict[str, np.ndarray]:
-    arrays = {}
-    with zipfile.ZipFile(path) as archive:
-        # All are held at once.
-        unpacked = sum(member.file_size for member in archive.infolist())
-        _check_size(path, "content", unpacked)
-        for member in archive.infolist():
-            with archive.open(member) as file:
-                numbers = array(path, member.filename, file, member.file_size)
-            arrays[member.filename.removesuffix(".npy")] = numbers
-
-    return arrays
-
-
 # -- safetensors -----------------------------------------------------------------------
-
-
-def _safetensors(path: Path) -> dict[str, np.ndarray]:
-    # Mapped: only the tensors that are used get read.
-    data = np.memmap(path, np.uint8, "r")
-    arrays = {}
-    header = _safetensors_header(path)
-    for name, (dtype, shape, start) in _places(path, *header).items():
-        raw = raw_dtype(dtype)
-        stop = start + math.prod(shape) * raw.itemsize
-        numbers = np.frombuffer(data[start:stop], raw).reshape(shape)
-        arrays[name] = from_bf16(numbers) if dtype == BF16 else numbers
-
-    metadata = header[0].get("__metadata__")
-    if metadata:
-        check_tensors(path, arrays, metadata)
-    return arrays
 
 
 def safetensors_places(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
@@ -266,7 +203,20 @@ def safetensors_places(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]
     Source: the layout of safetensors: u64 header length, a JSON header, raw
     little-endian numbers.
     """
-    return _places(path, *_safetensors_header(path))
+    header, header_bytes = _safetensors_header(path)
+    data_bytes = path.stat().st_size - header_bytes
+    places = {}
+    for name, entry in header.items():
+        if name != _METADATA:
+            dtype, shape, start = _place(path, name, entry, data_bytes)
+            places[name] = (dtype, shape, header_bytes + start)
+    return places
+
+
+def safetensors_metadata(path: Path) -> dict[str, str]:
+    """Return what a safetensors file says beside its tensors."""
+    metadata: dict[str, str] = _safetensors_header(path)[0].get(_METADATA) or {}
+    return metadata
 
 
 def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -278,18 +228,6 @@ def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
             actual = f"{size - 8}"
             raise layout_error(path, "header", f"{length} bytes", actual, _CUT_OFF)
         return load_json(file.read(length)), 8 + length
-
-
-def _places(
-    path: Path, header: dict[str, Any], header_bytes: int
-) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    data_bytes = path.stat().st_size - header_bytes
-    places = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            dtype, shape, start = _place(path, name, entry, data_bytes)
-            places[name] = (dtype, shape, header_bytes + start)
-    return places
 
 
 def _place(

@@ -187,12 +187,9 @@ def pickled_strings(path: Path) -> set[str]:
 # -- reading ---------------------------------------------------------------------------
 
 
-def load(path: Path, *, stored: bool = False) -> Any:
-    """Return lists, dicts, numbers, strings and numpy arrays as the file holds them.
-
-    Args:
-        path: the file.
-        stored: whether tensors are left in the file, as `StoredTensor`.
+def load(path: Path) -> Any:
+    """Return lists, dicts, numbers, strings and tensors as the file holds them; tensors
+    are left there, as `StoredTensor`.
 
     Raises:
         TraceError: not such a file, damaged, or it names anything but tensors.
@@ -201,7 +198,7 @@ def load(path: Path, *, stored: bool = False) -> Any:
         archive = _archive.get(path)
         _check_archive(path, archive)
 
-        rebuilder = _TensorRebuilder(archive, stored=stored)
+        rebuilder = _TensorRebuilder(archive)
         recipes: dict[tuple[str, str], Callable[..., Any]] = {
             _REBUILD_TENSOR: rebuilder.tensor,
             _ORDERED_DICT: dict,
@@ -328,9 +325,8 @@ _archive = ParseCache(TorchArchive)
 class _TensorRebuilder:
     """Makes tensors of what the pickle says: its persistent ids and its one recipe."""
 
-    def __init__(self, archive: TorchArchive, *, stored: bool) -> None:
+    def __init__(self, archive: TorchArchive) -> None:
         self._archive = archive
-        self._stored = stored
         # Thousands of tensors have one shape; each is checked once.
         self._checked: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
@@ -353,8 +349,8 @@ class _TensorRebuilder:
         size: tuple[int, ...],
         stride: tuple[int, ...],
         *_: Any,
-    ) -> Any:
-        """Return a tensor, read or still stored."""
+    ) -> StoredTensor:
+        """Return a tensor."""
         if type(storage) is not _Storage:
             raise TypeError("a tensor without storage")
 
@@ -365,8 +361,7 @@ class _TensorRebuilder:
             self._checked[view] = view
 
         # Equal tuples of the first tensor: thousands of copies would only take memory.
-        tensor = StoredTensor(self._archive, storage, *self._checked[view][2:])
-        return tensor if self._stored else tensor.array()
+        return StoredTensor(self._archive, storage, *self._checked[view][2:])
 
 
 def _check_view(
