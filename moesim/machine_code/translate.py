@@ -613,7 +613,8 @@ class _Body:
             kind = "bool" if left.kind == right.kind == "bool" else "int"
             if "uint" in {left.kind, right.kind}:
                 kind = "uint"
-            x, y = self.number(left, kind).ir, self.number(right, kind).ir
+            x = self.number(left, kind).ir
+            y = self.number(right, kind).ir
             operation = {"BitAnd": b.and_, "BitOr": b.or_, "BitXor": b.xor}[name]
             return Number(kind, operation(x, y))
         if name in {"LShift", "RShift"}:
@@ -627,7 +628,8 @@ class _Body:
             kind = "float"
         if name == "Pow":
             return self._power(left, right, kind)
-        x, y = self.number(left, kind).ir, self.number(right, kind).ir
+        x = self.number(left, kind).ir
+        y = self.number(right, kind).ir
         if kind.startswith("float"):
             return Number(kind, self._float_operation(name, x, y))
         if name in {"Add", "Sub", "Mult"}:
@@ -687,7 +689,8 @@ class _Body:
             for _ in range(exponent):
                 result = self.binary(ast.Mult(), result, base)
             return result
-        x, y = self.number(left, "float").ir, self.number(right, "float").ir
+        x = self.number(left, "float").ir
+        y = self.number(right, "float").ir
         return Number("float", self.b.call(self._libm("pow", 2), [x, y]))
 
     def _libm(self, name: str, arguments: int = 1) -> ir.Function:
@@ -713,7 +716,8 @@ class _Body:
         if sign is None:
             self.fail(f"comparison {type(operator).__name__}")
         kind = self._common(left, right)
-        x, y = self.number(left, kind).ir, self.number(right, kind).ir
+        x = self.number(left, kind).ir
+        y = self.number(right, kind).ir
         if kind.startswith("float"):
             # A comparison with NaN is false, and != is true.
             test = self.b.fcmp_unordered if sign == "!=" else self.b.fcmp_ordered
@@ -849,7 +853,8 @@ class _Body:
             item = indices[n] if n < len(indices) else None
             if item is None or isinstance(item, ast.Slice):
                 zero = ir.Constant(_I64, 0)
-                low, high = zero, size
+                low = zero
+                high = size
                 if item is not None:
                     if item.step is not None:
                         self.fail("slices have no step")
@@ -953,7 +958,8 @@ class _Body:
         b = self.b
         if len(target.sizes) != len(source.sizes):
             self.fail("arrays of different axes")
-        of_source, of_target = self._strides(source), self._strides(target)
+        of_source = self._strides(source)
+        of_target = self._strides(target)
 
         def along(axis: int, to: Any, of: Any) -> None:
             with self.counting(target.sizes[axis]) as n:
@@ -1369,7 +1375,8 @@ class _Body:
                 return
             if not isinstance(array, Elements):
                 self.fail("only ranges and arrays are gone through")
-            first, last = zero, array.sizes[0]
+            first = zero
+            last = array.sizes[0]
         place = self._alloca(_I64)
         b.store(first, place)
         head, body, again, end = (self.made.append_basic_block() for _ in range(4))

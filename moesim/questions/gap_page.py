@@ -76,7 +76,9 @@ def gap_figure(gap: Gap) -> Chart:
     """Draw the time of a run from the policy down to the clairvoyant bound, a bar for
     each part that loses some.
     """
-    names, starts, ends = ["the policy"], [0.0], [gap.policy_s]
+    names = ["the policy"]
+    starts = [0.0]
+    ends = [gap.policy_s]
     left = gap.policy_s
     for part in sorted(gap.parts, key=lambda part: -part.share_s):
         names.append(part.name)

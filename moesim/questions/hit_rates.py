@@ -183,7 +183,8 @@ def write_hits(
     causal = rates.drop(columns=_oracles(rates)).loc[largest]
     answer = "every cache sees the future, so none wins"
     if len(causal):
-        best, rate = causal.idxmax(), percent(causal.max())
+        best = causal.idxmax()
+        rate = percent(causal.max())
         answer = f"most hits with {percent(largest, 0)} of all experts: {best}, {rate}"
     page = Page(
         f"{shape.name}, no machine: how often would each cache hit?",

@@ -169,7 +169,15 @@ def modelled_optimum(work: Work) -> tuple[float, np.ndarray, float, np.ndarray]:
         launched = np.arange(len(work.experts))
         # Arrival is part of an expert's cost on a GPU.
         zeros = np.zeros(gpu_s.shape)
-        layer = Layer(cpu_s, gpu_s, zeros, zeros, np.zeros(gpus), 0.0, launched)
+        layer = Layer(
+            cpu_s=cpu_s,
+            gpu_s=gpu_s,
+            copy_s=zeros,
+            landing_s=zeros,
+            link_s=np.zeros(gpus),
+            first_s=0.0,
+            order=launched,
+        )
         made_s, made, least_s = _solve(layer, len(work.experts), busy_s)
         bound_s = min(bound_s, least_s)
         if made_s < best_s:
@@ -186,8 +194,15 @@ def scheduled_optimum(work: Work) -> tuple[float, np.ndarray, float, np.ndarray]
     for i in range(len(work.experts)):
         residents += _is_resident(work, i)
     cpu_s, gpu_s, copy_s, landing_s, link_s, order = _scheduled(work)
-    first_s = work.first_cpu_s
-    layer = Layer(cpu_s, gpu_s, copy_s, landing_s, link_s, first_s, order)
+    layer = Layer(
+        cpu_s=cpu_s,
+        gpu_s=gpu_s,
+        copy_s=copy_s,
+        landing_s=landing_s,
+        link_s=link_s,
+        first_s=work.first_cpu_s,
+        order=order,
+    )
     # Residents wait for no copy, so they may be launched in any order.
     best_s, lanes, bound_s = _solve(layer, residents, np.zeros(len(link_s)))
     return best_s, lanes, bound_s, order

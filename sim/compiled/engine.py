@@ -651,7 +651,8 @@ class CompiledReplay:
 
     def _note_accesses(self, block: LayerSteps, begin: int, end: int) -> None:
         edges = self._world["served_edges"][begin : end + 1]
-        first, last = int(edges[0]), int(edges[-1])
+        first = int(edges[0])
+        last = int(edges[-1])
         counts = np.diff(edges)
         self._accesses.append(
             {

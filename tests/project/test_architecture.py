@@ -45,7 +45,7 @@ top of the repository lie in ``moesim``, whose own modules are its face.
 
 TOP = ("traces", "hwprofiles", "policies", "engine", "sim", "runtime", "moesim")
 
-MOST_CODE_LINES = 75_905
+MOST_CODE_LINES = 76_090
 MOST_FILES = 422
 MOST_TEST_LINES = 38_350
 """What a person must hold; `benchmarks/size.py` counts it. A change that needs more

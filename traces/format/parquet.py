@@ -75,7 +75,8 @@ def read_table(file: pq.ParquetFile, path: Path, columns: Any = None) -> pa.Tabl
         pyarrow.ArrowException: damaged.
     """
     most = max(MOST_ARRAY_BYTES, most_bytes())
-    batches, size = [], 0
+    batches = []
+    size = 0
     for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
         batches.append(batch)
         size += batch.nbytes

@@ -300,7 +300,8 @@ class _RunningRequests:
             numbers.append(number)
 
         if numbers:
-            self._open, self._open_size = numbers[-1], size
+            self._open = numbers[-1]
+            self._open_size = size
         return numbers
 
     def _goes_on(self, where: str, begin: int) -> bool:

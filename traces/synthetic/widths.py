@@ -205,7 +205,9 @@ def _note(numbers: np.ndarray, cells: list[str], path: Path, line: int) -> None:
     """
     layers, experts = numbers.shape
     try:
-        layer, expert, value = int(cells[0]), int(cells[1]), float(cells[2])
+        layer = int(cells[0])
+        expert = int(cells[1])
+        value = float(cells[2])
     except (TypeError, ValueError):
         raise TraceError(
             f"{path}: line {line}: expected three numbers, found {cells}"

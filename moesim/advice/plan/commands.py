@@ -136,7 +136,8 @@ def _runs(numbers: list[int]) -> list[str]:
         end = at
         while end + 1 < len(numbers) and _neighbours(numbers[end], numbers[end + 1]):
             end += 1
-        first, last = numbers[at], numbers[end]
+        first = numbers[at]
+        last = numbers[end]
         # Two numbers are shorter than a range.
         if end - at < 2:
             words += [str(number) for number in numbers[at : end + 1]]

@@ -272,7 +272,8 @@ def best_split(
     Returns:
         Layers of each card; None where nothing fits.
     """
-    low, high = 0.0, max(free)
+    low = 0.0
+    high = max(free)
     best = _filled(needs, free, own_bytes)
     if best is None:
         return None
@@ -282,7 +283,8 @@ def best_split(
         if counts is None:
             high = margin
         else:
-            low, best = margin, counts
+            low = margin
+            best = counts
     return best
 
 

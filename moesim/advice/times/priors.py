@@ -248,7 +248,8 @@ def _host_read(machine: Machine, threads: int | None) -> Prior:
 
     share, spread, why = 0.75, 0.13, "read share of the stated memory's rate"
     if processor.server or processor.sockets > 1:
-        share, spread = 0.65, 0.25
+        share = 0.65
+        spread = 0.25
     if not machine.memory_stated:
         share, spread, why = _unstated(machine)
     if not processor.known:

@@ -151,9 +151,11 @@ def _order(first: Answered, second: Answered) -> Statement | None:
     assert second.published is not None
     if first.published == second.published:
         return None
-    larger, smaller = (first, second)
+    larger = first
+    smaller = second
     if first.published < second.published:
-        larger, smaller = second, first
+        larger = second
+        smaller = first
     assert larger.ours is not None
     assert smaller.ours is not None
     name = f"{_system(smaller)} {_parameters(smaller)}".strip()
@@ -241,7 +243,8 @@ def _runs(statement: Statement) -> tuple[tuple[RunSpec, ...], ...]:
     if baselines[0] != baselines[1] and len(larger.question.sides) > 1:
         # A system's larger speedup is over the slower baseline.
         return smaller.question.sides[1:2] + larger.question.sides[1:2]
-    better, other = larger.question.sides[:1], smaller.question.sides[:1]
+    better = larger.question.sides[:1]
+    other = smaller.question.sides[:1]
     if larger.record.metric in _LESS_IS_BETTER:
         return other + better
     return better + other

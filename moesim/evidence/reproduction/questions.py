@@ -252,7 +252,8 @@ class Answered:
         ratios = self.exchanged_ratios.values()
         if self.ratio is None or not ratios:
             return False
-        lowest, highest = min(self.ratio, *ratios), max(self.ratio, *ratios)
+        lowest = min(self.ratio, *ratios)
+        highest = max(self.ratio, *ratios)
         if lowest > MOST_MOVE or highest < 1 / MOST_MOVE:
             return False
         return highest > MOST_MOVE * lowest

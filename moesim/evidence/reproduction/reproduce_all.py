@@ -195,7 +195,8 @@ class _Plan:
 
     def answer(self, done: Done) -> Reproduced:
         """Every record, with the runs that are done."""
-        outcomes, failures = {}, {}
+        outcomes = {}
+        failures = {}
         for spec, run in self._actual.items():
             if done.has(run):
                 outcome, failure = done.of(run)
@@ -355,12 +356,15 @@ def _do(task: tuple[RunSpec, Path], _progress: Progress) -> tuple[Outcome, str]:
     spec, folder = task
     begin_s = time.process_time()
     try:
-        outcome, failure = spec.do(folder), ""
+        outcome = spec.do(folder)
+        failure = ""
         outcome["cpu_s"] = time.process_time() - begin_s
     except ImportError:
-        outcome, failure = {}, "needs PyTorch: pip install 'moesim[runtime]'"
+        outcome = {}
+        failure = "needs PyTorch: pip install 'moesim[runtime]'"
     except (TraceError, ProfileError, PolicyError) as error:
-        outcome, failure = {}, str(error)
+        outcome = {}
+        failure = str(error)
     return outcome, failure
 
 

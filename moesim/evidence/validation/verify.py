@@ -35,8 +35,10 @@ cells and repetitions are made.
 """
 _CALIBRATION_SHARE = 0.5
 """Share of the time for measuring and calibrating."""
-MACHINE, CALIBRATED = "machine.toml", "hw.toml"
-JOURNAL, VERDICT = "runs.jsonl", "verify.json"
+MACHINE = "machine.toml"
+CALIBRATED = "hw.toml"
+JOURNAL = "runs.jsonl"
+VERDICT = "verify.json"
 
 
 class Verification(NamedTuple):
