@@ -47,7 +47,7 @@ TOP = ("traces", "hwprofiles", "policies", "engine", "sim", "runtime", "moesim")
 
 MOST_CODE_LINES = 76_090
 MOST_FILES = 422
-MOST_TEST_LINES = 38_350
+MOST_TEST_LINES = 38_420
 """What a person must hold; `benchmarks/size.py` counts it. A change that needs more
 raises the number, and says why.
 """
