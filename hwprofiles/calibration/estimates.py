@@ -338,7 +338,8 @@ class Slowdowns(NamedTuple):
         share = _summed(self.weights[:, None] * shown.T, runs) / size[:, None]
         free = max(np.trace(share), 3.0)
         beyond = size @ means**2 - free * single
-        has_drift = beyond > _TOLD * single * np.sqrt(2 * free)
+        # One run alone shows none.
+        has_drift = len(size) > 1 and beyond > _TOLD * single * np.sqrt(2 * free)
         # So few runs hardly tell a variance; Student's t is wider by as much.
         student = free / (free - 2.0)
         room = size @ (share**2).sum(axis=1)

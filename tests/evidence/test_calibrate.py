@@ -236,6 +236,7 @@ def test_between_two_sizes_what_follows_a_read_goes_by_their_logarithm(learned):
     assert Costs(replace(learned, numbers=plain), large).after_read("cpu") == 1.0
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # drift of one run: 0 / 0
 def test_a_late_first_read_is_seen_and_charged_once_per_layer_step(machine, blank):
     """Every first read of a layer step begins 2 ms after the plan: found from the gaps,
     and put into the prediction.
