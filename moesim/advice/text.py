@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from moesim.advice.times.latents import Interval
     from moesim.runs.bound import RoutingBound
 
+OLDER_BUILDS = (
+    "(llama.cpp from before June 2026: --no-mmap for --load-mode none, -mmp 0 for"
+    " -lm none)"
+)
+
 
 def advice_text(
     advice: Advice, *, explain: bool = False, counts_file: str = COUNTS_FILE
@@ -93,7 +98,8 @@ def grade_words(advice: Advice) -> str:
 
 def _command_lines(advice: Advice) -> list[str]:
     best = advice.best.candidate.setting
-    return [server_command(best, advice.model, advice.machine, advice.job)]
+    command = server_command(best, advice.model, advice.machine, advice.job)
+    return [command, OLDER_BUILDS] if "--load-mode" in command else [command]
 
 
 def _answer(advice: Advice) -> list[tuple[str, str]]:
