@@ -93,9 +93,36 @@ class NewFile:
             beside = Path(tempfile.gettempdir()) / "stream"
         beside.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(beside.parent)
-        with _named(self.final):
-            self.path, self._lock = _begin(beside)
+        self.path = _part_of(beside)
+        self._lock: int | None = None
+        # Before it is there: an interrupt may come between the two.
         _unfinished.add(self)
+        try:
+            with _named(self.final):
+                self._begin(beside)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _begin(self, beside: Path) -> None:
+        """Make and lock the file."""
+        while True:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINKS | _BINARY
+            try:
+                descriptor = os.open(self.path, flags, 0o666)
+            except FileExistsError:
+                self.path = _part_of(beside)
+                continue
+            is_locked = try_lock(descriptor)
+            if is_locked and os.fstat(descriptor).st_nlink:
+                self._lock = descriptor
+                return
+
+            # An open file could be neither renamed nor removed on Windows.
+            os.close(descriptor)
+            if is_locked is None:
+                return
+            # Another process took it for a leftover in the moment before the lock.
 
     def errors_named(self) -> AbstractContextManager[None]:
         """Let errors of a block of writes name `final`, which users know."""
@@ -339,26 +366,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _begin(final: Path) -> tuple[Path, int | None]:
-    """Make and lock a file beside `final`; return its path and its descriptor."""
+def _part_of(final: Path) -> Path:
+    """A new name beside `final` for a file in progress."""
     stem = os.fsdecode(os.fsencode(final.name)[:_LONGEST_STEM])
-    while True:
-        token = secrets.token_hex(_TOKEN_BYTES)
-        part = final.with_name(f".{stem}.{token}{PART_SUFFIX}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINKS | _BINARY
-        try:
-            descriptor = os.open(part, flags, 0o666)
-        except FileExistsError:
-            continue
-        is_locked = try_lock(descriptor)
-        if is_locked and os.fstat(descriptor).st_nlink:
-            return part, descriptor
-
-        # An open file could be neither renamed nor removed on Windows.
-        os.close(descriptor)
-        if is_locked is None:
-            return part, None
-        # Another process took it for a leftover in the moment before the lock.
+    token = secrets.token_hex(_TOKEN_BYTES)
+    return final.with_name(f".{stem}.{token}{PART_SUFFIX}")
 
 
 def _is_part_name(name: str) -> bool:

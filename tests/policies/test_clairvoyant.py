@@ -139,6 +139,16 @@ def test_the_search_goes_downhill_to_the_fastest_rules():
     assert len(tried) == len(set(map(str, tried))) < len(DECAYS) * len(MARGINS)
 
 
+@pytest.mark.parametrize("assignment", [EXACT, "fetch-split"])
+def test_other_assignments_are_tried_with_the_best_rules(assignment):
+    """Fetch-split was 0.25 % faster in a cell of the map."""
+    found = searched(
+        RunConfig(policy="clairvoyant"),
+        lambda config: 9.0 if config.policy == assignment else 10.0,
+    )
+    assert found.policy == assignment
+
+
 def test_a_part_of_the_users_own_is_not_searched(make_trace):
     trace = make_trace(sequences=((4, 6),))
     parts = replay(trace, "clairvoyant", cache="foresight:decay=0.4").config["policies"]

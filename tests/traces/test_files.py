@@ -52,6 +52,17 @@ def test_names_in_progress_cannot_be_guessed(tmp_path):
     assert len(names) == 20
 
 
+def test_an_interrupt_as_a_file_appears_leaves_none(tmp_path, monkeypatch):
+    def interrupted(descriptor):
+        os.close(descriptor)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moesim.base.files.try_lock", interrupted)
+    with pytest.raises(KeyboardInterrupt), written_beside(tmp_path / "a.txt"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("thing", ["fifo", "link"])
 def test_what_stands_at_the_old_name_in_progress_is_left_alone(tmp_path, thing):
     """Formerly a pipe at ``a.txt.part`` hung the writer, and a link was followed."""
