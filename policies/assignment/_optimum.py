@@ -152,19 +152,16 @@ def modelled_optimum(work: Work) -> tuple[float, np.ndarray, float, np.ndarray]:
     bound_s = np.inf
     lanes = np.zeros(len(work.experts), np.int8)
     order = np.arange(len(work.experts))
-    refuses = np.empty(gpus, np.bool_)
-    busy_s = np.empty(gpus)
     # Whether a GPU waits for the copy under way on its link is decided first: only
     # then may it take absent experts.
-    for choice in range(1 << gpus):
-        is_choice = True
-        for g in range(gpus):
-            refuses[g] = (choice >> (gpus - 1 - g) & 1) == 0
-            busy_s[g] = 0.0 if refuses[g] else work.link_s[g]
-            if refuses[g] and work.link_s[g] == 0.0:
-                is_choice = False
-        if not is_choice:
-            continue
+    waiting = np.flatnonzero(work.link_s)
+    for choice in range(1 << len(waiting)):
+        refuses = np.zeros(gpus, np.bool_)
+        busy_s = work.link_s.copy()
+        for n in range(len(waiting)):
+            if not choice >> n & 1:
+                refuses[waiting[n]] = True
+                busy_s[waiting[n]] = 0.0
         cpu_s, gpu_s = _modelled(work, refuses)
         launched = np.arange(len(work.experts))
         # Arrival is part of an expert's cost on a GPU.

@@ -10,6 +10,7 @@ from moesim.advice.devices import (
     single_chips,
 )
 from moesim.advice.machine import Grade, describe_machine, machine_of_profile
+from moesim.advice.times.priors import textbook_priors
 from moesim.base.errors import AdviceError
 from moesim.base.units import parse_bytes
 
@@ -127,3 +128,16 @@ def test_a_datasheet_profile_is_a_specification():
     machine = machine_of_profile("rtx4060ti")
     assert machine.grade is Grade.SPEC
     assert [card.name for card in machine.graphics] == ["RTX 4060 Ti 16GB"]
+
+
+@pytest.mark.parametrize(("card", "read_bytes_per_s"), [
+    ("RTX 3090", 430e9),
+    ("RTX 4090", 700e9),
+])  # fmt: skip
+def test_codebooks_cost_a_card_arithmetic(card, read_bytes_per_s):
+    """An 8B model in IQ3_XXS, measured in llama.cpp#8215: the bandwidths differ by 8 %."""
+    machine = describe_machine(cpu="Ryzen 9 5950X", ram="64GB", gpu=card)
+    priors = textbook_priors(machine)
+    names = ("device_read", "device_reach", "reach:lookup")
+    read, reach, lookup = (priors[name].value for name in names)
+    assert read * reach * lookup == pytest.approx(read_bytes_per_s, rel=0.05)
