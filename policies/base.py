@@ -1,51 +1,34 @@
 """The contracts of the four kinds of policy: what each is asked, and what it may know.
 
-Routing, assignment, prefetch and cache are one small base class each. A policy decides;
-it never waits, copies, computes or counts bytes. It sees small dense arrays about the
-*active* experts of one layer step, and a view of the machine at that moment. The
-simulator and the runtime ask the same objects through the same planner.
+Routing, assignment, prefetch and cache are one small class each, with one method for
+each question. A policy decides; it never waits, copies, computes or counts bytes. It
+sees small arrays about the *active* experts of one layer step and the machine at that
+moment, and fills its answer into arrays that it is given. Simulator and runtime ask the
+same objects through the same planner.
+
+A policy is a plain Python class: a subclass in a notebook works in every engine. Beside
+this file `base.pxd` gives the C types with which it is compiled where there is a C
+compiler; a policy in a file of its own may have one, too.
 
 Shape legend: A active experts, G GPUs, L MoE layers, E routed experts per layer, K
-experts per token, T tokens of the step.
+experts per token, T tokens of the step. A flat key is ``layer * E + expert``.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    Protocol,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from moesim.policies.arrays import read_only, zeros
+from moesim.policies.names import IN_FLIGHT, NONE, RESIDENT
+from moesim.policies.run_context import Evaluations
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from moesim.hwprofiles.costs import Costs
-    from moesim.traces.format.schema import ModelShape, Phase
-
-_Shared = TypeVar("_Shared")
-
-# Plain numbers, not enumerations: lanes and states travel in arrays of int8.
-CPU = 0
-"""Lane code of the CPU in `Assignment.lanes`; GPU *g* is ``1 + g``."""
-
-DEFERRED = -1
-"""Lane code of the CPU for an expert whose result joins one layer later; see
-`AssignmentPolicy.defers`.
-"""
-
-ABSENT = 0
-IN_FLIGHT = 1
-RESIDENT = 2
-"""States of an expert in one memory."""
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.run_context import RunContext
 
 Late = Literal["keep", "drop", "wait", "active"]
 """What becomes of a prefetch whose layer has come before its copy started."""
@@ -60,57 +43,9 @@ class PolicyError(ValueError):
     """
 
 
-class ExpertKey(NamedTuple):
-    """One routed expert of the model."""
+class WorkArrays(NamedTuple):
+    """The arrays of a `Work`, cut to the active experts; read-only."""
 
-    layer: int
-    expert: int
-
-
-class Swap(NamedTuple):
-    """A copy that a cache asks for by itself: `incoming` takes the slot of
-    `outgoing`.
-    """
-
-    outgoing: ExpertKey
-    incoming: ExpertKey
-
-
-@dataclass(slots=True)
-class LayerWork:
-    """The work of one MoE layer in one step. Arrays are read-only for policies.
-
-    Attributes:
-        step: forward pass, counted over the whole run from 0.
-        layer: MoE layer, 0-based.
-        phase: ``Phase.PREFILL`` or ``Phase.DECODE``.
-        experts: int32 [A], ascending.
-        tokens: int32 [A], tokens routed to each (the workload).
-        state: int8 [A] on the (home) GPU: ABSENT, IN_FLIGHT or RESIDENT when the layer
-            step is planned.
-        cpu_s: float64 [A], compute on the CPU once the weights are in host memory.
-        host_s: float64 [A], until the weights are in host memory; 0 if they are.
-        gpu_s: float64 [G, A], compute on each GPU once resident.
-        arrive_s: float64 [G, A], until the weights are on that GPU (SSD read included);
-            0 if resident, the remaining time if in flight, and if absent what a copy
-            would take that is the next one on the link.
-        routing: uint16 [T, K], experts of every token, best first.
-        weights: float16 [T, K] combine weights, or None where the trace has none.
-        scores: float16 [T, E] gate scores before top-k, or None.
-        predicted: predictor name (``pred1_raw`` …) -> float16 [T, E] scores for a
-            coming layer.
-        batch: group of sequences, counted over the whole run; another number means that
-            new sequences began.
-        precomputed: bool [A], experts that the CPU began to compute one layer ahead;
-            None where there are none. They stay on the CPU.
-        link_s: float64 [G], until each link has ended the copy under way; contained in
-            `arrive_s` of what is absent, of which only the first waits for it. None
-            where all links are idle.
-    """
-
-    step: int
-    layer: int
-    phase: Phase
     experts: np.ndarray
     tokens: np.ndarray
     state: np.ndarray
@@ -118,204 +53,193 @@ class LayerWork:
     host_s: np.ndarray
     gpu_s: np.ndarray
     arrive_s: np.ndarray
-    routing: np.ndarray
-    weights: np.ndarray | None = None
-    scores: np.ndarray | None = None
-    predicted: Mapping[str, np.ndarray] = field(default_factory=dict)
-    batch: int = 0
-    precomputed: np.ndarray | None = None
-    link_s: np.ndarray | None = None
-    # What `moesim.policies.compiled` has handed to kernels; nobody else's.
-    handed: Any = field(default=None, init=False, repr=False, compare=False)
+    link_s: np.ndarray
 
 
-def flat_keys(work: LayerWork, width: int) -> np.ndarray:
-    """Flat keys, ``layer * width + expert``, of the active experts of a layer step in a
-    model with `width` experts per layer: int64 [A], ascending.
-    """
-    # Expert ids are int32, in which the product could overflow.
-    return work.layer * width + work.experts.astype(np.int64)
+class Work:
+    """The work of one MoE layer in one step. All arrays are read-only.
 
-
-class Assignment(NamedTuple):
-    """Where each active expert is computed, and in which order they are launched.
+    Rows of E places are filled in for the first A, the active experts.
 
     Attributes:
-        lanes: int8 [A]: CPU (0) or 1 + GPU index; `DEFERRED` of policies that defer.
-        order: int [A] permutation of positions, first launched first; None for
-            ascending expert id. Each lane keeps this order, except that a GPU runs
-            resident experts before arrivals.
-        serial: True if the CPU begins only when every fetched expert has been computed
-            on its GPU.
-        waits: True if no product of the layer step begins on a GPU before every copy of
-            the layer has landed; staging must be able to hold them all.
+        step: forward pass, counted over the whole run from 0.
+        layer: MoE layer, 0-based; -1 between layer steps.
+        phase: 0 in a prefill, 1 in a decode step (`Phase`).
+        batch: group of sequences, counted over the whole run; another number means that
+            new sequences began.
+        rows: T, tokens of the layer step.
+        active: A.
+        gpus: G, GPUs that may compute this layer's experts.
+        first: flat key of the layer's first expert.
+        experts: int32 [A], ascending.
+        tokens: int32 [A], tokens routed to each (the workload).
+        state: int8 [E] on the (home) GPU: ABSENT, IN_FLIGHT or RESIDENT when the layer
+            step is planned.
+        cpu_s: float64 [E], compute on the CPU once the weights are in host memory.
+        host_s: float64 [E], until the weights are in host memory; 0 if they are.
+        gpu_s: float64 [G, E], compute on each GPU once resident.
+        arrive_s: float64 [G, E], until the weights are on that GPU (SSD read included);
+            0 if resident, the remaining time if in flight, and if absent what a copy
+            would take that is the next one on the link.
+        link_s: float64 [G], until each link has ended the copy under way; contained in
+            `arrive_s` of what is absent, of which only the first waits for it.
+        gpu_state: int8 [G, E], state of the active experts on each GPU.
+        first_cpu_s: extra seconds of the first CPU expert of a layer step.
+        scores: float64 [E], gate scores by expert id, mean over the tokens; empty if
+            there are none.
+        first_scores: float64 [E], those of the first token; empty unless the policy
+            `reads_tokens`.
+        ranks: int32 [E], the best place that each active expert has among the experts
+            of any token, 0 for a token's first; filled in where the policy `defers`.
     """
 
-    lanes: np.ndarray
-    order: np.ndarray | None = None
-    serial: bool = False
-    waits: bool = False
+    def __init__(self, gpus: int, experts: int) -> None:
+        self.gpus = gpus
+        nothing = np.zeros(0)
+        self.experts: Ints = read_only(np.zeros(0, np.int32))
+        self.tokens: Ints = self.experts
+        self.scores: Floats = read_only(nothing)
+        self.first_scores: Floats = self.scores
+        self.step = self.layer = NONE
+        self.phase = self.batch = self.rows = self.active = 0
+        self.first = 0
+        self.first_cpu_s = 0.0
+        self.show(
+            state=np.zeros(experts, np.int8),
+            cpu_s=np.zeros(experts),
+            host_s=np.zeros(experts),
+            gpu_s=np.zeros((gpus, experts)),
+            arrive_s=np.zeros((gpus, experts)),
+            link_s=np.zeros(gpus),
+            gpu_state=np.zeros((gpus, experts), np.int8),
+            ranks=np.zeros(experts, np.int32),
+        )
+
+    def show(
+        self,
+        *,
+        state: np.ndarray,
+        cpu_s: np.ndarray,
+        host_s: np.ndarray,
+        gpu_s: np.ndarray,
+        arrive_s: np.ndarray,
+        link_s: np.ndarray,
+        gpu_state: np.ndarray,
+        ranks: np.ndarray,
+    ) -> None:
+        """Show arrays that somebody else fills in."""
+        self.state: Ints = read_only(state)
+        self.cpu_s: Floats = read_only(cpu_s)
+        self.host_s: Floats = read_only(host_s)
+        self.gpu_s: Floats = read_only(gpu_s)
+        self.arrive_s: Floats = read_only(arrive_s)
+        self.link_s: Floats = read_only(link_s)
+        self.gpu_state: Ints = read_only(gpu_state)
+        self.ranks: Ints = read_only(ranks)
+
+    def arrays(self) -> WorkArrays:
+        """NumPy arrays of the active experts, for rules that compute with them."""
+        active = self.active
+        return WorkArrays(
+            experts=np.asarray(self.experts),
+            tokens=np.asarray(self.tokens),
+            state=np.asarray(self.state)[:active],
+            cpu_s=np.asarray(self.cpu_s)[:active],
+            host_s=np.asarray(self.host_s)[:active],
+            gpu_s=np.asarray(self.gpu_s)[:, :active],
+            arrive_s=np.asarray(self.arrive_s)[:, :active],
+            link_s=np.asarray(self.link_s),
+        )
 
 
-class Precompute(NamedTuple):
-    """Experts of the next layer that the CPU starts on this layer's hidden state
-    (DAOP's pre-calculation).
+class MachineView:
+    """What a real system would know at the moment of planning. No clock, no future but
+    an oracle's.
 
-    `experts` int32 [B] ascending, `tokens` int32 [B] predicted for each. Those that the
-    next layer really uses are joined there; the others were in vain. `routing` uint16
-    [T, K], the experts predicted for each token, tells which tokens those are: where
-    experts really work, an expert that was not predicted for a token is computed in its
-    own layer. None leaves that open.
-    """
-
-    experts: np.ndarray
-    tokens: np.ndarray
-    routing: np.ndarray | None = None
-
-
-class Evaluations(NamedTuple):
-    """What a prediction costs the home GPU beyond the model's own work, in one layer
-    step, in units of what a profile knows the seconds of.
+    P predictors that the policy needs, N tokens. All arrays are read-only.
 
     Attributes:
-        gates: gates of coming layers, on this layer's input. They are part of its dense
-            part, so planning waits for them.
-        dense_parts: dense parts of coming layers (attention, gate, shared experts),
-            computed behind the layer's resident experts. Prefetches start after them,
-            and the layer step ends after them.
+        layers, experts, gpus: L, E, and all GPUs of the machine.
+        first_cpu_s: extra seconds of the first CPU expert of a layer step.
+        states: int8 [G, L * E], state of every expert on every GPU.
+        copy_s: float64 [L], one expert's copy from host memory to a GPU.
+        cpu_s, gpu_s: float64 [L, N], seconds of one expert of mean size by its tokens.
+        gap_s: from the last layer's end to this one's planning: its dense part, mostly.
+            As last seen within a forward pass; 0 until then.
+        link_wait_s: until the first GPU's link has served what is queued on it.
+        routing: uint16 [T, K], experts of every token, best first; no rows unless the
+            policy `reads_routing`.
+        before, before_that: the same of the layer before in this forward pass, and of
+            the one before that.
+        workload: int32 [P, E], tokens that each predictor gives to the experts of its
+            layer.
+        score_sums: float32 [P, E], their predicted scores, summed over the tokens.
+        predicted: float64 [T, E], ``pred1_raw`` of every token; no rows unless the
+            policy `reads_tokens`.
+        coming: int32, active experts, layer after layer, for oracles; empty for others.
+        coming_edges: int64, where in `coming` each of the following layers of this
+            forward pass begins, and where the last one ends.
     """
 
-    gates: int = 0
-    dense_parts: int = 0
+    def __init__(self, gpus: int, layers: int, experts: int) -> None:
+        self.gpus = gpus
+        self.layers = layers
+        self.experts = experts
+        self.first_cpu_s = self.gap_s = self.link_wait_s = 0.0
+        keys = layers * experts
+        self.states: Ints = zeros((gpus, keys), np.int8)
+        self.copy_s: Floats = zeros(layers)
+        self.cpu_s: Floats = zeros((layers, 1))
+        self.gpu_s: Floats = zeros((layers, 1))
+        self.forget()
 
-
-class MachineView(Protocol):
-    """What a real system would know at the moment of planning. No clock, no future."""
-
-    shape: ModelShape
-    layers: int
-    experts: int
-    gpus: int
-    cpu_first_s: float
-    """Extra seconds of the first CPU expert of a layer step."""
-    gap_s: float
-    """Seconds from the last layer's end to this one's planning: its dense part, mostly.
-
-    As last seen within a forward pass; 0 until then.
-    """
+    def forget(self) -> None:
+        """Say nothing of a layer step."""
+        nobody = zeros((0, 0), np.uint16)
+        self.routing: Ints = nobody
+        self.before: Ints = nobody
+        self.before_that: Ints = nobody
+        self.workload: Ints = zeros((0, self.experts), np.int32)
+        self.score_sums: Floats = zeros((0, self.experts), np.float32)
+        self.predicted: Floats = zeros((0, self.experts))
+        self.coming: Ints = zeros(0, np.int32)
+        self.coming_edges: Ints = zeros(0, np.int64)
 
     def resident(self, layer: int, gpu: int = 0) -> np.ndarray:
         """Bool [E]: usable on that GPU now."""
+        return self._states_of(layer, gpu) == RESIDENT
 
     def in_flight(self, layer: int, gpu: int = 0) -> np.ndarray:
         """Bool [E]: being copied to that GPU."""
+        return self._states_of(layer, gpu) == IN_FLIGHT
 
-    def capacity(self, layer: int, gpu: int = 0) -> int:
-        """Cache slots: of this layer (per-layer scope) or of the whole GPU (global
-        scope).
-        """
-
-    def copy_s(self, layer: int, expert: int | None = None) -> float:
-        """Seconds to copy an expert of this layer from host memory to a GPU; one of
-        mean size, if none is named.
-        """
-
-    def link_wait_s(self, gpu: int = 0) -> float:
-        """Seconds until the host-to-GPU link has served everything already queued on
-        it.
-        """
-
-    def cpu_s(
-        self,
-        layer: int,
-        tokens: np.ndarray,
-        experts: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """Seconds that experts take on the CPU, float64, same shape as `tokens`; of
-        mean size, if none are named.
-        """
-
-    def gpu_s(
-        self,
-        layer: int,
-        tokens: np.ndarray,
-        experts: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """The same of resident experts on a GPU."""
+    def _states_of(self, layer: int, gpu: int) -> np.ndarray:
+        first = layer * self.experts
+        return np.asarray(self.states)[gpu, first : first + self.experts]
 
 
-class Gate(NamedTuple):
+class Gate:
     """Outputs of a layer's gate for the tokens of this step.
 
-    `experts` uint16 [T, K] as recorded, best first; `weights` float16 [T, K] or None;
-    `scores` float16 [T, E] or None; `predicted` float16 [T, E]: this gate's scores on
-    the input of the layer before (``pred1_raw``), or None.
+    What a trace lacks has no rows.
+
+    Attributes:
+        step, layer, phase: as in `Work`; rows: T.
+        experts: uint16 [T, K] as recorded, best first.
+        weights: float64 [T, K].
+        scores: float64 [T, E].
+        predicted: float64 [T, E], this gate's scores on the input of the layer before
+            (``pred1_raw``).
     """
 
-    step: int
-    layer: int
-    phase: Phase
-    experts: np.ndarray
-    weights: np.ndarray | None
-    scores: np.ndarray | None
-    predicted: np.ndarray | None = None
-
-
-class Routing(NamedTuple):
-    """Experts that really serve the tokens: `experts` uint16 [T, K], `weights` float
-    [T, K] or None.
-
-    A token may have fewer experts than K: repeat none, and mark unused columns with
-    weight 0 and expert 65535.
-    """
-
-    experts: np.ndarray
-    weights: np.ndarray | None
-
-
-class Future(Protocol):
-    """The whole routing of a replay, given only to policies that declare ``oracle =
-    True``.
-    """
-
-    def next_use(self, step: int, layer: int, expert: int) -> int:
-        """First step strictly after `step` in which this expert is active; a number
-        past the end if never.
-        """
-
-    def next_uses(
-        self,
-        step: int,
-        layer: int,
-        experts: np.ndarray,
-    ) -> np.ndarray:
-        """int64, same shape as `experts`: `next_use` of each."""
-
-    def active(self, step: int, layer: int) -> np.ndarray:
-        """int32 [A], ascending: the experts that layer step will use; empty past the
-        end.
-        """
-
-    def tokens(self, step: int, layer: int) -> np.ndarray:
-        """int32 [A]: the tokens routed to each of `active`."""
-
-    @property
-    def never(self) -> int:
-        """The number that stands for "never again"."""
-
-    @property
-    def experts(self) -> np.ndarray:
-        """int32, the active experts of all layer steps in replay order."""
-
-    @property
-    def following(self) -> np.ndarray:
-        """int32, by the same accesses: the step of that expert's next use."""
-
-    @property
-    def edges(self) -> np.ndarray:
-        """int64: layer step ``step * layers + layer`` has the accesses from its own
-        edge to the next.
-        """
+    def __init__(self) -> None:
+        self.step = self.layer = NONE
+        self.phase = self.rows = 0
+        nothing = zeros((0, 0))
+        self.experts: Ints = zeros((0, 0), np.uint16)
+        self.weights: Floats = nothing
+        self.scores: Floats = nothing
+        self.predicted: Floats = nothing
 
 
 class Policy:
@@ -325,8 +249,6 @@ class Policy:
     there. One instance serves one run.
 
     Attributes:
-        name: the registered name, set by the registry when it finds the class; empty
-            for a class that was never looked up.
         oracle: whether it must see the future.
         needs: optional trace columns that it reads. A parameter may change them, so ask
             the instance.
@@ -335,22 +257,19 @@ class Policy:
             qualify; a cache must also admit every miss.
         compared_with: specifications of the policies of the same kind that its own
             report judges it beside.
-        reads_tokens: whether its kernels read the gate outputs of single tokens.
-        reads_states: whether its kernels read where all experts of a layer are.
+        reads_tokens: whether it reads the gate outputs of single tokens.
         own_planning_s: seconds that its decisions about one layer step take, where that
             is more than what a machine's planning counts for all policies.
     """
 
     # The registry knows policies by class. Code that needs to tell them apart reads
     # attributes such as these, and never compares names.
-    name: ClassVar[str] = ""
     oracle: ClassVar[bool] = False
     reference: ClassVar[tuple[str, ...]] = ()
     compared_with: ClassVar[tuple[str, ...]] = ()
+    # May be parameters of a policy, so they are asked of the instance.
     needs: tuple[str, ...] = ()
-    # May be parameters of a policy, as what it needs.
     reads_tokens: bool = False
-    reads_states: bool = False
     own_planning_s: float = 0.0
 
     def start(self, context: RunContext) -> None:
@@ -362,67 +281,8 @@ class Policy:
         """
         return ()
 
-    def kernels(self) -> Any:
-        """Compiled functions that answer in this policy's place, with what it knows.
 
-        Asked once, when memories have their first content. None, the default, lets the
-        policy itself answer: see `moesim.policies.kernels`.
-        """
-        return None
-
-
-# Frozen, as all policies of a run are started with the same one.
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """What is fixed for one run.
-
-    Attributes:
-        shape: the model.
-        gpus: number of GPUs.
-        capacity_slots: int [L] cache slots per layer (per-layer scope), or one entry
-            (global scope).
-        scope: ``layer`` or ``global``.
-        seed: for policies that draw: ``random.Random(seed)`` or
-            ``numpy.random.default_rng(seed)``.
-        calibration: activation counts float64 [L, E] of a calibration trace, or None.
-        future: only for oracles.
-        extras: calibration artefacts by name (tables, trained networks).
-        costs: what operations take on this machine; None where a cache is driven alone.
-        served: bool [L], layers that this memory serves: some of them where the layers
-            are divided among several GPUs; None for all.
-        gpu: the GPU whose memory a cache serves; 0 for other policies.
-        pool_bytes: int64 [L] or [1], bytes of each pool, as in `capacity_slots`; None
-            where slots say everything. Experts of unequal layers fill a global pool by
-            bytes: its one entry of `capacity_slots` counts the largest.
-        shared: what policies of the run know together, by what describes it: see
-            `share`.
-    """
-
-    shape: ModelShape
-    gpus: int
-    capacity_slots: np.ndarray
-    scope: str
-    seed: int = 0
-    calibration: np.ndarray | None = None
-    future: Future | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    costs: Costs | None = None
-    served: np.ndarray | None = None
-    gpu: int = 0
-    pool_bytes: np.ndarray | None = None
-    shared: dict[Any, Any] = field(default_factory=dict)
-
-    def share(self, description: Any, make: Callable[[], _Shared]) -> _Shared:
-        """What several policies of this run know together: made for the first that
-        asks, the same for all that ask with an equal, hashable `description`.
-        """
-        if description not in self.shared:
-            self.shared[description] = make()
-        known: _Shared = self.shared[description]
-        return known
-
-
-class AssignmentPolicy(Policy, ABC):
+class AssignmentPolicy(Policy):
     """Decides on which device each active expert is computed, and in which order.
 
     Attributes:
@@ -437,11 +297,9 @@ class AssignmentPolicy(Policy, ABC):
             its result and adds it to its own. Where that cannot be, it joins at once:
             in prefill, in the last layer, where it was computed ahead of its gate or
             is not in (limited) host memory.
-        precomputes: whether it names experts that are computed ahead of their gate: the
-            class overrides `precompute`.
     """
 
-    # Both may be parameters of a policy.
+    # The first two may be parameters of a policy.
     approximates: bool = False
     defers: bool = False
     places_on_gpu: ClassVar[bool] = True
@@ -449,31 +307,52 @@ class AssignmentPolicy(Policy, ABC):
 
     @property
     def precomputes(self) -> bool:
-        """See the class."""
-        return type(self).precompute is not AssignmentPolicy.precompute
+        """Whether it names experts that are computed ahead of their gate: the class
+        overrides `precompute`.
+        """
+        return overrides(self, AssignmentPolicy, "precompute")
 
-    @abstractmethod
     def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
-        """Place every active expert exactly once."""
+        self, work: Work, view: MachineView, lanes: Ints, order: Ints
+    ) -> int:
+        """Place every active expert exactly once.
+
+        Args:
+            work: the layer step.
+            view: the machine.
+            lanes: int8 [A], to be filled in: CPU, or 1 + GPU; `DEFERRED` of policies
+                that defer. All CPU until then.
+            order: int64 [A], positions of the active experts, first launched first;
+                ascending until then. Each lane keeps this order, except that a GPU runs
+                resident experts before arrivals.
+
+        Returns:
+            `SERIAL` and `WAITS`, added up; mostly 0.
+        """
+        raise NotImplementedError
 
     def precompute(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Precompute | None:
-        """Name experts of layer ``work.layer + 1`` that the CPU computes ahead of their
-        gate. Default: none.
+        self, gate: Gate, view: MachineView, routing: Ints, tokens: Ints
+    ) -> int:
+        """Name experts of the next layer that the CPU starts on this layer's hidden
+        state (DAOP's pre-calculation). Default: none.
+
+        Args:
+            gate: the next layer's, before it has spoken: `predicted` is what it says
+                of this layer's input, `experts` are this layer's.
+            view: the machine.
+            routing: uint16 [T * K], to be filled in row by row with the experts that
+                are predicted for each token.
+            tokens: int32 [E], zeros, to be filled in with how many tokens of each
+                expert the CPU starts now.
+
+        Returns:
+            K, columns of `routing`; 0 for none.
         """
-        # Named and unused: a policy that overrides this keeps the parameters' names.
-        del work, view
-        return None
+        return 0
 
 
-class PrefetchPolicy(Policy, ABC):
+class PrefetchPolicy(Policy):
     """Decides which experts of coming layers are copied before a layer needs them.
 
     Copies wait in a queue, behind all demand, in the order in which they were named.
@@ -497,7 +376,7 @@ class PrefetchPolicy(Policy, ABC):
             ``drop`` never stages.
         buffer_slots: staging slots that it needs beside those of the system or the
             profile, as what it names never enters the cache.
-        reads_routing: whether its kernel reads the experts of single tokens.
+        reads_routing: whether it reads the experts of single tokens.
         foresees_passes: whether it also names experts of the next forward passes, in
             layers that this one has behind it.
     """
@@ -512,43 +391,50 @@ class PrefetchPolicy(Policy, ABC):
     reads_routing: ClassVar[bool] = False
     foresees_passes: ClassVar[bool] = False
 
-    @abstractmethod
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
-        """Keys of coming layers, most wanted first; the planner drops what is present
-        and trims to the budget.
-        """
-
-    def foretold(
-        self, experts: np.ndarray, draft_s: float, view: MachineView
-    ) -> Sequence[ExpertKey]:
-        """Keys that a drafted token foretells, most wanted first, before the pass that
-        verifies it begins. Default: none.
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
+        """Name experts of coming layers; the planner drops what is present and trims to
+        the budget.
 
         Args:
-            experts: uint16 [L, K], those that the token really uses: which of them a
-                draft knows is the policy's own assumption, so it is an oracle.
-            draft_s: seconds until the next token is drafted.
-            view: the machine.
+            work: the layer step.
+            view: the machine, and what the trace says ahead of time.
+            named: int64 [L * E], to be filled in with flat keys, most wanted first.
+
+        Returns:
+            How many.
         """
-        del experts, draft_s, view
-        return ()
+        raise NotImplementedError
+
+    def foretold(
+        self, predicted: Ints, draft_s: float, view: MachineView, named: Ints
+    ) -> int:
+        """Name what a drafted token foretells, before the pass that verifies it begins.
+        Default: nothing.
+
+        Args:
+            predicted: int32 [L, K], the experts that its draft knows of (`drafted`), -1
+                where it knows of none.
+            draft_s: seconds until the next token is drafted.
+            view: the machine; it says nothing of a layer step.
+            named: int64 [L * E], to be filled in with flat keys, most wanted first.
+
+        Returns:
+            How many.
+        """
+        return 0
 
     @property
     def foretells(self) -> bool:
         """Whether drafted tokens tell it anything: the class overrides `foretold`."""
-        return type(self).foretold is not PrefetchPolicy.foretold
+        return overrides(self, PrefetchPolicy, "foretold")
 
     def drafted(self, experts: np.ndarray) -> np.ndarray:
         """What drafts know of these experts of drafted tokens, [D, L, K]: int32, -1 for
-        nothing. Of policies whose kernel answers `foretold`. Default: all.
+        nothing. Default: all, which makes it an oracle.
         """
         return experts.astype(np.int32)
 
-    def evaluations(self, following: int, phase: Phase) -> Evaluations:
+    def evaluations(self, following: int, phase: int) -> Evaluations:
         """What the prediction of one layer step evaluates on the GPU. Default: nothing.
 
         `following` counts the layers behind this one, at least 1. A table, an oracle or
@@ -559,12 +445,11 @@ class PrefetchPolicy(Policy, ABC):
         return Evaluations()
 
 
-class CachePolicy(Policy, ABC):
+class CachePolicy(Policy):
     """Decides which fetched experts enter a memory, and which residents leave it.
 
     It is asked once per layer step and memory, and never about bytes. Experts are
-    passed as flat keys, ``layer * E + expert`` (int64), so one policy serves both
-    scopes.
+    passed as flat keys, so one policy serves both scopes.
 
     Attributes:
         lands_by_next_visit: whether copies that it asked for itself (`replacements`)
@@ -579,67 +464,64 @@ class CachePolicy(Policy, ABC):
             modelling.
     """
 
-    # May be a parameter of a policy, so it is asked of the instance.
+    # May be parameters of a policy, so they are asked of the instance.
     lands_by_next_visit: bool = False
     replaces_first: bool = False
     choosing_s: float = 0.0
 
     @property
+    def admits_all(self) -> bool:
+        """Whether everything may enter: the class does not override `admits`."""
+        return not overrides(self, CachePolicy, "admits")
+
+    @property
+    def in_launch_order(self) -> bool:
+        """Whether incoming experts keep their order: the class does not override
+        `precedence`.
+        """
+        return not overrides(self, CachePolicy, "precedence")
+
+    @property
     def replaces(self) -> bool:
         """Whether it asks for copies of its own: the class overrides `replacements`."""
         # Read off the class, so that no policy can forget to set a flag.
-        return type(self).replacements is not CachePolicy.replacements
+        return overrides(self, CachePolicy, "replacements")
 
-    def accessed(self, work: LayerWork) -> None:
+    def accessed(self, work: Work) -> None:
         """Note the active experts of a layer step: `work.state` tells which were hits.
         Default: nothing.
         """
-        # Not abstract: rules that depend on entries alone, such as FIFO, need nothing.
-        del work
 
-    def admits(
-        self,
-        work: LayerWork,
-        incoming: np.ndarray,
-    ) -> np.ndarray:
-        """Bool, same shape as `incoming`: which fetched experts may enter. Default:
-        all.
-        """
-        # Where a policy does not override this, the planner spares the call.
-        del work
-        return np.ones(len(incoming), dtype=np.bool_)
+    def admits(self, work: Work, key: int) -> bool:
+        """Whether a fetched expert may enter. Default: yes."""
+        return True
 
-    def precedence(self, incoming: np.ndarray) -> np.ndarray:
-        """Reorder `incoming`, int64 [M], when there are fewer free slots than keys.
-        Default: launch order.
+    def precedence(self, incoming: Ints) -> None:
+        """Reorder `incoming`, int64 [M], in place, when there are fewer free slots than
+        keys. Default: launch order.
 
         The first take the free slots, as many of the next as there are candidates are
         shown to `victims`, and the last run from staging.
         """
-        return incoming
 
-    @abstractmethod
-    def victims(
-        self,
-        incoming: np.ndarray,
-        candidates: np.ndarray,
-    ) -> np.ndarray:
-        """Choose one distinct victim among `candidates` for each of `incoming`, -1 to
-        decline its admission.
+    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
+        """Choose one distinct victim among the candidates for each incoming expert.
 
-        `candidates` int64 [C] ascending: residents of the scope that are not held.
-        `incoming` int64 [M], M <= C, in the order of `precedence`.
+        Args:
+            incoming: int64 [M], M <= C, in the order of `precedence`.
+            candidates: int64 [C], ascending: residents of the scope that are not held.
+            chosen: int64 [M], to be filled in; -1, which they are until then, declines
+                an admission.
         """
+        raise NotImplementedError
 
-    def admitted(self, keys: np.ndarray) -> None:
-        """Note keys that have entered (demand fetch, prefetch, swap or initial
+    def admitted(self, key: int) -> None:
+        """Note an expert that has entered (demand fetch, prefetch, swap or initial
         filling). Default: nothing.
         """
-        del keys
 
-    def evicted(self, keys: np.ndarray) -> None:
-        """Note keys that have left. Default: nothing."""
-        del keys
+    def evicted(self, key: int) -> None:
+        """Note an expert that has left. Default: nothing."""
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
         """Flat keys that fill the cache before the run; None for the experts that the
@@ -649,18 +531,23 @@ class CachePolicy(Policy, ABC):
         return None
 
     def replacements(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[Swap]:
-        """Copies the cache itself asks for when its window closes (DALI Alg. 2).
-        Default: none.
+        self, work: Work, states: Ints, outgoing: Ints, incoming: Ints
+    ) -> int:
+        """Ask for copies of its own when its window closes (DALI Alg. 2). Default: none.
+
+        Args:
+            work: the layer step.
+            states: int8 [L * E], state of every expert in the memory it rules.
+            outgoing, incoming: int64 [L * E], to be filled in: each incoming expert
+                takes the slot of the outgoing one beside it.
+
+        Returns:
+            How many.
         """
-        del work, view
-        return ()
+        return 0
 
 
-class RoutingPolicy(Policy, ABC):
+class RoutingPolicy(Policy):
     """Decides which experts serve each token.
 
     Attributes:
@@ -670,10 +557,29 @@ class RoutingPolicy(Policy, ABC):
 
     alters: ClassVar[bool] = True
 
-    @abstractmethod
-    def route(
-        self,
-        gate: Gate,
-        view: MachineView,
-    ) -> Routing:
-        """Experts and combine weights as they will really be used."""
+    def route(self, gate: Gate, view: MachineView, routing: Ints) -> int:
+        """Choose the experts of every token.
+
+        Args:
+            gate: what the gate says.
+            view: the machine.
+            routing: uint16 [T * E], to be filled in row by row; `UNUSED` in places that
+                no expert takes, none twice in a row.
+
+        Returns:
+            Columns of each row; 0 leaves the recorded experts.
+        """
+        raise NotImplementedError
+
+    def weigh(self, gate: Gate, experts: np.ndarray) -> np.ndarray | None:
+        """Combine weights of altered experts, float [T, K'], of `experts` uint16
+        [T, K']; None where the trace has none. Default: the gate's own.
+        """
+        del experts
+        weights = np.asarray(gate.weights)
+        return weights if len(weights) else None
+
+
+def overrides(policy: Any, base: type, name: str) -> bool:
+    """Whether a policy's class answers a question itself."""
+    return getattr(type(policy), name) is not getattr(base, name)

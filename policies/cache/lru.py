@@ -4,42 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from moesim.policies.cache._kernels import (
-    lowest_victims,
-    lru_accessed,
-    lru_admitted,
-    score_state,
-)
-from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import CacheKernels
+from moesim.policies.cache.ranked import RankedCache
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.base import Work
 
 
-class LRU(AdmittingCompiledCache):
-    """Evict the expert that was used least recently.
+class LRU(RankedCache):
+    """Evict the expert that was used least recently; entering counts as a use.
 
     Step-atomic: the active experts of a layer step are used at the same instant, so
-    ties are real and go to the lower id. Entering counts as a use, so that a prefetched
-    expert that is never used ages and leaves.
+    ties are real and go to the lower id.
 
     Source: textbook. Mixtral-Offloading's and AdapMoE's cache.
     """
 
     reference: ClassVar[tuple[str, ...]] = ("",)
 
-    def bring(self, context: RunContext) -> CacheKernels:
-        """Begin the count of layer steps."""
+    def __init__(self) -> None:
         # A float, as it becomes a score; exact up to 2**53 layer steps.
-        return CacheKernels(
-            score_state(context, numbers=[0.0], integers=[context.shape.experts]),
-            victims=lowest_victims,
-            accessed=lru_accessed,
-            admitted=lru_admitted,
-        )
+        self.now = 0.0
 
-    @property
-    def now(self) -> float:
-        """Number of layer steps so far: the last one's stamp."""
-        return float(self.brought.state.numbers[0])
+    def accessed(self, work: Work) -> None:
+        self.now += 1.0
+        for i in range(work.active):
+            self.score[work.first + work.experts[i]] = self.now
+
+    def admitted(self, key: int) -> None:
+        self.score[key] = self.now

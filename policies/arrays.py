@@ -1,0 +1,36 @@
+"""Arrays of the hot path: memoryviews, whose items are plain Python numbers.
+
+Compiled, they are C arrays with bounds checked. Where nothing is compiled, NumPy's own
+small integers would overflow, and its items are slow to take out one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Floats: TypeAlias = "memoryview[float]"
+Ints: TypeAlias = "memoryview[int]"
+
+
+def zeros(shape: Any, dtype: Any = np.float64) -> memoryview:
+    """Zeros of a shape: int, or a tuple of ints."""
+    return np.zeros(shape, dtype).data
+
+
+def filled(shape: Any, value: Any, dtype: Any = np.float64) -> memoryview:
+    """The same of another value."""
+    return np.full(shape, value, dtype).data
+
+
+def view_of(array: Any, dtype: Any) -> memoryview:
+    """A contiguous array's memory, converted if it has to be; it may be read-only."""
+    return np.ascontiguousarray(array, dtype).data
+
+
+def read_only(array: np.ndarray) -> memoryview:
+    """An array's memory, to be read alone: for what policies are shown."""
+    shown = array.view()
+    shown.flags.writeable = False
+    return shown.data
