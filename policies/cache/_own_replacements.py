@@ -1,132 +1,114 @@
 """Caches that replace experts on their own account: a base that admits no fetched
-expert, and the pairing of missed experts with residents.
+expert, and the pairing of absent experts with residents.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import RESIDENT
-from moesim.policies.cache._kernels import mark_keys
-from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import (
-    MOVED,
-    REPLACEMENTS,
-    CacheKernels,
-    State,
-    Work,
-    admits_nothing,
-    state,
-)
+import numpy as np
+
+from moesim.policies.arrays import zeros
+from moesim.policies.base import CachePolicy
+from moesim.policies.cache.ranked import RankedCache
+from moesim.policies.names import NONE, RESIDENT
 
 if TYPE_CHECKING:
-    import numpy as np
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
-    from moesim.policies.base import RunContext
-
-
-# What the first row of marks says of an expert.
-_OUTSIDE = 0
-_INSIDE = 1
+OUTSIDE = 0
+INSIDE = 1
 _PAIRED = 2
 
 
-class NoAdmissionCache(CompiledCache):
+class NoAdmissionCache(CachePolicy):
     """Admits nothing: what is fetched or prefetched runs from staging and is gone
     afterwards. A subclass may be empty, or have fixed content (`initial`).
     """
 
-    def bring(self, context: RunContext) -> CacheKernels:
-        """Refuse all."""
-        del context
-        return CacheKernels(state(), admits=admits_nothing)
+    def admits(self, work: Work, key: int) -> bool:
+        return False
+
+    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
+        """Decline all."""
 
 
-@compiled(MOVED)
-def note_admitted(state: State, keys: np.ndarray) -> None:
-    """Note in the first row of marks what has entered."""
-    mark_keys(state.marks[0], keys, 1)
+class ReplacingCache(RankedCache):
+    """Knows what is inside, so that a subclass can ask for copies of its own.
 
+    Attributes:
+        inside: int8 [L * E], `INSIDE` of experts that have entered and not left, copies
+            in flight included.
+    """
 
-@compiled(MOVED)
-def note_evicted(state: State, keys: np.ndarray) -> None:
-    """Note in the first row of marks what has left."""
-    mark_keys(state.marks[0], keys, 0)
+    def start(self, context: RunContext) -> None:
+        """Begin empty."""
+        RankedCache.start(self, context)
+        self.inside: Ints = zeros(self.layers * self.experts, np.int8)
 
+    def admitted(self, key: int) -> None:
+        self.inside[key] = INSIDE
 
-@compiled(REPLACEMENTS)
-def replace_by_missed(
-    state: State,
-    work: Work,
-    states: np.ndarray,
-    outgoing: np.ndarray,
-    incoming: np.ndarray,
-) -> int:
-    """Pair a layer's missed experts with its residents (`pair_missed`)."""
-    return pair_missed(state, work, False, states, outgoing, incoming)
+    def evicted(self, key: int) -> None:
+        self.inside[key] = OUTSIDE
 
+    def pair(
+        self,
+        work: Work,
+        states: Ints,
+        outgoing: Ints,
+        incoming: Ints,
+        margin: float,
+        everyone: bool,
+    ) -> int:
+        """Pair the best of a layer's missed experts, or of all that are absent, with
+        the worst of its residents, while the score gains more than the margin.
 
-@compiled
-def _best_absent(state: State, work: Work, everyone: bool) -> int:
-    score = state.scores[0]
-    marks = state.marks[0]
-    first = work.layer * state.integers[0]
-    best = -1
-    if everyone:
-        for key in range(first, first + state.integers[0]):
-            if marks[key] == _OUTSIDE and (best < 0 or score[key] > score[best]):
+        Args:
+            work, states, outgoing, incoming: as `replacements` has them.
+            margin: of the score.
+            everyone: whether all absent experts count, not the missed ones alone.
+
+        Returns:
+            How many pairs.
+        """
+        count = 0
+        while True:
+            best = self._best_absent(work, everyone)
+            worst = self._worst_resident(work, states)
+            # Both only get closer: once a pair does not pay, none does.
+            if best < 0 or worst < 0:
+                break
+            if not self.score[best] > self.score[worst] + margin:
+                break
+            outgoing[count] = worst
+            incoming[count] = best
+            count += 1
+            self.inside[worst] = _PAIRED
+            self.inside[best] = _PAIRED
+        for n in range(count):
+            self.inside[outgoing[n]] = INSIDE
+            self.inside[incoming[n]] = OUTSIDE
+        return count
+
+    def _best_absent(self, work: Work, everyone: bool) -> int:
+        best = NONE
+        for n in range(self.experts if everyone else work.active):
+            key = work.first + (n if everyone else work.experts[n])
+            if self.inside[key] != OUTSIDE:
+                continue
+            if best < 0 or self.score[key] > self.score[best]:
                 best = key
         return best
-    for expert in work.experts:
-        key = first + expert
-        if marks[key] == _OUTSIDE and (best < 0 or score[key] > score[best]):
-            best = key
-    return best
 
-
-@compiled
-def _worst_resident(state: State, work: Work, states: np.ndarray) -> int:
-    score = state.scores[0]
-    first = work.layer * state.integers[0]
-    worst = -1
-    for key in range(first, first + state.integers[0]):
-        may_leave = state.marks[0, key] == _INSIDE and states[key] == RESIDENT
-        if may_leave and (worst < 0 or score[key] < score[worst]):
-            worst = key
-    return worst
-
-
-@compiled
-def pair_missed(
-    state: State,
-    work: Work,
-    everyone: bool,
-    states: np.ndarray,
-    outgoing: np.ndarray,
-    incoming: np.ndarray,
-) -> int:
-    """Pair the best of a layer's missed experts, or of all that are absent, with the
-    worst of its residents, while that pays.
-
-    The state's first row of scores ranks them, its first row of marks says what is
-    inside, its last number is the margin, and its first integer E.
-    """
-    score = state.scores[0]
-    marks = state.marks[0]
-    count = 0
-    while True:
-        best = _best_absent(state, work, everyone)
-        worst = _worst_resident(state, work, states)
-        # Both only get closer: once a pair does not pay, none does.
-        if best < 0 or worst < 0 or not score[best] > score[worst] + state.numbers[-1]:
-            break
-        outgoing[count] = worst
-        incoming[count] = best
-        count += 1
-        marks[worst] = _PAIRED
-        marks[best] = _PAIRED
-    for n in range(count):
-        marks[outgoing[n]] = _INSIDE
-        marks[incoming[n]] = _OUTSIDE
-    return count
+    def _worst_resident(self, work: Work, states: Ints) -> int:
+        worst = NONE
+        for key in range(work.first, work.first + self.experts):
+            # What is inside may still be in flight, and then it cannot leave yet.
+            if self.inside[key] != INSIDE or states[key] != RESIDENT:
+                continue
+            if worst < 0 or self.score[key] < self.score[worst]:
+                worst = key
+        return worst
