@@ -10,90 +10,63 @@ L layers, E experts, U uses.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
+from moesim.policies.arrays import view_of, zeros
 from moesim.policies.base import PolicyError
-from moesim.policies.kernels import State, Work
+from moesim.policies.names import NONE
 
 if TYPE_CHECKING:
-    from moesim.policies.base import Future, RunContext
-
-# Rows of the scores and marks, by flat key.
-VALUE: Final = 0
-NEXT_STEP: Final = 0
-"""Forward pass of the next use."""
-NAMED: Final = 1
-EDGES: Final = 2
-"""By layer step: where its uses begin in the integers and numbers."""
-_ROWS: Final = 3
-
-# Places in the integers: E comes first, as in all states.
-_EXPERTS: Final = 0
-LAYERS: Final = 1
-_LAST: Final = 2
-"""Layer step that was observed last."""
-POOLS: Final = 3
-"""1 where all layers share one pool of slots, else L."""
-SLOTS: Final = 4
-"""Where the slots of every layer begin."""
-_USES: Final = 5
-"""Where uses begin: the expert and the forward pass of its next use."""
-_LAYOUT: Final = 6
-_FIELDS: Final = 2
-
-# Places in the numbers.
-_GROWTH: Final = 0
-OF_USERS: Final = 1
-"""Two places for the rules of a prefetcher."""
-_VALUES: Final = 3
-"""Where values after every use begin."""
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import Future, RunContext
 
 
 class Foresight:
-    """Values of all experts, as arrays that several policies' kernels work on.
+    """Values of all experts, for the policies that share them.
 
     Attributes:
-        state: all of it.
+        layers, experts: of the model.
+        value: float64 [L * E], by flat key.
+        next_step: int64 [L * E], forward pass of the next use.
+        edges, used, following: the future's, int64 and int32 [U].
     """
 
     def __init__(self, future: Future, context: RunContext, decay: float) -> None:
         shape = context.shape
-        layers = shape.layers
+        self.layers = shape.layers
+        self.experts = shape.experts
+        self.last = NONE
+        self.growth = 1.0 / decay
         edges = np.asarray(future.edges)
         chosen = np.asarray(future.experts)
         following = np.asarray(future.following)
         steps_of_uses = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
-        keys = steps_of_uses % layers * shape.experts + chosen
-        passes = steps_of_uses // layers
+        keys = steps_of_uses % shape.layers * shape.experts + chosen
+        passes = steps_of_uses // shape.layers
 
-        first_use = np.full(layers * shape.experts, future.never, np.int64)
-        np.minimum.at(first_use, keys, passes)
+        next_step = np.full(shape.layers * shape.experts, future.never, np.int64)
+        np.minimum.at(next_step, keys, passes)
         saved = _saved(future, context, len(edges) - 1)
-        values = _values(keys, passes, following, saved, decay)
-        scores = np.zeros((1, layers * shape.experts))
+        # What is not used again is worth nothing, however near the end is.
+        discounts = decay ** (following - passes).astype(np.float64)
+        values = np.zeros(len(keys))
+        value = np.zeros(shape.layers * shape.experts)
+        _value_uses(keys, saved, discounts, value.copy(), values)
         _, first_places = np.unique(keys, return_index=True)
         # Values are those after the last token: nobody has seen any yet.
         used = keys[first_places]
         distances = passes[first_places] + 1
-        scores[VALUE, used] = decay**distances * (saved + values)[first_places]
+        value[used] = decay**distances * (saved + values)[first_places]
 
-        marks = np.zeros((_ROWS, max(len(edges), len(first_use))), np.int64)
-        marks[NEXT_STEP, : len(first_use)] = first_use
-        marks[EDGES, : len(edges)] = edges
-        pools = len(context.capacity_slots)
-        slots = context.gpus * np.broadcast_to(context.capacity_slots, layers)
-        uses = np.stack((chosen, following), axis=1).ravel()
-        rules = np.zeros(_VALUES - OF_USERS)
-        header = (shape.experts, layers, -1, pools, _LAYOUT, _LAYOUT + layers)
-        self.state = State(
-            scores=scores,
-            marks=marks,
-            numbers=np.concatenate(([1.0 / decay], rules, values)),
-            integers=np.concatenate((header, slots, uses)).astype(np.int64),
-        )
+        self.value: Floats = value.data
+        self.next_step: Ints = next_step.data
+        self.edges: Ints = view_of(edges, np.int64)
+        self.used: Ints = view_of(chosen, np.int32)
+        self.following: Ints = view_of(following, np.int32)
+        self.values_after: Floats = values.data
 
     @classmethod
     def of(cls, context: RunContext, decay: float) -> Foresight:
@@ -109,6 +82,22 @@ class Foresight:
                 " trace has one"
             )
         return context.share((cls, decay), lambda: cls(future, context, decay))
+
+    def foresee(self, work: Work) -> None:
+        """Let a token pass in a layer, once, whoever tells first: values of its experts
+        grow, and those that it uses are worth what comes after.
+        """
+        now = work.step * self.layers + work.layer
+        if self.last == now:
+            return
+        self.last = now
+        first = work.layer * self.experts
+        for key in range(first, first + self.experts):
+            self.value[key] *= self.growth
+        for use in range(self.edges[now], self.edges[now + 1]):
+            key = first + self.used[use]
+            self.value[key] = self.values_after[use]
+            self.next_step[key] = self.following[use]
 
 
 def _saved(future: Future, context: RunContext, layer_steps: int) -> np.ndarray:
@@ -134,42 +123,19 @@ def _saved(future: Future, context: RunContext, layer_steps: int) -> np.ndarray:
     return np.concatenate([np.zeros(0), *saved])
 
 
-def _values(
-    keys: np.ndarray,
-    passes: np.ndarray,
-    following: np.ndarray,
-    saved: np.ndarray,
-    decay: float,
-) -> np.ndarray:
-    """What an expert is worth right after each of its uses: float64 [U]."""
-    values = np.zeros(len(keys))
-    after = np.zeros(int(keys.max(initial=0)) + 1)
-    # What is not used again is worth nothing, however near the end is.
-    discounts = decay ** (following - passes).astype(np.float64)
+def _value_uses(
+    keys: Ints, saved: Floats, discounts: Floats, after: Floats, values: Floats
+) -> None:
+    """Fill in what an expert is worth right after each of its uses, float64 [U].
+
+    Args:
+        keys: int64 [U].
+        saved: float64 [U].
+        discounts: float64 [U], of the next use.
+        after: float64 [L * E], zeros to work in.
+        values: to be filled in.
+    """
     for use in range(len(keys) - 1, -1, -1):
         key = keys[use]
         values[use] = discounts[use] * after[key]
         after[key] = saved[use] + values[use]
-    return values
-
-
-@compiled
-def foresee(state: State, work: Work) -> None:
-    """Let a token pass in a layer, once, whoever tells first: values of its experts
-    grow, and those that it uses are worth what comes after.
-    """
-    integers = state.integers
-    now = work.step * integers[LAYERS] + work.layer
-    if integers[_LAST] == now:
-        return
-    integers[_LAST] = now
-    experts = integers[_EXPERTS]
-    first = work.layer * experts
-    values = state.scores[VALUE]
-    for key in range(first, first + experts):
-        values[key] *= state.numbers[_GROWTH]
-    for use in range(state.marks[EDGES, now], state.marks[EDGES, now + 1]):
-        place = integers[_USES] + _FIELDS * use
-        key = first + integers[place]
-        values[key] = state.numbers[_VALUES + use]
-        state.marks[NEXT_STEP, key] = integers[place + 1]
