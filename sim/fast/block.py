@@ -1,0 +1,111 @@
+"""A block of a trace as the engine reads it: layer steps one after the other.
+
+N layer steps, T tokens, K experts per token, E experts of a layer, P predictors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moesim.policies.arrays import view_of, zeros
+
+if TYPE_CHECKING:
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.traces.format.layer_steps import LayerSteps
+
+
+class Block:
+    """What was routed, and what trace and costs say of each layer step.
+
+    Attributes:
+        count: N.
+        step, batch, rows, layer, phase: int64 [N].
+        edges: int64 [N + 1], where each layer step's experts begin.
+        experts, tokens: int32, the active experts as recorded.
+        served, served_tokens, served_edges: the same as they are really used; those
+            that were recorded, unless routing is altered.
+        lane_of, state_of: int8, beside `served`: where each was computed, and how it
+            was found.
+        row_edges: int64 [N + 1], where each layer step's tokens begin.
+        routing: uint16 [all T, K]; weights, scores, predicted: float64 [all T, …]; no
+            rows where nobody reads them.
+        mean_scores: float64 [N * E], the gate's scores, mean over the tokens; empty.
+        workload, score_sums: [N * P, E], see `MachineView`.
+        predictors: P.
+        gate_mass: float64 [N], share of the gate's weight that was kept.
+        dense_s, gate_s, head_s, activation_s: float64 [N]; the head's is -1 but for the
+            last layer of a pass.
+        drafted: int64 [N], tokens that are drafted before it; draft_s: of each.
+        drafts: int32 [D * L, K], what drafts know of each drafted token, by layer.
+        start_s, end_s: float64 [N], of passes, at their last layer step.
+    """
+
+    def __init__(self, block: LayerSteps, experts: int, *, alters: bool) -> None:
+        count = len(block.layer)
+        self.source: LayerSteps = block
+        self.count = count
+        self.step: Ints = view_of(block.step, np.int64)
+        self.batch: Ints = view_of(block.batch, np.int64)
+        self.rows: Ints = view_of(block.rows, np.int64)
+        self.layer: Ints = view_of(block.layer, np.int64)
+        self.phase: Ints = view_of(block.phase, np.int64)
+        self.edges: Ints = view_of(block.edges, np.int64)
+        self.experts: Ints = view_of(block.experts, np.int32)
+        self.tokens: Ints = view_of(block.tokens, np.int32)
+        row_edges = np.zeros(count + 1, np.int64)
+        np.cumsum(block.rows, out=row_edges[1:])
+        self.row_edges: Ints = row_edges.data
+        self.routing: Ints = _rows(block.routing, np.uint16)
+        self.weights: Floats = _rows(block.token_weights, np.float64)
+        self.scores: Floats = _rows(block.token_scores, np.float64)
+        self.predicted: Floats = _rows(block.token_predicted, np.float64)
+        self.first_scores: Floats = zeros(0)
+        if block.token_scores is not None:
+            self.first_scores = view_of(
+                np.ravel(block.token_scores), np.float64
+            )
+        self.mean_scores: Floats = zeros(0)
+        if block.scores is not None:
+            self.mean_scores = view_of(np.ravel(block.scores), np.float64)
+        self.predictors = 0
+        self.workload: Ints = zeros((0, experts), np.int32)
+        self.score_sums: Floats = zeros((0, experts), np.float32)
+        if block.workload is not None and block.score_sums is not None:
+            self.predictors = block.workload.shape[1]
+            self.workload = view_of(block.workload.reshape(-1, experts), np.int32)
+            self.score_sums = view_of(block.score_sums.reshape(-1, experts), np.float32)
+        accesses = len(block.experts)
+        self.served: Ints = self.experts
+        self.served_tokens: Ints = self.tokens
+        self.served_edges: Ints = self.edges
+        # What altered routing writes; the others are read alone.
+        self.new_served: Ints = zeros(0, np.int32)
+        self.new_tokens: Ints = zeros(0, np.int32)
+        self.new_edges: Ints = zeros(0, np.int64)
+        if alters:
+            accesses = count * experts
+            self.new_served = zeros(accesses, np.int32)
+            self.new_tokens = zeros(accesses, np.int32)
+            self.new_edges = zeros(count + 1, np.int64)
+            self.served = self.new_served
+            self.served_tokens = self.new_tokens
+            self.served_edges = self.new_edges
+        self.lane_of: Ints = zeros(accesses, np.int8)
+        self.state_of: Ints = zeros(accesses, np.int8)
+        self.gate_mass: Floats = np.full(count if alters else 0, np.nan).data
+        self.start_s: Floats = zeros(count)
+        self.end_s: Floats = zeros(count)
+        nothing = zeros(count)
+        self.dense_s: Floats = nothing
+        self.gate_s: Floats = nothing
+        self.head_s: Floats = nothing
+        self.activation_s: Floats = nothing
+        self.draft_s: Floats = nothing
+        self.drafted: Ints = zeros(count, np.int64)
+        self.drafts: Ints = zeros((0, 1), np.int32)
+
+
+def _rows(column: Any, dtype: Any) -> memoryview:
+    return zeros((0, 0), dtype) if column is None else view_of(column, dtype)

@@ -1,0 +1,57 @@
+cimport cython
+from moesim.policies.base cimport Work
+from moesim.sim.fast.block cimport Block
+from moesim.sim.fast.host cimport Host
+from moesim.sim.fast.memory cimport Memory
+from moesim.sim.fast.operations cimport Clock, Consequences, Lane, Machine, Operation
+from moesim.sim.fast.planner cimport Copies, Plan, Planner, Rules
+from moesim.sim.fast.transfers cimport Durations, Transfers
+
+cdef int CPU, NONE, RESIDENT, SERIAL, WAITS
+cdef int AHEAD, AWAITED_AHEAD, COMPUTED, COPIED, DEMAND, FETCHED, HAS_READ, KEPT, PREDICTED, TURN, UNAWAITED
+cdef int ACTIVATION, COMPUTE, DENSE, FETCH, JOIN, PLAN, READ
+
+cdef class LayerStep(Consequences):
+    cdef public Machine machine
+    cdef public Clock clock
+    cdef public Planner planner
+    cdef public Durations durations
+    cdef public Transfers transfers
+    cdef public int layers, experts, pending, step
+    cdef public bint has_read
+    cdef public long long[::1] gates, dense_parts
+    cdef list _held, _ahead, _awaited
+    cdef int _fetched
+    cdef bint _cpu_used
+    cdef unsigned char[::1] _unused
+    @cython.locals(dense_s=double, gates="long long")
+    cdef double _dense_s(self, Block block, int s) except? -1
+    @cython.locals(transfers=Transfers, promoted=Copies, n=Py_ssize_t)
+    cdef _launch(self, Work work, Plan plan, Block block, int s)
+    @cython.locals(plan=Plan)
+    cdef _complete(self, Work work)
+    cdef double _control_s(self, const double[::1] cost, Work work, Py_ssize_t copied) except? -1
+    @cython.locals(machine=Machine, inline=bint, follows=int, operation=Operation)
+    cpdef alone(self, int lane, int kind, int layer, double work_s)
+    @cython.locals(control=int, operation=Operation)
+    cdef _controls(self, int kind, int layer, double work_s)
+    @cython.locals(copies=Copies, n=Py_ssize_t)
+    cdef _note_reads(self, Plan plan)
+    @cython.locals(planner=Planner, durations=Durations, machine=Machine, transfers=Transfers, several=bint, copied=Py_ssize_t, first_op_s=double, code=int, cpu_used=bint, count=int, n=int, i="long long", key="long long", seconds=double, first_s=double, work_s=double, product=Operation, memory=Memory)
+    cdef bint _dispatch(self, Work work, Plan plan) except -1
+    @cython.locals(key="long long", product=Operation)
+    cdef _await(self)
+    @cython.locals(held=list, product=Operation)
+    cdef _release_held(self)
+    @cython.locals(durations=Durations, planner=Planner, expert=int, tokens=int, key="long long", work_s=double, product=Operation)
+    cdef _begin_ahead(self, Plan plan, int layer)
+    @cython.locals(parts="long long", durations=Durations, work_s=double, operation=Operation)
+    cdef _predict(self, Work work, Block block, int s)
+    @cython.locals(follows=int, lane=Lane, key="long long")
+    cpdef follow(self, Operation operation)
+    @cython.locals(lane=Lane, planner=Planner, lets_go=bint, memory=Memory, key="long long")
+    cdef _computed(self, Operation operation)
+    cdef _count(self)
+    @cython.locals(key="long long")
+    cdef _unawaited_ended(self, Operation operation)
+    cdef _all_computed(self)

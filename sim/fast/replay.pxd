@@ -1,0 +1,18 @@
+from moesim.sim.fast.block cimport Block
+from moesim.sim.fast.clock cimport VirtualClock
+from moesim.sim.fast.layer_step cimport LayerStep
+from moesim.sim.fast.operations cimport Machine
+from moesim.sim.fast.planner cimport Planner
+
+cdef int DENSE, NONE
+
+cdef class Replay:
+    cdef dict __dict__
+    cdef public VirtualClock clock
+    cdef public Machine machine
+    cdef public Planner planner
+    cdef public LayerStep layer_step
+    cdef public Block block
+    cdef double _pass_s
+    cpdef _draft(self, Block block, int s)
+    cpdef _drafted(self, Block block, int s, long long drafted)
