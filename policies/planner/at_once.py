@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moesim.policies.base import RESIDENT
+from moesim.policies.names import RESIDENT
 from moesim.policies.planner.plan import FETCH, PREFETCH, READ, REPLACE
 
 if TYPE_CHECKING:

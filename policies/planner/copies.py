@@ -10,25 +10,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.policies.base import (
-    ABSENT,
-    CPU,
-    IN_FLIGHT,
-    RESIDENT,
-    LayerWork,
-    PolicyError,
-)
+from moesim.policies.base import PolicyError
+from moesim.policies.names import ABSENT, CPU, IN_FLIGHT, RESIDENT
+from moesim.policies.planner import questions
 from moesim.policies.planner.plan import FETCH, PREFETCH, READ, REPLACE, Copies
-from moesim.policies.planner.residency import missing
+from moesim.policies.planner.records import LayerWork
+from moesim.policies.planner.lookups import missing
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moesim.policies.base import ExpertKey, Swap
     from moesim.policies.planner.host_memory import HostMemory
     from moesim.policies.planner.machine_state import MachineState
     from moesim.policies.planner.plan import Launch
+    from moesim.policies.planner.records import ExpertKey, Swap
     from moesim.policies.planner.residency import Residency
 
 
@@ -165,7 +161,7 @@ def wish_for_named(
     machine: MachineState, work: LayerWork, copies: list[Copies]
 ) -> None:
     """Wish for what the prefetch policy names, within its byte budget."""
-    named = machine.policies.prefetch.prefetch(work, machine)
+    named = questions.prefetch(machine, work)
     _check(machine, named)
     # A new prediction of a layer takes the place of the last one; when the layer has
     # come, its prediction has served.
@@ -281,7 +277,8 @@ def ask(machine: MachineState, gpu: int, work: LayerWork) -> list[Swap]:
     """Ask the cache for its own copies, and check them."""
     level = machine.gpu[gpu]
     memory = level.memory
-    swaps = list(level.cache.replacements(work, machine))
+    states = machine.states[gpu]
+    swaps = questions.replacements(level.cache, work, states, machine.experts)
     for swap in swaps:
         enters = memory.state[swap.incoming] != RESIDENT
         if memory.staged[swap.incoming]:

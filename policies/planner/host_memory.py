@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from moesim.policies.base import ABSENT, CPU, RESIDENT, LayerWork
-from moesim.policies.planner.residency import look_up
+from moesim.policies.names import ABSENT, CPU, RESIDENT
+from moesim.policies.planner.lookups import look_up
 
 if TYPE_CHECKING:
     from moesim.policies.planner.memory_level import MemoryLevel, Place
@@ -84,7 +84,7 @@ class HostMemory:
             gpu_s=np.ascontiguousarray(work.gpu_s[:, asked]),
             arrive_s=np.ascontiguousarray(work.arrive_s[:, asked]),
         )
-        self.level.cache.accessed(part)
+        self.level.accessed(part)
 
     def need(self, layer: int, keys: np.ndarray) -> list[bool]:
         """Hold experts of one layer for a queued copy each.

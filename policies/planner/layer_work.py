@@ -4,30 +4,20 @@ arrivals, and which of them the CPU has computed ahead.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
-from moesim.policies.base import (
-    ABSENT,
-    RESIDENT,
-    Gate,
-    LayerWork,
-    PolicyError,
-    Precompute,
-)
-from moesim.policies.compiled import kernel_gate
-from moesim.policies.kernels import GATE, GateWork
-from moesim.policies.planner.residency import look_up_work
+from moesim.policies.base import PolicyError
+from moesim.policies.names import ABSENT, RESIDENT
+from moesim.policies.planner import questions
+from moesim.policies.planner.gate_mass import gate_mass_kept
+from moesim.policies.planner.records import GateOutputs, LayerWork, Precompute
+from moesim.policies.planner.lookups import look_up_work
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from moesim.policies.base import MachineView, RoutingPolicy
     from moesim.policies.planner.host_memory import HostMemory
     from moesim.policies.planner.machine_state import MachineState
     from moesim.policies.planner.plan import Plan
@@ -111,42 +101,6 @@ def look(
     )
 
 
-_NO_MASS = 1e-30
-"""Stands for a sum of zero, which cannot divide."""
-
-
-@compiled(nb.float64(GATE, input_array(nb.uint16, 2)))
-def gate_mass_kept(gate: GateWork, used: np.ndarray) -> float:
-    """Share of the recorded experts' gate scores that the `used` experts [T, K'] have,
-    mean over tokens. Where a trace has combine weights only, substitutes count for
-    nothing; NaN if it has neither.
-    """
-    tokens, top_k = gate.experts.shape
-    by_score = len(gate.scores) > 0
-    if not by_score and not len(gate.weights):
-        return math.nan
-    total = 0.0
-    for t in range(tokens):
-        kept = 0.0
-        wanted = 0.0
-        for column in range(top_k):
-            expert = gate.experts[t, column]
-            if by_score:
-                wanted += gate.scores[t, expert]
-                continue
-            wanted += gate.weights[t, column]
-            for other in used[t]:
-                if other == expert:
-                    kept += gate.weights[t, column]
-        if by_score:
-            for expert in used[t]:
-                # Larger ids mark unused places.
-                if expert < gate.scores.shape[1]:
-                    kept += gate.scores[t, expert]
-        total += kept / max(wanted, _NO_MASS)
-    return total / max(1, tokens)
-
-
 class Rerouting:
     """Asks the routing policy of a run.
 
@@ -154,14 +108,13 @@ class Rerouting:
         gate_mass: share of the gate's weight that altered routing kept, by layer step.
     """
 
-    def __init__(self, policy: RoutingPolicy) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
         self.gate_mass: list[float] = []
         # Step and layer whose gate was asked one layer earlier, and its answer.
         self._predicted: tuple[int, int, np.ndarray | None] = (-1, -1, None)
 
     def route(
-        self, view: MachineView, routed: RoutedLayer, step: int, phase: Phase
+        self, machine: MachineState, routed: RoutedLayer, step: int, phase: Phase
     ) -> RoutedLayer:
         """Let the routing policy choose the experts of every token."""
         predicted_step, layer, predicted = self._predicted
@@ -169,7 +122,7 @@ class Rerouting:
             predicted = None
         coming = routed.predicted.get("pred1_raw")
         self._predicted = (step, routed.layer + 1, coming)
-        gate = Gate(
+        gate = GateOutputs(
             step=step,
             layer=routed.layer,
             phase=phase,
@@ -178,11 +131,11 @@ class Rerouting:
             scores=routed.scores,
             predicted=predicted,
         )
-        routing = self._policy.route(gate, view)
+        asked, routing = questions.route(machine, gate)
         if routed.scores is not None or routed.weights is not None:
             used = np.ascontiguousarray(routing.experts, np.uint16)
-            self.gate_mass.append(gate_mass_kept(kernel_gate(gate, view), used))
-        used = routing.experts[routing.experts < view.experts]
+            self.gate_mass.append(gate_mass_kept(asked, used.data))
+        used = routing.experts[routing.experts < machine.experts]
         experts, tokens = np.unique(used, return_counts=True)
         return replace(
             routed,
@@ -253,7 +206,7 @@ class WorkAhead:
         Those that are not in host memory are left to their own layer.
         """
         layer = plan.work.layer + 1
-        named = machine.policies.assignment.precompute(plan.work, machine)
+        named = questions.precompute(machine, plan.work)
         if named is None or not len(named.experts):
             return
         check_ahead(machine, plan.work, named)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from moesim.hwprofiles.costs import seconds_by_expert
-from moesim.policies.base import IN_FLIGHT, RESIDENT, PolicyError
+from moesim.policies.base import MachineView, PolicyError
+from moesim.policies.names import IN_FLIGHT, RESIDENT
 from moesim.policies.planner.host_memory import HostMemory
 from moesim.policies.planner.memory_level import MemoryLevel
 from moesim.policies.planner.plan import LAYERS, Copies, MemoryPlan, Policies
@@ -20,8 +21,9 @@ from moesim.policies.planner.residency import Residency
 
 if TYPE_CHECKING:
     from moesim.hwprofiles.costs import Costs
-    from moesim.policies.base import LayerWork
     from moesim.policies.planner.memory_level import Place
+    from moesim.policies.planner.records import LayerWork
+    from moesim.policies.run_context import Future
     from moesim.policies.planner.residency import CacheSize
     from moesim.traces.format.schema import ModelShape
 
@@ -75,14 +77,32 @@ class MachineState:
         self.splits_layers = memory.gpu_split == LAYERS or self.gpus == 1
         self.serving = self._serving_gpus()
 
+        # GPUs, then limited host memory; policies see the GPUs'.
+        levels = self.gpus + (memory.host is not None)
+        self.states = np.zeros((levels, self.layers * self.experts), np.int8)
+        self.view = MachineView(self.gpus, self.layers, self.experts)
+        self.view.states = self.states[: self.gpus].data
+        self.view.first_cpu_s = costs.cpu_first_s
+        self.view.copy_s = np.array(
+            [costs.copy_s(layer) for layer in range(self.layers)]
+        ).data
+        self.tokens_shown = 0
+        self.future: Future | None = None
+        self._routing_seen: tuple[LayerWork, ...] = ()
+
         name = policies.names.get("cache", "cache")
-        self.gpu = [self._level(memory.gpu, cache, name) for cache in policies.caches]
+        self.gpu = [
+            self._level(memory.gpu, cache, name, self.states[gpu])
+            for gpu, cache in enumerate(policies.caches)
+        ]
         self.host: HostMemory | None = None
         if memory.host is not None:
             assert policies.host_cache is not None, (
                 "limited host memory needs a host cache policy"
             )
-            level = self._level(memory.host, policies.host_cache, name)
+            level = self._level(
+                memory.host, policies.host_cache, name, self.states[self.gpus]
+            )
             self.host = HostMemory(level, seconds_by_expert(shape, costs.read_s))
         self.links = [
             GpuLink(seconds_by_expert(shape, partial(costs.copy_s, gpu=gpu)))
@@ -95,8 +115,10 @@ class MachineState:
         self.no_wait_s = np.zeros(self.experts)
         self.no_wait_s.flags.writeable = False
 
-    def _level(self, size: CacheSize, cache: Any, name: str) -> MemoryLevel:
-        memory = Residency.for_model(self.shape, size)
+    def _level(
+        self, size: CacheSize, cache: Any, name: str, states: np.ndarray
+    ) -> MemoryLevel:
+        memory = Residency.for_model(self.shape, size, states)
         return MemoryLevel(memory, cache, name, self.sizes.staging)
 
     def _serving_gpus(self) -> list[tuple[int, ...]]:
@@ -105,7 +127,19 @@ class MachineState:
             return [(layer * self.gpus // self.layers,) for layer in range(self.layers)]
         return [tuple(range(self.gpus))] * self.layers
 
-    # -- the view that policies see ---------------------------------------------------
+    def remember_routing(self, work: LayerWork) -> list[np.ndarray]:
+        """Experts of every token, in this layer and the two before in its pass."""
+        last = self._routing_seen
+        follows = last and last[0].step == work.step
+        if not follows or last[0].layer + 1 != work.layer:
+            last = ()
+        known = (work, *last)
+        self._routing_seen = known[:2]
+        routing = [np.array(each.routing, np.uint16) for each in known]
+        nobody = np.empty((0, 0), np.uint16)
+        return (routing + [nobody] * 2)[:3]
+
+    # -- the machine's terms ----------------------------------------------------------
 
     def home(self, layer: int) -> int:
         """GPU that runs this layer's dense part.

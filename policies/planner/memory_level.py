@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from moesim.policies.base import RESIDENT, CachePolicy, LayerWork, PolicyError
-from moesim.policies.planner.residency import distinct_members
+from moesim.policies.base import CachePolicy, PolicyError
+from moesim.policies.names import RESIDENT
+from moesim.policies.planner import questions
+from moesim.policies.planner.lookups import distinct_members
 
 if TYPE_CHECKING:
+    from moesim.policies.planner.records import LayerWork
     from moesim.policies.planner.residency import Residency
 
 NO_VICTIMS: Final[tuple[int, ...]] = ()
@@ -71,7 +74,7 @@ def preferred(cache: CachePolicy, name: str, incoming: np.ndarray) -> np.ndarray
     Raises:
         PolicyError: the policy lost one in reordering.
     """
-    order = cache.precedence(incoming)
+    order = questions.precedence(cache, incoming)
     same = np.array_equal(np.sort(order), np.sort(incoming))
     if len(order) != len(incoming) or not same:
         raise PolicyError(
@@ -110,16 +113,23 @@ class MemoryLevel:
         self._bytes_of = np.array(memory.bytes_of, np.int64)
         # A slice of it stands for one key, in a third of the time of a new array.
         self._keys = np.arange(memory.state.size)
-        self._admits_all = type(cache).admits is CachePolicy.admits
-        self._in_launch_order = type(cache).precedence is CachePolicy.precedence
-        self._notes_evictions = type(cache).evicted is not CachePolicy.evicted
+        self._admits_all = cache.admits_all
+        self._in_launch_order = cache.in_launch_order
 
     def fill(self, keys: np.ndarray) -> None:
         """Make the policy's initial content resident."""
         self.memory.fill(keys)
-        self.cache.admitted(keys)
+        for key in keys.tolist():
+            self.cache.admitted(key)
 
     # -- use --------------------------------------------------------------------------
+
+    def accessed(self, work: LayerWork) -> None:
+        """Tell the policy of a layer step."""
+        self.cache.accessed(questions.shown(work, self.memory.experts))
+
+    def _admits(self, work: LayerWork, keys: np.ndarray) -> np.ndarray:
+        return questions.admits(self.cache, work, keys, self.memory.experts)
 
     def begin_use(self, work: LayerWork, lanes: np.ndarray, code: int) -> None:
         """Note what a layer step computes from this memory.
@@ -206,7 +216,7 @@ class MemoryLevel:
         wishes = self._wishes
         for key in keys.tolist():
             wishes[key] = Wish(True)
-        entering = keys if self._admits_all else keys[self.cache.admits(work, keys)]
+        entering = keys if self._admits_all else keys[self._admits(work, keys)]
         if not self._equal_sizes:
             self._demand_unequal(layer, entering)
             return
@@ -227,7 +237,7 @@ class MemoryLevel:
         incoming = entering[room : room + len(candidates)]
         if not len(incoming):
             return
-        victims = self.cache.victims(incoming, candidates)
+        victims = questions.victims(self.cache, incoming, candidates)
         leaving = victims.tolist()
         if min(leaving) < 0:
             chosen = victims >= 0
@@ -260,8 +270,8 @@ class MemoryLevel:
                 candidates = candidates[~np.isin(candidates, leaving)]
                 if not self._can_free(missing - free - left_over, candidates):
                     break
-                victim = self.cache.victims(
-                    incoming[position : position + 1], candidates
+                victim = questions.victims(
+                    self.cache, incoming[position : position + 1], candidates
                 )
                 if victim[0] < 0:
                     break
@@ -279,9 +289,8 @@ class MemoryLevel:
     def prefetch(self, work: LayerWork, key: int) -> None:
         """Wish for an absent expert of a coming layer."""
         wish = Wish()
-        wish.enters = self._admits_all or bool(
-            self.cache.admits(work, self._keys[key : key + 1])[0]
-        )
+        asked = questions.shown(work, self.memory.experts)
+        wish.enters = self._admits_all or self.cache.admits(asked, key)
         self._wishes[key] = wish
 
     def replace(self, outgoing: int, incoming: int) -> None:
@@ -350,7 +359,7 @@ class MemoryLevel:
         if victims is not None:
             del self._wishes[key]
             memory.enter(layer, expert, landing_s)
-            self.cache.admitted(self._keys[key : key + 1])
+            self.cache.admitted(key)
             return Place(False, victims) if victims else _ENTERED
 
         # A swap belongs into the cache or nowhere, unless a layer step waits for it.
@@ -397,7 +406,7 @@ class MemoryLevel:
                 candidates = candidates[~np.isin(candidates, victims)]
             if not self._can_free(size - free, candidates):
                 return None
-            victim = self.cache.victims(incoming, candidates)
+            victim = questions.victims(self.cache, incoming, candidates)
             if victim[0] < 0:
                 return None
             self._check(victim, candidates)
@@ -450,8 +459,8 @@ class MemoryLevel:
     def _evict(self, victims: list[int] | tuple[int, ...]) -> tuple[int, ...]:
         for victim in victims:
             self.memory.evict(victim)
-        if victims and self._notes_evictions:
-            self.cache.evicted(np.array(victims))
+        for victim in victims:
+            self.cache.evicted(victim)
         return tuple(victims)
 
     def _check(self, victims: np.ndarray, candidates: np.ndarray) -> None:

@@ -15,13 +15,11 @@ if TYPE_CHECKING:
     from moesim.policies.base import (
         AssignmentPolicy,
         CachePolicy,
-        LayerWork,
         Policy,
-        Precompute,
         PrefetchPolicy,
         RoutingPolicy,
-        Swap,
     )
+    from moesim.policies.planner.records import LayerWork, Precompute, Swap
     from moesim.policies.planner.residency import CacheSize
 
 FETCH = 3

@@ -15,13 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from moesim.policies.base import (
-    CPU,
-    DEFERRED,
-    Evaluations,
-    LayerWork,
-    PolicyError,
-)
+from moesim.policies.base import PolicyError
+from moesim.policies.names import CPU, DEFERRED
+from moesim.policies.planner import questions
 from moesim.policies.planner import copies as wanted
 from moesim.policies.planner.layer_work import (
     Rerouting,
@@ -31,14 +27,16 @@ from moesim.policies.planner.layer_work import (
 )
 from moesim.policies.planner.machine_state import MachineState
 from moesim.policies.planner.plan import Copies, Launch, MemoryPlan, Plan, Policies
-from moesim.policies.planner.residency import is_legal
+from moesim.policies.planner.lookups import is_legal
 from moesim.policies.planner.starting import fill_memories, start_policies
+from moesim.policies.run_context import Evaluations
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from moesim.hwprofiles.costs import Costs
-    from moesim.policies.base import Future
+    from moesim.policies.planner.records import LayerWork
+    from moesim.policies.run_context import Future
     from moesim.traces.format.batch import RoutedLayer
     from moesim.traces.format.schema import ModelShape, Phase
 
@@ -68,7 +66,8 @@ class Planner(MachineState):
         super().__init__(shape, costs, policies, memory)
         self._joined_s = 0.0  # when the last layer step ended
         self._prefetches = policies.prefetch.prefetches
-        self.rerouting = Rerouting(policies.routing)
+        self.rerouting = Rerouting()
+        self.future = future
         self._work_ahead = WorkAhead()
         self._precomputes = policies.assignment.precomputes
         self._defers = policies.assignment.defers
@@ -87,8 +86,6 @@ class Planner(MachineState):
         if not self._places_on_gpu:
             self._gpu_lanes = 0
 
-        # Made once, used in every layer step.
-        self._ascending = np.arange(self.experts)
         start_policies(
             self, seed=seed, future=future, calibration=calibration, extras=extras or {}
         )
@@ -232,7 +229,7 @@ class Planner(MachineState):
         """
         self.now_s = now_s
         copies: list[Copies] = []
-        named = self.policies.prefetch.foretold(experts, draft_s, self)
+        named = questions.foretold(self, experts, draft_s)
         wanted.wish_for_foretold(self, named, copies)
         return copies
 
@@ -291,10 +288,8 @@ class Planner(MachineState):
 
     def _assign(self, work: LayerWork) -> Launch:
         """Ask for lanes and launch order, and check them."""
-        lanes, order, serial, waits = self.policies.assignment.assign(work, self)
+        lanes, order, serial, waits = questions.assign(self, work)
         gpus = self._gpu_lanes
-        if order is None:
-            order = self._ascending[: len(work.experts)]
         # Whatever whole numbers a policy answers with.
         numbers = (lanes.astype(np.int64), order.astype(np.int64, copy=False))
         marked = None
@@ -341,7 +336,7 @@ class Planner(MachineState):
             self.host.level.begin_use(work, lanes, CPU)
             self.host.accessed(work, lanes)
         for gpu in self.serving[work.layer]:
-            self.gpu[gpu].cache.accessed(work)
+            self.gpu[gpu].accessed(work)
 
     def _forget_wrong_guesses(self, gpu: int, layer: int) -> None:
         """Free the staging slots of prefetches that a GPU does not compute after all.

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
-from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT, PolicyError
+from moesim.policies.base import PolicyError
+from moesim.policies.names import ABSENT, IN_FLIGHT, RESIDENT
+from moesim.policies.planner.lookups import count_holds, unheld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -133,6 +132,7 @@ class CacheSize:
             slots_per_layer=slots_per_layer,
             total_bytes=total_bytes,
             by_expert=shape.bytes_by_expert,
+            states=states,
         )
 
     def split(self, gpus: int) -> CacheSize:
@@ -202,6 +202,7 @@ class Residency:
         size: CacheSize,
         *,
         by_expert: Sequence[Sequence[int]] = (),
+        states: np.ndarray | None = None,
     ) -> None:
         self.layers = layers
         self.experts = experts
@@ -209,7 +210,9 @@ class Residency:
         sizes = by_expert or [(each,) * experts for each in expert_bytes]
         self.bytes_of = [nbytes for layer in sizes for nbytes in layer]
         self.size = size
-        self.state = np.full((layers, experts), ABSENT, np.int8)
+        if states is None:
+            states = np.full(layers * experts, ABSENT, np.int8)
+        self.state = states.reshape(layers, experts)
         self.holds = np.zeros((layers, experts), np.int16)
         self.landing_s = np.zeros((layers, experts), np.float64)
         self.staged = np.zeros((layers, experts), np.bool_)
@@ -229,14 +232,17 @@ class Residency:
         self.equal_sizes = self.equal_in_layers and one_size
 
     @classmethod
-    def for_model(cls, shape: ModelShape, size: CacheSize) -> Residency:
-        """Empty books for the experts of one model."""
+    def for_model(
+        cls, shape: ModelShape, size: CacheSize, states: np.ndarray | None = None
+    ) -> Residency:
+        """Empty books for the experts of one model, in `states` int8 [L * E]."""
         return cls(
             shape.layers,
             shape.experts,
             shape.expert_bytes,
             size,
             by_expert=shape.bytes_by_expert,
+            states=states,
         )
 
     def pool(self, layer: int) -> int:
@@ -337,201 +343,3 @@ class Residency:
         self._used_bytes = used
         if used > self.used_high_bytes:  # noqa: PLR1730 - `max` takes as long as the rest
             self.used_high_bytes = used
-
-
-_STATE = input_array(nb.int8, 2)
-_LANDING = input_array(nb.float64, 2)
-_IDS = input_array(nb.int32)
-_SECONDS = input_array(nb.float64)
-_LOOK_UP = (
-    _STATE,
-    _LANDING,
-    nb.int64,
-    _IDS,
-    nb.float64,
-    nb.float64,
-    nb.int8[::1],
-    nb.float64[::1],
-)
-_BY_TOKENS = (_SECONDS, _SECONDS, _IDS, nb.float64[::1], nb.float64[::1])
-
-
-@compiled(nb.void(*_LOOK_UP))
-def look_up(
-    state: np.ndarray,
-    landing_s: np.ndarray,
-    layer: int,
-    experts: np.ndarray,
-    now_s: float,
-    absent_s: float,
-    states: np.ndarray,
-    wait_s: np.ndarray,
-) -> None:
-    """Fill in states and waiting times of a layer's active experts.
-
-    Args:
-        state: int8 [L, E].
-        landing_s: float64 [L, E].
-        layer: MoE layer.
-        experts: int32 [A].
-        now_s: the time.
-        absent_s: seconds until an absent expert would be present.
-        states: int8 [A], result.
-        wait_s: float64 [A], result: seconds until each is present.
-    """
-    for i in range(len(experts)):
-        expert = experts[i]
-        states[i] = state[layer, expert]
-        if states[i] == RESIDENT:
-            wait_s[i] = 0.0
-        elif states[i] == ABSENT:
-            wait_s[i] = absent_s
-        else:
-            wait_s[i] = max(0.0, landing_s[layer, expert] - now_s)
-
-
-@compiled(nb.boolean(*_BY_TOKENS))
-def by_tokens(
-    cpu_table_s: np.ndarray,
-    gpu_table_s: np.ndarray,
-    tokens: np.ndarray,
-    cpu_s: np.ndarray,
-    gpu_s: np.ndarray,
-) -> bool:
-    """Look the seconds of experts up by their tokens, on both kinds of lanes.
-
-    Args:
-        cpu_table_s: float64 [T], by tokens.
-        gpu_table_s: likewise.
-        tokens: int32 [A].
-        cpu_s: float64 [A], result.
-        gpu_s: float64 [A], result.
-
-    Returns:
-        Whether the tables were long enough.
-    """
-    length = min(len(cpu_table_s), len(gpu_table_s))
-    for i in range(len(tokens)):
-        count = tokens[i]
-        if count >= length:
-            return False
-        cpu_s[i] = cpu_table_s[count]
-        gpu_s[i] = gpu_table_s[count]
-    return True
-
-
-@compiled(nb.boolean(*_LOOK_UP, *_BY_TOKENS))
-def look_up_work(
-    state: np.ndarray,
-    landing_s: np.ndarray,
-    layer: int,
-    experts: np.ndarray,
-    now_s: float,
-    absent_s: float,
-    states: np.ndarray,
-    wait_s: np.ndarray,
-    cpu_table_s: np.ndarray,
-    gpu_table_s: np.ndarray,
-    tokens: np.ndarray,
-    cpu_s: np.ndarray,
-    gpu_s: np.ndarray,
-) -> bool:
-    """Look everything up that a layer step is planned by, in one call from Python.
-
-    As `look_up` and `by_tokens`, one after the other.
-    """
-    look_up(state, landing_s, layer, experts, now_s, absent_s, states, wait_s)
-    return by_tokens(cpu_table_s, gpu_table_s, tokens, cpu_s, gpu_s)
-
-
-@compiled(nb.void(nb.int16[:, ::1], nb.int64, _IDS, nb.int64))
-def count_holds(
-    holds: np.ndarray, layer: int, experts: np.ndarray, change: int
-) -> None:
-    """Add `change` to the hold counters of some experts of a layer."""
-    for expert in experts:
-        holds[layer, expert] += change
-
-
-@compiled(nb.boolean(input_array(nb.int64), input_array(nb.int64), nb.int64, nb.int64))
-def is_legal(lanes: np.ndarray, order: np.ndarray, active: int, gpus: int) -> bool:
-    """Whether an assignment names a lane in 0..gpus for each of `active` experts, and a
-    permutation as order.
-    """
-    if len(lanes) != active or len(order) != active:
-        return False
-    seen = np.zeros(active, np.bool_)
-    for i in range(active):
-        position = order[i]
-        if lanes[i] < 0 or lanes[i] > gpus:
-            return False
-        if position < 0 or position >= active or seen[position]:
-            return False
-        seen[position] = True
-    return True
-
-
-@compiled(
-    nb.int64(
-        input_array(nb.int8),
-        input_array(nb.int64),
-        nb.int64,
-        _STATE,
-        nb.int64,
-        _IDS,
-        nb.int64[::1],
-    )
-)
-def missing(
-    lanes: np.ndarray,
-    order: np.ndarray,
-    lane: int,
-    state: np.ndarray,
-    layer: int,
-    experts: np.ndarray,
-    keys: np.ndarray,
-) -> int:
-    """Find what is assigned to `lane` and absent from a memory: flat keys, in launch
-    order.
-
-    Fills in `keys` int64 [A], and returns how many there are.
-    """
-    first_key = layer * state.shape[1]
-    count = 0
-    for i in order:
-        if lanes[i] == lane and state[layer, experts[i]] == ABSENT:
-            keys[count] = first_key + experts[i]
-            count += 1
-    return count
-
-
-@compiled(nb.boolean(input_array(nb.int64), input_array(nb.int64)))
-def distinct_members(chosen: np.ndarray, among: np.ndarray) -> bool:
-    """Whether every chosen key is in the ascending `among`, none of them twice."""
-    for i in range(len(chosen)):
-        place = np.searchsorted(among, chosen[i])
-        if place == len(among) or among[place] != chosen[i]:
-            return False
-        for j in range(i):
-            if chosen[j] == chosen[i]:
-                return False
-    return True
-
-
-@compiled(nb.int64(_STATE, input_array(nb.int16, 2), nb.int64, nb.int64, nb.int64[::1]))
-def unheld(
-    state: np.ndarray, holds: np.ndarray, first: int, end: int, keys: np.ndarray
-) -> int:
-    """Find the unheld residents of layers first..end-1: flat keys, ascending.
-
-    Fills in `keys` int64, one for each expert of these layers at most, and returns how
-    many there are.
-    """
-    experts = state.shape[1]
-    count = 0
-    for layer in range(first, end):
-        for expert in range(experts):
-            if state[layer, expert] == RESIDENT and holds[layer, expert] == 0:
-                keys[count] = layer * experts + expert
-                count += 1
-    return count

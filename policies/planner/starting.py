@@ -6,17 +6,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from moesim.policies.base import PolicyError, RunContext
+from moesim.policies.base import PolicyError
 from moesim.policies.planner.residency import GLOBAL
+from moesim.policies.run_context import RunContext
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from moesim.hwprofiles.costs import Costs
-    from moesim.policies.base import Future, Policy
+    from moesim.policies.base import Policy
     from moesim.policies.planner.host_memory import HostMemory
     from moesim.policies.planner.memory_level import MemoryLevel
     from moesim.policies.planner.plan import MemoryPlan, Policies
+    from moesim.policies.run_context import Future
     from moesim.traces.format.schema import ModelShape
 
 

@@ -1,12 +1,13 @@
 cimport cython
 from moesim.policies.base cimport AssignmentPolicy, Gate, MachineView, PrefetchPolicy, RoutingPolicy, Work
+from moesim.policies.planner.gate_mass cimport gate_mass_kept
 from moesim.sim.fast.block cimport Block
 from moesim.sim.fast.host cimport Host
 from moesim.sim.fast.memory cimport Link, Memory, contains
 
 cdef int ABSENT, CPU, DECODE, DEFERRED, IN_FLIGHT, NONE, RESIDENT, WAITS
 cdef int NO_PLACE, LATE_WAIT, NO_PLACE_DROP, NO_PLACE_STAGE, FETCH, PREFETCH, READ, REPLACE, KEPT_LAYERS
-cdef double INFINITE_S, SMALLEST
+cdef double INFINITE_S
 
 cdef class Copies:
     cdef public Py_ssize_t count
@@ -138,6 +139,3 @@ cdef class Planner:
     cpdef cancel_copy(self, int gpu, long long key)
     @cython.locals(memory=Memory, freed=bint)
     cpdef bint landed(self, int gpu, long long key) except -1
-
-@cython.locals(by_score=bint, rows=int, columns=int, top_k=int, total=double, kept=double, wanted=double, t=int, column=int, other=int, expert=int)
-cdef double _gate_mass(Gate gate, const unsigned short[:, ::1] used) except? -2

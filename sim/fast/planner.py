@@ -26,6 +26,7 @@ from moesim.policies.names import (
     RESIDENT,
     WAITS,
 )
+from moesim.policies.planner.gate_mass import gate_mass_kept
 from moesim.sim.fast.memory import NO_PLACE, contains
 from moesim.sim.fast.names import LATE_WAIT, NO_PLACE_DROP, NO_PLACE_STAGE
 from moesim.traces.timeline.spans import FETCH, PREFETCH, READ, REPLACE
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
     from moesim.sim.fast.memory import Memory
 
 INFINITE_S = float("inf")
-
-SMALLEST = 1e-30
-"""Stands for a sum of zero, which cannot divide."""
 
 KEPT_LAYERS = 3
 """Layers of a pass whose altered routing is kept for those that look back."""
@@ -391,7 +389,7 @@ class Planner:
                 count += 1
             self._altered[layer % KEPT_LAYERS] = None
         block.new_edges[s + 1] = first + count
-        block.gate_mass[s] = _gate_mass(gate, self._routing_of(s))
+        block.gate_mass[s] = gate_mass_kept(gate, self._routing_of(s))
 
     # -- what a layer step asks for ---------------------------------------------------
 
@@ -1088,35 +1086,3 @@ class Planner:
             freed = True
         return freed
 
-
-def _gate_mass(gate: Gate, used: Ints) -> float:
-    """Share of the recorded experts' gate scores that the `used` experts [T, K'] have,
-    mean over tokens. Where a trace has combine weights only, substitutes count for
-    nothing; NaN if it has neither.
-    """
-    by_score = len(gate.scores) > 0
-    if not by_score and not len(gate.weights):
-        return float("nan")
-    rows = len(used)
-    columns = used.shape[1]
-    top_k = gate.experts.shape[1]
-    total = 0.0
-    for t in range(rows):
-        kept = 0.0
-        wanted = 0.0
-        for column in range(top_k):
-            expert = gate.experts[t, column]
-            if by_score:
-                wanted += gate.scores[t, expert]
-                continue
-            wanted += gate.weights[t, column]
-            for other in range(columns):
-                if used[t, other] == expert:
-                    kept += gate.weights[t, column]
-        if by_score:
-            for other in range(columns):
-                # Larger ids mark unused places.
-                if used[t, other] < gate.scores.shape[1]:
-                    kept += gate.scores[t, used[t, other]]
-        total += kept / max(wanted, SMALLEST)
-    return total / max(1, rows)
