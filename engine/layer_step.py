@@ -13,7 +13,7 @@ import numpy as np
 from moesim.engine.lanes import Op, gpu_of_lane
 from moesim.engine.transfers import Transfers
 from moesim.hwprofiles.lanes import CPU as CPU_LANE
-from moesim.policies.base import RESIDENT
+from moesim.policies.names import RESIDENT
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -30,7 +30,8 @@ import numpy as np
 import torch
 
 from moesim.base.errors import TraceError
-from moesim.policies.base import RESIDENT, PolicyError
+from moesim.policies.base import PolicyError
+from moesim.policies.names import RESIDENT
 from moesim.policies.planner.at_once import carry_out
 from moesim.runtime import text as corpus
 from moesim.runtime.executor.live import Foresight, routed_layer
@@ -48,7 +49,7 @@ from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moesim.policies.base import LayerWork
+    from moesim.policies.planner.records import LayerWork
     from moesim.policies.planner.planner import Planner
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.record.calibration import Residual

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from moesim.hwprofiles import lanes
 from moesim.hwprofiles.costs import seconds_by_expert
-from moesim.policies.base import CPU
+from moesim.policies.names import CPU
 from moesim.policies.planner.plan import FETCH, READ, REPLACE
 from moesim.sim.clock import Operation
 from moesim.traces.timeline.operations import LAUNCH, NOTE, REQUEST, RETURN

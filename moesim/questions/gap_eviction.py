@@ -12,10 +12,10 @@ trace is, and is printed beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from moesim.policies import cache_replay
-from moesim.policies.base import CachePolicy
+from moesim.policies.delegating import DelegatingCache, context_for
 from moesim.policies.registry import references, resolve
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from moesim.policies.base import Future, LayerWork, MachineView, RunContext, Swap
+    from moesim.policies.base import CachePolicy
     from moesim.policies.planner.residency import CacheSize
+    from moesim.policies.run_context import Future, RunContext
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.schema import ModelShape
 
@@ -32,78 +33,25 @@ BELADY = "belady"
 FORCED = "belady:must_admit=true"
 
 
-class DelegatingCache(CachePolicy):
-    """A cache policy that passes every question on to `rule`; subclasses change some of
-    the answers.
-    """
-
-    # Whatever the rule is, the wrapper must be given the future to hand it on.
-    oracle: ClassVar[bool] = True
-
-    def __init__(self, rule: CachePolicy) -> None:
-        self.rule = rule
-        self.needs = rule.needs
-        self.choosing_s = rule.choosing_s
-
-    def start(self, context: RunContext) -> None:
-        """Start the rule; only an oracle gets the future."""
-        self.rule.start(_context_for(self.rule, context))
-
-    def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
-        """Pass on."""
-        return self.rule.initial(capacity_slots)
-
-    def accessed(self, work: LayerWork) -> None:
-        """Pass on."""
-        self.rule.accessed(work)
-
-    def admits(self, work: LayerWork, incoming: np.ndarray) -> np.ndarray:
-        """Pass on."""
-        return self.rule.admits(work, incoming)
-
-    def precedence(self, incoming: np.ndarray) -> np.ndarray:
-        """Pass on."""
-        return self.rule.precedence(incoming)
-
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-        """Pass on."""
-        return self.rule.victims(incoming, candidates)
-
-    def admitted(self, keys: np.ndarray) -> None:
-        """Pass on."""
-        self.rule.admitted(keys)
-
-    def evicted(self, keys: np.ndarray) -> None:
-        """Pass on."""
-        self.rule.evicted(keys)
-
-    def replacements(self, work: LayerWork, view: MachineView) -> Sequence[Swap]:
-        """Pass on."""
-        return self.rule.replacements(work, view)
-
-
 class SameStart(DelegatingCache):
     """One policy's rules from another one's initial content."""
 
     def __init__(self, rule: CachePolicy, start_of: CachePolicy) -> None:
         super().__init__(rule)
+        # Whatever the rules are, they must be given the future to hand it on.
+        self.oracle = True
         self.start_of = start_of
         self.needs = (*rule.needs, *start_of.needs)
 
     def start(self, context: RunContext) -> None:
         """Start both."""
         # Its random draws and calibration may decide what it begins with.
-        self.start_of.start(_context_for(self.start_of, context))
+        self.start_of.start(context_for(self.start_of, context))
         super().start(context)
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
         """Return what the other one would begin with."""
         return self.start_of.initial(capacity_slots)
-
-
-def _context_for(cache: CachePolicy, context: RunContext) -> RunContext:
-    """The context of a run as a policy may see it."""
-    return context if cache.oracle else replace(context, future=None)
 
 
 @dataclass(frozen=True, slots=True)

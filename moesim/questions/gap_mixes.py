@@ -18,7 +18,7 @@ from moesim.policies.assignment._optimum import (
     optimal_scheduled,
     scheduled_s,
 )
-from moesim.policies.base import CPU
+from moesim.policies.names import CPU
 from moesim.policies.planner.observers import observed_policy
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import CacheSize
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.policies.base import CachePolicy, Future
+    from moesim.policies.base import CachePolicy
+    from moesim.policies.run_context import Future
     from moesim.policies.planner.observers import Observer
     from moesim.policies.planner.plan import MemoryPlan, Policies
     from moesim.traces.format.batch import RoutedStep

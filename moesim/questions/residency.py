@@ -20,7 +20,9 @@ from moesim.base.errors import TraceError
 from moesim.base.seals import check_seal
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import default_profile
-from moesim.policies.base import RESIDENT, LayerWork, RunContext
+from moesim.policies.names import RESIDENT
+from moesim.policies.planner.records import LayerWork
+from moesim.policies.run_context import RunContext
 from moesim.policies.cache.lru import LRU
 from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.plan import MemoryPlan

@@ -30,7 +30,7 @@ from moesim.hwprofiles.costs import seconds_by_expert
 from moesim.machine_code import types as nb
 from moesim.machine_code.functions import compiled
 from moesim.machine_code.types import input_array
-from moesim.policies.base import RESIDENT
+from moesim.policies.names import RESIDENT
 from moesim.policies.planner.residency import GLOBAL
 from moesim.runs.setup import Setup, trace_of
 from moesim.traces.format.layer_steps import layer_steps

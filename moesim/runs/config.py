@@ -276,9 +276,9 @@ class RunConfig(MemoryOptions):
     )
     engine: str = option(
         "auto",
-        "What simulates: auto takes the compiled engine where it knows everything"
+        "What simulates: auto takes the fast engine where it knows everything"
         " involved, else SimPy; both give the same results.",
-        choices=("auto", "simpy", "compiled"),
+        choices=("auto", "simpy", "fast"),
     )
     # When sequences arrive, as requests of users; without it they all wait in line.
     arrivals: str | None = option(

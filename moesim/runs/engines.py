@@ -1,12 +1,11 @@
-"""Which engine simulates a run: the compiled one, or SimPy.
+"""Which engine simulates a run: the fast one, or SimPy.
 
-Both give the same results to the last bit. SimPy's is the one to read; it also runs
-what the compiled one does not know.
+Both give the same results to the last bit. SimPy's is the model to read; it also runs
+what the fast one does not know.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,13 @@ MOST_KEPT_ROWS = 1 << 16
 """Rows of a trace whose blocks are kept for the next run: about ten megabytes."""
 
 SIMPY = "simpy"
-COMPILED = "compiled"
+FAST = "fast"
+
+OBSERVED = "a planner that somebody observes"
+OTHER_COSTS = "costs that are not a hardware profile's"
+ARRIVALS = "requests that arrive over time"
+SIMPY_ALONE = (ARRIVALS, OBSERVED, OTHER_COSTS)
+"""What SimPy's engine runs, and the fast one does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +43,8 @@ class Engine:
     """A choice of engine.
 
     Attributes:
-        name: ``simpy`` or ``compiled``.
-        reason: why it is not the compiled one; empty if it is, or if SimPy was asked
-            for.
+        name: ``simpy`` or ``fast``.
+        reason: why it is not the fast one; empty if it is, or if SimPy was asked for.
     """
 
     name: str
@@ -72,7 +76,7 @@ class Engine:
         columns = tuple(
             dict.fromkeys(column for policy in policies for column in policy.needs)
         )
-        # Engines are imported when they run: each brings a library of its own.
+        # Engines are imported when they run: SimPy's brings a library of its own.
         if self.name == SIMPY:
             from moesim.sim.replay import Replay  # noqa: PLC0415 - see above
 
@@ -81,10 +85,10 @@ class Engine:
                 profile, planner.costs, planner, timeline, noise_seed=noise_seed
             ).run(walk, progress)
 
-        from moesim.sim.compiled.engine import CompiledReplay  # noqa: PLC0415 - as above
+        from moesim.sim.fast.replay import Replay as FastReplay  # noqa: PLC0415 - as above
 
         blocks = _blocks(trace, planner, columns, batch=batch, steps=steps)
-        return CompiledReplay(
+        return FastReplay(
             profile, planner.costs, planner, timeline, noise_seed=noise_seed
         ).run(blocks, progress)
 
@@ -97,25 +101,15 @@ def _blocks(
     batch: int,
     steps: int | None,
 ) -> Iterable[LayerSteps]:
-    """What the compiled engine reads of a trace, for the policies of a run."""
-    from moesim.sim.compiled.support import (  # noqa: PLC0415 - as above
-        all_bring_kernels,
-        answers_with_kernels,
-    )
-
+    """What the fast engine reads of a trace, for the policies of a run."""
     policies = planner.policies
     prefetch = policies.prefetch
-    predictors: tuple[str, ...] = ()
-    # Policies in Python are shown every layer step as an object.
-    routed = not all_bring_kernels(planner)
-    tokens = any(policy.reads_tokens for policy in policies.all())
-    routing = tokens or policies.routing.alters or prefetch.foretells
+    predictors = tuple(name for name in prefetch.needs if name in PREDICTION_COLUMNS)
+    # Altered routing is weighed by the gates of single tokens.
+    tokens = policies.routing.alters
+    tokens |= any(policy.reads_tokens for policy in policies.all())
+    routing = tokens or prefetch.foretells or prefetch.reads_routing
     routing |= policies.assignment.defers
-    if answers_with_kernels(prefetch):
-        predictors = tuple(
-            name for name in prefetch.needs if name in PREDICTION_COLUMNS
-        )
-        routing |= prefetch.reads_routing
     blocks = layer_steps(
         trace,
         batch=batch,
@@ -124,9 +118,8 @@ def _blocks(
         predictors=predictors,
         routing=routing,
         tokens=tokens,
-        routed=routed,
     )
-    if columns or routing or routed or trace.rows > MOST_KEPT_ROWS:
+    if columns or routing or trace.rows > MOST_KEPT_ROWS:
         return blocks
     # Runs of a sweep differ in policies and machines far more often than in this.
     cut = (trace.passes, batch, steps)
@@ -137,60 +130,43 @@ def _blocks(
     return trace.last_cut[cut]
 
 
-SIMPY_S = 1e-4
-"""Seconds of a layer step in SimPy, about (0.8e-4 to 2e-4 measured)."""
-
-
 def choose_engine(
     wanted: str,
     planner: Planner,
-    profile: HardwareProfile,
     *,
     arrivals: bool = False,
-    layer_steps: float = math.inf,
 ) -> Engine:
     """Choose the engine of a run.
 
     Args:
-        wanted: ``simpy``, ``compiled``, or ``auto`` for the compiled one where it knows
+        wanted: ``simpy``, ``fast``, or ``auto`` for the fast one where it knows
             everything that is involved.
         planner: of the run.
-        profile: the machine.
         arrivals: whether requests arrive over time: what runs then depends on the time.
-        layer_steps: of the run, about. Where compiling the engine would take longer
-            than SimPy, ``auto`` takes SimPy for the first such run; whoever runs a
-            second will run more.
 
     Raises:
-        PolicyError: the compiled engine is wanted and does not know something.
+        PolicyError: the fast engine is wanted and does not know something.
     """
     if wanted == SIMPY:
         return Engine(SIMPY)
-    from moesim.sim.compiled.support import (  # noqa: PLC0415 - as above
-        ARRIVALS,
-        unsupported,
-    )
-
-    reason = ARRIVALS if arrivals else unsupported(planner, profile, planner.costs)
+    reason = ARRIVALS if arrivals else _unknown(planner)
     if reason is None:
-        if wanted == COMPILED or not _is_soon_done(layer_steps):
-            return Engine(COMPILED)
-        return Engine(SIMPY, "sooner done than the compiled engine is compiled")
-    if wanted == COMPILED:
+        return Engine(FAST)
+    if wanted == FAST:
         raise PolicyError(
-            f"--engine compiled: not possible: {reason}; use --engine auto, which"
-            " takes SimPy then"
+            f"--engine fast: not possible: {reason}; use --engine auto, which takes"
+            " SimPy then"
         )
     return Engine(SIMPY, reason)
 
 
-def _is_soon_done(layer_steps: float) -> bool:
-    """Whether this is a first short run, and the engine is not on disk."""
-    from moesim.machine_code import library, store  # noqa: PLC0415 - as above
-    from moesim.sim.compiled.loop import run_steps  # noqa: PLC0415 - as above
-    from moesim.sim.compiled.support import COMPILE_S  # noqa: PLC0415 - as above
+def _unknown(planner: Any) -> str | None:
+    """What the fast engine cannot run of this; None if it can."""
+    from moesim.hwprofiles.costs import Costs  # noqa: PLC0415 - names need not wait for it
+    from moesim.policies.planner.planner import Planner  # noqa: PLC0415 - likewise
 
-    if layer_steps * SIMPY_S > COMPILE_S:
-        return False
-
-    return bool(library.missing([run_steps])) and not store.noted("short-run")
+    if type(planner) is not Planner:
+        return OBSERVED
+    if type(planner.costs) is not Costs:
+        return OTHER_COSTS
+    return None

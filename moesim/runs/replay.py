@@ -134,11 +134,7 @@ def replay(
         planner = setup.planner()
     bound = replay_bound(setup, opened, planner) if bounded else None
     engine = choose_engine(
-        config.engine,
-        planner,
-        profile,
-        arrivals=config.arrivals is not None,
-        layer_steps=layer_steps_of(config, opened),
+        config.engine, planner, arrivals=config.arrivals is not None
     )
 
     # Figures that are summed up on the way need no timeline in memory.

@@ -6,11 +6,11 @@ grades of assignments, records of evictions and stopwatches are observers.
 
 from __future__ import annotations
 
-from copy import copy
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, cast
 
-from moesim.policies.base import PolicyError
+from moesim.policies.base import AssignmentPolicy, PolicyError
+from moesim.policies.delegating import DelegatingAssignment, DelegatingCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -92,21 +92,17 @@ def observed_policy(
     """Give a policy an observer of some of its methods.
 
     Args:
-        policy: is not changed; the answer shares its state until it is started.
-        observer: is told.
+        policy: a cache or an assignment policy; it goes on answering.
+        observer: is told of each call, with the arrays that the policy has filled in
+            among the arguments.
         calls: names of methods.
-
-    Returns:
-        A copy of the policy, of a class of its own: whoever looks at its properties,
-        or at what it overrides, sees those of the policy.
     """
-    kind = type(policy)
+    kind: Any = DelegatingCache
+    if isinstance(policy, AssignmentPolicy):
+        kind = DelegatingAssignment
     methods = {name: _reporting(getattr(kind, name), observer) for name in calls}
-    # No slots of its own: only then may an object change its class.
-    body = {"__slots__": (), "__module__": kind.__module__, **methods}
-    watched = copy(policy)
-    watched.__class__ = type(kind.__name__, (kind,), body)
-    return watched
+    watched = type(f"Observed{kind.__name__}", (kind,), methods)
+    return cast("Observed", watched(policy))
 
 
 def _reporting(method: Callable[..., Any], observer: Observer) -> Callable[..., Any]:

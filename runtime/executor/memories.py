@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from moesim.base.errors import RuntimeFault
-from moesim.policies.base import RESIDENT
+from moesim.policies.names import RESIDENT
 from moesim.policies.planner.residency import GLOBAL
 from moesim.runtime.models.expert_layout import Groups, group_tokens
 from moesim.runtime.store.memory import HostSlots
@@ -24,7 +24,7 @@ from moesim.runtime.store.memory import HostSlots
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from moesim.policies.base import LayerWork
+    from moesim.policies.planner.records import LayerWork
     from moesim.policies.planner.residency import CacheSize, Residency
     from moesim.runtime.accelerators import Accelerator
     from moesim.runtime.models.expert_layout import ExpertWeights

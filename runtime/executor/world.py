@@ -16,7 +16,7 @@ import torch
 
 from moesim.engine.lanes import Admission
 from moesim.hwprofiles import lanes as kinds
-from moesim.policies.base import CPU, RESIDENT
+from moesim.policies.names import CPU, RESIDENT
 from moesim.policies.planner.plan import READ, REPLACE
 from moesim.runtime.executor.memories import PrecomputedRows
 from moesim.runtime.executor.operations import (

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from moesim.policies.base import LayerWork
+    from moesim.policies.planner.records import LayerWork
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.schema import ModelShape
 

@@ -33,12 +33,7 @@ from moesim.traces.timeline.spans import FETCH, PREFETCH, READ, REPLACE
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints
-    from moesim.policies.base import (
-        AssignmentPolicy,
-        MachineView,
-        PrefetchPolicy,
-        RoutingPolicy,
-    )
+    from moesim.policies.base import AssignmentPolicy, MachineView, PrefetchPolicy, RoutingPolicy
     from moesim.sim.fast.block import Block
     from moesim.sim.fast.host import Host
     from moesim.sim.fast.memory import Memory
