@@ -1,7 +1,8 @@
 """Arrays of the hot path: memoryviews, whose items are plain Python numbers.
 
 Compiled, they are C arrays with bounds checked. Where nothing is compiled, NumPy's own
-small integers would overflow, and its items are slow to take out one by one.
+small integers would overflow, and its items are slow to take out one by one. Who takes
+one says what it holds.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ Floats: TypeAlias = "memoryview[float]"
 Ints: TypeAlias = "memoryview[int]"
 
 
-def zeros(shape: Any, dtype: Any = np.float64) -> memoryview:
+def zeros(shape: Any, dtype: Any = np.float64) -> Any:
     """Zeros of a shape: int, or a tuple of ints."""
     return np.zeros(shape, dtype).data
 
 
-def filled(shape: Any, value: Any, dtype: Any = np.float64) -> memoryview:
+def filled(shape: Any, value: Any, dtype: Any = np.float64) -> Any:
     """The same of another value."""
     return np.full(shape, value, dtype).data
 
 
-def view_of(array: Any, dtype: Any) -> memoryview:
+def view_of(array: Any, dtype: Any) -> Any:
     """A contiguous array's memory, converted if it has to be; it may be read-only."""
     return np.ascontiguousarray(array, dtype).data
 
 
-def read_only(array: np.ndarray) -> memoryview:
+def read_only(array: np.ndarray) -> Any:
     """An array's memory, to be read alone: for what policies are shown."""
     shown = array.view()
     shown.flags.writeable = False

@@ -18,29 +18,21 @@ Lloyd 1995 (equal sizes).
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import PolicyError
-from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    ADMITS,
-    VICTIMS,
-    CacheKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.arrays import zeros
+from moesim.policies.base import CachePolicy, PolicyError
+from moesim.policies.names import NONE
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 
 # A stay granted to more than this share is granted: solvers answer 0.999….
@@ -286,49 +278,6 @@ def miss_costs(
 MOST_USES = 120_000
 """Uses that one pool may have."""
 
-# Rows of the state's marks.
-_KEEP = 0
-"""By key: whether it stays."""
-
-_EDGES = 1
-"""By layer step: where its uses begin."""
-
-_KEYS = 2
-_PLAN = 3
-"""By use: the expert, and whether it stays after it."""
-
-
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    """Look up which of the active experts stay."""
-    time = work.step * state.integers[0] + work.layer
-    marks = state.marks
-    for use in range(marks[_EDGES, time], marks[_EDGES, time + 1]):
-        marks[_KEEP, marks[_KEYS, use]] = marks[_PLAN, use]
-
-
-@compiled(ADMITS)
-def _admits(
-    state: State, work: Work, incoming: np.ndarray, answers: np.ndarray
-) -> None:
-    """Admit what is to stay."""
-    for n in range(len(incoming)):
-        answers[n] = state.marks[_KEEP, incoming[n]] != 0
-
-
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    """Evict what is not to stay, lower ids first; decline when nothing is left."""
-    count = 0
-    for key in candidates:
-        if count < len(incoming) and not state.marks[_KEEP, key]:
-            chosen[count] = key
-            count += 1
-    for n in range(count, len(incoming)):
-        chosen[n] = -1
-
 
 def sizes_in_slots(key: np.ndarray, context: RunContext) -> np.ndarray:
     """Sizes of experts in slots of their pool, which count its largest: float64, same
@@ -340,7 +289,7 @@ def sizes_in_slots(key: np.ndarray, context: RunContext) -> np.ndarray:
     return np.asarray((sizes / largest).reshape(-1)[key])
 
 
-class OfflineOptimalCache(CompiledCache):
+class OfflineOptimalCache(CachePolicy):
     """Follows `best_stays`; subclasses price the uses in `uses`.
 
     The plan may let an expert leave in the very step that uses it. The planner holds
@@ -357,7 +306,7 @@ class OfflineOptimalCache(CompiledCache):
     oracle: ClassVar[bool] = True
     stays: list[Stays]
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def start(self, context: RunContext) -> None:
         """Solve every pool.
 
         Raises:
@@ -414,24 +363,30 @@ class OfflineOptimalCache(CompiledCache):
             self.stays.append(stays)
             plan[members] = stays.kept
 
-        columns = max(layers * experts, len(edges), len(keys))
-        marks = np.zeros((4, columns), np.int64)
-        marks[_EDGES, : len(edges)] = edges
-        marks[_KEYS, : len(keys)] = keys
-        marks[_PLAN, : len(keys)] = plan
-        return CacheKernels(
-            state(marks=marks, integers=[layers]),
-            victims=_victims,
-            accessed=_accessed,
-            admits=_admits,
-        )
+        self.layers = layers
+        self.edges: Ints = edges.data
+        self.keys: Ints = keys.data
+        self.plan: Ints = plan.view(np.int8).data
+        # By key: whether it stays.
+        self.keep: Ints = zeros(layers * experts, np.int8)
+
+    def accessed(self, work: Work) -> None:
+        time = work.step * self.layers + work.layer
+        for use in range(self.edges[time], self.edges[time + 1]):
+            self.keep[self.keys[use]] = self.plan[use]
+
+    def admits(self, work: Work, key: int) -> bool:
+        return self.keep[key] != 0
+
+    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
+        leaving = (key for key in candidates if not self.keep[key])
+        for n in range(len(incoming)):
+            chosen[n] = next(leaving, NONE)
 
     @property
     def _label(self) -> str:
-        """Its registered name; the class's where it was made without the registry."""
-        return self.name or type(self).__name__
+        return type(self).__module__.rpartition(".")[2].replace("_", "-")
 
-    @abstractmethod
     def uses(
         self,
         time: np.ndarray,
@@ -443,3 +398,4 @@ class OfflineOptimalCache(CompiledCache):
         """Price the uses of one pool, `time`, `key` int64 [U], `tokens` int32 [U];
         return them and the pool's capacity.
         """
+        raise NotImplementedError

@@ -4,109 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.cache import _request_lists as lists
+from moesim.policies.arrays import zeros
+from moesim.policies.cache._request_lists import RequestCache
 from moesim.policies.cache.static import Static
-from moesim.policies.compiled import AdmittingCompiledCache
+from moesim.policies.names import NONE
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from moesim.policies.base import RunContext
-    from moesim.policies.kernels import CacheKernels, State
+    from moesim.policies.arrays import Floats
+    from moesim.policies.run_context import RunContext
 
 Fill = Literal["empty", "lowest"]
 Ratio = Literal["whole", "real"]
 
-# Lists of a pool, each least recent first.
-_ONCE = 0
-_OFTEN = 1
-_GHOST_ONCE = 2
-_GHOST_OFTEN = 3
-"""T1, T2 and their ghosts B1, B2. The pool's score is the paper's target p."""
-
-_WHOLE = lists.INTEGERS
+ONCE = 0
+OFTEN = 1
+GHOST_ONCE = 2
+GHOST_OFTEN = 3
+"""Lists of a pool, each least recent first: T1, T2 and their ghosts B1, B2."""
 
 
-@compiled
-def _size(state: State, pool: int, number: int) -> int:
-    return lists.size_of(state, lists.head_of(state, pool, number))
-
-
-@compiled
-def _hit(state: State, pool: int, key: int) -> None:
-    lists.remove(state, key)
-    lists.append(state, lists.head_of(state, pool, _OFTEN), key)
-
-
-@compiled
-def _miss(state: State, pool: int, key: int) -> int:
-    # Measured before `_fill` removes the ghost, as the paper does.
-    ghost = lists.list_of(state, pool, key)
-    target = state.scores[0, pool]
-    if ghost == _GHOST_ONCE:
-        shift = _shift(state, pool, _GHOST_OFTEN, _GHOST_ONCE)
-        target = min(target + shift, float(state.marks[lists.CAPACITY, pool]))
-    elif ghost == _GHOST_OFTEN:
-        shift = _shift(state, pool, _GHOST_ONCE, _GHOST_OFTEN)
-        target = max(target - shift, 0.0)
-    state.scores[0, pool] = target
-
-    size = _size(state, pool, _ONCE)
-    victims = _OFTEN
-    if size > target or (ghost == _GHOST_OFTEN and size == target):
-        victims = _ONCE
-    victim = lists.first_free(state, lists.head_of(state, pool, victims))
-    # The other list is asked where the first has only held experts.
-    if victim < 0:
-        victims = _OFTEN if victims == _ONCE else _ONCE
-        victim = lists.first_free(state, lists.head_of(state, pool, victims))
-    lists.remove(state, victim)
-    lists.append(state, lists.head_of(state, pool, _GHOST_ONCE + victims), victim)
-    _fill(state, pool, key)
-    return victim
-
-
-@compiled
-def _fill(state: State, pool: int, key: int) -> None:
-    """Enter T2 from a ghost list, else T1; then forget ghosts beyond c in L1 and 2c in
-    all (cases A and B).
-    """
-    if lists.list_of(state, pool, key) >= 0:
-        lists.remove(state, key)
-        lists.append(state, lists.head_of(state, pool, _OFTEN), key)
-    else:
-        lists.append(state, lists.head_of(state, pool, _ONCE), key)
-
-    capacity = state.marks[lists.CAPACITY, pool]
-    once = _size(state, pool, _ONCE) + _size(state, pool, _GHOST_ONCE)
-    _forget_oldest(state, pool, _GHOST_ONCE, once - capacity)
-    every = 0
-    for number in range(4):
-        every += _size(state, pool, number)
-    _forget_oldest(state, pool, _GHOST_OFTEN, every - 2 * capacity)
-
-
-@compiled
-def _forget_oldest(state: State, pool: int, number: int, count: int) -> None:
-    """Remove so many keys from a list, or all."""
-    head = lists.head_of(state, pool, number)
-    for _ in range(min(count, lists.size_of(state, head))):
-        lists.remove(state, lists.following(state, head))
-
-
-@compiled
-def _shift(state: State, pool: int, other: int, returning: int) -> float:
-    """How far a hit in the ghost list `returning` moves the target."""
-    others = _size(state, pool, other)
-    ghosts = _size(state, pool, returning)
-    if state.integers[_WHOLE]:
-        return max(1.0, float(others // ghosts))
-    return max(1.0, others / ghosts)
-
-
-class ARC(AdmittingCompiledCache):
+class ARC(RequestCache):
     """Divide the cache between experts used once (T1) and more often (T2), and shift
     the division when an evicted one returns.
 
@@ -131,23 +51,79 @@ class ARC(AdmittingCompiledCache):
     def __init__(self, *, ratio: Ratio = "whole", fill: Fill = "empty") -> None:
         expect_choice("ratio", ratio, Ratio)
         expect_choice("fill", fill, Fill)
-        self.ratio = ratio
-        self.fill = fill
+        self.whole = ratio == "whole"
+        self.fill_rule = fill
 
-    def bring(self, context: RunContext) -> CacheKernels:
-        """Make four empty lists for each pool."""
+    def start(self, context: RunContext) -> None:
+        self.make_lists(context, lists=4, ghosts=2)
+        # The paper's p, by pool.
+        self.target: Floats = zeros(self.pools)
         self._lowest_ids = Static(fill="lowest")
         self._lowest_ids.start(context)
-        rounded = int(self.ratio == "whole")
-        return lists.kernels_of(
-            lists.request_state(context, lists=4, ghosts=2, integers=(rounded,)),
-            _hit,
-            _miss,
-            _fill,
-        )
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
         """Fill with the lowest ids, if asked for."""
-        if self.fill == "lowest":
+        if self.fill_rule == "lowest":
             return self._lowest_ids.initial(capacity_slots)
         return None
+
+    def hit(self, pool: int, key: int) -> None:
+        self.remove(key)
+        self.append(self.head(pool, OFTEN), key)
+
+    def miss(self, pool: int, key: int) -> int:
+        # Measured before `fill` removes the ghost, as the paper does.
+        ghost = self.list_of(pool, key)
+        target = self.target[pool]
+        if ghost == GHOST_ONCE:
+            shift = self._shift(pool, GHOST_OFTEN, GHOST_ONCE)
+            target = min(target + shift, float(self.capacity[pool]))
+        elif ghost == GHOST_OFTEN:
+            shift = self._shift(pool, GHOST_ONCE, GHOST_OFTEN)
+            target = max(target - shift, 0.0)
+        self.target[pool] = target
+
+        size = self._size(pool, ONCE)
+        giver = OFTEN
+        if size > target or (ghost == GHOST_OFTEN and size == target):
+            giver = ONCE
+        victim = self.first_free(self.head(pool, giver))
+        # The other list is asked where the first has only held experts.
+        if victim == NONE:
+            giver = OFTEN if giver == ONCE else ONCE
+            victim = self.first_free(self.head(pool, giver))
+        self.remove(victim)
+        self.append(self.head(pool, GHOST_ONCE + giver), victim)
+        self.fill(pool, key)
+        return victim
+
+    def fill(self, pool: int, key: int) -> None:
+        # Into T2 from a ghost list, else into T1.
+        if self.list_of(pool, key) == NONE:
+            self.append(self.head(pool, ONCE), key)
+        else:
+            self.hit(pool, key)
+        # Ghosts beyond c in L1 and 2c in all are forgotten (cases A and B).
+        capacity = self.capacity[pool]
+        once = self._size(pool, ONCE) + self._size(pool, GHOST_ONCE)
+        self._forget_oldest(pool, GHOST_ONCE, once - capacity)
+        once = self._size(pool, ONCE) + self._size(pool, GHOST_ONCE)
+        often = self._size(pool, OFTEN) + self._size(pool, GHOST_OFTEN)
+        self._forget_oldest(pool, GHOST_OFTEN, once + often - 2 * capacity)
+
+    def _size(self, pool: int, number: int) -> int:
+        return self.size[self.head(pool, number)]
+
+    def _forget_oldest(self, pool: int, number: int, count: int) -> None:
+        """Remove so many keys from a list, or all."""
+        head = self.head(pool, number)
+        for _ in range(min(count, self.size[head])):
+            self.remove(self.following[head])
+
+    def _shift(self, pool: int, other: int, returning: int) -> float:
+        """How far a hit in the ghost list `returning` moves the target."""
+        others = self._size(pool, other)
+        ghosts = self._size(pool, returning)
+        if self.whole:
+            return max(1.0, float(others // ghosts))
+        return max(1.0, others / ghosts)

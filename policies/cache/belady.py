@@ -6,85 +6,19 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import CachePolicy, PolicyError
-from moesim.policies.cache._kernels import (
-    by_descending_score,
-    lowest_victims,
-    outscored_victims,
-)
-from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    PRECEDENCE,
-    VICTIMS,
-    CacheKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.arrays import view_of
+from moesim.policies.base import PolicyError
+from moesim.policies.cache.ranked import OutscoringCache, by_descending_score, lowest
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import Future, RunContext
 
-# Rows of the state's marks.
-_EDGES = 0
-"""By layer step: where its accesses begin in the integers."""
-
-# Places in the state's integers.
-_EXPERTS = 0
-_LAYERS = 1
-_NEVER = 2
-_ACCESSES = 3
-"""From here on, by access: the step of the next use, and the expert."""
-
-_ID_BITS = 16
-"""Of an access, those of the expert."""
+NEVER_AGAIN = -np.inf
 
 
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    """Look up when the active experts come again.
-
-    Scores change at uses alone: an expert's next use lies where it did before.
-    """
-    edges = state.marks[_EDGES]
-    layer_step = work.step * state.integers[_LAYERS] + work.layer
-    if work.layer >= state.integers[_LAYERS] or layer_step + 1 >= len(edges):
-        return
-    first = work.layer * state.integers[_EXPERTS]
-    place = edges[layer_step]
-    end = edges[layer_step + 1]
-    # Host memory is told of some active experts only; both lists ascend.
-    for expert in work.experts:
-        while place < end and state.integers[place] % (1 << _ID_BITS) < expert:
-            place += 1
-        if place == end:
-            return
-        use = state.integers[place] >> _ID_BITS
-        time = -np.inf
-        if use < state.integers[_NEVER]:
-            time = -float(use * state.integers[_LAYERS] + work.layer)
-        state.scores[0][first + expert] = time
-
-
-@compiled(PRECEDENCE)
-def _precedence(state: State, incoming: np.ndarray) -> None:
-    ordered = by_descending_score(incoming, state.scores[0])
-    for n in range(len(incoming)):
-        incoming[n] = ordered[n]
-
-
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    best = outscored_victims(incoming, candidates, state.scores[0])
-    for n in range(len(incoming)):
-        chosen[n] = best[n]
-
-
-class Belady(CompiledCache):
+class Belady(OutscoringCache):
     """Evict the expert whose next use lies farthest in the future.
 
     A next use is one strictly after this layer step. "Never again" is farthest; ties go
@@ -109,46 +43,66 @@ class Belady(CompiledCache):
     """
 
     oracle: ClassVar[bool] = True
-    # Everything may enter, so that nobody needs to ask.
-    admits = CachePolicy.admits
 
     def __init__(self, *, must_admit: bool = False) -> None:
         self.must_admit = must_admit
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def start(self, context: RunContext) -> None:
         """Look up the first use of every expert, and the next one of every access.
 
         Raises:
             PolicyError: the future is not available.
         """
-        if context.future is None:
+        OutscoringCache.start(self, context)
+        future = context.future
+        if future is None:
             raise PolicyError(
                 "cache policy 'belady' must see the future; only a replay of a whole"
                 " trace has one"
             )
-        shape = context.shape
-        future = context.future
-        edges = np.asarray(future.edges)
-        every_expert = np.arange(shape.experts, dtype=np.int32)
-        layers = range(shape.layers)
+        self.never = future.never
+        # A trace may end before the model's last layer.
+        self.per_step = (len(future.edges) - 1) // max(1, self.never)
+        self.edges: Ints = view_of(future.edges, np.int64)
+        self.uses: Ints = view_of(future.experts, np.int32)
+        self.following: Ints = view_of(future.following, np.int32)
+        self.score = self.tie = view_of(self._first_uses(future), np.float64)
+
+    def accessed(self, work: Work) -> None:
+        # An expert's next use changes when it is used, and then alone.
+        layer_step = work.step * self.per_step + work.layer
+        if work.layer >= self.per_step or layer_step + 1 >= len(self.edges):
+            return
+        use = self.edges[layer_step]
+        end = self.edges[layer_step + 1]
+        # Host memory is told of some active experts only; both lists ascend.
+        for i in range(work.active):
+            expert = work.experts[i]
+            while use < end and self.uses[use] < expert:
+                use += 1
+            if use == end:
+                return
+            time = NEVER_AGAIN
+            if self.following[use] < self.never:
+                time = -float(self.following[use] * self.per_step + work.layer)
+            self.score[work.first + expert] = time
+
+    def precedence(self, incoming: Ints) -> None:
+        by_descending_score(incoming, self.score)
+
+    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
+        if self.must_admit:
+            lowest(candidates, self.score, self.score, chosen)
+        else:
+            OutscoringCache.victims(self, incoming, candidates, chosen)
+
+    def _first_uses(self, future: Future) -> np.ndarray:
+        """Scores before the first layer step: float64 [L * E]."""
+        every_expert = np.arange(self.experts, dtype=np.int32)
+        layers = range(self.layers)
         # Strictly after step -1 is from the very first step on.
         uses = [future.next_uses(-1, layer, every_expert) for layer in layers]
         first_uses = np.array(uses)
-        # A trace may end before the model's last layer.
-        per_step = (len(edges) - 1) // max(1, future.never)
-        times = first_uses * per_step + np.array(layers)[:, None]
-        scores = np.where(first_uses < future.never, -times.astype(np.float64), -np.inf)
-
-        sizes = (shape.experts, per_step, future.never)
-        accesses = future.following.astype(np.int64) << _ID_BITS | future.experts
-        known = state(
-            [scores.reshape(-1)],
-            [edges + _ACCESSES],
-            integers=np.concatenate((sizes, accesses)),
-        )
-        return CacheKernels(
-            known,
-            victims=lowest_victims if self.must_admit else _victims,
-            accessed=_accessed,
-            precedence=_precedence,
-        )
+        times = first_uses * self.per_step + np.array(layers)[:, None]
+        is_used = first_uses < future.never
+        return np.where(is_used, -times.astype(np.float64), NEVER_AGAIN).reshape(-1)

@@ -16,7 +16,7 @@ from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
     from moesim.hwprofiles.costs import Costs
-    from moesim.policies.base import RunContext
+    from moesim.policies.run_context import RunContext
     from moesim.traces.format.schema import ModelShape
 
 

@@ -14,7 +14,7 @@ from moesim.policies.cache._offline_bounds import (
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.run_context import RunContext
 
 Value = Literal["hits", "bytes"]
 

@@ -4,50 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.cache import _request_lists as lists
-from moesim.policies.compiled import AdmittingCompiledCache
+import numpy as np
+
+from moesim.policies.arrays import zeros
+from moesim.policies.cache._request_lists import RequestCache
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
-    from moesim.policies.kernels import CacheKernels, State
-
-_USES = lists.ROWS
-"""Row of the marks: uses by key."""
-
-_ROUNDS = lists.INTEGERS
+    from moesim.policies.arrays import Ints
+    from moesim.policies.run_context import RunContext
 
 
-@compiled
-def _hit(state: State, pool: int, key: int) -> None:
-    uses = state.marks[_USES]
-    uses[key] = min(uses[key] + 1, state.integers[_ROUNDS])
-
-
-@compiled
-def _miss(state: State, pool: int, key: int) -> int:
-    uses = state.marks[_USES]
-    queue = lists.head_of(state, pool, 0)
-    victim = lists.first_free(state, queue)
-    lists.remove(state, victim)
-    while uses[victim]:
-        # Entered anew, so it stands behind all others.
-        uses[victim] -= 1
-        lists.append(state, queue, victim)
-        victim = lists.first_free(state, queue)
-        lists.remove(state, victim)
-    _fill(state, pool, key)
-    return victim
-
-
-@compiled
-def _fill(state: State, pool: int, key: int) -> None:
-    lists.append(state, lists.head_of(state, pool, 0), key)
-    state.marks[_USES, key] = 0
-
-
-class Clock(AdmittingCompiledCache):
+class Clock(RequestCache):
     """Evict the oldest expert that was not used since it was last considered.
 
     One that was used becomes the newest instead, with one use fewer. Held experts keep
@@ -66,11 +34,25 @@ class Clock(AdmittingCompiledCache):
         expect(rounds >= 1, "rounds", ">= 1", rounds)
         self.rounds = rounds
 
-    def bring(self, context: RunContext) -> CacheKernels:
-        """Make an empty queue for each pool."""
-        return lists.kernels_of(
-            lists.request_state(context, lists=1, rows=1, integers=(self.rounds,)),
-            _hit,
-            _miss,
-            _fill,
-        )
+    def start(self, context: RunContext) -> None:
+        self.make_lists(context, lists=1)
+        self.uses: Ints = zeros(self.keys, np.int64)
+
+    def hit(self, pool: int, key: int) -> None:
+        self.uses[key] = min(self.uses[key] + 1, self.rounds)
+
+    def miss(self, pool: int, key: int) -> int:
+        queue = self.head(pool, 0)
+        victim = self.first_free(queue)
+        self.remove(victim)
+        while self.uses[victim]:
+            self.uses[victim] -= 1
+            self.append(queue, victim)
+            victim = self.first_free(queue)
+            self.remove(victim)
+        self.fill(pool, key)
+        return victim
+
+    def fill(self, pool: int, key: int) -> None:
+        self.append(self.head(pool, 0), key)
+        self.uses[key] = 0

@@ -4,43 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
-from moesim.machine_code.functions import compiled
-from moesim.policies.cache._own_replacements import (
-    note_admitted,
-    note_evicted,
-    replace_by_missed,
-)
+from moesim.policies.cache._own_replacements import ReplacingCache
 from moesim.policies.cache.static import Static
-from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    CacheKernels,
-    State,
-    Work,
-    admits_nothing,
-    state,
-)
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    import numpy as np
+
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 Fill = Literal["auto", "calibrated", "lowest", "random"]
 
 
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    """Let the layer's scores decay by one step, and count the active experts."""
-    first = work.layer * state.integers[0]
-    for key in range(first, first + state.integers[0]):
-        state.scores[0, key] *= state.numbers[0]
-    for expert in work.experts:
-        state.scores[0, first + expert] += 1.0
-
-
-class DecayedFrequency(CompiledCache):
+class DecayedFrequency(ReplacingCache):
     """Replace residents of a layer by missed experts that were used clearly more of
     late.
 
@@ -60,38 +38,35 @@ class DecayedFrequency(CompiledCache):
     here, when they have landed.
     """
 
-    replaces_by_kernel = True
-
     def __init__(
         self, *, half_life: float = 16.0, margin: float = 1.0, fill: Fill = "auto"
     ) -> None:
         expect(half_life > 0, "half_life", "> 0", half_life)
         expect(margin >= 0, "margin", ">= 0", margin)
         expect_choice("fill", fill, Fill)
-        self.half_life = half_life
+        self.decay = 2.0 ** (-1.0 / half_life)
         self.margin = margin
-        self.fill: Fill = fill
+        self.content = Static(fill=fill)
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def start(self, context: RunContext) -> None:
         """Begin with no uses."""
-        self._initial_content = Static(fill=self.fill)
-        self._initial_content.start(context)
-        experts = context.shape.experts
-        keys = context.shape.layers * experts
-        return CacheKernels(
-            state(
-                scores=np.zeros(keys),
-                marks=np.zeros(keys),
-                numbers=[2.0 ** (-1.0 / self.half_life), self.margin],
-                integers=[experts],
-            ),
-            accessed=_accessed,
-            admits=admits_nothing,
-            admitted=note_admitted,
-            evicted=note_evicted,
-            replacements=replace_by_missed,
-        )
+        ReplacingCache.start(self, context)
+        self.content.start(context)
 
-    def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
-        """Fill the cache as `fill` says: int64 flat keys, ascending."""
-        return self._initial_content.initial(capacity_slots)
+    def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
+        """Fill the cache as `fill` says."""
+        return self.content.initial(capacity_slots)
+
+    def accessed(self, work: Work) -> None:
+        for key in range(work.first, work.first + self.experts):
+            self.score[key] *= self.decay
+        for i in range(work.active):
+            self.score[work.first + work.experts[i]] += 1.0
+
+    def admits(self, work: Work, key: int) -> bool:
+        return False
+
+    def replacements(
+        self, work: Work, states: Ints, outgoing: Ints, incoming: Ints
+    ) -> int:
+        return self.pair(work, states, outgoing, incoming, self.margin, everyone=False)

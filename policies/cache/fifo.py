@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from moesim.policies.cache._kernels import fifo_admitted, lowest_victims, score_state
-from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import CacheKernels
+from moesim.policies.cache.ranked import RankedCache
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.run_context import RunContext
 
 
-class FIFO(AdmittingCompiledCache):
+class FIFO(RankedCache):
     """Evict the expert that entered first; a hit changes nothing.
 
     Experts of one layer step enter in launch order. Equal to libCacheSim's FIFO on one
@@ -21,12 +19,10 @@ class FIFO(AdmittingCompiledCache):
     Source: textbook.
     """
 
-    direction: ClassVar[float] = 1.0
+    def start(self, context: RunContext) -> None:
+        RankedCache.start(self, context)
+        self.entries = 0.0
 
-    def bring(self, context: RunContext) -> CacheKernels:
-        """Number entries, upwards for those that leave first."""
-        return CacheKernels(
-            score_state(context, numbers=[0.0, self.direction]),
-            victims=lowest_victims,
-            admitted=fifo_admitted,
-        )
+    def admitted(self, key: int) -> None:
+        self.score[key] = self.entries
+        self.entries += 1.0

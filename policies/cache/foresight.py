@@ -6,32 +6,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.cache._kernels import outscored_victims
-from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.foresight import VALUE, Foresight, foresee
-from moesim.policies.kernels import ACCESSED, VICTIMS, CacheKernels, State, Work
+from moesim.policies.cache.ranked import OutscoringCache
+from moesim.policies.foresight import Foresight
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 Fill = Literal["best", "empty"]
 
 
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    foresee(state, work)
-
-
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    chosen[:] = outscored_victims(incoming, candidates, state.scores[VALUE])
-
-
-class ForesightCache(AdmittingCompiledCache):
+class ForesightCache(OutscoringCache):
     """Evict the expert whose coming uses, discounted by distance, are worth least.
 
     What is worth less than all that it could replace is declined. `belady` looks at the
@@ -53,24 +39,27 @@ class ForesightCache(AdmittingCompiledCache):
         self.decay = decay
         self.fill = fill
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def start(self, context: RunContext) -> None:
         """Take the run's foresight.
 
         Raises:
             PolicyError: the future is not available.
         """
-        known = Foresight.of(context, self.decay).state
-        self._pools = len(context.capacity_slots)
-        return CacheKernels(known, victims=_victims, accessed=_accessed)
+        OutscoringCache.start(self, context)
+        self.foresight = Foresight.of(context, self.decay)
+        self.score = self.foresight.value
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Fill every pool with what is worth most: int64 flat keys, ascending."""
         if self.fill == "empty":
             return np.zeros(0, np.int64)
-        values = self.score.reshape(self._pools, -1)
+        values = np.asarray(self.score).reshape(len(capacity_slots), -1)
         # Stable, so that ties go to lower keys.
         ranked = np.argsort(-values, axis=1, kind="stable")
-        first = np.arange(self._pools) * values.shape[1]
+        first = np.arange(len(values)) * values.shape[1]
         pools = zip(first, ranked, capacity_slots, strict=True)
         chosen = [begin + keys[:slots] for begin, keys, slots in pools]
         return np.sort(np.concatenate(chosen)).astype(np.int64)
+
+    def accessed(self, work: Work) -> None:
+        self.foresight.foresee(work)

@@ -6,17 +6,19 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from moesim.policies.base import flat_keys
-from moesim.policies.cache._score_based import ScoreBasedCache
+from moesim.policies.arrays import filled, zeros
+from moesim.policies.cache.ranked import RankedCache
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    from moesim.policies.base import LayerWork, RunContext
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 Memory = Literal["in-cache", "perfect"]
 
 
-class LeastStaleInterval(ScoreBasedCache):
+class LeastStaleInterval(RankedCache):
     """Evict the expert whose next use is expected last, from its mean interval between
     uses.
 
@@ -41,48 +43,47 @@ class LeastStaleInterval(ScoreBasedCache):
         expect(0.0 < weight <= 1.0, "weight", "0 < weight <= 1", weight)
         expect_choice("memory", memory, Memory)
         self.weight = weight
-        self.memory = memory
+        self.forgets = memory == "in-cache"
 
     def start(self, context: RunContext) -> None:
-        """Begin with no intervals."""
-        super().start(context)
+        RankedCache.start(self, context)
         keys = len(self.score)
-        self.tie = np.zeros(keys)
-        self._last = np.zeros(keys)
-        self._interval = np.zeros(keys)
-        self._known = np.full(keys, self.memory == "perfect")
-        self._now = 0.0
+        self.tie = zeros(keys)
+        self.last: Floats = zeros(keys)
+        self.interval: Floats = zeros(keys)
+        self.known: Ints = filled(keys, not self.forgets, np.int8)
+        self.now = 0.0
 
-    def accessed(self, work: LayerWork) -> None:
-        """Average the gap since the last use of each active expert that is known."""
-        self._now += 1.0
-        keys = flat_keys(work, self.experts)
-        used = keys[self._known[keys]]
+    def accessed(self, work: Work) -> None:
+        self.now += 1.0
+        for i in range(work.active):
+            key = work.first + work.experts[i]
+            if not self.known[key]:
+                continue
+            # Time begins at 1, so a last use of 0 is none, and there is no gap.
+            if self.last[key] > 0.0:
+                self._average(key, self.now - self.last[key])
+            self._stamp(key)
 
-        # Time begins at 1, so a last use of 0 is none, and there is no gap to average.
-        again = used[self._last[used] > 0.0]
-        gap = self._now - self._last[again]
-        interval = self._interval[again]
-        averaged = (1.0 - self.weight) * interval + self.weight * gap
-        self._interval[again] = np.where(interval == 0.0, gap, averaged)
-        self._stamp(used)
+    def admitted(self, key: int) -> None:
+        # Entering is a use; without a memory, the first.
+        if self.forgets:
+            self.interval[key] = 0.0
+            self.known[key] = 1
+        self._stamp(key)
 
-    def admitted(self, keys: np.ndarray) -> None:
-        """Entering is a use; without a memory, the first."""
-        if self.memory == "in-cache":
-            self._interval[keys] = 0.0
-            self._known[keys] = True
-        self._stamp(keys)
+    def evicted(self, key: int) -> None:
+        if self.forgets:
+            self.known[key] = 0
 
-    def evicted(self, keys: np.ndarray) -> None:
-        """Forget what leaves, unless nothing is forgotten."""
-        if self.memory == "in-cache":
-            self._known[keys] = False
+    def _average(self, key: int, gap: float) -> None:
+        interval = self.interval[key]
+        if interval != 0.0:
+            gap = (1.0 - self.weight) * interval + self.weight * gap
+        self.interval[key] = gap
 
-    def _stamp(self, keys: np.ndarray) -> None:
-        """Note a use of `keys` at this layer step."""
-        self._last[keys] = self._now
-        # Negated: the base evicts the lowest score, then the lowest tie.
-        interval = np.maximum(self._interval[keys], 1.0)
-        self.score[keys] = -(self._now + interval)
-        self.tie[keys] = -self._now
+    def _stamp(self, key: int) -> None:
+        self.last[key] = self.now
+        # Negated, as the lowest score leaves, then the lowest tie.
+        self.score[key] = -(self.now + max(self.interval[key], 1.0))
+        self.tie[key] = -self.now

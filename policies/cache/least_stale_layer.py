@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from moesim.policies.base import CachePolicy
+from moesim.policies.cache.ranked import RankedCache, lowest
 from moesim.policies.parameters import expect_choice
-from moesim.policies.ranking import lowest_first
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from moesim.policies.base import LayerWork, RunContext
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 Order = Literal["lowest", "cyclic"]
 
 
-class LeastStaleLayer(CachePolicy):
+class LeastStaleLayer(RankedCache):
     """Evict experts by the position of their layer alone; ties to the lower id.
 
     A layer that has had its turn needs its experts last. In per-layer scope it evicts
@@ -34,27 +33,23 @@ class LeastStaleLayer(CachePolicy):
 
     def __init__(self, *, order: Order = "lowest") -> None:
         expect_choice("order", order, Order)
-        self.order = order
+        self.cyclic = order == "cyclic"
 
     def start(self, context: RunContext) -> None:
-        """Learn the number of layers."""
-        self._layers = context.shape.layers
-        self._experts = context.shape.experts
-        self._layer = 0
+        RankedCache.start(self, context)
+        self.layer = 0
 
-    def accessed(self, work: LayerWork) -> None:
-        """Note the current layer."""
-        self._layer = work.layer
+    def accessed(self, work: Work) -> None:
+        self.layer = work.layer
 
-    def rank(self, candidates: np.ndarray) -> np.ndarray:
-        """Numbers of the candidates, int64 [C]; the lowest are evicted first."""
-        # Only the layer decides, so nothing is kept about single experts.
-        layer = candidates // self._experts
-        if self.order == "cyclic":
-            layer = (self._layer - layer) % self._layers
+    def rank(self, key: int) -> int:
+        """The lowest is evicted first."""
+        layer = key // self.experts
+        if self.cyclic:
+            return (self.layer - layer) % self.layers
         return layer
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-        """Choose by layer."""
-        # Within a layer candidates ascend, so ties go to the lower id.
-        return lowest_first(candidates, self.rank(candidates))[: len(incoming)]
+    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
+        for c in range(len(candidates)):
+            self.score[candidates[c]] = self.rank(candidates[c])
+        lowest(candidates, self.score, self.score, chosen)

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.policies.base import flat_keys
+from moesim.policies.arrays import filled
 from moesim.policies.cache.least_stale_layer import LeastStaleLayer
+from moesim.policies.names import NONE
 
 if TYPE_CHECKING:
-    from moesim.policies.base import LayerWork, RunContext
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 
 class LeastStalePass(LeastStaleLayer):
@@ -30,24 +33,21 @@ class LeastStalePass(LeastStaleLayer):
     """
 
     def start(self, context: RunContext) -> None:
-        """Begin with nothing touched."""
-        super().start(context)
-        # The pass that touched each key last; -1 is none.
-        self._touched = np.full(self._layers * self._experts, -1, np.int64)
-        self._step = 0
+        LeastStaleLayer.start(self, context)
+        self.step = 0
+        # The pass that touched each expert last.
+        self.touched: Ints = filled(len(self.score), NONE, np.int64)
 
-    def accessed(self, work: LayerWork) -> None:
-        """Note the pass of the active experts."""
-        super().accessed(work)
-        self._step = work.step
-        self._touched[flat_keys(work, self._experts)] = work.step
+    def accessed(self, work: Work) -> None:
+        LeastStaleLayer.accessed(self, work)
+        self.step = work.step
+        for i in range(work.active):
+            self.touched[work.first + work.experts[i]] = work.step
 
-    def admitted(self, keys: np.ndarray) -> None:
-        """Entering is a touch."""
-        self._touched[keys] = self._step
+    def admitted(self, key: int) -> None:
+        self.touched[key] = self.step
 
-    def rank(self, candidates: np.ndarray) -> np.ndarray:
-        """The stale first, by layer."""
-        touched = self._touched[candidates] == self._step
+    def rank(self, key: int) -> int:
+        rank = LeastStaleLayer.rank(self, key)
         # More than any layer, so all stale experts rank before all touched ones.
-        return super().rank(candidates) + self._layers * touched
+        return rank + self.layers if self.touched[key] == self.step else rank

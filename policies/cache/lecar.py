@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from moesim.policies.cache._request_lists import (
-    PerRequestCache,
-    RequestQueues,
-    first,
-    forget_oldest,
-)
+from moesim.policies.arrays import filled, zeros
+from moesim.policies.cache._request_lists import RequestCache
+from moesim.policies.names import NONE
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
-
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.run_context import RunContext
 
 # Neither rule is ever given up: the weights stay within these.
-_LEAST_WEIGHT = 0.01
-_MOST_WEIGHT = 0.99
+LEAST_WEIGHT = 0.01
+MOST_WEIGHT = 0.99
 
-# Indices of the two rules and of their ghost lists.
-_LRU = 0
-_LFU = 1
+CACHED = 0
+LRU_GHOSTS = 1
+LFU_GHOSTS = 2
+"""Lists of a pool: residents, least recent first, and what each rule has evicted."""
 
 
-class LeCaR(PerRequestCache):
+class LeCaR(RequestCache):
     """Evict by LRU or LFU, drawn at random; a rule loses weight when its victim comes
     back soon.
 
@@ -68,118 +64,91 @@ class LeCaR(PerRequestCache):
         expect(learning_rate >= 0.0, "learning_rate", ">= 0", learning_rate)
         expect(0.0 < discount <= 1.0, "discount", "0 < discount <= 1", discount)
         expect(history is None or history >= 1, "history", ">= 1 or none", history)
-        expect(
-            0.0 < initial_weight < 1.0,
-            "initial_weight",
-            "0 < initial_weight < 1",
-            initial_weight,
-        )
+        within = "0 < initial_weight < 1"
+        expect(0.0 < initial_weight < 1.0, "initial_weight", within, initial_weight)
         self.learning_rate = learning_rate
         self.discount = discount
         self.history = history
         self.initial_weight = initial_weight
 
     def start(self, context: RunContext) -> None:
-        """Seed the draws, shared by all pools."""
-        # One generator for all pools, so that layers do not repeat each other's draws.
-        generator = np.random.default_rng(context.seed)
-        self.draw: Callable[[], float] = generator.random
-        super().start(context)
+        self.make_lists(context, lists=3, ghosts=2)
+        # One sequence of draws, shared by all pools.
+        self.draw = np.random.default_rng(context.seed).random
+        # By pool: LRU's weight, how much regret a request leaves, and requests so far.
+        self.weight: Floats = filled(self.pools, self.initial_weight)
+        self.left: Floats = zeros(self.pools)
+        self.most_ghosts: Ints = zeros(self.pools, np.int64)
+        self.now: Ints = zeros(self.pools, np.int64)
+        for pool, slots in enumerate(context.capacity_slots.tolist()):
+            self.left[pool] = self.discount ** (1 / max(1, slots))
+            self.most_ghosts[pool] = self.history or max(1, slots // 2)
+        # By key: uses, also those of a ghost, and when it became one.
+        self.count: Ints = zeros(self.keys, np.int64)
+        self.evicted_at: Ints = zeros(self.keys, np.int64)
 
-    def pool(
-        self,
-        capacity: int,
-        context: RunContext,
-    ) -> RequestQueues:
-        """Make an empty cache with two ghost lists."""
-        del context
-        return _WeightedRules(self, capacity)
+    def hit(self, pool: int, key: int) -> None:
+        self.now[pool] += 1
+        self.remove(key)
+        self._enter(pool, key, self.count[key] + 1)
 
-
-class _WeightedRules:
-    """Counts in order of last use, and ghosts as key -> (count, time of eviction),
-    oldest first.
-    """
-
-    def __init__(self, policy: LeCaR, capacity: int) -> None:
-        self.policy = policy
-        self.history = policy.history or max(1, capacity // 2)
-        self.discount = policy.discount ** (1 / max(1, capacity))
-        self.weight_lru = policy.initial_weight
-        self.now = 0
-        self.counts: dict[int, int] = {}
-        self.heap: list[tuple[int, int]] = []
-        self.ghosts: list[dict[int, tuple[int, int]]] = [{}, {}]
-
-    def __contains__(self, key: int) -> bool:
-        return key in self.counts
-
-    def hit(self, key: int) -> None:
-        self.now += 1
-        self._count(key, self.counts.pop(key) + 1)
-
-    def miss(self, key: int, free: Container[int]) -> int:
-        self.now += 1
+    def miss(self, pool: int, key: int) -> int:
+        self.now[pool] += 1
         # Before the draw: a returning ghost changes the weights of this very choice.
-        count = self._recall(key)
-        oldest = first(self.counts, free)
-        rarest = self._rarest(free)
-        rule = _LFU if self.policy.draw() >= self.weight_lru else _LRU
-        victim = rarest if rule == _LFU else oldest
-
-        victim_count = self.counts.pop(victim)
+        count = self._recall(pool, key)
+        oldest = self.first_free(self.head(pool, CACHED))
+        rarest = self._rarest(pool)
+        victim = oldest
+        ghosts = self.head(pool, LRU_GHOSTS)
+        if self.draw() >= self.weight[pool]:
+            victim = rarest
+            ghosts = self.head(pool, LFU_GHOSTS)
+        self.remove(victim)
         if oldest != rarest:
-            ghosts = self.ghosts[rule]
-            ghosts[victim] = (victim_count, self.now)
-            if len(ghosts) > self.history:
-                forget_oldest(ghosts)
-        self._count(key, count)
+            self.append(ghosts, victim)
+            self.evicted_at[victim] = self.now[pool]
+            if self.size[ghosts] > self.most_ghosts[pool]:
+                self.remove(self.following[ghosts])
+        self._enter(pool, key, count)
         return victim
 
-    def fill(self, key: int) -> None:
-        self.now += 1
-        self._count(key, self._recall(key))
+    def fill(self, pool: int, key: int) -> None:
+        self.now[pool] += 1
+        self._enter(pool, key, self._recall(pool, key))
 
-    def drop(self, key: int) -> None:
-        del self.counts[key]
+    def _enter(self, pool: int, key: int, count: int) -> None:
+        self.append(self.head(pool, CACHED), key)
+        self.count[key] = count
 
-    def _count(self, key: int, count: int) -> None:
-        """Make `key` the most recent, with a new count."""
-        self.counts[key] = count
-        # Older entries of the key stay in the heap; `_rarest` knows them by the count.
-        heapq.heappush(self.heap, (count, key))
+    def _rarest(self, pool: int) -> int:
+        """The key with the lowest count that may leave, ties to the lower id."""
+        rarest = NONE
+        queue = self.head(pool, CACHED)
+        key = self.following[queue]
+        while key != queue:
+            if self.free[key] and (
+                rarest == NONE
+                or self.count[key] < self.count[rarest]
+                or (self.count[key] == self.count[rarest] and key < rarest)
+            ):
+                rarest = key
+            key = self.following[key]
+        return rarest
 
-    def _rarest(self, free: Container[int]) -> int:
-        """The lowest count that may leave; outdated entries of the heap are dropped on
-        the way, held ones put back.
-        """
-        valid = []
-        while True:
-            count, key = heapq.heappop(self.heap)
-            if self.counts.get(key) != count:
-                continue
-            valid.append((count, key))
-            if key in free:
-                break
-        for entry in valid:
-            heapq.heappush(self.heap, entry)
-        return key
-
-    def _recall(self, key: int) -> int:
+    def _recall(self, pool: int, key: int) -> int:
         """The count with which `key` enters; a ghost costs its rule weight."""
-        for rule, ghosts in enumerate(self.ghosts):
-            if key in ghosts:
-                count, evicted_at = ghosts.pop(key)
-                age = self.now - evicted_at
-                regret = self.discount**age
-                loss = math.exp(-self.policy.learning_rate * regret)
-                lru = self.weight_lru
-                lfu = 1.0 - self.weight_lru
-                if rule == _LFU:
-                    lfu *= loss
-                else:
-                    lru *= loss
-                weight = max(_LEAST_WEIGHT, lru / (lru + lfu))
-                self.weight_lru = min(_MOST_WEIGHT, weight)
-                return count + 1
-        return 1
+        ghosts = self.list_of(pool, key)
+        if ghosts == NONE:
+            return 1
+        self.remove(key)
+        regret = self.left[pool] ** (self.now[pool] - self.evicted_at[key])
+        loss = math.exp(-self.learning_rate * regret)
+        lru = self.weight[pool]
+        lfu = 1.0 - lru
+        if ghosts == LFU_GHOSTS:
+            lfu *= loss
+        else:
+            lru *= loss
+        weight = max(LEAST_WEIGHT, lru / (lru + lfu))
+        self.weight[pool] = min(MOST_WEIGHT, weight)
+        return self.count[key] + 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from moesim.policies.cache.fifo import FIFO
 
 
@@ -16,5 +14,7 @@ class LIFO(FIFO):
     Source: a baseline of FlashMoE (arXiv 2601.17063).
     """
 
-    # The lowest number leaves, so entries count downwards.
-    direction: ClassVar[float] = -1.0
+    def admitted(self, key: int) -> None:
+        # The lowest leaves, so entries count downwards.
+        self.score[key] = -self.entries
+        self.entries += 1.0

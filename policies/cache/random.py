@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moesim.policies.arrays import view_of
 from moesim.policies.base import CachePolicy
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Ints
+    from moesim.policies.run_context import RunContext
 
 
 class Random(CachePolicy):
@@ -19,14 +21,9 @@ class Random(CachePolicy):
     """
 
     def start(self, context: RunContext) -> None:
-        """Seed the draws."""
         # A generator of its own, so that its draws do not depend on other policies.
-        self._random = np.random.default_rng(context.seed)
+        self.random = np.random.default_rng(context.seed)
 
-    def victims(
-        self,
-        incoming: np.ndarray,
-        candidates: np.ndarray,
-    ) -> np.ndarray:
-        """Draw as many candidates as experts come in, each at most once."""
-        return self._random.choice(candidates, len(incoming), replace=False)
+    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
+        drawn = self.random.choice(candidates, len(incoming), replace=False)
+        chosen[:] = view_of(drawn, np.int64)

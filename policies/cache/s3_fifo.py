@@ -4,142 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.cache import _request_lists as lists
-from moesim.policies.compiled import AdmittingCompiledCache
+import numpy as np
+
+from moesim.policies.arrays import zeros
+from moesim.policies.cache._request_lists import RequestCache
+from moesim.policies.names import NONE
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
-    from moesim.policies.kernels import CacheKernels, State
+    from moesim.policies.arrays import Ints
+    from moesim.policies.run_context import RunContext
 
 Variant = Literal["paper", "libcachesim"]
 
-# A 2-bit counter.
-_MOST_USES = 3
+MOST_USES = 3
+"""A 2-bit counter."""
 
-# Lists of a pool, oldest first.
-_PROBATION = 0
-_MAIN = 1
-_GHOSTS = 2
-
-# Rows of the marks: by key, then by pool.
-_USES = lists.ROWS
-_SMALL = lists.ROWS + 1
-_MOST_GHOSTS = lists.ROWS + 2
-_EVICTED_BEFORE = lists.ROWS + 3
-
-# Places in the integers.
-_QUALIFYING_USES = lists.INTEGERS
-_AS_PUBLISHED = lists.INTEGERS + 1
+PROBATION = 0
+MAIN = 1
+GHOSTS = 2
+"""Lists of a pool."""
 
 
-@compiled
-def _size(state: State, pool: int, number: int) -> int:
-    return lists.size_of(state, lists.head_of(state, pool, number))
-
-
-@compiled
-def _enter(state: State, pool: int, number: int, key: int) -> None:
-    lists.append(state, lists.head_of(state, pool, number), key)
-    state.marks[_USES, key] = 0
-
-
-@compiled
-def _take_ghost(state: State, pool: int, key: int) -> bool:
-    """Remove `key` from the ghosts; whether it was one."""
-    if lists.list_of(state, pool, key) != _GHOSTS:
-        return False
-    lists.remove(state, key)
-    return True
-
-
-@compiled
-def _hit(state: State, pool: int, key: int) -> None:
-    uses = state.marks[_USES]
-    uses[key] = min(uses[key] + 1, _MOST_USES)
-
-
-@compiled
-def _miss(state: State, pool: int, key: int) -> int:
-    state.marks[_EVICTED_BEFORE, pool] = 1
-    # Before a victim is chosen: its ghost may push this one out of the list.
-    returning = _take_ghost(state, pool, key)
-
-    from_probation = _probation_first(state, pool)
-    victim = -1
-    # Again and again, as promotions out of one queue may fill the other.
-    while victim < 0:
-        if from_probation:
-            victim = _from_probation(state, pool)
-        else:
-            victim = _from_main(state, pool)
-        from_probation = not from_probation
-    _enter(state, pool, _MAIN if returning else _PROBATION, key)
-    return victim
-
-
-@compiled
-def _fill(state: State, pool: int, key: int) -> None:
-    returning = _take_ghost(state, pool, key)
-    marks = state.marks
-    overflows = (
-        not state.integers[_AS_PUBLISHED]
-        and not marks[_EVICTED_BEFORE, pool]
-        and _size(state, pool, _PROBATION) >= marks[_SMALL, pool]
-    )
-    _enter(state, pool, _MAIN if returning or overflows else _PROBATION, key)
-
-
-@compiled
-def _probation_first(state: State, pool: int) -> bool:
-    """Whether the small queue is to give the victim."""
-    small = state.marks[_SMALL, pool]
-    waiting = _size(state, pool, _PROBATION)
-    if state.integers[_AS_PUBLISHED]:
-        return waiting >= small
-    large = state.marks[lists.CAPACITY, pool] - small
-    return _size(state, pool, _MAIN) <= large and waiting > 0
-
-
-@compiled
-def _from_probation(state: State, pool: int) -> int:
-    """Promote used keys until one has too few uses: the victim. -1 if all were promoted
-    or held.
-    """
-    probation = lists.head_of(state, pool, _PROBATION)
-    ghosts = lists.head_of(state, pool, _GHOSTS)
-    key = lists.first_free(state, probation)
-    while key >= 0:
-        lists.remove(state, key)
-        if state.marks[_USES, key] < state.integers[_QUALIFYING_USES]:
-            lists.append(state, ghosts, key)
-            if lists.size_of(state, ghosts) > state.marks[_MOST_GHOSTS, pool]:
-                lists.remove(state, lists.following(state, ghosts))
-            break
-        _enter(state, pool, _MAIN, key)
-        key = lists.first_free(state, probation)
-    return key
-
-
-@compiled
-def _from_main(state: State, pool: int) -> int:
-    """Put used keys behind all others, one use fewer, until one has none: the victim.
-    -1 if all are held.
-    """
-    main = lists.head_of(state, pool, _MAIN)
-    key = lists.first_free(state, main)
-    while key >= 0:
-        lists.remove(state, key)
-        if not state.marks[_USES, key]:
-            break
-        lists.append(state, main, key)
-        state.marks[_USES, key] -= 1
-        key = lists.first_free(state, main)
-    return key
-
-
-class S3FIFO(AdmittingCompiledCache):
+class S3FIFO(RequestCache):
     """Evict new experts early from a small queue, unless they were used there: then
     they move to the main queue.
 
@@ -177,14 +64,95 @@ class S3FIFO(AdmittingCompiledCache):
         expect_choice("variant", variant, Variant)
         self.small = small
         self.ghosts = ghosts
-        self.uses = uses
-        self.variant = variant
+        self.qualifying = uses
+        self.as_published = variant == "paper"
 
-    def bring(self, context: RunContext) -> CacheKernels:
-        """Make the three queues for each pool."""
-        rules = (self.uses, int(self.variant == "paper"))
-        known = lists.request_state(context, lists=3, ghosts=1, rows=4, integers=rules)
+    def start(self, context: RunContext) -> None:
+        self.make_lists(context, lists=3, ghosts=1)
+        self.uses: Ints = zeros(self.keys, np.int64)
+        self.small_slots: Ints = zeros(self.pools, np.int64)
+        self.most_ghosts: Ints = zeros(self.pools, np.int64)
+        self.has_evicted: Ints = zeros(self.pools, np.int8)
         for pool, slots in enumerate(context.capacity_slots.tolist()):
-            known.marks[_SMALL, pool] = max(1, int(slots * self.small))
-            known.marks[_MOST_GHOSTS, pool] = int(slots * self.ghosts)
-        return lists.kernels_of(known, _hit, _miss, _fill)
+            self.small_slots[pool] = max(1, int(slots * self.small))
+            self.most_ghosts[pool] = int(slots * self.ghosts)
+
+    def hit(self, pool: int, key: int) -> None:
+        self.uses[key] = min(self.uses[key] + 1, MOST_USES)
+
+    def miss(self, pool: int, key: int) -> int:
+        self.has_evicted[pool] = 1
+        # Before a victim is chosen: its ghost may push this one out of the list.
+        returning = self._take_ghost(pool, key)
+        probation = self._probation_gives(pool)
+        victim = NONE
+        # Again and again, as promotions out of one queue may fill the other.
+        while victim == NONE:
+            victim = self._from_probation(pool) if probation else self._from_main(pool)
+            probation = not probation
+        self._enter(pool, MAIN if returning else PROBATION, key)
+        return victim
+
+    def fill(self, pool: int, key: int) -> None:
+        returning = self._take_ghost(pool, key)
+        overflows = (
+            not self.as_published
+            and not self.has_evicted[pool]
+            and self._waiting(pool) >= self.small_slots[pool]
+        )
+        self._enter(pool, MAIN if returning or overflows else PROBATION, key)
+
+    def _waiting(self, pool: int) -> int:
+        return self.size[self.head(pool, PROBATION)]
+
+    def _enter(self, pool: int, number: int, key: int) -> None:
+        self.append(self.head(pool, number), key)
+        self.uses[key] = 0
+
+    def _take_ghost(self, pool: int, key: int) -> bool:
+        """Remove `key` from the ghosts; whether it was one."""
+        if self.list_of(pool, key) != GHOSTS:
+            return False
+        self.remove(key)
+        return True
+
+    def _probation_gives(self, pool: int) -> bool:
+        """Whether the victim is to come from the small queue."""
+        small = self.small_slots[pool]
+        if self.as_published:
+            return self._waiting(pool) >= small
+        fits = self.size[self.head(pool, MAIN)] <= self.capacity[pool] - small
+        return fits and self._waiting(pool) > 0
+
+    def _from_probation(self, pool: int) -> int:
+        """Promote used keys until one has too few uses: the victim. -1 if all were
+        promoted or held.
+        """
+        probation = self.head(pool, PROBATION)
+        ghosts = self.head(pool, GHOSTS)
+        key = self.first_free(probation)
+        while key != NONE:
+            self.remove(key)
+            if self.uses[key] < self.qualifying:
+                self.append(ghosts, key)
+                if self.size[ghosts] > self.most_ghosts[pool]:
+                    self.remove(self.following[ghosts])
+                break
+            self._enter(pool, MAIN, key)
+            key = self.first_free(probation)
+        return key
+
+    def _from_main(self, pool: int) -> int:
+        """Put used keys behind all others, one use fewer, until one has none: the
+        victim. -1 if all are held.
+        """
+        main = self.head(pool, MAIN)
+        key = self.first_free(main)
+        while key != NONE:
+            self.remove(key)
+            if not self.uses[key]:
+                break
+            self.append(main, key)
+            self.uses[key] -= 1
+            key = self.first_free(main)
+        return key

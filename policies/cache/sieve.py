@@ -4,69 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.cache import _request_lists as lists
-from moesim.policies.compiled import AdmittingCompiledCache
+import numpy as np
+
+from moesim.policies.arrays import zeros
+from moesim.policies.cache._request_lists import RequestCache
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
-    from moesim.policies.kernels import CacheKernels, State
-
-# Rows of the marks.
-_USED = lists.ROWS
-"""By key: whether it was used since the hand last passed it."""
-
-_HAND = lists.ROWS + 1
-"""By pool: the key that the hand will look at next; the head behind the newest."""
+    from moesim.policies.arrays import Ints
+    from moesim.policies.run_context import RunContext
 
 
-@compiled
-def _hit(state: State, pool: int, key: int) -> None:
-    state.marks[_USED, key] = 1
-
-
-@compiled
-def _miss(state: State, pool: int, key: int) -> int:
-    used = state.marks[_USED]
-    queue = lists.head_of(state, pool, 0)
-    victim = state.marks[_HAND, pool]
-    while True:
-        # Behind the newest comes the oldest.
-        if victim == queue:
-            victim = lists.following(state, queue)
-        if lists.is_free(state, victim):
-            if not used[victim]:
-                break
-            used[victim] = 0
-        victim = lists.following(state, victim)
-
-    state.marks[_HAND, pool] = lists.following(state, victim)
-    lists.remove(state, victim)
-    _fill(state, pool, key)
-    return victim
-
-
-@compiled
-def _fill(state: State, pool: int, key: int) -> None:
-    queue = lists.head_of(state, pool, 0)
-    # It has walked off the newest: back to the oldest, before `key` enters.
-    if state.marks[_HAND, pool] == queue:
-        state.marks[_HAND, pool] = lists.following(state, queue)
-    lists.append(state, queue, key)
-    state.marks[_USED, key] = 0
-    # There was no oldest.
-    if state.marks[_HAND, pool] == queue:
-        state.marks[_HAND, pool] = key
-
-
-@compiled
-def _drop(state: State, pool: int, key: int) -> None:
-    if state.marks[_HAND, pool] == key:
-        state.marks[_HAND, pool] = lists.following(state, key)
-    lists.remove(state, key)
-
-
-class SIEVE(AdmittingCompiledCache):
+class SIEVE(RequestCache):
     """Evict the first expert not used since a hand last passed it; the hand moves from
     the oldest to the newest.
 
@@ -80,9 +28,47 @@ class SIEVE(AdmittingCompiledCache):
 
     reference: ClassVar[tuple[str, ...]] = ("",)
 
-    def bring(self, context: RunContext) -> CacheKernels:
-        """Make an empty queue for each pool, with its hand."""
-        known = lists.request_state(context, lists=1, rows=2)
-        for pool in range(len(context.capacity_slots)):
-            known.marks[_HAND, pool] = lists.head_of(known, pool, 0)
-        return lists.kernels_of(known, _hit, _miss, _fill, _drop)
+    def start(self, context: RunContext) -> None:
+        self.make_lists(context, lists=1)
+        # Whether it was used since the hand last passed it.
+        self.used: Ints = zeros(self.keys, np.int8)
+        # By pool, the key that it looks at next; the head behind the newest.
+        self.hand: Ints = zeros(self.pools, np.int64)
+        for pool in range(self.pools):
+            self.hand[pool] = self.head(pool, 0)
+
+    def hit(self, pool: int, key: int) -> None:
+        self.used[key] = 1
+
+    def miss(self, pool: int, key: int) -> int:
+        queue = self.head(pool, 0)
+        victim = self.hand[pool]
+        while True:
+            # Behind the newest comes the oldest.
+            if victim == queue:
+                victim = self.following[queue]
+            if self.free[victim]:
+                if not self.used[victim]:
+                    break
+                self.used[victim] = 0
+            victim = self.following[victim]
+        self.hand[pool] = self.following[victim]
+        self.remove(victim)
+        self.fill(pool, key)
+        return victim
+
+    def fill(self, pool: int, key: int) -> None:
+        queue = self.head(pool, 0)
+        # It has walked off the newest: back to the oldest, before `key` enters.
+        if self.hand[pool] == queue:
+            self.hand[pool] = self.following[queue]
+        self.append(queue, key)
+        self.used[key] = 0
+        # There was no oldest.
+        if self.hand[pool] == queue:
+            self.hand[pool] = key
+
+    def drop(self, pool: int, key: int) -> None:
+        if self.hand[pool] == key:
+            self.hand[pool] = self.following[key]
+        self.remove(key)

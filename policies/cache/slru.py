@@ -4,77 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.cache import _request_lists as lists
-from moesim.policies.compiled import AdmittingCompiledCache
+from moesim.policies.cache._request_lists import RequestCache
+from moesim.policies.names import NONE
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
-    from moesim.policies.kernels import CacheKernels, State
+    from moesim.policies.run_context import RunContext
 
 Entry = Literal["lowest", "free"]
 
-# Places in the integers.
-_SEGMENTS = lists.INTEGERS
-_ENTERS_FREE = lists.INTEGERS + 1
 
-
-@compiled
-def _share(state: State, pool: int) -> int:
-    """Slots of every segment above the lowest."""
-    return state.marks[lists.CAPACITY, pool] // state.integers[_SEGMENTS]
-
-
-@compiled
-def _put(state: State, pool: int, key: int, level: int) -> None:
-    """Make `key` the most recent of a segment, and hand down what no longer fits."""
-    share = _share(state, pool)
-    lists.append(state, lists.head_of(state, pool, level), key)
-    # The lowest has no limit of its own: the capacity of the pool is one.
-    while level > 0:
-        segment = lists.head_of(state, pool, level)
-        if lists.size_of(state, segment) <= share:
-            return
-        oldest = lists.following(state, segment)
-        lists.remove(state, oldest)
-        level -= 1
-        lists.append(state, lists.head_of(state, pool, level), oldest)
-
-
-@compiled
-def _hit(state: State, pool: int, key: int) -> None:
-    level = lists.list_of(state, pool, key)
-    lists.remove(state, key)
-    _put(state, pool, key, min(level + 1, state.integers[_SEGMENTS] - 1))
-
-
-@compiled
-def _miss(state: State, pool: int, key: int) -> int:
-    victim = -1
-    level = 0
-    # A lowest segment with held experts alone leaves the choice to the next.
-    while victim < 0:
-        victim = lists.first_free(state, lists.head_of(state, pool, level))
-        level += 1
-    # Left before the newcomer enters, or a segment would seem to overflow.
-    lists.remove(state, victim)
-    _fill(state, pool, key)
-    return victim
-
-
-@compiled
-def _fill(state: State, pool: int, key: int) -> None:
-    if state.integers[_ENTERS_FREE]:
-        share = _share(state, pool)
-        for level in range(state.integers[_SEGMENTS]):
-            if lists.size_of(state, lists.head_of(state, pool, level)) < share:
-                _put(state, pool, key, level)
-                return
-    _put(state, pool, key, 0)
-
-
-class SLRU(AdmittingCompiledCache):
+class SLRU(RequestCache):
     """Evict from the lowest of several LRU segments; every hit moves an expert one
     segment up.
 
@@ -101,14 +41,53 @@ class SLRU(AdmittingCompiledCache):
         expect(segments >= 1, "segments", ">= 1", segments)
         expect_choice("entry", entry, Entry)
         self.segments = segments
-        self.entry = entry
+        self.enters_free = entry == "free"
 
-    def bring(self, context: RunContext) -> CacheKernels:
-        """Make empty segments for each pool."""
-        rules = (self.segments, int(self.entry == "free"))
-        return lists.kernels_of(
-            lists.request_state(context, lists=self.segments, integers=rules),
-            _hit,
-            _miss,
-            _fill,
-        )
+    def start(self, context: RunContext) -> None:
+        self.make_lists(context, lists=self.segments)
+
+    def hit(self, pool: int, key: int) -> None:
+        level = self.list_of(pool, key)
+        self.remove(key)
+        self._put(pool, key, min(level + 1, self.segments - 1))
+
+    def miss(self, pool: int, key: int) -> int:
+        level = 0
+        victim = self.first_free(self.head(pool, level))
+        # A lowest segment with held experts alone leaves the choice to the next.
+        while victim == NONE:
+            level += 1
+            victim = self.first_free(self.head(pool, level))
+        # Left before the newcomer enters, or a segment would seem to overflow.
+        self.remove(victim)
+        self.fill(pool, key)
+        return victim
+
+    def fill(self, pool: int, key: int) -> None:
+        level = 0
+        if self.enters_free:
+            while level < self.segments and self._is_full(pool, level):
+                level += 1
+        self._put(pool, key, 0 if level == self.segments else level)
+
+    def _share(self, pool: int) -> int:
+        """Slots of every segment above the lowest."""
+        return self.capacity[pool] // self.segments
+
+    def _is_full(self, pool: int, level: int) -> bool:
+        return self.size[self.head(pool, level)] >= self._share(pool)
+
+    def _put(self, pool: int, key: int, level: int) -> None:
+        """Make `key` the most recent of a segment, and hand down what no longer
+        fits.
+        """
+        self.append(self.head(pool, level), key)
+        # The lowest has no limit of its own: the capacity of the pool is one.
+        while level > 0:
+            segment = self.head(pool, level)
+            if self.size[segment] <= self._share(pool):
+                return
+            oldest = self.following[segment]
+            self.remove(oldest)
+            level -= 1
+            self.append(self.head(pool, level), oldest)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.policies.base import PolicyError, RunContext
+from moesim.policies.base import PolicyError
 from moesim.policies.cache._own_replacements import NoAdmissionCache
 from moesim.policies.parameters import expect_choice
 from moesim.policies.planner.residency import GLOBAL
 from moesim.policies.planner.starting import fitting
 
 if TYPE_CHECKING:
-    from moesim.policies.kernels import CacheKernels
+    from moesim.policies.run_context import RunContext
 
 Fill = Literal["auto", "calibrated", "lowest", "random", "front", "last"]
 
@@ -42,7 +42,7 @@ class Static(NoAdmissionCache):
         expect_choice("fill", fill, Fill)
         self.fill = fill
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def start(self, context: RunContext) -> None:
         """Keep what ranks the experts.
 
         Raises:
@@ -60,7 +60,6 @@ class Static(NoAdmissionCache):
                 " calibration trace; found none"
             )
         self._context = context
-        return super().bring(context)
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Rank all experts, most wanted first, and keep what fits: int64 flat keys,

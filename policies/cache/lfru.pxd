@@ -1,0 +1,9 @@
+cimport cython
+from moesim.policies.cache.lfu cimport LFU
+from moesim.policies.cache.ranked cimport lowest
+
+cdef class LFRU(LFU):
+    cdef public double[::1] rate
+
+    @cython.locals(c=Py_ssize_t, key="long long")
+    cpdef victims(self, const long long[::1] incoming, const long long[::1] candidates, long long[::1] chosen)

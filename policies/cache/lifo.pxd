@@ -1,0 +1,4 @@
+from moesim.policies.cache.fifo cimport FIFO
+
+cdef class LIFO(FIFO):
+    pass

@@ -1,0 +1,4 @@
+from moesim.policies.cache._own_replacements cimport NoAdmissionCache
+
+cdef class Static(NoAdmissionCache):
+    pass
