@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from moesim.policies.base import Policy, PolicyError
-from moesim.policies.registry import KINDS
+from moesim.policies.registry import KINDS, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +100,7 @@ def _fault(error: BaseException, begin: TracebackType) -> PolicyFault:
     policy = _policy_of(begin)
     assert policy is not None, "the frame was chosen by it"
     kind = next(name for name, base in KINDS.items() if isinstance(policy, base))
-    name = type(policy).name or type(policy).__name__
+    name = name_of(policy) or type(policy).__name__
     file = inspect.getframeinfo(begin.tb_frame).filename
     frames = "".join(traceback.format_exception(type(error), error, begin, chain=False))
     last = traceback.format_exception_only(error)[-1].strip()

@@ -6,10 +6,13 @@ annotations and defaults. Nothing is declared twice.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import re
+import sys
 import types
+from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -88,15 +91,16 @@ def _parameters(cls: Any) -> tuple[Parameter, ...]:
     if cls.__init__ is object.__init__:
         return ()
 
+    constructor = _constructor(cls)
     # Annotations may name types that are imported for type checkers only; such a
     # parameter is read by the type of its default.
     try:
-        hints = get_type_hints(cls.__init__)
+        hints = get_type_hints(constructor)
     except NameError:
         hints = {}
 
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    arguments = inspect.signature(cls).parameters.values()
+    _self, *arguments = inspect.signature(constructor).parameters.values()
     return tuple(
         Parameter(
             name=argument.name,
@@ -106,6 +110,37 @@ def _parameters(cls: Any) -> tuple[Parameter, ...]:
         for argument in arguments
         if argument.kind in by_name
     )
+
+
+def _constructor(cls: Any) -> Any:
+    """`__init__` as a Python function: of a compiled class, whose own has no signature,
+    as its source beside it defines it.
+
+    Raises:
+        PolicyError: the source is missing.
+    """
+    if isinstance(cls.__init__, types.FunctionType):
+        return cls.__init__
+    owner = cls.__init__.__objclass__
+    module = sys.modules[owner.__module__]
+    source = Path(str(module.__file__)).with_name(
+        f"{module.__name__.split('.')[-1]}.py"
+    )
+    try:
+        tree = ast.parse(source.read_text("utf-8"))
+    except OSError as error:
+        raise PolicyError(f"{source}: expected the source of its extension") from error
+    defined = _named(_named(tree, owner.__name__), "__init__")
+    definition = ast.Module([defined], type_ignores=[])
+    flags = annotations.compiler_flag
+    names = dict(vars(module))
+    exec(compile(definition, source, "exec", flags), names)  # noqa: S102 - our own file
+    return names["__init__"]
+
+
+def _named(node: Any, name: str) -> Any:
+    """The definition of a name among the statements of a module or class."""
+    return next(each for each in node.body if getattr(each, "name", "") == name)
 
 
 def split(text: str) -> dict[str, str]:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-
 if TYPE_CHECKING:
+    from moesim.policies.arrays import Floats, Ints
     from moesim.policies.base import MachineView
 
 
@@ -26,12 +25,17 @@ def highest_first(ids: np.ndarray, value: np.ndarray) -> np.ndarray:
     return ids[np.argsort(-value, kind="stable")]
 
 
-@compiled
-def best_of(scores: np.ndarray, among: np.ndarray, most: int) -> np.ndarray:
-    """At most so many ids of a token's experts by descending score, ties to the lower
-    id: int64.
+def best_of(scores: Floats, among: Ints, best: Ints) -> int:
+    """Find the experts of highest score, ties to the lower id, best first.
+
+    Args:
+        scores: float64 [E].
+        among: uint8 [E], 1 for experts that count.
+        best: int64 [M], filled in with at most M ids.
+
+    Returns:
+        How many.
     """
-    best = np.empty(most, np.int64)
     count = 0
     for expert in range(len(scores)):
         if not among[expert]:
@@ -39,13 +43,13 @@ def best_of(scores: np.ndarray, among: np.ndarray, most: int) -> np.ndarray:
         rank = count
         while rank > 0 and scores[best[rank - 1]] < scores[expert]:
             rank -= 1
-        if rank == most:
+        if rank == len(best):
             continue
-        count = min(count + 1, most)
+        count = min(count + 1, len(best))
         for n in range(count - 1, rank, -1):
             best[n] = best[n - 1]
         best[rank] = expert
-    return best[:count]
+    return count
 
 
 def ranked(scores: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:

@@ -47,6 +47,14 @@ KINDS: dict[str, type[Policy]] = {
 }
 """The four kinds of policy and their base classes."""
 
+_MUST_ANSWER = {
+    "assignment": "assign",
+    "cache": "victims",
+    "prefetch": "prefetch",
+    "routing": "route",
+}
+"""The one question of each kind without a default."""
+
 GROUP = "moesim.policies"
 """Entry-point group of other people's policies."""
 
@@ -54,6 +62,7 @@ GROUP = "moesim.policies"
 _SPEC = re.compile(r"(?P<name>.+?\.py|[^:]*)(?::(?P<parameters>.*))?")
 
 _registered: dict[tuple[str, str], type[Policy]] = {}
+_names: dict[type[Policy], str] = {}
 _scanned: dict[str, dict[str, str]] = {}
 
 
@@ -100,7 +109,7 @@ def knows(name: str, kind: str) -> bool:
 
 
 def find(name: str, kind: str) -> type[Policy]:
-    """The class behind a name, or the one policy in a ``.py`` file; sets its `name`.
+    """The class behind a name, or the one policy in a ``.py`` file.
 
     Raises:
         PolicyError: unknown name, or a file that does not hold exactly one policy of
@@ -131,7 +140,7 @@ def check_name(spec: str, kind: str) -> None:
     Raises:
         PolicyError: unknown name.
     """
-    name = name_of(spec)
+    name = name_in(spec)
     if not (knows(name, kind) or name.endswith(".py")):
         raise _unknown(name, kind)
 
@@ -155,8 +164,8 @@ def resolve(spec: str, kind: str, values: Mapping[str, Any] | None = None) -> Po
     """
     name, cls, arguments = _read(spec, kind, values)
     where = f"{kind} policy {name!r}"
-    missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-    if missing:
+    missing = _MUST_ANSWER[kind]
+    if getattr(cls, missing) is getattr(KINDS[kind], missing):
         raise PolicyError(
             f"{where}: expected {cls.__name__} to define {missing}, found no such"
             " method; policies/base.py describes it"
@@ -270,9 +279,17 @@ def restore(policies: Mapping[tuple[str, str], type[Policy]]) -> None:
     _registered.update(policies)
 
 
-def name_of(spec: str) -> str:
+def name_in(spec: str) -> str:
     """The name or path in a spec, without its parameters."""
     return _parts(spec)[0]
+
+
+def name_of(policy: Policy | type[Policy]) -> str:
+    """The name by which a policy, or its class, was found; empty for one that was never
+    looked up.
+    """
+    cls = policy if isinstance(policy, type) else type(policy)
+    return _names.get(cls, "")
 
 
 def _parts(spec: str) -> tuple[str, str | None]:
@@ -305,8 +322,8 @@ def _is_ours(cls: type[Policy]) -> bool:
 
 
 def _named(cls: type[Policy], name: str) -> type[Policy]:
-    """Give a class its registered name."""
-    cls.name = name
+    """Note the registered name of a class; compiled ones have no room for it."""
+    _names[cls] = name
     return cls
 
 

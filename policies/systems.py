@@ -9,7 +9,7 @@ from moesim.base.text import did_you_mean, one_expected
 from moesim.hwprofiles.costs import Kernels
 from moesim.policies.base import PolicyError
 from moesim.policies.planner.plan import Policies
-from moesim.policies.registry import KINDS, knows, name_of, names, resolve
+from moesim.policies.registry import KINDS, knows, name_in, names, resolve
 
 if TYPE_CHECKING:
     from moesim.policies.base import (
@@ -526,7 +526,7 @@ def _system_of(assignment: str) -> System:
     Raises:
         PolicyError: there is no such policy, nor a system of that name.
     """
-    plain = name_of(assignment)
+    plain = name_in(assignment)
     # A system takes no parameters: the registry refuses them with its own message.
     is_known = plain in SYSTEMS or knows(plain, "assignment")
     if not (is_known or plain.endswith(".py")):

@@ -1,394 +1,238 @@
 """HybriMoE's list scheduler: simulates a layer step on GPUs, CPU and links.
 
-Each GPU takes what it holds, highest load first; the CPU what no GPU holds, lowest load
-first, and when that has run out (and with `stealing`) the lowest load that a GPU holds;
-each link brings the highest load that no GPU holds. What lands joins the GPU's queue.
-What is in flight when the layer step begins stays in the CPU's reach until it is
-computed: the CPU need not wait for its landing. What the schedule itself copies does
-not: a copy is for its GPU. What no lane could finish is left to the CPU and counts
-nothing.
-
-A active experts, G GPUs.
-
 Source: HybriMoE (arXiv 2504.05897), section on scheduling, in two readings, R2 and R1:
 see `HybriMoESchedule`.
 """
 
 from __future__ import annotations
 
+from math import inf
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
-from moesim.policies.kernels import EXPERT_IDS, LANES, ORDER, SECONDS, SECONDS_BY_GPU
+from moesim.policies.arrays import zeros
 
-# Kinds of operation that may come next.
-_NONE = -1
-_GPU = 0
-_CPU = 1
-_LINK = 2
+if TYPE_CHECKING:
+    from moesim.policies.arrays import Floats, Ints
 
-# What is known of an expert, added up.
-_FOR_GPU = 1
-"""A GPU has it or awaits it: no link brings it."""
-_NOT_UNCACHED = 2
-"""The CPU does not take it as an uncached one,"""
-_NOT_CACHED = 4
-"""nor as a cached one."""
-_FETCHED = 8
-"""The schedule itself copies it."""
-_DONE = 16
-"""It has been computed."""
-
-_NOT_FOR_CPU = _NOT_UNCACHED | _NOT_CACHED
-
-# Places in `front`.
-_UNCOMPUTED = 0
-_UNCACHED = 1
-_CACHED = 2
-_COPIED = 3
-
-FRONTS = 4
-"""Numbers in `front`."""
+NOTHING, ON_GPU, ON_CPU, ON_LINK = range(4)
 
 
-@compiled
-def by_load(tokens: np.ndarray, falling: np.ndarray, rising: np.ndarray) -> None:
-    """Fill in positions by descending and by ascending load, both int64 [A]; ties go to
-    the lower position.
-    """
-    for i in range(len(tokens)):
-        j = i
-        while j > 0 and tokens[falling[j - 1]] < tokens[i]:
-            falling[j] = falling[j - 1]
-            j -= 1
-        falling[j] = i
-        j = i
-        while j > 0 and tokens[rising[j - 1]] > tokens[i]:
-            rising[j] = rising[j - 1]
-            j -= 1
-        rising[j] = i
+class ListScheduler:
+    """Each GPU takes what it holds, highest load first; the CPU what no GPU holds,
+    lowest load first, and when that has run out (and with `stealing`) the lowest load
+    that a GPU holds; each link brings the highest load that no GPU holds. What lands
+    joins the GPU's queue. Ties: GPUs, CPU, links.
 
+    What is in flight when the layer step begins stays in the CPU's reach until it is
+    computed: the CPU need not wait for its landing. What the schedule itself copies
+    does not: a copy is for its GPU. What no lane could finish is left to the CPU and
+    counts nothing.
 
-@compiled
-def _begin(
-    cpu_s: np.ndarray,
-    gpu_s: np.ndarray,
-    arrive_s: np.ndarray,
-    flying: np.ndarray,
-    lands_s: np.ndarray,
-    link_s: np.ndarray,
-    known: np.ndarray,
-) -> None:
-    """Note residents and copies under way, when the layer step begins.
-
-    Fills in when each GPU may start each expert (0 resident, inf not on its way),
-    `lands_s` [G, A], and what is `known` of each, int8 [A]. Delays `link_s` [G] until
-    what is under way has landed.
-    """
-    gpus = len(arrive_s)
-    for i in range(len(cpu_s)):
-        first_s = np.inf
-        copy_s = np.inf
-        for g in range(gpus):
-            lands_s[g, i] = np.inf
-            # An expert that a GPU would compute forever has no business there.
-            if gpu_s[g, i] == np.inf:
-                continue
-            if arrive_s[g, i] == 0.0 or flying[g, i]:
-                lands_s[g, i] = arrive_s[g, i]
-                # Links copy in order, so the last landing frees one.
-                link_s[g] = max(link_s[g], arrive_s[g, i])
-            first_s = min(first_s, lands_s[g, i])
-            copy_s = min(copy_s, arrive_s[g, i])
-        known[i] = _NOT_UNCACHED if first_s == 0.0 else _NOT_CACHED
-        if first_s < np.inf or copy_s == np.inf:
-            known[i] |= _FOR_GPU
-        if cpu_s[i] == np.inf:
-            known[i] |= _NOT_FOR_CPU
-
-
-@compiled
-def _skip(sequence: np.ndarray, known: np.ndarray, excluded: int, position: int) -> int:
-    """First position from `position` on of whose expert nothing `excluded` is known."""
-    while position < len(sequence) and known[sequence[position]] & excluded:
-        position += 1
-    return position
-
-
-@compiled
-def _next_on_gpu(
-    falling: np.ndarray,
-    known: np.ndarray,
-    lands_s: np.ndarray,
-    g: int,
-    free_s: float,
-    first: int,
-) -> tuple[int, float]:
-    """Expert that a GPU computes next, and its start: the highest load it holds, or
-    what lands first; -1 if none. Before position `first` all are computed.
-    """
-    chosen = -1
-    start_s = np.inf
-    for n in range(first, len(falling)):
-        i = falling[n]
-        if known[i] & _DONE:
-            continue
-        begin_s = max(free_s, lands_s[g, i])
-        if begin_s < start_s:
-            chosen = i
-            start_s = begin_s
-            # Nothing starts earlier, and what follows has a lower load.
-            if start_s == free_s:
-                break
-    return chosen, start_s
-
-
-@compiled
-def _key(soonest_end: bool, end_s: float, start_s: float) -> float:
-    """What the next operation has least of."""
-    return end_s if soonest_end else start_s
-
-
-@compiled
-def _next_link(
-    link_s: np.ndarray, gpu_s: np.ndarray, arrive_s: np.ndarray, i: int
-) -> int:
-    """The link that is free first, of those that could bring an expert to some use."""
-    chosen = -1
-    for g in range(len(link_s)):
-        comes = arrive_s[g, i] < np.inf and gpu_s[g, i] < np.inf
-        if comes and (chosen < 0 or link_s[g] < link_s[chosen]):
-            chosen = g
-    return chosen
-
-
-@compiled
-def _next_operation(
-    falling: np.ndarray,
-    rising: np.ndarray,
-    cpu_s: np.ndarray,
-    gpu_s: np.ndarray,
-    arrive_s: np.ndarray,
-    soonest_end: bool,
-    stealing: bool,
-    lands_s: np.ndarray,
-    link_s: np.ndarray,
-    gpu_end_s: np.ndarray,
-    cpu_end_s: float,
-    cpu_extra_s: float,
-    known: np.ndarray,
-    front: np.ndarray,
-) -> tuple[int, int, int, float]:
-    """The operation that comes next: its kind, GPU, expert and end; `_NONE` if nothing
-    would ever end. Arguments as in `simulate`.
-    """
-    active = len(cpu_s)
-    # Later lanes must beat the best so far strictly, so ties go to GPUs, then the CPU,
-    # then links.
-    key = np.inf
-    kind = _NONE
-    chosen = -1
-    device = -1
-    chosen_end_s = cpu_end_s
-
-    front[_UNCOMPUTED] = _skip(falling, known, _DONE, front[_UNCOMPUTED])
-    for g in range(len(gpu_s)):
-        i, start_s = _next_on_gpu(
-            falling, known, lands_s, g, gpu_end_s[g], front[_UNCOMPUTED]
-        )
-        end_s = start_s + gpu_s[g, i]
-        earliest_s = _key(soonest_end, end_s, start_s)
-        if i >= 0 and earliest_s < key:
-            key = earliest_s
-            kind = _GPU
-            chosen = i
-            device = g
-            chosen_end_s = end_s
-
-    front[_UNCACHED] = _skip(rising, known, _DONE | _NOT_UNCACHED, front[_UNCACHED])
-    n = front[_UNCACHED]
-    if stealing and n == active:
-        front[_CACHED] = _skip(rising, known, _DONE | _NOT_CACHED, front[_CACHED])
-        n = front[_CACHED]
-    i = rising[min(n, active - 1)]
-    end_s = cpu_end_s + cpu_s[i] + cpu_extra_s
-    earliest_s = _key(soonest_end, end_s, cpu_end_s)
-    if n < active and earliest_s < key:
-        key = earliest_s
-        kind = _CPU
-        chosen = i
-        chosen_end_s = end_s
-
-    front[_COPIED] = _skip(falling, known, _DONE | _FOR_GPU, front[_COPIED])
-    if front[_COPIED] < active:
-        i = falling[front[_COPIED]]
-        g = _next_link(link_s, gpu_s, arrive_s, i)
-        end_s = link_s[g] + arrive_s[g, i]
-        if _key(soonest_end, end_s, link_s[g]) < key:
-            kind = _LINK
-            chosen = i
-            device = g
-            chosen_end_s = end_s
-    return kind, device, chosen, chosen_end_s
-
-
-@compiled
-def simulate(
-    falling: np.ndarray,
-    rising: np.ndarray,
-    cpu_s: np.ndarray,
-    gpu_s: np.ndarray,
-    arrive_s: np.ndarray,
-    flying: np.ndarray,
-    first_s: float,
-    soonest_end: bool,
-    stealing: bool,
-    lands_s: np.ndarray,
-    link_s: np.ndarray,
-    gpu_end_s: np.ndarray,
-    known: np.ndarray,
-    front: np.ndarray,
-    lanes: np.ndarray,
-    order: np.ndarray,
-) -> float:
-    """Simulate the layer step, one operation at a time; the makespan.
-
-    Args:
-        falling: int64 [A], positions by descending load.
-        rising: int64 [A], positions by ascending load.
-        cpu_s: float64 [A].
-        gpu_s: float64 [G, A].
-        arrive_s: float64 [G, A]; of an absent expert, its copy alone.
-        flying: bool [G, A], copies under way; their link is free when the last has
-            landed.
-        first_s: extra seconds of the first CPU expert.
+    Attributes:
         soonest_end: the operation that would end first comes next; else the one that
-            would start first. Ties: GPUs, CPU, links.
+            would start first.
         stealing: the CPU also takes what a GPU holds.
-        lands_s: room for float64 [G, A].
+        cpu_s: float64 [E].
+        gpu_s: float64 [G, E].
+        arrive_s: float64 [G, E]; of an absent expert, its copy alone.
+        flying: uint8 [G, E], 1 for copies under way; their link is free when the last
+            has landed.
         link_s: float64 [G], until each link has ended copies for other layers; changes.
-        gpu_end_s: room for float64 [G].
-        known: room for int8 [A].
-        front: room for int64 [4], positions before which nothing is left.
-        lanes: int8 [A], filled in.
-        order: int64 [A], filled in: experts as they were given to a lane or a link.
+        falling, rising: int32 [E], positions by descending and by ascending load.
     """
-    active = len(cpu_s)
-    _begin(
-        cpu_s=cpu_s,
-        gpu_s=gpu_s,
-        arrive_s=arrive_s,
-        flying=flying,
-        lands_s=lands_s,
-        link_s=link_s,
-        known=known,
-    )
-    gpu_end_s[:] = 0.0
-    # What was skipped once stays computed or taken, so no search begins anew.
-    front[:] = 0
-    ordered = 0
-    cpu_end_s = 0.0
-    cpu_extra_s = first_s
 
-    remaining = active
-    while remaining:
-        kind, device, chosen, end_s = _next_operation(
-            falling=falling,
-            rising=rising,
-            cpu_s=cpu_s,
-            gpu_s=gpu_s,
-            arrive_s=arrive_s,
-            soonest_end=soonest_end,
-            stealing=stealing,
-            lands_s=lands_s,
-            link_s=link_s,
-            gpu_end_s=gpu_end_s,
-            cpu_end_s=cpu_end_s,
-            cpu_extra_s=cpu_extra_s,
-            known=known,
-            front=front,
-        )
-        if kind == _NONE:
-            chosen = falling[front[_UNCOMPUTED]]
+    def __init__(
+        self,
+        gpus: int,
+        experts: int,
+        *,
+        soonest_end: bool = True,
+        stealing: bool = True,
+    ) -> None:
+        self.gpus = gpus
+        self.soonest_end = soonest_end
+        self.stealing = stealing
+        by_gpu = (gpus, experts)
+        self.cpu_s: Floats = zeros(experts)
+        self.gpu_s: Floats = zeros(by_gpu)
+        self.arrive_s: Floats = zeros(by_gpu)
+        self.flying: Ints = zeros(by_gpu, np.uint8)
+        self.link_s: Floats = zeros(gpus)
+        self.falling: Ints = zeros(experts, np.int32)
+        self.rising: Ints = zeros(experts, np.int32)
+        self.lands_s: Floats = zeros(by_gpu)
+        self.gpu_end_s: Floats = zeros(gpus)
+        # A GPU has it or awaits it: no link brings it.
+        self.for_gpu: Ints = zeros(experts, np.uint8)
+        self.cached: Ints = zeros(experts, np.uint8)
+        # From the CPU.
+        self.barred: Ints = zeros(experts, np.uint8)
+        # The schedule itself copies it.
+        self.fetched: Ints = zeros(experts, np.uint8)
+        self.done: Ints = zeros(experts, np.uint8)
 
-        # A fetched expert is ordered once, by its copy; when the GPU computes it later,
-        # it has its position already.
-        if not known[chosen] & _FETCHED:
-            order[ordered] = chosen
-            ordered += 1
+    def sort(self, tokens: Ints, active: int) -> None:
+        """Sort positions by load; ties go to the lower."""
+        falling = self.falling
+        rising = self.rising
+        for i in range(active):
+            j = i
+            while j > 0 and tokens[falling[j - 1]] < tokens[i]:
+                falling[j] = falling[j - 1]
+                j -= 1
+            falling[j] = i
+            j = i
+            while j > 0 and tokens[rising[j - 1]] > tokens[i]:
+                rising[j] = rising[j - 1]
+                j -= 1
+            rising[j] = i
 
-        if kind == _LINK:
-            link_s[device] = end_s
-            lands_s[device, chosen] = end_s
-            known[chosen] |= _FOR_GPU | _NOT_UNCACHED | _FETCHED
-            continue
+    def simulate(self, active: int, first_s: float, lanes: Ints, order: Ints) -> float:
+        """Simulate the layer step of the first `active` experts, which are sorted, one
+        operation at a time; the makespan.
 
-        remaining -= 1
-        known[chosen] |= _DONE
-        if kind == _GPU:
-            gpu_end_s[device] = end_s
-            lanes[chosen] = 1 + device
+        Args:
+            active: A.
+            first_s: extra seconds of the first CPU expert.
+            lanes: int8 [A], filled in.
+            order: int64 [A], filled in: experts as they were given to a lane or a link.
+        """
+        self._begin(active, first_s)
+        ordered = 0
+        remaining = active
+        while remaining:
+            self._next(active)
+            i = self.chosen
+            # A fetched expert is ordered once, by its copy; when the GPU computes it
+            # later, it has its position already.
+            if not self.fetched[i]:
+                order[ordered] = i
+                ordered += 1
+            if self.kind == ON_LINK:
+                self.link_s[self.device] = self.end_s
+                self.lands_s[self.device, i] = self.end_s
+                self.for_gpu[i] = self.barred[i] = self.fetched[i] = 1
+                continue
+            remaining -= 1
+            self.done[i] = 1
+            lanes[i] = 0
+            if self.kind == ON_GPU:
+                self.gpu_end_s[self.device] = self.end_s
+                lanes[i] = 1 + self.device
+            elif self.kind == ON_CPU:
+                self.cpu_end_s = self.end_s
+                self.cpu_extra_s = 0.0
+        makespan_s = self.cpu_end_s
+        for g in range(self.gpus):
+            makespan_s = max(makespan_s, self.gpu_end_s[g])
+        return makespan_s
+
+    def _begin(self, active: int, first_s: float) -> None:
+        """Note residents and copies under way."""
+        self.cpu_end_s = 0.0
+        self.cpu_extra_s = first_s
+        # Positions before which nothing is left: no search begins anew.
+        self.uncomputed = self.uncached = self.stolen = self.copied = 0
+        for g in range(self.gpus):
+            self.gpu_end_s[g] = 0.0
+        for i in range(active):
+            lands_s = copy_s = inf
+            for g in range(self.gpus):
+                self.lands_s[g, i] = inf
+                # An expert that a GPU would compute forever has no business there.
+                if self.gpu_s[g, i] == inf:
+                    continue
+                arrive_s = self.arrive_s[g, i]
+                if arrive_s == 0.0 or self.flying[g, i]:
+                    self.lands_s[g, i] = arrive_s
+                    lands_s = min(lands_s, arrive_s)
+                    # Links copy in order, so the last landing frees one.
+                    self.link_s[g] = max(self.link_s[g], arrive_s)
+                copy_s = min(copy_s, arrive_s)
+            self.cached[i] = lands_s == 0.0
+            self.for_gpu[i] = lands_s < inf or copy_s == inf
+            self.barred[i] = self.cpu_s[i] == inf
+            self.fetched[i] = self.done[i] = 0
+
+    def _next(self, active: int) -> None:
+        """Find the operation that comes next; `NOTHING` if none would ever end."""
+        self.kind = NOTHING
+        self.key_s = inf
+        while self.done[self.falling[self.uncomputed]]:
+            self.uncomputed += 1
+        self.chosen = self.falling[self.uncomputed]
+        for g in range(self.gpus):
+            self._offer_gpu(g, active)
+        self._offer_cpu(active)
+        self._offer_link(active)
+
+    def _offer(
+        self, kind: int, device: int, i: int, start_s: float, end_s: float
+    ) -> None:
+        """Take an operation if it comes before the best so far."""
+        key_s = end_s if self.soonest_end else start_s
+        if key_s < self.key_s:
+            self.key_s = key_s
+            self.kind = kind
+            self.device = device
+            self.chosen = i
+            self.end_s = end_s
+
+    def _offer_gpu(self, g: int, active: int) -> None:
+        """The highest load that a GPU holds, or what lands first."""
+        free_s = self.gpu_end_s[g]
+        best = -1
+        start_s = inf
+        for n in range(self.uncomputed, active):
+            i = self.falling[n]
+            if self.done[i]:
+                continue
+            begin_s = max(free_s, self.lands_s[g, i])
+            if begin_s < start_s:
+                best = i
+                start_s = begin_s
+                # Nothing starts earlier, and what follows has a lower load.
+                if start_s == free_s:
+                    break
+        if best >= 0:
+            self._offer(ON_GPU, g, best, start_s, start_s + self.gpu_s[g, best])
+
+    def _offer_cpu(self, active: int) -> None:
+        """The lowest load that no GPU holds, or that one does."""
+        self.uncached = self._lowest(active, self.uncached, False)
+        n = self.uncached
+        if n == active and self.stealing:
+            self.stolen = self._lowest(active, self.stolen, True)
+            n = self.stolen
+        if n < active:
+            i = self.rising[n]
+            end_s = self.cpu_end_s + self.cpu_s[i] + self.cpu_extra_s
+            self._offer(ON_CPU, -1, i, self.cpu_end_s, end_s)
+
+    def _lowest(self, active: int, n: int, cached: bool) -> int:
+        """Place, from the n-th on, of the lowest load that the CPU may take."""
+        while n < active:
+            i = self.rising[n]
+            if not self.done[i] and not self.barred[i] and self.cached[i] == cached:
+                break
+            n += 1
+        return n
+
+    def _offer_link(self, active: int) -> None:
+        """The highest load that no GPU holds, on the link that is free first."""
+        while self.copied < active:
+            i = self.falling[self.copied]
+            if not self.done[i] and not self.for_gpu[i]:
+                break
+            self.copied += 1
         else:
-            cpu_end_s = end_s
-            cpu_extra_s = 0.0
-            lanes[chosen] = 0
-    return max(cpu_end_s, gpu_end_s.max())
-
-
-@compiled(
-    nb.Several((LANES, ORDER, nb.float64))(
-        EXPERT_IDS,
-        SECONDS,
-        SECONDS_BY_GPU,
-        SECONDS_BY_GPU,
-        input_array(nb.boolean, 2),
-        SECONDS,
-        nb.float64,
-        nb.boolean,
-        nb.boolean,
-    )
-)
-def list_schedule(
-    tokens: np.ndarray,
-    cpu_s: np.ndarray,
-    gpu_s: np.ndarray,
-    arrive_s: np.ndarray,
-    flying: np.ndarray,
-    busy_s: np.ndarray,
-    first_s: float,
-    soonest_end: bool,
-    stealing: bool,
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """Simulate a layer step in arrays of its own: lanes int8 [A], the order int64 [A],
-    and the makespan.
-
-    Args: as in `simulate`; `tokens` int32 [A] are the loads, `busy_s` [G] stays as it
-    is.
-    """
-    gpus, active = gpu_s.shape
-    falling = np.empty(active, np.int64)
-    rising = np.empty(active, np.int64)
-    by_load(tokens, falling, rising)
-    lanes = np.empty(active, np.int8)
-    order = np.empty(active, np.int64)
-    makespan_s = simulate(
-        falling=falling,
-        rising=rising,
-        cpu_s=cpu_s,
-        gpu_s=gpu_s,
-        arrive_s=arrive_s,
-        flying=flying,
-        first_s=first_s,
-        soonest_end=soonest_end,
-        stealing=stealing,
-        lands_s=np.empty((gpus, active)),
-        link_s=busy_s.copy(),
-        gpu_end_s=np.empty(gpus),
-        known=np.empty(active, np.int8),
-        front=np.empty(FRONTS, np.int64),
-        lanes=lanes,
-        order=order,
-    )
-    return lanes, order, makespan_s
+            return
+        best = -1
+        for g in range(self.gpus):
+            comes = self.arrive_s[g, i] < inf and self.gpu_s[g, i] < inf
+            if comes and (best < 0 or self.link_s[g] < self.link_s[best]):
+                best = g
+        start_s = self.link_s[best]
+        self._offer(ON_LINK, best, i, start_s, start_s + self.arrive_s[best, i])

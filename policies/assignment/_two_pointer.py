@@ -1,238 +1,146 @@
-"""Two-pointer assignments: HybriMoE's released schedule and SMoE's balancer.
+"""What HybriMoE's released schedule and SMoE's balancer share: one list of experts by
+load, a pointer from its head, another from its tail, until they meet.
 
-Experts stand in a list by load. One pointer runs from its head, the other from its
-tail, until they meet. `state` holds ABSENT, IN_FLIGHT or RESIDENT of every expert, one
-GPU after the other: int8 [G * A]. A link is free once what is in flight has landed.
-
-A active experts, G GPUs.
+A active experts, E experts of a layer, G GPUs.
 """
 
 from __future__ import annotations
 
+from math import inf
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
-from moesim.policies.base import IN_FLIGHT
-from moesim.policies.kernels import EXPERT_IDS, LANES, ORDER, SECONDS, SECONDS_BY_GPU
+from moesim.policies.arrays import zeros
+from moesim.policies.assignment._placing import flying, transfer_s
+from moesim.policies.base import AssignmentPolicy
+from moesim.policies.names import CPU
 
-_STATE = input_array(nb.int8)
+if TYPE_CHECKING:
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 
-@compiled
-def _by_load(
-    tokens: np.ndarray,
-    group: np.ndarray,
-) -> np.ndarray:
-    """Positions by group, then by load, highest first, ties to the lower position:
-    int64 [A].
+class TwoPointers(AssignmentPolicy):
+    """Base of the two.
+
+    Attributes:
+        sequence: int32 [E], positions of the list.
+        group: uint8 [E], what comes later in it.
+        cpu_s, gpu_s: float64 [E] and [G, E], what the rule reckons with.
+        arrive_s: float64 [G, E], without the wait for the copy under way.
+        link_s: float64 [G], when each link is free: once what is in flight has landed.
+        flying: uint8 [G, E].
     """
-    order = np.empty(len(tokens), np.int64)
-    for i in range(len(tokens)):
-        j = i
-        while j > 0:
-            before = order[j - 1]
-            if group[before] < group[i] or (
-                group[before] == group[i] and tokens[before] >= tokens[i]
-            ):
-                break
-            order[j] = before
-            j -= 1
-        order[j] = i
-    return order
 
+    def start(self, context: RunContext) -> None:
+        """Make room."""
+        experts = context.shape.experts
+        by_gpu = (context.gpus, experts)
+        self.sequence: Ints = zeros(experts, np.int32)
+        self.group: Ints = zeros(experts, np.uint8)
+        self.cpu_s: Floats = zeros(experts)
+        self.gpu_s: Floats = zeros(by_gpu)
+        self.arrive_s: Floats = zeros(by_gpu)
+        self.flying: Ints = zeros(by_gpu, np.uint8)
+        self.link_s: Floats = zeros(context.gpus)
+        self.gpu_end_s: Floats = zeros(context.gpus)
 
-@compiled
-def _links(
-    arrive_s: np.ndarray,
-    state: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which experts are on their way to which GPU, bool [G, A], and when that link is
-    free, float64 [G].
-    """
-    gpus = len(arrive_s)
-    active = arrive_s.shape[1]
-    flying = np.empty((gpus, active), np.bool_)
-    free_s = np.zeros(gpus)
-    for g in range(gpus):
-        for i in range(active):
-            # A copy that lands this very moment counts as resident.
-            flying[g, i] = state[g * active + i] == IN_FLIGHT and arrive_s[g, i] > 0.0
-            if flying[g, i]:
-                free_s[g] = max(free_s[g], arrive_s[g, i])
-    return flying, free_s
+    def take_costs(self, work: Work) -> None:
+        """Reckon with the seconds of a layer step."""
+        for i in range(work.active):
+            self.cpu_s[i] = work.cpu_s[i]
+        for g in range(work.gpus):
+            for i in range(work.active):
+                self.gpu_s[g, i] = work.gpu_s[g, i]
+                self.arrive_s[g, i] = transfer_s(work, g, i)
 
+    def watch_links(self, work: Work) -> None:
+        """Note what is on its way, and when its link is free."""
+        for g in range(work.gpus):
+            self.link_s[g] = self.gpu_end_s[g] = 0.0
+            for i in range(work.active):
+                self.flying[g, i] = flying(work, g, i)
+                if self.flying[g, i]:
+                    self.link_s[g] = max(self.link_s[g], self.arrive_s[g, i])
 
-@compiled(
-    nb.Several((LANES, ORDER))(
-        EXPERT_IDS,
-        SECONDS,
-        SECONDS_BY_GPU,
-        SECONDS_BY_GPU,
-        _STATE,
-        nb.float64,
-    )
-)
-def head_and_tail(
-    tokens: np.ndarray,
-    cpu_s: np.ndarray,
-    gpu_s: np.ndarray,
-    arrive_s: np.ndarray,
-    state: np.ndarray,
-    first_s: float,
-) -> tuple[np.ndarray, np.ndarray]:
-    """One list, residents before the rest, each by load descending: its head to a GPU
-    or its tail to the CPU.
+    def sort(self, work: Work) -> None:
+        """List positions by group, then by load, highest first, ties to the lower."""
+        sequence = self.sequence
+        for i in range(work.active):
+            j = i
+            while j > 0 and self._follows(work, sequence[j - 1], i):
+                sequence[j] = sequence[j - 1]
+                j -= 1
+            sequence[j] = i
 
-    Whichever would end no later is done, ties to the GPU. A copy waits for the copies
-    before it; a GPU for the copy.
+    def _follows(self, work: Work, a: int, b: int) -> bool:
+        """Whether `a` belongs behind `b`."""
+        if self.group[a] != self.group[b]:
+            return self.group[a] > self.group[b]
+        return work.tokens[a] < work.tokens[b]
 
-    Returns:
-        lanes int8 [A] and the order int64 [A] of the decisions.
+    def head_and_tail(
+        self, work: Work, first_s: float, lanes: Ints, order: Ints
+    ) -> None:
+        """One list, residents before the rest, each by load descending: its head to a
+        GPU or its tail to the CPU.
 
-    Source: HybriMoE's released code (`HSS`); several GPUs: the head goes to the one
-    that ends first.
-    """
-    gpus = len(gpu_s)
-    active = len(cpu_s)
-    flying, link_s = _links(arrive_s, state)
-    absent = np.ones(active, np.bool_)
-    for g in range(gpus):
-        for i in range(active):
-            absent[i] &= arrive_s[g, i] > 0.0
+        Whichever would end no later is done, ties to the GPU. A copy waits for the
+        copies before it; a GPU for the copy.
 
-    sequence = _by_load(tokens, absent)
-    lanes = np.empty(active, np.int8)
-    order = np.empty(active, np.int64)
-    gpu_end_s = np.zeros(gpus)
-    cpu_end_s = 0.0
-    cpu_extra_s = first_s
-    head = 0
-    tail = active - 1
+        Source: HybriMoE's released code (`HSS`); several GPUs: the head goes to the one
+        that ends first.
+        """
+        self.watch_links(work)
+        for i in range(work.active):
+            self.group[i] = 1
+            for g in range(work.gpus):
+                if self.arrive_s[g, i] <= 0.0:
+                    self.group[i] = 0
+        self.sort(work)
+        cpu_end_s = 0.0
+        head = 0
+        tail = work.active - 1
+        for n in range(work.active):
+            i = self.sequence[head]
+            g = self._soonest(work, i)
+            if g < 0:
+                # No GPU could finish it, so it must not keep the others from theirs.
+                head += 1
+            else:
+                last = self.sequence[tail]
+                if self.end_s <= cpu_end_s + self.cpu_s[last] + first_s:
+                    self._give(g, i)
+                    lanes[i] = 1 + g
+                    order[n] = i
+                    head += 1
+                    continue
+                i = last
+                tail -= 1
+            cpu_end_s += self.cpu_s[i] + first_s
+            first_s = 0.0
+            lanes[i] = CPU
+            order[n] = i
 
-    for n in range(active):
-        i = sequence[head]
-        chosen = 0
-        best_s = np.inf
-        for g in range(gpus):
+    def _soonest(self, work: Work, i: int) -> int:
+        """The GPU that would end an expert first, which is noted; -1 if none would."""
+        best = -1
+        self.end_s = inf
+        for g in range(work.gpus):
             # Only a new copy queues behind the link; one in flight has its own landing.
-            lands_s = arrive_s[g, i]
-            if not flying[g, i] and arrive_s[g, i] != 0.0:
-                lands_s = link_s[g] + arrive_s[g, i]
-            end_s = max(gpu_end_s[g], lands_s) + gpu_s[g, i]
-            if end_s < best_s:
-                chosen = g
-                best_s = end_s
+            lands_s = self.arrive_s[g, i]
+            if not self.flying[g, i] and lands_s != 0.0:
+                lands_s = self.link_s[g] + self.arrive_s[g, i]
+            end_s = max(self.gpu_end_s[g], lands_s) + self.gpu_s[g, i]
+            if end_s < self.end_s:
+                best = g
+                self.end_s = end_s
+        return best
 
-        if best_s == np.inf:
-            # No GPU could finish it, so it must not keep the others from theirs.
-            cpu_end_s += cpu_s[i] + cpu_extra_s
-            cpu_extra_s = 0.0
-            lanes[i] = 0
-            head += 1
-        elif best_s <= cpu_end_s + cpu_s[sequence[tail]] + cpu_extra_s:
-            gpu_end_s[chosen] = best_s
-            if not flying[chosen, i] and arrive_s[chosen, i] > 0.0:
-                link_s[chosen] += arrive_s[chosen, i]
-            lanes[i] = 1 + chosen
-            head += 1
-        else:
-            i = sequence[tail]
-            cpu_end_s += cpu_s[i] + cpu_extra_s
-            cpu_extra_s = 0.0
-            lanes[i] = 0
-            tail -= 1
-        order[n] = i
-    return lanes, order
-
-
-@compiled
-def _next_link(link_s: np.ndarray, arrive_s: np.ndarray, i: int) -> int:
-    """The link that is free first, of those that could bring an expert; -1 if none."""
-    chosen = -1
-    for g in range(len(link_s)):
-        comes = arrive_s[g, i] < np.inf
-        if comes and (chosen < 0 or link_s[g] < link_s[chosen]):
-            chosen = g
-    return chosen
-
-
-@compiled(
-    nb.Several((LANES, ORDER))(
-        EXPERT_IDS,
-        SECONDS,
-        SECONDS,
-        SECONDS_BY_GPU,
-        _STATE,
-        nb.boolean,
-    )
-)
-def load_or_compute(
-    tokens: np.ndarray,
-    cpu_s: np.ndarray,
-    host_s: np.ndarray,
-    arrive_s: np.ndarray,
-    state: np.ndarray,
-    guarded: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Misses by load descending: load the largest while loading is not behind, else
-    compute the smallest.
-
-    What is resident or in flight goes to its GPU and is launched first. With `guarded`,
-    a single miss that the CPU computes no later than it loads stays there.
-
-    Returns:
-        lanes int8 [A] and the order int64 [A].
-
-    Source: SMoE, Alg. 2; several GPUs: the link that is free first loads.
-    """
-    gpus = len(arrive_s)
-    active = len(cpu_s)
-    flying, link_s = _links(arrive_s, state)
-    lanes = np.empty(active, np.int8)
-    order = np.empty(active, np.int64)
-    missed = np.zeros(active, np.bool_)
-    misses = 0
-    for i in range(active):
-        lanes[i] = 0
-        for g in range(gpus):
-            # On several GPUs at once: the one where it is, or lands, first.
-            present = flying[g, i] or arrive_s[g, i] == 0.0
-            if present and (
-                lanes[i] == 0 or arrive_s[g, i] < arrive_s[lanes[i] - 1, i]
-            ):
-                lanes[i] = 1 + g
-        if lanes[i] == 0:
-            missed[i] = True
-            misses += 1
-
-    sequence = _by_load(tokens, missed)
-    for n in range(active - misses):
-        order[n] = sequence[n]
-
-    cpu_end_s = 0.0
-    head = active - misses
-    tail = active - 1
-    for n in range(active - misses, active):
-        largest = sequence[head]
-        g = _next_link(link_s, arrive_s, largest)
-        compute_s = max(host_s[largest], cpu_s[largest])
-        if g < 0:
-            # No link brings it, so it must not keep the others from theirs.
-            cpu_end_s += compute_s
-            head += 1
-            order[n] = largest
-            continue
-        stays = guarded and misses == 1 and compute_s <= arrive_s[g, largest]
-        if link_s[g] <= cpu_end_s and not stays:
-            i = largest
-            link_s[g] += arrive_s[g, i]
-            lanes[i] = 1 + g
-            head += 1
-        else:
-            i = sequence[tail]
-            cpu_end_s += max(host_s[i], cpu_s[i])
-            tail -= 1
-        order[n] = i
-    return lanes, order
+    def _give(self, g: int, i: int) -> None:
+        """Let a GPU, and its link, work until that end."""
+        self.gpu_end_s[g] = self.end_s
+        if not self.flying[g, i] and self.arrive_s[g, i] > 0.0:
+            self.link_s[g] += self.arrive_s[g, i]

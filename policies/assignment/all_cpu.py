@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import (
-    CPU,
-)
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work
+from moesim.policies.base import AssignmentPolicy
 
 if TYPE_CHECKING:
-    import numpy as np
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
 
 
-@compiled(ASSIGN)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
-    for i in range(len(lanes)):
-        lanes[i] = CPU
-        order[i] = i
-    return False
-
-
-class AllCPU(CompiledAssignment):
+class AllCPU(AssignmentPolicy):
     """Compute every active expert on the CPU; fetch nothing on demand.
 
     Source: the control "Naive" of DALI, section 6.3.
     """
 
-    places_on_gpu = False
-    brought = AssignmentKernels(_assign)
+    places_on_gpu: ClassVar[bool] = False
+
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        # All lanes are the CPU's already.
+        return 0

@@ -2,155 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.policies.assignment._kernels import cost_s, gap_order, launch
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import (
-    ASSIGN,
-    LANES,
-    ORDER,
-    SECONDS,
-    SECONDS_BY_GPU,
-    AssignmentKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.arrays import zeros
+from moesim.policies.assignment._placing import by_gap
+from moesim.policies.base import AssignmentPolicy
+from moesim.policies.names import CPU
 from moesim.policies.parameters import expect
 
-
-@compiled
-def _rank(
-    end_s: np.ndarray,
-    sum_s: np.ndarray,
-    kept: int,
-    makespan_s: float,
-    total_s: float,
-) -> int:
-    """Rank of a new partial assignment: behind the `kept` ones that are no worse."""
-    rank = kept
-    while rank > 0 and (
-        makespan_s < end_s[rank - 1]
-        or (makespan_s == end_s[rank - 1] and total_s < sum_s[rank - 1])
-    ):
-        rank -= 1
-    return rank
+if TYPE_CHECKING:
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 
-@compiled(
-    nb.Several((LANES, ORDER))(
-        SECONDS, SECONDS, SECONDS_BY_GPU, SECONDS_BY_GPU, SECONDS, nb.int64
-    )
-)
-def beam_search(
-    cpu_s: np.ndarray,
-    host_s: np.ndarray,
-    gpu_s: np.ndarray,
-    arrive_s: np.ndarray,
-    link_s: np.ndarray,
-    width: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Take experts in greedy's order and keep the `width` best partial assignments.
-
-    A child beats another by smaller makespan, then smaller sum of lane loads, then
-    earlier generation (parents in rank order, GPUs before the CPU). The first absent
-    expert on a GPU waits for the copy under way on its link, `link_s` [G].
-
-    Returns:
-        lanes int8 [A] of the best complete assignment, and the order int64 [A].
-
-    Source: DALI, appendix A.2.
-    """
-    gpus = len(gpu_s)
-    active = len(cpu_s)
-    lanes_total = gpus + 1
-    order = gap_order(cpu_s, host_s, gpu_s, arrive_s)
-
-    # Loads of this expert's parents and children take turns in two halves of one array.
-    load_s = np.zeros((2, width, lanes_total), np.float64)
-    end_s = np.empty(width, np.float64)
-    sum_s = np.empty(width, np.float64)
-    added = np.empty(width, np.float64)
-    parent = np.empty((active, width), np.int64)
-    chosen = np.empty((active, width), np.int8)
-
-    # Whether an assignment's lane has waited for its link, beside its loads.
-    waited = np.zeros((2, width, lanes_total), np.bool_)
-
-    beams = 1
-    for n in range(active):
-        i = order[n]
-        before = load_s[n % 2]
-        after = load_s[1 - n % 2]
-        kept = 0
-        for child in range(beams * lanes_total):
-            p = child // lanes_total
-            # Lanes 1, 2, …, 0: the CPU's child is generated last, so GPUs win ties.
-            lane = (child + 1) % lanes_total
-            added_s = cost_s(lane, i, cpu_s, host_s, gpu_s, arrive_s)
-            if lane > 0 and arrive_s[lane - 1, i] > link_s[lane - 1]:
-                transfer_s = arrive_s[lane - 1, i] - link_s[lane - 1]
-                added_s = max(transfer_s, gpu_s[lane - 1, i])
-                if not waited[n % 2, p, lane]:
-                    added_s += link_s[lane - 1]
-            lane_s = before[p, lane] + added_s
-            makespan_s = max(before[p].max(), lane_s)
-            total_s = before[p].sum() - before[p, lane] + lane_s
-
-            rank = _rank(end_s, sum_s, kept, makespan_s, total_s)
-            if rank == width:
-                continue
-            kept = min(kept + 1, width)
-            for j in range(kept - 1, rank, -1):
-                end_s[j] = end_s[j - 1]
-                added[j] = added[j - 1]
-                sum_s[j] = sum_s[j - 1]
-                parent[n, j] = parent[n, j - 1]
-                chosen[n, j] = chosen[n, j - 1]
-            end_s[rank] = makespan_s
-            added[rank] = added_s
-            sum_s[rank] = total_s
-            parent[n, rank] = p
-            chosen[n, rank] = lane
-
-        beams = kept
-        for j in range(beams):
-            lane = chosen[n, j]
-            after[j] = before[parent[n, j]]
-            after[j, lane] += added[j]
-            waited[1 - n % 2, j] = waited[n % 2, parent[n, j]]
-            if lane > 0 and arrive_s[lane - 1, i] > link_s[lane - 1]:
-                waited[1 - n % 2, j, lane] = True
-
-    # Rank 0 of the last expert is the best; its lanes are read back parent by parent.
-    lanes = np.empty(active, np.int8)
-    j = 0
-    for n in range(active - 1, -1, -1):
-        lanes[order[n]] = chosen[n, j]
-        j = parent[n, j]
-    return lanes, order
-
-
-@compiled(ASSIGN)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
-    placed, decided = beam_search(
-        work.cpu_s,
-        work.host_s,
-        work.gpu_s,
-        work.arrive_s,
-        link_s=work.link_s,
-        width=state.integers[0],
-    )
-    launch(lanes, order, placed, decided)
-    return False
-
-
-class Beam(CompiledAssignment):
+class Beam(AssignmentPolicy):
     """Assign experts in greedy's order, keeping the `width` best partial assignments.
 
     Best is the smallest makespan; costs and launch order are greedy's. Equal makespans
@@ -170,4 +38,110 @@ class Beam(CompiledAssignment):
     def __init__(self, *, width: int = 2) -> None:
         expect(width >= 1, "width", "a number >= 1", width)
         self.width = width
-        self.brought = AssignmentKernels(_assign, state(integers=[width]))
+
+    def start(self, context: RunContext) -> None:
+        """Make room: choices of every expert, parents and children of one."""
+        experts = context.shape.experts
+        loads = (self.width, 1 + context.gpus)
+        self.gap_s: Floats = zeros(experts)
+        self.load_s: Floats = zeros(loads)
+        self.parent_load_s: Floats = zeros(loads)
+        # Whether a lane has waited for the copy under way on its link.
+        self.waited: Ints = zeros(loads, np.uint8)
+        self.parent_waited: Ints = zeros(loads, np.uint8)
+        self.end_s: Floats = zeros(self.width)
+        self.sum_s: Floats = zeros(self.width)
+        self.added_s: Floats = zeros(self.width)
+        self.parent: Ints = zeros((experts, self.width), np.int64)
+        self.chosen: Ints = zeros((experts, self.width), np.int8)
+
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        by_gap(work, self.gap_s, order)
+        for lane in range(work.gpus + 1):
+            self.load_s[0, lane] = 0.0
+            self.waited[0, lane] = 0
+        beams = 1
+        for n in range(work.active):
+            load_s = self.load_s
+            self.load_s = self.parent_load_s
+            self.parent_load_s = load_s
+            waited = self.waited
+            self.waited = self.parent_waited
+            self.parent_waited = waited
+            beams = self._choose(work, n, order[n], beams)
+            for rank in range(beams):
+                self._follow(work, n, order[n], rank)
+        # The best comes first; its lanes are read back parent by parent.
+        rank = 0
+        for n in range(work.active - 1, -1, -1):
+            lanes[order[n]] = self.chosen[n, rank]
+            rank = self.parent[n, rank]
+        return 0
+
+    def _choose(self, work: Work, n: int, i: int, beams: int) -> int:
+        """Rank the children of all parents that the n-th expert, `i`, has; how many are
+        kept.
+        """
+        lanes = work.gpus + 1
+        kept = 0
+        for child in range(beams * lanes):
+            parent = child // lanes
+            # Lanes 1, 2, …, 0: the CPU's child is generated last, so GPUs win ties.
+            lane = (child + 1) % lanes
+            added_s = self._added_s(work, i, parent, lane)
+            lane_s = self.parent_load_s[parent, lane] + added_s
+            makespan_s = lane_s
+            total_s = 0.0
+            for other in range(lanes):
+                makespan_s = max(makespan_s, self.parent_load_s[parent, other])
+                total_s += self.parent_load_s[parent, other]
+            total_s = total_s - self.parent_load_s[parent, lane] + lane_s
+
+            rank = kept
+            while rank > 0 and self._is_better(makespan_s, total_s, rank - 1):
+                rank -= 1
+            if rank == self.width:
+                continue
+            kept = min(kept + 1, self.width)
+            for j in range(kept - 1, rank, -1):
+                self.end_s[j] = self.end_s[j - 1]
+                self.sum_s[j] = self.sum_s[j - 1]
+                self.added_s[j] = self.added_s[j - 1]
+                self.parent[n, j] = self.parent[n, j - 1]
+                self.chosen[n, j] = self.chosen[n, j - 1]
+            self.end_s[rank] = makespan_s
+            self.sum_s[rank] = total_s
+            self.added_s[rank] = added_s
+            self.parent[n, rank] = parent
+            self.chosen[n, rank] = lane
+        return kept
+
+    def _is_better(self, makespan_s: float, total_s: float, rank: int) -> bool:
+        if makespan_s != self.end_s[rank]:
+            return makespan_s < self.end_s[rank]
+        return total_s < self.sum_s[rank]
+
+    def _added_s(self, work: Work, i: int, parent: int, lane: int) -> float:
+        """Seconds that an expert adds to a lane of a partial assignment."""
+        if lane == CPU:
+            return max(work.host_s[i], work.cpu_s[i])
+        arrive_s = work.arrive_s[lane - 1, i]
+        link_s = work.link_s[lane - 1]
+        if arrive_s <= link_s:
+            return max(arrive_s, work.gpu_s[lane - 1, i])
+        # Only the first absent one waits for the copy under way.
+        added_s = max(arrive_s - link_s, work.gpu_s[lane - 1, i])
+        if not self.parent_waited[parent, lane]:
+            added_s += link_s
+        return added_s
+
+    def _follow(self, work: Work, n: int, i: int, rank: int) -> None:
+        """Make the loads of a child that is kept."""
+        parent = self.parent[n, rank]
+        for lane in range(work.gpus + 1):
+            self.load_s[rank, lane] = self.parent_load_s[parent, lane]
+            self.waited[rank, lane] = self.parent_waited[parent, lane]
+        lane = self.chosen[n, rank]
+        self.load_s[rank, lane] += self.added_s[rank]
+        if lane != CPU and work.arrive_s[lane - 1, i] > work.link_s[lane - 1]:
+            self.waited[rank, lane] = 1

@@ -2,96 +2,25 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from math import inf
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
-from moesim.machine_code.functions import compiled
-from moesim.policies.assignment._kernels import ascending, launch, some_gpu, spread
-from moesim.policies.base import IN_FLIGHT
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import (
-    ASSIGN,
-    PRECOMPUTE,
-    SERIAL,
-    AssignmentKernels,
-    GateWork,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.assignment._placing import SpreadAssignment
+from moesim.policies.names import IN_FLIGHT, PREFILL, SERIAL
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.ranking import best_of
-from moesim.policies.routing._substitute import keep_one_absent, on_gpu
-from moesim.traces.format.schema import Phase
+from moesim.policies.routing._substitute import Substitution
+
+if TYPE_CHECKING:
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import Gate, MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 Overlap = Literal["parallel", "serial"]
 Prefill = Literal["in-place", "cheapest"]
 Ahead = Literal["kept", "predicted"]
 
 
-_PREFILL = int(Phase.PREFILL)
-
-# Places in the state's integers.
-_FIRST_LAYER = 0
-_SERIAL = 1
-_CHEAPEST = 2
-_KEPT = 3
-
-
-@compiled(ASSIGN)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
-    """Place by residency, in ascending expert id."""
-    in_prefill = work.phase == _PREFILL
-    gpus, active = work.arrive_s.shape
-    allowed = work.arrive_s == 0.0
-    chosen = some_gpu(allowed)
-    if in_prefill and state.integers[_CHEAPEST]:
-        # The smallest sum of costs is found expert by expert, without a search.
-        allowed = np.ones((0, 0), np.bool_)
-        for i in range(active):
-            arrive_s = np.inf
-            for gpu in range(gpus):
-                arrive_s = min(arrive_s, work.arrive_s[gpu, i])
-            chosen[i] = arrive_s <= max(work.host_s[i], work.cpu_s[i])
-    elif in_prefill:
-        # What is being swapped in is awaited: the prompt runs on the new placement.
-        for i in range(active):
-            for gpu in range(gpus):
-                comes = work.arrive_s[gpu, i] < np.inf and work.state[i] == IN_FLIGHT
-                allowed[gpu, i] |= comes
-                chosen[i] |= comes
-    placed = spread(chosen, allowed, work.gpu_s, work.arrive_s, work.link_s)
-    launch(lanes, order, placed, ascending(active))
-    on_demand = work.layer < state.integers[_FIRST_LAYER]
-    return SERIAL if on_demand and state.integers[_SERIAL] else 0
-
-
-@compiled(PRECOMPUTE)
-def _precompute(
-    state: State, gate: GateWork, routing: np.ndarray, tokens: np.ndarray
-) -> int:
-    """Predict what a layer's tokens will use, and start what no GPU holds."""
-    if gate.phase == _PREFILL or gate.layer < state.integers[_FIRST_LAYER]:
-        return 0
-    width = len(tokens)
-    top_k = gate.experts.shape[1]
-    # Experts in flight count as absent: the CPU need not wait for them.
-    resident = on_gpu(gate, width, False)
-    every = np.ones(width, np.bool_)
-    for t in range(len(gate.predicted)):
-        predicted = best_of(gate.predicted[t], every, top_k)
-        if state.integers[_KEPT]:
-            keep_one_absent(predicted, gate.predicted[t], resident)
-        for column in range(top_k):
-            expert = predicted[column]
-            routing[t * top_k + column] = expert
-            if not resident[expert]:
-                tokens[expert] += 1
-    return top_k
-
-
-class DAOP(CompiledAssignment):
+class DAOP(SpreadAssignment):
     """Compute experts where their weights are; in decode, let the CPU start on the
     experts predicted for the next layer.
 
@@ -124,7 +53,6 @@ class DAOP(CompiledAssignment):
     """
 
     approximates = True
-    precomputes_by_kernel: ClassVar[bool] = True
     reads_tokens = True
     needs = ("pred1_raw",)
 
@@ -140,11 +68,63 @@ class DAOP(CompiledAssignment):
         expect_choice("before_first", before_first, Overlap)
         expect_choice("prefill", prefill, Prefill)
         expect_choice("ahead", ahead, Ahead)
-        rules = (
-            first_layer,
-            before_first == "serial",
-            prefill == "cheapest",
-            ahead == "kept",
-        )
-        known = state(integers=rules)
-        self.brought = AssignmentKernels(_assign, known, _precompute)
+        self.first_layer = first_layer
+        self.serial = before_first == "serial"
+        self.cheapest = prefill == "cheapest"
+        self.degrades = ahead == "kept"
+
+    def start(self, context: RunContext) -> None:
+        """Make room."""
+        SpreadAssignment.start(self, context)
+        self.token = Substitution(context.shape.experts)
+
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        if work.phase != PREFILL:
+            self.allow_residents(work)
+        elif self.cheapest:
+            self._allow_cheap(work)
+        else:
+            self._allow_arrivals(work)
+        self.spread(work, lanes)
+        on_demand = work.layer < self.first_layer
+        return SERIAL if on_demand and self.serial else 0
+
+    def _allow_cheap(self, work: Work) -> None:
+        """The smallest sum of costs is found expert by expert, without a search."""
+        self.allow_all(work, False)
+        for i in range(work.active):
+            arrive_s = inf
+            for gpu in range(work.gpus):
+                arrive_s = min(arrive_s, work.arrive_s[gpu, i])
+            if arrive_s <= max(work.host_s[i], work.cpu_s[i]):
+                self.allow(work, i)
+
+    def _allow_arrivals(self, work: Work) -> None:
+        """What is being swapped in is awaited: the prompt runs on the new placement."""
+        self.allow_residents(work)
+        for gpu in range(work.gpus):
+            for i in range(work.active):
+                if work.arrive_s[gpu, i] < inf and work.state[i] == IN_FLIGHT:
+                    self.allowed[gpu, i] = 1
+
+    def precompute(
+        self, gate: Gate, view: MachineView, routing: Ints, tokens: Ints
+    ) -> int:
+        """Predict what a layer's tokens will use, and start what no GPU holds."""
+        if gate.phase == PREFILL or gate.layer < self.first_layer:
+            return 0
+        token = self.token
+        top_k = gate.experts.shape[1]
+        # Experts in flight count as absent: the CPU need not wait for them.
+        token.look(view, gate.layer, False)
+        for t in range(len(gate.predicted)):
+            token.read(gate.predicted, t)
+            token.choose(top_k)
+            if self.degrades:
+                token.keep_one_absent()
+            for column in range(top_k):
+                expert = token.experts[column]
+                routing[t * top_k + column] = expert
+                if not token.present[expert]:
+                    tokens[expert] += 1
+        return top_k

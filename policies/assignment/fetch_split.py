@@ -2,157 +2,29 @@
 
 from __future__ import annotations
 
-import math
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
-from moesim.policies.assignment._kernels import (
+from moesim.policies.arrays import view_of, zeros
+from moesim.policies.assignment._placing import (
+    SpreadAssignment,
     flying,
-    launch,
-    some_gpu,
-    spread,
-    transfers,
-)
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import (
-    ASSIGN,
-    EXPERT_IDS,
-    LANES,
-    ORDER,
-    SECONDS,
-    SECONDS_BY_GPU,
-    AssignmentKernels,
-    State,
-    Work,
-    state,
+    transfer_s,
 )
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
-    from moesim.policies.base import (
-        RunContext,
-    )
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 # Products of a share and a count, and times that should be equal, differ by rounding.
-_TOLERANCE = 1e-9
+TOLERANCE = 1e-9
 
 
-@compiled
-def _fetches(
-    misses: np.ndarray,
-    cpu_s: np.ndarray,
-    host_s: np.ndarray,
-    transfer_s: np.ndarray,
-    table: np.ndarray,
-    rates: np.ndarray,
-) -> int:
-    """How many of the misses to fetch: by a table unless that is empty, else by the
-    share that `rates` gives, or the times where that is negative.
-
-    `rates` float64 [3]: the share, the slowdowns of link and CPU.
-    """
-    count = len(misses)
-    if not count:
-        return 0
-    if len(table):
-        last = len(table) - 1
-        return table[min(count, last)] + max(0, count - last)
-
-    # Any pair of times with this ratio gives a fraction back.
-    fetch_s = 1.0 - rates[0]
-    compute_s = rates[0]
-    if rates[0] < 0.0:
-        gpus = len(transfer_s)
-        arrive_s = 0.0
-        compute_s = 0.0
-        for i in misses:
-            for g in range(gpus):
-                arrive_s += transfer_s[g, i]
-            compute_s += max(host_s[i], cpu_s[i])
-        fetch_s = arrive_s / (gpus * count) * rates[1] / gpus
-        compute_s = compute_s / count * rates[2]
-
-    total_s = fetch_s + compute_s
-    share = compute_s / total_s if total_s > 0.0 else 1.0
-    fewer = min(math.floor(share * count + _TOLERANCE), count - 1)
-    fewer_s = max(fewer * fetch_s, (count - fewer) * compute_s)
-    # One more fetch: above q* the link is the longer of the two.
-    more_s = (fewer + 1) * fetch_s
-    return fewer if fewer_s <= more_s * (1.0 + _TOLERANCE) else fewer + 1
-
-
-@compiled(
-    nb.Several((LANES, ORDER))(
-        EXPERT_IDS,
-        SECONDS,
-        SECONDS,
-        SECONDS_BY_GPU,
-        SECONDS_BY_GPU,
-        SECONDS,
-        input_array(nb.int8),
-        input_array(nb.int64),
-        SECONDS,
-    )
-)
-def _split(
-    tokens: np.ndarray,
-    cpu_s: np.ndarray,
-    host_s: np.ndarray,
-    gpu_s: np.ndarray,
-    arrive_s: np.ndarray,
-    link_s: np.ndarray,
-    gpu_state: np.ndarray,
-    table: np.ndarray,
-    rates: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Place residents, then split the misses: lanes int8 [A] and order int64 [A]."""
-    active = len(tokens)
-    # What is on a GPU, or bound for it, stays; a miss may be fetched to any.
-    allowed = flying(gpu_state, arrive_s)
-    for g in range(len(arrive_s)):
-        for i in range(active):
-            allowed[g, i] |= arrive_s[g, i] == 0.0
-    on_gpu = some_gpu(allowed)
-    misses = np.flatnonzero(~on_gpu)
-    largest_first = np.argsort(-tokens[misses], kind="mergesort")
-    misses = misses[largest_first]
-    order = np.concatenate((np.flatnonzero(on_gpu), misses))
-
-    # What no link brings is no miss that could be fetched.
-    comes = np.empty(len(misses), np.bool_)
-    for n in range(len(misses)):
-        comes[n] = arrive_s[:, misses[n]].max() < np.inf
-    misses = misses[comes]
-    transfer_s = transfers(arrive_s, link_s)
-    count = _fetches(misses, cpu_s, host_s, transfer_s, table, rates)
-    for i in misses[:count]:
-        on_gpu[i] = True
-        allowed[:, i] = True
-    return spread(on_gpu, allowed, gpu_s, arrive_s, link_s), order
-
-
-@compiled(ASSIGN)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
-    placed, decided = _split(
-        work.tokens,
-        work.cpu_s,
-        work.host_s,
-        work.gpu_s,
-        work.arrive_s,
-        work.link_s,
-        gpu_state=work.gpu_state,
-        table=state.integers,
-        rates=state.numbers,
-    )
-    launch(lanes, order, placed, decided)
-    return False
-
-
-class FetchSplit(CompiledAssignment):
+class FetchSplit(SpreadAssignment):
     """Fetch a fixed share of the misses and compute the others on the CPU, so that both
     end together; residents run on the GPU.
 
@@ -205,25 +77,113 @@ class FetchSplit(CompiledAssignment):
         self.table = table
         self.link_slowdown = link_slowdown
         self.cpu_slowdown = cpu_slowdown
+        # Negative for none.
+        self.share = -1.0 if fraction is None else fraction
+        self.table = table
+        self.link_slowdown = link_slowdown
+        self.cpu_slowdown = cpu_slowdown
         fetches = [] if table is None else _read_table(table)
-        self._fetches_of = np.array(fetches, np.int64)
-        self._bring(link_slowdown or 1.0, cpu_slowdown or 1.0)
+        self.fetches: Ints = view_of(fetches, np.int64)
 
     def start(self, context: RunContext) -> None:
         """Take what the machine knows of link and CPU beside each other."""
-        super().start(context)
-        if context.costs is None:
-            return
-        link, cpu = context.costs.overlap
-        self._bring(self.link_slowdown or link, self.cpu_slowdown or cpu)
+        SpreadAssignment.start(self, context)
+        self.misses: Ints = zeros(context.shape.experts, np.int64)
+        link, cpu = 1.0, 1.0
+        if context.costs is not None:
+            link, cpu = context.costs.overlap
+        self.link_factor = self.link_slowdown or link
+        self.cpu_factor = self.cpu_slowdown or cpu
 
-    def _bring(self, link_slowdown: float, cpu_slowdown: float) -> None:
-        """Take the kernel with what it knows: the share is negative for none."""
-        fraction = -1.0 if self.fraction is None else self.fraction
-        rates = [fraction, link_slowdown, cpu_slowdown]
-        self.brought = AssignmentKernels(
-            _assign, state(numbers=rates, integers=self._fetches_of)
-        )
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        residents = self._keep_present(work, order)
+        self._sort_misses(work, residents, order)
+        count = self._fetchable(work, residents, order)
+        for n in range(self._fetch_count(work, count)):
+            self.allow(work, self.misses[n])
+        self.spread(work, lanes)
+        return 0
+
+    def _keep_present(self, work: Work, order: Ints) -> int:
+        """Let what is on a GPU, or bound for it, run there, launched first; how many
+        there are.
+        """
+        count = 0
+        for i in range(work.active):
+            present = False
+            for g in range(work.gpus):
+                here = flying(work, g, i) or work.arrive_s[g, i] == 0.0
+                self.allowed[g, i] = here
+                present = present or here
+            self.misses[i] = not present
+            if present:
+                order[count] = i
+                count += 1
+        return count
+
+    def _sort_misses(self, work: Work, residents: int, order: Ints) -> None:
+        """Launch misses behind, by tokens, most first, ties to the lower id."""
+        count = residents
+        for i in range(work.active):
+            if not self.misses[i]:
+                continue
+            j = count
+            while j > residents and work.tokens[order[j - 1]] < work.tokens[i]:
+                order[j] = order[j - 1]
+                j -= 1
+            order[j] = i
+            count += 1
+
+    def _fetchable(self, work: Work, residents: int, order: Ints) -> int:
+        """List the misses that every link could bring; how many there are."""
+        count = 0
+        for n in range(residents, work.active):
+            comes = True
+            for g in range(work.gpus):
+                comes = comes and work.arrive_s[g, order[n]] < inf
+            if comes:
+                self.misses[count] = order[n]
+                count += 1
+        return count
+
+    def _fetch_count(self, work: Work, misses: int) -> int:
+        """How many of so many misses to fetch."""
+        if not misses:
+            return 0
+        if len(self.fetches):
+            last = len(self.fetches) - 1
+            return self.fetches[min(misses, last)] + max(0, misses - last)
+        # Any pair of times with this ratio gives a fraction back.
+        fetch_s = 1.0 - self.share
+        compute_s = self.share
+        if self.share < 0.0:
+            fetch_s = self._mean_fetch_s(work, misses)
+            compute_s = self._mean_compute_s(work, misses)
+        if compute_s == inf:
+            return misses
+        total_s = fetch_s + compute_s
+        share = compute_s / total_s if total_s > 0.0 else 1.0
+        fewer = min(int(share * misses + TOLERANCE), misses - 1)
+        fewer_s = max(fewer * fetch_s, (misses - fewer) * compute_s)
+        # One more fetch: above q* the link is the longer of the two.
+        more_s = (fewer + 1) * fetch_s
+        return fewer if fewer_s <= more_s * (1.0 + TOLERANCE) else fewer + 1
+
+    def _mean_fetch_s(self, work: Work, misses: int) -> float:
+        """Mean copy of a miss while the CPU computes, all links together."""
+        total_s = 0.0
+        for n in range(misses):
+            for g in range(work.gpus):
+                total_s += transfer_s(work, g, self.misses[n])
+        return total_s / (work.gpus * misses) * self.link_factor / work.gpus
+
+    def _mean_compute_s(self, work: Work, misses: int) -> float:
+        """Mean time of a miss on the CPU while the links copy."""
+        total_s = 0.0
+        for n in range(misses):
+            i = self.misses[n]
+            total_s += max(work.host_s[i], work.cpu_s[i])
+        return total_s / misses * self.cpu_factor
 
 
 def _read_table(text: str) -> list[int]:

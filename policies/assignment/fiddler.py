@@ -4,92 +4,26 @@ CPU.
 
 from __future__ import annotations
 
-from typing import Literal
+from math import inf
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
-from moesim.policies.assignment._kernels import flying, launch, spread
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import (
-    ASSIGN,
-    ORDER,
-    SECONDS,
-    SECONDS_BY_GPU,
-    AssignmentKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.arrays import zeros
+from moesim.policies.assignment._placing import SpreadAssignment, flying
+from moesim.policies.names import SERIAL
 from moesim.policies.parameters import expect_choice
+
+if TYPE_CHECKING:
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 Cost = Literal["load", "load+compute"]
 Issue = Literal["serial", "parallel"]
 
 
-@compiled(
-    nb.Several((nb.boolean[::1], ORDER))(
-        SECONDS,
-        SECONDS,
-        SECONDS_BY_GPU,
-        SECONDS_BY_GPU,
-        input_array(nb.boolean, 2),
-        nb.boolean,
-    )
-)
-def _compare(
-    cpu_s: np.ndarray,
-    host_s: np.ndarray,
-    gpu_s: np.ndarray,
-    arrive_s: np.ndarray,
-    coming: np.ndarray,
-    computes: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which experts run on a GPU, bool [A], and their order: residents, then loads."""
-    active = len(cpu_s)
-    on_gpu = np.empty(active, np.bool_)
-    loaded = np.empty(active, np.bool_)
-    for i in range(active):
-        best_s = np.inf
-        least_load_s = np.inf
-        for g in range(len(gpu_s)):
-            # The load of a copy in flight is paid for already.
-            load_s = 0.0 if coming[g, i] else arrive_s[g, i]
-            least_load_s = min(least_load_s, load_s)
-            if computes and load_s > 0.0:
-                load_s += gpu_s[g, i]
-            best_s = min(best_s, load_s)
-        on_gpu[i] = best_s <= max(host_s[i], cpu_s[i])
-        loaded[i] = least_load_s > 0.0
-    order = np.empty(active, np.int64)
-    count = 0
-    for loads in (False, True):
-        for i in range(active):
-            if loaded[i] == loads:
-                order[count] = i
-                count += 1
-    return on_gpu, order
-
-
-@compiled(ASSIGN)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
-    chosen, decided = _compare(
-        work.cpu_s,
-        work.host_s,
-        work.gpu_s,
-        work.arrive_s,
-        flying(work.gpu_state, work.arrive_s),
-        state.integers[0] != 0,
-    )
-    anywhere = np.ones((0, 0), np.bool_)
-    placed = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
-    launch(lanes, order, placed, decided)
-    return state.integers[1] != 0
-
-
-class Fiddler(CompiledAssignment):
+class Fiddler(SpreadAssignment):
     """Compute residents on the GPU, and an absent expert there too if loading it takes
     no longer than the CPU.
 
@@ -114,7 +48,38 @@ class Fiddler(CompiledAssignment):
     def __init__(self, *, cost: Cost = "load", issue: Issue = "serial") -> None:
         expect_choice("cost", cost, Cost)
         expect_choice("issue", issue, Issue)
-        self.cost = cost
-        self.serial = issue == "serial"
-        rules = [cost == "load+compute", issue == "serial"]
-        self.brought = AssignmentKernels(_assign, state(integers=rules))
+        self.adds_compute = cost == "load+compute"
+        self.flags = SERIAL if issue == "serial" else 0
+
+    def start(self, context: RunContext) -> None:
+        """Make room."""
+        SpreadAssignment.start(self, context)
+        self.loaded: Ints = zeros(context.shape.experts, np.uint8)
+
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        self.allow_all(work, False)
+        for i in range(work.active):
+            if self._cost_s(work, i) <= max(work.host_s[i], work.cpu_s[i]):
+                self.allow(work, i)
+        self.spread(work, lanes)
+        count = 0
+        for loads in range(2):
+            for i in range(work.active):
+                if self.loaded[i] == loads:
+                    order[count] = i
+                    count += 1
+        return self.flags
+
+    def _cost_s(self, work: Work, i: int) -> float:
+        """What an expert costs on a GPU; notes whether it has to be loaded."""
+        best_s = inf
+        self.loaded[i] = 1
+        for gpu in range(work.gpus):
+            # The load of a copy in flight is paid for already.
+            load_s = 0.0 if flying(work, gpu, i) else work.arrive_s[gpu, i]
+            if load_s <= 0.0:
+                self.loaded[i] = 0
+            elif self.adds_compute:
+                load_s += work.gpu_s[gpu, i]
+            best_s = min(best_s, load_s)
+        return best_s

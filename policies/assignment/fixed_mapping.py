@@ -4,50 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import numpy as np
-
-from moesim.machine_code.functions import compiled
-from moesim.policies.assignment._kernels import (
-    ascending,
-    flying,
-    launch,
-    some_gpu,
-    spread,
-)
-from moesim.policies.base import DEFERRED
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
+from moesim.policies.assignment._placing import SpreadAssignment, flying
+from moesim.policies.names import CPU, DEFERRED, PREFILL
 from moesim.policies.parameters import expect, expect_choice
-from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 Prefill = Literal["mapped", "gpu"]
 
-PREFILL = int(Phase.PREFILL)
 
-
-@compiled(ASSIGN)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
-    waits = state.integers[0] != 0
-    fetches = state.integers[1] != 0
-    present = work.arrive_s == 0.0
-    if waits:
-        present |= flying(work.gpu_state, work.arrive_s)
-    chosen = some_gpu(present)
-    if fetches and work.phase == PREFILL:
-        present = np.ones((0, 0), np.bool_)
-        chosen = np.ones(len(lanes), np.bool_)
-    placed = spread(chosen, present, work.gpu_s, work.arrive_s, work.link_s)
-    launch(lanes, order, placed, ascending(len(lanes)))
-    for i in range(len(work.ranks)):
-        if lanes[i] == 0 and work.ranks[i] >= state.integers[2]:
-            lanes[i] = DEFERRED
-    return False
-
-
-class FixedMapping(CompiledAssignment):
+class FixedMapping(SpreadAssignment):
     """Compute resident experts on their GPU and all others on the CPU, both at the same
     time; never fetch on demand.
 
@@ -81,13 +50,32 @@ class FixedMapping(CompiledAssignment):
     ) -> None:
         expect_choice("prefill", prefill, Prefill)
         expect(defer >= 0, "defer", "a number >= 0", defer)
-        self.wait = wait
-        self.prefill = prefill
-        self.defer = defer
+        self.waits = wait
+        self.fetches_prompts = prefill == "gpu"
+        self.deferred = defer
         self.defers = self.approximates = defer > 0
-        rules = [wait, prefill == "gpu", 0]
-        self.brought = AssignmentKernels(_assign, state(integers=rules))
 
     def start(self, context: RunContext) -> None:
         """Count the experts of a token that are never deferred."""
-        self.brought.state.integers[2] = context.shape.top_k - self.defer
+        SpreadAssignment.start(self, context)
+        self.kept = context.shape.top_k - self.deferred
+
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        if self.fetches_prompts and work.phase == PREFILL:
+            self.allow_all(work, True)
+        else:
+            self.allow_residents(work)
+            if self.waits:
+                self._allow_arrivals(work)
+        self.spread(work, lanes)
+        if self.deferred:
+            for i in range(work.active):
+                if lanes[i] == CPU and work.ranks[i] >= self.kept:
+                    lanes[i] = DEFERRED
+        return 0
+
+    def _allow_arrivals(self, work: Work) -> None:
+        for gpu in range(work.gpus):
+            for i in range(work.active):
+                if flying(work, gpu, i):
+                    self.allowed[gpu, i] = 1

@@ -2,57 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from math import inf
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
-from moesim.machine_code.functions import compiled
-from moesim.policies.assignment._kernels import launch, transfers
-from moesim.policies.assignment._two_pointer import head_and_tail
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
+from moesim.policies.assignment._two_pointer import TwoPointers
+from moesim.policies.names import PREFILL
 from moesim.policies.parameters import expect_choice
-from moesim.traces.format.schema import Phase
+
+if TYPE_CHECKING:
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
 
 Prefill = Literal["gpu", "schedule"]
 Costs = Literal["machine", "released"]
 
-PREFILL = int(Phase.PREFILL)
-
 # The released file's own numbers, in arbitrary units.
-_CPU_PER_TOKEN = 1.0
-_CPU_FIRST = 0.79
-_GPU = 0.5
-_COPY = 0.4179
+CPU_PER_TOKEN = 1.0
+CPU_FIRST = 0.79
+GPU = 0.5
+COPY = 0.4179
 
 
-@compiled(ASSIGN)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
-    active = len(work.experts)
-    cpu_s = work.cpu_s.copy()
-    gpu_s = work.gpu_s.copy()
-    arrive_s = transfers(work.arrive_s, work.link_s)
-    first_s = work.first_cpu_s
-    if state.integers[0]:
-        first_s = _CPU_FIRST
-        for i in range(active):
-            cpu_s[i] = _CPU_PER_TOKEN * work.tokens[i]
-            for g in range(len(gpu_s)):
-                gpu_s[g, i] = _GPU
-                arrive_s[g, i] = _COPY if work.arrive_s[g, i] > 0.0 else 0.0
-    if state.integers[1] and work.phase == PREFILL:
-        # A CPU that takes forever leaves every expert to the GPUs.
-        first_s = 0.0
-        for i in range(active):
-            cpu_s[i] = np.inf
-    placed, decided = head_and_tail(
-        work.tokens, cpu_s, gpu_s, arrive_s, work.gpu_state, first_s
-    )
-    launch(lanes, order, placed, decided)
-    return False
-
-
-class HybriMoEReleased(CompiledAssignment):
+class HybriMoEReleased(TwoPointers):
     """Sort experts by load, cached ones first; give the head of the list to the GPU or
     its tail to the CPU, whichever would end sooner.
 
@@ -75,7 +46,26 @@ class HybriMoEReleased(CompiledAssignment):
     def __init__(self, *, prefill: Prefill = "gpu", costs: Costs = "machine") -> None:
         expect_choice("prefill", prefill, Prefill)
         expect_choice("costs", costs, Costs)
-        self.prefill = prefill
-        self.costs = costs
-        rules = [costs == "released", prefill == "gpu"]
-        self.brought = AssignmentKernels(_assign, state(integers=rules))
+        self.fetches_prompts = prefill == "gpu"
+        self.own_costs = costs == "released"
+
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        self.take_costs(work)
+        first_s = work.first_cpu_s
+        if self.own_costs:
+            self._take_released(work)
+            first_s = CPU_FIRST
+        if self.fetches_prompts and work.phase == PREFILL:
+            # A CPU that takes forever leaves every expert to the GPUs.
+            first_s = 0.0
+            for i in range(work.active):
+                self.cpu_s[i] = inf
+        self.head_and_tail(work, first_s, lanes, order)
+        return 0
+
+    def _take_released(self, work: Work) -> None:
+        for i in range(work.active):
+            self.cpu_s[i] = CPU_PER_TOKEN * work.tokens[i]
+            for g in range(work.gpus):
+                self.gpu_s[g, i] = GPU
+                self.arrive_s[g, i] = COPY if work.arrive_s[g, i] > 0.0 else 0.0

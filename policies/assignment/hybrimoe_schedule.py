@@ -4,37 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.assignment._kernels import flying, launch, transfers
-from moesim.policies.assignment._list_scheduler import list_schedule
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
+from moesim.policies.assignment._list_scheduler import ListScheduler
+from moesim.policies.assignment._placing import flying, transfer_s
+from moesim.policies.base import AssignmentPolicy
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
-    import numpy as np
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 Reading = Literal["r1", "r2"]
 
 
-@compiled(ASSIGN)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
-    placed, decided, _ = list_schedule(
-        work.tokens,
-        work.cpu_s,
-        work.gpu_s,
-        transfers(work.arrive_s, work.link_s),
-        flying(work.gpu_state, work.arrive_s),
-        work.link_s,
-        work.first_cpu_s,
-        state.integers[0] != 0,
-        state.integers[1] != 0,
-    )
-    launch(lanes, order, placed, decided)
-    return False
-
-
-class HybriMoESchedule(CompiledAssignment):
+class HybriMoESchedule(AssignmentPolicy):
     """Simulate GPU, CPU and link on this layer's experts, and keep the simulated lanes
     and order.
 
@@ -69,8 +52,26 @@ class HybriMoESchedule(CompiledAssignment):
         expect_choice("reading", reading, Reading)
         self.reading = reading
         self.stealing = stealing
-        # What comes next, and whether the CPU may steal: the kernel's last arguments.
-        self._rule = (reading == "r2", stealing)
-        self._first_s: float | None = None
-        rules = [reading == "r2", stealing]
-        self.brought = AssignmentKernels(_assign, state(integers=rules))
+
+    def start(self, context: RunContext) -> None:
+        """Make room."""
+        self.scheduler = ListScheduler(
+            context.gpus,
+            context.shape.experts,
+            soonest_end=self.reading == "r2",
+            stealing=self.stealing,
+        )
+
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        scheduler = self.scheduler
+        scheduler.gpus = work.gpus
+        scheduler.cpu_s = work.cpu_s
+        scheduler.gpu_s = work.gpu_s
+        for g in range(work.gpus):
+            scheduler.link_s[g] = work.link_s[g]
+            for i in range(work.active):
+                scheduler.arrive_s[g, i] = transfer_s(work, g, i)
+                scheduler.flying[g, i] = flying(work, g, i)
+        scheduler.sort(work.tokens, work.active)
+        scheduler.simulate(work.active, work.first_cpu_s, lanes, order)
+        return 0

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from moesim.machine_code.functions import compiled
-from moesim.policies.assignment._kernels import ascending, launch, some_gpu, spread
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
+from moesim.policies.assignment._placing import SpreadAssignment
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 
-@compiled(ASSIGN)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
-    allowed = work.arrive_s == 0.0
-    chosen = some_gpu(allowed)
-    # Multiplied out, so that integers are compared.
-    if work.rows * state.integers[0] >= state.integers[1]:
-        allowed = np.ones((0, 0), np.bool_)
-        chosen = np.ones(len(lanes), np.bool_)
-    placed = spread(chosen, allowed, work.gpu_s, work.arrive_s, work.link_s)
-    launch(lanes, order, placed, ascending(len(lanes)))
-    return False
-
-
-class IkBreakEven(CompiledAssignment):
+class IkBreakEven(SpreadAssignment):
     """Fetch all of a layer's absent experts if the step has enough tokens, else compute
     all of them on the CPU.
 
@@ -49,7 +33,15 @@ class IkBreakEven(CompiledAssignment):
 
     def start(self, context: RunContext) -> None:
         """Take the model's numbers."""
-        super().start(context)
-        shape = context.shape
-        enough = [shape.top_k, shape.experts * self.min_batch]
-        self.brought = AssignmentKernels(_assign, state(integers=enough))
+        SpreadAssignment.start(self, context)
+        self.top_k = context.shape.top_k
+        self.enough = context.shape.experts * self.min_batch
+
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        # Multiplied out, so that integers are compared.
+        if work.rows * self.top_k >= self.enough:
+            self.allow_all(work, True)
+        else:
+            self.allow_residents(work)
+        self.spread(work, lanes)
+        return 0

@@ -8,21 +8,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.assignment._kernels import ascending, launch, spread
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import (
-    ASSIGN,
-    WAITS,
-    AssignmentKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.arrays import view_of
+from moesim.policies.assignment._placing import SpreadAssignment
+from moesim.policies.names import WAITS
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 Side = Literal["last", "first"]
 Counted = Literal["step", "expert"]
@@ -31,19 +25,7 @@ _NEVER = np.iinfo(np.int64).max
 """More tokens than a step has."""
 
 
-@compiled(ASSIGN)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
-    several = len(work.gpu_s) > 1
-    on_gpu = state.marks[int(several), work.layer] != 0
-    uploads = not on_gpu and work.rows >= state.integers[0]
-    chosen = np.full(len(lanes), on_gpu or uploads)
-    anywhere = np.ones((0, 0), np.bool_)
-    placed = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
-    launch(lanes, order, placed, ascending(len(lanes)))
-    return WAITS if uploads else 0
-
-
-class LayerWise(CompiledAssignment):
+class LayerWise(SpreadAssignment):
     """Compute the experts of some layers on the GPU and those of all others on the CPU,
     whatever is resident.
 
@@ -98,20 +80,28 @@ class LayerWise(CompiledAssignment):
 
     def start(self, context: RunContext) -> None:
         """Choose the layers, and what a large step is."""
-        super().start(context)
-        large_tokens = self.upload_tokens or _NEVER
+        SpreadAssignment.start(self, context)
+        self.large_tokens = self.upload_tokens or _NEVER
         if self.upload_tokens is not None and self.counted == "expert":
             choices = self.upload_tokens * context.shape.experts
             # Rounded up: so many tokens choose so often.
-            large_tokens = -(-choices // context.shape.top_k)
+            self.large_tokens = -(-choices // context.shape.top_k)
         # Only a layer step shows whether an expert may run on any of several GPUs.
-        layers = [self._choose(context, split_experts=split) for split in (False, True)]
-        self.brought = AssignmentKernels(
-            _assign, state(marks=layers, integers=[large_tokens])
-        )
+        self.on_one: Ints = self._chosen(context, split_experts=False)
+        self.on_several: Ints = self._chosen(context, split_experts=True)
 
-    def _choose(self, context: RunContext, *, split_experts: bool) -> np.ndarray:
-        """Bool [L]: layers on a GPU."""
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        if work.gpus > 1:
+            on_gpu = self.on_several[work.layer]
+        else:
+            on_gpu = self.on_one[work.layer]
+        uploads = not on_gpu and work.rows >= self.large_tokens
+        self.allow_all(work, on_gpu or uploads)
+        self.spread(work, lanes)
+        return WAITS if uploads else 0
+
+    def _chosen(self, context: RunContext, *, split_experts: bool) -> Ints:
+        """uint8 [L]: layers on a GPU."""
         layers = context.shape.layers
         sizes = np.array(context.shape.sizes_by_expert(), np.int64)
         layer_bytes = sizes.sum(axis=1)
@@ -138,4 +128,4 @@ class LayerWise(CompiledAssignment):
                 room_bytes = int(room.sum()) * memories
                 count = int(np.searchsorted(weights, room_bytes, side="right"))
             chosen[filled[:count]] = True
-        return chosen
+        return view_of(chosen, np.uint8)

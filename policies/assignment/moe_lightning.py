@@ -7,52 +7,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.assignment._kernels import ascending, launch, some_gpu, spread
-from moesim.policies.base import RESIDENT
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work
+from moesim.policies.arrays import view_of, zeros
+from moesim.policies.assignment._placing import SpreadAssignment
+from moesim.policies.names import PREFILL, RESIDENT
 from moesim.policies.parameters import expect
 from moesim.policies.ranking import ranked
-from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
-
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 # Keeps the division by an activation probability of zero harmless.
-_SMALLEST = 1e-12
-
+SMALLEST = 1e-12
 
 MOST_TOKENS = 1 << 13
 """Tokens of the largest step that is planned for; larger ones have its plan."""
 
-_PREFILL = int(Phase.PREFILL)
 
-# Rows of the state's marks, by key: plans of prefill and of decode; whether there is
-# such a plan, at each layer's first key; and experts by layer, most popular first.
-_MADE = 2
-_RANKED = 4
-
-# Rows of the state's scores: popularity by key; seconds by tokens on CPU and GPU, of
-# each layer; and of one copy, by layer.
-_POPULARITY = 0
-_COPY_S = 1
-_TABLES = 2
-
-# Places in the state's integers.
-_EXPERTS = 0
-_LAYERS = 1
-_TOP_K = 2
-_STATED = 3
-_UNDIVIDED = 4
-_TOKENS = 5
-
-
-def split_state(
-    context: RunContext, tokens: int | None, *, undivided: bool = False
-) -> State:
-    """What a plan of all layers and phases begins with.
+class SplitPlan:
+    """Which experts belong on a GPU in the average step of each layer and phase.
 
     Experts that are resident when a layer is planned stay on the GPU. Of the others the
     most popular are streamed, as many as minimise ``max(T_cpu, T_gpu, T_link)`` for the
@@ -61,146 +35,131 @@ def split_state(
     - K p) ** T`` and then has ``T K p / a`` tokens; its costs count a times. Popularity
     comes from the calibration trace; without one all experts are equally popular.
 
-    Args:
-        context: sizes, costs and calibration.
-        tokens: T; None takes the tokens that a phase is first asked for with.
-        undivided: stream all absent experts of a layer or none.
+    Attributes:
+        on_gpu: uint8 [2, L * E], by phase and flat key; ask `plan` first.
     """
-    shape = context.shape
-    counts = np.ones((shape.layers, shape.experts))
-    if context.calibration is not None:
-        counts = np.asarray(context.calibration, np.float64)
-    total = counts.sum(axis=1, keepdims=True)
-    # A layer that the calibration never reached counts as uniform.
-    popularity = counts / np.maximum(total, 1.0)
-    popularity = np.where(total > 0.0, popularity, 1.0 / shape.experts)
 
-    keys = shape.layers * shape.experts
-    scores = np.zeros((_TABLES + 2 * shape.layers, max(keys, MOST_TOKENS + 1)))
-    scores[_POPULARITY, :keys] = popularity.ravel()
-    if context.costs is not None:
+    def __init__(
+        self, context: RunContext, tokens: int | None, *, undivided: bool = False
+    ) -> None:
+        """Begin without plans.
+
+        Args:
+            context: sizes, costs and calibration.
+            tokens: T; None takes the tokens that a phase is first asked for with.
+            undivided: stream all absent experts of a layer or none.
+        """
+        shape = context.shape
+        self.experts = shape.experts
+        self.top_k = shape.top_k
+        self.undivided = undivided
+        counts = np.ones((shape.layers, shape.experts))
+        if context.calibration is not None:
+            counts = np.asarray(context.calibration, np.float64)
+        total = counts.sum(axis=1, keepdims=True)
+        # A layer that the calibration never reached counts as uniform.
+        popularity = counts / np.maximum(total, 1.0)
+        popularity = np.where(total > 0.0, popularity, 1.0 / shape.experts)
+        self.popularity: Floats = view_of(popularity.ravel(), np.float64)
+        self.ranked: Ints = view_of(ranked(popularity).ravel(), np.int64)
+
         every = np.arange(MOST_TOKENS + 1)
-        for layer in range(shape.layers):
-            scores[_COPY_S, layer] = context.costs.copy_s(layer)
-            row = _TABLES + 2 * layer
-            scores[row, : len(every)] = context.costs.cpu_s(layer, every)
-            scores[row + 1, : len(every)] = context.costs.gpu_s(layer, every)
-    marks = np.zeros((_RANKED + 1, keys), np.int64)
-    marks[_RANKED] = ranked(popularity).ravel()
-    rules = (shape.top_k, tokens or 0, undivided, 0, 0)
-    return State(
-        scores,
-        marks,
-        np.empty(0),
-        np.array([shape.experts, shape.layers, *rules], np.int64),
-    )
+        cpu_s = np.zeros((shape.layers, len(every)))
+        gpu_s = np.zeros((shape.layers, len(every)))
+        copy_s = np.zeros(shape.layers)
+        if context.costs is not None:
+            for layer in range(shape.layers):
+                copy_s[layer] = context.costs.copy_s(layer)
+                cpu_s[layer] = context.costs.cpu_s(layer, every)
+                gpu_s[layer] = context.costs.gpu_s(layer, every)
+        self.cpu_table: Floats = cpu_s.data
+        self.gpu_table: Floats = gpu_s.data
+        self.copy_table: Floats = copy_s.data
+
+        self.cpu_s: Floats = zeros(shape.experts)
+        self.gpu_s: Floats = zeros(shape.experts)
+        self.copy_s: Floats = zeros(shape.experts)
+        self.on_gpu: Ints = zeros((2, shape.layers * shape.experts), np.uint8)
+        self.made: Ints = zeros((2, shape.layers), np.uint8)
+        self.tokens: Ints = view_of([tokens or 0] * 2, np.int64)
+
+    def plan(self, phase: int, layer: int, rows: int, view: MachineView) -> int:
+        """Plan a layer when it is first asked for; the row of `on_gpu` with its plan.
+
+        Args:
+            phase, layer, rows: of the layer step.
+            view: the machine.
+        """
+        row = 0 if phase == PREFILL else 1
+        if not self.made[row, layer]:
+            self.made[row, layer] = 1
+            # One T for all layers of a phase, though they are planned one by one.
+            if not self.tokens[row]:
+                self.tokens[row] = max(1, rows)
+            self._estimate(layer, min(self.tokens[row], MOST_TOKENS))
+            self._search(row, layer, view)
+        return row
+
+    def _estimate(self, layer: int, tokens: int) -> None:
+        """Note what experts of a layer cost in the average step of so many tokens."""
+        for expert in range(self.experts):
+            popularity = self.popularity[layer * self.experts + expert]
+            chosen = min(1.0, self.top_k * popularity)
+            active = 1.0 - math.pow(1.0 - chosen, float(tokens))
+            workload = tokens * chosen / max(active, SMALLEST)
+            mean = max(1, round(workload))
+            self.cpu_s[expert] = active * self.cpu_table[layer, mean]
+            self.gpu_s[expert] = active * self.gpu_table[layer, mean]
+            self.copy_s[expert] = active * self.copy_table[layer]
+
+    def _search(self, row: int, layer: int, view: MachineView) -> None:
+        """Choose the experts that are streamed."""
+        first = layer * self.experts
+        cpu_total_s = gpu_total_s = 0.0
+        absent = 0
+        for expert in range(self.experts):
+            resident = False
+            for gpu in range(view.gpus):
+                resident = resident or view.states[gpu, first + expert] == RESIDENT
+            self.on_gpu[row, first + expert] = resident
+            if resident:
+                gpu_total_s += self.gpu_s[expert]
+            else:
+                cpu_total_s += self.cpu_s[expert]
+                absent += 1
+
+        # Seconds of the slowest lane when the n most popular absent ones are streamed.
+        link_s = 0.0
+        least_s = max(cpu_total_s, gpu_total_s / view.gpus)
+        streamed = n = 0
+        for place in range(self.experts):
+            expert = self.ranked[first + place]
+            if self.on_gpu[row, first + expert]:
+                continue
+            n += 1
+            link_s += self.copy_s[expert]
+            gpu_total_s += self.gpu_s[expert]
+            cpu_total_s -= self.cpu_s[expert]
+            slowest_s = max(cpu_total_s, max(gpu_total_s, link_s) / view.gpus)
+            # Undivided, neither lane may be given a part.
+            if slowest_s < least_s and (n == absent or not self.undivided):
+                least_s = slowest_s
+                streamed = n
+        for place in range(self.experts):
+            expert = self.ranked[first + place]
+            if streamed and not self.on_gpu[row, first + expert]:
+                self.on_gpu[row, first + expert] = 1
+                streamed -= 1
 
 
-@compiled
-def planned(
-    state: State, phase: int, layer: int, rows: int, states: np.ndarray
-) -> np.ndarray:
-    """Which experts belong on a GPU in a layer step of so many tokens: marks by key, of
-    one phase; they are made when a layer is first asked for.
-
-    Args:
-        state: of `split_state`.
-        phase, layer, rows: of the layer step.
-        states: int8 [G, L * E].
-    """
-    row = 0 if phase == _PREFILL else 1
-    first = layer * state.integers[_EXPERTS]
-    if not state.marks[_MADE + row, first]:
-        state.marks[_MADE + row, first] = 1
-        # One T for all layers of a phase, though they are planned one by one.
-        if not state.integers[_TOKENS + row]:
-            state.integers[_TOKENS + row] = max(1, rows)
-        tokens = state.integers[_STATED]
-        if not tokens:
-            tokens = state.integers[_TOKENS + row]
-        _search(state, layer, min(tokens, MOST_TOKENS), states, state.marks[row])
-    return state.marks[row]
-
-
-@compiled
-def _search(
-    state: State, layer: int, tokens: int, states: np.ndarray, plan: np.ndarray
-) -> None:
-    """Plan a layer for steps of so many tokens."""
-    experts = state.integers[_EXPERTS]
-    first = layer * experts
-    gpus = len(states)
-    cpu_s = np.empty(experts)
-    gpu_s = np.empty(experts)
-    copy_s = np.empty(experts)
-    cpu_total_s = 0.0
-    gpu_total_s = 0.0
-    absent = 0
-    for expert in range(experts):
-        popularity = state.scores[_POPULARITY, first + expert]
-        chosen = min(1.0, state.integers[_TOP_K] * popularity)
-        active = 1.0 - math.pow(1.0 - chosen, float(tokens))
-        workload = tokens * chosen / max(active, _SMALLEST)
-        mean = max(1, int(np.rint(workload)))
-        cpu_s[expert] = active * state.scores[_TABLES + 2 * layer, mean]
-        gpu_s[expert] = active * state.scores[_TABLES + 2 * layer + 1, mean]
-        copy_s[expert] = active * state.scores[_COPY_S, layer]
-        resident = False
-        for gpu in range(gpus):
-            resident |= states[gpu, first + expert] == RESIDENT
-        plan[first + expert] = resident
-        if resident:
-            gpu_total_s += gpu_s[expert]
-        else:
-            cpu_total_s += cpu_s[expert]
-            absent += 1
-
-    # Seconds of the slowest lane when the n most popular absent ones are streamed.
-    link_s = 0.0
-    least_s = max(cpu_total_s, gpu_total_s / gpus)
-    streamed = 0
-    n = 0
-    for expert in state.marks[_RANKED, first : first + experts]:
-        if plan[first + expert]:
-            continue
-        n += 1
-        link_s += copy_s[expert]
-        gpu_total_s += gpu_s[expert]
-        cpu_total_s -= cpu_s[expert]
-        slowest_s = max(cpu_total_s, max(gpu_total_s, link_s) / gpus)
-        # Undivided, neither lane may be given a part.
-        if slowest_s < least_s and (n == absent or not state.integers[_UNDIVIDED]):
-            least_s = slowest_s
-            streamed = n
-    for expert in state.marks[_RANKED, first : first + experts]:
-        if streamed and not plan[first + expert]:
-            plan[first + expert] = 1
-            streamed -= 1
-
-
-@compiled(ASSIGN)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> int:
-    """Follow the plan of this layer and phase, in ascending expert id."""
-    plan = planned(state, work.phase, work.layer, work.rows, work.states)
-    first = work.layer * state.integers[_EXPERTS]
-    allowed = work.arrive_s == 0.0
-    for gpu in range(len(allowed)):
-        for i in range(len(lanes)):
-            allowed[gpu, i] |= plan[first + work.experts[i]] != 0
-    placed = spread(some_gpu(allowed), allowed, work.gpu_s, work.arrive_s, work.link_s)
-    launch(lanes, order, placed, ascending(len(lanes)))
-    return 0
-
-
-class MoELightning(CompiledAssignment):
+class MoELightning(SpreadAssignment):
     """Decide, before a layer's first step, which experts are streamed to the GPU for
     the whole run; the CPU computes the rest.
 
-    The plan is that of `moesim.policies.assignment.moe_lightning`: residents stay on
-    the GPU (give it a static cache), and of the others as many are streamed as balance
-    CPU, GPU and link. Prefill and decode have plans of their own. An expert that became
-    resident since is computed where it is. The prefetch policy of the same name streams
-    ahead.
+    The plan is a `SplitPlan`: residents stay on the GPU (give it a static cache), and
+    of the others as many are streamed as balance CPU, GPU and link. Prefill and decode
+    have plans of their own. An expert that became resident since is computed where it
+    is. The prefetch policy of the same name streams ahead.
 
     Departures: the paper also searches batch, micro-batch and where attention runs,
     which a trace replay has fixed.
@@ -216,8 +175,6 @@ class MoELightning(CompiledAssignment):
     model.
     """
 
-    reads_states = True
-
     def __init__(self, *, tokens: int | None = None, undivided: bool = False) -> None:
         expect(tokens is None or tokens >= 1, "tokens", "a number >= 1 or none", tokens)
         self.tokens = tokens
@@ -225,6 +182,15 @@ class MoELightning(CompiledAssignment):
 
     def start(self, context: RunContext) -> None:
         """Begin without plans."""
-        super().start(context)
-        known = split_state(context, self.tokens, undivided=self.undivided)
-        self.brought = AssignmentKernels(_assign, known)
+        SpreadAssignment.start(self, context)
+        self.split = SplitPlan(context, self.tokens, undivided=self.undivided)
+
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        split = self.split
+        row = split.plan(work.phase, work.layer, work.rows, view)
+        self.allow_residents(work)
+        for i in range(work.active):
+            if split.on_gpu[row, work.first + work.experts[i]]:
+                self.allow(work, i)
+        self.spread(work, lanes)
+        return 0

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.assignment._kernels import ascending, launch, spread
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work
+from moesim.policies.assignment._placing import SpreadAssignment
 
-
-@compiled(ASSIGN)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
-    everything = np.ones(len(lanes), np.bool_)
-    anywhere = np.ones((0, 0), np.bool_)
-    placed = spread(everything, anywhere, work.gpu_s, work.arrive_s, work.link_s)
-    launch(lanes, order, placed, ascending(len(lanes)))
-    return False
+if TYPE_CHECKING:
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
 
 
-class OnDemand(CompiledAssignment):
+class OnDemand(SpreadAssignment):
     """Compute every active expert on a GPU, fetching the absent ones.
 
     With several GPUs each expert, in ascending id, goes to the GPU that would finish it
@@ -28,4 +20,7 @@ class OnDemand(CompiledAssignment):
     Source: Mixtral-Offloading; "MoE-OnDemand" of DAOP.
     """
 
-    brought = AssignmentKernels(_assign)
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        self.allow_all(work, True)
+        self.spread(work, lanes)
+        return 0

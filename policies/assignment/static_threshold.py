@@ -2,86 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from math import inf
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import numpy as np
-
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.policies.assignment._kernels import ascending, launch, spread
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import (
-    ASSIGN,
-    EXPERT_IDS,
-    SECONDS,
-    SECONDS_BY_GPU,
-    AssignmentKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.assignment._placing import SpreadAssignment
 from moesim.policies.parameters import expect, expect_choice
+
+if TYPE_CHECKING:
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
 
 Rule = Literal["max", "sum"]
 
 
-@compiled(
-    nb.boolean[::1](
-        EXPERT_IDS,
-        SECONDS,
-        SECONDS,
-        SECONDS_BY_GPU,
-        SECONDS_BY_GPU,
-        nb.boolean,
-        nb.int64,
-    )
-)
-def _on_gpu(
-    loads: np.ndarray,
-    cpu_s: np.ndarray,
-    host_s: np.ndarray,
-    gpu_s: np.ndarray,
-    arrive_s: np.ndarray,
-    sums: bool,
-    threshold: int,
-) -> np.ndarray:
-    """Which experts run on a GPU, bool [A]; a negative threshold compares times."""
-    result = np.zeros(len(loads), np.bool_)
-    for i in range(len(loads)):
-        best_s = np.inf
-        resident = False
-        for g in range(len(gpu_s)):
-            wait_s = arrive_s[g, i]
-            seconds = wait_s + gpu_s[g, i] if sums else max(wait_s, gpu_s[g, i])
-            best_s = min(best_s, seconds)
-            resident |= wait_s == 0.0
-        if threshold >= 0:
-            result[i] = loads[i] >= threshold or resident
-        elif sums:
-            result[i] = best_s <= host_s[i] + cpu_s[i]
-        else:
-            result[i] = best_s <= max(host_s[i], cpu_s[i])
-    return result
-
-
-@compiled(ASSIGN)
-def _assign(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
-    chosen = _on_gpu(
-        work.tokens,
-        work.cpu_s,
-        work.host_s,
-        work.gpu_s,
-        work.arrive_s,
-        state.integers[0] != 0,
-        state.integers[1],
-    )
-    anywhere = np.ones((0, 0), np.bool_)
-    result = spread(chosen, anywhere, work.gpu_s, work.arrive_s, work.link_s)
-    launch(lanes, order, result, ascending(len(lanes)))
-    return False
-
-
-class StaticThreshold(CompiledAssignment):
+class StaticThreshold(SpreadAssignment):
     """Compute an expert on the GPU where that alone is no slower than on the CPU, ties
     to the GPU.
 
@@ -107,8 +41,29 @@ class StaticThreshold(CompiledAssignment):
     def __init__(self, *, rule: Rule = "max", tokens: int | None = None) -> None:
         expect_choice("rule", rule, Rule)
         expect(tokens is None or tokens >= 1, "tokens", "a number >= 1 or none", tokens)
-        self.rule = rule
-        self.tokens = tokens
-        self._rules = (rule == "sum", -1 if tokens is None else tokens)
-        rules = [rule == "sum", -1 if tokens is None else tokens]
-        self.brought = AssignmentKernels(_assign, state(integers=rules))
+        self.sums = rule == "sum"
+        self.least_tokens = tokens or 0
+
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        self.allow_all(work, False)
+        for i in range(work.active):
+            if self._on_gpu(work, i):
+                self.allow(work, i)
+        self.spread(work, lanes)
+        return 0
+
+    def _on_gpu(self, work: Work, i: int) -> bool:
+        best_s = inf
+        resident = False
+        for gpu in range(work.gpus):
+            wait_s = work.arrive_s[gpu, i]
+            compute_s = work.gpu_s[gpu, i]
+            best_s = min(
+                best_s, wait_s + compute_s if self.sums else max(wait_s, compute_s)
+            )
+            resident = resident or wait_s == 0.0
+        if self.least_tokens:
+            return resident or work.tokens[i] >= self.least_tokens
+        if self.sums:
+            return best_s <= work.host_s[i] + work.cpu_s[i]
+        return best_s <= max(work.host_s[i], work.cpu_s[i])

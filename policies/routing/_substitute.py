@@ -12,129 +12,137 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import ABSENT, RESIDENT, Routing
-from moesim.policies.compiled import CompiledRouting
-from moesim.policies.kernels import UNUSED
+from moesim.policies.arrays import filled, zeros
+from moesim.policies.base import RoutingPolicy
+from moesim.policies.names import ABSENT, RESIDENT, UNUSED
 from moesim.policies.ranking import best_of
 
 if TYPE_CHECKING:
+    from moesim.policies.arrays import Floats, Ints
     from moesim.policies.base import Gate, MachineView
-    from moesim.policies.kernels import GateWork
+    from moesim.policies.run_context import RunContext
 
-# Keeps the division by a sum of scores, which may be 0, harmless.
 SMALLEST = 1e-30
-"""Least divisor of a normalisation."""
+"""Least divisor of a normalisation: a sum of scores may be 0."""
 
 
-# -- kernels ---------------------------------------------------------------------------
+class Substitution:
+    """The experts of one token at a time, and who may take their places.
 
-
-@compiled
-def on_gpu(gate: GateWork, experts: int, in_flight: bool) -> np.ndarray:
-    """Bool [E]: experts of the gate's layer that are on some GPU, or `in_flight` to
-    one.
+    Attributes:
+        present: uint8 [E], experts that need no copy; see `look`.
+        score: float64 [E], the token's scores; see `read`.
+        experts: int64 [E], of which the first K are the token's, best first.
+        chosen: uint8 [E], 1 for those; see `mark`.
+        replaced: uint8 [E], columns of `experts` that are up for replacement.
+        alternatives: uint8 [E], experts that may enter.
     """
-    here = np.zeros(experts, np.bool_)
-    first = gate.layer * experts
-    for gpu in range(len(gate.states)):
-        for expert in range(experts):
-            state = gate.states[gpu, first + expert]
-            here[expert] |= state == RESIDENT or (in_flight and state != ABSENT)
-    return here
 
+    def __init__(self, experts: int) -> None:
+        self.count = 0
+        self.present: Ints = zeros(experts, np.uint8)
+        self.score: Floats = zeros(experts)
+        self.experts: Ints = zeros(experts, np.int64)
+        self.chosen: Ints = zeros(experts, np.uint8)
+        self.replaced: Ints = zeros(experts, np.uint8)
+        self.alternatives: Ints = zeros(experts, np.uint8)
+        self.best: Ints = zeros(experts, np.int64)
+        self.everybody: Ints = filled(experts, 1, np.uint8)
 
-@compiled
-def chosen_by(experts: np.ndarray, width: int) -> np.ndarray:
-    """Bool [E]: the experts of one token."""
-    mask = np.zeros(width, np.bool_)
-    for expert in experts:
-        if expert < width:
-            mask[expert] = True
-    return mask
+    def look(self, view: MachineView, layer: int, in_flight: bool) -> None:
+        """Note which experts of a layer are on some GPU, or `in_flight` to one."""
+        width = len(self.present)
+        for expert in range(width):
+            self.present[expert] = 0
+            for gpu in range(view.gpus):
+                state = view.states[gpu, layer * width + expert]
+                if state == RESIDENT or (in_flight and state != ABSENT):
+                    self.present[expert] = 1
 
+    def read(self, scores: Floats, t: int) -> None:
+        """Take the scores of a token, of float64 [T, E]."""
+        for expert in range(len(self.score)):
+            self.score[expert] = scores[t, expert]
 
-@compiled
-def substitute(
-    experts: np.ndarray,
-    replaced: np.ndarray,
-    scores: np.ndarray,
-    alternatives: np.ndarray,
-) -> None:
-    """Replace a token's marked experts by its best alternatives, where they lie.
+    def take(self, experts: Ints, t: int) -> None:
+        """Take the experts of a token, of uint16 [T, K]."""
+        self.count = experts.shape[1]
+        for column in range(self.count):
+            self.experts[column] = experts[t, column]
 
-    With fewer alternatives than marked experts the first of those, which are the best,
-    stay.
+    def choose(self, top_k: int) -> None:
+        """Take the experts of highest score."""
+        self.count = best_of(self.score, self.everybody, self.experts[:top_k])
 
-    Args:
-        experts: int64 [K], best first.
-        replaced: bool [K], columns that are up for replacement.
-        scores: float64 [E], higher is better, ties to the lower id.
-        alternatives: bool [E], experts that may enter.
-    """
-    marked = 0
-    for column in range(len(experts)):
-        marked += replaced[column]
-    if not marked:
-        return
-    best = best_of(scores, alternatives, marked)
-    kept = marked - len(best)
-    n = 0
-    for column in range(len(experts)):
-        if not replaced[column]:
-            continue
-        if n >= kept:
-            experts[column] = best[n - kept]
-        n += 1
+    def mark(self) -> None:
+        """Fill in `chosen`."""
+        for expert in range(len(self.chosen)):
+            self.chosen[expert] = 0
+        for column in range(self.count):
+            # What no expert takes has an id beyond all.
+            if self.experts[column] < len(self.chosen):
+                self.chosen[self.experts[column]] = 1
 
+    def substitute(self) -> None:
+        """Replace the token's marked experts by its best alternatives.
 
-@compiled
-def keep_one_absent(
-    experts: np.ndarray, scores: np.ndarray, resident: np.ndarray
-) -> None:
-    """DAOP's degradation, where a token's experts lie: it keeps its best absent one,
-    and the next-best residents replace the others.
+        With fewer alternatives than marked experts the first of those, which are the
+        best, stay.
+        """
+        marked = 0
+        for column in range(self.count):
+            marked += self.replaced[column]
+        if not marked:
+            return
+        found = best_of(self.score, self.alternatives, self.best[:marked])
+        n = found - marked
+        for column in range(self.count):
+            if not self.replaced[column]:
+                continue
+            if n >= 0:
+                self.experts[column] = self.best[n]
+            n += 1
 
-    Args:
-        experts: int64 [K], best first.
-        scores: float64 [E], by which they were chosen.
-        resident: bool [E].
-    """
-    further = np.zeros(len(experts), np.bool_)
-    absent = 0
-    for column in range(len(experts)):
-        if not resident[experts[column]]:
-            absent += 1
+    def keep_one_absent(self) -> None:
+        """DAOP's degradation: a token keeps its best absent expert, and the next-best
+        residents replace the others.
+        """
+        absent = 0
+        for column in range(self.count):
+            missing = not self.present[self.experts[column]]
+            absent += missing
             # Columns stand best first: the first absent one is the one that may stay.
-            further[column] = absent > 1
-    chosen = chosen_by(experts, len(scores))
-    alternatives = np.empty(len(scores), np.bool_)
-    for expert in range(len(scores)):
-        alternatives[expert] = resident[expert] and not chosen[expert]
-    substitute(experts, further, scores, alternatives)
+            self.replaced[column] = missing and absent > 1
+        self.mark()
+        for expert in range(len(self.score)):
+            self.alternatives[expert] = self.present[expert] and not self.chosen[expert]
+        self.substitute()
 
 
-# -- weights ---------------------------------------------------------------------------
+class SubstitutingRouting(RoutingPolicy):
+    """Base of rules that replace experts: every expert counts with its own score."""
 
-
-class SubstitutingRouting(CompiledRouting):
-    """Experts by a kernel, their combine weights by `routing`."""
-
+    reads_tokens = True
     needs: tuple[str, ...] = ("scores",)
 
-    def weigh(self, gate: Gate, experts: np.ndarray, view: MachineView) -> Routing:
-        """Weigh every expert by its own score."""
-        return routing(gate, experts, view)
+    def start(self, context: RunContext) -> None:
+        """Make room, and learn how the model weighs."""
+        self.normalises = context.shape.norm_topk
+        self.token = Substitution(context.shape.experts)
+
+    def weigh(self, gate: Gate, experts: np.ndarray) -> np.ndarray | None:
+        return weights_of(gate, experts, np.asarray(gate.scores), self.normalises)
 
 
-def routing(
+def weights_of(
     gate: Gate,
     experts: np.ndarray,
-    view: MachineView,
+    used: np.ndarray,
+    normalises: bool,
     *,
-    predicted: np.ndarray | None = None,
-) -> Routing:
-    """Pack the experts used with their combine weights.
+    gate_spoke: bool = True,
+) -> np.ndarray:
+    """Combine weights of altered experts: float32 [T, K'].
 
     A token that keeps its experts keeps its recorded weights. Elsewhere every expert
     counts with its own score, brought to the recorded scale: the sum of weights stays
@@ -144,17 +152,14 @@ def routing(
     Args:
         gate: what was recorded.
         experts: ids [T, K'], `UNUSED` in unused columns.
-        view: knows the model's shape.
-        predicted: scores [T, E] by which the experts were chosen instead of the gate's
-            own; then no token keeps its recorded weights, as the gate was never
-            evaluated.
+        used: scores [T, E] by which the experts count.
+        normalises: whether the model normalises over the top k.
+        gate_spoke: whether `used` are the gate's own; if not, it was never evaluated,
+            and no token keeps its recorded weights.
     """
-    assert gate.scores is not None, (
-        "a policy that needs scores was started without them"
-    )
-    scores = gate.scores.astype(np.float64)
-    recorded = gate.experts.astype(np.int64)
-    used = scores if predicted is None else predicted.astype(np.float64)
+    scores = np.asarray(gate.scores)
+    recorded = np.asarray(gate.experts).astype(np.int64)
+    recorded_weights = np.asarray(gate.weights)
 
     # One column of zeros more, to which the id of an unused column is sent.
     width = scores.shape[1]
@@ -163,28 +168,24 @@ def routing(
     ids = np.minimum(experts, width).astype(np.int64)
     expert_scores = np.take_along_axis(padded, ids, axis=1)
 
-    if view.shape.norm_topk:
+    if normalises:
         base = expert_scores.sum(axis=1)
         total = np.ones(len(expert_scores))
     else:
         base = np.take_along_axis(scores, recorded, axis=1).sum(axis=1)
         total = base
-    if gate.weights is not None:
-        recorded_weights = gate.weights.astype(np.float64)
+    if len(recorded_weights):
         total = recorded_weights.sum(axis=1)
     scale = total / np.maximum(base, SMALLEST)
     weights = expert_scores * scale[:, None]
 
     top_k = recorded.shape[1]
     extra = experts.shape[1] - top_k
-    if gate.weights is not None and predicted is None and extra >= 0:
+    if len(recorded_weights) and gate_spoke and extra >= 0:
         same_experts = (experts[:, :top_k] == recorded).all(axis=1)
         no_more = (experts[:, top_k:] == UNUSED).all(axis=1)
         same = same_experts & no_more
         # Recorded weights are exact; recomputed ones would differ by rounding.
-        weights[same, :top_k] = gate.weights[same]
+        weights[same, :top_k] = recorded_weights[same]
         weights[same, top_k:] = 0.0
-    return Routing(
-        experts=experts.astype(np.uint16),
-        weights=weights.astype(np.float32),
-    )
+    return weights.astype(np.float32)

@@ -6,51 +6,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import PolicyError, Routing
-from moesim.policies.compiled import CompiledRouting
-from moesim.policies.kernels import (
-    ROUTE,
-    UNUSED,
-    GateWork,
-    RoutingKernels,
-    State,
-    state,
-)
+from moesim.policies.arrays import view_of
+from moesim.policies.base import PolicyError, RoutingPolicy
+from moesim.policies.names import DECODE, UNUSED
 from moesim.policies.parameters import expect
 from moesim.policies.routing._substitute import SMALLEST
-from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from moesim.policies.base import Gate, MachineView, RunContext
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import Gate, MachineView
+    from moesim.policies.run_context import RunContext
 
 
-_DECODE = int(Phase.DECODE)
-
-
-@compiled(ROUTE)
-def _route(state: State, gate: GateWork, routing: np.ndarray) -> int:
-    """Drop what weighs less than the layer's threshold, the state's number of it."""
-    if gate.phase != _DECODE:
-        return 0
-    top_k = gate.experts.shape[1]
-    drops = False
-    for t in range(len(gate.experts)):
-        total = 0.0
-        for weight in gate.weights[t]:
-            total += weight
-        for column in range(top_k):
-            dropped = gate.weights[t, column] < state.numbers[gate.layer] * total
-            # The best expert stays, however small its share.
-            if dropped and column:
-                drops = True
-                routing[t * top_k + column] = UNUSED
-            else:
-                routing[t * top_k + column] = gate.experts[t, column]
-    return top_k if drops else 0
-
-
-class AdaptiveGating(CompiledRouting):
+class AdaptiveGating(RoutingPolicy):
     """Drop every expert but a token's best whose share of the weight is below the
     layer's threshold.
 
@@ -70,6 +38,7 @@ class AdaptiveGating(CompiledRouting):
     Source: AdapMoE, `run.py` and `src/custom_layers.py`.
     """
 
+    reads_tokens = True
     needs = ("weights",)
 
     def __init__(self, *, budget: float = 0.005, sensitivity: float = 0.27) -> None:
@@ -95,18 +64,35 @@ class AdaptiveGating(CompiledRouting):
                 f" {layers} positive numbers, one for each MoE layer, got shape"
                 f" {sensitivity.shape}"
             )
+        self.normalises = context.shape.norm_topk
         threshold = np.sqrt(self.budget / sensitivity)
-        self.brought = RoutingKernels(_route, state(numbers=threshold))
+        self.threshold: Floats = view_of(threshold, np.float64)
 
-    def weigh(self, gate: Gate, experts: np.ndarray, view: MachineView) -> Routing:
+    def route(self, gate: Gate, view: MachineView, routing: Ints) -> int:
+        if gate.phase != DECODE:
+            return 0
+        top_k = gate.experts.shape[1]
+        threshold = self.threshold[gate.layer]
+        drops = False
+        for t in range(gate.rows):
+            total = 0.0
+            for column in range(top_k):
+                total += gate.weights[t, column]
+            for column in range(top_k):
+                # The best expert stays, however small its share.
+                if column and gate.weights[t, column] < threshold * total:
+                    drops = True
+                    routing[t * top_k + column] = UNUSED
+                else:
+                    routing[t * top_k + column] = gate.experts[t, column]
+        return top_k if drops else 0
+
+    def weigh(self, gate: Gate, experts: np.ndarray) -> np.ndarray:
         """Scale up what remains, where the model normalises."""
-        assert gate.weights is not None, (
-            "a policy that needs weights was started without them"
-        )
-        weights = gate.weights.astype(np.float64)
+        weights = np.asarray(gate.weights)
         kept = np.where(experts == UNUSED, 0.0, weights)
-        if view.shape.norm_topk:
+        if self.normalises:
             total = weights.sum(axis=1, keepdims=True)
             left = kept.sum(axis=1, keepdims=True)
             kept *= total / np.maximum(left, SMALLEST)
-        return Routing(experts, kept.astype(np.float32))
+        return kept.astype(np.float32)

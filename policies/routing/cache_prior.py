@@ -7,87 +7,24 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.kernels import ROUTE, GateWork, RoutingKernels, State, state
+from moesim.policies.arrays import zeros
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.ranking import best_of
-from moesim.policies.routing._substitute import (
-    SubstitutingRouting,
-    chosen_by,
-    on_gpu,
-)
+from moesim.policies.routing._substitute import SubstitutingRouting
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import Gate, MachineView
+    from moesim.policies.run_context import RunContext
 
 Scale = Literal["mean", "token"]
 
 # A recorded score of 0 stands for anything below this.
-_SMALLEST = float(np.finfo(np.float16).smallest_subnormal)
+SMALLEST_SCORE = float(np.finfo(np.float16).smallest_subnormal)
 
 # Added to the logits of recorded experts: more than rounding, less than any difference
 # of two float16 scores.
-_TIE_BONUS = 1e-9
-
-
-# Rows of the state's scores, by layer.
-_SUM = 0
-_SEEN = 1
-
-
-@compiled
-def _logit(score: float, by_sigmoid: bool) -> float:
-    """A logit up to a constant that all experts of a token share."""
-    score = max(score, _SMALLEST)
-    if by_sigmoid:
-        return math.log(score / max(1.0 - score, _SMALLEST))
-    return math.log(score)
-
-
-@compiled(ROUTE)
-def _route(state: State, gate: GateWork, routing: np.ndarray) -> int:
-    """Rank the recorded experts and the residents again; ties stay with the recorded
-    ones. The state's integers: `top_j`, whether the range is a mean, whether scores are
-    sigmoids.
-    """
-    top_j, by_mean, by_sigmoid = state.integers
-    tokens, width = gate.scores.shape
-    top_k = gate.experts.shape[1]
-    logits = np.empty((tokens, width))
-    ranges = np.empty(tokens)
-    for t in range(tokens):
-        for expert in range(width):
-            logits[t, expert] = _logit(gate.scores[t, expert], by_sigmoid != 0)
-        ranges[t] = logits[t].max() - logits[t].min()
-        state.scores[_SUM, gate.layer] += ranges[t]
-        state.scores[_SEEN, gate.layer] += 1.0
-    mean = state.scores[_SUM, gate.layer] / state.scores[_SEEN, gate.layer]
-
-    resident = on_gpu(gate, width, False)
-    value = np.empty(width)
-    among = np.empty(width, np.bool_)
-    for t in range(tokens):
-        bonus = state.numbers[0] * (mean if by_mean else ranges[t])
-        recorded = chosen_by(gate.experts[t], width)
-        # The first gain as much as residents, so no resident can overtake them.
-        first = chosen_by(gate.experts[t, :top_j], width)
-        for expert in range(width):
-            among[expert] = recorded[expert] or resident[expert]
-            value[expert] = logits[t, expert]
-            if resident[expert] or first[expert]:
-                value[expert] += bonus
-            if recorded[expert]:
-                value[expert] += _TIE_BONUS
-        best = chosen_by(best_of(value, among, top_k), width)
-        same = True
-        for expert in gate.experts[t]:
-            same &= best[expert]
-        # A token whose set is the same keeps the recorded order, too.
-        in_order = best_of(logits[t], best, top_k)
-        for column in range(top_k):
-            expert = in_order[column]
-            routing[t * top_k + column] = gate.experts[t, column] if same else expert
-    return top_k
+TIE_BONUS = 1e-9
 
 
 class CachePrior(SubstitutingRouting):
@@ -121,15 +58,92 @@ class CachePrior(SubstitutingRouting):
         expect_choice("scale", scale, Scale)
         self.strength = strength
         self.top_j = top_j
-        self.scale = scale
+        self.by_mean = scale == "mean"
 
     def start(self, context: RunContext) -> None:
         """Begin with no ranges seen."""
+        SubstitutingRouting.start(self, context)
         shape = context.shape
-        rules = (self.top_j, self.scale == "mean", shape.scoring == "sigmoid")
-        known = state(
-            scores=np.zeros((2, shape.layers)),
-            numbers=[self.strength],
-            integers=rules,
-        )
-        self.brought = RoutingKernels(_route, known)
+        self.width = shape.experts
+        self.by_sigmoid = shape.scoring == "sigmoid"
+        self.range_sum: Floats = zeros(shape.layers)
+        self.range_count: Floats = zeros(shape.layers)
+        self.among: Ints = zeros(shape.experts, np.uint8)
+        self.first: Ints = zeros(shape.experts, np.uint8)
+        self.best: Ints = zeros(shape.experts, np.int64)
+        self.value: Floats = zeros(shape.experts)
+        self._make_room(1)
+
+    def _make_room(self, rows: int) -> None:
+        """Room for so many tokens."""
+        self.logits: Floats = zeros((rows, self.width))
+        self.ranges: Floats = zeros(rows)
+
+    def route(self, gate: Gate, view: MachineView, routing: Ints) -> int:
+        """Rank the recorded experts and the residents again; ties stay with the
+        recorded ones.
+        """
+        if gate.rows > len(self.ranges):
+            self._make_room(2 * gate.rows)
+        top_k = gate.experts.shape[1]
+        self._read_logits(gate)
+        mean = self.range_sum[gate.layer] / self.range_count[gate.layer]
+        self.token.look(view, gate.layer, False)
+        for t in range(gate.rows):
+            bonus = self.strength * (mean if self.by_mean else self.ranges[t])
+            self._choose(gate, t, top_k, bonus)
+            same = True
+            for column in range(top_k):
+                same = same and self.token.chosen[gate.experts[t, column]]
+            for column in range(top_k):
+                # A token whose set is the same keeps the recorded order, too.
+                if same:
+                    routing[t * top_k + column] = gate.experts[t, column]
+                else:
+                    routing[t * top_k + column] = self.best[column]
+        return top_k
+
+    def _read_logits(self, gate: Gate) -> None:
+        """Note the tokens' logits and their ranges."""
+        for t in range(gate.rows):
+            least = most = self._logit(gate.scores[t, 0])
+            for expert in range(self.width):
+                logit = self._logit(gate.scores[t, expert])
+                self.logits[t, expert] = logit
+                least = min(least, logit)
+                most = max(most, logit)
+            self.ranges[t] = most - least
+            self.range_sum[gate.layer] += most - least
+            self.range_count[gate.layer] += 1.0
+
+    def _logit(self, score: float) -> float:
+        """A logit up to a constant that all experts of a token share."""
+        score = max(score, SMALLEST_SCORE)
+        if self.by_sigmoid:
+            return math.log(score / max(1.0 - score, SMALLEST_SCORE))
+        return math.log(score)
+
+    def _choose(self, gate: Gate, t: int, top_k: int, bonus: float) -> None:
+        """Leave a token's experts in the token's `chosen`, and in `best` by logit."""
+        token = self.token
+        token.take(gate.experts, t)
+        token.mark()
+        for expert in range(self.width):
+            self.first[expert] = 0
+        # The first gain as much as residents, so no resident can overtake them.
+        for column in range(min(self.top_j, top_k)):
+            self.first[token.experts[column]] = 1
+        for expert in range(self.width):
+            recorded = token.chosen[expert]
+            resident = token.present[expert]
+            self.among[expert] = recorded or resident
+            value = self.logits[t, expert]
+            if resident or self.first[expert]:
+                value += bonus
+            if recorded:
+                value += TIE_BONUS
+            self.value[expert] = value
+            token.score[expert] = self.logits[t, expert]
+        token.count = best_of(self.value, self.among, token.experts[:top_k])
+        token.mark()
+        best_of(token.score, token.chosen, self.best[:top_k])

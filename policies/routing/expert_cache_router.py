@@ -2,242 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from math import inf
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.kernels import (
-    ROUTE,
-    UNUSED,
-    GateWork,
-    RoutingKernels,
-    State,
-    state,
-)
+from moesim.policies.arrays import zeros
+from moesim.policies.names import DECODE, UNUSED
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.ranking import best_of
-from moesim.policies.routing._substitute import (
-    SMALLEST,
-    SubstitutingRouting,
-    chosen_by,
-    on_gpu,
-    substitute,
-)
-from moesim.traces.format.schema import Phase
+from moesim.policies.routing._substitute import SMALLEST, SubstitutingRouting
+
+if TYPE_CHECKING:
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import Gate, MachineView
+    from moesim.policies.run_context import RunContext
 
 Reading = Literal["text", "literal"]
 Phases = Literal["both", "decode"]
 
+
 # Thresholds are products: (1 + 0.1) x 0.1 exceeds 0.11 in binary.
-_TOLERANCE = 1e-12
-
-
-_DECODE = int(Phase.DECODE)
+TOLERANCE = 1e-12
 
 # What is known of an expert for one token, added up.
-_CHOSEN = 1
+CHOSEN = 1
 """It is recorded."""
-_TOP = 2
+TOP = 2
 """Its score lies above the band around beta,"""
-_CLOSE = 4
+CLOSE = 4
 """or not below it."""
-_LOW = 8
+LOW = 8
 """It is up for replacement (as Algorithm 1 is printed)."""
-
-
-@compiled
-def _bands(
-    scores: np.ndarray, experts: np.ndarray, alpha: float, known: np.ndarray
-) -> None:
-    """Note where the scores of a token's experts lie, int8 [E]."""
-    chosen = chosen_by(experts, len(scores))
-    beta = -np.inf
-    for expert in range(len(scores)):
-        if not chosen[expert]:
-            beta = max(beta, scores[expert])
-    upper = (1.0 + alpha) * beta
-    for expert in range(len(scores)):
-        score = scores[expert]
-        known[expert] = 0
-        if chosen[expert]:
-            known[expert] |= _CHOSEN
-        if score > upper + _TOLERANCE:
-            known[expert] |= _TOP
-        if score >= (1.0 - alpha) * beta - _TOLERANCE:
-            known[expert] |= _CLOSE
-        if score >= beta - _TOLERANCE and score < upper - _TOLERANCE:
-            known[expert] |= _LOW
-
-
-@compiled(ROUTE)
-def _route(state: State, gate: GateWork, routing: np.ndarray) -> int:
-    """Route a batch. The state's number is alpha; its integers: whether the whole batch
-    is looked at, whether experts in flight are present, whether only decode is altered,
-    and whether Algorithm 1 is followed to the letter.
-    """
-    gathers, in_flight, decode_only, literal = state.integers
-    tokens, top_k = gate.experts.shape
-    width = gate.scores.shape[1]
-    # With all experts chosen there is no alternative, and no beta.
-    if top_k >= width or (decode_only and gate.phase != _DECODE):
-        return 0
-    known = np.empty((tokens, width), np.int8)
-    available = on_gpu(gate, width, in_flight != 0)
-    # Some token's top-score expert will be fetched anyway, so others may use it.
-    fetched = _TOP if literal else _TOP | _CHOSEN
-    for t in range(tokens):
-        _bands(gate.scores[t], gate.experts[t], state.numbers[0], known[t])
-        for expert in range(width):
-            available[expert] |= known[t, expert] & fetched == fetched
-    if literal:
-        return _literal(gate.scores, known, available, routing)
-
-    experts = np.empty((tokens, top_k), np.int64)
-    missing = np.zeros((tokens, top_k), np.bool_)
-    for t in range(tokens):
-        _by_residents(
-            gate.experts[t],
-            gate.scores[t],
-            known[t],
-            available,
-            experts[t],
-            missing[t],
-        )
-    if gathers:
-        _gather(experts, missing, gate.scores, known)
-    for t in range(tokens):
-        for column in range(top_k):
-            routing[t * top_k + column] = experts[t, column]
-    return top_k
-
-
-@compiled
-def _by_residents(
-    recorded: np.ndarray,
-    scores: np.ndarray,
-    known: np.ndarray,
-    available: np.ndarray,
-    experts: np.ndarray,
-    missing: np.ndarray,
-) -> None:
-    """Replace a token's low-score experts that are absent by the best of those present.
-
-    Args:
-        recorded: uint16 [K].
-        scores: float64 [E].
-        known: int8 [E], see `_bands`.
-        available: bool [E].
-        experts: int64 [K], filled in.
-        missing: bool [K], filled in: low-score experts that would have to be fetched.
-    """
-    alternatives = np.empty(len(scores), np.bool_)
-    for expert in range(len(scores)):
-        close = known[expert] & (_CLOSE | _CHOSEN) == _CLOSE
-        alternatives[expert] = close and available[expert]
-    for column in range(len(experts)):
-        expert = recorded[column]
-        experts[column] = expert
-        missing[column] = not (known[expert] & _TOP) and not available[expert]
-    substitute(experts, missing, scores, alternatives)
-    for column in range(len(experts)):
-        missing[column] &= experts[column] == recorded[column]
-
-
-@compiled
-def _gather(
-    experts: np.ndarray, missing: np.ndarray, scores: np.ndarray, known: np.ndarray
-) -> None:
-    """Replace experts that are still missing by those of the batch that more tokens ask
-    for.
-
-    Args:
-        experts: int64 [T, K] after replacement by residents; changes.
-        missing: bool [T, K], low-score experts that would have to be fetched.
-        scores: float64 [T, E].
-        known: int8 [T, E], see `_bands`.
-    """
-    tokens, top_k = experts.shape
-    width = scores.shape[1]
-    requests = np.zeros(width, np.int64)
-    most = SMALLEST
-    for t in range(tokens):
-        for expert in experts[t]:
-            requests[expert] += 1
-        most = max(most, scores[t].max())
-
-    for t in range(tokens):
-        eligible = np.zeros(width, np.bool_)
-        chosen = chosen_by(experts[t], width)
-        for expert in range(width):
-            asked = requests[expert] > 0 and not chosen[expert]
-            eligible[expert] = asked and known[t, expert] & _CLOSE != 0
-        # From a token's worst expert on: the first replacement is the best one.
-        for column in range(top_k - 1, -1, -1):
-            if not missing[t, column]:
-                continue
-            best = -1
-            preference = -1.0
-            for expert in range(width):
-                # Scores, scaled below one half, only break ties between equal counts.
-                value = requests[expert] + scores[t, expert] / (2.0 * most)
-                if eligible[expert] and value > preference:
-                    best = expert
-                    preference = value
-            if best >= 0 and requests[best] > requests[experts[t, column]]:
-                experts[t, column] = best
-                eligible[best] = False
-
-
-@compiled
-def _literal(
-    scores: np.ndarray, known: np.ndarray, available: np.ndarray, routing: np.ndarray
-) -> int:
-    """Algorithm 1 as printed: fills in the ids of every token, best first.
-
-    Args:
-        scores: float64 [T, E].
-        known: int8 [T, E], see `_bands`.
-        available: bool [E], on a GPU, or some token's top-score expert.
-        routing: uint16, the result; tokens may end with different numbers of experts,
-            and the rest of a row is unused.
-
-    Returns:
-        The length of a row.
-    """
-    tokens, width = scores.shape
-    used = np.zeros((tokens, width), np.bool_)
-    low = np.empty(width, np.bool_)
-    substitutes = np.empty(width, np.bool_)
-    most = 0
-    for t in range(tokens):
-        count_low = 0
-        count_substitutes = 0
-        for expert in range(width):
-            is_top = known[t, expert] & _TOP != 0
-            is_close = known[t, expert] & _CLOSE != 0
-            low[expert] = known[t, expert] & _LOW != 0
-            other = available[expert] and not low[expert] and not is_top
-            substitutes[expert] = is_close and other
-            count_low += low[expert]
-            count_substitutes += substitutes[expert]
-            used[t, expert] = is_top
-        swapped = min(count_low, count_substitutes)
-        for expert in best_of(scores[t], low, count_low - swapped):
-            used[t, expert] = True
-        for expert in best_of(scores[t], substitutes, swapped):
-            used[t, expert] = True
-        count = 0
-        for expert in range(width):
-            count += used[t, expert]
-        most = max(most, count)
-    for t in range(tokens):
-        best = best_of(scores[t], used[t], most)
-        for column in range(most):
-            routing[t * most + column] = UNUSED
-        for column in range(len(best)):
-            routing[t * most + column] = best[column]
-    return most
 
 
 class ExpertCacheRouter(SubstitutingRouting):
@@ -282,7 +78,187 @@ class ExpertCacheRouter(SubstitutingRouting):
         self.alpha = alpha
         self.batch_aware = batch_aware
         self.inflight_ok = inflight_ok
-        self.phase = phase
-        self.reading = reading
-        rules = (batch_aware, inflight_ok, phase == "decode", reading == "literal")
-        self.brought = RoutingKernels(_route, state(numbers=[alpha], integers=rules))
+        self.decode_only = phase == "decode"
+        self.literal = reading == "literal"
+
+    def start(self, context: RunContext) -> None:
+        """Make room."""
+        SubstitutingRouting.start(self, context)
+        self.width = context.shape.experts
+        self.requests: Ints = zeros(self.width, np.int64)
+        self.low: Ints = zeros(self.width, np.uint8)
+        self.eligible: Ints = zeros(self.width, np.uint8)
+        self.best: Ints = zeros(self.width, np.int64)
+        self._make_room(1)
+
+    def _make_room(self, rows: int) -> None:
+        """Room for so many tokens."""
+        by_token = (rows, self.width)
+        self.known: Ints = zeros(by_token, np.int8)
+        self.used: Ints = zeros(by_token, np.uint8)
+        self.experts: Ints = zeros(by_token, np.int64)
+        self.missing: Ints = zeros(by_token, np.uint8)
+
+    def route(self, gate: Gate, view: MachineView, routing: Ints) -> int:
+        top_k = gate.experts.shape[1]
+        # With all experts chosen there is no alternative, and no beta.
+        if top_k >= self.width or (self.decode_only and gate.phase != DECODE):
+            return 0
+        if gate.rows > len(self.known):
+            self._make_room(2 * gate.rows)
+        self._find_present(gate, view)
+        if self.literal:
+            return self._to_the_letter(gate, routing)
+        for t in range(gate.rows):
+            self._by_residents(gate, t, top_k)
+        if self.batch_aware:
+            self._gather(gate, top_k)
+        for t in range(gate.rows):
+            for column in range(top_k):
+                routing[t * top_k + column] = self.experts[t, column]
+        return top_k
+
+    def _find_present(self, gate: Gate, view: MachineView) -> None:
+        """Note what needs no copy: some token's top-score expert is fetched anyway, so
+        others may use it.
+        """
+        self.token.look(view, gate.layer, self.inflight_ok)
+        fetched = TOP if self.literal else TOP | CHOSEN
+        for t in range(gate.rows):
+            self._note_bands(gate, t)
+            for expert in range(self.width):
+                if self.known[t, expert] & fetched == fetched:
+                    self.token.present[expert] = 1
+
+    def _note_bands(self, gate: Gate, t: int) -> None:
+        """Note where the scores of a token's experts lie."""
+        token = self.token
+        token.take(gate.experts, t)
+        token.mark()
+        beta = -inf
+        for expert in range(self.width):
+            if not token.chosen[expert]:
+                beta = max(beta, gate.scores[t, expert])
+        upper = (1.0 + self.alpha) * beta
+        lower = (1.0 - self.alpha) * beta
+        for expert in range(self.width):
+            score = gate.scores[t, expert]
+            known = CHOSEN if token.chosen[expert] else 0
+            if score > upper + TOLERANCE:
+                known |= TOP
+            if score >= lower - TOLERANCE:
+                known |= CLOSE
+            if score >= beta - TOLERANCE and score < upper - TOLERANCE:
+                known |= LOW
+            self.known[t, expert] = known
+
+    def _by_residents(self, gate: Gate, t: int, top_k: int) -> None:
+        """Replace a token's low-score experts that are absent by the best of those
+        present; notes those that still have to be fetched.
+        """
+        token = self.token
+        token.read(gate.scores, t)
+        token.take(gate.experts, t)
+        for expert in range(self.width):
+            close = self.known[t, expert] & (CLOSE | CHOSEN) == CLOSE
+            token.alternatives[expert] = close and token.present[expert]
+        for column in range(top_k):
+            expert = token.experts[column]
+            low = not self.known[t, expert] & TOP
+            token.replaced[column] = low and not token.present[expert]
+        token.substitute()
+        for column in range(top_k):
+            kept = token.experts[column] == gate.experts[t, column]
+            self.experts[t, column] = token.experts[column]
+            self.missing[t, column] = token.replaced[column] and kept
+
+    def _gather(self, gate: Gate, top_k: int) -> None:
+        """Replace experts that are still missing by those of the batch that more tokens
+        ask for.
+        """
+        most = SMALLEST
+        for expert in range(self.width):
+            self.requests[expert] = 0
+            for t in range(gate.rows):
+                most = max(most, gate.scores[t, expert])
+        for t in range(gate.rows):
+            for column in range(top_k):
+                self.requests[self.experts[t, column]] += 1
+        for t in range(gate.rows):
+            for expert in range(self.width):
+                close = self.known[t, expert] & CLOSE
+                self.eligible[expert] = close and self.requests[expert] > 0
+            for column in range(top_k):
+                self.eligible[self.experts[t, column]] = 0
+            # From a token's worst expert on: the first replacement is the best one.
+            for column in range(top_k - 1, -1, -1):
+                if self.missing[t, column]:
+                    self._replace(gate, t, column, most)
+
+    def _replace(self, gate: Gate, t: int, column: int, most: float) -> None:
+        """Give a token the eligible expert that most ask for, if they are more."""
+        best = self._most_asked(gate, t, most)
+        if best >= 0 and self.requests[best] > self.requests[self.experts[t, column]]:
+            self.experts[t, column] = best
+            self.eligible[best] = 0
+
+    def _most_asked(self, gate: Gate, t: int, most: float) -> int:
+        """The eligible expert that most tokens ask for; -1 if none. `most` is the
+        highest score of the batch.
+        """
+        best = -1
+        preference = -1.0
+        for expert in range(self.width):
+            # Scores, scaled below one half, only break ties between equal counts.
+            value = self.requests[expert] + gate.scores[t, expert] / (2.0 * most)
+            if self.eligible[expert] and value > preference:
+                best = expert
+                preference = value
+        return best
+
+    def _to_the_letter(self, gate: Gate, routing: Ints) -> int:
+        """Algorithm 1 as printed, ids best first; the length of a row, as tokens may
+        end with different numbers of experts.
+        """
+        token = self.token
+        most = 0
+        for t in range(gate.rows):
+            token.read(gate.scores, t)
+            most = max(most, self._swap_low(t))
+        for t in range(gate.rows):
+            token.read(gate.scores, t)
+            for expert in range(self.width):
+                self.eligible[expert] = self.used[t, expert]
+            found = best_of(token.score, self.eligible, self.best[:most])
+            for column in range(most):
+                routing[t * most + column] = self.best[column]
+            for column in range(found, most):
+                routing[t * most + column] = UNUSED
+        return most
+
+    def _swap_low(self, t: int) -> int:
+        """Mark what a token uses: its top-score experts, and its low ones unless there
+        are substitutes; how many.
+        """
+        token = self.token
+        low = substitutes = used = 0
+        for expert in range(self.width):
+            known = self.known[t, expert]
+            self.used[t, expert] = known & TOP != 0
+            self.low[expert] = known & LOW != 0
+            close = known & (CLOSE | TOP | LOW) == CLOSE
+            self.eligible[expert] = close and token.present[expert]
+            low += self.low[expert]
+            substitutes += self.eligible[expert]
+        swapped = min(low, substitutes)
+        self._use(t, self.low, low - swapped)
+        self._use(t, self.eligible, swapped)
+        for expert in range(self.width):
+            used += self.used[t, expert]
+        return used
+
+    def _use(self, t: int, among: Ints, most: int) -> None:
+        """Mark the best of some experts as used."""
+        found = best_of(self.token.score, among, self.best[:most])
+        for n in range(found):
+            self.used[t, self.best[n]] = 1

@@ -6,54 +6,15 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.kernels import ROUTE, GateWork, RoutingKernels, State, state
+from moesim.policies.names import DECODE
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.ranking import best_of
-from moesim.policies.routing._substitute import (
-    SubstitutingRouting,
-    keep_one_absent,
-    on_gpu,
-    routing,
-)
-from moesim.traces.format.schema import Phase
+from moesim.policies.routing._substitute import SubstitutingRouting, weights_of
 
 if TYPE_CHECKING:
-    from moesim.policies.base import Gate, MachineView, Routing
-
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import Gate, MachineView
 
 Choice = Literal["predicted", "gate"]
-
-
-_DECODE = int(Phase.DECODE)
-
-
-@compiled(ROUTE)
-def _route(state: State, gate: GateWork, routing: np.ndarray) -> int:
-    """Degrade a decode step from the first layer on, the state's first integer; the
-    other one says whether the layer before predicts the choice.
-    """
-    if gate.layer < state.integers[0] or gate.phase != _DECODE:
-        return 0
-    # Layer 0 is predicted by none, so even here a prediction may be missing.
-    by_prediction = state.integers[1] != 0 and len(gate.predicted) > 0
-    top_k = gate.experts.shape[1]
-    width = gate.scores.shape[1]
-    resident = on_gpu(gate, width, False)
-    every = np.ones(width, np.bool_)
-    for t in range(len(gate.experts)):
-        scores = gate.scores[t]
-        experts = np.empty(top_k, np.int64)
-        if by_prediction:
-            scores = gate.predicted[t]
-            experts = best_of(scores, every, top_k)
-        else:
-            for column in range(top_k):
-                experts[column] = gate.experts[t, column]
-        keep_one_absent(experts, scores, resident)
-        for column in range(top_k):
-            routing[t * top_k + column] = experts[column]
-    return top_k
 
 
 class GracefulDegradation(SubstitutingRouting):
@@ -82,13 +43,36 @@ class GracefulDegradation(SubstitutingRouting):
         expect(first_layer >= 0, "first_layer", "a number >= 0", first_layer)
         expect_choice("choice", choice, Choice)
         self.first_layer = first_layer
-        self.choice = choice
-        if choice == "predicted":
+        self.by_prediction = choice == "predicted"
+        if self.by_prediction:
             self.needs = ("scores", "pred1_raw")
-        rules = (first_layer, choice == "predicted")
-        self.brought = RoutingKernels(_route, state(integers=rules))
 
-    def weigh(self, gate: Gate, experts: np.ndarray, view: MachineView) -> Routing:
+    def route(self, gate: Gate, view: MachineView, routing: Ints) -> int:
+        if gate.layer < self.first_layer or gate.phase != DECODE:
+            return 0
+        # Layer 0 is predicted by none, so even here a prediction may be missing.
+        predicted = self.by_prediction and len(gate.predicted) > 0
+        top_k = gate.experts.shape[1]
+        token = self.token
+        token.look(view, gate.layer, False)
+        for t in range(gate.rows):
+            if predicted:
+                token.read(gate.predicted, t)
+                token.choose(top_k)
+            else:
+                token.read(gate.scores, t)
+                token.take(gate.experts, t)
+            token.keep_one_absent()
+            for column in range(top_k):
+                routing[t * top_k + column] = token.experts[column]
+        return top_k
+
+    def weigh(self, gate: Gate, experts: np.ndarray) -> np.ndarray:
         """Weigh by the scores that have chosen."""
-        predicted = gate.predicted if self.choice == "predicted" else None
-        return routing(gate, experts, view, predicted=predicted)
+        scores = np.asarray(gate.scores)
+        predicted = self.by_prediction and len(gate.predicted) > 0
+        if predicted:
+            scores = np.asarray(gate.predicted)
+        return weights_of(
+            gate, experts, scores, self.normalises, gate_spoke=not predicted
+        )

@@ -1,0 +1,4 @@
+from moesim.policies.base cimport AssignmentPolicy
+
+cdef class AllCPU(AssignmentPolicy):
+    pass

@@ -1,0 +1,4 @@
+from moesim.policies.base cimport RoutingPolicy
+
+cdef class AsRecorded(RoutingPolicy):
+    pass
