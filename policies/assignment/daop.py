@@ -113,6 +113,8 @@ class DAOP(SpreadAssignment):
         """Predict what a layer's tokens will use, and start what no GPU holds."""
         if gate.phase == PREFILL or gate.layer < self.first_layer:
             return 0
+        if not len(gate.predicted):
+            return 0
         token = self.token
         top_k = gate.experts.shape[1]
         # Experts in flight count as absent: the CPU need not wait for them.
