@@ -14,19 +14,11 @@ import numpy as np
 from moesim.policies.arrays import filled, zeros
 from moesim.policies.base import PolicyError
 from moesim.policies.names import ABSENT, IN_FLIGHT, NONE, RESIDENT
+from moesim.sim.fast.names import CACHED, NO_PLACE, RESERVED_SLOTS, STAGED
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints
     from moesim.policies.base import CachePolicy, Work
-
-NO_PLACE = 0
-CACHED = 1
-STAGED = 2
-"""Where a copy that starts has found its place."""
-
-RESERVED_SLOTS = 1
-"""Staging slots that prefetches leave to demand: so it always finds one."""
-
 
 class Link:
     """Expected seconds of the link into a memory.

@@ -36,3 +36,11 @@ NO_PLACE_STAGE = 0
 NO_PLACE_WAIT = 1
 NO_PLACE_DROP = 2
 """What becomes of a prefetch that finds no place."""
+
+NO_PLACE = 0
+CACHED = 1
+STAGED = 2
+"""Where a copy that starts has found its place."""
+
+RESERVED_SLOTS = 1
+"""Staging slots that prefetches leave to demand: so it always finds one."""

@@ -27,8 +27,8 @@ from moesim.policies.names import (
     WAITS,
 )
 from moesim.policies.planner.gate_mass import gate_mass_kept
-from moesim.sim.fast.memory import NO_PLACE, contains
-from moesim.sim.fast.names import LATE_WAIT, NO_PLACE_DROP, NO_PLACE_STAGE
+from moesim.sim.fast.memory import contains
+from moesim.sim.fast.names import LATE_WAIT, NO_PLACE, NO_PLACE_DROP, NO_PLACE_STAGE
 from moesim.traces.timeline.spans import FETCH, PREFETCH, READ, REPLACE
 
 if TYPE_CHECKING:

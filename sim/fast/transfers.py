@@ -14,7 +14,6 @@ import numpy as np
 
 from moesim.policies.arrays import zeros
 from moesim.policies.names import NONE
-from moesim.sim.fast.memory import NO_PLACE
 from moesim.sim.fast.names import (
     AHEAD,
     BEHIND_DEMAND,
@@ -25,6 +24,7 @@ from moesim.sim.fast.names import (
     HAS_READ,
     LATE_KEEP,
     LATE_WAIT,
+    NO_PLACE,
     REPLACEMENT,
     START,
     UNAWAITED,
