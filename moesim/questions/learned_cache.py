@@ -354,11 +354,11 @@ class StayRecorder:
             case "accessed":
                 self.step = arguments[0].step
             case "admitted":
-                self._entered |= dict.fromkeys(arguments[0].tolist(), self.step)
+                self._entered[arguments[0]] = self.step
             case "evicted":
-                for key in arguments[0].tolist():
-                    stay = (self._entered.pop(key, -1), self.step)
-                    self.stays.setdefault(key, []).append(stay)
+                (key,) = arguments
+                stay = (self._entered.pop(key, -1), self.step)
+                self.stays.setdefault(key, []).append(stay)
 
 
 class EvictionRecorder(StayRecorder):
@@ -382,7 +382,7 @@ class EvictionRecorder(StayRecorder):
         self, policy: CachePolicy, future: RecordedFuture, experts: int
     ) -> None:
         # With admissions declined, caches would differ in what they were offered.
-        if type(policy).admits is not CachePolicy.admits:
+        if not policy.admits_all:
             raise PolicyError(
                 "a policy that declines admissions cannot be compared with those that"
                 " admit every miss"
@@ -398,7 +398,8 @@ class EvictionRecorder(StayRecorder):
         """Note one call."""
         super().reported(call, arguments, answer)
         if call == "victims":
-            self._judge(answer, arguments[1])
+            _, candidates, chosen = arguments
+            self._judge(np.array(chosen), np.array(candidates))
 
     def _judge(self, chosen: np.ndarray, candidates: np.ndarray) -> None:
         """Compare victims with those that hindsight would have named."""

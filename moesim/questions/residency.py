@@ -21,7 +21,6 @@ from moesim.base.seals import check_seal
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import default_profile
 from moesim.policies.names import RESIDENT
-from moesim.policies.planner.records import LayerWork
 from moesim.policies.run_context import RunContext
 from moesim.policies.cache.lru import LRU
 from moesim.policies.planner.at_once import carry_out
@@ -36,6 +35,7 @@ from moesim.traces.format.schema import Phase
 from moesim.traces.importers.route_trace import find_residency
 
 if TYPE_CHECKING:
+    from moesim.policies.base import Work
     from collections.abc import Iterator
 
     from moesim.traces.format.batch import RoutedStep
@@ -60,29 +60,30 @@ class RankLRU(LRU):
     def start(self, context: RunContext) -> None:
         """Prepare the stamps of one layer step."""
         super().start(context)
-        self._experts = context.shape.experts
         self._stamps: dict[int, float] = {}
+        self.routing = np.empty((0, 0), np.uint16)
 
-    def accessed(self, work: LayerWork) -> None:
+    def accessed(self, work: Work) -> None:
         """Stamp each active expert by its last position in the routing of this layer
         step.
         """
         super().accessed(work)
-        touched = work.routing.reshape(-1).astype(np.int64)
+        touched = self.routing.reshape(-1).astype(np.int64)
         count = len(touched)
         # Between the stamps of two layer steps, which are whole numbers.
         fraction = np.arange(1, count + 1) / (count + 1)
-        keys = touched + work.layer * self._experts
+        keys = touched + work.first
         # Of several positions of an expert the last one is kept.
-        self.score[keys] = self.now - 1 + fraction
-        scores = self.score[keys].tolist()
+        score = np.asarray(self.score)
+        score[keys] = self.now - 1 + fraction
+        scores = score[keys].tolist()
         self._stamps = dict(zip(keys.tolist(), scores, strict=True))
 
-    def admitted(self, keys: np.ndarray) -> None:
+    def admitted(self, key: int) -> None:
         """Stamp what enters with its own position, so that entering does not make it
         the most recent.
         """
-        self.score[keys] = [self._stamps.get(key, self.now) for key in keys.tolist()]
+        self.score[key] = self._stamps.get(key, self.now)
 
 
 @dataclass(slots=True)
@@ -301,7 +302,10 @@ def _compare(
 ) -> None:
     """Replay one forward pass, and count where engine and replay agree."""
     counts = result.phases[step.phase.label]
+    (cache,) = planner.policies.caches
     for routed in step.layers:
+        if isinstance(cache, RankLRU):
+            cache.routing = routed.routing
         plan = planner.plan(routed, step.step, step.phase, 0.0)
         recorded = record.states(step, routed.layer)
         experts = plan.work.experts.tolist()

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from moesim.policies.planner.records import LayerWork
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import Work
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.schema import ModelShape
 
@@ -247,14 +248,13 @@ class _Teacher(Belady):
         super().__init__(must_admit=must_admit)
         self.evictions: list[tuple[int, np.ndarray, np.ndarray]] = []
 
-    def accessed(self, work: LayerWork) -> None:
+    def accessed(self, work: Work) -> None:
         super().accessed(work)
         self._step = work.step
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-        chosen = super().victims(incoming, candidates)
-        self.evictions.append((self._step, candidates, chosen))
-        return chosen
+    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
+        super().victims(incoming, candidates, chosen)
+        self.evictions.append((self._step, np.array(candidates), np.array(chosen)))
 
 
 # A layer improves if its loss falls by a thousandth: less is noise.

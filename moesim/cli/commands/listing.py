@@ -134,35 +134,14 @@ def _systems() -> list[dict[str, Any]]:
 
 
 def _engines() -> list[dict[str, Any]]:
-    from moesim.policies.registry import find, name_of, names
-    from moesim.policies.systems import SYSTEMS
-    from moesim.sim.compiled.support import SIMPY_ALONE, brings_kernels
+    from moesim.base.extensions import state
+    from moesim.runs.engines import SIMPY_ALONE
 
-    asked = {
-        kind: [name for name in names(kind) if not brings_kernels(find(name, kind))]
-        for kind in POLICY_KINDS
-    }
-    compiled = [
-        system
-        for system in SYSTEMS.values()
-        if not any(name_of(getattr(system, kind)) in asked[kind] for kind in asked)
-    ]
-    counts = [
-        f"{len(names(kind)) - len(asked[kind])} of {len(names(kind))} {kind}"
-        for kind in asked
-    ]
-    in_python = [f"{kind} {', '.join(asked[kind])}" for kind in asked if asked[kind]]
+    how, why = state()
     return [
         {
-            "name": "compiled",
-            "summary": (
-                f"one loop of machine code, kernels of policies included:"
-                f" {len(compiled)} of {len(SYSTEMS)} systems; {', '.join(counts)} policies"
-            ),
-        },
-        {
-            "name": "compiled, asking Python",
-            "summary": f"other policies, yours included: {'; '.join(in_python)}",
+            "name": "fast",
+            "summary": f"the same model without events; runs {how}{why and f' ({why})'}",
         },
         {
             "name": "simpy",

@@ -22,8 +22,9 @@ from moesim.runs.config import MemoryOptions
 from moesim.runs.replay import replay as run_replay
 from moesim.traces.format.layer_steps import layer_steps
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
 
     from moesim.policies.base import CachePolicy
     from moesim.policies.cache_replay import CacheCounts
@@ -166,7 +167,7 @@ class EvictionHistory(StayRecorder):
         if self.rival is None:
             return
         if call == "victims":
-            self._compare(*arguments, victims=answer, rival=self.rival)
+            self._compare(*map(np.array, arguments), rival=self.rival)
             return
         if call == "start":
             # Rivals are causal: the future is for the policy, if it is an oracle.
@@ -177,12 +178,14 @@ class EvictionHistory(StayRecorder):
         self,
         incoming: np.ndarray,
         candidates: np.ndarray,
-        *,
         victims: np.ndarray,
+        *,
         rival: CachePolicy,
     ) -> None:
         """Ask the rival for the first victim only: later ones depend on the first."""
-        rival_victim = int(rival.victims(incoming[:1], candidates)[0])
+        chosen = np.full(1, -1)
+        rival.victims(incoming[:1], candidates, chosen)
+        rival_victim = int(chosen[0])
         # -1 stands for an expert that is not let in.
         if rival_victim != int(victims[0]) and victims[0] >= 0:
             self.rivals.append((self.step, int(victims[0]), rival_victim))
