@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test schedules torture check docs bench validate clean
+.PHONY: help setup build demo test schedules torture check docs bench validate clean
 
 help: ## show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -15,13 +15,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-setup: $(STAMP) ## create .venv with pinned versions, and compile what runs would wait for
-	$(BIN)/python -m moesim doctor --warm
+setup: build ## create .venv with pinned versions
 
-demo: $(STAMP) ## profile this PC, record a trace, replay it under several policies
+build: $(STAMP) ## compile what was edited
+	@$(BIN)/python setup.py -q build_ext --inplace
+
+demo: build ## profile this PC, record a trace, replay it under several policies
 	$(BIN)/python -m moesim.demo --out out/demo
 
-test: $(STAMP) ## all tests (CPU only; gpu tests add themselves where CUDA is there)
+test: build ## all tests (CPU only; gpu tests add themselves where CUDA is there)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 schedules: $(STAMP) ## further schedules of the adversarial device, ten minutes at most, from where it ended last (SECONDS=60 for each claim)
@@ -34,15 +36,15 @@ torture: $(STAMP) ## attack everything that is read and written, long and seeded
 docs: $(STAMP) ## the documentation site, into out/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-check: $(STAMP) docs ## style, types, import diagram, documentation site
+check: build docs ## style, types, import diagram, documentation site
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/project/test_architecture.py
 
-bench: $(STAMP) ## print speed and memory figures as ratios
+bench: build ## print speed and memory figures as ratios
 	$(BIN)/python -m benchmarks
 
-validate: $(STAMP) ## calibrate this PC, run a small grid for real, compare with the simulation
+validate: build ## calibrate this PC, run a small grid for real, compare with the simulation
 	mkdir -p out/validate
 	$(BIN)/python -m moesim calibrate out/validate/hw.toml --quick
 	$(BIN)/python -m moesim validate traces/data/tiny_evaluation.parquet --hw out/validate/hw.toml \

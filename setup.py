@@ -4,6 +4,8 @@ C compiler. Without one the installation runs the same Python files.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -12,55 +14,75 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-ROOMS = ("policies", "engine", "sim")
+ROOMS = ("policies", "engine", "sim", "traces", "moesim/runs")
+SHARED = "moesim._cyutility"
+"""What all extensions have in common, once."""
+
 DIRECTIVES = {
     "language_level": 3,
+    # Types stand in the `.pxd`; annotations are for people and type checkers.
     "annotation_typing": False,
     "infer_types": True,
     # Answers of policies are indices: nothing that a user writes may leave an array.
     "boundscheck": True,
-    "wraparound": False,
     "initializedcheck": True,
     "nonecheck": True,
+    "wraparound": False,
     # As Python divides, so that both ways of running agree.
     "cdivision": False,
 }
-FLAGS = ["-O2", "-g0"]
 if sys.platform == "win32":
     FLAGS = ["/O2", "/fp:precise"]
 else:
     # The same bits on every machine: no fused multiplication and addition.
-    FLAGS += ["-ffp-contract=off", "-fno-fast-math"]
+    FLAGS = ["-O2", "-g0", "-ffp-contract=off", "-fno-fast-math"]
+
+
+def typed_files() -> list[Path]:
+    """Python files with C types beside them."""
+    # Rooms are linked into the package; a glob does not follow links.
+    return sorted(
+        path.with_suffix(".py")
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*.pxd")
+        if path.name != "__init__.pxd"
+    )
+
+
+def name_of(path: Path) -> str:
+    """The name under which a file is imported."""
+    inside = path.relative_to(ROOT).with_suffix("")
+    package = () if inside.parts[0] == "moesim" else ("moesim",)
+    return ".".join((*package, *inside.parts))
 
 
 class OptionalBuild(build_ext):
     """Compiles what can be compiled; what cannot stays Python."""
 
     def run(self) -> None:
+        """Build all extensions or none, and note what they were made of."""
+        notes = "moesim/_extensions.json"
+        places = [Path(self.build_lib) / notes]
+        if self.inplace:
+            places = [ROOT / notes]
+        for place in places:
+            place.unlink(missing_ok=True)
         try:
             super().run()
-        except Exception as problem:  # noqa: BLE001 - every compiler fails in its own way
-            self._skip(problem)
+        except Exception as problem:  # noqa: BLE001 - each compiler fails in its own way
+            print(f"moesim: runs uncompiled, about 40 times slower: {problem}")
+            self.extensions = []
+            return
+        for place in places:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(json.dumps(self._digests(), indent=1), encoding="utf-8")
 
-    def build_extension(self, ext: Extension) -> None:
-        try:
-            super().build_extension(ext)
-        except Exception as problem:  # noqa: BLE001 - see above
-            self._skip(problem)
-
-    def copy_extensions_to_source(self) -> None:
-        self.extensions = [
-            ext
-            for ext in self.extensions
-            if Path(self.get_ext_fullpath_in_build(ext.name)).exists()
-        ]
-        super().copy_extensions_to_source()
-
-    def get_ext_fullpath_in_build(self, name: str) -> str:
-        return str(Path(self.build_lib) / self.get_ext_filename(name))
-
-    def _skip(self, problem: Exception) -> None:
-        print(f"moesim: runs uncompiled, about 40 times slower: {problem}")
+    def _digests(self) -> dict[str, str]:
+        where = ROOT / "moesim" / "base" / "extensions.py"
+        spec = importlib.util.spec_from_file_location("extensions", where)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return {name_of(path): module.digest_of(path) for path in typed_files()}
 
 
 def extensions() -> list[Extension]:
@@ -69,27 +91,21 @@ def extensions() -> list[Extension]:
         from Cython.Build import cythonize
     except ImportError:
         return []
-    typed = sorted(
-        path.with_suffix(".py")
-        for room in ROOMS
-        for path in (ROOT / room).rglob("*.pxd")
-        if path.name != "__init__.pxd"
-    )
     found = []
-    for path in typed:
-        inside = path.relative_to(ROOT).with_suffix("")
-        name = ".".join(("moesim", *inside.parts))
-        source = os.path.join("moesim", *inside.parts) + ".py"
+    for path in typed_files():
+        name = name_of(path)
+        source = os.path.join(*name.split(".")) + ".py"
         found.append(Extension(name, [source], extra_compile_args=FLAGS))
-    shared = "moesim._cyutility"
-    found.append(Extension(shared, ["moesim/_cyutility.c"], extra_compile_args=FLAGS))
+    source = os.path.join(*SHARED.split(".")) + ".c"
+    found.append(Extension(SHARED, [source], extra_compile_args=FLAGS))
     return cythonize(
         found,
         compiler_directives=DIRECTIVES,
-        shared_utility_qualified_name=shared,
+        shared_utility_qualified_name=SHARED,
         annotate=bool(os.environ.get("MOESIM_ANNOTATE")),
         build_dir="build/cython",
-        nthreads=0,
+        quiet=True,
+        show_all_warnings=False,
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from moesim.base.extensions import choose
 from moesim.base.version import __version__
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from moesim.traces.synthetic.predict import predict
     from moesim.traces.timeline.perfetto import write_perfetto
     from moesim.traces.timeline.spans import Timeline
+
+choose()
 
 __all__ = [
     "Advice",
