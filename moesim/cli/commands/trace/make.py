@@ -50,7 +50,7 @@ class ImportOptions(Options):
     )
     quant: str | None = option(
         None,
-        "Weight format that decides the bytes. Default: bf16.",
+        "Weight format that decides the bytes. Default: what the model is published in.",
         metavar="FORMAT",
     )
     map: str | None = option(
@@ -132,7 +132,7 @@ def import_(options: ImportOptions) -> None:
     # A sorted moesim trace keeps its own shape.
     model = None
     if options.shape is not None:
-        model = model_shape(options.shape, options.quant or "bf16")
+        model = model_shape(options.shape, options.quant)
     with bar("importing") as show:
         imported = import_trace(
             list(options.sources),
@@ -158,7 +158,7 @@ def import_(options: ImportOptions) -> None:
     # Bytes that the file or the shape itself tells are of no format.
     is_own = model is None or imported.shape.expert_bytes != model.expert_bytes
     is_own = is_own or "expert_bytes" in str(options.shape)
-    assumed = "; taken as bf16, --quant says otherwise"
+    assumed = f"; taken as {imported.shape.dtype}, --quant says otherwise"
     stated = f" ({imported.shape.dtype})" if options.quant else assumed
     _print_imported(imported, "" if is_own else stated)
 
@@ -253,7 +253,7 @@ class SynthOptions(Options):
     )
     quant: str | None = option(
         None,
-        "Weight format. Default: bf16, or with --like that of the trace.",
+        "Weight format. Default: as published, or with --like that of the trace.",
         metavar="FORMAT",
     )
     skew: float | None = _habit("Zipf exponent of popularity.", 5)
