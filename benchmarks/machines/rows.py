@@ -434,7 +434,7 @@ def _read_rate(triad: float, cpu: str) -> float:
     return triad * READ_OVER_TRIAD["amd" if amd else "intel"]
 
 
-def _probes(rows: Iterable[Row]) -> Probes:  # noqa: C901 # one branch per kind of row
+def _probes(rows: Iterable[Row]) -> Probes:  # one branch per kind of row
     host_read: dict[int, float] = {}
     triads: dict[int, float] = {}
     best: dict[str, float] = {}
@@ -742,7 +742,7 @@ NOT_THE_MODEL = re.compile(
 )
 
 
-def _bench_runs(  # noqa: C901 # one branch per reason to skip
+def _bench_runs(  # one branch per reason to skip
     row: Row, machines: Platforms, models: FolderModels
 ) -> list[Run]:
     words = f"{row.text('engine')} {row.text('flags')}"
@@ -865,7 +865,7 @@ def _setting(row: Row, model: ModelContents, machine: Machine, flags: str) -> Se
     return setting
 
 
-def _placed(  # noqa: C901, PLR0911 # one branch per way to say it
+def _placed(  # noqa: PLR0911 # one branch per way to say it
     row: Row, model: ModelContents, machine: Machine, flags: str, setting: Setting
 ) -> Setting:
     """Read where the experts lie, in the words of the row."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from moesim.advice.measured.rows import (
+from benchmarks.machines.rows import (
     Platforms,
     Skipped,
     collect,
     group_of,
 )
-from moesim.advice.measured.scores import (
+from benchmarks.machines.scores import (
     NEAREST,
     ONE_EFFICIENCY,
     OURS,
@@ -42,8 +42,8 @@ from moesim.base.errors import AdviceError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from benchmarks.machines.rows import FolderModels, MeasuredFolder, Row
     from moesim.advice.machine import Machine
-    from moesim.advice.measured.rows import FolderModels, MeasuredFolder, Row
     from moesim.advice.model.contents import ModelContents
 
 # Repetitions of one engine on one host differ by about so much.
