@@ -2,7 +2,7 @@
 llama.cpp as it is, and the hot-expert cache on llama.cpp (`dfa-cache`).
 
     python -m benchmarks.systems_on_machines ../shared/reference/machines
-        ../shared/reference/machines_wide --out docs/measurements/systems-on-machines.md
+        ../shared/reference/machines_wide --out out/systems-on-machines.md
 
 A machine is what its row, its probes and the other platforms say, as `moesim advise`
 reads them; rows of the platform itself are left out. Beside a replay of llama.cpp

@@ -30,7 +30,7 @@ MARKED = Counter(
         "takes minutes": 8,
         "needs a network": 4,
         "needs an interruption": 1,
-        "needs your trace": 2,
+        "needs your trace": 1,
     }
 )
 """How many examples do not run, by reason: a new one is a decision, no accident."""
