@@ -362,6 +362,9 @@ def model_text(model: ModelContents) -> str:
         ("head", head),
         ("keys and values", keys),
     ]
+    if model.table_bytes:
+        tables = f"{format_bytes(model.table_bytes)}, {model.table_rows} rows per token"
+        facts.append(("look-up tables", tables))
     if model.unused_bytes:
         facts.append(("not run", format_bytes(model.unused_bytes)))
     if model.assumed:
@@ -598,6 +601,7 @@ def model_summary(model: ModelContents) -> dict[str, Any]:
         "embed_bytes": model.embed_bytes,
         "head_bytes": model.head_bytes,
         "unused_bytes": model.unused_bytes,
+        "table_bytes": model.table_bytes,
         "assumed": list(model.assumed),
     }
 

@@ -208,8 +208,8 @@ def _computed(row: dict[str, Any], formats: Recipe, label: str) -> ModelContents
         source="shapes",
         quant=label,
         tied=tied,
-        # Tables that are looked up, not multiplied; they may stay in the file.
-        unused_bytes=row.get("table_bytes", 0),
+        table_bytes=row.get("table_bytes", 0),
+        table_rows=row.get("table_rows", 1),
         assumed=("bytes follow from the shape and the label",),
     )
 
