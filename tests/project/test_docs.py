@@ -89,7 +89,6 @@ SETUP = {
     "advise.md": make_rows,
     "configuration.md": make_config,
     "import.md": make_dumps,
-    "questions.md": make_rows,
     "recording.md": make_prompts,
     "runtime.md": make_prompts,
     "sweeps.md": make_sweep,
