@@ -6,6 +6,7 @@ import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import mean
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,6 @@ from moesim.advice.times.cache_engine import (
     EngineTraits,
     EngineWork,
     HostRates,
-    engine_latents,
     engine_priors,
     engine_seconds,
     engine_work,
@@ -37,6 +37,7 @@ from moesim.advice.times.cache_engine import (
 from moesim.advice.times.latents import Beliefs, Observation
 from moesim.advice.times.population import Fit, Member, Population
 from moesim.advice.times.priors import PriorTable, priors_of, textbook_priors
+from moesim.advice.times.step_times import latents_of
 from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
@@ -92,10 +93,10 @@ class EngineRun:
     kind: str = "engine"
     session: str = ""
 
-    @property
+    @cached_property
     def latents(self) -> frozenset[str]:
         """Every latent that the token depends on."""
-        return frozenset(engine_latents(self.work)) | {self.misfit}
+        return latents_of(self.predict)
 
     @property
     def misfit(self) -> str:

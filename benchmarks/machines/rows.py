@@ -707,7 +707,8 @@ def machine_of_row(row: Row, name: str) -> Machine:
         machine = replace(
             machine, link_bytes_per_s=again.link_bytes_per_s, link_measured=False
         )
-    return replace(machine, windows=bool(windows), probes=probes)
+    system = "windows" if windows else "linux"
+    return replace(machine, system=system, probes=probes)
 
 
 def group_of(machine: Machine, name: str) -> str:
