@@ -79,6 +79,10 @@ class ImportOptions(Options):
         False,
         "Leave out a last line or token that was cut off.",
     )
+    drop_profiling: bool = option(
+        False,
+        "Leave out tokens in a row that all have the same experts: a profiling run.",
+    )
     as_json: bool = json_option()
 
     def __post_init__(self) -> None:
@@ -141,6 +145,7 @@ def import_(options: ImportOptions) -> None:
             progress=show,
             options=options.for_importer(),
             drop_incomplete=options.drop_incomplete,
+            drop_profiling=options.drop_profiling,
         )
     if options.as_json:
         facts = {
@@ -192,9 +197,25 @@ class ExportOptions(Options):
     target: Path = target_argument("The file to write.")
     layout: str = option(
         REQUIRED,
-        "csv, oracle-general (libCacheSim) or statistics.",
+        "csv, oracle-general (libCacheSim), statistics, or moe-cache-profile and"
+        " moe-cache-slots (llama.cpp's expert-cache forks).",
         metavar="LAYOUT",
         flag="--to",
+    )
+    cache_size: str | None = option(
+        None,
+        "Of moe-cache-slots: memory of each card for cached experts.",
+        metavar="SIZE,…",
+    )
+    tensor_split: str | None = option(
+        None,
+        "Of moe-cache-slots: shares of layers of each card, as -ts of llama.cpp.",
+        metavar="N,…",
+    )
+    n_cpu_moe: str | None = option(
+        None,
+        "Of moe-cache-slots: layers whose experts are in host memory. Default: all.",
+        metavar="N",
     )
 
 
@@ -206,16 +227,28 @@ def export(options: ExportOptions) -> None:
     Examples:
       moesim trace export trace.parquet trace.oracleGeneral --to oracle-general
       moesim trace export trace.parquet trace.csv --to csv
+      moesim trace export trace.parquet slots.csv --to moe-cache-slots --cache-size 9GiB,4GiB
     """
     from moesim.cli.output import bar
     from moesim.traces.exporters import export_trace
     from moesim.traces.format.reader import open_trace
 
+    stated = {
+        "cache_size": options.cache_size,
+        "tensor_split": options.tensor_split,
+        "n_cpu_moe": options.n_cpu_moe,
+    }
+    remarks: list[str] = []
     with bar("exporting") as show:
         records = export_trace(
-            open_trace(options.trace), options.target, options.layout, progress=show
+            open_trace(options.trace),
+            options.target,
+            options.layout,
+            progress=show,
+            options={name: text for name, text in stated.items() if text is not None},
+            tell=remarks.append,
         )
-    print(f"wrote {options.target}: {records:,} records")
+    print(*remarks, f"wrote {options.target}: {records:,} records", sep="\n")
 
 
 def _habit(text: str, maximum: float) -> Any:
