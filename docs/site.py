@@ -135,14 +135,14 @@ def policy_pages() -> Iterator[tuple[str, str]]:
         yield f"reference/policies/{kind}.md", "\n".join(lines)
 
 
-def command_page() -> str:
-    """Every command with its help."""
-    words = re.findall(r"^  ([a-z][a-z-]+)  +\S", printed("--help"), re.MULTILINE)
-    lines = ["# Commands", ""]
-    for word in words:
-        lines += [f"## moesim {word}", "```text", printed(word, "--help"), "```"]
-
-    return "\n".join(lines)
+def commands(*group: str) -> Iterator[str]:
+    """Every command of a group with its help; those of groups within it follow."""
+    words = printed(*group, "--help")
+    for word in re.findall(r"^  ([a-z][a-z-]+)  +\S", words, re.MULTILINE):
+        text = printed(*group, word, "--help")
+        yield f"## {' '.join(['moesim', *group, word])}\n\n```text\n{text}```\n"
+        if "COMMAND [ARGS]" in text:
+            yield from commands(*group, word)
 
 
 def notebook_page(path: Path) -> str:
@@ -169,8 +169,8 @@ def made_pages() -> dict[str, str]:
         f"notebooks/{path.stem}.md": notebook_page(path)
         for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
     }
-    commands = {"reference/commands.md": command_page()}
-    return {**dict(policy_pages()), **commands, **dict(api_pages()), **notebooks}
+    reference = {"reference/commands.md": "\n".join(["# Commands\n", *commands()])}
+    return {**reference, **dict(policy_pages()), **dict(api_pages()), **notebooks}
 
 
 def navigation(index: str, made: dict[str, str]) -> list[Any]:
