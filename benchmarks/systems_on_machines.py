@@ -2,7 +2,7 @@
 llama.cpp as it is, and the hot-expert cache on llama.cpp (`dfa-cache`).
 
     python -m benchmarks.systems_on_machines ../shared/reference/machines
-        ../shared/reference/machines_wide --out docs/measurements/systems-on-machines.md
+        ../shared/reference/machines_wide --out out/systems-on-machines.md
 
 A machine is what its row, its probes and the other platforms say, as `moesim advise`
 reads them; rows of the platform itself are left out. Beside a replay of llama.cpp
@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from benchmarks.replay_speed import SHARED
-from moesim.advice.measured.judge import Knowledge
-from moesim.advice.measured.rows import (
+from benchmarks.machines.judge import Knowledge
+from benchmarks.machines.rows import (
     FolderModels,
     Platforms,
     read_folder,
     runs_of,
 )
-from moesim.advice.measured.scores import ONE_EFFICIENCY, TWO_CONSTANTS
+from benchmarks.machines.scores import ONE_EFFICIENCY, TWO_CONSTANTS
+from benchmarks.replay_speed import SHARED
 from moesim.advice.plan.memory import Candidate, Job, bill_of
 from moesim.advice.plan.ranking import Forecast
 from moesim.advice.plan.saved_profile import cache_ratio, profile_of_advice
@@ -54,9 +54,9 @@ from moesim.traces.synthetic.generate import stated, synthesise
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from benchmarks.machines.rows import MeasuredFolder, Run
     from moesim.advice.advise import Advice
     from moesim.advice.machine import Machine
-    from moesim.advice.measured.rows import MeasuredFolder, Run
     from moesim.advice.model.contents import ModelContents
     from moesim.hwprofiles.profile import HardwareProfile
 

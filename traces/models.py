@@ -43,6 +43,8 @@ _WORDS = (
 )
 _DEFAULT_HIDDEN = 2048
 _DEFAULT_INTERMEDIATE = 1024
+# What makers publish weights in unless the table says otherwise.
+_PUBLISHED = "bf16"
 
 
 def known_models() -> tuple[str, ...]:
@@ -50,7 +52,7 @@ def known_models() -> tuple[str, ...]:
     return tuple(sorted(_table()))
 
 
-def model_shape(spec: str, weights: str = "bf16") -> ModelShape:
+def model_shape(spec: str, weights: str | None = None) -> ModelShape:
     """Find or build a model's shape.
 
     Args:
@@ -59,14 +61,15 @@ def model_shape(spec: str, weights: str = "bf16") -> ModelShape:
             ``hidden=…,expert_intermediate=…``.
         weights: weight format or label of a file that decides the bytes, in upper or
             lower case. In mixed files such as ``q4_k_m`` bytes differ by layer.
+            Default: what the model is published in, bf16 unless the table says so.
 
     Raises:
         TraceError: an unknown name, word or weight format, or sizes that no model can
             have.
     """
-    weights = _label(weights)
+    label = None if weights is None else _label(weights)
     if "=" in spec:
-        return _in_words(spec, weights)
+        return _in_words(spec, label or _PUBLISHED)
 
     name, _, divisor = spec.partition("/")
     entry = _table().get(name.lower())
@@ -78,7 +81,9 @@ def model_shape(spec: str, weights: str = "bf16") -> ModelShape:
         )
 
     scale = _scale(spec, divisor, entry) if divisor else 1
-    return _from_table(spec.lower(), entry, weights, scale)
+    return _from_table(
+        spec.lower(), entry, label or entry.get("published", _PUBLISHED), scale
+    )
 
 
 def _label(weights: str) -> str:

@@ -24,12 +24,18 @@ from moesim.advice.plan.ranking import Forecast, Prospect, Question, next_questi
 from moesim.advice.plan.what_if import WhatIf, expert_cache, no_fit_words, what_ifs
 from moesim.advice.routing import RoutingAdvice, routing_advice
 from moesim.advice.times.priors import priors_of
-from moesim.advice.times.work import ALL_LAYERS, ByteBound, Setting, placement_bound
+from moesim.advice.times.work import (
+    ALL_LAYERS,
+    LAZY,
+    ByteBound,
+    Setting,
+    placement_bound,
+)
 from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from moesim.advice.times.latents import Interval
 
@@ -104,6 +110,7 @@ def advise(
     ram: str | None = None,
     gpu: str | None = None,
     pcie: str | None = None,
+    system: str | None = None,
     hw: str | os.PathLike[str] | None = None,
     bench: str | os.PathLike[str] | None = None,
     quant: str = "",
@@ -121,6 +128,7 @@ def advise(
         gpu: its name, ``2x NAME``, ``none``, or numbers as in
             ``vram=16GB,bandwidth=448GB/s,tflops=47``.
         pcie: such as ``4.0x8``.
+        system: ``linux``, ``windows`` or ``wsl``, with its memory as in ``wsl 24GB``.
         hw: a profile that `moesim profile` wrote here, for its probes.
         bench: what llama-bench wrote here.
         quant: weight formats of a model that is given by name.
@@ -147,7 +155,8 @@ def advise(
 
         rows = ObservedRows(rows=tuple(read_bench(Path(bench))))
 
-    machine = _machine(cpu, ram, gpu, pcie, hw, rows)
+    words = {"cpu": cpu, "ram": ram, "gpu": gpu, "pcie": pcie, "system": system}
+    machine = machine_in_words(words, hw, rows)
     beliefs, rows = observe(rows, contents, machine, priors_of(machine))
     grades = rows.grades(contents, machine)
     forecast = Forecast(contents, machine, wanted, beliefs, grades)
@@ -272,20 +281,26 @@ def _checked(job: Job) -> Job:
     return job
 
 
-def _machine(
-    cpu: str | None,
-    ram: str | None,
-    gpu: str | None,
-    pcie: str | None,
+def machine_in_words(
+    words: Mapping[str, str | None],
     hw: str | os.PathLike[str] | None,
     rows: ObservedRows,
 ) -> Machine:
-    """Describe the machine from words, a profile, or what llama-bench saw of it."""
-    described = [cpu, ram, gpu, pcie]
-    if ram is not None:
-        check_memory(ram)
+    """Describe the machine from words, a profile, or what llama-bench saw of it.
+
+    Args:
+        words: ``cpu``, ``ram``, ``gpu``, ``pcie`` and ``system``, as in `advise`.
+        hw: a profile that `moesim profile` wrote here.
+        rows: of llama-bench.
+
+    Raises:
+        AdviceError: no machine, or words that say none.
+    """
+    if words["ram"] is not None:
+        check_memory(words["ram"])
     if hw is not None:
-        return machine_of_profile(Path(hw), cpu=cpu, ram=ram, gpu=gpu, pcie=pcie)
+        return machine_of_profile(Path(hw), **words)
+    described = [words[name] for name in ("cpu", "ram", "gpu", "pcie")]
     if not any(described) and not rows.rows:
         raise AdviceError(
             "which machine? give --cpu, --ram and --gpu (any device of the table, or"
@@ -294,11 +309,13 @@ def _machine(
 
     # llama-bench names the devices itself; words of the user win.
     seen_cpu, seen_gpu = rows.devices
+    cpu, gpu = words["cpu"], words["gpu"]
     machine = describe_machine(
         cpu=cpu or seen_cpu,
-        ram=ram,
+        ram=words["ram"],
         gpu=gpu or seen_gpu,
-        pcie=pcie,
+        pcie=words["pcie"],
+        system=words["system"],
         lenient=cpu is None and seen_cpu is not None,
     )
     if gpu is None and seen_gpu is None and not machine.unified:
@@ -309,7 +326,9 @@ def _machine(
 
 def _nothing_fits(model: ModelContents, machine: Machine, job: Job) -> AdviceError:
     # The smallest need of all: what it lacks, every setting lacks.
-    leanest = Setting(cpu_layers=ALL_LAYERS, gpu_layers=ALL_LAYERS, micro_batch=512)
+    leanest = Setting(
+        cpu_layers=ALL_LAYERS, gpu_layers=ALL_LAYERS, micro_batch=512, tables=LAZY
+    )
     if not machine.graphics:
         leanest = replace(leanest, gpu_layers=0)
     bill = bill_of(model, machine, leanest, job)

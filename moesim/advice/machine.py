@@ -5,12 +5,14 @@ Missing figures are assumed, with a wide spread; `Machine.assumed` names them.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from moesim.advice.devices import (
+    GIB,
     USUAL_RATES,
     Graphics,
     MemorySpec,
@@ -44,6 +46,19 @@ class Grade(StrEnum):
     SPEC = "spec"
     PROBED = "probed"
     OBSERVED = "observed"
+
+
+LINUX = "linux"
+WINDOWS = "windows"
+WSL = "wsl"
+SYSTEMS = (LINUX, WINDOWS, WSL)
+
+# Share of host memory that a driver locks at most. Source: Windows lends its drivers
+# half of it (15 GB refused beside an RTX 5080 in 2026, GGML_CUDA_NO_PINNED=1 goes on
+# without); WSL2 has half of it and refused 14.8 GB of 24.
+PAGE_LOCKED_SHARE = {LINUX: 1.0, WINDOWS: 0.5, WSL: 0.25}
+# Share of the PC's memory that WSL2 takes without a `.wslconfig`.
+WSL_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +97,7 @@ class Machine:
         link_measured: the figure above is what copies really reach.
         unified: CPU and GPU share one memory; nothing crosses a link.
         gpu_share: part of unified memory that the GPU may use.
-        windows: its driver moves graphics memory to the host behind a program's back.
+        system: one of `SYSTEMS`.
         probes: what was measured.
         assumed: figures that nobody gave.
         devices: numbers of the cards in use, where others are left out.
@@ -96,7 +111,7 @@ class Machine:
     link_measured: bool = False
     unified: bool = False
     gpu_share: float = 1.0
-    windows: bool = False
+    system: str = LINUX
     probes: Probes = field(default_factory=Probes)
     assumed: tuple[str, ...] = ()
     devices: tuple[int, ...] = ()
@@ -106,6 +121,18 @@ class Machine:
         """What its figures rest on before any row of measurements."""
         probed = self.probes.host_read or self.probes.device_read or self.probes.link
         return Grade.PROBED if probed else Grade.SPEC
+
+    @property
+    def windows(self) -> bool:
+        """Tell whether a driver of Windows moves graphics memory to the host behind a
+        program's back.
+        """
+        return self.system != LINUX
+
+    @property
+    def most_page_locked_bytes(self) -> float:
+        """Host memory that drivers lock for copies at most."""
+        return (self.memory.size_bytes or math.inf) * PAGE_LOCKED_SHARE[self.system]
 
     @property
     def host_peak_bytes_per_s(self) -> float:
@@ -239,6 +266,7 @@ def describe_machine(
     pcie: str | None = None,
     probes: Probes | None = None,
     name: str | None = None,
+    system: str | None = None,
     lenient: bool = False,
 ) -> Machine:
     """Build a machine from the words of a person or a table.
@@ -251,6 +279,8 @@ def describe_machine(
         pcie: such as ``4.0x8``; default: what card and CPU can do.
         probes: measured rates.
         name: in answers.
+        system: one of `SYSTEMS`, for WSL with its memory, as in ``wsl 24GB``; default:
+            what the other words say.
         lenient: assume what is unknown instead of refusing it.
 
     Raises:
@@ -258,9 +288,11 @@ def describe_machine(
     """
     assumed: list[str] = []
     # Asked first: "M4 Max" is CPU and card in one.
+    words = f"{cpu or ''} {gpu or ''}".lower()
+    told = system or (WINDOWS if "win" in words or "wddm" in words else LINUX)
     chip = _single_chip(cpu, gpu)
     if chip is not None:
-        return _unified(chip, f"{cpu or ''} {gpu or ''}", ram, probes, name)
+        return _on_system(_unified(chip, words, ram, probes, name), told)
 
     processor = _processor(cpu, assumed, lenient=lenient)
     graphics = _graphics(gpu, assumed, lenient=lenient)
@@ -276,18 +308,46 @@ def describe_machine(
         probes = Probes(host_read={processor.cores: memory.read_bytes_per_s})
 
     link, link_measured = _link(pcie, processor, graphics, assumed, lenient=lenient)
-    words = f"{cpu or ''} {gpu or ''}".lower()
-    return Machine(
+    machine = Machine(
         name=name or _title(processor, graphics),
         processor=processor,
         memory=memory,
         graphics=graphics,
         link_bytes_per_s=link,
         link_measured=link_measured,
-        windows="win" in words or "wddm" in words,
         probes=probes or Probes(),
         assumed=tuple(assumed),
     )
+    return _on_system(machine, told)
+
+
+def _on_system(machine: Machine, text: str) -> Machine:
+    """Take an operating system's limits into account.
+
+    Raises:
+        AdviceError: an unknown one, or memory of WSL that is none.
+    """
+    system, _, stated = text.strip().lower().replace("=", " ").partition(" ")
+    if system not in SYSTEMS or (stated and system != WSL):
+        raise AdviceError(
+            f"--os {text!r}: expected {', '.join(SYSTEMS)}, or WSL with its memory, as"
+            " in 'wsl 24GB'"
+        )
+    machine = replace(machine, system=system)
+    if system != WSL:
+        return machine
+    size = machine.memory.size_bytes
+    given = parse_memory(stated, channels=1).size_bytes
+    if stated and given is None:
+        raise AdviceError(f"--os {text!r}: expected a size, as in 'wsl 24GB'")
+    if given is None and size is not None:
+        given = round(WSL_SHARE * size)
+        words = (
+            f"WSL has half of the memory, {given / 1024**3:.0f} GiB: say what"
+            " .wslconfig gives it, as in --os 'wsl 24GB'"
+        )
+        machine = replace(machine, assumed=(*machine.assumed, words))
+    return replace(machine, memory=replace(machine.memory, size_bytes=given))
 
 
 def _check_generation(
@@ -332,8 +392,12 @@ def _single_chip(cpu: str | None, gpu: str | None) -> SingleChip | None:
         # A laptop chip beside a card of its own is used as a CPU only.
         separate = gpu and find(gpu, graphics_cards())
         if chip and not separate:
-            return chip
+            return replace(chip, graphics=None) if _says_none(gpu) else chip
     return None
+
+
+def _says_none(gpu: str | None) -> bool:
+    return (gpu or "").strip().lower() in {"none", "no", "cpu", "cpu only"}
 
 
 def _unified(
@@ -454,14 +518,16 @@ def _processor_in_numbers(text: str) -> Processor:
 def _graphics(
     gpu: str | None, assumed: list[str], *, lenient: bool
 ) -> tuple[Graphics, ...]:
-    if gpu is None or gpu.strip().lower() in {"none", "no", ""}:
+    if not (gpu or "").strip() or _says_none(gpu):
         return ()
+    assert gpu is not None
     if _WORD_PAIRS.match(gpu.strip().lower()):
         return (_graphics_in_numbers(gpu),)
 
     cards: list[Graphics] = []
     unknown: list[Graphics] = []
-    for part in re.split(r"\s*\+\s*(?=\D)|,\s*", gpu):
+    # A comma may stand before the memory of the same card.
+    for part in re.split(r"\s*\+\s*(?=\D)|,\s*(?!\d+ ?Gi?B?\b)", gpu):
         card = find(part, graphics_cards())
         if card is None and lenient:
             unknown.append(replace(UNKNOWN_GRAPHICS, count=count_in(part)))
@@ -473,6 +539,8 @@ def _graphics(
                 " in --gpu 'vram=16GB,bandwidth=448GB/s,tflops=47'"
             )
         backend = next((name for name in _BACKENDS if name in part.lower()), None)
+        if not lenient:
+            card = _with_stated_memory(card, part, assumed)
         cards.append(
             replace(card, count=count_in(part), backend=backend or card.backend)
         )
@@ -480,6 +548,53 @@ def _graphics(
         assumed.append(f"GPU {gpu!r} is not in the table")
     # Free text goes on after a card's name: "RTX 5070, 175 W cap".
     return tuple(cards or unknown[:1])
+
+
+_CARD_SIZE = re.compile(r"(?<![\d.])(\d+)\s*(MiB|GiB|GB|G)\b(?!/s)", re.IGNORECASE)
+# Workshops put chips of twice or four times the size on a board.
+CHANGED_MEMORY = (2, 4)
+
+
+def _with_stated_memory(card: Graphics, text: str, assumed: list[str]) -> Graphics:
+    """Return the card with the memory that the user states for it.
+
+    Raises:
+        AdviceError: a size that such a card cannot have.
+    """
+    match = _CARD_SIZE.search(text)
+    if match is None:
+        return card
+    stated = int(match.group(1)) * (1024**2 if match.group(2).lower() == "mib" else GIB)
+    # Tools print what the driver leaves of it.
+    stated = GIB * round(stated / GIB)
+    variants = _variants(card)
+    for variant in variants:
+        if variant.vram_bytes == stated:
+            return variant
+    if stated == count_in(text) * card.vram_bytes:
+        assumed.append(f"{stated // GIB} GB are those of all {count_in(text)} cards")
+        return card
+    if stated not in {factor * card.vram_bytes for factor in CHANGED_MEMORY}:
+        sizes = sorted({variant.vram_bytes // GIB for variant in variants})
+        raise AdviceError(
+            f"--gpu {text!r}: {_MEMORY_SUFFIX.sub('', card.name)} has"
+            f" {' or '.join(map(str, sizes))} GB, changed ones {2 * sizes[-1]} or"
+            f" {4 * sizes[-1]}; give another card's numbers instead, as in --gpu"
+            f" 'vram={stated // GIB}GB,bandwidth=448GB/s,tflops=47'"
+        )
+    name = f"{_MEMORY_SUFFIX.sub('', card.name)} {stated // GIB}GB"
+    assumed.append(f"{name}: as fast as the {card.vram_bytes // GIB} GB card")
+    return replace(card, name=name, vram_bytes=stated)
+
+
+def _variants(card: Graphics) -> list[Graphics]:
+    """Cards of the same name with any memory."""
+    base = _MEMORY_SUFFIX.sub("", card.name)
+    return [
+        other
+        for other in graphics_cards().values()
+        if _MEMORY_SUFFIX.sub("", other.name) == base
+    ]
 
 
 def _graphics_in_numbers(text: str) -> Graphics:
@@ -597,6 +712,7 @@ def machine_of_profile(
     ram: str | None = None,
     gpu: str | None = None,
     pcie: str | None = None,
+    system: str | None = None,
 ) -> Machine:
     """Describe a machine by its profile; words of the user add what it does not say.
 
@@ -623,6 +739,7 @@ def machine_of_profile(
         pcie=pcie,
         probes=probes_of(profile),
         name=profile.name,
+        system=system,
         lenient=True,
     )
     if cpu is None and not machine.processor.known:
@@ -647,12 +764,7 @@ def _card_in(profile: HardwareProfile) -> Graphics | None:
     if card is None:
         return None
     needed = profile.number(paths.GPU_BYTES)
-    base = _MEMORY_SUFFIX.sub("", card.name)
-    variants = [
-        other
-        for other in graphics_cards().values()
-        if _MEMORY_SUFFIX.sub("", other.name) == base and other.vram_bytes >= needed
-    ]
+    variants = [other for other in _variants(card) if other.vram_bytes >= needed]
     return min(variants, key=lambda each: each.vram_bytes, default=card)
 
 

@@ -4,7 +4,6 @@ measured points, memory and cliff, terms, changes.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from moesim.advice.plan.commands import server_command
@@ -21,9 +20,7 @@ from moesim.advice.text import (
     tie_lines,
     what_if_rows,
 )
-from moesim.advice.times.latents import NINETY
 from moesim.reporting.charts import (
-    GPU,
     LIMIT,
     PALETTE,
     QUIET,
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.advice.advise import Advice
-    from moesim.advice.measured.scores import Prediction
 
 
 def write_advice(advice: Advice, path: Path, command: str | None = None) -> Path:
@@ -111,7 +107,6 @@ def _table(rows: Sequence[Sequence[str]], label: str) -> PageTable:
     return PageTable(rows[0], rows[1:], label)
 
 
-MOST_POINTS = 400
 GIB = 1024**3
 
 
@@ -207,34 +202,3 @@ def memory_chart(advice: Advice) -> Chart:
     spec = {"data": {"name": "bill"}, **size, "layer": [bars, limits]}
     data = {"bill": records(rows), "free": records(free)}
     return Chart(spec, data, "Memory of the advised setting")
-
-
-def scatter(predictions: Sequence[Prediction]) -> Chart:
-    """Draw predicted over measured tokens/s, intervals as vertical bars."""
-    # Thousands of pairs hide each other; every n-th shows the same picture.
-    stride = max(1, len(predictions) // MOST_POINTS)
-    rows = []
-    for each in predictions[::stride]:
-        measured = each.run.tokens_per_s
-        predicted = measured * (1 + each.error("moesim"))
-        end = math.exp(NINETY * each.guesses["moesim"].spread)
-        row = {"measured": measured, "predicted": predicted}
-        rows.append(row | {"low": predicted / end, "high": predicted * end})
-    ends = [value for row in rows for value in (row["measured"], row["predicted"])]
-    x = channel("measured", "measured tokens/s", scale={"type": "log"})
-    y = channel("predicted", "predicted tokens/s", scale={"type": "log"})
-    low = {"field": "low", "type": "quantitative"}
-    diagonal = {
-        "data": {"values": [{"v": min(ends)}, {"v": max(ends)}]},
-        "mark": {"type": "line", "color": QUIET},
-        "encoding": {
-            axis: {"field": "v", "type": "quantitative"} for axis in ("x", "y")
-        },
-    }
-    layers = [
-        layer({"type": "rule", "color": QUIET}, x=x, y=low, y2={"field": "high"}),
-        layer({"type": "point", "color": GPU, "size": 14}, x=x, y=y),
-        diagonal,
-    ]
-    spec = {"data": {"name": "rows"}, "width": 480, "height": 360, "layer": layers}
-    return Chart(spec, {"rows": records(rows)}, "Predicted over measured tokens/s")

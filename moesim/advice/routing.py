@@ -13,11 +13,10 @@ from moesim.advice.plan.commands import model_file
 from moesim.advice.times.latents import Beliefs, Interval, Prior
 from moesim.advice.times.priors import PriorTable
 from moesim.advice.times.step_times import (
-    decode_latents,
     decode_terms,
     device_seconds,
-    family,
     host_seconds,
+    latents_of,
     misfits_of,
 )
 from moesim.advice.times.work import (
@@ -364,9 +363,7 @@ def _speed(forecast: Forecast, best: Prospect, sides: Sides, steps: int) -> Inte
     priors = {name: beliefs.priors[name] for name in beliefs.priors}
     priors[ENGINE] = Prior(1.0, ENGINE_SPREAD, "no row of kt-kernel was seen")
     known = Beliefs(PriorTable(priors), beliefs.names, beliefs.mean, beliefs.covariance)
-    latents = decode_latents(work) | {misfit, ENGINE, "floor_s"}
-    latents |= {f"{part}:{family(name)}" for part in ("reach", "core") for name in each}
-    step = known.predict(seconds, sorted(latents))
+    step = known.predict(seconds, sorted(latents_of(seconds)))
     return Interval(setting.sequences / step.value, step.spread)
 
 

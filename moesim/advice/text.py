@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from moesim.advice.plan.commands import flags_of, layers_in_words, server_command
+from moesim.advice.plan.memory import TABLES
 from moesim.advice.routing import COUNTS_FILE, FREQUENCY
 from moesim.advice.routing import server_command as mask_command
 from moesim.advice.times.latents import NINETY
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 OLDER_BUILDS = (
     "(llama.cpp from before June 2026: --no-mmap for --load-mode none, -mmp 0 for"
     " -lm none)"
+)
+
+
+UNLOCKED = (
+    "refused beyond a share of memory by the driver under {}: set"
+    " GGML_CUDA_NO_PINNED=1; uploads are then slower, and counted so"
 )
 
 
@@ -136,11 +143,20 @@ def _answer(advice: Advice) -> list[tuple[str, str]]:
     ]
     if bill.pages:
         facts.append(("SSD", "experts that memory cannot hold are read from the file"))
+    for item, stored in bill.file.items():
+        words = f"{format_bytes(stored)} stay in the file, read row by row"
+        facts.append((item, words))
     host = format_bytes(bill.host_bytes)
+    if TABLES in bill.host:
+        host += f", {format_bytes(bill.host[TABLES])} of it {TABLES}"
     if bill.host_left is not None:
         spare = "to spare" if bill.host_left >= 0 else "more than there is"
         host += f"; {format_bytes(abs(bill.host_left))} {spare}"
     facts.append(("host memory", host))
+    if best.candidate.setting.on_host(advice.model) and not (
+        best.candidate.setting.page_locked or best.candidate.setting.mapped
+    ):
+        facts.append(("page-locking", UNLOCKED.format(advice.machine.system)))
     facts.append(("bound", bound_words(advice)))
     if advice.routing is not None:
         facts.append(("any schedule", routing_words(advice, advice.routing.bound)))
@@ -362,6 +378,9 @@ def model_text(model: ModelContents) -> str:
         ("head", head),
         ("keys and values", keys),
     ]
+    if model.table_bytes:
+        tables = f"{format_bytes(model.table_bytes)}, {model.table_rows} rows per token"
+        facts.append(("look-up tables", tables))
     if model.unused_bytes:
         facts.append(("not run", format_bytes(model.unused_bytes)))
     if model.assumed:
@@ -402,6 +421,8 @@ TERMS = {
     "attention": "attention",
     "upload": "upload of experts",
     "ssd": "SSD reads experts",
+    "look-up tables": "look-up tables from the file",
+    "sampling": "sampling, request by request",
     "cpu experts": "CPU reads experts",
     "cpu floor": "start of CPU layers",
     "cpu other layers": "CPU runs whole layers",
@@ -598,6 +619,7 @@ def model_summary(model: ModelContents) -> dict[str, Any]:
         "embed_bytes": model.embed_bytes,
         "head_bytes": model.head_bytes,
         "unused_bytes": model.unused_bytes,
+        "table_bytes": model.table_bytes,
         "assumed": list(model.assumed),
     }
 

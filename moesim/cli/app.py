@@ -5,6 +5,7 @@ and exit code 2; a bug of ours is a traceback.
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
@@ -15,7 +16,7 @@ from typer.main import get_command, get_group
 
 from moesim.base.version import __version__
 from moesim.cli.errors import guarded
-from moesim.cli.output import COMMAND_WORDS
+from moesim.cli.output import COMMAND_WORDS, print_notes
 
 GROUPS = {
     "Begin here": {
@@ -168,6 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     given = None if arguments is None else list(arguments)
     COMMAND_WORDS.set(sys.argv[1:] if given is None else given)
+    # A line of our source says nothing to users.
+    warnings.showwarning = lambda message, *_, **__: print_notes([str(message)])
     # Alone, typer would print errors and exit itself.
     guarded(lambda: app(args=given, prog_name="moesim", standalone_mode=False), given)
 

@@ -36,6 +36,7 @@ from moesim.questions.gap_mixes import BOUND, EVICTION, Grades, MixReplays
 from moesim.reporting.tables import aligned, facts_lines
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.engines import choose_engine
 from moesim.runs.replay import clairvoyant_rules
 from moesim.runs.setup import (
     Setup,
@@ -52,10 +53,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from moesim.policies.planner.planner import Planner
     from moesim.policies.systems import System
     from moesim.questions.gap_eviction import EvictionSplit
+    from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
+    from moesim.traces.timeline.spans import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +159,13 @@ class _TimedMix(NamedTuple):
 
 
 def decompose(
-    replays: MixReplays, progress: Callable[[int], None] | None = None
+    replays: MixReplays, progress: Callable[[float], None] | None = None
 ) -> Gap:
     """Replay all mixes (16 where all four parts differ) and share out the gap.
 
     Args:
         replays: the trace, the machine and the policy.
-        progress: called with the number of replays done.
+        progress: called with the share of mixes that were replayed.
 
     Raises:
         PolicyError: a policy answered something illegal.
@@ -179,7 +183,7 @@ def decompose(
         seconds = replays.replay_s(mix, None if mix else grades)
         times.append(_TimedMix(mix, seconds))
         if progress is not None:
-            progress(len(times))
+            progress(len(times) / 2 ** len(substitutes))
 
     parts = list(substitutes)
     value = _fastest_by_offers(times, parts)
@@ -249,7 +253,7 @@ def gap(
     *,
     bound: System | None = None,
     causal: Sequence[str] | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[float], None] | None = None,
     **options: Any,
 ) -> Gap:
     """Measure where a policy loses its time against a clairvoyant schedule.
@@ -260,7 +264,7 @@ def gap(
         causal: cache policies that see the past only, against which the eviction gap is
             held; those whose columns the trace lacks are left out. None for the
             registry's references.
-        progress: called with the number of replays done.
+        progress: called with the share of mixes that were replayed.
         options: fields of `moesim.runs.config.RunConfig`; `trace` and `policy` as in
             `moesim.runs.replay.replay`.
 
@@ -298,6 +302,18 @@ def gap(
             opened, batch=config.batch, steps=config.steps, columns=columns
         )
 
+    def walk(planner: Planner, timeline: Timeline) -> ReplayResult:
+        return choose_engine(config.engine, planner, setup.profile).run(
+            opened,
+            planner,
+            setup.profile,
+            timeline,
+            batch=config.batch,
+            steps=config.steps,
+            noise_seed=None,
+            progress=None,
+        )
+
     # Oracles know all forward passes, and no more than those that are replayed.
     future = setup.future
     if future is None:
@@ -316,6 +332,7 @@ def gap(
         seed=config.seed,
         calibration=setup.calibration,
         extras=extras,
+        walk=walk,
     )
     if bound is None:
         # The rules were the best from a start of their own; from this policy's, plain

@@ -7,6 +7,7 @@ substitute.
 from __future__ import annotations
 
 from array import array
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from moesim.policies.run_context import Future
     from moesim.policies.planner.observers import Observer
     from moesim.policies.planner.plan import MemoryPlan, Policies
+    from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.schema import ModelShape
 
@@ -54,28 +56,13 @@ scheduled objective knows that copies follow each other on a link.
 FREE = "free planning"
 
 
-class _FreePlanning:
-    """Costs in which decisions take no time."""
-
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
-
-    # Everything else costs what it costs.
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._costs, name)
-
-    def planning_s(
-        self,
-        policy_name: str,
-        active: int,
-        copies: int = 0,
-        *,
-        tiered: bool = False,
-        own_s: float = 0.0,
-    ) -> float:
-        """Return zero."""
-        del policy_name, active, copies, tiered, own_s
-        return 0.0
+def without_planning(costs: Costs) -> Costs:
+    """The same costs, with decisions that take no time."""
+    free = copy(costs)
+    vars(free).update(
+        planning_s=lambda *_, **__: 0.0, planning_terms=lambda *_, **__: (0.0,) * 4
+    )
+    return free
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +82,8 @@ class MixReplays:
         seed: for policies that draw.
         calibration: activation counts float64 [L, E] that may fill caches.
         extras: calibration artefacts by name.
+        walk: carries a planner through the same passes in the fastest engine; None
+            walks them in SimPy's.
     """
 
     shape: ModelShape
@@ -109,6 +98,7 @@ class MixReplays:
     seed: int = 0
     calibration: np.ndarray | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
+    walk: Callable[[Planner, Timeline], ReplayResult] | None = None
 
     def specifications(self) -> dict[str, str]:
         """Part -> specification under study; planning is named after the assignment it
@@ -208,9 +198,7 @@ class MixReplays:
         return policies
 
     def _run(self, policies: Policies, memory: MemoryPlan, *, free: bool) -> float:
-        costs = self.costs
-        if free:
-            costs = cast("Costs", _FreePlanning(self.costs))
+        costs = without_planning(self.costs) if free else self.costs
         planner = Planner(
             self.shape,
             costs,
@@ -222,7 +210,10 @@ class MixReplays:
             extras=self.extras,
         )
         timeline = Timeline(self.profile.lanes)
-        result = Replay(self.profile, costs, planner, timeline).run(self.passes())
+        if self.walk is not None:
+            result = self.walk(planner, timeline)
+        else:
+            result = Replay(self.profile, costs, planner, timeline).run(self.passes())
         timeline.close()
         return result.makespan_s
 

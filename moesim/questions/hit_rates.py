@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moesim.base.units import percent
+from moesim.policies.planner.residency import CacheSize
 from moesim.reporting.charts import (
     Chart,
     Styles,
@@ -20,6 +23,8 @@ from moesim.reporting.tables import aligned
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.replay import replay_cache
 from moesim.runs.setup import opened
+from moesim.traces.format.layer_steps import layer_steps
+from moesim.traces.stats.hit_rate_curves import BLOCK_ACCESSES, CurveAggregator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,20 +68,56 @@ def hit_rates(
     import pandas as pd  # noqa: PLC0415 - half a second that a plain replay need not pay
 
     # Opened once, for all caches and sizes.
-    config, _ = opened(RunConfig.of(trace, **options))
+    config, opened_trace = opened(RunConfig.of(trace, **options))
     config = config.replaced(cache_scope=scope or config.cache_scope)
     rates: dict[str, list[float]] = {}
     done = 0
     # A cache that is named twice is one column.
     for cache in dict.fromkeys(caches):
+        curve = _curve(config, opened_trace, cache)
         rates[cache] = []
         for ratio in ratios:
-            counts = replay_cache(config, cache, cache_ratio=ratio)
-            rates[cache].append(counts["hit_rate_active"])
+            if curve is None:
+                counts = replay_cache(config, cache, cache_ratio=ratio)
+                rate = counts["hit_rate_active"]
+            else:
+                rate = curve(ratio)
+            rates[cache].append(rate)
             done += 1
             if progress is not None:
                 progress(done)
     return pd.DataFrame(rates, index=pd.Index(ratios, name="cache_ratio"))
+
+
+def _curve(
+    config: RunConfig, trace: Trace, cache: str
+) -> Callable[[float], float | None] | None:
+    """Hit rate by size from one pass over the trace; None where one pass does not tell
+    all sizes, or not exactly.
+    """
+    accesses = trace.rows * trace.shape.top_k
+    if (
+        cache not in ("lru", "belady")
+        or config.cache_scope == "global"
+        or config.warm is not None
+        or trace.shape.bytes_by_expert
+        or accesses > BLOCK_ACCESSES
+    ):
+        return None
+
+    counted = CurveAggregator(trace.shape, names=[cache])
+    for block in layer_steps(trace, batch=config.batch, steps=config.steps):
+        counted.add(block)
+    curves = counted.end()
+    hits = curves.hits(cache)
+    total = int(curves.accesses(cache).sum())
+
+    def rate(ratio: float) -> float | None:
+        slots = CacheSize.for_model(trace.shape, ratio=ratio).slots
+        by_layer = hits[np.arange(trace.shape.layers), slots]
+        return int(by_layer.sum()) / total if total else None
+
+    return rate
 
 
 def hits_text(rates: pd.DataFrame) -> str:

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moesim.base.units import format_bytes
 from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
@@ -50,17 +52,19 @@ from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import Summary, summarise
 from moesim.traces.timeline.perfetto import write_perfetto
-from moesim.traces.timeline.spans import Timeline
+from moesim.traces.timeline.spans import HIT, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from moesim.policies.base import CachePolicy
     from moesim.policies.planner.planner import Planner
     from moesim.runs.config import MemorySize
     from moesim.runs.engines import Engine
     from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
+    from moesim.traces.format.schema import ModelShape
     from moesim.traces.timeline.spans import Chunk
 
 
@@ -428,7 +432,8 @@ def replay_cache(
 ) -> dict[str, Any]:
     """Count the hits of a cache if every miss is fetched and offered to it.
 
-    LRU and Belady run in a compiled loop; every other policy is asked step by step.
+    LRU and Belady run in a compiled loop. A cache that times cannot change is replayed
+    in the compiled engine, on demand; every other policy is asked step by step.
 
     Args:
         trace: a moesim trace, by path or opened; or a configuration, whose options
@@ -453,7 +458,8 @@ def replay_cache(
 
     # On demand: every miss is fetched, so nothing but the cache decides.
     system = compose("on-demand", cache=cache)
-    size = plan_memory(config.memory, shape, profile_of(config.hw), system).gpu
+    profile = profile_of(config.hw)
+    size = plan_memory(config.memory, shape, profile, system).gpu
     policy = system.build(gpus=1, host_cache=None).caches[0]
     opened.require(policy.needs, f"cache policy {cache!r}")
 
@@ -464,6 +470,8 @@ def replay_cache(
     if calibration is None and cache_replay.has_compiled_loop(cache, shape, size):
         blocks = layer_steps(opened, **walk)
         counts = cache_replay.replay_compiled(cache, shape, size, blocks, future=future)
+    elif is_timeless(policy) and profile.gpus == 1:
+        counts = _counts_on_demand(config.replaced(trace=opened), cache, shape)
     else:
         counts = cache_replay.replay(
             policy,
@@ -488,3 +496,42 @@ def replay_cache(
         "synthetic": synthetic_caveats(opened.header),
         "wall_s": time.perf_counter() - begin_s,
     }
+
+
+def is_timeless(policy: CachePolicy) -> bool:
+    """Whether a cache decides the same whatever things cost: it is one of ours, copies
+    nothing by itself and sees no future.
+    """
+    is_ours = type(policy).__module__.startswith("moesim.")
+    return is_ours and not policy.replaces and not policy.oracle
+
+
+def _counts_on_demand(
+    config: RunConfig, cache: str, shape: ModelShape
+) -> cache_replay.CacheCounts:
+    """Count the hits of a run that fetches every miss."""
+    counts = cache_replay.CacheCounts(
+        np.zeros(shape.layers, np.int64), np.zeros(shape.layers, np.int64)
+    )
+
+    def count(table: str, chunk: Chunk) -> None:
+        if table == "accesses":
+            layers = chunk["layer"]
+            hits = layers[chunk["state"] == HIT]
+            counts.accesses_by_layer += np.bincount(layers, minlength=shape.layers)
+            counts.hits_by_layer += np.bincount(hits, minlength=shape.layers)
+
+    on_demand = config.replaced(
+        policy="on-demand",
+        cache=cache,
+        prefetch=None,
+        routing=None,
+        draft_tokens=config.passes.draft_tokens,
+        # As many as a layer step may turn away.
+        staging=shape.experts,
+        host_memory_bytes=None,
+        noise_seed=None,
+        engine="auto",
+    )
+    replay(on_demand, keep=False, watch=count)
+    return counts

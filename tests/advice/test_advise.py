@@ -143,11 +143,13 @@ def test_what_if_says_what_each_change_brings(advice):
     assert changes["quantisation IQ3_XXS"].factor > 1
 
 
-def test_an_expert_cache_is_replayed_on_synthetic_routing():
-    found = advise(MODEL, **PC, replay_cache=True)
-    cache = found.what_ifs[0]
-    assert "expert cache" in cache.change
-    assert "on synthetic routing" in cache.note
+def test_hits_of_an_expert_cache_come_from_this_models_routing_or_are_wide():
+    known = advise(MODEL, **PC, replay_cache=True).what_ifs[0]
+    assert "on routing with the statistics of qwen3-30b-a3b" in known.note
+    larger = PC | {"ram": "4x32GB DDR4-3200"}
+    open_ended = advise("gpt-oss-120b", **larger, replay_cache=True).what_ifs[0]
+    assert "no routing of this one is known" in open_ended.note
+    assert open_ended.decode.spread > known.decode.spread
 
 
 def test_a_machine_without_a_card_and_one_chip():

@@ -135,12 +135,36 @@ def test_names_are_those_of_the_table():
 
 
 @pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama-4-scout"),
+        ("ggml-org/gpt-oss-120b-GGUF", "gpt-oss-120b"),
+        ("gpt-oss:20b", "gpt-oss-20b"),
+        ("unsloth/Qwen3-30B-A3B-Instruct-2507-UD-Q4_K_XL", "qwen3-30b-a3b"),
+        ("GLM-5-744B-A40B", "glm-5"),
+        ("Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("Kimi-K2-Instruct-0905", "kimi-k2"),
+        ("DeepSeek-V3.2-Exp", "deepseek-v3"),
+    ],
+)
+def test_words_about_training_files_and_size_leave_the_model_as_it_is(name, shape):
+    assert named_contents(name).layers == named_contents(shape).layers
+
+
+@pytest.mark.parametrize(
     ("name", "quant", "words"),
     [
         ("nothing-7b", "", "no such file, folder or name"),
         ("qwen3-30b", "", "did you mean 'qwen3-30b-a3b'"),
         ("qwen3", "", r"did you mean 'qwen3-.*'qwen3-30b-a3b', .* or \d+ more\?"),
         ("qwen3-30b-a3b", "Q9_Z", "quantisation 'Q9_Z': unknown"),
+        ("glm-5.9-flash", "", "did you mean 'glm-"),
+        ("glm-5-flash", "", "did you mean 'glm-"),
+        ("glm-5-air", "", "no such file, folder or name"),
+        ("kimi-k2-nano", "", "no such file, folder or name"),
+        ("gpt-oss-20b-mini", "", "did you mean 'gpt-oss-20b'"),
+        ("glm-5-320b-a18b", "", "no such file, folder or name"),
+        ("deepseek-r1-distill-qwen-32b", "", "no such file, folder or name"),
     ],
 )
 def test_unknown_names_say_where_to_look(name, quant, words):

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from support.command_line import refused
 
+from benchmarks.machines.judge import judge
+from benchmarks.machines.page import save, terminal_text
+from benchmarks.machines.rows import read_folder, runs_of
+from benchmarks.machines.scores import BASELINES, OURS, compared, score
 from moesim.advice.machine import describe_machine
-from moesim.advice.measured.judge import judge
-from moesim.advice.measured.page import save, terminal_text
-from moesim.advice.measured.rows import read_folder, runs_of
-from moesim.advice.measured.scores import BASELINES, OURS, compared, score
 from moesim.advice.model.catalogue import named_contents
 from moesim.advice.times.latents import (
     NINETY,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from support.interval_coverage import WORKLOADS, is_share
 
-from moesim.advice.measured.page import verdict
-from moesim.advice.measured.scores import (
+from benchmarks.machines.page import verdict
+from benchmarks.machines.scores import (
     BASELINES,
     OURS,
     Guess,

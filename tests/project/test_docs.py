@@ -30,7 +30,7 @@ MARKED = Counter(
         "takes minutes": 8,
         "needs a network": 4,
         "needs an interruption": 1,
-        "needs your trace": 2,
+        "needs your trace": 1,
     }
 )
 """How many examples do not run, by reason: a new one is a decision, no accident."""
@@ -89,7 +89,6 @@ SETUP = {
     "advise.md": make_rows,
     "configuration.md": make_config,
     "import.md": make_dumps,
-    "questions.md": make_rows,
     "recording.md": make_prompts,
     "runtime.md": make_prompts,
     "sweeps.md": make_sweep,

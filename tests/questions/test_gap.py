@@ -19,6 +19,7 @@ from moesim.policies.base import PolicyError
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
+from moesim.questions import gap_mixes
 from moesim.questions.gap import decompose, gap, shapley
 from moesim.questions.gap_eviction import split_eviction
 from moesim.questions.gap_mixes import BOUND, PARTS, Grades, MixReplays
@@ -387,3 +388,17 @@ def test_the_command_prints_shares_that_sum_to_the_gap(trace, options):
         assert all(
             part in done.stdout for part in (*PARTS, "100.0 %", "Belady", "tiny")
         )
+
+
+def test_mixes_run_in_the_fastest_engine_and_say_how_many_are_left(monkeypatch):
+    """Every mix took SimPy, eight times as long, and nobody could tell until when."""
+    options = {"policy": "greedy", "cache_ratio": 0.25, "steps": 3}
+    shares = []
+    with monkeypatch.context() as patched:
+        patched.setattr(gap_mixes, "Replay", None)
+        fast = gap("tiny", **options, progress=shares.append)
+    assert shares[-1] == 1.0
+    assert shares == sorted(shares)
+    slow = gap("tiny", **options, engine="simpy")
+    assert fast.mixes == slow.mixes
+    assert fast.resident_s == slow.resident_s

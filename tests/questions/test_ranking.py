@@ -11,7 +11,7 @@ from support.small_trace import write_small_trace
 import moesim
 from moesim.policies.base import PolicyError
 from moesim.questions.sweep_text import candidate_rows, sweep_text, winner_rows
-from moesim.runs.sweeps.ranking import LEAST_SAMPLES, ranking
+from moesim.runs.sweeps.ranking import ranking
 
 
 def frame_of(times_s, *, axes=("policy",), tokens=None, **columns):
@@ -80,7 +80,8 @@ def test_an_interval_covers_the_truth_as_often_as_it_says(draws, workload, sampl
 @pytest.mark.parametrize(("seeds", "batches"), [(8, 1), (8, 3), (10, 12), (16, 40)])
 def test_an_interval_of_seeds_and_batches_covers_the_truth(draws, seeds, batches):
     """Batches differ, seeds differ, and each seed does something else to each batch.
-    Fewer than eight batches are not drawn from: they are the workload.
+    Three batches were taken for all that there are: 18 % of intervals held the mean of
+    the workload that they are drawn from. One batch is the workload.
     """
     rng = np.random.default_rng([seeds, batches])
     covered = 0
@@ -88,7 +89,7 @@ def test_an_interval_of_seeds_and_batches_covers_the_truth(draws, seeds, batches
         of_batch = rng.normal(0, 0.1, batches)
         of_seed = rng.normal(0, 0.03, (seeds, 1))
         seconds = 1 + of_batch + of_seed + rng.normal(0, 0.05, (seeds, batches))
-        truth_s = 1.0 if batches >= LEAST_SAMPLES else 1 + of_batch.mean()
+        truth_s = 1.0 if batches > 1 else 1 + of_batch.mean()
         runs = [("a", row) for row in seconds]
         frame = frame_of(runs, axes=("policy", "noise_seed"), noise_seed=range(seeds))
         row = ranking(frame).iloc[0]
@@ -98,10 +99,10 @@ def test_an_interval_of_seeds_and_batches_covers_the_truth(draws, seeds, batches
 
 @pytest.mark.parametrize("samples", SAMPLES)
 @pytest.mark.parametrize("workload", WORKLOADS)
-@pytest.mark.parametrize("policies", [2, 5])
+@pytest.mark.parametrize("policies", [2, 6, 12])
 def test_equal_policies_are_seldom_called_slower(draws, policies, workload, samples):
-    """They differ in each sequence, and in the mean not at all: in at most 5 % of pairs
-    the slower one is "certainly slower" than the fastest.
+    """They differ in each sequence, and in the mean not at all: in at most 5 % of draws
+    is any "certainly slower" than the fastest, whichever that is. It was 17 % of twelve.
     """
     rng = np.random.default_rng([policies, samples])
     slower = 0
@@ -109,8 +110,8 @@ def test_equal_policies_are_seldom_called_slower(draws, policies, workload, samp
         common = rng.uniform(0.5, 2.0, samples)
         times_s = common * WORKLOADS[workload](rng, (policies, samples))
         ranked = ranking(frame_of([(f"p{n}", row) for n, row in enumerate(times_s)]))
-        slower += (~ranked["tied"]).sum()
-    assert is_share(slower, draws * (policies - 1), 0.0, 0.05)
+        slower += not ranked["tied"].all()
+    assert is_share(slower, draws, 0.0, 0.05)
 
 
 @pytest.mark.parametrize("others", [False, True])
@@ -125,8 +126,8 @@ def test_equal_policies_that_draw_are_seldom_called_slower(draws, others):
         runs += [("constant", [1.0])] * 10 * others
         seeds = [*range(10)] * (2 + others)
         frame = frame_of(runs, axes=("policy", "seed"), seed=seeds)
-        slower += (~ranking(frame)["tied"]).sum()
-    assert is_share(slower, draws * (1 + others), 0.0, 0.05)
+        slower += not ranking(frame)["tied"].all()
+    assert is_share(slower, draws, 0.0, 0.05)
 
 
 def test_one_that_draws_does_not_make_others_certain():

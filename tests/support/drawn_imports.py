@@ -319,6 +319,37 @@ def llama_cpp(draw):
         draw.top_k = int(draw.dice.integers(1, 4))
 
 
+def llama_moe_trace(draw):
+    """Captures joined without a mark."""
+    truth = fill(draw)
+    all_rows = draw.chance(0.3)
+    lines = []
+    for one in truth:
+        lines += files.moe_trace_rows(one.prompt, one.ids, last_only=not all_rows)
+    files.write_lines(draw.file(), lines)
+    draw.expected = [replace(one, cut=not all_rows, token=None) for one in truth]
+    draw.columns = {"phase"}
+
+
+def pass_records(draw):
+    """A pass for each request."""
+    truth = fill(draw)
+    files.pass_records(draw.file(), [(one.prompt, one.ids) for one in truth])
+    draw.expected = [replace(one, prompt=len(one.ids), token=None) for one in truth]
+    draw.columns = {"phase"}
+
+
+def json_export(draw):
+    """Rows of all requests, layer by layer."""
+    truth = fill(draw)
+    first_layer = int(draw.dice.integers(0, 4))
+    files.json_export(
+        draw.file(), [(one.prompt, one.ids) for one in truth], first_layer
+    )
+    draw.expected = [replace(one, token=None) for one in truth]
+    draw.columns = {"phase"}
+
+
 def megatron(draw):
     """Steps of one rank; records of draft heads between them."""
     truth = fill(draw, least_prompt=2)
@@ -577,6 +608,9 @@ ENGINES = {
     "vllm": vllm,
     "hf_router_logits": hf_router_logits,
     "llama_cpp": llama_cpp,
+    "llama_moe_trace": llama_moe_trace,
+    "pass_records": pass_records,
+    "json_export": json_export,
     "megatron": megatron,
     "route_trace": route_trace,
     "jsonl": jsonl,

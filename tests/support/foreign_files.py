@@ -295,6 +295,59 @@ def llama_cpp(path, truth):
     return write_lines(path, [f"{layer},{e}" for layer, ids in runs for e in ids])
 
 
+def llama_moe_trace(path, truth):
+    """Captures joined: prompts count from their end, their last layer has one row."""
+    lines = []
+    for prompt, ids, *_ in truth:
+        lines += moe_trace_rows(prompt, ids, last_only=True)
+    return write_lines(path, lines)
+
+
+def moe_trace_rows(prompt, ids, *, last_only):
+    """Lines ``pos,layer,e0,…`` of one capture, its prompt layer by layer."""
+    tokens, layers = ids.shape[:2]
+    places = [
+        (token, layer)
+        for layer in range(layers)
+        for token in range(prompt)
+        if not last_only or layer < layers - 1 or token == prompt - 1
+    ]
+    places += [
+        (token, layer) for token in range(prompt, tokens) for layer in range(layers)
+    ]
+    return [
+        f"{token - prompt},{layer},{','.join(map(str, ids[token, layer]))}"
+        for token, layer in places
+    ]
+
+
+def pass_records(path, truth):
+    """Every sequence in one pass."""
+    records = [
+        np.concatenate(([layer, len(ids), ids.shape[2]], ids[:, layer].reshape(-1)))
+        for _, ids, *_ in truth
+        for layer in range(ids.shape[1])
+    ]
+    path.write_bytes(np.concatenate(records).astype("<i4").tobytes())
+    return path
+
+
+def json_export(path, truth, first_layer=0):
+    """Rows of all prompts by layer, numbered from `first_layer`."""
+    ids = np.concatenate([ids for _, ids, *_ in truth])
+    edges = np.cumsum([0, *(len(ids) for _, ids, *_ in truth)]).tolist()
+    prompts = [
+        {"start_row": start, "end_row": end, "decode_step_rows": end - start - prompt}
+        for (prompt, *_), start, end in zip(truth, edges, edges[1:], strict=False)
+    ]
+    layers = {
+        str(first_layer + layer): {"executed_topk": ids[:, layer].tolist()}
+        for layer in range(ids.shape[1])
+    }
+    whole = {"schema": "x/v2", "conditional": {"prompts": prompts}, "layers": layers}
+    return write_lines(path, [whole])
+
+
 def megatron(path, truth):
     lines = []
     step = 0

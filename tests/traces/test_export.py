@@ -143,12 +143,13 @@ def test_statistics_are_those_of_stats(tmp_path, long_trace):
 
 
 def test_layouts_and_their_limits(tmp_path, make_trace, tiny_shape):
-    assert set(exporters()) == {"csv", "oracle-general", "statistics"}
+    for_caches = {"moe-cache-profile", "moe-cache-slots"}
+    assert set(exporters()) == {"csv", "oracle-general", "statistics"} | for_caches
     import dataclasses
 
     large = dataclasses.replace(tiny_shape, expert_bytes=(1 << 32,) * 3)
     for shape, layout, message in (
-        (tiny_shape, "pcap", "known: csv, oracle-general"),
+        (tiny_shape, "pcap", "known: csv, moe-cache-profile"),
         (large, "oracle-general", "< 4 GiB"),
     ):
         with pytest.raises(TraceError, match=message):

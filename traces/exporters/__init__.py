@@ -3,7 +3,8 @@ folder.
 
 An exporter is a module with ``export(trace, out, progress) -> int``, the number of
 records written; its first line says what the file is. ``SUFFIX`` is the ending people
-expect.
+expect. Where it has ``OPTIONS``, `export` takes them as keywords, and ``tell``, which
+it calls with what deserves a line.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from moesim.base.errors import TraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from moesim.traces.format.reader import Trace
 
@@ -39,6 +40,8 @@ def export_trace(
     layout: str,
     *,
     progress: Callable[[int], None] | None = None,
+    options: Mapping[str, str] | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> int:
     """Write a trace in another layout; the file appears only when it is whole.
 
@@ -47,13 +50,15 @@ def export_trace(
         out: the file to make.
         layout: a name from `exporters`.
         progress: called with the number of records written so far.
+        options: what the layout asks for: ``{"cache_size": "9GiB"}``.
+        tell: called with what the exporter has to say.
 
     Returns:
         Records written.
 
     Raises:
-        TraceError: an unknown layout, a damaged trace, or sizes that the layout cannot
-            hold.
+        TraceError: an unknown layout or option, a damaged trace, or sizes that the
+            layout cannot hold.
     """
     # A misspelt layout is told before the trace is read.
     known = exporters()
@@ -62,6 +67,14 @@ def export_trace(
             f"export layout {layout!r}: unknown; known: {', '.join(known)}"
         )
 
+    given = dict(options or {})
+    offered = getattr(known[layout], "OPTIONS", ())
+    for name in given:
+        if name not in offered:
+            raise TraceError(
+                f"--{name.replace('_', '-')}: layout {layout} takes no such option"
+            )
     # Exporters need not ask whether anybody watches.
     report = progress or (lambda _: None)
-    return int(known[layout].export(trace, Path(out), report))
+    remarks = {"tell": tell or (lambda _: None)} if offered else {}
+    return int(known[layout].export(trace, Path(out), report, **given, **remarks))

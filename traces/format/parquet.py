@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -134,25 +133,12 @@ def sealed_writer(
         try:
             yield writer
             seals.reserve(writer)
-        finally:
-            close_quietly(writer)
-    seals.seal(path)
-
-
-def close_quietly(writer: pq.ParquetWriter) -> None:
-    """Close a writer, also one whose last write failed.
-
-    Raises:
-        OSError, pyarrow.ArrowException: closing fails where nothing failed before.
-    """
-    failed_before = sys.exc_info()[0] is not None
-    try:
-        writer.close()
-    except (OSError, pa.ArrowException):
-        # Arrow would try again, and complain, when it forgets the writer.
-        writer.is_open = False
-        if not failed_before:
+            writer.close()
+        except BaseException:
+            # Arrow would try again, and complain, when it forgets the writer.
+            writer.is_open = False
             raise
+    seals.seal(path)
 
 
 def write_table(path: Path, table: pa.Table, **options: Any) -> None:

@@ -241,6 +241,12 @@ class ModelShape:
         return self.layers + len(self.dense_layers)
 
     @property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """The model's own number of each layer with experts."""
+        dense = set(self.dense_layers)
+        return tuple(layer for layer in range(self.all_layers) if layer not in dense)
+
+    @property
     def expert_sizes(self) -> tuple[int, ...]:
         """The different sizes of its experts in bytes, ascending."""
         if self.bytes_by_expert:

@@ -56,7 +56,7 @@ from moesim.traces.format.writer import TraceWriter
 from moesim.traces.importers.readers.foreign import decoding, spelled
 from moesim.traces.importers.readers.sequence_rows import without_cut_tokens
 from moesim.traces.importers.readers.text import whole_lines
-from moesim.traces.stats.quality_checks import QualityChecker
+from moesim.traces.stats.quality_checks import QualityChecker, alike_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -101,6 +101,7 @@ def import_trace(
     progress: Callable[[int], None] | None = None,
     options: Mapping[str, str] | None = None,
     drop_incomplete: bool = False,
+    drop_profiling: bool = False,
 ) -> ImportSummary:
     """Convert a foreign trace.
 
@@ -116,6 +117,8 @@ def import_trace(
             "pos=position"}``; only importers that know all of them are asked.
         drop_incomplete: leave out a last line that was cut off, and the last token of a
             sequence where a layer of it is missing.
+        drop_profiling: leave out tokens in a row that all have the same experts: what
+            an engine ran to measure its memory.
 
     Raises:
         TraceError: no importer knows the layout or the options, the shape does not fit,
@@ -128,11 +131,15 @@ def import_trace(
     if len(files) > 1:
         # Only tables come in a file for each layer.
         given["layer_files"] = json.dumps([str(file) for file in files])
+    drops: list[Callable[..., Iterator[Block]]] = []
+    if drop_profiling:
+        drops.append(_without_profiling)
     if not drop_incomplete:
-        return _import(files[0], out, shape, progress, given, None)
+        return _import(files[0], out, shape, progress, given, (drops, []))
+    drops.append(without_cut_tokens)
     with whole_lines(files[0], out) as (file, remarks):
         try:
-            return _import(file, out, shape, progress, given, remarks)
+            return _import(file, out, shape, progress, given, (drops, remarks))
         except TraceError as error:
             # Faults are in the file that the user knows.
             raise TraceError(str(error).replace(str(file), str(files[0]))) from None
@@ -165,9 +172,12 @@ def _import(
     shape: ModelShape | None,
     progress: Callable[[int], None] | None,
     options: dict[str, str],
-    dropped: list[str] | None,
+    leaving_out: tuple[Sequence[Callable[..., Iterator[Block]]], list[str]],
 ) -> ImportSummary:
-    """Convert one file; `dropped` gets remarks on what is left out, None keeps all."""
+    """Convert one file; `leaving_out`: what leaves rows out, and remarks on what was
+    before.
+    """
+    drops, dropped = leaving_out
     # By content: people rename their dumps.
     importer = _importer_of(source, options)
 
@@ -178,8 +188,9 @@ def _import(
     blocks = rows.grouped() if isinstance(rows, Unordered) else rows
     is_sorted = False
     while True:
-        if dropped is not None:
-            blocks = without_cut_tokens(blocks, header.shape.layers, dropped)
+        left_out: list[str] = []
+        for drop in drops:
+            blocks = drop(blocks, header.shape.layers, left_out)
         # An importer has few reasons to have its file read again, each of them once.
         try:
             summary = _write(source, out, importer, header, blocks, progress)
@@ -193,8 +204,35 @@ def _import(
             is_sorted = True
             blocks = rows.sorted(out, progress)
         else:
-            notes = (*summary.notes, *(dropped or ()))
+            notes = (*summary.notes, *dropped, *left_out)
             return dataclasses.replace(summary, notes=notes)
+
+
+def _without_profiling(
+    blocks: Iterable[Block], layers: int, dropped: list[str]
+) -> Iterator[Block]:
+    """Sequences without tokens that all have the same experts; `dropped` gets a remark
+    for each sequence that had some.
+    """
+    del layers
+    left_out = 0
+    for block in whole_sequences(blocks):
+        alike = alike_rows(block["pos"], block["layer"], block["experts"])
+        seq = block["seq"] - left_out
+        pos, token = np.unique(block["pos"], return_inverse=True)
+        if alike.any():
+            is_alike = np.zeros(len(pos), bool)
+            is_alike[token[alike]] = True
+            dropped.append(
+                f"sequence {block['seq'][0]}: {is_alike.sum():,} tokens with the same"
+                " experts at every layer, a profiling run, were left out"
+            )
+            pos -= np.cumsum(is_alike).astype(pos.dtype)
+        if alike.all():
+            left_out += 1
+            continue
+        columns = {**block, "seq": seq, "pos": pos[token]}
+        yield {name: column[~alike] for name, column in columns.items()}
 
 
 def _is_apart(source: Path, importer: Importer, rows: Any) -> bool:

@@ -26,13 +26,16 @@ from moesim.traces.importers.readers.foreign import (
     NO_WEIGHTS,
     PROMPT_TOKENS,
     PROMPT_TOKENS_NOTE,
+    RESTARTS,
+    TWICE,
+    are_passes,
     decoding,
     layout_error,
     named_by,
     prompt_length,
 )
-from moesim.traces.importers.readers.sequence_rows import finished
-from moesim.traces.importers.readers.text import head
+from moesim.traces.importers.readers.sequence_rows import finished, of_passes
+from moesim.traces.importers.readers.text import head, part_of, sections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +48,11 @@ if TYPE_CHECKING:
     Mapping = dict[str, list[str]]
 
 GENERIC = True
-OPTIONS = {"map": "our column=theirs, joined by commas", "prompt_tokens": PROMPT_TOKENS}
+OPTIONS = {
+    "map": "our column=theirs, joined by commas",
+    "prompt_tokens": PROMPT_TOKENS,
+    "restarts": RESTARTS,
+}
 PARTS = ("layer_files",)
 """What `import_trace` says beside options: a file for each MoE layer, as JSON list."""
 
@@ -97,7 +104,7 @@ def provenance(path: Path, **given: str) -> dict[str, Any]:
     notes = []
     if "weights" not in used and "weight" not in used:
         notes.append(NO_WEIGHTS)
-    if "phase" not in used and "prompt_tokens" not in given:
+    if not are_passes(path, given) and not {"phase", "prompt_tokens"} & {*used, *given}:
         notes.append(PROMPT_TOKENS_NOTE)
 
     return {
@@ -110,6 +117,11 @@ def read(path: Path, shape: ModelShape, **given: str) -> Unordered:
     """The mapped columns; of several files, one for each MoE layer."""
     columns = mapping(path, given, _names(path))
     prompt = prompt_length(path, given)
+    if are_passes(path, given):
+        return Unordered(
+            lambda: of_passes(path, pieces(path, columns)),
+            lambda block: _finished(path, shape, block, prompt),
+        )
     if "layer_files" not in given:
         return unordered(path, shape, columns, prompt)
 
@@ -148,7 +160,7 @@ def _finished(path: Path, shape: ModelShape, block: Block, prompt: int | None) -
     """A whole sequence, its layers numbered as MoE layers."""
     if "expert" in block:
         block = _gathered(path, block)
-    return finished(path, shape, block, ("phase", "token"), prompt)
+    return finished(path, shape, block, ("phase", "token"), prompt, TWICE)
 
 
 # -- mapping ---------------------------------------------------------------------------
@@ -194,6 +206,9 @@ def mapping(path: Path, given: dict[str, str], names: list[str]) -> Mapping:
 def _known(names: list[str]) -> Mapping:
     """Our column -> the file's column of a name that is known."""
     columns = {name: [name] for name in _OUR_COLUMNS if name in names}
+    # Without a position, a token's number is one.
+    if "token" in columns and not any(name in names for name in NAMES["pos"]):
+        columns["pos"] = columns.pop("token")
     # One row per expert has an id of its own, whatever lists there are beside it.
     generic = [name for name in NAMES if name != "experts" or "expert" not in columns]
     for name in generic:
@@ -263,8 +278,19 @@ def _delimiter(line: str) -> str:
     return max(",;\t", key=line.count)
 
 
-def batches(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
-    """Read the columns `names` of the file, some rows at a time."""
+def _parts(path: Path) -> list[tuple[int, int]]:
+    """The rows below each header of a text: people join files."""
+    if head(path, 4) == b"PAR1":
+        return [(0, 0)]
+    return sections(path, _header_line(path).strip().encode()) or [(0, 0)]
+
+
+def batches(
+    path: Path, names: list[str], part: tuple[int, int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Read the columns `names` of the file, or of a part of a text, some rows at a
+    time.
+    """
     if head(path, 4) == b"PAR1":
         # A name of a megabyte in every row is one name.
         schema = read_schema(path)
@@ -276,10 +302,10 @@ def batches(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
     from pyarrow import csv  # noqa: PLC0415 - not every import is of text
 
     yield from csv.open_csv(
-        path,
+        path if part is None else part_of(path, *part),
         read_options=csv.ReadOptions(
             column_names=_names(path),
-            skip_rows=1,
+            skip_rows=int(part is None),
             use_threads=False,
             block_size=_BLOCK_BYTES,
         ),
@@ -355,26 +381,41 @@ def pieces(
 
     # A column may serve two of ours, and is read once.
     needed = dict.fromkeys(name for sources in columns.values() for name in sources)
-    for batch in batches(path, list(needed)):
-        if not batch.num_rows:
-            continue
-
-        rows = {
-            name: reading.column(name, [batch.column(source) for source in sources])
-            for name, sources in columns.items()
-        }
-        rows.setdefault("seq", np.zeros(batch.num_rows, np.int32))
-        end = reading.first_row + batch.num_rows
-        if "expert" in rows:
-            # Without a rank, the experts of a token are as the file orders them.
-            rows.setdefault("rank", np.arange(reading.first_row, end))
-        if "pos" not in rows:
-            rows["pos"] = counts.positions(rows["seq"])
-        yield rows
-        reading.first_row = end
+    sequences = 0
+    parts = _parts(path)
+    for part in parts:
+        first = sequences
+        if first:
+            # The same name is another sequence in another file.
+            counts.sequences = Appearance()
+        for batch in batches(path, list(needed), part if len(parts) > 1 else None):
+            if not batch.num_rows:
+                continue
+            rows = _rows_of(batch, columns, reading, counts)
+            rows["seq"] += np.int32(first)
+            sequences = max(sequences, int(rows["seq"].max()) + 1)
+            yield rows
 
     if not reading.first_row:
         raise layout_error(path, "rows", "at least one", "none")
+
+
+def _rows_of(
+    batch: pa.RecordBatch, columns: Mapping, reading: _Columns, counts: _Counts
+) -> Block:
+    rows = {
+        name: reading.column(name, [batch.column(source) for source in sources])
+        for name, sources in columns.items()
+    }
+    rows.setdefault("seq", np.zeros(batch.num_rows, np.int32))
+    end = reading.first_row + batch.num_rows
+    if "expert" in rows:
+        # Without a rank, the experts of a token are as the file orders them.
+        rows.setdefault("rank", np.arange(reading.first_row, end))
+    if "pos" not in rows:
+        rows["pos"] = counts.positions(rows["seq"])
+    reading.first_row = end
+    return rows
 
 
 # -- columns ---------------------------------------------------------------------------

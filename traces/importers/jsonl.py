@@ -1,10 +1,11 @@
 """JSONL of routing, one object or list per line: by token and layer, or by token with a
 list of layers.
 
-Three layouts: ``{layer_idx, token_idx, selected_ids, gate_weights}`` (lattice; also
+Four layouts: ``{layer_idx, token_idx, selected_ids, gate_weights}`` (lattice; also
 with `seq` and `phase`); ``{token, layers: [[ids], …]}`` or ``{pos, layers: [{experts,
-weights}, …]}``; and lists ``[layer, e0, …, eK-1]`` behind an object with ``top_k``
-(imp), in lines or as one object that holds them all.
+weights}, …]}``; ``{layer, origin_rows, topk_experts: [[ids], …]}``, a batch at one
+layer whose rows belong to these tokens; and lists ``[layer, e0, …, eK-1]`` behind an
+object with ``top_k`` (imp), in lines or as one object that holds them all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from moesim.traces.importers.readers.foreign import (
     NO_WEIGHTS,
     PROMPT_TOKENS,
     PROMPT_TOKENS_NOTE,
+    RESTARTS,
+    TWICE,
+    are_passes,
     layout_error,
     prompt_length,
 )
@@ -30,12 +34,14 @@ from moesim.traces.importers.readers.json_lines import (
     whole_numbers,
 )
 from moesim.traces.importers.readers.jsonl_layouts import (
+    ORIGINS,
     first_columns,
     has_key,
     keys_of,
+    origins_are_requests,
     row_tables,
 )
-from moesim.traces.importers.readers.sequence_rows import finished
+from moesim.traces.importers.readers.sequence_rows import finished, of_passes
 from moesim.traces.importers.readers.text import first_object, head
 
 if TYPE_CHECKING:
@@ -48,7 +54,11 @@ if TYPE_CHECKING:
     Block = dict[str, np.ndarray]
 
 ASKED = ("map",)
-OPTIONS = {"map": "our column=theirs, joined by commas", "prompt_tokens": PROMPT_TOKENS}
+OPTIONS = {
+    "map": "our column=theirs, joined by commas",
+    "prompt_tokens": PROMPT_TOKENS,
+    "restarts": RESTARTS,
+}
 _PHASES = {
     "prefill": Phase.PREFILL,
     "prompt": Phase.PREFILL,
@@ -67,7 +77,7 @@ def recognises(path: Path, **given: str) -> bool:
     if isinstance(first, dict):
         keys = keys_of(path, given)
         is_row = has_key(first, "layer", keys) and has_key(first, "experts", keys)
-        is_placed = has_key(first, "pos", keys)
+        is_placed = has_key(first, "pos", keys) or ORIGINS in first
         return "top_k" in first or (is_placed and ("layers" in first or is_row))
 
     start = head(path, 512).lstrip()
@@ -79,8 +89,17 @@ def provenance(path: Path, **given: str) -> dict[str, Any]:
     # The first rows speak for all; a mixture is refused while reading.
     columns = first_columns(path, keys_of(path, given))
     notes = [] if "weights" in columns else [NO_WEIGHTS]
-    if "phase" not in columns and "prompt_tokens" not in given:
+    if not are_passes(path, given) and not {"phase", "prompt_tokens"} & {
+        *columns,
+        *given,
+    }:
         notes.append(PROMPT_TOKENS_NOTE)
+    first = first_object(path)
+    if isinstance(first, dict) and ORIGINS in first and origins_are_requests(first):
+        notes.append(
+            f"several rows of a batch have one of {ORIGINS}: each is taken as a"
+            " request, and its rows as its tokens"
+        )
     return {"notes": notes}
 
 
@@ -88,9 +107,12 @@ def read(path: Path, shape: ModelShape, **given: str) -> Unordered:
     """The file's rows."""
     prompt = prompt_length(path, given)
     keys = keys_of(path, given)
+    in_passes = are_passes(path, given)
     return Unordered(
-        lambda: _pieces(path, keys),
-        lambda block: finished(path, shape, block, ("phase",), prompt),
+        lambda: (
+            of_passes(path, _pieces(path, keys)) if in_passes else _pieces(path, keys)
+        ),
+        lambda block: finished(path, shape, block, ("phase",), prompt, TWICE),
     )
 
 
@@ -211,5 +233,8 @@ def _sequences(table: RowTable, sequences: Appearance) -> np.ndarray:
     # A line without a name belongs to sequence 0, as all do where no line has one.
     seq = table.seq
     named = (seq.fill_null("0") if seq.null_count else seq).dictionary_encode()
-    index = values(named.indices)[table.line]
+    index = values(named.indices)
+    # Rows of a batch have names of their own.
+    if len(index) != len(table.line):
+        index = index[table.line]
     return sequences.of_labels(named.dictionary.to_pylist(), index)

@@ -1,9 +1,10 @@
-"""CSV of llama.cpp's moe-trace: bare rows ``layer,expert``, one per routed activation.
+"""CSV of llama.cpp's moe-trace: rows ``layer,expert``, one per routed activation; or
+``layer_id,expert_ids``, one per token, its ids apart by blanks.
 
-The file tells neither tokens nor top-k: consecutive rows of one layer are its tokens of
-one pass, K rows each, with K from the model's shape. Several tokens in a pass are
-prompt, one token is generated; a prompt behind generated tokens begins a sequence
-(people join such files).
+The file does not tell tokens, and of single activations no top-k: consecutive rows of
+one layer are its tokens of one pass, K rows each with K from the model's shape, or one
+row each. Several tokens in a pass are prompt, one token is generated; a prompt behind
+generated tokens begins a sequence, and so does another header (people join such files).
 
 Source: llama.cpp pull request 28544, examples/moe-trace.
 """
@@ -17,16 +18,22 @@ import numpy as np
 
 from moesim.traces.format.arrays import first_repeat
 from moesim.traces.format.sorting import Unordered
-from moesim.traces.importers.readers.foreign import layout_error, layout_names
+from moesim.traces.importers import columns
+from moesim.traces.importers.readers.foreign import (
+    NAMES,
+    NO_WEIGHTS,
+    layout_error,
+    layout_names,
+)
 from moesim.traces.importers.readers.sequence_rows import (
     ForwardPasses,
     UnclearError,
     finished,
 )
-from moesim.traces.importers.readers.text import csv_columns, head
+from moesim.traces.importers.readers.text import csv_columns, head, sections
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
@@ -61,31 +68,45 @@ def recognises(path: Path, **given: str) -> bool:
         return _mapped_columns(path, given) is not None
 
     lines = head(path, 4096).replace(b"\r", b"").split(b"\n")
-    if lines and lines[0].strip() == _HEADER:
+    if lines[0].strip() == _HEADER or _list_columns(path):
         return True
 
     # The last line of what was read may be cut.
     whole_lines = lines[:-1] or lines
-    return bool(lines) and all(
-        _ROW.fullmatch(line) for line in whole_lines[:_RECOGNISED_LINES]
-    )
+    return all(_ROW.fullmatch(line) for line in whole_lines[:_RECOGNISED_LINES])
+
+
+def _header(path: Path) -> list[str]:
+    line = head(path, 4096).split(b"\n")[0].decode("utf-8", "replace")
+    return [word.strip() for word in line.split(",")]
+
+
+def _list_columns(path: Path) -> dict[str, list[str]]:
+    """Our column -> the file's, of a table of layers and lists of ids alone."""
+    header = _header(path)
+    columns_of = {
+        ours: [name for name in header if name in NAMES[ours]]
+        for ours in ("layer", "experts")
+    }
+    is_list = len(header) == 2 and all(len(names) == 1 for names in columns_of.values())
+    return columns_of if is_list else {}
 
 
 def _mapped_columns(path: Path, given: dict[str, str]) -> list[str] | None:
     """Our names of the columns in the header's order; None where it has others."""
     names = layout_names(path, given, _MAPPED)
     ours = {theirs: name for name, theirs in names.items()}
-    header = head(path, 4096).split(b"\n")[0].decode("utf-8", "replace")
-    columns = [word.strip() for word in header.split(",")]
+    header = _header(path)
     # A table with more columns tells tokens, and another importer reads it.
-    if sorted(columns) != sorted(ours):
+    if sorted(header) != sorted(ours):
         return None
-    return [ours[column] for column in columns]
+    return [ours[column] for column in header]
 
 
 def provenance(path: Path, **given: str) -> dict[str, Any]:
     """Nothing but remarks: the file says nothing about itself."""
-    del path, given
+    if not given.get("map") and _list_columns(path):
+        return {"notes": [NO_WEIGHTS, "no tokens in the source: pass sizes decide"]}
     return {
         "notes": [
             (
@@ -104,53 +125,70 @@ def read(path: Path, shape: ModelShape, **given: str) -> Unordered:
         raise layout_error(
             path, "--option prompt_passes", "joined or apart", repr(prompt_passes), ""
         )
-    columns = None
-    if "map" in given:
-        columns = _mapped_columns(path, given)
-    skip = int(bool(columns) or head(path, 64).startswith(_HEADER))
+    names = _mapped_columns(path, given) if "map" in given else None
     return Unordered(
-        lambda: _pieces(
-            path, shape, columns or list(_TYPES), skip, joins[prompt_passes]
-        ),
+        lambda: _pieces(path, shape, names, joins[prompt_passes]),
         lambda block: finished(path, shape, block),
     )
 
 
 def _pieces(
-    path: Path, shape: ModelShape, names: list[str], skip: int, joins: bool | None
+    path: Path, shape: ModelShape, names: list[str] | None, joins: bool | None
 ) -> Iterator[Block]:
-    """Rows of some passes at a time; a pass ends where the layer falls.
+    """Rows of some passes at a time, file by file of those that were joined.
 
     Args:
         path: the file.
         shape: the model; its top-k says how many activations a token has.
-        names: the columns, in their order.
-        skip: lines before the first row.
+        names: the columns in their order, where they were mapped.
         joins: as in `ForwardPasses`.
     """
     passes = ForwardPasses(layers=shape.layers, joins=joins)
+    lists = {} if names else _list_columns(path)
+    if lists:
+        widths = _Widths(path, shape, of_lists=True)
+        yield from _of_rows(path, columns.pieces(path, lists), widths, passes)
+        return
+
     widths = _Widths(path, shape)
+    header = ",".join(_header(path)).encode() if names else _HEADER
+    parts = sections(path, header)
+    if not parts:
+        raise layout_error(path, "rows", "layer,expert", "nothing")
+    for part in parts:
+        rows = (
+            {"layer": block["layer"], "experts": block["expert"].reshape(-1, 1)}
+            for _, block in csv_columns(path, names or list(_TYPES), _TYPES, 0, part)
+        )
+        passes.restart()
+        yield from _of_rows(path, rows, widths, passes)
+    widths.check()
+
+
+def _of_rows(
+    path: Path, blocks: Iterable[Block], widths: _Widths, passes: ForwardPasses
+) -> Iterator[Block]:
+    """The rows of some whole passes at a time; a pass ends where the layer falls."""
     layer = np.empty(0, np.int32)
-    expert = np.empty(0, np.int32)
+    experts = np.empty((0, 1), np.int32)
     first_row = 0
-
-    for _, columns in csv_columns(path, names, _TYPES, skip):
-        layer = np.concatenate((layer, columns["layer"]))
-        expert = np.concatenate((expert, columns["expert"]))
-
+    for block in blocks:
+        same_width = block["experts"].shape[1] == experts.shape[1]
+        layer = np.concatenate((layer, block["layer"]))
+        experts = (
+            np.concatenate((experts, block["experts"]))
+            if same_width
+            else block["experts"]
+        )
         falls = np.flatnonzero(np.diff(layer) < 0)
         if len(falls):  # the last pass may go on in what is not read yet
             end = int(falls[-1]) + 1
-            yield _rows(path, first_row, layer[:end], expert[:end], widths, passes)
+            yield _rows(path, first_row, layer[:end], experts[:end], widths, passes)
             layer = layer[end:]
-            expert = expert[end:]
+            experts = experts[end:]
             first_row += end
-
-    if first_row + len(layer) == 0:
-        raise layout_error(path, "rows", "layer,expert", "nothing")
     if len(layer):
-        yield _rows(path, first_row, layer, expert, widths, passes)
-    widths.check()
+        yield _rows(path, first_row, layer, experts, widths, passes)
 
 
 class _Widths:
@@ -160,10 +198,14 @@ class _Widths:
     rows, each G of them distinct, then tokens have G experts.
     """
 
-    def __init__(self, path: Path, shape: ModelShape) -> None:
+    def __init__(
+        self, path: Path, shape: ModelShape, *, of_lists: bool = False
+    ) -> None:
         self._path = path
         self._most = shape.experts
-        self.top_k = shape.top_k
+        # A list is a token, however long it is.
+        self.top_k = 1 if of_lists else shape.top_k
+        self.of_lists = of_lists
         self._common = 0
         self._is_distinct = True
 
@@ -203,7 +245,8 @@ def _rows(
     choices = np.diff(np.append(starts, len(layer)))
     top_k = widths.top_k
     tokens, rest = np.divmod(choices, top_k)
-    widths.add(choices, expert)
+    if not widths.of_lists:
+        widths.add(choices, expert)
 
     if rest.any():
         run = int(rest.argmax())
@@ -215,7 +258,7 @@ def _rows(
             "is the shape's top-k right?",
         )
 
-    experts = expert.reshape(-1, top_k)
+    experts = expert if widths.of_lists else expert.reshape(-1, top_k)
     row = first_repeat(experts.astype(np.uint16))
     if row >= 0:
         raise layout_error(

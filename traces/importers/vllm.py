@@ -56,8 +56,8 @@ OPTIONS = {
 _PROMPT = "prompt_routed_experts"
 _GENERATED = "routed_experts"
 _PREFIX_CACHE = (
-    "tokens served from the prefix cache are not routed again: record with"
-    " --no-enable-prefix-caching"
+    "older builds leave out tokens that the prefix cache serves: record with"
+    " --no-enable-prefix-caching, or with a build that returns them"
 )
 
 

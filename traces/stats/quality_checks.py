@@ -36,6 +36,9 @@ LOAD_LEAST = 5.0
 LOOP_LEAST = 0.8
 # Generated tokens below which a sequence is not judged; longest period looked for.
 LOOP_TOKENS = 64
+# Tokens in a row that have the same experts at all their layers, above which they are
+# an engine's profiling run and not routing: unlike loops, nothing at all differs.
+ALIKE_TOKENS = 32
 # A finding names no more sequences or layers than this.
 _NAMED = 4
 
@@ -69,6 +72,8 @@ class QualityChecker:
         self._gaps: list[tuple[int, int]] = []
         self._without_start: list[int] = []
         self._repeating: list[int] = []
+        # Sequence, and how many of its tokens are alike.
+        self._alike: list[tuple[int, int]] = []
         # Layer -> sequences in which it holds only part of the prompt.
         self._ragged: dict[int, int] = {}
         # Sequence and the one it equals; digest -> the first sequence with it.
@@ -109,6 +114,10 @@ class QualityChecker:
         if len(pos) > self.shape.layers and digest in self._digests:
             self._copies.append((number, self._digests[digest]))
         self._digests.setdefault(digest, number)
+
+        alike = alike_rows(pos, layer, experts)
+        if alike.any():
+            self._alike.append((number, len(np.unique(pos[alike]))))
 
         first_choice = np.ascontiguousarray(experts[prompt:, 0], np.uint16)
         if _repeats(first_choice.reshape(-1, self.shape.layers)):
@@ -181,6 +190,15 @@ class QualityChecker:
     def _of_repetition(self) -> list[Finding]:
         findings = []
 
+        if self._alike:
+            sequence, tokens = self._alike[0]
+            text = (
+                f"{tokens:,} tokens in a row have the same experts at every layer,"
+                f" first in sequence {sequence}: an engine's profiling run, no routing;"
+                " `trace import --drop-profiling` leaves it out"
+            )
+            findings.append(Finding("profiling", text, grave=True))
+
         if self._repeating:
             text = (
                 f"{len(self._repeating)} of {self.sequences} sequences repeat"
@@ -218,6 +236,29 @@ class QualityChecker:
             findings.append(Finding("layers", text, grave=True))
 
         return findings
+
+
+def alike_rows(pos: np.ndarray, layer: np.ndarray, experts: np.ndarray) -> np.ndarray:
+    """Return the rows of at least `ALIKE_TOKENS` tokens in a row whose experts are the
+    same at all their layers: bool [N], of a sequence sorted by pos and layer.
+    """
+    by_layer = np.argsort(layer, kind="stable")
+    same = np.zeros(len(pos), bool)
+    at_layer = layer[by_layer]
+    chosen = experts[by_layer]
+    follows = (at_layer[1:] == at_layer[:-1]) & (chosen[1:] == chosen[:-1]).all(axis=1)
+    same[by_layer[1:]] = follows
+
+    starts = np.flatnonzero(np.diff(pos, prepend=pos[0] - 1))
+    tokens = np.minimum.reduceat(same, starts)
+    edges = np.diff(np.concatenate(([0], tokens.astype(np.int8), [0])))
+    alike = np.zeros(len(tokens), bool)
+    # The first token of a run is like the ones behind it.
+    for first, end in zip(
+        np.flatnonzero(edges > 0) - 1, np.flatnonzero(edges < 0), strict=True
+    ):
+        alike[first:end] = end - first >= ALIKE_TOKENS
+    return np.repeat(alike, np.diff(np.append(starts, len(pos))))
 
 
 def check_quality(trace: Trace) -> list[Finding]:

@@ -397,7 +397,7 @@ def synth(
                 "--save-stats: expected --like beside it: stated statistics need no"
                 " file"
             )
-        described = model_shape(str(shape), quant or "bf16")
+        described = model_shape(str(shape), quant)
         model = _model_of(described, seed, statistics)
     else:
         doubled = [name for name in statistics if name not in LENGTHS]

@@ -7,6 +7,7 @@ experts are scaled so that the sum is right.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
@@ -35,19 +36,32 @@ from moesim.traces.weight_formats import (
 
 DEFAULT_QUANT = "Q4_K_M"
 
-# Names of the same shape. What follows a name ("-instruct-2507") is cut off anyway.
+# Words in front of a name, and behind it, that say nothing about the shape: training,
+# dates, versions, containers.
+MAKERS = ("nvidia", "meta", "mistralai", "google", "openai", "microsoft", "unsloth")
+VARIANT = re.compile(
+    r"instruct|chat|base|thinking|reasoning|it|pt|hf|gguf|mlx|awq|gptq|preview|exp"
+    r"|terminus|speciale|v\d+(\.\d+)*|\d{4}|int[48]|[48]bit"
+)
+LABEL = re.compile(r"[-_.](ud[-_])?(i?q\d\w*|bf16|f16|fp8|mxfp4|nvfp4)(\.gguf)?$")
+
+# Names of the same shape.
 ALIASES = {
     "deepseek-r1": "deepseek-v3",
     "deepseek-v3.1": "deepseek-v3",
     "deepseek-v3.2": "deepseek-v3",
     "deepseek-coder-v2-lite": "deepseek-v2-lite",
     "deepseek-coder-v2": "deepseek-v2",
+    "llama-4-scout-17b-16e": "llama-4-scout",
+    "llama-4-maverick-17b-128e": "llama-4-maverick",
+    "glm-5.1": "glm-5",
     "glm-4.6": "glm-4.5",
     "glm-4.7": "glm-4.5",
     "glm-4.6-air": "glm-4.5-air",
     "kimi-k2.5": "kimi-k2",
     "minimax-m2.1": "minimax-m2",
     "minimax-m2.5": "minimax-m2",
+    "minimax-m2.7": "minimax-m2",
     "mixtral-8x7b-instruct": "mixtral-8x7b",
     "qwen3.5-35b-a3b": "qwen3.6-35b-a3b",
     "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
@@ -85,25 +99,42 @@ def shapes() -> dict[str, dict[str, Any]]:
 
 
 def shape_named(text: str) -> dict[str, Any] | None:
-    """Find the shape whose name begins `text`, the longest one; None if there is none.
+    """Find the shape of a model; None where a word of its name is not known.
+
+    A word that is not known (flash, air, lite, coder, distill) makes it another model.
 
     Args:
         text: such as ``Qwen3-30B-A3B-Instruct-2507``; case and separators do not
             matter.
     """
-    wanted = _plain(text)
-    names = {_plain(name): name for name in (*shapes(), *ALIASES)}
+    name = text.lower().rstrip("/").rsplit("/", maxsplit=1)[-1]
+    words = re.findall(r"[a-z0-9.]+", LABEL.sub("", name))
+    while words and words[0] in MAKERS:
+        del words[0]
+    names = {each.replace("-", ""): each for each in (*shapes(), *ALIASES)}
 
-    # Makers append dates and variants to a name; it is the same shape.
-    fitting = [name for name in names if wanted.startswith(name)]
-    if not fitting:
-        return None
-    name = names[max(fitting, key=len)]
-    return {**shapes()[ALIASES.get(name, name)], "name": name}
+    for count in range(len(words), 0, -1):
+        known = names.get("".join(words[:count]))
+        if known is None:
+            continue
+        row = {**shapes()[ALIASES.get(known, known)], "name": known}
+        return row if all(_same_shape(word, row) for word in words[count:]) else None
+    return None
 
 
-def _plain(text: str) -> str:
-    return re.sub(r"[^a-z0-9.]", "", text.lower().rsplit("/", maxsplit=1)[-1])
+def _same_shape(word: str, row: dict[str, Any]) -> bool:
+    """Whether a word behind a model's name leaves its shape as it is."""
+    if VARIANT.fullmatch(word):
+        return True
+    size = re.fullmatch(r"(a?)(\d+(?:\.\d+)?)([bt])", word)
+    if size is None:
+        return False
+    stated = float(size[2]) * (1e12 if size[3] == "t" else 1e9)
+    model = _computed(row, _known_recipe(DEFAULT_QUANT), "")
+    # Makers round, and not all count the head or heads for several tokens.
+    if size[1]:
+        return math.isclose(stated, model.active_weights, rel_tol=0.3)
+    return math.isclose(stated, model.weights, rel_tol=0.06)
 
 
 def named_contents(
@@ -127,15 +158,10 @@ def named_contents(
             f"model {name!r}: no such file, folder or name{hint}; `moesim list models`"
             " prints the names, and a GGUF file or Hugging Face folder is exact"
         )
-    # These models were trained in this format and hardly exist in others.
-    native = "MXFP4" if row["name"].startswith("gpt-oss") else DEFAULT_QUANT
-    label = quant or native
-    formats = recipe(label)
-    if formats is None:
-        raise AdviceError(
-            f"quantisation {label!r}: unknown; expected a llama.cpp label such as"
-            " Q4_K_M, UD-Q4_K_XL, IQ2_XXS, Q8_0, MXFP4 or BF16"
-        )
+    # Experts that were trained in four bits hardly exist in others.
+    in_mxfp4 = row.get("published") == "mxfp4"
+    label = quant or ("MXFP4" if in_mxfp4 else DEFAULT_QUANT)
+    formats = _known_recipe(label)
     if row["name"].startswith("gpt-oss"):
         # Files of gpt-oss keep the experts as trained, whatever the label says: "F16"
         # is about attention and head.
@@ -148,6 +174,16 @@ def named_contents(
     if file_bytes is not None:
         contents = _scaled(contents, file_bytes)
     return contents
+
+
+def _known_recipe(label: str) -> Recipe:
+    formats = recipe(label)
+    if formats is None:
+        raise AdviceError(
+            f"quantisation {label!r}: unknown; expected a llama.cpp label such as"
+            " Q4_K_M, UD-Q4_K_XL, IQ2_XXS, Q8_0, MXFP4 or BF16"
+        )
+    return formats
 
 
 def _computed(row: dict[str, Any], formats: Recipe, label: str) -> ModelContents:
@@ -172,8 +208,8 @@ def _computed(row: dict[str, Any], formats: Recipe, label: str) -> ModelContents
         source="shapes",
         quant=label,
         tied=tied,
-        # Tables that are looked up, not multiplied; they may stay in the file.
-        unused_bytes=row.get("table_bytes", 0),
+        table_bytes=row.get("table_bytes", 0),
+        table_rows=row.get("table_rows", 1),
         assumed=("bytes follow from the shape and the label",),
     )
 

@@ -129,6 +129,9 @@ class ModelContents:
         quant: the label that people use, such as ``Q4_K_M``.
         tied: head and embeddings are the same tensor.
         unused_bytes: stored, but not read when tokens are made (multi-token heads).
+        table_bytes: look-up tables by token or n-gram besides the embeddings: a token
+            reads a few rows, so engines may leave them in the file.
+        table_rows: rows of them that a token reads.
         assumed: what the source did not say.
     """
 
@@ -144,6 +147,8 @@ class ModelContents:
     quant: str = ""
     tied: bool = False
     unused_bytes: int = 0
+    table_bytes: int = 0
+    table_rows: int = 1
     assumed: tuple[str, ...] = ()
 
     @cached_property
@@ -167,7 +172,8 @@ class ModelContents:
         # A tied head is the embeddings again, stored once.
         head = 0 if self.tied else self.head_bytes
         weights = self.dense_bytes + self.expert_bytes
-        return weights + head + self.embed_bytes + self.unused_bytes
+        stored = weights + head + self.embed_bytes
+        return stored + self.unused_bytes + self.table_bytes
 
     @cached_property
     def weights(self) -> int:
@@ -217,6 +223,8 @@ ROUTED_HF = re.compile(r"\.(?:experts|local_experts)\.")
 LAYER = re.compile(r"(?:^blk|layers|blocks|h)\.(\d+)\.")
 
 EMBED = re.compile(r"^(?:token_embd\.|.*embed_tokens\.|.*word_embeddings\.)")
+# Looked up by token or n-gram for some layers: Gemma's and Qwen's "PLE".
+TABLE = re.compile(r"per_layer_token_embd|embed_tokens_per_layer|ngram_embed")
 HEAD = re.compile(r"^(?:output\.|(?:.*\.)?lm_head\.)")
 VISION = re.compile(r"(?:^|\.)(?:visual|vision\w*|image\w*|audio\w*)\.")
 # Heads that predict several tokens ahead are stored but not run.
@@ -260,6 +268,7 @@ class SortedTensors:
     head: LayerTensors = field(default_factory=LayerTensors)
     rest_bytes: int = 0
     unused_bytes: int = 0
+    table_bytes: int = 0
 
 
 def is_routed(name: str) -> bool:
@@ -283,6 +292,9 @@ def sort_tensors(tensors: Iterable[Tensor], run_layers: int) -> SortedTensors:
         if VISION.search(tensor.name):
             # Towers for pictures number their layers as the text's.
             parts.rest_bytes += tensor.stored_bytes
+            continue
+        if TABLE.search(tensor.name):
+            parts.table_bytes += tensor.stored_bytes
             continue
         layer_match = LAYER.search(tensor.name)
         if layer_match and int(layer_match.group(1)) < run_layers:

@@ -328,6 +328,7 @@ def gguf_contents(path: Path) -> ModelContents:
         tied=not parts.head.dense_bytes,
         # Tensors outside the layers (rope factors, the last norm) are small.
         unused_bytes=parts.unused_bytes + parts.rest_bytes,
+        table_bytes=parts.table_bytes,
     )
 
 

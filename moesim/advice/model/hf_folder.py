@@ -134,6 +134,7 @@ def hf_contents(folder: Path) -> ModelContents:
         quant=head_format.upper(),
         tied=not parts.head.dense_bytes,
         unused_bytes=parts.unused_bytes + parts.rest_bytes,
+        table_bytes=parts.table_bytes,
     )
 
 

@@ -6,7 +6,12 @@ import shlex
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, DEFAULT_MICRO_BATCH
+from moesim.advice.times.work import (
+    ALL_LAYERS,
+    DEFAULT_BATCH,
+    DEFAULT_MICRO_BATCH,
+    LAZY,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
 DEVICE_NAMES = {"cuda": "CUDA", "rocm": "ROCm", "vulkan": "Vulkan", "sycl": "SYCL"}
 
 
-def flags_of(  # noqa: C901 # one branch per flag
+def flags_of(  # noqa: C901, PLR0912 # one branch per flag
     setting: Setting, model: ModelContents, machine: Machine
 ) -> list[str]:
     """Return llama.cpp's flags for a setting, without model and context."""
@@ -56,9 +61,24 @@ def flags_of(  # noqa: C901 # one branch per flag
         flags += ["-fa", "on" if setting.flash else "off"]
     if setting.kv_format != "f16":
         flags += ["-ctk", setting.kv_format, "-ctv", setting.kv_format]
-    if on_host and machine.graphics and setting.page_locked:
+    if on_host and machine.graphics and not setting.mapped:
         flags += ["--load-mode", "none"]
+    if model.table_bytes:
+        flags += lazy_flags(setting, model)
     return flags
+
+
+# llama.cpp leaves tables from this size on in the file by itself.
+# Source: pull requests 27794 and 27837 of 2026-08-28.
+LAZY_FROM_BYTES = 4 * 1024**3
+
+
+def lazy_flags(setting: Setting, model: ModelContents) -> list[str]:
+    """Return the flag that puts look-up tables where a setting has them."""
+    lazy = setting.tables == LAZY
+    if lazy == (model.table_bytes > LAZY_FROM_BYTES):
+        return []
+    return ["--lazy-mode", "on" if lazy else "off"]
 
 
 def threads_of(machine: Machine) -> int:
@@ -107,7 +127,7 @@ def bench_command(
         words += ["--numa", "distribute"]
     if setting.on_host(model) and machine.graphics:
         # Without it pages of a mapped file would be uploaded slowly.
-        mode = "none" if setting.page_locked else "mmap"
+        mode = "mmap" if setting.mapped else "none"
         words += ["-lm", mode]
     words += ["-t", str(setting.threads or threads_of(machine))]
     words += ["-p", str(prompt_tokens), "-n", str(answer_tokens), "-o", "jsonl"]

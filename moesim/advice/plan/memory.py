@@ -8,11 +8,17 @@ memory into host memory behind the engine's back, and speed falls several times.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from moesim.advice.model.contents import F16_BYTES
-from moesim.advice.times.work import ALL_LAYERS, DEFAULT_BATCH, KV_SHARES, Setting
+from moesim.advice.times.work import (
+    ALL_LAYERS,
+    DEFAULT_BATCH,
+    KV_SHARES,
+    LAZY,
+    Setting,
+)
 from moesim.runs.memory import ACTIVATION_BYTES, CONTEXT_BYTES
 
 if TYPE_CHECKING:
@@ -24,6 +30,9 @@ if TYPE_CHECKING:
 
 MIB = 1024**2
 GIB = 1024**3
+
+TABLES = "look-up tables"
+"""Of a bill: what a token reads a few rows of."""
 
 # What a desktop shows on the card that also drives the screen.
 SCREEN_BYTES = {"linux": 300 * MIB, "windows": 1200 * MIB}
@@ -86,6 +95,7 @@ class MemoryBill:
         shared: both are one memory.
         cards: by card, where there are several.
         uncertain: how far the bytes of one card may be off.
+        file: item -> bytes that stay in the file, read as they are asked for.
     """
 
     gpu: dict[str, float]
@@ -95,6 +105,7 @@ class MemoryBill:
     shared: bool = False
     cards: tuple[CardBill, ...] = ()
     uncertain: float = UNCERTAIN_BYTES
+    file: dict[str, float] = field(default_factory=dict)
 
     @property
     def gpu_bytes(self) -> float:
@@ -182,6 +193,9 @@ def memory_bill(
     (gpu if head_on_gpu else host)["dense weights"] += model.head_bytes
     host["embeddings"] = model.embed_bytes
     host["program"] = PROGRAM_BYTES
+    file: dict[str, float] = {}
+    if model.table_bytes:
+        (file if setting.tables == LAZY else host)[TABLES] = model.table_bytes
     cards: tuple[CardBill, ...] = ()
     if machine.graphics:
         buffers = compute_buffers(model, setting, context_tokens)
@@ -206,6 +220,7 @@ def memory_bill(
         shared=machine.unified,
         cards=cards,
         uncertain=UNCERTAIN_BYTES + computed * largest,
+        file=file,
     )
 
 
@@ -455,11 +470,7 @@ def candidates(model: ModelContents, machine: Machine, job: Job) -> list[Candida
     Layers go from none on the CPU to all; where even that is too much for the cards,
     whole layers leave them. A machine without a card has one setting.
     """
-    base = Setting(
-        sequences=job.sequences,
-        page_locked=page_locks(model, machine, job),
-        random_tokens=False,
-    )
+    base = Setting(sequences=job.sequences, random_tokens=False)
     fitting = []
     paging = []
     sizes = (job.micro_batch,) if job.micro_batch else MICRO_BATCHES
@@ -479,15 +490,36 @@ def candidates(model: ModelContents, machine: Machine, job: Job) -> list[Candida
             )
             if machine.gpu_count > 1:
                 wider = with_split(model, machine, wider, job)
-            bill = bill_of(model, machine, wider, job)
-            if bill.fits:
+            candidate = loaded(model, machine, wider, job)
+            if candidate.bill.fits:
                 fitting_count += 1
-                fitting.append(Candidate(wider, bill))
-            elif bill.pages:
-                mapped = replace(wider, page_locked=False)
-                paging.append(Candidate(mapped, bill))
+                fitting.append(candidate)
+            elif candidate.bill.pages:
+                paging.append(candidate)
     # Experts may stay in the file and be read through the page cache.
     return fitting or paging
+
+
+def loaded(
+    model: ModelContents, machine: Machine, setting: Setting, job: Job
+) -> Candidate:
+    """Load what a setting leaves to the host as memory allows.
+
+    Host weights are read into buffers (``--load-mode none``) if they fit, whatever the
+    file holds besides, look-up tables with them if these fit, too; buffers are
+    page-locked as far as the system lets them.
+    """
+    bill = bill_of(model, machine, setting, job)
+    if model.table_bytes and not bill.fits:
+        setting = replace(setting, tables=LAZY)
+        bill = bill_of(model, machine, setting, job)
+    buffers = bill.host_bytes - PROGRAM_BYTES
+    setting = replace(
+        setting,
+        mapped=not bill.fits,
+        page_locked=bill.fits and buffers <= machine.most_page_locked_bytes,
+    )
+    return Candidate(setting, bill)
 
 
 def advisable(fitting: Sequence[Candidate]) -> list[Candidate]:
@@ -514,17 +546,6 @@ def with_split(
     return setting if counts is None else replace(setting, split=counts)
 
 
-def page_locks(model: ModelContents, machine: Machine, job: Job) -> bool:
-    """Tell whether weights are loaded into page-locked memory (``--no-mmap``).
-
-    That needs room for all host weights at once; a mapped file does not.
-    """
-    free = machine.memory.size_bytes
-    if free is None:
-        return True
-    return model.file_bytes < free - max(job.keep_ram_bytes, 3 * 1024**3)
-
-
 def _places(
     model: ModelContents, machine: Machine, job: Job, base: Setting
 ) -> list[Setting]:
@@ -532,11 +553,13 @@ def _places(
     if not machine.graphics:
         return [replace(base, gpu_layers=0)]
 
+    if machine.unified:
+        # Both processors read one memory: a split gains no bandwidth and pays for the
+        # hand-over in every layer.
+        return [base, replace(base, gpu_layers=0)]
+
     last = max(model.moe_layers, default=-1) + 1
     counts = range(last + 1)
-    if machine.unified:
-        # Both processors read the same memory; the GPU is never slower at it.
-        counts = range(1)
     places = [replace(base, cpu_layers=count) for count in counts]
 
     packed = packed_layers(model, machine, job, base)
@@ -563,7 +586,7 @@ def packed_layers(
     """
     sizes = {at: model.layers[at].expert_bytes for at in model.moe_layers}
     # Equal layers: which N is all the same.
-    if len(set(sizes.values())) < 2 or machine.unified:
+    if len(set(sizes.values())) < 2:
         return None
 
     nothing = bill_of(model, machine, replace(base, cpu_layers=ALL_LAYERS), job)

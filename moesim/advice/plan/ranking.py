@@ -127,6 +127,7 @@ class Forecast:
             setting.chosen_layers,
             setting.page_locked,
             setting.sequences,
+            setting.tables,
         )
         # Sorting a model's bytes takes most of an answer's time, and candidates differ
         # in micro-batches, which decode does not see, or in key-value formats, which
@@ -364,7 +365,9 @@ def _options(forecast: Forecast, best: Candidate) -> list[tuple[Target, float, s
     if setting.chosen_layers is not None:
         # llama-bench counts layers; about as many of them do.
         setting = Setting(
-            cpu_layers=len(setting.chosen_layers), page_locked=setting.page_locked
+            cpu_layers=len(setting.chosen_layers),
+            page_locked=setting.page_locked,
+            mapped=setting.mapped,
         )
     last = max(model.moe_layers, default=0) + 1
 

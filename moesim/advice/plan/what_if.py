@@ -10,13 +10,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moesim.advice.model.catalogue import named_contents
+from moesim.advice.model.catalogue import named_contents, shape_named
 from moesim.advice.plan.memory import Job, advisable, candidates
 from moesim.advice.times.cache_engine import (
     EngineTraits,
-    EngineWork,
     HostRates,
-    engine_latents,
     engine_priors,
     engine_seconds,
     engine_work,
@@ -24,13 +22,14 @@ from moesim.advice.times.cache_engine import (
 )
 from moesim.advice.times.latents import Beliefs, Interval, Prior
 from moesim.advice.times.priors import PriorTable
-from moesim.advice.times.step_times import misfits_of
+from moesim.advice.times.step_times import latents_of, misfits_of
 from moesim.base.errors import AdviceError
 from moesim.base.files import ScratchFolder
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.weight_formats import bytes_per_weight, recipe
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from moesim.advice.model.contents import ModelContents
@@ -258,15 +257,37 @@ def _mixed_bytes(label: str) -> float:
     return (2 * bytes_per_weight(formats.up) + down) / 3
 
 
+@dataclass(frozen=True, slots=True)
+class CacheHits:
+    """How often a cache of experts hits, as odds, and where that is known from.
+
+    Attributes:
+        odds: hits over misses, with their spread.
+        note: source, in words.
+    """
+
+    odds: Interval
+    note: str
+
+    @property
+    def words(self) -> str:
+        """The hit rate with its interval, and its source."""
+        rates = [odds / (1 + odds) for odds in (self.odds.low, self.odds.high)]
+        median = self.odds.value / (1 + self.odds.value)
+        low, high = (f"{100 * rate:.0f}" for rate in rates)
+        return f"hit rate {100 * median:.0f} % (90 %: {low} to {high}), {self.note}"
+
+
 def expert_cache(
     forecast: Forecast, best: Prospect, trace: Path | None = None
 ) -> WhatIf:
-    """Replay an expert cache in the graphics memory that the advised setting fills.
+    """Predict an expert cache in the graphics memory that the advised setting fills.
 
     Args:
         forecast: of the machine.
         best: the advised setting.
-        trace: routing to replay; None draws synthetic routing of the model's shape.
+        trace: routing to replay; None takes statistics of this model's routing that
+            ship, or what is common to models.
 
     Raises:
         AdviceError: a machine without a card, or a trace of another model.
@@ -278,62 +299,103 @@ def expert_cache(
             "an expert cache needs a graphics card with memory of its own"
         )
 
-    layer = model.layers[model.moe_layers[0]]
     # What the setting gives to experts, and what it leaves unused.
     kept = best.candidate.bill.gpu["experts"] + best.candidate.bill.gpu_left
     ratio = min(1.0, max(0.0, kept / model.expert_bytes))
-    hit_rate, note = _replayed_hits(model, ratio, trace)
-
-    traits = EngineTraits()
-    misses = (1 - hit_rate) * layer.top_k * len(model.moe_layers)
-    steps = steps_from_hits(model, hit_rate, traits)
-    work = engine_work(model, steps, ADMITTED_SHARE * misses, traits)
-    speed = _engine_speed(forecast, work)
+    speed, hits = cached_speed(forecast, ratio, trace)
     words = f"an expert cache of {100 * ratio:.0f} % of the experts ({CACHE_POLICY})"
     # The engine is predicted for one sequence, so it is held against one.
     single = replace(best.candidate.setting, sequences=1)
     alone = forecast.prospect(replace(best.candidate, setting=single))
-    factor = speed.value / alone.decode.value
-    return WhatIf(words, speed, factor, f"hit rate {100 * hit_rate:.0f} %, {note}")
+    return WhatIf(words, speed, speed.value / alone.decode.value, hits.words)
 
 
-def _engine_speed(forecast: Forecast, work: EngineWork) -> Interval:
+def cached_speed(
+    forecast: Forecast, ratio: float, trace: Path | None = None
+) -> tuple[Interval, CacheHits]:
+    """Predict tokens per second with a share of every layer's experts in slots."""
+    model = forecast.model
     machine = forecast.machine
+    hits = _hits(model, ratio, trace)
     priors = {name: forecast.beliefs.priors[name] for name in forecast.beliefs.priors}
-    table = PriorTable({**priors, **engine_priors(machine)})
+    odds = Prior(hits.odds.value, hits.odds.spread, hits.note)
+    table = PriorTable({**priors, **engine_priors(machine), ODDS: odds})
     learned = forecast.beliefs
     beliefs = Beliefs(table, learned.names, learned.mean, learned.covariance)
 
     reach = learned.median("host_read") * learned.median("host_reach")
     host = HostRates.of(reach, learned.median("upload"), None)
-    misfits = misfits_of(forecast.model)
-    seconds = beliefs.predict(
-        lambda rates: engine_seconds(work, machine, host, rates) * rates[misfits[0]],
-        sorted(engine_latents(work) | set(misfits)),
+    (misfit,) = misfits_of(model)
+    # Forks of llama.cpp cut the graph at every cached layer and merge two chains.
+    traits = EngineTraits(split=ratio < 1, merge=ratio < 1)
+    asked = model.layers[model.moe_layers[0]].top_k * len(model.moe_layers)
+
+    def seconds(rates: Mapping[str, float]) -> float:
+        missed = 1 / (1 + rates[ODDS]) if ratio < 1 else 0.0
+        steps = steps_from_hits(model, 1 - missed, traits)
+        work = engine_work(model, steps, ADMITTED_SHARE * missed * asked, traits)
+        return engine_seconds(work, machine, host, rates) * rates[misfit]
+
+    return beliefs.predict(seconds, sorted(latents_of(seconds))).inverse(), hits
+
+
+ODDS = "hit_odds"
+
+# Odds of a hit over those of a slot, and their spread: least recently used, from a
+# quarter to half of the experts in slots, on routing of eight models (Mixtral the
+# lowest, Qwen3-30B-A3B the highest).
+SLOT_ODDS = 4.5
+SLOT_ODDS_SPREAD = 0.75
+# Texts of one model differ by so much.
+TEXT_ODDS_SPREAD = 0.3
+
+
+def _hits(model: ModelContents, ratio: float, trace: Path | None) -> CacheHits:
+    """Odds of a hit on routing of the user, of this model, or of models in general."""
+    if ratio >= 1 or ratio <= 0:
+        return CacheHits(Interval(1e6 if ratio else 1e-6, 0.0), "no cache needed")
+    if trace is not None:
+        odds = _replayed_odds(trace, ratio)
+        return CacheHits(odds, f"replayed on {trace.name}")
+    name = routing_known(model)
+    if name:
+        return CacheHits(
+            _drawn_odds(name, ratio), f"on routing with the statistics of {name}"
+        )
+    odds = Interval(SLOT_ODDS * ratio / (1 - ratio), SLOT_ODDS_SPREAD)
+    note = "as of models in general: no routing of this one is known, --trace takes it"
+    return CacheHits(odds, note)
+
+
+def routing_known(model: ModelContents) -> str:
+    """Return the shipped statistics of a model's routing; empty without any."""
+    from moesim.traces.synthetic.saved import (  # noqa: PLC0415 # loads much
+        shipped_statistics,
     )
-    return seconds.inverse()
+
+    shape = shape_named(model.name)
+    names = {name.lower() for name in (model.name, shape["name"] if shape else "")}
+    return next((name for name in shipped_statistics() if name in names), "")
 
 
-def _replayed_hits(
-    model: ModelContents, ratio: float, trace: Path | None
-) -> tuple[float, str]:
-    """Hit rate of a cache of that size on the user's routing, or on synthetic one."""
+def _replayed_odds(trace: Path, ratio: float) -> Interval:
     from moesim.runs.config import MemoryOptions  # noqa: PLC0415 # replays load much
     from moesim.runs.replay import replay_cache  # noqa: PLC0415
-    from moesim.traces.synthetic.generate import stated, synthesise  # noqa: PLC0415
 
     memory = MemoryOptions(cache_ratio=ratio, cache_scope="layer")
-    if trace is not None:
-        counts = replay_cache(trace, CACHE_POLICY, memory=memory)
-        return float(counts["hit_rate_active"]), f"replayed on {trace.name}"
+    counts = replay_cache(trace, CACHE_POLICY, memory=memory)
+    rate = min(1 - 1e-6, max(1e-6, float(counts["hit_rate_active"])))
+    return Interval(rate / (1 - rate), TEXT_ODDS_SPREAD)
 
-    shape = shape_of(model)
+
+def _drawn_odds(name: str, ratio: float) -> Interval:
+    from moesim.traces.synthetic.generate import synthesise  # noqa: PLC0415
+    from moesim.traces.synthetic.saved import model_like  # noqa: PLC0415
+
     with ScratchFolder() as folder:
         path = folder / "synthetic.parquet"
-        statistics = stated(shape, new_tokens=SYNTHETIC_TOKENS)
-        synthesise(statistics, path, tokens=SYNTHETIC_TOKENS)
-        counts = replay_cache(path, CACHE_POLICY, memory=memory)
-    return float(counts["hit_rate_active"]), "on synthetic routing, --trace takes yours"
+        synthesise(model_like(name), path, tokens=SYNTHETIC_TOKENS)
+        return _replayed_odds(path, ratio)
 
 
 def shape_of(model: ModelContents) -> ModelShape:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from moesim.advice.machine import WSL
 from moesim.advice.times.latents import Prior
 from moesim.advice.times.population import (
     Population,
@@ -52,6 +53,9 @@ OLD_LAUNCHES = 1.5
 # Strix Halo, M1 and M2, three quarters to five sixths; wide ones (M2 Ultra) half.
 NARROW_BYTES_PER_S = 300e9
 REACH_OF_NARROW = (0.90, 0.15)
+# Intel's chips keep less. Source: 19.0 GiB of Qwen3.6-35B-A3B on an Arc 140T, 17 to 19
+# tokens a second.
+REACH_OF_NARROW_SYCL = (0.50, 0.30)
 REACH_FAMILY_SPREAD = 0.08
 SYCL_MXFP4 = (0.25, 0.80)
 # Codebooks cost arithmetic: an RTX 3090 reads an 8B model in IQ3_XXS at 430 GB/s, the
@@ -81,6 +85,16 @@ KV_REACH = {"cuda": 0.45, "rocm": 0.7, "vulkan": 0.8, "metal": 0.6, "sycl": 0.5}
 # threads and some six barriers between the products.
 FLOOR_S = (70e-6, 0.40)
 FLOOR_S_OTHERS = (90e-6, 0.50)
+
+# Of hosts whose dies, not their channels, limit reading.
+DIES_SPREAD = 0.2
+
+# Every wait for the card under WSL2 passes through Windows' driver, and files lie on a
+# virtual disk. Source: an i7-4790K with a GTX 1080 Ti and a GTX 1070, 40 layers of
+# Qwen3.6-35B-A3B on the CPU: 110 ms a token, 31 of them reading; 1.5 s with a third of
+# the file beyond memory.
+WSL_FLOOR_S = (1e-3, 0.7)
+WSL_SSD_READ = (0.15e9, 1.2)
 
 # Two of the largest common memory modules, 48 GB each.
 TWO_MODULES_BYTES = 96 * 1024**3
@@ -200,6 +214,12 @@ def textbook_priors(machine: Machine, threads: int | None = None) -> dict[str, P
 
 def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
     floor, floor_spread = FLOOR_S if machine.backend == "cuda" else FLOOR_S_OTHERS
+    # Experts are read in pieces of megabytes as they are asked for.
+    ssd_read = Prior(1.2e9, 0.9, "page faults on an NVMe drive")
+    if machine.system == WSL:
+        ssd_read = Prior(*WSL_SSD_READ, "page faults on a virtual disk")
+        if machine.graphics:
+            floor, floor_spread = WSL_FLOOR_S
     vector = machine.processor.vector
 
     priors = {
@@ -219,8 +239,18 @@ def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
             "products of quantised weights",
             ("core_flops",),
         ),
-        # Experts are read in pieces of megabytes as they are asked for.
-        "ssd_read": Prior(1.2e9, 0.9, "page faults on an NVMe drive"),
+        "ssd_read": ssd_read,
+        # Source: an RTX 3090 makes 157, 328, 382 and 432 tokens a second for 1, 4, 8
+        # and 16 requests of Qwen3.6-35B-A3B; nobody says whether prompts are counted.
+        "sample_s": Prior(
+            2e-9, 0.6, "sampling among the vocabulary, request by request"
+        ),
+        # Source: UD-IQ1_S of Qwen3.8-Flash-Next, 92 tokens a second with its table in
+        # memory, 85 to 91 with a cold page cache; prompts 1,823, 1,482 to 1,541. Builds
+        # whose reads are not batched: 66 and 358.
+        "table_s": Prior(0.3e-3, 0.7, "look-ups outside the graph"),
+        "row_s": Prior(20e-6, 0.9, "page faults of one token's rows"),
+        "batched_row_s": Prior(7e-6, 0.7, "page faults of a batch's rows"),
         "step_s": Prior(200e-6, 0.7, "sampling and building the graph", ("step_s",)),
     }
     for group in CORE_BYTES_PER_S:
@@ -264,6 +294,9 @@ def _host_read(machine: Machine, threads: int | None) -> Prior:
     if processor.dies_bytes_per_s:
         # The narrower of memory and the dies' links, rounded at the corner.
         dies = 0.95 * processor.dies_bytes_per_s / processor.sockets
+        if dies < rate and processor.kind in {"workstation", "server"}:
+            # Clocks of the fabric, and how dies share channels, are set in the BIOS.
+            spread = max(spread, DIES_SPREAD)
         rate = (rate**-6 + dies**-6) ** (-1 / 6)
     return Prior(rate, spread, why, effects)
 
@@ -312,6 +345,8 @@ def _device_priors(machine: Machine) -> dict[str, Prior]:
         reach, reach_spread = REACH_OF_CLASS[card_class]
     elif machine.unified and machine.device_bytes_per_s < NARROW_BYTES_PER_S:
         reach, reach_spread = REACH_OF_NARROW
+        if backend == "sycl":
+            reach, reach_spread = REACH_OF_NARROW_SYCL
     if card_class == "old":
         layer *= OLD_LAUNCHES
     priors = {

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 from moesim.advice.times.latents import Beliefs, Interval, Observation
 from moesim.advice.times.work import (
+    HELD,
     DecodeWork,
     PrefillWork,
     decode_work,
@@ -33,7 +34,7 @@ from moesim.advice.times.work import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
@@ -126,7 +127,7 @@ def decode_terms(
         work: what the step reads.
         machine: for its cores.
         setting: for its threads.
-        rates: value of every latent that `decode_latents` names.
+        rates: value of every latent.
     """
     terms = {"step": rates["step_s"]}
 
@@ -148,6 +149,10 @@ def decode_terms(
 
     if work.ssd_bytes:
         terms["ssd"] = work.ssd_bytes / rates["ssd_read"]
+    if work.sampled:
+        terms["sampling"] = work.sampled * rates["sample_s"]
+    if work.table_rows:
+        terms["look-up tables"] = rates["table_s"] + work.cold_rows * rates["row_s"]
     if work.host_dense_layers or work.host_dense:
         reading = host_seconds(work.host_dense, machine, setting, rates)
         terms["cpu other layers"] = (
@@ -199,32 +204,6 @@ def host_seconds(
     return seconds
 
 
-def decode_latents(work: DecodeWork) -> set[str]:
-    """Name the latents that a decode step depends on."""
-    names = {"step_s"}
-    if work.device:
-        names |= {"device_read", "device_reach", "layer_s"}
-        names |= {f"reach:{family(name)}" for name in work.device}
-    if work.device_recurrent:
-        names.add("recurrent_ratio")
-    if work.device_latent:
-        names.add("latent_ratio")
-    if work.device_kv_bytes:
-        names.add("kv_reach")
-    if work.host_bytes:
-        names |= {"host_read", "host_reach"}
-        formats = {*work.host_experts, *work.host_dense}
-        names |= {f"core:{family(name)}" for name in formats}
-    if work.host_expert_layers:
-        names.add("floor_s")
-    if work.ssd_bytes:
-        names.add("ssd_read")
-    # Layers may all be on the GPU and the head alone on the CPU.
-    if work.host_dense_layers or work.host_dense:
-        names.add("host_layer_s")
-    return names
-
-
 def gpu_threshold(setting: Setting) -> float:
     """Return the micro-batch from which host experts are computed on the GPU.
 
@@ -245,7 +224,7 @@ def prefill_terms(
         work: the prompt, cut into micro-batches.
         machine: for its cards and cores.
         setting: for thresholds and page-locking.
-        rates: value of every latent that `prefill_latents` names.
+        rates: value of every latent.
     """
     terms = dict.fromkeys(("upload", "gpu products", "gpu weights", "gpu kernels"), 0.0)
     terms |= dict.fromkeys(("attention", "cpu experts", "cpu other layers"), 0.0)
@@ -255,6 +234,9 @@ def prefill_terms(
         chunk = _chunk_terms(work, machine, setting, rates, tokens, before)
         for name, seconds in chunk.items():
             terms[name] += count * seconds
+    if work.cold_rows:
+        rows = work.tokens * work.cold_rows
+        terms["look-up tables"] = rows * rates["batched_row_s"]
     return {name: seconds for name, seconds in terms.items() if seconds}
 
 
@@ -364,29 +346,19 @@ def _attention_flops(work: PrefillWork, tokens: int, before: int) -> float:
     return flops
 
 
-def prefill_latents(work: PrefillWork, machine: Machine, setting: Setting) -> set[str]:
-    """Name the latents that a prompt depends on."""
-    names = {_skew(setting)}
-    host = {group.host_format for group in work.groups if group.host_format}
-    smallest = min(tokens for tokens, _ in work.chunks)
+class _Asked(dict[str, float]):
+    """Rates of 1 that remember which of them were asked for."""
 
-    if machine.graphics:
-        names |= {"device_read", "device_reach", "flops_reach", "tile"}
-        names |= {"batch_layer_s", "attention_reach"}
-        if host:
-            names |= {"upload", "upload_floor_s"}
-        if host and not setting.page_locked:
-            names.add("pageable")
-    if work.host_dense_weights or not machine.graphics:
-        names.add("core_flops")
-    if work.ssd_share:
-        names.add("ssd_read")
+    def __missing__(self, name: str) -> float:
+        self[name] = 1.0
+        return 1.0
 
-    threshold = gpu_threshold(setting)
-    if host and (smallest < threshold or not machine.graphics):
-        names |= {"core_flops", "host_read", "host_reach", "floor_s"}
-        names |= {f"core:{family(name)}" for name in host}
-    return names
+
+def latents_of(terms: Callable[[Mapping[str, float]], object]) -> frozenset[str]:
+    """Name the latents that some terms depend on, by asking for them once."""
+    asked = _Asked()
+    terms(asked)
+    return frozenset(asked)
 
 
 # What two runs of one command differ by, as a share. Source: repetitions of decode
@@ -414,14 +386,10 @@ class Target:
     misfits: tuple[str, ...] = ()
     model: str = ""
 
-    @property
+    @cached_property
     def latents(self) -> frozenset[str]:
         """Every latent that the seconds depend on."""
-        if isinstance(self.work, DecodeWork):
-            names = decode_latents(self.work)
-        else:
-            names = prefill_latents(self.work, self.machine, self.setting)
-        return frozenset(names) | frozenset(self.misfits)
+        return latents_of(self.seconds)
 
     def terms(self, rates: Mapping[str, float]) -> dict[str, float]:
         """Return seconds by term."""
@@ -462,6 +430,16 @@ def cached_share(machine: Machine, model: ModelContents, setting: Setting) -> fl
     return min(1.0, max(0.05, room / on_host)) if on_host else 1.0
 
 
+def cold_rows(machine: Machine, model: ModelContents, setting: Setting) -> float:
+    """Return the rows of look-up tables that a token reads from the drive."""
+    size = machine.memory.size_bytes
+    if size is None or setting.tables == HELD or not model.table_bytes:
+        return 0.0
+    on_host = sum(model.layers[at].expert_bytes for at in setting.on_host(model))
+    room = size - NOT_CACHE_BYTES - on_host
+    return model.table_rows * min(1.0, max(0.0, 1 - room / model.table_bytes))
+
+
 def misfits_of(
     model: ModelContents, session: str = "", fork: str = "", *, slow: bool = False
 ) -> tuple[str, ...]:
@@ -495,6 +473,8 @@ def decode_target(
     if lacking:
         missed = lacking**PAGE_CACHE_POWER * sum(work.host_experts.values())
         work = replace(work, ssd_bytes=missed)
+    if cold := cold_rows(machine, model, setting):
+        work = replace(work, cold_rows=setting.sequences * cold)
     slow = "mxfp4" in work.host_experts
     misfits = misfits_of(model, session, fork, slow=slow)
     return Target(machine, setting, work, misfits, model.name)
@@ -514,4 +494,6 @@ def prefill_target(
     lacking = 1 - cached_share(machine, model, setting)
     if lacking:
         work = replace(work, ssd_share=lacking)
+    if cold := cold_rows(machine, model, setting):
+        work = replace(work, cold_rows=cold)
     return Target(machine, setting, work, misfits_of(model, session, fork), model.name)

@@ -40,6 +40,10 @@ class DecodeWork:
         device_kv: query heads per key head -> keys and values that the GPUs read.
         host_kv_bytes: the same on the CPU.
         ssd_bytes: of host experts that the page cache lacks.
+        sampled: vocabulary entries of all requests but the first, among which the
+            server samples one request after the other.
+        table_rows: rows of look-up tables that are read as they are asked for.
+        cold_rows: of these, those that the page cache lacks.
     """
 
     host_experts: Mapping[str, float] = field(default_factory=dict)
@@ -53,6 +57,9 @@ class DecodeWork:
     device_kv: Mapping[int, float] = field(default_factory=dict)
     host_kv_bytes: float = 0.0
     ssd_bytes: float = 0.0
+    sampled: float = 0.0
+    table_rows: float = 0.0
+    cold_rows: float = 0.0
 
     @property
     def device_kv_bytes(self) -> float:
@@ -119,6 +126,8 @@ def decode_work(
         else:
             _add(device, active)
 
+    vocabulary = model.head_weights / model.hidden if model.hidden else 0.0
+    lazy = setting.tables != HELD and model.table_bytes
     head = {model.head_format: float(model.head_bytes)}
     _add(device if setting.head_on_gpu else host_dense, head)
     return DecodeWork(
@@ -132,6 +141,8 @@ def decode_work(
         device_latent=counts["latent"],
         device_kv=dict(device_kv),
         host_kv_bytes=host_kv,
+        sampled=(sequences - 1) * vocabulary,
+        table_rows=sequences * model.table_rows if lazy else 0.0,
     )
 
 
@@ -174,6 +185,7 @@ class PrefillWork:
         layers: all layers.
         attention_widths: (width, window) -> layers.
         ssd_share: of host experts that the page cache lacks.
+        cold_rows: rows of look-up tables that a token reads from the drive.
     """
 
     chunks: Mapping[tuple[int, int], int]
@@ -184,6 +196,7 @@ class PrefillWork:
     layers: int
     attention_widths: Mapping[tuple[int, int], int]
     ssd_share: float = 0.0
+    cold_rows: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -334,6 +347,9 @@ def _chances(mean: float, skew: float) -> tuple[float, ...]:
     return chances
 
 
+HELD = "held"
+LAZY = "lazy"
+
 DEFAULT_MICRO_BATCH = 512
 DEFAULT_BATCH = 2048
 ALL_LAYERS = 999
@@ -375,6 +391,9 @@ class Setting:
         sequences: requests that are decoded together.
         split: layers of each card (``-ts``), the head as the last; empty leaves it to
             the engine.
+        mapped: host weights stay in the file and are read through the page cache.
+        tables: where look-up tables are: `HELD` in host memory, `LAZY` rows read from
+            the file as they are asked for.
         random_tokens: prompts are drawn at random, as benchmarks do; such tokens
             choose fewer experts than text does.
     """
@@ -392,6 +411,8 @@ class Setting:
     chosen_layers: frozenset[int] | None = None
     sequences: int = 1
     split: tuple[int, ...] = ()
+    mapped: bool = False
+    tables: str = HELD
     random_tokens: bool = True
 
     def on_host(self, model: ModelContents) -> tuple[int, ...]:

@@ -62,6 +62,13 @@ class AdviseOptions(ModelOptions):
         "Link of the card, such as 4.0x8.",
         metavar="GENxLANES",
     )
+    system: str | None = option(
+        None,
+        "Operating system: linux, windows, wsl, or WSL with its memory, as in"
+        " 'wsl 24GB'. Default: linux, or what the other words say.",
+        flag="--os",
+        metavar="NAME",
+    )
     hw: str | None = option(
         None,
         "Profile that moesim profile wrote here.",
@@ -158,6 +165,7 @@ def advise(options: AdviseOptions) -> None:
         ram=options.ram,
         gpu=options.gpu,
         pcie=options.pcie,
+        system=options.system,
         hw=options.hw,
         bench=options.bench,
         quant=options.quant,

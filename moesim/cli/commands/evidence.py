@@ -300,9 +300,16 @@ def _machines(folders: "Sequence[Path]", out: Path | None, *, as_json: bool) -> 
         out: folder for the page and all predictions.
         as_json: print JSON instead of the table.
     """
-    from moesim.advice.measured.judge import judge
-    from moesim.advice.measured.page import save, terminal_text, to_json
-    from moesim.advice.measured.rows import read_folder
+    try:
+        from benchmarks.machines.judge import judge
+        from benchmarks.machines.page import save, terminal_text, to_json
+        from benchmarks.machines.rows import read_folder
+    except ModuleNotFoundError:
+        raise typer.BadParameter(
+            "--measured: the judge of other people's rows is part of the project's"
+            " repository, not of the installed package; run it from a checkout, with"
+            " `pip install -e .`"
+        ) from None
     from moesim.cli.output import bar
 
     rows = [read_folder(folder) for folder in folders]

@@ -36,8 +36,7 @@ def gap(config: RunConfig, options: GapOptions) -> None:
     from moesim.questions.gap import gap_text
     from moesim.runs.bound import bound_of
 
-    # How many mixes there are depends on which parts the policy has.
-    with bar("replaying") as progress:
+    with bar("replaying", 1.0) as progress:
         measured = measure_gap(config, progress=progress)
     if options.html is not None:
         from moesim.questions.gap_page import write_gap

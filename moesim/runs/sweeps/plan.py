@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import inspect
 import json
 import uuid
 from dataclasses import dataclass, fields
@@ -25,6 +24,7 @@ from moesim.policies.registry import KINDS, find
 from moesim.runs.config import MemoryOptions, RunConfig, in_order
 from moesim.runs.config_file import load_config, read_config, read_content
 from moesim.runs.setup import artefact_files, check_digests, profile_of, trace_of
+from moesim.runs.sweeps.policy_code import policy_code_digest
 from moesim.traces.format.reader import Trace, open_trace
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.base import Policy
+
+THIS_PROCESS = uuid.uuid4().hex
+"""Tells this process from all others, on other machines, too."""
 
 CONFIG_SUFFIXES = (".toml", ".json")
 """Endings of configuration files; whatever else is named is a trace."""
@@ -155,7 +158,10 @@ class Point:
         profile: the machine.
         digest: names the run, see `run_digest`.
         files: digests of what its other files hold.
-        files_digest: of those, and of policies that are no part of moesim.
+        policies: digests of the code of policies that are no part of moesim, by name;
+            None for code that cannot be digested.
+        planner: `THIS_PROCESS` of where it was planned.
+        files_digest: of both.
         code: digest of the code.
     """
 
@@ -166,6 +172,8 @@ class Point:
     profile: HardwareProfile
     digest: str
     files: Mapping[str, str | None]
+    policies: Mapping[str, str | None]
+    planner: str
     files_digest: str
     code: str
 
@@ -244,15 +252,22 @@ class _Inputs:
             "artefacts": _absolute(config.artefacts),
             "arrivals": _absolute_arrivals(config.arrivals),
         }
+        contents = files_of(config)
+        policies = policies_of(config)
+        # What cannot be digested is never found in a store.
+        named = {name: code or uuid.uuid4().hex for name, code in policies.items()}
+        together = _digest_of_json(contents | {"policies": named})
         return Point(
             config=config.replaced(trace=None, hw=None, **files),
             trace=str(trace.path.absolute()),
             trace_name=trace.name,
             trace_digest=trace_digest,
             profile=profile,
-            digest=run_digest(config, trace_digest, profile),
-            files=files_of(config),
-            files_digest=files_digest(config),
+            digest=run_digest(config, trace_digest, profile, together),
+            files=contents,
+            policies=policies,
+            planner=THIS_PROCESS,
+            files_digest=together,
             code=code_digest(),
         )
 
@@ -289,9 +304,6 @@ SIMULATING = (
 )
 """Parts of moesim on which figures depend; reports and commands change none."""
 
-_UNKNOWN_CODE = uuid.uuid4().hex
-"""Stands for code that cannot be read: no later process takes it for its own."""
-
 
 @functools.cache
 def code_digest() -> str:
@@ -307,7 +319,12 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def run_digest(config: RunConfig, trace_digest: str, profile: HardwareProfile) -> str:
+def run_digest(
+    config: RunConfig,
+    trace_digest: str,
+    profile: HardwareProfile,
+    files_digest: str,
+) -> str:
     """SHA-256 that names a run: equal if and only if its figures must be.
 
     What decides them: the values of the options, what the files hold that they name,
@@ -319,6 +336,7 @@ def run_digest(config: RunConfig, trace_digest: str, profile: HardwareProfile) -
         config: what the run is made with.
         trace_digest: of its trace.
         profile: its machine.
+        files_digest: of its other files and policies.
     """
     inputs = config.options()
     del inputs["trace_digest"], inputs["hw_digest"]
@@ -333,7 +351,7 @@ def run_digest(config: RunConfig, trace_digest: str, profile: HardwareProfile) -
     inputs |= {
         "trace": trace_digest,
         "hw": profile.digest,
-        "files": files_digest(config),
+        "files": files_digest,
         "code": code_digest(),
     }
     return _digest_of_json(inputs)
@@ -349,13 +367,14 @@ def files_of(config: RunConfig) -> dict[str, str | None]:
     }
 
 
-def files_digest(config: RunConfig) -> str:
-    """SHA-256 of `files_of` and of the policies that are no part of moesim."""
-    policies = {
-        Path(name).name: _code_of(cls)
+def policies_of(config: RunConfig) -> dict[str, str | None]:
+    """Digests of the code of a run's policies that are no part of moesim; None for what
+    cannot be digested.
+    """
+    return {
+        Path(name).name: policy_code_digest(cls)
         for name, cls in _foreign_policies(config).items()
     }
-    return _digest_of_json(files_of(config) | {"policies": policies})
 
 
 def _digest_of_json(content: Any) -> str:
@@ -404,15 +423,3 @@ def _name(spec: str) -> str:
     """The name in a specification; a path may hold colons before its ``.py``."""
     head, suffix, _ = spec.partition(".py")
     return head + suffix if suffix else spec.partition(":")[0]
-
-
-def _code_of(cls: type[Policy]) -> str:
-    try:
-        # The whole module: a policy may use what stands beside it.
-        source = inspect.getsource(inspect.getmodule(cls) or cls)
-    except (OSError, TypeError):
-        try:
-            source = inspect.getsource(cls)
-        except (OSError, TypeError):
-            return _UNKNOWN_CODE
-    return hashlib.sha256(source.encode()).hexdigest()

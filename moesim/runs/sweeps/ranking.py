@@ -14,7 +14,7 @@ such a run is one sample, and only seeds repeat it.
 
 Source: Efron & Tibshirani, *An Introduction to the Bootstrap*, ch. 11 (jackknife);
 Satterthwaite (1946), degrees of freedom of sums of variances; Bonferroni's inequality
-for several rivals.
+for all pairs of rivals.
 """
 
 from __future__ import annotations
@@ -193,6 +193,8 @@ def _ranked(
     candidates = sorted(candidates, key=lambda each: (each.oracle, each.value_s))
     best = candidates[0]
     rivals = sum(not each.oracle for each in candidates)
+    # Any of them may be the fastest by chance, so all pairs compete.
+    pairs = max(rivals, rivals * (rivals - 1) // 2)
     rows = []
     for each in candidates:
         width = each.influence.half_width()
@@ -204,7 +206,7 @@ def _ranked(
             "high_s": each.value_s * np.exp(width),
             "behind": each.value_s / best.value_s - 1 if best.value_s else 0.0,
             # An oracle is a bound, not a rival.
-            "tied": not each.oracle and _is_tied(each, best, rivals),
+            "tied": not each.oracle and _is_tied(each, best, pairs),
             "oracle": each.oracle,
             "runs": each.runs,
             "samples": each.samples,
@@ -213,15 +215,14 @@ def _ranked(
     return rows
 
 
-def _is_tied(candidate: _Candidate, best: _Candidate, rivals: int) -> bool:
+def _is_tied(candidate: _Candidate, best: _Candidate, pairs: int) -> bool:
     """Whether a candidate is not certainly slower than the fastest."""
     if candidate.value_s == best.value_s:
         return True
     difference = candidate.influence.less(best.influence)
     if difference is None:
         return False
-    # Any of the rivals may be the fastest by chance.
-    width = difference.half_width(comparisons=rivals)
+    width = difference.half_width(comparisons=pairs)
     # Without an interval nothing is known but the order on this very trace.
     return bool(np.log(candidate.value_s / best.value_s) <= width)
 
@@ -274,14 +275,16 @@ class Influence(NamedTuple):
         # A third of a second that a plain replay need not pay.
         from scipy.special import stdtrit  # noqa: PLC0415
 
-        # Variance and degrees of freedom by what it is due to.
+        counts = len(self.batches), len(self.repetitions)
+        if max(counts) < LEAST_SAMPLES:
+            return np.nan
+        # Variance and degrees of freedom by what it is due to; few samples of one kind
+        # add much, not nothing. Of a single one nothing is known: it is the workload.
         parts: list[tuple[float, float]] = []
         for samples in (self.batches, self.repetitions):
-            if (count := len(samples)) >= LEAST_SAMPLES:
+            if (count := len(samples)) > 1:
                 variance = float((samples**2).sum()) / (count * (count - 1))
                 parts.append((variance, count - 1))
-        if not parts:
-            return np.nan
         largest = max(variance for variance, _ in parts)
         if len(parts) == 2:
             # What varies by both is in either part, so once too often.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from moesim.runs.config import RunConfig
 from moesim.runs.replay import replay, share_of
 from moesim.runs.result import busiest
 from moesim.runs.sweeps.cluster import open_shared
-from moesim.runs.sweeps.plan import Point, files_of
+from moesim.runs.sweeps.plan import THIS_PROCESS, Point, files_of, policies_of
 from moesim.traces.format.parquet import open_parquet, read_table, write_table
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.metrics import (
@@ -164,6 +165,8 @@ def carry_out(
                 " the sweep began, found something else; start again, and copy it to"
                 " other machines first"
             )
+    if point.planner != THIS_PROCESS:
+        _check_policies(point)
     observer = RunObserver(trace.shape, point.profile.lanes)
     config = point.config.replaced(trace=trace, hw=point.profile)
     try:
@@ -177,6 +180,25 @@ def carry_out(
         # One impossible cell of many is a result, too.
         return Refusal(str(error))
     return _row(point, run, observer)
+
+
+_checked: set[tuple[str, str | None]] = set()
+"""Policies of which this worker has the right code. Runs may change what a policy
+refers to, so each is looked at before its first one.
+"""
+
+
+def _check_policies(point: Point) -> None:
+    if _checked.issuperset(point.policies.items()):
+        return
+    for name, digest in policies_of(point.config).items():
+        if digest != point.policies[name]:
+            raise ConfigError(
+                f"policy {name}: expected the code that the sweep was planned with,"
+                " found other code in a worker; reload what was edited since it was"
+                " imported, or use --jobs 1"
+            )
+    _checked.update(point.policies.items())
 
 
 def _row(point: Point, run: Run, observer: RunObserver) -> dict[str, Any]:
@@ -363,6 +385,8 @@ SHARE_AT_RISK = 0.01
 _NAMING = ("digest", "trace_digest", "hw_digest")
 """Columns without which nobody could tell what was run."""
 
+_JSON = ("lanes", "warnings")
+
 
 class ResultsError(ValueError):
     """A folder that holds no results, a damaged file in it, or a wrong query."""
@@ -383,13 +407,6 @@ class ResultStore:
         self._written_s = self._begin_s
         remove_leftovers(self.folder)
 
-    def digests(self) -> set[str]:
-        """Names of all runs that are there."""
-        columns = [
-            _read(file, columns=["digest"]).column("digest") for file in self._files()
-        ]
-        return {digest for column in columns for digest in column.to_pylist()}
-
     def add(self, row: Mapping[str, Any]) -> None:
         """Take a row; it is written at once or with the next ones."""
         self._waiting.append(row)
@@ -406,16 +423,11 @@ class ResultStore:
         self._waiting = []
         self._written_s = time.monotonic()
 
-    def table(self, digests: Collection[str] | None = None) -> pa.Table:
-        """Read all rows, or those with certain digests, each once.
-
-        Raises:
-            ResultsError: a file is damaged.
+    def table(self, digests: Collection[str]) -> pa.Table:
+        """Read the rows with certain digests, each once; a damaged file is left out
+        with a warning.
         """
         return read_results(self.folder, digests)
-
-    def _files(self) -> list[Path]:
-        return sorted(self.folder.glob("*.parquet"))
 
 
 def read_results(
@@ -424,12 +436,14 @@ def read_results(
     """Read the rows of a folder of results, each run once, in an order that does not
     depend on when they were written.
 
+    A damaged file costs what it held: it is named in a warning, and the rest is read.
+
     Args:
         folder: of results.
         digests: rows to read; None reads all.
 
     Raises:
-        ResultsError: no such folder, nothing in it, or a damaged file.
+        ResultsError: no such folder, or nothing in it that can be read.
     """
     folder = Path(folder)
     files = sorted(folder.glob("*.parquet"))
@@ -439,7 +453,17 @@ def read_results(
             f" --results {folder}` makes one"
         )
     # Rows of an older moesim may lack columns.
-    tables = [as_table([]), *map(_read, files)]
+    tables = [as_table([])]
+    damaged = []
+    for file in files:
+        try:
+            tables.append(_read(file))
+        except ResultsError as error:
+            damaged.append(error)
+    if digests is None and len(damaged) == len(files):
+        raise damaged[0]
+    for fault in damaged:
+        warnings.warn(str(fault), stacklevel=2)
     table = pa.concat_tables(tables, promote_options="default")
 
     first: dict[str, int] = {}
@@ -450,18 +474,20 @@ def read_results(
     return table.take(pa.array(places, pa.int64()))
 
 
-def _read(file: Path, columns: list[str] | None = None) -> pa.Table:
+def _read(file: Path) -> pa.Table:
     try:
         check_seal(file)
         with open_parquet(file) as opened:
             _check_columns(file, opened.schema_arrow)
-            return read_table(opened, file, columns)
+            table = read_table(opened, file)
     except (pa.ArrowException, OSError, TraceError) as error:
         reason = (str(error).splitlines() or ["unreadable"])[0]
         raise ResultsError(
             f"{file}: not a readable table of results: {reason}; remove it, and the"
             " sweep runs what it held again"
         ) from None
+    _check_cells(file, table)
+    return table
 
 
 def _check_columns(file: Path, schema: pa.Schema) -> None:
@@ -486,6 +512,33 @@ def _check_columns(file: Path, schema: pa.Schema) -> None:
         )
 
 
+def _check_cells(file: Path, table: pa.Table) -> None:
+    """Refuse values that no sweep has written.
+
+    Raises:
+        ResultsError: naming the file and the column.
+    """
+    fault = next((name for name in _NAMING if table.column(name).null_count), None)
+    for name in _JSON:
+        if name in table.column_names and not all(
+            map(_is_json, table.column(name).to_pylist())
+        ):
+            fault = name
+    if fault is not None:
+        raise ResultsError(
+            f"{file}: expected values as `moesim sweep --results` writes them, found"
+            f" others in the column {fault}; remove it, and the sweep runs what it held"
+            " again"
+        )
+
+
+def _is_json(text: str | None) -> bool:
+    try:
+        return text is None or isinstance(json.loads(text), dict | list)
+    except ValueError:
+        return False
+
+
 def results(folder: str | Path, *, details: bool = False) -> pd.DataFrame:
     """Read a folder of results as a data frame: one row for each run.
 
@@ -494,7 +547,7 @@ def results(folder: str | Path, *, details: bool = False) -> pd.DataFrame:
         details: keep the columns that only pages and statistics read.
 
     Raises:
-        ResultsError: no such folder, nothing in it, or a damaged file.
+        ResultsError: as `read_results`.
     """
     from moesim.runs.sweeps.rows import as_frame  # noqa: PLC0415 - pandas
 

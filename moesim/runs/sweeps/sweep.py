@@ -109,7 +109,6 @@ def sweep(
     Raises:
         TypeError, ConfigError, TraceError, ProfileError, PolicyError: as `replay`, and
             before anything runs where possible; also if no run is possible at all.
-        ResultsError: a damaged store.
         ChildProcessError: workers were killed time and again.
     """
     if policies is not None:
@@ -184,10 +183,12 @@ def run_sweep(
 
     Raises:
         PolicyError: no run is possible.
-        ResultsError, ConfigError, ChildProcessError: as `sweep`.
+        ConfigError, ChildProcessError: as `sweep`.
     """
     kept = None if store is None else ResultStore(store)
-    there = set() if kept is None else kept.digests()
+    digests = [point.digest for point in plan.points]
+    stored = as_table([]) if kept is None else kept.table(set(digests))
+    there = set(stored.column("digest").to_pylist())
     todo = [point for point in plan.points if point.digest not in there]
     rows: list[dict[str, Any]] = []
     refusals: Counter[str] = Counter()
@@ -216,20 +217,15 @@ def run_sweep(
         if kept is not None:
             kept.flush()
 
-    digests = [point.digest for point in plan.points]
-    stored = None if kept is None else kept.table(there.intersection(digests))
     table = _in_order(digests, as_table(rows), stored)
     if not table.num_rows and refusals:
         raise PolicyError(next(iter(refusals)))
     return SweepResult(table, plan.axes, dict(refusals), len(plan.points) - len(todo))
 
 
-def _in_order(
-    digests: Sequence[str], rows: pa.Table, stored: pa.Table | None
-) -> pa.Table:
+def _in_order(digests: Sequence[str], rows: pa.Table, stored: pa.Table) -> pa.Table:
     """Rows in the order of a plan, wherever they come from."""
-    if stored is not None:
-        rows = pa.concat_tables([rows, stored.select(rows.column_names)])
+    rows = pa.concat_tables([rows, stored.select(rows.column_names)])
     places = {
         digest: place for place, digest in enumerate(rows.column("digest").to_pylist())
     }

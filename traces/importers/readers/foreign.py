@@ -106,6 +106,16 @@ PROMPT_TOKENS_NOTE = (
 )
 
 
+RESTARTS = (
+    "passes: rows are those of forward passes, and each that begins again at the first"
+    " position is a prompt of its own"
+)
+TWICE = (
+    "positions restart: tell sequences apart by a column seq, or say --option"
+    " restarts=passes where they count the rows of a pass"
+)
+
+
 _FLAGS = ("map", "prompt_tokens", "batch")
 
 
@@ -137,6 +147,14 @@ def prompt_length(path: Path, given: Mapping[str, str]) -> int | None:
     return whole_number(path, "prompt_tokens", given["prompt_tokens"], least=0)
 
 
+def are_passes(path: Path, given: Mapping[str, str]) -> bool:
+    """Whether the option ``restarts`` says that rows are those of forward passes."""
+    restarts = given.get("restarts", "")
+    if restarts not in ("", "passes"):
+        raise layout_error(path, "--option restarts", "passes", repr(restarts), "")
+    return bool(restarts)
+
+
 # -- names -----------------------------------------------------------------------------
 # Names that engines write for our columns, and options that add others.
 
@@ -158,7 +176,14 @@ NAMES = {
     "phase": ("phase",),
     "pos": ("pos", "position", "token_idx", "token_index"),
     "layer": ("layer", "layer_idx", "layer_id"),
-    "experts": ("experts", "selected_ids", "expert_ids", "ids", "topk_ids"),
+    "experts": (
+        "experts",
+        "selected_ids",
+        "expert_ids",
+        "ids",
+        "topk_ids",
+        "topk_experts",
+    ),
     "weights": ("weights", "gate_weights", "expert_weights", "topk_weights"),
 }
 """Our column -> names of it, the most explicit first."""

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import pyarrow as pa
 
 from moesim.base.inputs import load_json, read_text
 from moesim.traces.format.parquet import lists, numbers, values
@@ -39,7 +41,9 @@ Keys = dict[str, tuple[str, ...]]
 """Our column -> the keys that stand for it, the most explicit first."""
 
 # Beside ``pos``, a ``token`` is a token id.
-KEYS: Keys = NAMES | {"pos": (*NAMES["pos"], "token", "step")}
+KEYS: Keys = NAMES | {"pos": (*NAMES["pos"], "token", "t", "step")}
+ORIGINS = "origin_rows"
+"""The token of each row of a batch."""
 _TYPES: dict[str, Any] = {
     "seq": "VARCHAR",
     "phase": "VARCHAR",
@@ -250,6 +254,8 @@ def _layout_of(first: Any, top_k: int, keys: Keys) -> _Layout:
         return _ListLayout(top_k, nested=nested)
 
     line = first if isinstance(first, dict) else {}
+    if ORIGINS in line:
+        return _BatchLayout(line, keys)
     return _TokenLayout(line, keys) if "layers" in line else _RowLayout(line, keys)
 
 
@@ -345,6 +351,77 @@ class _TokenLayout:
             experts=experts,
             weights=weights,
         )
+
+
+def origins_are_requests(first: dict[str, Any]) -> bool:
+    """Whether the rows of the first batch that have one origin are several: its tokens,
+    and the origin a request. Else it is the token itself.
+    """
+    origins = first[ORIGINS] if isinstance(first[ORIGINS], list) else []
+    return len(set(map(str, origins))) < len(origins)
+
+
+class _BatchLayout:
+    """An object per layer of a batch: lists of tokens, ids and weights, row by row."""
+
+    def __init__(self, first: dict[str, Any], keys: Keys) -> None:
+        self._keys = keys
+        lists = _structure(first, ("experts", "weights"), keys)
+        self.structure = _structure(first, ("seq", "phase", "layer"), keys)
+        self.structure |= {name: [kind] for name, kind in lists.items()}
+        self.structure |= {ORIGINS: ["DOUBLE"], "batch_id": "VARCHAR"}
+        self._are_requests = origins_are_requests(first)
+        # Rows so far of each request at each layer.
+        self._rows: Counter[tuple[str, float]] = Counter()
+
+    def table(self, lines: JsonLines) -> RowTable:
+        columns = columns_of(lines.values)
+        experts = _column(columns, "experts", self._keys)
+        weights = _column(columns, "weights", self._keys)
+        origins = columns[ORIGINS]
+        layer = _column(columns, "layer", self._keys)
+        lengths = list_lengths(origins)
+        parts = [part for part in (experts, weights) if part is not None]
+        short = [list_lengths(part) != lengths for part in parts]
+        if experts is None or layer is None or np.any(short) or not lengths.all():
+            wrong = int(np.any(short, axis=0).argmax()) if short else 0
+            place = f"line {lines.number(wrong)}"
+            expected = f"a layer, and as many {ORIGINS} as rows of experts"
+            raise layout_error(lines.path, place, expected, "others")
+
+        line = np.repeat(np.arange(len(lengths)), lengths)
+        seq = _column(columns, "seq", self._keys)
+        seq = columns["batch_id"] if seq is None else seq
+        pos = list_values(origins)
+        layers = layer.take(numbers(line))
+        if self._are_requests:
+            names = [
+                f"{batch}:{origin:g}"
+                for batch, origin in zip(
+                    seq.take(numbers(line)).to_pylist(), pos.to_pylist(), strict=True
+                )
+            ]
+            pos = numbers(self._turns(names, layers.to_pylist()))
+            seq = pa.array(names)
+        return RowTable(
+            lines=lines,
+            line=line,
+            keys=self._keys,
+            seq=seq,
+            phase=_column(columns, "phase", self._keys),
+            pos=pos,
+            layer=layers,
+            experts=list_values(experts),
+            weights=None if weights is None else list_values(weights),
+        )
+
+    def _turns(self, names: list[str], layers: list[float]) -> np.ndarray:
+        """float64 [N]: how many rows of its request at its layer came before each."""
+        turns = np.empty(len(names))
+        for row, key in enumerate(zip(names, layers, strict=True)):
+            turns[row] = self._rows[key]
+            self._rows[key] += 1
+        return turns
 
 
 class _ListLayout:

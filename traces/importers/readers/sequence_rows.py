@@ -34,8 +34,7 @@ def layer_numbers(
         TraceError: none of these fits.
     """
     used = sorted(set(numbers))
-    total = shape.layers + len(shape.dense_layers)
-    sparse = [layer for layer in range(total) if layer not in shape.dense_layers]
+    sparse = shape.layer_numbers
 
     # The engine counts all layers of the model.
     if used and shape.dense_layers and set(used) <= set(sparse):
@@ -70,6 +69,7 @@ def finished(
     block: Block,
     names: Sequence[str] = (),
     prompt: int | None = None,
+    way_out: str = "tell sequences apart by a column seq",
 ) -> Block:
     """Give a whole, sorted sequence MoE layers instead of the file's numbers, and a
     phase.
@@ -83,6 +83,7 @@ def finished(
             layers.
         prompt: how many of the first tokens are prompt; None where the rows say so, or
             nobody knows.
+        way_out: where a token is there twice.
 
     Raises:
         TraceError: layers that do not fit, a token twice at a layer.
@@ -99,7 +100,7 @@ def finished(
             f"pos {pos[row]}, layer {layer[row]}",
             "one row per token and layer",
             "two",
-            "tell sequences apart by a column seq",
+            way_out,
         )
 
     for name in names:
@@ -123,6 +124,53 @@ def finished(
     # Without prompts a trace replays as decode, and the report says so.
     phase = block.get("phase", np.full(len(pos), Phase.DECODE, np.int8))
     return {**block, "layer": layer, "phase": phase}
+
+
+class Restarts:
+    """Numbers sequences by where positions begin again at the first layer.
+
+    Args:
+        from_end: prompts have negative positions that end at -1, without gaps.
+    """
+
+    def __init__(self, *, from_end: bool = False) -> None:
+        self._from_end = from_end
+        self._first_layer: int | None = None
+        self._last = 0
+        self._sequence = 0
+
+    def sequences(self, pos: np.ndarray, layer: np.ndarray) -> np.ndarray:
+        """Return the sequence of each row int32 [N], in the order of the file."""
+        if self._first_layer is None:
+            self._first_layer = int(layer[0])
+            self._last = int(pos[0]) - 1
+        rows = np.flatnonzero(layer == self._first_layer)
+        step = np.diff(pos[rows], prepend=self._last)
+        begins = np.zeros(len(pos), bool)
+        begins[rows] = step <= 0
+        if self._from_end:
+            begins[rows] |= (pos[rows] < 0) & (step != 1)
+        if len(rows):
+            self._last = int(pos[rows[-1]])
+
+        sequences = (self._sequence + np.cumsum(begins)).astype(np.int32)
+        self._sequence = int(sequences[-1])
+        return sequences
+
+
+def of_passes(path: Path, blocks: Iterable[Block]) -> Iterator[Block]:
+    """Rows whose positions count those of a forward pass: each pass is a sequence, all
+    prompt, because nothing says whose tokens it has.
+    """
+    restarts = Restarts()
+    for block in blocks:
+        if block["seq"].any():
+            raise layout_error(
+                path, "--option restarts=passes", "rows of one sequence", "several", ""
+            )
+        seq = restarts.sequences(block["pos"], block["layer"])
+        phase = np.full(len(seq), Phase.PREFILL, np.int8)
+        yield {**block, "seq": seq, "phase": phase}
 
 
 def without_cut_tokens(
@@ -258,6 +306,13 @@ class ForwardPasses:
         # Whether the prompt goes on: of the last pass that was read.
         self._is_open = False
         self._is_unclear = False
+        self._restarts = True
+
+    def restart(self) -> None:
+        """Begin another sequence with the next pass, whatever it is."""
+        self._restarts = True
+        self._is_open = False
+        self._is_unclear = False
 
     def rows(
         self,
@@ -285,8 +340,9 @@ class ForwardPasses:
         size = np.maximum.reduceat(tokens, pass_starts)
         is_prompt = size > 1
         begins = self._begins(pass_starts, tokens, size)
-        # Whatever comes first in the file begins a sequence, a single token too.
-        begins[0] |= self._sequence < 0
+        # Whatever comes first in a file begins a sequence, a single token too.
+        begins[0] |= self._restarts
+        self._restarts = False
 
         sequence = self._sequence + np.cumsum(begins)
         # Tokens since the sequence that was open when this call began; the running

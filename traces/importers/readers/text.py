@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import os
+import re
 import tempfile
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
 
 from moesim.base.inputs import open_input
 from moesim.traces.format.parquet import values
@@ -121,8 +125,36 @@ def line_chunks(path: Path) -> Iterator[bytes]:
 CSV_BYTES = 1 << 20
 
 
+def sections(path: Path, header: bytes) -> list[tuple[int, int]]:
+    """Return first byte and length of the rows below each line `header`, and of those
+    above the first one: people join files.
+    """
+    if not path.stat().st_size:
+        return []
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
+    ):
+        line = re.compile(rb"^%s[ \t\r]*(?:\n|\Z)" % re.escape(header), re.MULTILINE)
+        headers = [match.span() for match in line.finditer(text)]
+        starts = [0, *(end for _, end in headers)]
+        ends = [*(start for start, _ in headers), len(text)]
+    pairs = zip(starts, ends, strict=True)
+    return [(start, end - start) for start, end in pairs if start < end]
+
+
+def part_of(path: Path, start: int, length: int) -> Any:
+    """Return a part of a file as a file."""
+    with pa.memory_map(str(path)) as file:
+        return pa.BufferReader(file.read_buffer().slice(start, length))
+
+
 def csv_columns(
-    path: Path, names: Sequence[str], types: Mapping[str, str], skip: int
+    path: Path,
+    names: Sequence[str],
+    types: Mapping[str, str],
+    skip: int,
+    section: tuple[int, int] | None = None,
 ) -> Iterator[tuple[int, Block]]:
     """Read the columns that `types` names.
 
@@ -131,6 +163,7 @@ def csv_columns(
         names: all its columns, in order.
         types: column -> numpy's name of its type; other columns may hold anything.
         skip: lines before the first row.
+        section: first byte and length; the whole file if None.
 
     Yields:
         The number of the first row, from 0, and the columns.
@@ -153,7 +186,7 @@ def csv_columns(
         strings_can_be_null=False,
     )
 
-    with path.open("rb") as file:
+    with path.open("rb") if section is None else part_of(path, *section) as file:
         # Arrow skips only what fits into one block.
         for _ in range(skip):
             file.readline()

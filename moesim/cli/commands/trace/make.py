@@ -50,7 +50,7 @@ class ImportOptions(Options):
     )
     quant: str | None = option(
         None,
-        "Weight format that decides the bytes. Default: bf16.",
+        "Weight format that decides the bytes. Default: what the model is published in.",
         metavar="FORMAT",
     )
     map: str | None = option(
@@ -78,6 +78,10 @@ class ImportOptions(Options):
     drop_incomplete: bool = option(
         False,
         "Leave out a last line or token that was cut off.",
+    )
+    drop_profiling: bool = option(
+        False,
+        "Leave out tokens in a row that all have the same experts: a profiling run.",
     )
     as_json: bool = json_option()
 
@@ -132,7 +136,7 @@ def import_(options: ImportOptions) -> None:
     # A sorted moesim trace keeps its own shape.
     model = None
     if options.shape is not None:
-        model = model_shape(options.shape, options.quant or "bf16")
+        model = model_shape(options.shape, options.quant)
     with bar("importing") as show:
         imported = import_trace(
             list(options.sources),
@@ -141,6 +145,7 @@ def import_(options: ImportOptions) -> None:
             progress=show,
             options=options.for_importer(),
             drop_incomplete=options.drop_incomplete,
+            drop_profiling=options.drop_profiling,
         )
     if options.as_json:
         facts = {
@@ -158,7 +163,7 @@ def import_(options: ImportOptions) -> None:
     # Bytes that the file or the shape itself tells are of no format.
     is_own = model is None or imported.shape.expert_bytes != model.expert_bytes
     is_own = is_own or "expert_bytes" in str(options.shape)
-    assumed = "; taken as bf16, --quant says otherwise"
+    assumed = f"; taken as {imported.shape.dtype}, --quant says otherwise"
     stated = f" ({imported.shape.dtype})" if options.quant else assumed
     _print_imported(imported, "" if is_own else stated)
 
@@ -192,9 +197,25 @@ class ExportOptions(Options):
     target: Path = target_argument("The file to write.")
     layout: str = option(
         REQUIRED,
-        "csv, oracle-general (libCacheSim) or statistics.",
+        "csv, oracle-general (libCacheSim), statistics, or moe-cache-profile and"
+        " moe-cache-slots (llama.cpp's expert-cache forks).",
         metavar="LAYOUT",
         flag="--to",
+    )
+    cache_size: str | None = option(
+        None,
+        "Of moe-cache-slots: memory of each card for cached experts.",
+        metavar="SIZE,…",
+    )
+    tensor_split: str | None = option(
+        None,
+        "Of moe-cache-slots: shares of layers of each card, as -ts of llama.cpp.",
+        metavar="N,…",
+    )
+    n_cpu_moe: str | None = option(
+        None,
+        "Of moe-cache-slots: layers whose experts are in host memory. Default: all.",
+        metavar="N",
     )
 
 
@@ -206,16 +227,28 @@ def export(options: ExportOptions) -> None:
     Examples:
       moesim trace export trace.parquet trace.oracleGeneral --to oracle-general
       moesim trace export trace.parquet trace.csv --to csv
+      moesim trace export trace.parquet slots.csv --to moe-cache-slots --cache-size 9GiB,4GiB
     """
     from moesim.cli.output import bar
     from moesim.traces.exporters import export_trace
     from moesim.traces.format.reader import open_trace
 
+    stated = {
+        "cache_size": options.cache_size,
+        "tensor_split": options.tensor_split,
+        "n_cpu_moe": options.n_cpu_moe,
+    }
+    remarks: list[str] = []
     with bar("exporting") as show:
         records = export_trace(
-            open_trace(options.trace), options.target, options.layout, progress=show
+            open_trace(options.trace),
+            options.target,
+            options.layout,
+            progress=show,
+            options={name: text for name, text in stated.items() if text is not None},
+            tell=remarks.append,
         )
-    print(f"wrote {options.target}: {records:,} records")
+    print(*remarks, f"wrote {options.target}: {records:,} records", sep="\n")
 
 
 def _habit(text: str, maximum: float) -> Any:
@@ -253,7 +286,7 @@ class SynthOptions(Options):
     )
     quant: str | None = option(
         None,
-        "Weight format. Default: bf16, or with --like that of the trace.",
+        "Weight format. Default: as published, or with --like that of the trace.",
         metavar="FORMAT",
     )
     skew: float | None = _habit("Zipf exponent of popularity.", 5)

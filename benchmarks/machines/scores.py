@@ -20,8 +20,8 @@ from moesim.advice.times.population import stretched
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from benchmarks.machines.rows import Row
     from moesim.advice.machine import Machine
-    from moesim.advice.measured.rows import Row
     from moesim.advice.model.contents import ModelContents
 
 OURS = "moesim"

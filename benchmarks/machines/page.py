@@ -1,4 +1,4 @@
-"""The judgement of `moesim.advice.measured.judge` as text, Markdown, JSON and CSV."""
+"""The judgement of `benchmarks.machines.judge` as text, Markdown, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from moesim.advice.measured.scores import BASELINES, OURS, compared, score
+from benchmarks.machines.scores import BASELINES, OURS, compared, score
+from moesim.advice.times.latents import NINETY
 from moesim.base.files import write_text
+from moesim.reporting.charts import GPU, QUIET, Chart, channel, layer, records
 from moesim.reporting.tables import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from moesim.advice.measured.judge import Case, Judgement
-    from moesim.advice.measured.scores import Prediction, Score
+    from benchmarks.machines.judge import Case, Judgement
+    from benchmarks.machines.scores import Prediction, Score
 
 COLUMNS = ("median", "p90", "worst", "signed", "inside 90 %", "width", "interval score")
 HEADS = ("left out", "predictor", "rows / platforms", *COLUMNS)
 # Kinds of which fewer rows are known say nothing.
 FEW_ROWS = 10
 LISTED_MISSES = 8
+MOST_POINTS = 400
 
 METHOD = (
     "Every prediction is made without any row of its platform (one pair of card and"
@@ -253,8 +256,6 @@ def save(judgement: Judgement, folder: Path, command: str) -> list[Path]:
     write_text(places[3], population_text(judgement))
     predictions = judgement.cases[0].predictions["platforms"]
     if predictions:
-        from moesim.advice.page import scatter  # noqa: PLC0415 # loads much
-
         places.append(folder / "specification.svg")
         scatter(predictions).save(places[-1])
     return places
@@ -299,3 +300,34 @@ def population_text(judgement: Judgement) -> str:
     }
     head = "# What machines have in common; written by `moesim validate --measured`.\n"
     return head + yaml.safe_dump(rounded, sort_keys=False, default_flow_style=None)
+
+
+def scatter(predictions: Sequence[Prediction]) -> Chart:
+    """Draw predicted over measured tokens/s, intervals as vertical bars."""
+    # Thousands of pairs hide each other; every n-th shows the same picture.
+    stride = max(1, len(predictions) // MOST_POINTS)
+    rows = []
+    for each in predictions[::stride]:
+        measured = each.run.tokens_per_s
+        predicted = measured * (1 + each.error("moesim"))
+        end = math.exp(NINETY * each.guesses["moesim"].spread)
+        row = {"measured": measured, "predicted": predicted}
+        rows.append(row | {"low": predicted / end, "high": predicted * end})
+    ends = [value for row in rows for value in (row["measured"], row["predicted"])]
+    x = channel("measured", "measured tokens/s", scale={"type": "log"})
+    y = channel("predicted", "predicted tokens/s", scale={"type": "log"})
+    low = {"field": "low", "type": "quantitative"}
+    diagonal = {
+        "data": {"values": [{"v": min(ends)}, {"v": max(ends)}]},
+        "mark": {"type": "line", "color": QUIET},
+        "encoding": {
+            axis: {"field": "v", "type": "quantitative"} for axis in ("x", "y")
+        },
+    }
+    layers = [
+        layer({"type": "rule", "color": QUIET}, x=x, y=low, y2={"field": "high"}),
+        layer({"type": "point", "color": GPU, "size": 14}, x=x, y=y),
+        diagonal,
+    ]
+    spec = {"data": {"name": "rows"}, "width": 480, "height": 360, "layer": layers}
+    return Chart(spec, {"rows": records(rows)}, "Predicted over measured tokens/s")

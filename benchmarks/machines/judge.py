@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from moesim.advice.measured.engines import cache_runs, predict_engines
-from moesim.advice.measured.rows import FolderModels, runs_of
-from moesim.advice.measured.scores import (
+from benchmarks.machines.engines import cache_runs, predict_engines
+from benchmarks.machines.rows import FolderModels, runs_of
+from benchmarks.machines.scores import (
     NEAREST,
     ONE_EFFICIENCY,
     OURS,
@@ -40,8 +40,8 @@ from moesim.advice.times.work import ByteBound, DecodeWork, placement_bound
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from moesim.advice.measured.engines import EngineRun
-    from moesim.advice.measured.rows import MeasuredFolder, Run, Skipped
+    from benchmarks.machines.engines import EngineRun
+    from benchmarks.machines.rows import MeasuredFolder, Run, Skipped
 
 MOST_CHOICES = 6
 # A choice among fewer numbers of layers says little.
@@ -187,7 +187,7 @@ class Baselines:
 
     def _constants(self) -> np.ndarray:
         """Efficiency, seconds per CPU layer and per step, by least absolute logs."""
-        from scipy.optimize import least_squares  # noqa: PLC0415 # half a second
+        from scipy.optimize import least_squares  # half a second
 
         root = np.sqrt(self.weights)
         terms = self.features[:, :2]
@@ -245,7 +245,7 @@ def judge(
     """Predict every row, with whole platforms and whole sources left out.
 
     Args:
-        folders: with the files that `moesim.advice.measured.rows` reads.
+        folders: with the files that `benchmarks.machines.rows` reads.
         progress: told what is being done, and which share is done.
     """
     tell = progress or (lambda _what, _share: None)

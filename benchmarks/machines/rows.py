@@ -434,7 +434,7 @@ def _read_rate(triad: float, cpu: str) -> float:
     return triad * READ_OVER_TRIAD["amd" if amd else "intel"]
 
 
-def _probes(rows: Iterable[Row]) -> Probes:  # noqa: C901 # one branch per kind of row
+def _probes(rows: Iterable[Row]) -> Probes:  # one branch per kind of row
     host_read: dict[int, float] = {}
     triads: dict[int, float] = {}
     best: dict[str, float] = {}
@@ -707,7 +707,8 @@ def machine_of_row(row: Row, name: str) -> Machine:
         machine = replace(
             machine, link_bytes_per_s=again.link_bytes_per_s, link_measured=False
         )
-    return replace(machine, windows=bool(windows), probes=probes)
+    system = "windows" if windows else "linux"
+    return replace(machine, system=system, probes=probes)
 
 
 def group_of(machine: Machine, name: str) -> str:
@@ -742,7 +743,7 @@ NOT_THE_MODEL = re.compile(
 )
 
 
-def _bench_runs(  # noqa: C901 # one branch per reason to skip
+def _bench_runs(  # one branch per reason to skip
     row: Row, machines: Platforms, models: FolderModels
 ) -> list[Run]:
     words = f"{row.text('engine')} {row.text('flags')}"
@@ -865,7 +866,7 @@ def _setting(row: Row, model: ModelContents, machine: Machine, flags: str) -> Se
     return setting
 
 
-def _placed(  # noqa: C901, PLR0911 # one branch per way to say it
+def _placed(  # noqa: PLR0911 # one branch per way to say it
     row: Row, model: ModelContents, machine: Machine, flags: str, setting: Setting
 ) -> Setting:
     """Read where the experts lie, in the words of the row."""

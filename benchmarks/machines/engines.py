@@ -6,16 +6,17 @@ import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from moesim.advice.measured.rows import (
+from benchmarks.machines.rows import (
     Platforms,
     Skipped,
     collect,
     group_of,
 )
-from moesim.advice.measured.scores import (
+from benchmarks.machines.scores import (
     NEAREST,
     ONE_EFFICIENCY,
     OURS,
@@ -27,7 +28,6 @@ from moesim.advice.times.cache_engine import (
     EngineTraits,
     EngineWork,
     HostRates,
-    engine_latents,
     engine_priors,
     engine_seconds,
     engine_work,
@@ -37,13 +37,14 @@ from moesim.advice.times.cache_engine import (
 from moesim.advice.times.latents import Beliefs, Observation
 from moesim.advice.times.population import Fit, Member, Population
 from moesim.advice.times.priors import PriorTable, priors_of, textbook_priors
+from moesim.advice.times.step_times import latents_of
 from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from benchmarks.machines.rows import FolderModels, MeasuredFolder, Row
     from moesim.advice.machine import Machine
-    from moesim.advice.measured.rows import FolderModels, MeasuredFolder, Row
     from moesim.advice.model.contents import ModelContents
 
 # Repetitions of one engine on one host differ by about so much.
@@ -92,10 +93,10 @@ class EngineRun:
     kind: str = "engine"
     session: str = ""
 
-    @property
+    @cached_property
     def latents(self) -> frozenset[str]:
         """Every latent that the token depends on."""
-        return frozenset(engine_latents(self.work)) | {self.misfit}
+        return latents_of(self.predict)
 
     @property
     def misfit(self) -> str:

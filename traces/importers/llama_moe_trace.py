@@ -1,0 +1,98 @@
+"""CSV of llama-moe-trace of llama.cpp's expert-cache forks: bare rows
+``pos,layer,e0,…,eK-1``, best expert first.
+
+Positions of the prompt are negative and count from its end; those of generated tokens
+count from 0. Prompts come layer by layer, and their last layer may hold their last
+token only. Captures are joined without a mark: a position that begins again at the
+first layer begins a sequence. `moesim.traces.exporters.moe_cache_profile` writes it.
+
+Source: github.com/thecodacus/llama.cpp, branch perf, README and files that it wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moesim.traces.format.schema import Phase
+from moesim.traces.format.sorting import Unordered
+from moesim.traces.importers.readers.foreign import NO_WEIGHTS, layout_error
+from moesim.traces.importers.readers.sequence_rows import Restarts, finished
+from moesim.traces.importers.readers.text import csv_columns, head
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from moesim.traces.format.schema import ModelShape
+
+    Block = dict[str, np.ndarray]
+
+_ROW = re.compile(rb"-?\d+(,\d+){2,}")
+# So many lines of bare numbers are enough to tell this layout from others.
+_RECOGNISED_LINES = 50
+
+
+def recognises(path: Path) -> bool:
+    """Whether the first lines are three or more integers each, equally many."""
+    lines = head(path, 1 << 16).replace(b"\r", b"").split(b"\n")
+    # The last line of what was read may be cut.
+    lines = (lines[:-1] or lines)[:_RECOGNISED_LINES]
+    widths = {line.count(b",") for line in lines}
+    return len(widths) == 1 and all(_ROW.fullmatch(line) for line in lines)
+
+
+def provenance(path: Path) -> dict[str, Any]:
+    """Nothing but remarks: the file says nothing about itself."""
+    del path
+    return {"notes": [NO_WEIGHTS]}
+
+
+def read(path: Path, shape: ModelShape) -> Unordered:
+    """The file's captures, a sequence each."""
+    return Unordered(lambda: _pieces(path), lambda block: _whole(path, shape, block))
+
+
+def _pieces(path: Path) -> Iterator[Block]:
+    first_line = head(path, 1 << 16).split(b"\n", 1)[0]
+    top_k = first_line.count(b",") - 1
+    ids = [f"e{rank}" for rank in range(top_k)]
+    names = ["pos", "layer", *ids]
+
+    restarts = Restarts(from_end=True)
+    rows = 0
+    for row, columns in csv_columns(path, names, dict.fromkeys(names, "int32"), 0):
+        experts = np.stack([columns[name] for name in ids], axis=1)
+        outside = ((experts < 0) | (experts >= 1 << 16)).any(axis=1)
+        if outside.any():
+            wrong = int(outside.argmax())
+            raise layout_error(path, f"row {row + wrong}", "ids", experts[wrong])
+        rows += len(experts)
+        yield {
+            "seq": restarts.sequences(columns["pos"], columns["layer"]),
+            "pos": columns["pos"],
+            "layer": columns["layer"],
+            "experts": experts.astype(np.uint16),
+        }
+    if not rows:
+        raise layout_error(path, "rows", "pos,layer,e0,…", "nothing")
+
+
+def _whole(path: Path, shape: ModelShape, block: Block) -> Block:
+    """One capture with positions from 0 and phases."""
+    pos = block["pos"]
+    prompt_tokens = max(0, -int(pos[0]))
+    if prompt_tokens and not (pos == -1).any():
+        raise layout_error(
+            path,
+            f"sequence {block['seq'][0]}: prompt",
+            "positions up to -1",
+            f"none above {pos[pos < 0].max()}",
+            "was the capture cut off? leave its rows out",
+        )
+    phase = np.where(pos < 0, Phase.PREFILL, Phase.DECODE).astype(np.int8)
+    return finished(
+        path, shape, {**block, "pos": pos + np.int32(prompt_tokens), "phase": phase}
+    )
