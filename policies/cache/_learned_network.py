@@ -11,86 +11,15 @@ L MoE layers, N experts per layer, h hidden units.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
 from moesim.policies.base import PolicyError
-from moesim.policies.kernels import EXPERT_IDS, SECONDS
+from moesim.policies.cache._scoring import evaluate, features_of, note_use
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-@compiled(nb.void(nb.float64[::1], nb.float64[::1], EXPERT_IDS))
-def note_use(age: np.ndarray, uses: np.ndarray, experts: np.ndarray) -> None:
-    """Count one layer step with these active experts into a layer's history, both
-    float64 [N].
-    """
-    # All age, and the active ones start again; infinity stays infinity.
-    for expert in range(len(age)):
-        age[expert] += 1.0
-    for expert in experts:
-        age[expert] = 1.0
-        uses[expert] += 1.0
-
-
-@compiled(nb.float64[::1](SECONDS, SECONDS))
-def features_of(age: np.ndarray, uses: np.ndarray) -> np.ndarray:
-    """What the network reads of a layer's history: float64 [2N]."""
-    count = len(age)
-    features = np.empty(2 * count)
-    # Before the first use of a layer the most is 0, and so is every frequency.
-    most = max(1.0, uses.max())
-    for expert in range(count):
-        features[expert] = 1.0 / age[expert]
-        features[count + expert] = uses[expert] / most
-    return features
-
-
-@compiled
-def _affine(weights: np.ndarray, begin: int, x: np.ndarray, outputs: int) -> np.ndarray:
-    """One layer of the network: its matrix lies from `begin` on, a row per input, its
-    biases behind it.
-    """
-    end = begin + len(x) * outputs
-    result = weights[end : end + outputs].copy()
-    for i in range(len(x)):
-        # Experts that were never used have no part.
-        if x[i] == 0.0:
-            continue
-        row = weights[begin + i * outputs : begin + (i + 1) * outputs]
-        for j in range(outputs):
-            result[j] += x[i] * row[j]
-    return result
-
-
-@compiled
-def _silu(x: np.ndarray) -> None:
-    """``x * sigmoid(x)``, in place."""
-    for n in range(len(x)):
-        x[n] /= 1.0 + math.exp(-x[n])
-
-
-@compiled(nb.float64[::1](SECONDS, nb.int64, SECONDS))
-def evaluate(weights: np.ndarray, hidden: int, features: np.ndarray) -> np.ndarray:
-    """How late each expert of a layer is expected, float64 [N]; larger is later.
-
-    Args:
-        weights: of the layer, as `Network.packed` lays them out.
-        hidden: h.
-        features: float64 [2N].
-    """
-    inputs = len(features)
-    second = (inputs + 1) * hidden
-    x = _affine(weights, 0, features, hidden)
-    _silu(x)
-    x = _affine(weights, second, x, hidden)
-    _silu(x)
-    return _affine(weights, second + (hidden + 1) * hidden, x, inputs // 2)
 
 
 class History:
@@ -123,7 +52,9 @@ class History:
         """``1 / age`` of each expert (0 if never used), then ``uses / most uses``:
         float32 [2N].
         """
-        return features_of(self.age[layer], self.uses[layer]).astype(np.float32)
+        features = np.empty(2 * self.age.shape[1])
+        features_of(self.age[layer], self.uses[layer], features)
+        return features.astype(np.float32)
 
 
 class Network(NamedTuple):
@@ -223,8 +154,10 @@ class Network(NamedTuple):
         """How late each expert is expected, float64 [N], from `features` [2N]; larger
         is later.
         """
-        given = features.astype(np.float64)
-        return evaluate(self.packed(layer), self.hidden, given)
+        hidden = np.empty((2, self.hidden))
+        outputs = np.empty(self.experts)
+        evaluate(self.packed(layer), features.astype(np.float64), *hidden, outputs)
+        return outputs
 
 
 def sizes(layers: int, experts: int, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,7 @@ cimport cython
 from moesim.policies.base cimport CachePolicy, Work
 from moesim.policies.cache.ranked cimport RankedCache
 
-cdef int OUTSIDE, INSIDE, _PAIRED, NONE, RESIDENT
+cdef int _OUTSIDE, _INSIDE, _PAIRED, NONE, RESIDENT
 
 cdef class NoAdmissionCache(CachePolicy):
     pass

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from moesim.policies.base import Work
     from moesim.policies.run_context import RunContext
 
-OUTSIDE = 0
-INSIDE = 1
+_OUTSIDE = 0
+_INSIDE = 1
 _PAIRED = 2
 
 
@@ -39,8 +39,8 @@ class ReplacingCache(RankedCache):
     """Knows what is inside, so that a subclass can ask for copies of its own.
 
     Attributes:
-        inside: int8 [L * E], `INSIDE` of experts that have entered and not left, copies
-            in flight included.
+        inside: int8 [L * E], 1 of experts that have entered and not left, copies in
+            flight included.
     """
 
     def start(self, context: RunContext) -> None:
@@ -49,10 +49,10 @@ class ReplacingCache(RankedCache):
         self.inside: Ints = zeros(self.layers * self.experts, np.int8)
 
     def admitted(self, key: int) -> None:
-        self.inside[key] = INSIDE
+        self.inside[key] = _INSIDE
 
     def evicted(self, key: int) -> None:
-        self.inside[key] = OUTSIDE
+        self.inside[key] = _OUTSIDE
 
     def pair(
         self,
@@ -89,15 +89,15 @@ class ReplacingCache(RankedCache):
             self.inside[worst] = _PAIRED
             self.inside[best] = _PAIRED
         for n in range(count):
-            self.inside[outgoing[n]] = INSIDE
-            self.inside[incoming[n]] = OUTSIDE
+            self.inside[outgoing[n]] = _INSIDE
+            self.inside[incoming[n]] = _OUTSIDE
         return count
 
     def _best_absent(self, work: Work, everyone: bool) -> int:
         best = NONE
         for n in range(self.experts if everyone else work.active):
             key = work.first + (n if everyone else work.experts[n])
-            if self.inside[key] != OUTSIDE:
+            if self.inside[key] != _OUTSIDE:
                 continue
             if best < 0 or self.score[key] > self.score[best]:
                 best = key
@@ -107,7 +107,7 @@ class ReplacingCache(RankedCache):
         worst = NONE
         for key in range(work.first, work.first + self.experts):
             # What is inside may still be in flight, and then it cannot leave yet.
-            if self.inside[key] != INSIDE or states[key] != RESIDENT:
+            if self.inside[key] != _INSIDE or states[key] != RESIDENT:
                 continue
             if worst < 0 or self.score[key] < self.score[worst]:
                 worst = key

@@ -4,45 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
-from moesim.machine_code.functions import compiled
-from moesim.policies.cache._kernels import lowest_scores
-from moesim.policies.cache.lfu import LFU, Variant, count_uses
-from moesim.policies.kernels import ACCESSED, VICTIMS, CacheKernels, State, Work
+from moesim.policies.arrays import zeros
+from moesim.policies.cache.lfu import LFU, Variant
+from moesim.policies.cache.ranked import lowest
+from moesim.policies.names import NONE
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
-
-
-# Places in the state's integers, behind those of `lfu`.
-_EXPERTS = 0
-_LAYERS = 3
-_LAYER = 4
-
-
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    """Count as `lfu`, and note where the forward pass is."""
-    count_uses(state, work)
-    state.integers[_LAYER] = work.layer
-
-
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    """Choose the lowest quotients of uses and distance, ties to the lower key."""
-    layers = state.integers[_LAYERS]
-    worth = np.empty(len(candidates))
-    for n in range(len(candidates)):
-        ahead = candidates[n] // state.integers[_EXPERTS] - state.integers[_LAYER] - 1
-        worth[n] = state.scores[0, candidates[n]] / (ahead % layers + 1)
-    places = np.arange(len(candidates))
-    best = np.empty(len(chosen), np.int64)
-    lowest_scores(places, worth, worth, best)
-    for n in range(len(chosen)):
-        chosen[n] = candidates[best[n]] if best[n] >= 0 else -1
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 
 class EdgeMoE(LFU):
@@ -66,16 +36,21 @@ class EdgeMoE(LFU):
     reference: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, variant: Variant = "in-cache", decay: float = 1.0) -> None:
-        super().__init__(variant=variant, decay=decay)
+        LFU.__init__(self, variant=variant, decay=decay)
 
-    def bring(self, context: RunContext) -> CacheKernels:
-        """Count as `lfu`; before the first layer."""
-        brought = super().bring(context)
-        shape = context.shape
-        known = brought.state
-        integers = np.append(known.integers, [shape.layers, -1])
-        return brought._replace(
-            state=known._replace(integers=integers),
-            victims=_victims,
-            accessed=_accessed,
-        )
+    def start(self, context: RunContext) -> None:
+        """Begin before the first layer."""
+        LFU.start(self, context)
+        self.layer = NONE
+        self.worth: Floats = zeros(self.layers * self.experts)
+
+    def accessed(self, work: Work) -> None:
+        LFU.accessed(self, work)
+        self.layer = work.layer
+
+    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
+        for n in range(len(candidates)):
+            key = candidates[n]
+            ahead = key // self.experts - self.layer - 1
+            self.worth[key] = self.score[key] / (ahead % self.layers + 1)
+        lowest(candidates, self.worth, self.worth, chosen)

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from moesim.machine_code.functions import compiled
-from moesim.policies.cache._kernels import lowest_scores
+from moesim.policies.arrays import zeros
 from moesim.policies.cache.lfu import LFU
-from moesim.policies.kernels import VICTIMS, CacheKernels, State
-from moesim.policies.prefetch.finemoe import EXPECTED, expectations
+from moesim.policies.cache.ranked import lowest
+from moesim.policies.prefetch.finemoe import expectations
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
-
-
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    """Choose the lowest products of uses and probability."""
-    worth = np.empty(len(candidates))
-    for n in range(len(candidates)):
-        key = candidates[n]
-        worth[n] = state.scores[0, key] * state.numbers[EXPECTED + key]
-    lowest_scores(np.arange(len(candidates)), worth, worth, chosen)
-    for n in range(len(chosen)):
-        chosen[n] = candidates[chosen[n]]
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.run_context import RunContext
 
 
 class FineMoE(LFU):
@@ -47,11 +31,16 @@ class FineMoE(LFU):
     reference = ()
 
     def __init__(self) -> None:
-        super().__init__()
+        LFU.__init__(self)
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def start(self, context: RunContext) -> None:
         """Begin without uses."""
-        counting = super().bring(context)
-        # Not copied: the prefetch policy writes into it.
-        known = counting.state._replace(numbers=expectations(context))
-        return counting._replace(state=known, victims=_victims)
+        LFU.start(self, context)
+        self.expected: Floats = expectations(context)
+        self.worth: Floats = zeros(self.layers * self.experts)
+
+    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
+        for n in range(len(candidates)):
+            key = candidates[n]
+            self.worth[key] = self.score[key] * self.expected[key]
+        lowest(candidates, self.worth, self.worth, chosen)

@@ -6,81 +6,20 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
+from moesim.policies.arrays import filled, view_of, zeros
 from moesim.policies.base import PolicyError
-from moesim.policies.cache._kernels import lowest_scores
-from moesim.policies.cache._learned_network import (
-    Network,
-    evaluate,
-    features_of,
-    note_use,
-)
-from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    VICTIMS,
-    CacheKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.cache._learned_network import Network
+from moesim.policies.cache._scoring import evaluate, features_of, note_use
+from moesim.policies.cache.ranked import RankedCache, lowest
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 
-# Rows of the state's scores, by key.
-_OUTPUT = 0
-_AGE = 1
-_USES = 2
-
-# Places in the state's integers.
-_LAYERS = 0
-_EXPERTS = 1
-_HIDDEN = 2
-
-
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    """Note the active experts; the layer's outputs wait until a victim is needed."""
-    width = state.integers[_EXPERTS]
-    first = work.layer * width
-    note_use(
-        state.scores[_AGE, first : first + width],
-        state.scores[_USES, first : first + width],
-        work.experts,
-    )
-    state.marks[0, work.layer] = 1
-
-
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    """Choose the highest outputs, after evaluating layers whose history has moved."""
-    width = state.integers[_EXPERTS]
-    size = len(state.numbers) // state.integers[_LAYERS]
-    for key in candidates:
-        layer = key // width
-        if not state.marks[0, layer]:
-            continue
-        state.marks[0, layer] = 0
-        first = layer * width
-        features = features_of(
-            state.scores[_AGE, first : first + width],
-            state.scores[_USES, first : first + width],
-        )
-        weights = state.numbers[layer * size : (layer + 1) * size]
-        outputs = evaluate(weights, state.integers[_HIDDEN], features)
-        # The lowest leaves; a large output is a distant next use.
-        for expert in range(width):
-            state.scores[_OUTPUT, first + expert] = -outputs[expert]
-    score = state.scores[_OUTPUT]
-    lowest_scores(candidates, score, score, chosen)
-
-
-class FlashMoE(AdmittingCompiledCache):
+class FlashMoE(RankedCache):
     """Evict the expert that a trained network expects back last, ties to the lower id.
 
     The network reads how long ago and how often each expert of the layer was used. It
@@ -114,14 +53,28 @@ class FlashMoE(AdmittingCompiledCache):
         self.network = network
         self.choosing_s = scoring_s
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def start(self, context: RunContext) -> None:
         """Take the trained network.
 
         Raises:
             PolicyError: there is none, or it was trained for another shape.
         """
-        layers = context.shape.layers
-        experts = context.shape.experts
+        RankedCache.start(self, context)
+        network = self._trained(context)
+        packed = [network.packed(layer) for layer in range(self.layers)]
+        keys = self.layers * self.experts
+        self.weights: Floats = view_of(np.concatenate(packed), np.float64)
+        self.size = len(packed[0])
+        self.age: Floats = filled(keys, np.inf)
+        self.uses: Floats = zeros(keys)
+        # Layers whose scores are older than their history.
+        self.stale: Ints = filled(self.layers, 1, np.int8)
+        self.features: Floats = zeros(2 * self.experts)
+        self.first_units: Floats = zeros(network.hidden)
+        self.second_units: Floats = zeros(network.hidden)
+        self.outputs: Floats = zeros(self.experts)
+
+    def _trained(self, context: RunContext) -> Network:
         policy = "cache policy 'flashmoe'"
         arrays = context.extras.get(self.network)
         if arrays is None:
@@ -133,25 +86,40 @@ class FlashMoE(AdmittingCompiledCache):
             )
 
         network = Network.of(arrays, f"{policy}: artefact {self.network!r}")
-        if (network.layers, network.experts) != (layers, experts):
+        if (network.layers, network.experts) != (self.layers, self.experts):
             raise PolicyError(
-                f"{policy}: artefact {self.network!r}: expected {layers} layers x"
-                f" {experts} experts, found a network of {network.layers} x"
+                f"{policy}: artefact {self.network!r}: expected {self.layers} layers x"
+                f" {self.experts} experts, found a network of {network.layers} x"
                 f" {network.experts}; train one on a trace of this model"
             )
-        shape = (layers, experts)
-        scores = np.zeros((3, layers * experts))
-        scores[_AGE] = np.inf
-        weights = [network.packed(layer) for layer in range(layers)]
-        # Layers whose scores are older than their history.
-        stale = np.ones(layers)
-        return CacheKernels(
-            state(
-                scores=scores,
-                marks=stale,
-                numbers=np.concatenate(weights),
-                integers=[*shape, network.hidden],
-            ),
-            victims=_victims,
-            accessed=_accessed,
+        return network
+
+    def accessed(self, work: Work) -> None:
+        """Note the active experts; the layer's scores wait until one must leave."""
+        end = work.first + self.experts
+        note_use(self.age[work.first : end], self.uses[work.first : end], work.experts)
+        self.stale[work.layer] = 1
+
+    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
+        """Choose the highest outputs, after evaluating layers whose history has moved."""
+        for n in range(len(candidates)):
+            layer = candidates[n] // self.experts
+            if self.stale[layer]:
+                self.stale[layer] = 0
+                self._score(layer)
+        lowest(candidates, self.score, self.score, chosen)
+
+    def _score(self, layer: int) -> None:
+        first = layer * self.experts
+        end = first + self.experts
+        features_of(self.age[first:end], self.uses[first:end], self.features)
+        evaluate(
+            self.weights[layer * self.size : (layer + 1) * self.size],
+            self.features,
+            self.first_units,
+            self.second_units,
+            self.outputs,
         )
+        # The lowest leaves; a large output is a distant next use.
+        for expert in range(self.experts):
+            self.score[first + expert] = -self.outputs[expert]

@@ -6,22 +6,16 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.cache._kernels import lowest_scores
-from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    MOVED,
-    VICTIMS,
-    CacheKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.arrays import filled, zeros
+from moesim.policies.base import CachePolicy
+from moesim.policies.cache.ranked import lowest
+from moesim.policies.names import NONE
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 Topology = Literal["first", "released"]
 Visits = Literal["in-cache", "perfect"]
@@ -31,136 +25,7 @@ Visits = Literal["in-cache", "perfect"]
 _FLOOR = 1e-6
 
 
-# Rows of the state's scores by key.
-_TOKENS = 0
-_VISITS = 1
-
-# Rows of the state's marks by key: whose visits are counted, what was prefetched and
-# not used yet, and what the layer step under way uses.
-_COUNTED = 0
-_UNUSED = 1
-_ACTIVE = 2
-
-# Places in the state's numbers: all visits, then the tokens of each layer.
-_ALL_VISITS = 0
-_LAYER_TOKENS = 1
-
-# Places in the state's integers.
-_EXPERTS = 0
-_LAYERS = 1
-_RELEASED = 2
-_IN_CACHE = 3
-_RESET = 4
-_LAYER = 5
-_BATCH = 6
-
-
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    """Count tokens and visits of the active experts."""
-    # Not by phase: a prompt may come in several passes.
-    if state.integers[_RESET] and work.batch != state.integers[_BATCH]:
-        state.scores[_TOKENS, :] = 0.0
-        state.numbers[_LAYER_TOKENS:] = 0.0
-        state.integers[_BATCH] = work.batch
-    width = state.integers[_EXPERTS]
-    # Kept for `_admitted`, which follows and is not told the layer step.
-    first = state.integers[_LAYER] * width
-    for key in range(first, first + width):
-        state.marks[_ACTIVE, key] = 0
-    state.integers[_LAYER] = work.layer
-    for i in range(len(work.experts)):
-        key = work.layer * width + work.experts[i]
-        state.scores[_TOKENS, key] += work.tokens[i]
-        state.numbers[_LAYER_TOKENS + work.layer] += work.tokens[i]
-        if state.marks[_COUNTED, key]:
-            state.scores[_VISITS, key] += 1.0
-            state.numbers[_ALL_VISITS] += 1.0
-        state.marks[_UNUSED, key] = 0
-        state.marks[_ACTIVE, key] = 1
-
-
-@compiled(MOVED)
-def _admitted(state: State, keys: np.ndarray) -> None:
-    """Begin to count what enters."""
-    for key in keys:
-        # What enters without being active was prefetched, and is protected until used.
-        state.marks[_UNUSED, key] = not state.marks[_ACTIVE, key]
-        if state.integers[_IN_CACHE]:
-            state.numbers[_ALL_VISITS] += 1.0 - state.scores[_VISITS, key]
-            state.scores[_VISITS, key] = 1.0
-            state.marks[_COUNTED, key] = 1
-
-
-@compiled(MOVED)
-def _evicted(state: State, keys: np.ndarray) -> None:
-    """Forget what leaves, unless all-time visits are kept."""
-    for key in keys:
-        state.marks[_UNUSED, key] = 0
-        if state.integers[_IN_CACHE]:
-            state.numbers[_ALL_VISITS] -= state.scores[_VISITS, key]
-            state.scores[_VISITS, key] = 0.0
-            state.marks[_COUNTED, key] = 0
-
-
-@compiled
-def topology_decay(state: State, layer: int) -> float:
-    """The topology's factor of a layer, 0 to 1."""
-    layers = state.integers[_LAYERS]
-    if not state.integers[_RELEASED]:
-        return 1.0 - layer / layers
-    half = max(1, layers // 2)
-    current = state.integers[_LAYER]
-    in_first_half = layer < half
-    # Up to the current layer its half counts 1.
-    if in_first_half == (current < half) and layer <= current:
-        return 1.0
-    return 1.0 - layer / half if in_first_half else (layer - half) / (half + 1)
-
-
-@compiled
-def priorities(state: State, keys: np.ndarray) -> np.ndarray:
-    """The product for some experts, float64, each factor as a share of its sum."""
-    width = state.integers[_EXPERTS]
-    layers = state.integers[_LAYERS]
-    decays = 0.0
-    for layer in range(layers):
-        decays += topology_decay(state, layer) * width
-    visits = state.numbers[_ALL_VISITS]
-    uniform = 1.0 / (layers * width)
-    result = np.empty(len(keys))
-    for n in range(len(keys)):
-        key = keys[n]
-        layer = key // width
-        topology = topology_decay(state, layer) / decays if decays > 0.0 else uniform
-        # A layer without tokens of these sequences counts as uniform. The shares of
-        # each layer sum up to 1.
-        tokens = state.numbers[_LAYER_TOKENS + layer]
-        ratio = state.scores[_TOKENS, key] / tokens if tokens > 0.0 else 1.0 / width
-        visited = state.scores[_VISITS, key] / visits if visits > 0.0 else uniform
-        result[n] = (topology + _FLOOR) * (ratio / layers + _FLOOR)
-        result[n] *= visited + _FLOOR
-    return result
-
-
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    """Choose the lowest priorities, protected ones last."""
-    priority = priorities(state, candidates)
-    protected = np.empty(len(candidates))
-    for n in range(len(candidates)):
-        key = candidates[n]
-        current = key // state.integers[_EXPERTS] == state.integers[_LAYER]
-        protected[n] = 1.0 if state.marks[_UNUSED, key] or current else 0.0
-    best = np.empty(len(chosen), np.int64)
-    lowest_scores(np.arange(len(candidates)), protected, priority, best)
-    for n in range(len(chosen)):
-        chosen[n] = candidates[best[n]] if best[n] >= 0 else -1
-
-
-class MoEInfinity(AdmittingCompiledCache):
+class MoEInfinity(CachePolicy):
     """Evict the expert with the lowest product of topology decay, activation ratio of
     the sequence, and visit frequency.
 
@@ -193,28 +58,114 @@ class MoEInfinity(AdmittingCompiledCache):
     ) -> None:
         expect_choice("topology", topology, Topology)
         expect_choice("visits", visits, Visits)
-        self.topology = topology
-        self.visits = visits
+        self.released = topology == "released"
+        self.in_cache = visits == "in-cache"
         self.reset = reset
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def start(self, context: RunContext) -> None:
         """Begin without tokens or visits."""
-        shape = context.shape
-        keys = shape.layers * shape.experts
-        in_cache = self.visits == "in-cache"
-        scores = np.zeros((_VISITS + 1, keys))
-        marks = np.zeros((_ACTIVE + 1, keys))
-        marks[_COUNTED] = not in_cache
-        rules = (self.topology == "released", in_cache, self.reset)
-        return CacheKernels(
-            state(
-                scores=scores,
-                marks=marks,
-                numbers=np.zeros(1 + shape.layers),
-                integers=[shape.experts, shape.layers, *rules, 0, -1],
-            ),
-            victims=_victims,
-            accessed=_accessed,
-            admitted=_admitted,
-            evicted=_evicted,
-        )
+        self.layers = context.shape.layers
+        self.experts = context.shape.experts
+        keys = self.layers * self.experts
+        self.priority: Floats = zeros(keys)
+        self.protected: Floats = zeros(keys)
+        self.tokens: Floats = zeros(keys)
+        self.layer_tokens: Floats = zeros(self.layers)
+        self.visits: Floats = zeros(keys)
+        self.all_visits = 0.0
+        self.counted: Ints = filled(keys, not self.in_cache, np.int8)
+        # Prefetched and not used yet; and used by the layer step under way.
+        self.unused: Ints = zeros(keys, np.int8)
+        self.active: Ints = zeros(keys, np.int8)
+        self.layer = 0
+        self.batch = NONE
+
+    def accessed(self, work: Work) -> None:
+        """Count tokens and visits of the active experts."""
+        # Not by phase: a prompt may come in several passes.
+        if self.reset and work.batch != self.batch:
+            self._begin()
+            self.batch = work.batch
+        # Kept for `admitted`, which follows and is not told the layer step.
+        first = self.layer * self.experts
+        for key in range(first, first + self.experts):
+            self.active[key] = 0
+        self.layer = work.layer
+        for i in range(work.active):
+            key = work.first + work.experts[i]
+            self.tokens[key] += work.tokens[i]
+            self.layer_tokens[work.layer] += work.tokens[i]
+            if self.counted[key]:
+                self.visits[key] += 1.0
+                self.all_visits += 1.0
+            self.unused[key] = 0
+            self.active[key] = 1
+
+    def _begin(self) -> None:
+        """Forget the tokens of the last sequences."""
+        for key in range(len(self.tokens)):
+            self.tokens[key] = 0.0
+        for layer in range(self.layers):
+            self.layer_tokens[layer] = 0.0
+
+    def admitted(self, key: int) -> None:
+        # What enters without being active was prefetched, and is protected until used.
+        self.unused[key] = not self.active[key]
+        if self.in_cache:
+            self.all_visits += 1.0 - self.visits[key]
+            self.visits[key] = 1.0
+            self.counted[key] = 1
+
+    def evicted(self, key: int) -> None:
+        self.unused[key] = 0
+        if self.in_cache:
+            self.all_visits -= self.visits[key]
+            self.visits[key] = 0.0
+            self.counted[key] = 0
+
+    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
+        """Choose the lowest priorities, protected ones last."""
+        self.rate(candidates)
+        for n in range(len(candidates)):
+            key = candidates[n]
+            is_current = key // self.experts == self.layer
+            self.protected[key] = 1.0 if self.unused[key] or is_current else 0.0
+        lowest(candidates, self.protected, self.priority, chosen)
+
+    def rate(self, keys: Ints) -> None:
+        """Renew the `priority` of some experts: the product of each factor as a share
+        of its sum.
+        """
+        decays = 0.0
+        for layer in range(self.layers):
+            decays += self.topology_decay(layer) * self.experts
+        uniform = 1.0 / (self.layers * self.experts)
+        for n in range(len(keys)):
+            key = keys[n]
+            layer = key // self.experts
+            topology = uniform
+            if decays > 0.0:
+                topology = self.topology_decay(layer) / decays
+            # A layer without tokens of these sequences counts as uniform. The shares of
+            # each layer sum up to 1.
+            ratio = 1.0 / self.experts
+            if self.layer_tokens[layer] > 0.0:
+                ratio = self.tokens[key] / self.layer_tokens[layer]
+            visited = uniform
+            if self.all_visits > 0.0:
+                visited = self.visits[key] / self.all_visits
+            product = (topology + _FLOOR) * (ratio / self.layers + _FLOOR)
+            self.priority[key] = product * (visited + _FLOOR)
+
+    def topology_decay(self, layer: int) -> float:
+        """The topology's factor of a layer, 0 to 1."""
+        if not self.released:
+            return 1.0 - layer / self.layers
+        half = max(1, self.layers // 2)
+        in_first_half = layer < half
+        # Up to the current layer its half counts 1.
+        if in_first_half == (self.layer < half) and layer <= self.layer:
+            return 1.0
+        if in_first_half:
+            return 1.0 - layer / half
+        return (layer - half) / (half + 1)

@@ -8,84 +8,22 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.policies.cache._kernels import (
-    lowest_victims,
-    mark_keys,
-    score_state,
-    stamp,
-    stamp_keys,
-)
-from moesim.policies.cache._own_replacements import note_evicted, replace_by_missed
+from moesim.policies.arrays import zeros
+from moesim.policies.cache._own_replacements import ReplacingCache
 from moesim.policies.cache.static import Static
-from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    MOVED,
-    SECONDS,
-    CacheKernels,
-    State,
-    Work,
-    replaces_nothing,
-)
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 Copies = Literal["demand", "missed"]
 Fill = Literal["empty", "lowest"]
 Tie = Literal["id", "touched"]
 
 
-@compiled(nb.void(nb.float64[::1], SECONDS, nb.float64, nb.int64[::1]))
-def mix(
-    average: np.ndarray, scores: np.ndarray, alpha: float, best: np.ndarray
-) -> None:
-    """Mix the largest of a step's scores into a layer's average, both float64 [E], as
-    many as `best` has room for; ties go to the lower id.
-    """
-    kept = 0
-    for expert in range(len(scores)):
-        # All decay, also the experts outside the best.
-        average[expert] *= 1.0 - alpha
-        # Experts come in ascending id, so an equal score ranks behind.
-        rank = kept
-        while rank > 0 and scores[expert] > scores[best[rank - 1]]:
-            rank -= 1
-        if rank == len(best):
-            continue
-        kept = min(kept + 1, len(best))
-        for n in range(kept - 1, rank, -1):
-            best[n] = best[n - 1]
-        best[rank] = expert
-    for expert in best[:kept]:
-        average[expert] += alpha * scores[expert]
-
-
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    state.numbers[0] += 1.0
-    width = state.integers[0]
-    first = work.layer * width
-    if len(state.scores) > 1:
-        stamp(state.scores[1], work.experts, first, state.numbers[0])
-    scores = work.first_scores if state.integers[2] else work.scores
-    if len(scores):
-        average = state.scores[0][first : first + width]
-        best = state.marks[1][: state.integers[1]]
-        mix(average, scores, state.numbers[1], best)
-
-
-@compiled(MOVED)
-def _admitted(state: State, keys: np.ndarray) -> None:
-    mark_keys(state.marks[0], keys, 1)
-    if len(state.scores) > 1:
-        stamp_keys(state.scores[1], keys, state.numbers[0])
-
-
-class MRS(AdmittingCompiledCache):
+class MRS(ReplacingCache):
     """Evict the expert with the lowest moving average of its gate scores.
 
     That average is S, where ``S ← α · TopP(s) + (1 − α) · S`` at every step of its
@@ -135,7 +73,7 @@ class MRS(AdmittingCompiledCache):
         self.p = p
         self.first_row = first_row
         self.reads_tokens = first_row
-        self.tie_rule = tie
+        self.touched = tie == "touched"
         self.fill = fill
         self.copies = copies
 
@@ -146,32 +84,65 @@ class MRS(AdmittingCompiledCache):
 
     def start(self, context: RunContext) -> None:
         """Begin with S = 0."""
-        super().start(context)
+        ReplacingCache.start(self, context)
+        if self.touched:
+            self.tie = zeros(self.layers * self.experts)
+        self.now = 0.0
+        top = min(self.experts, self.p or 2 * context.shape.top_k)
+        self.best: Ints = zeros(top, np.int64)
         self._lowest_ids = Static(fill="lowest")
         self._lowest_ids.start(context)
-
-    def bring(self, context: RunContext) -> CacheKernels:
-        """Make room for S, and for the best of a step."""
-        experts = context.shape.experts
-        top = min(experts, self.p or 2 * context.shape.top_k)
-        return CacheKernels(
-            score_state(
-                context,
-                rows=1 if self.tie_rule == "id" else 2,
-                # What is inside, and room for the best of a step.
-                marks=np.zeros((2, context.shape.layers * experts)),
-                numbers=[0.0, self.alpha, 0.0],
-                integers=[experts, top, self.first_row],
-            ),
-            victims=lowest_victims,
-            accessed=_accessed,
-            admitted=_admitted,
-            evicted=note_evicted,
-            replacements=replace_by_missed if self.replaces else replaces_nothing,
-        )
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray | None:
         """Fill with the lowest ids, if asked for."""
         if self.fill == "lowest":
             return self._lowest_ids.initial(capacity_slots)
         return None
+
+    def accessed(self, work: Work) -> None:
+        self.now += 1.0
+        if self.touched:
+            for i in range(work.active):
+                self.tie[work.first + work.experts[i]] = self.now
+        scores = work.first_scores if self.first_row else work.scores
+        if len(scores):
+            mix(self.score, work.first, scores, self.alpha, self.best)
+
+    def admitted(self, key: int) -> None:
+        ReplacingCache.admitted(self, key)
+        if self.touched:
+            self.tie[key] = self.now
+
+    def replacements(
+        self, work: Work, states: Ints, outgoing: Ints, incoming: Ints
+    ) -> int:
+        return self.pair(work, states, outgoing, incoming, 0.0, False)
+
+
+def mix(average: Floats, first: int, scores: Floats, alpha: float, best: Ints) -> None:
+    """Mix the largest of a step's scores into a layer's average; ties go to the lower
+    id.
+
+    Args:
+        average: float64 [L * E].
+        first: key of the layer's first expert.
+        scores: float64 [E].
+        alpha: weight of the scores.
+        best: int64, room for as many as are mixed in.
+    """
+    kept = 0
+    for expert in range(len(scores)):
+        # All decay, also the experts outside the best.
+        average[first + expert] *= 1.0 - alpha
+        # Experts come in ascending id, so an equal score ranks behind.
+        rank = kept
+        while rank > 0 and scores[expert] > scores[best[rank - 1]]:
+            rank -= 1
+        if rank == len(best):
+            continue
+        kept = min(kept + 1, len(best))
+        for n in range(kept - 1, rank, -1):
+            best[n] = best[n - 1]
+        best[rank] = expert
+    for n in range(kept):
+        average[first + best[n]] += alpha * scores[best[n]]

@@ -8,25 +8,18 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import RESIDENT, PolicyError
-from moesim.policies.cache._own_replacements import note_admitted, note_evicted
-from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import (
-    REPLACEMENTS,
-    CacheKernels,
-    State,
-    Work,
-    admits_nothing,
-    state,
-)
+from moesim.policies.arrays import filled, zeros
+from moesim.policies.base import PolicyError
+from moesim.policies.cache._own_replacements import ReplacingCache
+from moesim.policies.names import PREFILL, RESIDENT
 from moesim.policies.parameters import expect, expect_choice
 from moesim.policies.planner.starting import first_fit
 from moesim.policies.ranking import best_of, ranked
-from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 Variant = Literal["paper", "released"]
 Fill = Literal["auto", "calibrated"]
@@ -35,76 +28,7 @@ Fill = Literal["auto", "calibrated"]
 _TOLERANCE = 1e-12
 
 
-_PREFILL = int(Phase.PREFILL)
-
-# Places in the state's integers.
-_EXPERTS = 0
-_RELEASED = 1
-_IDLE = 2
-_MOST = 3
-
-
-@compiled
-def _is_clear(state: State, hot: int, cold: int) -> bool:
-    """Whether `hot` tokens are enough more than `cold` ones for a swap."""
-    needed = state.numbers[0] * cold
-    if state.integers[_RELEASED]:
-        return hot > needed * (1.0 + _TOLERANCE)
-    enough = hot >= needed * (1.0 - _TOLERANCE)
-    return enough and (hot > 0 or state.integers[_IDLE] != 0)
-
-
-@compiled(REPLACEMENTS)
-def _replacements(
-    state: State,
-    work: Work,
-    states: np.ndarray,
-    outgoing: np.ndarray,
-    incoming: np.ndarray,
-) -> int:
-    """Pair hot with cold after a prefill step."""
-    if work.phase != _PREFILL:
-        return 0
-    width = state.integers[_EXPERTS]
-    first = work.layer * width
-    tokens = np.zeros(width, np.int64)
-    for i in range(len(work.experts)):
-        tokens[work.experts[i]] = work.tokens[i]
-    absent = np.zeros(width, np.bool_)
-    settled = np.zeros(width, np.bool_)
-    for expert in range(width):
-        absent[expert] = state.marks[0, first + expert] == 0
-        # What is inside may still be in flight, and then it cannot leave yet.
-        landed = states[first + expert] == RESIDENT
-        settled[expert] = landed and not absent[expert]
-
-    enters = absent
-    leaves = settled
-    rising = -tokens
-    falling = tokens.copy()
-    if state.integers[_RELEASED]:
-        # The code multiplies by masks instead of selecting: residents have 0 tokens in
-        # the first list, absent experts many times theirs in the second.
-        enters = leaves = np.ones(width, np.bool_)
-        for expert in range(width):
-            if absent[expert]:
-                rising[expert] *= work.rows
-            else:
-                falling[expert] = 0
-    hot = best_of(falling, enters, state.integers[_MOST])
-    cold = best_of(rising, leaves, state.integers[_MOST])
-    count = 0
-    # The shorter list decides how many pairs there are.
-    for n in range(min(len(hot), len(cold))):
-        possible = absent[hot[n]] and settled[cold[n]]
-        if possible and _is_clear(state, tokens[hot[n]], tokens[cold[n]]):
-            outgoing[count] = first + cold[n]
-            incoming[count] = first + hot[n]
-            count += 1
-    return count
-
-
-class PrefillSwap(CompiledCache):
+class PrefillSwap(ReplacingCache):
     """In prefill, swap each layer's busiest absent experts for its least busy
     residents; in decode, change nothing.
 
@@ -131,7 +55,6 @@ class PrefillSwap(CompiledCache):
     Source: DAOP, Algorithm 1 and section 4; ``daop_moe.py``, ``modeling_daop.py``.
     """
 
-    replaces_by_kernel = True
     replaces_first = True
 
     def __init__(
@@ -149,23 +72,23 @@ class PrefillSwap(CompiledCache):
         expect_choice("fill", fill, Fill)
         self.share = share
         self.margin = margin
-        self.variant = variant
+        self.released = variant == "released"
         self.idle = idle
         self.fill = fill
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def start(self, context: RunContext) -> None:
         """Rank the experts by calibration.
 
         Raises:
             PolicyError: ``fill=calibrated`` without calibration counts.
         """
+        ReplacingCache.start(self, context)
         served = context.served
         if served is None:
-            served = np.ones(context.shape.layers, np.bool_)
+            served = np.ones(self.layers, np.bool_)
         self._served = served
         self._bytes_of = np.array(context.shape.sizes_by_expert(), np.int64)
         self._pool_bytes = context.pool_bytes
-
         if context.calibration is not None:
             self._counts = np.asarray(context.calibration, dtype=np.float64)
         elif self.fill == "calibrated":
@@ -175,20 +98,16 @@ class PrefillSwap(CompiledCache):
             )
         else:
             # Equal counts: ties leave the lowest ids in front.
-            self._counts = np.zeros((context.shape.layers, context.shape.experts))
-        experts = context.shape.experts
-        rules = (self.variant == "released", self.idle, int(self.share * experts))
-        return CacheKernels(
-            state(
-                marks=np.zeros(self._counts.size),
-                numbers=[self.margin],
-                integers=[experts, *rules],
-            ),
-            admits=admits_nothing,
-            admitted=note_admitted,
-            evicted=note_evicted,
-            replacements=_replacements,
-        )
+            self._counts = np.zeros((self.layers, self.experts))
+        most = int(self.share * self.experts)
+        self.hot: Ints = zeros(most, np.int64)
+        self.cold: Ints = zeros(most, np.int64)
+        self.falling: Floats = zeros(self.experts)
+        self.rising: Floats = zeros(self.experts)
+        self.tokens: Ints = zeros(self.experts, np.int64)
+        self.absent: Ints = zeros(self.experts, np.uint8)
+        self.settled: Ints = zeros(self.experts, np.uint8)
+        self.every: Ints = filled(self.experts, 1, np.uint8)
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Give each layer its share of its own best, the remainder to the best of all:
@@ -220,3 +139,60 @@ class PrefillSwap(CompiledCache):
             room -= int(self._bytes_of[taken].sum())
             flat[order[first_fit(sizes, room)]] = True
         return np.flatnonzero(taken)
+
+    def admits(self, work: Work, key: int) -> bool:
+        return False
+
+    def replacements(
+        self, work: Work, states: Ints, outgoing: Ints, incoming: Ints
+    ) -> int:
+        """Pair hot with cold after a prefill step."""
+        if work.phase != PREFILL:
+            return 0
+        self._sort_out(work, states)
+        enters = self.every if self.released else self.absent
+        leaves = self.every if self.released else self.settled
+        hottest = best_of(self.falling, enters, self.hot)
+        coldest = best_of(self.rising, leaves, self.cold)
+        count = 0
+        # The shorter list decides how many pairs there are.
+        for n in range(min(hottest, coldest)):
+            hot = self.hot[n]
+            cold = self.cold[n]
+            if not (self.absent[hot] and self.settled[cold]):
+                continue
+            if self._is_clear(self.tokens[hot], self.tokens[cold]):
+                outgoing[count] = work.first + cold
+                incoming[count] = work.first + hot
+                count += 1
+        return count
+
+    def _sort_out(self, work: Work, states: Ints) -> None:
+        """Note tokens, and who is absent or settled, of the layer's experts."""
+        for expert in range(self.experts):
+            self.tokens[expert] = 0
+        for i in range(work.active):
+            self.tokens[work.experts[i]] = work.tokens[i]
+        for expert in range(self.experts):
+            key = work.first + expert
+            tokens = self.tokens[expert]
+            # What is inside may still be in flight, and then it cannot leave yet.
+            landed = states[key] == RESIDENT
+            self.absent[expert] = not self.inside[key]
+            self.settled[expert] = landed and self.inside[key]
+            self.falling[expert] = tokens
+            self.rising[expert] = -tokens
+            # The code multiplies by masks instead of selecting: residents have 0 tokens
+            # in the first list, absent experts many times theirs in the second.
+            if self.released and self.absent[expert]:
+                self.rising[expert] *= work.rows
+            elif self.released:
+                self.falling[expert] = 0.0
+
+    def _is_clear(self, hot: int, cold: int) -> bool:
+        """Whether `hot` tokens are enough more than `cold` ones for a swap."""
+        needed = self.margin * cold
+        if self.released:
+            return hot > needed * (1.0 + _TOLERANCE)
+        enough = hot >= needed * (1.0 - _TOLERANCE)
+        return enough and (hot > 0 or self.idle)

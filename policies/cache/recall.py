@@ -6,49 +6,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.cache._kernels import outscored_victims
-from moesim.policies.cache._own_replacements import (
-    note_admitted,
-    note_evicted,
-    pair_missed,
-)
+from moesim.policies.arrays import zeros
+from moesim.policies.cache._own_replacements import ReplacingCache
 from moesim.policies.cache.decayed_frequency import Fill
+from moesim.policies.cache.ranked import outscored
 from moesim.policies.cache.static import Static
-from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import (
-    REPLACEMENTS,
-    VICTIMS,
-    CacheKernels,
-    State,
-    Work,
-)
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.routing_memory import SCORE, RoutingMemory, observe
+from moesim.policies.routing_memory import RoutingMemory
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 
-@compiled(REPLACEMENTS)
-def _replacements(
-    state: State,
-    work: Work,
-    states: np.ndarray,
-    outgoing: np.ndarray,
-    incoming: np.ndarray,
-) -> int:
-    return pair_missed(state, work, True, states, outgoing, incoming)
-
-
-@compiled(VICTIMS)
-def _victims(
-    state: State, incoming: np.ndarray, candidates: np.ndarray, chosen: np.ndarray
-) -> None:
-    chosen[:] = outscored_victims(incoming, candidates, state.scores[SCORE])
-
-
-class Recall(AdmittingCompiledCache):
+class Recall(ReplacingCache):
     """Keep the experts of a layer that the next token most likely uses.
 
     That is a weighted mean of two shares: how often tokens used the expert that came
@@ -75,8 +47,6 @@ class Recall(AdmittingCompiledCache):
 
     Source: ours; see docs/explanation/recall.md.
     """
-
-    replaces_by_kernel = True
 
     def __init__(
         self,
@@ -108,26 +78,34 @@ class Recall(AdmittingCompiledCache):
         self.taken_s = (1e-6 * planning_us, 1e-9 * expert_ns)
         self.fill: Fill = fill
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def start(self, context: RunContext) -> None:
         """Take the run's memory of routing, and begin without uses."""
+        # Several GPUs have a memory of routing in common, and contents of their own.
+        ReplacingCache.start(self, context)
+        self.memory = RoutingMemory.of(context, self.history)
+        self.memory.value_by(self.half_lives, self.recall, self.short, self.margin)
+        # Copies of its own are bought by it.
+        self.score = self.memory.copy_value
+        self.worst: Ints = zeros(self.layers * self.experts, np.int64)
+        self.order: Ints = zeros(self.layers * self.experts, np.int64)
+        fixed_s, expert_s = self.taken_s
+        self.own_planning_s = fixed_s + expert_s * self.experts
         self._initial_content = Static(fill=self.fill)
         self._initial_content.start(context)
-        memory = RoutingMemory.of(context, self.history)
-        memory.value_by(self.half_lives, self.recall, self.short, self.margin)
-        fixed_s, expert_s = self.taken_s
-        self.own_planning_s = fixed_s + expert_s * context.shape.experts
-        keys = context.shape.layers * context.shape.experts
-        # Several GPUs have a memory of routing in common, and contents of their own.
-        known = memory.state._replace(marks=np.zeros((1, keys), np.int64))
-        return CacheKernels(
-            known,
-            victims=_victims,
-            accessed=observe,
-            admitted=note_admitted,
-            evicted=note_evicted,
-            replacements=_replacements,
-        )
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Fill the cache as `fill` says: int64 flat keys, ascending."""
         return self._initial_content.initial(capacity_slots)
+
+    def accessed(self, work: Work) -> None:
+        self.memory.observe(work)
+
+    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
+        worth = self.memory.score
+        outscored(incoming, candidates, worth, self.worst, self.order, chosen)
+
+    def replacements(
+        self, work: Work, states: Ints, outgoing: Ints, incoming: Ints
+    ) -> int:
+        margin = self.memory.margin
+        return self.pair(work, states, outgoing, incoming, margin, True)

@@ -6,73 +6,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.policies.cache._kernels import (
-    lowest_victims,
-    score_state,
-    stamp,
-    stamp_keys,
-)
-from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.kernels import ACCESSED, MOVED, SECONDS, CacheKernels, State, Work
+from moesim.policies.arrays import zeros
+from moesim.policies.cache.ranked import RankedCache
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
-
-_RING = 1
-"""Row of the scores of a compiled run at which the ring begins; ties are the last."""
-
-
-@compiled(
-    nb.void(nb.float64[::1], nb.float64[:, ::1], SECONDS, nb.int64, nb.int64, nb.int64)
-)
-def _roll(
-    score: np.ndarray,
-    ring: np.ndarray,
-    newest: np.ndarray,
-    first: int,
-    seen: int,
-    window: int,
-) -> None:
-    """Put a step's scores into its layer's ring, and its means into `score`.
-
-    `score` float64 [keys], `ring` [window, keys], `newest` [E]; the layer's keys begin
-    at `first`, and it has seen so many steps before.
-    """
-    # The newest step takes the row of the oldest; rows are fewer until it is full.
-    rows = min(seen + 1, window)
-    for expert in range(len(newest)):
-        key = first + expert
-        ring[seen % window, key] = newest[expert]
-        total = 0.0
-        for row in range(rows):
-            total += ring[row, key]
-        score[key] = total / rows
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    state.numbers[0] += 1.0
-    width = state.integers[0]
-    window = state.integers[1]
-    first = work.layer * width
-    stamp(state.scores[-1], work.experts, first, state.numbers[0])
-    if not len(work.scores):
-        return
-    seen = state.marks[0, work.layer]
-    state.marks[0, work.layer] += 1
-    ring = state.scores[_RING : _RING + window]
-    _roll(state.scores[0], ring, work.scores, first, seen, window)
-
-
-@compiled(MOVED)
-def _admitted(state: State, keys: np.ndarray) -> None:
-    stamp_keys(state.scores[-1], keys, state.numbers[0])
-
-
-class ScoreWindow(AdmittingCompiledCache):
+class ScoreWindow(RankedCache):
     """Evict the expert with the lowest mean gate score over the last `window` steps of
     its layer.
 
@@ -97,18 +41,35 @@ class ScoreWindow(AdmittingCompiledCache):
         expect(window >= 1, "window", ">= 1", window)
         self.window = window
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def start(self, context: RunContext) -> None:
         """Begin with empty windows."""
-        shape = context.shape
-        return CacheKernels(
-            score_state(
-                context,
-                rows=1 + self.window + 1,
-                marks=[np.zeros(shape.layers)],
-                numbers=[0.0],
-                integers=[shape.experts, self.window],
-            ),
-            victims=lowest_victims,
-            accessed=_accessed,
-            admitted=_admitted,
-        )
+        RankedCache.start(self, context)
+        keys = self.layers * self.experts
+        self.tie = zeros(keys)
+        self.now = 0.0
+        self.ring: Floats = zeros((self.window, keys))
+        self.seen: Ints = zeros(self.layers, np.int64)
+
+    def accessed(self, work: Work) -> None:
+        self.now += 1.0
+        for i in range(work.active):
+            self.tie[work.first + work.experts[i]] = self.now
+        if len(work.scores):
+            self._roll(work)
+
+    def _roll(self, work: Work) -> None:
+        """Let the newest scores take the place of the oldest, and renew the means."""
+        seen = self.seen[work.layer]
+        self.seen[work.layer] = seen + 1
+        newest = seen % self.window
+        rows = min(seen + 1, self.window)
+        for expert in range(self.experts):
+            key = work.first + expert
+            self.ring[newest, key] = work.scores[expert]
+            total = 0.0
+            for row in range(rows):
+                total += self.ring[row, key]
+            self.score[key] = total / rows
+
+    def admitted(self, key: int) -> None:
+        self.tie[key] = self.now

@@ -2,130 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import RESIDENT, RunContext
-from moesim.policies.cache._kernels import mark_keys
+from moesim.policies.arrays import zeros
+from moesim.policies.cache._own_replacements import ReplacingCache
 from moesim.policies.cache.static import Static
-from moesim.policies.compiled import CompiledCache
-from moesim.policies.kernels import (
-    ACCESSED,
-    MOVED,
-    REPLACEMENTS,
-    CacheKernels,
-    State,
-    Work,
-    admits_nothing,
-    state,
-)
+from moesim.policies.names import NONE, PREFILL, RESIDENT
 from moesim.policies.parameters import expect, expect_choice
-from moesim.traces.format.schema import Phase
+
+if TYPE_CHECKING:
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
 
 Trigger = Literal["aligned", "literal"]
 Swaps = Literal["always", "gain-only"]
 Deadline = Literal["visit", "none"]
 Fill = Literal["random", "calibrated", "lowest"]
 
-PREFILL = int(Phase.PREFILL)
 
-# Rows of the state's marks: by key, and steps of the window by layer.
-_INSIDE = 0
-_SUMS = 1
-_STEPS = 2
-
-# Places in the state's integers.
-_EXPERTS = 0
-_WINDOW = 1
-_MOST_SWAPS = 2
-_LITERAL = 3
-_GAIN_ONLY = 4
-_PREFILL_COUNTS = 5
-
-
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    """Add this step's tokens to the layer's sums."""
-    if work.phase == PREFILL and not state.integers[_PREFILL_COUNTS]:
-        return
-    first = work.layer * state.integers[_EXPERTS]
-    for i in range(len(work.experts)):
-        state.marks[_SUMS, first + work.experts[i]] += work.tokens[i]
-    state.marks[_STEPS, work.layer] += 1
-
-
-@compiled(MOVED)
-def _admitted(state: State, keys: np.ndarray) -> None:
-    mark_keys(state.marks[_INSIDE], keys, 1)
-
-
-@compiled(MOVED)
-def _evicted(state: State, keys: np.ndarray) -> None:
-    mark_keys(state.marks[_INSIDE], keys, 0)
-
-
-@compiled
-def _largest(sums: np.ndarray, among: np.ndarray) -> int:
-    """The expert with the largest sum, ties to the lower id; -1 if there is none."""
-    best = -1
-    for expert in range(len(sums)):
-        if among[expert] and (best < 0 or sums[expert] > sums[best]):
-            best = expert
-    return best
-
-
-@compiled(REPLACEMENTS)
-def _replacements(
-    state: State,
-    work: Work,
-    states: np.ndarray,
-    outgoing: np.ndarray,
-    incoming: np.ndarray,
-) -> int:
-    """At the end of a window, pair the busiest outside with the idlest inside, and
-    begin a new window.
-    """
-    if work.phase == PREFILL and not state.integers[_PREFILL_COUNTS]:
-        return 0
-    # Algorithm 2 counts from 0, so its first window ends after one step.
-    done = state.marks[_STEPS, work.layer] - state.integers[_LITERAL]
-    if done % state.integers[_WINDOW]:
-        return 0
-
-    width = state.integers[_EXPERTS]
-    first = work.layer * width
-    sums = state.marks[_SUMS, first : first + width].copy()
-    # The window ends here even if nothing is swapped.
-    state.marks[_SUMS, first : first + width] = 0
-
-    # What is inside may still be in flight, and then it cannot leave yet.
-    may_enter = np.zeros(width, np.bool_)
-    may_leave = np.zeros(width, np.bool_)
-    for expert in range(width):
-        may_enter[expert] = state.marks[_INSIDE, first + expert] == 0
-        landed = states[first + expert] == RESIDENT
-        may_leave[expert] = landed and not may_enter[expert]
-
-    count = 0
-    while count < state.integers[_MOST_SWAPS]:
-        busiest = _largest(sums, may_enter)
-        idlest = _largest(-sums, may_leave)
-        if busiest < 0 or idlest < 0:
-            break
-        # Both only get closer: once a pair gains nothing, none does.
-        if state.integers[_GAIN_ONLY] and sums[busiest] <= sums[idlest]:
-            break
-        outgoing[count] = first + idlest
-        incoming[count] = first + busiest
-        count += 1
-        may_enter[busiest] = False
-        may_leave[idlest] = False
-    return count
-
-
-class WorkloadWindow(CompiledCache):
+class WorkloadWindow(ReplacingCache):
     """Every `window` steps, replace the residents with the fewest tokens by the absent
     experts with the most.
 
@@ -158,8 +56,6 @@ class WorkloadWindow(CompiledCache):
     §1.7.
     """
 
-    replaces_by_kernel = True
-
     def __init__(
         self,
         *,
@@ -179,37 +75,87 @@ class WorkloadWindow(CompiledCache):
         expect_choice("fill", fill, Fill)
         self.window = window
         self.swaps = swaps
-        self.trigger = trigger
-        self.gain = gain
+        self.literal = trigger == "literal"
+        self.gain_only = gain == "gain-only"
         self.prefill = prefill
-        self.deadline = deadline
         self.lands_by_next_visit = deadline == "visit"
         self.fill: Fill = fill
 
-    def bring(self, context: RunContext) -> CacheKernels:
-        """Begin all sums at 0."""
+    def start(self, context: RunContext) -> None:
+        """Begin all sums, which are the scores, at 0."""
+        ReplacingCache.start(self, context)
+        self.steps: Ints = zeros(self.layers, np.int64)
+        self.may_enter: Ints = zeros(self.experts, np.int8)
+        self.may_leave: Ints = zeros(self.experts, np.int8)
         self._initial_content = Static(fill=self.fill)
         self._initial_content.start(context)
-        shape = context.shape
-        rules = (
-            self.window,
-            self.swaps,
-            self.trigger == "literal",
-            self.gain == "gain-only",
-            self.prefill,
-        )
-        return CacheKernels(
-            state(
-                marks=np.zeros((3, shape.layers * shape.experts)),
-                integers=[shape.experts, *rules],
-            ),
-            accessed=_accessed,
-            admits=admits_nothing,
-            admitted=_admitted,
-            evicted=_evicted,
-            replacements=_replacements,
-        )
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Fill the cache as `fill` says: int64 flat keys, ascending."""
         return self._initial_content.initial(capacity_slots)
+
+    def admits(self, work: Work, key: int) -> bool:
+        return False
+
+    def accessed(self, work: Work) -> None:
+        """Add this step's tokens to the layer's sums."""
+        if work.phase == PREFILL and not self.prefill:
+            return
+        for i in range(work.active):
+            self.score[work.first + work.experts[i]] += work.tokens[i]
+        self.steps[work.layer] += 1
+
+    def replacements(
+        self, work: Work, states: Ints, outgoing: Ints, incoming: Ints
+    ) -> int:
+        """At the end of a window, pair the busiest outside with the idlest inside, and
+        begin a new window.
+        """
+        if work.phase == PREFILL and not self.prefill:
+            return 0
+        # Algorithm 2 counts from 0, so its first window ends after one step.
+        done = self.steps[work.layer] - self.literal
+        if done % self.window:
+            return 0
+        for expert in range(self.experts):
+            key = work.first + expert
+            # What is inside may still be in flight, and then it cannot leave yet.
+            landed = states[key] == RESIDENT
+            self.may_enter[expert] = not self.inside[key]
+            self.may_leave[expert] = landed and self.inside[key]
+        count = self._paired(work.first, outgoing, incoming)
+        # The window ends here even if nothing is swapped.
+        for key in range(work.first, work.first + self.experts):
+            self.score[key] = 0.0
+        return count
+
+    def _paired(self, first: int, outgoing: Ints, incoming: Ints) -> int:
+        count = 0
+        while count < self.swaps:
+            busiest = self._largest(first, 1.0, self.may_enter)
+            idlest = self._largest(first, -1.0, self.may_leave)
+            if busiest < 0 or idlest < 0:
+                break
+            gains = self.score[first + busiest] > self.score[first + idlest]
+            # Both only get closer: once a pair gains nothing, none does.
+            if self.gain_only and not gains:
+                break
+            outgoing[count] = first + idlest
+            incoming[count] = first + busiest
+            count += 1
+            self.may_enter[busiest] = 0
+            self.may_leave[idlest] = 0
+        return count
+
+    def _largest(self, first: int, sign: float, among: Ints) -> int:
+        """The expert with the largest sum, or, by the sign, the smallest; ties to the
+        lower id; -1 if there is none.
+        """
+        best = NONE
+        most = 0.0
+        for expert in range(self.experts):
+            value = sign * self.score[first + expert]
+            if among[expert] and (best < 0 or value > most):
+                best = expert
+                most = value
+        return best

@@ -14,56 +14,19 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import (
-    FORETOLD,
-    KernelView,
-    PrefetchKernels,
-    State,
-    state,
-)
+from moesim.policies.base import PrefetchPolicy
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._kernels import is_present
+from moesim.policies.prefetch._ranked import is_present
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 _IN_TIME = -1
 
 
-@compiled(FORETOLD)
-def _foretold(
-    state: State,
-    predicted: np.ndarray,
-    draft_s: float,
-    view: KernelView,
-    named: np.ndarray,
-) -> int:
-    """Name what is absent of the token's predicted experts, first layers first, as far
-    as the cutoff, the state's first integer, or as copies can land in time.
-    """
-    cutoff = state.integers[0]
-    experts = view.states.shape[1] // len(predicted)
-    count = 0
-    for layer in range(len(predicted)):
-        reached = count
-        for expert in predicted[layer]:
-            key = layer * experts + expert
-            if expert >= 0 and not is_present(view.states, key):
-                named[reached] = key
-                reached += 1
-        if cutoff == _IN_TIME:
-            landed_s = view.link_wait_s + reached * view.copy_s[layer]
-            if landed_s > draft_s + layer * view.gap_s:
-                break
-        elif layer >= cutoff:
-            break
-        count = reached
-    return count
-
-
-class DraftedPrefetch(CompiledPrefetch):
+class DraftedPrefetch(PrefetchPolicy):
     """Names the absent experts of a drafted token, layer by layer. Within the pass the
     draft has nothing new to say.
 
@@ -72,7 +35,6 @@ class DraftedPrefetch(CompiledPrefetch):
     """
 
     oracle: ClassVar[bool] = True
-    foretells_by_kernel: ClassVar[bool] = True
     late = "drop"
 
     def __init__(self, *, accuracy: float, cutoff: int | None) -> None:
@@ -85,12 +47,10 @@ class DraftedPrefetch(CompiledPrefetch):
         """
         expect(0 <= accuracy <= 1, "accuracy", "0 to 1", accuracy)
         self.accuracy = accuracy
-        known = state(integers=[_IN_TIME if cutoff is None else cutoff])
-        self.brought = PrefetchKernels(state=known, foretold=_foretold)
+        self.until = _IN_TIME if cutoff is None else cutoff
 
     def start(self, context: RunContext) -> None:
         """Seed the errors."""
-        super().start(context)
         self._experts = context.shape.experts
         self._random = np.random.default_rng(context.seed)
 
@@ -110,3 +70,30 @@ class DraftedPrefetch(CompiledPrefetch):
         exists = np.take_along_axis(of_all, others, axis=2) < np.inf
         predicted = np.where(is_right, used, np.where(exists, others, -1))
         return predicted.astype(np.int32)
+
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
+        return 0
+
+    def foretold(
+        self, predicted: Ints, draft_s: float, view: MachineView, named: Ints
+    ) -> int:
+        """Name what is absent, first layers first, as far as the cutoff, or as copies
+        can land in time.
+        """
+        count = 0
+        for layer in range(len(predicted)):
+            reached = count
+            for n in range(predicted.shape[1]):
+                expert = predicted[layer, n]
+                key = layer * view.experts + expert
+                if expert >= 0 and not is_present(view, key):
+                    named[reached] = key
+                    reached += 1
+            if self.until == _IN_TIME:
+                landed_s = view.link_wait_s + reached * view.copy_s[layer]
+                if landed_s > draft_s + layer * view.gap_s:
+                    break
+            elif layer >= self.until:
+                break
+            count = reached
+        return count

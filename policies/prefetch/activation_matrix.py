@@ -7,176 +7,25 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import PolicyError
-from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import (
-    PREFETCH,
-    KernelView,
-    PrefetchKernels,
-    State,
-    Work,
-)
+from moesim.policies.arrays import filled, zeros
+from moesim.policies.base import PolicyError, PrefetchPolicy
+from moesim.policies.names import NONE
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._kernels import is_present
+from moesim.policies.prefetch._ranked import is_present
 from moesim.policies.ranking import best_of
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 Mask = Literal["released", "prefix"]
-
-
-_EVERY_LAYER = 1 << 30
 
 _SMALLEST = 1e-30
 """Lengths below this count as 0, so that empty rows stay empty."""
 
-# The state's scores have a column for each sequence that is kept. Rows are counts by
-# key, then the lengths of each layer's counts, then their cosines with the running
-# sequence's, then how often each was most similar, then room for similarities. The
-# numbers are the running sequence's counts by key.
 
-# Places in the state's integers.
-_EXPERTS = 0
-_LAYERS = 1
-_PREFIX = 2
-_ALL = 3
-_SIZE = 4
-_BATCH = 5
-_KEPT = 6
-_CALIBRATED = 7
-
-
-@compiled
-def _finish(state: State) -> None:
-    """Store the running sequence, if it has begun, and start an empty one.
-
-    A full store forgets the one that was most similar least often; calibrated ones
-    stay.
-    """
-    experts = state.integers[_EXPERTS]
-    layers = state.integers[_LAYERS]
-    keys = experts * layers
-    capacity = state.scores.shape[1]
-    matches = state.scores[keys + 2 * layers]
-    if state.numbers.max() > 0.0 and capacity > state.integers[_CALIBRATED]:
-        n = state.integers[_KEPT]
-        if n < capacity:
-            state.integers[_KEPT] = n + 1
-        else:
-            n = state.integers[_CALIBRATED]
-            for other in range(n, capacity):
-                if matches[other] < matches[n]:
-                    n = other
-        for layer in range(layers):
-            squares = 0.0
-            for key in range(layer * experts, (layer + 1) * experts):
-                count = state.numbers[key]
-                state.scores[key, n] = count
-                squares += count * count
-            state.scores[keys + layer, n] = math.sqrt(squares)
-        matches[n] = 1.0
-    state.numbers[:] = 0.0
-    state.scores[keys + layers : keys + 2 * layers, :] = 0.0
-
-
-@compiled
-def _observe(state: State, work: Work) -> None:
-    """Count the tokens of a layer step into the running sequence, and renew that
-    layer's cosines: no other has moved.
-    """
-    experts = state.integers[_EXPERTS]
-    layers = state.integers[_LAYERS]
-    kept = state.integers[_KEPT]
-    first = work.layer * experts
-    for i in range(len(work.experts)):
-        state.numbers[first + work.experts[i]] += work.tokens[i]
-    squares = 0.0
-    for key in range(first, first + experts):
-        squares += state.numbers[key] * state.numbers[key]
-    length = max(math.sqrt(squares), _SMALLEST)
-    lengths = state.scores[experts * layers + work.layer]
-    cosines = state.scores[experts * layers + layers + work.layer]
-    for n in range(kept):
-        cosines[n] = 0.0
-    for key in range(first, first + experts):
-        share = state.numbers[key] / length
-        if share == 0.0:
-            continue
-        counts = state.scores[key]
-        for n in range(kept):
-            cosines[n] += counts[n] * share
-    for n in range(kept):
-        cosines[n] /= max(lengths[n], _SMALLEST)
-
-
-@compiled
-def _most_similar(state: State, first: int, end: int) -> int:
-    """The sequence whose counts in some layers look most like the running one's, ties
-    to the older.
-    """
-    layers = state.integers[_LAYERS]
-    kept = state.integers[_KEPT]
-    row = state.integers[_EXPERTS] * layers + layers
-    similarity = state.scores[row + layers + 1]
-    for n in range(kept):
-        similarity[n] = 0.0
-    for layer in range(first, end):
-        cosines = state.scores[row + layer]
-        for n in range(kept):
-            similarity[n] += cosines[n]
-    best = 0
-    for n in range(1, kept):
-        if similarity[n] > similarity[best]:
-            best = n
-    state.scores[row + layers, best] += 1.0
-    return best
-
-
-@compiled(PREFETCH)
-def _by_similar_sequence(
-    state: State, work: Work, view: KernelView, named: np.ndarray
-) -> int:
-    """Count this layer step, look up the nearest sequence, name its best absent
-    experts.
-    """
-    # Not by phase: a prompt may come in several passes.
-    if work.batch != state.integers[_BATCH]:
-        _finish(state)
-        state.integers[_BATCH] = work.batch
-    _observe(state, work)
-    experts = state.integers[_EXPERTS]
-    layers = state.integers[_LAYERS]
-    first = work.layer + 1
-    wants = state.integers[_ALL] != 0 or state.integers[_SIZE] > 0
-    if first == layers or not state.integers[_KEPT] or not wants:
-        return 0
-    if state.integers[_PREFIX]:
-        similar = _most_similar(state, 0, first)
-    else:
-        similar = _most_similar(state, first, layers)
-
-    value = np.zeros((layers - first) * experts)
-    for n in range(len(value)):
-        key = first * experts + n
-        depth = n // experts + 1
-        # Present experts are not wanted again, whatever their value.
-        if not is_present(view.states, key):
-            value[n] = state.scores[key, similar] * (1.0 - depth / (layers + 1))
-    if state.integers[_ALL]:
-        order = np.argsort(-value)
-    else:
-        order = best_of(value, value > 0.0, state.integers[_SIZE])
-    count = 0
-    for n in order:
-        if value[n] > 0.0:
-            named[count] = first * experts + n
-            count += 1
-    return count
-
-
-class ActivationMatrix(CompiledPrefetch):
+class ActivationMatrix(PrefetchPolicy):
     """Prefetch the experts of all coming layers by what the most similar finished
     sequence used there.
 
@@ -215,10 +64,10 @@ class ActivationMatrix(CompiledPrefetch):
         expect_choice("mask", mask, Mask)
         expect(capacity >= 1, "capacity", "a number >= 1", capacity)
         expect(size is None or size >= 0, "size", "a number >= 0 or none", size)
-        self.mask = mask
+        self.by_prefix = mask == "prefix"
         self.capacity = capacity
-        self.ahead = _EVERY_LAYER
-        self.size = size
+        self.names_all = size is None
+        self.size = size or 0
         self.requeue = requeue
 
     def start(self, context: RunContext) -> None:
@@ -227,10 +76,9 @@ class ActivationMatrix(CompiledPrefetch):
         Raises:
             PolicyError: the calibrated matrices have another shape than the model.
         """
-        layers = context.shape.layers
-        experts = context.shape.experts
+        layers = self.layers = context.shape.layers
+        experts = self.experts = context.shape.experts
         none_known = np.zeros((0, layers, experts))
-        super().start(context)
         known = context.extras.get("activation_matrices", none_known)
         known = np.asarray(known, np.float64)
         if known.ndim != 3 or known.shape[1:] != (layers, experts):
@@ -240,18 +88,135 @@ class ActivationMatrix(CompiledPrefetch):
                 f" {known.shape}"
             )
         known = known[: self.capacity]
-        kept = len(known)
         keys = layers * experts
-        scores = np.zeros((keys + 2 * layers + 2, self.capacity))
-        scores[:keys, :kept] = known.reshape(kept, keys).T
-        squares = (known**2).sum(axis=2)
-        scores[keys : keys + layers, :kept] = np.sqrt(squares).T
-        scores[-2, :] = 1.0
-        rules = (self.mask == "prefix", self.size is None, self.size or 0)
-        integers = [experts, layers, *rules, -1, kept, kept]
-        running = np.zeros(keys)
-        # Not copied: what is never touched costs no memory.
-        store = State(
-            scores, np.zeros((0, 0), np.int64), running, np.array(integers, np.int64)
-        )
-        self.brought = PrefetchKernels(_by_similar_sequence, store)
+        self.batch = NONE
+        self.kept = self.calibrated = len(known)
+        # Sequences have a column each; what is never touched costs no memory.
+        counts = np.zeros((keys, self.capacity))
+        counts[:, : self.kept] = known.reshape(self.kept, keys).T
+        lengths = np.zeros((layers, self.capacity))
+        lengths[:, : self.kept] = np.sqrt((known**2).sum(axis=2)).T
+        self.counts: Floats = counts.data
+        self.lengths: Floats = lengths.data
+        self.cosines: Floats = zeros((layers, self.capacity))
+        self.similarity: Floats = zeros(self.capacity)
+        # How often each was most similar.
+        self.matches: Floats = filled(self.capacity, 1.0)
+        self.running: Floats = zeros(keys)
+        self.value: Floats = zeros(keys)
+        self.wanted: Ints = zeros(keys, np.uint8)
+        self.best: Ints = zeros(min(self.size, keys), np.int64)
+
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
+        """Count this layer step, look up the nearest sequence, name its best absent
+        experts.
+        """
+        # Not by phase: a prompt may come in several passes.
+        if work.batch != self.batch:
+            self._finish()
+            self.batch = work.batch
+        self._observe(work)
+        following = self.layers - 1 - work.layer
+        wants = self.names_all or self.size > 0
+        if not following or not self.kept or not wants:
+            return 0
+        if self.by_prefix:
+            similar = self._most_similar(0, work.layer + 1)
+        else:
+            similar = self._most_similar(work.layer + 1, self.layers)
+        first = work.first + self.experts
+        places = following * self.experts
+        for n in range(places):
+            depth = n // self.experts + 1
+            count = self.counts[first + n, similar]
+            # Present experts are not wanted again, whatever their value.
+            if count > 0.0 and is_present(view, first + n):
+                count = 0.0
+            self.value[n] = count * (1.0 - depth / (self.layers + 1))
+            self.wanted[n] = self.value[n] > 0.0
+        if self.names_all:
+            return self._name_all(first, places, named)
+        found = best_of(self.value[:places], self.wanted[:places], self.best)
+        for n in range(found):
+            named[n] = first + self.best[n]
+        return found
+
+    def _name_all(self, first: int, places: int, named: Ints) -> int:
+        """Thousands are sorted here, so by NumPy."""
+        values = np.asarray(self.value)[:places]
+        order = np.argsort(-values, kind="stable")[: np.count_nonzero(values > 0.0)]
+        np.asarray(named)[: len(order)] = first + order
+        return len(order)
+
+    def _finish(self) -> None:
+        """Store the running sequence, if it has begun, and start an empty one.
+
+        A full store forgets the one that was most similar least often; calibrated ones
+        stay.
+        """
+        most = 0.0
+        for key in range(len(self.running)):
+            most = max(most, self.running[key])
+        if most > 0.0 and self.capacity > self.calibrated:
+            self._store()
+        for key in range(len(self.running)):
+            self.running[key] = 0.0
+        for layer in range(self.layers):
+            for n in range(self.kept):
+                self.cosines[layer, n] = 0.0
+
+    def _store(self) -> None:
+        place = self.kept
+        if place < self.capacity:
+            self.kept += 1
+        else:
+            place = self.calibrated
+            for other in range(place, self.capacity):
+                if self.matches[other] < self.matches[place]:
+                    place = other
+        for layer in range(self.layers):
+            squares = 0.0
+            for key in range(layer * self.experts, (layer + 1) * self.experts):
+                count = self.running[key]
+                self.counts[key, place] = count
+                squares += count * count
+            self.lengths[layer, place] = math.sqrt(squares)
+        self.matches[place] = 1.0
+
+    def _observe(self, work: Work) -> None:
+        """Count the tokens of a layer step into the running sequence, and renew that
+        layer's cosines: no other has moved.
+        """
+        layer = work.layer
+        for i in range(work.active):
+            self.running[work.first + work.experts[i]] += work.tokens[i]
+        squares = 0.0
+        for key in range(work.first, work.first + self.experts):
+            squares += self.running[key] * self.running[key]
+        length = max(math.sqrt(squares), _SMALLEST)
+        for n in range(self.kept):
+            self.cosines[layer, n] = 0.0
+        for key in range(work.first, work.first + self.experts):
+            share = self.running[key] / length
+            if share == 0.0:
+                continue
+            for n in range(self.kept):
+                self.cosines[layer, n] += self.counts[key, n] * share
+        for n in range(self.kept):
+            self.cosines[layer, n] /= max(self.lengths[layer, n], _SMALLEST)
+
+    def _most_similar(self, first: int, end: int) -> int:
+        """The sequence whose counts in some layers look most like the running one's,
+        ties to the older.
+        """
+        for n in range(self.kept):
+            self.similarity[n] = 0.0
+        for layer in range(first, end):
+            for n in range(self.kept):
+                self.similarity[n] += self.cosines[layer, n]
+        best = 0
+        for n in range(1, self.kept):
+            if self.similarity[n] > self.similarity[best]:
+                best = n
+        self.matches[best] += 1.0
+        return best

@@ -2,76 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import Evaluations
-from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import (
-    PREFETCH,
-    KernelView,
-    PrefetchKernels,
-    State,
-    Work,
-    state,
-)
-from moesim.policies.prefetch._kernels import name_absent, ranked_experts
+from moesim.policies.arrays import filled, zeros
+from moesim.policies.base import PrefetchPolicy
+from moesim.policies.names import DECODE
+from moesim.policies.prefetch._ranked import name_absent, sort_wanted
 from moesim.policies.ranking import best_of
-from moesim.traces.format.schema import Phase
+from moesim.policies.run_context import Evaluations
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
-
-_DECODE = int(Phase.DECODE)
-
-
-@compiled
-def _copies_of_a_layer(work: Work, view: KernelView, most: int) -> int:
-    """Copies that the link makes while a layer lasts whose experts are all there, up to
-    so many.
-    """
-    # Where plans are made without a clock, the last layer may end in the future.
-    seconds = max(0.0, view.gap_s)
-    for i in range(len(work.experts)):
-        seconds += work.gpu_s[0, i]
-    copy_s = view.copy_s[work.layer + 1]
-    # Copies may take no time at all.
-    return most if seconds >= most * copy_s else int(seconds / copy_s)
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 
-@compiled(PREFETCH)
-def _by_next_gate(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
-    """Name the next layer's experts by how many tokens want them, then by score. The
-    state's integers: E, L, K.
-    """
-    experts = state.integers[0]
-    if work.layer + 1 == state.integers[1]:
-        return 0
-    wanted = state.integers[2]
-    if work.phase == _DECODE:
-        wanted = _copies_of_a_layer(work, view, experts)
-    tokens = np.zeros(experts)
-    scores = np.zeros(experts)
-    every = np.ones(experts, np.bool_)
-    for t in range(len(view.predicted)):
-        for expert in best_of(view.predicted[t], every, wanted):
-            tokens[expert] += 1.0
-            scores[expert] += view.predicted[t, expert]
-    return name_absent(
-        ranked_experts(tokens, scores),
-        work.layer + 1,
-        experts,
-        view.states,
-        experts,
-        False,
-        named,
-        0,
-    )
-
-
-class Fate(CompiledPrefetch):
+class Fate(PrefetchPolicy):
     """Prefetch what the next layer's gate prefers for this layer's gate input, as many
     as the link can copy in a layer.
 
@@ -94,18 +42,55 @@ class Fate(CompiledPrefetch):
 
     needs = ("pred1_raw",)
     reads_tokens = True
-    weighs_costs: ClassVar[bool] = True
     # There is no way to take a copy back.
     late = "keep"
 
     def start(self, context: RunContext) -> None:
-        """Learn the sizes."""
-        super().start(context)
-        shape = context.shape
-        sizes = (shape.experts, shape.layers, shape.top_k)
-        self.brought = PrefetchKernels(_by_next_gate, state(integers=sizes))
+        """Make room for a ranking."""
+        experts = context.shape.experts
+        self.top_k = context.shape.top_k
+        self.predicted: Floats = zeros(experts)
+        self.every: Ints = filled(experts, 1, np.uint8)
+        self.best: Ints = zeros(experts, np.int64)
+        self.tokens: Floats = zeros(experts)
+        self.scores: Floats = zeros(experts)
+        self.ranked: Ints = zeros(experts, np.int64)
 
-    def evaluations(self, following: int, phase: Phase) -> Evaluations:
+    def evaluations(self, following: int, phase: int) -> Evaluations:
         """The next layer's gate."""
         del following, phase
         return Evaluations(gates=1)
+
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
+        """Name the next layer's experts by how many tokens want them, then by score."""
+        layer = work.layer + 1
+        if layer == view.layers:
+            return 0
+        wanted = self.top_k
+        if work.phase == DECODE:
+            wanted = self._copies_of_a_layer(work, view)
+        for expert in range(view.experts):
+            self.tokens[expert] = self.scores[expert] = 0.0
+        for t in range(len(view.predicted)):
+            for expert in range(view.experts):
+                self.predicted[expert] = view.predicted[t, expert]
+            for n in range(best_of(self.predicted, self.every, self.best[:wanted])):
+                expert = self.best[n]
+                self.tokens[expert] += 1.0
+                self.scores[expert] += self.predicted[expert]
+        ranked = self.ranked[: sort_wanted(self.tokens, self.scores, self.ranked)]
+        return name_absent(view, layer, ranked, view.experts, False, named, 0)
+
+    def _copies_of_a_layer(self, work: Work, view: MachineView) -> int:
+        """Copies that the link makes while a layer lasts whose experts are all there,
+        up to all experts.
+        """
+        # Where plans are made without a clock, the last layer may end in the future.
+        seconds = max(0.0, view.gap_s)
+        for i in range(work.active):
+            seconds += work.gpu_s[0, i]
+        copy_s = view.copy_s[work.layer + 1]
+        # Copies may take no time at all.
+        if seconds >= view.experts * copy_s:
+            return view.experts
+        return int(seconds / copy_s)

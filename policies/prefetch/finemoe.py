@@ -5,169 +5,31 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from moesim.machine_code.functions import compiled
-from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import (
-    PREFETCH,
-    KernelView,
-    PrefetchKernels,
-    State,
-    Work,
-)
+from moesim.policies.arrays import filled, zeros
+from moesim.policies.base import PrefetchPolicy
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._kernels import is_present
+from moesim.policies.prefetch._ranked import is_present
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 _SMALLEST = 1e-30
 """Lengths below this count as 0, so that an empty map is like no other."""
 
-# The state's scores have a column for each map that is kept. Rows are probabilities by
-# key, then the squared length of each layer; then, up to this layer, the products with
-# the map of the iteration under way, and the squared lengths.
-_PRODUCTS = 0
-_LENGTHS = 1
-_ROWS = 2
 
-# The numbers begin with two of the cache's; then come what searched maps say, by key,
-# the map under way, and its squared length.
-EXPECTED = 2
-
-# Places in the state's integers.
-_EXPERTS = 0
-_LAYERS = 1
-_TOP_K = 2
-_DISTANCE = 3
-_KEPT = 4
-
-
-@compiled
-def _observe(state: State, work: Work) -> None:
-    """Compare the gate's probabilities with this layer of all maps."""
-    experts = state.integers[_EXPERTS]
-    layers = state.integers[_LAYERS]
-    keys = experts * layers
-    kept = state.integers[_KEPT]
-    running = state.numbers[EXPECTED + keys :]
-    products = state.scores[keys + layers + _PRODUCTS]
-    lengths = state.scores[keys + layers + _LENGTHS]
-    if work.layer == 0:
-        running[:] = 0.0
-        products[:] = 0.0
-        lengths[:] = 0.0
-    total = _SMALLEST
-    for score in work.scores:
-        total += score
-    first = work.layer * experts
-    for expert in range(len(work.scores)):
-        share = work.scores[expert] / total
-        running[first + expert] = share
-        running[keys] += share * share
-        known = state.scores[first + expert]
-        for n in range(kept):
-            products[n] += share * known[n]
-    known = state.scores[keys + work.layer]
-    for n in range(kept):
-        lengths[n] += known[n]
-
-
-@compiled
-def _most_similar(state: State) -> tuple[int, float]:
-    """The map with the highest cosine to the layers so far, ties to the older, and that
-    cosine.
+def expectations(context: RunContext) -> Floats:
+    """What searched maps expect, float64 [L * E], which prefetch policy and cache of
+    this name share: all experts are equally likely until a map was searched.
     """
-    layers = state.integers[_LAYERS]
-    keys = state.integers[_EXPERTS] * layers
-    row = keys + layers
-    square = state.numbers[EXPECTED + 2 * keys]
-    best = 0
-    most = -1.0
-    for n in range(state.integers[_KEPT]):
-        length = math.sqrt(state.scores[row + _LENGTHS, n] * square)
-        cosine = state.scores[row + _PRODUCTS, n] / max(length, _SMALLEST)
-        if cosine > most:
-            best = n
-            most = cosine
-    return best, most
+    shape = context.shape
+    return context.share(
+        "finemoe", lambda: filled(shape.layers * shape.experts, 1.0 / shape.experts)
+    )
 
 
-@compiled
-def _keep(state: State, best: int) -> None:
-    """Keep the map under way, behind the others or, where the store is full, in place
-    of the one that it resembles most.
-    """
-    experts = state.integers[_EXPERTS]
-    layers = state.integers[_LAYERS]
-    keys = experts * layers
-    place = best
-    if state.integers[_KEPT] < state.scores.shape[1]:
-        place = state.integers[_KEPT]
-        state.integers[_KEPT] += 1
-    state.scores[keys : keys + layers, place] = 0.0
-    for key in range(keys):
-        share = state.numbers[EXPECTED + keys + key]
-        state.scores[key, place] = share
-        state.scores[keys + key // experts, place] += share * share
-
-
-@compiled(PREFETCH)
-def _by_expert_map(
-    state: State, work: Work, view: KernelView, named: np.ndarray
-) -> int:
-    """Name the likely experts of the layer at the prefetch distance, by the map that
-    looks most like the iteration so far.
-    """
-    _observe(state, work)
-    best, cosine = _most_similar(state)
-    experts = state.integers[_EXPERTS]
-    layers = state.integers[_LAYERS]
-    if work.layer == layers - 1:
-        _keep(state, best)
-    layer = work.layer + state.integers[_DISTANCE]
-    if layer >= layers or not state.integers[_KEPT]:
-        return 0
-    first = layer * experts
-    unlikely = np.empty(experts)
-    for expert in range(experts):
-        share = state.scores[first + expert, best]
-        state.numbers[EXPECTED + first + expert] = share
-        unlikely[expert] = -share
-    least = max(0.0, min(1.0 - cosine, 1.0))
-    taken = 0.0
-    count = 0
-    for chosen in range(experts):
-        if chosen >= state.integers[_TOP_K] and taken >= least:
-            break
-        # Few are taken, so none is sorted.
-        expert = int(np.argmin(unlikely))
-        taken -= unlikely[expert]
-        unlikely[expert] = 1.0
-        if not is_present(view.states, first + expert):
-            named[count] = first + expert
-            count += 1
-    return count
-
-
-def expectations(context: RunContext) -> np.ndarray:
-    """The numbers that prefetch policy and cache of this name share: all experts are
-    equally likely until a map was searched.
-    """
-    keys = context.shape.layers * context.shape.experts
-
-    def uniform() -> np.ndarray:
-        numbers = np.zeros(EXPECTED + 2 * keys + 1)
-        # Uses never decay.
-        numbers[1] = 1.0
-        numbers[EXPECTED : EXPECTED + keys] = 1.0 / context.shape.experts
-        return numbers
-
-    return context.share("finemoe", uniform)
-
-
-class FineMoE(CompiledPrefetch):
+class FineMoE(PrefetchPolicy):
     """Prefetch what the most similar iteration of the past would use, so many layers
     ahead.
 
@@ -199,17 +61,112 @@ class FineMoE(CompiledPrefetch):
     def __init__(self, *, distance: int = 3, capacity: int = 1000) -> None:
         expect(distance >= 1, "distance", "a number >= 1", distance)
         expect(capacity >= 1, "capacity", "a number >= 1", capacity)
-        self.ahead = distance
+        self.distance = distance
         self.capacity = capacity
 
     def start(self, context: RunContext) -> None:
         """Open an empty store."""
-        super().start(context)
-        shape = context.shape
-        # What is never touched costs no memory.
-        rows = shape.layers * (shape.experts + 1) + _ROWS
-        scores = np.zeros((rows, self.capacity))
-        sizes = [shape.experts, shape.layers, shape.top_k, self.ahead, 0]
-        none = np.zeros((0, 0), np.int64)
-        store = State(scores, none, expectations(context), np.array(sizes, np.int64))
-        self.brought = PrefetchKernels(_by_expert_map, store)
+        self.layers = context.shape.layers
+        self.experts = context.shape.experts
+        self.top_k = context.shape.top_k
+        keys = self.layers * self.experts
+        self.expected: Floats = expectations(context)
+        # Maps have a column each; what is never touched costs no memory.
+        self.kept = 0
+        self.maps: Floats = zeros((keys, self.capacity))
+        self.squares: Floats = zeros((self.layers, self.capacity))
+        # Of the iteration under way; and its products with the maps so far, and their
+        # squared lengths so far.
+        self.running: Floats = zeros(keys)
+        self.running_square = 0.0
+        self.products: Floats = zeros(self.capacity)
+        self.lengths: Floats = zeros(self.capacity)
+        self.unlikely: Floats = zeros(self.experts)
+
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
+        """Name the likely experts of the layer at the prefetch distance, by the map
+        that looks most like the iteration so far.
+        """
+        self._observe(work)
+        self._search()
+        if work.layer == self.layers - 1:
+            self._keep()
+        layer = work.layer + self.distance
+        if layer >= self.layers or not self.kept:
+            return 0
+        first = layer * self.experts
+        for expert in range(self.experts):
+            share = self.maps[first + expert, self.best]
+            self.expected[first + expert] = share
+            self.unlikely[expert] = -share
+        least = max(0.0, min(1.0 - self.cosine, 1.0))
+        taken = 0.0
+        count = 0
+        for chosen in range(self.experts):
+            if chosen >= self.top_k and taken >= least:
+                break
+            # Few are taken, so none is sorted.
+            expert = self._likeliest()
+            taken -= self.unlikely[expert]
+            self.unlikely[expert] = 1.0
+            if not is_present(view, first + expert):
+                named[count] = first + expert
+                count += 1
+        return count
+
+    def _observe(self, work: Work) -> None:
+        """Compare the gate's probabilities with this layer of all maps."""
+        if work.layer == 0:
+            self.running_square = 0.0
+            for key in range(len(self.running)):
+                self.running[key] = 0.0
+            for n in range(self.kept):
+                self.products[n] = self.lengths[n] = 0.0
+        total = _SMALLEST
+        for expert in range(len(work.scores)):
+            total += work.scores[expert]
+        for expert in range(len(work.scores)):
+            key = work.first + expert
+            share = work.scores[expert] / total
+            self.running[key] = share
+            self.running_square += share * share
+            for n in range(self.kept):
+                self.products[n] += share * self.maps[key, n]
+        for n in range(self.kept):
+            self.lengths[n] += self.squares[work.layer, n]
+
+    def _search(self) -> None:
+        """Find the map with the highest cosine to the layers so far, ties to the
+        older.
+        """
+        self.best = 0
+        self.cosine = -1.0
+        for n in range(self.kept):
+            length = math.sqrt(self.lengths[n] * self.running_square)
+            cosine = self.products[n] / max(length, _SMALLEST)
+            if cosine > self.cosine:
+                self.best = n
+                self.cosine = cosine
+
+    def _keep(self) -> None:
+        """Keep the map under way, behind the others or, where the store is full, in
+        place of the one that it resembles most.
+        """
+        place = self.best
+        if self.kept < self.capacity:
+            place = self.kept
+            self.kept += 1
+        for layer in range(self.layers):
+            square = 0.0
+            for key in range(layer * self.experts, (layer + 1) * self.experts):
+                share = self.running[key]
+                self.maps[key, place] = share
+                square += share * share
+            self.squares[layer, place] = square
+
+    def _likeliest(self) -> int:
+        best = 0
+        for expert in range(1, self.experts):
+            if self.unlikely[expert] < self.unlikely[best]:
+                best = expert
+        return best

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moesim.policies.base import Evaluations
+from moesim.policies.names import DECODE
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._kernels import PredictedWorkload
-from moesim.traces.format.schema import Phase
+from moesim.policies.prefetch._ranked import PredictedWorkload
+from moesim.policies.run_context import Evaluations
 
 
 class FirstMissing(PredictedWorkload):
@@ -28,12 +28,10 @@ class FirstMissing(PredictedWorkload):
     def __init__(self, *, top: int = 2, count: int = 1) -> None:
         expect(top >= 0, "top", "a number >= 0", top)
         expect(count >= 0, "count", "a number >= 0", count)
-        self.top = top
-        self.count = count
         # Present experts use up their rank, so only the best `top` are considered.
         self.ranks(size=top, refill=False, tie="score", most=count, decode_only=True)
 
-    def evaluations(self, following: int, phase: Phase) -> Evaluations:
+    def evaluations(self, following: int, phase: int) -> Evaluations:
         """The next layer's gate, in decode."""
         del following
-        return Evaluations(gates=int(phase == Phase.DECODE))
+        return Evaluations(gates=int(phase == DECODE))

@@ -8,59 +8,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import ABSENT
+from moesim.policies.arrays import zeros
+from moesim.policies.base import PrefetchPolicy
 from moesim.policies.cache.mrs import mix
-from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import (
-    PREFETCH,
-    KernelView,
-    PrefetchKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.names import ABSENT, DECODE
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._kernels import name_absent
+from moesim.policies.prefetch._ranked import name_absent
 from moesim.policies.ranking import best_of
-from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 
-_DECODE = int(Phase.DECODE)
-
-
-@compiled(PREFETCH)
-def _by_recent_scores(
-    state: State, work: Work, view: KernelView, named: np.ndarray
-) -> int:
-    """Note this layer's scores, then rank the next layer by what it had before. The
-    state's integers: E, and ranked experts considered.
-    """
-    width = state.integers[0]
-    first = work.layer * width
-    # Every step counts into the scores, also where nothing is prefetched.
-    if len(work.first_scores):
-        average = state.scores[0][first : first + width]
-        mix(average, work.first_scores, state.numbers[0], state.marks[0])
-    uses_gpu = False
-    for i in range(len(work.experts)):
-        uses_gpu |= work.state[i] != ABSENT
-    coming = first + width
-    is_last = coming == state.scores.shape[1]
-    if is_last or work.phase != _DECODE or not uses_gpu:
-        return 0
-    recent = state.scores[0][coming : coming + width]
-    # Experts that never had a score are not wanted.
-    order = best_of(recent, recent > 0.0, width)
-    return name_absent(
-        order, work.layer + 1, width, view.states, state.integers[1], False, named, 0
-    )
-
-
-class HybriMoEReleased(CompiledPrefetch):
+class HybriMoEReleased(PrefetchPolicy):
     """Prefetch the next layer's experts of the highest minus-recent score, if this
     layer uses the GPU.
 
@@ -90,13 +52,27 @@ class HybriMoEReleased(CompiledPrefetch):
 
     def start(self, context: RunContext) -> None:
         """Begin with all scores 0."""
-        super().start(context)
         shape = context.shape
-        top = min(shape.experts, 2 * shape.top_k)
-        known = state(
-            scores=np.zeros(shape.layers * shape.experts),
-            marks=np.zeros(top),
-            numbers=[self.alpha],
-            integers=[shape.experts, self.size],
-        )
-        self.brought = PrefetchKernels(_by_recent_scores, known)
+        self.score: Floats = zeros(shape.layers * shape.experts)
+        self.mixed: Ints = zeros(min(shape.experts, 2 * shape.top_k), np.int64)
+        self.wanted: Ints = zeros(shape.experts, np.uint8)
+        self.ranked: Ints = zeros(shape.experts, np.int64)
+
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
+        """Note this layer's scores, then rank the next layer by what it had before."""
+        # Every step counts into the scores, also where nothing is prefetched.
+        if len(work.first_scores):
+            mix(self.score, work.first, work.first_scores, self.alpha, self.mixed)
+        uses_gpu = False
+        for i in range(work.active):
+            uses_gpu = uses_gpu or work.state[i] != ABSENT
+        layer = work.layer + 1
+        if layer == view.layers or work.phase != DECODE or not uses_gpu:
+            return 0
+        first = layer * view.experts
+        # Experts that never had a score are not wanted.
+        for expert in range(view.experts):
+            self.wanted[expert] = self.score[first + expert] > 0.0
+        recent = self.score[first : first + view.experts]
+        ranked = self.ranked[: best_of(recent, self.wanted, self.ranked)]
+        return name_absent(view, layer, ranked, self.size, False, named, 0)

@@ -4,42 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.assignment.moe_lightning import planned, split_state
-from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import (
-    PREFETCH,
-    KernelView,
-    PrefetchKernels,
-    State,
-    Work,
-)
+from moesim.policies.assignment.moe_lightning import SplitPlan
+from moesim.policies.base import PrefetchPolicy
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._kernels import is_present
+from moesim.policies.prefetch._ranked import is_present
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from moesim.policies.base import RunContext
-
-
-@compiled(PREFETCH)
-def _stream(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
-    """Name what is absent of the next layer's planned experts, in ascending id."""
-    layer = work.layer + 1
-    experts, layers = state.integers[:2]
-    if layer == layers:
-        return 0
-    plan = planned(state, work.phase, layer, work.rows, view.states)
-    count = 0
-    for key in range(layer * experts, (layer + 1) * experts):
-        if plan[key] and not is_present(view.states, key):
-            named[count] = key
-            count += 1
-    return count
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 
-class MoELightning(CompiledPrefetch):
+class MoELightning(PrefetchPolicy):
     """Stream what the plan of the assignment policy of this name puts on a GPU, one
     layer ahead.
 
@@ -64,6 +40,18 @@ class MoELightning(CompiledPrefetch):
 
     def start(self, context: RunContext) -> None:
         """Begin without plans."""
-        super().start(context)
-        known = split_state(context, self.tokens, undivided=self.undivided)
-        self.brought = PrefetchKernels(_stream, known)
+        self.split = SplitPlan(context, self.tokens, undivided=self.undivided)
+
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
+        """Name what is absent of the next layer's planned experts, in ascending id."""
+        layer = work.layer + 1
+        if layer == view.layers:
+            return 0
+        row = self.split.plan(work.phase, layer, work.rows, view)
+        first = layer * view.experts
+        count = 0
+        for key in range(first, first + view.experts):
+            if self.split.on_gpu[row, key] and not is_present(view, key):
+                named[count] = key
+                count += 1
+        return count

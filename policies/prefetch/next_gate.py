@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from moesim.policies.base import Evaluations, Late
+from moesim.policies.base import Late
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._kernels import PredictedWorkload, Tie
-
-if TYPE_CHECKING:
-    from moesim.traces.format.schema import Phase
+from moesim.policies.prefetch._ranked import PredictedWorkload, Tie
+from moesim.policies.run_context import Evaluations
 
 # One per layer ahead, nearest first.
 _COLUMNS = ("pred1_raw", "pred2_raw", "pred3_raw")
@@ -57,17 +53,14 @@ class NextGate(PredictedWorkload):
         expect(1 <= depth <= len(_COLUMNS), "depth", f"1 to {len(_COLUMNS)}", depth)
         expect_choice("tie", tie, Tie)
         expect_choice("late", late, Late)
-        self.size = size
         self.depth = depth
-        self.refill = refill
-        self.tie = tie
         self.late = late
         self.requeue = requeue
         # A trace without the farther predictions still serves a smaller depth.
         self.needs = _COLUMNS[:depth]
         self.ranks(size=size, refill=refill, tie=tie)
 
-    def evaluations(self, following: int, phase: Phase) -> Evaluations:
+    def evaluations(self, following: int, phase: int) -> Evaluations:
         """One gate for each layer ahead."""
         del phase
         return Evaluations(gates=min(self.depth, following))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from moesim.policies.base import ExpertKey, Late
+from moesim.policies.base import Late, PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._kernels import FuturePrefetch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
-    from moesim.policies.base import LayerWork, MachineView, RunContext
 
-
-class NoisyOracle(FuturePrefetch):
+class NoisyOracle(PrefetchPolicy):
     """Prefetch as many experts as will be active, each right with the stated accuracy.
 
     Every active expert is named with probability `accuracy`, else an inactive one drawn
@@ -38,6 +37,8 @@ class NoisyOracle(FuturePrefetch):
     and for SMoE's and ProMoE's predictors where a trace cannot hold their predictions.
     """
 
+    oracle: ClassVar[bool] = True
+
     def __init__(
         self,
         *,
@@ -53,24 +54,21 @@ class NoisyOracle(FuturePrefetch):
         self.late = late
 
     def start(self, context: RunContext) -> None:
-        """Keep the future and seed the errors."""
-        super().start(context)
+        """Seed the errors."""
         self._random = np.random.default_rng(context.seed)
 
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
         """Predict the coming layers."""
-        keys: list[ExpertKey] = []
-        for depth in range(1, self.depth + 1):
-            active = self.coming(work, view, depth)
-            # Past the last layer nothing is drawn.
-            if len(active):
-                predicted = self._predict(active, view.experts).tolist()
-                keys += [ExpertKey(work.layer + depth, expert) for expert in predicted]
-        return keys
+        edges = np.asarray(view.coming_edges)
+        # Past the last layer nothing is drawn.
+        layers = np.split(np.asarray(view.coming), edges[1:-1])[: self.depth]
+        count = 0
+        for n, active in enumerate(layers[: max(0, len(edges) - 1)]):
+            first = work.first + (1 + n) * view.experts
+            for expert in self._predict(active, view.experts).tolist():
+                named[count] = first + expert
+                count += 1
+        return count
 
     def _predict(
         self,

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from moesim.policies.base import PrefetchPolicy
-from moesim.policies.kernels import PrefetchKernels
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import ExpertKey, LayerWork, MachineView
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
 
 
 class NoPrefetch(PrefetchPolicy):
@@ -21,15 +19,5 @@ class NoPrefetch(PrefetchPolicy):
 
     prefetches: ClassVar[bool] = False
 
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
-        """Return an empty sequence."""
-        del work, view
-        return ()
-
-    def kernels(self) -> PrefetchKernels:
-        """The same in compiled runs."""
-        return PrefetchKernels()
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
+        return 0

@@ -2,65 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import Evaluations
-from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import (
-    PREFETCH,
-    KernelView,
-    PrefetchKernels,
-    State,
-    Work,
-    state,
-)
+from moesim.policies.arrays import zeros
+from moesim.policies.base import PrefetchPolicy
+from moesim.policies.names import PREFILL
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._kernels import name_absent
+from moesim.policies.prefetch._ranked import name_absent
 from moesim.policies.ranking import best_of
-from moesim.traces.format.schema import Phase
+from moesim.policies.run_context import Evaluations
+
+if TYPE_CHECKING:
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 Merge = Literal["max", "sum"]
 Prefill = Literal["layer", "predicted"]
 
-
-_PREFILL = int(Phase.PREFILL)
 _NO_LIMIT = 1 << 62
 
 
-@compiled(PREFETCH)
-def _by_next_gate(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
-    """Queue the next layer's predicted experts, best first. The state's integers: most
-    ranked experts, whether scores are merged by their maximum, and whether a prefill
-    takes the whole layer.
-    """
-    experts = view.workload.shape[1]
-    layer = work.layer + 1
-    if layer * experts == view.states.shape[1]:
-        return 0
-    if state.integers[2] and work.phase == _PREFILL:
-        for expert in range(experts):
-            named[expert] = layer * experts + expert
-        return experts
-    merged = np.zeros(experts)
-    for expert in range(experts):
-        for t in range(len(view.predicted)):
-            score = view.predicted[t, expert]
-            if state.integers[1]:
-                merged[expert] = score if t == 0 else max(merged[expert], score)
-            else:
-                merged[expert] += score
-    # Experts that no token is predicted to choose are not wanted.
-    predicted = view.workload[0] > 0
-    order = best_of(merged, predicted, experts)
-    return name_absent(
-        order, layer, experts, view.states, state.integers[0], False, named, 0
-    )
-
-
-class PartialHidden(CompiledPrefetch):
+class PartialHidden(PrefetchPolicy):
     """Prefetch each token's predicted top k in decode, best score first, and the whole
     next layer in prefill; drop what has not started in time.
 
@@ -100,15 +65,44 @@ class PartialHidden(CompiledPrefetch):
         expect_choice("merge", merge, Merge)
         expect_choice("prefill", prefill, Prefill)
         expect(size is None or size >= 0, "size", "a number >= 0 or none", size)
-        self.prefill = prefill
-        most = _NO_LIMIT if size is None else size
-        rules = (most, merge == "max", prefill == "layer")
-        self.brought = PrefetchKernels(_by_next_gate, state(integers=rules))
+        self.size = _NO_LIMIT if size is None else size
+        self.by_maximum = merge == "max"
+        self.preloads = prefill == "layer"
 
-    def evaluations(self, following: int, phase: Phase) -> Evaluations:
+    def start(self, context: RunContext) -> None:
+        """Make room for a ranking."""
+        self.merged: Floats = zeros(context.shape.experts)
+        self.wanted: Ints = zeros(context.shape.experts, np.uint8)
+        self.ranked: Ints = zeros(context.shape.experts, np.int64)
+
+    def evaluations(self, following: int, phase: int) -> Evaluations:
         """The next layer's dense part, where it is predicted."""
         del following
-        return Evaluations(dense_parts=int(not self._preloads(phase)))
+        return Evaluations(dense_parts=int(not (self.preloads and phase == PREFILL)))
 
-    def _preloads(self, phase: Phase) -> bool:
-        return phase == Phase.PREFILL and self.prefill == "layer"
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
+        """Queue the next layer's predicted experts, best first."""
+        layer = work.layer + 1
+        if layer == view.layers:
+            return 0
+        if self.preloads and work.phase == PREFILL:
+            for expert in range(view.experts):
+                named[expert] = layer * view.experts + expert
+            return view.experts
+        for expert in range(view.experts):
+            self.merged[expert] = self._merged(view, expert)
+            # Experts that no token is predicted to choose are not wanted.
+            self.wanted[expert] = view.workload[0, expert] > 0
+        ranked = self.ranked[: best_of(self.merged, self.wanted, self.ranked)]
+        return name_absent(view, layer, ranked, self.size, False, named, 0)
+
+    def _merged(self, view: MachineView, expert: int) -> float:
+        """One score of all tokens for an expert."""
+        merged = 0.0
+        for t in range(len(view.predicted)):
+            score = view.predicted[t, expert]
+            if not self.by_maximum:
+                merged += score
+            elif t == 0 or score > merged:
+                merged = score
+        return merged

@@ -8,12 +8,12 @@ import numpy as np
 
 from moesim.policies.base import PrefetchPolicy
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._kernels import absent_experts
+from moesim.policies.prefetch._ranked import name_absent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import ExpertKey, LayerWork, MachineView, RunContext
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 
 class RandomPrefetch(PrefetchPolicy):
@@ -35,22 +35,12 @@ class RandomPrefetch(PrefetchPolicy):
         """Seed the generator."""
         self._random = np.random.default_rng(context.seed)
 
-    def prefetch(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Sequence[ExpertKey]:
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
         """Guess the next layer."""
         layer = work.layer + 1
         if layer >= view.layers:
-            return ()
+            return 0
         # One permutation per layer step, whatever is present: two runs with one seed
         # guess the same, also where their caches differ.
         drawn = self._random.permutation(view.experts)
-        return absent_experts(
-            drawn,
-            layer,
-            view,
-            size=self.size,
-            refill=self.refill,
-        )
+        return name_absent(view, layer, drawn.data, self.size, self.refill, named, 0)

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import RESIDENT
-from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import (
-    PREFETCH,
-    KernelView,
-    PrefetchKernels,
-    State,
-    Work,
-)
+from moesim.policies.base import PrefetchPolicy
+from moesim.policies.names import RESIDENT
 from moesim.policies.parameters import expect
-from moesim.policies.prefetch._kernels import is_present
-from moesim.policies.routing_memory import (
-    COMING,
-    PROMISES,
-    SCORE,
-    TOTAL,
-    VALUE,
-    RoutingMemory,
-    expect_coming,
-    kept_promises,
-    observe,
-)
+from moesim.policies.prefetch._ranked import is_present
+from moesim.policies.routing_memory import RoutingMemory
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from moesim.policies.base import RunContext
-
-# Places in the numbers: the last one is a cache's.
-_TRUST = -5
-_DEPTH = -4
-_LEAST = -3
-_ADVANCE = -2
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 _AHEAD = 1.5
 """Layer steps within which a copy must be able to start: later ones are chosen anew."""
@@ -53,82 +29,16 @@ some of it, and the GPU computes beside.
 """
 
 
-@compiled
-def layer_s(work: Work, view: KernelView) -> float:
+def layer_s(work: Work, view: MachineView) -> float:
     """Seconds from now until the next layer's gate has spoken, about."""
     seconds = view.gap_s
-    for i in range(len(work.experts)):
+    for i in range(work.active):
         if work.state[i] != RESIDENT:
             seconds += _SHARE_ON_CPU * work.cpu_s[i]
     return seconds
 
 
-@compiled
-def _candidates(
-    state: State, view: KernelView, first: int, named: np.ndarray, count: int
-) -> int:
-    """List behind `count` keys a layer's absent experts that are expected enough, those
-    expected most first, ties to the lower key; how many they are.
-
-    Every expert that is expected enough is a promise, and what is expected counts in
-    the cache's scores until its layer has come.
-    """
-    scores = state.scores
-    least = state.numbers[_LEAST]
-    end = count
-    for key in range(first, first + state.integers[0]):
-        uses = scores[COMING, key]
-        if uses == 0.0:
-            scores[SCORE, key] = scores[VALUE, key]
-            continue
-        scores[SCORE, key] = scores[VALUE, key] + min(_WORTH, uses)
-        if uses < least:
-            continue
-        scores[PROMISES, key] = uses
-        if is_present(view.states, key):
-            continue
-        place = end
-        while place > count and scores[COMING, named[place - 1]] < uses:
-            named[place] = named[place - 1]
-            place -= 1
-        named[place] = key
-        end += 1
-    return end - count
-
-
-@compiled(PREFETCH)
-def _stream(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
-    observe(state, work)
-    if state.numbers[TOTAL] == 0.0:
-        return 0
-    layers = len(view.copy_s)
-    each_s = layer_s(work, view)
-    begins_s = each_s
-    start_s = view.link_wait_s
-    by_chance = len(work.experts) / state.integers[0]
-    kept = (kept_promises(state) - by_chance) / max(1.0 - by_chance, 1e-9)
-    is_trusted = kept >= state.numbers[_TRUST]
-    count = 0
-    last = min(layers - 1, work.layer + int(state.numbers[_DEPTH]))
-    for layer in range(work.layer + 1, last + 1):
-        if start_s > _AHEAD * each_s:
-            break
-        expect_coming(state, layer)
-        absent = _candidates(state, view, layer * state.integers[0], named, count)
-        if not is_trusted:
-            continue
-        copy_s = view.copy_s[layer]
-        needed_s = state.numbers[_ADVANCE] * copy_s
-        for _ in range(absent):
-            if start_s + needed_s > begins_s:
-                break
-            count += 1
-            start_s += copy_s
-        begins_s += each_s
-    return count
-
-
-class Recall(CompiledPrefetch):
+class Recall(PrefetchPolicy):
     """Stream what tokens with the same routing so far used in the coming layers.
 
     Nearest layer first, then what is expected most (see
@@ -154,7 +64,6 @@ class Recall(CompiledPrefetch):
     Source: ours; see docs/explanation/recall.md.
     """
 
-    weighs_costs: ClassVar[bool] = True
     late = "drop"
     requeue = True
 
@@ -176,16 +85,77 @@ class Recall(CompiledPrefetch):
         expect(history >= 1, "history", "a number >= 1", history)
         expect(planning_us >= 0, "planning_us", ">= 0", planning_us)
         expect(expert_ns >= 0, "expert_ns", ">= 0", expert_ns)
-        self.rules = (trust, depth, least, advance)
-        self.ahead = depth
+        self.depth = depth
+        self.least = least
+        self.trust = trust
+        self.advance = advance
         self.history = history
         self.taken_s = (1e-6 * planning_us, 1e-9 * expert_ns)
 
     def start(self, context: RunContext) -> None:
         """Take the run's memory of routing."""
-        super().start(context)
         fixed_s, expert_s = self.taken_s
         self.own_planning_s = fixed_s + expert_s * context.shape.experts
-        known = RoutingMemory.of(context, self.history).state
-        known.numbers[_TRUST : _ADVANCE + 1] = self.rules
-        self.brought = PrefetchKernels(_stream, known)
+        self.memory = RoutingMemory.of(context, self.history)
+
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
+        memory = self.memory
+        memory.observe(work)
+        if memory.total == 0.0:
+            return 0
+        each_s = layer_s(work, view)
+        begins_s = each_s
+        start_s = view.link_wait_s
+        is_trusted = self._is_trusted(work, view)
+        count = 0
+        last = min(view.layers - 1, work.layer + self.depth)
+        for layer in range(work.layer + 1, last + 1):
+            if start_s > _AHEAD * each_s:
+                break
+            memory.expect(layer)
+            absent = self._candidates(view, layer, named, count)
+            if not is_trusted:
+                continue
+            copy_s = view.copy_s[layer]
+            needed_s = self.advance * copy_s
+            for _ in range(absent):
+                if start_s + needed_s > begins_s:
+                    break
+                count += 1
+                start_s += copy_s
+            begins_s += each_s
+        return count
+
+    def _is_trusted(self, work: Work, view: MachineView) -> bool:
+        """Whether enough promises were kept, of the way from chance to all."""
+        by_chance = work.active / view.experts
+        kept = (self.memory.kept_promises() - by_chance) / max(1.0 - by_chance, 1e-9)
+        return kept >= self.trust
+
+    def _candidates(
+        self, view: MachineView, layer: int, named: Ints, count: int
+    ) -> int:
+        """List behind `count` keys a layer's absent experts that are expected enough,
+        those expected most first, ties to the lower key; how many they are.
+
+        Every expert that is expected enough is a promise, and what is expected counts
+        in the cache's scores until its layer has come.
+        """
+        memory = self.memory
+        first = layer * view.experts
+        end = count
+        for key in range(first, first + view.experts):
+            uses = memory.coming[key]
+            memory.score[key] = memory.value[key] + min(_WORTH, uses)
+            if uses == 0.0 or uses < self.least:
+                continue
+            memory.promises[key] = uses
+            if is_present(view, key):
+                continue
+            place = end
+            while place > count and memory.coming[named[place - 1]] < uses:
+                named[place] = named[place - 1]
+                place -= 1
+            named[place] = key
+            end += 1
+        return end - count

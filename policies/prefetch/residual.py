@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from moesim.policies.base import Evaluations
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._kernels import PredictedWorkload, Tie
-
-if TYPE_CHECKING:
-    from moesim.traces.format.schema import Phase
+from moesim.policies.prefetch._ranked import PredictedWorkload, Tie
+from moesim.policies.run_context import Evaluations
 
 
 class Residual(PredictedWorkload):
@@ -39,13 +34,10 @@ class Residual(PredictedWorkload):
     def __init__(self, *, size: int = 4, refill: bool = False, tie: Tie = "id") -> None:
         expect(size >= 0, "size", "a number >= 0", size)
         expect_choice("tie", tie, Tie)
-        self.size = size
         self.buffer_slots = size
-        self.refill = refill
-        self.tie = tie
         self.ranks(size=size, refill=refill, tie=tie)
 
-    def evaluations(self, following: int, phase: Phase) -> Evaluations:
+    def evaluations(self, following: int, phase: int) -> Evaluations:
         """One more gate, on the corrected input."""
         del following, phase
         return Evaluations(gates=1)

@@ -6,172 +6,148 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
-from moesim.policies.base import PolicyError
-from moesim.policies.compiled import CompiledPrefetch
-from moesim.policies.kernels import (
-    PREFETCH,
-    KernelView,
-    PrefetchKernels,
-    State,
-    Work,
-)
+from moesim.policies.arrays import zeros
+from moesim.policies.base import PolicyError, PrefetchPolicy
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.prefetch._kernels import name_absent, ranked_experts
+from moesim.policies.prefetch._ranked import name_absent, sort_wanted
 
 if TYPE_CHECKING:
-    from moesim.policies.base import RunContext
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 
 Table = Literal["auto", "calibrated", "online"]
-
-
-# Places in the state's integers; then, of two layers that predict, the row of each pair
-# of experts, and how often each row's pair was seen. The state's scores have a row for
-# each expert, then one for each pair: how often every expert followed.
-_SIZE = 0
-_REFILL = 1
-_LEARNS = 2
-_PRECEDING = 3
-_ROWS = 4
-_PAIRS = 5
 
 MOST_BYTES = 1 << 30
 """Of the counts of pairs: of more pairs, those that were seen first count."""
 
 
-@compiled
-def count_triples(
-    state: State, layer: int, first: np.ndarray, second: np.ndarray, after: np.ndarray
-) -> None:
-    """Count the experts of the same tokens in three layers.
+class Transitions:
+    """Counts pairs of experts that served one token in neighbouring layers. L layers, E
+    experts of a layer.
 
-    Args:
-        state: of `Statistical` with two layers that predict.
-        layer: the second one.
-        first, second, after: ids [T, K]; unused columns hold ids >= E.
+    Attributes:
+        pairs: float64 [L * E, E], how often each expert of a layer was followed by each
+            of the next.
+        seen: int64 [L * E], how often each was chosen.
     """
-    experts = state.scores.shape[1]
-    keys = state.marks.shape[1]
-    row_of = state.integers[_PAIRS : _PAIRS + keys * experts]
-    seen = state.integers[_PAIRS + keys * experts :]
-    for t in range(len(first)):
-        for a in first[t]:
-            for b in second[t]:
-                if a >= experts or b >= experts:
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self.experts = experts
+        self.pairs: Floats = zeros((layers * experts, experts))
+        self.seen: Ints = zeros(layers * experts, np.int64)
+
+    @classmethod
+    def known(cls, table: np.ndarray) -> Self:
+        """The transitions of a table, float64 [L, E, E]; they are not counted on."""
+        layers, experts, _ = np.shape(table)
+        transitions = cls(layers, experts)
+        np.asarray(transitions.pairs)[:] = np.reshape(table, (-1, experts))
+        return transitions
+
+    def observe(self, layer: int, before: Ints, after: Ints) -> None:
+        """Note the same tokens' experts in `layer` and in the one after it.
+
+        Args:
+            layer: the earlier layer.
+            before, after: uint16 [T, K], ids in both layers; unused columns hold ids
+                >= E.
+        """
+        for t in range(len(before)):
+            for n in range(before.shape[1]):
+                expert = before[t, n]
+                if expert >= self.experts:
                     continue
-                pair = (layer * experts + a) * experts + b
-                if not row_of[pair]:
-                    if state.integers[_ROWS] == len(seen):
-                        continue
-                    state.integers[_ROWS] += 1
-                    row_of[pair] = state.integers[_ROWS]
-                row = row_of[pair] - 1
-                seen[row] += 1
-                for e in after[t]:
-                    if e < experts:
-                        state.scores[keys + row, e] += 1.0
+                key = layer * self.experts + expert
+                self.seen[key] += 1
+                for m in range(after.shape[1]):
+                    if after[t, m] < self.experts:
+                        self.pairs[key, after[t, m]] += 1.0
+
+    def expect(self, key: int, tokens: int, workload: Floats) -> None:
+        """Add what so many tokens of an expert use in the next layer to a workload,
+        float64 [E]. What was never seen predicts nothing.
+        """
+        times = max(1, self.seen[key])
+        for expert in range(self.experts):
+            workload[expert] += tokens * (self.pairs[key, expert] / times)
+
+    def workload(
+        self, layer: int, experts: np.ndarray, tokens: np.ndarray
+    ) -> np.ndarray:
+        """Predict the workload of the layer behind `layer`, float64 [E], by the active
+        experts of `layer` and their tokens.
+        """
+        workload = np.zeros(self.experts)
+        for expert, count in zip(experts.tolist(), tokens.tolist(), strict=True):
+            self.expect(layer * self.experts + expert, count, workload.data)
+        return workload
+
+    def table(self) -> np.ndarray:
+        """The full table: float64 [L, E, E]."""
+        # At least 1, so that rows that were never seen stay 0.
+        seen = np.maximum(self.seen, 1)
+        table = np.asarray(self.pairs) / seen[:, None]
+        return table.reshape(-1, self.experts, self.experts)
 
 
-@compiled
-def _known_rows(
-    row_of: np.ndarray,
-    experts: int,
-    layer: int,
-    first: np.ndarray,
-    second: np.ndarray,
-    rows: np.ndarray,
-) -> int:
-    """Fill in the rows of a token's pairs that were seen before; their number."""
-    count = 0
-    for a in first:
-        for b in second:
-            if a < experts and b < experts:
-                row = row_of[(layer * experts + a) * experts + b]
-                if row:
-                    rows[count] = row - 1
-                    count += 1
-    return count
+class Triples:
+    """Counts the experts that followed pairs of experts in two layers.
 
-
-@compiled
-def triple_workload(
-    state: State, layer: int, first: np.ndarray, second: np.ndarray
-) -> np.ndarray:
-    """Predict the workload of the layer behind `layer`: float64 [E].
-
-    A token's estimate is the mean over its pairs that were seen before; one without
-    such pairs counts as with one layer.
+    Attributes:
+        row_of: int64 [L * E * E], by the later expert's layer, the earlier and the
+            later expert: 1 and the pair's row; 0 for a pair that was never seen.
+        seen: int64 [R], how often each pair was seen; of more pairs than R, those that
+            were seen first count.
+        after: float64 [R, E], how often every expert followed.
     """
-    experts = state.scores.shape[1]
-    keys = state.marks.shape[1]
-    row_of = state.integers[_PAIRS : _PAIRS + keys * experts]
-    seen = state.integers[_PAIRS + keys * experts :]
-    workload = np.zeros(experts)
-    unseen = np.zeros(experts, np.int32)
-    rows = np.empty(first.shape[1] * second.shape[1], np.int64)
-    for t in range(len(second)):
-        count = _known_rows(row_of, experts, layer, first[t], second[t], rows)
-        for row in rows[:count]:
-            for e in range(experts):
-                workload[e] += state.scores[keys + row, e] / seen[row] / count
-        if not count:
-            for b in second[t]:
-                if b < experts:
-                    unseen[b] += 1
-    others = np.flatnonzero(unseen)
-    ids = np.empty(len(others), np.int32)
-    tokens = np.empty(len(others), np.int32)
-    for n in range(len(others)):
-        ids[n] = others[n]
-        tokens[n] = unseen[others[n]]
-    workload += following_workload(
-        state.scores, state.marks[0], layer * experts, ids, tokens
-    )
-    return workload
+
+    def __init__(self, layers: int, experts: int) -> None:
+        pairs = layers * experts * experts
+        rows = min(pairs, MOST_BYTES // (8 * experts))
+        self.experts = experts
+        self.rows = 0
+        self.row_of: Ints = zeros(pairs, np.int64)
+        self.seen: Ints = zeros(rows, np.int64)
+        # What is never touched costs no memory.
+        self.after: Floats = zeros((rows, experts))
+
+    def observe(self, layer: int, first: Ints, second: Ints, after: Ints) -> None:
+        """Note the same tokens' experts in three layers, of which `layer` is the second
+        one; ids as in `Transitions.observe`.
+        """
+        for t in range(len(first)):
+            for n in range(first.shape[1]):
+                for m in range(second.shape[1]):
+                    row = self._noted(layer, first[t, n], second[t, m])
+                    if row < 0:
+                        continue
+                    self.seen[row] += 1
+                    for e in range(after.shape[1]):
+                        if after[t, e] < self.experts:
+                            self.after[row, after[t, e]] += 1.0
+
+    def row(self, layer: int, first: int, second: int) -> int:
+        """The row of a pair; -1 for one that was never seen, or is none."""
+        if first >= self.experts or second >= self.experts:
+            return -1
+        pair = (layer * self.experts + first) * self.experts + second
+        return self.row_of[pair] - 1
+
+    def _noted(self, layer: int, first: int, second: int) -> int:
+        """The row of a pair, a new one if there is room."""
+        row = self.row(layer, first, second)
+        is_pair = first < self.experts and second < self.experts
+        if row < 0 and is_pair and self.rows < len(self.seen):
+            row = self.rows
+            self.rows += 1
+            pair = (layer * self.experts + first) * self.experts + second
+            self.row_of[pair] = row + 1
+        return row
 
 
-@compiled(PREFETCH)
-def _following(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
-    experts = state.scores.shape[1]
-    first = work.layer * experts
-    # Layers of a ragged prefill hold different tokens.
-    tokens = len(view.routing)
-    follows = tokens > 0 and len(view.before) == tokens
-    if follows and state.integers[_LEARNS]:
-        count_pairs(
-            state.scores, state.marks[0], first - experts, view.before, view.routing
-        )
-    by_pairs = follows and state.integers[_PRECEDING] == 2
-    if by_pairs and len(view.before_that) == tokens:
-        count_triples(
-            state, work.layer - 1, view.before_that, view.before, view.routing
-        )
-    # The last layer predicts nothing, but how it was reached is learned.
-    if first + experts == state.marks.shape[1]:
-        return 0
-    if by_pairs:
-        workload = triple_workload(state, work.layer, view.before, view.routing)
-    else:
-        workload = following_workload(
-            state.scores, state.marks[0], first, work.experts, work.tokens
-        )
-    # Experts that never followed are not wanted.
-    return name_absent(
-        ranked_experts(workload, np.zeros(experts)),
-        work.layer + 1,
-        experts,
-        view.states,
-        state.integers[_SIZE],
-        state.integers[_REFILL] != 0,
-        named,
-        0,
-    )
-
-
-class Statistical(CompiledPrefetch):
+class Statistical(PrefetchPolicy):
     """Prefetch the experts that most often follow this layer's active experts.
 
     The predicted workload of expert e is the sum over tokens, and over each token's
@@ -208,7 +184,7 @@ class Statistical(CompiledPrefetch):
         expect_choice("table", table, Table)
         expect(preceding in {1, 2}, "preceding", "1 or 2", preceding)
         self.size = size
-        self.preceding = preceding
+        self.looks_back = preceding == 2
         self.table = table
         self.refill = refill
 
@@ -233,135 +209,83 @@ class Statistical(CompiledPrefetch):
                 "prefetch policy 'statistical': calibration 'transitions': expected"
                 f" shape {(layers, experts, experts)}, got {np.shape(table)}"
             )
-        keys = layers * experts
-        # What is never touched costs no memory.
-        rows = 0
-        if self.preceding == 2:
-            rows = min(keys * experts, MOST_BYTES // (8 * experts))
-        scores = np.zeros((keys + rows, experts))
+        self.learns = table is None
+        self.transitions = Transitions(layers, experts)
         if table is not None:
-            scores[:keys] = np.reshape(table, (keys, experts))
-        integers = np.zeros(_PAIRS + (keys * experts + rows if rows else 0), np.int64)
-        rules = (self.size, self.refill, table is None, self.preceding)
-        integers[: len(rules)] = rules
-        seen = np.zeros((1, keys), np.int64)
-        known = State(scores, seen, np.empty(0), integers)
-        self.brought = PrefetchKernels(_following, known)
+            self.transitions = Transitions.known(table)
+        if self.looks_back:
+            self.triples = Triples(layers, experts)
+        self.value: Floats = zeros(experts)
+        self.of_others: Floats = zeros(experts)
+        self.no_tie: Floats = zeros(experts)
+        self.unseen: Ints = zeros(experts, np.int32)
+        self.ranked: Ints = zeros(experts, np.int64)
 
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
+        """Learn how this layer was reached, and name what most often follows it."""
+        # Layers of a ragged prefill hold different tokens.
+        tokens = len(view.routing)
+        follows = tokens > 0 and len(view.before) == tokens
+        if follows and self.learns:
+            self.transitions.observe(work.layer - 1, view.before, view.routing)
+        by_pairs = follows and self.looks_back
+        if by_pairs and len(view.before_that) == tokens:
+            self.triples.observe(
+                work.layer - 1, view.before_that, view.before, view.routing
+            )
+        # The last layer predicts nothing, but how it was reached is learned.
+        if work.layer + 1 == view.layers:
+            return 0
+        for expert in range(view.experts):
+            self.value[expert] = 0.0
+        if by_pairs:
+            self._expect_by_pairs(work, view)
+        else:
+            for i in range(work.active):
+                key = work.first + work.experts[i]
+                self.transitions.expect(key, work.tokens[i], self.value)
+        # Experts that never followed are not wanted.
+        ranked = self.ranked[: sort_wanted(self.value, self.no_tie, self.ranked)]
+        layer = work.layer + 1
+        return name_absent(view, layer, ranked, self.size, self.refill, named, 0)
 
-_ROUTING = input_array(nb.uint16, 2)
-_IDS = input_array(nb.int32)
-
-
-@compiled(nb.void(nb.float64[:, ::1], nb.int64[::1], nb.int64, _ROUTING, _ROUTING))
-def count_pairs(
-    pairs: np.ndarray,
-    seen: np.ndarray,
-    first: int,
-    before: np.ndarray,
-    after: np.ndarray,
-) -> None:
-    """Count the experts of the same tokens in a layer and in the one after it.
-
-    Args:
-        pairs: float64 [L * E, E], how often each expert of a layer was followed by each
-            of the next.
-        seen: int64 [L * E], how often each was chosen.
-        first: key of the earlier layer's first expert.
-        before, after: ids [T, K] in both layers; unused columns hold ids >= E.
-    """
-    experts = pairs.shape[1]
-    for t in range(len(before)):
-        for a in before[t]:
-            if a >= experts:
+    def _expect_by_pairs(self, work: Work, view: MachineView) -> None:
+        """Expect the mean over each token's pairs that were seen before; a token
+        without such pairs counts as with one layer.
+        """
+        for expert in range(view.experts):
+            self.unseen[expert] = 0
+            self.of_others[expert] = 0.0
+        for t in range(len(view.routing)):
+            pairs = self._known_pairs(work.layer, t, view)
+            if pairs:
+                self._add_pairs(work.layer, t, view, pairs)
                 continue
-            seen[first + a] += 1
-            for e in after[t]:
-                if e < experts:
-                    pairs[first + a, e] += 1.0
+            for m in range(view.routing.shape[1]):
+                if view.routing[t, m] < view.experts:
+                    self.unseen[view.routing[t, m]] += 1
+        for expert in range(view.experts):
+            if self.unseen[expert]:
+                key = work.first + expert
+                self.transitions.expect(key, self.unseen[expert], self.of_others)
+        for expert in range(view.experts):
+            self.value[expert] += self.of_others[expert]
 
+    def _known_pairs(self, layer: int, t: int, view: MachineView) -> int:
+        """How many of a token's pairs were seen before."""
+        count = 0
+        for n in range(view.before.shape[1]):
+            for m in range(view.routing.shape[1]):
+                row = self.triples.row(layer, view.before[t, n], view.routing[t, m])
+                count += row >= 0
+        return count
 
-@compiled(
-    nb.float64[::1](
-        input_array(nb.float64, 2), input_array(nb.int64), nb.int64, _IDS, _IDS
-    )
-)
-def following_workload(
-    pairs: np.ndarray,
-    seen: np.ndarray,
-    first: int,
-    experts: np.ndarray,
-    tokens: np.ndarray,
-) -> np.ndarray:
-    """Predict the next layer's workload, float64 [E], of a layer's active `experts` [A]
-    and their `tokens` [A].
-
-    What was never seen predicts nothing. `pairs`, `seen` and `first` as in
-    `count_pairs`.
-    """
-    workload = np.zeros(pairs.shape[1])
-    for i in range(len(experts)):
-        key = first + experts[i]
-        times = max(1, seen[key])
-        for e in range(len(workload)):
-            workload[e] += tokens[i] * (pairs[key, e] / times)
-    return workload
-
-
-class Transitions:
-    """Counts pairs of experts that served one token in neighbouring layers. L layers, E
-    experts of a layer.
-    """
-
-    def __init__(self, layers: int, experts: int) -> None:
-        self.experts = experts
-        self.pairs = np.zeros((layers * experts, experts))
-        self.seen = np.zeros(layers * experts, np.int64)
-
-    @classmethod
-    def known(cls, table: np.ndarray) -> Self:
-        """The transitions of a table, float64 [L, E, E]; they are not counted on."""
-        transitions = cls(len(table), table.shape[1])
-        transitions.pairs[:] = table.reshape(transitions.pairs.shape)
-        return transitions
-
-    def observe(
-        self,
-        layer: int,
-        before: np.ndarray,
-        after: np.ndarray,
-    ) -> None:
-        """Note the same tokens' experts in `layer` and in the one after it.
-
-        Args:
-            layer: the earlier layer.
-            before: ids [T, K]; unused columns hold ids >= E.
-            after: ids [T, K'], row by row the same tokens.
-        """
-        count_pairs(
-            self.pairs,
-            self.seen,
-            layer * self.experts,
-            np.ascontiguousarray(before, np.uint16),
-            np.ascontiguousarray(after, np.uint16),
-        )
-
-    def workload(
-        self, layer: int, experts: np.ndarray, tokens: np.ndarray
-    ) -> np.ndarray:
-        """Predict the workload of the layer behind `layer`, float64 [E], by the active
-        experts of `layer` and their tokens.
-        """
-        return following_workload(
-            self.pairs,
-            self.seen,
-            layer * self.experts,
-            np.ascontiguousarray(experts, np.int32),
-            np.ascontiguousarray(tokens, np.int32),
-        )
-
-    def table(self) -> np.ndarray:
-        """The full table: float64 [L, E, E]."""
-        # At least 1, so that rows that were never seen stay 0.
-        seen = np.maximum(self.seen, 1)
-        return (self.pairs / seen[:, None]).reshape(-1, self.experts, self.experts)
+    def _add_pairs(self, layer: int, t: int, view: MachineView, pairs: int) -> None:
+        triples = self.triples
+        for n in range(view.before.shape[1]):
+            for m in range(view.routing.shape[1]):
+                row = triples.row(layer, view.before[t, n], view.routing[t, m])
+                if row < 0:
+                    continue
+                for e in range(view.experts):
+                    self.value[e] += triples.after[row, e] / triples.seen[row] / pairs
