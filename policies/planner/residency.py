@@ -132,7 +132,6 @@ class CacheSize:
             slots_per_layer=slots_per_layer,
             total_bytes=total_bytes,
             by_expert=shape.bytes_by_expert,
-            states=states,
         )
 
     def split(self, gpus: int) -> CacheSize:
