@@ -85,7 +85,7 @@ def _replay(drawn: random.Random, trace: str, machine: str, share: str) -> list[
         line += ["--cache", drawn.choice(_words("CACHES"))]
         line += ["--prefetch", drawn.choice(_words("PREFETCHES"))]
     line += ["--cache-ratio", share, "--batch", drawn.choice(("1", "2", "4"))]
-    line += ["--engine", drawn.choice(("simpy", "compiled"))]
+    line += ["--engine", drawn.choice(("simpy", "fast"))]
     return [*line, "--steps", drawn.choice(("8", "32")), "--json"]
 
 

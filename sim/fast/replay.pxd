@@ -14,5 +14,6 @@ cdef class Replay:
     cdef public LayerStep layer_step
     cdef public Block block
     cdef double _pass_s
+    cdef long long _accesses_held, _full_spans, _full_accesses
     cpdef _draft(self, Block block, int s)
     cpdef _drafted(self, Block block, int s, long long drafted)

@@ -32,12 +32,8 @@ from moesim.sim.noise import Noise
 from moesim.sim.results import ReplayResult, SimulationError, draft_seconds
 from moesim.traces.format.batch import RoutedStep
 from moesim.traces.format.schema import Phase
-from moesim.traces.timeline.spans import (
-    CHUNK_ACCESSES,
-    CHUNK_SPANS,
-    CHUNK_STEPS,
-    DENSE,
-)
+from moesim.traces.timeline import spans
+from moesim.traces.timeline.spans import DENSE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -134,6 +130,8 @@ class Replay:
             self.machine.take(durations.control)
         self._predicts = self._note_evaluations()
         self._most_tokens = -1
+        self._full_spans = spans.CHUNK_SPANS
+        self._full_accesses = spans.CHUNK_ACCESSES
         self._steps = self._steps_given = self._layer_steps = 0
         self._accesses: list[Chunk] = []
         self._accesses_held = 0
@@ -332,9 +330,9 @@ class Replay:
                 block.start_s[s] = self._pass_s
                 block.end_s[s] = clock.now_s
                 passes += 1
-                if clock.spans.count >= CHUNK_SPANS:
+                if clock.spans.count >= self._full_spans:
                     self._give_spans()
-                if passes * layers >= CHUNK_ACCESSES:
+                if self._accesses_held + passes * layers >= self._full_accesses:
                     self._note(block, s + 1 - passes * layers, s + 1, progress)
                     passes = 0
             self._note(block, block.count - passes * layers, block.count, progress)
@@ -469,7 +467,7 @@ class Replay:
             }
         )
         self._accesses_held += end - begin
-        if self._accesses_held >= CHUNK_ACCESSES:
+        if self._accesses_held >= self._full_accesses:
             self._give_accesses()
         if self.planner.rules.alters:
             mass = np.asarray(block.gate_mass)[begin:end]
@@ -490,7 +488,7 @@ class Replay:
         )
         self._steps += len(ended)
         self._layer_steps += end - begin
-        if self._steps - self._steps_given >= CHUNK_STEPS:
+        if self._steps - self._steps_given >= spans.CHUNK_STEPS:
             self._give_passes()
         if progress is not None:
             for place in ended.tolist():

@@ -127,7 +127,7 @@ def test_the_first_short_run_does_not_wait_for_the_engine(short_runs):
         answer = json.loads(done.stdout[: done.stdout.index("COUNTED")])
         engines.append(answer["config"].pop("engine"))
         reason = answer["config"].pop("engine_reason")
-        assert (reason is None) == (engines[-1] == "compiled")
+        assert (reason is None) == (engines[-1] == "fast")
         del answer["wall_s"]
         figures.append(answer)
     assert engines == ["simpy", "compiled", "compiled"]

@@ -383,7 +383,7 @@ def test_a_copy_of_this_very_plan_is_not_promoted_before_it_is_queued(prefetch):
     assert run.metrics["steps"] == 4
 
 
-@pytest.mark.parametrize("engine", ["simpy", "compiled"])
+@pytest.mark.parametrize("engine", ["simpy", "fast"])
 def test_an_awaited_read_takes_the_slot_that_a_landed_copy_has_left_to_a_guess(engine):
     """Host memory has one slot, and an expert in it that two GPUs want for later. While
     one copy runs the other cannot yield alone. When it has landed the read must be

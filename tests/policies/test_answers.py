@@ -141,7 +141,7 @@ def test_lists_serve_as_arrays_in_both_engines(monkeypatch):
     )
     simulated, compiled = (
         moesim.replay("tiny", "mine", cache="mine", steps=4, engine=engine)
-        for engine in ("simpy", "compiled")
+        for engine in ("simpy", "fast")
     )
     assert simulated.metrics["hits"] == compiled.metrics["hits"] > 0
 

@@ -283,7 +283,7 @@ def test_a_digest_changes_with_the_code(trace, monkeypatch):
 
 LOADED = """
 import sys, moesim
-for engine in ("simpy", "compiled"):
+for engine in ("simpy", "fast"):
     moesim.replay(sys.argv[1], "greedy", steps=2, engine=engine)
 print(*{name.split(".")[1] for name in sys.modules if name.startswith("moesim.")})
 """

@@ -62,16 +62,16 @@ def outcome(engine, setup, trace, config):
 
 
 def both(trace, policy, **options):
-    """The outcomes of SimPy and of the compiled engine, which must know everything."""
+    """The outcomes of SimPy and of the fast engine, which must know everything."""
     config = RunConfig.of(trace, policy, **options)
     profile = config.hw if isinstance(config.hw, HardwareProfile) else None
     # Cut into the passes that a configuration, or its system, says.
     trace = trace_of(config)
     setup = Setup.of(config, trace, profile=profile)
-    compiled = choose_engine("compiled", setup.planner(), setup.profile)
+    fast = choose_engine("fast", setup.planner())
     return (
         outcome(Engine("simpy"), setup, trace, config),
-        outcome(compiled, setup, trace, config),
+        outcome(fast, setup, trace, config),
     )
 
 

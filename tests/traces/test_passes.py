@@ -113,10 +113,10 @@ def test_micro_batches_are_an_option_of_every_run(tmp_path):
     # Both engines walk through the same passes.
     times = {
         engine: replay(trace, "greedy", micro_batch=3, engine=engine, **options).metrics
-        for engine in ("simpy", "compiled")
+        for engine in ("simpy", "fast")
     }
     assert times["simpy"]["steps"] == 4
-    assert times["simpy"]["ttft_s"] == times["compiled"]["ttft_s"]
+    assert times["simpy"]["ttft_s"] == times["fast"]["ttft_s"]
 
 
 def test_passes_that_cut_nothing_make_no_object_per_layer_step(tmp_path, monkeypatch):

@@ -294,7 +294,7 @@ def test_bytes_are_conserved_and_nobody_leaves_in_vain(
 # -- the common case --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["simpy", "compiled"])
+@pytest.mark.parametrize("engine", ["simpy", "fast"])
 @pytest.mark.parametrize(
     "system", ["edgemoe", "dali", "hybrimoe", "fiddler", "llama.cpp"]
 )

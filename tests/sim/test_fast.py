@@ -1,4 +1,4 @@
-"""The compiled engine answers what SimPy answers, to the last bit."""
+"""The fast engine answers what SimPy answers, to the last bit."""
 
 import pickle
 from dataclasses import replace
@@ -16,9 +16,6 @@ from moesim.hwprofiles.schema import Quantity
 from moesim.policies.base import PolicyError
 from moesim.policies.cache.lru import LRU
 from moesim.policies.faults import PolicyFault
-from moesim.policies.registry import find, name_of
-from moesim.policies.systems import SYSTEMS
-from moesim.sim.compiled.support import brings_kernels
 from moesim.traces.format.reader import Trace, open_trace
 
 
@@ -39,7 +36,7 @@ def test_by_hand_a_read_then_its_copy_then_its_product(tmp_path):
         cache="lru",
         staging=1,
         host_memory_bytes=100,
-        engine="compiled",
+        engine="fast",
     )
     spans = run.timeline.frame()
     read, copy, product = (
@@ -159,7 +156,7 @@ def test_by_hand_a_prefetch_follows_demand_on_the_link(tmp_path):
     """Layer 0 fetches its expert; then layer 1's is prefetched, and not fetched again."""
     trace = hand_trace(tmp_path / "t.parquet", [[[0], [1]]], experts=4, prompt=0)
     run = moesim.replay(
-        trace, "on-demand", cache="lru", prefetch="clairvoyant", engine="compiled"
+        trace, "on-demand", cache="lru", prefetch="clairvoyant", engine="fast"
     )
     spans = run.timeline.frame()
     copies = spans[spans["bytes"] > 0]
@@ -178,7 +175,7 @@ def test_by_hand_products_that_wait_begin_when_the_last_copy_has_landed(tmp_path
         cache="none",
         prefetch="whole-layer",
         staging=4,
-        engine="compiled",
+        engine="fast",
     )
     spans = run.timeline.frame()
     copies = spans[spans["bytes"] > 0]
@@ -198,7 +195,7 @@ def test_what_draws_seldom_reach(make_trace, configuration):
 def test_by_hand_two_misses_share_one_link(tmp_path):
     """Two experts fetched on one link: the second copy starts when the first lands."""
     trace = hand_trace(tmp_path / "t.parquet", [[[0, 1]]], experts=4, prompt=0)
-    run = moesim.replay(trace, "on-demand", cache="lru", engine="compiled")
+    run = moesim.replay(trace, "on-demand", cache="lru", engine="fast")
     spans = run.timeline.frame()
     copies = spans[spans["kind"] == "fetch"]
     assert list(copies["expert"]) == [0, 1]
@@ -233,7 +230,7 @@ def test_by_hand_products_wait_for_no_replacement_that_waits_for_them(tmp_path):
 def test_auto_says_which_engine_ran_and_why(make_trace):
     trace = make_trace(columns=("scores", "pred1_raw"))
     run = moesim.replay(trace, "greedy", cache="lru")
-    assert run.config["engine"] == "compiled"
+    assert run.config["engine"] == "fast"
     assert run.config["engine_reason"] is None
     run = moesim.replay(trace, "greedy", cache="lru", arrivals="poisson:2")
     assert run.config["engine"] == "simpy"
@@ -241,22 +238,19 @@ def test_auto_says_which_engine_ran_and_why(make_trace):
     assert moesim.replay(trace, "greedy", engine="simpy").config["engine"] == "simpy"
 
 
-def test_what_is_not_compiled_is_refused_in_one_line(make_trace):
-    with pytest.raises(PolicyError, match="--engine compiled: not possible"):
-        moesim.replay(make_trace(), arrivals="poisson:2", engine="compiled")
+def test_what_the_fast_engine_does_not_know_is_refused_in_one_line(make_trace):
+    with pytest.raises(PolicyError, match="--engine fast: not possible"):
+        moesim.replay(make_trace(), arrivals="poisson:2", engine="fast")
 
 
 def test_an_answer_overridden_in_python_is_not_passed_over(make_trace):
-    """A subclass that inherits kernels would otherwise be run as its parent: Python is
-    asked.
-    """
+    """A Python subclass of a compiled policy is asked, not its parent."""
 
     class Moody(LRU):
-        def victims(self, incoming, candidates):
-            return candidates[-len(incoming) :]
+        def victims(self, incoming, candidates, chosen):
+            for n in range(len(incoming)):
+                chosen[n] = candidates[len(candidates) - len(incoming) + n]
 
-    assert brings_kernels(LRU)
-    assert not brings_kernels(Moody)
     trace = open_trace(make_trace(sequences=((4, 6), (2, 5))))
     options = {"cache_ratio": 0.4}
     with registered(cache_moody=Moody):
@@ -266,7 +260,7 @@ def test_an_answer_overridden_in_python_is_not_passed_over(make_trace):
     assert moody[1].metrics != parent.metrics
 
 
-IN_PYTHON = (
+MIXES = (
     ("exact", "lru", "next-gate"),
     ("beam", "lecar", "none"),
     ("greedy", "sieve", "random"),
@@ -274,9 +268,9 @@ IN_PYTHON = (
 )
 
 
-@pytest.mark.parametrize(("policy", "cache", "prefetch"), IN_PYTHON)
+@pytest.mark.parametrize(("policy", "cache", "prefetch"), MIXES)
 @pytest.mark.parametrize("limited", [False, True])
-def test_policies_without_kernels_are_asked_in_python(
+def test_mixes_of_policies_run_alike(
     make_trace, policy, cache, prefetch, limited
 ):
     columns = ("scores", "weights", "pred1_raw", "pred1_res")
@@ -291,7 +285,7 @@ def test_what_a_policy_raises_ends_the_run(make_trace):
     """An exception crosses the compiled loop, with the lines of the policy."""
 
     class Broken(LRU):
-        def victims(self, incoming, candidates):
+        def victims(self, incoming, candidates, chosen):
             raise KeyError("mislaid")
 
     with registered(cache_broken=Broken), pytest.raises(PolicyFault) as fault:
@@ -300,32 +294,21 @@ def test_what_a_policy_raises_ends_the_run(make_trace):
             "on-demand",
             cache="broken",
             cache_ratio=0.2,
-            engine="compiled",
+            engine="fast",
         )
     assert "mislaid" in str(fault.value)
     assert "raise KeyError" in fault.value.frames
 
 
-def test_every_system_runs_on_kernels_alone():
-    for name, system in SYSTEMS.items():
-        for kind in ("assignment", "cache", "prefetch", "routing"):
-            policy = name_of(getattr(system, kind))
-            assert brings_kernels(find(policy, kind)), (name, policy)
-
-
 @pytest.mark.parametrize("policy", ["on-demand+lru", "sp-moe"])
 def test_results_do_not_depend_on_where_chunks_end(make_trace, monkeypatch, policy):
-    """Blocks, chunks and room for spans are cut elsewhere, before a draft as well; rows
-    stay the same.
-    """
-    from moesim.sim.compiled import engine
+    """Chunks are cut elsewhere, before a draft as well; rows stay the same."""
     from moesim.traces.timeline import spans
 
     trace = open_trace(make_trace(sequences=((4, 6), (2, 5))))
     whole, _ = both(trace, policy)
-    for module in (engine, spans):
-        monkeypatch.setattr(module, "CHUNK_SPANS", 7)
-        monkeypatch.setattr(module, "CHUNK_ACCESSES", 3)
+    monkeypatch.setattr(spans, "CHUNK_SPANS", 7)
+    monkeypatch.setattr(spans, "CHUNK_ACCESSES", 3)
     first, second = both(trace, policy)
     assert_equal(first, second)
     rows = np.concatenate([c["end_s"] for c in second.timeline.chunks()])
@@ -344,7 +327,7 @@ def test_a_trace_is_cut_once_for_equal_runs(make_trace, monkeypatch):
         Trace, "sequences", lambda *given: reads.append(1) or sequences(*given)
     )
     runs = [
-        moesim.replay(trace, policy, batch=batch, engine="compiled").metrics["accesses"]
+        moesim.replay(trace, policy, batch=batch, engine="fast").metrics["accesses"]
         for batch in (1, 2)
         for policy in ("greedy", "all-cpu", "on-demand")
     ]
