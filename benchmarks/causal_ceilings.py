@@ -30,7 +30,7 @@ import pandas as pd
 import moesim
 from benchmarks.judge_recall import MACHINES, OURS, drawn, seconds_of, verdict
 from moesim.machine_code.functions import compiled
-from moesim.policies.base import ABSENT, RESIDENT
+from moesim.policies.names import ABSENT, RESIDENT
 from moesim.policies.cache.foresight import _victims
 from moesim.policies.cache.static import Static
 from moesim.policies.compiled import AdmittingCompiledCache
@@ -51,7 +51,7 @@ from moesim.traces.format.reader import open_trace
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moesim.policies.base import RunContext
+    from moesim.policies.run_context import RunContext
     from moesim.traces.format.reader import Trace
 
 TRACES = ("qwen3-30b-a3b", "kimi-linear-48b-a3b", "olmoe-1b-7b")

@@ -24,7 +24,7 @@ from moesim.traces.models import model_shape
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moesim.policies.base import LayerWork
+    from moesim.policies.planner.records import LayerWork
 
 REPEATS = 2000
 

@@ -13,20 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.replay_speed import MACHINE, ROUNDS, bench_trace
-from moesim.policies.base import (
-    Assignment,
-    AssignmentPolicy,
-    CachePolicy,
-    ExpertKey,
-    PrefetchPolicy,
-)
+from moesim.policies.base import AssignmentPolicy, CachePolicy, PrefetchPolicy
+from moesim.policies.planner.records import Assignment, ExpertKey
 from moesim.policies.registry import register
 from moesim.runs.replay import replay
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moesim.policies.base import LayerWork, MachineView, RunContext
+    from moesim.policies.base import MachineView
+    from moesim.policies.planner.records import LayerWork
+    from moesim.policies.run_context import RunContext
     from moesim.traces.format.reader import Trace
 
 TARGET = 30_000

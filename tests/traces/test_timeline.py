@@ -18,7 +18,7 @@ import moesim.traces
 import moesim.traces.timeline.spans as tl
 from moesim import traces
 from moesim.base.errors import TraceError
-from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT
+from moesim.policies.names import ABSENT, IN_FLIGHT, RESIDENT
 from moesim.traces.timeline.perfetto import write_perfetto
 from moesim.traces.timeline.spans import (
     COMPUTE,
