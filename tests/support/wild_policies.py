@@ -4,14 +4,8 @@ import random
 
 import numpy as np
 
-from moesim.policies.base import (
-    Assignment,
-    AssignmentPolicy,
-    CachePolicy,
-    ExpertKey,
-    PrefetchPolicy,
-    Swap,
-)
+from moesim.policies.base import AssignmentPolicy, CachePolicy, PrefetchPolicy
+from moesim.policies.names import ABSENT, RESIDENT
 
 
 class WildAssignment(AssignmentPolicy):
@@ -20,12 +14,12 @@ class WildAssignment(AssignmentPolicy):
     def start(self, context):
         self.draw = np.random.default_rng(context.seed)
 
-    def assign(self, work, view):
-        count = len(work.experts)
-        return Assignment(
-            self.draw.integers(0, len(work.gpu_s) + 1, count).astype(np.int8),
-            self.draw.permutation(count),
-        )
+    def assign(self, work, view, lanes, order):
+        drawn = self.draw.integers(0, work.gpus + 1, work.active)
+        for i, place in enumerate(self.draw.permutation(work.active)):
+            lanes[i] = drawn[i]
+            order[i] = place
+        return 0
 
 
 class WildPrefetch(PrefetchPolicy):
@@ -38,13 +32,11 @@ class WildPrefetch(PrefetchPolicy):
         self.late = ("keep", "drop", "active")[context.seed % 3]
         self.requeue = context.seed // 3 % 2 == 1
 
-    def prefetch(self, work, view):
-        return [
-            ExpertKey(
-                self.draw.randrange(view.layers), self.draw.randrange(view.experts)
-            )
-            for _ in range(self.draw.randrange(4))
-        ]
+    def prefetch(self, work, view, named):
+        count = self.draw.randrange(4)
+        for n in range(count):
+            named[n] = self.draw.randrange(view.layers * view.experts)
+        return count
 
 
 class WildCache(CachePolicy):
@@ -52,24 +44,21 @@ class WildCache(CachePolicy):
 
     def start(self, context):
         self.draw = random.Random(context.seed + 1)
+        self.experts = context.shape.experts
 
-    def accessed(self, work):
-        pass
+    def admits(self, work, key):
+        return self.draw.random() < 0.8
 
-    def admits(self, work, incoming):
-        return np.array([self.draw.random() < 0.8 for _ in incoming])
+    def victims(self, incoming, candidates, chosen):
+        for n, key in enumerate(self.draw.sample(list(candidates), len(incoming))):
+            chosen[n] = key if self.draw.random() < 0.9 else -1
 
-    def victims(self, incoming, candidates):
-        chosen = self.draw.sample(candidates.tolist(), len(incoming))
-        return np.array([key if self.draw.random() < 0.9 else -1 for key in chosen])
-
-    def replacements(self, work, view):
-        resident = np.flatnonzero(view.resident(work.layer))
-        absent = np.flatnonzero(
-            ~view.resident(work.layer) & ~view.in_flight(work.layer)
-        )
-        if self.draw.random() < 0.5 and len(resident) and len(absent):
-            out = self.draw.choice(resident.tolist())
-            into = self.draw.choice(absent.tolist())
-            return [Swap(ExpertKey(work.layer, out), ExpertKey(work.layer, into))]
-        return []
+    def replacements(self, work, states, outgoing, incoming):
+        layer = range(work.first, work.first + self.experts)
+        resident = [key for key in layer if states[key] == RESIDENT]
+        absent = [key for key in layer if states[key] == ABSENT]
+        if self.draw.random() < 0.5 and resident and absent:
+            outgoing[0] = self.draw.choice(resident)
+            incoming[0] = self.draw.choice(absent)
+            return 1
+        return 0
