@@ -251,9 +251,9 @@ class Grades:
         An observer of `AssignmentPolicy.assign` (`moesim.policies.planner.observers`).
         """
         del call
-        work, view = arguments
+        work, _view = arguments
         modelled = optimal(work)
-        scheduled = optimal_scheduled(work, view)
+        scheduled = optimal_scheduled(work)
         if not modelled.makespan_s or not scheduled.makespan_s:
             return
 
@@ -261,7 +261,7 @@ class Grades:
         # computes what is deferred, too.
         lanes = np.maximum(answer.lanes, CPU)
         chosen_s = modelled_s(work, lanes)
-        chosen_scheduled_s = scheduled_s(work, view, lanes, answer.order)
+        chosen_scheduled_s = scheduled_s(work, lanes, answer.order)
         self.modelled.append(chosen_s / modelled.makespan_s)
         self.scheduled.append(chosen_scheduled_s / scheduled.makespan_s)
         self.chosen_s += chosen_s

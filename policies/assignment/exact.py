@@ -4,34 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from moesim.machine_code.functions import compiled
-from moesim.policies.assignment._kernels import launch
-from moesim.policies.assignment._optimum import modelled_optimum, scheduled_optimum
-from moesim.policies.compiled import CompiledAssignment
-from moesim.policies.kernels import ASSIGN, AssignmentKernels, State, Work, state
+from moesim.policies.assignment._optimum import OptimumSearch
+from moesim.policies.base import AssignmentPolicy
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
-    import numpy as np
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 Objective = Literal["modelled", "scheduled"]
 
 
-@compiled(ASSIGN)
-def _modelled(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
-    _, best, _, launched = modelled_optimum(work)
-    launch(lanes, order, best, launched)
-    return False
-
-
-@compiled(ASSIGN)
-def _scheduled(state: State, work: Work, lanes: np.ndarray, order: np.ndarray) -> bool:
-    _, best, _, launched = scheduled_optimum(work)
-    launch(lanes, order, best, launched)
-    return False
-
-
-class Exact(CompiledAssignment):
+class Exact(AssignmentPolicy):
     """Minimise the makespan of the layer step exactly, by dynamic programming.
 
     Optima are often not unique; which one comes back is fixed by the search, and only
@@ -50,5 +35,21 @@ class Exact(CompiledAssignment):
     def __init__(self, *, objective: Objective = "modelled") -> None:
         expect_choice("objective", objective, Objective)
         self.objective = objective
-        kernel = _modelled if objective == "modelled" else _scheduled
-        self.brought = AssignmentKernels(kernel, state())
+
+    def start(self, context: RunContext) -> None:
+        """Make room."""
+        experts = context.shape.experts
+        # Layers of a GPU of their own are searched without the others.
+        self.one = OptimumSearch(1, experts)
+        self.several = OptimumSearch(context.gpus, experts)
+
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        search = self.one if work.gpus == 1 else self.several
+        if self.objective == "modelled":
+            search.modelled(work)
+        else:
+            search.scheduled(work)
+        for i in range(work.active):
+            lanes[i] = search.lanes[i]
+            order[i] = search.order[i]
+        return 0

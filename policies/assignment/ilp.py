@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from moesim.policies.assignment._kernels import gap_order, transfers
-from moesim.policies.assignment._optimum import link_s, modelled_s, optimal
+from moesim.policies.arrays import zeros
+from moesim.policies.assignment._optimum import modelled_costs, modelled_s, optimal
+from moesim.policies.assignment._placing import by_gap
 from moesim.policies.assignment.greedy import Greedy
-from moesim.policies.base import (
-    CPU,
-    Assignment,
-    AssignmentPolicy,
-    LayerWork,
-    MachineView,
-    PolicyError,
-)
+from moesim.policies.base import AssignmentPolicy, PolicyError
+from moesim.policies.names import CPU
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import MachineView, Work
+    from moesim.policies.run_context import RunContext
 
 Solver = Literal["auto", "highs", "cbc"]
 
@@ -78,11 +77,12 @@ class ILP(AssignmentPolicy):
         self._unproven = 0
         self._widest_gap = 0.0
 
-    def assign(
-        self,
-        work: LayerWork,
-        view: MachineView,
-    ) -> Assignment:
+    def start(self, context: RunContext) -> None:
+        """Make room."""
+        self._greedy.start(context)
+        self._gap_s: Floats = zeros(context.shape.experts)
+
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
         """Build the program, solve it, read the lanes back."""
         problem, on_lane = self._program(work)
         # Importing it takes a tenth of a second, which a list of policies need not.
@@ -101,11 +101,12 @@ class ILP(AssignmentPolicy):
 
         # Solvers answer 0.999… and 1e-9, so the largest share is the lane.
         share = np.array([[_value(choice) for choice in row] for row in on_lane])
-        lanes = share.argmax(axis=0).astype(np.int8)
+        found = share.argmax(axis=0).astype(np.int8)
         if not is_optimal:
-            lanes = self._best_so_far(work, view, lanes, complete=_is_complete(share))
-        order = gap_order(work.cpu_s, work.host_s, work.gpu_s, work.arrive_s)
-        return Assignment(lanes, order)
+            found = self._best_so_far(work, view, found, complete=_is_complete(share))
+        np.asarray(lanes)[:] = found
+        by_gap(work, self._gap_s, order)
+        return 0
 
     def remarks(self) -> Sequence[str]:
         """How often the time limit ended the search, and what that may have cost."""
@@ -118,25 +119,21 @@ class ILP(AssignmentPolicy):
         )
         return [line]
 
-    def _program(self, work: LayerWork) -> tuple[Any, list[list[Any]]]:
+    def _program(self, work: Work) -> tuple[Any, list[list[Any]]]:
         """The integer program, and its choices by lane and expert: None for no
         choice.
         """
-        costs = np.vstack(
-            [
-                np.maximum(work.host_s, work.cpu_s),
-                np.maximum(transfers(work.arrive_s, link_s(work)), work.gpu_s),
-            ]
-        )
+        costs = modelled_costs(work)
+        seen = work.arrays()
         lanes, active = costs.shape
         allowed = np.isfinite(costs)
         stuck = ~allowed.any(axis=0)
         allowed[CPU, stuck] = True
         costs[CPU, stuck] = 0.0
         # A layer step in which everything is free needs no scale.
-        scale_s = max(costs[allowed].max(initial=0.0), link_s(work).max()) or 1.0
+        scale_s = max(costs[allowed].max(initial=0.0), seen.link_s.max()) or 1.0
         costs = costs / scale_s
-        wait = link_s(work) / scale_s
+        wait = seen.link_s / scale_s
 
         import pulp  # noqa: PLC0415 - as above
 
@@ -163,7 +160,7 @@ class ILP(AssignmentPolicy):
                 # An absent expert waits for the copy under way; the next ones, no more.
                 waits = problem.add_variable(f"w_{lane}", lowBound=0.0)
                 terms.append((waits, float(wait[lane - 1])))
-                behind = work.arrive_s[lane - 1] > link_s(work)[lane - 1]
+                behind = seen.arrive_s[lane - 1] > seen.link_s[lane - 1]
                 for absent_expert in np.flatnonzero(behind & allowed[lane]).tolist():
                     problem += waits >= on_lane[lane][absent_expert]
             problem += makespan >= pulp.LpAffineExpression(terms)
@@ -172,18 +169,20 @@ class ILP(AssignmentPolicy):
             problem += pulp.lpSum(choices) == 1
         if self.staging is not None:
             for g in range(lanes - 1):
-                absent = np.flatnonzero((work.arrive_s[g] > 0.0) & allowed[1 + g])
+                absent = np.flatnonzero((seen.arrive_s[g] > 0.0) & allowed[1 + g])
                 fetched = pulp.lpSum(on_lane[1 + g][i] for i in absent)
                 problem += fetched <= self.staging
         return problem, on_lane
 
     def _best_so_far(
-        self, work: LayerWork, view: MachineView, lanes: np.ndarray, *, complete: bool
+        self, work: Work, view: MachineView, lanes: np.ndarray, *, complete: bool
     ) -> np.ndarray:
         """The faster of greedy's lanes and of what the solver has found, if anything;
         notes how far from the optimum they may be.
         """
-        best = self._greedy.assign(work, view).lanes
+        best = np.zeros(work.active, np.int8)
+        order = np.arange(work.active)
+        self._greedy.assign(work, view, best.data, order.data)
         best_s = modelled_s(work, best)
         if complete and modelled_s(work, lanes) < best_s:
             best = lanes
