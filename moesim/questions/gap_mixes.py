@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.base import CachePolicy
-    from moesim.policies.run_context import Future
     from moesim.policies.planner.observers import Observer
     from moesim.policies.planner.plan import MemoryPlan, Policies
+    from moesim.policies.run_context import Future
     from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.schema import ModelShape
