@@ -11,6 +11,7 @@ among the candidates. One expert per step makes it sequential.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +20,14 @@ import pyarrow.parquet as pq
 import pytest
 from support.learned_network import Artefacts
 
-from moesim.policies.base import ABSENT, RESIDENT, CachePolicy, LayerWork, RunContext
+from moesim.policies.arrays import read_only, view_of
+from moesim.policies.base import CachePolicy, MachineView, Work
 from moesim.policies.cache._learned_network import sizes
 from moesim.policies.cache._offline_bounds import Uses
-from moesim.traces.format.schema import ModelShape, Phase
+from moesim.policies.names import ABSENT, DECODE, IN_FLIGHT, RESIDENT
+from moesim.policies.run_context import RunContext
+from moesim.traces.format.schema import ModelShape
+from moesim.traces.predictions import tallies
 
 SHARED_TRACES = Path(__file__).parents[3] / "shared" / "traces"
 
@@ -43,111 +48,192 @@ def work(
     gpu_s=(),
     arrive_s=None,
     host_s=None,
+    link_s=None,
     tokens=None,
     experts=None,
     step=0,
     layer=0,
-    routing=None,
-    predicted=None,
+    phase=DECODE,
+    batch=0,
+    rows=1,
+    scores=None,
     state=None,
-) -> LayerWork:
-    """A `LayerWork` with read-only arrays; flat `gpu_s` and `arrive_s` are one
-    GPU's.
+    gpu_state=None,
+    ranks=None,
+    first_cpu_s=0.0,
+    width=8,
+) -> Work:
+    """A layer step of a model with `width` experts per layer. Flat `gpu_s` and
+    `arrive_s` are one GPU's; `scores` are [T, E].
     """
-    experts = np.arange(len(cpu_s)) if experts is None else experts
+    experts = np.arange(len(cpu_s)) if experts is None else np.asarray(experts)
     active = len(experts)
-    zeros = np.zeros(active)
-    gpu_s = np.array(np.atleast_2d(gpu_s if len(gpu_s) else zeros), np.float64)
-    made = LayerWork(
-        step=step,
-        layer=layer,
-        phase=Phase.DECODE,
-        experts=np.array(experts, np.int32),
-        tokens=np.array(np.ones(active) if tokens is None else tokens, np.int32),
-        state=np.array(np.full(active, ABSENT) if state is None else state, np.int8),
-        cpu_s=np.array(cpu_s if len(cpu_s) else zeros, np.float64),
-        host_s=np.array(zeros if host_s is None else host_s, np.float64),
-        gpu_s=gpu_s,
-        arrive_s=np.array(
-            np.broadcast_to(0.0 if arrive_s is None else arrive_s, gpu_s.shape),
-            np.float64,
-            order="C",
-        ),
-        routing=np.array([[0]] if routing is None else routing, np.uint16),
-        predicted={
-            name: np.array(values, np.float16)
-            for name, values in (predicted or {}).items()
-        },
+    none = np.zeros(active)
+    gpu_s = np.atleast_2d(gpu_s if len(gpu_s) else none)
+    gpus = len(gpu_s)
+    arrive_s = np.broadcast_to(0.0 if arrive_s is None else arrive_s, gpu_s.shape)
+    state = np.full(active, ABSENT) if state is None else np.array(state)
+    if gpu_state is None:
+        gpu_state = state if gpus == 1 else np.where(arrive_s == 0.0, RESIDENT, ABSENT)
+
+    def wide(values, dtype=np.float64):
+        """Rows of E places, of which the active experts' are filled in."""
+        given = np.asarray(values)
+        filled = np.zeros((*given.shape[:-1], max(width, active)), dtype)
+        filled[..., :active] = given
+        return filled
+
+    made = Work(gpus, max(width, active))
+    made.step, made.layer, made.phase, made.batch = step, layer, int(phase), batch
+    made.rows, made.active, made.first = rows, active, layer * width
+    made.first_cpu_s = first_cpu_s
+    made.experts = read_only(experts.astype(np.int32))
+    made.tokens = read_only(
+        np.array(np.ones(active) if tokens is None else tokens, np.int32)
     )
-    for name in (
-        "experts",
-        "tokens",
-        "state",
-        "cpu_s",
-        "host_s",
-        "gpu_s",
-        "arrive_s",
-        "routing",
-    ):
-        getattr(made, name).flags.writeable = False
+    if scores is not None:
+        scores = np.atleast_2d(np.asarray(scores, np.float64))
+        made.rows = len(scores)
+        made.scores = read_only(scores.mean(axis=0))
+        made.first_scores = read_only(scores[0].copy())
+    made.show(
+        state=wide(state, np.int8),
+        cpu_s=wide(cpu_s if len(cpu_s) else none),
+        host_s=wide(none if host_s is None else host_s),
+        gpu_s=wide(gpu_s),
+        arrive_s=wide(arrive_s),
+        link_s=np.zeros(gpus) if link_s is None else np.array(link_s, np.float64),
+        gpu_state=wide(np.broadcast_to(gpu_state, gpu_s.shape), np.int8),
+        ranks=wide(np.zeros(active) if ranks is None else ranks, np.int32),
+    )
     return made
 
 
-class View:
-    """A machine whose memories are lists of keys."""
+class View(MachineView):
+    """A machine whose memories are lists of keys (gpu, layer, expert).
 
-    gap_s = 0.0
+    A copy takes `copy_s`, a token `cpu_token_s` on the CPU, an expert `gpu_base_s` and
+    a token more of it `gpu_token_s` on a GPU.
+    """
 
-    def __init__(self, layers=1, experts=8, gpus=1, resident=(), in_flight=(), top_k=1):
-        self.shape = shape(layers, experts, top_k)
-        self.layers = layers
-        self.experts = experts
-        self.gpus = gpus
-        self._resident = set(resident)
-        self._in_flight = set(in_flight)
+    def __init__(
+        self,
+        layers=1,
+        experts=8,
+        gpus=1,
+        resident=(),
+        in_flight=(),
+        top_k=1,
+        *,
+        copy_s=1.0,
+        cpu_token_s=1.0,
+        gpu_base_s=1.0,
+        gpu_token_s=0.0,
+        gap_s=0.0,
+        link_wait_s=0.0,
+        future=None,
+    ):
+        super().__init__(gpus, layers, experts)
+        self.top_k = top_k
+        self.future = future
+        states = np.zeros((gpus, layers, experts), np.int8)
+        for keys, state in ((in_flight, IN_FLIGHT), (resident, RESIDENT)):
+            for key in keys:
+                states[key] = state
+        self.states = states.reshape(gpus, -1).data
+        tokens = np.arange(1000.0)
+        self.copy_s = np.full(layers, copy_s, np.float64).data
+        self.cpu_s = np.tile(cpu_token_s * tokens, (layers, 1)).data
+        self.gpu_s = np.tile(gpu_base_s + gpu_token_s * tokens, (layers, 1)).data
+        self.gap_s = gap_s
+        self.link_wait_s = link_wait_s
+        self._passed = []
 
-    def _mask(self, keys, layer, gpu):
-        return np.array(
-            [(gpu, layer, expert) in keys for expert in range(self.experts)]
-        )
+    def see(self, policy, now, routing=None, predicted=None):
+        """Show what a prefetcher reads of a layer step: experts of every token, and
+        predictions by name.
+        """
+        self.forget()
+        if policy.reads_routing:
+            self._see_routing(now, np.array(routing, np.uint16))
+        self._see_predictions(policy, predicted or {})
+        if policy.oracle and self.future is not None:
+            following = range(now.layer + 1, self.layers)
+            coming = [self.future.active(now.step, layer) for layer in following]
+            edges = np.cumsum([0, *map(len, coming)])
+            self.coming = view_of(np.concatenate([[], *coming]), np.int32)
+            self.coming_edges = view_of(edges, np.int64)
 
-    def resident(self, layer, gpu=0):
-        return self._mask(self._resident, layer, gpu)
+    def _see_routing(self, now, routing):
+        known = [routing]
+        for behind, (step, layer, earlier) in enumerate(reversed(self._passed), 1):
+            if (step, layer) != (now.step, now.layer - behind):
+                break
+            known.append(earlier)
+        self._passed = [*self._passed[-1:], (now.step, now.layer, routing)]
+        self.routing = known[0].data
+        if len(known) > 1:
+            self.before = known[1].data
+        if len(known) > 2:
+            self.before_that = known[2].data
 
-    def in_flight(self, layer, gpu=0):
-        return self._mask(self._in_flight, layer, gpu)
-
-    def capacity(self, layer, gpu=0):
-        return sum(key[:2] == (gpu, layer) for key in self._resident)
-
-    def copy_s(self, layer):
-        return 1.0
-
-    def link_wait_s(self, gpu=0):
-        return 0.0
-
-    def cpu_s(self, layer, tokens):
-        return np.asarray(tokens, np.float64)
-
-    def gpu_s(self, layer, tokens):
-        return np.ones(np.shape(tokens))
+    def _see_predictions(self, policy, predicted):
+        columns = {
+            name: np.array(rows, np.float16).astype(np.float32)
+            for name, rows in predicted.items()
+        }
+        workload, sums = tallies(columns, policy.needs, self.top_k, self.experts)
+        self.workload, self.score_sums = workload.data, sums.data
+        if policy.reads_tokens and "pred1_raw" in columns:
+            self.predicted = columns["pred1_raw"].astype(np.float64).data
 
 
-class TimedView(View):
-    """A machine whose link takes 3 s for an expert and whose GPU takes 1 s a token."""
+TimedView = partial(
+    View, copy_s=3.0, cpu_token_s=4.0, gpu_base_s=0.0, gpu_token_s=1.0, gap_s=1.0
+)
+"""A machine whose link takes 3 s for an expert, whose CPU 4 s and whose GPU 1 s a token."""
 
-    gap_s = 1.0
-    cpu_first_s = 0.0
-    cpu_token_s = 4.0
 
-    def copy_s(self, layer, expert=None):
-        return 3.0
+def named(policy, now, view, *, routing=((0,),), predicted=None):
+    """Experts that a prefetcher names: (layer, expert)."""
+    view.see(policy, now, routing, predicted)
+    keys = np.full(view.layers * view.experts, -1, np.int64)
+    count = policy.prefetch(now, view, keys.data)
+    return [divmod(key, view.experts) for key in keys[:count].tolist()]
 
-    def cpu_s(self, layer, tokens, experts=None):
-        return self.cpu_token_s * tokens
 
-    def gpu_s(self, layer, tokens, experts=None):
-        return 1.0 * tokens
+def admit(policy, *keys):
+    """Let keys enter, one after the other."""
+    for key in keys:
+        policy.admitted(int(key))
+
+
+def evict(policy, *keys):
+    """Let keys leave."""
+    for key in keys:
+        policy.evicted(int(key))
+
+
+def victims(policy, incoming, candidates):
+    """Who leaves for each of `incoming`; -1 for a declined admission."""
+    chosen = np.full(len(incoming), -1, np.int64)
+    policy.victims(
+        view_of(incoming, np.int64), view_of(candidates, np.int64), chosen.data
+    )
+    return chosen.tolist()
+
+
+def swaps(policy, now, view, gpu=0):
+    """Copies that a cache asks for: pairs (outgoing, incoming) of (layer, expert)."""
+    keys = view.layers * view.experts
+    outgoing, incoming = np.zeros(keys, np.int64), np.zeros(keys, np.int64)
+    states = np.array(view.states)[gpu]
+    count = policy.replacements(now, states.data, outgoing.data, incoming.data)
+    pairs = zip(outgoing[:count].tolist(), incoming[:count].tolist(), strict=True)
+    return [
+        (divmod(leaving, view.experts), divmod(entering, view.experts))
+        for leaving, entering in pairs
+    ]
 
 
 class ListFuture:
@@ -264,7 +350,7 @@ def drive(
     if filling is not None:
         assert len(set(filling.tolist())) == len(filling)
         resident[filling] = True
-        policy.admitted(filling)
+        admit(policy, *filling)
     run = Run()
     for step, layer, active in steps:
         keys = np.array(sorted(active), np.int64) + layer * experts
@@ -280,39 +366,37 @@ def drive(
             step=step,
             layer=layer,
             state=np.where(hit, RESIDENT, ABSENT),
-            routing=[active],
+            width=experts,
         )
         policy.accessed(now)
         run.hits += int(hit.sum())
         run.accesses += len(keys)
         run.hit_log += hit.tolist()
-        incoming = keys[~hit]
-        incoming = incoming[policy.admits(now, incoming)]
+        incoming = np.array(
+            [key for key in keys[~hit].tolist() if policy.admits(now, key)], np.int64
+        )
         free = capacity - int(resident[scoped].sum())
         if len(incoming) > free:
-            incoming = policy.precedence(incoming)
+            policy.precedence(incoming.data)
         entering = incoming[:free]
         incoming = incoming[free:]
         candidates = np.flatnonzero(resident[scoped]) + (scoped.start or 0)
         candidates = candidates[~np.isin(candidates, keys)]
         incoming = incoming[: len(candidates)]
         if len(incoming):
-            victims = policy.victims(incoming, candidates)
-            assert len(victims) == len(incoming)
-            declined = victims < 0
+            chosen = np.array(victims(policy, incoming, candidates), np.int64)
+            declined = chosen < 0
             run.declined += incoming[declined].tolist()
-            victims = victims[~declined]
+            chosen = chosen[~declined].tolist()
             incoming = incoming[~declined]
-            assert len(set(victims.tolist())) == len(victims)
-            assert set(victims.tolist()) <= set(candidates.tolist())
-            if len(victims):
-                resident[victims] = False
-                policy.evicted(victims)
-                run.evicted += victims.tolist()
+            assert len(set(chosen)) == len(chosen)
+            assert set(chosen) <= set(candidates.tolist())
+            resident[chosen] = False
+            evict(policy, *chosen)
+            run.evicted += chosen
             entering = np.concatenate([entering, incoming])
-        if len(entering):
-            resident[entering] = True
-            policy.admitted(entering)
+        resident[entering] = True
+        admit(policy, *entering)
     run.resident = np.flatnonzero(resident).tolist()
     return run
 
