@@ -59,11 +59,12 @@ class NoisyOracle(PrefetchPolicy):
 
     def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
         """Predict the coming layers."""
-        edges = np.asarray(view.coming_edges)
-        # Past the last layer nothing is drawn.
-        layers = np.split(np.asarray(view.coming), edges[1:-1])[: self.depth]
+        coming = np.asarray(view.coming)
+        edges = view.coming_edges
         count = 0
-        for n, active in enumerate(layers[: max(0, len(edges) - 1)]):
+        # Past the last layer nothing is drawn.
+        for n in range(min(self.depth, len(edges) - 1)):
+            active = coming[edges[n] : edges[n + 1]]
             first = work.first + (1 + n) * view.experts
             for expert in self._predict(active, view.experts).tolist():
                 named[count] = first + expert

@@ -43,11 +43,12 @@ class Knobs(WildPrefetch):
 class Swaps(WildCache):
     """As `WildCache`, but it neither declines nor refuses, so that it stays full."""
 
-    def admits(self, work, incoming):
-        return np.ones(len(incoming), np.bool_)
+    def admits(self, work, key):
+        return True
 
-    def victims(self, incoming, candidates):
-        return np.array(self.draw.sample(candidates.tolist(), len(incoming)))
+    def victims(self, incoming, candidates, chosen):
+        for n, key in enumerate(self.draw.sample(list(candidates), len(incoming))):
+            chosen[n] = key
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -196,9 +197,12 @@ class Listed(WildPrefetch):
     def start(self, context):
         self.late = "keep"
 
-    def prefetch(self, work, view):
-        first = work.step == 0 and work.layer == 0
-        return [ExpertKey(*key) for key in self.keys] if first else []
+    def prefetch(self, work, view, named):
+        if work.step or work.layer:
+            return 0
+        for n, (layer, expert) in enumerate(self.keys):
+            named[n] = layer * view.experts + expert
+        return len(self.keys)
 
 
 # -- real workers, real copies ----------------------------------------------------------

@@ -37,8 +37,12 @@ class Wishes(PrefetchPolicy):
         self.no_place = no_place
         self.keys = [ExpertKey(*map(int, key.split("."))) for key in keys.split("/")]
 
-    def prefetch(self, work, view):
-        return self.keys if work.layer == 0 and work.step == 0 else []
+    def prefetch(self, work, view, named):
+        if work.layer or work.step:
+            return 0
+        for n, (layer, expert) in enumerate(self.keys):
+            named[n] = layer * view.experts + expert
+        return len(self.keys)
 
 
 class Swapping(LRU):
@@ -46,17 +50,20 @@ class Swapping(LRU):
     place of (2, 0).
     """
 
-    def replacements(self, work, view):
+    def replacements(self, work, states, outgoing, incoming):
         if work.step or work.layer:
-            return []
-        return [Swap(ExpertKey(n, 0), ExpertKey(n, 3)) for n in (2, 1)]
+            return 0
+        for n, layer in enumerate((2, 1)):
+            outgoing[n] = layer * self.experts
+            incoming[n] = layer * self.experts + 3
+        return 2
 
 
 class Reluctant(CachePolicy):
     """Lets nobody leave."""
 
-    def victims(self, incoming, candidates):
-        return np.full(len(incoming), -1)
+    def victims(self, incoming, candidates, chosen):
+        pass
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -59,23 +59,30 @@ class Foretelling(AssignmentPolicy):
     def __init__(self, *, tokens: str = "named"):
         self.named = tokens == "named"
 
-    def assign(self, work, view):
-        return Assignment(np.zeros(len(work.experts), np.int8))
+    def assign(self, work, view, lanes, order):
+        return 0
 
-    def precompute(self, work, view):
-        if self.named:
-            return Named(np.array([1, 2], np.int32), np.array([2, 1], np.int32), SAID)
-        return Named(np.array([1], np.int32), np.array([3], np.int32))
+    def precompute(self, gate, view, routing, tokens):
+        if not self.named:
+            tokens[1] = 3
+            return 1
+        tokens[1], tokens[2] = 2, 1
+        for n, expert in enumerate(SAID.reshape(-1)):
+            routing[n] = expert
+        return SAID.shape[1]
 
 
 class Guessing(AssignmentPolicy):
     """All on the GPU; the CPU starts expert 1 of the next layer."""
 
-    def assign(self, work, view):
-        return Assignment(np.ones(len(work.experts), np.int8))
+    def assign(self, work, view, lanes, order):
+        for i in range(work.active):
+            lanes[i] = 1
+        return 0
 
-    def precompute(self, work, view):
-        return Named(np.array([1], np.int32), np.array([1], np.int32))
+    def precompute(self, gate, view, routing, tokens):
+        tokens[1] = 1
+        return 1
 
 
 class Deferring(AssignmentPolicy):
@@ -84,8 +91,10 @@ class Deferring(AssignmentPolicy):
     approximates = True
     defers = True
 
-    def assign(self, work, view):
-        return Assignment(np.where(work.experts == 5, DEFERRED, CPU).astype(np.int8))
+    def assign(self, work, view, lanes, order):
+        for i in range(work.active):
+            lanes[i] = DEFERRED if work.experts[i] == 5 else CPU
+        return 0
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -224,13 +224,15 @@ class Flood(PrefetchPolicy):
         self.late = late
         self.requeue = True
 
-    def prefetch(self, work, view):
-        layers = range(work.layer + 1, min(work.layer + 3, view.layers))
-        return [
-            ExpertKey(layer, (e + work.step + work.layer) % view.experts)
-            for layer in layers
+    def prefetch(self, work, view, named):
+        keys = [
+            layer * view.experts + (e + work.step + work.layer) % view.experts
+            for layer in range(work.layer + 1, min(work.layer + 3, view.layers))
             for e in range(view.experts)
         ]
+        for n, key in enumerate(keys):
+            named[n] = key
+        return len(keys)
 
 
 @pytest.mark.parametrize("late", ["keep", "drop", "active"])
