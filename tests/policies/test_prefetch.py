@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cache_driver import View, work
+from support.cache_driver import View, context, named, work
 
 from moesim.policies.base import PolicyError
 from moesim.policies.prefetch.next_gate import NextGate
@@ -13,17 +13,15 @@ from moesim.policies.prefetch.residual import Residual
 from moesim.traces.predictions import predicted_workload
 
 
-def experts(keys):
-    return [key.expert for key in keys]
+def wanted(policy, view, scores, *, column="pred1_raw"):
+    """Experts of layer 1 that are named in layer 0, whose tokens' scores are given."""
+    policy.start(context([], 1, layers=view.layers, experts=view.experts))
+    keys = named(policy, NOW, view, predicted={column: scores})
+    assert all(layer == 1 for layer, _ in keys)
+    return [expert for _, expert in keys]
 
 
-def predicting(scores, *, top_k=1, layer=0, column="pred1_raw"):
-    return work(
-        experts=[0],
-        layer=layer,
-        routing=[list(range(top_k))] * len(scores),
-        predicted={column: scores},
-    )
+NOW = work(experts=[0])
 
 
 def test_section_1_5_residual_correction_changes_the_choice():
@@ -42,65 +40,47 @@ def test_section_1_5_residual_correction_changes_the_choice():
     assert (
         (gate @ (1, 0)).argmax() == (gate @ (res_vec + np.array([1, 0]))).argmax() == 0
     )
-    now = work(
-        experts=[0],
-        predicted={
-            "pred1_raw": [gate @ hidden],
-            "pred1_res": [gate @ (hidden + res_vec)],
-        },
-        routing=[[0]],
-    )
-    assert np.allclose(now.predicted["pred1_res"], [[0.10, 0.55, 1.22]], atol=1e-3)
+    corrected = [gate @ (hidden + res_vec)]
+    assert np.allclose(corrected, [[0.10, 0.55, 1.22]])
     view = View(layers=2, experts=3)
-    assert NextGate(size=1).prefetch(now, view) == [(1, 0)]
-    assert Residual(size=1).prefetch(now, view) == [(1, 2)]
+    assert wanted(NextGate(size=1), view, [gate @ hidden]) == [0]
+    assert wanted(Residual(size=1), view, corrected, column="pred1_res") == [2]
 
 
 def test_experts_are_ranked_by_predicted_workload_not_by_score():
     """Two tokens choose 1, one chooses 3 with a higher score."""
     scores = [[0.1, 0.3, 0.2, 0.0], [0.1, 0.3, 0.2, 0.0], [0, 0, 0, 0.9]]
-    assert experts(
-        NextGate(size=2).prefetch(predicting(scores), View(layers=2, experts=4))
-    ) == [1, 3]
+    assert wanted(NextGate(size=2), View(layers=2, experts=4), scores) == [1, 3]
 
 
 def test_equal_workloads_go_to_the_lower_id_or_by_score():
     scores = [[0.1, 0.2, 0.3, 0.4]]
     view = View(layers=2, experts=4, top_k=3)
-    assert experts(NextGate(size=2).prefetch(predicting(scores, top_k=3), view)) == [
-        1,
-        2,
-    ]
-    assert experts(
-        NextGate(size=2, tie="score").prefetch(predicting(scores, top_k=3), view)
-    ) == [3, 2]
+    assert wanted(NextGate(size=2), view, scores) == [1, 2]
+    assert wanted(NextGate(size=2, tie="score"), view, scores) == [3, 2]
 
 
 def test_section_1_5_a_present_experts_use_up_their_place_unless_refilled():
     """Ranked 0, 1, 2, 3; 0 resident and 1 on its way: of the top two nothing is left,
     refilled 2 and 3 come.
     """
-    now = predicting([[0.4, 0.3, 0.2, 0.1]], top_k=4, column="pred1_res")
     view = View(
         layers=2, experts=4, resident={(0, 1, 0)}, in_flight={(0, 1, 1)}, top_k=4
     )
-    assert experts(Residual(size=2).prefetch(now, view)) == []
-    assert experts(Residual(size=3).prefetch(now, view)) == [2]
-    assert experts(Residual(size=2, refill=True).prefetch(now, view)) == [2, 3]
+    scores = [[0.4, 0.3, 0.2, 0.1]]
+    for size, refill, expected in ((2, False, []), (3, False, [2]), (2, True, [2, 3])):
+        policy = Residual(size=size, refill=refill)
+        assert wanted(policy, view, scores, column="pred1_res") == expected
 
 
 def test_an_expert_on_any_gpu_is_present():
-    now = predicting([[0.4, 0.3]], top_k=2)
     view = View(layers=2, experts=2, gpus=2, resident={(1, 1, 0)}, top_k=2)
-    assert experts(NextGate(size=2).prefetch(now, view)) == [1]
+    assert wanted(NextGate(size=2), view, [[0.4, 0.3]]) == [1]
 
 
 def test_an_expert_that_no_token_is_predicted_to_choose_is_not_wanted():
-    assert experts(
-        NextGate(size=4).prefetch(
-            predicting([[0.4, 0.3, 0.2, 0.1]]), View(layers=2, experts=4)
-        )
-    ) == [0]
+    view = View(layers=2, experts=4)
+    assert wanted(NextGate(size=4), view, [[0.4, 0.3, 0.2, 0.1]]) == [0]
 
 
 def test_depth_asks_nearer_layers_first_and_stops_at_the_last():
@@ -112,16 +92,18 @@ def test_depth_asks_nearer_layers_first_and_stops_at_the_last():
     policy = NextGate(size=1, depth=3)
     assert policy.needs == ("pred1_raw", "pred2_raw", "pred3_raw")
     assert NextGate().needs == ("pred1_raw",)
-    now = work(experts=[0], layer=0, predicted=columns)
-    assert policy.prefetch(now, View(layers=4, experts=3)) == [(1, 0), (2, 1), (3, 2)]
-    assert policy.prefetch(now, View(layers=3, experts=3)) == [(1, 0), (2, 1)]
+    policy.start(context([], 1, layers=4, experts=3))
+    for layers, expected in ((4, [(1, 0), (2, 1), (3, 2)]), (3, [(1, 0), (2, 1)])):
+        view = View(layers=layers, experts=3)
+        assert named(policy, NOW, view, predicted=columns) == expected
 
 
 @pytest.mark.parametrize(
     "policy", [NextGate(), NextGate(depth=3), Residual(), NoPrefetch()]
 )
 def test_the_last_layer_wants_nothing_and_needs_no_column(policy):
-    assert not policy.prefetch(work(experts=[0], layer=1), View(layers=2))
+    policy.start(context([], 1, layers=2))
+    assert not named(policy, work(experts=[0], layer=1), View(layers=2))
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,16 +2,17 @@
 know.
 """
 
-import dataclasses
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
-from support.cache_driver import LayerStep, ListFuture, View, shape, work
+from support.cache_driver import LayerStep, ListFuture, View, named, shape, work
 from support.handmade import HandCosts, plan_of, routed, run, spans, steps
 from support.handmade import shape as hand_shape
 
-from moesim.policies.base import IN_FLIGHT, RESIDENT, PolicyError, RunContext
+from moesim.policies.base import PolicyError
+from moesim.policies.names import PREFILL, RESIDENT
 from moesim.policies.prefetch.activation_matrix import ActivationMatrix
 from moesim.policies.prefetch.clairvoyant import Clairvoyant
 from moesim.policies.prefetch.finemoe import FineMoE
@@ -22,63 +23,40 @@ from moesim.policies.prefetch.noisy_oracle import NoisyOracle
 from moesim.policies.prefetch.partial_hidden import PartialHidden
 from moesim.policies.prefetch.pre_gated import PreGated
 from moesim.policies.prefetch.random import RandomPrefetch
-from moesim.policies.prefetch.statistical import (
-    Statistical,
-    Transitions,
-    count_triples,
-    triple_workload,
-)
+from moesim.policies.prefetch.statistical import Statistical, Transitions
 from moesim.policies.prefetch.whole_layer import WholeLayer
+from moesim.policies.run_context import RunContext
 from moesim.policies.systems import System
-from moesim.traces.format.schema import Phase
 
 
-def started(policy, layers, experts, *, top_k=1, seed=0, future=None, **extras):
-    policy.start(
-        RunContext(
-            shape(layers, experts, top_k),
-            1,
-            np.zeros(layers, int),
-            "layer",
-            seed,
-            None,
-            future,
-            extras,
-        )
-    )
+def started(policy, layers, experts, *, top_k=1, seed=0, **extras):
+    sizes = shape(layers, experts, top_k)
+    slots = np.zeros(layers, int)
+    policy.start(RunContext(sizes, 1, slots, "layer", seed=seed, extras=extras))
     return policy
 
 
 def experts(keys):
-    return [key.expert for key in keys]
+    return [expert for _, expert in keys]
 
 
-class HybriMoEView(View):
-    """The reference's arbitrary units: CPU 1 per token, GPU 1 per expert, copy 3.
+HybriMoEView = partial(View, copy_s=3.0, gap_s=100.0)
+"""The reference's arbitrary units: CPU 1 per token, GPU 1 per expert, copy 3.
 
-    The dense part is so long that whatever starts lands before its layer.
+The dense part is so long that whatever starts lands before its layer.
+"""
+
+
+def impact(view, *scores, busy_s=10.0, **parameters):
+    """What is named behind a layer of one token, whose expert keeps the GPU busy;
+    `scores` [T, E] of the coming layers, nearest first.
     """
-
-    gap_s = 100.0
-
-    def copy_s(self, layer):
-        return 3.0
-
-
-def predicting(*scores, layer=0, busy_s=10.0, **more):
-    """One token at `layer`, whose expert keeps the GPU busy; `scores` [T, E] of the
-    coming layers, nearest first.
-    """
+    policy = started(Impact(**parameters), view.layers, view.experts)
     columns = {f"pred{ahead}_raw": rows for ahead, rows in enumerate(scores, start=1)}
-    return work(
-        experts=[0],
-        layer=layer,
-        cpu_s=[99],
-        gpu_s=[busy_s],
-        state=[RESIDENT],
-        predicted=columns,
-        **more,
+    now = work(
+        experts=[0], cpu_s=[99], gpu_s=[busy_s], state=[RESIDENT], width=view.experts
     )
+    return named(policy, now, view, predicted=columns)
 
 
 def tokens_for(loads, width):
@@ -96,10 +74,10 @@ def test_section_6_7_statistical_table():
     """
     table = np.zeros((2, 3, 3))
     table[0, :2] = [[0.7, 0.2, 0.1], [0.1, 0.6, 0.3]]
-    now = work(experts=[0, 1], tokens=[1, 2], routing=[[0], [1], [1]])
+    now = work(experts=[0, 1], tokens=[1, 2], width=3)
     for size, expected in ((1, [1]), (3, [1, 0, 2])):
         policy = started(Statistical(size=size), 2, 3, transitions=table)
-        assert experts(policy.prefetch(now, View(2, 3))) == expected
+        assert experts(named(policy, now, View(2, 3))) == expected
 
 
 def test_pairs_of_two_layers_are_counted_as_one_by_one():
@@ -107,12 +85,13 @@ def test_pairs_of_two_layers_are_counted_as_one_by_one():
     that of its last layer alone; unused columns are no experts.
     """
     rng = np.random.default_rng(0)
-    known = started(Statistical(preceding=2, table="online"), 2, 5).kernels().state
-    # How often each expert of the last layer was followed, of the tokens without pairs.
-    known.scores[:10] = rng.integers(0, 3, (10, 5))
-    known.marks[0] = 3
+    # How often each expert of the middle layer was followed, of the tokens without
+    # pairs: a table is not counted on.
+    table = rng.integers(0, 3, (3, 5, 5)) / 3
+    policy = started(Statistical(preceding=2, size=5), 3, 5, transitions=table)
+    view = View(3, 5)
     followers, seen = {}, {}
-    for tokens in (1, 4, 30):
+    for step, tokens in enumerate((1, 4, 30)):
         first, second, after = (
             np.array([rng.permutation(5)[:2] for _ in range(tokens)], np.uint16)
             for _ in range(3)
@@ -124,9 +103,15 @@ def test_pairs_of_two_layers_are_counted_as_one_by_one():
             for pair in met:
                 expected += followers[pair] / seen[pair] / len(met)
             if not met:
-                expected += sum(known.scores[expert] / 3 for expert in b[b < 5])
-        assert triple_workload(known, 0, first, second) == pytest.approx(expected)
-        count_triples(known, 0, first, second, after)
+                expected += sum(table[1, expert] for expert in b[b < 5])
+        for layer, routing in enumerate((first, second, after)):
+            active = np.unique(routing[routing < 5])
+            now = work(experts=active, step=step, layer=layer, width=5)
+            keys = named(policy, now, view, routing=routing)
+            if layer == 1:
+                values = expected[experts(keys)]
+                assert len(values) == np.count_nonzero(expected)
+                assert (np.diff(values) < 1e-9).all()
         for a, b, c in zip(first, second, after, strict=True):
             for pair in itertools.product(a, b[b < 5]):
                 followers.setdefault(pair, np.zeros(5))[c] += 1
@@ -139,36 +124,27 @@ def test_the_online_table_counts_token_by_token_and_only_the_past():
     """
     policy = started(Statistical(size=2, table="online"), 2, 4)
     view = View(2, 4)
-    first = work(
-        experts=[0, 3], tokens=[3, 1], routing=[[0], [0], [0], [3]], step=0, layer=0
-    )
-    assert not policy.prefetch(first, view)
-    policy.prefetch(
-        work(
-            experts=[1, 2], tokens=[2, 2], routing=[[2], [1], [2], [1]], step=0, layer=1
-        ),
-        view,
-    )
-    again = work(experts=[0], tokens=[1], routing=[[0]], step=1, layer=0)
-    assert experts(policy.prefetch(again, view)) == [2, 1]
-    assert experts(
-        policy.prefetch(
-            dataclasses.replace(again, experts=np.array([3], np.int32)), view
-        )
-    ) == [1]
+    first = work(experts=[0, 3], tokens=[3, 1], width=4)
+    assert not named(policy, first, view, routing=[[0], [0], [0], [3]])
+    second = work(experts=[1, 2], tokens=[2, 2], layer=1, width=4)
+    named(policy, second, view, routing=[[2], [1], [2], [1]])
+    for expert, expected in ((0, [2, 1]), (3, [1])):
+        again = work(experts=[expert], step=1, width=4)
+        assert experts(named(policy, again, view, routing=[[expert]])) == expected
 
 
 def test_the_online_table_skips_what_does_not_follow():
     """Another step, or a ragged prefill layer with other tokens, teaches nothing."""
     policy = started(Statistical(table="online"), 2, 4)
     view = View(2, 4)
-    policy.prefetch(work(experts=[0], routing=[[0]], step=0, layer=0), view)
-    policy.prefetch(work(experts=[1], routing=[[1]], step=1, layer=1), view)
-    policy.prefetch(
-        work(experts=[0], routing=[[0], [0]], tokens=[2], step=2, layer=0), view
-    )
-    policy.prefetch(work(experts=[1], routing=[[1]], step=2, layer=1), view)
-    assert not policy.prefetch(work(experts=[0], routing=[[0]], step=3, layer=0), view)
+    named(policy, work(experts=[0], width=4), view, routing=[[0]])
+    later = work(experts=[1], step=1, layer=1, width=4)
+    named(policy, later, view, routing=[[1]])
+    ragged = work(experts=[0], tokens=[2], step=2, width=4)
+    named(policy, ragged, view, routing=[[0], [0]])
+    named(policy, work(experts=[1], step=2, layer=1, width=4), view, routing=[[1]])
+    last = work(experts=[0], step=3, width=4)
+    assert not named(policy, last, view, routing=[[0]])
 
 
 def test_transition_rows_sum_to_top_k_and_ignore_unused_places():
@@ -203,22 +179,17 @@ def test_section_4_4_impact_prefetches_p():
 
     With P there Q is worth 1 too (GPU P, Q to 2, CPU R to 1), then R nothing.
     """
-    now = predicting(tokens_for({0: 3, 1: 2, 2: 1}, 4))
-    assert started(Impact(depth=1, size=1), 2, 4).prefetch(now, HybriMoEView(2, 4)) == [
-        (1, 0)
-    ]
-    assert started(Impact(depth=1), 2, 4).prefetch(now, HybriMoEView(2, 4)) == [
-        (1, 0),
-        (1, 1),
-    ]
+    tokens = tokens_for({0: 3, 1: 2, 2: 1}, 4)
+    view = HybriMoEView(2, 4)
+    assert impact(view, tokens, depth=1, size=1) == [(1, 0)]
+    assert impact(view, tokens, depth=1) == [(1, 0), (1, 1)]
 
 
 def test_section_4_4_nothing_is_issued_for_the_layer_of_section_4_3():
     """Cached D4 F2 G2 E1, absent A1 B1 C4: each single prefetch gains 0."""
     loads = dict(enumerate([1, 1, 4, 4, 1, 2, 2]))  # A B C D E F G
-    now = predicting(tokens_for(loads, 7))
     view = HybriMoEView(2, 7, resident={(0, 1, e) for e in (3, 4, 5, 6)})
-    assert not started(Impact(depth=1), 2, 7).prefetch(now, view)
+    assert not impact(view, tokens_for(loads, 7), depth=1)
 
 
 def test_impact_prefers_the_larger_gain_and_nearer_layers_in_ties():
@@ -229,24 +200,21 @@ def test_impact_prefers_the_larger_gain_and_nearer_layers_in_ties():
     two = tokens_for({1: 3}, 4)
     three = tokens_for({2: 3}, 4)
     view = HybriMoEView(4, 4)
-    now = predicting(one, two, three)
-    assert started(Impact(), 4, 4).prefetch(now, view) == [(2, 1), (3, 2), (1, 3)]
-    assert started(Impact(discount=0.4), 4, 4).prefetch(now, view) == [
-        (1, 3),
-        (2, 1),
-        (3, 2),
-    ]
-    assert started(Impact(depth=1), 4, 4).prefetch(now, view) == [(1, 3)]
-    assert started(Impact(size=1), 4, 4).prefetch(now, view) == [(2, 1)]
+    for parameters, expected in (
+        ({}, [(2, 1), (3, 2), (1, 3)]),
+        ({"discount": 0.4}, [(1, 3), (2, 1), (3, 2)]),
+        ({"depth": 1}, [(1, 3)]),
+        ({"size": 1}, [(2, 1)]),
+    ):
+        assert impact(view, one, two, three, **parameters) == expected
 
 
 def test_impact_evaluates_again_after_each_choice():
     """Two absent experts of load 2 take 4 (CPU to 2; link to 3, GPU to 4), 2 with one
     there, and 2 with both.
     """
-    now = predicting(tokens_for({0: 2, 1: 2}, 3))
-    view = HybriMoEView(2, 3)
-    assert started(Impact(depth=1), 2, 3).prefetch(now, view) == [(1, 0)]
+    tokens = tokens_for({0: 2, 1: 2}, 3)
+    assert impact(HybriMoEView(2, 3), tokens, depth=1) == [(1, 0)]
 
 
 def test_impact_wants_only_what_the_link_could_start_before_the_layer_ends():
@@ -254,18 +222,9 @@ def test_impact_wants_only_what_the_link_could_start_before_the_layer_ends():
     behind 5 s of queue only one.
     """
     loads = [tokens_for({e: 9}, 4) for e in range(3)]
-
-    class Queued(HybriMoEView):
-        def link_wait_s(self, gpu=0):
-            return self.queue_s
-
     for queue_s, expected in ((0.0, 3), (1.0, 2), (5.0, 1), (7.0, 0)):
-        view = Queued(4, 4)
-        view.queue_s = queue_s
-        assert (
-            len(started(Impact(), 4, 4).prefetch(predicting(*loads, busy_s=7.0), view))
-            == expected
-        )
+        view = HybriMoEView(4, 4, link_wait_s=queue_s)
+        assert len(impact(view, *loads, busy_s=7.0)) == expected
 
 
 @pytest.mark.parametrize("gap_s", [2.0, 0.0])
@@ -275,10 +234,9 @@ def test_a_prefetch_that_lands_a_little_late_is_worth_what_it_still_saves(gap_s)
     A copy takes 3, so P lands as layer 1 begins after a dense part of 2. Without one it
     lands 2 s late: CPU R, Q to 3, GPU P 2 to 3, so it is worth 1 too.
     """
-    now = predicting(tokens_for({0: 3, 1: 2, 2: 1}, 4), busy_s=1.0)
-    view = HybriMoEView(2, 4)
-    view.gap_s = gap_s
-    assert started(Impact(depth=1), 2, 4).prefetch(now, view) == [(1, 0)]
+    view = HybriMoEView(2, 4, gap_s=gap_s)
+    tokens = tokens_for({0: 3, 1: 2, 2: 1}, 4)
+    assert impact(view, tokens, busy_s=1.0, depth=1) == [(1, 0)]
 
 
 def test_a_prefetch_that_cannot_help_by_the_time_it_lands_is_not_wanted():
@@ -287,29 +245,18 @@ def test_a_prefetch_that_cannot_help_by_the_time_it_lands_is_not_wanted():
     Landing 0.5 s into its layer it still gains 0.5; landing 1 s into it, nothing. What
     could not even start before its layer begins would be dropped.
     """
-
-    class Queued(HybriMoEView):
-        gap_s = 0.0
-        queue_s = 0.0
-
-        def link_wait_s(self, gpu=0):
-            return self.queue_s
-
-    now = predicting(tokens_for({0: 2}, 4), busy_s=3.0)
-    view = Queued(2, 4)
+    tokens = tokens_for({0: 2}, 4)
     for queue_s, wanted in ((0.0, [(1, 0)]), (0.5, [(1, 0)]), (1.0, []), (2.9, [])):
-        view.queue_s = queue_s
-        policy = started(Impact(depth=1), 2, 4)
-        assert list(policy.prefetch(now, view)) == wanted, queue_s
+        view = HybriMoEView(2, 4, gap_s=0.0, link_wait_s=queue_s)
+        assert impact(view, tokens, busy_s=3.0, depth=1) == wanted, queue_s
 
 
 def test_impact_shields_predicted_experts_that_are_present():
     """Layer 1's only place holds expert 3, which is predicted too: it is named last and
     so not evicted for 0.
     """
-    now = predicting(tokens_for({0: 3, 3: 3}, 4))
     view = HybriMoEView(2, 4, resident={(0, 1, 3)})
-    assert started(Impact(depth=1), 2, 4).prefetch(now, view) == [(1, 0), (1, 3)]
+    assert impact(view, tokens_for({0: 3, 3: 3}, 4), depth=1) == [(1, 0), (1, 3)]
 
 
 # -- hybrimoe-released, first-missing, partial-hidden, random, whole-layer -------------
@@ -321,51 +268,53 @@ def test_section_4_4_the_release_ranks_by_recent_scores_without_asking_a_gate():
     """
     policy = started(HybriMoEReleased(size=2), 2, 4)
     view = View(2, 4)
+
+    def first(view, **more):
+        """What layer 0 of the next step names."""
+        now = work(**{"experts": [0], "step": 1, "width": 4} | more)
+        return experts(named(policy, now, view))
+
     # The second row is not looked at.
-    scores = np.array([[0.1, 0.3, 0.2, 0.4], [0.9, 0.0, 0.1, 0.0]], np.float16)
-    before = work(experts=[3], routing=[[3]], layer=1, state=[RESIDENT])
-    policy.prefetch(dataclasses.replace(before, scores=scores), view)
-    now = work(experts=[0], layer=0, step=1, state=[RESIDENT])
-    assert experts(policy.prefetch(now, view)) == [3, 1]
-    assert experts(policy.prefetch(now, View(2, 4, resident={(0, 1, 3)}))) == [1]
+    scores = [[0.1, 0.3, 0.2, 0.4], [0.9, 0.0, 0.1, 0.0]]
+    before = work(experts=[3], layer=1, state=[RESIDENT], scores=scores, width=4)
+    named(policy, before, view)
+    assert first(view, state=[RESIDENT]) == [3, 1]
+    assert first(View(2, 4, resident={(0, 1, 3)}), state=[RESIDENT]) == [1]
     # Nothing of this layer is on the GPU.
-    assert not policy.prefetch(work(experts=[0], layer=0, step=1), view)
-    assert not policy.prefetch(dataclasses.replace(now, phase=Phase.PREFILL), view)
+    assert first(view) == []
+    assert first(view, state=[RESIDENT], phase=PREFILL) == []
 
 
 def test_section_6_8_only_the_first_missing_is_loaded():
     """Top 2 is 2, 0: with 2 resident it is 0, with both nothing, never the third."""
-    now = work(
-        experts=[0], predicted={"pred1_raw": [[0.3, 0.1, 0.6]]}, routing=[[0, 1]]
-    )
-    assert experts(FirstMissing().prefetch(now, View(2, 3, top_k=2))) == [2]
-    assert experts(
-        FirstMissing().prefetch(now, View(2, 3, resident={(0, 1, 2)}, top_k=2))
-    ) == [0]
-    assert not FirstMissing().prefetch(now, View(2, 3, resident={(0, 1, 2), (0, 1, 0)}))
-    assert not FirstMissing().prefetch(
-        dataclasses.replace(now, phase=Phase.PREFILL), View(2, 3, top_k=2)
-    )
+    policy = started(FirstMissing(), 2, 3)
+
+    def missing(resident, **more):
+        view = View(2, 3, resident={(0, 1, e) for e in resident}, top_k=2)
+        now = work(experts=[0], width=3, **more)
+        columns = {"pred1_raw": [[0.3, 0.1, 0.6]]}
+        return experts(named(policy, now, view, predicted=columns))
+
+    assert missing([]) == [2]
+    assert missing([2]) == [0]
+    assert missing([2, 0]) == []
+    assert missing([], phase=PREFILL) == []
 
 
 def test_section_3_2_partial_hidden_orders_by_merged_score():
     """Both tokens predict 0, one 1, one 2. Maxima .6, .5, .45 of 1, 2, 0; sums .85, .6,
     .5 of 0, 1, 2.
     """
-    now = work(
-        experts=[0],
-        predicted={"pred1_raw": [[0.4, 0.6, 0.0], [0.45, 0.0, 0.5]]},
-        routing=[[0, 1], [0, 1]],
-    )
-    assert experts(PartialHidden().prefetch(now, View(2, 3, top_k=2))) == [1, 2, 0]
-    assert experts(PartialHidden(merge="sum").prefetch(now, View(2, 3, top_k=2))) == [
-        0,
-        1,
-        2,
-    ]
-    assert experts(
-        PartialHidden(size=2).prefetch(now, View(2, 3, resident={(0, 1, 1)}, top_k=2))
-    ) == [2]
+    columns = {"pred1_raw": [[0.4, 0.6, 0.0], [0.45, 0.0, 0.5]]}
+    for parameters, resident, expected in (
+        ({}, set(), [1, 2, 0]),
+        ({"merge": "sum"}, set(), [0, 1, 2]),
+        ({"size": 2}, {(0, 1, 1)}, [2]),
+    ):
+        policy = started(PartialHidden(**parameters), 2, 3)
+        view = View(2, 3, resident=resident, top_k=2)
+        now = work(experts=[0], width=3)
+        assert experts(named(policy, now, view, predicted=columns)) == expected
     # The queue is cleared when the true gate is known.
     assert PartialHidden.late == "drop"
 
@@ -377,11 +326,10 @@ def test_random_guesses_alike_whatever_is_present():
     empty, full = (started(RandomPrefetch(size=2), 2, 6, seed=7) for _ in range(2))
     counts = np.zeros(6)
     for _ in range(600):
-        guess = experts(empty.prefetch(work(experts=[0]), View(2, 6)))
+        now = work(experts=[0], width=6)
+        guess = experts(named(empty, now, View(2, 6)))
         counts[guess] += 1
-        kept = experts(
-            full.prefetch(work(experts=[0]), View(2, 6, resident={(0, 1, 4)}))
-        )
+        kept = experts(named(full, now, View(2, 6, resident={(0, 1, 4)})))
         assert kept == [e for e in guess if e != 4]
     assert counts.sum() == 1200
     assert np.abs(counts - 200).max() < 4 * np.sqrt(200)
@@ -391,8 +339,8 @@ def test_section_6_5_whole_layer_names_everything():
     policy = started(WholeLayer(), 2, 3)
     view = View(2, 3, resident={(0, 1, 1)})
     both = [*((0, e) for e in range(3)), *((1, e) for e in range(3))]
-    assert policy.prefetch(work(experts=[0]), view) == both
-    assert not policy.prefetch(work(experts=[0], layer=1), view)
+    assert named(policy, work(experts=[0], width=3), view) == both
+    assert not named(policy, work(experts=[0], layer=1, width=3), view)
 
 
 def test_section_6_5_streaming_a_layer_takes_all_its_copies():
@@ -423,25 +371,17 @@ _FUTURE = ListFuture(
 
 
 def test_oracles_know_the_coming_layers_of_this_step():
-    now = work(experts=[1])
-    view = View(3, 6, resident={(0, 1, 2)})
-    assert started(Clairvoyant(), 3, 6, future=_FUTURE).prefetch(now, view) == [
-        (1, 2),
-        (1, 4),
-    ]
-    assert started(Clairvoyant(depth=9), 3, 6, future=_FUTURE).prefetch(now, view) == [
-        (1, 2),
-        (1, 4),
-        (2, 0),
-        (2, 5),
-    ]
-    assert started(PreGated(), 3, 6, future=_FUTURE).prefetch(now, view) == [
-        (1, 2),
-        (1, 4),
-    ]
-    exact = started(NoisyOracle(accuracy=1.0), 3, 6, future=_FUTURE).prefetch(now, view)
-    assert sorted(exact) == [(1, 2), (1, 4)]
-    assert all(cls.oracle for cls in (Clairvoyant, PreGated, NoisyOracle))
+    view = View(3, 6, resident={(0, 1, 2)}, future=_FUTURE)
+    next_layer = [(1, 2), (1, 4)]
+
+    def foreseen(policy):
+        assert policy.oracle
+        return named(started(policy, 3, 6), work(experts=[1], width=6), view)
+
+    assert foreseen(Clairvoyant()) == next_layer
+    assert foreseen(Clairvoyant(depth=9)) == [*next_layer, (2, 0), (2, 5)]
+    assert foreseen(PreGated()) == next_layer
+    assert sorted(foreseen(NoisyOracle(accuracy=1.0))) == next_layer
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.5, 0.9, 1.0])
@@ -454,25 +394,26 @@ def test_noisy_oracle_is_as_accurate_as_stated(accuracy):
         LayerStep(step, 1, rng.choice(32, 4, replace=False).tolist())
         for step in range(3000)
     ]
-    policy = started(NoisyOracle(accuracy=accuracy), 2, 32, future=ListFuture(active))
-    right = named = 0
+    policy = started(NoisyOracle(accuracy=accuracy), 2, 32)
+    view = View(2, 32, future=ListFuture(active))
+    right = guessed = 0
     for step, _, truth in active:
-        guess = experts(policy.prefetch(work(experts=[0], step=step), View(2, 32)))
+        now = work(experts=[0], step=step, width=32)
+        guess = experts(named(policy, now, view))
         assert len(set(guess)) == 4
         right = right + len(set(guess) & set(truth))
-        named = named + len(guess)
-    error = np.sqrt(accuracy * (1 - accuracy) / named)
-    assert abs(right / named - accuracy) <= 4 * error
+        guessed = guessed + len(guess)
+    error = np.sqrt(accuracy * (1 - accuracy) / guessed)
+    assert abs(right / guessed - accuracy) <= 4 * error
 
 
 def test_noisy_oracle_errs_alike_for_the_same_seed_only():
     """Errors and their order are drawn from the run's seed."""
-    future = ListFuture([LayerStep(0, 1, [0, 1, 2, 3])])
+    view = View(2, 64, future=ListFuture([LayerStep(0, 1, [0, 1, 2, 3])]))
 
     def guess(seed):
-        return started(
-            NoisyOracle(accuracy=0.5), 2, 64, seed=seed, future=future
-        ).prefetch(work(experts=[0]), View(2, 64))
+        policy = started(NoisyOracle(accuracy=0.5), 2, 64, seed=seed)
+        return named(policy, work(experts=[0], width=64), view)
 
     assert guess(3) == guess(3)
     assert len({tuple(guess(seed)) for seed in range(20)}) == 20
@@ -513,22 +454,18 @@ def test_section_6_9_the_most_similar_sequence_predicts_the_coming_layers():
     """Two sequences: 0-1-2 and 3-2-1. With the prefix mask the first layer decides: 3
     is followed by 2, then 1.
     """
-    policy = started(
-        ActivationMatrix(mask="prefix"),
-        3,
-        4,
-        activation_matrices=known([0, 1, 2], [3, 2, 1]),
-    )
-    assert policy.prefetch(work(experts=[3], layer=0), View(3, 4)) == [(1, 2), (2, 1)]
-    policy = started(
-        ActivationMatrix(mask="prefix"),
-        3,
-        4,
-        activation_matrices=known([0, 1, 2], [3, 2, 1]),
-    )
-    assert policy.prefetch(
-        work(experts=[0], layer=0), View(3, 4, resident={(0, 1, 1)})
-    ) == [(2, 2)]
+    for expert, resident, expected in (
+        (3, set(), [(1, 2), (2, 1)]),
+        (0, {(0, 1, 1)}, [(2, 2)]),
+    ):
+        policy = started(
+            ActivationMatrix(mask="prefix"),
+            3,
+            4,
+            activation_matrices=known([0, 1, 2], [3, 2, 1]),
+        )
+        now = work(experts=[expert], width=4)
+        assert named(policy, now, View(3, 4, resident=resident)) == expected
 
 
 def test_section_6_9_the_released_mask_looks_at_coming_layers_only():
@@ -539,12 +476,14 @@ def test_section_6_9_the_released_mask_looks_at_coming_layers_only():
     policy = started(ActivationMatrix(), 3, 4, activation_matrices=store)
     view = View(3, 4)
     # Nothing known: the oldest.
-    assert policy.prefetch(work(experts=[3], layer=0), view) == [(1, 1), (2, 2)]
-    policy.prefetch(work(experts=[2], layer=1), view)
-    policy.prefetch(work(experts=[1], layer=2), view)
-    assert policy.prefetch(work(experts=[0], layer=0, step=1), view) == [(1, 2), (2, 1)]
+    first = work(experts=[3], width=4)
+    assert named(policy, first, view) == [(1, 1), (2, 2)]
+    named(policy, work(experts=[2], layer=1, width=4), view)
+    named(policy, work(experts=[1], layer=2, width=4), view)
+    again = work(experts=[0], step=1, width=4)
+    assert named(policy, again, view) == [(1, 2), (2, 1)]
     prefix = started(ActivationMatrix(mask="prefix"), 3, 4, activation_matrices=store)
-    assert prefix.prefetch(work(experts=[0], layer=0, step=1), view) == [(1, 1), (2, 2)]
+    assert named(prefix, again, view) == [(1, 1), (2, 2)]
 
 
 def test_section_6_9_nearer_layers_count_more():
@@ -554,10 +493,11 @@ def test_section_6_9_nearer_layers_count_more():
     for tokens, expected in ((14, [(1, 1), (2, 2)]), (16, [(2, 2), (1, 1)])):
         store = known([0, 1, 2])
         store[0, 2, 2] = tokens
-        policy = started(ActivationMatrix(), 3, 4, activation_matrices=store)
-        assert policy.prefetch(work(experts=[0]), View(3, 4)) == expected
-        policy = started(ActivationMatrix(size=1), 3, 4, activation_matrices=store)
-        assert policy.prefetch(work(experts=[0]), View(3, 4)) == expected[:1]
+        for size in (8, 1):
+            policy = ActivationMatrix(size=size)
+            started(policy, 3, 4, activation_matrices=store)
+            now = work(experts=[0], width=4)
+            assert named(policy, now, View(3, 4)) == expected[:size]
 
 
 def test_sequences_of_this_run_are_stored_when_the_next_batch_comes():
@@ -568,15 +508,15 @@ def test_sequences_of_this_run_are_stored_when_the_next_batch_comes():
     view = View(2, 4)
 
     def prompt(layer, expert, step, batch=0):
-        now = work(experts=[expert], layer=layer, step=step)
-        return dataclasses.replace(now, phase=Phase.PREFILL, batch=batch)
+        placed = {"layer": layer, "step": step, "batch": batch, "phase": PREFILL}
+        return named(policy, work(experts=[expert], width=4, **placed), view)
 
-    assert not policy.prefetch(prompt(0, 1, 0), view)
-    assert not policy.prefetch(prompt(1, 3, 0), view)
+    assert not prompt(0, 1, 0)
+    assert not prompt(1, 3, 0)
     # The second micro-batch of the same prompt.
-    assert not policy.prefetch(prompt(0, 1, 1), view)
-    assert not policy.prefetch(prompt(1, 3, 1), view)
-    assert policy.prefetch(prompt(0, 2, 2, batch=1), view) == [(1, 3)]
+    assert not prompt(0, 1, 1)
+    assert not prompt(1, 3, 1)
+    assert prompt(0, 2, 2, batch=1) == [(1, 3)]
 
 
 def test_a_full_store_forgets_who_was_found_least_and_never_the_calibrated():
@@ -593,14 +533,11 @@ def test_a_full_store_forgets_who_was_found_least_and_never_the_calibrated():
 
     def found(expert, batch):
         """Which layer-1 expert a sequence that begins with one is told of."""
-        first, *others = (
-            dataclasses.replace(work(experts=[expert], layer=layer), batch=batch)
-            for layer in range(3)
+        told, *_ = (
+            named(policy, work(experts=[expert], layer=n, batch=batch, width=4), view)
+            for n in range(3)
         )
-        named = policy.prefetch(first, view)
-        for other in others:
-            policy.prefetch(other, view)
-        return [key.expert for key in named[:1]]
+        return experts(told[:1])
 
     assert found(1, 0) == [1]
     found(2, 1)
@@ -626,7 +563,7 @@ def test_the_similar_sequence_is_that_of_the_definition():
             active = np.sort(rng.choice(8, 2, replace=False))
             current[layer, active] += (1, 2)
             now = work(experts=active, tokens=[1, 2], layer=layer, step=step)
-            named = policy.prefetch(now, View(4, 8))
+            keys = named(policy, now, View(4, 8))
             norms = np.linalg.norm(matrices, axis=2) * np.linalg.norm(current, axis=1)
             cosine = (matrices * current).sum(axis=2) / np.maximum(norms, 1e-30)
             coming = cosine[:, layer + 1 :].sum(axis=1)
@@ -638,7 +575,7 @@ def test_the_similar_sequence_is_that_of_the_definition():
                 if similar[j, e]
             }
             best = sorted(value, key=lambda key: (-value[key], key))
-            assert [tuple(key) for key in named] == best
+            assert keys == best
 
 
 def test_misshapen_matrices_are_named():
@@ -663,9 +600,9 @@ def test_the_searched_map_is_that_of_the_definition():
         current = rng.dirichlet([0.2] * 8, 4)
         for layer in range(4):
             # Scores are gates' in any unit.
-            now = work(experts=[0], layer=layer, step=step)
-            now.scores = 3.0 * current[layer][None]
-            named = experts(policy.prefetch(now, View(4, 8)))
+            scores = 3.0 * current[layer]
+            now = work(experts=[0], layer=layer, step=step, scores=scores)
+            likeliest = experts(named(policy, now, View(4, 8)))
             seen = current[: layer + 1].ravel()
             known = maps[:, : layer + 1].reshape(len(maps), seen.size)
             lengths = np.linalg.norm(known, axis=1) * np.linalg.norm(seen)
@@ -675,10 +612,10 @@ def test_the_searched_map_is_that_of_the_definition():
                 likely = np.argsort(-maps[best, layer + 2], kind="stable")
                 taken = np.cumsum(maps[best, layer + 2][likely])
                 enough = 1 + int(np.searchsorted(taken, 1.0 - cosine[best]))
-                assert named == likely[: max(2, enough)].tolist()
-                sizes.add(len(named))
+                assert likeliest == likely[: max(2, enough)].tolist()
+                sizes.add(len(likeliest))
             else:
-                assert not named
+                assert not likeliest
         if step < 5:
             maps = np.concatenate((maps, current[None]))
         else:
@@ -689,16 +626,10 @@ def test_the_searched_map_is_that_of_the_definition():
 def test_in_flight_experts_are_not_asked_for_again():
     table = np.ones((2, 3, 3))
     view = View(2, 3, in_flight={(0, 1, 0)})
-    assert experts(
-        started(Statistical(size=2), 2, 3, transitions=table).prefetch(
-            work(experts=[0]), view
-        )
-    ) == [1]
-    refill = started(Statistical(size=2, refill=True), 2, 3, transitions=table)
-    assert experts(refill.prefetch(work(experts=[0], state=[IN_FLIGHT]), view)) == [
-        1,
-        2,
-    ]
+    for refill, expected in ((False, [1]), (True, [1, 2])):
+        policy = Statistical(size=2, refill=refill)
+        started(policy, 2, 3, transitions=table)
+        assert experts(named(policy, work(experts=[0], width=3), view)) == expected
 
 
 @pytest.mark.parametrize(("make", "message"), [
