@@ -1,35 +1,31 @@
 """Routing recall: what similar tokens used is expected, kept and streamed."""
 
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
-from support.cache_driver import TimedView, shape, work
+from support.cache_driver import TimedView, admit, named, shape, swaps, victims, work
 from support.engine_pairs import assert_equal, both, machine
 
-from moesim.policies.base import ABSENT, RunContext
 from moesim.policies.cache.recall import Recall as RecallCache
+from moesim.policies.names import PREFILL
 from moesim.policies.prefetch.recall import Recall as RecallPrefetch
-from moesim.policies.routing_memory import (
-    COMING,
-    FOLLOWING,
-    VALUE,
-    RoutingMemory,
-    kept_promises,
-)
+from moesim.policies.routing_memory import RoutingMemory
+from moesim.policies.run_context import RunContext
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import Phase
 
 LAYERS = 3
 EXPERTS = 4
 
+step_of = partial(work, width=EXPERTS)
 
-def run_context(**given):
-    return RunContext(shape(LAYERS, EXPERTS), 1, np.full(LAYERS, 1), "layer", **given)
+
+def run_context(experts=EXPERTS):
+    return RunContext(shape(LAYERS, experts), 1, np.full(LAYERS, 1), "layer")
 
 
 def layer_step(step, layer, expert):
-    return work(step=step, layer=layer, experts=[expert], cpu_s=[4.0])
+    return step_of(step=step, layer=layer, experts=[expert], cpu_s=[4.0])
 
 
 def walk(policy, tokens):
@@ -50,18 +46,19 @@ def parts():
     return cache, prefetch
 
 
-def scores(cache, row):
-    return cache.brought.state.scores[row].reshape(LAYERS, EXPERTS)
+def by_layer(scores):
+    return np.reshape(scores, (LAYERS, EXPERTS))
 
 
 def test_a_token_that_begins_as_another_is_expected_to_go_on_as_it_did(parts):
     cache, prefetch = parts
     walk(cache, [(0, 1, 2), (3, 2, 1), (0,)])
 
-    named = prefetch.prefetch(layer_step(2, 0, 0), TimedView(LAYERS, EXPERTS))
+    keys = named(prefetch, layer_step(2, 0, 0), TimedView(LAYERS, EXPERTS))
 
-    assert named == [(1, 1), (2, 2)]
-    assert scores(cache, COMING)[1:].tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
+    assert keys == [(1, 1), (2, 2)]
+    coming = by_layer(cache.memory.coming)
+    assert coming[1:].tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
 
 
 def test_what_came_after_a_similar_token_is_worth_keeping(parts):
@@ -77,7 +74,7 @@ def test_what_came_after_a_similar_token_is_worth_keeping(parts):
     cache, _ = parts
     walk(cache, [(0, 1, 2), (3, 2, 1), (0,)])
 
-    assert scores(cache, FOLLOWING)[0].tolist() == [0, 0, 0, 1]
+    assert by_layer(cache.memory.following)[0].tolist() == [0, 0, 0, 1]
     root = 0.5**0.5
     by_short = np.array([0.5 * (1 + 0.25), 0, 0, 0.5 * 0.5]) / (1 - 0.5**3 + 2 * 0.5)
     by_long = (1 - root) * np.array([1 + 0.5, 0, 0, root])
@@ -85,8 +82,8 @@ def test_what_came_after_a_similar_token_is_worth_keeping(parts):
     lately = 0.25 * by_short + 0.75 * by_long
     weight = (5 + 1 / 9) / (10 + 1 / 9)
     more = weight * (np.array([0, 0, 0, 1]) - lately)
-    assert scores(cache, VALUE)[0] == pytest.approx(lately + more)
-    assert scores(cache, 0)[0] == pytest.approx(lately + more / 2)
+    assert by_layer(cache.memory.value)[0] == pytest.approx(lately + more)
+    assert by_layer(cache.memory.copy_value)[0] == pytest.approx(lately + more / 2)
 
 
 def test_a_prompt_counts_as_uses_of_its_tokens():
@@ -95,10 +92,10 @@ def test_a_prompt_counts_as_uses_of_its_tokens():
     """
     cache = RecallCache(recall=0, short=1, short_half_life=1)
     cache.start(run_context())
-    prompt = work(experts=[0, 1], cpu_s=[4.0, 4.0], tokens=[4, 1])
-    cache.accessed(replace(prompt, phase=Phase.PREFILL, routing=np.zeros((4, 2))))
+    cache.accessed(step_of(experts=[0, 1], tokens=[4, 1], phase=PREFILL, rows=4))
     by_use = 15 / 16 / (15 / 16 + 2 * 0.5)
-    assert scores(cache, VALUE)[0].tolist() == pytest.approx([by_use, by_use / 4, 0, 0])
+    values = by_layer(cache.memory.value)[0].tolist()
+    assert values == pytest.approx([by_use, by_use / 4, 0, 0])
 
 
 def test_a_pass_that_verifies_drafts_counts_as_its_tokens():
@@ -109,13 +106,12 @@ def test_a_pass_that_verifies_drafts_counts_as_its_tokens():
     cache = RecallCache(recall=0, short_half_life=3, long_half_life=1)
     cache.start(run_context())
     for step in range(2):
-        passed = work(step=step, experts=[step], cpu_s=[4.0], tokens=[3])
-        cache.accessed(replace(passed, routing=np.full((3, 1), step)))
+        cache.accessed(step_of(step=step, experts=[step], tokens=[3], rows=3))
     by_short = np.array([0.25, 0.5]) / (0.75 + 2 * (1 - 0.5 ** (1 / 3)))
     by_long = np.array([0.25, 0.5]) / (0.75 + 2 * 0.5)
     expected = 0.3 * by_short + 0.7 * by_long
-    assert scores(cache, 0)[0, :2] == pytest.approx(expected)
-    assert cache.brought.state.numbers[-1] == pytest.approx(3 * 0.15)
+    assert by_layer(cache.memory.copy_value)[0, :2] == pytest.approx(expected)
+    assert cache.memory.margin == pytest.approx(3 * 0.15)
 
 
 def test_broken_promises_end_the_streams():
@@ -126,15 +122,15 @@ def test_broken_promises_end_the_streams():
     prefetch = RecallPrefetch(history=2)
     prefetch.start(run_context())
     view = TimedView(LAYERS, EXPERTS)
-    named = []
+    keys = []
     for step in range(6):
         later = step % EXPERTS
-        named.append(prefetch.prefetch(layer_step(step, 0, 0), view))
-        prefetch.prefetch(layer_step(step, 1, later), view)
-        prefetch.prefetch(layer_step(step, 2, later), view)
+        keys.append(named(prefetch, layer_step(step, 0, 0), view))
+        named(prefetch, layer_step(step, 1, later), view)
+        named(prefetch, layer_step(step, 2, later), view)
     begun = [[(1, each), (2, each)] for each in range(3)]
-    assert named == [[], *begun, [], []]
-    assert kept_promises(prefetch.brought.state) == pytest.approx(8 / (8 + 5 * 2))
+    assert keys == [[], *begun, [], []]
+    assert prefetch.memory.kept_promises() == pytest.approx(8 / (8 + 5 * 2))
 
 
 def test_a_copy_that_would_come_too_late_is_not_named(parts):
@@ -143,16 +139,16 @@ def test_a_copy_that_would_come_too_late_is_not_named(parts):
     """
     cache, prefetch = parts
     walk(cache, [(0, 1, 2), (3, 2, 1), (0,)])
-    now = work(step=2, layer=0, experts=[0], cpu_s=[4.0], state=[2])
+    now = step_of(step=2, layer=0, experts=[0], cpu_s=[4.0], state=[2])
 
-    assert prefetch.prefetch(now, TimedView(LAYERS, EXPERTS)) == [(2, 2)]
+    assert named(prefetch, now, TimedView(LAYERS, EXPERTS)) == [(2, 2)]
 
 
 def test_what_is_present_is_not_named(parts):
     cache, prefetch = parts
     walk(cache, [(0, 1, 2), (3, 2, 1), (0,)])
     view = TimedView(LAYERS, EXPERTS, resident=[(0, 1, 1)], in_flight=[(0, 2, 2)])
-    assert prefetch.prefetch(layer_step(2, 0, 0), view) == []
+    assert named(prefetch, layer_step(2, 0, 0), view) == []
 
 
 def test_a_prefetcher_alone_remembers_as_well(parts):
@@ -162,8 +158,8 @@ def test_a_prefetcher_alone_remembers_as_well(parts):
     view = TimedView(LAYERS, EXPERTS)
     for step, experts in enumerate([(0, 1, 2), (3, 2, 1), (0,)]):
         for layer, expert in enumerate(experts):
-            named = prefetch.prefetch(layer_step(step, layer, expert), view)
-    assert named == [(1, 1), (2, 2)]
+            keys = named(prefetch, layer_step(step, layer, expert), view)
+    assert keys == [(1, 1), (2, 2)]
 
 
 def test_parts_share_a_memory_if_they_ask_for_it_alike():
@@ -179,14 +175,14 @@ def test_tokens_beyond_the_history_are_forgotten():
     cache.start(run_context())
     walk(cache, [(0, 1, 2), (3, 2, 1), (0,)])
     # Only the token before is left; it shares nothing, and this one came after it.
-    assert scores(cache, FOLLOWING)[0].tolist() == [1, 0, 0, 0]
+    assert by_layer(cache.memory.following)[0].tolist() == [1, 0, 0, 0]
 
 
 def test_what_is_fetched_anyway_stays_if_it_is_worth_more(parts):
     cache, _ = parts
     walk(cache, [(0, 1, 2), (0, 1, 2), (3,)])
-    assert cache.victims(np.array([1]), np.array([0])).tolist() == [-1]
-    assert cache.victims(np.array([0]), np.array([1])).tolist() == [1]
+    assert victims(cache, [1], [0]) == [-1]
+    assert victims(cache, [0], [1]) == [1]
 
 
 def test_what_the_cpu_computed_is_copied_if_it_is_worth_more_by_the_margin():
@@ -198,11 +194,26 @@ def test_what_the_cpu_computed_is_copied_if_it_is_worth_more_by_the_margin():
     for margin, wanted in ((0.14, swap), (0.15, [])):
         cache = RecallCache(margin=margin, recall=0, short=1, short_half_life=1)
         cache.start(run_context())
-        cache.admitted(np.array([1]))
+        admit(cache, 1)
         walk(cache, [(1,)])
-        now = work(step=1, layer=0, experts=[0], state=[ABSENT])
+        now = step_of(step=1, layer=0, experts=[0])
         cache.accessed(now)
-        assert cache.replacements(now, view) == wanted
+        assert swaps(cache, now, view) == wanted
+
+
+def test_one_expert_a_layer_stays_inside_its_arrays():
+    """What a frequency has seen stood by layer and frequency in a row of L x E places:
+    values of layers were read and written where others' stood.
+    """
+    several, single = (RecallCache(), RecallCache())
+    several.start(run_context())
+    single.start(run_context(experts=1))
+    for step in range(8):
+        for layer in range(LAYERS):
+            several.accessed(layer_step(step, layer, 0))
+            single.accessed(work(step=step, layer=layer, experts=[0], width=1))
+    of_several = by_layer(several.memory.value)[:, 0].tolist()
+    assert list(single.memory.value) == of_several
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
