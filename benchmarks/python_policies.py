@@ -91,15 +91,15 @@ def report() -> None:
             ("bench-own", "bench-own", "bench-own"),
         ):
             rates = {}
-            for engine in ("compiled", "simpy"):
+            for engine in ("fast", "simpy"):
                 turns = [
                     _turn(trace, engine, policy, cache, prefetch)
                     for _ in range(ROUNDS + 1)
                 ]
                 rates[engine] = 1.0 / min(turns[1:])
-            times = rates["compiled"] / rates["simpy"]
+            times = rates["fast"] / rates["simpy"]
             print(
-                f"  {policy}+{cache}+{prefetch}: {rates['compiled']:,.0f} layer"
+                f"  {policy}+{cache}+{prefetch}: {rates['fast']:,.0f} layer"
                 f" steps/s, {times:.1f} times SimPy's {rates['simpy']:,.0f}"
             )
 

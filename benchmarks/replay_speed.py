@@ -1,4 +1,4 @@
-"""Replay against bare SimPy, and the compiled engine against SimPy, in the same run:
+"""Replay against bare SimPy, and the fast engine against SimPy, in the same run:
 CPU seconds of one core.
 """
 
@@ -10,19 +10,16 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks import bare_simpy
-from moesim.machine_code import library
 from moesim.policies.cache._learned_network import sizes as network_sizes
 from moesim.runs.config import RunConfig
 from moesim.runs.engines import choose_engine
 from moesim.runs.replay import replay
 from moesim.runs.setup import Setup
-from moesim.sim.compiled.loop import run_steps
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
@@ -116,61 +113,38 @@ def report() -> None:
                 f" {_ratio(spent, lanes):.2f} of processes holding resources"
             )
 
-        _report_compiled(trace)
+        _report_fast(trace)
         _report_rows(Path(name))
 
 
-def _report_compiled(trace: Trace) -> None:
-    """Print the compiled engine's layer steps per second, and SimPy's beside them.
+def _report_fast(trace: Trace) -> None:
+    """Print the fast engine's layer steps per second, and SimPy's beside them.
 
     Least CPU seconds of several turns, in which both engines follow each other.
     """
-    print("compiled engine, greedy with LRU, against SimPy in the same run")
+    print("fast engine, greedy with LRU, against SimPy in the same run")
     for label, kept, target in (
         ("loop, no timeline", None, 500_000),
         ("metrics, no timeline", False, 500_000),
         ("metrics and timeline", True, 300_000),
     ):
         least = {}
-        for engine in ("compiled", "simpy"):
+        for engine in ("fast", "simpy"):
             turns = [_turn(trace, engine, kept) for _ in range(ROUNDS + 1)]
             least[engine] = min(seconds / count for seconds, count in turns[1:])
-        rate = 1.0 / least["compiled"]
-        times = least["simpy"] / least["compiled"]
+        rate = 1.0 / least["fast"]
+        times = least["simpy"] / least["fast"]
         print(
             f"  {label:22}{rate:9,.0f} layer steps/s (target {target:,}),"
             f" {times:.1f} times SimPy's {1.0 / least['simpy']:,.0f}"
         )
-
-    _report_machine_code(trace)
-
-
-def _report_machine_code(trace: Trace) -> None:
-    """Print least CPU time of a layer step that the compiled loop itself takes."""
-    spent = [0.0]
-    call = library.callable_from_python(run_steps)
-
-    def timed(*arguments: int) -> int:
-        begin_s = time.process_time()
-        end = call(*arguments)
-        spent[0] += time.process_time() - begin_s
-        return end
-
-    least = []
-    # The function itself stays: the engine looks it up among what is compiled.
-    with patch.object(run_steps, "_call", timed):
-        for _ in range(ROUNDS + 1):
-            spent[0] = 0.0
-            _, count = _turn(trace, "compiled", None)
-            least.append(spent[0] / count)
-    print(f"  of the loop, machine code {min(least) * 1e6:.2f} us each")
 
 
 def _report_rows(folder: Path) -> None:
     """Print how long the largest shared trace takes, and what that is per access."""
     source = SHARED / "gpt_oss_20b.parquet"
     if not source.is_file():
-        print("compiled engine, gpt_oss_20b: ../shared/traces is not here")
+        print("fast engine, gpt_oss_20b: ../shared/traces is not here")
         return
     path = folder / "g.parquet"
     import_trace(source, path, shape=model_shape(MODELS[source.stem]))
@@ -180,13 +154,12 @@ def _report_rows(folder: Path) -> None:
         ("metrics, no timeline", False, 1.5),
         ("metrics and timeline", True, 1.5),
     ):
-        turns = [_turn(trace, "compiled", kept) for _ in range(3)]
+        turns = [_turn(trace, "fast", kept) for _ in range(3)]
         seconds, count = min(turns)
         print(
             f"  {source.stem}, {label}: {trace.rows:,} rows in {seconds:.2f} s (target"
             f" {target:.1f}), {count / seconds:,.0f} layer steps/s"
         )
-    _report_machine_code(trace)
     _report_systems(trace, folder)
 
 
@@ -213,7 +186,7 @@ def _report_systems(trace: Trace, folder: Path) -> None:
     save_file(network, artefacts)
     for system, target in OF_SYSTEMS.items():
         rates = {}
-        for engine, steps in (("compiled", None), ("simpy", SIMPY_STEPS)):
+        for engine, steps in (("fast", None), ("simpy", SIMPY_STEPS)):
             least_s = math.inf
             for _ in range(2):
                 gc.collect()
@@ -229,7 +202,7 @@ def _report_systems(trace: Trace, folder: Path) -> None:
                 )
                 least_s = min(least_s, time.process_time() - begin_s)
             rates[engine] = run.metrics["layer_steps"] / least_s
-        times = rates["compiled"] / rates["simpy"]
+        times = rates["fast"] / rates["simpy"]
         print(
             f"  {system:20}{rates['compiled']:9,.0f} layer steps/s (target"
             f" {target:,}), {times:.0f} times SimPy's {rates['simpy']:,.0f}",
@@ -249,7 +222,7 @@ def _turn(trace: Trace, engine: str, kept: bool | None) -> tuple[float, int]:
     planner = setup.planner()
     timeline = Timeline(setup.profile.lanes, sink=lambda *_: None)
     begin_s = time.process_time()
-    result = choose_engine(engine, planner, setup.profile).run(
+    result = choose_engine(engine, planner).run(
         trace,
         planner,
         setup.profile,

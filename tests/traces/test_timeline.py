@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import moesim
-import moesim.sim.compiled.engine as compiled_engine
 import moesim.traces
 import moesim.traces.timeline.spans as tl
 from moesim import traces
@@ -239,9 +238,8 @@ def test_a_replay_that_keeps_nothing_says_the_same_and_holds_one_chunk(monkeypat
     """Metrics are folded as rows come: same figures to the last bit, no rows left, and
     never more than a chunk held.
     """
-    for module in (tl, compiled_engine):
-        monkeypatch.setattr(module, "CHUNK_SPANS", 400)
-        monkeypatch.setattr(module, "CHUNK_ACCESSES", 20)
+    monkeypatch.setattr(tl, "CHUNK_SPANS", 400)
+    monkeypatch.setattr(tl, "CHUNK_ACCESSES", 20)
     monkeypatch.setattr(tl, "CHUNK_STEPS", 3)
     how = {"prefetch": "next-gate", "cache": "lru", "batch": 4, "steps": 60}
     how["hw"] = "rtx3090-epyc7532"
