@@ -14,12 +14,12 @@ cdef class SpreadAssignment(AssignmentPolicy):
     cdef public unsigned char[:, ::1] allowed
     cdef double[::1] load_s, waited_s
     @cython.locals(gpu=int)
-    cpdef allow(self, Work work, int i)
+    cdef allow(self, Work work, int i)
     @cython.locals(gpu=int, i=int)
-    cpdef allow_all(self, Work work, bint allowed)
+    cdef allow_all(self, Work work, bint allowed)
     @cython.locals(gpu=int, i=int)
-    cpdef allow_residents(self, Work work)
+    cdef allow_residents(self, Work work)
     @cython.locals(gpu=int, i=int)
-    cpdef spread(self, Work work, signed char[::1] lanes)
+    cdef spread(self, Work work, signed char[::1] lanes)
     @cython.locals(gpu=int, chosen=int, end_s=double, arrive_s=double, lane_s=double)
     cdef int _fastest(self, Work work, int i) except -1
