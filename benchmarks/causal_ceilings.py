@@ -29,28 +29,18 @@ import pandas as pd
 
 import moesim
 from benchmarks.judge_recall import MACHINES, OURS, drawn, seconds_of, verdict
-from moesim.machine_code.functions import compiled
-from moesim.policies.names import ABSENT, RESIDENT
-from moesim.policies.cache.foresight import _victims
+from moesim.policies.cache.ranked import OutscoringCache
 from moesim.policies.cache.static import Static
-from moesim.policies.compiled import AdmittingCompiledCache
-from moesim.policies.foresight import EDGES, NAMED, NEXT_STEP, VALUE, Foresight
-from moesim.policies.kernels import (
-    ACCESSED,
-    PREFETCH,
-    REPLACEMENTS,
-    CacheKernels,
-    KernelView,
-    PrefetchKernels,
-    State,
-    Work,
-)
-from moesim.policies.prefetch.foresight import ForesightPrefetch, _copies
+from moesim.policies.foresight import Foresight
+from moesim.policies.names import ABSENT, NONE, RESIDENT
+from moesim.policies.prefetch.foresight import ForesightPrefetch
 from moesim.traces.format.reader import open_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import Work
     from moesim.policies.run_context import RunContext
     from moesim.traces.format.reader import Trace
 
@@ -73,26 +63,6 @@ HALF_LIVES = (4.0, 32.0)
 SHARES = (0.3, 0.7)
 """Of the two frequencies, as recall has them."""
 
-# Rows of the scores behind the value.
-_SHORT = 1
-_LONG = 2
-
-# Places at the end of the numbers.
-_TOKENS = -1
-_LAYERS = -2
-_DECAY = -3
-_STEPS = -4
-_MARGIN = -5
-_DRAWN = -6
-"""Where draws begin, one for each use: what is below a recall is foreseen."""
-_RECALLS = -10
-
-# Places in the integers, as foresight has them.
-_LAYERS_OF_MODEL = 1
-_LAST = 2
-_USES = 5
-_NONE = -1
-
 
 class Horizon(Foresight):
     """Foresight that is shown a part of what comes."""
@@ -101,134 +71,60 @@ class Horizon(Foresight):
         self, context: RunContext, tokens: int, layers: int, right: float, decay: float
     ) -> None:
         super().__init__(context.future, context, decay)
-        state = self.state
-        keys = state.scores.shape[1]
-        state.marks[NEXT_STEP] = _NONE
-        uses = len(context.future.experts)
-        layer_steps = len(context.future.edges) - 1
-        draws = np.random.default_rng(0).random(uses)
-        recalls = np.maximum(RECALLS, right)
-        begin = len(state.numbers)
-        margin = 0.0
-        rules = (begin, margin, layer_steps, decay, layers, tokens)
-        self.state = state._replace(
-            scores=np.zeros((3, keys)),
-            numbers=np.concatenate((state.numbers, draws, recalls, rules)),
-        )
+        keys = self.layers * self.experts
+        self.tokens = tokens
+        self.seen_layers = layers
+        self.decay = decay
+        self.layer_steps = len(self.edges) - 1
+        self.value = np.zeros(keys).data
+        self.next_step = np.full(keys, NONE, np.int64).data
+        self.frequencies = np.zeros((len(HALF_LIVES), keys))
+        # One draw for each use: what is below a recall is foreseen.
+        self.draws = np.random.default_rng(0).random(len(self.used))
+        self.recalls = np.maximum(RECALLS, right)
 
     @classmethod
-    def shared(cls, context: RunContext, *rules: float) -> State:
+    def shared(cls, context: RunContext, *rules: float) -> Horizon:
         """The horizon of a run, the same for both parts."""
-        return context.share((cls, *rules), lambda: cls(context, *rules)).state
+        return context.share((cls, *rules), lambda: cls(context, *rules))
 
+    def foresee(self, work: Work) -> None:
+        """Value a layer that a token has passed by what is seen of the next ones, and
+        mark what is seen of the coming layers.
+        """
+        now = work.step * self.layers + work.layer
+        if self.last == now:
+            return
+        self.last = now
+        passed = slice(work.first, work.first + self.experts)
+        late = np.zeros(self.experts)
+        for row, half_life in enumerate(HALF_LIVES):
+            kept = 0.5 ** (1.0 / half_life)
+            frequency = self.frequencies[row, passed]
+            frequency *= kept
+            frequency[np.asarray(work.experts)] += 1.0 - kept
+            late += SHARES[row] * frequency
+        beyond = self.decay ** (self.tokens + 1) / (1.0 - self.decay)
+        np.asarray(self.value)[passed] = beyond * late
+        np.asarray(self.next_step)[passed] = NONE
+        for later in range(self.tokens, 0, -1):
+            for use in self._uses(now + later * self.layers):
+                key = work.first + self.used[use]
+                self.value[key] += self.decay**later
+                self.next_step[key] = work.step + later
+        for ahead in range(min(self.seen_layers, self.layers - 1 - work.layer)):
+            coming = work.first + (1 + ahead) * self.experts
+            for use in self._uses(now + 1 + ahead):
+                key = coming + self.used[use]
+                is_seen = self.draws[use] < self.recalls[ahead]
+                if is_seen and self.next_step[key] != work.step:
+                    self.next_step[key] = work.step
+                    self.value[key] += self.decay
 
-@compiled
-def _count(state: State, work: Work, first: int, row: int, half_life: float) -> None:
-    uses = state.scores[row]
-    kept = 0.5 ** (1.0 / half_life)
-    for key in range(first, first + state.integers[0]):
-        uses[key] *= kept
-    for expert in work.experts:
-        uses[first + expert] += 1.0 - kept
-
-
-@compiled
-def _see(state: State, work: Work) -> None:
-    """Value a layer that a token has passed by what is seen of the next ones, and mark
-    what is seen of the coming layers.
-    """
-    integers = state.integers
-    numbers = state.numbers
-    scores = state.scores
-    edges = state.marks[EDGES]
-    layers = integers[_LAYERS_OF_MODEL]
-    now = work.step * layers + work.layer
-    if integers[_LAST] == now:
-        return
-    integers[_LAST] = now
-    first = work.layer * integers[0]
-    _count(state, work, first, _SHORT, HALF_LIVES[0])
-    _count(state, work, first, _LONG, HALF_LIVES[1])
-    decay = numbers[_DECAY]
-    tokens = int(numbers[_TOKENS])
-    beyond = decay ** (tokens + 1) / (1.0 - decay)
-    for key in range(first, first + integers[0]):
-        late = SHARES[0] * scores[_SHORT, key] + SHARES[1] * scores[_LONG, key]
-        scores[VALUE, key] = beyond * late
-        state.marks[NEXT_STEP, key] = _NONE
-    for later in range(tokens, 0, -1):
-        layer_step = now + later * layers
-        if layer_step >= int(numbers[_STEPS]):
-            continue
-        for use in range(edges[layer_step], edges[layer_step + 1]):
-            key = first + integers[integers[_USES] + 2 * use]
-            scores[VALUE, key] += decay**later
-            state.marks[NEXT_STEP, key] = work.step + later
-    for ahead in range(int(numbers[_LAYERS])):
-        layer_step = now + 1 + ahead
-        if work.layer + 1 + ahead >= layers:
-            break
-        coming = (work.layer + 1 + ahead) * integers[0]
-        for use in range(edges[layer_step], edges[layer_step + 1]):
-            key = coming + integers[integers[_USES] + 2 * use]
-            is_seen = (
-                numbers[int(numbers[_DRAWN]) + use]
-                < numbers[len(numbers) + _RECALLS + ahead]
-            )
-            if is_seen and state.marks[NEXT_STEP, key] != work.step:
-                state.marks[NEXT_STEP, key] = work.step
-                scores[VALUE, key] += decay
-
-
-@compiled(ACCESSED)
-def _accessed(state: State, work: Work) -> None:
-    _see(state, work)
-
-
-@compiled(REPLACEMENTS)
-def _replacements(
-    state: State,
-    work: Work,
-    states: np.ndarray,
-    outgoing: np.ndarray,
-    incoming: np.ndarray,
-) -> int:
-    """Pair the best absent expert of a layer with its worst resident while that gains
-    more than the margin.
-    """
-    values = state.scores[VALUE]
-    named = state.marks[NAMED]
-    first = work.layer * state.integers[0]
-    count = 0
-    while True:
-        best = -1
-        worst = -1
-        for key in range(first, first + state.integers[0]):
-            if named[key] != 0:
-                continue
-            if states[key] == ABSENT and (best < 0 or values[key] > values[best]):
-                best = key
-            if states[key] == RESIDENT and (worst < 0 or values[key] < values[worst]):
-                worst = key
-        if best < 0 or worst < 0:
-            break
-        if values[best] - values[worst] <= state.numbers[_MARGIN]:
-            break
-        outgoing[count] = worst
-        incoming[count] = best
-        count += 1
-        named[worst] = 1
-        named[best] = 1
-    for n in range(count):
-        named[outgoing[n]] = 0
-        named[incoming[n]] = 0
-    return count
-
-
-@compiled(PREFETCH)
-def _seen_copies(state: State, work: Work, view: KernelView, named: np.ndarray) -> int:
-    _see(state, work)
-    return _copies(state, work, view, named)
+    def _uses(self, layer_step: int) -> range:
+        if layer_step >= self.layer_steps:
+            return range(0)
+        return range(self.edges[layer_step], self.edges[layer_step + 1])
 
 
 class _Rules:
@@ -248,40 +144,60 @@ class _Rules:
         self.margin = margin
 
 
-class HorizonCache(_Rules, AdmittingCompiledCache):
+class HorizonCache(_Rules, OutscoringCache):
     """Keep what is worth most by what is seen, and by use of late beyond."""
 
     oracle: ClassVar[bool] = True
-    replaces_by_kernel = True
 
-    def bring(self, context: RunContext) -> CacheKernels:
+    def start(self, context: RunContext) -> None:
         """Take the run's horizon, and begin as decayed frequency does."""
+        super().start(context)
         self._initial_content = Static(fill="auto")
         self._initial_content.start(context)
-        known = Horizon.shared(context, *self.rules)
-        known.numbers[_MARGIN] = self.margin
-        return CacheKernels(
-            known, victims=_victims, accessed=_accessed, replacements=_replacements
-        )
+        self.horizon = Horizon.shared(context, *self.rules)
+        self.score = self.horizon.value
 
     def initial(self, capacity_slots: np.ndarray) -> np.ndarray:
         """Int64 flat keys, ascending."""
         return self._initial_content.initial(capacity_slots)
 
+    def accessed(self, work: Work) -> None:
+        """Look."""
+        self.horizon.foresee(work)
+
+    def replacements(
+        self, work: Work, states: Ints, outgoing: Ints, incoming: Ints
+    ) -> int:
+        """Pair the best absent expert of a layer with its worst resident while that
+        gains more than the margin.
+        """
+        first = work.first
+        values = np.asarray(self.score)[first : first + self.experts]
+        state = np.asarray(states)[first : first + self.experts]
+        absent = np.flatnonzero(state == ABSENT)
+        resident = np.flatnonzero(state == RESIDENT)
+        best = absent[np.argsort(-values[absent], kind="stable")]
+        worst = resident[np.argsort(values[resident], kind="stable")]
+        count = 0
+        # The shorter list decides how many pairs there are.
+        for enters, leaves in zip(best.tolist(), worst.tolist(), strict=False):
+            if values[enters] - values[leaves] <= self.margin:
+                break
+            incoming[count] = first + enters
+            outgoing[count] = first + leaves
+            count += 1
+        return count
+
 
 class HorizonPrefetch(_Rules, ForesightPrefetch):
     """Copy what is seen, as the clairvoyant system does."""
 
-    def start(self, context: RunContext) -> None:
-        """Take the run's horizon."""
+    def take(self, context: RunContext) -> Horizon:
+        """The run's horizon."""
         tokens, layers, *_ = self.rules
-        # So far its kernel looks: never beyond what is seen.
-        layers_of_model = context.shape.layers
-        self.tokens = min(2.0, tokens) or (layers + 0.5) / layers_of_model
-        super().start(context)
-        known = Horizon.shared(context, *self.rules)
-        known.numbers[1:3] = self.margin, self.tokens
-        self.brought = PrefetchKernels(_seen_copies, known)
+        # So far it looks: never beyond what is seen.
+        self.tokens = min(2.0, tokens) or (layers + 0.5) / context.shape.layers
+        return Horizon.shared(context, *self.rules)
 
 
 def searched(trace: Trace, hw: str, ratio: float, horizon: str) -> float:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
-from support.cache_driver import TimedView, shape, work
+from support.cache_driver import TimedView, named, shape, victims, work
 from support.engine_pairs import assert_equal, both, machine
 from support.handmade import routed, steps
 
 from benchmarks.causal_ceilings import HALF_LIVES, SHARES, HorizonCache
-from moesim.policies.base import PolicyError, RunContext
+from moesim.policies.base import PolicyError
 from moesim.policies.cache.foresight import ForesightCache
-from moesim.policies.foresight import VALUE
 from moesim.policies.prefetch.foresight import ForesightPrefetch
+from moesim.policies.run_context import RunContext
 from moesim.runs.clairvoyant import DECAYS, EXACT, FAR, MARGINS, searched
 from moesim.runs.config import RunConfig
 from moesim.runs.replay import replay
@@ -25,11 +27,8 @@ EXPERTS = 4
 LAYERS = 2
 
 
-class IdleLink(TimedView):
-    """A layer lasts 3 s beside the CPU's work, and so does a copy."""
-
-    gap_s = 3.0
-    cpu_token_s = 1.0
+IdleLink = partial(TimedView, gap_s=3.0, cpu_token_s=1.0)
+"""A layer lasts 3 s beside the CPU's work, and so does a copy."""
 
 
 def context_of(tokens, *, slots=1):
@@ -47,7 +46,8 @@ def context_of(tokens, *, slots=1):
 
 
 def layer_step(step, layer, expert):
-    return work(step=step, layer=layer, experts=[expert], cpu_s=[1.0], state=[2])
+    placed = {"step": step, "layer": layer, "width": EXPERTS}
+    return work(experts=[expert], cpu_s=[1.0], state=[2], **placed)
 
 
 TOKENS = ((0, 1), (2, 1), (0, 3), (0, 1))
@@ -64,8 +64,8 @@ def test_an_expert_is_worth_its_coming_uses_by_their_distance():
     after 1.
     """
     cache = after_token_0(ForesightCache(decay=0.5))
-    values = cache.brought.state.scores[VALUE].reshape(LAYERS, EXPERTS)
-    assert values[0].tolist() == pytest.approx([0.25 + 0.125, 0, 0.5, 0])
+    values = list(cache.score)[:EXPERTS]
+    assert values == pytest.approx([0.25 + 0.125, 0, 0.5, 0])
 
 
 def test_a_horizon_shows_so_many_tokens_and_frequency_beyond():
@@ -74,21 +74,19 @@ def test_a_horizon_shows_so_many_tokens_and_frequency_beyond():
     of_late = sum(
         w * (1 - 0.5 ** (1 / t)) for w, t in zip(SHARES, HALF_LIVES, strict=True)
     )
-    values = cache.brought.state.scores[VALUE, :EXPERTS].tolist()
+    values = list(cache.score)[:EXPERTS]
     assert values == pytest.approx([0.25 + 0.25 * of_late, 0, 0.5, 0])
 
 
 def test_what_is_worth_less_than_all_residents_is_turned_away():
     cache = after_token_0(ForesightCache(decay=0.5))
-    assert cache.victims(np.array([0]), np.array([2])).tolist() == [-1]
-    assert cache.victims(np.array([2]), np.array([0])).tolist() == [0]
+    assert victims(cache, [0], [2]) == [-1]
+    assert victims(cache, [2], [0]) == [0]
 
 
-@pytest.mark.parametrize(
-    ("margin", "named"), [(0.1, [(1, 1), (0, 2)]), (0.2, [(1, 1)])]
-)
+@pytest.mark.parametrize(("margin", "keys"), [(0.1, [(1, 1), (0, 2)]), (0.2, [(1, 1)])])
 def test_coming_tokens_are_copied_for_where_that_gains_more_than_the_price(
-    margin, named
+    margin, keys
 ):
     """After layer 0 of token 0. Layer 1 has a free place for its expert; in layer 0
     expert 2 (0.5) gains 0.125 over the resident expert 0.
@@ -96,7 +94,7 @@ def test_coming_tokens_are_copied_for_where_that_gains_more_than_the_price(
     prefetch = ForesightPrefetch(decay=0.5, margin=margin, tokens=1)
     prefetch.start(context_of(TOKENS))
     view = IdleLink(LAYERS, EXPERTS, resident=[(0, 0, 0)])
-    assert prefetch.prefetch(layer_step(0, 0, 0), view) == named
+    assert named(prefetch, layer_step(0, 0, 0), view) == keys
 
 
 def test_without_a_future_there_is_no_foresight():
