@@ -323,7 +323,7 @@ class LayerStep(Consequences):
         durations = self.durations
         work_s = parts * block.dense_s[s] + durations.dispatch_s
         operation = self.machine.operation(
-            durations.compute[1 + self.planner.home(work.layer)],
+            durations.predicts[self.planner.home(work.layer)],
             DENSE,
             self.step,
             work.layer,

@@ -221,6 +221,7 @@ class Replay:
             ("compute", [lanes.CPU.lane(), *lanes.GPU.lanes(gpus)]),
             ("link", lanes.H2D.lanes(gpus)),
             ("back", lanes.D2H.lanes(gpus)),
+            ("predicts", lanes.GPU.lanes(gpus)),
         ):
             numbers = np.array([index(lane) for lane in kinds], np.int32)
             setattr(made, name, numbers.data)

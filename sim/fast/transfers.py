@@ -59,7 +59,8 @@ class Durations:
     """Seconds of what is not an expert's product, and which lane does what.
 
     Attributes:
-        control, ssd: lanes; compute: of the CPU and each GPU; link, back: of each GPU.
+        control, ssd: lanes; compute: of the CPU and each GPU; link, back: of each GPU;
+            predicts: where each GPU's predictions are evaluated.
         inline: control's thread is the first GPU's as well.
         plan_s, first_op_s, join_s: float64 [4], base, per active expert, per copy, SSD.
         read_s: float64, by flat key; back_s: float64 [G, L * E], copies to host memory.
@@ -74,6 +75,7 @@ class Durations:
         self.compute: Ints = zeros(0, np.int32)
         self.link: Ints = zeros(0, np.int32)
         self.back: Ints = zeros(0, np.int32)
+        self.predicts: Ints = zeros(0, np.int32)
         self.plan_s: Floats = zeros(4)
         self.first_op_s: Floats = zeros(4)
         self.join_s: Floats = zeros(4)

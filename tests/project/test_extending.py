@@ -164,18 +164,18 @@ def test_a_rule_about_copies_is_two_files(project):
     ]
     before, _ = _makespans_s(project, commands)
     assert len(set(apply(project, SECTIONS[COPIES]))) == 2
-    simpy, compiled = _makespans_s(project, commands)
-    assert simpy == compiled != before
+    simpy, fast = _makespans_s(project, commands)
+    assert simpy == fast != before
 
 
 def _makespans_s(project, commands):
     return [json.loads(moesim(project, line))["makespan_s"] for line in commands]
 
 
-def test_a_kind_of_lane_is_two_files_in_the_simulator(project):
-    """The entry and its operation."""
+def test_a_kind_of_lane_is_three_files_in_the_simulator(project):
+    """The entry, and its operation in either engine."""
     names = apply(project, SECTIONS[LANE])
-    assert set(names) == {"hwprofiles/lanes.py", "sim/world.py"}
+    assert set(names) == {"hwprofiles/lanes.py", "sim/fast/replay.py", "sim/world.py"}
     busy_s = json.loads(run_commands(project, SECTIONS[LANE]))["busy_s"]
     assert busy_s["npu0"] > 0.0
 
