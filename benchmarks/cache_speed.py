@@ -7,17 +7,22 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from benchmarks.replay_speed import SHARED, SHIPPED
 from moesim.policies import cache_replay
 from moesim.policies.planner.residency import CacheSize
+from moesim.policies.registry import resolve
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
+
+if TYPE_CHECKING:
+    from moesim.policies.base import CachePolicy
 
 
 def report() -> None:
@@ -41,8 +46,13 @@ def report() -> None:
                 rates = []
                 for _ in range(3):
                     begin_s = time.process_time()
-                    counts = cache_replay.replay_compiled(
-                        spec, shape, sized, layer_steps(trace), future=future
+                    counts = cache_replay.replay(
+                        cast("CachePolicy", resolve(spec, "cache")),
+                        spec,
+                        shape,
+                        sized,
+                        layer_steps(trace),
+                        future=future,
                     )
                     rates.append(
                         counts.accesses / (time.process_time() - begin_s) / 1e6

@@ -2,8 +2,7 @@
 hit?
 
 Every miss is fetched and offered to the cache, as with on-demand assignment and nothing
-in flight. Any cache policy can be replayed so; LRU and Belady also have a compiled loop
-over whole blocks of layer steps, which the tests hold equal to the policies themselves.
+in flight.
 """
 
 from __future__ import annotations
@@ -13,152 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.policies.base import ABSENT, LayerWork, RunContext
-from moesim.policies.cache._kernels import (
-    by_descending_score,
-    lowest_scores,
-    outscored_victims,
-)
-from moesim.policies.planner.memory_level import MemoryLevel
-from moesim.policies.planner.residency import GLOBAL, CacheSize, Residency
+from moesim.policies.arrays import filled, view_of, zeros
+from moesim.policies.base import PolicyError, Work
+from moesim.policies.names import ABSENT, NONE, RESIDENT
+from moesim.policies.planner.residency import GLOBAL
 from moesim.policies.planner.starting import fitting
+from moesim.policies.run_context import RunContext
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from moesim.policies.base import CachePolicy, Future
-    from moesim.traces.format.batch import RoutedLayer, RoutedStep
-    from moesim.traces.format.future import RecordedFuture
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import CachePolicy
+    from moesim.policies.planner.residency import CacheSize
+    from moesim.policies.run_context import Future
     from moesim.traces.format.layer_steps import LayerSteps
-    from moesim.traces.format.schema import ModelShape, Phase
-
-# Rules of `replay_accesses`. Plain numbers, as a kernel takes no enumeration.
-REPLAY_LRU = 0
-"""Evicts the least recently used."""
-
-REPLAY_BELADY = 1
-"""Evicts the farthest next use; declines what would come back even later."""
-
-REPLAY_BELADY_ADMITTING = 2
-"""Evicts the farthest next use; every miss enters as long as a candidate is left."""
-
-
-@compiled(
-    nb.void(
-        nb.int64,
-        nb.int64,
-        nb.int64[::1],
-        nb.int64[::1],
-        nb.int32[::1],
-        nb.float64[::1],
-        nb.int64[::1],
-        nb.boolean[::1],
-        nb.float64[::1],
-        nb.int64[::1],
-        nb.float64[::1],
-        nb.int64[::1],
-        nb.int64[::1],
-    )
-)
-def replay_accesses(  # noqa: C901, PLR0912 - one loop, compiled
-    rule: int,
-    width: int,
-    layer_of: np.ndarray,
-    edges: np.ndarray,
-    experts: np.ndarray,
-    next_use: np.ndarray,
-    slots: np.ndarray,
-    resident: np.ndarray,
-    score: np.ndarray,
-    used: np.ndarray,
-    now: np.ndarray,
-    hits: np.ndarray,
-    accesses: np.ndarray,
-) -> None:
-    """Run a block of layer steps through an LRU or Belady cache; update its state.
-
-    Args:
-        rule: `REPLAY_LRU`, `REPLAY_BELADY` or `REPLAY_BELADY_ADMITTING`.
-        width: experts per layer.
-        layer_of: int64 [layer steps].
-        edges: int64 [layer steps + 1]; step i uses ``experts[edges[i]:edges[i + 1]]``.
-        experts: int32 [accesses], ascending within a layer step.
-        next_use: float64 [accesses], Belady's scores; empty for LRU.
-        slots: int64 [L] capacity of each layer, or [1] for the global scope.
-        resident: bool [keys].
-        score: float64 [keys].
-        used: int64, as `slots`: slots in use.
-        now: float64 [1], layer steps so far.
-        hits, accesses: int64 [L], counts so far.
-    """
-    is_global = len(slots) == 1 and len(hits) > 1
-    active = np.zeros(len(resident), np.bool_)
-
-    for i in range(len(layer_of)):
-        layer = layer_of[i]
-        pool = 0 if is_global else layer
-        now[0] += 1.0
-
-        begin = edges[i]
-        end = edges[i + 1]
-        missing = np.empty(end - begin, np.int64)
-        misses = 0
-        for j in range(begin, end):
-            key = layer * width + experts[j]
-            active[key] = True
-            score[key] = now[0] if rule == REPLAY_LRU else next_use[j]
-            if resident[key]:
-                hits[layer] += 1
-            else:
-                missing[misses] = key
-                misses += 1
-        accesses[layer] += end - begin
-
-        free = min(misses, slots[pool] - used[pool])
-        used[pool] += free
-        # Where slots run short, Belady gives them to what is needed soonest.
-        if rule != REPLAY_LRU and misses > free:
-            missing = by_descending_score(missing[:misses], score)
-
-        evicting = missing[free:misses]
-        if len(evicting):
-            first_key = 0 if is_global else layer * width
-            end_key = len(resident) if is_global else (layer + 1) * width
-            candidates = np.empty(end_key - first_key, np.int64)
-            count = 0
-            for key in range(first_key, end_key):
-                # Active experts are held: none of them leaves in its own layer step.
-                if resident[key] and not active[key]:
-                    candidates[count] = key
-                    count += 1
-
-            evicting = evicting[:count]
-            candidates = candidates[:count]
-            if rule == REPLAY_BELADY:
-                victims = outscored_victims(evicting, candidates, score)
-            else:
-                victims = np.empty(len(evicting), np.int64)
-                lowest_scores(candidates, score, score, victims)
-            for n in range(len(evicting)):
-                if victims[n] >= 0:
-                    resident[victims[n]] = False
-                    resident[evicting[n]] = True
-
-        # Entered last: what took a free slot is active, and was no candidate anyway.
-        for n in range(free):
-            resident[missing[n]] = True
-        for j in range(begin, end):
-            active[layer * width + experts[j]] = False
-
-
-# Specifications that the compiled loop answers.
-_RULES = {
-    "lru": REPLAY_LRU,
-    "belady": REPLAY_BELADY,
-    "belady:must_admit=true": REPLAY_BELADY_ADMITTING,
-}
+    from moesim.traces.format.schema import ModelShape
 
 
 @dataclass(slots=True)
@@ -189,7 +58,7 @@ def replay(
     name: str,
     shape: ModelShape,
     size: CacheSize,
-    steps: Iterable[RoutedStep],
+    blocks: Iterable[LayerSteps],
     *,
     future: Future | None = None,
     seed: int = 0,
@@ -199,11 +68,22 @@ def replay(
     """Replay layer steps through any cache policy, step-atomic: look up all active
     experts, note them, then let misses enter among residents that are not held.
 
+    Args:
+        cache: the policy, not started yet.
+        name: what messages call it.
+        shape: the model.
+        size: of the cache.
+        blocks: layer steps in replay order, with the gate scores that the policy needs.
+        future: of the same layer steps; given to oracles alone.
+        seed: for policies that draw.
+        calibration: activation counts float64 [L, E]; they fill a cache that has no
+            content of its own.
+        extras: calibration artefacts by name.
+
     Raises:
         PolicyError: the policy answered something illegal.
     """
-    memory = Residency.for_model(shape, size)
-    level = MemoryLevel(memory, cache, name, staging=shape.experts)
+    alone = LoneCache(cache, name, shape, size)
     cache.start(
         RunContext(
             shape=shape,
@@ -212,13 +92,12 @@ def replay(
             scope=size.scope,
             seed=seed,
             calibration=calibration,
-            # Given to oracles alone, so that no other rule can profit by accident.
+            # No other rule can profit by accident.
             future=future if cache.oracle else None,
             extras=extras or {},
             pool_bytes=size.pool_bytes,
         )
     )
-    # As the planner fills it: the policy's content first, else the calibration's.
     keys = cache.initial(size.slots)
     if keys is None and calibration is not None:
         keys = fitting(
@@ -229,160 +108,327 @@ def replay(
             shape=shape,
         )
     if keys is not None:
-        level.fill(keys)
-
-    counts = CacheCounts(
-        hits_by_layer=np.zeros(shape.layers, np.int64),
-        accesses_by_layer=np.zeros(shape.layers, np.int64),
-    )
-    for step in steps:
-        for routed in step.layers:
-            _replay_layer(level, step, routed, counts)
-    return counts
-
-
-def _replay_layer(
-    level: MemoryLevel,
-    step: RoutedStep,
-    routed: RoutedLayer,
-    counts: CacheCounts,
-) -> None:
-    """Replay one layer step."""
-    memory = level.memory
-    layer = routed.layer
-    experts = routed.experts
-    state = memory.state[layer][experts]
-    work = _work_without_costs(step.step, routed, state, step.phase)
-
-    # All active experts are held first, or one miss would evict the next hit.
-    memory.hold(layer, experts)
-    level.cache.accessed(work)
-    missing = experts[work.state == ABSENT]
-    counts.hits_by_layer[layer] += len(experts) - len(missing)
-    counts.accesses_by_layer[layer] += len(experts)
-    if len(missing):
-        keys = missing.astype(np.int64) + layer * memory.experts
-        level.demand(work, layer, keys)
-        # Copies take no time here: all have landed when the layer step ends.
-        for key in keys.tolist():
-            level.start(key, 0.0)
-        for expert in missing.tolist():
-            memory.land(layer, expert)
-
-    memory.release(layer, experts)
-    # What was declined ran from staging and is gone after its layer step.
-    if memory.staged_count[layer]:
-        for expert in memory.staged_of(layer):
-            memory.drop_staged(layer, expert)
-
-
-def _work_without_costs(
-    step: int,
-    routed: RoutedLayer,
-    state: np.ndarray,
-    phase: Phase,
-) -> LayerWork:
-    """A layer step in which nothing takes time."""
-    zeros = np.zeros(len(routed.experts))
-    return LayerWork(
-        step=step,
-        layer=routed.layer,
-        phase=phase,
-        experts=routed.experts,
-        tokens=routed.tokens,
-        state=state,
-        cpu_s=zeros,
-        host_s=zeros,
-        gpu_s=zeros[None],
-        arrive_s=zeros[None],
-        routing=routed.routing,
-        weights=routed.weights,
-        scores=routed.scores,
-        predicted=routed.predicted,
-    )
-
-
-def has_compiled_loop(spec: str, shape: ModelShape, size: CacheSize) -> bool:
-    """Whether `replay_compiled` knows this policy: LRU and Belady, over equal slots."""
-    # Experts of unequal size in one pool would need bytes instead of slots.
-    equal_in_pools = size.scope != GLOBAL or len(set(shape.expert_bytes)) == 1
-    return spec in _RULES and equal_in_pools and not shape.bytes_by_expert
-
-
-def replay_compiled(
-    spec: str,
-    shape: ModelShape,
-    size: CacheSize,
-    blocks: Iterable[LayerSteps],
-    *,
-    future: RecordedFuture | None = None,
-) -> CacheCounts:
-    """The same counts as `replay`, by the compiled loop. `future` is needed for
-    Belady.
-    """
-    loop = _CompiledLoop(_RULES[spec], shape, size, future)
+        alone.fill(view_of(keys, np.int64))
     for block in blocks:
-        loop.run(block)
-    return CacheCounts(loop.hits, loop.accesses)
+        alone.run(block)
+    return CacheCounts(np.array(alone.hits), np.array(alone.accesses))
 
 
-class _CompiledLoop:
-    """State between blocks of the compiled loop."""
+class LoneCache:
+    """A memory ruled by a cache policy, in which every copy lands at once. Arrays are
+    by flat key, unless their names say otherwise.
+
+    Attributes:
+        hits, accesses: int64 [L], counts so far.
+        holds: int64, who needs a resident where it is: it is active, or stays until an
+            expert enters that it makes room for.
+        enters: int8, whether an expert that is missed gets a place.
+        room_of: int64, free bytes promised to it.
+        victim_of, next_victim: int64, the list of those that leave for it; -1 ends it.
+    """
 
     def __init__(
-        self,
-        rule: int,
-        shape: ModelShape,
-        size: CacheSize,
-        future: RecordedFuture | None,
+        self, cache: CachePolicy, name: str, shape: ModelShape, size: CacheSize
     ) -> None:
+        self.cache = cache
+        self.name = name
+        self.admits_all = cache.admits_all
+        self.in_launch_order = cache.in_launch_order
+        self.experts = shape.experts
+        self.is_global = size.scope == GLOBAL
+        one_size = not self.is_global or len(set(shape.expert_bytes)) == 1
+        self.equal_sizes = one_size and not shape.bytes_by_expert
+        self.bytes_of: Ints = view_of(np.ravel(shape.sizes_by_expert()), np.int64)
+        self.free_bytes: Ints = np.array(size.pool_bytes, np.int64).data
+        self.promised_bytes = 0
         keys = shape.layers * shape.experts
-        self._rule = rule
-        self._layers = shape.layers
-        self._experts = shape.experts
-        self._future = future
-        self._slots = np.ascontiguousarray(size.slots)
-        self._resident = np.zeros(keys, np.bool_)
-        self._score = np.zeros(keys)
-        self._used = np.zeros(len(size.slots), np.int64)
-        # One element, because a kernel cannot change a number in place.
-        self._now = np.zeros(1)
-        self.hits = np.zeros(shape.layers, np.int64)
-        self.accesses = np.zeros(shape.layers, np.int64)
-        self._done = 0
-
-    def run(self, block: LayerSteps) -> None:
-        """Run the loop over the next layer steps."""
-        replay_accesses(
-            rule=self._rule,
-            width=self._experts,
-            layer_of=block.layer,
-            edges=block.edges,
-            experts=block.experts,
-            next_use=self._next_uses(block.layer, np.diff(block.edges)),
-            slots=self._slots,
-            resident=self._resident,
-            score=self._score,
-            used=self._used,
-            now=self._now,
-            hits=self.hits,
-            accesses=self.accesses,
+        self.hits: Ints = zeros(shape.layers, np.int64)
+        self.accesses: Ints = zeros(shape.layers, np.int64)
+        self.resident: Ints = zeros(keys, np.int8)
+        self.holds: Ints = zeros(keys, np.int64)
+        self.enters: Ints = zeros(keys, np.int8)
+        self.room_of: Ints = zeros(keys, np.int64)
+        self.victim_of: Ints = filled(keys, NONE, np.int64)
+        self.next_victim: Ints = filled(keys, NONE, np.int64)
+        self.missing: Ints = zeros(keys, np.int64)
+        self.incoming: Ints = zeros(keys, np.int64)
+        self.one: Ints = zeros(1, np.int64)
+        self.candidates: Ints = zeros(keys, np.int64)
+        self.chosen: Ints = zeros(keys, np.int64)
+        # Nothing takes time here, so the policy is shown states alone.
+        nothing = np.zeros(shape.experts)
+        states = np.zeros(shape.experts, np.int8)
+        self.states: Ints = states.data
+        self.work = Work(1, 0)
+        self.work.show(
+            state=states,
+            cpu_s=nothing,
+            host_s=nothing,
+            gpu_s=np.zeros((1, shape.experts)),
+            arrive_s=np.zeros((1, shape.experts)),
+            link_s=np.zeros(1),
+            gpu_state=states.reshape(1, -1),
+            ranks=np.zeros(shape.experts, np.int32),
         )
 
-    def _next_uses(
-        self,
-        layer_of: np.ndarray,
-        lengths: np.ndarray,
-    ) -> np.ndarray:
-        """Belady's scores, float64 [accesses of the block]: minus the time, by step and
-        layer, of the next use.
-        """
-        if self._rule == REPLAY_LRU:
-            return np.empty(0)
+    def fill(self, keys: Ints) -> None:
+        """Make the initial content resident."""
+        for n in range(len(keys)):
+            self._enter(keys[n])
 
-        assert self._future is not None, "Belady needs the future"
-        begin = self._done
-        self._done += int(lengths.sum())
-        uses = self._future.following[begin : self._done].astype(np.float64)
-        time = uses * self._layers + np.repeat(layer_of, lengths)
-        return np.where(uses >= self._future.never, -np.inf, -time)
+    def run(self, block: LayerSteps) -> None:
+        """Replay the next layer steps."""
+        layer: Ints = view_of(block.layer, np.int64)
+        step: Ints = view_of(block.step, np.int64)
+        batch: Ints = view_of(block.batch, np.int64)
+        phase: Ints = view_of(block.phase, np.int8)
+        rows: Ints = view_of(block.rows, np.int64)
+        edges: Ints = view_of(block.edges, np.int64)
+        experts: Ints = view_of(block.experts, np.int32)
+        tokens: Ints = view_of(block.tokens, np.int32)
+        scores: Floats = _flat(block.scores)
+        token_scores: Floats = _flat(block.token_scores)
+        width = self.experts
+        row = 0
+        work = self.work
+        for i in range(len(layer)):
+            work.step = step[i]
+            work.layer = layer[i]
+            work.phase = phase[i]
+            work.batch = batch[i]
+            work.rows = rows[i]
+            work.active = edges[i + 1] - edges[i]
+            work.first = layer[i] * width
+            work.experts = experts[edges[i] : edges[i + 1]]
+            work.tokens = tokens[edges[i] : edges[i + 1]]
+            if len(scores):
+                work.scores = scores[i * width : (i + 1) * width]
+            if len(token_scores):
+                work.first_scores = token_scores[row * width : (row + 1) * width]
+            row += rows[i]
+            self._serve()
+
+    def _serve(self) -> None:
+        """Count the hits of a layer step, and let its misses enter."""
+        work = self.work
+        layer = work.layer
+        count = 0
+        # All are held first, or one miss would evict the next hit.
+        for i in range(work.active):
+            key = work.first + work.experts[i]
+            self.holds[key] += 1
+            self.states[i] = RESIDENT
+            if not self.resident[key]:
+                self.states[i] = ABSENT
+                self.missing[count] = key
+                count += 1
+        self.accesses[layer] += work.active
+        self.hits[layer] += work.active - count
+        self.cache.accessed(work)
+        if count:
+            self._promise(self._admitted_of(count))
+            for n in range(count):
+                self._start(self.missing[n])
+        for i in range(work.active):
+            self.holds[work.first + work.experts[i]] -= 1
+
+    def _admitted_of(self, count: int) -> int:
+        """List those of the missing that the policy admits; how many."""
+        entering = 0
+        for n in range(count):
+            key = self.missing[n]
+            self.enters[key] = 0
+            if self.admits_all or self.cache.admits(self.work, key):
+                self.incoming[entering] = key
+                entering += 1
+        return entering
+
+    def _promise(self, entering: int) -> None:
+        """Promise listed experts free room first, then the places of residents, which
+        stay until the copies start.
+        """
+        if not self.equal_sizes:
+            self._promise_unequal(entering)
+            return
+        size = self.bytes_of[self.work.first]
+        room = self.free_bytes[self._pool_of(self.work.first)] // size
+        if entering > room and not self.in_launch_order:
+            self._reorder(entering)
+        for n in range(min(room, entering)):
+            self._grant(self.incoming[n], size)
+        if entering <= room:
+            return
+        candidates = self._find_candidates()
+        entering = min(entering, room + candidates)
+        if entering <= room:
+            return
+        self._ask(self.incoming[room:entering], candidates)
+        for n in range(entering - room):
+            if self.chosen[n] >= 0:
+                key = self.incoming[room + n]
+                self.victim_of[key] = self.chosen[n]
+                self._grant(key, 0)
+
+    def _promise_unequal(self, entering: int) -> None:
+        """A pool of unequal experts: name victims, one by one, until each one fits."""
+        free = self.free_bytes[self._pool_of(self.work.first)]
+        # What large victims leave over, for those that start after them.
+        left_over = 0
+        needed = 0
+        for n in range(entering):
+            needed += self.bytes_of[self.incoming[n]]
+        if needed > free and not self.in_launch_order:
+            self._reorder(entering)
+        for n in range(entering):
+            key = self.incoming[n]
+            before = free + left_over
+            missing = self.bytes_of[key] - (self._find_room(key, before) - before)
+            if missing > before:
+                self._release_victims(key)
+                continue
+            # Only what is free now can be promised.
+            room = min(free, max(0, missing))
+            self._grant(key, room)
+            free -= room
+            left_over += room - missing
+
+    def _grant(self, key: int, room: int) -> None:
+        self.enters[key] = 1
+        self.room_of[key] = room
+        self.promised_bytes += room
+
+    def _start(self, key: int) -> None:
+        """Let a missed expert enter, if it was granted a place; its victims leave."""
+        if not self.enters[key]:
+            return
+        self.promised_bytes -= self.room_of[key]
+        free = self.free_bytes[self._pool_of(key)] - self.promised_bytes
+        victim = self.victim_of[key]
+        while victim != NONE:
+            free += self.bytes_of[victim]
+            victim = self.next_victim[victim]
+        # Those that share what a large victim leaves over may start before it leaves.
+        free = self._find_room(key, free)
+        if free < self.bytes_of[key]:
+            self._release_victims(key)
+            return
+        victim = self.victim_of[key]
+        self._release_victims(key)
+        while victim != NONE:
+            self.resident[victim] = 0
+            self.free_bytes[self._pool_of(victim)] += self.bytes_of[victim]
+            self.cache.evicted(victim)
+            victim = self.next_victim[victim]
+        self._enter(key)
+
+    def _enter(self, key: int) -> None:
+        pool = self._pool_of(key)
+        if self.free_bytes[pool] < self.bytes_of[key]:
+            raise PolicyError(
+                f"cache policy {self.name!r}: its initial content is more than fits"
+            )
+        self.free_bytes[pool] -= self.bytes_of[key]
+        self.resident[key] = 1
+        self.cache.admitted(key)
+
+    def _find_room(self, key: int, free: int) -> int:
+        """Name victims of an expert until it fits in what is free beside them: bytes
+        that are free then, too few if nobody is left or the policy declines.
+        """
+        size = self.bytes_of[key]
+        while free < size:
+            count = self._find_candidates()
+            most = free
+            for n in range(count):
+                most += self.bytes_of[self.candidates[n]]
+            # Nobody is named in vain: policies that keep lists take them for gone.
+            if most < size:
+                break
+            self.one[0] = key
+            self._ask(self.one, count)
+            victim = self.chosen[0]
+            if victim == NONE:
+                break
+            self._append_victim(key, victim)
+            free += self.bytes_of[victim]
+        return free
+
+    def _append_victim(self, key: int, victim: int) -> None:
+        last = self.victim_of[key]
+        if last == NONE:
+            self.victim_of[key] = victim
+            return
+        while self.next_victim[last] != NONE:
+            last = self.next_victim[last]
+        self.next_victim[last] = victim
+
+    def _release_victims(self, key: int) -> None:
+        """Hold the victims of an expert no more, and forget that they are."""
+        victim = self.victim_of[key]
+        self.victim_of[key] = NONE
+        while victim != NONE:
+            self.holds[victim] -= 1
+            victim = self.next_victim[victim]
+
+    def _find_candidates(self) -> int:
+        """List who may leave the pool of this layer step, ascending; how many."""
+        first = 0
+        end = len(self.resident)
+        if not self.is_global:
+            first = self.work.first
+            end = first + self.experts
+        count = 0
+        for key in range(first, end):
+            if self.resident[key] and not self.holds[key]:
+                self.candidates[count] = key
+                count += 1
+        return count
+
+    def _ask(self, incoming: Ints, count: int) -> None:
+        """Let the policy choose a victim among the candidates for each of `incoming`;
+        they are held from now on.
+        """
+        candidates = self.candidates[:count]
+        chosen = self.chosen[: len(incoming)]
+        for n in range(len(incoming)):
+            chosen[n] = NONE
+        self.cache.victims(incoming, candidates, chosen)
+        for n in range(len(incoming)):
+            victim = chosen[n]
+            if victim < 0:
+                continue
+            if not self._may_leave(victim):
+                raise PolicyError(
+                    f"cache policy {self.name!r}: victims {list(chosen)} are not"
+                    f" distinct members of the {count} candidates it was given"
+                )
+            self.holds[victim] += 1
+            self.next_victim[victim] = NONE
+
+    def _may_leave(self, key: int) -> bool:
+        if key >= len(self.resident):
+            return False
+        in_pool = self._pool_of(key) == self._pool_of(self.work.first)
+        return in_pool and self.resident[key] != 0 and self.holds[key] == 0
+
+    def _reorder(self, entering: int) -> None:
+        """Let the policy sort what enters."""
+        incoming = self.incoming[:entering]
+        for n in range(entering):
+            self.enters[incoming[n]] = 1
+        self.cache.precedence(incoming)
+        for n in range(entering):
+            key = incoming[n]
+            if not 0 <= key < len(self.enters) or not self.enters[key]:
+                raise PolicyError(
+                    f"cache policy {self.name!r}: precedence {list(incoming)} is not"
+                    " an order of what it was given"
+                )
+            self.enters[key] = 0
+
+    def _pool_of(self, key: int) -> int:
+        return 0 if self.is_global else key // self.experts
+
+
+def _flat(column: np.ndarray | None) -> Any:
+    return zeros(0) if column is None else view_of(np.ravel(column), np.float64)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from moesim.policies import cache_replay
 from moesim.policies.delegating import DelegatingCache, context_for
 from moesim.policies.registry import references, resolve
+from moesim.traces.format.layer_steps import of_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -178,7 +179,7 @@ def split_eviction(
             name,
             shape,
             size,
-            passes(),
+            of_steps(passes(), scores=True),
             future=future,
             seed=seed,
             calibration=calibration,

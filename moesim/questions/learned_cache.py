@@ -27,6 +27,7 @@ from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.layer_steps import of_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -101,7 +102,7 @@ def evaluate(
             spec,
             shape,
             size,
-            steps,
+            of_steps(steps, scores=True),
             future=future,
             extras=artefacts,
         )

@@ -11,14 +11,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from moesim.base.units import format_bytes
 from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
 from moesim.policies.faults import policy_faults
 from moesim.policies.systems import compose
-from moesim.runs.bound import layer_steps_of, replay_bound
+from moesim.runs.bound import replay_bound
 from moesim.runs.clairvoyant import is_searched, searched
 from moesim.runs.config import MemoryOptions, RunConfig, takes_options
 from moesim.runs.engines import choose_engine
@@ -45,26 +43,23 @@ from moesim.traces.format.arrivals import (
     parse_slo,
     request_figures,
 )
-from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.batch import ends_in_prompt
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.synthetic.marks import synthetic_caveats
 from moesim.traces.timeline.metrics import Summary, summarise
 from moesim.traces.timeline.perfetto import write_perfetto
-from moesim.traces.timeline.spans import HIT, Timeline
+from moesim.traces.timeline.spans import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moesim.policies.base import CachePolicy
     from moesim.policies.planner.planner import Planner
     from moesim.runs.config import MemorySize
     from moesim.runs.engines import Engine
     from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
-    from moesim.traces.format.schema import ModelShape
     from moesim.traces.timeline.spans import Chunk
 
 
@@ -137,9 +132,7 @@ def replay(
     with policy_faults():
         planner = setup.planner()
     bound = replay_bound(setup, opened, planner) if bounded else None
-    engine = choose_engine(
-        config.engine, planner, arrivals=config.arrivals is not None
-    )
+    engine = choose_engine(config.engine, planner, arrivals=config.arrivals is not None)
 
     # Figures that are summed up on the way need no timeline in memory.
     summary = None
@@ -458,32 +451,24 @@ def replay_cache(
 
     # On demand: every miss is fetched, so nothing but the cache decides.
     system = compose("on-demand", cache=cache)
-    profile = profile_of(config.hw)
-    size = plan_memory(config.memory, shape, profile, system).gpu
+    size = plan_memory(config.memory, shape, profile_of(config.hw), system).gpu
     policy = system.build(gpus=1, host_cache=None).caches[0]
     opened.require(policy.needs, f"cache policy {cache!r}")
 
     walk: dict[str, Any] = {"batch": config.batch, "steps": config.steps}
     future = RecordedFuture.of(opened, **walk) if policy.oracle else None
     calibration = None if config.warm is None else warm_counts(config.warm, opened)
-    # The compiled loops start empty and know no calibration.
-    if calibration is None and cache_replay.has_compiled_loop(cache, shape, size):
-        blocks = layer_steps(opened, **walk)
-        counts = cache_replay.replay_compiled(cache, shape, size, blocks, future=future)
-    elif is_timeless(policy) and profile.gpus == 1:
-        counts = _counts_on_demand(config.replaced(trace=opened), cache, shape)
-    else:
-        counts = cache_replay.replay(
-            policy,
-            cache,
-            shape,
-            size,
-            compose_steps(opened, **walk, columns=policy.needs),
-            future=future,
-            seed=config.seed,
-            calibration=calibration,
-            extras=load_artefacts(config.artefacts),
-        )
+    counts = cache_replay.replay(
+        policy,
+        cache,
+        shape,
+        size,
+        layer_steps(opened, **walk, columns=policy.needs, tokens=policy.reads_tokens),
+        future=future,
+        seed=config.seed,
+        calibration=calibration,
+        extras=load_artefacts(config.artefacts),
+    )
     return {
         "cache": cache,
         "scope": size.scope,
@@ -496,42 +481,3 @@ def replay_cache(
         "synthetic": synthetic_caveats(opened.header),
         "wall_s": time.perf_counter() - begin_s,
     }
-
-
-def is_timeless(policy: CachePolicy) -> bool:
-    """Whether a cache decides the same whatever things cost: it is one of ours, copies
-    nothing by itself and sees no future.
-    """
-    is_ours = type(policy).__module__.startswith("moesim.")
-    return is_ours and not policy.replaces and not policy.oracle
-
-
-def _counts_on_demand(
-    config: RunConfig, cache: str, shape: ModelShape
-) -> cache_replay.CacheCounts:
-    """Count the hits of a run that fetches every miss."""
-    counts = cache_replay.CacheCounts(
-        np.zeros(shape.layers, np.int64), np.zeros(shape.layers, np.int64)
-    )
-
-    def count(table: str, chunk: Chunk) -> None:
-        if table == "accesses":
-            layers = chunk["layer"]
-            hits = layers[chunk["state"] == HIT]
-            counts.accesses_by_layer += np.bincount(layers, minlength=shape.layers)
-            counts.hits_by_layer += np.bincount(hits, minlength=shape.layers)
-
-    on_demand = config.replaced(
-        policy="on-demand",
-        cache=cache,
-        prefetch=None,
-        routing=None,
-        draft_tokens=config.passes.draft_tokens,
-        # As many as a layer step may turn away.
-        staging=shape.experts,
-        host_memory_bytes=None,
-        noise_seed=None,
-        engine="auto",
-    )
-    replay(on_demand, keep=False, watch=count)
-    return counts

@@ -31,6 +31,7 @@ from moesim.policies.cache.belady import Belady
 from moesim.policies.cache_replay import replay
 from moesim.policies.planner.residency import CacheSize
 from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.layer_steps import of_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -224,7 +225,8 @@ def belady_labels(
     """
     teacher = _Teacher(must_admit=True)
     size = CacheSize.for_model(shape, slots_per_layer=slots)
-    replay(teacher, "belady", shape, size, steps, future=RecordedFuture(steps))
+    future = RecordedFuture(steps)
+    replay(teacher, "belady", shape, size, of_steps(steps), future=future)
     if not teacher.evictions:
         raise TraceError(
             f"masked labels: a cache of {slots} slots per layer never evicts here;"

@@ -264,9 +264,25 @@ def _predicted(
     return {"workload": workload, "score_sums": sums}
 
 
-def of_steps(steps: Iterable[RoutedStep]) -> Iterator[LayerSteps]:
-    """Return composed forward passes as blocks."""
-    return joined(map(_of_step, steps))
+def of_steps(
+    steps: Iterable[RoutedStep], *, scores: bool = False
+) -> Iterator[LayerSteps]:
+    """Return composed forward passes as blocks; with their gate `scores`, as far as
+    they were read.
+    """
+    return joined(map(_with_scores if scores else _of_step, steps))
+
+
+def _with_scores(step: RoutedStep) -> LayerSteps:
+    part = _of_step(step)
+    by_layer = [routed.scores for routed in step.layers if routed.scores is not None]
+    if len(by_layer) < len(step.layers):
+        return part
+    return replace(
+        part,
+        scores=np.array([each.mean(axis=0, dtype=np.float64) for each in by_layer]),
+        token_scores=np.concatenate(by_layer).astype(np.float64),
+    )
 
 
 def _first(parts: Iterable[LayerSteps], steps: int) -> Iterator[LayerSteps]:

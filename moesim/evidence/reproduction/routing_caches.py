@@ -25,7 +25,6 @@ from moesim.traces.format.layer_steps import layer_steps
 import numpy as np
 
 if TYPE_CHECKING:
-
     from moesim.policies.base import CachePolicy
     from moesim.policies.cache_replay import CacheCounts
     from moesim.runs.result import Run
@@ -63,18 +62,18 @@ def cache_counts(
     sees_future = named.oracle or policy is not None
     future = excerpt.future() if sees_future else None
 
-    # The compiled loops know policies by name and cannot call an object.
-    if policy is None and cache_replay.has_compiled_loop(spec, excerpt.shape, size):
-        blocks = layer_steps(excerpt.trace, steps=excerpt.most_steps)
-        return cache_replay.replay_compiled(
-            spec, excerpt.shape, size, blocks, future=future
-        )
+    blocks = layer_steps(
+        excerpt.trace,
+        steps=excerpt.most_steps,
+        columns=named.needs,
+        tokens=named.reads_tokens,
+    )
     return cache_replay.replay(
         policy or named,
         spec,
         excerpt.shape,
         size,
-        excerpt.passes(*named.needs),
+        blocks,
         future=future,
         seed=excerpt.seed,
     )
