@@ -6,18 +6,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.cache_driver import View, context, drive, work
+from support.cache_driver import (
+    View,
+    admit,
+    context,
+    drive,
+    evict,
+    swaps,
+    work,
+)
 from support.handmade import HandCosts, plan_of, routed, run, shape, spans, steps
 from support.small_trace import write_small_trace
 
 from moesim import replay as replay_trace
-from moesim.policies.base import RESIDENT, PolicyError
+from moesim.policies.base import PolicyError
 from moesim.policies.cache.decayed_frequency import DecayedFrequency
 from moesim.policies.cache.prefill_swap import PrefillSwap
 from moesim.policies.cache.workload_window import WorkloadWindow
+from moesim.policies.names import DECODE, PREFILL, RESIDENT
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
-from moesim.traces.format.schema import Phase
 
 # -- DALI's workload window ------------------------------------------------------------
 
@@ -33,57 +41,55 @@ WORKLOADS = [
 ]
 
 
-def swapped(policy, workloads, residents, *, phase=Phase.DECODE, tokens=1):
+def swapped(policy, workloads, residents, *, phase=DECODE, tokens=1):
     """Feed one layer and carry out its swaps at once: (swaps by step, residents at the
     end, hits, active).
     """
-    policy.start(context([], len(residents), experts=len(workloads[0])))
-    policy.admitted(np.array(residents))
+    width = len(workloads[0])
+    policy.start(context([], len(residents), experts=width))
+    admit(policy, *residents)
     inside = set(residents)
     log = {}
     hits = 0
     active = 0
     for step, counts in enumerate(workloads):
         experts = np.flatnonzero(counts)
-        state = [RESIDENT * (e in inside) for e in experts]
-        routing = np.zeros((tokens, 1), int)
-        now = replace(
-            work(
-                experts=experts,
-                tokens=np.array(counts)[experts],
-                step=step,
-                state=state,
-                routing=routing,
-            ),
+        now = work(
+            experts=experts,
+            tokens=np.array(counts)[experts],
+            step=step,
+            state=[RESIDENT * (e in inside) for e in experts],
+            rows=tokens,
             phase=phase,
+            width=width,
         )
         hits = hits + sum(e in inside for e in experts)
         active = active + len(experts)
         policy.accessed(now)
-        assert not policy.admits(now, experts).any()
-        view = View(experts=len(counts), resident=[(0, 0, e) for e in inside])
-        for out, into in policy.replacements(now, view):
-            assert out.expert in inside
-            assert into.expert not in inside
-            inside = inside - {out.expert} | {into.expert}
-            policy.evicted(np.array([out.expert]))
-            policy.admitted(np.array([into.expert]))
-            log.setdefault(step, []).append((into.expert, out.expert))
+        assert not any(policy.admits(now, int(e)) for e in experts)
+        view = View(experts=width, resident=[(0, 0, e) for e in inside])
+        for (_, out), (_, into) in swaps(policy, now, view):
+            assert out in inside
+            assert into not in inside
+            inside = inside - {out} | {into}
+            evict(policy, out)
+            admit(policy, into)
+            log.setdefault(step, []).append((into, out))
     return log, sorted(inside), hits, active
 
 
-@pytest.mark.parametrize(("trigger", "gain", "swaps", "final", "hits"), [
+@pytest.mark.parametrize(("trigger", "gain", "log", "final", "hits"), [
     ("aligned", "always", {3: [(4, 3), (5, 1)], 7: [(7, 2), (3, 0)]}, [3, 4, 5, 7], 14),
     ("aligned", "gain-only", {3: [(4, 3), (5, 1)], 7: [(7, 2)]}, [0, 4, 5, 7], 14),
     ("literal", "always", {0: [(4, 1), (5, 3)], 4: [(6, 0), (7, 2)]}, [4, 5, 6, 7], 21),
     ("literal", "gain-only", {0: [(4, 1)], 4: [(5, 3), (6, 0)]}, [2, 4, 5, 6], 14),
 ])  # fmt: skip
-def test_section_1_7(trigger, gain, swaps, final, hits):
+def test_section_1_7(trigger, gain, log, final, hits):
     """N = 8, four slots, w = 4, u = 2; hits of 28 active experts are looked up before
     the step's swaps.
     """
     policy = WorkloadWindow(window=4, swaps=2, trigger=trigger, gain=gain)
-    assert swapped(policy, WORKLOADS, [0, 1, 2, 3]) == (swaps, final, hits, 28)
+    assert swapped(policy, WORKLOADS, [0, 1, 2, 3]) == (log, final, hits, 28)
 
 
 def test_section_1_7_b_the_idlest_leave_not_the_busiest():
@@ -106,27 +112,23 @@ def test_section_1_7_e_a_new_sequence_keeps_the_cache_and_its_window():
     """
     policy = WorkloadWindow(window=4, swaps=2)
     policy.start(context([], 4))
-    policy.admitted(np.arange(4))
+    admit(policy, *range(4))
     view = View(resident=[(0, 0, e) for e in range(4)])
     for step, counts in enumerate(WORKLOADS[:4]):
         experts = np.flatnonzero(counts)
-        now = replace(
-            work(experts=experts, tokens=np.array(counts)[experts], step=step),
-            batch=step // 2,
-        )
+        tokens = np.array(counts)[experts]
+        now = work(experts=experts, tokens=tokens, step=step, batch=step // 2)
         policy.accessed(now)
-        swaps = policy.replacements(now, view)
-    assert [(into.expert, out.expert) for out, into in swaps] == [(4, 3), (5, 1)]
+        pairs = swaps(policy, now, view)
+    assert [(into, out) for (_, out), (_, into) in pairs] == [(4, 3), (5, 1)]
 
 
 def test_section_1_7_g_what_is_fetched_on_demand_never_enters():
     policy = WorkloadWindow()
     policy.start(context([], 4))
-    assert policy.admits(work(experts=[5, 6]), np.array([5, 6])).tolist() == [
-        False,
-        False,
-    ]
-    assert policy.victims(np.array([5]), np.array([0, 1])).tolist() == [-1]
+    now = work(experts=[5, 6])
+    assert not policy.admits(now, 5)
+    assert not policy.admits(now, 6)
 
 
 def test_section_1_7_h_u_beyond_what_there_is_is_cut():
@@ -142,13 +144,13 @@ def test_section_1_7_d_prefill_counts_as_one_step_or_not_at_all():
         WorkloadWindow(window=4, swaps=1),
         WORKLOADS[:4],
         [0, 1, 2, 3],
-        phase=Phase.PREFILL,
+        phase=PREFILL,
     )
     skipped = swapped(
         WorkloadWindow(window=4, swaps=1, prefill=False),
         WORKLOADS[:4],
         [0, 1, 2, 3],
-        phase=Phase.PREFILL,
+        phase=PREFILL,
     )
     assert counted[0] == {3: [(4, 3)]}
     assert skipped[0] == {}
@@ -157,13 +159,11 @@ def test_section_1_7_d_prefill_counts_as_one_step_or_not_at_all():
 def test_workload_window_never_swaps_out_what_has_not_arrived():
     policy = WorkloadWindow(window=1, swaps=1)
     policy.start(context([], 2))
-    policy.admitted(np.array([0, 1]))
+    admit(policy, 0, 1)
     now = work(experts=[5], tokens=[3])
     policy.accessed(now)
-    (swap,) = policy.replacements(
-        now, View(resident=[(0, 0, 1)], in_flight=[(0, 0, 0)])
-    )
-    assert swap == ((0, 1), (0, 5))
+    view = View(resident=[(0, 0, 1)], in_flight=[(0, 0, 0)])
+    assert swaps(policy, now, view) == [((0, 1), (0, 5))]
 
 
 @pytest.mark.parametrize("policy", [
@@ -175,12 +175,11 @@ def test_workload_window_never_swaps_out_what_has_not_arrived():
 def test_what_another_gpu_has_already_does_not_leave_this_one(policy, gpu):
     """Both GPUs copy expert 0; it has landed on GPU 1 only, whose cache may swap it."""
     policy.start(replace(context([], 1), gpus=2, gpu=gpu))
-    policy.admitted(np.array([0]))
-    now = replace(work(experts=[5], tokens=[3]), phase=Phase.PREFILL)
+    admit(policy, 0)
+    now = work(experts=[5], tokens=[3], phase=PREFILL)
     policy.accessed(now)
     view = View(gpus=2, resident=[(1, 0, 0)], in_flight=[(0, 0, 0)])
-    swaps = policy.replacements(now, view)
-    assert swaps == [((0, 0), (0, 5))][:gpu]
+    assert swaps(policy, now, view, gpu) == [((0, 0), (0, 5))][:gpu]
 
 
 def test_workload_window_fills_at_random_by_the_seed():
@@ -212,7 +211,7 @@ COUNTS = [10, 3, 8, 1, 12, 9, 2, 0]
 
 def prefilled(policy, counts=COUNTS, residents=(0, 1, 2, 3), tokens=22):
     log, final, _, _ = swapped(
-        policy, [counts], list(residents), phase=Phase.PREFILL, tokens=tokens
+        policy, [counts], list(residents), phase=PREFILL, tokens=tokens
     )
     return log.get(0, []), final
 
@@ -291,7 +290,7 @@ def test_swaps_that_are_slower_than_the_steps_never_collide(cache, scope, gpus, 
     rng = np.random.default_rng(0)
     model = shape(layers=2, experts=6, top_k=2)
     layers = [[routed(n, *rng.permutation(6)[:2]) for n in range(2)] for _ in range(30)]
-    passes = steps(*layers, phase=Phase.PREFILL)
+    passes = steps(*layers, phase=PREFILL)
     planner = plan_of(
         model,
         System(assignment="all-cpu", cache=cache),
