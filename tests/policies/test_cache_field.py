@@ -4,7 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.cache_driver import LayerStep, atomic, context, drive, one_by_one, work
+from support.cache_driver import (
+    LayerStep,
+    admit,
+    atomic,
+    context,
+    drive,
+    evict,
+    one_by_one,
+    victims,
+    work,
+)
 
 from moesim.policies.base import PolicyError
 from moesim.policies.cache.fifo import FIFO
@@ -13,11 +23,11 @@ from moesim.policies.cache.least_stale_layer import LeastStaleLayer
 from moesim.policies.cache.least_stale_pass import LeastStalePass
 from moesim.policies.cache.lfru import LFRU
 from moesim.policies.cache.lifo import LIFO
-from moesim.policies.cache.moe_infinity import MoEInfinity, priorities, topology_decay
+from moesim.policies.cache.moe_infinity import MoEInfinity
 from moesim.policies.cache.mrs import MRS
 from moesim.policies.cache.random import Random
 from moesim.policies.cache.score_window import ScoreWindow
-from moesim.traces.format.schema import Phase
+from moesim.policies.names import PREFILL
 
 # -- caches by score -------------------------------------------------------------------
 
@@ -27,10 +37,9 @@ def scored(policy, *rows, experts=4, top_k=1):
     base = context([], 2, experts=experts)
     policy.start(replace(base, shape=replace(base.shape, top_k=top_k)))
     for step, row in enumerate(rows):
-        values = np.atleast_2d(np.array(row, np.float16))
-        policy.accessed(
-            replace(work(experts=[int(values[0].argmax())], step=step), scores=values)
-        )
+        values = np.atleast_2d(row)
+        chosen = [int(values[0].argmax())]
+        policy.accessed(work(experts=chosen, step=step, scores=values, width=experts))
     return policy
 
 
@@ -47,21 +56,20 @@ def test_section_4_5():
         ([S1, S2, S3], [0.0625, 0.3125, 0.15, 0.2]),
     ]:
         policy = scored(MRS(), *rows)
-        # Scores are float16.
-        assert policy.score.tolist() == pytest.approx(expected, abs=1e-3)
-    assert policy.victims(np.array([1]), np.array([0, 2])).tolist() == [0]
+        assert list(policy.score) == pytest.approx(expected)
+    assert victims(policy, [1], [0, 2]) == [0]
 
 
 def test_section_4_5_batch_by_mean_or_by_first_row():
     rows = [[0.9, 0.1, 0, 0], [0, 0.1, 0.9, 0]]
-    # .45 and .45: the lower id.
-    assert scored(MRS(alpha=1.0, p=1), rows).score.argmax() == 0
-    assert scored(MRS(alpha=1.0, p=4), rows).score.tolist() == pytest.approx(
-        [0.45, 0.1, 0.45, 0], abs=1e-3
-    )
-    assert scored(
-        MRS(alpha=1.0, p=4, first_row=True), rows
-    ).score.tolist() == pytest.approx([0.9, 0.1, 0, 0], abs=1e-3)
+    for parameters, expected in (
+        # .45 and .45: the lower id.
+        ({"p": 1}, [0.45, 0, 0, 0]),
+        ({"p": 4}, [0.45, 0.1, 0.45, 0]),
+        ({"p": 4, "first_row": True}, [0.9, 0.1, 0, 0]),
+    ):
+        policy = scored(MRS(alpha=1.0, **parameters), rows)
+        assert list(policy.score) == pytest.approx(expected)
 
 
 def test_section_4_5_ties_go_to_the_lower_id_or_to_the_least_recently_touched():
@@ -70,10 +78,8 @@ def test_section_4_5_ties_go_to_the_lower_id_or_to_the_least_recently_touched():
         policy = MRS(tie=tie)
         policy.start(context([], 2, experts=4))
         for step, expert in enumerate([2, 0, 1]):
-            policy.accessed(work(experts=[expert], step=step))
-        assert policy.victims(np.array([3]), np.array([0, 1, 2])).tolist() == [
-            victim
-        ], tie
+            policy.accessed(work(experts=[expert], step=step, width=4))
+        assert victims(policy, [3], [0, 1, 2]) == [victim], tie
 
 
 def test_section_4_5_starts_empty_or_with_the_lowest_ids():
@@ -89,20 +95,17 @@ def test_section_4_5_starts_empty_or_with_the_lowest_ids():
 def test_section_3_3_the_window_forgets_what_is_older():
     """Expert 0 leads over both steps, expert 2 over the last one alone."""
     rows = [[0.9, 0, 0.1, 0], [0.3, 0, 0.6, 0]]
-    assert scored(ScoreWindow(window=2), *rows).score.tolist() == pytest.approx(
-        [0.6, 0, 0.35, 0], abs=1e-3
-    )
-    policy = scored(ScoreWindow(window=1), *rows)
-    assert policy.victims(np.array([1]), np.array([0, 2])).tolist() == [0]
-    assert scored(ScoreWindow(window=8), *rows).victims(
-        np.array([1]), np.array([0, 2])
-    ).tolist() == [2]
+    policy = scored(ScoreWindow(window=2), *rows)
+    assert list(policy.score) == pytest.approx([0.6, 0, 0.35, 0])
+    for window, victim in ((1, 0), (8, 2)):
+        policy = scored(ScoreWindow(window=window), *rows)
+        assert victims(policy, [1], [0, 2]) == [victim]
 
 
 def test_section_3_3_ties_go_to_the_last_use_then_id():
     policy = scored(ScoreWindow(), [0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25])
-    policy.accessed(work(experts=[0], step=2))
-    assert policy.victims(np.array([3, 3]), np.array([0, 1, 2])).tolist() == [1, 2]
+    policy.accessed(work(experts=[0], step=2, width=4))
+    assert victims(policy, [3, 3], [0, 1, 2]) == [1, 2]
 
 
 def test_caches_by_score_say_what_they_read():
@@ -130,11 +133,10 @@ def test_lfru_remembers_evicted_experts_or_not():
 
 
 def test_lifo_and_fifo_number_a_step_in_launch_order():
-    for policy, victims in ((FIFO(), [5, 4]), (LIFO(), [1, 4])):
+    for policy, leaving in ((FIFO(), [5, 4]), (LIFO(), [1, 4])):
         policy.start(context([], 3))
-        policy.admitted(np.array([5, 4]))
-        policy.admitted(np.array([1]))
-        assert policy.victims(np.array([0, 2]), np.array([1, 4, 5])).tolist() == victims
+        admit(policy, 5, 4, 1)
+        assert victims(policy, [0, 2], [1, 4, 5]) == leaving
 
 
 def test_random_follows_the_seed_and_spares_no_expert():
@@ -173,24 +175,24 @@ def test_lowest_and_cyclic_differ_at_the_start_of_a_pass(cls):
     """Layer 1 of 4 runs; 0, 2 and 3 are stale. Lowest: 0, 2, 3. Farthest turn first: 0,
     then 3, then 2.
     """
-    for order, victims in (("lowest", [0, 2, 3]), ("cyclic", [0, 3, 2])):
+    for order, layers in (("lowest", [0, 2, 3]), ("cyclic", [0, 3, 2])):
         policy = cls(order=order)
         policy.start(context([], 4, layers=4, scope="global"))
         for layer in (0, 2, 3):
             policy.accessed(work(experts=[0], layer=layer))
-            policy.admitted(np.array([8 * layer]))
+            admit(policy, 8 * layer)
         policy.accessed(work(experts=[1], layer=1, step=1))
-        chosen = policy.victims(np.array([9, 10, 11]), np.array([0, 16, 24]))
-        assert (chosen // 8).tolist() == victims, order
+        chosen = victims(policy, [9, 10, 11], [0, 16, 24])
+        assert [key // 8 for key in chosen] == layers, order
 
 
 def test_least_stale_pass_does_not_evict_a_fresh_prefetch():
     policy = LeastStalePass()
     policy.start(context([], 2, layers=3, scope="global"))
-    policy.admitted(np.array([16]))
+    admit(policy, 16)
     policy.accessed(work(experts=[0], layer=0, step=1))
-    policy.admitted(np.array([8]))  # prefetched in pass 1, never used
-    assert policy.victims(np.array([0]), np.array([8, 16])).tolist() == [16]
+    admit(policy, 8)  # prefetched in pass 1, never used
+    assert victims(policy, [0], [8, 16]) == [16]
 
 
 def test_least_stale_interval_equals_the_hand_traced_public_example():
@@ -235,11 +237,11 @@ def infinity(**parameters):
     """
     policy = MoEInfinity(**parameters)
     policy.start(context([], 6, layers=3, experts=4, scope="global"))
-    policy.admitted(np.array([0, 1, 4, 5, 8]))
+    admit(policy, 0, 1, 4, 5, 8)
     for step in range(3):
-        policy.accessed(work(experts=[0], step=step, layer=0))
-        policy.accessed(work(experts=[0], step=step, layer=1))
-    policy.accessed(work(experts=[1], step=3, layer=0))
+        policy.accessed(work(experts=[0], step=step, layer=0, width=4))
+        policy.accessed(work(experts=[0], step=step, layer=1, width=4))
+    policy.accessed(work(experts=[1], step=3, layer=0, width=4))
     return policy
 
 
@@ -253,26 +255,27 @@ def test_section_6_9_the_priority_multiplies_place_ratio_and_visits():
     visits = [4, 2, 4, 1, 1]
     product = (decay / 8 + 1e-6) * (ratio / 3 + 1e-6) * (np.array(visits) / 12 + 1e-6)
     keys = np.array([0, 1, 4, 5, 8])
-    assert priorities(policy.kernels().state, keys) == pytest.approx(product)
+    policy.rate(keys)
+    assert np.array(policy.priority)[keys] == pytest.approx(product)
 
 
 def test_section_6_9_the_current_layer_and_unused_prefetches_are_protected():
     """Layer 0 runs. 5 and 8 were never used; 4 was, so it leaves first although its
     priority is the highest.
     """
-    order = infinity().victims(np.arange(5), np.array([0, 1, 4, 5, 8])).tolist()
+    order = victims(infinity(), np.arange(5), [0, 1, 4, 5, 8])
     assert order[0] == 4
     assert order[1:] == [5, 8, 1, 0]
 
 
 def test_section_6_9_released_topology_takes_half_the_layers_for_an_encoder():
     def decays():
-        return [topology_decay(policy.kernels().state, layer) for layer in range(4)]
+        return [policy.topology_decay(layer) for layer in range(4)]
 
     policy = MoEInfinity(topology="released")
     policy.start(context([], 6, layers=4, experts=4, scope="global"))
     assert decays() == [1, 0.5, 0, 1 / 3]
-    policy.accessed(work(experts=[0], layer=2))
+    policy.accessed(work(experts=[0], layer=2, width=4))
     assert decays() == [1, 0.5, 1, 1 / 3]
     policy = MoEInfinity()
     policy.start(context([], 6, layers=4, experts=4, scope="global"))
@@ -287,18 +290,16 @@ def test_moe_infinity_forgets_the_sequence_at_the_next_batch_not_micro_batch(
 ):
     """Another pass of the same prompt is the same sequence."""
     policy = infinity(reset=reset)
-    now = work(experts=[3], layer=0, step=4)
-    policy.accessed(replace(now, phase=Phase.PREFILL, batch=batch))
-    tokens, _ = policy.kernels().state.scores
-    assert tokens[0] == left
+    now = work(experts=[3], step=4, phase=PREFILL, batch=batch, width=4)
+    policy.accessed(now)
+    assert policy.tokens[0] == left
 
 
 def test_moe_infinity_counts_visits_in_the_cache_or_for_ever():
     for visits, count in (("in-cache", 0.0), ("perfect", 3.0)):
         policy = infinity(visits=visits)
-        policy.evicted(np.array([0]))
-        _, visited = policy.kernels().state.scores
-        assert visited[0] == count
+        evict(policy, 0)
+        assert policy.visits[0] == count
 
 
 def test_parameters_out_of_range_are_refused():

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.cache_driver import context, one_by_one, untrained
+from support.cache_driver import context, one_by_one, untrained, victims, work
 from support.cache_driver import drive as drive_atomic
 from support.handmade import HandCosts, plan_of, routed, run, shape, spans, steps
 from support.small_trace import write_trace
@@ -227,7 +227,7 @@ def ranking(scores) -> dict[str, np.ndarray]:
 
 def test_the_highest_output_among_the_candidates_leaves_ties_to_the_lower_id():
     policy = resolved(ranking([[0.9, 0.2, 0.7, 0.7]]), experts=4)
-    assert policy.victims(np.array([1, 9]), np.array([1, 2, 3])).tolist() == [2, 3]
+    assert victims(policy, [1, 9], [1, 2, 3]) == [2, 3]
 
 
 def test_scores_follow_the_history():
@@ -238,14 +238,8 @@ def test_scores_follow_the_history():
     arrays["w1"][0, :, :2] = arrays["w2"][0] = arrays["w3"][0] = np.eye(2)
     policy = resolved(arrays, experts=2)
     for used, leaves in ((0, 0), (1, 1), (0, 0)):
-        policy.accessed(routed_work(used))
-        assert policy.victims(np.array([5]), np.array([0, 1])).tolist() == [leaves]
-
-
-def routed_work(expert):
-    from support.cache_driver import work
-
-    return work(experts=[expert])
+        policy.accessed(work(experts=[used], width=2))
+        assert victims(policy, [5], [0, 1]) == [leaves]
 
 
 def resolved(arrays, *, experts=8, layers=1):
