@@ -116,7 +116,7 @@ def _formats(name: str, weights: str) -> Recipe:
 
 
 def _scale(spec: str, divisor: str, entry: dict[str, Any]) -> int:
-    """What ``/N`` divides hidden and intermediate sizes by."""
+    """Return what ``/N`` divides hidden and intermediate sizes by."""
     if not divisor.isdecimal() or int(divisor) < 1:
         raise TraceError(
             f"model {spec!r}: expected a whole number behind '/', got {divisor!r}"
@@ -252,7 +252,7 @@ def _assumed(entry: dict[str, Any], weights: str) -> set[str]:
 
 
 def sees_everything(entry: Mapping[str, Any], layer: int) -> bool:
-    """Whether the attention of a table entry's layer is neither a window nor a
+    """Tell whether the attention of a table entry's layer is neither a window nor a
     recurrence.
     """
     if "full_layers" in entry:
@@ -262,8 +262,8 @@ def sees_everything(entry: Mapping[str, Any], layer: int) -> bool:
 
 
 def _kv_values(entry: Mapping[str, Any]) -> int:
-    """What a layer with full attention keeps of a token where that is not the keys and
-    values of `kv_heads`.
+    """Count the values that a layer with full attention keeps of a token where they are
+    not the keys and values of `kv_heads`.
     """
     if latent := entry.get("mla"):
         return int(latent["kv"] + latent["rope"])

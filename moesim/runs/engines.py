@@ -47,7 +47,7 @@ class Engine:
     reason: str = ""
 
     def described(self) -> dict[str, Any]:
-        """What results say about it."""
+        """Describe the engine as results do."""
         return {"engine": self.name, "engine_reason": self.reason or None}
 
     def run(
@@ -97,7 +97,7 @@ def _blocks(
     batch: int,
     steps: int | None,
 ) -> Iterable[LayerSteps]:
-    """What the compiled engine reads of a trace, for the policies of a run."""
+    """Return what the compiled engine reads of a trace, for the policies of a run."""
     from moesim.sim.compiled.support import (  # noqa: PLC0415 - as above
         all_bring_kernels,
         answers_with_kernels,
@@ -185,7 +185,7 @@ def choose_engine(
 
 
 def _is_soon_done(layer_steps: float) -> bool:
-    """Whether this is a first short run, and the engine is not on disk."""
+    """Tell whether this is a first short run, and the engine is not on disk."""
     from moesim.machine_code import library, store  # noqa: PLC0415 - as above
     from moesim.sim.compiled.loop import run_steps  # noqa: PLC0415 - as above
     from moesim.sim.compiled.support import COMPILE_S  # noqa: PLC0415 - as above
