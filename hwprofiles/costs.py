@@ -56,13 +56,13 @@ class _ControlCost(NamedTuple):
         return seconds + self.with_ssd_s if tiered else seconds
 
     def terms(self, *, tiered: bool) -> tuple[float, float, float, float]:
-        """What `seconds` adds up, one after the other."""
+        """Return the terms that `seconds` adds up, one after the other."""
         ssd_s = self.with_ssd_s if tiered else 0.0
         return self.base_s, self.per_expert_s, self.per_copy_s, ssd_s
 
 
 class Overlap(NamedTuple):
-    """How many times longer a copy to a GPU and an expert on the CPU take while the
+    """Factors by which a copy to a GPU and an expert on the CPU take longer while the
     other runs.
     """
 
@@ -71,7 +71,7 @@ class Overlap(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What a system's own kernels take, where they are not the profile's.
+    """Costs of a system's own kernels, where they are not the profile's.
 
     Attributes:
         cpu: factor on what an expert's product takes on the CPU beyond its fixed time.
@@ -314,7 +314,7 @@ class Costs:
 
     @property
     def overlap(self) -> Overlap:
-        """What copies to a GPU and experts on the CPU cost each other."""
+        """Return what copies to a GPU and experts on the CPU cost each other."""
         slowdown = self.profile.contention.slowdown
         return Overlap(
             link=slowdown(H2D.name, CPU.name), cpu=slowdown(CPU.name, H2D.name)
@@ -581,7 +581,7 @@ def seconds_by_expert(
 
 
 def _pageable_factor(profile: HardwareProfile) -> float:
-    """How many times longer a copy from pageable memory takes.
+    """Return the factor by which a copy from pageable memory takes longer.
 
     Source, where no probe tells: half the rate, by threads of llama.cpp (15346).
     """

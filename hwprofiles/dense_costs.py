@@ -33,7 +33,7 @@ Counts = Any
 
 
 class DenseWork(NamedTuple):
-    """What a dense part reads and computes; arrays where it was asked for arrays."""
+    """Bytes and operations of a dense part; arrays where it was asked for arrays."""
 
     weight_bytes: Any
     flops: Any

@@ -23,7 +23,7 @@ WorkUnit = Literal["tokens", "bytes", "experts"]
 
 
 class LaneKind(NamedTuple):
-    """What lanes of one kind have in common.
+    """Properties that all lanes of one kind share.
 
     Attributes:
         name: of the kind, and the beginning of its lanes' names.

@@ -71,7 +71,7 @@ _BASE = "base"
 
 
 class Memory(NamedTuple):
-    """How much fits where.
+    """Sizes of a machine's memories.
 
     Attributes:
         gpu_bytes: for experts, on each GPU.
@@ -88,7 +88,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Contention:
-    """What overlapping work costs.
+    """Factors by which overlapping work takes longer.
 
     Attributes:
         factors: (kind of the slowed lane, kind of the other lane) -> slowdown >= 1.
@@ -256,7 +256,7 @@ class HardwareProfile:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether CPU and accelerator compute in the same memory: results need no way
+        """True if CPU and accelerator compute in the same memory: results need no way
         back.
         """
         return self.accelerator == "host" or self.memory.unified
@@ -427,7 +427,7 @@ def list_profiles() -> tuple[str, ...]:
 
 
 def shipped_heads() -> dict[str, dict[str, str]]:
-    """What each shipped profile says of itself above its first table, by name."""
+    """Return each shipped profile's fields above its first table, by name."""
     heads = {}
     for name in list_profiles():
         # Reading the tables too would take twenty times as long.
@@ -437,7 +437,7 @@ def shipped_heads() -> dict[str, dict[str, str]]:
 
 
 def ships(name: str) -> bool:
-    """Whether a shipped profile has this name."""
+    """Tell whether a shipped profile has this name."""
     return (_DATA / f"{name}.toml").is_file()
 
 

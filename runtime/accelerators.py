@@ -1,4 +1,4 @@
-"""What the runtime asks of an accelerator: streams, events, page-locked memory; and the
+"""Accelerators as the runtime uses them (streams, events, page-locked memory), and the
 kinds of devices that torch knows.
 
 `torch.accelerator` answers for every device of torch. A class for each kind says where
@@ -78,7 +78,7 @@ class Accelerator:
 
     @property
     def unified(self) -> bool:
-        """Whether the device computes from the host's own memory."""
+        """True if the device computes from the host's own memory."""
         return False
 
     # -- streams and events -----------------------------------------------------------
@@ -172,7 +172,7 @@ class Cuda(Accelerator):
 
     @property
     def unified(self) -> bool:
-        """Whether the graphics are part of the processor, as on a GB10."""
+        """True if the graphics are part of the processor, as on a GB10."""
         properties = torch.cuda.get_device_properties(self.device)
         return bool(getattr(properties, "is_integrated", False))
 
@@ -263,7 +263,7 @@ class Xpu(Accelerator):
 
     @property
     def unified(self) -> bool:
-        """Whether the graphics are part of the processor."""
+        """True if the graphics are part of the processor."""
         properties = torch.xpu.get_device_properties(self.device)
         return bool(getattr(properties, "is_integrated_gpu", False))
 

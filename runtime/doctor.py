@@ -334,7 +334,7 @@ def check_lanes() -> list[tuple[str, Finding]]:
 
 
 def _host_work(nbytes: int) -> dict[str, LaneWork]:
-    """What the host accelerator does: one thread computes, or copies."""
+    """Do the host accelerator's work: one thread computes, or copies."""
     experts = ExpertPool(_SIZE, torch.float32, total_bytes=_POOL_BYTES)
     copies = CopyPool(max(_POOL_BYTES, 2 * nbytes))
     return {
@@ -344,7 +344,7 @@ def _host_work(nbytes: int) -> dict[str, LaneWork]:
 
 
 def _device_work(accelerator: Accelerator, nbytes: int) -> dict[str, LaneWork]:
-    """What a device does, waited for by the host."""
+    """Do a device's work, waited for by the host."""
     experts = ExpertPool(
         _SIZE, torch.bfloat16, accelerator=accelerator, total_bytes=_POOL_BYTES
     )
@@ -388,7 +388,7 @@ def pair_finding(factor: float) -> Finding:
 
 
 def overlap_share(first_s: float, second_s: float, both_s: float) -> float:
-    """How much of the shorter one is hidden behind the longer one, 0 to 1."""
+    """Compute how much of the shorter one is hidden behind the longer one, 0 to 1."""
     hidden_s = first_s + second_s - both_s
     return min(1.0, max(0.0, hidden_s / min(first_s, second_s)))
 

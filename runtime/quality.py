@@ -108,7 +108,7 @@ GATE_COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS)
 
 @dataclass(slots=True)
 class Scores:
-    """What one composition of policies did to the predictions. N passages, S scored
+    """Effects of one composition of policies on the predictions. N passages, S scored
     tokens of each; nats everywhere.
 
     Attributes:
@@ -195,7 +195,9 @@ def measure(
 
 
 class _Comparison(NamedTuple):
-    """How two readers fared: [B] for one token of each passage, then [B, S]."""
+    """Figures of two readers side by side: [B] for one token of each passage, then [B,
+    S].
+    """
 
     nats: torch.Tensor
     reference_nats: torch.Tensor

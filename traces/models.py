@@ -19,6 +19,7 @@ from moesim.base.errors import TraceError
 from moesim.base.text import did_you_mean
 from moesim.base.units import parse_bytes
 from moesim.traces.format.schema import ModelShape
+from moesim.traces.layer_kinds import LayerKind, LayerShape, Mixer, repeated
 from moesim.traces.weight_formats import (
     Recipe,
     bytes_per_weight,
@@ -116,7 +117,7 @@ def _formats(name: str, weights: str) -> Recipe:
 
 
 def _scale(spec: str, divisor: str, entry: dict[str, Any]) -> int:
-    """What ``/N`` divides hidden and intermediate sizes by."""
+    """Return what ``/N`` divides hidden and intermediate sizes by."""
     if not divisor.isdecimal() or int(divisor) < 1:
         raise TraceError(
             f"model {spec!r}: expected a whole number behind '/', got {divisor!r}"
@@ -191,20 +192,20 @@ def _from_table(
     total = layers + len(dense)
     moe_layers = [layer for layer in range(total) if layer not in dense]
 
+    sized = {**entry, "hidden": hidden, "expert_intermediate": intermediate}
+    for key in ("shared_intermediate", "dense_intermediate"):
+        if key in entry:
+            sized[key] = entry[key] // scale
+    shapes = layer_shapes(sized)
     # Layers with a window, or with a recurrence in place of attention.
-    windowed = total - sum(sees_everything(entry, layer) for layer in range(total))
-    # Weights of everything but routed experts: attention and norms of all layers, gates
-    # and shared experts of MoE layers, three matrices of dense ones, two of tokens.
-    attention = attention_weights({**entry, "hidden": hidden})
-    other_weights = total * (attention + 2 * hidden)
-    if "linear_weights" in entry:
-        other_weights += windowed * (entry["linear_weights"] // scale - attention)
-    if "window_heads" in entry:
-        wide = {**entry, "hidden": hidden, "heads": entry["window_heads"]}
-        other_weights += windowed * (attention_weights(wide) - attention)
-    other_weights += layers * hidden * (experts + 3 * shared_intermediate)
-    other_weights += 3 * len(dense) * hidden * dense_intermediate
-    other_weights += 2 * vocab * hidden
+    full = [each.mixer for each in shapes if _sees_everything(each.mixer)]
+    windowed = total - len(full)
+    # Everything but routed experts, and two tables of tokens.
+    other_weights = 2 * vocab * hidden + sum(
+        each.mixer.weights + each.feed_forward + each.exact for each in shapes
+    )
+    plain = 2 * entry.get("kv_heads", 0) * entry.get("head_dim", 0)
+    kept = full[0].kv_values if full else 0
 
     return ModelShape(
         name=name,
@@ -225,7 +226,7 @@ def _from_table(
         heads=entry.get("heads", 0),
         kv_heads=entry.get("kv_heads", 0),
         head_dim=entry.get("head_dim", 0),
-        kv_values=_kv_values(entry),
+        kv_values=0 if kept == plain else kept,
         window_tokens=entry.get("window", 0) if windowed else 0,
         windowed_layers=windowed,
         vocab=vocab,
@@ -251,48 +252,93 @@ def _assumed(entry: dict[str, Any], weights: str) -> set[str]:
     return assumed
 
 
-def sees_everything(entry: Mapping[str, Any], layer: int) -> bool:
-    """Whether the attention of a table entry's layer is neither a window nor a
-    recurrence.
-    """
-    if "full_layers" in entry:
-        return layer in entry["full_layers"]
-    every = entry.get("full_every") or entry.get("window_every") or 1
-    return bool((layer + 1) % every == 0)
+def _sees_everything(mixer: Mixer) -> bool:
+    return bool(mixer.kv_values and not mixer.window_tokens)
 
 
-def _kv_values(entry: Mapping[str, Any]) -> int:
-    """What a layer with full attention keeps of a token where that is not the keys and
-    values of `kv_heads`.
-    """
-    if latent := entry.get("mla"):
-        return int(latent["kv"] + latent["rope"])
-    if "global_kv_heads" in entry:
-        return 2 * int(entry["global_kv_heads"] * entry["global_head_dim"])
-    return 0
-
-
-def attention_weights(entry: Mapping[str, Any]) -> int:
-    """Weights of one attention block of a table entry; ``4 H²`` where its sizes are not
-    known.
-    """
+def layer_shapes(entry: Mapping[str, Any]) -> tuple[LayerShape, ...]:
+    """Layers of a table entry, in order."""
     hidden = int(entry["hidden"])
-    heads = int(entry.get("heads", 0))
+    experts = int(entry["experts"])
+    intermediate = int(entry["expert_intermediate"])
+    matrices = int(entry.get("matrices", 3))
+    dense_layers = set(entry.get("dense_layers", ()))
+    kinds = _kinds(entry, entry["moe_layers"] + len(dense_layers))
 
-    if latent := entry.get("mla"):
-        queries = heads * (latent["nope"] + latent["rope"])
-        query_weights = hidden * queries
-        if "q" in latent:
-            query_weights = latent["q"] * (hidden + queries)
-        down = hidden * (latent["kv"] + latent["rope"])
-        up = latent["kv"] * heads * (latent["nope"] + latent["value"])
-        return int(query_weights + down + up + heads * latent["value"] * hidden)
+    # Where no source says, as wide as the experts of one token together.
+    usual = entry["top_k"] * intermediate
+    dense = matrices * hidden * int(entry.get("dense_intermediate", usual))
+    beside = matrices * hidden * int(entry.get("shared_intermediate", 0))
+    width = int(entry.get("expert_hidden", hidden))
+    if width != hidden:
+        beside += 2 * hidden * width
 
-    if entry.get("kv_heads") and entry.get("head_dim"):
-        # Queries and outputs, keys and values; some models gate their outputs.
-        wide = heads * (3 if entry.get("query_gate") else 2)
-        return hidden * int(entry["head_dim"]) * (wide + 2 * int(entry["kv_heads"]))
-    return 4 * hidden * hidden
+    shapes = []
+    for at, kind in enumerate(kinds):
+        mixer = repeated(kind.mixer(hidden=hidden), int(entry.get("attentions", 1)))
+        extra = int(entry.get("connection_weights", 0))
+        if at in dense_layers:
+            # Layers of some hybrids are a mixer alone.
+            feed_forward = extra if entry.get("mixer_alone") else extra + dense
+            shapes.append(LayerShape(mixer, feed_forward, 2 * hidden))
+            continue
+        shapes.append(
+            LayerShape(
+                mixer=mixer,
+                feed_forward=beside + extra,
+                exact=hidden * (2 + experts),
+                experts=experts,
+                zero_experts=int(entry.get("zero_experts", 0)),
+                top_k=int(entry["top_k"]),
+                expert_hidden=width,
+                expert_intermediate=intermediate,
+                matrices=matrices,
+            )
+        )
+    return tuple(shapes)
+
+
+def _kinds(entry: Mapping[str, Any], layers: int) -> list[LayerKind]:
+    """The kind of each layer: by letter of ``pattern``, or ``full`` and ``other``."""
+    if "pattern" in entry:
+        rows = {name: _row(row) for name, row in entry["kinds"].items()}
+        return [rows[letter] for letter in entry["pattern"]]
+
+    full = _full_attention(entry)
+    other = full
+    if "other" in entry:
+        other = _row(entry["other"])
+    elif "window" in entry:
+        heads = entry.get("window_heads", entry["heads"])
+        sizes = {"window": entry["window"], "heads": heads}
+        other = LayerKind(full.kind, {**full.sizes, **sizes})
+    if "global_kv_heads" in entry:
+        # Layers without a window have fewer and wider heads.
+        wide = {"kv_heads": entry["global_kv_heads"], "key": entry["global_head_dim"]}
+        wide["same"] = int(entry.get("same_kv", False))
+        full = LayerKind(full.kind, {**full.sizes, **wide})
+
+    every = entry.get("full_every") or entry.get("window_every") or 1
+    numbers = entry.get("full_layers", range(every - 1, layers, every))
+    return [full if at in numbers else other for at in range(layers)]
+
+
+def _row(row: Mapping[str, Any]) -> LayerKind:
+    sizes = {key: size for key, size in row.items() if key != "kind"}
+    return LayerKind(row["kind"], sizes)
+
+
+def _full_attention(entry: Mapping[str, Any]) -> LayerKind:
+    heads = entry["heads"]
+    index = {"index": entry.get("index_dim", 0)}
+    index["index_heads"] = entry.get("index_heads", 0)
+    if "mla" in entry:
+        return LayerKind("latent", {"heads": heads, **index, **entry["mla"]})
+    gated = int(entry.get("query_gate", False))
+    sizes = {"kv_heads": entry["kv_heads"], "key": entry["head_dim"], "gated": gated}
+    if "value_dim" in entry:
+        sizes["value"] = entry["value_dim"]
+    return LayerKind("attention", {"heads": heads, **sizes, **index})
 
 
 # -- models in words -------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""How the tokens of a sequence are cut into forward passes, where that is not one pass
-for the prompt and one for each generated token.
+"""Cuts the tokens of a sequence into forward passes, where that is not one pass for the
+prompt and one for each generated token.
 
 A *micro-batch* is a part of a prompt that runs through all layers before the next one
 begins. A *draft* proposes some tokens, and one pass of the model verifies them all:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What forward passes hold.
+    """Sizes of forward passes: prompt tokens and drafted tokens.
 
     Attributes:
         micro_batch_tokens: most prompt tokens of a pass; None for whole prompts.

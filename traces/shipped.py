@@ -48,7 +48,7 @@ def find_trace(path: Path | str) -> Path:
 
 
 def no_trace(path: Path) -> TraceError:
-    """What is said where no trace is."""
+    """Return the message for a trace that is not there."""
     # It reads a table, which is needed here alone.
     from moesim.base.text import did_you_mean  # noqa: PLC0415
     from moesim.traces.models import known_models  # noqa: PLC0415

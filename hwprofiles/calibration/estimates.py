@@ -32,8 +32,8 @@ _LEAST = 1e-24
 
 
 class FitReport(NamedTuple):
-    """How far a fit missed points that it had not seen, each left out in turn;
-    residuals are relative.
+    """Errors of a fit at points that it had not seen, each left out in turn; residuals
+    are relative.
 
     `samples` measurements went in; `held_out` points were left out, one at a time.
     """
@@ -63,7 +63,8 @@ LEAST_UNITS = 8
 
 
 class Units:
-    """What is resampled as a whole, since it shares what the machine did meanwhile.
+    """Measurements that are resampled as a whole, since they share what the machine did
+    meanwhile.
 
     The unit of repetition is a run; where there are fewer than `LEAST_UNITS`, a block
     of consecutive forward passes of one. Operations of a unit are not independent: they

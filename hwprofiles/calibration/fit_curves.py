@@ -56,7 +56,7 @@ class Roofline(NamedTuple):
 
 
 class Centres(NamedTuple):
-    """What a curve is fitted through: one value per point, and how far to trust it.
+    """Points that a curve is fitted through: one value each, and how far to trust it.
 
     Attributes:
         values: float64 [points], seconds.

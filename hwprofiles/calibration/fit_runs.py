@@ -54,7 +54,7 @@ __all__ = ["Calibration", "DesignedRun", "calibrate"]
 
 
 class Calibration(NamedTuple):
-    """What the runs showed: entries of a hardware profile by dotted path, and
+    """The result of a fit to runs: entries of a hardware profile by dotted path, and
     residuals.
     """
 

@@ -101,7 +101,7 @@ class Operations(NamedTuple):
 
 
 class Amounts(NamedTuple):
-    """How much there was to do in each layer step: N layer steps.
+    """Amounts of work in each layer step: N layer steps.
 
     Attributes:
         active: float64 [N], active experts.
@@ -150,7 +150,7 @@ class LayerStepTimes(NamedTuple):
 
     @property
     def units(self) -> Units:
-        """What of it is resampled as a whole."""
+        """Return the units that are resampled as a whole."""
         return Units(self.runs, self.steps)
 
 

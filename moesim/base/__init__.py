@@ -1,1 +1,3 @@
-"""What every package needs and none owns: files, checked JSON, sizes, seals, errors."""
+"""The base that every package needs and none owns: files, checked JSON, sizes, seals,
+errors.
+"""

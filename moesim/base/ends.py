@@ -1,4 +1,4 @@
-"""How the program ends by a signal: its exit code, and what it says."""
+"""The end of the program by a signal: its exit code, and what it says."""
 
 import os
 import signal

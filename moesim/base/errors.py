@@ -1,5 +1,5 @@
-"""What a user can do something about, as one line: file, place, expected, found, way
-out.
+"""Errors that a user can do something about, as one line: file, place, expected, found,
+way out.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def written_beside(path: Path | str) -> Iterator[Path]:
 
 
 def is_stdout(path: Path) -> bool:
-    """Whether a result that is written there goes to standard output."""
+    """Tell whether a result that is written there goes to standard output."""
     if path == STDOUT:
         return True
     try:
@@ -181,8 +181,8 @@ def is_stdout(path: Path) -> bool:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether bytes written there go on to somebody: ``-``, or a device or open pipe
-    by its name below ``/dev`` or ``/proc``.
+    """Tell whether bytes written there go on to somebody: ``-``, or a device or open
+    pipe by its name below ``/dev`` or ``/proc``.
     """
     if is_stdout(path):
         return True
@@ -194,8 +194,8 @@ def is_stream(path: Path) -> bool:
 
 
 def _names_device(path: Path) -> bool:
-    """Whether a path, or a link on the way that it stands for, is below ``/dev`` or
-    ``/proc``: what such a name means has no place of its own.
+    """Tell whether a path, or a link on the way that it stands for, is below ``/dev``
+    or ``/proc``: what such a name means has no place of its own.
     """
     for _ in range(_MOST_LINKS):
         if str(path.absolute()).startswith(("/dev/", "/proc/")):
@@ -374,7 +374,7 @@ def _part_of(final: Path) -> Path:
 
 
 def _is_part_name(name: str) -> bool:
-    """Whether a file or folder of this name is one in progress."""
+    """Tell whether a file or folder of this name is one in progress."""
     if not (name.startswith(".") and name.endswith(PART_SUFFIX)):
         return False
     if name.startswith(_SCRATCH_PREFIX):

@@ -41,7 +41,7 @@ TIMELINES = (".json", ".json.gz")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How people write the value of a field, and which values fit.
+    """The way people write the value of a field, and the values that fit.
 
     Attributes:
         help: one line that explains it.
@@ -160,7 +160,7 @@ _KINDS: dict[str, type] = {
 
 @cache
 def option_of(declared: Field[Any]) -> Option:
-    """How people write the value of a field: as stated, or as its name and type say."""
+    """Return the option of a field: as stated, or as its name and type say."""
     stated: Option = declared.metadata["option"]
     # Types are texts in modules whose annotations are postponed.
     type_text = str(declared.type)
@@ -289,7 +289,7 @@ def check_together(
 
 
 def is_list(value: Any) -> bool:
-    """Whether a value is several values: a list, tuple, array or range."""
+    """Tell whether a value is several values: a list, tuple, array or range."""
     is_sequence = hasattr(value, "__iter__") and hasattr(value, "__len__")
     return is_sequence and not isinstance(value, str)
 
@@ -364,7 +364,7 @@ def _check(name: str, value: Any, stated: Option) -> None:
 
 
 def _ends(path: str | Path, suffixes: tuple[str, ...]) -> bool:
-    """Whether a name has one of the endings. A stream has no name, and takes text."""
+    """Tell whether a name has one of the endings. A stream has none, and takes text."""
     if is_stream(Path(path)):
         return not {".csv", ".json"}.isdisjoint(suffixes)
     return str(path).lower().endswith(suffixes)

@@ -18,7 +18,7 @@ NO_VALUE = "-"
 
 
 def is_missing(value: float | None) -> bool:
-    """Whether a figure has no meaning; pandas turns None into NaN."""
+    """Tell whether a figure has no meaning; pandas turns None into NaN."""
     return value is None or math.isnan(value)
 
 

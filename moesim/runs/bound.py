@@ -253,7 +253,7 @@ class _Work:
         return float(total_s)
 
     def _back_s(self, rows: np.ndarray) -> np.ndarray:
-        """What results of the CPU take to the GPU, float64 [N], by tokens."""
+        """Compute what results of the CPU take to the GPU, float64 [N], by tokens."""
         seconds_of = np.zeros(int(rows.max(initial=0)) + 1)
         if self.moves_results:
             for tokens in np.unique(rows).tolist():
@@ -458,8 +458,8 @@ def least_makespans(
 
 @compiled
 def _cpu_price(cpu_s: np.ndarray, gpu_s: np.ndarray) -> float:
-    """What a second on the CPU counts, and one on the GPU the rest, where the least
-    makespan of divisible experts cuts one (fractional knapsack).
+    """Return what a second on the CPU counts, and one on the GPU the rest, where the
+    least makespan of divisible experts cuts one (fractional knapsack).
     """
     on_cpu_s = 0.0
     on_gpu_s = gpu_s.sum()

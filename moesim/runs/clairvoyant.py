@@ -38,7 +38,7 @@ ahead of the next layer leave.
 
 
 class Rules(NamedTuple):
-    """What is tried: the parts of a system."""
+    """One candidate of the search: the parts of a system."""
 
     assignment: str
     cache: str
@@ -52,7 +52,7 @@ class Rules(NamedTuple):
         return cls(SYSTEMS[CLAIRVOYANT].assignment, foresight, copies)
 
     def others(self) -> list[Rules]:
-        """What large batches and drafts may want: all of the next layer's experts
+        """List what large batches and drafts may want: all of the next layer's experts
         however late, and copies on demand alone; then what those do who see the past
         only: to know more is never to do worse.
         """
@@ -64,7 +64,7 @@ class Rules(NamedTuple):
 
 
 def is_searched(config: RunConfig) -> bool:
-    """Whether a run leaves it to the clairvoyant system to choose its rules."""
+    """Tell whether a run leaves it to the clairvoyant system to choose its rules."""
     parts_of_its_own = config.cache is None and config.prefetch is None
     # Who comes when would depend on the rules.
     return config.policy == CLAIRVOYANT and parts_of_its_own and config.arrivals is None

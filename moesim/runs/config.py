@@ -50,7 +50,7 @@ CACHE_SIZES = ("cache_ratio", "slots_per_layer", "gpu_memory_bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions(Options):
-    """How a user states the sizes of memories; at most one of the first three."""
+    """Sizes of memories as a user states them; at most one of the first three."""
 
     cache_ratio: float | None = option(
         None,
@@ -131,7 +131,7 @@ class MemoryOptions(Options):
 
     @property
     def is_stated(self) -> bool:
-        """Whether the size of the GPU cache was stated."""
+        """True if the size of the GPU cache was stated."""
         return self.stated > 0
 
     @property
@@ -142,9 +142,7 @@ class MemoryOptions(Options):
 
     @property
     def size(self) -> tuple[str, float]:
-        """How the size of the GPU cache was stated, as an attribute's name, and the
-        number.
-        """
+        """The stated size of the GPU cache, as an attribute's name and the number."""
         for name in ("gpu_memory_bytes", "slots_per_layer", "cache_ratio"):
             value = getattr(self, name)
             if value is not None:
@@ -178,7 +176,7 @@ MemorySize = MemoryOptions | str | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(MemoryOptions):
-    """What a run is made with: trace, policies, machine, memories, and the walk.
+    """The configuration of a run: trace, policies, machine, memories, and the walk.
 
     Every field is an option of the command line and a key of configuration files. None
     leaves the choice to the system, the profile or the default that the help names.
@@ -405,7 +403,7 @@ class RunConfig(MemoryOptions):
 
     @property
     def passes(self) -> Passes:
-        """What the forward passes of a run hold."""
+        """Sizes of a run's forward passes."""
         from moesim.traces.passes import Passes  # noqa: PLC0415 - imports numpy
 
         system = self.system
@@ -445,7 +443,7 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredConfig(RunConfig):
-    """What a run on this machine is made with: a `RunConfig`, and its real experts."""
+    """Configuration of a run on this machine: a `RunConfig` and its real experts."""
 
     trace: str | Path | Trace | None = input_option(
         "Routing to be forced; without it, a model runs.",

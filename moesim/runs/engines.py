@@ -51,7 +51,7 @@ class Engine:
     reason: str = ""
 
     def described(self) -> dict[str, Any]:
-        """What results say about it."""
+        """Describe the engine as results do."""
         return {"engine": self.name, "engine_reason": self.reason or None}
 
     def run(

@@ -283,7 +283,7 @@ def _generate(
 
 
 def _described(config: MeasuredConfig) -> dict[str, Any]:
-    """What a live run's options mean for its effective configuration."""
+    """Describe what a live run's options mean for its effective configuration."""
     return {
         "world": "measured",
         "mode": "live",

@@ -156,7 +156,7 @@ def _measurement_file(disk: Path) -> Path:
 
 
 def measurement_notes(profile: HardwareProfile) -> list[str]:
-    """How old a kept measurement of this machine is; nothing for profiles of users."""
+    """Say how old a kept measurement of this PC is; nothing for users' profiles."""
     if profile.name != _MEASURED:
         return []
     today = dt.datetime.now(tz=dt.UTC).date()

@@ -222,7 +222,7 @@ def _rehearsed(setup: Setup, trace: Trace) -> list[RoutedStep]:
 
 
 def _described(setup: Setup, store: ExpertStore, dtype: str) -> dict[str, Any]:
-    """What a measured run's options mean for its effective configuration."""
+    """Describe what a measured run's options mean for its effective configuration."""
     return {
         "world": "measured",
         "mode": "trace",
@@ -303,7 +303,9 @@ def rehearse(planner: Planner, steps: Sequence[RoutedStep]) -> None:
 
 
 def columns_of(trace: Trace, policies: Policies) -> tuple[str, ...]:
-    """What policies read, and the combine weights where the trace has them."""
+    """Name the columns that policies read, and the combine weights where the trace has
+    them.
+    """
     # Outputs are combined with them; a trace without takes equal ones.
     weights = ("weights",) if "weights" in trace.columns else ()
     return tuple(dict.fromkeys((*weights, *needed_columns(policies))))

@@ -226,7 +226,7 @@ def card_budget_bytes(
 def card_bill(
     options: MemoryOptions, shape: ModelShape, profile: HardwareProfile, kv_bytes: int
 ) -> dict[str, int]:
-    """What a card holds beside weights: item -> bytes."""
+    """List what a card holds beside weights: item -> bytes."""
     split = profile.gpus if options.gpu_split == LAYERS else 1
     return {
         "keys and values": kv_bytes // split,
@@ -267,7 +267,7 @@ def kept_bytes(shape: ModelShape, context_tokens: int) -> int:
 
 
 def workspace_bytes(shape: ModelShape) -> int:
-    """What a driver and the largest tensors of one pass take of a card.
+    """Compute what a driver and the largest tensors of one pass take of a card.
 
     Source: as in the bill of `moesim.advice.plan.memory`.
     """

@@ -275,7 +275,9 @@ def _requests(
 def share_of(
     config: RunConfig, progress: Callable[[float], None]
 ) -> Callable[[RoutedStep], None]:
-    """What a replay calls after each step to report the share of it that is done."""
+    """Return what a replay calls after each step to report the share of it that is
+    done.
+    """
     trace = trace_of(config)
     layers = trace.shape.layers
     total = config.steps or max(1, trace.rows)
@@ -293,7 +295,7 @@ def share_of(
 def _sink(
     summary: Summary | None, watch: Callable[[str, Chunk], None] | None
 ) -> Callable[[str, Chunk], None] | None:
-    """What takes the chunks of a timeline in place of memory; None keeps them."""
+    """Return what takes a timeline's chunks in place of memory; None keeps them."""
     if summary is None or watch is None:
         return None if summary is None else summary.add
 
@@ -343,7 +345,7 @@ def _without_effect(setup: Setup, planner: Planner) -> list[str]:
 
 
 def _warnings(setup: Setup, planner: Planner, metrics: dict[str, Any]) -> list[str]:
-    """What a reader of the figures should know."""
+    """List what a reader of the figures should know."""
     shape = setup.shape
     profile = setup.profile
     plan = setup.memory

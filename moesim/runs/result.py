@@ -45,7 +45,7 @@ class Run:
     bound: Bound | MemoryBound | None = field(default=None, kw_only=True)
 
     def __repr__(self) -> str:
-        """What ran where, and how fast."""
+        """Say what ran where, and how fast."""
         config = self.config
         parts = [config["assignment"], config["cache"], config["prefetch"]]
         speed = self.metrics["decode_tokens_per_s"]

@@ -1,4 +1,4 @@
-"""What a run needs, set up from a configuration: policies, memories, a planner.
+"""Sets up a run from a configuration: policies, memories, a planner.
 
 Simulated and measured runs share this, so that both start alike.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Setup:
-    """What a run needs beside its lanes; every call of `planner` makes an equal one.
+    """The parts of a run beside its lanes; every call of `planner` makes an equal one.
 
     Attributes:
         config: what the user asked for.
@@ -186,7 +186,7 @@ class Setup:
         }
 
     def fits_card(self) -> bool:
-        """Whether the cache got a default size although every expert would fit."""
+        """True if the cache got a default size although every expert would fit."""
         memory = self.config.memory
         budget = card_budget_bytes(memory, self.shape, self.profile, self.kv_bytes)
         if memory.is_stated or budget is None:
@@ -198,7 +198,7 @@ class Setup:
         return experts_bytes <= left * split
 
     def gpu_bill(self) -> dict[str, int]:
-        """What each GPU holds: item -> bytes; beside weights only where no size of the
+        """Contents of each GPU: item -> bytes; beside weights only where no size of the
         cache was stated, since that leaves room for it.
         """
         memory = self.config.memory
@@ -352,7 +352,7 @@ def check_digests(config: RunConfig, trace: Trace, profile: HardwareProfile) -> 
 
 
 def _source(profile: HardwareProfile) -> str | None:
-    """What loads a profile again: its file, or the name of one that ships."""
+    """Return what loads a profile again: its file, or the name of one that ships."""
     path = Path(profile.where)
     if path.is_file():
         return str(path.absolute())
@@ -547,7 +547,7 @@ def artefact_files(place: Path) -> list[Path]:
 
 
 def _named(path: Path) -> dict[str, np.ndarray | dict[str, np.ndarray]]:
-    """What one file contributes: its content under its name, and known tensors."""
+    """Return one file's contribution: its content by its name, and known tensors."""
     # Readers of all formats bring machine code, which few runs need.
     from moesim.traces.importers.readers.array_stream import (  # noqa: PLC0415 - see above
         load_named,

@@ -1,5 +1,5 @@
-"""What a configuration names, checked by names alone: before anything is imported that
-takes longer to load than a typing error is worth.
+"""Checks a configuration by names alone: before anything is imported that takes longer
+to load than a typing error is worth.
 """
 
 from __future__ import annotations

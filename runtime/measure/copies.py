@@ -192,7 +192,7 @@ _FILE_NAME: Final = "noise"
 
 
 class DiskReport(NamedTuple):
-    """How reads were measured.
+    """The way in which reads were measured.
 
     Attributes:
         summary: what was read, or why nothing was.

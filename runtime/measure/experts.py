@@ -111,7 +111,7 @@ class ExpertPool:
 
     @property
     def reference(self) -> ReferenceExpert:
-        """What a profile says about the expert."""
+        """Describe the expert as a profile does."""
         return ReferenceExpert(
             self.size.hidden,
             self.size.intermediate,

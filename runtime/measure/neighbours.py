@@ -34,9 +34,7 @@ _FEWEST: Final = 3
 
 
 class LaneWork(NamedTuple):
-    """What a lane does while others are measured: operation number i, on so many
-    threads.
-    """
+    """Work of a lane while others are measured: operation i, on so many threads."""
 
     threads: int
     run: Callable[[int], object]

@@ -110,7 +110,7 @@ _BUSY_READ: Final = 0.5
 
 
 class _Extent(NamedTuple):
-    """How much is measured, and for how long."""
+    """Extent of a measurement: how much, and for how long."""
 
     seconds: float
     tokens: tuple[int, ...]
@@ -470,7 +470,7 @@ class Counters(NamedTuple):
     switches: int
 
     def since(self, earlier: Counters) -> Counters:
-        """What was counted after an earlier reading."""
+        """Return what was counted after an earlier reading."""
         switches = self.switches - earlier.switches if self.switches >= 0 else -1
         return Counters(
             self.cpu_s - earlier.cpu_s, self.waited_s - earlier.waited_s, switches
@@ -541,7 +541,7 @@ class SystemEvidence:
         self._before = self._read()
 
     def shares(self) -> SystemShares:
-        """What was counted since the reading before."""
+        """Return what was counted since the reading before."""
         before = self._before
         now = self._before = self._read()
         ticks, stolen, pressure_s, at_s = (

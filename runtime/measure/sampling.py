@@ -172,7 +172,7 @@ def device_pool_bytes(accelerator: Accelerator, experts_bytes: int = 0) -> int:
 
 @dataclass
 class Measurements:
-    """What has been measured so far.
+    """Measurements that were made so far.
 
     Attributes:
         date: of all of it, ISO.

@@ -57,7 +57,7 @@ MODULE_GATING: Final = "module"
 
 @dataclass(frozen=True, slots=True)
 class Gating:
-    """How the up projection's features [t, 2F] become F.
+    """The function by which the up projection's features [t, 2F] become F.
 
     Attributes:
         act: a name in `ACTIVATIONS`, `ALPHA_SWIGLU`, or `MODULE_GATING`.

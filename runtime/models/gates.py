@@ -1,4 +1,4 @@
-"""What gates return, and how they choose: scoring, top-k, renormalisation.
+"""Gates: what they return, and how they choose (scoring, top-k, renormalisation).
 
 A gate's tensors are read by what they are: integers are ids, a float for every expert
 is the gate's output. How a gate turns that output into scores (softmax, sigmoid,
@@ -50,7 +50,7 @@ _TINY: Final = 1e-12
 
 
 class GateFacts(NamedTuple):
-    """How the gates of a model choose.
+    """The rule by which the gates of a model choose.
 
     Attributes:
         top_k: experts per token.
@@ -398,7 +398,7 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ExpertsCall(NamedTuple):
-    """What an experts module is called with.
+    """Arguments of a call of an experts module.
 
     Attributes:
         hidden: [T, H] hidden states.

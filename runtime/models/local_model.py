@@ -366,8 +366,8 @@ class PassObserver(Protocol):
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen: greedily at temperature 0, else drawn with
-    `seed`.
+    """The rule by which the next token is chosen: greedily at temperature 0, else drawn
+    with `seed`.
     """
 
     temperature: float = 0.0

@@ -1,5 +1,5 @@
-"""What is calibrated from a model and its routing: residual vectors between the inputs
-of neighbouring gates, and how often each expert is chosen; as files with their facts.
+"""Calibration from a model and its routing: residual vectors between the inputs of
+neighbouring gates, and how often each expert is chosen; as files with their facts.
 
 L MoE layers, H hidden, T tokens.
 

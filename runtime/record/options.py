@@ -1,4 +1,4 @@
-"""How a model is recorded: what the command and the recorder share.
+"""Options of a recording, which the command and the recorder share.
 
 Apart from the recorder (`runtime/record/record.py`), which needs torch.
 """

@@ -291,7 +291,7 @@ class Overhead(NamedTuple):
 
     @property
     def slowdown(self) -> float:
-        """How many times longer recording takes than running."""
+        """Return the factor by which recording takes longer than running."""
         return self.plain_tokens_per_s / self.recording_tokens_per_s
 
 

@@ -57,7 +57,7 @@ def parts_dir(out: Path | str) -> Path:
 
 
 def unfinished(out: Path | str) -> int | None:
-    """How many sequences an unfinished recording holds; None where there is none."""
+    """Count the sequences of an unfinished recording; None where there is none."""
     folder = parts_dir(out)
     if not (folder / _PLAN_NAME).is_file():
         return None
@@ -264,7 +264,7 @@ class _Journal:
 
 
 class _Plan(NamedTuple):
-    """What an unfinished recording records."""
+    """The task of an unfinished recording."""
 
     header: TraceHeader
     columns: tuple[str, ...]
@@ -272,7 +272,9 @@ class _Plan(NamedTuple):
 
 
 def _facts(header: TraceHeader, columns: Iterable[str]) -> dict[str, Any]:
-    """What two recordings of the same thing have in common: everything but the date."""
+    """Return what two recordings of the same thing have in common: everything but the
+    date.
+    """
     facts = json.loads(header.to_json())
     provenance = facts.pop("provenance")
     provenance.pop("date", None)

@@ -152,7 +152,7 @@ class HostSlots(Slots):
 
     @property
     def page_locked(self) -> bool:
-        """Whether the pages stay where they are."""
+        """True if the pages stay where they are."""
         return self._locked_for is not None
 
     def close(self) -> None:

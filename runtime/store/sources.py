@@ -314,7 +314,7 @@ class CheckpointSource:
 
 @dataclass(slots=True)
 class _Recipe:
-    """How one parameter [E, …] is made: checkpoint tensors by pattern, and the
+    """The recipe of one parameter [E, …]: checkpoint tensors by pattern, and the
     conversion (None: as it is).
     """
 
@@ -322,7 +322,7 @@ class _Recipe:
     keys: dict[str, list[str]] = field(default_factory=dict)
 
     def is_per_expert(self, count: int) -> bool:
-        """Whether expert e needs nothing but the e-th tensor of each pattern.
+        """True if expert e needs nothing but the e-th tensor of each pattern.
 
         True for a stack over experts followed by operations inside each expert.
         """

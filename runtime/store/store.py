@@ -186,7 +186,7 @@ SEAL_NAME: Final = "checked"
 
 
 class BuildProgress(NamedTuple):
-    """How far a build or a check has come."""
+    """Progress of a build or a check."""
 
     records: int
     total_records: int

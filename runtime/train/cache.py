@@ -86,7 +86,7 @@ class Recipe:
     validation: float = 0.2
 
     def validation_steps(self, steps: int) -> int:
-        """How many of so many training steps only decide when to stop."""
+        """Return how many of so many training steps only decide when to stop."""
         return max(1, round(self.validation * steps))
 
     def horizon_for(self, experts: int, steps: int) -> int:
@@ -102,7 +102,7 @@ LEAST_STEPS: Final = 20
 
 
 class Samples(NamedTuple):
-    """What there is to learn, layer steps first.
+    """Training samples, layer steps first.
 
     Attributes:
         features: float32 [S, L, 2N].

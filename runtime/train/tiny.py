@@ -81,7 +81,7 @@ class LossPoint(NamedTuple):
 
 
 class HeldOut(NamedTuple):
-    """How a model does on text it never saw. L = number of MoE layers.
+    """Results of a model on text it never saw. L = number of MoE layers.
 
     Attributes:
         nats_per_byte: mean loss.

@@ -207,12 +207,12 @@ def test_the_index_leads_to_every_page():
 
 def test_the_glossary_is_sorted_and_says_everything_once():
     page = text_of(DOCS / "reference" / "glossary.md")
-    terms = re.findall(r"^\| \*\*(.*?)\*\*", page, flags=re.MULTILINE)
+    terms = re.findall(r"^- \*\*(.*?)\*\*", page, flags=re.MULTILINE)
     assert len(terms) >= 30
     assert len(set(terms)) == len(terms)
     sections = page.split("\n## ")[1:]
     for section in sections:
-        words = re.findall(r"^\| \*\*(.*?)\*\*", section, flags=re.MULTILINE)
+        words = re.findall(r"^- \*\*(.*?)\*\*", section, flags=re.MULTILINE)
         assert words == sorted(words, key=str.lower), section.partition("\n")[0]
 
 

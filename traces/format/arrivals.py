@@ -272,7 +272,7 @@ class RequestSteps:
 def request_figures(
     requests: list[Request], slo: dict[str, float], makespan_s: float
 ) -> dict[str, Any]:
-    """What users of a server see.
+    """Compute what users of a server see.
 
     Args:
         requests: those that were admitted. Unfinished ones do not count: their times

@@ -34,7 +34,7 @@ _COUNTED_ROWS = 1 << 17
 
 @dataclass(slots=True)
 class RoutedLayer:
-    """What the gate of one MoE layer decided in one step. A active experts, T tokens.
+    """The gate's decision in one MoE layer of one step. A active experts, T tokens.
 
     Attributes:
         layer: MoE layer.
@@ -164,8 +164,8 @@ def compose(
 
 
 def ends_in_prompt(trace: Trace, *, batch: int, steps: int | None) -> bool:
-    """Whether the first `steps` forward passes end before the prompts of their batch
-    do, which micro-batches make possible.
+    """Tell whether the first `steps` forward passes end before the prompts of their
+    batch do, which micro-batches make possible.
     """
     if steps is None or trace.passes.micro_batch_tokens is None:
         return False
@@ -271,7 +271,7 @@ class SequenceGroup:
 
     @property
     def has_prompt(self) -> bool:
-        """Whether any sequence has prompt tokens."""
+        """True if any sequence has prompt tokens."""
         return any(self._prompt_rows)
 
     @property
@@ -318,7 +318,7 @@ class SequenceGroup:
             )
 
     def _is_ragged(self, sequence: int, prompt: slice) -> bool:
-        """Whether some layers hold fewer tokens of a prompt than others."""
+        """Tell whether some layers hold fewer tokens of a prompt than others."""
         tokens = _distinct(self._group[sequence].pos[prompt])
         return prompt.stop != tokens * self.layers
 
@@ -528,7 +528,7 @@ class SequenceGroup:
 
 
 def _distinct(positions: np.ndarray) -> int:
-    """How many tokens these ascending positions are of."""
+    """Count the tokens that these ascending positions are of."""
     if not len(positions):
         return 0
     return 1 + int(np.count_nonzero(np.diff(positions)))

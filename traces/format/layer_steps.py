@@ -240,7 +240,7 @@ def _mean_scores(passes: PassRows) -> np.ndarray:
 def _predicted(
     passes: PassRows, predictors: tuple[str, ...], layers: int, experts: int
 ) -> dict[str, np.ndarray]:
-    """What these predictors give to the experts of each layer step."""
+    """Return what these predictors give to the experts of each layer step."""
     # Few runs predict, and all would wait for its machine code.
     from moesim.traces.predictions import tally_layer_steps  # noqa: PLC0415 - see above
 

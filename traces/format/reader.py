@@ -339,8 +339,8 @@ class Trace:
     def _check_order(
         self, block: dict[str, np.ndarray], base: int, last: tuple[int, int]
     ) -> tuple[int, int]:
-        """Whether rows ascend from `last`, the sequence and place before them; return
-        those of the last row.
+        """Check that rows ascend from `last`, the sequence and place before them;
+        return those of the last row.
         """
         layers = self.shape.layers
         seq, place, row = follow(last, block, layers)
@@ -453,7 +453,7 @@ def _check_schema(path: Path, schema: pa.Schema) -> None:
 
 
 def _fits(name: str, kind: pa.DataType) -> tuple[bool, str]:
-    """Whether a column may have this type, and the type it should have."""
+    """Tell whether a column may have this type, and the type it should have."""
     # Widths are converted while reading, kinds are not: floats are no ids.
     is_list = pa.types.is_list(kind)
     inner = kind.value_type if is_list or pa.types.is_dictionary(kind) else kind

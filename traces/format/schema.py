@@ -1,5 +1,5 @@
-"""What a routing trace is: its columns, its header, and the shape of the model it came
-from.
+"""The format of a routing trace: its columns, its header, and the shape of the model it
+came from.
 
 One row is one token at one MoE layer. The header travels in the Parquet metadata, so a
 trace says by itself which model, which prompts and which tool it came from.
@@ -82,7 +82,7 @@ OPTIONAL_COLUMNS = ("weights", "scores", *PREDICTION_COLUMNS, "token")
 
 
 def prediction_distance(column: str) -> int:
-    """How many layers ahead a column of `PREDICTION_COLUMNS` predicts."""
+    """Return how many layers ahead a column of `PREDICTION_COLUMNS` predicts."""
     return int(column[len("pred")])
 
 
@@ -290,7 +290,7 @@ def _mean_bytes(sizes: Sequence[int]) -> int:
 
 @dataclass
 class _Version:
-    """What every version of the header has."""
+    """Fields of every version of the header."""
 
     schema_version: int
 
@@ -407,7 +407,7 @@ def _check_decode(
     layers: int,
     error: Callable[..., TraceError],
 ) -> None:
-    """Whether every generated token has all its layers in order; `prompt` rows stand
+    """Check that every generated token has all its layers in order; `prompt` rows stand
     before.
     """
     due = np.resize(np.arange(layers, dtype=layer.dtype), len(layer))

@@ -318,7 +318,7 @@ class TraceWriter:
             )
 
     def _check_order(self, block: dict[str, np.ndarray]) -> None:
-        """Whether rows ascend, from the last one of the call before on."""
+        """Check that rows ascend, from the last one of the call before on."""
         layers = self.header.shape.layers
         seq, place, row = follow(self._last, block, layers)
         if row is not None:

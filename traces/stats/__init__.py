@@ -1,3 +1,3 @@
-"""What a trace is like before any machine is involved, and whether it can be
+"""Statistics of a trace before any machine is involved, and signs that it cannot be
 trusted.
 """

@@ -1,4 +1,4 @@
-"""How often would a cache of any size have hit? One pass answers for all sizes at once.
+"""Hit rates of caches of every size, in one pass over a trace.
 
 The caches are those of `replay --cache-only`: cold at the start, *step-atomic* (a layer
 step looks up all its active experts first, holds them, and only then lets misses in),

@@ -291,8 +291,8 @@ def _count(layer: np.ndarray, experts: np.ndarray, load: np.ndarray) -> None:
 
 @compiled(nb.boolean(input_array(nb.uint16, 2)))
 def _repeats(first_choice: np.ndarray) -> bool:
-    """Whether first choices [T, L] equal those of some fixed number of tokens before,
-    in the second half: a greedy loop sets in late and never ends.
+    """Tell whether first choices [T, L] equal those of some fixed number of tokens
+    before, in the second half: a greedy loop sets in late and never ends.
     """
     second_half = first_choice[len(first_choice) // 2 :]
     tokens, layers = second_half.shape

@@ -1,4 +1,4 @@
-"""What a trace is like before any machine is involved: how many experts work, how
+"""Statistics of a trace before any machine is involved: how many experts work, how
 evenly, and how long they stay in use.
 
 All figures are per layer and about decode, one sequence at a time, unless they say

@@ -54,7 +54,7 @@ _GOALS = (0.8, 0.9, 0.95)
 
 @dataclass(slots=True)
 class TraceSummary:
-    """What `summarise_trace` found.
+    """The result of `summarise_trace`.
 
     Attributes:
         shape: the model.

@@ -1,5 +1,5 @@
-"""How synthetic routing is drawn: habits, added as log-weights, and K experts by
-systematic sampling.
+"""Draws synthetic routing: habits, added as log-weights, and K experts by systematic
+sampling.
 
 At every layer a token chooses K distinct experts. How likely each is follows from four
 habits:
@@ -82,7 +82,7 @@ class TokenKinds:
 
 @dataclass(frozen=True, slots=True)
 class SynthModel:
-    """What `synthesise` draws from.
+    """The model that `synthesise` draws from.
 
     Attributes:
         shape: the model.

@@ -398,7 +398,7 @@ def _scaled(model: SynthModel, sequences: list[np.ndarray]) -> SynthModel:
 
 
 class _Habits(NamedTuple):
-    """What tokens did: shares by expert [L, E] and by age [L, A], the bits that
+    """Habits of tokens: shares by expert [L, E] and by age [L, A], the bits that
     adjacent layers share [L - 1], and how often two tokens of one sequence choose the
     same expert, [L].
     """
@@ -458,7 +458,7 @@ def _freed(
 
 
 def _measured(made: list[np.ndarray], group: int, shape: ModelShape) -> _Habits:
-    """What drawn sequences do; the bits are means over groups of so many."""
+    """Measure the habits of drawn sequences; bits are means over groups of so many."""
     groups = [made[start : start + group] for start in range(0, len(made), group)]
     bits = np.mean([shared_bits(part, shape) for part in groups], axis=0)
     share, age = _counts(made, shape)

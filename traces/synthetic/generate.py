@@ -279,7 +279,7 @@ def _sequences(
 
 
 def _side_by_side(model: SynthModel) -> int:
-    """How many sequences are drawn side by side, so that memory stays bounded."""
+    """Return how many sequences are drawn side by side, so that memory is bounded."""
     shape = model.shape
     longest = max(map(sum, model.lengths))
     sequence_bytes = 2 * shape.layers * shape.top_k * longest

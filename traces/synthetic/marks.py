@@ -1,4 +1,4 @@
-"""How a trace says that parts of it were drawn and not recorded."""
+"""Marks of a trace whose parts were drawn and not recorded."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Predictor:
 
 @dataclass(frozen=True, slots=True)
 class PredictedTrace:
-    """What `predict` wrote.
+    """The trace that `predict` wrote.
 
     Attributes:
         path: of the trace.

@@ -42,7 +42,7 @@ _DEPTH_STREAM = 2
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """How errors depend on each other; see the module.
+    """Correlations between errors of predictions; see the module.
 
     Attributes:
         depths: correlation of the noise of adjacent depths, 0..1.

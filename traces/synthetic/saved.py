@@ -183,7 +183,7 @@ def load(path: Path | str) -> SynthModel:
 
 @dataclass
 class _Header:
-    """What is in a file beside its arrays."""
+    """Contents of a file beside its arrays."""
 
     moesim_statistics: int
     shape: ModelShape

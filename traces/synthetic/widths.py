@@ -36,7 +36,7 @@ _MOST_BITS = 64.0
 
 @dataclass(frozen=True, slots=True)
 class WidenedTrace:
-    """What `set_widths` wrote.
+    """The trace that `set_widths` wrote.
 
     Attributes:
         path: of the trace.
@@ -131,7 +131,8 @@ def _sizes(bits: np.ndarray, shape: ModelShape) -> list[list[int]]:
 def _counts(
     bits: Sequence[float], shares: Sequence[float] | None, experts: int
 ) -> tuple[np.ndarray, list[float]]:
-    """How many experts of a layer get each width, int64 [W], and the shares.
+    """Count the experts of a layer that get each width, int64 [W], and return the
+    shares.
 
     Raises:
         TraceError: as many shares as widths are not given, or they are no shares.

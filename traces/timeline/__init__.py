@@ -1,3 +1,1 @@
-"""What happened in a run: spans, metrics computed from them, and the Perfetto
-export.
-"""
+"""The record of a run: spans, metrics computed from them, and the Perfetto export."""

@@ -1,5 +1,5 @@
-"""What became of copies to a GPU: were prefetches used, was an expert brought back that
-had just left?
+"""Uses of copies to a GPU: were prefetches used, was an expert brought back that had
+just left?
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Metric(NamedTuple):
-    """What a figure of a run means.
+    """Unit, direction and definition of a figure of a run.
 
     Attributes:
         group: the section of ``docs/reference/metrics.md`` that explains it.

@@ -1,4 +1,4 @@
-"""What a real run's workers did from instant to instant.
+"""Operations of a real run's workers, from instant to instant.
 
 A span says when an operation ran. Between being chosen and being counted more happens:
 a thread is woken, a lock is waited for, work is handed out. In a real run all of that
@@ -100,7 +100,7 @@ class OperationTable:
         self._bytes.extend(_pack(*part))
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Count the rows."""
         return len(self._bytes) // _ROW.itemsize
 
     def columns(self) -> dict[str, np.ndarray]:

@@ -165,7 +165,7 @@ def _end_us(timeline: Timeline) -> float:
 
 
 def _traffic(process: int, chunk: Chunk, links: Mapping[int, str]) -> list[str]:
-    """What each link carries while it copies, and nothing behind."""
+    """Yield counters of what each link carries while it copies."""
     events = []
     columns = (chunk[name].tolist() for name in ("lane", "bytes", "start_s", "end_s"))
     for lane, nbytes, start_s, end_s in zip(*columns, strict=True):

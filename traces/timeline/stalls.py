@@ -1,4 +1,4 @@
-"""How evenly CPU and GPU work in a layer step, and how long compute lanes wait for
+"""Balance of CPU and GPU in a layer step, and the time that compute lanes wait for
 copies.
 """
 
@@ -187,8 +187,8 @@ def waits_of_lanes(
     target: np.ndarray,
     plan_end_s: np.ndarray,
 ) -> tuple[bool, np.ndarray]:
-    """How long the lane of each compute span waited: idle, after planning and after the
-    compute span before, until the last copy of its expert had landed.
+    """Compute how long the lane of each compute span waited: idle, after planning and
+    after the compute span before, until the last copy of its expert had landed.
 
     Args:
         rows: N spans of S layer steps.
@@ -315,7 +315,7 @@ def _are_copies(kind: np.ndarray) -> np.ndarray:
 
 
 def _with_key(spans: Chunk) -> Chunk:
-    """What is looked at of spans, and a key of step and layer."""
+    """Return the relevant columns of spans, and a key of step and layer."""
     rows = {name: np.ascontiguousarray(spans[name]) for name in _COLUMNS}
     rows["key"] = spans["step"].astype(np.int64) * _LAYERS + rows["layer"]
     return rows

@@ -10,29 +10,24 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from moesim.advice.model.contents import F16_BYTES, LayerContents, ModelContents
 from moesim.advice.model.gguf_header import gguf_contents
 from moesim.advice.model.hf_folder import hf_contents, is_hf_folder
+from moesim.advice.model.shaped import shaped_contents
 from moesim.base.errors import AdviceError
 from moesim.base.text import did_you_mean
-from moesim.traces.models import attention_weights, sees_everything
-from moesim.traces.weight_formats import (
-    Recipe,
-    bytes_per_weight,
-    is_dynamic,
-    more_bits,
-    recipe,
-    row_format,
-)
+from moesim.traces.models import layer_shapes
+from moesim.traces.weight_formats import Recipe, is_dynamic, recipe
+
+if TYPE_CHECKING:
+    from moesim.advice.model.contents import ModelContents
 
 DEFAULT_QUANT = "Q4_K_M"
 
@@ -77,9 +72,6 @@ ALIASES = {
     "ring-flash-2.0": "ling-flash-2.0",
     "olmoe": "olmoe-1b-7b",
 }
-
-NORM_BYTES_PER_WEIGHT = 4
-MATRICES = 3
 
 # Unsloth's files of Llama 4 are older than its others: "attention and other layers in
 # 4 or 6bit", whose middle this is. Shared experts are half of what a token reads there.
@@ -187,133 +179,22 @@ def _known_recipe(label: str) -> Recipe:
 
 
 def _computed(row: dict[str, Any], formats: Recipe, label: str) -> ModelContents:
-    dense_layers = set(row.get("dense_layers", ()))
-    count = row["moe_layers"] + len(dense_layers)
-    layers = tuple(
-        _layer(row, formats, at, count, dense=at in dense_layers) for at in range(count)
-    )
-
-    hidden = row["hidden"]
-    table_weights = row.get("vocab", 0) * hidden
-    tied = row.get("tied", False)
-    return ModelContents(
+    contents = shaped_contents(
+        layer_shapes(row),
+        formats,
         name=row["name"],
-        architecture=row["name"],
-        layers=layers,
-        embed_bytes=_stored(table_weights, formats.embed),
-        head_bytes=_stored(table_weights, formats.head),
-        head_weights=table_weights,
-        head_format=formats.head,
-        hidden=hidden,
-        source="shapes",
+        hidden=row["hidden"],
+        vocab=row.get("vocab", 0),
+        tied=row.get("tied", False),
+    )
+    return replace(
+        contents,
         quant=label,
-        tied=tied,
+        # Tables that are looked up, not multiplied; they may stay in the file.
         table_bytes=row.get("table_bytes", 0),
         table_rows=row.get("table_rows", 1),
         assumed=("bytes follow from the shape and the label",),
     )
-
-
-def _layer(
-    row: dict[str, Any], formats: Recipe, at: int, count: int, *, dense: bool
-) -> LayerContents:
-    if "window_heads" in row and not sees_everything(row, at):
-        row = {**row, "heads": row["window_heads"]}
-    hidden = row["hidden"]
-    recurrent = "linear_weights" in row and not sees_everything(row, at)
-    mixer = row["linear_weights"] if recurrent else attention_weights(row)
-
-    # Gates and norms stay in single precision in GGUF files.
-    exact = 2 * hidden
-    if dense:
-        # Where no source says, as wide as the experts of one token together.
-        usual = row["top_k"] * row["expert_intermediate"]
-        feed_forward = MATRICES * hidden * row.get("dense_intermediate", usual)
-    else:
-        feed_forward = MATRICES * hidden * row.get("shared_intermediate", 0)
-        exact += hidden * row["experts"]
-
-    dense_format = row_format(formats.dense, hidden)
-    dense_weights = mixer + feed_forward
-    dense_formats = {
-        dense_format: _stored(dense_weights, dense_format),
-        "f32": exact * NORM_BYTES_PER_WEIGHT,
-    }
-    layer = LayerContents(
-        dense_bytes=sum(dense_formats.values()),
-        dense_weights=dense_weights + exact,
-        dense_formats=dense_formats,
-    )
-    sizes: dict[str, Any] = _context_sizes(row, at, recurrent=recurrent)
-    layer = replace(layer, **sizes)
-    if dense:
-        return layer
-
-    expert_formats = _expert_formats(row, formats, at, count)
-    matrices = row.get("matrices", MATRICES)
-    return replace(
-        layer,
-        experts=row["experts"],
-        top_k=row["top_k"],
-        expert_bytes=sum(expert_formats.values()),
-        expert_weights=row["experts"] * matrices * hidden * row["expert_intermediate"],
-        expert_formats=dict(expert_formats),
-    )
-
-
-def _expert_formats(
-    row: dict[str, Any], formats: Recipe, at: int, count: int
-) -> Counter[str]:
-    """Bytes of all experts of one layer by format."""
-    hidden = row["hidden"]
-    intermediate = row["expert_intermediate"]
-    matrix = row["experts"] * hidden * intermediate
-    up = row_format(formats.up, hidden)
-    # Recipes give some layers more bits, see `more_bits`.
-    down = formats.down_more if more_bits(at, count) else formats.down
-    down = row_format(down, intermediate)
-
-    stored: Counter[str] = Counter()
-    stored[up] += _stored((row.get("matrices", MATRICES) - 1) * matrix, up)
-    stored[down] += _stored(matrix, down)
-    return stored
-
-
-def _context_sizes(row: dict[str, Any], at: int, *, recurrent: bool) -> dict[str, int]:
-    """Key-value bytes, window and width of one layer's attention."""
-    heads = int(row.get("heads", 0))
-
-    if recurrent:
-        # A matrix of head size x head size per head, in single precision.
-        return {"state_bytes": row.get("linear_heads", 2 * heads) * 128 * 128 * 4}
-    if latent := row.get("mla"):
-        entry = latent["kv"] + latent["rope"]
-        query = latent["nope"] + latent["rope"]
-        return {
-            "latent_values": heads * (2 * entry + query),
-            "kv_bytes_per_token": entry * F16_BYTES,
-            # Prompts are read with full keys and values, not with the compressed ones.
-            "attention_width": heads * (query + latent["value"]),
-        }
-
-    head_dim = int(row.get("head_dim", 128))
-    kv_heads = int(row.get("kv_heads", heads)) or 8
-    windowed = "window" in row and not sees_everything(row, at)
-    if not windowed and "global_kv_heads" in row:
-        # Layers without a window have fewer and wider heads.
-        kv_heads, head_dim = int(row["global_kv_heads"]), int(row["global_head_dim"])
-    return {
-        # An indexer, which finds the keys that are worth reading, has keys of its own.
-        "kv_bytes_per_token": (2 * kv_heads * head_dim + row.get("index_dim", 0))
-        * F16_BYTES,
-        "window_tokens": row["window"] if windowed else 0,
-        "attention_width": 2 * heads * head_dim,
-        "query_group": max(1, heads // kv_heads),
-    }
-
-
-def _stored(weights: int, name: str) -> int:
-    return round(weights * bytes_per_weight(name))
 
 
 def _scaled(contents: ModelContents, file_bytes: int) -> ModelContents:
@@ -361,8 +242,7 @@ def model_contents(model: str, quant: str = "") -> ModelContents:
                 f"{path}: a folder without config.json; give a GGUF file or the folder"
                 " of a Hugging Face model"
             )
-        _refuse_quant(quant, path)
-        return hf_contents(path)
+        return hf_contents(path, quant)
 
     # A wrong path should be called that, not an unknown model.
     if path.suffix.lower() == ".gguf" or path.is_file():

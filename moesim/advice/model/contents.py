@@ -38,13 +38,16 @@ class LayerContents:
         dense_weights: number of weights in those bytes.
         dense_formats: weight format -> bytes of `dense_bytes`.
         experts: routed experts; 0 in a dense layer.
-        top_k: of them per token.
+        zero_experts: choices of the gate beside `experts` that read nothing.
+        top_k: choices per token.
         expert_bytes: all routed experts together.
         expert_weights: number of weights in those bytes.
         expert_formats: weight format -> bytes of `expert_bytes`.
         kv_bytes_per_token: key and value entries of one context token in half
             precision; 0 in a recurrent layer.
         window_tokens: attention looks back at most so far; 0 without a window.
+        pooled_bytes_per_token: kept of each token of the whole context beside a window,
+            where several tokens are compressed to one entry.
         state_bytes: recurrent state of one sequence, read and written per token.
         attention_width: heads x (key + value size): multiply-adds per context token.
         query_group: query heads that share a key head; 1 where each has its own, or
@@ -58,12 +61,14 @@ class LayerContents:
     dense_weights: int
     dense_formats: Mapping[str, int]
     experts: int = 0
+    zero_experts: int = 0
     top_k: int = 0
     expert_bytes: int = 0
     expert_weights: int = 0
     expert_formats: Mapping[str, int] = field(default_factory=dict)
     kv_bytes_per_token: int = 0
     window_tokens: int = 0
+    pooled_bytes_per_token: float = 0.0
     state_bytes: int = 0
     attention_width: int = 0
     query_group: int = 1
@@ -86,7 +91,8 @@ class LayerContents:
     @property
     def active_share(self) -> float:
         """Share of the routed experts that one token reads."""
-        return self.top_k / self.experts if self.experts else 0.0
+        choices = self.experts + self.zero_experts
+        return self.top_k / choices if self.experts else 0.0
 
     @property
     def active_bytes(self) -> float:
@@ -101,7 +107,8 @@ class LayerContents:
         if self.window_tokens:
             cells = -(-(self.window_tokens + micro_batch) // WINDOW_CELLS)
             tokens = min(tokens, cells * WINDOW_CELLS)
-        return self.kv_bytes_per_token * tokens
+        pooled = self.pooled_bytes_per_token * context_tokens
+        return self.kv_bytes_per_token * tokens + pooled
 
     def kv_bytes(self, context_tokens: float) -> float:
         """Key and value bytes, in half precision, behind one token at this depth."""
@@ -109,7 +116,8 @@ class LayerContents:
         tokens = context_tokens
         if self.window_tokens:
             tokens = min(tokens, self.window_tokens)
-        return self.kv_bytes_per_token * tokens
+        pooled = self.pooled_bytes_per_token * context_tokens
+        return self.kv_bytes_per_token * tokens + pooled
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,7 @@ class ModelContents:
         unused_bytes: stored, but not read when tokens are made (multi-token heads).
         table_bytes: look-up tables by token or n-gram besides the embeddings: a token
             reads a few rows, so engines may leave them in the file.
+        table_weights: number of weights in those bytes.
         table_rows: rows of them that a token reads.
         assumed: what the source did not say.
     """
@@ -148,6 +157,7 @@ class ModelContents:
     tied: bool = False
     unused_bytes: int = 0
     table_bytes: int = 0
+    table_weights: int = 0
     table_rows: int = 1
     assumed: tuple[str, ...] = ()
 
@@ -177,11 +187,12 @@ class ModelContents:
 
     @cached_property
     def weights(self) -> int:
-        """Number of weights, embeddings and head included."""
+        """Number of weights, embeddings, head and tables included."""
         in_layers = sum(
             layer.dense_weights + layer.expert_weights for layer in self.layers
         )
-        return in_layers + self.head_weights * (1 if self.tied else 2)
+        tables = self.head_weights * (1 if self.tied else 2) + self.table_weights
+        return in_layers + tables
 
     @cached_property
     def active_weights(self) -> float:
@@ -269,6 +280,7 @@ class SortedTensors:
     rest_bytes: int = 0
     unused_bytes: int = 0
     table_bytes: int = 0
+    table_weights: int = 0
 
 
 def is_routed(name: str) -> bool:
@@ -295,6 +307,7 @@ def sort_tensors(tensors: Iterable[Tensor], run_layers: int) -> SortedTensors:
             continue
         if TABLE.search(tensor.name):
             parts.table_bytes += tensor.stored_bytes
+            parts.table_weights += tensor.weights
             continue
         layer_match = LAYER.search(tensor.name)
         if layer_match and int(layer_match.group(1)) < run_layers:

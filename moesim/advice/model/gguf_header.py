@@ -26,15 +26,16 @@ from gguf.constants import (
 )
 
 from moesim.advice.model.contents import (
-    F16_BYTES,
     LayerContents,
     LayerTensors,
     ModelContents,
     Tensor,
     sort_tensors,
 )
+from moesim.advice.model.shaped import context_sizes
 from moesim.base.errors import AdviceError
 from moesim.base.inputs import open_input
+from moesim.traces.layer_kinds import LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -279,9 +280,6 @@ class _Parser:
         )
 
 
-STATE_BYTES_PER_VALUE = 4
-
-
 def gguf_contents(path: Path) -> ModelContents:
     """Read what a GGUF file holds.
 
@@ -329,6 +327,7 @@ def gguf_contents(path: Path) -> ModelContents:
         # Tensors outside the layers (rope factors, the last norm) are small.
         unused_bytes=parts.unused_bytes + parts.rest_bytes,
         table_bytes=parts.table_bytes,
+        table_weights=parts.table_weights,
     )
 
 
@@ -364,8 +363,8 @@ class _Keys:
 
 
 def _layer(sums: LayerTensors, at: int, keys: _Keys) -> LayerContents:
-    attention = _Attention(keys, at)
     experts = keys.whole("expert_count") if sums.expert_bytes else 0
+    mixer = _kind(keys, at).mixer(hidden=keys.whole("embedding_length"))
     return LayerContents(
         dense_bytes=sums.dense_bytes,
         dense_weights=sums.dense_weights,
@@ -375,83 +374,109 @@ def _layer(sums: LayerTensors, at: int, keys: _Keys) -> LayerContents:
         expert_bytes=sums.expert_bytes,
         expert_weights=sums.expert_weights,
         expert_formats=dict(sums.expert_formats),
-        kv_bytes_per_token=attention.kv_bytes_per_token,
-        window_tokens=attention.window_tokens,
-        state_bytes=attention.state_bytes,
-        attention_width=attention.width,
-        query_group=attention.query_group,
-        latent_values=attention.latent_values,
+        **context_sizes(mixer),
     )
 
 
-class _Attention:
-    """Sizes of one layer's attention, or of the recurrence that stands in its place."""
+def _kind(keys: _Keys, at: int) -> LayerKind:
+    """What one layer is, by the keys of its architecture."""
+    if _is_recurrent(keys, at):
+        return _recurrence(keys)
+    heads = keys.whole("attention.head_count", 0, at)
+    index = {
+        "index": keys.whole("attention.indexer.key_length", 0),
+        "index_heads": keys.whole("attention.indexer.head_count", 0),
+    }
+    # Others compress the keys of their indexer alone.
+    if keys.value("attention.output_group_count") is not None:
+        sizes = {
+            "heads": heads,
+            "key": keys.whole("attention.key_length"),
+            "q": keys.whole("attention.q_lora_rank", 0),
+            "o": keys.whole("attention.output_lora_rank", 0),
+            "o_groups": keys.whole("attention.output_group_count", 0),
+            "window": keys.whole("attention.sliding_window"),
+            "ratio": keys.whole("attention.compress_ratios", 0, at),
+        }
+        return LayerKind("compressed", {**sizes, **index})
 
-    def __init__(self, keys: _Keys, at: int) -> None:
-        self.kv_bytes_per_token = 0
-        self.window_tokens = 0
-        self.state_bytes = 0
-        self.width = 0
-        self.query_group = 1
-        self.latent_values = 0
+    # Files from before April 2025 lack the absorbed matrices of latent attention, and
+    # the engine keeps full keys and values for each head.
+    rank = keys.whole("attention.kv_lora_rank", 0)
+    if rank and keys.value("attention.key_length_mla") is not None:
+        rope = keys.whole("rope.dimension_count", 0)
+        key = keys.whole("attention.key_length_mla")
+        sizes = {
+            "heads": heads,
+            "kv": rank,
+            "rope": rope,
+            "nope": key - rope,
+            "value": keys.whole("attention.value_length_mla", key),
+        }
+        return LayerKind("latent", {**sizes, **index})
 
-        if self._recurrent(keys, at):
-            inner = keys.whole("ssm.inner_size", 0)
-            state = keys.whole("ssm.state_size", 0)
-            self.state_bytes = inner * state * STATE_BYTES_PER_VALUE
-            return
+    window = _window(keys, at)
+    hidden = keys.whole("embedding_length")
+    size = hidden // heads if heads else 0
+    key = keys.whole("attention.key_length", size, at)
+    value = keys.whole("attention.value_length", size, at)
+    if window:
+        key = keys.whole("attention.key_length_swa", key)
+        value = keys.whole("attention.value_length_swa", value)
+    kv_heads = keys.whole("attention.head_count_kv", heads, at)
+    if rank:
+        kv_heads = heads
+    sizes = {"heads": heads, "kv_heads": kv_heads, "key": key, "value": value}
+    return LayerKind("attention", {**sizes, **index, "window": window})
 
-        heads = keys.whole("attention.head_count", 0, at)
-        hidden = keys.whole("embedding_length")
-        kv_heads = keys.whole("attention.head_count_kv", heads, at)
-        size = hidden // heads if heads else 0
-        key_size = keys.whole("attention.key_length", size, at)
-        value_size = keys.whole("attention.value_length", size, at)
-        rank = keys.whole("attention.kv_lora_rank", 0)
-        entry = kv_heads * (key_size + value_size)
 
-        # Multi-head latent attention keeps one compressed entry for all heads. Files
-        # from before April 2025 lack the absorbed matrices, and the engine keeps full
-        # keys and values for each head.
-        if rank and keys.value("attention.key_length_mla") is not None:
-            entry = rank + keys.whole("rope.dimension_count", 0)
-            # Prompts are read with full keys and values, not with compressed ones.
-            key_size = keys.whole("attention.key_length_mla", key_size)
-            value_size = keys.whole("attention.value_length_mla", value_size)
-            self.latent_values = heads * (2 * entry + key_size)
-        elif not rank:
-            self.query_group = max(1, heads // max(1, kv_heads))
-        self.kv_bytes_per_token = entry * F16_BYTES
-        self.width = heads * (key_size + value_size)
-        self.window_tokens = self._window(keys, at)
+def _recurrence(keys: _Keys) -> LayerKind:
+    """The recurrence or convolution that stands in attention's place: its state is in
+    the header, its weights are in the tensors.
+    """
+    if keys.value("shortconv.l_cache") is not None:
+        return LayerKind("conv", {"conv": keys.whole("shortconv.l_cache")})
+    kda = keys.whole("kda.head_dim", 0)
+    if kda:
+        heads = keys.whole("attention.head_count", 0)
+        return LayerKind("kda", {"heads": heads, "key": kda})
+    if not keys.value("ssm.inner_size"):
+        # Layers of some hybrids are experts alone.
+        return LayerKind("none")
+    inner = keys.whole("ssm.inner_size")
+    state = keys.whole("ssm.state_size", 0)
+    sizes = {"heads": 1, "key": inner, "groups": 0, "state": state}
+    return LayerKind("ssm", sizes)
 
-    @staticmethod
-    def _recurrent(keys: _Keys, at: int) -> bool:
-        # Hybrids (Qwen3-Next and later): every n-th layer has full attention.
-        interval = keys.whole("full_attention_interval", 0)
-        if (
-            not interval
-            and keys.value("ssm.inner_size")
-            and "qwen3" in keys.architecture
-        ):
-            interval = 4
-        if interval:
-            return (at + 1) % interval != 0
 
-        # Others state key-value heads by layer; 0 marks a layer without attention.
-        stated = keys.value("attention.head_count_kv")
-        return (
-            isinstance(stated, tuple)
-            and keys.whole("attention.head_count_kv", 0, at) == 0
-        )
+def _is_recurrent(keys: _Keys, at: int) -> bool:
+    listed = keys.value("attention.recurrent_layers")
+    if isinstance(listed, tuple) and listed:
+        return bool(listed[min(at, len(listed) - 1)])
+    # Hybrids (Qwen3-Next and later): every n-th layer has full attention.
+    interval = keys.whole("full_attention_interval", 0)
+    if not interval and keys.value("ssm.inner_size") and "qwen3" in keys.architecture:
+        interval = 4
+    if interval:
+        return (at + 1) % interval != 0
 
-    @staticmethod
-    def _window(keys: _Keys, at: int) -> int:
-        window = keys.whole("attention.sliding_window", 0)
-        pattern = keys.value("attention.sliding_window_pattern")
-        if isinstance(pattern, tuple):
-            return window if pattern[min(at, len(pattern) - 1)] else 0
-        if keys.architecture == "gpt-oss":
-            # Alternates, beginning with a window.
-            return window if at % 2 == 0 else 0
-        return 0
+    # Others state key-value heads by layer; 0 marks a layer without attention.
+    stated = keys.value("attention.head_count_kv")
+    return (
+        isinstance(stated, tuple) and keys.whole("attention.head_count_kv", 0, at) == 0
+    )
+
+
+def _window(keys: _Keys, at: int) -> int:
+    """How far back a layer looks; 0 without a limit."""
+    window = keys.whole("attention.sliding_window", 0)
+    pattern = keys.value("attention.sliding_window_pattern")
+    if isinstance(pattern, tuple):
+        return window if pattern[min(at, len(pattern) - 1)] else 0
+    if isinstance(pattern, int) and pattern > 0:
+        # Every n-th layer sees everything.
+        return window if (at + 1) % pattern else 0
+    if keys.architecture == "gpt-oss":
+        # Alternates, beginning with a window.
+        return window if at % 2 == 0 else 0
+    return 0

@@ -1,4 +1,5 @@
-"""Reads a Hugging Face folder: its config and the headers of its safetensors files.
+"""Reads a Hugging Face folder: its config, and the headers of its safetensors files if
+there are any.
 
 A safetensors file begins with the length of a JSON header that names every tensor with
 its type, shape and place; the weights behind it are never read.
@@ -10,23 +11,27 @@ import json
 import math
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moesim.advice.model.contents import (
-    F16_BYTES,
     LayerContents,
     LayerTensors,
     ModelContents,
     Tensor,
     sort_tensors,
 )
+from moesim.advice.model.hf_config import read_config
+from moesim.advice.model.shaped import context_sizes, shaped_contents
 from moesim.base.errors import AdviceError
-from moesim.base.inputs import load_json, parse_json, read_json, read_text
+from moesim.base.inputs import parse_json, read_json
+from moesim.traces.weight_formats import bytes_per_weight, recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
+
+    from moesim.advice.model.hf_config import ConfigShape
+    from moesim.traces.layer_kinds import LayerShape
 
 # A header of more bytes is no header; the largest known models stay below 10 MB.
 LONGEST_HEADER = 1 << 30
@@ -42,32 +47,11 @@ FORMATS = {
     "I32": "i32",
 }
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k")
-_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
-
-
-_SIZES = (
-    *_EXPERTS,
-    *_TOP_K,
-    *_LAYERS,
-    "head_dim",
-    "hidden_size",
-    "kv_lora_rank",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "sliding_window",
-    "v_head_dim",
-)
-# Far above every real size, far below what lists of layers would not fit into memory.
-LARGEST_SIZE = 1 << 32
 # GPTQ and AWQ pack eight weights of four bits into one integer.
 PACKED = re.compile(r"qweight|weight_packed")
 PACKED_WEIGHTS = 8
-MOST_LAYERS = 10_000
+# What a folder's name says of formats that its config.json does not have.
+NAMED = re.compile(r"[-_](fp8|nvfp4|mxfp4|bf16|int4|awq|gptq)(?![a-z0-9])")
 
 
 @dataclass
@@ -91,112 +75,99 @@ def is_hf_folder(path: Path) -> bool:
     return path.is_dir() and (path / "config.json").is_file()
 
 
-def hf_contents(folder: Path) -> ModelContents:
-    """Read what a Hugging Face folder holds.
+def hf_contents(folder: Path, quant: str = "") -> ModelContents:
+    """Read what a Hugging Face folder holds; without weights, what its config says.
+
+    Args:
+        folder: with config.json, and weights or none.
+        quant: label of the formats that weights will have, where none are there.
 
     Raises:
         AdviceError: a broken or missing header, or a model without experts.
     """
-    config = _config(folder)
-    run_layers = int(_needed(config, _LAYERS, folder))
-    if run_layers > MOST_LAYERS:
+    has_weights = any(folder.glob("*.safetensors"))
+    shape = read_config(folder / "config.json", has_weights=has_weights)
+    if not has_weights:
+        return _of_config(folder, shape, quant)
+    if quant:
         raise AdviceError(
-            f"{folder / 'config.json'}: layers: expected at most {MOST_LAYERS}, found"
-            f" {run_layers}; download the file again"
+            f"--quant {quant}: {folder} says its own formats; leave the option out, or"
+            " name the model instead of a file"
         )
-    parts = sort_tensors(_tensors(folder), run_layers)
+    parts = sort_tensors(_tensors(folder), len(shape.layers))
 
     routed_bytes = sum(layer.expert_bytes for layer in parts.layers.values())
     if not routed_bytes:
         raise AdviceError(
-            f"{folder}: {config.get('model_type', 'this model')}: no routed experts;"
+            f"{folder}: {shape.architecture}: no routed experts;"
             " moesim advises on Mixture-of-Experts models only"
         )
-    experts = int(_needed(config, _EXPERTS, folder))
-    top_k = int(_needed(config, _TOP_K, folder))
-
     layers = tuple(
-        _layer(parts.layers.get(at, LayerTensors()), at, config, experts, top_k)
-        for at in range(run_layers)
+        _layer(parts.layers.get(at, LayerTensors()), each)
+        for at, each in enumerate(shape.layers)
     )
     head = parts.head if parts.head.dense_bytes else parts.embed
     head_format = next(iter(head.dense_formats), "bf16")
     return ModelContents(
         name=folder.name,
-        architecture=str(config.get("model_type", "?")),
+        architecture=shape.architecture,
         layers=layers,
         embed_bytes=parts.embed.dense_bytes,
         head_bytes=head.dense_bytes,
         head_weights=head.dense_weights,
         head_format=head_format,
-        hidden=int(config.get("hidden_size", 0)),
+        hidden=shape.hidden,
         source="safetensors header",
         quant=head_format.upper(),
         tied=not parts.head.dense_bytes,
         unused_bytes=parts.unused_bytes + parts.rest_bytes,
         table_bytes=parts.table_bytes,
+        table_weights=parts.table_weights,
+        table_rows=shape.table_rows,
+        assumed=shape.remarks,
     )
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = load_json(read_text(path))
-    except ValueError as error:
-        raise AdviceError(
-            f"{path}: not JSON: {error}; download the file again"
-        ) from None
-
-    if not isinstance(config, dict):
-        raise AdviceError(
-            f"{path}: expected keys and values, found {config!r:.40}; download the file"
-            " again"
+def _of_config(folder: Path, shape: ConfigShape, quant: str) -> ModelContents:
+    """What weights of this shape would hold, in the formats that are stated."""
+    formats = shape.formats
+    remarks = ["bytes follow from config.json", *shape.remarks]
+    named = NAMED.search(folder.resolve().name.lower())
+    label = quant or ("" if shape.is_quantised or named is None else named.group(1))
+    if label:
+        stated = recipe(
+            {"int4": "q4_0", "awq": "q4_0", "gptq": "q4_0"}.get(label, label)
         )
-    # Models that also see keep their language part in a table of its own.
-    inner = config.get("text_config")
-    config = {**config, **inner} if isinstance(inner, dict) else config
-
-    for name in _SIZES:
-        # Transformers writes null where it has a default of its own.
-        if config.get(name, 0) is None:
-            del config[name]
-        value = config.get(name, 0)
-        # Some models state a size for each layer.
-        by_layer = name in (*_EXPERTS, *_TOP_K, *_LAYERS)
-        sizes = value if by_layer and isinstance(value, list) and value else [value]
-        for size in sizes:
-            is_size = isinstance(size, int) and 0 <= size <= LARGEST_SIZE
-            if not is_size:
-                raise AdviceError(
-                    f"{path}: {name}: expected a whole number, found {size!r:.40};"
-                    " download the file again"
-                )
-    kinds = config.get("layer_types")
-    if not (kinds is None or isinstance(kinds, list)):
-        raise AdviceError(
-            f"{path}: layer_types: expected a list, found {kinds!r:.40}; download the"
-            " file again"
-        )
-    return config
-
-
-def _needed(config: Mapping[str, Any], names: tuple[str, ...], folder: Path) -> Any:
-    for name in names:
-        if config.get(name) is not None:
-            value = config[name]
-            return max(value) if isinstance(value, list) else value
-    raise AdviceError(
-        f"{folder / 'config.json'}: expected one of {', '.join(names)}, found none"
+        if stated is None:
+            raise AdviceError(
+                f"quantisation {label!r}: unknown; expected a label such as Q4_K_M,"
+                " FP8, MXFP4 or BF16"
+            )
+        formats = stated
+        if not quant:
+            remarks.append(f"formats by the folder's name, {label.upper()}")
+    contents = shaped_contents(
+        shape.layers,
+        formats,
+        name=folder.name,
+        hidden=shape.hidden,
+        vocab=shape.vocab,
+        tied=shape.tied,
+    )
+    return replace(
+        contents,
+        architecture=shape.architecture,
+        source="config.json",
+        quant=label.upper() or formats.up.upper(),
+        table_bytes=round(shape.table_weights * bytes_per_weight(formats.embed)),
+        table_weights=shape.table_weights,
+        table_rows=shape.table_rows,
+        assumed=tuple(remarks),
     )
 
 
 def _tensors(folder: Path) -> list[Tensor]:
     files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise AdviceError(
-            f"{folder}: no *.safetensors file beside config.json; their headers hold"
-            " the sizes, so download at least those, or give a GGUF file"
-        )
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         way_out = "download the file again"
@@ -259,46 +230,18 @@ def _header(path: Path) -> list[Tensor]:
     return tensors
 
 
-def _layer(
-    sums: LayerTensors, at: int, config: Mapping[str, Any], experts: int, top_k: int
-) -> LayerContents:
-    heads = int(config.get("num_attention_heads", 0))
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    hidden = int(config.get("hidden_size", 0))
-    head_dim = int(config.get("head_dim") or (hidden // heads if heads else 0))
-    rank = int(config.get("kv_lora_rank") or 0)
-    kinds = config.get("layer_types") or []
-    kind = str(kinds[at]) if at < len(kinds) else "full_attention"
-    every = int(config.get("full_attention_interval") or 0)
-    if not kinds and every and (at + 1) % every:
-        kind = "linear_attention"
-
-    if "linear" in kind or re.search("mamba|recurrent", kind):
-        kv_bytes = width = window = 0
-    elif rank:
-        entry = rank + int(config.get("qk_rope_head_dim", 0))
-        kv_bytes = entry * F16_BYTES
-        sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        width = heads * sum(int(config.get(name, 0)) for name in sizes)
-        window = 0
-    else:
-        kv_bytes = 2 * kv_heads * head_dim * F16_BYTES
-        width = 2 * heads * head_dim
-        window = int(config.get("sliding_window") or 0) if "sliding" in kind else 0
-
+def _layer(sums: LayerTensors, shape: LayerShape) -> LayerContents:
     # Dense layers of a mixed model have none.
     routed = bool(sums.expert_bytes)
     return LayerContents(
         dense_bytes=sums.dense_bytes,
         dense_weights=sums.dense_weights,
         dense_formats=dict(sums.dense_formats),
-        experts=experts if routed else 0,
-        top_k=top_k if routed else 0,
+        experts=shape.experts if routed else 0,
+        zero_experts=shape.zero_experts,
+        top_k=shape.top_k if routed else 0,
         expert_bytes=sums.expert_bytes,
         expert_weights=sums.expert_weights,
         expert_formats=dict(sums.expert_formats),
-        kv_bytes_per_token=kv_bytes,
-        window_tokens=window,
-        attention_width=width,
-        query_group=1 if rank else max(1, heads // max(1, kv_heads)),
+        **context_sizes(shape.mixer),
     )

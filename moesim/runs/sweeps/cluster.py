@@ -319,7 +319,7 @@ def _opened(path: str, digest: str, folder: Path | None) -> Trace:
 
 
 def has_file(path: str, digest: str) -> bool:
-    """Whether this machine can open a trace."""
+    """Tell whether this machine can open a trace."""
     try:
         open_shared(path, digest)
     except TraceError:

@@ -132,7 +132,7 @@ def _share_of_all(
 
 @dataclass(frozen=True, slots=True)
 class _Call(Generic[Task, Result]):
-    """What travels to a worker: the work, and policies that only this process knows."""
+    """A message to a worker: the work, and policies that only this process knows."""
 
     work: Work[Task, Result]
     policies: Mapping[tuple[str, str], type[Policy]]

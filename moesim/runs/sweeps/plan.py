@@ -1,4 +1,4 @@
-"""What a sweep runs: a configuration for every combination of the values of its axes.
+"""The runs of a sweep: a configuration for every combination of the values of its axes.
 
 Any field of `RunConfig` is an axis. In Python and in TOML a list makes one; on the
 command line, words separated by commas do.
@@ -273,7 +273,7 @@ class _Inputs:
 
 
 def _key(value: Any) -> Any:
-    """What tells values of an option apart; objects count as themselves."""
+    """Return what tells values of an option apart; objects count as themselves."""
     return value if isinstance(value, str | Path | Real | None) else id(value)
 
 

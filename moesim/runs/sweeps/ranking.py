@@ -60,8 +60,8 @@ def cell_axes(axes: Sequence[str]) -> list[str]:
 
 
 def measure_of(frame: pd.DataFrame) -> str:
-    """What is compared: seconds per token, or of the whole trace where no run
-    generates tokens.
+    """Return the measure that is compared: seconds per token, or of the whole trace
+    where no run generates tokens.
     """
     return "tpot_s" if frame["tpot_s"].notna().all() else "makespan_s"
 
@@ -216,7 +216,7 @@ def _ranked(
 
 
 def _is_tied(candidate: _Candidate, best: _Candidate, pairs: int) -> bool:
-    """Whether a candidate is not certainly slower than the fastest."""
+    """Tell whether a candidate is not certainly slower than the fastest."""
     if candidate.value_s == best.value_s:
         return True
     difference = candidate.influence.less(best.influence)
@@ -228,8 +228,8 @@ def _is_tied(candidate: _Candidate, best: _Candidate, pairs: int) -> bool:
 
 
 class Influence(NamedTuple):
-    """What each sample adds to the logarithm of a time, or of a quotient of times. R
-    repetitions, B batches.
+    """Contributions of each sample to the logarithm of a time, or of a quotient of
+    times. R repetitions, B batches.
 
     Attributes:
         batches: float64 [B].

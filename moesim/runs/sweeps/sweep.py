@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What a sweep found.
+    """The result of a sweep.
 
     Attributes:
         table: a row for each run that could be, in the order of the plan.
