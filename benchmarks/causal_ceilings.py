@@ -29,7 +29,7 @@ import pandas as pd
 
 import moesim
 from benchmarks.judge_recall import MACHINES, OURS, drawn, seconds_of, verdict
-from moesim.policies.cache.ranked import OutscoringCache
+from moesim.policies.ranked_cache import OutscoringCache
 from moesim.policies.cache.static import Static
 from moesim.policies.foresight import Foresight
 from moesim.policies.names import ABSENT, NONE, RESIDENT

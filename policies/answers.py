@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from moesim.policies.arrays import Ints
     from moesim.policies.base import Gate, MachineView
-    from moesim.policies.cache.ranked import RankedCache
+    from moesim.policies.ranked_cache import RankedCache
 
 
 def with_checks(policy: Policy, where: str) -> Policy:
@@ -30,7 +30,7 @@ def with_checks(policy: Policy, where: str) -> Policy:
         policy: one that is none of ours.
         where: kind and name, for messages.
     """
-    from moesim.policies.cache.ranked import RankedCache  # noqa: PLC0415 - names need not wait for it
+    from moesim.policies.ranked_cache import RankedCache  # noqa: PLC0415 - names need not wait for it
 
     for question, check in _CHECKS.items():
         ask = getattr(policy, question, None)

@@ -1,6 +1,6 @@
 cimport cython
 from moesim.policies.base cimport CachePolicy, Work
-from moesim.policies.cache.ranked cimport RankedCache
+from moesim.policies.ranked_cache cimport RankedCache
 
 cdef int _OUTSIDE, _INSIDE, _PAIRED, NONE, RESIDENT
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from moesim.policies.arrays import zeros
 from moesim.policies.base import CachePolicy
-from moesim.policies.cache.ranked import RankedCache
+from moesim.policies.ranked_cache import RankedCache
 from moesim.policies.names import NONE, RESIDENT
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 cimport cython
 from moesim.policies.base cimport Work
-from moesim.policies.cache.ranked cimport OutscoringCache, by_descending_score, lowest
+from moesim.policies.ranked_cache cimport OutscoringCache, by_descending_score, lowest
 
 cdef double NEVER_AGAIN
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from moesim.policies.arrays import view_of
 from moesim.policies.base import PolicyError
-from moesim.policies.cache.ranked import OutscoringCache, by_descending_score, lowest
+from moesim.policies.ranked_cache import OutscoringCache, by_descending_score, lowest
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Ints

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moesim.policies.arrays import zeros
 from moesim.policies.cache.lfu import LFU, Variant
-from moesim.policies.cache.ranked import lowest
+from moesim.policies.ranked_cache import lowest
 from moesim.policies.names import NONE
 
 if TYPE_CHECKING:

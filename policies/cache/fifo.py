@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moesim.policies.cache.ranked import RankedCache
+from moesim.policies.ranked_cache import RankedCache
 
 if TYPE_CHECKING:
     from moesim.policies.run_context import RunContext

@@ -1,6 +1,6 @@
 cimport cython
 from moesim.policies.cache.lfu cimport LFU
-from moesim.policies.cache.ranked cimport lowest
+from moesim.policies.ranked_cache cimport lowest
 
 cdef class FineMoE(LFU):
     cdef double[::1] expected, worth

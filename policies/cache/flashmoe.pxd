@@ -1,7 +1,7 @@
 cimport cython
 from moesim.policies.base cimport Work
 from moesim.policies.cache._scoring cimport evaluate, features_of, note_use
-from moesim.policies.cache.ranked cimport RankedCache, lowest
+from moesim.policies.ranked_cache cimport RankedCache, lowest
 
 cdef class FlashMoE(RankedCache):
     cdef long long size

@@ -10,7 +10,7 @@ from moesim.policies.arrays import filled, view_of, zeros
 from moesim.policies.base import PolicyError
 from moesim.policies.cache._learned_network import Network
 from moesim.policies.cache._scoring import evaluate, features_of, note_use
-from moesim.policies.cache.ranked import RankedCache, lowest
+from moesim.policies.ranked_cache import RankedCache, lowest
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-from moesim.policies.cache.ranked cimport OutscoringCache
+from moesim.policies.ranked_cache cimport OutscoringCache
 from moesim.policies.foresight cimport Foresight
 
 cdef class ForesightCache(OutscoringCache):

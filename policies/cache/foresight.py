@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from moesim.policies.cache.ranked import OutscoringCache
+from moesim.policies.ranked_cache import OutscoringCache
 from moesim.policies.foresight import Foresight
 from moesim.policies.parameters import expect, expect_choice
 

@@ -1,6 +1,6 @@
 cimport cython
 from moesim.policies.base cimport Work
-from moesim.policies.cache.ranked cimport RankedCache, lowest
+from moesim.policies.ranked_cache cimport RankedCache, lowest
 
 cdef class LeastStaleLayer(RankedCache):
     cdef public bint cyclic

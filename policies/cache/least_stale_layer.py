@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from moesim.policies.cache.ranked import RankedCache, lowest
+from moesim.policies.ranked_cache import RankedCache, lowest
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:

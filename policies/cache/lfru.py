@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from moesim.policies.arrays import zeros
 from moesim.policies.cache.lfu import LFU
-from moesim.policies.cache.ranked import lowest
+from moesim.policies.ranked_cache import lowest
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints

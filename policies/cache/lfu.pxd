@@ -1,6 +1,6 @@
 cimport cython
 from moesim.policies.base cimport Work
-from moesim.policies.cache.ranked cimport RankedCache
+from moesim.policies.ranked_cache cimport RankedCache
 
 cdef class LFU(RankedCache):
     cdef public double decay, now

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from moesim.policies.arrays import filled, zeros
-from moesim.policies.cache.ranked import RankedCache
+from moesim.policies.ranked_cache import RankedCache
 from moesim.policies.parameters import expect, expect_choice
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-from moesim.policies.cache.ranked cimport RankedCache
+from moesim.policies.ranked_cache cimport RankedCache
 
 cdef class LRU(RankedCache):
     cdef public double now

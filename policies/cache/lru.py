@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from moesim.policies.cache.ranked import RankedCache
+from moesim.policies.ranked_cache import RankedCache
 
 if TYPE_CHECKING:
     from moesim.policies.base import Work

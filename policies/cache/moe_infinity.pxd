@@ -1,6 +1,6 @@
 cimport cython
 from moesim.policies.base cimport CachePolicy, Work
-from moesim.policies.cache.ranked cimport lowest
+from moesim.policies.ranked_cache cimport lowest
 
 cdef int NONE
 cdef double _FLOOR

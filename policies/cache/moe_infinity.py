@@ -8,7 +8,7 @@ import numpy as np
 
 from moesim.policies.arrays import filled, zeros
 from moesim.policies.base import CachePolicy
-from moesim.policies.cache.ranked import lowest
+from moesim.policies.ranked_cache import lowest
 from moesim.policies.names import NONE
 from moesim.policies.parameters import expect_choice
 

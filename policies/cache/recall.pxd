@@ -1,7 +1,7 @@
 cimport cython
 from moesim.policies.base cimport Work
 from moesim.policies.cache._own_replacements cimport ReplacingCache
-from moesim.policies.cache.ranked cimport outscored
+from moesim.policies.ranked_cache cimport outscored
 from moesim.policies.routing_memory cimport RoutingMemory
 
 cdef class Recall(ReplacingCache):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.policies.arrays import zeros
-from moesim.policies.cache.ranked import RankedCache
+from moesim.policies.ranked_cache import RankedCache
 from moesim.policies.parameters import expect
 
 if TYPE_CHECKING:
