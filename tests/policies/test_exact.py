@@ -19,7 +19,7 @@ from moesim.policies.assignment._optimum import (
 )
 from moesim.policies.assignment.exact import Exact
 from moesim.policies.assignment.ilp import ILP
-from moesim.policies.base import PolicyError
+from moesim.policies.base import AssignmentPolicy, PolicyError
 from moesim.policies.names import IN_FLIGHT, RESIDENT
 from moesim.policies.registry import names, resolve
 from moesim.policies.systems import System
@@ -156,19 +156,20 @@ def test_copies_wait_for_what_is_in_flight():
     assert scheduled_s(now, np.array([0, 1])) == 9
 
 
-class Recorder:
-    """Stands where the assignment policy stood; remembers what it was asked and what
-    the time table says.
+class Recorder(AssignmentPolicy):
+    """Stands where the assignment policy stood; remembers what the time table says of
+    its answers.
     """
 
     def __init__(self, policy):
         self.policy = policy
         self.expected_s = []
 
-    def assign(self, now, view):
-        answer = self.policy.assign(now, view)
-        self.expected_s.append(scheduled_s(now, answer.lanes, answer.order))
-        return answer
+    def assign(self, work, view, lanes, order):
+        flags = self.policy.assign(work, view, lanes, order)
+        answer = np.array(lanes), np.array(order)
+        self.expected_s.append(scheduled_s(work, *answer))
+        return flags
 
 
 @pytest.mark.parametrize(
