@@ -11,6 +11,7 @@ from support.cache_driver import LayerStep, ListFuture, View, named, shape, work
 from support.handmade import HandCosts, plan_of, routed, run, spans, steps
 from support.handmade import shape as hand_shape
 
+from moesim.policies.arrays import view_of
 from moesim.policies.base import PolicyError
 from moesim.policies.names import PREFILL, RESIDENT
 from moesim.policies.prefetch.activation_matrix import ActivationMatrix
@@ -149,11 +150,8 @@ def test_the_online_table_skips_what_does_not_follow():
 
 def test_transition_rows_sum_to_top_k_and_ignore_unused_places():
     table = Transitions(2, 4)
-    table.observe(
-        0,
-        np.array([[0, 1], [0, 65535]], np.uint16),
-        np.array([[2, 3], [3, 1]], np.uint16),
-    )
+    before = view_of([[0, 1], [0, 65535]], np.uint16)
+    table.observe(0, before, view_of([[2, 3], [3, 1]], np.uint16))
     assert table.table()[0, 0].tolist() == [0, 0.5, 0.5, 1]
     assert table.table()[0, 1].tolist() == [0, 0, 1, 1]
     assert table.table().sum(axis=2)[0].tolist() == [2, 2, 0, 0]
