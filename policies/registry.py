@@ -61,9 +61,6 @@ GROUP = "moesim.policies"
 # A Windows path may hold a colon too, so everything up to `.py` is the name.
 _SPEC = re.compile(r"(?P<name>.+?\.py|[^:]*)(?::(?P<parameters>.*))?")
 
-# Other people's policies start from it, too, so it has no underscore.
-_BASES = frozenset({"ranked"})
-
 _registered: dict[tuple[str, str], type[Policy]] = {}
 _names: dict[type[Policy], str] = {}
 _scanned: dict[str, dict[str, str]] = {}
@@ -374,7 +371,7 @@ def _files(kind: str) -> dict[str, str]:
     _scanned[kind] = {
         name.replace("_", "-"): f"moesim.policies.{kind}.{name}"
         for name in modules
-        if not (name.startswith("_") or name in _BASES)
+        if not name.startswith("_")
     }
     return _scanned[kind]
 

@@ -16,7 +16,7 @@ from moesim.policies.base import (
     PrefetchPolicy,
     RoutingPolicy,
 )
-from moesim.policies.faults import PolicyFault
+from moesim.policies.faults import PolicyFault, policy_faults
 from moesim.policies.ranked_cache import RankedCache
 from moesim.policies.registry import resolve
 
@@ -167,6 +167,24 @@ def test_what_no_array_can_hold_fails_where_it_was_written(monkeypatch, engine, 
 
 def test_our_own_policies_are_not_checked():
     assert "victims" not in vars(resolve("lru", "cache"))
+
+
+def test_a_compiled_policy_is_named_by_its_frame():
+    """Cython's frames have no locals; their names say module, class and method."""
+
+    class Mine(CachePolicy):
+        pass
+
+    code = compile("{}['x']", "mine.py", "exec").replace(
+        co_name="pack.mine.Mine.victims"
+    )
+    with (
+        pytest.raises(
+            PolicyFault, match=r"cache policy 'Mine' failed, in .*mine\.py, li"
+        ),
+        policy_faults(),
+    ):
+        exec(code, {"__name__": "pack.mine", "Mine": Mine})
 
 
 UNFINISHED = """
