@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesim.policies.base import Policy, PolicyError
 from moesim.policies.registry import KINDS, name_of
@@ -85,22 +85,28 @@ def _first_frame(trace: TracebackType | None) -> TracebackType | None:
     return None
 
 
-def _policy_of(trace: TracebackType) -> Policy | None:
-    """The foreign policy whose method a frame runs."""
-    code = trace.tb_frame.f_code
-    if not code.co_argcount:
-        return None
-    receiver = trace.tb_frame.f_locals.get(code.co_varnames[0])
+def _policy_of(trace: TracebackType) -> type[Policy] | None:
+    """The class of the foreign policy whose method a frame runs."""
+    frame = trace.tb_frame
     # Methods that are inherited from a base of ours run in a file of ours.
-    ours = str(trace.tb_frame.f_globals.get("__name__", "")).startswith("moesim.")
-    return receiver if isinstance(receiver, Policy) and not ours else None
+    if str(frame.f_globals.get("__name__", "")).startswith("moesim."):
+        return None
+    code = frame.f_code
+    owner: Any = None
+    if code.co_argcount:
+        owner = type(frame.f_locals.get(code.co_varnames[0]))
+    elif "." in code.co_name:
+        # A compiled method has no locals, but says where it is: module, class, name.
+        owner = frame.f_globals.get(code.co_name.split(".")[-2])
+    is_policy = isinstance(owner, type) and issubclass(owner, Policy)
+    return owner if is_policy else None
 
 
 def _fault(error: BaseException, begin: TracebackType) -> PolicyFault:
     policy = _policy_of(begin)
     assert policy is not None, "the frame was chosen by it"
-    kind = next(name for name, base in KINDS.items() if isinstance(policy, base))
-    name = name_of(policy) or type(policy).__name__
+    kind = next(name for name, base in KINDS.items() if issubclass(policy, base))
+    name = name_of(policy) or policy.__name__
     file = inspect.getframeinfo(begin.tb_frame).filename
     frames = "".join(traceback.format_exception(type(error), error, begin, chain=False))
     last = traceback.format_exception_only(error)[-1].strip()

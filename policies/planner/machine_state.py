@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.costs import Costs
     from moesim.policies.planner.memory_level import Place
     from moesim.policies.planner.records import LayerWork
-    from moesim.policies.run_context import Future
     from moesim.policies.planner.residency import CacheSize
+    from moesim.policies.run_context import Future
     from moesim.traces.format.schema import ModelShape
 
 
@@ -84,7 +84,7 @@ class MachineState:
         self.view.states = self.states[: self.gpus].data
         self.view.first_cpu_s = costs.cpu_first_s
         self.view.copy_s = np.array(
-            [costs.copy_s(layer) for layer in range(self.layers)]
+            [costs.copy_s(layer) for layer in range(self.layers)], np.float64
         ).data
         self.tokens_shown = 0
         self.future: Future | None = None

@@ -19,11 +19,9 @@ cdef class LayerAhead:
     @cython.locals(count=int, expert=int, tokens=int, there=bint)
     cdef predict(self, MachineView view, int depth, int layer)
     cdef double makespan_s(self, double first_s) except? -1.0
-    @cython.locals(schedule=ListScheduler, place=int, arrive_s=double, after_s=double, gain_s=double)
+    @cython.locals(schedule=ListScheduler, n=int, place=int, arrive_s=double, after_s=double, gain_s=double)
     cdef weigh(self, double first_s, double left_s)
     cdef take(self)
-    @cython.locals(best=int, i=int)
-    cdef int _next_lower(self, int place) except? -2
 
 cdef class Impact(PrefetchPolicy):
     cdef public double discount

@@ -97,27 +97,29 @@ class LayerAhead:
         """Find the absent expert whose prefetch shortens the layer most, if `left_s` of
         its copy is left when the layer begins.
 
-        Experts of equal load cost the same everywhere, so the lowest id stands for all
-        of them.
+        Experts of equal load cost the same, but ties between them go by id, and what
+        is present, under way or fetched by the schedule itself is not the same to all
+        lanes: so each is tried.
         """
         schedule = self.schedule
         self.left_s = left_s
         self.gain_s = 0.0
-        place = self._next_lower(NONE)
-        while place >= 0:
+        for n in range(self.count):
+            place = schedule.falling[n]
             arrive_s = schedule.arrive_s[0, place]
+            if arrive_s == 0.0 or schedule.flying[0, place]:
+                continue
             schedule.arrive_s[0, place] = left_s
             schedule.flying[0, place] = left_s > 0.0
             after_s = self.makespan_s(first_s)
             schedule.arrive_s[0, place] = arrive_s
             schedule.flying[0, place] = 0
             gain_s = round((self.before_s - after_s) * _PICOSECONDS) / _PICOSECONDS
-            # Only a larger gain replaces: ties go to the higher load.
+            # Only a larger gain replaces: ties go to the higher load, the lower id.
             if gain_s > self.gain_s:
                 self.gain_s = gain_s
                 self.after_s = after_s
                 self.place = place
-            place = self._next_lower(place)
 
     def take(self) -> None:
         """Count on the most wanted expert from now on."""
@@ -125,18 +127,6 @@ class LayerAhead:
         self.schedule.flying[0, self.place] = self.left_s > 0.0
         self.before_s = self.after_s
         self.left_s = _UNKNOWN
-
-    def _next_lower(self, place: int) -> int:
-        """The first absent expert of the highest load below another's; -1 if none."""
-        best = NONE
-        for i in range(self.count):
-            if self.schedule.arrive_s[0, i] == 0.0 or self.schedule.flying[0, i]:
-                continue
-            if place >= 0 and self.tokens[i] >= self.tokens[place]:
-                continue
-            if best < 0 or self.tokens[i] > self.tokens[best]:
-                best = i
-        return best
 
 
 class Impact(PrefetchPolicy):

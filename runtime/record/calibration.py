@@ -32,6 +32,7 @@ from moesim.base.errors import TraceError
 from moesim.base.files import write_bytes
 from moesim.base.inputs import parse_json
 from moesim.base.seals import check_tensors, sealed_metadata
+from moesim.policies.arrays import view_of
 from moesim.policies.cache._slot_shares import kept_alone
 from moesim.policies.prefetch.statistical import Transitions
 from moesim.runtime import text as corpus
@@ -273,7 +274,9 @@ def count(trace: Trace) -> dict[str, np.ndarray]:
         matrices.append(uses.reshape(layers, experts))
         for layer in range(layers - 1):
             current, following = _same_tokens(rows, layer)
-            transitions.observe(layer, rows.experts[current], rows.experts[following])
+            before = view_of(rows.experts[current], np.uint16)
+            after = view_of(rows.experts[following], np.uint16)
+            transitions.observe(layer, before, after)
             if has_gating:
                 gating.count_predictions(rows, layer, current, following)
         if has_gating:

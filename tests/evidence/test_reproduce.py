@@ -26,6 +26,7 @@ from moesim.policies.planner.observers import observed_policy
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
 from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.layer_steps import of_steps
 
 REFERENCE = SHARED / "reference" / "published.yaml"
 SHIPPED = reproduce.traces_at_hand()[0]
@@ -212,7 +213,8 @@ def test_section_5_5_evictions_and_their_re_use_within_two_steps():
     ):
         watched = EvictionHistory(resolve("lfu", "cache"))
         policy = observed_policy(resolve(spec, "cache"), watched, CALLS)
-        counts = cache_replay.replay(policy, spec, model, size, forward, future=future)
+        blocks = of_steps(forward)
+        counts = cache_replay.replay(policy, spec, model, size, blocks, future=future)
         assert counts.hits == hits
         assert [key for _, key in sorted(watched.evictions)] == victims
         again = [

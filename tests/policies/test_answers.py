@@ -9,17 +9,18 @@ from support.command_line import refused
 import moesim
 from moesim.policies import registry
 from moesim.policies.base import (
-    Assignment,
     AssignmentPolicy,
     CachePolicy,
-    ExpertKey,
+    Gate,
     PolicyError,
     PrefetchPolicy,
-    Routing,
     RoutingPolicy,
 )
-from moesim.policies.cache._score_based import ScoreBasedCache
+from moesim.policies.faults import PolicyFault, policy_faults
+from moesim.policies.ranked_cache import RankedCache
 from moesim.policies.registry import resolve
+
+ENGINES = pytest.mark.parametrize("engine", ["fast", "simpy"])
 
 
 @pytest.fixture
@@ -43,111 +44,147 @@ def answering(base, question, answer):
     return type("Mine", (base,), {question: lambda _self, *shown: answer(*shown)})
 
 
-@pytest.mark.parametrize("engine", ["auto", "simpy"])
-@pytest.mark.parametrize(("answer", "expected"), [
-    (lambda *_: None, "got None (does it end with `return`?)"),
-    (lambda i, _: np.arange(len(i)) + 999_999, "not distinct members"),
-    (lambda i, c: np.repeat(c[:1], len(i)), "not distinct members"),
-    (lambda _, c: c[:0], "integers, got an array of int64, shape (0,)"),
-    (lambda i, c: c[: len(i)].astype(float), "an array of float64"),
-    (lambda i, c: c[None, : len(i)], "integers, got an array of int64, shape (1, "),
-])  # fmt: skip
-def test_wrong_victims_are_named(said, engine, answer, expected):
+def writing(*numbers, returning=0):
+    """An answer that writes into the last array it is shown, again and again, and
+    returns a number.
+    """
+
+    def answer(*shown):
+        for n in range(len(shown[-1])):
+            shown[-1][n] = numbers[n % len(numbers)]
+        return returning
+
+    return answer
+
+
+@ENGINES
+@pytest.mark.parametrize("answer", [
+    writing(999_999),
+    lambda _, candidates, chosen: writing(candidates[0])(chosen),
+], ids=["nobody", "one for all"])  # fmt: skip
+def test_wrong_victims_are_named(said, engine, answer):
     """Keys that no expert has crashed the process."""
-    mine = answering(CachePolicy, "victims", answer)
-    message = said("cache", mine, engine=engine)
-    assert message.startswith("cache policy 'mine': victims: ")
-    assert expected in message
+    message = said("cache", answering(CachePolicy, "victims", answer), engine=engine)
+    assert message.startswith("cache policy 'mine': ")
+    assert "not distinct members" in message
 
 
 def test_a_score_that_is_no_number_is_named(said):
-    class Mine(ScoreBasedCache):
+    class Mine(RankedCache):
         def accessed(self, work):
-            self.score[work.layer * self.experts + work.experts] = np.nan
+            for i in range(work.active):
+                self.score[work.first + work.experts[i]] = np.nan
 
     assert "expected a number, got nan" in said("cache", Mine)
 
 
+@ENGINES
 @pytest.mark.parametrize(("answer", "expected"), [
-    (lambda _: None, "expected an Assignment, got None"),
-    (lambda n: Assignment(np.zeros(n)), "lanes: expected an array of 32 integers"),
-    (lambda n: Assignment(np.zeros(n, int), [0.5]), "order: expected an array"),
+    (lambda *_: None, "assign: expected SERIAL and WAITS, added up, or 0, got None"),
+    (lambda *_: 4, "assign: expected SERIAL and WAITS, added up, or 0, got 4"),
+    (writing(0), "an order that is a permutation"),
+    (writing(10**9), "an order that is a permutation"),
+    (lambda _work, _view, lanes, _order: writing(9)(lanes), "expected a lane in 0..1"),
+    (lambda _work, _view, lanes, _order: writing(-1)(lanes), "a lane in 0..1"),
 ])  # fmt: skip
-def test_wrong_lanes_are_named(said, answer, expected):
-    mine = answering(
-        AssignmentPolicy, "assign", lambda work, _: answer(len(work.experts))
-    )
-    for engine in ("simpy", "auto"):
-        assert expected in said("assignment", mine, engine=engine)
+def test_wrong_lanes_are_named(said, engine, answer, expected):
+    mine = answering(AssignmentPolicy, "assign", answer)
+    message = said("assignment", mine, engine=engine)
+    assert message.startswith("assignment policy 'mine': ")
+    assert expected in message
 
 
+@ENGINES
 @pytest.mark.parametrize(("answer", "expected"), [
-    (None, "expected ExpertKeys, got None"),
-    ([1, 2], "expected ExpertKey(layer, expert), got 1"),
-    ([ExpertKey(1, 3.5)], "expected integers in ExpertKey"),
+    (lambda *_: None, "expected the number of keys named, got None"),
+    (lambda *_: 3.0, "expected the number of keys named, got 3.0"),
+    (lambda *_: -1, "keys, got -1"),
+    (lambda *_: 10**9, "keys, got 1000000000"),
+    (writing(10**9, returning=1), "got 1000000000"),
+    (writing(-5, returning=1), "got -5"),
 ])  # fmt: skip
-def test_wrong_prefetches_are_named(said, answer, expected):
-    mine = answering(PrefetchPolicy, "prefetch", lambda *_: answer)
-    assert expected in said("prefetch", mine)
+def test_wrong_prefetches_are_named(said, engine, answer, expected):
+    mine = answering(PrefetchPolicy, "prefetch", answer)
+    message = said("prefetch", mine, engine=engine)
+    assert message.startswith("prefetch policy 'mine': prefetch: ")
+    assert expected in message
 
 
+@ENGINES
 @pytest.mark.parametrize(("answer", "expected"), [
-    (lambda _: None, "expected a Routing, got None"),
-    (lambda gate: gate.experts, "expected a Routing, got an array of uint16"),
-    (lambda gate: Routing(gate.experts + 100, None), "expected 0 to 31, or 65535"),
-    (lambda gate: Routing(gate.experts[:1], None), "shape (96, 4)"),
-    (lambda gate: Routing(gate.experts[:, :2], np.ones(gate.experts.shape)),
-     "weights: expected numbers of shape (96, 2)"),
+    (lambda *_: None, "expected a number of columns, got None"),
+    (lambda *_: 33, "expected 0 to 32 columns, got 33"),
+    (writing(99, returning=4), "expected 0 to 31, or 65535 for none, got 99"),
 ])  # fmt: skip
-def test_wrong_routing_is_named(said, answer, expected):
+def test_wrong_routing_is_named(said, engine, answer, expected):
     """Experts that the model lacks, and tokens that were forgotten, counted as
     nothing.
     """
-    mine = answering(RoutingPolicy, "route", lambda gate, _: answer(gate))
-    message = said("routing", mine)
+    message = said("routing", answering(RoutingPolicy, "route", answer), engine=engine)
     assert message.startswith("routing policy 'mine': route: ")
     assert expected in message
 
 
-@pytest.mark.parametrize(("question", "answer", "expected"), [
-    ("admits", lambda _, incoming: incoming, "bool, got an array of int64"),
-    ("precedence", lambda _: None, "integers, got None"),
-    ("replacements", lambda *_: [(0, 1)], "expected Swap(outgoing, incoming)"),
-])  # fmt: skip
-def test_wrong_answers_about_entering_are_named(said, question, answer, expected):
-    assert expected in said("cache", answering(ScoreBasedCache, question, answer))
-
-
-def test_lists_serve_as_arrays_in_both_engines(monkeypatch):
-    """SimPy's replays wanted arrays, compiled ones did not mind."""
+def test_weights_of_a_wrong_shape_are_named(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
-    moesim.register(
-        "assignment",
-        "mine",
-        answering(
-            AssignmentPolicy,
-            "assign",
-            lambda work, _: Assignment([1] * len(work.experts)),
-        ),
-    )
-    moesim.register(
-        "cache",
-        "mine",
-        answering(
-            CachePolicy,
-            "victims",
-            lambda incoming, candidates: candidates[: len(incoming)].tolist(),
-        ),
-    )
-    simulated, compiled = (
-        moesim.replay("tiny", "mine", cache="mine", steps=4, engine=engine)
-        for engine in ("simpy", "fast")
-    )
-    assert simulated.metrics["hits"] == compiled.metrics["hits"] > 0
+    mine = answering(RoutingPolicy, "weigh", lambda *_: np.ones((3, 2)))
+    mine.route = lambda *_: 0
+    moesim.register("routing", "mine", mine)
+    with pytest.raises(PolicyError, match=r"weigh: expected numbers of shape \(1, 2\)"):
+        resolve("mine", "routing").weigh(Gate(), np.zeros((1, 2), np.uint16))
+
+
+@ENGINES
+@pytest.mark.parametrize(("question", "answer", "expected"), [
+    ("admits", lambda *_: None, "admits: expected true or false, got None"),
+    ("replacements", lambda *_: None, "replacements: expected the number of keys"),
+    ("replacements", writing(10**9, returning=1), "got 1000000000"),
+])  # fmt: skip
+def test_wrong_answers_about_entering_are_named(
+    said, engine, question, answer, expected
+):
+    mine = answering(RankedCache, question, answer)
+    assert expected in said("cache", mine, engine=engine)
+
+
+@ENGINES
+@pytest.mark.parametrize("number", [300, None, "cpu"])
+def test_what_no_array_can_hold_fails_where_it_was_written(monkeypatch, engine, number):
+    """In the policy's own line, whoever asks."""
+    monkeypatch.setattr(registry, "_registered", {})
+
+    class Mine(AssignmentPolicy):
+        def assign(self, work, view, lanes, order):
+            lanes[0] = number
+            return 0
+
+    moesim.register("assignment", "mine", Mine)
+    with pytest.raises(PolicyFault, match="assignment policy 'mine' failed, in ") as it:
+        moesim.replay("tiny", "mine", steps=2, engine=engine)
+    assert "lanes[0] = number" in it.value.frames
+    assert __file__ in str(it.value)
 
 
 def test_our_own_policies_are_not_checked():
     assert "victims" not in vars(resolve("lru", "cache"))
+
+
+def test_a_compiled_policy_is_named_by_its_frame():
+    """Cython's frames have no locals; their names say module, class and method."""
+
+    class Mine(CachePolicy):
+        pass
+
+    code = compile("{}['x']", "mine.py", "exec").replace(
+        co_name="pack.mine.Mine.victims"
+    )
+    with (
+        pytest.raises(
+            PolicyFault, match=r"cache policy 'Mine' failed, in .*mine\.py, li"
+        ),
+        policy_faults(),
+    ):
+        exec(code, {"__name__": "pack.mine", "Mine": Mine})
 
 
 UNFINISHED = """
@@ -163,13 +200,12 @@ from moesim.policies.base import CachePolicy
 class Mine(CachePolicy):
     '''Fails at once.'''
 
-    def victims(self, incoming, candidates):
-        return {}["x"]
+    def victims(self, incoming, candidates, chosen):
+        chosen[0] = {}["x"]
 """
 
 ASSIGNING = """
-import numpy as np
-from moesim.policies.base import Assignment, AssignmentPolicy
+from moesim.policies.base import AssignmentPolicy
 
 class Mine(AssignmentPolicy):
     '''The first ones on the GPU.'''
@@ -177,8 +213,10 @@ class Mine(AssignmentPolicy):
     def __init__(self, *, count: int = 2) -> None:
         self.count = count
 
-    def assign(self, work, view):
-        return Assignment((np.arange(len(work.experts)) < self.count).astype(np.int8))
+    def assign(self, work, view, lanes, order):
+        for i in range(work.active):
+            lanes[i] = i < self.count
+        return 0
 """
 
 
@@ -188,11 +226,16 @@ def test_a_policy_without_its_answer_is_refused(command, tmp_path):
     assert refused(run, "expected Mine to define victims")
 
 
-def test_every_command_shows_the_lines_of_a_failing_policy(command, tmp_path):
+@pytest.mark.parametrize(
+    "given",
+    [("hits",), ("replay", "--engine", "fast"), ("replay", "--engine", "simpy")],
+)
+def test_every_command_shows_the_lines_of_a_failing_policy(command, tmp_path, given):
     """`hits` showed ours."""
     (tmp_path / "mine.py").write_text(FAILING)
+    name, *options = given
     code, _, err = command(
-        "hits", "tiny", "--cache", tmp_path / "mine.py", "--steps", 4
+        name, "tiny", "--cache", tmp_path / "mine.py", "--steps", 4, *options
     )
     assert code == 2
     assert "line 8: KeyError: 'x'" in err.splitlines()[-1]

@@ -2,19 +2,17 @@
 ambiguity shows its difference.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from support.cache_driver import View, shape, work
+from support.cache_driver import View, assigned, placed, shape, work
 
-from moesim.policies.assignment._kernels import flying, transfers
-from moesim.policies.assignment._list_scheduler import list_schedule
+from moesim.policies.assignment._list_scheduler import ListScheduler
 from moesim.policies.assignment._optimum import (
     modelled_s,
     optimal_scheduled,
     scheduled_s,
 )
+from moesim.policies.assignment._placing import transfer_s
 from moesim.policies.assignment.exact import Exact
 from moesim.policies.assignment.fetch_split import FetchSplit
 from moesim.policies.assignment.fiddler import Fiddler
@@ -27,46 +25,34 @@ from moesim.policies.assignment.ilp import ILP
 from moesim.policies.assignment.layer_wise import LayerWise
 from moesim.policies.assignment.moe_lightning import MoELightning
 from moesim.policies.assignment.smoe_balancer import SMoEBalancer
-from moesim.policies.base import ABSENT, IN_FLIGHT, RESIDENT, PolicyError, RunContext
-from moesim.policies.compiled import kernel_work
-from moesim.traces.format.schema import Phase
+from moesim.policies.base import PolicyError
+from moesim.policies.names import ABSENT, DECODE, IN_FLIGHT, PREFILL, RESIDENT
+from moesim.policies.run_context import RunContext
 
 
-class Machine(View):
-    """A view whose CPU takes `first` longer for the first expert of a layer step."""
-
-    def __init__(self, first=0.0, **more):
-        super().__init__(experts=128, **more)
-        self.cpu_first_s = first
-
-
-def units(cached=(), uncached=(), transfer=3, gpu=1.0):
+def units(cached=(), uncached=(), transfer=3, gpu=1.0, **more):
     """The unit machine of §4.3: the CPU takes 1 per load, a GPU `gpu` per expert."""
     loads = [*cached, *uncached]
     arrive = [0] * len(cached) + [transfer] * len(uncached)
-    return work(cpu_s=loads, gpu_s=[gpu] * len(loads), arrive_s=arrive, tokens=loads)
+    return work(
+        cpu_s=loads, gpu_s=[gpu] * len(loads), arrive_s=arrive, tokens=loads, **more
+    )
 
 
-def rehearsed(now, reading="r2", first=0.0, stealing=True):
-    """Lanes, order and makespan of HybriMoE's simulation; the policy gives the same
-    lanes and order.
+def rehearsed(now, reading="r2", stealing=True):
+    """Lanes, order and makespan of HybriMoE's simulation, where no link is busy; the
+    policy gives the same lanes and order.
     """
-    given = kernel_work(now, View())
-    coming = flying(given.gpu_state, given.arrive_s)
-    lanes, order, makespan_s = list_schedule(
-        now.tokens,
-        now.cpu_s,
-        now.gpu_s,
-        now.arrive_s,
-        coming,
-        np.zeros(len(now.arrive_s)),
-        first,
-        reading == "r2",
-        stealing,
+    scheduler = ListScheduler(
+        now.gpus, len(now.state), soonest_end=reading == "r2", stealing=stealing
     )
-    answer = HybriMoESchedule(reading=reading, stealing=stealing).assign(
-        now, Machine(first)
-    )
+    scheduler.cpu_s, scheduler.gpu_s = now.cpu_s, now.gpu_s
+    scheduler.arrive_s = np.array(now.arrive_s).data
+    scheduler.flying = (np.array(now.gpu_state) == IN_FLIGHT).astype(np.uint8).data
+    scheduler.sort(now.tokens, now.active)
+    lanes, order = np.zeros(now.active, np.int8), np.zeros(now.active, np.int64)
+    makespan_s = scheduler.simulate(now.active, now.first_cpu_s, lanes.data, order.data)
+    answer = assigned(HybriMoESchedule(reading=reading, stealing=stealing), now)
     assert answer.lanes.tolist() == lanes.tolist()
     assert answer.order.tolist() == order.tolist()
     return lanes.tolist(), order.tolist(), makespan_s
@@ -96,7 +82,7 @@ def test_section_4_3_paper_rules(reading):
         "F",
         "G",
     ]
-    assert optimal_scheduled(now, Machine()).makespan_s == 4
+    assert optimal_scheduled(now).makespan_s == 4
 
 
 def test_section_4_3_without_stealing_or_transfers():
@@ -106,9 +92,9 @@ def test_section_4_3_without_stealing_or_transfers():
     assert rehearsed(units(**FIG5), stealing=False)[2] == 5
     assert rehearsed(units(**FIG5, transfer=1e9))[2] == 6
     now = units(**FIG5)
-    answer = FixedMapping().assign(now, Machine())
+    answer = assigned(FixedMapping(), now)
     assert on_cpu(now, answer, NAMES) == "ABC"
-    assert scheduled_s(now, Machine(), answer.lanes) == 6
+    assert scheduled_s(now, answer.lanes) == 6
 
 
 def test_section_4_3_released():
@@ -116,31 +102,32 @@ def test_section_4_3_released():
     tail: C lands at 3, 4 + 1.
     """
     now = units(**FIG5)
-    answer = HybriMoEReleased().assign(now, Machine())
+    answer = assigned(HybriMoEReleased(), now)
     assert on_cpu(now, answer, NAMES) == "AB"
     assert [NAMES[i] for i in answer.order] == ["D", "B", "F", "A", "G", "E", "C"]
-    assert scheduled_s(now, Machine(), answer.lanes, answer.order) == 5
+    assert scheduled_s(now, answer.lanes, answer.order) == 5
 
 
 def test_section_4_2_released_constants():
     """Six experts of load 1, a and b cached: GPU 2.5 for five, CPU 1 + 0.79 for the
     last.
     """
-    now = units(cached=(1, 1), uncached=(1, 1, 1, 1), transfer=0.4179, gpu=0.5)
-    for policy, view in (
-        (HybriMoEReleased(costs="released"), Machine()),
-        (HybriMoEReleased(), Machine(0.79)),
+    sizes = {"cached": (1, 1), "uncached": (1, 1, 1, 1), "transfer": 0.4179, "gpu": 0.5}
+    slow_start = units(**sizes, first_cpu_s=0.79)
+    for policy, now in (
+        (HybriMoEReleased(costs="released"), units(**sizes)),
+        (HybriMoEReleased(), slow_start),
     ):
-        answer = policy.assign(now, view)
+        answer = assigned(policy, now)
         assert on_cpu(now, answer, "abcdef") == "f"
-        assert scheduled_s(now, Machine(0.79), answer.lanes, answer.order) == 2.5
+        assert scheduled_s(slow_start, answer.lanes, answer.order) == 2.5
 
 
 def test_section_4_3_first_slower():
     """Uncached loads 1, 1 with intercept 0.79, copies too slow: 1.79, then 2.79."""
-    now = units(uncached=(1, 1), transfer=10)
-    assert rehearsed(now, first=0.79) == ([0, 0], [0, 1], pytest.approx(2.79))
-    assert HybriMoEReleased().assign(now, Machine(0.79)).lanes.tolist() == [0, 0]
+    now = units(uncached=(1, 1), transfer=10, first_cpu_s=0.79)
+    assert rehearsed(now) == ([0, 0], [0, 1], pytest.approx(2.79))
+    assert assigned(HybriMoEReleased(), now).lanes.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -193,13 +180,11 @@ def test_section_4_1_random_instances():
             arrive_s=np.where(cached, 0, 3),
             tokens=loads,
         )
-        best_s = optimal_scheduled(now, Machine()).makespan_s
+        best_s = optimal_scheduled(now).makespan_s
         for reading in ("r1", "r2"):
             ratio[reading].append(rehearsed(now, reading)[2] / best_s)
-        answer = HybriMoEReleased().assign(now, Machine())
-        ratio["released"].append(
-            scheduled_s(now, Machine(), answer.lanes, answer.order) / best_s
-        )
+        answer = assigned(HybriMoEReleased(), now)
+        ratio["released"].append(scheduled_s(now, answer.lanes, answer.order) / best_s)
     mean = {name: np.mean(values) for name, values in ratio.items()}
     assert min(map(min, ratio.values())) >= 1 - 1e-12
     assert mean["r1"] == pytest.approx(1.032, abs=0.01)
@@ -224,7 +209,7 @@ def test_an_expert_in_flight_is_in_reach_of_the_cpu_too():
     )
     assert rehearsed(now) == ([0, 1], [0, 1], 6)
     # Knows cached and uncached only: its tail is the CPU's.
-    released = HybriMoEReleased().assign(now, Machine())
+    released = assigned(HybriMoEReleased(), now)
     assert released.lanes.tolist() == [0, 1]
 
 
@@ -246,17 +231,15 @@ def test_nobody_waits_50_seconds_for_what_the_cpu_does_in_2(policy):
     """Two experts, one in flight for 50 s more and one behind it; 2 s each on the CPU,
     so both are done after 4.
     """
-    now = replace(
-        work(
-            cpu_s=[2, 2],
-            gpu_s=[1, 1],
-            arrive_s=[50, 100],
-            tokens=[1, 1],
-            state=[IN_FLIGHT, ABSENT],
-        ),
-        link_s=np.array([50.0]),
+    now = work(
+        cpu_s=[2, 2],
+        gpu_s=[1, 1],
+        arrive_s=[50, 100],
+        tokens=[1, 1],
+        state=[IN_FLIGHT, ABSENT],
+        link_s=[50],
     )
-    assert policy.assign(now, Machine()).lanes.tolist() == [0, 0]
+    assert assigned(policy, now).lanes.tolist() == [0, 0]
 
 
 def test_only_the_first_of_several_copies_waits_for_the_one_under_way():
@@ -265,26 +248,19 @@ def test_only_the_first_of_several_copies_waits_for_the_one_under_way():
     Greedy: the first waits, 8 s on the GPU against 9; the second adds 4 s and not 8, so
     12 against 9, the CPU; the third is again the GPU's, 12 against 18.
     """
-    now = replace(
-        work(
-            cpu_s=[9, 9, 9],
-            gpu_s=[1, 1, 1],
-            arrive_s=[8, 8, 8],
-            tokens=[1, 1, 1],
-            state=[ABSENT] * 3,
-        ),
-        link_s=np.array([4.0]),
-    )
-    assert Greedy().assign(now, Machine()).lanes.tolist() == [1, 0, 1]
-    assert transfers(now.arrive_s, now.link_s).tolist() == [[4, 4, 4]]
+    now = work(cpu_s=[9, 9, 9], gpu_s=[1, 1, 1], arrive_s=[8, 8, 8], link_s=[4])
+    assert assigned(Greedy(), now).lanes.tolist() == [1, 0, 1]
+    assert [transfer_s(now, 0, i) for i in range(3)] == [4, 4, 4]
 
 
 def test_section_4_2_prefill_of_the_release_is_all_gpu():
-    now = replace(units(uncached=(1, 1, 1), transfer=50), phase=Phase.PREFILL)
-    assert HybriMoEReleased().assign(now, Machine()).lanes.tolist() == [1, 1, 1]
-    assert HybriMoEReleased(prefill="schedule").assign(
-        now, Machine()
-    ).lanes.tolist() == [0, 0, 0]
+    now = units(uncached=(1, 1, 1), transfer=50, phase=PREFILL)
+    assert assigned(HybriMoEReleased(), now).lanes.tolist() == [1, 1, 1]
+    assert assigned(HybriMoEReleased(prefill="schedule"), now).lanes.tolist() == [
+        0,
+        0,
+        0,
+    ]
 
 
 # -- SMoE ------------------------------------------------------------------------------
@@ -299,7 +275,7 @@ def test_section_4_2_prefill_of_the_release_is_all_gpu():
 def test_section_3_4_balancer(loads, loaded, makespan):
     """Loads of 3, 1 per token on the CPU; GPU compute after a load is ignored."""
     now = units(uncached=loads, gpu=0.0)
-    answer = SMoEBalancer().assign(now, Machine())
+    answer = assigned(SMoEBalancer(), now)
     assert set(np.flatnonzero(answer.lanes)) == loaded
     assert modelled_s(now, answer.lanes) == makespan
 
@@ -314,18 +290,15 @@ def test_section_3_4_guard_concerns_a_single_small_miss_only():
         ((1, 1), [1, 0], [1, 0]),
     ):
         now = units(uncached=loads, gpu=0.0)
-        assert SMoEBalancer().assign(now, Machine()).lanes.tolist() == faithful
-        assert (
-            SMoEBalancer(form="guarded").assign(now, Machine()).lanes.tolist()
-            == guarded
-        )
+        assert assigned(SMoEBalancer(), now).lanes.tolist() == faithful
+        assert assigned(SMoEBalancer(form="guarded"), now).lanes.tolist() == guarded
 
 
 def test_section_3_6_prefill_computes_nothing_on_the_cpu():
-    now = replace(units(cached=(1,), uncached=(1, 5)), phase=Phase.PREFILL)
-    assert SMoEBalancer().assign(now, Machine()).lanes.tolist() == [1, 1, 1]
-    assert SMoEBalancer().assign(now, Machine()).order.tolist() == [0, 2, 1]
-    assert SMoEBalancer(prefill="balance").assign(now, Machine()).lanes.tolist() == [
+    now = units(cached=(1,), uncached=(1, 5), phase=PREFILL)
+    assert assigned(SMoEBalancer(), now).lanes.tolist() == [1, 1, 1]
+    assert assigned(SMoEBalancer(), now).order.tolist() == [0, 2, 1]
+    assert assigned(SMoEBalancer(prefill="balance"), now).lanes.tolist() == [
         1,
         0,
         1,
@@ -344,7 +317,7 @@ def test_smoe_balancer_starts_behind_copies_in_flight():
         tokens=[1, 2, 3],
         state=state,
     )
-    answer = SMoEBalancer().assign(now, Machine())
+    answer = assigned(SMoEBalancer(), now)
     assert answer.lanes.tolist() == [0, 0, 1]
     assert answer.order.tolist() == [2, 0, 1]
 
@@ -365,7 +338,7 @@ def layers_on_gpu(policy, slots, *, gpus=1, layers=6, experts=4, split_experts=F
         work(layer=layer, cpu_s=[1, 1], gpu_s=times, arrive_s=times)
         for layer in range(layers)
     )
-    return [bool(policy.assign(now, Machine()).lanes.all()) for now in layer_steps]
+    return [bool(placed(policy, now).lanes.all()) for now in layer_steps]
 
 
 def test_section_6_1_as_many_whole_layers_as_fit():
@@ -405,29 +378,31 @@ def test_section_6_2_masks_compute_where_the_weights_are():
         arrive_s=[0, 4, 1],
         state=[RESIDENT, ABSENT, IN_FLIGHT],
     )
-    assert FixedMapping().assign(now, Machine()).lanes.tolist() == [1, 0, 0]
-    assert FixedMapping(wait=True).assign(now, Machine()).lanes.tolist() == [1, 0, 1]
+    assert assigned(FixedMapping(), now).lanes.tolist() == [1, 0, 0]
+    assert assigned(FixedMapping(wait=True), now).lanes.tolist() == [1, 0, 1]
 
 
 def test_section_6_2_a_prompt_uses_no_cpu_where_asked():
     """KTransformers' rule for DeepSeek-V2-Lite: prefill on the GPU, generation where
     the weights are.
     """
-    now = work(cpu_s=[1, 9], gpu_s=[9, 1], arrive_s=[0, 4], state=[RESIDENT, ABSENT])
-    prompt = replace(now, phase=Phase.PREFILL)
+    now, prompt = (
+        work(cpu_s=[1, 9], gpu_s=[9, 1], arrive_s=[0, 4], phase=phase)
+        for phase in (DECODE, PREFILL)
+    )
     for policy, lanes in (
         (FixedMapping(), [1, 0]),
         (FixedMapping(prefill="gpu"), [1, 1]),
     ):
-        assert policy.assign(prompt, Machine()).lanes.tolist() == lanes
-        assert policy.assign(now, Machine()).lanes.tolist() == [1, 0]
+        assert assigned(policy, prompt).lanes.tolist() == lanes
+        assert assigned(policy, now).lanes.tolist() == [1, 0]
 
 
 def test_masks_on_two_gpus_stay_where_the_weights_are():
     now = work(
         cpu_s=[1, 1, 1], gpu_s=[[1, 1, 1], [5, 5, 5]], arrive_s=[[4, 0, 4], [0, 0, 4]]
     )
-    assert FixedMapping().assign(now, Machine(gpus=2)).lanes.tolist() == [2, 1, 0]
+    assert assigned(FixedMapping(), now).lanes.tolist() == [2, 1, 0]
 
 
 # -- rules for each expert, or for the whole batch -------------------------------------
@@ -443,10 +418,10 @@ def test_section_6_3_fiddler():
         arrive_s=[70, 70, 70, 0],
         tokens=[9, 10, 11, 1],
     )
-    answer = Fiddler().assign(now, Machine())
+    answer = assigned(Fiddler(), now)
     assert answer.lanes.tolist() == [0, 1, 1, 1]
     assert answer.order.tolist() == [3, 0, 1, 2]
-    assert Fiddler(cost="load+compute").assign(now, Machine()).lanes.tolist() == [
+    assert assigned(Fiddler(cost="load+compute"), now).lanes.tolist() == [
         0,
         0,
         1,
@@ -459,14 +434,12 @@ def test_peers_ik_break_even(tokens, fetched):
     """128 experts, 8 per token, 32 tokens each: from 128 / 8 * 32 = 512 tokens on the
     layer's absent experts move.
     """
-    now = work(
-        cpu_s=[1, 1], gpu_s=[1, 1], arrive_s=[0, 4], routing=np.zeros((tokens, 8))
-    )
+    now = work(cpu_s=[1, 1], gpu_s=[1, 1], arrive_s=[0, 4], rows=tokens)
     for policy, on_gpu in ((IkBreakEven(), fetched), (IkBreakEven(min_batch=33), 0)):
         policy.start(
             RunContext(shape(experts=128, top_k=8), 1, np.zeros(1, int), "layer")
         )
-        assert policy.assign(now, View(experts=128)).lanes.tolist() == [1, on_gpu]
+        assert placed(policy, now).lanes.tolist() == [1, on_gpu]
 
 
 def fetches(policy, misses=1000, cpu_rate=1.0, link_rate=1.0):
@@ -476,7 +449,7 @@ def fetches(policy, misses=1000, cpu_rate=1.0, link_rate=1.0):
         gpu_s=[0.0] * misses,
         arrive_s=[1 / link_rate] * misses,
     )
-    return int(policy.assign(now, Machine()).lanes.sum())
+    return int(assigned(policy, now).lanes.sum())
 
 
 def test_peers_fetch_share_of_the_measured_pairs():
@@ -521,7 +494,7 @@ def test_fetch_split_fetches_the_largest_misses_and_awaits_what_is_in_flight():
         tokens=[1, 1, 7, 1, 2],
         state=[RESIDENT, ABSENT, ABSENT, IN_FLIGHT, ABSENT],
     )
-    answer = FetchSplit().assign(now, Machine())
+    answer = assigned(FetchSplit(), now)
     assert answer.lanes.tolist() == [1, 0, 1, 1, 0]
     assert answer.order.tolist() == [0, 3, 2, 4, 1]
 
@@ -547,11 +520,10 @@ def test_section_6_10_offline_search_for_the_average_step():
     costs the CPU 3.98 + 1.80 + 2 * 1.31 = 8.4; the first 4.4 against a link of 2.0; the
     first two 2.6 against 3.8; three 5.1.
     """
-    view = View(experts=4)
     policy = MoELightning()
     policy.start(
         RunContext(
-            view.shape,
+            shape(experts=4),
             1,
             np.array([0]),
             "layer",
@@ -559,18 +531,17 @@ def test_section_6_10_offline_search_for_the_average_step():
             costs=Prices(),
         )
     )
-    first = work(
-        experts=[0, 1, 2, 3], gpu_s=[1] * 4, arrive_s=[2] * 4, routing=[[0]] * 8
-    )
-    assert policy.assign(first, view).lanes.tolist() == [1, 1, 0, 0]
+    first = work(experts=[0, 1, 2, 3], gpu_s=[1] * 4, arrive_s=[2] * 4, rows=8, width=4)
+    assert placed(policy, first).lanes.tolist() == [1, 1, 0, 0]
     later = work(
         experts=[1, 2],
         gpu_s=[1] * 2,
         arrive_s=[2, 2],
         tokens=[50, 50],
-        routing=[[1]] * 100,
+        rows=100,
+        width=4,
     )
-    assert policy.assign(later, view).lanes.tolist() == [1, 0]
+    assert placed(policy, later).lanes.tolist() == [1, 0]
 
 
 def test_section_6_10_residents_are_part_of_the_plan():
@@ -581,7 +552,7 @@ def test_section_6_10_residents_are_part_of_the_plan():
     policy = MoELightning(tokens=8)
     policy.start(
         RunContext(
-            view.shape,
+            shape(experts=4),
             1,
             np.array([2]),
             "layer",
@@ -589,8 +560,8 @@ def test_section_6_10_residents_are_part_of_the_plan():
             costs=Prices(),
         )
     )
-    now = work(experts=[0, 1, 2, 3], gpu_s=[1] * 4, arrive_s=[0, 0, 2, 2])
-    assert policy.assign(now, view).lanes.tolist() == [1, 1, 1, 0]
+    now = work(experts=[0, 1, 2, 3], gpu_s=[1] * 4, arrive_s=[0, 0, 2, 2], width=4)
+    assert placed(policy, now, view).lanes.tolist() == [1, 1, 1, 0]
 
 
 # -- two GPUs that share a layer's experts ---------------------------------------------
@@ -604,7 +575,7 @@ def test_section_1_8_two_gpus_share_a_layer():
         cpu_s=[3] * 4, gpu_s=[[1] * 4] * 2, arrive_s=[[4] * 4] * 2, tokens=[3] * 4
     )
     for policy in (SMoEBalancer(), HybriMoESchedule(), HybriMoEReleased()):
-        assert sorted(policy.assign(now, Machine(gpus=2)).lanes.tolist()) == [
+        assert sorted(assigned(policy, now).lanes.tolist()) == [
             0,
             0,
             1,
@@ -621,9 +592,7 @@ def test_section_1_8_two_gpus_share_a_layer():
         Fiddler(),
         FixedMapping(),
     ):
-        assert policy.assign(now, Machine(gpus=2)).lanes.tolist() == [1, 2], type(
-            policy
-        )
+        assert assigned(policy, now).lanes.tolist() == [1, 2], type(policy)
 
 
 def test_parameters_out_of_range_are_named():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.cache_driver import (
     LayerStep,
     ListFuture,
+    admit,
     atomic,
     context,
     drive,
@@ -20,18 +21,21 @@ from support.cache_driver import (
     one_by_one,
     real_trace,
     shape,
+    victims,
     work,
 )
 
-from moesim.policies.base import PolicyError, RunContext
+from moesim.policies.base import PolicyError
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.lfu import LFU
 from moesim.policies.cache.lru import LRU
 from moesim.policies.cache.none import NoCache
 from moesim.policies.cache.static import Static
+from moesim.policies.planner.copies import BETWEEN_LAYERS
 from moesim.policies.planner.memory_level import MemoryLevel
 from moesim.policies.planner.residency import CacheSize, Residency
 from moesim.policies.registry import resolve
+from moesim.policies.run_context import RunContext
 
 UNIT_STRING = [5, 2, 4, 2, 1, 3, 1, 5, 3, 5, 1, 3, 1, 4, 3, 5, 1, 4]
 STEPS = atomic([0, 1], [2, 3], [0, 2], [1, 4], [0, 2], [3, 4])
@@ -179,7 +183,7 @@ def test_belady_chooses_whom_to_let_in_where_not_all_can_enter(must_admit):
 def test_an_order_that_loses_an_expert_is_the_policys_error():
     class Forgetful(LRU):
         def precedence(self, incoming):
-            return incoming[1:]
+            incoming[0] = incoming[1]
 
     model = shape(1, 4)
     level = MemoryLevel(
@@ -190,9 +194,10 @@ def test_an_order_that_loses_an_expert_is_the_policys_error():
     )
     level.cache.start(RunContext(model, 1, np.array([1]), "layer"))
     with pytest.raises(
-        PolicyError, match=r"'forgetful': precedence \[1\] is not an order of \[0, 1\]"
+        PolicyError,
+        match=r"'forgetful': precedence \[1, 1\] is not an order of \[0, 1\]",
     ):
-        level.demand(work(experts=[0, 1]), 0, np.array([0, 1]))
+        level.demand(BETWEEN_LAYERS, 0, np.array([0, 1]))
 
 
 @pytest.mark.parametrize("cache", ["arc", "clock"])
@@ -208,9 +213,9 @@ def test_nobody_is_named_for_an_expert_that_cannot_fit(cache):
     level.cache.start(RunContext(model, 1, size.slots, "global"))
     level.fill(np.array([0, 1]))
     level.memory.hold(0, np.array([0]))
-    level.prefetch(work(experts=[0]), 2)
+    level.prefetch(BETWEEN_LAYERS, 2)
     assert level.start(2, 0.0) is None
-    assert level.cache.victims(np.array([2]), np.array([1])).tolist() == [1]
+    assert victims(level.cache, [2], [1]) == [1]
 
 
 def test_belady_admits_on_a_tie():
@@ -337,10 +342,10 @@ def test_a_prefetched_expert_that_is_never_used_leaves_in_its_turn():
     policy = LRU()
     policy.start(context(atomic([0]), 3))
     policy.accessed(work(experts=[0]))
-    policy.admitted(np.array([3]))
+    policy.admitted(3)
     policy.accessed(work(experts=[1, 2], step=1))
-    policy.admitted(np.array([1, 2]))
-    assert policy.victims(np.array([4, 5]), np.array([1, 2, 3])).tolist() == [3, 1]
+    admit(policy, 1, 2)
+    assert victims(policy, [4, 5], [1, 2, 3]) == [3, 1]
 
 
 TRACES = [

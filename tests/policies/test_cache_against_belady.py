@@ -30,9 +30,12 @@ def policy_of(name, experts, seed=0):
     policy = resolve(name, "cache")
     rng = np.random.default_rng(seed)
     note = policy.accessed
-    policy.accessed = lambda now: note(
-        replace(now, scores=rng.random((1, experts)).astype(np.float16))
-    )
+
+    def accessed(now):
+        now.scores = rng.random(experts).data
+        note(now)
+
+    policy.accessed = accessed
     return policy
 
 

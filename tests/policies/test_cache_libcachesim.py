@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from support.cache_driver import context, flattened, real_trace, work
+from support.cache_driver import context, flattened, real_trace, victims, work
 
 from moesim.policies.cache.arc import ARC
 from moesim.policies.cache.clock import Clock
@@ -64,13 +64,12 @@ def played(policy, keys, capacity, experts, seed=0):
         policy.accessed(requests(experts)[key])
         if inside[key]:
             continue
-        incoming = np.array([key])
         if inside.sum() == capacity:
-            victims = policy.victims(incoming, np.flatnonzero(inside))
-            inside[victims] = False
-            policy.evicted(victims)
+            (victim,) = victims(policy, [key], np.flatnonzero(inside))
+            inside[victim] = False
+            policy.evicted(victim)
         inside[key] = True
-        policy.admitted(incoming)
+        policy.admitted(key)
     return hits
 
 

@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cache_driver import atomic, context, drive, one_by_one, work
+from support.cache_driver import (
+    admit,
+    atomic,
+    context,
+    drive,
+    evict,
+    one_by_one,
+    victims,
+    work,
+)
 
 from moesim.policies.base import PolicyError
-from moesim.policies.cache import _request_lists
 from moesim.policies.cache.arc import ARC
 from moesim.policies.cache.clock import Clock
 from moesim.policies.cache.fifo import FIFO
@@ -27,19 +35,15 @@ REQUEST_CACHES = [ARC, Clock, LeCaR, SIEVE, S3FIFO, SLRU]
 
 def inside(policy, keys=range(8)):
     """Which keys a cache of one pool knows to be in it."""
-    if isinstance(policy, LeCaR):
-        return [key for key in keys if key in policy._pools[0]]
-    known = policy.kernels().state
-    return [key for key in keys if _request_lists.is_cached(known, 0, key)]
+    return [key for key in keys if 0 <= policy.list_of(0, key) < policy.cached_lists]
 
 
 def in_list(policy, number):
     """The keys of a list of the first pool, oldest first."""
-    known = policy.kernels().state
-    head = _request_lists.head_of(known, 0, number)
-    keys = [_request_lists.following(known, head)]
+    head = policy.head(0, number)
+    keys = [policy.following[head]]
     while keys[-1] != head:
-        keys.append(_request_lists.following(known, keys[-1]))
+        keys.append(policy.following[keys[-1]])
     return keys[:-1]
 
 
@@ -50,9 +54,9 @@ def test_a_victim_that_stays_after_all_can_be_chosen_again(policy):
     """
     cache = policy()
     cache.start(context([], 2))
-    cache.admitted(np.array([0, 1]))
-    (stays,) = cache.victims(np.array([2]), np.array([0, 1]))
-    assert cache.victims(np.array([3]), np.array([stays])).tolist() == [stays]
+    admit(cache, 0, 1)
+    (stays,) = victims(cache, [2], [0, 1])
+    assert victims(cache, [3], [stays]) == [stays]
     assert inside(cache) == [1 - stays, 3]
 
 
@@ -60,7 +64,7 @@ class AlternatingLeCaR(LeCaR):
     """The draws of the worked example: .25, .75, .25, ..."""
 
     def start(self, context):
-        super().start(context)
+        LeCaR.start(self, context)
         self.draw = itertools.cycle((0.25, 0.75)).__next__
 
 
@@ -80,9 +84,9 @@ def test_section_5_5_final_state_of_arc_and_lecar():
     lecar = AlternatingLeCaR()
     drive(arc, one_by_one(UNIT_STRING), 3)
     drive(lecar, one_by_one(UNIT_STRING), 3)
-    assert arc.kernels().state.scores[0, 0] == 0
-    assert lecar._pools[0].weight_lru == pytest.approx(0.5192, abs=5e-5)
-    assert lecar._pools[0].history == 1
+    assert arc.target[0] == 0
+    assert lecar.weight[0] == pytest.approx(0.5192, abs=5e-5)
+    assert lecar.most_ghosts[0] == 1
 
 
 def scan_arc(accesses, capacity):
@@ -281,15 +285,12 @@ def test_a_layer_step_is_its_hits_in_ascending_id_then_its_misses_in_launch_orde
     policy = ARC()
     policy.start(context([], 4))
     policy.accessed(work(experts=[0, 1]))
-    policy.admitted(np.array([0, 1]))
-    policy.accessed(work(experts=[0, 1, 4, 5], routing=[[1, 0, 5, 4]]))
-    policy.admitted(np.array([5, 4]))
+    admit(policy, 0, 1)
+    policy.accessed(work(experts=[0, 1, 4, 5]))
+    admit(policy, 5, 4)
     once, often = in_list(policy, 0), in_list(policy, 1)
     assert (often, once) == ([0, 1], [5, 4])
-    assert policy.victims(np.array([7, 6]), np.arange(6)[[0, 1, 4, 5]]).tolist() == [
-        5,
-        4,
-    ]
+    assert victims(policy, [7, 6], [0, 1, 4, 5]) == [5, 4]
 
 
 @pytest.mark.parametrize("cls", REQUEST_CACHES)
@@ -311,9 +312,8 @@ def test_what_is_placed_but_never_enters_is_forgotten(cls):
     """A staged expert: `victims` was asked, but nothing entered."""
     policy = cls()
     policy.start(context([], 2))
-    policy.admitted(np.array([0, 1]))
-    victim = policy.victims(np.array([2]), np.array([0, 1]))
-    policy.evicted(victim)
+    admit(policy, 0, 1)
+    evict(policy, *victims(policy, [2], [0, 1]))
     policy.accessed(work(experts=[5], step=1))
     assert 2 not in inside(policy)
     assert len(inside(policy)) == 1
@@ -323,15 +323,15 @@ def test_what_is_placed_but_never_enters_is_forgotten(cls):
 def test_a_cancelled_copy_leaves_no_trace(cls):
     policy = cls()
     policy.start(context([], 3))
-    policy.admitted(np.array([0, 1, 2]))
-    policy.evicted(np.array([1]))
-    policy.admitted(np.array([3]))
+    admit(policy, 0, 1, 2)
+    policy.evicted(1)
+    policy.admitted(3)
     left = set()
     for incoming in (4, 5):
-        victim = policy.victims(np.array([incoming]), np.array(inside(policy)))
+        (victim,) = victims(policy, [incoming], inside(policy))
         policy.evicted(victim)
-        policy.admitted(np.array([incoming]))
-        left |= set(victim.tolist())
+        policy.admitted(incoming)
+        left.add(victim)
     assert 1 not in left
     assert len(left) == 2
 
@@ -356,9 +356,9 @@ def test_only_free_experts_leave_however_few_they_are(cls, data):
         return
     free = data.draw(st.sets(st.sampled_from(cached), min_size=1))
     absent = [key for key in range(8) if key not in cached][: len(free)]
-    victims = policy.victims(np.array(absent, np.int64), np.array(sorted(free)))
-    assert set(victims.tolist()) <= free
-    assert len(set(victims.tolist())) == len(absent)
+    chosen = victims(policy, absent, sorted(free))
+    assert set(chosen) <= free
+    assert len(set(chosen)) == len(absent)
 
 
 def test_parameters_out_of_range_are_refused():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import handmade
-from support.cache_driver import View, shape, work
+from support.cache_driver import assigned, work
 
 from moesim.policies.assignment._optimum import (
     modelled_s,
@@ -19,22 +19,10 @@ from moesim.policies.assignment._optimum import (
 )
 from moesim.policies.assignment.exact import Exact
 from moesim.policies.assignment.ilp import ILP
-from moesim.policies.base import IN_FLIGHT, RESIDENT, PolicyError, RunContext
+from moesim.policies.base import AssignmentPolicy, PolicyError
+from moesim.policies.names import IN_FLIGHT, RESIDENT
 from moesim.policies.registry import names, resolve
 from moesim.policies.systems import System
-
-EXPERTS = 256
-
-
-class Machine(View):
-    """A view whose CPU takes `first` seconds longer for the first expert of a layer
-    step.
-    """
-
-    def __init__(self, gpus=1, first=0.0, flying=(), experts=EXPERTS):
-        super().__init__(1, experts, gpus, (), flying)
-        self.cpu_first_s = first
-
 
 SECONDS = st.integers(1, 40).map(lambda n: n * 1e-4)
 ONE = st.just(1)
@@ -42,8 +30,8 @@ ONE = st.just(1)
 
 @st.composite
 def steps(draw, most=6, gpus=ONE):
-    """A layer step and its machine: residents, copies under way and absent experts, all
-    copies of a link alike, perhaps behind one that is under way.
+    """A layer step: residents, copies under way and absent experts, all copies of a link
+    alike, perhaps behind one that is under way.
     """
     g = draw(gpus)
     a = draw(st.integers(1, most))
@@ -66,100 +54,95 @@ def steps(draw, most=6, gpus=ONE):
         ]
         for row, wait in zip(states, wait_s, strict=True)
     ]
-    flying = [
-        (gpu, 0, i) for gpu in range(g) for i in range(a) if states[gpu][i] == IN_FLIGHT
-    ]
-    now = work(
+    return work(
         cpu_s=draw(times),
         gpu_s=[draw(times)] * g,
         arrive_s=arrive_s,
         host_s=draw(st.one_of(st.just([0.0] * a), times)),
         state=np.max(states, axis=0),
+        gpu_state=states,
+        link_s=wait_s,
+        first_cpu_s=draw(st.sampled_from([0.0, 5e-4])),
     )
-    now.link_s = np.array(wait_s) if any(wait_s) else None
-    return now, Machine(g, draw(st.sampled_from([0.0, 5e-4])), flying)
 
 
 def every_choice(now):
     return (
         np.array(c, np.int8)
-        for c in itertools.product(range(len(now.gpu_s) + 1), repeat=len(now.experts))
+        for c in itertools.product(range(now.gpus + 1), repeat=now.active)
     )
 
 
 @settings(max_examples=60, deadline=None)
 @given(steps(most=8))
-def test_one_gpu_equals_brute_force(step):
+def test_one_gpu_equals_brute_force(now):
     """2^A assignments, both rulers; the lanes that come back cost what is claimed."""
-    now, view = step
     best = optimal(now)
     assert best.makespan_s == pytest.approx(
         min(modelled_s(now, lanes) for lanes in every_choice(now)), rel=1e-9
     )
     assert modelled_s(now, best.lanes) == pytest.approx(best.makespan_s, rel=1e-12)
-    best = optimal_scheduled(now, view)
+    best = optimal_scheduled(now)
     assert best.makespan_s == pytest.approx(
-        min(scheduled_s(now, view, lanes) for lanes in every_choice(now)), rel=1e-9
+        min(scheduled_s(now, lanes) for lanes in every_choice(now)), rel=1e-9
     )
-    assert scheduled_s(now, view, best.lanes) == pytest.approx(
-        best.makespan_s, rel=1e-12
-    )
-    assert scheduled_s(now, view, best.lanes, best.order) == pytest.approx(
+    assert scheduled_s(now, best.lanes) == pytest.approx(best.makespan_s, rel=1e-12)
+    assert scheduled_s(now, best.lanes, best.order) == pytest.approx(
         best.makespan_s, rel=1e-12
     )
 
 
 @settings(max_examples=40, deadline=None)
 @given(steps(most=5, gpus=st.just(2)))
-def test_two_gpus_equal_brute_force(step):
+def test_two_gpus_equal_brute_force(now):
     """3^A assignments."""
-    now, view = step
     best = optimal(now)
-    scheduled = optimal_scheduled(now, view)
+    scheduled = optimal_scheduled(now)
     assert best.makespan_s == pytest.approx(
         min(modelled_s(now, lanes) for lanes in every_choice(now)), rel=1e-9
     )
     assert modelled_s(now, best.lanes) == pytest.approx(best.makespan_s, rel=1e-12)
-    least_s = min(scheduled_s(now, view, lanes) for lanes in every_choice(now))
+    least_s = min(scheduled_s(now, lanes) for lanes in every_choice(now))
     assert scheduled.makespan_s == pytest.approx(least_s, rel=1e-9)
-    assert scheduled_s(now, view, scheduled.lanes) == pytest.approx(
+    assert scheduled_s(now, scheduled.lanes) == pytest.approx(
         scheduled.makespan_s, rel=1e-12
     )
 
 
 @settings(max_examples=60, deadline=None)
 @given(steps(most=5), st.data())
-def test_no_launch_order_beats_the_longest_first(step, data):
+def test_no_launch_order_beats_the_longest_first(now, data):
     """Johnson's rule for equal copies, whatever the lanes: all A! orders."""
-    now, view = step
     lanes = np.array(
-        data.draw(
-            st.lists(
-                st.integers(0, 1), min_size=len(now.experts), max_size=len(now.experts)
-            )
-        )
+        data.draw(st.lists(st.integers(0, 1), min_size=now.active, max_size=now.active))
     )
-    flying = np.flatnonzero(now.state == IN_FLIGHT)
-    landing = flying[np.argsort(now.arrive_s[0, flying], kind="stable")]
-    rest = np.flatnonzero(now.state != IN_FLIGHT)
+    seen = now.arrays()
+    flying = np.flatnonzero(seen.state == IN_FLIGHT)
+    landing = flying[np.argsort(seen.arrive_s[0, flying], kind="stable")]
+    rest = np.flatnonzero(seen.state != IN_FLIGHT)
     orders = (
         np.array([*landing, *permuted]) for permuted in itertools.permutations(rest)
     )
-    in_our_order_s = scheduled_s(now, view, lanes)
-    assert in_our_order_s <= min(
-        scheduled_s(now, view, lanes, order) for order in orders
-    ) * (1 + 1e-12)
+    in_our_order_s = scheduled_s(now, lanes)
+    assert in_our_order_s <= min(scheduled_s(now, lanes, order) for order in orders) * (
+        1 + 1e-12
+    )
 
 
 def test_scheduled_time_table_by_hand():
     """Resident 2 and copies of 4: the first lands at 4 and takes 3, the second at 8 and
     takes 1: 9. CPU: 0.5 + 6.
     """
-    now = work(cpu_s=[9, 6, 9, 9], gpu_s=[2, 1, 1, 3], arrive_s=[0, 4, 4, 4])
+    now = work(
+        cpu_s=[9, 6, 9, 9],
+        gpu_s=[2, 1, 1, 3],
+        arrive_s=[0, 4, 4, 4],
+        first_cpu_s=0.5,
+    )
     lanes = np.array([1, 0, 1, 1])
-    assert scheduled_s(now, Machine(first=0.5), lanes) == 9
-    assert scheduled_s(now, Machine(first=0.5), lanes, np.array([0, 1, 2, 3])) == 11
-    assert scheduled_s(now, Machine(first=0.5), np.array([1, 0, 0, 1])) == 15.5
+    assert scheduled_s(now, lanes) == 9
+    assert scheduled_s(now, lanes, np.array([0, 1, 2, 3])) == 11
+    assert scheduled_s(now, np.array([1, 0, 0, 1])) == 15.5
     assert modelled_s(now, lanes) == 10
 
 
@@ -168,24 +151,25 @@ def test_copies_wait_for_what_is_in_flight():
     if the CPU takes the former.
     """
     now = work(cpu_s=[9, 9], gpu_s=[1, 1], arrive_s=[3, 4], state=[IN_FLIGHT, 0])
-    assert scheduled_s(now, Machine(), np.array([1, 1])) == 8
-    assert scheduled_s(now, Machine(), np.array([1, 0])) == 9
-    assert scheduled_s(now, Machine(), np.array([0, 1])) == 9
+    assert scheduled_s(now, np.array([1, 1])) == 8
+    assert scheduled_s(now, np.array([1, 0])) == 9
+    assert scheduled_s(now, np.array([0, 1])) == 9
 
 
-class Recorder:
-    """Stands where the assignment policy stood; remembers what it was asked and what
-    the time table says.
+class Recorder(AssignmentPolicy):
+    """Stands where the assignment policy stood; remembers what the time table says of
+    its answers.
     """
 
     def __init__(self, policy):
         self.policy = policy
         self.expected_s = []
 
-    def assign(self, now, view):
-        answer = self.policy.assign(now, view)
-        self.expected_s.append(scheduled_s(now, view, answer.lanes, answer.order))
-        return answer
+    def assign(self, work, view, lanes, order):
+        flags = self.policy.assign(work, view, lanes, order)
+        answer = np.array(lanes), np.array(order)
+        self.expected_s.append(scheduled_s(work, *answer))
+        return flags
 
 
 @pytest.mark.parametrize(
@@ -222,26 +206,19 @@ def test_the_time_table_is_the_simulators(policy):
     assert took_s == pytest.approx(recorder.expected_s)
 
 
-def started(name, gpus):
-    policy = resolve(name, "assignment")
-    policy.start(RunContext(shape(1, EXPERTS), gpus, np.full(1, 2), "layer"))
-    return policy
-
-
 @settings(max_examples=25, deadline=None)
 @given(steps(most=7, gpus=st.integers(1, 2)))
-def test_nobody_beats_it(step):
+def test_nobody_beats_it(now):
     """Every registered assignment policy, measured with either ruler, its own launch
     order included.
     """
-    now, view = step
     least_s = optimal(now).makespan_s
-    soonest_s = optimal_scheduled(now, view).makespan_s
+    soonest_s = optimal_scheduled(now).makespan_s
     for name in names("assignment"):
-        answer = started(name, len(now.gpu_s)).assign(now, view)
+        answer = assigned(resolve(name, "assignment"), now)
         assert modelled_s(now, answer.lanes) >= least_s * (1 - 1e-9), name
-        if len(now.gpu_s) == 1:
-            assert scheduled_s(now, view, answer.lanes, answer.order) >= soonest_s * (
+        if now.gpus == 1:
+            assert scheduled_s(now, answer.lanes, answer.order) >= soonest_s * (
                 1 - 1e-9
             ), name
 
@@ -252,9 +229,8 @@ def test_only_the_first_copy_waits_for_the_one_under_way(name):
     20 for each. Both on the GPU end at 10 + 4 + 4 = 18, one on each lane at 20; charged
     the wait twice, both on the GPU would seem to end at 28.
     """
-    now = work(cpu_s=[20.0, 20.0], gpu_s=[1.0, 1.0], arrive_s=[14.0, 14.0])
-    now.link_s = np.array([10.0])
-    answer = started(name, 1).assign(now, Machine())
+    now = work(cpu_s=[20, 20], gpu_s=[1, 1], arrive_s=[14, 14], link_s=[10])
+    answer = assigned(resolve(name, "assignment"), now)
     assert answer.lanes.tolist() == [1, 1]
     assert modelled_s(now, answer.lanes) == 18.0
 
@@ -272,7 +248,7 @@ def layer(rng, active, gpus=1, resident=0.3):
 @pytest.mark.parametrize("active", [16, 32])
 def test_equals_the_integer_program_where_brute_force_ends(active):
     now = layer(np.random.default_rng(active), active)
-    by_program = modelled_s(now, ILP().assign(now, Machine()).lanes)
+    by_program = modelled_s(now, assigned(ILP(), now).lanes)
     assert optimal(now).makespan_s == pytest.approx(by_program, rel=1e-6)
 
 
@@ -280,7 +256,7 @@ def test_equals_the_integer_program_where_brute_force_ends(active):
 def test_certified_at_full_scale(active):
     for seed in range(5):
         now = layer(np.random.default_rng(seed), active)
-        for best in (optimal(now), optimal_scheduled(now, Machine())):
+        for best in (optimal(now), optimal_scheduled(now)):
             assert best.bound_s == best.makespan_s
     two = optimal(layer(np.random.default_rng(0), 64, gpus=2))
     assert two.bound_s == two.makespan_s
@@ -294,14 +270,14 @@ def test_an_unfinished_search_says_so():
     gpu_s = rng.random((2, 40)) + 0.1
     arrive_s = rng.random((2, 40)) * (rng.random((2, 40)) < 0.7)
     now = work(cpu_s=rng.random(40) + 0.1, gpu_s=gpu_s, arrive_s=arrive_s)
-    best = optimal_scheduled(now, Machine(2))
+    best = optimal_scheduled(now)
     assert 0 < best.bound_s < best.makespan_s
     for lanes in (
         rng.integers(0, 3, 40),
         best.lanes,
-        started("greedy", 2).assign(now, Machine(2)).lanes,
+        assigned(resolve("greedy", "assignment"), now).lanes,
     ):
-        assert scheduled_s(now, Machine(2), lanes) >= best.bound_s
+        assert scheduled_s(now, lanes) >= best.bound_s
 
 
 @pytest.mark.parametrize(("tokens", "transfer", "slope", "resident", "makespan"), [
@@ -315,7 +291,7 @@ def test_section_1_4_optimum(tokens, transfer, slope, resident, makespan):
         cpu_s=slope * np.array(tokens), gpu_s=[1] * 5, arrive_s=arrive, tokens=tokens
     )
     assert optimal(now).makespan_s == makespan
-    assert modelled_s(now, Exact().assign(now, Machine()).lanes) == makespan
+    assert modelled_s(now, assigned(Exact(), now).lanes) == makespan
 
 
 def test_section_1_1_a3_what_is_modelled_and_what_is_scheduled_may_disagree():
@@ -323,8 +299,8 @@ def test_section_1_1_a3_what_is_modelled_and_what_is_scheduled_may_disagree():
     4.
     """
     now = work(cpu_s=[4], gpu_s=[2], arrive_s=[3])
-    assert Exact().assign(now, Machine()).lanes.tolist() == [1]
-    assert Exact(objective="scheduled").assign(now, Machine()).lanes.tolist() == [0]
+    assert assigned(Exact(), now).lanes.tolist() == [1]
+    assert assigned(Exact(objective="scheduled"), now).lanes.tolist() == [0]
 
 
 def test_objective_is_checked():

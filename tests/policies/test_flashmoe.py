@@ -28,7 +28,7 @@ from moesim.policies.cache._learned_network import (
 )
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.flashmoe import FlashMoE
-from moesim.policies.cache_replay import replay as replay_steps
+from moesim.policies.cache_replay import replay as replay_blocks
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
 from moesim.questions import learned_cache as learned
@@ -51,6 +51,7 @@ from moesim.runtime.train.cache import (
     train,
 )
 from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.layer_steps import of_steps
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers.readers.array_stream import load_named
 
@@ -579,9 +580,8 @@ def test_the_released_code_may_evict_what_the_same_step_needs():
     layer_steps = steps(*[[routed(0, *used)] for used in ([1], [3], [0, 1], [0, 1])])
     size = CacheSize.of((100,), 4, slots_per_layer=2)
     extras = {"flashmoe": network._asdict()}
-    held = replay_steps(
-        FlashMoE(), "flashmoe", shape(), size, layer_steps, extras=extras
-    )
+    blocks = of_steps(layer_steps)
+    held = replay_blocks(FlashMoE(), "flashmoe", shape(), size, blocks, extras=extras)
     assert held.hits == 1 + 2
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import itertools
 
 import numpy as np
@@ -14,16 +12,24 @@ from support.cache_driver import (
     LayerStep,
     ListFuture,
     View,
+    admit,
     context,
     drive,
+    evict,
+    named,
+    placed,
     shape,
+    victims,
     work,
 )
 
+from moesim.policies.arrays import view_of
 from moesim.policies.assignment._optimum import modelled_s
-from moesim.policies.base import Gate, RunContext
-from moesim.policies.registry import KINDS, describe, find, names, resolve
-from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
+from moesim.policies.base import Gate
+from moesim.policies.names import DECODE
+from moesim.policies.registry import KINDS, describe, find, name_of, names, resolve
+from moesim.policies.run_context import RunContext
+from moesim.traces.format.schema import PREDICTION_COLUMNS
 
 LAYERS = 3
 EXPERTS = 6
@@ -31,19 +37,14 @@ EXPERTS = 6
 
 @st.composite
 def works(draw):
-    """A layer step: from one active expert to all, any residency, one or two GPUs, with
-    predictions.
-    """
+    """A layer step: from one active expert to all, any residency, one or two GPUs."""
     experts = sorted(
         draw(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS))
     )
     active = len(experts)
     gpus = draw(st.integers(1, 2))
-    tokens = draw(st.integers(1, 4))
     seconds = st.floats(0, 0.1, allow_nan=False)
     times = st.lists(seconds, min_size=active, max_size=active)
-    score = st.lists(st.floats(-4, 4, width=16), min_size=EXPERTS, max_size=EXPERTS)
-    predicted = draw(st.lists(score, min_size=tokens, max_size=tokens))
     return work(
         experts=experts,
         layer=draw(st.integers(0, LAYERS - 1)),
@@ -53,11 +54,19 @@ def works(draw):
         gpu_s=[draw(times) for _ in range(gpus)],
         arrive_s=[draw(times) for _ in range(gpus)],
         state=draw(st.lists(st.integers(0, 2), min_size=active, max_size=active)),
-        routing=[
-            draw(st.permutations(experts))[: draw(st.just(1))] for _ in range(tokens)
-        ],
-        predicted=dict.fromkeys(PREDICTION_COLUMNS, predicted),
+        rows=draw(st.integers(1, 4)),
+        width=EXPERTS,
     )
+
+
+@st.composite
+def tokens(draw, now):
+    """Experts of each token of a layer step, and predictions by name."""
+    active = st.sampled_from(list(now.experts))
+    score = st.lists(st.floats(-4, 4, width=16), min_size=EXPERTS, max_size=EXPERTS)
+    predicted = draw(st.lists(score, min_size=now.rows, max_size=now.rows))
+    routing = [[draw(active)] for _ in range(now.rows)]
+    return routing, dict.fromkeys(PREDICTION_COLUMNS, predicted)
 
 
 @st.composite
@@ -70,7 +79,7 @@ def views(draw, gpus):
         )
     )
     resident = draw(keys)
-    return View(LAYERS, EXPERTS, gpus, resident, draw(keys) - resident)
+    return View(LAYERS, EXPERTS, gpus, resident, draw(keys) - resident, future=FUTURE)
 
 
 FUTURE = ListFuture(
@@ -98,20 +107,12 @@ def started(kind, name, gpus):
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), now=works())
 def test_assignment_places_every_active_expert_once_on_a_legal_lane(name, data, now):
-    gpus = len(now.gpu_s)
-    view = data.draw(views(gpus))
-    before = copy.deepcopy(now)
-    answer = started("assignment", name, gpus).assign(now, view)
-    active = len(now.experts)
-    assert answer.lanes.dtype == np.int8
-    assert answer.lanes.shape == (active,)
-    assert 0 <= answer.lanes.min() <= answer.lanes.max() <= gpus
-    if answer.order is not None:
-        assert sorted(answer.order.tolist()) == list(range(active))
-    again = started("assignment", name, gpus).assign(now, view)
+    view = data.draw(views(now.gpus))
+    answer = placed(started("assignment", name, now.gpus), now, view)
+    assert 0 <= answer.lanes.min() <= answer.lanes.max() <= now.gpus
+    assert sorted(answer.order.tolist()) == list(range(now.active))
+    again = placed(started("assignment", name, now.gpus), now, view)
     assert again.lanes.tolist() == answer.lanes.tolist()
-    assert np.array_equal(now.cpu_s, before.cpu_s)
-    assert answer.lanes is not again.lanes
 
 
 ANY_COST = st.sampled_from([0.0, 1e-3, 2e-3, 5e-3, np.inf])
@@ -134,6 +135,7 @@ def works_with_extremes(draw, cpu_s=ANY_COST):
         gpu_s=[times(ANY_COST) for _ in range(gpus)],
         arrive_s=[times(ANY_COST) for _ in range(gpus)],
         host_s=times(st.sampled_from([0.0, 1e-3])),
+        width=EXPERTS,
     )
 
 
@@ -143,13 +145,9 @@ def works_with_extremes(draw, cpu_s=ANY_COST):
 @given(now=works_with_extremes())
 def test_infinite_costs_are_survived_by_every_assignment(name, now):
     """Legal lanes and order, and no arithmetic on what is no number."""
-    gpus = len(now.gpu_s)
-    answer = started("assignment", name, gpus).assign(now, View(1, EXPERTS, gpus))
-    active = len(now.experts)
-    assert answer.lanes.shape == (active,)
-    assert 0 <= answer.lanes.min() <= answer.lanes.max() <= gpus
-    if answer.order is not None:
-        assert sorted(answer.order.tolist()) == list(range(active))
+    answer = placed(started("assignment", name, now.gpus), now)
+    assert 0 <= answer.lanes.min() <= answer.lanes.max() <= now.gpus
+    assert sorted(answer.order.tolist()) == list(range(now.active))
 
 
 WEIGH_COSTS = (
@@ -164,23 +162,19 @@ WEIGH_COSTS = (
 @given(now=works_with_extremes(st.sampled_from([0.0, 1e-3, 5e-3])))
 def test_infinite_costs_forbid_a_lane_to_every_assignment_that_weighs_costs(name, now):
     """The CPU could finish every expert, so no policy waits forever on a GPU."""
-    gpus = len(now.gpu_s)
     # An expert that is resident where it would be computed forever is no machine's.
-    arrive_s = np.where(np.isinf(now.gpu_s), np.inf, now.arrive_s)
-    now = dataclasses.replace(now, arrive_s=arrive_s)
-    answer = started("assignment", name, gpus).assign(now, View(1, EXPERTS, gpus))
+    now.arrive_s = np.where(np.isinf(now.gpu_s), np.inf, now.arrive_s).data
+    answer = placed(started("assignment", name, now.gpus), now)
     assert np.isfinite(modelled_s(now, answer.lanes))
 
 
 @settings(max_examples=150, deadline=None)
 @given(now=works_with_extremes())
 def test_infinite_costs_leave_ilp_and_exact_at_the_optimum(now):
-    lanes = range(len(now.gpu_s) + 1)
-    choices = itertools.product(lanes, repeat=len(now.experts))
+    choices = itertools.product(range(now.gpus + 1), repeat=now.active)
     best_s = min(modelled_s(now, np.array(choice, np.int8)) for choice in choices)
     for name in ("ilp", "exact"):
-        policy = started("assignment", name, len(now.gpu_s))
-        answer = policy.assign(now, View(1, EXPERTS, len(now.gpu_s)))
+        answer = placed(started("assignment", name, now.gpus), now)
         if np.isfinite(best_s):
             assert modelled_s(now, answer.lanes) == pytest.approx(best_s, rel=1e-6)
 
@@ -189,20 +183,20 @@ def test_infinite_costs_leave_ilp_and_exact_at_the_optimum(now):
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), now=works())
 def test_prefetch_names_distinct_absent_experts_of_coming_layers(name, data, now):
-    gpus = len(now.gpu_s)
-    view = data.draw(views(gpus))
-    keys = list(started("prefetch", name, gpus).prefetch(now, view))
+    view = data.draw(views(now.gpus))
+    routing, predicted = data.draw(tokens(now))
+    policy, again = (started("prefetch", name, now.gpus) for _ in range(2))
+    keys = named(policy, now, view, routing=routing, predicted=predicted)
     assert len(set(keys)) == len(keys)
     # A layer whose products wait for all its copies may name itself, when it is the first.
-    waits = started("prefetch", name, gpus).late == "wait" and now.layer == 0
-    any_layer = started("prefetch", name, gpus).foresees_passes
-    for key in keys:
-        assert any_layer or now.layer < key.layer + waits
-        assert key.layer < LAYERS
-        assert 0 <= key.expert < EXPERTS
+    waits = policy.late == "wait" and now.layer == 0
+    for layer, expert in keys:
+        assert policy.foresees_passes or now.layer < layer + waits
+        assert layer < LAYERS
+        assert 0 <= expert < EXPERTS
     if now.layer == LAYERS - 1 and not waits:
-        assert any_layer or keys == []
-    assert keys == list(started("prefetch", name, gpus).prefetch(now, view))
+        assert policy.foresees_passes or keys == []
+    assert keys == named(again, now, view, routing=routing, predicted=predicted)
 
 
 @pytest.mark.parametrize("name", names("prefetch"))
@@ -215,7 +209,8 @@ def test_prefetch_declares_the_columns_it_reads(name):
         for column in policy.needs
         if column in PREDICTION_COLUMNS
     }
-    policy.prefetch(work(experts=[0], predicted=predicted), View(LAYERS, EXPERTS))
+    now = work(experts=[0], width=EXPERTS)
+    named(policy, now, View(LAYERS, EXPERTS, future=FUTURE), predicted=predicted)
 
 
 @st.composite
@@ -266,21 +261,20 @@ def test_cache_survives_prefetches_it_never_asked_for(name, data, steps):
     keys = st.integers(0, LAYERS * EXPERTS - 1)
     inside: set[int] = set()
     for step, layer, active in steps:
-        policy.accessed(work(experts=active, step=step, layer=layer))
+        policy.accessed(work(experts=active, step=step, layer=layer, width=EXPERTS))
         entering = np.array(
             sorted(data.draw(st.sets(keys, max_size=4)) - inside), np.int64
         )
-        policy.admitted(entering)
+        admit(policy, *entering)
         inside |= set(entering.tolist())
         incoming = np.array(
             sorted(data.draw(st.sets(keys, max_size=3)) - inside), np.int64
         )[: len(inside)]
-        victims = policy.victims(incoming, np.array(sorted(inside), np.int64))
-        assert victims.shape == incoming.shape
-        left = [victim for victim in victims.tolist() if victim >= 0]
+        chosen = victims(policy, incoming, sorted(inside))
+        left = [victim for victim in chosen if victim >= 0]
         assert len(set(left)) == len(left)
         assert set(left) <= inside
-        policy.evicted(np.array(left, np.int64))
+        evict(policy, *left)
         inside -= set(left)
 
 
@@ -292,19 +286,25 @@ def test_routing_keeps_the_shape_and_says_whether_it_alters(name):
         [[0.1, 0.3, 0.1, 0.5, 0, 0], [0.6, 0.1, 0.2, 0.1, 0, 0]], np.float16
     )
     policy = started("routing", name, 1)
-    routed = policy.route(
-        Gate(0, 0, Phase.DECODE, experts, weights, scores), View(LAYERS, EXPERTS)
-    )
-    assert routed.experts.shape == experts.shape
+    gate = Gate()
+    gate.layer, gate.phase, gate.rows = 0, DECODE, len(experts)
+    gate.experts = experts.data
+    gate.weights = view_of(weights, np.float64)
+    gate.scores = view_of(scores, np.float64)
+    chosen = np.zeros(2 * EXPERTS, np.uint16)
+    columns = policy.route(gate, View(LAYERS, EXPERTS), chosen.data)
+    assert columns in {0, 2}
     if not policy.alters:
-        assert np.array_equal(routed.experts, experts)
-        assert np.array_equal(routed.weights, weights)
+        assert columns == 0
+    if columns:
+        used = policy.weigh(gate, chosen[:4].reshape(2, 2))
+        assert used.shape == experts.shape
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_policy_knows_its_name(kind):
     for name in names(kind):
-        assert find(name, kind).name == name
+        assert name_of(find(name, kind)) == name
 
 
 @pytest.mark.parametrize("kind", KINDS)

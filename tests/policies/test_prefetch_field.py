@@ -11,6 +11,8 @@ from support.cache_driver import LayerStep, ListFuture, View, named, shape, work
 from support.handmade import HandCosts, plan_of, routed, run, spans, steps
 from support.handmade import shape as hand_shape
 
+from moesim.policies.arrays import view_of
+from moesim.policies.assignment._list_scheduler import ListScheduler
 from moesim.policies.base import PolicyError
 from moesim.policies.names import PREFILL, RESIDENT
 from moesim.policies.prefetch.activation_matrix import ActivationMatrix
@@ -149,11 +151,8 @@ def test_the_online_table_skips_what_does_not_follow():
 
 def test_transition_rows_sum_to_top_k_and_ignore_unused_places():
     table = Transitions(2, 4)
-    table.observe(
-        0,
-        np.array([[0, 1], [0, 65535]], np.uint16),
-        np.array([[2, 3], [3, 1]], np.uint16),
-    )
+    before = view_of([[0, 1], [0, 65535]], np.uint16)
+    table.observe(0, before, view_of([[2, 3], [3, 1]], np.uint16))
     assert table.table()[0, 0].tolist() == [0, 0.5, 0.5, 1]
     assert table.table()[0, 1].tolist() == [0, 0, 1, 1]
     assert table.table().sum(axis=2)[0].tolist() == [2, 2, 0, 0]
@@ -257,6 +256,68 @@ def test_impact_shields_predicted_experts_that_are_present():
     """
     view = HybriMoEView(2, 4, resident={(0, 1, 3)})
     assert impact(view, tokens_for({0: 3, 3: 3}, 4), depth=1) == [(1, 0), (1, 3)]
+
+
+def wanted_by_definition(view, tokens, busy_s):
+    """Every absent expert of layer 1 is tried, one after the other; ties go to the
+    higher load, then to the lower id.
+    """
+    ids = np.flatnonzero(tokens)
+    loads = tokens[ids].astype(np.int32)
+    schedule = ListScheduler(1, len(ids))
+    schedule.sort(loads.data, len(ids))
+    schedule.cpu_s = (1.0 * loads).data
+    schedule.gpu_s = np.ones((1, len(ids))).data
+    copy_s = view.copy_s[1]
+    present = view.resident(1)[ids]
+    arrive_s = np.where(present, 0.0, copy_s)
+    flying = np.zeros(len(ids), np.uint8)
+
+    def makespan_s():
+        schedule.link_s[0] = 0.0
+        schedule.arrive_s = arrive_s[None].copy().data
+        schedule.flying = flying[None].copy().data
+        room = np.zeros(len(ids), np.int8), np.zeros(len(ids), np.int64)
+        return schedule.simulate(len(ids), 0.0, *(each.data for each in room))
+
+    keys = []
+    for start_s in np.arange(0.0, busy_s, copy_s):
+        begins_s = busy_s + view.gap_s
+        left_s = max(0.0, start_s + copy_s - begins_s)
+        before_s = makespan_s()
+        gains = {}
+        for n in np.flatnonzero((arrive_s > 0.0) & (flying == 0)):
+            arrive_s[n], flying[n] = left_s, left_s > 0.0
+            gains[n] = round(before_s - makespan_s(), 9)
+            arrive_s[n], flying[n] = copy_s, 0
+        best = min(gains, key=lambda n: (-gains[n], -loads[n], n), default=None)
+        if best is None or gains[best] <= 0.0:
+            break
+        keys.append((1, int(ids[best])))
+        arrive_s[best], flying[best] = left_s, left_s > 0.0
+    return keys + [(1, int(e)) for e in ids[present]] if keys else []
+
+
+def test_impact_tries_every_expert_where_copies_are_under_way():
+    """Experts of one load stood for each other by their lowest id; where a copy is
+    under way when the layer begins, the order of equal loads makes a difference.
+    """
+    rng = np.random.default_rng(0)
+    late = 0
+    for _ in range(400):
+        width = int(rng.integers(3, 9))
+        tokens = rng.integers(0, 4, width)
+        resident = {(0, 1, int(e)) for e in np.flatnonzero(rng.random(width) < 0.3)}
+        copy_s = float(rng.choice([0.5, 1.0, 1.5, 2.0, 3.0]))
+        gap_s = float(rng.choice([0.0, 0.25, 1.0]))
+        view = View(2, width, resident=resident, copy_s=copy_s, gap_s=gap_s)
+        busy_s = float(rng.choice([0.5, 1.0, 2.5, 4.0]))
+        keys = impact(
+            view, tokens_for(dict(enumerate(tokens)), width), busy_s=busy_s, depth=1
+        )
+        assert keys == wanted_by_definition(view, tokens, busy_s)
+        late += busy_s + gap_s < copy_s * len(keys)
+    assert late > 100
 
 
 # -- hybrimoe-released, first-missing, partial-hidden, random, whole-layer -------------

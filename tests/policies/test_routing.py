@@ -3,6 +3,7 @@ a token.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,30 +11,55 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cache_driver import View, shape
 
-from moesim.policies.base import Gate, PolicyError, RunContext
-from moesim.policies.kernels import UNUSED
+from moesim.policies.arrays import view_of
+from moesim.policies.base import Gate, PolicyError
+from moesim.policies.names import DECODE, PREFILL, UNUSED
 from moesim.policies.registry import names, resolve
-from moesim.policies.routing._substitute import routing
+from moesim.policies.routing._substitute import weights_of
 from moesim.policies.routing.adaptive_gating import AdaptiveGating
 from moesim.policies.routing.cache_prior import CachePrior
 from moesim.policies.routing.expert_cache_router import ExpertCacheRouter
 from moesim.policies.routing.graceful_degradation import GracefulDegradation
-from moesim.traces.format.schema import ModelShape, Phase
+from moesim.policies.run_context import RunContext
+from moesim.traces.format.schema import ModelShape
 
 T0 = [0.30, 0.06, 0.20, 0.11, 0.10, 0.09, 0.08, 0.06]
 T1 = [0.05, 0.28, 0.10, 0.13, 0.09, 0.12, 0.085, 0.145]
 SMOE_RESIDENT = {(0, 0, 2), (0, 0, 4), (0, 0, 6)}
 
 
-def gate(scores, top_k, *, layer=0, phase=Phase.DECODE, norm=True, weights=True):
+def gate(
+    scores,
+    top_k,
+    *,
+    layer=0,
+    phase=DECODE,
+    norm=True,
+    weights=True,
+    predicted=None,
+):
     """What a softmax gate says: its top k, ties to the lower id, and their weights."""
     scores = np.array(scores, np.float64)
     experts = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
-    chosen = np.take_along_axis(scores, experts, axis=1)
-    combine = chosen / chosen.sum(axis=1, keepdims=True) if norm else chosen
-    return Gate(
-        0, layer, phase, experts.astype(np.uint16), combine if weights else None, scores
-    )
+    if weights is True:
+        weights = np.take_along_axis(scores, experts, axis=1)
+        if norm:
+            weights = weights / weights.sum(axis=1, keepdims=True)
+    return outputs(experts, weights, scores, layer, phase, predicted)
+
+
+def outputs(experts, weights, scores=None, layer=0, phase=DECODE, predicted=None):
+    said = Gate()
+    said.step, said.layer, said.phase = 0, layer, phase
+    said.rows = len(experts)
+    said.experts = view_of(experts, np.uint16)
+    if weights is not False:
+        said.weights = view_of(weights, np.float64)
+    if scores is not None:
+        said.scores = view_of(scores, np.float64)
+    if predicted is not None:
+        said.predicted = view_of(predicted, np.float64)
+    return said
 
 
 class Model(View):
@@ -57,9 +83,29 @@ class Model(View):
         )  # fmt: skip
 
 
+class Routing(NamedTuple):
+    """Experts that serve the tokens, [T, K], and their weights, or None."""
+
+    experts: np.ndarray
+    weights: np.ndarray | None
+
+
+def asked(policy, gate_output, view):
+    """Ask a routing that has started."""
+    chosen = np.zeros(gate_output.rows * view.experts, np.uint16)
+    columns = policy.route(gate_output, view, chosen.data)
+    if not columns:
+        weights = np.asarray(gate_output.weights)
+        return Routing(
+            np.asarray(gate_output.experts), weights if len(weights) else None
+        )
+    experts = chosen[: gate_output.rows * columns].reshape(-1, columns)
+    return Routing(experts, policy.weigh(gate_output, experts))
+
+
 def routed(policy, gate_output, view):
     policy.start(RunContext(view.shape, 1, np.zeros(view.layers, int), "layer"))
-    answer = policy.route(gate_output, view)
+    answer = asked(policy, gate_output, view)
     return [[e for e in row if e != UNUSED] for row in answer.experts.tolist()], answer
 
 
@@ -177,7 +223,7 @@ def test_section_3_5_batch_aware_replacement():
     ]
     gate_output = gate(scores, 3)
     view = Model(8, top_k=3)
-    assert [set(row) for row in gate_output.experts.tolist()] == [
+    assert [set(row) for row in np.array(gate_output.experts).tolist()] == [
         {1, 2, 4},
         {1, 5, 4},
         {2, 6, 7},
@@ -227,9 +273,12 @@ def test_section_2_4_predicted_weights_are_formed_as_the_model_forms_its_own(
     float16.
     """
     view = Model(5, {(0, 5, one) for one in resident}, layers=6, norm=norm)
-    gate_output = gate([[0.05, 0.05, 0.10, 0.30, 0.50]], 2, layer=5, norm=norm)
-    gate_output = gate_output._replace(
-        predicted=np.array([[0.30, 0.25, 0.18, 0.12, 0.15]])
+    gate_output = gate(
+        [[0.05, 0.05, 0.10, 0.30, 0.50]],
+        2,
+        layer=5,
+        norm=norm,
+        predicted=[[0.30, 0.25, 0.18, 0.12, 0.15]],
     )
     used, answer = routed(GracefulDegradation(), gate_output, view)
     assert used == [experts]
@@ -241,13 +290,11 @@ def test_a_token_that_keeps_its_experts_keeps_its_weights_however_many_places_ot
     its scores say, and stay.
     """
     scores = [[0.5, 0.3, 0.2, 0.0], [0.0, 0.4, 0.4, 0.2]]
-    gate_output = gate(scores, 2)._replace(
-        weights=np.array([[0.625, 0.375], [0.7, 0.3]])
-    )
+    gate_output = gate(scores, 2, weights=[[0.625, 0.375], [0.7, 0.3]])
     used = np.array([[0, 1, 2], [1, 2, UNUSED]])
-    answer = routing(gate_output, used, Model(4))
-    assert answer.weights[0] == pytest.approx([0.5, 0.3, 0.2], rel=1e-6)
-    assert answer.weights[1] == pytest.approx([0.7, 0.3, 0.0], rel=1e-6)
+    weights = weights_of(gate_output, used, np.array(scores), True)
+    assert weights[0] == pytest.approx([0.5, 0.3, 0.2], rel=1e-6)
+    assert weights[1] == pytest.approx([0.7, 0.3, 0.0], rel=1e-6)
 
 
 def test_section_2_4_cases_that_stay():
@@ -260,7 +307,7 @@ def test_section_2_4_cases_that_stay():
         (on_demand, gate(scores, 2, layer=0)),
         (
             Model(5, {(0, 5, 2)}, layers=6),
-            gate(scores, 2, layer=5, phase=Phase.PREFILL),
+            gate(scores, 2, layer=5, phase=PREFILL),
         ),
     ):
         assert routed(GracefulDegradation(), gate_output, view)[0] == [[0, 1]]
@@ -282,9 +329,7 @@ def test_section_6_8_adaptive_gating_drops_the_light_second_expert():
     26 % stays.
     """
     weights = np.array([[0.76, 0.24], [0.74, 0.26]], np.float16)
-    gate_output = Gate(
-        0, 0, Phase.DECODE, np.array([[3, 1], [0, 2]], np.uint16), weights, None
-    )
+    gate_output = outputs([[3, 1], [0, 2]], weights)
     policy = AdaptiveGating(sensitivity=0.08)
     experts, answer = routed(policy, gate_output, Model(4))
     assert experts == [[3], [0, 2]]
@@ -294,7 +339,7 @@ def test_section_6_8_adaptive_gating_drops_the_light_second_expert():
     ]
     _, raw = routed(policy, gate_output, Model(4, norm=False))
     assert raw.weights[0] == pytest.approx([0.76, 0.0], rel=1e-3)
-    prefill = gate_output._replace(phase=Phase.PREFILL)
+    prefill = outputs([[3, 1], [0, 2]], weights, phase=PREFILL)
     assert routed(policy, prefill, Model(4))[0] == [[3, 1], [0, 2]]
 
 
@@ -307,20 +352,10 @@ def test_section_6_8_sensitivities_come_from_the_calibration():
     policy.start(
         RunContext(shape(2, 4, 2), 1, np.zeros(2, int), "layer", extras=extras)
     )
-    gate_output = Gate(
-        0,
-        0,
-        Phase.DECODE,
-        np.array([[3, 1]], np.uint16),
-        np.array([[0.6, 0.4]], np.float16),
-        None,
-    )
-    assert policy.route(gate_output, Model(4, layers=2)).experts.tolist() == [
-        [3, UNUSED]
-    ]
-    assert policy.route(
-        gate_output._replace(layer=1), Model(4, layers=2)
-    ).experts.tolist() == [[3, 1]]
+    for layer, experts in enumerate(([[3, UNUSED]], [[3, 1]])):
+        gate_output = outputs([[3, 1]], [[0.6, 0.4]], layer=layer)
+        answer = asked(policy, gate_output, Model(4, layers=2))
+        assert answer.experts.tolist() == experts
     with pytest.raises(PolicyError, match="'sensitivity': expected 2 positive numbers"):
         policy.start(
             RunContext(
@@ -373,8 +408,8 @@ def test_cache_prior_scales_by_the_running_mean_range():
     for scale, expected in (("mean", [[0, 2]]), ("token", [[0, 1]])):
         policy = CachePrior(strength=0.1, scale=scale)
         policy.start(RunContext(view.shape, 1, np.zeros(1, int), "layer"))
-        policy.route(gate(wide, 2), view)
-        assert policy.route(gate(narrow, 2), view).experts.tolist() == expected
+        asked(policy, gate(wide, 2), view)
+        assert asked(policy, gate(narrow, 2), view).experts.tolist() == expected
 
 
 def test_cache_prior_reads_sigmoid_scores_as_such():
@@ -424,16 +459,14 @@ def test_routing_invariants(spec, drawn):
     """
     gate_output, view = drawn
     policy = resolve(spec, "routing")
-    if "weights" in policy.needs and gate_output.weights is None:
-        gate_output = gate_output._replace(
-            weights=np.take_along_axis(
-                gate_output.scores, gate_output.experts.astype(int), axis=1
-            )
-        )
-    before = gate_output.experts.copy()
+    scores = np.array(gate_output.scores)
+    recorded = np.array(gate_output.experts)
+    if "weights" in policy.needs and not len(gate_output.weights):
+        chosen = np.take_along_axis(scores, recorded.astype(int), axis=1)
+        gate_output.weights = chosen.data
     experts, answer = routed(policy, gate_output, view)
-    assert answer.experts.shape == gate_output.experts.shape
-    assert np.array_equal(gate_output.experts, before)
+    assert answer.experts.shape == recorded.shape
+    assert np.array_equal(gate_output.experts, recorded)
     for row in experts:
         assert row
         assert len(set(row)) == len(row)
@@ -442,11 +475,12 @@ def test_routing_invariants(spec, drawn):
         return
     assert (answer.weights[answer.experts == UNUSED] == 0).all()
     if view.shape.norm_topk:
-        total = 1.0 if gate_output.weights is None else gate_output.weights.sum(axis=1)
+        given = np.array(gate_output.weights)
+        total = given.sum(axis=1) if len(given) else 1.0
         assert answer.weights.sum(axis=1) == pytest.approx(total, rel=1e-3)
     elif spec != "as-recorded":
         expected = np.take_along_axis(
-            np.pad(gate_output.scores, ((0, 0), (0, 1))),
+            np.pad(scores, ((0, 0), (0, 1))),
             np.minimum(answer.experts, view.experts).astype(int),
             axis=1,
         )
@@ -466,7 +500,7 @@ def test_substitutes_never_add_a_miss(spec, drawn):
     gate_output, view = drawn
     experts, _ = routed(resolve(spec, "routing"), gate_output, view)
     resident = set(np.flatnonzero(view.resident(5)).tolist())
-    recorded = gate_output.experts.tolist()
+    recorded = np.array(gate_output.experts).tolist()
     for row, was in zip(experts, recorded, strict=True):
         assert set(row) - set(was) <= resident | {
             e for other in recorded for e in other
@@ -490,10 +524,8 @@ def test_nothing_to_choose_from_changes_nothing(name):
         if name == "cache-prior" and gate_output.experts.shape[1] < 8:
             policy = CachePrior(top_j=0)  # all are raised alike
         experts, answer = routed(policy, gate_output, view)
-        assert experts == gate_output.experts.tolist()
-        assert np.array_equal(
-            answer.weights, gate_output.weights
-        ) or answer.weights == pytest.approx(gate_output.weights, rel=1e-6)
+        assert experts == np.array(gate_output.experts).tolist()
+        assert answer.weights == pytest.approx(np.array(gate_output.weights), rel=1e-6)
 
 
 def test_parameters_out_of_range_are_named():
@@ -515,6 +547,7 @@ def test_the_planner_counts_rerouted_workloads_and_the_gate_mass_kept():
     from support.handmade import routed as layer_of
 
     from moesim.policies.systems import System
+    from moesim.traces.format.schema import Phase
 
     model = shape(1, 4, 2)
     system = System(

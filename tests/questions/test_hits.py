@@ -10,11 +10,8 @@ import pytest
 from support.small_trace import SHAPE, write_trace
 
 import moesim
-from moesim.policies import cache_replay
 from moesim.questions import hit_rates
 from moesim.questions.hit_rates import hits_text
-from moesim.runs import replay
-from moesim.runs.config import RunConfig
 
 
 def test_every_cell_is_a_replay_of_its_own(trace):
@@ -27,17 +24,7 @@ def test_every_cell_is_a_replay_of_its_own(trace):
             assert rates.loc[ratio, name] == alone["hit_rate_active"]
 
 
-TIMELESS = [
-    "lru",
-    "belady",
-    "lfu",
-    "arc",
-    "sieve",
-    "lecar",
-    "random",
-    "edgemoe",
-    "none",
-]
+CACHES = ["lru", "belady", "lfu", "arc", "sieve", "lecar", "random", "edgemoe", "none"]
 
 
 @pytest.mark.parametrize(
@@ -45,35 +32,29 @@ TIMELESS = [
     [
         {},
         {"batch": 2},
-        {"scope": "global"},
+        {"cache_scope": "global"},
         {"steps": 3},
         {"warm": "tiny-calibration"},
         {"draft_tokens": 2},
-        {"policy": "moe-speq", "hw": "dali-2x-rtx3090"},
     ],
     ids=str,
 )
-def test_fast_counts_are_those_of_a_cache_that_is_asked_step_by_step(
-    options, monkeypatch
-):
-    """Every replay of LFU or ARC asked Python in each layer step, 14 minutes for a long
-    trace; both ways give the same counts.
-    """
-    sizes = [0.05, 0.5, 1.0]
-    if not {"hw", "warm"} & options.keys():
-        monkeypatch.setattr(cache_replay, "replay", None)
-    config = RunConfig.of(
-        "tiny",
-        **{"policy": options.get("policy")}
-        | {name: value for name, value in options.items() if name != "scope"},
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_alone_hits_as_in_a_run_that_fetches_every_miss(cache, options):
+    counted = moesim.replay_cache("tiny", cache, cache_ratio=0.3, **options)
+    run = moesim.replay(
+        "tiny", "on-demand", cache=cache, cache_ratio=0.3, staging=64, **options
     )
-    fast = moesim.hit_rates(config, TIMELESS, sizes, scope=options.get("scope"))
-    monkeypatch.undo()
-    monkeypatch.setattr(replay, "is_timeless", lambda _policy: False)
+    assert counted["hits"] == run.metrics["hits"]
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 2}, {"steps": 3}], ids=str)
+def test_one_pass_over_a_trace_counts_as_a_replay_at_each_size(options, monkeypatch):
+    sizes = [0.05, 0.5, 1.0]
+    at_once = moesim.hit_rates("tiny", ["lru", "belady"], sizes, **options)
     monkeypatch.setattr(hit_rates, "_curve", lambda *_: None)
-    monkeypatch.setattr(cache_replay, "has_compiled_loop", lambda *_: False)
-    slow = moesim.hit_rates(config, TIMELESS, sizes, scope=options.get("scope"))
-    pd.testing.assert_frame_equal(fast, slow)
+    one_by_one = moesim.hit_rates("tiny", ["lru", "belady"], sizes, **options)
+    pd.testing.assert_frame_equal(at_once, one_by_one)
 
 
 def test_moe_infinity_forgets_a_sequence_that_ended():

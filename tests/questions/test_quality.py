@@ -29,6 +29,7 @@ from moesim.runtime.models.local_model import LocalModel, load_model, model_shap
 from moesim.runtime.models.offloaded import StoreExperts
 from moesim.runtime.quality import Passages, PolicyUnderTest, measure
 from moesim.traces.format.batch import RoutedStep
+from moesim.traces.format.layer_steps import of_steps
 from moesim.traces.format.schema import Phase
 
 torch.set_num_threads(1)
@@ -385,7 +386,7 @@ def test_every_copy_lands_before_the_next_layer_and_hits_are_those_of_the_cache_
         def accessed(self, work):
             super().accessed(work)
             if work.phase == Phase.DECODE:
-                states.extend(work.state.tolist())
+                states.extend(work.arrays().state.tolist())
 
     passages = Passages.of_corpus(2, prompt=16, scored=8)
     bare = trial(tiny, System("on-demand"), cls=Witness)
@@ -394,7 +395,7 @@ def test_every_copy_lands_before_the_next_layer_and_hits_are_those_of_the_cache_
     states = []
     shape = bare.planner.shape
     size = bare.planner.sizes.gpu
-    cache_replay.replay(Counting(), "lru", shape, size, bare.seen)
+    cache_replay.replay(Counting(), "lru", shape, size, of_steps(bare.seen))
     assert alone.hit_rate == states.count(base.RESIDENT) / len(states)
     assert prefetching.hit_rate > alone.hit_rate
     assert is_the_model_itself(prefetching)

@@ -24,7 +24,7 @@ from moesim.policies.arrays import read_only, view_of
 from moesim.policies.base import CachePolicy, MachineView, Work
 from moesim.policies.cache._learned_network import sizes
 from moesim.policies.cache._offline_bounds import Uses
-from moesim.policies.names import ABSENT, DECODE, IN_FLIGHT, RESIDENT
+from moesim.policies.names import ABSENT, CPU, DECODE, IN_FLIGHT, RESIDENT
 from moesim.policies.run_context import RunContext
 from moesim.traces.format.schema import ModelShape
 from moesim.traces.predictions import tallies
@@ -200,6 +200,30 @@ def named(policy, now, view, *, routing=((0,),), predicted=None):
     keys = np.full(view.layers * view.experts, -1, np.int64)
     count = policy.prefetch(now, view, keys.data)
     return [divmod(key, view.experts) for key in keys[:count].tolist()]
+
+
+class Placed(NamedTuple):
+    """Answer of an assignment: its arrays, and its flags."""
+
+    lanes: np.ndarray
+    order: np.ndarray
+    flags: int
+
+
+def placed(policy, now, view=None):
+    """Ask an assignment that has started."""
+    lanes = np.full(now.active, CPU, np.int8)
+    order = np.arange(now.active)
+    view = view or View(experts=len(now.state), gpus=now.gpus)
+    flags = policy.assign(now, view, lanes.data, order.data)
+    return Placed(lanes, order, flags)
+
+
+def assigned(policy, now, view=None):
+    """Start an assignment, on a model that has no costs, and ask it."""
+    sizes = shape(now.layer + 1, len(now.state))
+    policy.start(RunContext(sizes, now.gpus, np.zeros(1, int), "global"))
+    return placed(policy, now, view)
 
 
 def admit(policy, *keys):

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from support.handmade import hand_trace, shape
 from support.small_trace import write_trace
 
-from moesim.policies import cache_replay
+from moesim.policies.cache_replay import replay
 from moesim.policies.planner.residency import CacheSize
+from moesim.policies.registry import resolve
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import layer_steps, of_sequences
@@ -22,14 +23,13 @@ from moesim.traces.stats.hit_rate_curves import CurveAggregator, curves
 
 
 def replayed(trace, spec, slots, *, batch=1, scope="layer"):
-    """Hits by layer of the compiled replay with `slots` per pool."""
+    """Hits by layer of a replay with `slots` per pool."""
     counts = np.full(trace.shape.layers if scope == "layer" else 1, slots, np.int64)
     sizes = CacheSize(scope, counts, counts * trace.shape.expert_bytes[0])
     future = RecordedFuture.of(trace, batch=batch)
     blocks = layer_steps(trace, batch=batch)
-    return cache_replay.replay_compiled(
-        spec, trace.shape, sizes, blocks, future=future
-    ).hits_by_layer
+    policy = resolve(spec, "cache")
+    return replay(policy, spec, trace.shape, sizes, blocks, future=future).hits_by_layer
 
 
 def test_by_hand(tmp_path):

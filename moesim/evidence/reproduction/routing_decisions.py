@@ -14,6 +14,7 @@ from moesim.evidence.reproduction.routing_caches import MACHINE, Figures
 from moesim.evidence.reproduction.runs import decode_replays
 from moesim.evidence.reproduction.workloads import Excerpt, percent
 from moesim.hwprofiles.profile import load_profile
+from moesim.policies.arrays import view_of
 from moesim.policies.prefetch.statistical import Transitions
 from moesim.policies.systems import System
 from moesim.questions.gap_mixes import Grades
@@ -127,7 +128,9 @@ def accuracy(
     for number, step in enumerate(excerpt.decode(*columns, batch=batch)):
         for layer, following in _pairs(step):
             if number < half:
-                table.observe(layer.layer, layer.routing, following.routing)
+                before = view_of(layer.routing, np.uint16)
+                after = view_of(following.routing, np.uint16)
+                table.observe(layer.layer, before, after)
                 continue
             # EdgeMoE has no gate to ask: its table says which experts follow which.
             if column is None:
