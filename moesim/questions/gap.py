@@ -303,7 +303,7 @@ def gap(
         )
 
     def walk(planner: Planner, timeline: Timeline) -> ReplayResult:
-        return choose_engine(config.engine, planner, setup.profile).run(
+        return choose_engine(config.engine, planner).run(
             opened,
             planner,
             setup.profile,

@@ -250,8 +250,8 @@ class Grades:
 
         An observer of `AssignmentPolicy.assign` (`moesim.policies.planner.observers`).
         """
-        del call
-        work, _view = arguments
+        del call, answer
+        work, _, given_lanes, given_order = arguments
         modelled = optimal(work)
         scheduled = optimal_scheduled(work)
         if not modelled.makespan_s or not scheduled.makespan_s:
@@ -259,9 +259,9 @@ class Grades:
 
         # Both ratios compare like with like: each model prices both plans. The CPU
         # computes what is deferred, too.
-        lanes = np.maximum(answer.lanes, CPU)
+        lanes = np.maximum(np.asarray(given_lanes), CPU)
         chosen_s = modelled_s(work, lanes)
-        chosen_scheduled_s = scheduled_s(work, lanes, answer.order)
+        chosen_scheduled_s = scheduled_s(work, lanes, np.asarray(given_order))
         self.modelled.append(chosen_s / modelled.makespan_s)
         self.scheduled.append(chosen_scheduled_s / scheduled.makespan_s)
         self.chosen_s += chosen_s

@@ -38,31 +38,42 @@ PROMPT = 6
 SCORED = 5
 
 
+def filled(routing, experts):
+    """Answer with these experts, [T, K]."""
+    for n, expert in enumerate(experts.reshape(-1)):
+        routing[n] = expert
+    return experts.shape[1]
+
+
 class Unmoved(RoutingPolicy):
     """Says it alters, and repeats the gate: in other words, with other memory, in a
     wider row.
     """
 
-    def route(self, gate, view):
-        del view
-        wide = np.pad(gate.experts, ((0, 0), (0, 1)), constant_values=UNUSED)
-        return base.Routing(wide, np.pad(gate.weights, ((0, 0), (0, 1))))
+    def route(self, gate, view, routing):
+        padding = ((0, 0), (0, 1))
+        wide = np.pad(np.asarray(gate.experts), padding, constant_values=UNUSED)
+        return filled(routing, wide)
+
+    def weigh(self, gate, experts):
+        return np.pad(np.asarray(gate.weights), ((0, 0), (0, 1)))
 
 
 class Crossed(RoutingPolicy):
     """Every expert gives its place to its neighbour."""
 
-    def route(self, gate, view):
-        del view
-        return base.Routing(gate.experts ^ 1, gate.weights)
+    def route(self, gate, view, routing):
+        return filled(routing, np.asarray(gate.experts) ^ 1)
 
 
 class Undecided(RoutingPolicy):
     """Names experts and no weights."""
 
-    def route(self, gate, view):
-        del view
-        return base.Routing(gate.experts ^ 1, None)
+    def route(self, gate, view, routing):
+        return filled(routing, np.asarray(gate.experts) ^ 1)
+
+    def weigh(self, gate, experts):
+        return None
 
 
 class Curious(RoutingPolicy):
@@ -70,9 +81,8 @@ class Curious(RoutingPolicy):
 
     needs = ("token",)
 
-    def route(self, gate, view):
-        del view
-        return base.Routing(gate.experts, gate.weights)
+    def route(self, gate, view, routing):
+        return filled(routing, np.asarray(gate.experts))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -370,7 +380,7 @@ class Witness(PolicyUnderTest):
         work = super().layer(routed)
         self.seen[-1].layers.append(routed)
         memory = self.planner.gpu[0].memory
-        assert not (memory.state == base.IN_FLIGHT).any()
+        assert not (memory.state == IN_FLIGHT).any()
         assert not memory.holds.any()
         return work
 
@@ -396,7 +406,7 @@ def test_every_copy_lands_before_the_next_layer_and_hits_are_those_of_the_cache_
     shape = bare.planner.shape
     size = bare.planner.sizes.gpu
     cache_replay.replay(Counting(), "lru", shape, size, of_steps(bare.seen))
-    assert alone.hit_rate == states.count(base.RESIDENT) / len(states)
+    assert alone.hit_rate == states.count(RESIDENT) / len(states)
     assert prefetching.hit_rate > alone.hit_rate
     assert is_the_model_itself(prefetching)
 

@@ -292,7 +292,8 @@ print(*{name.split(".")[1] for name in sys.modules if name.startswith("moesim.")
 def test_the_digest_of_the_code_holds_all_that_a_replay_loads(trace):
     """Machine code had come to stand in a room of its own, and was left out."""
     loaded = output_of("-c", LOADED, trace)
-    assert set(loaded.split()) == set(plan.SIMULATING)
+    # What extensions share is Cython's.
+    assert set(loaded.split()) - {"_cyutility"} == set(plan.SIMULATING)
 
 
 def test_an_edited_file_of_arrivals_is_run_again(trace, tmp_path):

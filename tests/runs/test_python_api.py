@@ -212,7 +212,7 @@ def test_the_command_prints_the_lines_of_the_policy_alone(command, tmp_path, job
 def test_a_refused_engine_leaves_no_half_written_tables(trace, tmp_path):
     """The tables had been begun before the engine was chosen."""
     options = {"engine": "fast", "arrivals": "poisson:5", "out": tmp_path / "run"}
-    with pytest.raises(PolicyError, match="--engine compiled: not possible"):
+    with pytest.raises(PolicyError, match="--engine fast: not possible"):
         moesim.replay(trace, **options)
     assert not list(tmp_path.glob("run/*"))
 

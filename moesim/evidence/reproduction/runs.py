@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moesim.evidence.reproduction.workloads import Excerpt
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.dense_costs import DenseSizes
@@ -228,9 +230,9 @@ class _ModelledTime:
 
     def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
         """Add one layer step."""
-        del call
-        work, _view = arguments
-        self.seconds += modelled_s(work, answer.lanes)
+        del call, answer
+        work, _view, lanes, _order = arguments
+        self.seconds += modelled_s(work, np.asarray(lanes))
 
 
 def learned_cache(workload: Workload, folder: Path) -> Path:

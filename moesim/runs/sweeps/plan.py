@@ -313,7 +313,7 @@ def code_digest() -> str:
         package = importlib.import_module(f"moesim.{part}")
         # Rooms are namespace packages with one folder each.
         (folder,) = map(Path, package.__path__)
-        for file in sorted(folder.rglob("*.py")):
+        for file in sorted((*folder.rglob("*.py"), *folder.rglob("*.pxd"))):
             digest.update(f"{part}/{file.relative_to(folder).as_posix()}\n".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()
