@@ -15,9 +15,10 @@ from moesim import cli
 from moesim.base.errors import TraceError
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
-from moesim.policies import base, cache_replay
+from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError, RoutingPolicy
 from moesim.policies.cache.lru import LRU
+from moesim.policies.names import IN_FLIGHT, RESIDENT
 from moesim.policies.planner.planner import Planner
 from moesim.policies.systems import System
 from moesim.questions import quality
