@@ -11,8 +11,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-Floats: TypeAlias = "memoryview[float]"
-Ints: TypeAlias = "memoryview[int]"
+# Names for readers: C's types stand in the `.pxd`, NumPy's arrays serve as well, and
+# typeshed knows no certain shape of a memoryview.
+Floats: TypeAlias = Any
+Ints: TypeAlias = Any
 
 
 def zeros(shape: Any, dtype: Any = np.float64) -> Any:

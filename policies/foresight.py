@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.policies.arrays import view_of, zeros
+from moesim.policies.arrays import view_of
 from moesim.policies.base import PolicyError
 from moesim.policies.names import NONE
 

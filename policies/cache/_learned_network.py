@@ -154,9 +154,10 @@ class Network(NamedTuple):
         """How late each expert is expected, float64 [N], from `features` [2N]; larger
         is later.
         """
-        hidden = np.empty((2, self.hidden))
+        first, second = np.empty((2, self.hidden))
         outputs = np.empty(self.experts)
-        evaluate(self.packed(layer), features.astype(np.float64), *hidden, outputs)
+        given = features.astype(np.float64)
+        evaluate(self.packed(layer), given, first, second, outputs)
         return outputs
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from moesim.policies.arrays import zeros
 from moesim.policies.base import CachePolicy
-from moesim.policies.ranked_cache import RankedCache
 from moesim.policies.names import NONE, RESIDENT
+from moesim.policies.ranked_cache import RankedCache
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Ints

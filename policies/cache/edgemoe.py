@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moesim.policies.arrays import zeros
 from moesim.policies.cache.lfu import LFU, Variant
-from moesim.policies.ranked_cache import lowest
 from moesim.policies.names import NONE
+from moesim.policies.ranked_cache import lowest
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints

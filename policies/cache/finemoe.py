@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from moesim.policies.arrays import zeros
 from moesim.policies.cache.lfu import LFU
-from moesim.policies.ranked_cache import lowest
 from moesim.policies.prefetch.finemoe import expectations
+from moesim.policies.ranked_cache import lowest
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints

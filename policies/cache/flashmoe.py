@@ -10,8 +10,8 @@ from moesim.policies.arrays import filled, view_of, zeros
 from moesim.policies.base import PolicyError
 from moesim.policies.cache._learned_network import Network
 from moesim.policies.cache._scoring import evaluate, features_of, note_use
-from moesim.policies.ranked_cache import RankedCache, lowest
 from moesim.policies.parameters import expect
+from moesim.policies.ranked_cache import RankedCache, lowest
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints
@@ -101,7 +101,7 @@ class FlashMoE(RankedCache):
         self.stale[work.layer] = 1
 
     def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
-        """Choose the highest outputs, after evaluating layers whose history has moved."""
+        """Choose the highest outputs; first renew those of layers whose history moved."""
         for n in range(len(candidates)):
             layer = candidates[n] // self.experts
             if self.stale[layer]:

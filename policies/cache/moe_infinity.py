@@ -8,9 +8,9 @@ import numpy as np
 
 from moesim.policies.arrays import filled, zeros
 from moesim.policies.base import CachePolicy
-from moesim.policies.ranked_cache import lowest
 from moesim.policies.names import NONE
 from moesim.policies.parameters import expect_choice
+from moesim.policies.ranked_cache import lowest
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints

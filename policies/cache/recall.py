@@ -9,9 +9,9 @@ import numpy as np
 from moesim.policies.arrays import zeros
 from moesim.policies.cache._own_replacements import ReplacingCache
 from moesim.policies.cache.decayed_frequency import Fill
-from moesim.policies.ranked_cache import outscored
 from moesim.policies.cache.static import Static
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranked_cache import outscored
 from moesim.policies.routing_memory import RoutingMemory
 
 if TYPE_CHECKING:

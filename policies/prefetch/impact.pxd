@@ -35,7 +35,7 @@ cdef class Impact(PrefetchPolicy):
     cpdef long long prefetch(self, Work work, MachineView view, long long[::1] named) except? -1
     @cython.locals(schedule=ListScheduler, i=int, g=int, gpu_s=double, arrive_s=double, comes_s=double)
     cdef double _current_s(self, Work work) except? -1.0
-    @cython.locals(copy_s=double, copies="long long")
+    @cython.locals(copy_s=double, copies=double)
     cdef long long _copies(self, Work work, MachineView view, double ends_s) except? -1
     @cython.locals(d=int, ahead=LayerAhead)
     cdef _foresee(self, Work work, MachineView view, int depths, double ends_s)

@@ -258,8 +258,8 @@ class Impact(PrefetchPolicy):
         if copy_s <= 0.0:
             # A link that takes no time could bring the whole layer.
             return view.experts
-        copies = int(math.ceil((ends_s - view.link_wait_s) / copy_s))
-        return max(0, copies)
+        copies = (ends_s - view.link_wait_s) / copy_s
+        return max(0, int(math.ceil(copies)))  # noqa: RUF046 - C's is a float
 
     def _foresee(
         self, work: Work, view: MachineView, depths: int, ends_s: float
