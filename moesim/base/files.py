@@ -61,7 +61,7 @@ _PATIENCE: Final = getattr(os, "O_NONBLOCK", 0)
 _BINARY: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 _unfinished: set[NewFile | ScratchFolder] = set()
-"""What this process has begun and not finished, for an end at short notice."""
+"""Files and folders in progress, for an end at short notice."""
 
 
 class NewFile:

@@ -306,7 +306,7 @@ _TYPES: dict[type, tuple[Any, str]] = {
     float: (Real, "a number"),
     Path: ((str, Path), "a path"),
 }
-"""What each kind of option may be in Python, and how errors call it. Numbers of numpy
+"""Python types of each kind of option, and their name in errors. Numbers of numpy
 are numbers too."""
 
 

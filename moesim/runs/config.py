@@ -171,7 +171,7 @@ class MemoryOptions(Options):
 
 
 MemorySize = MemoryOptions | str | int
-"""What `MemoryOptions.parse` reads."""
+"""Types that `MemoryOptions.parse` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -348,8 +348,8 @@ def _overlap(model: SynthModel) -> float:
 
 
 LENGTHS = ("prompt_tokens", "new_tokens")
-"""What may be stated beside `like`: a trace of decode tokens only may be drawn with
-prompts.
+"""Fields that may be stated beside `like`: a trace of decode tokens only may be drawn
+with prompts.
 """
 
 
