@@ -80,6 +80,9 @@ class NewFile:
 
     def __init__(self, final: Path | str) -> None:
         self.final = Path(final)
+        if "\0" in str(final):
+            reason = "expected a name without null characters"
+            raise OSError(errno.EINVAL, reason, str(final))
         self._target = destination(self.final)
         self._is_stream = is_stream(self.final)
         if self._target.is_dir():
