@@ -767,3 +767,22 @@ def test_everything_becomes_one_page(moesim, small, tmp_path, screenshots):
     with browser(tmp_path / "browser") as driver:
         check_page(driver, tmp_path / "reproduction.html", screenshots)
     assert not list(tmp_path.glob("*.part.jsonl"))
+
+
+@pytest.mark.parametrize(("first", "second", "larger"), [
+    (2.0, 1.0, 1), (1.0, 2.0, -1), (-1.0, -2.0, 1), (1.0, 1.0, 0),
+    (100.0, 98.1, 0), (100.0, 97.9, 1), (97.9, 100.0, -1), (-98.1, -100.0, 0),
+])  # fmt: skip
+def test_figures_within_two_per_cent_are_a_tie(first, second, larger):
+    assert orders._larger(first, second) == larger
+
+
+def test_records_without_a_figure_are_counted_by_reason():
+    notes = ["no model", "no model", "other", "no model"]
+    answered = [
+        Answered(Question(RECORD, questions.UNANSWERED, note=note), None)
+        for note in notes
+    ]
+    answered.append(Answered(Question(RECORD), 1.0))
+    rows = pages._left_out(answered).rows
+    assert [(row[3], row[4]) for row in rows] == [("no model", "3"), ("other", "1")]
