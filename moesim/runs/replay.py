@@ -127,6 +127,7 @@ def replay(
     opened = trace_of(config)
     if is_searched(config):
         config = clairvoyant_rules(config.replaced(trace=opened))
+    parse_slo(config.slo)
     setup = Setup.of(config, opened)
     profile = setup.profile
     with policy_faults():
