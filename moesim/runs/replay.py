@@ -428,9 +428,6 @@ def replay_cache(
 ) -> dict[str, Any]:
     """Count the hits of a cache if every miss is fetched and offered to it.
 
-    LRU and Belady run in a compiled loop. A cache that times cannot change is replayed
-    in the compiled engine, on demand; every other policy is asked step by step.
-
     Args:
         trace: a moesim trace, by path or opened; or a configuration, whose options
             those given here replace.
