@@ -269,3 +269,5 @@ def test_a_replay_tells_the_share_that_is_done(steps):
     assert 0 < shares[0] < 0.5
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+    if steps:
+        assert shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
