@@ -527,7 +527,7 @@ def _graphics(
     cards: list[Graphics] = []
     unknown: list[Graphics] = []
     # A comma may stand before the memory of the same card.
-    for part in re.split(r"\s*\+\s*(?=\D)|,\s*(?!\d+ ?Gi?B?\b)", gpu):
+    for part in re.split(r"\s*\+\s*(?=\D)|,(?!\s*\d+ ?Gi?B?\b)\s*", gpu):
         card = find(part, graphics_cards())
         if card is None and lenient:
             unknown.append(replace(UNKNOWN_GRAPHICS, count=count_in(part)))
