@@ -370,7 +370,10 @@ def explanations(
             distance -= AS_GOOD * math.log(state.odds)
             options.append((distance, Explanation(state.words, state.command, speed)))
     options.sort(key=lambda option: option[0])
-    near = [option for option in options if option[0] < AS_GOOD] or options
+    near = [option for option in options if option[0] < AS_GOOD]
+    # One suspect alone would hide what else is likely.
+    if len(near) < MOST_EXPLANATIONS - 1:
+        near = options
     return tuple(explanation for _, explanation in near[:MOST_EXPLANATIONS])
 
 
