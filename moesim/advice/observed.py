@@ -405,14 +405,14 @@ def states(machine: Machine, setting: Setting) -> list[State]:
     paging = {"linux": "vmstat 1", "windows": "typeperf \\Memory\\Pages/sec"}[system]
     processor = machine.processor
     channels = machine.memory.channels or processor.channels
-    found = []
+    slow = []
     if channels > 1 and not machine.unified:
         words = f"one of {channels} memory channels is filled"
-        found.append(State(words, modules, {"host_read": 1 / channels, "upload": 0.8}))
+        slow.append(State(words, modules, {"host_read": 1 / channels, "upload": 0.8}))
     if channels > 2:
         words = "half of the memory channels are filled"
-        found.append(State(words, modules, {"host_read": 0.5}))
-    found += [
+        slow.append(State(words, modules, {"host_read": 0.5}))
+    slow += [
         State(
             "memory runs at its base rate, without XMP or EXPO",
             modules,
@@ -445,26 +445,26 @@ def states(machine: Machine, setting: Setting) -> list[State]:
     ]
     if len(processor.memory_generations) > 1:
         words = "DDR4 where DDR5 was assumed"
-        found.append(State(words, modules, {"host_read": 0.57}))
+        slow.append(State(words, modules, {"host_read": 0.57}))
     if machine.system == WSL:
         words = "weights beyond the memory that WSL has are read from its disk"
         factors = {"host_read": 0.05, "upload": 0.05}
-        found.append(
+        slow.append(
             State(words, "free -g; cat /mnt/c/Users/*/.wslconfig", factors, 3.0)
         )
     if machine.system == LINUX:
         words = "transparent huge pages are off"
         where = "cat /sys/kernel/mm/transparent_hugepage/enabled"
         factors = {"host_reach": 0.85, "upload": 0.6}
-        found.append(State(words, where, factors, 0.3))
-    return found + (_card_states(machine) if machine.graphics else [])
+        slow.append(State(words, where, factors, 0.3))
+    return slow + (_card_states(machine) if machine.graphics else [])
 
 
 def _card_states(machine: Machine) -> list[State]:
     query = "nvidia-smi --format=csv --query-gpu="
     cuda = machine.backend == "cuda"
     power = "nvidia-smi -q -d POWER,PERFORMANCE,CLOCK" if cuda else "rocm-smi -a"
-    found = [
+    slow = [
         State(
             "the card runs at a power or temperature limit",
             power,
@@ -472,11 +472,11 @@ def _card_states(machine: Machine) -> list[State]:
         )
     ]
     if machine.unified:
-        return found
+        return slow
     used = f"{query}memory.used,memory.total -l 1" if cuda else "rocm-smi -a"
     unpinned = {"upload": 0.45}
     return [
-        *found,
+        *slow,
         State(
             "a part of graphics memory lies in host memory",
             used,

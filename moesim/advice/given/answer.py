@@ -258,15 +258,15 @@ def _trials(forecast: Forecast, reading: Reading) -> list[Candidate]:
         trials.append(loaded(model, machine, now, job).setting)
     if now.threads:
         trials.append(replace(now, threads=machine.processor.cores))
-    found = [
+    tried = [
         Candidate(each, bill_of(model, machine, each, job))
         for each in trials
         if each != now
     ]
     everything = advisable(candidates(model, machine, job))
     if everything:
-        found.append(forecast.ranked(everything, 1)[0].candidate)
-    return found
+        tried.append(forecast.ranked(everything, 1)[0].candidate)
+    return tried
 
 
 def _with_batch(job: Job, setting: Setting) -> Job:
@@ -322,9 +322,9 @@ def _verdict(
         return verdict
     target, _ = forecast.targets(reading.candidate)
     sequences = reading.setting.sequences
-    causes = states(forecast.machine, reading.setting)
-    found = explanations(target, sequences, measured, forecast.beliefs, causes)
-    return replace(verdict, causes=found)
+    slowed = states(forecast.machine, reading.setting)
+    causes = explanations(target, sequences, measured, forecast.beliefs, slowed)
+    return replace(verdict, causes=causes)
 
 
 def _ways(

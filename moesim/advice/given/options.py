@@ -36,7 +36,7 @@ class Option:
     """One option of an engine; see the table's head for the fields.
 
     Attributes:
-        own: only this engine has it, so it tells which one a line is for.
+        unique: only this engine has it, so it tells which one a line is for.
         adds: given twice, both count.
     """
 
@@ -48,7 +48,7 @@ class Option:
     gone: str = ""
     instead: str = ""
     note: str = ""
-    own: bool = False
+    unique: bool = False
     adds: bool = False
 
 
@@ -184,24 +184,24 @@ def read_flags(text: str) -> Given:
         raise AdviceError("--flags: empty; give a command line, as in 'llama-server …'")
     engine = _engine(line)
     known = options_of(engine)
-    found = _Found(engine)
+    read = _Found(engine)
 
     variables = _VARIABLE.findall(line)
     rest = _VARIABLE.sub(" ", line)
     named = [name for name in known if not name.startswith("-") and not name.isupper()]
     if named:
-        rest = found.labels(rest, named, known)
+        rest = read.labels(rest, named, known)
     tokens = _tokens(rest)
-    found.read(tokens, known)
+    read.read(tokens, known)
     # An argument outweighs a variable, wherever it stands.
     for name, value in variables:
-        found.variable(name, value.strip("\"'"), known)
-    if not found.seen and not _is_program(tokens, engine):
+        read.variable(name, value.strip("\"'"), known)
+    if not read.seen and not _is_program(tokens, engine):
         raise AdviceError(
             f"--flags {line[:40]!r}: nothing in it is an option of {engine}; paste the"
             " whole line, as in 'llama-server -m model.gguf -ngl 99 --n-cpu-moe 20'"
         )
-    return found.given()
+    return read.given()
 
 
 def _engine(line: str) -> str:
@@ -215,9 +215,9 @@ def _engine(line: str) -> str:
         return OLLAMA
     if _LM_STUDIO.search(line):
         return LM_STUDIO
-    own = {name for name, option in options_of(IK).items() if option.own}
+    unique = {name for name, option in options_of(IK).items() if option.unique}
     words = set(line.split())
-    return IK if "ik_llama" in line.lower() or words & own else LLAMA
+    return IK if "ik_llama" in line.lower() or words & unique else LLAMA
 
 
 def _tokens(line: str) -> list[str]:

@@ -154,12 +154,12 @@ def _job(settings: Settings, job: Job, findings: list[Finding]) -> Job:
         )
         findings.append(Finding("contradicts", words))
     # The whole context is kept, whoever uses it.
-    own = max(1, context // job.sequences)
+    per_request = max(1, context // job.sequences)
     needed = job.prompt + job.answer
-    if needed > own:
+    if needed > per_request:
         words = (
-            f"a context of {own:,} tokens does not hold a prompt of {job.prompt:,} and"
-            f" an answer of {job.answer:,}"
+            f"a context of {per_request:,} tokens does not hold a prompt of"
+            f" {job.prompt:,} and an answer of {job.answer:,}"
         )
         findings.append(Finding("contradicts", words))
     beside = dict(job.beside)
@@ -177,7 +177,7 @@ def _job(settings: Settings, job: Job, findings: list[Finding]) -> Job:
             words = f"the bill is without {path}: say its size with {option}"
             findings.append(Finding("note", words))
     keep = settings.keep_bytes or job.keep_vram_bytes
-    return replace(job, context=own, beside=beside, keep_vram_bytes=keep)
+    return replace(job, context=per_request, beside=beside, keep_vram_bytes=keep)
 
 
 def _sizes(given: Given, findings: list[Finding], job: Job) -> Setting:

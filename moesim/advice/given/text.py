@@ -87,10 +87,10 @@ def place_words(answer: FlagsAnswer) -> str:
     if not reading.machine.graphics or not reading.setting.gpu_layers:
         return "everything on the CPU"
     on_host = reading.setting.on_host(model)
-    whole = reading.setting.first_gpu_layer(model)
+    first = reading.setting.first_gpu_layer(model)
     words = []
-    if whole:
-        words.append(f"layers {layers_in_words(range(whole))} whole on the CPU")
+    if first:
+        words.append(f"layers {layers_in_words(range(first))} whole on the CPU")
     if not on_host:
         words.append("all experts on the card")
     elif len(on_host) == len(model.moe_layers):
