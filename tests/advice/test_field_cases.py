@@ -238,7 +238,7 @@ def test_a_half_cached_layer_pays_for_its_second_chain():
     forecast = advise("qwen3.6-35b-a3b", **words).forecast
     whole, _ = cached_speed(forecast, 1.0)
     nearly, hits = cached_speed(forecast, 0.99)
-    assert hits.odds.value > 98
+    assert hits.odds.value > 63  # 98.45 %
     assert nearly.value < 0.85 * whole.value
 
 
