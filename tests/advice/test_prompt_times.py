@@ -92,3 +92,13 @@ def test_a_staging_buffer_overlaps_but_under_vulkan(backend, sharpness):
     passes = STAGED_PASSES * priors["upload"].value / priors["host_read"].value
     expected = (1 + passes**sharpness) ** (-1 / sharpness)
     assert priors["pageable"].value == pytest.approx(expected, rel=0.02)
+
+
+def test_measured_links_are_taken_nearly_as_they_are():
+    """A probe counts a tenth too much, a statement a twentieth; a datasheet says least."""
+    probed = replace(MACHINE, probes=replace(MACHINE.probes, link=1e10))
+    stated = replace(MACHINE, link_measured=True)
+    uploads = [priors_of(each)["upload"] for each in (probed, stated, MACHINE)]
+    assert uploads[0].value == pytest.approx(0.9e10, rel=0.01)
+    assert uploads[1].value == pytest.approx(0.95 * stated.link_bytes_per_s, rel=0.01)
+    assert uploads[1].spread < uploads[0].spread < uploads[2].spread < 0.5
