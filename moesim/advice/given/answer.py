@@ -197,7 +197,7 @@ def answer_of(
         verdict = _verdict(forecast, reading, now, measured)
     ways: Sequence[Change] = ()
     if target is not None and now.decode.value < target:
-        ways = list(_ways(forecast, reading, now, target))
+        ways = list(_ways(forecast, reading, now, trials, target))
     return FlagsAnswer(
         model=model,
         reading=reading,
@@ -328,18 +328,22 @@ def _verdict(
 
 
 def _ways(
-    forecast: Forecast, reading: Reading, now: Prospect, target: float
+    forecast: Forecast,
+    reading: Reading,
+    now: Prospect,
+    trials: Sequence[Candidate],
+    target: float,
 ) -> Iterator[Change]:
     """Yield what reaches a speed: one flag, then several, then another machine."""
     reached = False
-    trials = [each for each in _trials(forecast, reading) if each.bill.fits]
+    job = _with_batch(reading.job, reading.setting)
     rounded = [
         each
-        for each in candidates(forecast.model, forecast.machine, reading.job)
+        for each in candidates(forecast.model, forecast.machine, job)
         if each.setting.kv_format != "f16"
     ]
     if rounded:
-        trials.append(forecast.ranked(rounded, 1)[0].candidate)
+        trials = [*trials, forecast.ranked(rounded, 1)[0].candidate]
     changes = [_change(forecast, reading, now, each) for each in trials]
     changes.sort(key=lambda change: (len(change.words.split(" -")), -change.gain))
     for change in changes:
