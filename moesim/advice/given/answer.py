@@ -30,7 +30,7 @@ from moesim.advice.plan.memory import (
     with_split,
 )
 from moesim.advice.plan.ranking import Forecast
-from moesim.advice.plan.what_if import drafted, what_ifs
+from moesim.advice.plan.what_if import cached_speed, drafted, what_ifs
 from moesim.advice.times.latents import Beliefs
 from moesim.advice.times.priors import priors_of
 from moesim.advice.times.work import DEFAULT_BATCH
@@ -185,6 +185,16 @@ def answer_of(
     if settings.draft or settings.drafts not in {"", "none"}:
         gain = drafted(forecast, now)
         words = f"{gain.change}: {gain.factor:.2f} times as fast; {gain.note}"
+        findings = (*findings, Finding("note", words))
+
+    if cached := reading.job.beside.get("expert cache"):
+        ratio = min(1.0, cached / model.expert_bytes)
+        speed, hits = cached_speed(forecast, ratio)
+        words = (
+            f"with an expert cache of {100 * ratio:.0f} % of the experts decode is"
+            f" {speed.value:.3g} tokens/s (90 %: {speed.low:.3g} to {speed.high:.3g});"
+            f" {hits.words}"
+        )
         findings = (*findings, Finding("note", words))
 
     trials = [each for each in _trials(forecast, reading) if each.bill.fits]

@@ -6,6 +6,7 @@ What an option is called, what it sets and which build knows it stands in one ta
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from dataclasses import dataclass, field, fields
@@ -168,6 +169,8 @@ _VARIABLE = re.compile(
     r"""\b([A-Z][A-Z0-9]*_[A-Z0-9_]+)\s*(?:=|:\s)\s*("[^"]*"|'[^']*'|[^\s;&"']+)["']?"""
 )
 _CONTINUED = re.compile(r"[\\^`][ \t]*\r?\n")
+# So alike are a slip of the pen and the option that was meant.
+MISSPELT = 0.85
 # What ends a command in a shell.
 _ENDS = {"&&", "||", "|", ";", "&", ">", ">>", "2>&1", "2>"}
 
@@ -311,9 +314,9 @@ class _Found:
             words = f"{name} is an option of {owners[0]}; {self.engine} stops at it"
             self.findings.append(Finding("stops", words))
             return
-        dashed = [each for each in known if each.startswith("-")]
-        hint = did_you_mean(name, dashed)
-        if hint and len(name) > 3:
+        dashed = [each for each in known if each.startswith("--")]
+        if difflib.get_close_matches(name, dashed, n=1, cutoff=MISSPELT):
+            hint = did_you_mean(name, dashed)
             raise AdviceError(f"--flags: unknown option {name!r}{hint}")
         self.unread.append(name)
 
@@ -377,7 +380,10 @@ def _is_switch(token: str | None) -> bool:
 
 
 def _whole(text: str, where: str) -> int:
-    number = text.replace(",", "").replace("_", "")
+    # "10,20,30" are three runs of llama-bench, "65,536" is one number.
+    number = text
+    if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", text):
+        number = text.replace(",", "")
     if not re.fullmatch(r"\d{1,12}", number):
         raise AdviceError(f"{where}: expected a whole number, got {text!r}")
     return int(number)
@@ -390,8 +396,9 @@ def _layers(text: str, where: str) -> int | float:
         return words[text.lower()]
     if re.fullmatch(r"0?\.\d+", text):
         return float(text)
-    # LM Studio shows "20/48".
-    return _whole(text.partition("/")[0], where)
+    # LM Studio shows "20/48"; with all of them the output head goes, too.
+    count, _, total = text.partition("/")
+    return ALL_LAYERS if count == total else _whole(count, where)
 
 
 def _switch(text: str, where: str) -> bool:

@@ -176,6 +176,8 @@ def _job(settings: Settings, job: Job, findings: list[Finding]) -> Job:
             option = "--mmproj" if name == "mmproj" else "--draft"
             words = f"the bill is without {path}: say its size with {option}"
             findings.append(Finding("note", words))
+    if settings.cache_mib:
+        beside["expert cache"] = float(settings.cache_mib * MIB)
     keep = settings.keep_bytes or job.keep_vram_bytes
     return replace(job, context=per_request, beside=beside, keep_vram_bytes=keep)
 
