@@ -102,3 +102,15 @@ def test_measured_links_are_taken_nearly_as_they_are():
     assert uploads[0].value == pytest.approx(0.9e10, rel=0.01)
     assert uploads[1].value == pytest.approx(0.95 * stated.link_bytes_per_s, rel=0.01)
     assert uploads[1].spread < uploads[0].spread < uploads[2].spread < 0.5
+
+
+def test_the_cpu_multiplies_every_token_with_its_dense_weights_and_nothing_else():
+    """Experts are uploaded here, so none is computed or read for nothing."""
+    once, twice = terms(), terms(chunks={(1024, 0): 3})
+    heavy = terms(host_dense_weights=2e8)
+    for more in (twice, heavy):
+        ratio = more["cpu other layers"] / once["cpu other layers"]
+        assert ratio == pytest.approx(2.0)
+    # Terms of no time are left out.
+    assert "cpu experts" not in once
+    assert "ssd" not in terms(ssd_share=0.0)
