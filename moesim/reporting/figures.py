@@ -158,7 +158,10 @@ class Figure:
             raise ConfigError(
                 f"measure: expected one of {', '.join(known) or 'none'}, got {column!r}"
             )
-        return replace(self, y=known[column], low=None, high=None)
+        plain = replace(self, low=None, high=None, text=None)
+        if self.y.order is None:
+            return replace(plain, y=known[column])
+        return replace(plain, x=known[column])
 
     def draw(self, ax: Any = None, *, measure: str | None = None) -> Any:
         """Draw it.
@@ -289,17 +292,21 @@ def _series(
     figure: Figure, known: Sequence[str]
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
     """Rows of each series, with their looks."""
+    from matplotlib import rcParams  # noqa: PLC0415 - as in `draw`
+
+    # Named now: a name such as C0 means what the style of its last reader says.
+    cycle = rcParams["axes.prop_cycle"].by_key().get("color", list(PALETTE))
     if figure.series is None:
-        yield {"color": "C0"}, figure.rows
+        yield {"color": cycle[0]}, figure.rows
         return
     for name, rows in figure.rows.groupby(figure.series, sort=False):
         place = known.index(str(name))
         looks: dict[str, Any] = {
-            "color": figure.colours.get(str(name), f"C{place % len(PALETTE)}"),
+            "color": figure.colours.get(str(name), cycle[place % len(cycle)]),
             "label": str(name),
         }
         if figure.mark == "line":
-            looks["linestyle"] = LINES[place // len(PALETTE) % len(LINES)]
+            looks["linestyle"] = LINES[place // len(cycle) % len(LINES)]
             if name in figure.dashed:
                 looks["linestyle"] = FORESEEING
         if figure.mark == "point" or (figure.mark == "line" and figure.marked):
@@ -323,16 +330,16 @@ def _draw_series(
     elif figure.mark == "line":
         ax.plot(x, y, **looks)
     else:
-        hollow = {"facecolors": "none", "edgecolors": looks.pop("color")}
-        filled = {"c": hollow["edgecolors"]}
-        oracle = looks.get("label") in figure.dashed
-        ax.scatter(x, y, **(hollow if oracle else filled), **looks)
+        # What sees the future is hollow.
+        face = "none" if looks.get("label") in figure.dashed else looks["color"]
+        edge = {name: value for name, value in looks.items() if name != "color"}
+        ax.scatter(x, y, facecolors=face, edgecolors=looks["color"], **edge)
     if figure.low is not None:
         ends = rows[[figure.low, figure.high]].to_numpy(float).T
         middle = x if lies else y
         reach = np.clip(np.abs(ends - middle), 0, None)
         where = {"xerr" if lies else "yerr": reach}
-        colour = "black" if figure.mark == "bar" else looks.get("color", "C0")
+        colour = "black" if figure.mark == "bar" else looks["color"]
         ax.errorbar(x, y, **where, fmt="none", ecolor=colour, elinewidth=1, zorder=3)
     if figure.text is not None:
         for across, down, words in zip(x, y, rows[figure.text], strict=True):
