@@ -22,7 +22,8 @@ from moesim.hwprofiles.profile import (
     prediction_error,
     ships,
 )
-from moesim.policies.base import RESIDENT, PolicyError
+from moesim.policies.base import PolicyError
+from moesim.policies.names import RESIDENT
 from moesim.policies.planner.plan import LAYERS
 from moesim.policies.planner.planner import Planner
 from moesim.policies.registry import resolve, settings
