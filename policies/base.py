@@ -312,9 +312,7 @@ class AssignmentPolicy(Policy):
         """
         return overrides(self, AssignmentPolicy, "precompute")
 
-    def assign(
-        self, work: Work, view: MachineView, lanes: Ints, order: Ints
-    ) -> int:
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
         """Place every active expert exactly once.
 
         Args:
@@ -533,7 +531,7 @@ class CachePolicy(Policy):
     def replacements(
         self, work: Work, states: Ints, outgoing: Ints, incoming: Ints
     ) -> int:
-        """Ask for copies of its own when its window closes (DALI Alg. 2). Default: none.
+        """Ask for copies of its own, when a window closes (DALI Alg. 2). Default: none.
 
         Args:
             work: the layer step.

@@ -86,8 +86,7 @@ def choose() -> None:
         return
     sys.meta_path.insert(0, _PlainFinder())
     if "was changed" in why:
-        print(
+        sys.stderr.write(
             f"moesim: {why}, so everything runs uncompiled, about 40 times slower;"
-            " `make build` compiles it again",
-            file=sys.stderr,
+            " `make build` compiles it again\n"
         )

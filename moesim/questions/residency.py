@@ -26,7 +26,6 @@ from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import GLOBAL, CacheSize
-from moesim.policies.run_context import RunContext
 from moesim.policies.systems import compose
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.parquet import open_parquet, values
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from moesim.policies.base import Work
+    from moesim.policies.run_context import RunContext
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
 

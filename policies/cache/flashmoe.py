@@ -101,7 +101,7 @@ class FlashMoE(RankedCache):
         self.stale[work.layer] = 1
 
     def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
-        """Choose the highest outputs; first renew those of layers whose history moved."""
+        """Choose the highest outputs; first renew those of moved layers."""
         for n in range(len(candidates)):
             layer = candidates[n] // self.experts
             if self.stale[layer]:

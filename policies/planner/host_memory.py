@@ -16,6 +16,7 @@ from moesim.policies.planner.lookups import look_up
 
 if TYPE_CHECKING:
     from moesim.policies.planner.memory_level import MemoryLevel, Place
+    from moesim.policies.planner.records import LayerWork
 
 
 class HostMemory:

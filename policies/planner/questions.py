@@ -1,5 +1,5 @@
-"""Asks policies about the planner's records: shows a layer step as their contract has it
-(`moesim.policies.base`), and takes their answers out of the arrays they filled in.
+"""Asks policies about the planner's records: shows a layer step as their contract
+(`moesim.policies.base`) has it, and takes answers out of the arrays they filled in.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class CachePrior(SubstitutingRouting):
         """
         if gate.rows > len(self.ranges):
             self._make_room(2 * gate.rows)
-        top_k = gate.experts.shape[1]  # type: ignore[index]
+        top_k = gate.experts.shape[1]
         self._read_logits(gate)
         mean = self.range_sum[gate.layer] / self.range_count[gate.layer]
         self.token.look(view, gate.layer, False)

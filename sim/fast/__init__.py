@@ -1,3 +1,3 @@
-"""The engine that runs by default: planner, transfers, layer step and clock as small typed
-classes, compiled where there is a C compiler.
+"""The engine that runs by default: planner, transfers, layer step and clock as small
+typed classes, compiled where there is a C compiler.
 """

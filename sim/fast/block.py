@@ -63,9 +63,7 @@ class Block:
         self.predicted: Floats = _rows(block.token_predicted, np.float64)
         self.first_scores: Floats = zeros(0)
         if block.token_scores is not None:
-            self.first_scores = view_of(
-                np.ravel(block.token_scores), np.float64
-            )
+            self.first_scores = view_of(np.ravel(block.token_scores), np.float64)
         self.mean_scores: Floats = zeros(0)
         if block.scores is not None:
             self.mean_scores = view_of(np.ravel(block.scores), np.float64)

@@ -30,6 +30,8 @@ cdef class VirtualClock(Clock):
     @cython.locals(running=list, count=Py_ssize_t, n=Py_ssize_t, m=Py_ssize_t, operation=Operation, other=Operation, rate=double, done_s=double)
     cdef _adjust(self)
 
+    cpdef bint drive(self, process, Machine machine) except -1
+
 cdef class FastClock(VirtualClock):
     cdef public bint turn
     cpdef wake(self)

@@ -159,6 +159,10 @@ class VirtualClock(Clock):
             self._adjust()
         self.spans.add(operation)
 
+    def drive(self, process: Iterator[None], machine: Machine) -> bool:
+        """Run until the process has ended; False if it waits for nothing."""
+        raise NotImplementedError
+
     def _adjust(self) -> None:
         """Settle and re-schedule every operation whose rate has changed."""
         running = self.running

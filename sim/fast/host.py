@@ -1,5 +1,5 @@
-"""Limited host memory in front of an SSD: what must be read before it can be copied to a
-GPU or computed on the CPU.
+"""Limited host memory in front of an SSD: what must be read before it can be copied to
+a GPU or computed on the CPU.
 
 Every queued copy holds its expert in host memory until it has landed, and every product
 on the CPU until it has ended.

@@ -97,11 +97,15 @@ class LayerStep(Consequences):
         at_home = planner.home(layer)
 
         # Dense part; then control plans. Nothing starts meanwhile.
-        self.alone(durations.compute[1 + at_home], DENSE, layer, self._dense_s(block, s))
+        self.alone(
+            durations.compute[1 + at_home], DENSE, layer, self._dense_s(block, s)
+        )
         yield
         if not durations.inline and not machine.take(durations.control):
             yield
-        transfers.begin_decisions(layer, block.experts[block.edges[s] : block.edges[s + 1]])
+        transfers.begin_decisions(
+            layer, block.experts[block.edges[s] : block.edges[s + 1]]
+        )
         plan = planner.plan(s, self.clock.now_s)
         copied = plan.copies.count + plan.promoted.count
         plan_s = plan.exposed_s + self._control_s(durations.plan_s, work, copied)
@@ -114,7 +118,9 @@ class LayerStep(Consequences):
 
         # Results join, holds are released, and the cache may replace what it likes.
         if self._cpu_used and durations.moves_activations:
-            self.alone(durations.back[at_home], ACTIVATION, layer, block.activation_s[s])
+            self.alone(
+                durations.back[at_home], ACTIVATION, layer, block.activation_s[s]
+            )
             yield
         self._controls(JOIN, layer, self._control_s(durations.join_s, work, copied))
         yield

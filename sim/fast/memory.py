@@ -1,8 +1,8 @@
 """One memory: where every expert is, what is wished for, and who leaves.
 
-A copy is *wished for* when it is queued: nothing has changed yet. When it starts it takes
-its place, in the cache or in the staging area beside it, and its victim leaves; then it
-lands. The only bookkeeper of bytes, slots and holds.
+A copy is *wished for* when it is queued: nothing has changed yet. When it starts it
+takes its place, in the cache or in the staging area beside it, and its victim leaves;
+then it lands. The only bookkeeper of bytes, slots and holds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from moesim.sim.fast.names import CACHED, NO_PLACE, RESERVED_SLOTS, STAGED
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints
     from moesim.policies.base import CachePolicy, Work
+
 
 class Link:
     """Expected seconds of the link into a memory.
@@ -290,7 +291,7 @@ class Memory:
                 self._promise(incoming[n], layer, 0, chosen[n : n + 1])
 
     def _demand_unequal(self, layer: int, entering: int) -> None:
-        """A pool of unequal experts: name victims, one by one, until each expert fits."""
+        """A pool of unequal experts: name victims, one by one, until each one fits."""
         free = self._room(layer)
         # What large victims will leave over, for those that start after them.
         left_over = 0
@@ -537,4 +538,3 @@ def contains(keys: Ints, key: int) -> bool:
         if keys[n] == key:
             return True
     return False
-

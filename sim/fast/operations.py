@@ -1,9 +1,9 @@
 """Operations, the queues they wait in, and the workers that serve them.
 
-A lane is a kind of work (GPU products, copies to a GPU, reads); a worker is who does it.
-Lanes that share a worker take turns in the profile's order. Inside a lane demand goes
-before prefetches and these before replacements; otherwise first come, first served.
-Nothing is preempted. A clock says how long operations take.
+A lane is a kind of work (GPU products, copies to a GPU, reads); a worker is who does
+it. Lanes that share a worker take turns in the profile's order. Inside a lane demand
+goes before prefetches and these before replacements; otherwise first come, first
+served. Nothing is preempted. A clock says how long operations take.
 """
 
 from __future__ import annotations

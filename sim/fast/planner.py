@@ -323,7 +323,9 @@ class Planner:
         self.joined_s = now_s
         for n in range(plan.swaps.count):
             gpu = plan.swaps.gpu[n]
-            self._wish_swap(work, plan, gpu, plan.swaps.other[n], plan.swaps.key[n], False)
+            self._wish_swap(
+                work, plan, gpu, plan.swaps.other[n], plan.swaps.key[n], False
+            )
         return plan
 
     # -- routing ----------------------------------------------------------------------
@@ -363,7 +365,9 @@ class Planner:
         gate.weights = self._rows_of(block.weights, s)
         gate.scores = self._rows_of(block.scores, s)
         # The gate's scores on the input of the layer before.
-        gate.predicted = self._rows_of(block.predicted, s - 1) if layer else block.predicted[:0]
+        gate.predicted = (
+            self._rows_of(block.predicted, s - 1) if layer else block.predicted[:0]
+        )
         routing = self._routed
         columns = self.routing.route(gate, self.view, routing)
         first = block.new_edges[s]
@@ -414,7 +418,9 @@ class Planner:
         work.experts = block.served[begin:end]
         work.tokens = block.served_tokens[begin:end]
         if len(block.mean_scores):
-            work.scores = block.mean_scores[s * self.rules.experts : (s + 1) * self.rules.experts]
+            work.scores = block.mean_scores[
+                s * self.rules.experts : (s + 1) * self.rules.experts
+            ]
         if len(block.first_scores) and work.rows:
             row = block.row_edges[s] * self.rules.experts
             work.first_scores = block.first_scores[row : row + self.rules.experts]
@@ -582,7 +588,7 @@ class Planner:
             block.lane_of[first + i] = plan.lanes[i]
 
     def _forget_wrong_guesses(self, memory: Memory, first: int) -> None:
-        """Free the staging slots of prefetches that a GPU does not compute after all."""
+        """Free staging slots of prefetches that a GPU does not compute after all."""
         for key in range(first, first + self.rules.experts):
             if not memory.staged[key]:
                 continue
@@ -765,7 +771,9 @@ class Planner:
             view.workload = block.workload[first : first + block.predictors]
             view.score_sums = block.score_sums[first : first + block.predictors]
         if len(block.predicted):
-            view.predicted = block.predicted[block.row_edges[s] : block.row_edges[s + 1]]
+            view.predicted = block.predicted[
+                block.row_edges[s] : block.row_edges[s + 1]
+            ]
         if rules.sees_future:
             view.coming = block.experts
             view.coming_edges = block.edges[s + 1 : s + 1 + rules.layers - layer]
@@ -1077,11 +1085,10 @@ class Planner:
             self.host.unneed(key)
 
     def landed(self, gpu: int, key: int) -> bool:
-        """Note that a copy to a GPU is complete; whether a staging slot is free again."""
+        """Note that a copy has landed; whether a staging slot is free again."""
         memory = self.gpu[gpu]
         freed = memory.land(key)
         # Host memory is told in any case.
         if self.host is not None and self.host.unneed(key):
             freed = True
         return freed
-

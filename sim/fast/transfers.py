@@ -2,8 +2,8 @@
 
 A copy to a GPU is queued on its link once its expert is in host memory; where that is
 limited, a read comes first. What waits for an expert (a product, a copy) is queued the
-moment it lands. While decisions are under way nothing starts and no landing is reported:
-a plan must hold for the memories it was made for.
+moment it lands. While decisions are under way nothing starts and no landing is
+reported: a plan must hold for the memories it was made for.
 """
 
 from __future__ import annotations
