@@ -1,4 +1,4 @@
-"""What a person must hold to know the project: files and lines of each package.
+"""What a person must hold to know the project: files and tokens of each package.
 
 ``python -m benchmarks.size`` prints the table; `tests/project/test_architecture.py`
 holds its totals, so that growth is a decision. Seconds of the tests of each package
@@ -39,6 +39,7 @@ class Size:
 
     Attributes:
         files: how many.
+        tokens: of code, without comments and docstrings; no formatter changes it.
         code_lines: without blank lines, comments and docstrings.
         import_lines: of these, lines that import.
         small: files of fewer than `SMALL_LINES` lines of code.
@@ -46,6 +47,7 @@ class Size:
     """
 
     files: int = 0
+    tokens: int = 0
     code_lines: int = 0
     import_lines: int = 0
     small: int = 0
@@ -55,6 +57,7 @@ class Size:
         """Count both."""
         return Size(
             self.files + other.files,
+            self.tokens + other.tokens,
             self.code_lines + other.code_lines,
             self.import_lines + other.import_lines,
             self.small + other.small,
@@ -67,20 +70,24 @@ def size_of_file(path: Path) -> Size:
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
     lines: set[int] = set()
+    tokens = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
+            tokens += 1
             lines.update(range(token.start[0], token.end[0] + 1))
     imports = 0
     longest = 0
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
             text = node.body[0]
+            tokens -= 1
             lines.difference_update(range(text.lineno, (text.end_lineno or 0) + 1))
         if isinstance(node, ast.Import | ast.ImportFrom):
             imports += (node.end_lineno or 0) - node.lineno + 1
         if isinstance(node, _FUNCTIONS):
             longest = max(longest, (node.end_lineno or 0) - node.lineno + 1)
-    return Size(1, len(lines), imports, int(len(lines) < SMALL_LINES), longest)
+    small = int(len(lines) < SMALL_LINES)
+    return Size(1, tokens, len(lines), imports, small, longest)
 
 
 def size_of(folder: Path) -> Size:
@@ -108,14 +115,14 @@ def report() -> None:
         for path in inner
         if not path.is_symlink() and any(path.glob("*.py"))
     }
-    print(f"{'package':22} files   code imports  small longest  tests test s")
+    print(f"{'package':22} files  tokens   code imports  small longest  tests test s")
     rows["all"] = sum((rows[name] for name in PACKAGES), Size())
     for name, size in rows.items():
         folder = name.strip().rpartition("/")[2]
         tests = size_of(ROOT / "tests" / ("" if name == "all" else folder))
         spent_s = seconds.total() if name == "all" else seconds[folder]
         print(
-            f"{name:22} {size.files:5} {size.code_lines:6} {size.import_lines:7}"
+            f"{name:22} {size.files:5} {size.tokens:7} {size.code_lines:6} {size.import_lines:7}"
             f" {size.small:6} {size.longest_function:7} {tests.code_lines:6}"
             f" {spent_s:6.0f}"
         )

@@ -1,5 +1,7 @@
 """Asks policies about the planner's records: shows a layer step as their contract
 (`moesim.policies.base`) has it, and takes answers out of the arrays they filled in.
+
+A `machine` is a `MachineState`, which stands above this file.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from moesim.policies.planner.records import (
 
 if TYPE_CHECKING:
     from moesim.policies.base import CachePolicy
-    from moesim.policies.planner.machine_state import MachineState
 
 _NO_ROUTING = np.empty((0, 0), np.uint16)
 _NO_TABLE = np.empty((0, 0))
@@ -69,7 +70,7 @@ def shown(work: LayerWork, experts: int) -> Work:
     return made
 
 
-def assign(machine: MachineState, work: LayerWork) -> Assignment:
+def assign(machine: Any, work: LayerWork) -> Assignment:
     """Ask for lanes and launch order."""
     asked = shown(work, machine.experts)
     asked.first_cpu_s = machine.cpu_first_s
@@ -87,7 +88,7 @@ def assign(machine: MachineState, work: LayerWork) -> Assignment:
     )
 
 
-def _states_by_gpu(machine: MachineState, work: LayerWork) -> np.ndarray:
+def _states_by_gpu(machine: Any, work: LayerWork) -> np.ndarray:
     """State of every active expert on each GPU: int8 [G, A]."""
     if len(work.arrive_s) == 1:
         return work.state[None]
@@ -124,7 +125,7 @@ def _gate(outputs: GateOutputs) -> Gate:
     return gate
 
 
-def precompute(machine: MachineState, work: LayerWork) -> Precompute | None:
+def precompute(machine: Any, work: LayerWork) -> Precompute | None:
     """Ask for work ahead of the next layer's gate, by what that gate says of this
     layer's input.
     """
@@ -152,7 +153,7 @@ def precompute(machine: MachineState, work: LayerWork) -> Precompute | None:
     return Precompute(experts, tokens[experts], predicted)
 
 
-def route(machine: MachineState, outputs: GateOutputs) -> tuple[Gate, Routing]:
+def route(machine: Any, outputs: GateOutputs) -> tuple[Gate, Routing]:
     """Ask for the experts of every token, and weigh those that were altered."""
     gate = _gate(outputs)
     policy = machine.policies.routing
@@ -164,7 +165,7 @@ def route(machine: MachineState, outputs: GateOutputs) -> tuple[Gate, Routing]:
     return gate, Routing(experts, policy.weigh(gate, experts))
 
 
-def prefetch(machine: MachineState, work: LayerWork) -> list[ExpertKey]:
+def prefetch(machine: Any, work: LayerWork) -> list[ExpertKey]:
     """Ask for experts of coming layers, most wanted first."""
     # Few policies predict.
     from moesim.traces.predictions import tallies  # noqa: PLC0415 - see above
@@ -192,7 +193,7 @@ def prefetch(machine: MachineState, work: LayerWork) -> list[ExpertKey]:
     return _keys(named, count, machine.experts)
 
 
-def _show_costs(machine: MachineState, most: int) -> None:
+def _show_costs(machine: Any, most: int) -> None:
     """Show seconds of experts for up to so many tokens."""
     view = machine.view
     if most < machine.tokens_shown:
@@ -204,7 +205,7 @@ def _show_costs(machine: MachineState, most: int) -> None:
     view.gpu_s = np.array([machine.gpu_s(layer, tokens) for layer in layers]).data
 
 
-def _show_future(machine: MachineState, work: LayerWork) -> None:
+def _show_future(machine: Any, work: LayerWork) -> None:
     """Show the active experts of the coming layers of this pass."""
     following = machine.layers - 1 - work.layer
     edges = np.zeros(following + 1, np.int64)
@@ -220,7 +221,7 @@ def _show_future(machine: MachineState, work: LayerWork) -> None:
 
 
 def foretold(
-    machine: MachineState, experts: np.ndarray, draft_s: float
+    machine: Any, experts: np.ndarray, draft_s: float
 ) -> list[ExpertKey]:
     """Ask what a drafted token foretells, by the experts that it really uses."""
     policy = machine.policies.prefetch
