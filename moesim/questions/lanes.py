@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from moesim.base.options import ConfigError
 from moesim.questions.timeline import (
     packed,
     step_choice,
@@ -183,6 +184,8 @@ def course_drawn(runs: Mapping[str, Run], measure: str = "ms") -> Figure:
         "ms": Axis("ms", "ms per forward pass"),
         "hits": Axis("hits", "hit rate", ".0%", zero=True),
     }
+    if measure not in y:
+        raise ConfigError(f"measure: expected {' or '.join(y)}, got {measure!r}")
     return Figure(
         rows,
         Axis("step", "forward pass", integer=True),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from moesim.base.options import ConfigError
 from moesim.base.units import percent
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.costs import Costs
@@ -166,6 +167,8 @@ def sensitivity(
     Raises:
         TraceError, ProfileError, PolicyError: in one line.
     """
+    if not policies:
+        raise ConfigError("sensitivity: expected at least one policy, got none")
     config, opened_trace = opened(RunConfig.of(trace, steps=steps, **options))
     profile = profile_of(config.hw if hw is None else hw)
     report_progress = progress or (lambda _path, _share: None)

@@ -189,6 +189,8 @@ class Figure:
             raise ConfigError(
                 f"ax: expected {len(panels)} Axes, one for each panel, got {len(axes)}"
             )
+        if not all(hasattr(each, "barh") for each in axes):
+            raise ConfigError(f"ax: expected Axes of matplotlib, got {ax!r}")
         for place, (each, (name, panel)) in enumerate(zip(axes, panels, strict=True)):
             _draw(panel, each, figure.names(), first=place == 0)
             if name or self.title:

@@ -243,7 +243,7 @@ class _Inputs:
         trace_digest = file_digest(trace.path)
         # Workers may be in other folders, and do not share opened files.
         warm = config.warm
-        if isinstance(warm, str | Path):
+        if warm is not None and not isinstance(warm, Trace):
             # The name of a trace that ships is no path.
             warm = open_trace(warm)
         files = {
