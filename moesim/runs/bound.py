@@ -27,9 +27,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from moesim.hwprofiles.costs import seconds_by_expert
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 from moesim.policies.names import RESIDENT
 from moesim.policies.planner.residency import GLOBAL
 from moesim.runs.setup import Setup, trace_of
@@ -364,19 +361,8 @@ class _InOrder:
         return np.asarray(self.least_s + sums[np.minimum(beyond, len(sums) - 1)])
 
 
-_SECONDS = input_array(nb.float64)
 
 
-@compiled(
-    nb.Several((nb.float64, nb.int64, nb.int64))(
-        input_array(nb.int64),
-        _SECONDS,
-        _SECONDS,
-        _SECONDS,
-        _SECONDS,
-        nb.float64[::1],
-    )
-)
 def _least_of_steps(
     edges: np.ndarray,
     cpu_s: np.ndarray,
@@ -409,7 +395,6 @@ def _least_of_steps(
     return total_s, free, count
 
 
-@compiled(nb.float64[::1](_SECONDS, _SECONDS, _SECONDS, nb.float64))
 def least_makespans(
     cpu_s: np.ndarray, gpu_s: np.ndarray, firsts_s: np.ndarray, back_s: float
 ) -> np.ndarray:
@@ -456,7 +441,6 @@ def least_makespans(
     return least_s
 
 
-@compiled
 def _cpu_price(cpu_s: np.ndarray, gpu_s: np.ndarray) -> float:
     """Return what a second on the CPU counts, and one on the GPU the rest, where the
     least makespan of divisible experts cuts one (fractional knapsack).
@@ -471,7 +455,6 @@ def _cpu_price(cpu_s: np.ndarray, gpu_s: np.ndarray) -> float:
     return 1.0
 
 
-@compiled
 def _make_convex(values: np.ndarray) -> None:
     """Lower values to the largest convex function below them."""
     corners = np.empty(len(values), np.int64)
@@ -765,7 +748,6 @@ def min_with_bypass(edges: np.ndarray, keys: np.ndarray, size: int) -> int:
     return _misses(edges, numbers.astype(np.int64, copy=False), size)
 
 
-@compiled(nb.int64(input_array(nb.int64), input_array(nb.int64), nb.int64))
 def _misses(edges: np.ndarray, keys: np.ndarray, size: int) -> int:
     """The same; keys are numbers from 0 on."""
     steps = len(edges) - 1
@@ -810,7 +792,6 @@ def _misses(edges: np.ndarray, keys: np.ndarray, size: int) -> int:
     return misses
 
 
-@compiled
 def _push(
     heap_step: np.ndarray, heap_key: np.ndarray, entries: int, step: int, key: int
 ) -> None:
@@ -825,7 +806,6 @@ def _push(
     heap_key[place] = key
 
 
-@compiled
 def _pop(heap_step: np.ndarray, heap_key: np.ndarray, entries: int) -> None:
     """Drop the first entry of a heap that keeps so many."""
     step = heap_step[entries]

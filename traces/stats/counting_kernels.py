@@ -8,36 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 
-_I64 = input_array(nb.int64)
-_I32 = input_array(nb.int32)
-_TABLE = nb.int64[:, ::1]
 
 # Windows of 1, 2, 4, … 1024 steps.
 WINDOWS = 11
 
 
-@compiled(
-    nb.void(
-        _I64,
-        _I64,
-        _I64,
-        _I64,
-        _I32,
-        _I32,
-        _TABLE,
-        _TABLE,
-        _TABLE,
-        nb.int64[::1],
-        nb.float64[::1],
-        _TABLE,
-        _TABLE,
-        nb.int64[::1],
-    )
-)
 def count_decode(
     step: np.ndarray,
     batch: np.ndarray,
@@ -116,10 +92,8 @@ def count_decode(
             w += 1
 
 
-_ROUTING = input_array(nb.uint16, 3)
 
 
-@compiled(nb.void(_ROUTING, nb.int64[:, :, ::1]))
 def count_pairs(routing: np.ndarray, joint: np.ndarray) -> None:
     """Count which experts a token uses in consecutive layers: `routing` [T, L, K] into
     `joint` [L - 1, E, E].
@@ -136,9 +110,6 @@ def count_pairs(routing: np.ndarray, joint: np.ndarray) -> None:
                     row[routing[token, layer + 1, b]] += 1
 
 
-@compiled(
-    nb.void(_ROUTING, nb.int64, nb.int64[::1], nb.int64[:, :, ::1], nb.int64[:, ::1])
-)
 def count_segments(  # noqa: C901 - one loop, compiled
     routing: np.ndarray,
     width: int,

@@ -36,9 +36,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 from moesim.traces.format.layer_steps import join, layer_steps
 from moesim.traces.stats.stack_distance import (
     BLOCK,
@@ -64,8 +61,6 @@ CURVES = ("lru", "belady", "lru_global", "belady_global")
 # Belady's least horizon in accesses.
 BLOCK_ACCESSES = 1 << 22
 
-_I64 = input_array(nb.int64)
-_I32 = input_array(nb.int32)
 
 
 @dataclass(slots=True)
@@ -298,7 +293,6 @@ def _later_used_state(keys: int) -> Arrays5:
     )
 
 
-@compiled(nb.int64[::1](_I64, _I64, _I32, nb.int64, nb.int64, nb.int64[::1]))
 def _next_places(
     place: np.ndarray,
     edges: np.ndarray,

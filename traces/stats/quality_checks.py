@@ -17,9 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -281,7 +278,6 @@ def _listed(numbers: list[int]) -> str:
     return f"{listed}, …" if len(numbers) > _NAMED else listed
 
 
-@compiled(nb.void(input_array(nb.int16), input_array(nb.uint16, 2), nb.int64[:, ::1]))
 def _count(layer: np.ndarray, experts: np.ndarray, load: np.ndarray) -> None:
     """Add the choices [N, K] of rows at layers [N] to `load` [L, E]."""
     for row in range(len(layer)):
@@ -289,7 +285,6 @@ def _count(layer: np.ndarray, experts: np.ndarray, load: np.ndarray) -> None:
             load[layer[row], experts[row, rank]] += 1
 
 
-@compiled(nb.boolean(input_array(nb.uint16, 2)))
 def _repeats(first_choice: np.ndarray) -> bool:
     """Tell whether first choices [T, L] equal those of some fixed number of tokens
     before, in the second half: a greedy loop sets in late and never ends.

@@ -17,14 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 
-_I64 = input_array(nb.int64)
-_I32 = input_array(nb.int32)
-_I8 = input_array(nb.int8)
-_STACKS = nb.int64[:, ::1]
 
 # The place of a use that does not come: later than all others.
 NEVER = 1 << 40
@@ -32,19 +25,6 @@ NEVER = 1 << 40
 BLOCK = 16
 
 
-@compiled(
-    nb.void(
-        _I8,
-        _I64,
-        _I64,
-        _I32,
-        _STACKS,
-        nb.boolean[:, ::1],
-        nb.int64[::1],
-        nb.int64[::1],
-        nb.int64[:, :, ::1],
-    )
-)
 def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
     phase: np.ndarray,
     pool: np.ndarray,
@@ -139,7 +119,6 @@ def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
         clock[0] += 1
 
 
-@compiled
 def _insert(displaced: np.ndarray, spot: int, worth: int) -> None:
     """Put a number at `spot` or further up, so that the worst still comes first."""
     while spot > 0 and displaced[spot - 1] < worth:
@@ -148,7 +127,6 @@ def _insert(displaced: np.ndarray, spot: int, worth: int) -> None:
     displaced[spot] = worth
 
 
-@compiled
 def _rebuild_block(
     stack: np.ndarray,
     place: np.ndarray,
@@ -191,20 +169,6 @@ def _rebuild_block(
     return count
 
 
-@compiled(
-    nb.void(
-        _I8,
-        _I64,
-        _I64,
-        _I32,
-        _I64,
-        _STACKS,
-        nb.int32[:, ::1],
-        nb.int64[::1],
-        nb.int64[:, ::1],
-        nb.int64[:, :, ::1],
-    )
-)
 def belady_stack(
     phase: np.ndarray,
     pool: np.ndarray,
@@ -312,7 +276,6 @@ def belady_stack(
 PLACES = 3
 
 
-@compiled(nb.int64(nb.uint64))
 def _bits_set(word: Any) -> Any:
     """Bits that are set. Source: Warren, Hacker's Delight (2002), 5-1."""
     # Sums of two, of four, of eight bits; then of all eight bytes in the highest one.
@@ -324,19 +287,6 @@ def _bits_set(word: Any) -> Any:
     return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
-@compiled(
-    nb.void(
-        _I8,
-        _I64,
-        _I32,
-        nb.uint64[::1],
-        nb.int32[::1],
-        nb.int64[::1],
-        nb.int64[::1],
-        nb.int64[::1],
-        nb.int64[:, ::1],
-    )
-)
 def later_used(
     phase: np.ndarray,
     edges: np.ndarray,

@@ -15,9 +15,6 @@ import numpy as np
 import pyarrow as pa
 
 from moesim.base.units import format_bytes
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 from moesim.traces.format.arrays import top_k
 from moesim.traces.format.batch import compose
 from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
@@ -413,7 +410,6 @@ def _by_layer(figures: dict[str, Any]) -> dict[str, list[Any]]:
 # Workload ranks that are told apart.
 RANKS = 16
 
-_RANKING = input_array(nb.int64)
 
 
 class _Overlaps(NamedTuple):
@@ -509,7 +505,6 @@ def _votes(choices: np.ndarray, experts: int) -> np.ndarray:
     return np.bincount(choices.reshape(-1), np.tile(worth, tokens), experts)
 
 
-@compiled(nb.void(_RANKING, _RANKING, nb.int64, nb.float64[:, ::1], nb.float64[:, ::1]))
 def _add_overlaps(
     predicted: np.ndarray,
     truth: np.ndarray,

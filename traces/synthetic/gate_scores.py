@@ -19,9 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import ndtri
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 
 if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
@@ -39,8 +36,6 @@ _BISECTIONS = 24
 # Scores of sigmoid gates stay below one, where a logit would be infinite.
 _MOST_SIGMOID = 0.9995
 
-_ROWS = input_array(nb.float32, 2)
-_IDS = input_array(nb.uint16, 2)
 
 
 def is_sigmoid(shape: ModelShape) -> bool:
@@ -77,11 +72,6 @@ def popularity_logits(counts: np.ndarray, top_k: int) -> np.ndarray:
     return centred(probit)
 
 
-@compiled(
-    nb.void(
-        input_array(nb.float32), nb.float64, nb.boolean, nb.boolean, nb.float64[::1]
-    )
-)
 def _weights_to_logits(
     weights: np.ndarray,
     last_key: float,
@@ -121,7 +111,6 @@ def _weights_to_logits(
             logits[place] = last_key + math.log(weight / smallest)
 
 
-@compiled(nb.Several((nb.float64, nb.float64))(nb.float64[::1], nb.float64, nb.float64))
 def _fitting_mass(rest: np.ndarray, mass: float, highest: float) -> tuple[float, float]:
     """The logit of the first unused expert, and the factor of the others' distances to
     it, for scores of all unused experts that add up to `mass`; none is above `highest`.
@@ -148,7 +137,6 @@ def _fitting_mass(rest: np.ndarray, mass: float, highest: float) -> tuple[float,
     return highest, low
 
 
-@compiled(nb.void(_ROWS, _IDS, _ROWS, nb.boolean, nb.boolean, nb.float32[:, ::1]))
 def fill_logits(
     keys: np.ndarray,
     experts: np.ndarray,
@@ -203,7 +191,6 @@ def fill_logits(
                 count += 1
 
 
-@compiled(nb.void(_ROWS, nb.boolean, nb.float32[:, ::1]))
 def fill_scores(logits: np.ndarray, sigmoid: bool, scores: np.ndarray) -> None:
     """Fill `scores` [N, E] with the softmax, or sigmoids, of `logits` [N, E]."""
     rows, width = logits.shape

@@ -22,9 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 from moesim.traces.format.arrays import to_float16
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.writer import TraceWriter
@@ -626,7 +623,6 @@ class _Sample:
         )
 
 
-@compiled(nb.void(input_array(nb.float32, 2), nb.float64[:, :, ::1], nb.int64[::1]))
 def _add_moments(logits: np.ndarray, sums: np.ndarray, counts: np.ndarray) -> None:
     """Add logits [G, E] and their squares to `sums` [2, L, E], rows to `counts` [L].
 

@@ -23,16 +23,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 from moesim.traces.format.arrays import top_k
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_ROWS = input_array(nb.float32, 2)
-_VECTOR = input_array(nb.float32)
 
 # Streams of random numbers; depth d has `_DEPTH_STREAM` + d.
 SCORE_STREAM = 0
@@ -94,7 +89,6 @@ class Walk:
         return values
 
 
-@compiled(nb.void(nb.float32[:, ::1], nb.float32[::1], nb.float64, nb.boolean))
 def _remember(values: np.ndarray, last: np.ndarray, memory: float, begun: bool) -> None:
     """Turn independent normals [T, W] into a walk that goes on from `last` [W]."""
     keep = np.float32(memory)
@@ -171,9 +165,6 @@ class SequenceNoise:
         return difficulty.reshape(-1), noise
 
 
-@compiled(
-    nb.void(_ROWS, _ROWS, _ROWS, _VECTOR, _VECTOR, nb.float64, nb.float32[:, ::1])
-)
 def fill_predicted(
     logits: np.ndarray,
     means: np.ndarray,

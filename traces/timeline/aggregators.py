@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled, structure
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.spans import PLAN
 
@@ -203,10 +201,8 @@ _BOOKS = np.dtype(
     ],
     align=True,
 )
-_BOOK = nb.Record(_BOOKS)
 
 
-@compiled
 def _end_prefill(book: Any, ttft_s: np.ndarray, prefills: int) -> int:
     """Add a batch's prefill: the speeds of its sequences add up to the batch's."""
     if not book.prompts:
@@ -221,7 +217,6 @@ def _end_prefill(book: Any, ttft_s: np.ndarray, prefills: int) -> int:
     return prefills + 1
 
 
-@compiled
 def _end_sequences(book: Any, alive: int) -> None:
     """Add the decode speeds of sequences that have ended with the last decode step:
     they follow from the tokens that were made by then.
@@ -234,7 +229,6 @@ def _end_sequences(book: Any, alive: int) -> None:
     book.alive = alive
 
 
-@compiled(nb.int64(_PASSES, _BOOK[::1], nb.float64[::1], nb.float64[::1], nb.boolean))
 def follow_passes(
     passes: Passes,
     books: np.ndarray,

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled, structure
 from moesim.traces.timeline.spans import (
     COMPUTE,
     FETCH,
@@ -167,9 +165,6 @@ def _events(chunk: Chunk, detail: np.ndarray, order: np.ndarray) -> Events:
     return Events(*(column[order].astype(np.int64) for column in columns))
 
 
-@compiled(
-    nb.void(_EVENTS, _EVENTS, nb.int64[:, :, ::1], nb.int8[:, :, ::1], nb.int64[::1])
-)
 def follow_copies(
     copies: Events,
     accesses: Events,

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled, structure
 from moesim.traces.timeline.spans import COMPUTE, FETCH, PLAN, READ
 
 if TYPE_CHECKING:
@@ -169,16 +167,6 @@ _ROWS = structure(
 )
 
 
-@compiled(
-    nb.Several((nb.boolean, nb.float64[::1]))(
-        _ROWS,
-        nb.int64[::1],
-        nb.int64[::1],
-        nb.int64[::1],
-        nb.int64[::1],
-        nb.float64[::1],
-    )
-)
 def waits_of_lanes(
     rows: Rows,
     place: np.ndarray,
@@ -240,9 +228,6 @@ def waits_of_lanes(
     return True, waits_s
 
 
-@compiled(
-    nb.void(_ROWS, nb.int64[::1], nb.float64[::1], nb.float64[:, ::1], nb.float64[::1])
-)
 def sum_by_lane(
     rows: Rows,
     place: np.ndarray,
@@ -260,7 +245,6 @@ def sum_by_lane(
             waited_s[lane] += waits_s[row]
 
 
-@compiled(nb.int64(nb.int64[::1], nb.boolean[::1], nb.int64[::1]))
 def number_in_order(key: np.ndarray, chosen: np.ndarray, place: np.ndarray) -> int:
     """Number the distinct keys of what is chosen, if they ascend.
 

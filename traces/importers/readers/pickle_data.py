@@ -21,9 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -251,11 +248,6 @@ def _check_instructions(path: Path, place: str, data: bytes) -> None:
         )
 
 
-@compiled(
-    nb.Several((nb.int64, nb.boolean))(
-        input_array(nb.uint8), nb.int64[::1], nb.int64[:, ::1], nb.boolean[::1]
-    )
-)
 def _first_stop(  # noqa: C901, PLR0912 - one pass over the bytes
     data: np.ndarray,
     argument_bytes: np.ndarray,
