@@ -57,9 +57,9 @@ def test_every_command_declares_its_options_as_fields():
         assert names <= {"options", "config", "configs", "axes", "context"}, words
 
 
-EXCEPTIONS = {("--warm", "doctor"), ("--residual", "record"), ("--hw", "calibrate")}
-"""Compiling ahead is called so as well as filling a cache ahead; a recording writes
-the vectors that it finds no file of; and a profile may be calibrated in its place.
+EXCEPTIONS = {("--residual", "record"), ("--hw", "calibrate")}
+"""A recording writes the vectors that it finds no file of, and a profile may be
+calibrated in its place.
 """
 
 
