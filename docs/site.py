@@ -179,12 +179,15 @@ def navigation(index: str, made: dict[str, str]) -> list[Any]:
     for section in index.split("\n## ")[1:]:
         title, _, text = section.partition("\n")
         links = re.findall(r"\[([^\]]+)\]\(([\w/-]+\.md)\)", text)
-        items: list[Any] = [{name: path} for name, path in dict.fromkeys(links)]
+        items: list[Any] = [
+            {name[0].upper() + name[1:]: path} for name, path in dict.fromkeys(links)
+        ]
         if title == "Tutorial":
             items += [path for path in made if path.startswith("notebooks/")]
         if title == "Reference":
             policies = [path for path in made if path.startswith("reference/policies/")]
-            names = [path for path in made if path.startswith(API)]
+            pages = [path for path in made if path.startswith(API)]
+            names = [{Path(path).stem: path} for path in sorted(pages, key=str.lower)]
             items += [
                 "reference/commands.md",
                 {"Policies": policies},

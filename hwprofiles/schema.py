@@ -63,7 +63,7 @@ def _all_lanes() -> tuple[str, ...]:
 
 
 _SIZES = (False, True)
-"""Whether a path is that of the smaller of two experts that were calibrated."""
+"""Experts of a path: the calibrated one (False), or the smaller of two (True)."""
 
 _CONTROL_COSTS = (paths.FIRST_OPERATION, paths.JOIN, paths.planning(_ANY_POLICY))
 _AFTER_READ_PARTS = (CPU.name, H2D.name, DENSE)
@@ -141,7 +141,7 @@ CURVES: dict[str, str] = {
 """Paths of all curves -> what they are functions of."""
 
 FIT_KEYS = ("samples", "held_out", "residual_median", "residual_worst")
-"""What a profile keeps of each fit: see
+"""Fields that a profile keeps of each fit: see
 `moesim.hwprofiles.calibration.estimates.FitReport`.
 """
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from moesim.base.arguments import with_checked_arguments
 from moesim.base.extensions import choose
 from moesim.base.version import __version__
 
@@ -169,7 +170,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'moesim' has no attribute {name!r}")
     # Not kept here: importing twice costs nothing, and tests replace functions there.
     module = importlib.import_module(_MODULE_OF[name])
-    return getattr(module, _NAME_THERE.get(name, name))
+    return with_checked_arguments(getattr(module, _NAME_THERE.get(name, name)))
 
 
 def __dir__() -> list[str]:

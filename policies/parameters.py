@@ -123,9 +123,7 @@ def _constructor(cls: Any) -> Any:
         return cls.__init__
     owner = cls.__init__.__objclass__
     module = sys.modules[owner.__module__]
-    source = Path(str(module.__file__)).with_name(
-        f"{module.__name__.split('.')[-1]}.py"
-    )
+    source = source_file(module)
     try:
         tree = ast.parse(source.read_text("utf-8"))
     except OSError as error:
@@ -136,6 +134,14 @@ def _constructor(cls: Any) -> Any:
     names = dict(vars(module))
     exec(compile(definition, source, "exec", flags), names)  # noqa: S102 - our own file
     return names["__init__"]
+
+
+def source_file(module: types.ModuleType) -> Path:
+    """The Python file of a module, compiled or not."""
+    file = Path(str(module.__file__))
+    if file.suffix == ".py":
+        return file
+    return file.with_name(f"{file.name.partition('.')[0]}.py")
 
 
 def _named(node: Any, name: str) -> Any:

@@ -33,7 +33,14 @@ from moesim.policies.base import (
     PrefetchPolicy,
     RoutingPolicy,
 )
-from moesim.policies.parameters import REQUIRED, Parameter, parameters, split, typed
+from moesim.policies.parameters import (
+    REQUIRED,
+    Parameter,
+    parameters,
+    source_file,
+    split,
+    typed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -203,9 +210,11 @@ def source_of(cls: type[Policy]) -> dict[str, str]:
     """
     if _is_ours(cls):
         return {}
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    if file is not None and Path(file).is_file():
-        return {"file": str(Path(file).absolute()), "sha256": sha256(Path(file))}
+    module = sys.modules.get(cls.__module__)
+    if module is not None and getattr(module, "__file__", None):
+        file = source_file(module)
+        if file.is_file():
+            return {"file": str(file.absolute()), "sha256": sha256(file)}
     try:
         lines = inspect.getsource(cls)
     except (OSError, TypeError):

@@ -133,7 +133,14 @@ def _scale(spec: str, divisor: str, entry: dict[str, Any]) -> int:
 
 
 def expert_bytes(
-    name: str, hidden: int, intermediate: int, weights: str, layer: int, layers: int
+    name: str,
+    hidden: int,
+    intermediate: int,
+    weights: str,
+    layer: int,
+    layers: int,
+    *,
+    matrices: int = 3,
 ) -> int:
     """Bytes of one expert: gate and up rows of `hidden` weights, down rows of
     `intermediate` weights.
@@ -148,6 +155,7 @@ def expert_bytes(
         weights: format or label, in lower case.
         layer: layer of the whole model, dense ones counted.
         layers: layers of the whole model.
+        matrices: 2 where an expert has no gate.
 
     Source: llama.cpp's rule for ffn_down; it gives the bytes observed in files of
     Qwen3-30B-A3B (3,059,712 and 2,654,208), Gemma-4-26B-A4B (4,336,640 and 3,593,216)
@@ -157,7 +165,7 @@ def expert_bytes(
     down = formats.down_more if more_bits(layer, layers) else formats.down
 
     # Gate and up have F rows of H weights each, down has H rows of F weights.
-    gate_and_up = 2 * intermediate * row_bytes(formats.up, hidden)
+    gate_and_up = (matrices - 1) * intermediate * row_bytes(formats.up, hidden)
     return gate_and_up + hidden * row_bytes(down, intermediate)
 
 
@@ -193,7 +201,7 @@ def _from_table(
     moe_layers = [layer for layer in range(total) if layer not in dense]
 
     sized = {**entry, "hidden": hidden, "expert_intermediate": intermediate}
-    for key in ("shared_intermediate", "dense_intermediate"):
+    for key in ("shared_intermediate", "dense_intermediate", "expert_hidden"):
         if key in entry:
             sized[key] = entry[key] // scale
     shapes = layer_shapes(sized)
@@ -215,7 +223,15 @@ def _from_table(
         hidden=hidden,
         expert_intermediate=intermediate,
         expert_bytes=tuple(
-            expert_bytes(name, hidden, intermediate, weights, layer, total)
+            expert_bytes(
+                name,
+                sized.get("expert_hidden", hidden),
+                intermediate,
+                weights,
+                layer,
+                total,
+                matrices=entry.get("matrices", 3),
+            )
             for layer in moe_layers
         ),
         other_bytes=_other_bytes(other_weights, weights),
@@ -262,6 +278,7 @@ def layer_shapes(entry: Mapping[str, Any]) -> tuple[LayerShape, ...]:
     experts = int(entry["experts"])
     intermediate = int(entry["expert_intermediate"])
     matrices = int(entry.get("matrices", 3))
+    zero_experts = int(entry.get("zero_experts", 0))
     dense_layers = set(entry.get("dense_layers", ()))
     kinds = _kinds(entry, entry["moe_layers"] + len(dense_layers))
 
@@ -286,9 +303,9 @@ def layer_shapes(entry: Mapping[str, Any]) -> tuple[LayerShape, ...]:
             LayerShape(
                 mixer=mixer,
                 feed_forward=beside + extra,
-                exact=hidden * (2 + experts),
+                exact=hidden * (2 + experts + zero_experts),
                 experts=experts,
-                zero_experts=int(entry.get("zero_experts", 0)),
+                zero_experts=zero_experts,
                 top_k=int(entry["top_k"]),
                 expert_hidden=width,
                 expert_intermediate=intermediate,

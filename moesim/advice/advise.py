@@ -142,6 +142,8 @@ def advise(
         AdviceError: bad input, in one line; also where nothing fits.
         TraceError, ProfileError: a broken trace or profile.
     """
+    if count < 1:
+        raise AdviceError(f"count: expected a whole number >= 1, got {count}")
     # Notebooks read a file once and ask about it many times.
     if isinstance(model, ModelContents):
         contents = model

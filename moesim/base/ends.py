@@ -10,7 +10,7 @@ TERMINATED: Final = 143
 """Exit codes of a program that a signal ended."""
 
 ENDS: Final = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}
-"""What is said of an end by a signal, by exit code."""
+"""Messages of an end by a signal, by exit code."""
 
 
 def stopping_signals() -> list[int]:

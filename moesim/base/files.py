@@ -61,7 +61,7 @@ _PATIENCE: Final = getattr(os, "O_NONBLOCK", 0)
 _BINARY: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 _unfinished: set[NewFile | ScratchFolder] = set()
-"""What this process has begun and not finished, for an end at short notice."""
+"""Files and folders in progress, for an end at short notice."""
 
 
 class NewFile:
@@ -80,6 +80,9 @@ class NewFile:
 
     def __init__(self, final: Path | str) -> None:
         self.final = Path(final)
+        if "\0" in str(final):
+            reason = "expected a name without null characters"
+            raise OSError(errno.EINVAL, reason, str(final))
         self._target = destination(self.final)
         self._is_stream = is_stream(self.final)
         if self._target.is_dir():

@@ -85,6 +85,7 @@ def open_input(path: Path, buffering: int = -1) -> BinaryIO:
     Raises:
         OSError: no such file, or a folder, a pipe or a device.
     """
+    check_file_name(path)
     # A pipe would be waited for until somebody writes.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
@@ -102,7 +103,19 @@ def check_input(path: Path) -> None:
     Raises:
         OSError: as `open_input`.
     """
+    check_file_name(path)
     _check_mode(path, path.stat().st_mode)
+
+
+def check_file_name(path: Path) -> None:
+    """Refuse a name that no system takes.
+
+    Raises:
+        OSError: naming it.
+    """
+    if "\0" in str(path):
+        reason = "expected a name without null characters"
+        raise OSError(errno.EINVAL, reason, str(path))
 
 
 def read_bytes(path: Path, most: int | None = None) -> bytes:

@@ -91,6 +91,9 @@ class Option:
     on_command_line: bool = True
 
 
+MOST_INTEGER = 2**63 - 1
+"""What tables and machine code hold."""
+
 REQUIRED: Any = MISSING
 """The default of an option that must be given."""
 
@@ -291,7 +294,8 @@ def check_together(
 def is_list(value: Any) -> bool:
     """Tell whether a value is several values: a list, tuple, array or range."""
     is_sequence = hasattr(value, "__iter__") and hasattr(value, "__len__")
-    return is_sequence and not isinstance(value, str)
+    # An array of no dimensions is one value.
+    return is_sequence and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
 
 
 def as_list(value: Any) -> list[Any]:
@@ -306,7 +310,7 @@ _TYPES: dict[type, tuple[Any, str]] = {
     float: (Real, "a number"),
     Path: ((str, Path), "a path"),
 }
-"""What each kind of option may be in Python, and how errors call it. Numbers of numpy
+"""Python types of each kind of option, and their name in errors. Numbers of numpy
 are numbers too."""
 
 
@@ -356,6 +360,9 @@ def _check(name: str, value: Any, stated: Option) -> None:
         expected += f" >= {low}" if high is None else f" between {low} and {high}"
         # NaN fails both comparisons, as it should.
         fits = fits and value >= low and (high is None or value <= high)
+    if fits and accepted is Integral and not -MOST_INTEGER <= value <= MOST_INTEGER:
+        expected = "a number of 64 bits"
+        fits = False
     # Whether an object is the right one shows where it is used.
     is_object = stated.accepts_objects and not isinstance(value, Real)
     if not fits and not is_object:

@@ -11,7 +11,7 @@ trace is, and is printed beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from moesim.policies import cache_replay
@@ -40,7 +40,7 @@ class SameStart(DelegatingCache):
     def __init__(self, rule: CachePolicy, start_of: CachePolicy) -> None:
         super().__init__(rule)
         # Whatever the rules are, they must be given the future to hand it on.
-        self.oracle = True
+        self.oracle = True  # type: ignore[misc] # for this pair of rules
         self.start_of = start_of
         self.needs = (*rule.needs, *start_of.needs)
 

@@ -20,13 +20,13 @@ from moesim.base.errors import TraceError
 from moesim.base.seals import check_seal
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import default_profile
-from moesim.policies.names import RESIDENT
-from moesim.policies.run_context import RunContext
 from moesim.policies.cache.lru import LRU
+from moesim.policies.names import RESIDENT
 from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import GLOBAL, CacheSize
+from moesim.policies.run_context import RunContext
 from moesim.policies.systems import compose
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.parquet import open_parquet, values
@@ -35,9 +35,9 @@ from moesim.traces.format.schema import Phase
 from moesim.traces.importers.route_trace import find_residency
 
 if TYPE_CHECKING:
-    from moesim.policies.base import Work
     from collections.abc import Iterator
 
+    from moesim.policies.base import Work
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
 

@@ -329,6 +329,8 @@ def _dimensions(
                 f"over: {name}: expected a number among the options, or a parameter of"
                 " a policy such as cache.decay"
             )
+        if name in axes:
+            raise ConfigError(f"over: {name}: expected a range or values, got both")
         if len(ends) != 2 or not ends[0] < ends[1]:
             raise ConfigError(f"over: {name}: expected low < high, got {ends!r}")
         is_whole = all(isinstance(end, int) for end in ends)

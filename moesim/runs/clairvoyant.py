@@ -23,7 +23,7 @@ MARGINS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.9, 1.4, 3.0)
 """Prices of the link that are tried, in discounted uses."""
 
 DECAYS = (0.3, 0.5, 0.65, 0.8, 0.9, 0.97)
-"""What a use may be worth a token later."""
+"""Discounts to try: what a use is worth a token later."""
 
 EXACT = "exact:objective=scheduled"
 ASSIGNMENTS = (EXACT, "fetch-split")

@@ -41,6 +41,11 @@ Function = TypeVar("Function", bound="Callable[..., Any]")
 MOST_CONTEXT_TOKENS = 1 << 24
 """More than any model takes."""
 
+MOST_SLOTS = 1 << 20
+"""More than any model has experts."""
+
+MOST_DRAFTED_TOKENS = 1 << 10
+
 MOST_MEMORY_BYTES = 1 << 50
 """A PiB: more than any machine has."""
 
@@ -91,11 +96,13 @@ class MemoryOptions(Options):
         None,
         "Staging slots. Default: the system's or profile's.",
         minimum=1,
+        maximum=MOST_SLOTS,
     )
     prefetch_budget_bytes: int | None = option(
         None,
         "Most bytes prefetched per layer step.",
         minimum=0,
+        maximum=MOST_MEMORY_BYTES,
     )
     gpu_split: str = option(
         "layers",
@@ -171,7 +178,7 @@ class MemoryOptions(Options):
 
 
 MemorySize = MemoryOptions | str | int
-"""What `MemoryOptions.parse` reads."""
+"""Types that `MemoryOptions.parse` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +255,7 @@ class RunConfig(MemoryOptions):
         "Tokens that a draft proposes for each forward pass to verify; 0 for none."
         " Default: the system's.",
         minimum=0,
+        maximum=MOST_DRAFTED_TOKENS,
     )
     acceptance: float = option(
         0.8,

@@ -127,6 +127,7 @@ def replay(
     opened = trace_of(config)
     if is_searched(config):
         config = clairvoyant_rules(config.replaced(trace=opened))
+    parse_slo(config.slo)
     setup = Setup.of(config, opened)
     profile = setup.profile
     with policy_faults():
@@ -426,9 +427,6 @@ def replay_cache(
     **options: Any,
 ) -> dict[str, Any]:
     """Count the hits of a cache if every miss is fetched and offered to it.
-
-    LRU and Belady run in a compiled loop. A cache that times cannot change is replayed
-    in the compiled engine, on demand; every other policy is asked step by step.
 
     Args:
         trace: a moesim trace, by path or opened; or a configuration, whose options

@@ -407,7 +407,11 @@ def profile_of(hw: str | Path | HardwareProfile | None) -> HardwareProfile:
     """
     if hw is None:
         return default_profile()
-    return hw if isinstance(hw, HardwareProfile) else load_profile(hw)
+    if isinstance(hw, HardwareProfile):
+        return hw
+    if not isinstance(hw, str | Path):
+        raise ConfigError(f"hw: expected a machine by name, path or itself, got {hw!r}")
+    return load_profile(hw)
 
 
 def watts(profile: HardwareProfile) -> dict[str, tuple[float, float]] | None:

@@ -72,6 +72,10 @@ class ListScheduler:
         # The schedule itself copies it.
         self.fetched: Ints = zeros(experts, np.uint8)
         self.done: Ints = zeros(experts, np.uint8)
+        # The operation that comes next.
+        self.kind = NOTHING
+        self.device = self.chosen = 0
+        self.key_s = self.end_s = 0.0
 
     def sort(self, tokens: Ints, active: int) -> None:
         """Sort positions by load; ties go to the lower."""

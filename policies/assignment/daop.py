@@ -116,7 +116,7 @@ class DAOP(SpreadAssignment):
         if not len(gate.predicted):
             return 0
         token = self.token
-        top_k = gate.experts.shape[1]
+        top_k = gate.experts.shape[1]  # type: ignore[index]
         # Experts in flight count as absent: the CPU need not wait for them.
         token.look(view, gate.layer, False)
         for t in range(len(gate.predicted)):

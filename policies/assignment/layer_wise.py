@@ -92,9 +92,9 @@ class LayerWise(SpreadAssignment):
 
     def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
         if work.gpus > 1:
-            on_gpu = self.on_several[work.layer]
+            on_gpu = self.on_several[work.layer] != 0
         else:
-            on_gpu = self.on_one[work.layer]
+            on_gpu = self.on_one[work.layer] != 0
         uploads = not on_gpu and work.rows >= self.large_tokens
         self.allow_all(work, on_gpu or uploads)
         self.spread(work, lanes)

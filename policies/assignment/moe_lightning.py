@@ -72,9 +72,9 @@ class SplitPlan:
                 copy_s[layer] = context.costs.copy_s(layer)
                 cpu_s[layer] = context.costs.cpu_s(layer, every)
                 gpu_s[layer] = context.costs.gpu_s(layer, every)
-        self.cpu_table: Floats = cpu_s.data
-        self.gpu_table: Floats = gpu_s.data
-        self.copy_table: Floats = copy_s.data
+        self.cpu_table: Floats = view_of(cpu_s, np.float64)
+        self.gpu_table: Floats = view_of(gpu_s, np.float64)
+        self.copy_table: Floats = view_of(copy_s, np.float64)
 
         self.cpu_s: Floats = zeros(shape.experts)
         self.gpu_s: Floats = zeros(shape.experts)

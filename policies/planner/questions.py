@@ -140,7 +140,7 @@ def precompute(machine: MachineState, work: LayerWork) -> Precompute | None:
         )
     )
     rows = len(work.routing)
-    routing = np.empty(rows * machine.experts, np.uint16)
+    routing = np.full(rows * machine.experts, UNUSED, np.uint16)
     tokens = np.zeros(machine.experts, np.int32)
     columns = machine.policies.assignment.precompute(
         gate, machine.view, routing.data, tokens.data

@@ -101,7 +101,7 @@ class Precompute(NamedTuple):
 
     experts: np.ndarray
     tokens: np.ndarray
-    routing: np.ndarray | None = None
+    routing: np.ndarray
 
 
 class GateOutputs(NamedTuple):

@@ -66,7 +66,7 @@ class Substitution:
 
     def take(self, experts: Ints, t: int) -> None:
         """Take the experts of a token, of uint16 [T, K]."""
-        self.count = experts.shape[1]
+        self.count = experts.shape[1]  # type: ignore[index]
         for column in range(self.count):
             self.experts[column] = experts[t, column]
 

@@ -71,7 +71,7 @@ class AdaptiveGating(RoutingPolicy):
     def route(self, gate: Gate, view: MachineView, routing: Ints) -> int:
         if gate.phase != DECODE:
             return 0
-        top_k = gate.experts.shape[1]
+        top_k = gate.experts.shape[1]  # type: ignore[index]
         threshold = self.threshold[gate.layer]
         drops = False
         for t in range(gate.rows):

@@ -85,7 +85,7 @@ class CachePrior(SubstitutingRouting):
         """
         if gate.rows > len(self.ranges):
             self._make_room(2 * gate.rows)
-        top_k = gate.experts.shape[1]
+        top_k = gate.experts.shape[1]  # type: ignore[index]
         self._read_logits(gate)
         mean = self.range_sum[gate.layer] / self.range_count[gate.layer]
         self.token.look(view, gate.layer, False)
@@ -94,7 +94,7 @@ class CachePrior(SubstitutingRouting):
             self._choose(gate, t, top_k, bonus)
             same = True
             for column in range(top_k):
-                same = same and self.token.chosen[gate.experts[t, column]]
+                same = same and self.token.chosen[gate.experts[t, column]] != 0
             for column in range(top_k):
                 # A token whose set is the same keeps the recorded order, too.
                 if same:

@@ -100,7 +100,7 @@ class ExpertCacheRouter(SubstitutingRouting):
         self.missing: Ints = zeros(by_token, np.uint8)
 
     def route(self, gate: Gate, view: MachineView, routing: Ints) -> int:
-        top_k = gate.experts.shape[1]
+        top_k = gate.experts.shape[1]  # type: ignore[index]
         # With all experts chosen there is no alternative, and no beta.
         if top_k >= self.width or (self.decode_only and gate.phase != DECODE):
             return 0

@@ -52,7 +52,7 @@ class GracefulDegradation(SubstitutingRouting):
             return 0
         # Layer 0 is predicted by none, so even here a prediction may be missing.
         predicted = self.by_prediction and len(gate.predicted) > 0
-        top_k = gate.experts.shape[1]
+        top_k = gate.experts.shape[1]  # type: ignore[index]
         token = self.token
         token.look(view, gate.layer, False)
         for t in range(gate.rows):

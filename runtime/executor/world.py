@@ -365,13 +365,8 @@ class RealWorld:
             return []
         hidden = self._memories.job.hidden_cpu
         products = []
-        for expert, tokens in zip(
-            precompute.experts.tolist(), precompute.tokens.tolist(), strict=True
-        ):
-            if precompute.routing is None:
-                rows = np.arange(min(tokens, len(hidden)))
-            else:
-                rows = np.flatnonzero((precompute.routing == expert).any(axis=1))
+        for expert in precompute.experts.tolist():
+            rows = np.flatnonzero((precompute.routing == expert).any(axis=1))
             product = Precompute(
                 self._memories,
                 self._cpu,

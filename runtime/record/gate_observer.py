@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from moesim.runtime.models.gates import MoeBlock
 
 PREDICTION_DEPTH: Final = 3
-"""How many layers ahead predictions are recorded: `pred1_raw`, `pred2_raw`,
+"""Layers ahead for which predictions are recorded: `pred1_raw`, `pred2_raw`,
 `pred3_raw`.
 """
 

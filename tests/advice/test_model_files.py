@@ -145,6 +145,9 @@ def test_names_are_those_of_the_table():
         ("Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
         ("Kimi-K2-Instruct-0905", "kimi-k2"),
         ("DeepSeek-V3.2-Exp", "deepseek-v3"),
+        ("NVIDIA-Nemotron-3-Super-120B-A12B-FP8", "nemotron-3-super-120b-a12b"),
+        ("LiquidAI/LFM2.5-8B-A1B", "lfm2-8b-a1b"),
+        ("Trinity-Nano-Preview", "trinity-nano"),
     ],
 )
 def test_words_about_training_files_and_size_leave_the_model_as_it_is(name, shape):
@@ -158,7 +161,9 @@ def test_words_about_training_files_and_size_leave_the_model_as_it_is(name, shap
         ("qwen3-30b", "", "did you mean 'qwen3-30b-a3b'"),
         ("qwen3", "", r"did you mean 'qwen3-.*'qwen3-30b-a3b', .* or \d+ more\?"),
         ("qwen3-30b-a3b", "Q9_Z", "quantisation 'Q9_Z': unknown"),
-        ("glm-5.9-flash", "", "did you mean 'glm-"),
+        ("glm-5.9-flash", "", "did you mean 'glm-5.3-flash'"),
+        # Another architecture, of 552 billion weights.
+        ("deepseek-v4.1-flash", "", "did you mean 'deepseek-v4-flash'"),
         ("glm-5-flash", "", "did you mean 'glm-"),
         ("glm-5-air", "", "no such file, folder or name"),
         ("kimi-k2-nano", "", "no such file, folder or name"),

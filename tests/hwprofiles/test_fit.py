@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.small_trace import SHAPE
 
 from moesim.hwprofiles.calibration import estimates
 from moesim.hwprofiles.calibration.fit_curves import fit_line, fit_roofline
+from moesim.hwprofiles.calibration.observations import DesignedRun, RunSpans
 from moesim.hwprofiles.profile import default_profile
 from moesim.hwprofiles.roofline import isotonic
 from moesim.sim.noise import Noise
+from moesim.traces.timeline.spans import DENSE, READ, Timeline
 
 SIZES = (65_536, 262_144, 1_048_576, 4_194_304, 16_777_216)
 
@@ -176,3 +179,63 @@ def test_isotonic_pools_a_dip_by_hand():
     assert isotonic(np.array([1.0, 5.0, 3.0, 6.0])) == pytest.approx(
         [1.0, 4.0, 4.0, 6.0]
     )
+
+
+def slowed(*, runs, each, drift, seed):
+    """Operations of which half are slowed by 1.5; runs differ by `drift` as a whole."""
+    rng = np.random.default_rng(seed)
+    run = np.repeat(np.arange(runs), each)
+    beside = rng.integers(0, 2, len(run))
+    states = np.column_stack([1 - beside, beside]).astype(float)
+    logs = np.log(1.5) * beside + rng.normal(0, 0.1, len(run))
+    logs += drift * rng.normal(0, 1, runs)[run]
+    busy = np.array([[0.0], [1.0]])
+    groups = np.zeros(len(run), np.int64)
+    found = estimates.fit_slowdowns(logs, states, states, busy, groups)
+    units = estimates.Units(run, np.tile(np.arange(each), runs), blocks=4)
+    return found, found.redrawn(units, run, np.random.default_rng(seed))
+
+
+def test_redrawn_slowdowns_scatter_as_the_factor_does():
+    """Their middle is the factor, and their spread is the error that it has over many
+    fits: 0.2 / sqrt(N) in its logarithm.
+    """
+    fits = [slowed(runs=12, each=100, drift=0.0, seed=seed) for seed in range(12)]
+    middles = [np.exp(np.log(draws).mean()) for _, draws in fits]
+    assert middles == pytest.approx([found.factors[0] for found, _ in fits], rel=0.01)
+    spread = np.mean([np.log(draws).std() for _, draws in fits])
+    assert spread == pytest.approx(0.2 / np.sqrt(1200), rel=0.4)
+    errors = [np.log(found.factors[0] / 1.5) for found, _ in fits]
+    assert spread == pytest.approx(np.std(errors), rel=0.8)
+
+
+def test_runs_that_drift_as_a_whole_widen_redrawn_slowdowns():
+    still = slowed(runs=12, each=100, drift=0.0, seed=1)[1]
+    drifting = slowed(runs=12, each=100, drift=0.3, seed=1)[1]
+    assert np.log(drifting).std() > 1.5 * np.log(still).std()
+
+
+def test_dense_parts_are_cut_out_and_heads_reach_to_the_next_step():
+    """Two steps of two layers; what lies between steps counts as head, and a dense part
+    behind a layer that read the SSD is marked.
+    """
+    timeline = Timeline(("cpu", "gpu0", "ssd"))
+    shape = replace(SHAPE, layers=2, expert_bytes=SHAPE.expert_bytes[:2])
+    for step, begin_s in enumerate((0.0, 10.0)):
+        timeline.span(1, DENSE, step, 0, -1, begin_s, begin_s + 1.0, 0)
+        timeline.span(2, READ, step, 0, 3, begin_s + 1.0, begin_s + 2.0, 100)
+        timeline.span(1, DENSE, step, 1, -1, begin_s + 2.0, begin_s + 4.0, 0)
+        timeline.span(1, DENSE, step, -1, -1, begin_s + 5.0, begin_s + 8.0, 0)
+        experts = np.array([3])
+        ones = np.array([1])
+        for layer in range(2):
+            timeline.access(step, layer, experts, ones, ones, ones)
+        timeline.step(step, 1, 0, 1, 1, begin_s, begin_s + 8.0)
+    workers = {"a": ("cpu",), "b": ("gpu0",), "c": ("ssd",)}
+    run = DesignedRun(timeline, shape, "greedy", [0, 0], workers)
+    parts = RunSpans(run, 0, 0).dense_parts()
+    assert parts.layer.tolist() == [0, 1, -1, 0, 1, -1]
+    # The first head lasts until the next step, the last one keeps its own length.
+    assert parts.seconds.tolist() == [1.0, 2.0, 5.0, 1.0, 2.0, 3.0]
+    assert parts.after_read.tolist() == [False, True, False, False, True, False]
+    assert parts.step.tolist() == [0, 0, 0, 1, 1, 1]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.cache_driver import View, work
+from support.cache_driver import assigned, work
 from support.handmade import (
     HandCosts,
     HandProfile,
@@ -22,9 +22,9 @@ from support.handmade import (
     steps,
 )
 
-from moesim.policies import base
 from moesim.policies.assignment.daop import DAOP
-from moesim.policies.base import Assignment, AssignmentPolicy, PolicyError
+from moesim.policies.base import AssignmentPolicy, PolicyError
+from moesim.policies.names import DECODE, DEFERRED, PREFILL, SERIAL
 from moesim.policies.systems import System
 from moesim.traces.format.schema import Phase
 
@@ -35,13 +35,15 @@ class Foreseeing(AssignmentPolicy):
     def __init__(self, *, guess: str = "1"):
         self.guess = [int(e) for e in guess.split("/")]
 
-    def assign(self, work, view):
-        return Assignment(np.zeros(len(work.experts), np.int8))
+    def assign(self, work, view, lanes, order):
+        return 0
 
-    def precompute(self, work, view):
-        return base.Precompute(
-            np.array(self.guess, np.int32), np.ones(len(self.guess), np.int32)
-        )
+    def precompute(self, gate, view, routing, tokens):
+        for column, expert in enumerate(self.guess):
+            routing[column] = expert
+            if expert < view.experts:
+                tokens[expert] = 1
+        return len(self.guess)
 
 
 class Turns(AssignmentPolicy):
@@ -50,8 +52,10 @@ class Turns(AssignmentPolicy):
     def __init__(self, *, serial: bool = True):
         self.serial = serial
 
-    def assign(self, work, view):
-        return Assignment((work.experts > 0).astype(np.int8), None, self.serial)
+    def assign(self, work, view, lanes, order):
+        for i in range(work.active):
+            lanes[i] = work.experts[i] > 0
+        return SERIAL if self.serial else 0
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -109,7 +113,7 @@ def test_with_limited_host_memory_only_what_is_there_is_computed_ahead():
 def test_nothing_lies_ahead_of_the_last_layer_and_ids_are_checked():
     planner = plan_of(shape(layers=1), ahead())
     assert planner.plan(routed(0, 0), 0, 1, 0.0).precompute is None
-    with pytest.raises(PolicyError, match="ahead"):
+    with pytest.raises(PolicyError, match="precompute: experts"):
         plan_of(shape(layers=2), ahead("9")).plan(routed(0, 0), 0, 1, 0.0)
 
 
@@ -145,15 +149,18 @@ def test_section_2_3_on_demand_layers_are_parallel_as_drawn_or_serial_as_coded()
     """Experts 0 resident, 1 absent; layer 0 is below the first predicted one, layer 1
     is not.
     """
-    now = work(cpu_s=[5, 5], gpu_s=[1, 1], arrive_s=[0, 4], state=[2, 0])
+    layers = [
+        work(layer=n, cpu_s=[5, 5], gpu_s=[1, 1], arrive_s=[0, 4], state=[2, 0])
+        for n in (0, 1)
+    ]
     for before_first, serial in (
         ("parallel", [False, False]),
         ("serial", [True, False]),
     ):
         policy = DAOP(first_layer=1, before_first=before_first)
-        answers = [policy.assign(replace(now, layer=layer), View()) for layer in (0, 1)]
+        answers = [assigned(policy, now) for now in layers]
         assert [answer.lanes.tolist() for answer in answers] == [[1, 0], [1, 0]]
-        assert [answer.serial for answer in answers] == serial
+        assert [answer.flags == SERIAL for answer in answers] == serial
 
 
 def test_section_2_2_prompts_run_in_place_or_where_the_sum_of_latencies_is_least():
@@ -161,23 +168,22 @@ def test_section_2_2_prompts_run_in_place_or_where_the_sum_of_latencies_is_least
     (212.5), a tie loads too.
     """
     cpu_ms = [8.5 * 24, 8.5 * 25, 8.5, 210.0]
-    now = work(
-        cpu_s=cpu_ms,
-        gpu_s=[0] * 4,
-        arrive_s=[210, 210, 0, 210],
-        tokens=[24, 25, 1, 24],
-        state=[0, 0, 2, 0],
+    now, prompt = (
+        work(
+            cpu_s=cpu_ms,
+            gpu_s=[0] * 4,
+            arrive_s=[210, 210, 0, 210],
+            tokens=[24, 25, 1, 24],
+            state=[0, 0, 2, 0],
+            phase=phase,
+        )
+        for phase in (DECODE, PREFILL)
     )
-    prompt = replace(now, phase=Phase.PREFILL)
-    assert DAOP().assign(prompt, View()).lanes.tolist() == [0, 0, 1, 0]
-    assert DAOP(prefill="cheapest").assign(prompt, View()).lanes.tolist() == [
-        0,
-        1,
-        1,
-        1,
-    ]
+    cheapest = DAOP(prefill="cheapest")
+    assert assigned(DAOP(), prompt).lanes.tolist() == [0, 0, 1, 0]
+    assert assigned(cheapest, prompt).lanes.tolist() == [0, 1, 1, 1]
     # Decode stays as it is.
-    assert DAOP(prefill="cheapest").assign(now, View()).lanes.tolist() == [0, 0, 1, 0]
+    assert assigned(cheapest, now).lanes.tolist() == [0, 0, 1, 0]
 
     def latency_ms(lanes):
         return sum(
@@ -268,8 +274,10 @@ def test_with_limited_host_memory_only_what_is_there_is_deferred():
 
 def test_a_policy_that_does_not_defer_may_not_say_so():
     class Marks(AssignmentPolicy):
-        def assign(self, work, view):
-            return Assignment(np.full(len(work.experts), base.DEFERRED, np.int8))
+        def assign(self, work, view, lanes, order):
+            for i in range(work.active):
+                lanes[i] = DEFERRED
+            return 0
 
     with registered(assignment_marks=Marks):
         planner = plan_of(THREE_LAYERS, System("marks", cache="none"))

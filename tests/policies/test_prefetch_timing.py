@@ -17,38 +17,38 @@ from support.handmade import (
     steps,
 )
 
-from moesim.policies.base import (
-    ABSENT,
-    IN_FLIGHT,
-    RESIDENT,
-    ExpertKey,
-    Late,
-    PolicyError,
-    PrefetchPolicy,
-)
+from moesim.policies.base import Late, PolicyError, PrefetchPolicy
+from moesim.policies.names import ABSENT, IN_FLIGHT, RESIDENT
 from moesim.policies.systems import System
 
 
-class Scripted(PrefetchPolicy):
+class Naming(PrefetchPolicy):
+    """Names keys (layer, expert)."""
+
+    def prefetch(self, work, view, named):
+        keys = self.keys(work, view)
+        for n, (layer, expert) in enumerate(keys):
+            named[n] = layer * view.experts + expert
+        return len(keys)
+
+
+class Scripted(Naming):
     """Prefetch the experts written down for each layer."""
 
     def __init__(self, *, late: Late = "keep", script: str = "1") -> None:
         self.late = late
         self.script = [int(e) for e in script.split("/")]
 
-    def prefetch(self, work, view):
-        return (
-            [ExpertKey(work.layer + 1, e) for e in self.script]
-            if work.layer + 1 < view.layers
-            else []
-        )
+    def keys(self, work, view):
+        last = work.layer + 1 == view.layers
+        return [] if last else [(work.layer + 1, e) for e in self.script]
 
 
-class Far(PrefetchPolicy):
+class Far(Naming):
     """Layer 2 from layer 0."""
 
-    def prefetch(self, work, view):
-        return [ExpertKey(2, 0), ExpertKey(2, 1)] if work.layer == 0 else []
+    def keys(self, work, view):
+        return [(2, 0), (2, 1)] if work.layer == 0 else []
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -128,7 +128,7 @@ def test_active_is_an_older_word_for_drop():
     assert timelines[0].equals(timelines[1])
 
 
-class Anew(PrefetchPolicy):
+class Anew(Naming):
     """Layer 0 wants (3, 0), (3, 1) and (2, 0); layer 1 thinks again and wants (2, 1)
     before (3, 1).
     """
@@ -136,9 +136,9 @@ class Anew(PrefetchPolicy):
     def __init__(self, *, requeue: bool = True) -> None:
         self.requeue = requeue
 
-    def prefetch(self, work, view):
+    def keys(self, work, view):
         script = {0: [(3, 0), (3, 1), (2, 0)], 1: [(2, 1), (3, 1)]}
-        return [ExpertKey(*key) for key in script.get(work.layer, [])]
+        return script.get(work.layer, [])
 
 
 @pytest.mark.parametrize(
@@ -175,16 +175,12 @@ def test_a_queue_that_is_sorted_anew_gives_back_the_places_and_the_link_it_had_b
     place counted twice.
     """
 
-    class Greedy(PrefetchPolicy):
+    class Greedy(Naming):
         requeue = True
 
-        def prefetch(self, work, view):
+        def keys(self, work, view):
             layers = range(work.layer + 1, min(work.layer + 3, view.layers))
-            return [
-                ExpertKey(layer, (e + work.layer) % 4)
-                for layer in layers
-                for e in range(4)
-            ]
+            return [(layer, (e + work.layer) % 4) for layer in layers for e in range(4)]
 
     with registered(prefetch_greedy=Greedy):
         for cache, scope, host_slots in (

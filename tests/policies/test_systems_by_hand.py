@@ -359,7 +359,7 @@ def test_daop_starts_ahead_only_what_degradation_keeps():
     )
     # Two of four slots for each layer: 0 and 1 of both.
     planner.gpu[0].memory.evict(4 + 1)
-    planner.gpu[0].cache.evicted(np.array([4 + 1]))
+    planner.gpu[0].cache.evicted(4 + 1)
     result, timeline = run(planner, steps(layers))
     on_cpu = [span[1:] for span in spans(timeline, "compute") if span[0] == "cpu"]
     # Layer 0's expert 2, then what is foretold for layer 1.

@@ -14,7 +14,8 @@ from moesim.policies import registry
 from moesim.policies.base import PolicyError
 from moesim.policies.cache.lru import LRU
 from moesim.policies.faults import PolicyFault
-from moesim.runs.config import MemoryOptions
+from moesim.runs.config import MemoryOptions, RunConfig
+from moesim.runs.replay import share_of
 
 STEPS = 2
 
@@ -257,3 +258,14 @@ def test_a_shell_completes_commands_and_names(command, monkeypatch, words, expec
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
     assert set(command()[1].split()) == expected
+
+
+@pytest.mark.parametrize("steps", [None, 5])
+def test_a_replay_tells_the_share_that_is_done(steps):
+    """It rises from the first step on, and ends with all."""
+    config = RunConfig.of("tiny", "greedy", steps=steps)
+    shares = []
+    moesim.replay(config, keep=False, progress=share_of(config, shares.append))
+    assert 0 < shares[0] < 0.5
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0

@@ -53,7 +53,7 @@ SAID = np.array([[1], [2], [1]], np.uint16)
 
 class Foretelling(AssignmentPolicy):
     """All on the CPU; starts expert 1 for tokens 0 and 2, and 2 for token 1; or expert
-    1 for three tokens, unnamed.
+    1 for all three.
     """
 
     def __init__(self, *, tokens: str = "named"):
@@ -63,13 +63,11 @@ class Foretelling(AssignmentPolicy):
         return 0
 
     def precompute(self, gate, view, routing, tokens):
-        if not self.named:
-            tokens[1] = 3
-            return 1
-        tokens[1], tokens[2] = 2, 1
-        for n, expert in enumerate(SAID.reshape(-1)):
+        said = SAID if self.named else np.ones_like(SAID)
+        for n, expert in enumerate(said.reshape(-1)):
             routing[n] = expert
-        return SAID.shape[1]
+            tokens[int(expert)] += 1
+        return said.shape[1]
 
 
 class Guessing(AssignmentPolicy):
@@ -81,6 +79,8 @@ class Guessing(AssignmentPolicy):
         return 0
 
     def precompute(self, gate, view, routing, tokens):
+        for token in range(gate.rows):
+            routing[token] = 1
         tokens[1] = 1
         return 1
 

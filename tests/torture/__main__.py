@@ -22,6 +22,7 @@ SUITES = {
     "streams": 200,
     "users": 100,
     "options": 1_000,
+    "calls": 1_000,
 }
 
 

@@ -12,7 +12,9 @@ from support import foreign_files as files
 from support.imports import bring, refused
 
 from moesim.traces.format.schema import Phase
+from moesim.traces.importers import llama_cpp as llama_importer
 from moesim.traces.importers.hf_router_logits import selected
+from moesim.traces.importers.readers import text as text_reader
 from moesim.traces.models import model_shape
 
 # -- vLLM ------------------------------------------------------------------------------
@@ -375,3 +377,32 @@ def test_mappings_that_do_not_fit(tmp_path, text, message):
     refused(
         files.columns_csv(tmp_path / "dump", files.routing()), message, {"map": text}
     )
+
+
+@pytest.mark.parametrize(("text", "known"), [
+    ("layer,expert\n", True),
+    ("0,1\n0,2\n1,0\n", True),
+    ("0,1", True),
+    ("0,-1\n", True),
+    # Whatever the end was cut to is no line.
+    ("0,1\n0,2\n1,", True),
+    ("0,1\r\n0,2\r\n", True),
+    ("0,1\nx,2\n0,3\n", False),
+    ("0,1,2\n0,1,2\n", False),
+    ("0;1\n", False),
+    ("", False),
+])  # fmt: skip
+def test_llama_cpp_is_told_by_its_rows(tmp_path, text, known):
+    (tmp_path / "dump").write_text(text, newline="")
+    assert llama_importer.recognises(tmp_path / "dump") is known
+
+
+@pytest.mark.parametrize("size", [64, 100, 333])
+def test_route_trace_cells_may_be_cut_where_a_piece_ends(tmp_path, monkeypatch, size):
+    """Pieces of a few lines: most cells go on in the next one."""
+    monkeypatch.setattr(text_reader, "CSV_BYTES", size)
+    _, trace = bring(files.route_trace(tmp_path / "dump", files.routing()))
+    sequences = list(trace.sequences())
+    assert len(sequences) == len(files.routing())
+    for rows, (_, ids, *_) in zip(sequences, files.routing(), strict=True):
+        assert (rows.experts == ids[rows.pos, rows.layer]).all()

@@ -36,13 +36,14 @@ def test_what_ships_says_what_it_is_like(name):
     assert model.shape.name == name
     # Who draws from a drawn trace must be told.
     assert ("itself synthetic" in model.provenance["like"]) is (name in OURS)
-    assert name in OURS or model.provenance["like_licence"] == "Apache-2.0"
+    licence = "MIT" if name.startswith(("qwen3.6", "qwen3.8")) else "Apache-2.0"
+    assert name in OURS or model.provenance["like_licence"].startswith(licence)
 
 
 def test_the_models_of_the_papers_ship():
     assert shipped_statistics() == tuple(sorted(SHIPPED))
     sizes = [(DATA / f"{name}{SUFFIX}").stat().st_size for name in SHIPPED]
-    assert sum(sizes) < 400 << 10
+    assert sum(sizes) < 540 << 10
 
 
 def test_another_weight_format_changes_bytes_only():

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -278,3 +279,26 @@ def test_a_table_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         timeline.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_name_lanes_and_kinds_and_nothing_is_null(tmp_path):
+    """Other programs read names, not our numbers."""
+    with Timeline(LANES, tmp_path) as timeline:
+        record(timeline)
+    named = {}
+    for table in tl.TABLES:
+        schema = pq.read_schema(tmp_path / f"{table}.parquet")
+        assert schema.names == list(tl.TABLES[table])
+        assert not any(field.nullable for field in schema)
+        named[table] = [
+            field.name for field in schema if pa.types.is_dictionary(field.type)
+        ]
+        for field in schema:
+            if field.name not in named[table]:
+                assert field.type == pa.from_numpy_dtype(tl.TABLES[table][field.name])
+        assert json.loads(schema.metadata[tl.METADATA_KEY]) == {"lanes": list(LANES)}
+    assert named == {
+        "timeline": ["lane", "kind"],
+        "accesses": ["lane", "state"],
+        "steps": ["phase"],
+    }

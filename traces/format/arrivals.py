@@ -331,13 +331,14 @@ def parse_slo(text: str | None) -> dict[str, float]:
     limits: dict[str, float] = {}
     for part in (text or "").split(",") if text else []:
         name, _, value = part.strip().partition("=")
+        is_second = name in limits
         try:
             limits[name] = float(value)
         except ValueError:
             limits[name] = math.nan
-        if name not in ("ttft", "tpot") or not limits[name] > 0:
+        if name not in ("ttft", "tpot") or is_second or not limits[name] > 0:
             raise TraceError(
-                "slo: expected limits in seconds such as ttft=0.5,tpot=0.1, got"
-                f" {text!r}"
+                "slo: expected a limit in seconds of each, such as"
+                f" ttft=0.5,tpot=0.1, got {text!r}"
             )
     return limits

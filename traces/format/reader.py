@@ -10,12 +10,14 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from moesim.base.errors import MissingColumnError, TraceError
+from moesim.base.inputs import check_file_name
 from moesim.base.seals import Digests, Footer, check_footer, digests
 from moesim.traces.format.arrays import first_repeat
 from moesim.traces.format.parquet import codes, flat, open_parquet, values
@@ -35,7 +37,6 @@ from moesim.traces.shipped import no_trace, resolve_trace
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
-    from pathlib import Path
 
     import pyarrow.parquet as pq
 
@@ -477,8 +478,11 @@ def open_trace(path: Path | str) -> Trace:
         TraceError: no such file, not Parquet, cut off, foreign, no header, another
             schema version, or empty.
     """
+    if not isinstance(path, str | Path):
+        raise TypeError(f"expected a trace by path or name, got {path!r}")
     name = str(path)
     path = resolve_trace(path)
+    check_file_name(path)
     if path.is_dir():
         raise TraceError(f"{path}: expected a Parquet file, found a folder")
 

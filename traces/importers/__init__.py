@@ -125,6 +125,8 @@ def import_trace(
             or the file is damaged.
     """
     several = [source] if isinstance(source, str | Path) else list(source)
+    if not several:
+        raise TraceError("import: expected a foreign file, got none")
     files = _in_order([_file(each) for each in several])
     out = Path(out)
     given = dict(options or {})

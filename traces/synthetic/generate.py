@@ -223,8 +223,11 @@ def synthesise(
     Raises:
         TraceError: fewer than one token.
     """
-    if tokens < 1:
-        raise TraceError(f"synthetic trace: tokens: expected >= 1, got {tokens}")
+    for name, number, least in (("tokens", tokens, 1), ("seed", seed, 0)):
+        if number < least:
+            raise TraceError(
+                f"synthetic trace: {name}: expected >= {least}, got {number}"
+            )
     provenance = {
         "tool": "moesim trace synth",
         "synthetic": True,
@@ -348,8 +351,8 @@ def _overlap(model: SynthModel) -> float:
 
 
 LENGTHS = ("prompt_tokens", "new_tokens")
-"""What may be stated beside `like`: a trace of decode tokens only may be drawn with
-prompts.
+"""Fields that may be stated beside `like`: a trace of decode tokens only may be drawn
+with prompts.
 """
 
 

@@ -163,6 +163,8 @@ def predict(
             of them than columns or layers, `at` out of 1..K, a column that is there
             already, or a recall that this trace does not admit.
     """
+    if seed < 0:
+        raise TraceError(f"predict: seed: expected >= 0, got {seed}")
     trace = source if isinstance(source, Trace) else open_trace(source)
     predictors = _predictors(tuple(recall), residual)
     columns = [predictor.column for predictor in predictors]

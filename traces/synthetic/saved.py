@@ -111,7 +111,7 @@ _KINDS: Mapping[str, tuple[type, int]] = {
     "first": (np.int64, 1),
     "lengths": (np.int64, 2),
 }
-"""What each array holds, and its number of dimensions."""
+"""Contents of each array, and its number of dimensions."""
 
 
 def save(model: SynthModel, path: Path | str) -> Path:

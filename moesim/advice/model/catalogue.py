@@ -24,7 +24,12 @@ from moesim.advice.model.shaped import shaped_contents
 from moesim.base.errors import AdviceError
 from moesim.base.text import did_you_mean
 from moesim.traces.models import layer_shapes
-from moesim.traces.weight_formats import Recipe, is_dynamic, recipe
+from moesim.traces.weight_formats import (
+    Recipe,
+    bytes_per_weight,
+    is_dynamic,
+    recipe,
+)
 
 if TYPE_CHECKING:
     from moesim.advice.model.contents import ModelContents
@@ -50,6 +55,14 @@ ALIASES = {
     "llama-4-scout-17b-16e": "llama-4-scout",
     "llama-4-maverick-17b-128e": "llama-4-maverick",
     "glm-5.1": "glm-5",
+    "glm-5.2": "glm-5",
+    "glm-5.3": "glm-5",
+    "granite-4.0-h-small": "granite-4-h-small",
+    "lfm2.5-8b-a1b": "lfm2-8b-a1b",
+    "mimo-v2.5": "mimo-v2-flash",
+    "nemotron-3-nano": "nemotron-3-nano-30b-a3b",
+    "nemotron-3-super": "nemotron-3-super-120b-a12b",
+    "step-3.7-flash": "step-3.5-flash",
     "glm-4.6": "glm-4.5",
     "glm-4.7": "glm-4.5",
     "glm-4.6-air": "glm-4.5-air",
@@ -187,11 +200,14 @@ def _computed(row: dict[str, Any], formats: Recipe, label: str) -> ModelContents
         vocab=row.get("vocab", 0),
         tied=row.get("tied", False),
     )
+    table_weights = row.get("table_weights", 0)
+    stored = round(table_weights * bytes_per_weight(formats.embed))
     return replace(
         contents,
         quant=label,
         # Tables that are looked up, not multiplied; they may stay in the file.
-        table_bytes=row.get("table_bytes", 0),
+        table_bytes=row.get("table_bytes", stored),
+        table_weights=table_weights,
         table_rows=row.get("table_rows", 1),
         assumed=("bytes follow from the shape and the label",),
     )

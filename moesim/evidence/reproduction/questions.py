@@ -138,7 +138,7 @@ class Question:
         value: computed already.
         note: where it departs from the paper, or why there is no answer.
         undecidable: what is not published and decides this figure.
-        bound: whether the published figure is only an upper bound.
+        bound: ``upper`` or ``lower`` where the published figure is only such a bound.
     """
 
     record: Record
@@ -152,7 +152,7 @@ class Question:
     value: float | None = None
     note: str = ""
     undecidable: str = ""
-    bound: bool = False
+    bound: str = ""
 
     @property
     def runs(self) -> tuple[RunSpec, ...]:
@@ -260,13 +260,24 @@ class Answered:
 
     @property
     def tells(self) -> bool:
-        """Whether the ratio is one of a simulated figure, which is no upper bound and
+        """Whether the ratio is one of a simulated figure, which is no bound and
         no baseline beside itself.
         """
         question = self.question
         beside_itself = all(case.others == (case.run,) for case in question.cases)
-        left_out = question.bound or beside_itself
+        left_out = bool(question.bound) or beside_itself
         return self.compared and bool(question.runs) and not left_out
+
+    @property
+    def keeps_bound(self) -> bool | None:
+        """Whether ours keeps a published bound; None where there is none, or none of
+        ours.
+        """
+        if not self.question.bound or self.ours is None or self.published is None:
+            return None
+        if self.question.bound == "upper":
+            return self.ours <= self.published
+        return self.ours >= self.published
 
     @property
     def ratio_counts(self) -> bool:
@@ -372,7 +383,8 @@ def _on(case: Case, numbers: Mapping[str, Mapping[str, float]]) -> Case:
     """A case on machines with other numbers."""
 
     def moved(run: RunSpec) -> RunSpec:
-        return replace(run, numbers=tuple(numbers.get(run.machine, {}).items()))
+        others = dict(run.numbers) | dict(numbers.get(run.machine, {}))
+        return replace(run, numbers=tuple(others.items()))
 
     return Case(moved(case.run), tuple(map(moved, case.others)), case.values)
 

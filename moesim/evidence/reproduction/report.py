@@ -185,7 +185,7 @@ def _summary_table(counts: dict[str, dict[str, Any]]) -> Table:
         " pair of systems in one table and setting. In parentheses: of those that are"
         " neither ties (less than 2 % apart, ours or published) nor left open by what"
         " is published. Ratios are ours over published, of gains in % the speedups that"
-        " they state; of simulated records, not of upper bounds, nor of a baseline"
+        " they state; of simulated records, not of bounds, nor of a baseline"
         " beside itself. Decided are those that no exchange of an unpublished input"
         f" (below) moves by more than a factor of {MOST_MOVE:g}, and those that are as"
         " far off to one side under every exchange.",
@@ -271,8 +271,9 @@ def _row(entry: Answered, legend: _Legend) -> tuple[str, ...]:
     ratio = entry.ratio
     if entry.moves:
         status += ", ratio not decided"
-    if entry.question.bound and ratio is not None:
-        status += f", upper bound: {'holds' if ratio <= 1 else 'EXCEEDED'}"
+    if entry.keeps_bound is not None:
+        kept = "holds" if entry.keeps_bound else "BROKEN"
+        status += f", {entry.question.bound} bound: {kept}"
     return (
         record.ref,
         f"{record.metric}: {setting}" if setting else record.metric,

@@ -334,7 +334,7 @@ def _draws(specs: Sequence[RunSpec], folder: Path) -> list[_Draw]:
     for spec in specs:
         wanted[spec.workload, False] = None
         if spec.warm:
-            wanted[spec.workload.calibration(), False] = None
+            wanted[spec.calibration, False] = None
         if spec.learned:
             wanted[spec.workload, True] = None
     # Networks need their traces, and are long: they come last.

@@ -10,6 +10,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from moesim.base.errors import TraceError
 from moesim.evidence.reproduction.workloads import Excerpt, percent
 from moesim.policies import cache_replay
@@ -21,8 +23,6 @@ from moesim.questions.learned_cache import StayRecorder, split
 from moesim.runs.config import MemoryOptions
 from moesim.runs.replay import replay as run_replay
 from moesim.traces.format.layer_steps import layer_steps
-
-import numpy as np
 
 if TYPE_CHECKING:
     from moesim.policies.base import CachePolicy

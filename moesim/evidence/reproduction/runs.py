@@ -56,7 +56,8 @@ class RunSpec:
         policy: a system or an assignment policy.
         machine: hardware profile.
         options: further options of `moesim.runs.replay.replay`, sorted.
-        warm: whether the cache is filled from other sequences of the workload.
+        warm: what the cache is filled from: other sequences of the workload, or their
+            ``decode`` steps alone; empty for none.
         learned: whether a cache network is trained on those, for ``flashmoe``.
         modelled: sum the modelled makespans of all decode steps instead, with nothing
             resident (DALI, table 4).
@@ -67,7 +68,7 @@ class RunSpec:
     policy: str
     machine: str
     options: tuple[tuple[str, Any], ...] = ()
-    warm: bool = False
+    warm: str = ""
     learned: bool = False
     modelled: bool = False
     numbers: tuple[tuple[str, float], ...] = ()
@@ -79,7 +80,8 @@ class RunSpec:
         policy: str,
         machine: str,
         *,
-        warm: bool = False,
+        warm: bool | str = False,
+        numbers: Mapping[str, float] | None = None,
         learned: bool = False,
         modelled: bool = False,
         **options: Any,
@@ -91,7 +93,8 @@ class RunSpec:
             policy,
             machine,
             tuple(sorted(given.items())),
-            warm=warm,
+            warm=warm if isinstance(warm, str) else "all" * warm,
+            numbers=tuple((numbers or {}).items()),
             learned=learned,
             modelled=modelled,
         )
@@ -110,6 +113,12 @@ class RunSpec:
             for name, value in self.options
         )
         return replace(self, workload=workload, options=options)
+
+    @property
+    def calibration(self) -> Workload:
+        """What the cache is filled from, where it is."""
+        drawn = self.workload.calibration()
+        return replace(drawn, prompt=0) if self.warm == "decode" else drawn
 
     @property
     def profile(self) -> HardwareProfile:
@@ -142,7 +151,7 @@ class RunSpec:
             return _modelled(self, trace)
         options = dict(self.options)
         if self.warm:
-            options["warm"] = self.workload.calibration().draw(folder)
+            options["warm"] = self.calibration.draw(folder)
         if self.learned:
             options["artefacts"] = learned_cache(self.workload, folder)
         run = replay(trace, self.policy, hw=self.profile, **options)

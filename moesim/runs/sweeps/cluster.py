@@ -335,7 +335,7 @@ def has_file(path: str, digest: str) -> bool:
 # their lives with both signals masked. The parent alone decides what a stop means.
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
-"""What ends a command."""
+"""Signals that end a command."""
 
 
 @contextmanager

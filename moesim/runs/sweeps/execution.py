@@ -8,6 +8,7 @@ that is killed costs its tasks only: they run again.
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from moesim.base.host_limits import available_cores
+from moesim.base.options import ConfigError
 from moesim.policies.registry import registered, restore
 from moesim.runs.sweeps.cluster import connected, start_resource_trackers, stops_wait
 
@@ -100,12 +102,18 @@ def run_tasks(
         progress: called with the share of all tasks that is done.
 
     Raises:
-        ConfigError: no such cluster.
+        ConfigError: no such cluster, or fewer jobs than one.
         ImportError: a cluster, without Dask.
         ChildProcessError: workers were killed time and again.
         Exception: what `work` or `collect` raises; other tasks are then abandoned.
     """
     report = progress or (lambda _share: None)
+    # Also false of what is no number.
+    if jobs is not None and not jobs >= 1:
+        raise ConfigError(f"jobs: expected a whole number >= 1, got {jobs!r}")
+    # A pool's worker that is a daemon may have no processes of its own.
+    if multiprocessing.current_process().daemon:
+        jobs = 1
     if jobs is None:
         jobs = max(1, min(available_cores(), rows // ROWS_PER_PROCESS))
     # A process without a task would only cost its start.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.files import sha256
-from moesim.base.options import ConfigError, option_of
+from moesim.base.options import ConfigError, is_list, option_of
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import KINDS, find
 from moesim.runs.config import MemoryOptions, RunConfig, in_order
@@ -90,8 +90,7 @@ def split_options(
 
 def _is_list(value: Any) -> bool:
     # Arrays and ranges are lists as well; texts and paths are not.
-    is_sequence = hasattr(value, "__iter__") and hasattr(value, "__len__")
-    return is_sequence and not isinstance(value, str | Path | Trace | MemoryOptions)
+    return is_list(value) and not isinstance(value, Path | Trace | MemoryOptions)
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:

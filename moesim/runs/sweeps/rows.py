@@ -56,8 +56,8 @@ DETAILS: dict[str, Any] = {
     "placement_experts": pa.int64(),
     "placement": pa.binary(),
 }
-"""What pages and statistics read: figures of lanes and warnings as JSON, times of each
-batch, and where each expert was (see `RunObserver.columns`).
+"""Columns that pages and statistics read: figures of lanes and warnings as JSON, times
+of each batch, and where each expert was (see `RunObserver.columns`).
 """
 
 _KINDS: dict[type, Any] = {
@@ -82,7 +82,7 @@ _OF_CONFIG: dict[str, Any] = {
     "gpu_bytes": pa.int64(),
     "host_bytes": pa.int64(),
 }
-"""What the effective configuration says beyond the options."""
+"""Columns of the effective configuration beyond the options."""
 
 _OF_RUN: dict[str, Any] = {
     "routing_altered": pa.bool_(),
@@ -99,7 +99,7 @@ _OF_REQUESTS = {
     name: pa.float64() if metric.unit else pa.int64()
     for name, metric in REQUEST_METRICS.items()
 }
-"""What a run with arrivals adds."""
+"""Columns that a run with arrivals adds."""
 
 
 def options_schema() -> dict[str, Any]:
@@ -400,6 +400,8 @@ class ResultStore:
     """
 
     def __init__(self, folder: str | Path) -> None:
+        if not str(folder):
+            raise ResultsError("store: expected a folder of results, got an empty name")
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._waiting: list[Mapping[str, Any]] = []

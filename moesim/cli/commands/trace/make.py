@@ -270,7 +270,8 @@ class SynthOptions(Options):
     like: str | None = option(
         None,
         "A trace to resemble, saved statistics of one, or those that ship:"
-        " deepseek-v2-lite, gpt-oss-20b, mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b.",
+        " deepseek-v2-lite, gpt-oss-20b, mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b,"
+        " qwen3.6-35b-a3b, qwen3.8-flash-next.",
         metavar="TRACE|FILE|NAME",
         place="input",
         excludes=("shape",),

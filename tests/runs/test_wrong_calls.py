@@ -1,0 +1,86 @@
+"""Calls from Python with values that cannot be: refused in words, before anything runs."""
+
+import multiprocessing
+import pickle
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import pytest
+from torture import calls
+
+import moesim
+from moesim.base.errors import AdviceError, TraceError
+from moesim.base.options import ConfigError
+from moesim.runs.sweeps.rows import ResultsError
+
+SWEEP = partial(moesim.sweep, "tiny", "greedy", steps=1)
+
+
+def test_no_wrong_type_ends_in_an_error_from_the_inside():
+    """137 of 1,063 calls did."""
+    report = calls.run_suite(100, seed=7)
+    assert report.tried == 100
+    assert report.failures == []
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (partial(SWEEP, jobs=0), ConfigError, "jobs: expected a whole number >= 1"),
+        (partial(SWEEP, jobs=-1), ConfigError, "jobs: expected a whole number >= 1"),
+        (partial(SWEEP, jobs=np.nan), TypeError, "sweep: jobs: expected int"),
+        (partial(SWEEP, jobs=True), TypeError, "sweep: jobs: expected int"),
+        (partial(SWEEP, jobs=1, store=""), ResultsError, "store: expected a folder"),
+        (partial(SWEEP, jobs=1, seed=2**63), ConfigError, "a number of 64 bits"),
+        (partial(moesim.replay, "tiny", slo="ttft=x"), TraceError, "slo: expected"),
+        (partial(moesim.replay, "tiny", slo="ttft=1,ttft=2"), TraceError, "of each"),
+        (partial(moesim.advise, "olmoe-1b-7b", count=-1), AdviceError, "count: exp"),
+        (partial(moesim.ranking, {"a": 1}), TypeError, "expected pd.DataFrame"),
+        (partial(moesim.hit_rates, "tiny", "lru"), TypeError, "caches: expected Seq"),
+        (partial(moesim.hit_rates, "tiny", ["lru", 3]), TypeError, "caches: expected"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_is_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    "name", ["staging", "prefetch_budget", "draft_tokens", "steps"]
+)
+def test_a_number_beyond_64_bits_is_refused(command, name):
+    """It ended in a traceback of a table, or of machine code."""
+    code, _, err = command("replay", "tiny", f"--{name.replace('_', '-')}", 2**63)
+    assert code == 2
+    assert err.count("\n") == 1
+
+
+def test_what_fits_is_taken():
+    """Numbers and lists of NumPy, paths and frames, keys of a dictionary."""
+    rates = moesim.hit_rates(
+        "tiny", {"lru": 1}.keys(), np.array([0.5]), steps=np.int64(1)
+    )
+    assert isinstance(rates, pd.DataFrame)
+
+
+def in_a_daemon(queue):
+    queue.put(
+        moesim.sweep("tiny", "greedy", steps=[1, 2], jobs=2)["makespan_s"].tolist()
+    )
+
+
+def test_a_sweep_in_a_daemon_takes_one_process():
+    """A pool's worker may not start processes; that was an AssertionError."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=in_a_daemon, args=(queue,), daemon=True)
+    process.start()
+    expected = moesim.sweep("tiny", "greedy", steps=[1, 2], jobs=1)["makespan_s"]
+    assert queue.get(timeout=300) == expected.tolist()
+    process.join()
+
+
+def test_public_functions_travel_to_other_processes():
+    assert pickle.loads(pickle.dumps(moesim.replay)) is moesim.replay
