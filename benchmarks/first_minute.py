@@ -85,8 +85,6 @@ def report() -> None:
     print("| | command | cold | warm | target |")
     print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as warm:
-        for _ in range(2):
-            seconds(Case("", "doctor --warm", 0.0), warm)
         for case in CASES:
             with tempfile.TemporaryDirectory() as cold:
                 cold_s, code = seconds(case, cold)
