@@ -29,11 +29,11 @@ import pandas as pd
 
 import moesim
 from benchmarks.judge_recall import MACHINES, OURS, drawn, seconds_of, verdict
-from moesim.policies.ranked_cache import OutscoringCache
 from moesim.policies.cache.static import Static
 from moesim.policies.foresight import Foresight
 from moesim.policies.names import ABSENT, NONE, RESIDENT
 from moesim.policies.prefetch.foresight import ForesightPrefetch
+from moesim.policies.ranked_cache import OutscoringCache
 from moesim.traces.format.reader import open_trace
 
 if TYPE_CHECKING:

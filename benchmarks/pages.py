@@ -18,8 +18,7 @@ import numpy as np
 import pandas as pd
 
 import moesim
-from moesim.questions.replay_page import add_runs
-from moesim.questions.sweep_page import write_sweep
+from moesim.questions.lanes import add_runs
 from moesim.reporting.pages import Page
 
 FRAMES = 60
@@ -46,7 +45,7 @@ ZOOM = "await part.show([frame, frame + 20000 * 1000 ** (-frame / frames)]);"
 
 MOVE = """
     part.view.signal("zoom_gib", [frame / 200, 1 + frame / 60]);
-    part.view.signal("zoom_ms", [0, 2 + frame / 60]);
+    part.view.signal("zoom_seconds", [0, 2 + frame / 60]);
 """
 
 
@@ -95,7 +94,7 @@ def large_sweep(path: Path, rows: int) -> Path:
         parts.append(part)
     frame = pd.concat(parts, ignore_index=True).iloc[:rows]
     frame.attrs["axes"] = ["policy", "cache_ratio", "hw", "seed"]
-    return write_sweep(frame, path)
+    return moesim.answer(frame).write(path)
 
 
 def measure() -> dict[str, Any]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+import tempfile
 from pathlib import Path
 
 import moesim
-from moesim.questions.quality import Quality, Row, quality_figure
-from moesim.questions.trace_page import curves_chart
-from moesim.traces.stats.trace_summary import summarise_trace
+from moesim.questions.quality import Quality, Row, quality_drawn
 
 DOCS = Path(__file__).parents[1] / "docs"
 IMAGES = DOCS / "images"
@@ -54,23 +53,31 @@ def answers() -> Quality:
 
 def main() -> None:
     """Write them into docs/images."""
-    table, runs = moesim.compare(TRACE, POLICIES, hw="rtx4060ti", gpu_memory="8GiB")
-    cells = moesim.compare_cells(
+    machine = {"hw": "rtx4060ti", "memory": "8GiB"}
+    # Other routing of the model, so that caches begin as their authors fill them.
+    folder = tempfile.mkdtemp()
+    warm = moesim.synth(
+        Path(folder) / "other.parquet", tokens=4000, like="gpt-oss-20b", seed=1
+    )
+    compared = moesim.compare(TRACE, POLICIES, warm=warm.path, **machine).answer()
+    several = moesim.compare(
         TRACE,
         ["ktransformers", "on-demand", "greedy"],
         hw=["rtx4060ti", "rtx3080ti"],
         memory=["4GiB", "6GiB", "8GiB"],
-    )
+        warm=warm.path,
+    ).answer()
+    run = moesim.answer(moesim.replay(TRACE, "greedy", warm=warm.path, **machine))
     pictures = {
-        "compare": moesim.comparison_figure(table, runs),
-        "memory": moesim.cells_figure(cells),
-        "placement": moesim.placement_figure(runs["greedy"]),
-        "quality": quality_figure(answers()),
-        "step": moesim.step_figure(runs["greedy"]),
-        "statistics-curves": curves_chart(summarise_trace(moesim.open_trace(TRACE))),
+        "compare": compared.figure(),
+        "memory": several.figure("times"),
+        "placement": run.figure("placement"),
+        "quality": quality_drawn(answers(), "kl"),
+        "step": run.figure("step"),
+        "statistics-curves": moesim.answer(moesim.open_trace(TRACE)).figure("curves"),
     }
-    for name, chart in pictures.items():
-        print(f"wrote {chart.save(IMAGES / f'{name}.png')}")
+    for name, figure in pictures.items():
+        print(f"wrote {figure.save(IMAGES / f'{name}.png')}")
 
 
 if __name__ == "__main__":

@@ -31,11 +31,11 @@ API = "reference/api"
 GROUPS = {
     "Runs": "RunConfig MemoryOptions MeasuredConfig load_config replay replay_cache"
     " Run",
-    "Questions": "compare compare_cells gap hit_rates quality search sensitivity",
+    "Questions": "compare Comparison gap hit_rates quality search sensitivity",
     "Sweeps": "sweep results query ranking",
-    "Text, charts and pages": "run_text comparison_text cells_text gap_text sweep_text"
-    " placement_figure step_figure comparison_figure cells_figure hits_figure"
-    " sweep_figure line_figure Chart write_run write_sweep write_perfetto",
+    "Answers and figures": "answer Answer Figure style comparison_figure sweep_figure"
+    " memory_figure hits_figure gap_figure step_figure placement_figure course_figure"
+    " curves_figure quality_figure line_figure write_perfetto",
     "Traces": "Trace open_trace record load_model import_trace export_trace synth"
     " predict Timeline",
     "Machines": "HardwareProfile list_profiles load_profile save_profile",

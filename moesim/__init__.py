@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     )
     from moesim.policies.registry import describe as list_policies
     from moesim.policies.registry import register
-    from moesim.questions.compare import compare, compare_cells
-    from moesim.questions.compare_page import cells_figure, comparison_figure
-    from moesim.questions.compare_text import cells_text, comparison_text
-    from moesim.questions.gap import gap, gap_text
+    from moesim.questions.answer import answer
+    from moesim.questions.compare import Comparison, compare
+    from moesim.questions.gap import gap, gap_figure
     from moesim.questions.hit_rates import hit_rates, hits_figure
-    from moesim.questions.quality import quality
-    from moesim.questions.replay import run_text
-    from moesim.questions.replay_page import placement_figure, step_figure, write_run
+    from moesim.questions.lanes import course_figure, placement_figure
+    from moesim.questions.quality import quality, quality_figure
+    from moesim.questions.ranked import comparison_figure, memory_figure, sweep_figure
     from moesim.questions.search import search
     from moesim.questions.sensitivity import sensitivity
-    from moesim.questions.sweep_page import sweep_figure, write_sweep
-    from moesim.questions.sweep_text import sweep_text
-    from moesim.reporting.charts import Chart, line_figure
+    from moesim.questions.timeline import step_figure
+    from moesim.questions.trace_stats import curves_figure
+    from moesim.reporting.answers import Answer
+    from moesim.reporting.figures import Figure, line_figure, style
     from moesim.runs.config import MeasuredConfig, MemoryOptions, RunConfig
     from moesim.runs.config_file import load_config
     from moesim.runs.replay import replay, replay_cache
@@ -63,7 +63,9 @@ choose()
 
 __all__ = [
     "Advice",
-    "Chart",
+    "Answer",
+    "Comparison",
+    "Figure",
     "HardwareProfile",
     "Job",
     "MeasuredConfig",
@@ -74,15 +76,14 @@ __all__ = [
     "Trace",
     "__version__",
     "advise",
-    "cells_figure",
-    "cells_text",
+    "answer",
     "compare",
-    "compare_cells",
     "comparison_figure",
-    "comparison_text",
+    "course_figure",
+    "curves_figure",
     "export_trace",
     "gap",
-    "gap_text",
+    "gap_figure",
     "hit_rates",
     "hits_figure",
     "import_trace",
@@ -92,10 +93,12 @@ __all__ = [
     "load_config",
     "load_model",
     "load_profile",
+    "memory_figure",
     "open_trace",
     "placement_figure",
     "predict",
     "quality",
+    "quality_figure",
     "query",
     "ranking",
     "record",
@@ -103,18 +106,15 @@ __all__ = [
     "replay",
     "replay_cache",
     "results",
-    "run_text",
     "save_profile",
     "search",
     "sensitivity",
     "step_figure",
+    "style",
     "sweep",
     "sweep_figure",
-    "sweep_text",
     "synth",
     "write_perfetto",
-    "write_run",
-    "write_sweep",
 ]
 
 # A module that moves is one line here.
@@ -128,19 +128,23 @@ _MODULES = {
         "save_profile",
     ),
     "moesim.policies.registry": ("list_policies", "register"),
-    "moesim.questions.compare": ("compare", "compare_cells"),
-    "moesim.questions.compare_page": ("cells_figure", "comparison_figure"),
-    "moesim.questions.compare_text": ("cells_text", "comparison_text"),
-    "moesim.questions.gap": ("gap", "gap_text"),
+    "moesim.questions.compare": ("Comparison", "compare"),
+    "moesim.questions.gap": ("gap", "gap_figure"),
     "moesim.questions.hit_rates": ("hit_rates", "hits_figure"),
-    "moesim.questions.quality": ("quality",),
-    "moesim.questions.replay": ("run_text",),
-    "moesim.questions.replay_page": ("placement_figure", "step_figure", "write_run"),
+    "moesim.questions.lanes": ("course_figure", "placement_figure"),
+    "moesim.questions.quality": ("quality", "quality_figure"),
+    "moesim.questions.ranked": (
+        "comparison_figure",
+        "memory_figure",
+        "sweep_figure",
+    ),
     "moesim.questions.search": ("search",),
     "moesim.questions.sensitivity": ("sensitivity",),
-    "moesim.questions.sweep_page": ("sweep_figure", "write_sweep"),
-    "moesim.questions.sweep_text": ("sweep_text",),
-    "moesim.reporting.charts": ("Chart", "line_figure"),
+    "moesim.questions.timeline": ("step_figure",),
+    "moesim.questions.trace_stats": ("curves_figure",),
+    "moesim.questions.answer": ("answer",),
+    "moesim.reporting.answers": ("Answer",),
+    "moesim.reporting.figures": ("Figure", "line_figure", "style"),
     "moesim.runs.config": ("MeasuredConfig", "MemoryOptions", "RunConfig"),
     "moesim.runs.config_file": ("load_config",),
     "moesim.runs.replay": ("replay", "replay_cache"),

@@ -19,8 +19,6 @@ from moesim.cli.commands.record import default_residual
 from moesim.cli.errors import guarded
 from moesim.cli.output import bar, print_notes, quiet_libraries
 from moesim.questions.compare import compare
-from moesim.questions.compare_page import comparison_figure, write_comparison
-from moesim.questions.compare_text import comparison_text
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.timeline.perfetto import write_perfetto
 
@@ -192,10 +190,11 @@ def _record(path: Path) -> Trace:
 def _compare(out: Path, **machine: Any) -> tuple[dict[str, Run], Path]:
     """Replay the model under all policies; their runs, and a page about them."""
     with bar("replaying", 1.0) as show:
-        table, runs = compare(MODEL, POLICIES, out=out, progress=show, **machine)
-    print(comparison_text(table, runs))
-    comparison_figure(table, runs).save(out.with_suffix(".png"))
-    return runs, write_comparison(table, runs, out.with_suffix(".html"))
+        compared = compare(MODEL, POLICIES, out=out, progress=show, **machine)
+    answer = compared.answer()
+    print(answer.text())
+    answer.figure().save(out.with_suffix(".png"))
+    return compared.runs, answer.write(out.with_suffix(".html"))
 
 
 def _title(text: str) -> None:

@@ -49,8 +49,8 @@ from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moesim.policies.planner.records import LayerWork
     from moesim.policies.planner.planner import Planner
+    from moesim.policies.planner.records import LayerWork
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.record.calibration import Residual
     from moesim.traces.format.batch import RoutedLayer

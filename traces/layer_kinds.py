@@ -195,6 +195,27 @@ def _ssm(sizes: Sizes) -> Mixer:
     )
 
 
+def _mamba1(sizes: Sizes) -> Mixer:
+    """Mamba: a state for each channel, its step of low rank."""
+    inner = sizes["inner"]
+    state = sizes["state"]
+    inputs = 2 * inner + inner
+    steps = 2 * sizes["rank"] + 2 * state + state + sizes.get("conv", 4)
+    return Mixer(
+        weights=sizes["hidden"] * inputs + inner * steps,
+        state_bytes=inner * state * STATE_BYTES_PER_VALUE,
+    )
+
+
+def _lightning(sizes: Sizes) -> Mixer:
+    """Linear attention with a gated output (MiniMax-01)."""
+    width = sizes["heads"] * sizes["key"]
+    return Mixer(
+        weights=5 * sizes["hidden"] * width,
+        state_bytes=width * sizes["key"] * STATE_BYTES_PER_VALUE,
+    )
+
+
 def _conv(sizes: Sizes) -> Mixer:
     """A short gated convolution (LFM2)."""
     hidden = sizes["hidden"]
@@ -212,6 +233,8 @@ KINDS: Mapping[str, Callable[[Sizes], Mixer]] = {
     "delta": _delta,
     "kda": _kda,
     "ssm": _ssm,
+    "mamba1": _mamba1,
+    "lightning": _lightning,
     "conv": _conv,
     "none": lambda _: Mixer(),
 }

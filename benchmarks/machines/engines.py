@@ -10,6 +10,7 @@ from functools import cached_property
 from statistics import mean
 from typing import TYPE_CHECKING
 
+from benchmarks.machines.fit import Fit, Member
 from benchmarks.machines.rows import (
     Platforms,
     Skipped,
@@ -32,10 +33,8 @@ from moesim.advice.times.cache_engine import (
     engine_seconds,
     engine_work,
     steps_from_hits,
-    traits_of,
 )
 from moesim.advice.times.latents import Beliefs, Observation
-from moesim.advice.times.population import Fit, Member, Population
 from moesim.advice.times.priors import PriorTable, priors_of, textbook_priors
 from moesim.advice.times.step_times import latents_of
 from moesim.base.errors import AdviceError
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from benchmarks.machines.rows import FolderModels, MeasuredFolder, Row
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
+    from moesim.advice.times.population import Population
 
 # Repetitions of one engine on one host differ by about so much.
 ENGINE_SPREAD = 0.02
@@ -138,6 +138,23 @@ class EngineRun:
         return Observation(
             self.seconds, self.predict, self.latents, self.row_spread, self.words
         )
+
+
+def traits_of(policy: str) -> EngineTraits:
+    """Read the traits out of a policy's name, as tables of measurements write it."""
+    words = policy.lower()
+
+    def has(*parts: str) -> bool:
+        return any(part in words for part in parts)
+
+    oracle = has("oracle", "read-ahead", "min set", "scheduled")
+    return EngineTraits(
+        fetch=oracle or has("deployed", "+ fetch", "+fetch", "fetch table"),
+        split=has("split", "memcpy", "copy-engine adm", "zero-copy adm", "hot set"),
+        admit_all=has("lru", "hit-optimal"),
+        ahead=has("prefetch", "read-ahead", "hit-optimal", "scheduled"),
+        one_read=has("1 read", "scheduled", "paced"),
+    )
 
 
 def cache_runs(

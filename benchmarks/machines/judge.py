@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from benchmarks.machines.engines import cache_runs, predict_engines
+from benchmarks.machines.fit import Fit, Member
 from benchmarks.machines.rows import FolderModels, runs_of
 from benchmarks.machines.scores import (
     NEAREST,
@@ -33,7 +34,6 @@ from benchmarks.machines.scores import (
     widened,
 )
 from moesim.advice.times.latents import Beliefs, learn
-from moesim.advice.times.population import Fit, Member, Population
 from moesim.advice.times.priors import PriorTable, priors_of, textbook_priors
 from moesim.advice.times.work import ByteBound, DecodeWork, placement_bound
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from benchmarks.machines.engines import EngineRun
     from benchmarks.machines.rows import MeasuredFolder, Run, Skipped
+    from moesim.advice.times.population import Population
 
 MOST_CHOICES = 6
 # A choice among fewer numbers of layers says little.

@@ -11,12 +11,13 @@ from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import yaml
 
 from benchmarks.machines.scores import BASELINES, OURS, compared, score
 from moesim.advice.times.latents import NINETY
 from moesim.base.files import write_text
-from moesim.reporting.charts import GPU, QUIET, Chart, channel, layer, records
+from moesim.reporting.figures import Axis, Figure
 from moesim.reporting.tables import aligned
 
 if TYPE_CHECKING:
@@ -302,7 +303,7 @@ def population_text(judgement: Judgement) -> str:
     return head + yaml.safe_dump(rounded, sort_keys=False, default_flow_style=None)
 
 
-def scatter(predictions: Sequence[Prediction]) -> Chart:
+def scatter(predictions: Sequence[Prediction]) -> Figure:
     """Draw predicted over measured tokens/s, intervals as vertical bars."""
     # Thousands of pairs hide each other; every n-th shows the same picture.
     stride = max(1, len(predictions) // MOST_POINTS)
@@ -314,20 +315,14 @@ def scatter(predictions: Sequence[Prediction]) -> Chart:
         row = {"measured": measured, "predicted": predicted}
         rows.append(row | {"low": predicted / end, "high": predicted * end})
     ends = [value for row in rows for value in (row["measured"], row["predicted"])]
-    x = channel("measured", "measured tokens/s", scale={"type": "log"})
-    y = channel("predicted", "predicted tokens/s", scale={"type": "log"})
-    low = {"field": "low", "type": "quantitative"}
-    diagonal = {
-        "data": {"values": [{"v": min(ends)}, {"v": max(ends)}]},
-        "mark": {"type": "line", "color": QUIET},
-        "encoding": {
-            axis: {"field": "v", "type": "quantitative"} for axis in ("x", "y")
-        },
-    }
-    layers = [
-        layer({"type": "rule", "color": QUIET}, x=x, y=low, y2={"field": "high"}),
-        layer({"type": "point", "color": GPU, "size": 14}, x=x, y=y),
-        diagonal,
-    ]
-    spec = {"data": {"name": "rows"}, "width": 480, "height": 360, "layer": layers}
-    return Chart(spec, {"rows": records(rows)}, "Predicted over measured tokens/s")
+    line = (min(ends), max(ends))
+    return Figure(
+        pd.DataFrame(rows),
+        Axis("measured", "measured tokens/s", log=True),
+        Axis("predicted", "predicted tokens/s", log=True),
+        "Predicted over measured tokens/s",
+        mark="point",
+        low="low",
+        high="high",
+        lines=[(line, line, "equal")],
+    )

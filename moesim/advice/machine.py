@@ -289,10 +289,10 @@ def describe_machine(
     assumed: list[str] = []
     # Asked first: "M4 Max" is CPU and card in one.
     words = f"{cpu or ''} {gpu or ''}".lower()
-    told = system or (WINDOWS if "win" in words or "wddm" in words else LINUX)
+    system_words = system or (WINDOWS if "win" in words or "wddm" in words else LINUX)
     chip = _single_chip(cpu, gpu)
     if chip is not None:
-        return _on_system(_unified(chip, words, ram, probes, name), told)
+        return _on_system(_unified(chip, words, ram, probes, name), system_words)
 
     processor = _processor(cpu, assumed, lenient=lenient)
     graphics = _graphics(gpu, assumed, lenient=lenient)
@@ -318,7 +318,7 @@ def describe_machine(
         probes=probes or Probes(),
         assumed=tuple(assumed),
     )
-    return _on_system(machine, told)
+    return _on_system(machine, system_words)
 
 
 def _on_system(machine: Machine, text: str) -> Machine:
@@ -527,7 +527,7 @@ def _graphics(
     cards: list[Graphics] = []
     unknown: list[Graphics] = []
     # A comma may stand before the memory of the same card.
-    for part in re.split(r"\s*\+\s*(?=\D)|,\s*(?!\d+ ?Gi?B?\b)", gpu):
+    for part in re.split(r"\s*\+\s*(?=\D)|,(?!\s*\d+ ?Gi?B?\b)\s*", gpu):
         card = find(part, graphics_cards())
         if card is None and lenient:
             unknown.append(replace(UNKNOWN_GRAPHICS, count=count_in(part)))

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesim.advice.bench_rows import BenchRow, check_one_machine, setting_of
+from moesim.advice.machine import LINUX, WINDOWS, WSL
 from moesim.advice.model.catalogue import model_contents, named_contents
 from moesim.advice.plan.ranking import Grades
 from moesim.advice.times.latents import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.times.latents import Priors
+    from moesim.advice.times.work import Setting
 
 # The weight formats end a file's name, as in Qwen3-30B-A3B-UD-Q4_K_XL.
 _LABEL = re.compile(r"[-._]((?:UD-)?(?:I?Q\d\w*|MXFP4|BF16|F16))$", re.IGNORECASE)
@@ -329,76 +331,168 @@ def surprises(
 def _explanations(
     each: ObservedRow, machine: Machine, beliefs: Beliefs
 ) -> tuple[Explanation, ...]:
-    """Predict the row in every state that slows machines down."""
-    rates = {name: beliefs.median(name) for name in each.target.latents}
     tokens = each.row.tokens if each.row.kind == "prefill" else 1
-    measured = math.log(each.row.tokens_per_s)
+    causes = states(machine, each.target.setting)
+    return explanations(each.target, tokens, each.row.tokens_per_s, beliefs, causes)
+
+
+def explanations(
+    target: Target,
+    tokens: int,
+    measured: float,
+    beliefs: Beliefs,
+    causes: Iterable[State],
+) -> tuple[Explanation, ...]:
+    """Predict a measured speed in every state that slows machines down.
+
+    Args:
+        target: what was measured.
+        tokens: that its seconds are for.
+        measured: tokens per second.
+        beliefs: of the machine.
+        causes: states to try.
+
+    Returns:
+        The likeliest first, of those that come near; of all if none does.
+    """
+    rates = {name: beliefs.median(name) for name in target.latents}
+    expected = tokens / target.seconds(rates)
     options = []
-    for words, command, factors in _states(machine):
+    for state in causes:
         slowed = {
-            name: value * factors.get(name.partition(":")[0], 1.0)
+            name: value * state.factors.get(name.partition(":")[0], 1.0)
             for name, value in rates.items()
         }
-        speed = tokens / each.target.seconds(slowed)
-        if speed < 0.97 * each.expected:
-            options.append(Explanation(words, command, speed))
-    options.sort(key=lambda option: abs(math.log(option.tokens_per_s) - measured))
-    near = [
-        option
-        for option in options
-        if abs(math.log(option.tokens_per_s) - measured) < AS_GOOD
-    ]
-    return tuple((near or options)[:MOST_EXPLANATIONS])
+        speed = tokens / target.seconds(slowed)
+        if speed < 0.97 * expected:
+            distance = abs(math.log(speed / measured))
+            # What is met often may be somewhat further off.
+            distance -= AS_GOOD * math.log(state.odds)
+            options.append((distance, Explanation(state.words, state.command, speed)))
+    options.sort(key=lambda option: option[0])
+    near = [option for option in options if option[0] < AS_GOOD]
+    # One suspect alone would hide what else is likely.
+    if len(near) < MOST_EXPLANATIONS - 1:
+        near = options
+    return tuple(explanation for _, explanation in near[:MOST_EXPLANATIONS])
 
 
-def _states(machine: Machine) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Yield what slows machines down: words, command that tells, factors of latents."""
-    system = "windows" if machine.windows else "linux"
+@dataclass(frozen=True, slots=True)
+class State:
+    """What slows a machine down.
+
+    Attributes:
+        words: the state.
+        command: that tells whether it is so.
+        factors: of latents, in it.
+        odds: how often it is met, against the others.
+    """
+
+    words: str
+    command: str
+    factors: Mapping[str, float]
+    odds: float = 1.0
+
+
+def states(machine: Machine, setting: Setting) -> list[State]:
+    """Return what slows a machine down that runs with a setting."""
+    system = "windows" if machine.system == WINDOWS else "linux"
     modules = {
         "linux": "sudo dmidecode -t memory | grep -E 'Locator|Configured Memory Speed'",
         "windows": "Get-CimInstance Win32_PhysicalMemory"
         " | ft BankLabel,ConfiguredClockSpeed",
     }[system]
-    channels = machine.memory.channels or machine.processor.channels
-    if channels > 1:
-        rate = {"host_read": 1 / channels, "upload": 0.8}
-        yield f"one of {channels} memory channels is filled", modules, rate
-        half = {"host_read": 0.5}
-        yield "half of the memory channels are filled", modules, half
-    yield (
-        "memory runs at its base rate, without XMP or EXPO",
-        modules,
-        {"host_read": 0.7},
-    )
-    if len(machine.processor.memory_generations) > 1:
-        yield "DDR4 where DDR5 was assumed", modules, {"host_read": 0.57}
-    threads = "llama-bench … -t 2,4,6,8,12,16 -p 0 -n 64"
-    few = {"core": 0.3, "core_flops": 0.3, "host_read": 0.8}
-    yield "too few threads, or threads on efficiency cores", threads, few
-    many = {"floor_s": 4.0, "host_layer_s": 4.0, "core": 0.6}
-    yield "more threads than cores, or other programs on them", threads, many
     paging = {"linux": "vmstat 1", "windows": "typeperf \\Memory\\Pages/sec"}[system]
-    yield (
-        "weights are read from the SSD again and again",
-        paging,
-        {
-            "host_read": 0.08,
-            "upload": 0.1,
-        },
-    )
-    if not machine.graphics:
-        return
-    power = "nvidia-smi -q -d POWER,PERFORMANCE,CLOCK"
-    limited = {"device_reach": 0.6, "layer_s": 1.5, "flops_reach": 0.5}
-    yield "the card runs at a power or temperature limit", power, limited
+    processor = machine.processor
+    channels = machine.memory.channels or processor.channels
+    slow = []
+    if channels > 1 and not machine.unified:
+        words = f"one of {channels} memory channels is filled"
+        slow.append(State(words, modules, {"host_read": 1 / channels, "upload": 0.8}))
+    if channels > 2:
+        words = "half of the memory channels are filled"
+        slow.append(State(words, modules, {"host_read": 0.5}))
+    slow += [
+        State(
+            "memory runs at its base rate, without XMP or EXPO",
+            modules,
+            {"host_read": 0.7},
+        ),
+        State(
+            "too few threads, or threads on efficiency cores",
+            "llama-bench … -t 2,4,6,8,12,16 -p 0 -n 64",
+            {"core": 0.3, "core_flops": 0.3, "host_read": 0.8},
+        ),
+        State(
+            "more threads than cores, or other programs on them",
+            "llama-bench … -t 2,4,6,8,12,16 -p 0 -n 64",
+            {"floor_s": 4.0, "host_layer_s": 4.0, "core": 0.6},
+            # A line that asks for them makes it likely.
+            4.0 if (setting.threads or 0) > processor.cores else 1.0,
+        ),
+        State(
+            "the build lacks AVX2 or AVX512",
+            "llama-server … 2>&1 | grep -o 'AVX[0-9]* = .'",
+            {"core": 0.15, "core_flops": 0.15},
+            0.3,
+        ),
+        State(
+            "weights are read from the SSD again and again",
+            paging,
+            {"host_read": 0.08, "upload": 0.1},
+            2.0 if setting.mapped else 0.7,
+        ),
+    ]
+    if len(processor.memory_generations) > 1:
+        words = "DDR4 where DDR5 was assumed"
+        slow.append(State(words, modules, {"host_read": 0.57}))
+    if machine.system == WSL:
+        words = "weights beyond the memory that WSL has are read from its disk"
+        factors = {"host_read": 0.05, "upload": 0.05}
+        slow.append(
+            State(words, "free -g; cat /mnt/c/Users/*/.wslconfig", factors, 3.0)
+        )
+    if machine.system == LINUX:
+        words = "transparent huge pages are off"
+        where = "cat /sys/kernel/mm/transparent_hugepage/enabled"
+        factors = {"host_reach": 0.85, "upload": 0.6}
+        slow.append(State(words, where, factors, 0.3))
+    return slow + (_card_states(machine) if machine.graphics else [])
+
+
+def _card_states(machine: Machine) -> list[State]:
+    query = "nvidia-smi --format=csv --query-gpu="
+    cuda = machine.backend == "cuda"
+    power = "nvidia-smi -q -d POWER,PERFORMANCE,CLOCK" if cuda else "rocm-smi -a"
+    slow = [
+        State(
+            "the card runs at a power or temperature limit",
+            power,
+            {"device_reach": 0.6, "layer_s": 1.5, "flops_reach": 0.5},
+        )
+    ]
     if machine.unified:
-        return
-    spilled = "nvidia-smi --query-gpu=memory.used,memory.total --format=csv -l 1"
-    over_link = {"device_reach": 0.12, "kv_reach": 0.12}
-    yield "a part of graphics memory lies in host memory", spilled, over_link
-    link = (
-        "nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current"
-        " --format=csv"
-    )
-    slow = {"upload": 0.25, "floor_s": 1.5}
-    yield "the card's link is narrower than its slot", link, slow
+        return slow
+    used = f"{query}memory.used,memory.total -l 1" if cuda else "rocm-smi -a"
+    unpinned = {"upload": 0.45}
+    return [
+        *slow,
+        State(
+            "a part of graphics memory lies in host memory",
+            used,
+            {"device_reach": 0.12, "kv_reach": 0.12},
+            # Linux stops instead, unless it is told not to.
+            1.5 if machine.windows else 0.5,
+        ),
+        State(
+            "the card's link is narrower than its slot",
+            f"{query}pcie.link.gen.current,pcie.link.width.current",
+            {"upload": 0.25, "floor_s": 1.5},
+        ),
+        State(
+            "host memory could not be page-locked",
+            "llama-server … 2>&1 | grep -i pinned",
+            unpinned,
+            2.0 if machine.windows else 0.3,
+        ),
+    ]

@@ -499,8 +499,8 @@ def advice_json(advice: Advice) -> dict[str, Any]:
         "curve": [
             {
                 "cpu_layers": point.cpu_layers,
-                "decode_tokens_per_s": _interval(point.decode),
-                "prefill_tokens_per_s": _interval(point.prefill),
+                "decode_tokens_per_s": interval_json(point.decode),
+                "prefill_tokens_per_s": interval_json(point.prefill),
                 "gpu_bytes": point.gpu_bytes,
                 "fits": point.fits,
             }
@@ -509,7 +509,9 @@ def advice_json(advice: Advice) -> dict[str, Any]:
         "what_if": [
             {
                 "change": each.change,
-                "decode_tokens_per_s": _interval(each.decode) if each.factor else None,
+                "decode_tokens_per_s": interval_json(each.decode)
+                if each.factor
+                else None,
                 "factor": each.factor,
                 "note": each.note,
             }
@@ -533,9 +535,9 @@ def _prospect(advice: Advice, prospect: Prospect) -> dict[str, Any]:
         "micro_batch": setting.micro_batch,
         "kv_format": setting.kv_format,
         "tied_with_first": prospect.tied,
-        "decode_tokens_per_s": _interval(prospect.decode),
-        "prefill_tokens_per_s": _interval(prospect.prefill),
-        "job_s": _interval(prospect.job),
+        "decode_tokens_per_s": interval_json(prospect.decode),
+        "prefill_tokens_per_s": interval_json(prospect.prefill),
+        "job_s": interval_json(prospect.job),
         "decode_terms_s": dict(prospect.decode_terms),
         "prefill_terms_s": dict(prospect.prefill_terms),
         "gpu_bytes": dict(bill.gpu),
@@ -560,14 +562,15 @@ def _routing(advice: Advice) -> dict[str, Any] | None:
                 "strategy": plan.strategy,
                 "experts_per_layer": plan.per_layer,
                 "share_on_card": plan.on_card,
-                "decode_tokens_per_s": _interval(plan.decode),
+                "decode_tokens_per_s": interval_json(plan.decode),
             }
             for plan in routing.masks
         ],
     }
 
 
-def _interval(interval: Interval) -> dict[str, float]:
+def interval_json(interval: Interval) -> dict[str, float]:
+    """Return median and ends of an interval."""
     return {
         "median": interval.value,
         "low_90": interval.low,

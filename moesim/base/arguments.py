@@ -38,7 +38,7 @@ _ITEMS_CHECKED = 1_000
 _ANYTHING = ("Any", "MemorySize", "Machine", "Residual")
 
 # Options of a run say more about a wrong value: who takes several, for example.
-_OPTIONS = ("trace", "policy", "cache", "hw")
+_OPTIONS = ("trace", "policy", "hw")
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from moesim.runs.bound import Bound, MemoryBound
+    from moesim.reporting.answers import Answer
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
 
@@ -48,27 +49,41 @@ def print_notes(warnings: Iterable[str]) -> None:
         print(one_line(f"note: {warning}", LONGEST_NOTE), file=sys.stderr)
 
 
-def bound_json(bound: Bound | MemoryBound | None, makespan_s: float) -> dict[str, Any]:
-    """What `print_bound` prints, as the part of a JSON object: ``bound``, None where
-    there is none.
-    """
-    if bound is None:
-        return {"bound": None}
-    return {"bound": bound.to_json() | {"share": bound.share(makespan_s)}}
-
-
-def print_bound(
-    bound: Bound | MemoryBound | None, makespan_s: float, lead: str = ""
+def present(
+    answer: Answer,
+    *,
+    as_json: bool = False,
+    html: Path | None = None,
+    picture: Path | None = None,
+    table: Path | None = None,
+    more: Iterable[Path | None] = (),
+    notes: Iterable[str] = (),
 ) -> None:
-    """Print how far a run is from the physical bound, where there is one.
+    """Write and print an answer.
 
     Args:
-        bound: of the run.
-        makespan_s: that it took.
-        lead: words in front, such as whose run it is.
+        answer: what was asked, and what came out.
+        as_json: print JSON instead of text.
+        html, picture, table: files of its page, its first figure and its table.
+        more: other files that were written.
+        notes: for standard error, beside the answer's warnings.
     """
-    if bound is not None:
-        print(f"bound: {lead}{bound.words(makespan_s)}")
+    answer = answer.asked_by(command_line())
+    if picture is not None:
+        answer.figure().save(picture)
+    if html is not None:
+        answer.write(html)
+    if table is not None:
+        from moesim.reporting.tables import save_table
+
+        save_table(answer.frame, table)
+    if as_json:
+        print(json.dumps(answer.to_json(), indent=2))
+        return
+    print(answer.text())
+    print_written([*more, picture, html, table])
+    # Runs share most of their warnings; each is worth one line.
+    print_notes(dict.fromkeys([*notes, *answer.warnings]))
 
 
 def quiet_libraries() -> None:

@@ -8,7 +8,7 @@ replaced already, so the whole gap is shared out by Shapley's value
 
 Four parts are replaced: eviction (the cache's rule, from the same start), assignment
 and prefetch by those of the clairvoyant system, whose rules are searched for this run
-(`moesim.runs.clairvoyant`), and planning (-> free). A substitute is an offer: a policy
+(`moesim.runs.clairvoyant`), and planning (-> none). A substitute is an offer: a policy
 that knows the future also knows when it would hurt, so a set of offers is worth its
 fastest mix. Hence no share is negative, and the *ceiling* is the fastest mix of all: a
 schedule that was carried out. What no schedule can beat is another question
@@ -17,12 +17,16 @@ schedule that was carried out. What no schedule can beat is another question
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from math import factorial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pandas as pd
+
 from moesim.base.options import ConfigError
+from moesim.base.units import ms, percent
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import references, resolve
 from moesim.policies.systems import compose
@@ -33,13 +37,18 @@ from moesim.questions.gap_eviction import (
     split_eviction,
 )
 from moesim.questions.gap_mixes import BOUND, EVICTION, Grades, MixReplays
-from moesim.reporting.tables import aligned, facts_lines
+from moesim.questions.replay import setting_facts
+from moesim.reporting.answers import Answer, Column, Listing
+from moesim.reporting.figures import GPU, QUIET, Axis, Figure, names
+from moesim.reporting.pages import trace_words
+from moesim.runs.bound import bound_of
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.engines import choose_engine
 from moesim.runs.replay import clairvoyant_rules
 from moesim.runs.setup import (
     Setup,
+    begins,
     check_needs,
     load_artefacts,
     needed_columns,
@@ -53,9 +62,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from matplotlib.axes import Axes
+
     from moesim.policies.planner.planner import Planner
     from moesim.policies.systems import System
-    from moesim.questions.gap_eviction import EvictionSplit
+    from moesim.runs.bound import Bound, MemoryBound
     from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
@@ -92,7 +103,7 @@ class Gap:
 
     Attributes:
         policy_s: makespan of the policy as it is.
-        bound_s: of the fastest mix.
+        ceiling_s: of the fastest mix.
         resident_s: of a machine whose GPUs hold all experts: below it even more memory
             does not help.
         parts: with shares that sum to the gap.
@@ -101,14 +112,15 @@ class Gap:
         grades: of the policy's own assignment.
         belady_s: makespan when only the cache's rule is Belady's.
         forced_s: the same with a Belady that must admit every fetched expert; None if
-            the policy has the bound's cache.
+            the policy has the ceiling's cache.
         eviction: what the cache alone would miss, and why; None if misses alone do not
             fill it.
         config: effective configuration.
+        bound: what no schedule can beat; None where there is none.
     """
 
     policy_s: float
-    bound_s: float
+    ceiling_s: float
     resident_s: float
     parts: list[Part]
     mixes: dict[str, float]
@@ -117,11 +129,12 @@ class Gap:
     forced_s: float | None = None
     eviction: EvictionSplit | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    bound: Bound | MemoryBound | None = None
 
     @property
     def gap_s(self) -> float:
         """Seconds above the ceiling."""
-        return self.policy_s - self.bound_s
+        return self.policy_s - self.ceiling_s
 
     def to_json(self) -> dict[str, Any]:
         """Return one object; `share` is of the gap, null where there is none."""
@@ -138,7 +151,7 @@ class Gap:
         }
         return {
             "policy_s": self.policy_s,
-            "bound_s": self.bound_s,
+            "ceiling_s": self.ceiling_s,
             "gap_s": self.gap_s,
             "resident_s": self.resident_s,
             "parts": parts,
@@ -191,7 +204,7 @@ def decompose(
     bound = min(times, key=lambda timed: (timed.seconds, len(timed.mix)))
     gap_of_policy = Gap(
         policy_s=value[frozenset()],
-        bound_s=bound.seconds,
+        ceiling_s=bound.seconds,
         resident_s=replays.resident_s(),
         parts=_parts(value, parts, bound.mix, replays.specifications()),
         mixes={_label(timed.mix): timed.seconds for timed in times},
@@ -243,7 +256,8 @@ def _parts(
 
 
 def _label(mix: Mapping[str, str]) -> str:
-    return " + ".join(mix.values()) or "as it is"
+    # Two parts may have substitutes of one name.
+    return " + ".join(f"{part}: {name}" for part, name in mix.items()) or "as it is"
 
 
 @takes_options(RunConfig, without=["noise_seed"])
@@ -251,7 +265,7 @@ def gap(
     trace: RunConfig | str | Path | Trace,
     policy: str | None = None,
     *,
-    bound: System | None = None,
+    ceiling: System | None = None,
     causal: Sequence[str] | None = None,
     progress: Callable[[float], None] | None = None,
     **options: Any,
@@ -259,7 +273,8 @@ def gap(
     """Measure where a policy loses its time against a clairvoyant schedule.
 
     Args:
-        bound: what its parts are replaced by, its routing not; None for the clairvoyant
+        ceiling: what its parts are replaced by, its routing not; None for the
+            clairvoyant
             system with the rules that are fastest in this run.
         causal: cache policies that see the past only, against which the eviction gap is
             held; those whose columns the trace lacks are left out. None for the
@@ -281,7 +296,7 @@ def gap(
         )
     opened = trace_of(config)
     setup = Setup.of(config, opened)
-    searched = bound
+    searched = ceiling
     if searched is None:
         rules = clairvoyant_rules(
             config.replaced(trace=opened, policy=CLAIRVOYANT, cache=None, prefetch=None)
@@ -334,7 +349,7 @@ def gap(
         extras=extras,
         walk=walk,
     )
-    if bound is None:
+    if ceiling is None:
         # The rules were the best from a start of their own; from this policy's, plain
         # foresight may lead further.
         foresight = replace(replays, bound=BOUND)
@@ -353,7 +368,10 @@ def gap(
         extras=extras,
     )
     gap_of_policy.config = setup.effective_config(opened)
-    gap_of_policy.config["bound"] = {
+    started = begins(setup.planner(), setup.calibration)
+    gap_of_policy.config["begins"] = started
+    gap_of_policy.bound = bound_of(config.replaced(trace=opened))
+    gap_of_policy.config["ceiling"] = {
         "assignment": bound.assignment,
         "cache": bound.cache,
         "prefetch": bound.prefetch,
@@ -388,150 +406,207 @@ def _needed_columns(
     return columns
 
 
-def gap_text(report: Gap) -> str:
-    """Lay out a gap for a terminal: the times, the shares, the eviction gap, the
-    assignment's grades.
-    """
+def gap_answer(report: Gap) -> Answer:
+    """Say how much time is lost against a schedule that knows the future, and where."""
     config = report.config
+    largest = max(report.parts, key=lambda part: part.share_s, default=None)
+    sentence = "knowing the future would save no time"
+    if report.gap_s > 0 and largest is not None:
+        sentence = (
+            f"{percent(report.gap_s / report.policy_s)} of the time is lost to not"
+            f" knowing the future, most of it by {largest.name} ({largest.policy}):"
+            f" {percent(largest.share_s / report.policy_s)}"
+        )
+    replaced = [f"{p.name}: {p.replaced_by}" for p in report.parts if p.replaced_by]
     facts = [
-        ("model", f"{config['model']}, {config['trace']}"),
+        ("policy", ms(report.policy_s)),
         (
-            "machine",
-            f"{config['hw']} ({config['hw_kind']} profile), batch {config['batch']}",
-        ),
-        (
-            "policy",
+            "ceiling",
             (
-                f"{_ms(report.policy_s)}: {config['assignment']}, {config['cache']},"
-                f" prefetch {config['prefetch']}"
+                f"{ms(report.ceiling_s)}: the fastest schedule found, with"
+                f" {', '.join(replaced) or 'nothing replaced'}"
             ),
         ),
-        ("ceiling", f"{_ms(report.bound_s)}: {_bound_words(report)}"),
-        (
-            "gap",
-            (
-                f"{_ms(report.gap_s)}, {_percent(report.gap_s, report.policy_s)} of the"
-                " policy's time"
-            ),
-        ),
-        (
-            "all resident",
-            f"{_ms(report.resident_s)}: the ceiling if the GPUs held every expert",
-        ),
+        ("gap", f"{ms(report.gap_s)}, {_share(report.gap_s, report.policy_s)}"),
+        ("all on the GPU", f"{ms(report.resident_s)}, if GPUs held every expert"),
     ]
-    facts += [("note", caveat) for caveat in config["synthetic"]]
-    head = facts_lines(facts)
-    rows = [["part", "share", "of the gap", "alone", "last"]]
-    rows += [
-        [
-            part.name,
-            _ms(part.share_s),
-            _percent(part.share_s, report.gap_s),
-            _ms(part.alone_s),
-            _ms(part.last_s),
-        ]
+    bound: dict[str, Any] = {"bound": None}
+    if report.bound is not None:
+        words = report.bound.words(report.policy_s)
+        facts.append(("bound", f"no schedule is faster: the policy is {words}"))
+        share = report.bound.share(report.policy_s)
+        bound["bound"] = report.bound.to_json() | {"share": share}
+    grades = _grades_table(report.grades)
+    return Answer(
+        question="where does the policy lose its time?",
+        subject=f"{config['model']} on {config['hw']}",
+        setting=[*setting_facts(config), *(("note", n) for n in config["synthetic"])],
+        facts=facts,
+        tables=[_parts_table(report), *grades, _mixes_table(report)],
+        sentences=[sentence],
+        notes=_eviction_lines(report, report.eviction),
+        figures={"parts": lambda: _figure(report)},
+        data=report.to_json() | bound,
+        sources={"trace": trace_words(config["trace"], config["trace_digest"])},
+        settings=json.dumps(config, indent=1),
+    )
+
+
+def _parts_table(report: Gap) -> Listing:
+    rows = [
+        {
+            "name": part.name,
+            "policy": part.policy,
+            "replaced_by": part.replaced_by or "-",
+            "share_s": part.share_s,
+            "share": part.share_s / report.gap_s if report.gap_s else None,
+            "alone_s": part.alone_s,
+            "last_s": part.last_s,
+        }
         for part in report.parts
     ]
-    rows.append(
-        ["sum", _ms(report.gap_s), _percent(report.gap_s, report.gap_s), "", ""]
-    )
-    legend = (
-        "share: saved on average over all orders of exchanges; alone: as the only one;"
-        " last: after all others"
-    )
-    blocks = ["\n".join(head), "\n".join([*aligned(rows), "", legend])]
-    # A policy with the bound's cache has no eviction gap.
-    if report.belady_s is not None:
-        blocks.append("\n".join(_eviction_lines(report, report.eviction)))
-    blocks.append("\n".join(_assignment_lines(report.grades)))
-    return "\n\n".join(blocks)
+    columns = [
+        Column("name", "part"),
+        Column("share_s", "costs", "s"),
+        Column("share", "of the gap", "share"),
+        Column("alone_s", "if replaced alone", "s"),
+        Column("last_s", "if replaced last", "s"),
+        Column("policy", "is"),
+        Column("replaced_by", "replaced by"),
+    ]
+    note = "costs: what replacing the part saves, the mean over all orders of replacing"
+    return Listing(pd.DataFrame(rows), columns, note=note)
 
 
-def _bound_words(report: Gap) -> str:
-    used = [part.replaced_by for part in report.parts if part.replaced_by]
-    return (
-        "exchanged for " + " + ".join(used)
-        if used
-        else "nothing known of the future helps"
-    )
+def _grades_table(grades: Grades) -> list[Listing]:
+    """How far each assignment is from the best for the same state of the machine."""
+    figures = grades.to_json()
+    if not figures["layer_steps"]:
+        return []
+    rows = [
+        {"costs": words, **figures[name]}
+        for name, words in (
+            ("modelled", "added up per device"),
+            ("scheduled", "copies one after the other"),
+        )
+    ]
+    columns = [
+        Column("costs", "costs of a layer"),
+        *(
+            Column(name, words)
+            for name, words in (
+                ("mean", "mean"),
+                ("p95", "95th percentile"),
+                ("max", "worst"),
+            )
+        ),
+        Column("optimal_share", "optimal", "share"),
+    ]
+    note = f"time of {figures['layer_steps']:,} layer steps over the least possible"
+    if figures["unproven"]:
+        note += (
+            f"; {figures['unproven']:,} were too large to solve exactly, so their ratio"
+            " may be too small"
+        )
+    title = "Assignment against the best one"
+    return [Listing(pd.DataFrame(rows), columns, title=title, note=note)]
+
+
+def _mixes_table(report: Gap) -> Listing:
+    mixes = sorted(report.mixes.items(), key=lambda mix: mix[1])
+    rows = [
+        {
+            "mix": name,
+            "run_s": s,
+            "change": s / report.policy_s - 1 if report.policy_s else None,
+        }
+        for name, s in mixes
+    ]
+    columns = [
+        Column("mix", "parts replaced"),
+        Column("run_s", "whole run", "s"),
+        Column("change", "against the policy", "share"),
+    ]
+    frame = pd.DataFrame(rows)
+    return Listing(frame, columns, title="Every combination", printed=False)
 
 
 def _eviction_lines(report: Gap, split: EvictionSplit | None) -> list[str]:
-    assert report.belady_s is not None
-    assert report.forced_s is not None
-    eviction_s = report.policy_s - report.belady_s
-    victims_s = report.policy_s - report.forced_s
+    # A policy with the ceiling's cache loses nothing by eviction.
+    if report.belady_s is None or report.forced_s is None:
+        return []
     lines = [
         (
-            f"eviction alone: {_ms(eviction_s)} to Belady; {_ms(victims_s)} of it to a"
-            " Belady that must admit every fetch"
-        ),
+            f"with Belady's evictions alone it takes {ms(report.belady_s)};"
+            f" {ms(report.forced_s)} if every fetched expert must enter the cache"
+        )
     ]
     # Replacements that follow a clock depend on times, which misses alone do not tell.
     if split is None:
         return [
             *lines,
-            (
-                "its misses cannot be told without the machine: this cache swaps by its"
-                " own clock"
-            ),
+            "this cache swaps by its own clock, so its misses depend on the machine",
         ]
     lines.append(
-        f"cache alone: misses {_percent(split.misses, split.accesses)},"
-        f" forced-admission Belady {_percent(split.forced, split.accesses)}, Belady"
-        f" {_percent(split.belady, split.accesses)} of {split.accesses:,} accesses"
+        f"the cache alone misses {_share(split.misses, split.accesses)} of"
+        f" {split.accesses:,} accesses; Belady {_share(split.belady, split.accesses)},"
+        f" and {_share(split.forced, split.accesses)} if all that is fetched must enter"
     )
     # Shares of nothing say nothing.
     if split.gap:
         lines += [
             (
-                f"of that gap {_percent(split.victims, split.gap)} is not knowing whom"
-                f" to evict, {_percent(split.admissions, split.gap)} not knowing whom"
-                " to turn away"
+                f"of that {_share(split.victims, split.gap)} comes from evicting"
+                f" the wrong one, {_share(split.admissions, split.gap)} from admitting"
+                " one that should have stayed out"
             ),
             (
-                f"the best causal cache at hand ({split.best_causal}) wins"
-                f" {_percent(split.won, split.gap)} of it;"
-                f" {_percent(split.gap - split.won, split.gap)} is won by none"
+                f"the best cache without foresight, {split.best_causal}, closes"
+                f" {_share(split.won, split.gap)} of it"
             ),
         ]
     return lines
 
 
-def _assignment_lines(grades: Grades) -> list[str]:
-    figures = grades.to_json()
-    if not figures["layer_steps"]:
-        return ["assignment: no layer step to grade"]
-    lines = [
-        (
-            f"assignment of {figures['layer_steps']:,} layer steps, makespan over the"
-            " least possible:"
-        )
+def _share(part: float, total: float) -> str:
+    return percent(part / total) if total else "-"
+
+
+def _figure(report: Gap) -> Figure:
+    """From the policy's time down to the ceiling, a bar for each part."""
+    rows = [("the policy", 0.0, report.policy_s, "run")]
+    left = report.policy_s
+    for part in sorted(report.parts, key=lambda part: -part.share_s):
+        rows.append((part.name, left - part.share_s, left, "part"))
+        left -= part.share_s
+    rows.append(("ceiling", 0.0, report.ceiling_s, "run"))
+    frame = pd.DataFrame(rows, columns=["name", "from", "to", "kind"])
+    frame[["from", "to"]] *= 1e3
+    frame["words"] = [
+        ms((e - s) / 1e3) for s, e in zip(frame["from"], frame["to"], strict=True)
     ]
-    # Two models of a layer step, since no policy knows how lanes will really overlap.
-    for name, model in (
-        ("modelled", "sums of costs"),
-        ("scheduled", "copies in turn"),
-    ):
-        ratios = figures[name]
-        lines.append(
-            f"  {name:<9}  mean {ratios['mean']:.3f}, p95 {ratios['p95']:.3f}, max"
-            f" {ratios['max']:.3f}; {ratios['optimal_share']:.1%} optimal ({model})"
-        )
-    if figures["unproven"]:
-        lines.append(
-            f"  {figures['unproven']} were too large to solve exactly: their ratio may"
-            " be too small"
-        )
-    return lines
+    rules = [("x", 1e3 * report.resident_s, "all experts on the GPU")]
+    if report.bound is not None:
+        rules.append(("x", 1e3 * report.bound.seconds, "bound: no schedule is faster"))
+    return Figure(
+        frame,
+        Axis("to", "ms, whole run", limits=(0, 1150 * report.policy_s or 1)),
+        names("name", "", frame["name"]),
+        "From the policy's time to the ceiling, by part; dashed: all on the GPU,"
+        " and the bound",
+        mark="span",
+        series="kind",
+        colours={"run": QUIET, "part": GPU},
+        start="from",
+        text="words",
+        rules=rules,
+    )
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds:.3f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.2f} ms"
-
-
-def _percent(part: float, total: float) -> str:
-    return f"{100 * part / total:.1f} %" if total else "-"
+def gap_figure(report: Gap, *, ax: Axes | None = None) -> Axes:
+    """Draw the time of a run from the policy down to the ceiling, by part."""
+    axes: Axes = _figure(report).draw(ax)
+    return axes
 
 
 def shapley(

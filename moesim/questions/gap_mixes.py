@@ -53,7 +53,7 @@ BOUND = System(
 """What parts are replaced by, unless the clairvoyant system's rules are searched. The
 scheduled objective knows that copies follow each other on a link.
 """
-FREE = "free planning"
+FREE = "in no time"
 
 
 def without_planning(costs: Costs) -> Costs:
@@ -166,7 +166,7 @@ class MixReplays:
 
     def resident_s(self) -> float:
         """Return the makespan if all experts were on the GPUs from the start, with the
-        bound's assignment and free planning.
+        ceiling's assignment and no planning time.
         """
         all_experts = CacheSize.for_model(self.shape, ratio=1.0)
         memory = replace(self.memory, gpu=all_experts, host=None)

@@ -10,16 +10,9 @@ import numpy as np
 
 from moesim.base.units import percent
 from moesim.policies.planner.residency import CacheSize
-from moesim.reporting.charts import (
-    Chart,
-    Styles,
-    channel,
-    columns_of,
-    layer,
-    shown,
-)
-from moesim.reporting.pages import Page, PageTable, page_origin, trace_words
-from moesim.reporting.tables import aligned
+from moesim.reporting.answers import Answer, Column, Listing
+from moesim.reporting.figures import Axis, Figure
+from moesim.reporting.pages import trace_words
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.replay import replay_cache
 from moesim.runs.setup import opened
@@ -31,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pandas as pd
+    from matplotlib.axes import Axes
 
     from moesim.traces.format.reader import Trace
 
@@ -120,28 +114,53 @@ def _curve(
     return rate
 
 
-def hits_text(rates: pd.DataFrame) -> str:
-    """Lay out a row per cache, a column per size."""
-    heads, *rows = _rows(rates)
-    return "\n".join([*aligned([heads, *rows]), "", *_legend(rates)])
+def hits_answer(rates: pd.DataFrame, trace: Trace | None = None) -> Answer:
+    """Say which cache hits most often, at each size.
 
-
-def _rows(rates: pd.DataFrame) -> list[list[str]]:
-    head = ["cache", *(f"{ratio:.4g}" for ratio in rates.index)]
-    rows = [
-        [str(name), *(percent(rate) for rate in rates[name])] for name in rates.columns
-    ]
-    return [head, *rows]
-
-
-def _legend(rates: pd.DataFrame) -> list[str]:
-    lines = ["hit rate of active experts, by the share of all experts that fits"]
-    if oracles := _oracles(rates):
-        lines.append(
+    Args:
+        rates: of `hit_rates`.
+        trace: on which they were counted.
+    """
+    oracles = _oracles(rates)
+    largest = rates.index.max()
+    causal = rates.drop(columns=oracles).loc[largest]
+    sentence = "every cache sees the future, so none is a rival"
+    if len(causal):
+        sentence = (
+            f"most hits with {percent(largest, 0)} of all experts cached:"
+            f" {causal.idxmax()}, {percent(causal.max())}"
+        )
+    notes = ["hit rate: of active experts in all forward passes, prompts included"]
+    if oracles:
+        notes.append(
             f"{', '.join(oracles)}: sees the future; no bound for batches, nor for"
             " caches that start filled or copy what nobody missed"
         )
-    return lines
+    table = rates.T.rename_axis("cache").reset_index()
+    table.columns = table.columns.map(str)
+    sizes = [Column(str(r), f"{100 * r:.4g} %", "share", "larger") for r in rates.index]
+    setting = []
+    sources = {}
+    if trace is not None:
+        shape = trace.shape
+        model = f"{shape.layers} layers of {shape.experts} experts, {shape.top_k} each"
+        setting = [("model", f"{shape.name}, {model}"), ("machine", "none takes part")]
+        sources = {"trace": trace_words(trace.path.name, trace.digest())}
+    by_cache = {
+        str(name): {str(ratio): rate for ratio, rate in rates[name].items()}
+        for name in rates
+    }
+    return Answer(
+        question="how often would each cache hit?",
+        subject=f"{trace.shape.name}, no machine" if trace else "no machine",
+        setting=setting,
+        tables=[Listing(table, [Column("cache", "cache"), *sizes])],
+        sentences=[sentence],
+        notes=notes,
+        figures={"hits": lambda: _figure(rates)},
+        data={"hit_rates": by_cache},
+        sources=sources,
+    )
 
 
 def _oracles(rates: pd.DataFrame) -> list[str]:
@@ -151,91 +170,20 @@ def _oracles(rates: pd.DataFrame) -> list[str]:
     return [str(name) for name in rates.columns if resolve(str(name), "cache").oracle]
 
 
-def hits_figure(rates: pd.DataFrame) -> Chart:
-    """Draw a line per cache; those that see the future are dashed."""
-    rows = rates.melt(ignore_index=False, var_name="policy", value_name="rate")
-    styles = Styles(list(map(str, rates.columns)), frozenset(_oracles(rates)))
+def _figure(rates: pd.DataFrame) -> Figure:
+    rows = rates.melt(ignore_index=False, var_name="cache", value_name="rate")
     # The whole range, so that figures of two traces can lie side by side.
-    x = channel("cache_ratio", "cache, share of all experts", axis={"format": "%"})
-    y = channel("rate", "hit rate of active experts", scale={"domain": [0, 1]})
-    y["axis"] = {"format": "%"}
-    hover = shown(
-        ("policy", "cache"),
-        ("cache_ratio", "size", ".3~%"),
-        ("rate", "hit rate", ".2%"),
+    return Figure(
+        rows.reset_index(),
+        Axis("cache_ratio", "cache, share of all experts", ".0%"),
+        Axis("rate", "hit rate of active experts", ".0%", limits=(0, 1)),
+        "Hit rate of every cache over its size; dashed: sees the future",
+        series="cache",
+        dashed=frozenset(_oracles(rates)),
     )
-    # A slider reads all curves at one size: the nearest that was counted.
-    sizes = list(rates.index)
-    slider = {"input": "range", "min": min(sizes), "max": max(sizes), "step": 0.01}
-    size = {"name": "size", "value": sizes[len(sizes) // 2]}
-    size["bind"] = slider | {"name": "cache, share of all experts "}
-    nearest = [
-        {"calculate": "abs(datum.cache_ratio - size)", "as": "distance"},
-        {
-            "window": [{"op": "row_number", "as": "place"}],
-            "sort": [{"field": "distance"}],
-            "groupby": ["policy"],
-        },
-        {"filter": "datum.place == 1"},
-    ]
-    list_them = [
-        {"calculate": "format(datum.rate, '.1%') + ' ' + datum.policy", "as": "words"},
-        {"aggregate": [{"op": "values", "as": "rows"}]},
-        {"calculate": "join(pluck(datum.rows, 'words'), '\\n')", "as": "words"},
-    ]
-    text = {"type": "text", "align": "left", "lineBreak": "\n", "fontSize": 12}
-    read = layer(
-        text,
-        x={"value": 12},
-        y={"value": 14},
-        text={"field": "words"},
-        transform=[*nearest, *list_them],
-    )
-    mark = {"type": "rule", "strokeDash": [3, 3]}
-    at = layer(mark, x=x, transform=nearest)
-    spec = {
-        "data": {"name": "rates"},
-        "params": [size],
-        "width": 620,
-        "height": 330,
-        "layer": [*styles.lines(x, y, hover), at, read],
-    }
-    label = "Hit rate of every cache over its size"
-    return Chart(spec, {"rates": columns_of(rows.reset_index())}, label)
 
 
-def write_hits(
-    rates: pd.DataFrame, trace: Trace, path: Path, command: str | None = None
-) -> Path:
-    """Write the page of hit rates.
-
-    Args:
-        rates: of `hit_rates`.
-        trace: on which they were counted.
-        path: of the page.
-        command: the command line that made it; None for a call from Python.
-
-    Returns:
-        The same path.
-    """
-    shape = trace.shape
-    origin = page_origin(command, trace=trace_words(trace.path.name, trace.digest()))
-    largest = rates.index.max()
-    causal = rates.drop(columns=_oracles(rates)).loc[largest]
-    answer = "every cache sees the future, so none wins"
-    if len(causal):
-        best = causal.idxmax()
-        rate = percent(causal.max())
-        answer = f"most hits with {percent(largest, 0)} of all experts: {best}, {rate}"
-    page = Page(
-        f"{shape.name}, no machine: how often would each cache hit?",
-        origin,
-        setting=[
-            f"{shape.layers} layers of {shape.experts} experts, {shape.top_k} each"
-        ],
-        answer=answer,
-        notes=_legend(rates),
-    )
-    heads, *rows = _rows(rates)
-    page.add("", hits_figure(rates), PageTable(heads, rows, "Hit rates"))
-    return page.write(path)
+def hits_figure(rates: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Draw a line per cache; those that see the future are dashed."""
+    axes: Axes = _figure(rates).draw(ax)
+    return axes

@@ -12,17 +12,20 @@ import json
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pandas as pd
 
 from moesim.base.errors import TraceError
 from moesim.base.files import write_text
 from moesim.base.inputs import read_text
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split
-from moesim.reporting.charts import Chart, channel, layer, records, shown
-from moesim.reporting.tables import aligned, facts_lines
+from moesim.reporting.answers import Answer, Column, Listing
+from moesim.reporting.figures import Axis, Figure
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.setup import (
     Setup,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
+    from matplotlib.axes import Axes
 
     from moesim.policies.systems import System
     from moesim.runs.config import MemorySize
@@ -472,76 +476,92 @@ def _row(setting: _Setting, scores: Scores) -> Row:
     )
 
 
-_HEAD = (
-    "routing",
-    "cache",
-    "perplexity",
-    "nats lost",
-    "KL",
-    "top-1",
-    "gate mass",
-    "altered",
-    "stale",
-    "hits",
-    "used",
-)
 _LEAST_SHOWN_KL = 5e-5
 """Below it four decimals would show zero, which only an unaltered model has."""
 
 
-def quality_text(report: Quality) -> str:
-    """Lay out a report for a terminal."""
+def quality_answer(report: Quality) -> Answer:
+    """Say what each setting does to the model's answers."""
     config = report.config
     reference_nats = report.rows[0].reference_nats
-    facts = {
-        "model": f"{config['model']} ({config['dtype']}), batch {config['batch']}",
-        "text": (
-            f"{config['text']}: {config['tokens']:,} tokens of"
-            f" {config['passages']:,} passages scored"
-            + (f", {config['left_out']:,} left out" if config["left_out"] else "")
-        ),
-        "policy": (
-            f"{config['assignment']}, {config['cache']}, prefetch {config['prefetch']}"
-        ),
-        "unmodified": (
-            f"{reference_nats:.4f} nats per token, perplexity"
-            f" {math.exp(reference_nats):.3f}"
-        ),
+    left_out = f", {config['left_out']:,} left out" if config["left_out"] else ""
+    table = pd.DataFrame([row.to_json() for row in report.rows])
+    table["cache_ratio"] = [f"{row.cache_ratio:.3g}" for row in report.rows]
+    table["perplexity"] = [f"{math.exp(row.nats):.3f}" for row in report.rows]
+    table["lost"] = [_lost(row) for row in report.rows]
+    table["kl_words"] = [
+        f"{row.kl:.1e}" if 0 != row.kl < _LEAST_SHOWN_KL else f"{row.kl:.4f}"
+        for row in report.rows
+    ]
+    shares = {
+        "agreement": "same top token",
+        "gate_mass_kept": "gate mass kept",
+        "altered": "altered",
+        "stale": "stale",
+        "hit_rate_active": "hit rate",
     }
-    table = [list(_HEAD), *(_cells(row) for row in report.rows)]
-    # A setting is a routing policy and a cache ratio; both lead every block.
-    return "\n".join([*facts_lines(facts.items()), "", *aligned(table, lead=2)])
+    columns = [
+        Column("routing", "routing"),
+        Column("cache_ratio", "cache"),
+        Column("perplexity", "perplexity"),
+        Column("lost", "nats lost"),
+        Column("kl_words", "KL"),
+        *(Column(name, words, "share") for name, words in shares.items()),
+        Column("experts_used", "used"),
+    ]
+    most = max(report.rows, key=lambda row: row.delta_nats)
+    return Answer(
+        question="what does the policy do to the model's answers?",
+        subject=str(config["model"]),
+        setting=[
+            (
+                "model",
+                f"{config['model']} ({config['dtype']}), batch {config['batch']}",
+            ),
+            (
+                "text",
+                (
+                    f"{config['text']}: {config['tokens']:,} tokens of"
+                    f" {config['passages']:,} passages scored{left_out}"
+                ),
+            ),
+            (
+                "policy",
+                (
+                    f"{config['assignment']}, {config['cache']}, prefetch"
+                    f" {config['prefetch']}"
+                ),
+            ),
+            (
+                "unmodified",
+                (
+                    f"{reference_nats:.4f} nats per token, perplexity"
+                    f" {math.exp(reference_nats):.3f}"
+                ),
+            ),
+        ],
+        # A setting is a routing policy and a cache ratio; both lead every block.
+        tables=[Listing(table, columns, lead=2)],
+        sentences=[f"at most {_lost(most)} nats per token are lost"],
+        figures={
+            name: partial(quality_drawn, report, name) for name in ("kl", "agreement")
+        },
+        data=report.to_json(),
+        settings=json.dumps(config, indent=1),
+    )
 
 
-def _cells(row: Row) -> list[str]:
+def _lost(row: Row) -> str:
     lost = f"{row.delta_nats:+.4f}"
     # A single passage has no standard error.
-    if not math.isnan(row.delta_nats_se):
-        lost += f" ± {row.delta_nats_se:.4f}"
-    kl = f"{row.kl:.4f}"
-    if 0 != row.kl < _LEAST_SHOWN_KL:
-        kl = f"{row.kl:.1e}"
-    shares = (
-        row.agreement,
-        row.gate_mass_kept,
-        row.altered,
-        row.stale,
-        row.hit_rate_active,
+    return (
+        lost if math.isnan(row.delta_nats_se) else f"{lost} ± {row.delta_nats_se:.4f}"
     )
-    return [
-        row.routing,
-        f"{row.cache_ratio:.3g}",
-        f"{math.exp(row.nats):.3f}",
-        lost,
-        kl,
-        *(f"{100 * share:.1f} %" for share in shares),
-        f"{row.experts_used:.2f}",
-    ]
 
 
-def quality_figure(report: Quality) -> Chart:
-    """Draw what is lost against what is won: KL and disagreement over the share of
-    hits, one line per cache ratio; labels say what was swept.
+def quality_drawn(report: Quality, measure: str) -> Figure:
+    """What is lost against what is won, one line per cache ratio; labels say what was
+    swept.
     """
     rows = [
         {
@@ -553,28 +573,29 @@ def quality_figure(report: Quality) -> Chart:
         }
         for row in sorted(report.rows, key=lambda row: row.cache_ratio)
     ]
-    x = channel("hits", "hit rate of active experts", axis={"format": "%"})
-    x["scale"] = {"zero": False}
-    panels = []
-    for title, name, form, zero in (
-        ("KL to the unmodified model, nats per token", "kl", ".3f", True),
-        ("top-1 agreement", "agreement", ".1%", False),
-    ):
+    measures = {
         # Divergence has a natural zero; agreement lies close to 100 %.
-        y = channel(name, None, scale={"zero": zero}, axis={"format": form})
-        hover = shown(("cache", "cache"), ("swept", "swept"), (name, title, form))
-        hover += shown(("hits", "hit rate", ".1%"))
-        colour = channel("cache", "cache ratio", "N")
-        # One legend is enough.
-        shape = channel("cache", "cache ratio", "N", legend=None)
-        line = layer({"type": "line", "opacity": 0.6}, x=x, y=y, color=colour)
-        point = layer("point", x=x, y=y, color=colour, shape=shape, tooltip=hover)
-        mark = {"type": "text", "align": "left", "dx": 6, "dy": -6}
-        words = layer(mark, x=x, y=y, text={"field": "swept"})
-        panel = {"title": {"text": title, "fontSize": 12}, "width": 330, "height": 230}
-        panels.append({**panel, "layer": [line, point, words]})
-    spec = {"data": {"name": "rows"}, "title": _title(report), "hconcat": panels}
-    return Chart(spec, {"rows": records(rows)}, "What altered routing loses and wins")
+        "kl": Axis("kl", "KL to the unmodified model, nats per token", zero=True),
+        "agreement": Axis("agreement", "same most likely token", ".1%"),
+    }
+    return Figure(
+        pd.DataFrame(rows),
+        Axis("hits", "hit rate of active experts", ".0%"),
+        measures[measure],
+        f"{_title(report)}: what altered routing loses and wins, by cache ratio",
+        series="cache",
+        text="swept",
+    )
+
+
+def quality_figure(
+    report: Quality, measure: str = "kl", *, ax: Axes | None = None
+) -> Axes:
+    """Draw ``kl`` or ``agreement`` over the share of hits, a line per cache ratio;
+    return the Axes.
+    """
+    axes: Axes = quality_drawn(report, measure).draw(ax)
+    return axes
 
 
 def _title(report: Quality) -> str:
@@ -592,8 +613,12 @@ def _title(report: Quality) -> str:
 
 
 def save_quality(report: Quality, folder: Path) -> list[Path]:
-    """Write figures, configuration and the picture into a folder; return the files."""
+    """Write figures, configuration, pictures and the page; return the files."""
     figures = folder / "quality.json"
-    text = json.dumps(report.to_json(), indent=2)
-    write_text(figures, text + "\n")
-    return [figures, quality_figure(report).save(folder / "quality.png")]
+    write_text(figures, json.dumps(report.to_json(), indent=2) + "\n")
+    pictures = [
+        quality_drawn(report, name).save(folder / f"quality-{name}.png")
+        for name in ("kl", "agreement")
+    ]
+    page = quality_answer(report).write(folder / "quality.html")
+    return [figures, *pictures, page]

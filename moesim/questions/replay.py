@@ -1,15 +1,17 @@
-"""Results of one run as text. Every figure of tokens per second stands beside the bytes
+"""What one run was worth. Every figure of tokens per second stands beside the bytes
 that were moved for it: a speed alone cannot be judged.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.units import bandwidth, format_bytes, ms, number, percent
 from moesim.hwprofiles.profile import rate_interval
-from moesim.reporting.tables import aligned, facts_lines
+from moesim.reporting.answers import Answer, Listing
+from moesim.reporting.pages import trace_words
 from moesim.runs.result import busy_shares
 
 if TYPE_CHECKING:
@@ -18,27 +20,80 @@ if TYPE_CHECKING:
     from moesim.runs.result import Run
 
 
-def run_text(run: Run) -> str:
-    """Lay out one run: what was run, how fast, what was hit, what each lane did."""
-    results = _result_facts(run.metrics, error_of(run))
-    facts = [*_setting_facts(run), ("", ""), *results]
-    return "\n".join([*facts_lines(facts), "", *aligned(lane_rows(run))])
-
-
-def run_facts(run: Run) -> list[tuple[str, str]]:
-    """What was run and what came out: names and values."""
-    return [*_setting_facts(run), *_result_facts(run.metrics, error_of(run))]
-
-
-def _setting_facts(run: Run) -> list[tuple[str, str]]:
-    """What was run, on which machine, with how much memory."""
+def run_answer(run: Run) -> Answer:
+    """Say what was run, how fast, what was hit, what each lane did."""
     config = run.config
-    steps = run.metrics["steps"]
+    metrics = run.metrics
+    notes = []
+    bound: dict[str, Any] = {"bound": None}
+    if run.bound is not None:
+        makespan_s = metrics["makespan_s"]
+        notes = [f"bound: {run.bound.words(makespan_s)}"]
+        bound["bound"] = run.bound.to_json() | {"share": run.bound.share(makespan_s)}
+    answer = Answer(
+        question=f"how fast is {config['options']['policy']}?",
+        subject=f"{config['model']} on {config['hw']}",
+        setting=setting_facts(config, metrics["steps"]),
+        facts=_result_facts(metrics, error_of(run)),
+        tables=[_lanes(run)],
+        sentences=[_sentence(metrics)],
+        notes=notes,
+        data=run.to_json() | bound,
+        sources={"trace": trace_words(config["trace"], config["trace_digest"])},
+        warnings=run.warnings,
+        settings=json.dumps(config, indent=1),
+    )
+    if any(True for _ in run.timeline.step_chunks()):
+        _draw_with(answer, run)
+    return answer
+
+
+def _draw_with(answer: Answer, run: Run) -> None:
+    """Add what a timeline can show."""
+    # They need pandas, half a second that figures alone need not cost.
+    from moesim.questions.lanes import (  # noqa: PLC0415
+        add_runs,
+        course_drawn,
+        placement_drawn,
+    )
+    from moesim.questions.timeline import step_drawn  # noqa: PLC0415
+
+    answer.figures = {
+        "step": lambda: step_drawn(run),
+        "placement": lambda: placement_drawn(run.placement()),
+        "passes": lambda: course_drawn({"run": run}),
+    }
+    # A page holds many passes, to zoom into.
+    answer.on_page = lambda page: add_runs(page, {"run": run})
+
+
+def _sentence(metrics: Mapping[str, Any]) -> str:
+    first = f"first token after {ms(metrics['ttft_s'])}"
+    if metrics["decode_tokens_per_s"] is None:
+        return first
+    return (
+        f"{number(metrics['decode_tokens_per_s'])} tokens/s, {first};"
+        f" {percent(metrics['hit_rate_active'])} of active experts were hits"
+    )
+
+
+def setting_facts(
+    config: Mapping[str, Any], steps: int | None = None
+) -> list[tuple[str, str]]:
+    """What was run, on which machine, with how much memory.
+
+    Args:
+        config: effective.
+        steps: forward passes; None where they are not counted.
+    """
+    passes = "" if steps is None else f"{steps:,} forward passes of "
     facts = [
-        ("model", f"{config['model']}, {steps:,} forward passes of {config['trace']}"),
+        ("model", f"{config['model']}, {passes}{config['trace']}"),
         ("machine", f"{config['hw']} ({config['hw_kind']} profile)"),
         ("policy", _policy_parts(config)),
         ("cache", _cache_size(config)),
+        # Runs stored by older versions do not say how they began.
+        ("cache began", str(config.get("begins", "unknown"))),
     ]
     # Runs stored by older versions do not say what a GPU's memory was taken by.
     if "gpu_bill" in config:
@@ -117,13 +172,11 @@ def _request_facts(served: Mapping[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def lane_rows(run: Run) -> list[list[str]]:
-    """Heads, and a row for each lane; empty cells where a lane cannot stall or move
-    bytes.
-    """
+def _lanes(run: Run) -> Listing:
+    """A row for each lane; empty cells where a lane cannot stall or move bytes."""
     metrics = run.metrics
     shares = busy_shares(run)
-    rows = [["lane", "busy", "of the run", "stalled", "moved", "bandwidth"]]
+    rows = []
     for lane, busy_s in metrics["busy_s"].items():
         # Only links move bytes, and only compute lanes wait for copies.
         moved = metrics["bytes"].get(lane)
@@ -138,11 +191,13 @@ def lane_rows(run: Run) -> list[list[str]]:
                 bandwidth(metrics["bandwidth"].get(lane)) if moved else "",
             ]
         )
-    return rows
+    return Listing.of(
+        ["lane", "busy", "of the run", "waits for copies", "moved", "bandwidth"], rows
+    )
 
 
-def cache_text(counts: Mapping[str, Any]) -> str:
-    """Lay out the hits of a cache alone, as `replay --cache-only` counts them."""
+def cache_answer(counts: Mapping[str, Any]) -> Answer:
+    """The hits of a cache alone, as `moesim.replay_cache` counts them."""
     slots = counts["cache_slots"][0]
     per_layer = counts["scope"] == "layer"
     size = f"{slots} experts {'per layer' if per_layer else 'in one pool'}"
@@ -161,27 +216,12 @@ def cache_text(counts: Mapping[str, Any]) -> str:
             ),
         ),
     ]
-    return "\n".join(facts_lines(facts))
-
-
-def shared_setting(runs: Mapping[str, Run]) -> str:
-    """Model, machine and batch; the cache where all runs have the same."""
-    setting = _model_and_machine(next(iter(runs.values())).config)
-    # Systems may divide the same memory differently between cache and staging.
-    sizes = {_cache_size(run.config) for run in runs.values()}
-    several = "as each system has it, within the same memory"
-    return f"{setting}\ncache: {sizes.pop() if len(sizes) == 1 else several}"
-
-
-def shared_setting_of(config: Mapping[str, Any]) -> str:
-    """What a single configuration was: model, machine, batch and policy."""
-    return f"{_model_and_machine(config)}\n{_policy_parts(config)}"
-
-
-def _model_and_machine(config: Mapping[str, Any]) -> str:
-    return (
-        f"{config['model']} on {config['hw']} ({config['hw_kind']} profile),"
-        f" batch {config['batch']}"
+    return Answer(
+        question="how often does the cache hit?",
+        subject="no machine",
+        facts=facts,
+        data=dict(counts),
+        warnings=counts["synthetic"],
     )
 
 

@@ -10,6 +10,7 @@ identification* (successive halving).
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from dataclasses import dataclass, fields
@@ -18,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 from moesim.base.options import ConfigError, option_of
 from moesim.base.text import did_you_mean
 from moesim.policies.base import PolicyError
-from moesim.policies.parameters import parameters
+from moesim.policies.parameters import parameters, split_policies
 from moesim.policies.registry import find
+from moesim.questions.ranked import axis_head, axis_value
+from moesim.reporting.answers import Answer, Column, Listing, column
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.setup import trace_of
 from moesim.runs.sweeps.plan import planned, split_options
@@ -44,6 +47,9 @@ KEPT = 3
 
 RUNGS = 3
 """Lengths of replays under successive halving; each is `KEPT` times the one before."""
+
+MOST_SHOWN = 12
+"""Proposals that an answer shows; the frame has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,8 @@ def search(
     names = [objectives] if isinstance(objectives, str) else list(objectives)
     _check_objectives(names, halving=halving)
     if policies is not None:
-        options["policy"] = policies
+        several = split_policies(policies) if isinstance(policies, str) else policies
+        options["policy"] = several[0] if len(several) == 1 else list(several)
     single, axes = split_options(options)
     (base,) = bases_of(trace, options)
     base = RunConfig.of(base, **single)
@@ -221,7 +228,11 @@ class _Rounds:
                 continue
             values = {name: row[name] for name in self._objectives}
             self._study.tell(trial, list(values.values()))
-            self.rows.append(chosen | values | {"digest": row["digest"]})
+            applied = {
+                name: value if _applies(self._base, chosen, name) else None
+                for name, value in chosen.items()
+            }
+            self.rows.append(applied | values | {"digest": row["digest"]})
 
     def _halved(self, proposals: list[Any]) -> list[Any]:
         """Those that are worth a full replay; the sampler learns of the others."""
@@ -386,6 +397,53 @@ def _config_of(base: RunConfig, chosen: Mapping[str, Any]) -> RunConfig:
             spec = f"{policy}{joint}{parameter}={value}"
             config = config.replaced(**{field: spec})
     return config
+
+
+def _applies(base: RunConfig, chosen: Mapping[str, Any], name: str) -> bool:
+    """Whether a run has what was chosen: a policy may lack the parameter of another."""
+    field, _, parameter = name.partition(".")
+    policy = chosen.get(field, getattr(base, field))
+    kind = option_of(RunConfig.__dataclass_fields__[field]).policy_kind
+    return not parameter or (kind is not None and _knows(policy, parameter, kind))
+
+
+def search_answer(proposals: pd.DataFrame, objectives: Sequence[str]) -> Answer:
+    """Say which proposal is best, or which of them nothing beats.
+
+    Args:
+        proposals: of `search`.
+        objectives: of the same call.
+    """
+    best = int(proposals["best"].sum())
+    first = proposals.iloc[0]
+    words = ", ".join(
+        f"{axis_head(name)} {axis_value(name, first[name])}"
+        for name in proposals.columns
+        if name not in (*objectives, "best", "digest") and first[name] is not None
+    )
+    reached = ", ".join(
+        f"{each.head} {each.cell(first[each.name])}" for each in map(column, objectives)
+    )
+    chosen = [n for n in proposals.columns if n not in (*objectives, "best", "digest")]
+    table = proposals.head(MOST_SHOWN).copy()
+    for name in chosen:
+        table[name] = [axis_value(name, value) for value in table[name].astype(object)]
+        table[name] = table[name].replace("default", "-")
+    notes = [
+        f"nothing beats {best} of {len(proposals)} runs that were replayed in full"
+    ]
+    if left_out := proposals.attrs.get("left_out"):
+        notes.append(f"left out: {left_out} proposals that did not fit the time")
+    columns = [*(Column(name, axis_head(name)) for name in chosen)]
+    columns += [*map(column, objectives), Column("best", "unbeaten")]
+    return Answer(
+        question=f"which run is best by {', '.join(objectives)}?",
+        subject="",
+        tables=[Listing(table, columns)],
+        sentences=[f"best: {words}; {reached}"],
+        notes=notes,
+        data={"table": json.loads(proposals.to_json(orient="records"))},
+    )
 
 
 def _front(frame: pd.DataFrame, objectives: Sequence[str]) -> list[bool]:

@@ -1,5 +1,6 @@
-"""Sensitivity of a comparison to the constants of a profile: winners that change, lines
-where two ways cost the same, and the capacity cliff.
+"""Sensitivity of a comparison to the constants of a profile: winners that change, from
+how many tokens on fetching an expert pays, and the cache size below which LRU hits
+nothing.
 
 A measured constant is known to an interval. If no constant, moved to either end of its
 own, changes which policy wins, then the order does not depend on what calibration could
@@ -8,20 +9,21 @@ not know.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
+from moesim.base.units import percent
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.schema import lower_bound
-from moesim.questions.compare import compare
-from moesim.runs.config import MemoryOptions
-from moesim.runs.replay import replay_cache
-from moesim.runs.setup import profile_of
+from moesim.reporting.answers import Answer, Column, Listing
+from moesim.runs.config import MemoryOptions, RunConfig, takes_options
+from moesim.runs.replay import replay, replay_cache
+from moesim.runs.setup import opened, profile_of
 from moesim.traces.format.batch import compose
-from moesim.traces.format.reader import Trace, open_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.hwprofiles.schema import Curve, Quantity
+    from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape
 
 ASSUMED_SHARE = 0.2
@@ -36,13 +39,26 @@ ASSUMED_SHARE = 0.2
 _TOKENS = tuple(2**power for power in range(11))
 _WORKING_SET_SHARES = (0.5, 0.9, 1.0, 1.1, 1.5, 2.0)
 _TINY_EFFECT = 1e-9
+MOST_CONSTANTS = 12
+"""Constants that an answer shows, those with the largest effect."""
 _LEAST = 1e-12
 """Stands in for zero, which no rate may be."""
 
 
 @dataclass(slots=True)
 class Sensitivity:
-    """Winners under moved constants, break-even lines, and the cliff."""
+    """Winners under moved constants, where fetching pays, and the size below which a
+    cache hits nothing.
+
+    Attributes:
+        winner: policy that is fastest as the profile is.
+        baseline_s: by policy, seconds that are compared.
+        constants: those that matter: ``path``, ``interval``, ``effect`` (largest
+            change of a time, as a share), ``winners`` at both ends, ``changes_winner``.
+        break_even: see `break_even`.
+        cliff: see `capacity_cliff`.
+        config: what was asked.
+    """
 
     winner: str
     baseline_s: dict[str, float]
@@ -53,20 +69,69 @@ class Sensitivity:
 
     def to_json(self) -> dict[str, Any]:
         """Return one object."""
-        changes = [
-            constant["path"]
-            for constant in self.constants
-            if constant["changes_winner"]
-        ]
-        return {
-            "winner": self.winner,
-            "baseline_s": self.baseline_s,
-            "constants": self.constants,
-            "winner_changes": changes,
-            "break_even": self.break_even,
-            "cliff": self.cliff,
-            "config": self.config,
-        }
+        changes = [each["path"] for each in self.constants if each["changes_winner"]]
+        return asdict(self) | {"winner_changes": changes}
+
+    def answer(self) -> Answer:
+        """Say whether what calibration could not know decides who is fastest."""
+        config = self.config
+        changes = [each["path"] for each in self.constants if each["changes_winner"]]
+        sentence = f"{self.winner} stays the fastest wherever a constant lies"
+        if changes:
+            sentence = (
+                f"{self.winner} is the fastest, unless {', '.join(changes)} differ"
+            )
+        # Rows are sorted by tokens: the first one is where fetching begins to pay.
+        fetched = [row["tokens"] for row in self.break_even if row["fetch"]]
+        since = f"never, up to {_TOKENS[-1]} tokens"
+        if fetched:
+            since = f"from {fetched[0]} tokens of an expert on"
+        rates = ", ".join(
+            f"{share} times that: {percent(rate or 0.0)}"
+            for share, rate in self.cliff["hit_rate"].items()
+        )
+        first = sorted(self.baseline_s.items(), key=lambda item: item[1])
+        constants = Listing(
+            pd.DataFrame(self.constants[:MOST_CONSTANTS]),
+            [
+                Column("path", "constant"),
+                Column("effect", "changes times by", "share"),
+                Column("interval", "its interval is"),
+                Column("changes_winner", "changes the winner"),
+            ],
+            title="Constants, the most important first",
+        )
+        return Answer(
+            question="does it depend on what is not known of the machine?",
+            subject=config["hw"],
+            setting=[
+                ("trace", config["trace"]),
+                ("machine", config["hw"]),
+                ("memory", config["memory"]),
+                ("batch", str(config["batch"])),
+                ("steps", f"the first {config['steps']} forward passes"),
+            ],
+            tables=[
+                Listing(
+                    pd.DataFrame(first, columns=["policy", "seconds"]),
+                    [Column("policy", "policy"), Column("seconds", "per token", "s")],
+                ),
+                *([constants] if self.constants else []),
+            ],
+            sentences=[sentence],
+            notes=[
+                (
+                    "to fetch an absent expert is faster than to compute it on the CPU"
+                    f" {since}"
+                ),
+                (
+                    f"a forward pass touches {self.cliff['working_set']} experts,"
+                    f" {percent(self.cliff['ratio'])} of all; hit rate of one LRU for"
+                    f" all layers by its size: {rates}"
+                ),
+            ],
+            data=self.to_json(),
+        )
 
 
 class _Move(NamedTuple):
@@ -77,50 +142,52 @@ class _Move(NamedTuple):
     ends: list[HardwareProfile]
 
 
+@takes_options(RunConfig, without=["policy", "hw"])
 def sensitivity(
-    trace: str | Path | Trace,
-    *,
+    trace: RunConfig | str | Path | Trace,
     policies: Sequence[str] = ("greedy+lru", "on-demand+lru", "all-cpu+none"),
+    *,
     hw: str | Path | HardwareProfile | None = None,
-    cache_ratio: float = 0.25,
-    batch: int = 1,
     steps: int | None = 64,
     progress: Callable[[str, float], None] | None = None,
+    **options: Any,
 ) -> Sensitivity:
     """Move every constant to the ends of its interval, one at a time, and compare
-    policies again.
+    policies again by what `compare` compares.
 
     Args:
-        trace: routing.
+        trace: routing; or a configuration.
         policies: what is compared, each as ``assignment+cache+prefetch``.
         hw: the profile.
-        cache_ratio: share of experts in the GPU cache.
-        batch: sequences that run together.
-        steps: forward passes replayed.
+        steps: forward passes replayed; every constant takes two comparisons.
         progress: called with what is moved and the share that is done.
+        options: fields of `moesim.runs.config.RunConfig`.
 
     Raises:
         TraceError, ProfileError, PolicyError: in one line.
     """
-    opened = trace if isinstance(trace, Trace) else open_trace(trace)
-    profile = profile_of(hw)
+    config, opened_trace = opened(RunConfig.of(trace, steps=steps, **options))
+    profile = profile_of(config.hw if hw is None else hw)
     report_progress = progress or (lambda _path, _share: None)
-    memory = MemoryOptions(cache_ratio=cache_ratio)
 
-    def makespans_s(machine: HardwareProfile) -> dict[str, float]:
-        _, runs = compare(
-            opened, policies, hw=machine, memory=memory, batch=batch, steps=steps
-        )
-        return {name: float(run.metrics["makespan_s"]) for name, run in runs.items()}
+    def times_s(machine: HardwareProfile) -> dict[str, float]:
+        runs = {
+            name: replay(config.replaced(policy=name, hw=machine), keep=False)
+            for name in policies
+        }
+        measures = ("tpot_s", "makespan_s")
+        figures = [[run.metrics[each] for run in runs.values()] for each in measures]
+        seconds = figures[0] if all(figures[0]) else figures[1]
+        return dict(zip(runs, seconds, strict=True))
 
-    baseline_s = makespans_s(profile)
+    baseline_s = times_s(profile)
     winner = _fastest(baseline_s)
     moves = list(_moves(profile))
     constants: list[dict[str, Any]] = []
     for number, move in enumerate(moves):
         report_progress(move.path, number / len(moves))
         # One constant at a time: what two of them do together stays unseen.
-        moved = [makespans_s(machine) for machine in move.ends]
+        moved = [times_s(machine) for machine in move.ends]
         effect = max(
             abs(seconds[name] / baseline_s[name] - 1.0)
             for seconds in moved
@@ -141,23 +208,22 @@ def sensitivity(
         )
     constants.sort(key=lambda constant: -constant["effect"])
 
-    report_progress("break-even lines and capacity cliff", 1.0)
-    config = {
-        "trace": str(opened.path),
-        "hw": profile.name,
-        "hw_digest": profile.digest,
-        "policies": list(policies),
-        "cache_ratio": cache_ratio,
-        "batch": batch,
-        "steps": steps,
-    }
+    report_progress("where fetching pays", 1.0)
     return Sensitivity(
         winner,
         baseline_s,
         constants,
-        break_even=break_even(profile, opened.shape),
-        cliff=capacity_cliff(opened, batch=batch, steps=steps),
-        config=config,
+        break_even=break_even(profile, opened_trace.shape),
+        cliff=capacity_cliff(opened_trace, batch=config.batch, steps=config.steps),
+        config={
+            "trace": str(opened_trace.path),
+            "hw": profile.name,
+            "hw_digest": profile.digest,
+            "policies": list(policies),
+            "memory": config.memory.size_words,
+            "batch": config.batch,
+            "steps": config.steps,
+        },
     )
 
 

@@ -11,20 +11,35 @@ import pandas as pd
 
 from moesim.base.units import format_bytes, ms
 from moesim.policies.base import PolicyError
-from moesim.reporting.charts import KINDS, Chart, channel, layer
+from moesim.reporting.figures import CPU, GPU, Axis, Figure, names
+from moesim.reporting.interactive import timeline_chart
 from moesim.reporting.pages import Choice, Spans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from moesim.reporting.charts import Columns
+    from matplotlib.axes import Axes
+
     from moesim.runs.result import Run
 
 MOST_SPANS = 120_000
 """Operations that a page holds: more would make it larger than 5 MB."""
 
-LANE_HEIGHT = 30
 NS_PER_S = 1e9
+
+KINDS = {
+    "dense": "#8fa3ae",
+    "plan": "#777777",
+    "compute": GPU,
+    "compute on CPU": CPU,
+    "fetch": "#E69F00",
+    "prefetch": "#56B4E9",
+    "replace": "#CC79A7",
+    "read": "#009E73",
+    "activation": "#b9a88f",
+    "join": "#c9c9c9",
+}
+"""Colours of the kinds of operations."""
 
 _REASONS = (
     "",
@@ -201,25 +216,18 @@ def timeline_part(
         lanes: rows of the chart, from top to bottom.
         choice: whose value names the run; None where there is one.
     """
-    pan_and_zoom = {
-        "name": "when",
-        "select": {
-            "type": "interval",
-            "encodings": ["x"],
-            "zoom": "wheel![event.ctrlKey || event.metaKey]",
-            "clear": False,
-        },
-        "bind": "scales",
-    }
-    axis = "ms since the start of the forward pass"
-    chart = _bars({}, lanes, axis, params=[pan_and_zoom], domain=[0, 1])
-    if choice is not None:
-        chart.spec["params"] = [{"name": choice, "value": ""}]
-        chart.spec["title"] = {"text": {"expr": choice}}
-    return Spans(chart, runs, choice)
+    rows = pd.DataFrame(columns=[*_COLUMNS, "at"])
+    figure = _figure(rows, lanes, "ms since the start of the forward pass")
+    where = None if choice is None else {"run": choice}
+    return Spans(timeline_chart(figure, where), runs, choice)
 
 
-def step_figure(run: Run, step: int | None = None, layers: int = 4) -> Chart:
+_COLUMNS = ("lane", "kind", "start", "end", "label")
+
+
+def step_figure(
+    run: Run, step: int | None = None, layers: int = 4, *, ax: Axes | None = None
+) -> Axes:
     """Draw what every lane did in the first layers of one forward pass, with the
     numbers of the experts it was for.
 
@@ -227,10 +235,17 @@ def step_figure(run: Run, step: int | None = None, layers: int = 4) -> Chart:
         run: with its timeline.
         step: the forward pass; None takes the decode step in the middle of the run.
         layers: how many MoE layers from the first on.
+        ax: Axes of matplotlib; None makes some.
 
     Raises:
         PolicyError: no such step.
     """
+    axes: Axes = step_drawn(run, step, layers).draw(ax)
+    return axes
+
+
+def step_drawn(run: Run, step: int | None = None, layers: int = 4) -> Figure:
+    """The figure of `step_figure`."""
     steps = run.timeline.step_frame()
     if step is None and len(steps):
         step = middle_step(steps)
@@ -250,70 +265,29 @@ def step_figure(run: Run, step: int | None = None, layers: int = 4) -> Chart:
     shown_ms = float(ends_ms.max()) if len(spans) else 0.0
     expert = spans["expert"].astype(str).where(spans["expert"] >= 0, "")
     # A number that is wider than its bar would run into the next one.
-    fits = (ends_ms - starts_ms) > expert.str.len() * shown_ms * 0.009
-    data = {
-        "lane": spans["lane"].astype(str).tolist(),
-        "kind": _kind_names(spans).tolist(),
-        "start": starts_ms.tolist(),
-        "end": ends_ms.tolist(),
-        "label": expert.where(fits, "").tolist(),
-        "words": [
-            f"{kind} of layer {at}, expert {who}: {ms(end - start)}. {_REASONS[why]}"
-            for kind, at, who, start, end, why in zip(
-                _kind_names(spans),
-                spans["layer"],
-                spans["expert"],
-                spans["start_s"],
-                spans["end_s"],
-                spans["reason"],
-                strict=True,
-            )
-        ],
-    }
-    axis = f"ms since the start of forward pass {step}, of {ms(whole_s)} in all"
-    return _bars(data, lanes, axis)
+    fits = (ends_ms - starts_ms) > expert.str.len() * shown_ms * 0.014
+    drawn = pd.DataFrame(
+        {
+            "lane": spans["lane"].astype(str),
+            "kind": _kind_names(spans),
+            "start": starts_ms,
+            "end": ends_ms,
+            "label": expert.where(fits, ""),
+        }
+    )
+    words = f"ms since the start of forward pass {step}, of {ms(whole_s)} in all"
+    return _figure(drawn, lanes, words)
 
 
-def _bars(
-    data: Columns,
-    lanes: Sequence[str],
-    axis: str,
-    params: Sequence[Any] = (),
-    domain: Sequence[float] | None = None,
-) -> Chart:
-    scale = {"domain": list(domain), "nice": False} if domain else {"nice": False}
-    x = channel("start", axis, scale=scale, axis={"grid": True})
-    y = channel("lane", None, "N", sort=list(lanes), scale={"domain": list(lanes)})
-    colours = {"domain": list(KINDS), "range": list(KINDS.values())}
-    legend = {"orient": "top", "columns": 5, "title": None}
-    bars = layer(
-        {"type": "bar", "clip": True, "height": {"band": 0.85}},
-        x=x,
-        x2={"field": "end"},
-        y=y,
-        color=channel("kind", None, "N", scale=colours, legend=legend),
-        tooltip={"field": "words" if data else "lane", "type": "nominal"},
-        params=list(params),
+def _figure(rows: pd.DataFrame, lanes: Sequence[str], words: str) -> Figure:
+    return Figure(
+        rows,
+        Axis("end", words),
+        names("lane", "", lanes),
+        "What every lane did; the numbers are those of experts",
+        mark="span",
+        series="kind",
+        colours=KINDS,
+        start="start",
+        text="label",
     )
-    numbers = layer(
-        {"type": "text", "clip": True, "color": "white", "fontSize": 10},
-        transform=[
-            {"filter": "datum.label != ''"},
-            {"calculate": "(datum.start + datum.end) / 2", "as": "middle"},
-        ],
-        x={"field": "middle", "type": "quantitative"},
-        y=y,
-        text={"field": "label"},
-        tooltip={"field": "words" if data else "lane", "type": "nominal"},
-    )
-    spec = {
-        "data": {"name": "spans"},
-        "width": 900,
-        "height": LANE_HEIGHT * max(len(lanes), 1),
-        "layer": [bars, numbers],
-    }
-    label = "What every lane did; the numbers are those of experts"
-    empty: Columns = {
-        name: [] for name in ("lane", "kind", "start", "end", "label", "words")
-    }
-    return Chart(spec, {"spans": data or empty}, label)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from moesim.base.files import write_text
 from moesim.base.text import visible, visible_lines
 from moesim.base.version import __version__
-from moesim.reporting.charts import Chart, config, script
+from moesim.reporting.interactive import Chart, config, script
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -223,7 +223,12 @@ class _Scripted:
 
 
 def _chart(chart: Chart) -> dict[str, Any]:
-    return {"spec": chart.spec | {"description": chart.label}, "data": chart.data}
+    return {
+        "spec": chart.spec | {"description": chart.label},
+        "data": chart.data,
+        "measures": chart.measures,
+        "canLog": chart.can_log,
+    }
 
 
 def _without_nan(content: Any) -> Any:
@@ -283,8 +288,21 @@ def _render(**content: Any) -> str:
         keep_trailing_newline=True,
     )
     # Of names within such a text, line ends cannot be told from its own.
+    environment.filters["words"] = _words
     environment.filters["lines"] = lambda text: escape(visible_lines(text))
     return environment.get_template("page.html").render(**content)
+
+
+def _words(text: str) -> Any:
+    """A sentence, in which backticks mark code."""
+    from markupsafe import Markup, escape  # noqa: PLC0415 - as in `_render`
+
+    parts = [escape(visible(part)) for part in text.split("`")]
+    marked = [
+        Markup("<code>{}</code>").format(part) if place % 2 else part
+        for place, part in enumerate(parts)
+    ]
+    return Markup("").join(marked) if len(parts) % 2 else escape(visible(text))
 
 
 def _shown(value: Any) -> Any:

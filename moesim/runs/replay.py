@@ -25,6 +25,7 @@ from moesim.runs.result import Run, save_run
 from moesim.runs.setup import (
     Setup,
     activation_counts,
+    begins,
     check_needs,
     figures_of,
     load_artefacts,
@@ -133,6 +134,8 @@ def replay(
     with policy_faults():
         planner = setup.planner()
     bound = replay_bound(setup, opened, planner) if bounded else None
+    started = begins(planner, setup.calibration)
+    begun_bytes = _held_bytes(planner)
     engine = choose_engine(config.engine, planner, arrivals=config.arrivals is not None)
 
     # Figures that are summed up on the way need no timeline in memory.
@@ -159,6 +162,9 @@ def replay(
         "events": result.events,
         "wall_s": time.perf_counter() - begin_s,
     }
+    copied_bytes = sum(n for lane, n in metrics["bytes"].items() if "h2d" in lane)
+    filled_bytes = _held_bytes(planner) - begun_bytes
+    metrics["filling_share"] = filled_bytes / copied_bytes if copied_bytes else None
 
     # It needs the spans, so it comes before they are dropped.
     if perfetto is not None:
@@ -171,10 +177,16 @@ def replay(
     warnings += _without_effect(setup, planner)
     warnings += planner.policies.remarks()
     effective = setup.effective_config(opened) | engine.described()
+    effective["begins"] = started
     run = Run(metrics, timeline, effective, warnings, bound=bound)
     if out is not None:
         save_run(run, Path(out))
     return run
+
+
+def _held_bytes(planner: Planner) -> int:
+    """Most bytes of experts that the caches of the GPUs have held so far."""
+    return sum(level.memory.used_high_bytes for level in planner.gpu)
 
 
 def _simulated(

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.files import remove_leftovers, write_text
 from moesim.base.units import ms, number, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     import pandas as pd
@@ -57,6 +55,9 @@ class Run:
 
     def _repr_html_(self) -> str:
         """A small table, which notebooks show."""
+        # Reports are no part of what simulates.
+        from moesim.reporting.tables import small_table  # noqa: PLC0415
+
         config = self.config
         metrics = self.metrics
         parts = ("assignment", "cache", "prefetch", "routing")
@@ -141,32 +142,3 @@ def busy_shares(run: Run) -> dict[str, float | None]:
         lane: busy_s / makespan_s if makespan_s else None
         for lane, busy_s in run.metrics["busy_s"].items()
     }
-
-
-def small_table(
-    rows: Iterable[Sequence[str]],
-    *,
-    heads: Sequence[str] = (),
-    notes: Iterable[str] = (),
-) -> str:
-    """Lay out plain text as an HTML table.
-
-    Args:
-        rows: cells; the first of each names its row.
-        heads: of the columns; none for a list of facts.
-        notes: lines below the table.
-    """
-    top = ""
-    if heads:
-        cells = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
-        top = f"<thead><tr>{cells}</tr></thead>"
-    body = "".join(_small_row(row) for row in rows)
-    lines = "".join(f"<p>{escape(note)}</p>" for note in notes)
-    return f"<table>{top}<tbody>{body}</tbody></table>{lines}"
-
-
-def _small_row(row: Sequence[str]) -> str:
-    # Notebooks align cells to the right, which suits no words.
-    name, *cells = (escape(cell) for cell in row)
-    tds = "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells)
-    return f'<tr><th scope="row" style="text-align:left">{name}</th>{tds}</tr>'

@@ -23,6 +23,7 @@ from moesim.hwprofiles.profile import (
     ships,
 )
 from moesim.policies.base import PolicyError
+from moesim.policies.names import RESIDENT
 from moesim.policies.planner.plan import LAYERS
 from moesim.policies.planner.planner import Planner
 from moesim.policies.registry import resolve, settings
@@ -374,6 +375,36 @@ def figures_of(planner: Planner) -> dict[str, Any]:
         "gate_mass_kept": mass,
         "memory_high_bytes": high_bytes,
     }
+
+
+def begins(planner: Planner, calibration: np.ndarray | None) -> str:
+    """What the caches of the GPUs hold at the beginning: ``empty``, ``all experts``,
+    ``lowest ids``, ``calibrated``, or ``own choice`` of the cache policy.
+
+    Args:
+        planner: before its first step.
+        calibration: counts that may fill caches; None for none.
+    """
+    words: dict[str, None] = {}
+    for level in planner.gpu:
+        memory = level.memory
+        there = np.flatnonzero(memory.state == RESIDENT)
+        ids = there % planner.experts
+        counts = np.bincount(there // planner.experts, minlength=planner.layers)
+        if not len(there):
+            word = "empty"
+        elif len(there) == planner.layers * planner.experts:
+            word = "all experts"
+        elif (ids < counts[there // planner.experts]).all() and counts.min():
+            word = "lowest ids"
+        else:
+            word = "own choice"
+            # Whole layers, for one, are no choice by counts.
+            if calibration is not None:
+                chosen = calibration.reshape(-1)[there].mean()
+                word = "calibrated" if chosen > 1.01 * calibration.mean() else word
+        words[word] = None
+    return ", ".join(words)
 
 
 def opened(config: RunConfig) -> tuple[RunConfig, Trace]:

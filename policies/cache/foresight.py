@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from moesim.policies.ranked_cache import OutscoringCache
 from moesim.policies.foresight import Foresight
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranked_cache import OutscoringCache
 
 if TYPE_CHECKING:
     from moesim.policies.base import Work

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from moesim.policies.arrays import filled, zeros
-from moesim.policies.ranked_cache import RankedCache
 from moesim.policies.parameters import expect, expect_choice
+from moesim.policies.ranked_cache import RankedCache
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from moesim.policies.ranked_cache import RankedCache, lowest
 from moesim.policies.parameters import expect_choice
+from moesim.policies.ranked_cache import RankedCache, lowest
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Ints

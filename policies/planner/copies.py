@@ -13,9 +13,9 @@ import numpy as np
 from moesim.policies.base import PolicyError
 from moesim.policies.names import ABSENT, CPU, IN_FLIGHT, RESIDENT
 from moesim.policies.planner import questions
+from moesim.policies.planner.lookups import missing
 from moesim.policies.planner.plan import FETCH, PREFETCH, READ, REPLACE, Copies
 from moesim.policies.planner.records import LayerWork
-from moesim.policies.planner.lookups import missing
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from moesim.policies.base import PolicyError
 from moesim.policies.names import ABSENT, RESIDENT
 from moesim.policies.planner import questions
 from moesim.policies.planner.gate_mass import gate_mass_kept
-from moesim.policies.planner.records import GateOutputs, LayerWork, Precompute
 from moesim.policies.planner.lookups import look_up_work
+from moesim.policies.planner.records import GateOutputs, LayerWork, Precompute
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:

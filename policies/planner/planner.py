@@ -17,17 +17,17 @@ import numpy as np
 
 from moesim.policies.base import PolicyError
 from moesim.policies.names import CPU, DEFERRED
-from moesim.policies.planner import questions
 from moesim.policies.planner import copies as wanted
+from moesim.policies.planner import questions
 from moesim.policies.planner.layer_work import (
     Rerouting,
     WorkAhead,
     deferrable,
     look,
 )
+from moesim.policies.planner.lookups import is_legal
 from moesim.policies.planner.machine_state import MachineState
 from moesim.policies.planner.plan import Copies, Launch, MemoryPlan, Plan, Policies
-from moesim.policies.planner.lookups import is_legal
 from moesim.policies.planner.starting import fill_memories, start_policies
 from moesim.policies.run_context import Evaluations
 

@@ -143,8 +143,7 @@ class Memory:
     def _take(self, layer: int, nbytes: int) -> None:
         self.free_bytes[self._pool(layer)] -= nbytes
         self.used_bytes += nbytes
-        if self.used_bytes > self.used_high_bytes:
-            self.used_high_bytes = self.used_bytes
+        self.used_high_bytes = max(self.used_high_bytes, self.used_bytes)
 
     def may_leave(self, key: int) -> bool:
         """Whether this is an unheld resident."""

@@ -33,7 +33,12 @@ from moesim.traces.timeline.spans import FETCH, PREFETCH, READ, REPLACE
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints
-    from moesim.policies.base import AssignmentPolicy, MachineView, PrefetchPolicy, RoutingPolicy
+    from moesim.policies.base import (
+        AssignmentPolicy,
+        MachineView,
+        PrefetchPolicy,
+        RoutingPolicy,
+    )
     from moesim.sim.fast.block import Block
     from moesim.sim.fast.host import Host
     from moesim.sim.fast.memory import Memory
@@ -441,8 +446,7 @@ class Planner:
                 else:
                     arrive_s = max(0.0, memory.landing_s[key] - now_s)
                 self.arrive_s[row, i] = arrive_s
-                if here > self.state[i]:
-                    self.state[i] = here
+                self.state[i] = max(self.state[i], here)
                 if several and arrive_s == 0.0:
                     here = RESIDENT
                 self.gpu_state[row, i] = here

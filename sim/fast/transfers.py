@@ -35,7 +35,6 @@ from moesim.traces.timeline.spans import FETCH, PREFETCH, READ, REPLACE
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints
-    from moesim.policies.base import Work
     from moesim.sim.fast.operations import Clock, Machine, Operation
     from moesim.sim.fast.planner import Plan, Planner
 

@@ -5,6 +5,8 @@ and values; kinds and keys that are not known.
 import json
 
 import pytest
+import torch
+import transformers
 from support.model_files import write_gguf, write_hf
 
 from moesim.advice.model.catalogue import model_contents
@@ -91,6 +93,27 @@ def test_choices_that_read_nothing_are_not_read(configs):
     assert layer.active_bytes == pytest.approx(8 * layer.expert_bytes / 256)
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mixtral", "qwen3_moe", "glm4_moe_lite", "ernie4_5_moe", "exaone_moe", "jamba",
+        "minimax", "granitemoehybrid", "kimi_linear", "nemotron_h", "qwen3_next",
+    ],
+)  # fmt: skip
+def test_weights_are_those_that_transformers_builds(tmp_path, family):
+    """By the defaults of other families than those above."""
+    config = transformers.AutoConfig.for_model(family).get_text_config()
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_dict(), default=str))
+    expected = sum(parameter.numel() for parameter in built.parameters())
+    assert model_contents(str(tmp_path)).weights == pytest.approx(expected, rel=0.001)
+
+
+RANKS = {"q_lora_rank": 8, "o_lora_rank": 8, "sliding_window": 8, "index_head_dim": 8}
+
+
 def folder(tmp_path, **changes):
     """A config without weights."""
     sizes = {"vocab_size": 64, "moe_intermediate_size": 256}
@@ -119,6 +142,7 @@ def folder(tmp_path, **changes):
         ({"num_experts": 0}, "no routed experts"),
         ({"moe_intermediate_size": -1}, "expected a whole number, found -1"),
         ({"quantization_config": {"quant_method": "x1"}}, "unknown quant_method 'x1'"),
+        ({"compress_ratios": [4, "x"], "o_groups": 1, **RANKS}, "compress_ratios: exp"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(tmp_path, changes, message):

@@ -165,6 +165,8 @@ def test_words_about_training_files_and_size_leave_the_model_as_it_is(name, shap
         # Another architecture, of 552 billion weights.
         ("deepseek-v4.1-flash", "", "did you mean 'deepseek-v4-flash'"),
         ("glm-5-flash", "", "did you mean 'glm-"),
+        # It has half of the experts.
+        ("qwen3.8-flash-next-coder", "", "did you mean 'qwen3.8-flash-next'"),
         ("glm-5-air", "", "no such file, folder or name"),
         ("kimi-k2-nano", "", "no such file, folder or name"),
         ("gpt-oss-20b-mini", "", "did you mean 'gpt-oss-20b'"),

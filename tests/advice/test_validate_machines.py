@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.command_line import refused
 
+from benchmarks.machines.fit import Fit, Member
 from benchmarks.machines.judge import judge
 from benchmarks.machines.page import save, terminal_text
 from benchmarks.machines.rows import read_folder, runs_of
@@ -26,8 +27,6 @@ from moesim.advice.times.latents import (
     learn,
 )
 from moesim.advice.times.population import (
-    Fit,
-    Member,
     Population,
     shipped_population,
     stretched,

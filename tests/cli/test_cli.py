@@ -198,7 +198,7 @@ def test_policies_split_where_a_policy_begins():
     ("prefetch", "needs pred1_raw"),
     ("routing", "as-recorded"),
     ("systems", "fiddler"),
-    ("hardware", "datasheet: RTX 3090"),
+    ("machines", "datasheet: RTX 3090"),
     ("models", "48 MoE layers x 128 experts"),
 ])  # fmt: skip
 def test_list_names_what_can_be_named(command, kind, words):
@@ -222,7 +222,13 @@ def test_trace_info_counts_tokens(command, trace):
 
 def test_trace_stats_has_a_row_per_layer(command, trace):
     lines = command("trace", "stats", trace)[1].splitlines()
-    assert [line.split()[0] for line in lines[3:6]] == ["0", "1", "2"]
+    first = lines.index("By layer:") + 1
+    assert [line.split()[0] for line in lines[first : first + 4]] == [
+        "layer",
+        "0",
+        "1",
+        "2",
+    ]
 
 
 @pytest.mark.skipif(

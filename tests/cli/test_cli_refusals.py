@@ -209,7 +209,7 @@ def started(words, folder, **surroundings):
 
 
 @pytest.mark.parametrize(
-    "words", [("list", "--json"), ("list", "hardware")], ids=" ".join
+    "words", [("list", "--json"), ("list", "machines")], ids=" ".join
 )
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, words):
     """``moesim list | head``, whether the output fills the pipe or still waits to be

@@ -30,7 +30,7 @@ TABLES = [
     "list prefetch",
     "list routing",
     "list systems",
-    "list hardware",
+    "list machines",
     "list models",
     "replay TRACE --policy greedy+workload-window --steps 3",
     "compare TRACE --policy all-cpu,greedy,greedy+workload-window --steps 3 --jobs 1",
@@ -72,7 +72,7 @@ def test_findings_of_the_doctor_wrap_in_their_column(monkeypatch):
 
 HEAVY = {
     "torch", "transformers", "vl_convert", "jinja2", "duckdb", "pulp", "highspy",
-    "joblib", "distributed", "optuna", "psutil",
+    "joblib", "distributed", "optuna", "psutil", "matplotlib", "altair",
 }  # fmt: skip
 """What takes long to import, or belongs to an extra, or to some commands only."""
 

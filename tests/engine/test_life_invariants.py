@@ -13,7 +13,6 @@ from support.wild_policies import WildAssignment, WildCache, WildPrefetch
 
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.names import ABSENT, IN_FLIGHT, RESIDENT
-from moesim.policies.planner.records import ExpertKey
 from moesim.policies.planner.observers import observed
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner

@@ -20,10 +20,10 @@ from support.handmade import (
 
 import moesim
 from moesim.policies.base import CachePolicy, Late, NoPlace, PrefetchPolicy
-from moesim.policies.names import ABSENT, IN_FLIGHT, RESIDENT
-from moesim.policies.planner.records import ExpertKey, Swap
 from moesim.policies.cache.lru import LRU
+from moesim.policies.names import ABSENT, IN_FLIGHT, RESIDENT
 from moesim.policies.planner.observers import observed
+from moesim.policies.planner.records import ExpertKey
 from moesim.policies.systems import System
 
 

@@ -216,26 +216,28 @@ def test_runs_that_drift_as_a_whole_widen_redrawn_slowdowns():
 
 
 def test_dense_parts_are_cut_out_and_heads_reach_to_the_next_step():
-    """Two steps of two layers; what lies between steps counts as head, and a dense part
-    behind a layer that read the SSD is marked.
+    """Three layers; what lies between two steps counts as head, where the next one
+    follows. A dense part right behind a layer that read the SSD is marked.
     """
     timeline = Timeline(("cpu", "gpu0", "ssd"))
-    shape = replace(SHAPE, layers=2, expert_bytes=SHAPE.expert_bytes[:2])
-    for step, begin_s in enumerate((0.0, 10.0)):
-        timeline.span(1, DENSE, step, 0, -1, begin_s, begin_s + 1.0, 0)
-        timeline.span(2, READ, step, 0, 3, begin_s + 1.0, begin_s + 2.0, 100)
-        timeline.span(1, DENSE, step, 1, -1, begin_s + 2.0, begin_s + 4.0, 0)
-        timeline.span(1, DENSE, step, -1, -1, begin_s + 5.0, begin_s + 8.0, 0)
-        experts = np.array([3])
-        ones = np.array([1])
-        for layer in range(2):
-            timeline.access(step, layer, experts, ones, ones, ones)
-        timeline.step(step, 1, 0, 1, 1, begin_s, begin_s + 8.0)
+    shape = replace(SHAPE, layers=3)
+    steps = {0: 0.0, 1: 20.0, 3: 40.0}
+    for step, begin_s in steps.items():
+        for layer in range(3):
+            now_s = begin_s + 4 * layer
+            timeline.span(1, DENSE, step, layer, -1, now_s, now_s + 1.0 + layer, 0)
+            if layer != 1:
+                timeline.span(2, READ, step, layer, 3, now_s + 3.0, now_s + 3.5, 100)
+            timeline.access(step, layer, *np.ones((4, 1), np.int64))
+        timeline.span(1, DENSE, step, -1, -1, begin_s + 13.0, begin_s + 16.0, 0)
+        timeline.step(step, 1, 0, 1, 1, begin_s, begin_s + 16.0)
     workers = {"a": ("cpu",), "b": ("gpu0",), "c": ("ssd",)}
-    run = DesignedRun(timeline, shape, "greedy", [0, 0], workers)
+    run = DesignedRun(timeline, shape, "greedy", [0] * 4, workers)
     parts = RunSpans(run, 0, 0).dense_parts()
-    assert parts.layer.tolist() == [0, 1, -1, 0, 1, -1]
-    # The first head lasts until the next step, the last one keeps its own length.
-    assert parts.seconds.tolist() == [1.0, 2.0, 5.0, 1.0, 2.0, 3.0]
-    assert parts.after_read.tolist() == [False, True, False, False, True, False]
-    assert parts.step.tolist() == [0, 0, 0, 1, 1, 1]
+    assert parts.layer.tolist() == [0, 1, 2, -1] * 3
+    assert parts.step.tolist() == [0] * 4 + [1] * 4 + [3] * 4
+    # Behind step 1 one is missing, and behind step 3 nothing comes.
+    heads_s = parts.seconds[3::4].tolist()
+    assert heads_s == [7.0, 3.0, 3.0]
+    assert parts.seconds[:3].tolist() == [1.0, 2.0, 3.0]
+    assert parts.after_read.tolist() == [False, True, False, False] * 3

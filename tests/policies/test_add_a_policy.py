@@ -19,7 +19,8 @@ NEW = {
 """Alternating lanes."""
 
 import numpy as np
-from moesim.policies.base import Assignment, AssignmentPolicy
+from moesim.policies.base import AssignmentPolicy
+from moesim.policies.planner.records import Assignment
 
 
 class EveryOther(AssignmentPolicy):
@@ -51,7 +52,8 @@ class HighestId(CachePolicy):
     "prefetch/first_ids.py": '''
 """Prefetch by id."""
 
-from moesim.policies.base import ExpertKey, PrefetchPolicy
+from moesim.policies.base import PrefetchPolicy
+from moesim.policies.planner.records import ExpertKey
 
 
 class FirstIds(PrefetchPolicy):
@@ -68,7 +70,8 @@ class FirstIds(PrefetchPolicy):
 """Routing with equal weights."""
 
 import numpy as np
-from moesim.policies.base import Routing, RoutingPolicy
+from moesim.policies.base import RoutingPolicy
+from moesim.policies.planner.records import Routing
 
 
 class EqualWeights(RoutingPolicy):

@@ -62,6 +62,8 @@ ONLY_IN = {
     "joblib": {"runs"},
     "distributed": {"runs"},
     "optuna": {"questions"},
+    "matplotlib": {"reporting", "questions"},
+    "altair": {"reporting"},
     "vl_convert": {"reporting"},
     "rich": {"reporting", "cli"},
     "jinja2": {"reporting"},

@@ -104,7 +104,7 @@ def test_every_file_that_is_not_code_is_shipped(installed):
 
 def test_help_list_and_replay_work_outside_the_checkout(moesim, tmp_path):
     assert "Replay a trace" in moesim("--help")
-    assert "rtx3090-epyc7532" in moesim("list", "hardware")
+    assert "rtx3090-epyc7532" in moesim("list", "machines")
     assert "greedy" in moesim("list", "assignment")
     trace = write_small_trace(tmp_path / "small.parquet")
     found = json.loads(moesim("replay", trace, "--policy", "greedy", "--json"))

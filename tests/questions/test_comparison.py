@@ -2,7 +2,6 @@
 page that shows it.
 """
 
-import dataclasses
 import json
 import re
 
@@ -13,10 +12,10 @@ from support.command_line import refused
 from support.small_trace import LARGE, write_small_trace
 
 import moesim
+from moesim.base.options import PICTURES, ConfigError
 from moesim.policies.base import PolicyError
-from moesim.questions.compare_page import write_comparison
-from moesim.questions.compare_text import comparison_text, ranking_lines
-from moesim.reporting.charts import SUFFIXES
+from moesim.questions.ranked import ranked_answer
+from moesim.questions.timeline import step_drawn
 from moesim.runs.result import busy_shares
 from moesim.traces.timeline.metrics import summarise
 
@@ -66,18 +65,18 @@ def test_the_busiest_lane_is_the_one_that_worked_most(compared):
 
 def test_who_sees_the_future_does_not_win(compared):
     """Belady stands first in neither sentence, however short its run."""
-    table, runs = compared
-    text = comparison_text(table, runs)
+    table = compared.table
+    text = compared.answer().text()
     real = table[table["policy"] != "on-demand+belady"]
-    assert f"fastest over the whole trace: {real['policy'].iloc[0]}," in text
+    assert f"fastest per token: {real['policy'].iloc[0]}," in text
     assert "on-demand+belady: sees the future" in text
     assert text.count("sees the future") == 1
 
 
 def test_the_part_that_sees_the_future_is_named(trace):
     """``greedy`` itself knows nothing of it."""
-    text = comparison_text(*moesim.compare(trace, ["greedy"], cache="belady", steps=3))
-    assert "greedy: sees the future (cache belady), so no rival" in text
+    compared = moesim.compare(trace, ["greedy"], cache="belady", steps=3)
+    assert "greedy: sees the future (cache belady), so" in compared.answer().text()
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
@@ -101,7 +100,7 @@ def test_other_answers_are_said(trace):
     found = moesim.compare(
         trace, ["on-demand+lru", "all-cpu"], routing="expert-cache-router:alpha=0.9"
     )
-    assert "on-demand+lru, all-cpu: changes the routing" in comparison_text(*found)
+    assert "on-demand+lru, all-cpu: changes the routing" in found.answer().text()
 
 
 def test_a_part_is_said_once(trace):
@@ -148,32 +147,27 @@ def test_placement_counts_every_access_once(compared):
 
 
 def test_the_page_shows_everything(compared, tmp_path):
-    table, runs = compared
-    text = write_comparison(table, runs, tmp_path / "c.html").read_text("utf-8")
+    text = compared.answer().write(tmp_path / "c.html").read_text("utf-8")
     assert text.count("<figure>") == 7
-    shares = busy_shares(runs["all-cpu"])
+    shares = busy_shares(compared.runs["all-cpu"])
     for words in (
         *POLICIES,
-        "fastest over the whole trace",
+        "fastest per token",
         "Which expert where",
         "sees the future",
-        f"{100 * shares['cpu']:.0f} %",
+        f"{100 * shares['cpu']:.1f} %",
     ):
         assert words in text
 
 
 def test_the_page_warns_where_there_is_something_to_warn_of(compared, tmp_path):
     """A heading stands above each warning, once, and above nothing else."""
-    table, runs = compared
-    calm = {name: dataclasses.replace(run, warnings=[]) for name, run in runs.items()}
-    alarmed = {
-        name: dataclasses.replace(run, warnings=["beware", "of it"])
-        for name, run in runs.items()
-    }
-    quiet, loud = (
-        write_comparison(table, some, tmp_path / "c.html").read_text()
-        for some in (calm, alarmed)
-    )
+    pages = []
+    for warnings in ([], ["beware", "of it"]):
+        frame = compared.frame.assign(warnings=json.dumps(warnings))
+        answer = ranked_answer(frame, compared.runs)
+        pages.append(answer.write(tmp_path / "c.html").read_text())
+    quiet, loud = pages
     assert "What to know" not in quiet
     assert (
         loud.count("What to know")
@@ -187,24 +181,34 @@ def test_the_page_is_the_same_every_time(compared, tmp_path, monkeypatch):
     """Where the environment states the date, as for reproducible builds."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     first, second = (
-        write_comparison(*compared, tmp_path / name).read_bytes()
+        compared.answer().write(tmp_path / name).read_bytes()
         for name in ("a.html", "b.html")
     )
     assert first == second
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("suffix", PICTURES)
 def test_pictures_are_what_their_names_say(compared, tmp_path, suffix):
-    start = {".png": b"\x89PNG", ".svg": b"<svg", ".pdf": b"%PDF"}[suffix]
-    picture = moesim.comparison_figure(*compared).save(tmp_path / f"c{suffix}")
-    assert picture.read_bytes().startswith(start)
+    start = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
+    figure = compared.answer().figure()
+    pictures = [figure.save(tmp_path / f"{name}{suffix}").read_bytes() for name in "ab"]
+    assert pictures[0].startswith(start)
+    assert pictures[0] == pictures[1]
+
+
+@pytest.mark.parametrize("name", ["c.jpg", "c", "c.png.txt"])
+def test_other_pictures_are_refused(compared, tmp_path, name):
+    """They were PNG under another name."""
+    with pytest.raises(ConfigError, match=r"\.png, \.svg, \.pdf"):
+        compared.answer().figure().save(tmp_path / name)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_step_shows_each_lane_that_worked_in_it(compared):
-    run = compared[1]["greedy"]
+    run = compared.runs["greedy"]
     spans = run.timeline.frame()
     mine = spans[(spans["step"] == 7) & (spans["layer"] >= 0) & (spans["layer"] < 2)]
-    shown = moesim.step_figure(run, 7, layers=2).data["spans"]
+    shown = step_drawn(run, 7, layers=2).rows
     assert set(shown["lane"]) == set(mine["lane"])
     assert len(shown["start"]) == len(mine)
     experts = {str(expert) for expert in mine["expert"] if expert >= 0}
@@ -213,39 +217,86 @@ def test_a_step_shows_each_lane_that_worked_in_it(compared):
         moesim.step_figure(run, 99999)
 
 
+def with_times(compared, seconds):
+    """The rows of three policies that see the past only, with other times per token."""
+    rows = compared.frame[~compared.frame["oracle"]].iloc[:3].copy()
+    rows["tpot_s"] = seconds
+    tokens = rows["batch_decode_tokens"]
+    rows["batch_decode_s"] = [
+        [each * count for count in of_batch]
+        for each, of_batch in zip(seconds, tokens, strict=True)
+    ]
+    rows.attrs["axes"] = ["policy"]
+    return rows
+
+
 def test_a_lead_that_no_model_can_tell_is_a_tie(compared):
     """Half a per cent between two; the third is out of it."""
-    table, runs = compared
-    near = table[~table["oracle"]].iloc[:3].copy()
-    near["makespan_s"] = [1.0, 1.005, 1.2]
+    near = with_times(compared, [1.0, 1.005, 1.2])
     first, second, third = near["policy"]
-    answer = ranking_lines(near, runs)[0]
-    assert answer.startswith(f"a tie over the whole trace: {first}, {second}")
-    assert third not in answer.partition(",")[0]
-    near["makespan_s"] = [1.0, 1.1, 1.2]
-    assert ranking_lines(near, runs)[0].startswith(
-        f"fastest over the whole trace: {first}"
-    )
+    answer = ranked_answer(near).sentences[0]
+    assert answer.startswith("a tie per token: ")
+    assert first in answer
+    assert second in answer
+    assert third not in answer
+    clear = with_times(compared, [1.0, 1.1, 1.2])
+    assert ranked_answer(clear).sentences[0].startswith(f"fastest per token: {first},")
+
+
+def test_a_tie_says_of_each_what_is_its_own(compared):
+    """One's tokens per second were said of both."""
+    near = with_times(compared, [1.0, 1.005, 1.2])
+    near["decode_tokens_per_s"] = [58.6, 66.9, 1.0]
+    first, second, _ = near["policy"]
+    expected = f"a tie per token: {first} 58.6 tokens/s, {second} 66.9 tokens/s"
+    assert ranked_answer(near).sentences[0] == expected
+
+
+def test_a_lead_inside_the_interval_of_a_profile_is_a_tie(compared):
+    """Ten per cent apart, where the machine is known to a quarter."""
+    rows = with_times(compared, [1.0, 1.1, 1.2])
+    assert not ranked_answer(rows).sentences[0].startswith("a tie")
+    known = ranked_answer(rows.assign(prediction_error=0.25))
+    assert known.sentences[0].startswith("a tie per token")
 
 
 def test_policies_that_take_the_same_time_say_why(compared):
     """Half a per cent between all of them; what the busiest lane does is counted."""
-    table, runs = compared
-    near = table[~table["oracle"]].iloc[:3].copy()
-    near["makespan_s"] = [1.0, 1.005, 1.006]
+    near = with_times(compared, [1.0, 1.005, 1.006])
     best = near.iloc[0]
-    run = runs[best["policy"]]
+    run = compared.runs[best["policy"]]
     spans = run.timeline.frame()
     dense = spans[(spans["lane"] == best["busiest"]) & (spans["kind"] == "dense")]
     share = (dense["end_s"] - dense["start_s"]).sum() / run.metrics["makespan_s"]
-    (line,) = [each for each in ranking_lines(near, runs) if each.startswith("all")]
-    words = f"all within 1 %: {best['busiest']} works {best['busiest_share']:.0%}"
-    assert line.replace(" %", "%").startswith(words.replace(" %", "%"))
-    assert (f"{100 * share:.0f} % on the dense parts" in line) == (
+    sentences = ranked_answer(near, {best["policy"]: run}).sentences
+    (line,) = [each for each in sentences if each.startswith("all within 1 %")]
+    assert f"under {best['policy']} {best['busiest']} works" in line
+    assert (f"{100 * share:.0f} % on attention" in line) == (
         share >= best["busiest_share"] / 2
     )
-    near["makespan_s"] = [1.0, 1.005, 1.2]
-    assert not any(each.startswith("all") for each in ranking_lines(near, runs))
+    far = ranked_answer(with_times(compared, [1.0, 1.005, 1.2]))
+    assert not any(each.startswith("all within") for each in far.sentences)
+
+
+# How systems begin.
+
+
+def test_where_all_fits_systems_begun_alike_are_within_two_per_cent(trace):
+    """Twenty passes: begun empty, one that copies everything first seems far behind."""
+    policies = ["fiddler", "on-demand", "greedy", "mixtral-offloading"]
+    machine = {"hw": "rtx4060ti", "cache_ratio": 1.0, "steps": 20}
+    alike = moesim.compare(trace, policies, warm=trace, **machine).table
+    assert alike["begins"].unique().tolist() == ["all experts"]
+    assert alike["behind"].max() < 0.02
+    apart = moesim.compare(trace, policies, **machine)
+    assert len(apart.table["begins"].unique()) > 1
+    text = apart.answer().text()
+    assert "caches did not begin alike: " in text
+    late = apart.table[apart.table["warm_tpot_s"].notna()]
+    assert len(late)
+    for row in late.to_dict("records"):
+        assert row["warm_tpot_s"] == pytest.approx(alike["seconds"].min(), rel=0.02)
+        assert f"{row['candidate']}: " in text.partition("alike")[2]
 
 
 # The command.

@@ -4,6 +4,7 @@ own, and who wins is said.
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -15,13 +16,11 @@ from support.small_trace import LARGE, write_small_trace
 import moesim
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.policies.base import PolicyError
-from moesim.questions.compare import CELL
-from moesim.questions.compare_page import cells_figure
-from moesim.questions.compare_text import answer_lines, winner_rows
 from moesim.runs.sweeps.execution import run_tasks
 
 POLICIES = ("all-cpu", "on-demand", "greedy", "on-demand+belady")
 MACHINES = ("rtx4060ti", "rtx3080ti")
+CELL = ["hw", "slots_per_layer"]
 MEMORIES = [moesim.MemoryOptions(slots_per_layer=slots) for slots in (1, 3, 6)]
 SAME = [
     "tpot_s", "ttft_s", "hit_rate_active", "makespan_s", "h2d_bytes", "gpu_bytes",
@@ -37,7 +36,7 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def swept(trace):
-    return moesim.compare_cells(trace, POLICIES, hw=MACHINES, memory=MEMORIES)
+    return moesim.compare(trace, POLICIES, hw=MACHINES, memory=MEMORIES, keep=False)
 
 
 # Cells.
@@ -45,43 +44,73 @@ def swept(trace):
 
 def test_every_cell_is_the_comparison_on_that_machine_with_that_memory(trace, swept):
     assert len(swept.table) == len(POLICIES) * len(MACHINES) * len(MEMORIES)
-    assert swept.cells == 6
     for machine in MACHINES:
         for memory in MEMORIES:
-            table, _ = moesim.compare(trace, POLICIES, hw=machine, memory=memory)
+            table, _ = moesim.compare(
+                trace, POLICIES, hw=machine, memory=memory, keep=False
+            )
             cell = swept.table[
                 (swept.table["hw"] == machine)
-                & (swept.table["memory"] == memory.size_words)
-            ]
-            pd.testing.assert_frame_equal(cell.reset_index(drop=True), table)
+                & (swept.table["slots_per_layer"] == memory.slots_per_layer)
+            ].reset_index(drop=True)
+            assert cell["candidate"].tolist() == table["candidate"].tolist()
+            pd.testing.assert_frame_equal(cell[SAME], table[SAME])
+            assert cell["fastest"].tolist() == table["fastest"].tolist()
 
 
-def test_a_lead_inside_the_interval_of_a_profile_is_a_tie(swept):
-    """No policy here is ten times as fast as another; with one per mille, all leads
-    count.
-    """
-
-    def answer(error):
-        runs = {}
-        for key, run in swept.runs.items():
-            config = {**run.config, "prediction_error": error}
-            runs[key] = dataclasses.replace(run, config=config)
-        return answer_lines(dataclasses.replace(swept, runs=runs))[0]
-
-    assert answer(10.0) == "fastest over the whole trace: a tie in 6 of 6"
-    assert "a tie" not in answer(0.0)
-
-
-def test_the_winner_of_a_cell_is_its_shortest_run_that_sees_the_past_only(swept):
+def test_the_winner_of_a_cell_is_its_fastest_that_sees_the_past_only(swept):
     for cell, part in swept.table.groupby(CELL):
-        real = part[part["policy"] != "on-demand+belady"]
-        (winner,) = part.loc[part["fastest"], "policy"]
-        assert winner == real.loc[real["makespan_s"].idxmin(), "policy"], cell
-    assert len(swept.fastest()) == 6
+        real = part[part["candidate"] != "on-demand+belady"]
+        (winner,) = part.loc[part["fastest"], "candidate"]
+        assert winner == real.loc[real["tpot_s"].idxmin(), "candidate"], cell
+    assert swept.table["fastest"].sum() == 6
+
+
+def by_key(rows):
+    """Figures of a table by setting and policy."""
+    same = ("seconds", "behind", "tied", "begins", *SAME)
+    return {
+        (*(row[name] for name in CELL), row["policy"]): [row.get(name) for name in same]
+        for row in rows
+    }
+
+
+def test_one_setting_has_the_same_figures_under_the_same_words_however_it_is_asked(
+    trace, swept, command, tmp_path
+):
+    """`compare` ranked by the whole run and `sweep` per token, in the same words."""
+    options = ("--hw", ",".join(MACHINES), "--slots-per-layer", "1,3,6", "--json")
+    policies = ("--policy", ",".join(POLICIES))
+    page = tmp_path / "p.html"
+    told = {
+        name: json.loads(command(name, trace, *policies, *options, "--html", page)[1])
+        for name in ("compare", "sweep")
+    }
+    asked = moesim.answer(
+        moesim.sweep(
+            trace,
+            POLICIES,
+            hw=MACHINES,
+            slots_per_layer=[1, 3, 6],
+            jobs=1,
+            details=True,
+        )
+    )
+    in_python = asked.to_json()
+    for name in ("compare", "sweep"):
+        sentences = told[name]["answer"]["sentences"]
+        assert sentences == in_python["answer"]["sentences"]
+        assert by_key(told[name]["fastest"]) == by_key(in_python["fastest"])
+        assert by_key(told[name]["table"]) == by_key(in_python["table"])
+    text = page.read_text(encoding="utf-8")
+    assert in_python["answer"]["sentences"][0] in text
+    for table in asked.tables:
+        for row in table.cells():
+            assert all(f">{cell}<" in text for cell in row)
 
 
 def test_more_slots_hit_more(swept):
-    hits = swept.table[swept.table["policy"] == "on-demand"].groupby("hw")[
+    hits = swept.table[swept.table["candidate"] == "on-demand"].groupby("hw")[
         "hit_rate_active"
     ]
     assert all(
@@ -92,15 +121,13 @@ def test_more_slots_hit_more(swept):
 
 def test_a_sweep_keeps_no_timelines_unless_told(trace, swept):
     assert all(run.timeline.frame().empty for run in swept.runs.values())
-    kept = moesim.compare_cells(
-        trace, ["greedy"], memory=MEMORIES[:2], keep=True, steps=3
-    )
+    kept = moesim.compare(trace, ["greedy"], memory=MEMORIES[:2], steps=3)
     assert all(len(run.timeline.step_frame()) == 3 for run in kept.runs.values())
 
 
 def test_progress_ends_at_one(trace):
     shares = []
-    moesim.compare_cells(
+    moesim.compare(
         trace, ["greedy", "all-cpu"], memory=MEMORIES[:2], progress=shares.append
     )
     assert shares == sorted(shares)
@@ -108,11 +135,11 @@ def test_progress_ends_at_one(trace):
 
 
 def test_folders_are_named_after_what_there_is_more_than_one_of(trace, tmp_path):
-    moesim.compare_cells(
+    moesim.compare(
         trace, ["greedy"], hw=MACHINES[:1], memory=MEMORIES[:2], steps=2, out=tmp_path
     )
-    assert (tmp_path / "1_slots" / "greedy" / "run.json").is_file()
-    assert (tmp_path / "3_slots" / "greedy" / "run.json").is_file()
+    assert (tmp_path / "1" / "greedy" / "run.json").is_file()
+    assert (tmp_path / "3" / "greedy" / "run.json").is_file()
 
 
 @pytest.mark.parametrize(("options", "words"), [
@@ -134,7 +161,7 @@ def test_a_memory_is_called_what_was_said_of_it(options, words):
 def test_several_processes_find_what_one_finds(trace, swept, tmp_path):
     """In the same order, with tables of runs where they are asked for."""
     shares = []
-    twice = moesim.compare_cells(
+    twice = moesim.compare(
         trace,
         POLICIES,
         hw=MACHINES,
@@ -146,7 +173,7 @@ def test_several_processes_find_what_one_finds(trace, swept, tmp_path):
     pd.testing.assert_frame_equal(twice.table, swept.table)
     assert list(twice.runs) == list(swept.runs)
     assert shares[-1] == pytest.approx(1.0)
-    run = twice.runs["rtx4060ti", "3 slots", "greedy"]
+    run = twice.runs["rtx4060ti", "3", "greedy"]
     assert run.placement()["uses"].sum() == run.metrics["accesses"]
 
 
@@ -157,7 +184,7 @@ def test_processes_see_the_folder_that_the_caller_is_in(tmp_path, monkeypatch):
         folder.mkdir()
         monkeypatch.chdir(folder)
         write_small_trace(Path(f"{name}.parquet"))
-        found = moesim.compare_cells(
+        found = moesim.compare(
             f"{name}.parquet", ["greedy", "all-cpu"], jobs=2, steps=2
         )
         assert len(found.runs) == 2
@@ -187,9 +214,9 @@ def test_a_cell_that_cannot_be_is_named_before_anything_runs(trace, tmp_path):
         moesim.MemoryOptions(gpu_memory_bytes=size) for size in (1 << 20, 1 << 30)
     ]
     with pytest.raises(
-        PolicyError, match=r"on rtx4060ti with 1.0 MiB: .*no room to stage"
+        PolicyError, match=r"with rtx4060ti, 1.0 MiB: .*no room to stage"
     ):
-        moesim.compare_cells(
+        moesim.compare(
             trace, ["greedy"], hw=MACHINES, memory=memory, out=tmp_path / "o"
         )
     assert not (tmp_path / "o").exists()
@@ -202,50 +229,33 @@ def test_machines_of_one_name_are_told_apart_by_their_place(trace, tmp_path):
         save_profile(one, tmp_path / name)
         for one, name in ((profile, "a.toml"), (slow, "b.toml"))
     ]
-    found = moesim.compare_cells(trace, ["greedy"], hw=places, steps=2)
-    assert found.table["hw"].tolist() == [str(place) for place in places]
-    with pytest.raises(PolicyError, match="several profiles are named 'rtx4060ti'"):
-        moesim.compare_cells(trace, ["greedy"], hw=[profile, slow], steps=2)
-
-
-def test_memories_lie_on_one_axis(trace):
-    with pytest.raises(PolicyError, match="mix none"):
-        moesim.compare_cells(
-            trace,
-            ["greedy"],
-            memory=[MEMORIES[0], moesim.MemoryOptions(cache_ratio=0.5)],
-        )
+    out = tmp_path / "out"
+    found = moesim.compare(trace, ["greedy"], hw=places, steps=2, out=out)
+    assert len(set(found.table["hw"])) == 2
+    assert all(name.startswith("rtx4060ti (") for name in found.table["hw"])
+    assert len(list(out.glob("*/greedy/run.json"))) == 2
 
 
 def test_no_memory_is_lost_because_it_is_called_like_another(trace):
-    """8 and 8.01 GiB are two cells; what no words would tell apart is refused, not left
-    out.
-    """
+    """8 and 8.01 GiB are two settings, and so are three slots of a layer and of all."""
     sizes = [
         moesim.MemoryOptions(gpu_memory_bytes=round(gib * (1 << 30)))
         for gib in (8, 8.01)
     ]
-    assert moesim.compare_cells(trace, ["greedy"], memory=sizes, steps=1).table[
-        "memory"
-    ].tolist() == ["8.0 GiB", "8.01 GiB"]
-    with pytest.raises(PolicyError, match="both be called '3 slots'"):
-        moesim.compare_cells(
-            trace,
-            ["greedy"],
-            memory=[
-                MEMORIES[1],
-                dataclasses.replace(MEMORIES[1], cache_scope="global"),
-            ],
-        )
+    found = moesim.compare(trace, ["greedy"], memory=sizes, steps=1)
+    assert [key[0] for key in found.runs] == ["8.0 GiB", "8.01 GiB"]
+    scopes = [MEMORIES[1], dataclasses.replace(MEMORIES[1], cache_scope="global")]
+    found = moesim.compare(trace, ["greedy"], memory=scopes, steps=1)
+    assert len(found.table) == 2
 
 
 @pytest.mark.parametrize(
     ("what", "given"),
-    [("policy", {}), ("machine", {"hw": []}), ("memory", {"memory": []})],
+    [("policies", {}), ("hw", {"hw": []}), ("memory", {"memory": []})],
 )
 def test_nothing_to_compare_is_said(trace, what, given):
-    with pytest.raises(PolicyError, match=f"at least one {what}"):
-        moesim.compare_cells(trace, [] if what == "policy" else ["greedy"], **given)
+    with pytest.raises(PolicyError, match=f"{what}: expected at least one"):
+        moesim.compare(trace, [] if what == "policies" else ["greedy"], **given)
 
 
 @pytest.mark.parametrize(("option", "value", "part"), [
@@ -263,74 +273,69 @@ def test_lists_are_refused_in_one_line(command, trace, option, value, part):
 
 
 def test_winners_are_counted_and_listed(swept):
-    answer, *notes = answer_lines(swept)
-    wins = swept.fastest()["policy"].value_counts()
-    assert answer == "fastest over the whole trace: " + ", ".join(
-        f"{name} in {n} of 6" for name, n in wins.items()
-    )
-    assert "on-demand+belady: sees the future (cache belady), so no rival" in notes
-    head, rows = winner_rows(swept)
-    assert head[:3] == ["machine", "per layer", "fastest"]
-    assert [row[:3] for row in rows] == swept.fastest()[
-        [*CELL, "policy"]
-    ].to_numpy().tolist()
+    answer = swept.answer()
+    tied = swept.table[swept.table["tied"]].groupby(CELL, sort=False)["candidate"]
+    wins = Counter(tied.agg(" = ".join))
+    assert answer.sentences == [
+        "fastest per token: "
+        + ", ".join(f"{name} in {n} of 6" for name, n in wins.most_common())
+    ]
+    words = "on-demand+belady: sees the future (cache belady), so it is a bound"
+    assert any(note.startswith(words) for note in answer.notes)
+    winners = answer.tables[0]
+    assert winners.heads()[:3] == ["machine", "experts per layer", "fastest"]
+    assert [row[2] for row in winners.cells()] == tied.agg(" = ".join).tolist()
 
 
 def test_the_picture_has_a_panel_per_machine_and_a_line_per_policy(swept):
-    chart = cells_figure(swept)
-    shown = pd.DataFrame(chart.data["runs"])
-    assert chart.spec["facet"]["sort"] == list(MACHINES)
-    assert set(shown["policy"]) == set(POLICIES)
-    mine = shown[(shown["hw"] == MACHINES[1]) & (shown["policy"] == "greedy")]
-    assert sorted(mine["size"]) == [1, 3, 6]
-    # What the headline compares.
-    of_table = swept.table.set_index(["hw", "policy", "memory"])["makespan_s"]
-    for row in mine.to_dict("records"):
-        at = (row["hw"], row["policy"], row["memory"])
-        assert row["makespan_s"] == of_table[at]
-    dashes = chart.spec["spec"]["layer"][0]["encoding"]["strokeDash"]["scale"]
-    place = dashes["domain"].index("on-demand+belady")
-    assert list(dashes["range"]).count(dashes["range"][place]) == 1
+    axes = moesim.sweep_figure(swept)
+    assert [each.get_title() for each in axes] == list(MACHINES)
+    lines = {line.get_label(): line for line in axes[1].get_lines()}
+    assert set(lines) == set(POLICIES)
+    mine = swept.table.set_index(["hw", "candidate", "slots_per_layer"])["seconds"]
+    across, up = lines["greedy"].get_data()
+    assert across.tolist() == [1, 3, 6]
+    expected = [1e3 * mine[MACHINES[1], "greedy", slots] for slots in (1, 3, 6)]
+    assert up.tolist() == pytest.approx(expected)
+    styles = {name: line.get_linestyle() for name, line in lines.items()}
+    assert [name for name, each in styles.items() if each == "--"] == [
+        "on-demand+belady"
+    ]
 
 
 def test_with_one_memory_machines_stand_on_the_axis(trace):
-    found = moesim.compare_cells(trace, ["greedy", "all-cpu"], hw=MACHINES, steps=4)
-    x = cells_figure(found).spec["layer"][0]["encoding"]["x"]
-    assert (x["field"], x["sort"]) == ("hw", list(MACHINES))
+    found = moesim.compare(trace, ["greedy", "all-cpu"], hw=MACHINES, steps=4)
+    axes = moesim.sweep_figure(found)
+    assert [label.get_text() for label in axes.get_xticklabels()] == list(MACHINES)
+
+
+def test_memory_stands_on_a_true_axis(trace):
+    """1, 2 and 6 GiB are no three equal steps."""
+    sizes = ["1GiB", "2GiB", "6GiB"]
+    found = moesim.compare(trace, ["greedy"], memory=sizes, steps=2, hw="rtx4060ti")
+    axes = moesim.sweep_figure(found)
+    assert axes.get_lines()[0].get_xdata().tolist() == [1, 2, 6]
+    assert axes.get_xlabel() == "GPU memory, GiB"
 
 
 def test_the_command_says_shows_and_writes_a_sweep(command, trace, tmp_path):
     line = f"compare {trace} --policy all-cpu,greedy --hw rtx4060ti,rtx3080ti"
-    words = f"{line} --cache-ratio 0.25,0.5".split()
-    table = tmp_path / "t.parquet"
-    page = tmp_path / "p.html"
-    code, out, _ = command(
-        *words,
-        "--steps",
-        6,
-        "--png",
-        tmp_path / "p.png",
-        "--table",
-        table,
-        "--html",
-        page,
+    words = f"{line} --cache-ratio 0.25,0.5 --steps 6".split()
+    table, page, picture = (
+        tmp_path / name for name in ("t.parquet", "p.html", "p.png")
     )
+    code, out, _ = command(*words, "--png", picture, "--table", table, "--html", page)
     assert code == 0
-    assert "2 policies on 2 machines with 2 memory sizes" in out
-    assert "fastest over the whole trace: " in out
+    assert "8 over 2 x policy, 2 x machine, 2 x GPU cache" in out
+    assert "fastest per token: " in out
     found = pd.read_parquet(table)
-    assert found[[*CELL, "policy"]].drop_duplicates().shape == (8, 3)
+    cell = ["hw", "cache_ratio"]
+    assert found[[*cell, "policy"]].drop_duplicates().shape == (8, 3)
     assert found["fastest"].sum() == 4
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     text = page.read_text(encoding="utf-8")
-    assert text.count("<svg") == 1
-    assert all(
-        words in text for words in ("rtx3080ti", "50 %", "fastest over the whole trace")
-    )
-    told = json.loads(command(*words, "--steps", 6, "--json")[1])
-    assert told["fastest"] == found.loc[found["fastest"], [*CELL, "policy"]].to_dict(
-        "records"
-    )
-    assert {(run["hw"], run["memory"], run["policy"]) for run in told["runs"]} == set(
-        found[[*CELL, "policy"]].itertuples(index=False, name=None)
-    )
+    assert all(words in text for words in ("rtx3080ti", "50 %", "fastest per token"))
+    told = json.loads(command(*words, "--json")[1])
+    best = found.loc[found["fastest"], [*cell, "policy"]]
+    assert told["fastest"] == best.to_dict("records")
+    assert len(told["runs"]) == 8

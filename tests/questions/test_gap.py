@@ -20,7 +20,7 @@ from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.systems import System
 from moesim.questions import gap_mixes
-from moesim.questions.gap import decompose, gap, shapley
+from moesim.questions.gap import decompose, gap, gap_answer, shapley
 from moesim.questions.gap_eviction import split_eviction
 from moesim.questions.gap_mixes import BOUND, PARTS, Grades, MixReplays
 from moesim.runs import replay as api
@@ -102,11 +102,11 @@ def test_only_eviction_differs():
         replays(model, System("on-demand", cache="lru"), forward, slots=2, cpu=NO_CPU)
     )
     assert result.policy_s == 6 * (2 + 4 + 1)
-    assert result.bound_s == 4 * (2 + 4 + 1) + 2 * (2 + 1)
+    assert result.ceiling_s == 4 * (2 + 4 + 1) + 2 * (2 + 1)
     assert shares(result) == pytest.approx(
         {"eviction": 8.0, "assignment": 0.0, "prefetch": 0.0, "planning": 0.0}
     )
-    assert result.belady_s == result.bound_s
+    assert result.belady_s == result.ceiling_s
 
 
 def test_only_assignment_differs():
@@ -117,7 +117,7 @@ def test_only_assignment_differs():
         replays(model, System("all-cpu", cache="static:fill=lowest"), forward, slots=2)
     )
     assert result.policy_s == 3 * (2 + 10)
-    assert result.bound_s == result.resident_s == 3 * (2 + 1)
+    assert result.ceiling_s == result.resident_s == 3 * (2 + 1)
     assert shares(result) == pytest.approx(
         {"eviction": 0.0, "assignment": 27.0, "prefetch": 0.0, "planning": 0.0}
     )
@@ -132,7 +132,7 @@ def test_only_prefetch_differs():
     forward = steps([routed(0, 0), routed(1, 1)])
     system = System(BOUND.assignment, cache="belady", prefetch="none")
     result = decompose(replays(model, system, forward, slots=0, cpu=NO_CPU))
-    assert (result.policy_s, result.bound_s) == (14.0, 12.0)
+    assert (result.policy_s, result.ceiling_s) == (14.0, 12.0)
     assert shares(result) == pytest.approx({"prefetch": 2.0, "planning": 0.0})
 
 
@@ -175,7 +175,7 @@ def test_a_prefetcher_that_floods_the_link_is_not_forced_on_the_policy():
         )
     )
     parts = {part.name: part for part in result.parts}
-    assert result.mixes["clairvoyant"] >= result.policy_s
+    assert result.mixes["prefetch: clairvoyant"] >= result.policy_s
     assert parts["prefetch"].replaced_by is None
     assert parts["prefetch"].share_s == 0.0
 
@@ -214,7 +214,7 @@ def test_shares_are_never_negative_and_sum_to_the_gap(trace, slots, assignment, 
     assert min(shares(result).values()) >= -1e-9
     assert min(part.alone_s for part in result.parts) >= 0.0
     assert min(part.last_s for part in result.parts) >= 0.0
-    assert result.bound_s == min(result.mixes.values())
+    assert result.ceiling_s == min(result.mixes.values())
     assert result.policy_s == result.mixes["as it is"]
 
 
@@ -350,8 +350,24 @@ def test_the_ceiling_is_no_slower_than_with_plain_foresight():
     """Rules that were the best from a start of their own led 5 % less far from here."""
     asked = {"gpu_memory_bytes": 8 << 30, "hw": "rtx4060ti", "steps": 4}
     searched = gap("gpt-oss-20b-like", "on-demand", **asked)
-    plain = gap("gpt-oss-20b-like", "on-demand", bound=BOUND, **asked)
-    assert searched.bound_s <= plain.bound_s
+    plain = gap("gpt-oss-20b-like", "on-demand", ceiling=BOUND, **asked)
+    assert searched.ceiling_s <= plain.ceiling_s
+
+
+def test_every_combination_of_parts_is_shown(trace):
+    """Two parts have a substitute of one name, and 14 of 16 rows were left."""
+    foresight = System("exact:objective=scheduled", "foresight", "foresight")
+    result = gap(trace, "on-demand", ceiling=foresight, hw="rtx4060ti", steps=3)
+    assert len(result.mixes) == 16
+    assert gap_answer(result).tables[-1].cells()[0][0].count(":") >= 1
+
+
+def test_the_page_and_the_text_of_a_gap_name_the_bound(trace):
+    result = gap(trace, "on-demand", hw="rtx4060ti", steps=3)
+    assert result.bound.seconds <= result.ceiling_s
+    answer = gap_answer(result)
+    assert "no schedule is faster" in answer.text()
+    assert answer.to_json()["bound"]["seconds"] == result.bound.seconds
 
 
 def test_what_is_deferred_counts_as_computed_on_the_cpu(trace):

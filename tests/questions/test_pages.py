@@ -13,16 +13,10 @@ from support.browser import browser, check_page, data_of, errors_of, opened, wai
 from support.small_trace import write_small_trace, write_trace
 
 import moesim
-from moesim.questions.compare_page import write_cells, write_comparison
-from moesim.questions.gap_page import write_gap
-from moesim.questions.hit_rates import write_hits
-from moesim.questions.sweep_page import sweep_figure
-from moesim.questions.timeline import spans_of
-from moesim.questions.trace_page import write_html
-from moesim.reporting.charts import KINDS, PALETTE, Chart
+from moesim.questions.hit_rates import hits_answer
+from moesim.questions.timeline import KINDS, spans_of
+from moesim.reporting.figures import PALETTE
 from moesim.reporting.pages import STATIC_ROWS, Choice, Facts, Page, PageTable
-from moesim.traces.format.reader import open_trace
-from moesim.traces.stats.trace_summary import summarise_trace
 
 POLICIES = ["all-cpu", "on-demand", "greedy", "on-demand+belady"]
 MACHINE = {"hw": "rtx4060ti", "slots_per_layer": 3}
@@ -56,19 +50,20 @@ def swept(trace):
 def pages(trace, compared, swept, tmp_path_factory):
     """One page of each kind, but for those that real runs and other machines make."""
     folder = tmp_path_factory.mktemp("pages")
-    opened_trace = open_trace(trace)
-    cells = moesim.compare_cells(trace, ["all-cpu"], hw=["rtx4060ti", "rtx3080ti"])
+    opened_trace = moesim.open_trace(trace)
+    machines = ["rtx4060ti", "rtx3080ti"]
     rates = moesim.hit_rates(trace, ["lru", "belady"], [0.25, 0.5])
-    gap = moesim.gap(trace, "on-demand", steps=3, **MACHINE)
-    summary = summarise_trace(opened_trace)
+    answers = {
+        "run": moesim.answer(compared.runs["greedy"]),
+        "comparison": compared.answer(),
+        "cells": moesim.compare(trace, ["all-cpu"], hw=machines, keep=False).answer(),
+        "sweep": moesim.answer(swept),
+        "gap": moesim.answer(moesim.gap(trace, "on-demand", steps=3, **MACHINE)),
+        "hits": hits_answer(rates, opened_trace),
+        "trace": moesim.answer(opened_trace),
+    }
     return {
-        "run": moesim.write_run(compared[1]["greedy"], folder / "run.html"),
-        "comparison": write_comparison(*compared, folder / "comparison.html"),
-        "cells": write_cells(cells, folder / "cells.html"),
-        "sweep": moesim.write_sweep(swept, folder / "sweep.html"),
-        "gap": write_gap(gap, folder / "gap.html"),
-        "hits": write_hits(rates, opened_trace, folder / "hits.html"),
-        "trace": write_html(opened_trace, summary, folder / "trace.html"),
+        kind: answer.write(folder / f"{kind}.html") for kind, answer in answers.items()
     }
 
 
@@ -125,7 +120,7 @@ def test_a_page_has_language_landmarks_and_heads_with_scope(pages, kind):
 def test_title_and_first_line_name_model_and_machine(pages, kind):
     text = text_of(pages[kind])
     title = re.search("<title>(.*)</title>", text)[1]
-    setting = re.search('<p class="setting">(.*)</p>', text)[1]
+    setting = "".join(re.findall('<p class="setting">(.*)</p>', text))
     assert title.startswith("small")
     machine = "no machine" if kind in ("hits", "trace") else "rtx4060ti"
     assert machine in title
@@ -186,51 +181,71 @@ def test_the_same_run_gives_the_same_page(compared, tmp_path, monkeypatch):
     """Where the environment states the date, as for reproducible builds."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     first, second = (
-        write_comparison(*compared, tmp_path / name).read_bytes()
+        compared.answer().write(tmp_path / name).read_bytes()
         for name in ("a.html", "b.html")
     )
     assert first == second
 
 
 def test_a_trace_of_a_prompt_alone_has_a_page(tmp_path, tiny_shape):
-    trace = open_trace(write_trace(tmp_path / "p.parquet", tiny_shape, ((9, 0),)))
-    page = write_html(trace, summarise_trace(trace), tmp_path / "p.html")
+    path = write_trace(tmp_path / "p.parquet", tiny_shape, ((9, 0),))
+    page = moesim.answer(moesim.open_trace(path)).write(tmp_path / "p.html")
     assert Outline(text_of(page)).open == []
 
 
-def test_a_sweep_holds_every_run_and_its_command(swept, pages):
-    front, facts = (
+def parts_of(page, mark=None):
+    """Charts of a page with that column in their rows."""
+    return [
         part
-        for part in data_of(pages["sweep"])["parts"]
-        if part and ("values" in part or "runs" in part.get("data", {}))
-    )
-    shown_ms = front["data"]["runs"]["ms"]
+        for part in data_of(page)["parts"]
+        if part and mark in part.get("data", {}).get("rows", {})
+    ]
+
+
+def test_a_sweep_holds_every_run_and_its_command(swept, pages):
+    front = next(part for part in parts_of(pages["sweep"], "gib"))
+    facts = [
+        part for part in data_of(pages["sweep"])["parts"] if part and "names" in part
+    ]
+    shown_ms = front["data"]["rows"]["seconds"]
     assert shown_ms == pytest.approx((1e3 * swept["tpot_s"]).tolist(), rel=1e-4)
-    assert len(facts["values"]) == len(swept) == 48
-    command = facts["values"]["47"][-1]
+    assert [each["choice"] for each in facts] == ["run", "other_run"]
+    assert len(facts[0]["values"]) == len(swept) == 48
+    command = facts[0]["values"]["47"][-1]
     assert command.startswith("$ moesim replay ")
     for words in ("--slots-per-layer 6", "--hw rtx3080ti", "--batch 2"):
         assert words in command
     assert "--policy on-demand+belady" in command
 
 
+def test_a_sweep_opens_on_the_fastest_beside_another_of_its_setting(swept, pages):
+    text = text_of(pages["sweep"])
+    first, second = (
+        int(
+            re.search(
+                rf'data-choice="{name}".*?value="(\d+)" selected', text, re.DOTALL
+            )[1]
+        )
+        for name in ("run", "other_run")
+    )
+    causal = swept[~swept["oracle"]]
+    assert first == causal["tpot_s"].idxmin()
+    cells = ["hw", "slots_per_layer", "batch"]
+    assert swept.loc[first, cells].tolist() == swept.loc[second, cells].tolist()
+    assert first != second
+
+
 def test_winners_are_the_shortest_runs_that_see_the_past_only(swept, pages):
-    rows = next(
-        part["data"]["winners"]
-        for part in data_of(pages["sweep"])["parts"]
-        if part and "winners" in part.get("data", {})
+    (chart,) = (
+        part
+        for part in parts_of(pages["sweep"], "words")
+        if "none" in part["data"]["rows"]
     )
     causal = swept[~swept["oracle"]].reset_index()
     best = causal.groupby(["hw", "slots_per_layer", "batch"])["tpot_s"].min()
-    assert sorted(rows["ms"]) == pytest.approx(sorted(1e3 * best), rel=1e-4)
-
-
-def test_a_sweep_without_details_can_be_drawn(swept):
-    plain = swept.drop(columns=["batch_decode_s", "batch_decode_tokens"])
-    with_intervals, without = (
-        sweep_figure(frame).data["runs"] for frame in (swept, plain)
+    assert sorted(chart["data"]["rows"]["seconds"]) == pytest.approx(
+        sorted(best), rel=1e-4
     )
-    assert sorted(without["ms"]) == pytest.approx(sorted(with_intervals["ms"]))
 
 
 # What a timeline says.
@@ -238,7 +253,7 @@ def test_a_sweep_without_details_can_be_drawn(swept):
 
 def test_spans_say_why_and_what_they_waited_for(compared):
     """By the tables: copies end where the compute that needed them begins."""
-    spans = spans_of(compared[1]["on-demand"])
+    spans = spans_of(compared.runs["on-demand"])
     caused = spans[spans["cause"] > 0]
     causes = spans.loc[caused.index - caused["cause"]]
     assert (
@@ -311,7 +326,7 @@ def test_zoom_to_one_operation_and_read_it(driver, pages, compared):
     place.send_keys("n")
     caption = driver.find_element("css selector", ".spans + figcaption")
     words = caption.text
-    lanes = compared[1]["greedy"].timeline.lanes
+    lanes = compared.runs["greedy"].timeline.lanes
     kind, lane = words.split("\n")[0].rsplit(", on ", 1)
     assert lane in lanes
     assert any(kind.startswith(name) for name in KINDS)
@@ -320,7 +335,7 @@ def test_zoom_to_one_operation_and_read_it(driver, pages, compared):
         place.send_keys("+")
     wait(driver, "return location.hash.includes('when_start')")
     low, high = domain(driver)
-    assert high - low < 0.1 * compared[1]["greedy"].metrics["makespan_s"] * 1e3
+    assert high - low < 0.1 * compared.runs["greedy"].metrics["makespan_s"] * 1e3
 
     def only_what_is_shown(driver):
         return all(
@@ -358,11 +373,17 @@ def test_hovering_an_operation_shows_its_words(driver, pages):
     assert tooltip.split("\n")[0] == words.split("\n")[0]
 
 
+def first_of(page):
+    """The policy that a page opens on."""
+    return re.search(
+        r'data-choice="policy".*?value="([^"]+)" selected', text_of(page), re.DOTALL
+    )[1]
+
+
 def test_another_policy_in_both_timelines_and_a_copied_address(driver, pages):
     opened(driver, pages["comparison"])
     first = rows_of(driver, 1)
     choose(driver, "other", "all-cpu")
-    choose(driver, "measure", "resident")
     wait(driver, "return location.hash.includes('other=all-cpu')")
     second = rows_of(driver, 1)
     assert {row["lane"] for row in second} != {row["lane"] for row in first}
@@ -372,10 +393,10 @@ def test_another_policy_in_both_timelines_and_a_copied_address(driver, pages):
     driver.get("about:blank")
     opened(driver, address)
     chosen = driver.execute_script(
-        "return ['policy', 'other', 'measure'].map((name) =>"
+        "return ['policy', 'other'].map((name) =>"
         " document.querySelector(`select[data-choice=${name}]`).value)"
     )
-    assert chosen == ["greedy", "all-cpu", "resident"]
+    assert chosen == [first_of(pages["comparison"]), "all-cpu"]
     signals = run_script(
         driver,
         f"return ({TIMELINES}).map((part) => [...part.view.signal('when_start')])",
@@ -385,7 +406,6 @@ def test_another_policy_in_both_timelines_and_a_copied_address(driver, pages):
 
 def test_a_row_opens_its_run_with_lanes_and_command(driver, pages, swept):
     opened(driver, pages["sweep"])
-    choose(driver, "down", "batch")
     buttons = driver.find_elements("css selector", "[data-opens=run] tbody button")
     assert len(buttons) == 48
     driver.execute_script("arguments[0].click()", buttons[5])
@@ -394,15 +414,89 @@ def test_a_row_opens_its_run_with_lanes_and_command(driver, pages, swept):
     assert swept["digest"][5] in facts
     shown_lanes = run_script(
         driver,
-        "const part = (await window.page).charts.find((each) => each.data.lanes);"
+        "const part = (await window.page).charts.find("
+        "(each) => each.data.rows && each.data.rows.at_run);"
         "return part.view.signal('run')",
     )
     assert shown_lanes == "5"
 
 
+TOOLS = "document.querySelector('figure:has(.chart:not(.spans)) .tools')"
+
+
+def test_another_measure_and_a_logarithmic_axis_stand_in_the_address(driver, pages):
+    """Drawn from the same rows: the axis says what it shows."""
+    from selenium.webdriver.support.ui import Select
+
+    opened(driver, pages["sweep"])
+    tools = driver.execute_script(f"return {TOOLS}")
+    Select(tools.find_element("css selector", "select")).select_by_value("ttft_s")
+    box = tools.find_element("css selector", "input[type=checkbox]")
+    driver.execute_script("arguments[0].click()", box)
+    wait(driver, "return location.hash.includes('shows=ttft_s')")
+    address = driver.current_url
+    assert "log=true" in address
+    driver.get("about:blank")
+    opened(driver, address)
+    tools = driver.execute_script(f"return {TOOLS}")
+    shown = Select(tools.find_element("css selector", "select")).first_selected_option
+    assert shown.text == "first token, ms"
+    assert errors_of(driver) == []
+
+
+def test_a_chart_and_its_data_can_be_saved(driver, pages):
+    opened(driver, pages["comparison"])
+    saved = run_script(
+        driver,
+        "const found = [];"
+        "HTMLAnchorElement.prototype.click = function () {"
+        " found.push([this.download, this.href.slice(0, 22)]); };"
+        f"for (const button of {TOOLS}.querySelectorAll('button')) button.click();"
+        "await new Promise((done) => setTimeout(done, 1500));"
+        "return found.sort();",
+    )
+    assert [name.rpartition(".")[2] for name, _ in saved] == ["csv", "png", "svg"]
+    assert saved[1][1].startswith("data:image/png")
+
+
+FRONT = (
+    "const part = (await window.page).charts.find("
+    "(each) => each.data.rows && each.data.rows.gib);"
+    "const walk = (item, x, y, found) => {"
+    " const [left, top] = [x + (item.x ?? 0), y + (item.y ?? 0)];"
+    " if (item.datum && item.datum.gib) found.marks += 1;"
+    " if (item.mark && item.mark.role === 'legend-label' && item.text === 'greedy')"
+    "  found.name = [left, top];"
+    " for (const each of item.items ?? []) walk(each, item.marktype ? x : left,"
+    "  item.marktype ? y : top, found); return found; };"
+    "const found = walk(part.view.scenegraph().root, ...part.view.origin(), { marks: 0 });"
+)
+
+
+def test_a_click_on_a_name_hides_its_marks(driver, pages):
+    from selenium.webdriver import ActionChains
+
+    opened(driver, pages["sweep"])
+    place = run_script(
+        driver,
+        f"{FRONT} const place = part.view.container();"
+        "place.scrollIntoView({ block: 'center' }); return place;",
+    )
+    before = run_script(driver, f"{FRONT} return found")
+    size = place.rect
+    across, down = before["name"]
+    ActionChains(driver).move_to_element_with_offset(
+        place, round(across - size["width"] / 2) + 5, round(down - size["height"] / 2)
+    ).click().perform()
+    after = run_script(
+        driver, f"await new Promise((d) => setTimeout(d, 300)); {FRONT} return found"
+    )
+    assert after["marks"] < before["marks"]
+
+
 def test_the_filter_stands_in_the_address(driver, pages):
     opened(driver, pages["sweep"])
-    field = driver.find_elements("css selector", "input[type=search]")[-1]
+    field = driver.find_element("css selector", "input[aria-label$='Every run']")
     field.send_keys("rtx3080ti greedy")
     rows = driver.find_elements("css selector", "[data-opens=run] tbody tr")
     assert len(rows) == 6
@@ -559,12 +653,3 @@ def test_colours_can_be_told_apart_by_colour_blind_readers(kind):
     for place, first in enumerate(seen):
         for second in seen[place + 1 :]:
             assert np.linalg.norm(first - second) > 10
-
-
-def test_a_chart_shows_itself_in_a_notebook():
-    """As a picture where no script runs, and as a chart where one does."""
-    chart = Chart({"data": {"name": "x"}, "mark": "bar"}, {"x": {"a": [1]}}, "<one>")
-    shown = chart._repr_html_()
-    assert "data:image/png;base64," in shown
-    assert 'alt="&lt;one&gt;"' in shown
-    assert "vegaEmbed" in shown

@@ -350,7 +350,7 @@ def test_without_time_one_passage_is_read_and_the_others_are_said():
     )
     assert (report.config["passages"], report.config["left_out"]) == (1, 2)
     assert report.config["tokens"] == 4
-    assert "1 passages scored, 2 left out" in quality.quality_text(report)
+    assert "1 passages scored, 2 left out" in quality.quality_answer(report).text()
 
 
 def test_experts_that_are_left_out_are_not_counted(tiny):
@@ -488,7 +488,9 @@ def test_the_command_sweeps_prints_and_writes(tmp_path, capsys):
         setting = f"expert-cache-router:phase=decode,alpha={alpha}"
         assert [setting, "0.25"] in rows
         assert [setting, "0.5"] in rows
-    assert (tmp_path / "out" / "quality.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("kl", "agreement"):
+        picture = tmp_path / "out" / f"quality-{name}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
     scores = json.loads((tmp_path / "out" / "quality.json").read_text())
     assert [(row["swept"], row["cache_ratio"]) for row in scores["settings"]] == [
         ("0", 0.25),

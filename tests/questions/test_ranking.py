@@ -10,7 +10,7 @@ from support.small_trace import write_small_trace
 
 import moesim
 from moesim.policies.base import PolicyError
-from moesim.questions.sweep_text import candidate_rows, sweep_text, winner_rows
+from moesim.questions.ranked import ranked_answer
 from moesim.runs.sweeps.ranking import ranking
 
 
@@ -174,7 +174,7 @@ def test_seeds_that_change_nothing_are_no_repetitions():
     frame = frame_of(copies, axes=("policy", "seed"), seed=[*range(8)] * 2)
     ranked = ranking(frame)
     assert ranked["low_s"].isna().all()
-    assert "got 2 and 8, which change nothing" in sweep_text(frame)
+    assert "got 2 and 8, which change nothing" in ranked_answer(frame).text()
 
 
 def test_seeds_that_change_something_are_repetitions():
@@ -206,28 +206,29 @@ def test_an_oracle_is_a_bound_and_no_rival():
     ranked = ranking(frame)
     assert ranked["candidate"].tolist() == ["a", "b", "oracle"]
     assert ranked["tied"].tolist() == [True, False, False]
-    rows = {row[0]: row[1:] for row in candidate_rows(ranked)}
-    assert rows["a"][0] == "1 of 1"
-    assert rows["oracle"][0] == "sees the future"
-    assert rows["oracle"][2] == "-50.0 %"
+    answer = ranked_answer(frame)
+    rows = {row[0]: row[1:] for row in answer.tables[0].cells()}
+    assert rows["oracle"][answer.tables[0].heads().index("behind") - 1] == "-50.0 %"
+    assert "oracle: sees the future" in answer.text()
+    assert answer.sentences[0].startswith("fastest per token: a,")
 
 
 def test_ties_are_printed_as_ties():
     """Per cell and in the count: nobody wins alone where two are equal."""
     times_s = [("a", [1.0] * 4), ("b", [1.0] * 4), ("a", [1.0] * 4), ("b", [2.0] * 4)]
     frame = frame_of(times_s, axes=("policy", "batch"), batch=[1, 1, 2, 2])
-    ranked = ranking(frame)
-    _, first, second = winner_rows(ranked)
+    answer = ranked_answer(frame)
+    winners, _, often = answer.tables
+    first, second = winners.cells()
     assert first[:2] == ["1", "a = b"]
     assert second[:2] == ["2", "a"]
     assert second[-2:] == ["100.0 %", "b"]
-    rows = {row[0]: row[1:3] for row in candidate_rows(ranked)}
-    assert rows == {
-        "policy": ["fastest", "tied"],
+    assert often.heads()[:3] == ["policy", "fastest", "tied"]
+    assert {row[0]: row[1:3] for row in often.cells()} == {
         "a": ["1 of 2", "1"],
         "b": ["0 of 2", "1"],
     }
-    assert "a = b" in sweep_text(frame)
+    assert "a = b" in ranked_answer(frame).text()
 
 
 def test_a_frame_without_times_is_refused():

@@ -25,7 +25,7 @@ STEPS = 2
 
 def test_one_machine_is_a_list_of_one():
     """Its letters were taken for machines."""
-    compared = moesim.compare_cells("tiny", ["greedy"], hw="rtx4060ti", steps=STEPS)
+    compared = moesim.compare("tiny", ["greedy"], hw="rtx4060ti", steps=STEPS)
     assert set(compared.table["hw"]) == {"rtx4060ti"}
     swept = moesim.sweep("tiny", "greedy", hw="rtx4060ti", steps=STEPS)
     assert list(swept["hw"]) == ["rtx4060ti"]
@@ -37,7 +37,7 @@ def test_policies_may_stand_in_one_text():
     )
     assert set(runs) == {"greedy+lfu:decay=0.9,variant=perfect", "all-cpu"}
     assert len(table) == 2
-    assert list(moesim.compare("tiny", "greedy", steps=STEPS)[1]) == ["greedy"]
+    assert list(moesim.compare("tiny", "greedy", steps=STEPS).runs) == ["greedy"]
     swept = moesim.sweep("tiny", "greedy,all-cpu", steps=STEPS, jobs=1)
     assert list(swept["policy"]) == ["greedy", "all-cpu"]
 
@@ -57,8 +57,8 @@ def test_a_size_of_memory_may_be_a_text(text, options):
 
 def test_memories_may_be_texts():
     sizes = ["1 slots", "3 slots"]
-    compared = moesim.compare_cells("tiny", "greedy", memory=sizes, steps=STEPS)
-    assert list(compared.table["memory"]) == sizes
+    compared = moesim.compare("tiny", "greedy", memory=sizes, steps=STEPS)
+    assert list(compared.table["slots_per_layer"]) == [1, 3]
     swept = moesim.sweep("tiny", "greedy", memory=sizes, steps=STEPS, jobs=1)
     assert list(swept["slots_per_layer"]) == [1, 3]
 
@@ -99,9 +99,18 @@ def test_a_list_where_one_value_is_meant_says_so(options):
         moesim.replay(arguments.pop("trace"), **arguments)
 
 
-def test_compare_takes_one_machine_and_says_who_takes_several():
-    with pytest.raises(ConfigError, match=r"hw: expected one value.*moesim\.sweep"):
-        moesim.compare("tiny", "greedy", hw=["rtx4060ti", "rtx3080ti"])
+def test_results_answer_in_words_figures_and_pages(tmp_path):
+    """Whatever a function returned, `answer` takes; what it does not, it names."""
+    run = moesim.replay("tiny", "greedy", steps=STEPS)
+    answer = moesim.answer(run)
+    assert "each further token" in str(answer)
+    assert answer.frame["lane"].tolist() == list(run.metrics["busy_s"])
+    assert answer.to_json()["tpot_s"] == run.metrics["tpot_s"]
+    assert answer.write(tmp_path / "run.html").is_file()
+    with pytest.raises(ConfigError, match="step, placement, passes"):
+        answer.figure("speed")
+    with pytest.raises(TypeError, match="answer: expected what replay"):
+        moesim.answer(7)
 
 
 def test_policies_of_all_kinds_are_listed():
@@ -139,7 +148,7 @@ def test_results_show_small_tables_in_a_notebook():
     assert "<table>" in shown
     assert "hit rate" in shown
     machines = ["rtx4060ti", "rtx3080ti"]
-    compared = moesim.compare_cells("tiny", "greedy", hw=machines, steps=STEPS)
+    compared = moesim.compare("tiny", "greedy", hw=machines, steps=STEPS)
     assert "rtx3080ti" in compared._repr_html_()
     assert len(repr(compared)) < 200
 
@@ -269,3 +278,5 @@ def test_a_replay_tells_the_share_that_is_done(steps):
     assert 0 < shares[0] < 0.5
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+    if steps:
+        assert shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])

@@ -24,8 +24,6 @@ from support.small_trace import write_trace
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import AssignmentPolicy
 from moesim.policies.names import CPU, DEFERRED, RESIDENT
-from moesim.policies.planner.records import Assignment
-from moesim.policies.planner.records import Precompute as Named
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import CacheSize

@@ -23,7 +23,6 @@ from support.real_machine import (
 
 from moesim.base.errors import TraceError
 from moesim.policies.base import PolicyError, RoutingPolicy
-from moesim.policies.planner.records import Routing
 from moesim.policies.planner.observers import repeat
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.residency import CacheSize

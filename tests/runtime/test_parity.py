@@ -19,7 +19,6 @@ from support.real_machine import (
 from support.small_trace import write_trace
 
 from moesim.policies.base import Late, PrefetchPolicy
-from moesim.policies.planner.records import ExpertKey
 from moesim.policies.planner.observers import repeat
 from moesim.runs import replay as api
 from moesim.runtime.executor.decision_log_file import FILE_NAME, load_decision_log

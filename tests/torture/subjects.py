@@ -253,7 +253,7 @@ def _validation(folder, seed):
 
 
 def _read_validation(path):
-    from moesim.evidence.validation.report import load, save, validation_text
+    from moesim.evidence.validation.report import load, save, validation_answer
     from moesim.evidence.validation.results import joined
 
     earlier = load(path)
@@ -261,7 +261,7 @@ def _read_validation(path):
     if not hasattr(_read_validation, "drawn"):
         # Drawing takes half a second; once shows that it works at all.
         _read_validation.drawn = save(whole, path.parent / "again")
-    return validation_text(whole)
+    return validation_answer(whole).text()
 
 
 def _good_validation(path):

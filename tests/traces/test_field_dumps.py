@@ -161,17 +161,23 @@ def test_captures_are_told_apart_wherever_one_ends(tmp_path, gap):
 
 
 @pytest.mark.parametrize(
-    "header", ["layer,expert", "seq,pos,layer,e0,e1", "token,layer,rank,expert"]
+    "header",
+    [
+        "layer,expert",
+        "seq,pos,layer,e0,e1",
+        "token,layer,rank,expert",
+        "pos,layer,e0,e1",
+    ],
 )
 def test_joined_files_are_other_sequences_whatever_their_header(tmp_path, header):
     rows = {
         "layer,expert": ["0,1", "0,5", "1,2", "1,3"],
         "seq,pos,layer,e0,e1": ["7,0,0,1,5", "7,0,1,2,3"],
+        "pos,layer,e0,e1": ["0,0,1,5", "0,1,2,3"],
         "token,layer,rank,expert": ["0,0,0,1", "0,0,1,5", "0,1,0,2", "0,1,1,3"],
     }[header]
     source = write_lines(tmp_path / "dump", [header, *rows] * 3)
-    options = {"map": "experts=e*"} if "e0" in header else None
-    summary, trace = bring(source, options, shape=SHAPE)
+    summary, trace = bring(source, shape=SHAPE)
     assert summary.sequences == 3
     for sequence in trace.sequences():
         assert sequence.experts.tolist() == [[1, 5], [2, 3]]

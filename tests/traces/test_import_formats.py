@@ -397,6 +397,15 @@ def test_llama_cpp_is_told_by_its_rows(tmp_path, text, known):
     assert llama_importer.recognises(tmp_path / "dump") is known
 
 
+def test_llama_cpp_is_told_by_its_mapped_columns(tmp_path):
+    """These two alone, under the names that the file has."""
+    (tmp_path / "dump").write_text("l,e\n0,1\n")
+    (tmp_path / "more").write_text("l,e,x\n0,1,2\n")
+    mapped = {"map": "layer=l,expert=e"}
+    assert llama_importer.recognises(tmp_path / "dump", **mapped)
+    assert not llama_importer.recognises(tmp_path / "more", **mapped)
+
+
 @pytest.mark.parametrize("size", [64, 100, 333])
 def test_route_trace_cells_may_be_cut_where_a_piece_ends(tmp_path, monkeypatch, size):
     """Pieces of a few lines: most cells go on in the next one."""

@@ -10,8 +10,9 @@ import pytest
 from support.handmade import hand_trace
 from support.small_trace import write_trace
 
+import moesim
 from moesim import cli
-from moesim.questions.trace_page import curves_chart, write_html
+from moesim.questions.trace_stats import curves, stats_answer
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
@@ -66,8 +67,11 @@ def test_a_prompt_alone_gives_no_verdict_but_a_page(make_trace, tmp_path):
     trace = open_trace(make_trace(sequences=((9, 0),)))
     found = summarise_trace(trace)
     assert found.figures["verdict"]["answer"] == "unknown"
-    assert "No verdict" in write_html(trace, found, tmp_path / "p.html").read_text()
-    assert curves_chart(found) is None
+    assert (
+        "No verdict"
+        in stats_answer(trace, found).write(tmp_path / "p.html").read_text()
+    )
+    assert curves(found) is None
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -90,7 +94,7 @@ def test_page_is_whole_and_needs_nothing_else(make_trace, tmp_path):
     trace = open_trace(
         make_trace("<b>.parquet", sequences=((6, 300),), columns=("pred1_raw",))
     )
-    text = write_html(trace, summarise_trace(trace), tmp_path / "p.html").read_text()
+    text = moesim.answer(trace).write(tmp_path / "p.html").read_text()
     assert text.count('class="chart wide"') == 10
     assert "<b>.parquet" not in text
     prose = re.sub("<script.*?</script>", "", text, flags=re.DOTALL)
@@ -110,8 +114,8 @@ def test_command_writes_page_and_tables(tmp_path, tiny_shape, capsys):
     assert (tmp_path / "p.html").stat().st_size > 10_000
     layers = pq.read_table(tmp_path / "o" / "layers.parquet")
     assert layers.column("entropy_bits").to_pylist() == figures["entropy_bits"]
-    curves = pq.read_table(tmp_path / "o" / "curves.parquet").to_pandas()
-    decode = curves[(curves.phase == "decode") & (curves.slots == 4)]
+    table = pq.read_table(tmp_path / "o" / "curves.parquet").to_pandas()
+    decode = table[(table.phase == "decode") & (table.slots == 4)]
     assert decode.belady.sum() / decode.accesses.sum() == pytest.approx(
         figures["curve_decode"]["belady"][4]
     )

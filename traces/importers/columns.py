@@ -3,9 +3,9 @@ pos=position,experts=topk_ids,layer=layer_id,….
 
 Ours on the left, the file's on the right: seq, pos, phase, layer, experts, weights,
 scores, token; or expert (one row per selected expert) with rank. ``experts=e*`` gathers
-the columns e0, e1, …. Names that are the same need no mapping. In CSV a list is written
-in one field, its numbers apart by blanks, semicolons, bars or (quoted) commas, brackets
-or not.
+the columns e0, e1, …, as does no mapping at all. Names that are the same need no
+mapping. In CSV a list is written in one field, its numbers apart by blanks, semicolons,
+bars or (quoted) commas, brackets or not.
 """
 
 from __future__ import annotations
@@ -181,6 +181,9 @@ def mapping(path: Path, given: dict[str, str], names: list[str]) -> Mapping:
     """
     # What has a known name already needs no word; a word may still say otherwise.
     columns = _known(names)
+    ranks = _numbered(names, "e")
+    if ranks and "map" not in given and not {"experts", "expert"} & columns.keys():
+        columns["experts"] = ranks
     words = named_by(path, given, _OUR_COLUMNS)
     # One of the two kinds of rows: a word for one excludes the other.
     for name, other in (("expert", "experts"), ("experts", "expert")):

@@ -1,5 +1,5 @@
-"""CSV of llama-moe-trace of llama.cpp's expert-cache forks: bare rows
-``pos,layer,e0,…,eK-1``, best expert first.
+"""CSV of llama-moe-trace of llama.cpp's expert-cache forks: rows
+``pos,layer,e0,…,eK-1``, best expert first, mostly without a header.
 
 Positions of the prompt are negative and count from its end; those of generated tokens
 count from 0. Prompts come layer by layer, and their last layer may hold their last
@@ -20,7 +20,7 @@ from moesim.traces.format.schema import Phase
 from moesim.traces.format.sorting import Unordered
 from moesim.traces.importers.readers.foreign import NO_WEIGHTS, layout_error
 from moesim.traces.importers.readers.sequence_rows import Restarts, finished
-from moesim.traces.importers.readers.text import csv_columns, head
+from moesim.traces.importers.readers.text import csv_columns, head, sections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,14 +30,19 @@ if TYPE_CHECKING:
 
     Block = dict[str, np.ndarray]
 
+_HEADER = re.compile(rb"pos,layer(,e\d+)+")
 _ROW = re.compile(rb"-?\d+(,\d+){2,}")
 # So many lines of bare numbers are enough to tell this layout from others.
 _RECOGNISED_LINES = 50
 
 
 def recognises(path: Path) -> bool:
-    """Whether the first lines are three or more integers each, equally many."""
+    """Whether the first lines are three or more integers each, equally many; or the
+    first one is the header.
+    """
     lines = head(path, 1 << 16).replace(b"\r", b"").split(b"\n")
+    if _HEADER.fullmatch(lines[0].strip()):
+        return True
     # The last line of what was read may be cut.
     lines = (lines[:-1] or lines)[:_RECOGNISED_LINES]
     widths = {line.count(b",") for line in lines}
@@ -62,20 +67,25 @@ def _pieces(path: Path) -> Iterator[Block]:
     names = ["pos", "layer", *ids]
 
     restarts = Restarts(from_end=True)
+    header = first_line.strip()
+    has_header = _HEADER.fullmatch(header) is not None
+    types = dict.fromkeys(names, "int32")
     rows = 0
-    for row, columns in csv_columns(path, names, dict.fromkeys(names, "int32"), 0):
-        experts = np.stack([columns[name] for name in ids], axis=1)
-        outside = ((experts < 0) | (experts >= 1 << 16)).any(axis=1)
-        if outside.any():
-            wrong = int(outside.argmax())
-            raise layout_error(path, f"row {row + wrong}", "ids", experts[wrong])
-        rows += len(experts)
-        yield {
-            "seq": restarts.sequences(columns["pos"], columns["layer"]),
-            "pos": columns["pos"],
-            "layer": columns["layer"],
-            "experts": experts.astype(np.uint16),
-        }
+    for part in sections(path, header) if has_header else [None]:
+        restarts.restart()
+        for row, columns in csv_columns(path, names, types, 0, part):
+            experts = np.stack([columns[name] for name in ids], axis=1)
+            outside = ((experts < 0) | (experts >= 1 << 16)).any(axis=1)
+            if outside.any():
+                wrong = int(outside.argmax())
+                raise layout_error(path, f"row {row + wrong}", "ids", experts[wrong])
+            rows += len(experts)
+            yield {
+                "seq": restarts.sequences(columns["pos"], columns["layer"]),
+                "pos": columns["pos"],
+                "layer": columns["layer"],
+                "experts": experts.astype(np.uint16),
+            }
     if not rows:
         raise layout_error(path, "rows", "pos,layer,e0,…", "nothing")
 

@@ -392,6 +392,8 @@ def synth(
         TraceError: both `like` and `shape` or neither, a statistic that `like`
             measures, or a number out of range.
     """
+    if not 1 <= tokens < math.inf:
+        raise TraceError(f"tokens: expected a number >= 1, got {tokens}")
     if (like is None) == (shape is None):
         raise TraceError("expected either --like TRACE or --shape MODEL")
     if like is None:

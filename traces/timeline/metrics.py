@@ -241,6 +241,13 @@ RUN_METRICS: dict[str, Metric] = {
         "with altered routing: gate scores of the experts used ÷ those of the recorded"
         " ones, mean over tokens",
     ),
+    "filling_share": Metric(
+        LANES,
+        "share",
+        NEITHER,
+        "bytes that first filled the GPUs' caches ÷ bytes copied to GPUs: the more, the"
+        " more the run shows how caches begin; null without copies",
+    ),
     "events": Metric(RUN, "", NEITHER, "events of the simulation"),
     "wall_s": Metric(RUN, "s", SMALLER, "real seconds that the replay took"),
 }

@@ -67,6 +67,7 @@ _SHARED_WIDTH = (
     "shared_intermediate_size",
     "share_expert_dim",
     "share_expert_dims",
+    "shared_experts_intermediate_size",
 )
 _ZERO_EXPERTS = ("zero_expert_num", "num_zero_experts")
 _EXPERT_HIDDEN = ("moe_latent_size", "routed_expert_hidden_size")
@@ -90,6 +91,8 @@ KIND_NAMES = {
     "sparse_attention": _FULL,
     "deepseek_sparse_attention": _FULL,
     "hybrid": _FULL,
+    "compressed_sparse_attention": _FULL,
+    "heavily_compressed_attention": _FULL,
     "*": _FULL,
     "sliding_attention": _WINDOW,
     "sliding_window": _WINDOW,
@@ -112,6 +115,12 @@ KIND_NAMES = {
 }
 """Name of a layer's kind -> what it is."""
 
+_MLP_KINDS = {
+    "sparse": _EXPERTS_ALONE,
+    "moe": _EXPERTS_ALONE,
+    "hash_moe": _EXPERTS_ALONE,
+    "dense": _DENSE_ALONE,
+}
 _KIND_LISTS = ("layer_types", "layers_block_type", "layer_block_types")
 
 # Keys that change neither bytes nor what is kept or computed, by what they are about.
@@ -148,6 +157,9 @@ _HARMLESS = re.compile(
     |attn_temperature\w*|floor_scale|attn_scale|for_llm_compressor|qk_layernorm
     |num_key_value_heads_per_layer|ignore_index|norm_type|qk_norm_type|\w*_per_image
     |mm_\w+|audio_config|video_config|disable_\w+|mlp_only_layers|boi_\w+|eoi_\w+
+    |logit_scale|\w*_(alpha|beta)_factor|kda_\w+|gating|block_size
+    |short_conv_kernel_size|conv_L_cache|expert_selection_fn|use_associative_scan|moe_norm_min
+    |enable_moe_fp32\w*|qk_scale\w*|moe_layers|number_of_conv_states
     |mtp_use_dedicated_embeddings|indexer_rope_interleave|kv_lora_scaling|q_lora_scaling""",
     re.VERBOSE,
 )
@@ -248,8 +260,8 @@ class _Keys:
         name = next(name for name in names if name in self.values)
         # Some models state a size for each layer.
         if isinstance(value, list) and value:
-            value = max(self._whole(name, each) for each in value)
-        return self._whole(name, value)
+            value = max(self.whole(name, each) for each in value)
+        return self.whole(name, value)
 
     def flag(self, name: str) -> bool:
         """Whether a key is there and true."""
@@ -262,7 +274,8 @@ class _Keys:
             return value
         raise self._wrong(name, "a list", value)
 
-    def _whole(self, name: str, value: Any) -> int:
+    def whole(self, name: str, value: Any) -> int:
+        """Return a value of a key as a size, or refuse it."""
         is_size = isinstance(value, int) and not isinstance(value, bool)
         if not is_size or not 0 <= value <= LARGEST_SIZE:
             raise self._wrong(name, "a whole number", value)
@@ -293,7 +306,7 @@ class _Reader:
         flat = {key: v for key, v in config.items() if key not in _NESTED}
         self.keys = _Keys(path, {**flat, **inner})
         self.hidden = self.keys.size("hidden_size", "d_model", default=self.needed)
-        self.count = self.keys.size(*LAYERS)
+        self.count = self._count()
         if not 0 < self.count <= MOST_LAYERS:
             raise AdviceError(
                 f"{path}: layers: expected 1 to {MOST_LAYERS}, found {self.count};"
@@ -331,6 +344,15 @@ class _Reader:
             architecture=str(keys.raw("model_type") or self._architecture()),
             remarks=self._remarks(),
         )
+
+    def _count(self) -> int:
+        """Layers; some hybrids state nothing but what each of them is."""
+        if self.keys.raw(*LAYERS) is None:
+            for name in _KIND_LISTS:
+                stated = self.keys.list_of(name)
+                if stated:
+                    return len(stated)
+        return self.keys.size(*LAYERS)
 
     def _architecture(self) -> str:
         names = self.keys.raw("architectures")
@@ -395,6 +417,13 @@ class _Reader:
     def _of_intervals(self) -> list[str]:
         """Kinds of layers that are said by every how manieth attends to everything."""
         keys = self.keys
+        period = keys.size("attn_layer_period", default=0)
+        if period:
+            offset = keys.size("attn_layer_offset", default=0)
+            return [
+                _RECURRENT if at % period != offset else _FULL
+                for at in range(self.count)
+            ]
         window = keys.size("sliding_window", "attention_chunk_size", default=0)
         for name, other in (
             ("full_attention_interval", _RECURRENT),
@@ -430,6 +459,7 @@ class _Reader:
         return self._attention(kind, at)
 
     def _recurrence(self) -> LayerKind:
+        """The recurrence whose sizes the file has."""
         keys = self.keys
         conv = keys.size(
             "linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv", default=4
@@ -452,17 +482,37 @@ class _Reader:
                 "full_gate": int(linear_keys.flag("use_full_rank_gate")),
             }
             return LayerKind("kda", sizes)
-        if keys.raw("linear_num_heads") is not None:
-            heads = keys.size("linear_num_heads")
-            key = keys.size("linear_head_dim")
-            return LayerKind("kda", {"heads": heads, "key": key, "conv": conv})
+        is_lightning = str(keys.raw("model_type")).startswith("minimax")
+        if is_lightning or keys.raw("linear_num_heads") is not None:
+            heads = keys.size("linear_num_heads", "num_attention_heads")
+            key = keys.size(
+                "linear_head_dim", "head_dim", default=self.hidden // max(1, heads)
+            )
+            kind = "lightning" if is_lightning else "kda"
+            return LayerKind(kind, {"heads": heads, "key": key, "conv": conv})
+        if keys.raw("mamba_dt_rank") is not None:
+            sizes = {
+                "inner": keys.size("mamba_expand", "expand", default=2) * self.hidden,
+                "state": keys.size("mamba_d_state"),
+                "rank": keys.size("mamba_dt_rank"),
+                "conv": conv,
+            }
+            return LayerKind("mamba1", sizes)
+        return self._state_space(conv)
+
+    def _state_space(self, conv: int) -> LayerKind:
+        keys = self.keys
         heads = keys.size("mamba_num_heads", "mamba_n_heads", default=self.needed)
         if not heads:
             return LayerKind("none")
         key = keys.raw("mamba_head_dim", "mamba_d_head")
         if not isinstance(key, int):
             # What is left to the library follows from how much wider it is.
-            key = keys.size("mamba_expand", "expand", default=2) * self.hidden // heads
+            key = (
+                keys.size("mamba_expand", "expand", default=2)
+                * self.hidden
+                // max(1, heads)
+            )
         sizes = {
             "heads": heads,
             "key": key,
@@ -475,6 +525,9 @@ class _Reader:
     def _attention(self, kind: str, at: int) -> LayerKind:
         keys = self.keys
         heads = keys.size("num_attention_heads", "n_heads")
+        by_layer = keys.list_of("num_attention_heads_per_layer")
+        if by_layer is not None:
+            heads = keys.whole("num_attention_heads_per_layer", self._cut(by_layer)[at])
         window = 0
         if kind == _WINDOW:
             window = keys.size("sliding_window", "attention_chunk_size")
@@ -482,8 +535,8 @@ class _Reader:
             "index": keys.size("index_head_dim", "indexer_head_dim", default=0),
             "index_heads": keys.size("index_n_heads", "indexer_n_heads", default=0),
         }
-        ratios = keys.list_of("compress_ratios")
-        if ratios is not None:
+        ratio = self._ratio(at)
+        if ratio is not None:
             sizes = {
                 "heads": heads,
                 "key": keys.size("head_dim"),
@@ -491,7 +544,7 @@ class _Reader:
                 "o": keys.size("o_lora_rank"),
                 "o_groups": keys.size("o_groups"),
                 "window": keys.size("sliding_window"),
-                "ratio": int(self._cut(ratios)[at]),
+                "ratio": ratio,
             }
             keys.raw("num_key_value_heads", "qk_rope_head_dim")
             return LayerKind("compressed", {**sizes, **index})
@@ -508,6 +561,17 @@ class _Reader:
             keys.raw("num_key_value_heads", "head_dim")
             return LayerKind("latent", {**sizes, **index})
         return self._heads(kind, heads, window, index)
+
+    def _ratio(self, at: int) -> int | None:
+        """How many tokens are compressed to one entry; None where none ever are."""
+        stated = self.keys.list_of("compress_ratios")
+        if stated is not None:
+            return self.keys.whole("compress_ratios", self._cut(stated)[at])
+        rates = self.keys.raw("compress_rates")
+        if not isinstance(rates, dict):
+            return None
+        kinds = self._cut(self.keys.list_of("layer_types") or [])
+        return self.keys.whole("compress_rates", rates.get(str(kinds[at]), 0))
 
     def _heads(
         self, kind: str, heads: int, window: int, index: dict[str, int]
@@ -562,7 +626,7 @@ class _Reader:
             "attn_output_gate", "output_gate_type", "use_head_wise_attn_gate"
         )
         model = str(keys.raw("model_type"))
-        return int(bool(stated) or model.startswith(("qwen3_next", "afmoe")))
+        return int(bool(stated) or model.startswith(("qwen3_next", "qwen3_5", "afmoe")))
 
     # -- feed-forward ------------------------------------------------------------------
 
@@ -571,7 +635,9 @@ class _Reader:
         kinds = self._kinds()
         # Said twice by files that have a list of kinds.
         keys.raw("full_attention_interval", "global_attn_every_n_layers")
-        keys.raw("sliding_window", "attention_chunk_size", "attn_type_list")
+        keys.raw("sliding_window_pattern", "attn_type_list")
+        keys.raw("num_attention_heads", "num_key_value_heads")
+        keys.raw("sliding_window", "attention_chunk_size")
         routed = self._routed(kinds)
         hidden = self.hidden
         top_k = keys.size(*TOP_K)
@@ -591,15 +657,15 @@ class _Reader:
             attentions = 2
             beside += 2 * dense
         connections = self._connections()
+        are_apart = _EXPERTS_ALONE in kinds or _DENSE_ALONE in kinds
 
         shapes = []
         for at, kind in enumerate(kinds):
             mixer = self._mixer(kind, at).mixer(hidden=hidden)
             norms = hidden if kind in (_EXPERTS_ALONE, _DENSE_ALONE) else 2 * hidden
             if not routed[at]:
-                has_dense = "hybrid_override_pattern" not in keys.values or (
-                    kind == _DENSE_ALONE
-                )
+                # In some hybrids a layer is a mixer or a feed-forward.
+                has_dense = kind == _DENSE_ALONE or not are_apart
                 feed_forward = dense if has_dense else 0
                 shapes.append(LayerShape(mixer, feed_forward + connections, norms))
                 continue
@@ -624,22 +690,27 @@ class _Reader:
         keys = self.keys
         if _EXPERTS_ALONE in kinds:
             return [kind == _EXPERTS_ALONE for kind in kinds]
-        stated = keys.list_of("mlp_layer_types")
-        if stated is not None:
-            return [
-                self._known("mlp_layer_types", {"sparse": "1", "dense": ""}, each) != ""
-                for each in self._cut(stated)
-            ]
-        enumerated = keys.raw("moe_layers_enum")
-        if enumerated is not None:
-            numbers = {int(word) for word in re.findall(r"\d+", str(enumerated))}
-            return [at in numbers for at in range(self.count)]
         first = keys.size(
             "first_k_dense_replace",
             "num_dense_layers",
             "moe_layer_start_index",
             default=0,
         )
+        last = keys.size("moe_layer_end_index", default=self.count)
+        stated = keys.list_of("mlp_layer_types")
+        if stated is not None:
+            return [
+                self._known("mlp_layer_types", _MLP_KINDS, each) == _EXPERTS_ALONE
+                for each in self._cut(stated)
+            ]
+        enumerated = keys.raw("moe_layers_enum")
+        if enumerated is not None:
+            numbers = {int(word) for word in re.findall(r"\d+", str(enumerated))}
+            return [at in numbers for at in range(self.count)]
+        period = keys.size("expert_layer_period", default=0)
+        if period:
+            offset = keys.size("expert_layer_offset", default=0)
+            return [at % period == offset for at in range(self.count)]
         frequency = keys.raw("moe_layer_freq")
         if isinstance(frequency, list):
             return [bool(each) for each in self._cut(frequency)]
@@ -653,7 +724,9 @@ class _Reader:
         # All but Llama 4 and Ernie count the step from the first layer on.
         only_dense = keys.list_of("mlp_only_layers") or []
         return [
-            at >= first and at not in only_dense and (at + 1) % max(1, step) == 0
+            first <= at <= last
+            and at not in only_dense
+            and (at + 1) % max(1, step) == 0
             for at in range(self.count)
         ]
 
@@ -694,10 +767,12 @@ class _Reader:
             neighbours = keys.size("emb_neighbor_num", default=2)
             parts = keys.size("emb_split_num", default=1)
             return ratio * vocab * self.hidden, max(1, (neighbours - 1) * parts)
+        keys.raw("ngram_size", "heads_per_ngram", "ngram_vocab_size_base")
+        keys.raw("ple_embed_dim", "ple_conv_kernel_size")
         layers = keys.list_of("ple_layer_ids")
         if layers:
             lengths = keys.size("ngram_size") - 1
-            rows = keys.size("heads_per_ngram") * lengths
+            rows = max(1, keys.size("heads_per_ngram") * lengths)
             width = keys.size("ple_embed_dim") // rows
             entries = rows * keys.size("ngram_vocab_size_base")
             return len(layers) * entries * width, rows

@@ -63,22 +63,15 @@ def flags_of(  # noqa: C901, PLR0912 # one branch per flag
         flags += ["-ctk", setting.kv_format, "-ctv", setting.kv_format]
     if on_host and machine.graphics and not setting.mapped:
         flags += ["--load-mode", "none"]
-    if model.table_bytes:
-        flags += lazy_flags(setting, model)
+    # Larger tables are left in a mapped file without being asked.
+    if setting.tables == LAZY and model.table_bytes <= LAZY_FROM_BYTES:
+        flags += ["--lazy-mode", "on"]
     return flags
 
 
-# llama.cpp leaves tables from this size on in the file by itself.
-# Source: pull requests 27794 and 27837 of 2026-08-28.
+# Source: llama.cpp, pull requests 27794 and 27837 of 2026-08-28; `--lazy-mode` wants a
+# mapped file.
 LAZY_FROM_BYTES = 4 * 1024**3
-
-
-def lazy_flags(setting: Setting, model: ModelContents) -> list[str]:
-    """Return the flag that puts look-up tables where a setting has them."""
-    lazy = setting.tables == LAZY
-    if lazy == (model.table_bytes > LAZY_FROM_BYTES):
-        return []
-    return ["--lazy-mode", "on" if lazy else "off"]
 
 
 def threads_of(machine: Machine) -> int:

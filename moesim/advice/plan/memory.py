@@ -22,7 +22,7 @@ from moesim.advice.times.work import (
 from moesim.runs.memory import ACTIVATION_BYTES, CONTEXT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import LayerContents, ModelContents
@@ -164,6 +164,7 @@ def memory_bill(
     keep_vram_bytes: int = 0,
     keep_ram_bytes: int = 0,
     sequences: int = 1,
+    beside: Mapping[str, float] | None = None,
 ) -> MemoryBill:
     """Add up what a setting needs.
 
@@ -175,7 +176,9 @@ def memory_bill(
         keep_vram_bytes: graphics memory to leave to others.
         keep_ram_bytes: host memory to leave to others.
         sequences: requests at the same time.
+        beside: item -> bytes on the first card of what runs beside the model.
     """
+    others = beside or {}
     first_gpu = setting.first_gpu_layer(model)
     on_host = set(setting.on_host(model))
     gpu = dict.fromkeys(("dense weights", "experts", "keys and values"), 0.0)
@@ -186,7 +189,8 @@ def memory_bill(
         # Keys and values lie where their layer runs.
         place = gpu if at >= first_gpu else host
         place["dense weights"] += layer.dense_bytes
-        place["keys and values"] += sequences * _kept(layer, setting, context_tokens)
+        keeper = host if setting.kv_on_host else place
+        keeper["keys and values"] += sequences * _kept(layer, setting, context_tokens)
         (host if at in on_host else gpu)["experts"] += layer.expert_bytes
 
     head_on_gpu = setting.head_on_gpu
@@ -201,11 +205,12 @@ def memory_bill(
         buffers = compute_buffers(model, setting, context_tokens)
         gpu["compute buffers"] = buffers
         gpu["driver"] = CONTEXT_BYTES * machine.gpu_count
+        gpu |= others
     if machine.gpu_count > 1:
         # Each card has buffers of its own.
         gpu["compute buffers"] *= machine.gpu_count
         needs = layer_needs(model, setting, context_tokens, sequences)
-        free = cards_free(machine, keep_vram_bytes)
+        free = cards_free(machine, keep_vram_bytes + sum(others.values()))
         own_bytes = CONTEXT_BYTES + buffers
         counts = setting.split or even_split(len(needs), free)
         cards = _card_bills(machine, needs, free, counts, own_bytes)
@@ -237,7 +242,9 @@ def layer_needs(
     for at, layer in enumerate(model.layers):
         if at < first_gpu:
             continue
-        entries = sequences * _kept(layer, setting, context_tokens)
+        entries = 0.0
+        if not setting.kv_on_host:
+            entries = sequences * _kept(layer, setting, context_tokens)
         experts = 0 if at in on_host else layer.expert_bytes
         needs.append(layer.dense_bytes + entries + experts)
     if setting.head_on_gpu:
@@ -245,10 +252,10 @@ def layer_needs(
     return needs
 
 
-def cards_free(machine: Machine, keep_bytes: int) -> list[float]:
+def cards_free(machine: Machine, keep_bytes: float) -> list[float]:
     """Return the bytes that programs may use by card; the first has the screen."""
     system = "windows" if machine.windows else "linux"
-    taken = SCREEN_BYTES[system] + keep_bytes
+    taken: float = SCREEN_BYTES[system] + keep_bytes
     free = []
     for card in machine.single_cards:
         free.append(card.vram_bytes * (1 - UNUSABLE_SHARE[system]) - taken)
@@ -421,6 +428,8 @@ class Job:
         keep_ram_bytes: host memory to leave to others.
         sequences: requests at the same time.
         micro_batch: ``-ub``; None tries the usual ones.
+        beside: item -> bytes on the first card of what runs beside the model, such as
+            a projector of pictures or a draft model.
     """
 
     context: int = 8192
@@ -430,6 +439,7 @@ class Job:
     keep_ram_bytes: int = 0
     sequences: int = 1
     micro_batch: int | None = None
+    beside: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def mean_depth(self) -> float:
@@ -461,6 +471,7 @@ def bill_of(
         keep_vram_bytes=job.keep_vram_bytes,
         keep_ram_bytes=job.keep_ram_bytes,
         sequences=job.sequences,
+        beside=job.beside,
     )
 
 
@@ -506,20 +517,17 @@ def loaded(
     """Load what a setting leaves to the host as memory allows.
 
     Host weights are read into buffers (``--load-mode none``) if they fit, whatever the
-    file holds besides, look-up tables with them if these fit, too; buffers are
-    page-locked as far as the system lets them.
+    file holds besides; look-up tables are read with them, as only a mapped file is read
+    row by row. Buffers are page-locked as far as the system lets them.
     """
     bill = bill_of(model, machine, setting, job)
-    if model.table_bytes and not bill.fits:
-        setting = replace(setting, tables=LAZY)
-        bill = bill_of(model, machine, setting, job)
     buffers = bill.host_bytes - PROGRAM_BYTES
-    setting = replace(
-        setting,
-        mapped=not bill.fits,
-        page_locked=bill.fits and buffers <= machine.most_page_locked_bytes,
-    )
-    return Candidate(setting, bill)
+    locked = bill.fits and buffers <= machine.most_page_locked_bytes
+    setting = replace(setting, mapped=not bill.fits, page_locked=locked)
+    if bill.fits or not model.table_bytes:
+        return Candidate(setting, bill)
+    setting = replace(setting, tables=LAZY)
+    return Candidate(setting, bill_of(model, machine, setting, job))
 
 
 def advisable(fitting: Sequence[Candidate]) -> list[Candidate]:
@@ -540,7 +548,7 @@ def with_split(
     processor leave one card empty and another too full.
     """
     needs = layer_needs(model, setting, job.context, job.sequences)
-    free = cards_free(machine, job.keep_vram_bytes)
+    free = cards_free(machine, job.keep_vram_bytes + sum(job.beside.values()))
     own_bytes = CONTEXT_BYTES + compute_buffers(model, setting, job.context)
     counts = best_split(needs, free, own_bytes)
     return setting if counts is None else replace(setting, split=counts)

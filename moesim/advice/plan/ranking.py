@@ -97,11 +97,13 @@ class Forecast:
         job: Job,
         beliefs: Beliefs,
         grades: Grades | None = None,
+        fork: str = "",
     ) -> None:
         self.model = model
         self.machine = machine
         self.job = job
         self.beliefs = beliefs
+        self.fork = fork
         probed = bool(machine.probes.host_read)
         self.grades = grades or Grades("probes" if probed else "specification")
         self._decode: dict[tuple[object, ...], Target] = {}
@@ -128,6 +130,10 @@ class Forecast:
             setting.page_locked,
             setting.sequences,
             setting.tables,
+            setting.kv_on_host,
+            setting.threads,
+            setting.used_only,
+            setting.gpu_from_tokens,
         )
         # Sorting a model's bytes takes most of an answer's time, and candidates differ
         # in micro-batches, which decode does not see, or in key-value formats, which
@@ -135,12 +141,16 @@ class Forecast:
         decode_key = (*place, setting.kv_format)
         if decode_key not in self._decode:
             self._decode[decode_key] = decode_target(
-                self.machine, self.model, setting, self.job.mean_depth
+                self.machine,
+                self.model,
+                setting,
+                self.job.mean_depth,
+                fork=self.fork,
             )
         prefill_key = (*place, setting.micro_batch, setting.batch)
         if prefill_key not in self._prefill:
             self._prefill[prefill_key] = prefill_target(
-                self.machine, self.model, setting, self.job.prompt
+                self.machine, self.model, setting, self.job.prompt, fork=self.fork
             )
         return self._decode[decode_key], self._prefill[prefill_key]
 

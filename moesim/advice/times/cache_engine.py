@@ -99,23 +99,6 @@ class EngineTraits:
     merge: bool = False
 
 
-def traits_of(policy: str) -> EngineTraits:
-    """Read the traits out of a policy's name, as tables of measurements write it."""
-    words = policy.lower()
-
-    def has(*parts: str) -> bool:
-        return any(part in words for part in parts)
-
-    oracle = has("oracle", "read-ahead", "min set", "scheduled")
-    return EngineTraits(
-        fetch=oracle or has("deployed", "+ fetch", "+fetch", "fetch table"),
-        split=has("split", "memcpy", "copy-engine adm", "zero-copy adm", "hot set"),
-        admit_all=has("lru", "hit-optimal"),
-        ahead=has("prefetch", "read-ahead", "hit-optimal", "scheduled"),
-        one_read=has("1 read", "scheduled", "paced"),
-    )
-
-
 @dataclass(frozen=True)
 class EngineWork:
     """What one token asks of such an engine.

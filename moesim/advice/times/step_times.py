@@ -158,6 +158,7 @@ def decode_terms(
         terms["cpu other layers"] = (
             reading + work.host_dense_layers * rates["host_layer_s"]
         )
+    if work.host_kv_bytes:
         # Attention on the CPU reads its keys and values like any other bytes.
         kv_rate = rates["host_read"] * rates["host_reach"]
         terms["cpu keys and values"] = work.host_kv_bytes / kv_rate

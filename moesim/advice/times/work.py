@@ -118,7 +118,10 @@ def decode_work(
             counts["recurrent" if recurrent else "attention"] += 1
             counts["latent"] += layer.latent_values > 0
             _add(device, layer.dense_formats)
-            _add(device_kv, {layer.query_group: kv_bytes})
+            if setting.kv_on_host:
+                host_kv += kv_bytes
+            else:
+                _add(device_kv, {layer.query_group: kv_bytes})
 
         if at in on_host:
             counts["host experts"] += 1
@@ -360,6 +363,8 @@ KV_SHARES = {
     "f16": 1.0,
     "bf16": 1.0,
     "q8_0": 34 / 64,
+    "q8_kv": 33 / 64,
+    "q6_0": 26 / 64,
     "q5_1": 24 / 64,
     "q5_0": 22 / 64,
     "q4_1": 20 / 64,
@@ -392,6 +397,7 @@ class Setting:
         split: layers of each card (``-ts``), the head as the last; empty leaves it to
             the engine.
         mapped: host weights stay in the file and are read through the page cache.
+        kv_on_host: keys and values, and attention with them, stay on the CPU.
         tables: where look-up tables are: `HELD` in host memory, `LAZY` rows read from
             the file as they are asked for.
         random_tokens: prompts are drawn at random, as benchmarks do; such tokens
@@ -412,6 +418,7 @@ class Setting:
     sequences: int = 1
     split: tuple[int, ...] = ()
     mapped: bool = False
+    kv_on_host: bool = False
     tables: str = HELD
     random_tokens: bool = True
 

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesim.base.options import (
     PAGES,
@@ -15,11 +15,13 @@ from moesim.base.options import (
     json_option,
     option,
 )
+from moesim.base.units import parse_bytes
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
 
 if TYPE_CHECKING:
     from moesim.advice.advise import Advice
+    from moesim.advice.plan.memory import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +114,42 @@ class AdviseOptions(ModelOptions):
     )
     expert_cache: bool = option(
         False,
-        "What an expert cache would give, on synthetic routing; takes a few seconds"
-        " more.",
+        "What an expert cache would give, on this model's routing where it is known.",
+    )
+    flags: str | None = option(
+        None,
+        "A line of llama-server or ik_llama.cpp, variables, or settings of ollama or LM"
+        " Studio, as pasted or in a file: what it does here, and what to change first.",
+        metavar="LINE",
+        excludes=(
+            "bench",
+            "routing_trace",
+            "expert_cache",
+            "explain",
+            "html",
+            "save_profile",
+        ),
+    )
+    measured: float | None = option(
+        None,
+        "Tokens per second that the line gives, or the advised one: is it normal?",
+        minimum=1e-3,
+    )
+    target: float | None = option(
+        None,
+        "Tokens per second that are wished for: the smallest change that reaches them.",
+        minimum=1e-3,
+    )
+    mmproj: str | None = option(
+        None,
+        "Projector of pictures beside the model: its size, or its file.",
+        metavar="SIZE|FILE",
+    )
+    draft: str | None = option(
+        None,
+        "Draft model or heads for several tokens beside it: size, keys and values"
+        " included, or file.",
+        metavar="SIZE|FILE",
     )
     explain: bool = option(False, "Print the seconds of every term.")
     html: Path | None = file_option("Write a page with figures.", *PAGES)
@@ -143,9 +179,11 @@ def advise(options: AdviseOptions) -> None:
     Examples:
       moesim advise model.gguf --cpu "Ryzen 7 5700X" --ram 2x16GB-DDR4-3600 --gpu "RTX 4060 Ti 16GB"
       moesim advise qwen3-30b-a3b --hw hw.toml --bench rows.jsonl --explain
+      moesim advise qwen3-30b-a3b --cpu "Ryzen 7 5700X" --ram 2x16GB-DDR4-3600 --gpu "RTX 3090" --flags "llama-server -ngl 99 --n-cpu-moe 20" --measured 9.5
       moesim advise gpt-oss-120b --cpu "Ryzen 9 9950X" --ram "2x48GB DDR5-6000" --gpu "2x RTX 3090" --html advice.html
     """
     from moesim.advice.advise import advise as ask
+    from moesim.advice.plan.commands import server_command
     from moesim.advice.plan.memory import Job
     from moesim.advice.routing import COUNTS_FILE
     from moesim.advice.text import advice_json, advice_text
@@ -158,21 +196,25 @@ def advise(options: AdviseOptions) -> None:
         keep_ram_bytes=options.keep_host_memory_bytes,
         sequences=options.batch,
         micro_batch=options.micro_batch,
+        beside=_beside(options),
     )
+    words = {name: getattr(options, name) for name in DESCRIBES}
+    if options.flags is not None:
+        _flags(options, options.flags, words, job)
+        return
     advice = ask(
         options.model,
-        cpu=options.cpu,
-        ram=options.ram,
-        gpu=options.gpu,
-        pcie=options.pcie,
-        system=options.system,
-        hw=options.hw,
+        **words,
         bench=options.bench,
-        quant=options.quant,
         job=job,
         trace=options.routing_trace,
         replay_cache=options.expert_cache,
     )
+    if options.measured is not None or options.target is not None:
+        best = advice.best.candidate.setting
+        line = server_command(best, advice.model, advice.machine, job)
+        _flags(options, line, words, job)
+        return
     if options.html is not None:
         from moesim.advice.page import write_advice
 
@@ -195,6 +237,50 @@ def advise(options: AdviseOptions) -> None:
     if replay_line:
         print(f"\nto replay this placement:\n  {replay_line}")
     output.print_written([options.html, options.save_profile, options.expert_counts])
+
+
+DESCRIBES = ("cpu", "ram", "gpu", "pcie", "system", "hw", "quant")
+"""Options that describe the machine, and the model's formats."""
+
+LONGEST_PATH = 255
+
+
+def _flags(
+    options: AdviseOptions, line: str, words: dict[str, Any], job: "Job"
+) -> None:
+    """Answer a line that somebody has."""
+    from moesim.advice.given.answer import advise_flags
+    from moesim.advice.given.text import flags_json, flags_text
+    from moesim.base.inputs import read_text
+
+    if len(line) <= LONGEST_PATH and Path(line).is_file():
+        line = read_text(Path(line))
+    answer = advise_flags(
+        options.model,
+        line,
+        **words,
+        job=job,
+        measured=options.measured,
+        target=options.target,
+    )
+    if options.as_json:
+        print(json.dumps(flags_json(answer), indent=2))
+    else:
+        print(flags_text(answer))
+
+
+def _beside(options: AdviseOptions) -> dict[str, float]:
+    """Bytes on the card of what runs beside the model."""
+    beside = {}
+    for item, text in (("mmproj", options.mmproj), ("draft", options.draft)):
+        if text is None:
+            continue
+        file = Path(text).expanduser()
+        if file.is_file():
+            beside[item] = float(file.stat().st_size)
+        else:
+            beside[item] = float(parse_bytes(text, where=f"--{item}"))
+    return beside
 
 
 def _write_counts(advice: "Advice", file: Path) -> None:

@@ -1,9 +1,8 @@
 """`moesim compare`: several policies, machines and memories on one trace."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesim.base.options import (
     PAGES,
@@ -21,7 +20,6 @@ from moesim.cli.options import from_dataclass
 from moesim.runs.config import RunConfig
 
 if TYPE_CHECKING:
-    from moesim.questions.compare import Comparison
     from moesim.traces.format.reader import Trace
 
 
@@ -88,53 +86,45 @@ def compare(configs: list[RunConfig], options: CompareOptions) -> None:
       moesim compare q.parquet --policy greedy+lru+none,greedy+lru+residual --html q.html
     """
     from moesim.cli.output import bar
-    from moesim.questions.compare import compare_cells
-    from moesim.runs.bound import bound_of
+    from moesim.questions.compare import compare as compare_runs
     from moesim.runs.setup import opened
+    from moesim.traces.timeline.perfetto import write_perfetto
 
     options = options.completed()
-    config = configs[0]
-    config, trace = opened(config)
+    config, trace = opened(configs[0])
     names, left_out = _expand(trace, options.policy, configs)
-    # Options of one name were multiplied out; the comparison wants its two axes.
-    machines = list(dict.fromkeys(each.hw for each in configs))
-    memories = list(dict.fromkeys(each.memory for each in configs))
     is_single = len(configs) == 1
+    several: dict[str, Any] = {}
+    if not is_single:
+        # Options of one name were multiplied out; the comparison wants its axes.
+        several["hw"] = list(dict.fromkeys(each.hw for each in configs))
+        several["memory"] = list(dict.fromkeys(each.memory for each in configs))
     with bar("replaying", 1.0) as show:
-        compared = compare_cells(
+        compared = compare_runs(
             config,
             names,
-            # A single one is in the configuration, perhaps with its digest.
-            hw=machines if len(machines) > 1 else None,
-            memory=memories,
             out=options.out,
             jobs=options.jobs,
-            # Pages of one cell draw timelines; those of many cells would fill memory.
+            # Pages of one setting draw timelines; those of many would fill memory.
             keep=is_single or options.perfetto is not None,
             progress=show,
+            **several,
         )
-
-    _write(compared, options, is_single=is_single)
-    # Of a ranking the bound says how far the fastest could still go; one that sees the
-    # future is a bound itself.
-    best = compared.fastest().to_dict("records") if is_single else []
-    if options.as_json:
-        answer = compared.to_json()
-        for row in best:
-            fastest = config.replaced(policy=row["policy"])
-            answer |= output.bound_json(bound_of(fastest), row["makespan_s"])
-        print(json.dumps(answer, indent=2))
-        return
-    _print(compared, is_single=is_single)
-    for row in best:
-        fastest = config.replaced(policy=row["policy"])
-        bound = bound_of(fastest)
-        output.print_bound(bound, row["makespan_s"], f"{row['policy']} is ")
-    written = (options.png, options.html, options.table, options.perfetto)
-    output.print_written([options.out, *written])
-    warnings = [warning for run in compared.runs.values() for warning in run.warnings]
-    # Runs share most of their warnings; each is worth one line.
-    output.print_notes([*left_out, *dict.fromkeys(warnings)])
+    if options.perfetto is not None:
+        timelines = {
+            name if isinstance(name, str) else " | ".join(name): run.timeline
+            for name, run in compared.runs.items()
+        }
+        write_perfetto(options.perfetto, timelines)
+    output.present(
+        compared.answer(),
+        as_json=options.as_json,
+        html=options.html,
+        picture=options.png,
+        table=options.table,
+        more=[options.out, options.perfetto],
+        notes=left_out,
+    )
 
 
 def _expand(
@@ -182,40 +172,3 @@ def _expand(
             " `moesim trace predict` adds synthetic ones"
         )
     return policies, left_out
-
-
-def _write(compared: "Comparison", options: CompareOptions, *, is_single: bool) -> None:
-    from moesim.questions.compare_page import (
-        cells_figure,
-        comparison_figure,
-        write_cells,
-        write_comparison,
-    )
-    from moesim.reporting.tables import save_table
-    from moesim.traces.timeline.perfetto import write_perfetto
-
-    comparison = (compared.table, compared.by_policy())
-    if options.png is not None:
-        figure = comparison_figure(*comparison) if is_single else cells_figure(compared)
-        figure.save(options.png)
-    if options.html is not None and is_single:
-        write_comparison(*comparison, options.html, output.command_line())
-    elif options.html is not None:
-        write_cells(compared, options.html, output.command_line())
-    if options.table is not None:
-        save_table(compared.table, options.table)
-    if options.perfetto is not None:
-        timelines = {
-            policy if is_single else f"{machine} | {memory} | {policy}": run.timeline
-            for (machine, memory, policy), run in compared.runs.items()
-        }
-        write_perfetto(options.perfetto, timelines)
-
-
-def _print(compared: "Comparison", *, is_single: bool) -> None:
-    from moesim.questions.compare_text import cells_text, comparison_text
-
-    if is_single:
-        print(comparison_text(compared.table, compared.by_policy()))
-    else:
-        print(cells_text(compared))

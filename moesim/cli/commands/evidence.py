@@ -21,10 +21,10 @@ from moesim.base.options import (
     policies_option,
     seed_option,
     target_argument,
-    trace_argument,
 )
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
+from moesim.runs.config import RunConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,10 +36,6 @@ DIFFERENT = 1
 """Exit code of a structure that differs, and of aims that are not met."""
 REPORT = ("validation.json", "validation.md", "validation.html")
 """What `validate` writes into a folder."""
-
-MOST_CONSTANTS = 12
-"""Constants that `sensitivity` prints, those with the largest effect."""
-
 
 STORES = "Folder of the experts' stores. Default: a temporary one."
 
@@ -221,7 +217,7 @@ def _grid(options: ValidateOptions) -> None:
     from moesim.cli.output import steps_of
     from moesim.evidence.validation import grid as library
     from moesim.evidence.validation import report
-    from moesim.evidence.validation.report import validation_text
+    from moesim.evidence.validation.report import validation_answer
     from moesim.evidence.validation.results import joined
 
     # Read first: a missing file should not cost an hour of runs.
@@ -258,10 +254,8 @@ def _grid(options: ValidateOptions) -> None:
             on_result=None if out is None else save,
             progress=progress,
         )
-    result = save(validation)
-    if _print(result, validation_text(result), as_json=options.as_json):
-        output.print_written(places)
-        output.print_notes(validation.warnings)
+    answer = validation_answer(save(validation))
+    output.present(answer, as_json=options.as_json, more=places)
 
 
 def _structure(folders: "Sequence[Path]", *, as_json: bool) -> None:
@@ -515,32 +509,17 @@ def _from(options: CalibrateOptions) -> None:
 class SensitivityOptions(Options):
     """What `moesim sensitivity` is asked."""
 
-    trace: Path = trace_argument()
     policy: tuple[str, ...] = policies_option(
         "greedy+lru",
         "on-demand+lru",
         "all-cpu+none",
     )
-    hw: str | None = option(
-        None,
-        "Machine: a name or a file.",
-        metavar="NAME|FILE",
-        place="input",
-    )
-    cache_ratio: float = option(
-        0.25,
-        "Share of experts cached.",
-        metavar="R",
-        minimum=0.0,
-        maximum=1.0,
-    )
-    batch: int = option(1, "Sequences that run together.", metavar="B", minimum=1)
     steps: int = option(32, "Forward passes replayed.", minimum=1)
     as_json: bool = json_option()
 
 
-@from_dataclass(from_file=False)
-def sensitivity(options: SensitivityOptions) -> None:
+@from_dataclass(without=["noise_seed", "arrivals", "slo", "engine"], from_file=False)
+def sensitivity(config: RunConfig, options: SensitivityOptions) -> None:
     """Move every constant of a profile within its interval and say whether another
     policy would win.
 
@@ -554,53 +533,9 @@ def sensitivity(options: SensitivityOptions) -> None:
     # Every constant takes two comparisons, so a few steps must do.
     with steps_of("moving constants") as progress:
         result = library.sensitivity(
-            options.trace,
-            policies=options.policy,
-            hw=options.hw,
-            cache_ratio=options.cache_ratio,
-            batch=options.batch,
+            config,
+            options.policy,
             steps=options.steps,
             progress=progress,
-        ).to_json()
-    _print(result, sensitivity_text(result), as_json=options.as_json)
-
-
-def sensitivity_text(result: dict[str, Any]) -> str:
-    """Lay out winners, constants, break-even and cliff for a terminal."""
-    from moesim.reporting.tables import aligned
-
-    fastest_first = sorted(result["baseline_s"].items(), key=lambda item: item[1])
-    lines = [f"{name:<28} {seconds:10.4f} s" for name, seconds in fastest_first]
-
-    changes = ", ".join(result["winner_changes"]) or "none"
-    lines += [
-        "",
-        f"winner: {result['winner']}; constants that change it: {changes}",
-        "",
-    ]
-    constants = [
-        [each["path"], f"{100 * each['effect']:.2f} %", each["interval"]]
-        for each in result["constants"][:MOST_CONSTANTS]
-    ]
-    lines += aligned([["constant", "moves a run by", "interval"], *constants])
-
-    # Rows are sorted by tokens: the first one is where the lines cross.
-    fetched = [row["tokens"] for row in result["break_even"] if row["fetch"]]
-    since = "never, up to 1024 tokens"
-    if fetched:
-        since = f"from {fetched[0]} tokens of an expert on"
-    cliff = result["cliff"]
-    # A trace without decode steps has no hit rate to show.
-    rates = ", ".join(
-        f"{share} x: {100 * (rate or 0):.1f} %"
-        for share, rate in cliff["hit_rate"].items()
-    )
-    lines += [
-        "",
-        f"fetching an absent expert is cheaper than computing it on the CPU {since}",
-        (
-            f"capacity cliff of a global LRU: {cliff['working_set']} experts"
-            f" ({100 * cliff['ratio']:.1f} %); hits {rates}"
-        ),
-    ]
-    return "\n".join(lines)
+        )
+    output.present(result.answer(), as_json=options.as_json)

@@ -1,6 +1,5 @@
 """`moesim hits`: hit rates of caches at several sizes."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,33 +72,17 @@ def hits(config: RunConfig, options: HitsOptions) -> None:
       moesim hits q.parquet --cache lru,lfu:decay=0.9,sieve,belady --cache-ratio 0.1,0.25,0.5 --html hits.html
     """
     from moesim.cli.output import bar
-    from moesim.questions.hit_rates import (
-        hit_rates,
-        hits_figure,
-        hits_text,
-        write_hits,
-    )
-    from moesim.reporting.tables import save_table
+    from moesim.questions.hit_rates import hit_rates, hits_answer
     from moesim.runs.setup import opened
 
-    ratios = options.cache_ratio
     config, trace = opened(config)
-    with bar("counting", len(options.cache) * len(ratios)) as show:
-        rates = hit_rates(config, options.cache, ratios, progress=show)
-
-    if options.png is not None:
-        hits_figure(rates).save(options.png)
-    if options.html is not None:
-        write_hits(rates, trace, options.html, output.command_line())
-    if options.table is not None:
-        save_table(rates.reset_index(), options.table)
-    if options.as_json:
-        # JSON has no keys that are numbers.
-        by_cache = {
-            str(name): dict(zip(map(str, ratios), rates[name], strict=True))
-            for name in rates
-        }
-        print(json.dumps(by_cache, indent=2))
-        return
-    print(hits_text(rates))
-    output.print_written([options.png, options.html, options.table])
+    count = len(options.cache) * len(options.cache_ratio)
+    with bar("counting", count) as show:
+        rates = hit_rates(config, options.cache, options.cache_ratio, progress=show)
+    output.present(
+        hits_answer(rates, trace),
+        as_json=options.as_json,
+        html=options.html,
+        picture=options.png,
+        table=options.table,
+    )

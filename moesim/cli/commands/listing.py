@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 POLICY_KINDS = ("assignment", "cache", "prefetch", "routing")
-KINDS = (*POLICY_KINDS, "systems", "hardware", "models", "engines")
+KINDS = (*POLICY_KINDS, "systems", "machines", "models", "engines")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ def _entries(kind: str) -> list[dict[str, Any]]:
     # Kinds of policies come last: they share one way to be listed.
     if kind == "systems":
         return _systems()
-    if kind == "hardware":
+    if kind == "machines":
         return _machines()
     if kind == "engines":
         return _engines()

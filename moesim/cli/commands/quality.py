@@ -1,6 +1,5 @@
 """`moesim quality`: what policies that change routing do to a model's answers."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +79,10 @@ class QualityOptions(Options):
 
     def outputs(self) -> list[Path]:
         """Files that are written into the folder."""
-        names = ("quality.json", "quality.png")
+        names = (
+            *("quality.json", "quality.html"),
+            *("quality-kl.png", "quality-agreement.png"),
+        )
         return [self.out / name for name in names] if self.out else []
 
 
@@ -96,7 +98,7 @@ def quality(config: RunConfig, options: QualityOptions) -> None:
     """
     from moesim.cli.output import bar, quiet_libraries
     from moesim.questions import quality as library
-    from moesim.questions.quality import quality_text, save_quality
+    from moesim.questions.quality import quality_answer, save_quality
 
     # Loading a model takes minutes, so all checks come before it.
     check_device(options.device)
@@ -123,8 +125,4 @@ def quality(config: RunConfig, options: QualityOptions) -> None:
             progress=show,
         )
     written = [] if options.out is None else save_quality(result, options.out)
-    if options.as_json:
-        print(json.dumps(result.to_json(), indent=2))
-        return
-    print(quality_text(result))
-    output.print_written(written)
+    output.present(quality_answer(result), as_json=options.as_json, more=written)

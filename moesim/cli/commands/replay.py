@@ -1,11 +1,11 @@
 """`moesim replay`: one trace, one policy, one machine."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from moesim.base.options import (
     PAGES,
+    PICTURES,
     TIMELINES,
     Options,
     file_option,
@@ -30,10 +30,13 @@ class ReplayOptions(Options):
             *("arrivals", "hw", "prefetch", "routing", "host_memory_bytes"),
             *("host_cache", "staging", "prefetch_budget_bytes", "gpu_split"),
             *("context_tokens", "micro_batch", "draft_tokens", "acceptance"),
-            *("engine", "noise_seed", "out", "html", "perfetto"),
+            *("engine", "noise_seed", "out", "html", "png", "perfetto"),
         ),
     )
     out: Path | None = folder_option("Write the run's tables and figures there.")
+    png: Path | None = file_option(
+        "Draw what every lane did in a step in the middle.", *PICTURES
+    )
     html: Path | None = file_option(
         "Write a page: every lane at any moment, which expert was where.", *PAGES
     )
@@ -60,12 +63,14 @@ def replay(config: RunConfig, options: ReplayOptions) -> None:
       moesim replay --config run/run.json --batch 4
     """
     from moesim.cli.output import replaying
-    from moesim.questions import replay as report
+    from moesim.questions.replay import cache_answer, run_answer
     from moesim.runs.replay import replay as replay_trace
+    from moesim.runs.replay import replay_cache
     from moesim.runs.setup import opened
 
     if options.cache_only:
-        _count_hits(config, as_json=options.as_json)
+        counts = cache_answer(replay_cache(config))
+        output.present(counts, as_json=options.as_json)
         return
 
     # Opened once, for the bar and for the replay.
@@ -76,29 +81,14 @@ def replay(config: RunConfig, options: ReplayOptions) -> None:
             out=options.out,
             perfetto=options.perfetto,
             # A page is drawn from the timeline; figures alone need none in memory.
-            keep=options.html is not None,
+            keep=options.html is not None or options.png is not None,
             bounded=True,
             progress=progress,
         )
-    if options.html is not None:
-        from moesim.questions.replay_page import write_run
-
-        write_run(run, options.html, output.command_line())
-    if options.as_json:
-        bound = output.bound_json(run.bound, run.metrics["makespan_s"])
-        print(json.dumps(run.to_json() | bound, indent=2))
-        return
-    print(report.run_text(run))
-    output.print_bound(run.bound, run.metrics["makespan_s"])
-    output.print_written(options.outputs())
-    output.print_notes(run.warnings)
-
-
-def _count_hits(config: RunConfig, *, as_json: bool) -> None:
-    from moesim.questions import replay as report
-    from moesim.runs.replay import replay_cache
-
-    counts = replay_cache(config)
-    print(json.dumps(counts, indent=2) if as_json else report.cache_text(counts))
-    if not as_json:
-        output.print_notes(counts["synthetic"])
+    output.present(
+        run_answer(run),
+        as_json=options.as_json,
+        html=options.html,
+        picture=options.png,
+        more=[*run_files(options.out), options.perfetto],
+    )

@@ -1,7 +1,6 @@
 """`moesim reproduce`: published figures beside ours."""
 
 import json
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +16,11 @@ from moesim.base.options import (
     seed_option,
 )
 from moesim.cli.options import from_dataclass
-from moesim.cli.output import print_written
+from moesim.cli.output import command_line, present
 
 if TYPE_CHECKING:
-    from moesim.evidence.reproduction.report import Table
     from moesim.evidence.reproduction.routing import Reproduction
+    from moesim.reporting.answers import Answer
 
 PAGES = ("reproduction.html", "reproduction.md", "reproduction.json")
 MAP = "map"
@@ -137,16 +136,13 @@ def reproduce(options: ReproduceOptions) -> None:
             seed=options.seed,
             progress=progress,
         )
-    if options.as_json:
-        print(json.dumps(reproduction.to_json(), indent=2))
-        return
-    print(reproduction_text(reproduction))
+    present(reproduction_answer(reproduction), as_json=options.as_json)
 
 
 def _all_records(options: ReproduceOptions) -> None:
     from moesim.cli.output import bar
     from moesim.evidence.reproduction import questions
-    from moesim.evidence.reproduction.report import report, write
+    from moesim.evidence.reproduction.report import report, reproduced_answer, write
     from moesim.evidence.reproduction.reproduce_all import reproduce_all
 
     known = questions.papers()
@@ -159,6 +155,7 @@ def _all_records(options: ReproduceOptions) -> None:
     out = options.out
     assert out is not None
     out.mkdir(parents=True, exist_ok=True)
+    line = command_line()
     with bar("reproducing", 1.0) as show:
         reproduced = reproduce_all(
             out,
@@ -166,63 +163,48 @@ def _all_records(options: ReproduceOptions) -> None:
             machines=options.machines,
             jobs=options.jobs,
             minutes=options.minutes,
-            save=lambda so_far: write(out, so_far, report(so_far)),
+            save=lambda so_far: write(out, so_far, report(so_far), line),
             progress=show,
         )
     page = report(reproduced)
-    paths = write(out, reproduced, page)
-    if options.as_json:
-        print(json.dumps(page.counts, indent=2))
-        return
-    print(_summary_text(page.tables[0]))
-    if reproduced.left_out:
-        print(reproduced.facts[-1])
-    print_written(paths)
+    paths = write(out, reproduced, page, line)
+    # A terminal shows the summary; the page has all records.
+    answer = reproduced_answer(reproduced, page)
+    answer.tables = answer.tables[:1]
+    answer.notes = reproduced.facts[-1:] if reproduced.left_out else []
+    answer.data = page.counts
+    present(answer, as_json=options.as_json, more=paths)
 
 
 def _map(options: ReproduceOptions) -> None:
     from moesim.cli.output import bar
-    from moesim.evidence.reproduction.field_map import field_map, report_of, write_map
+    from moesim.evidence.reproduction.field_map import field_map, map_answer, write_map
 
     if options.out is None:
         raise typer.BadParameter("expected a folder for the map", param_hint="--out")
     options.out.mkdir(parents=True, exist_ok=True)
     with bar("mapping", 1.0) as show:
         field = field_map(options.out, jobs=options.jobs, progress=show)
-    paths = write_map(options.out, field)
-    print(_summary_text(report_of(field).tables[0]))
-    print_written(paths)
+    paths = write_map(options.out, field, command_line())
+    answer = map_answer(field)
+    answer.tables = answer.tables[:1]
+    present(answer, as_json=options.as_json, more=paths)
 
 
-def _summary_text(table: "Table") -> str:
-    from moesim.reporting.tables import aligned, screen
-
-    rows = [list(table.heads), *map(list, table.rows)]
-    return "\n".join([*aligned(rows), "", _wrapped(table.note, screen().width)])
-
-
-def reproduction_text(reproduction: "Reproduction") -> str:
-    """Lay out a reproduction for a terminal: a row per setting, published columns
-    before measured ones, then notes.
-    """
-    from moesim.reporting.tables import aligned, screen
+def reproduction_answer(reproduction: "Reproduction") -> "Answer":
+    """Published figures beside ours: a row per setting, published columns first."""
+    from moesim.reporting.answers import Answer, Listing
 
     experiment = reproduction.experiment
     models = reproduction.models
     sources = list(dict.fromkeys(source for source, _, _ in experiment.published))
-    width = screen().width
-    head = [
-        _wrapped(f"{experiment.name}: {experiment.summary}", width),
-        _wrapped(experiment.computes, width),
-    ]
-
     # One source is named in every head; several name themselves in their columns.
     columns = [
         column if len(sources) > 1 else f"{sources[0]}: {column}"
         for column in reproduction.published
     ]
     heads = [f"ours: {models[trace]}" for trace in reproduction.measured]
-    table = [[experiment.unit, *columns, *heads]]
+    rows = []
     footnotes: dict[str, int] = {}
     for row in reproduction.rows:
         published = [
@@ -232,19 +214,27 @@ def reproduction_text(reproduction: "Reproduction") -> str:
             _measured_cell(figures.get(row), footnotes)
             for figures in reproduction.measured.values()
         ]
-        table.append([row, *published, *measured])
+        rows.append([row, *published, *measured])
 
     passes = "all forward passes"
     if reproduction.steps is not None:
         passes = f"at most {reproduction.steps} forward passes"
     origins = ", ".join(f"{model} from {trace}" for trace, model in models.items())
-    notes = [
-        f"ours: {origins}; {passes} of each",
-        *(f"[{number}] {reason}" for reason, number in footnotes.items()),
-        *(f"note: {caveat}" for caveat in experiment.caveats),
-    ]
-    blocks = [head, aligned(table), [_wrapped(note, width) for note in notes]]
-    return "\n\n".join("\n".join(block) for block in blocks)
+    return Answer(
+        question=experiment.summary,
+        subject=experiment.name,
+        setting=[
+            (experiment.name, experiment.summary),
+            ("computes", experiment.computes),
+            ("ours", f"{origins}; {passes} of each"),
+        ],
+        tables=[Listing.of([experiment.unit, *columns, *heads], rows)],
+        notes=[
+            *(f"[{number}] {reason}" for reason, number in footnotes.items()),
+            *(f"note: {caveat}" for caveat in experiment.caveats),
+        ],
+        data=reproduction.to_json(),
+    )
 
 
 def _measured_cell(figure: float | str | None, footnotes: dict[str, int]) -> str:
@@ -258,10 +248,6 @@ def _cell(figure: float | str | None) -> str:
     if figure is None:
         return "-"
     return figure if isinstance(figure, str) else f"{figure:.4g}"
-
-
-def _wrapped(text: str, width: int) -> str:
-    return textwrap.fill(text, width, subsequent_indent="  ")
 
 
 def _entries() -> list[dict[str, str]]:

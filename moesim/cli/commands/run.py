@@ -214,14 +214,12 @@ def _run(
 
 def _print(measured: "MeasuredRun", startups: dict[str, Any] | None) -> None:
     from moesim.base.units import format_bytes
-    from moesim.questions import replay as report
+    from moesim.questions.replay import run_answer
 
     # The routing of a trace makes no texts.
     for number, text in enumerate(getattr(measured, "texts", [])):
         print(f"--- {number}\n{_without_controls(text)}")
-    print(report.run_text(measured))
-    if measured.bound is not None:
-        print(f"bound: {measured.bound.words(measured.metrics['makespan_s'])}")
+    print(run_answer(measured).text())
 
     startup = measured.startup
     print(

@@ -1,6 +1,5 @@
 """`moesim sweep`, `search` and `results`: many runs, and questions to them."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +75,8 @@ def sweep(axes: dict[str, Any], options: SweepOptions) -> None:
       moesim sweep exp.toml --cluster tcp://192.168.0.5:8786 --results results
     """
     from moesim.cli.output import bar
-    from moesim.questions.sweep_text import sweep_text
+    from moesim.questions.ranked import ranked_answer
+    from moesim.reporting.tables import save_table
     from moesim.runs.sweeps.plan import planned
     from moesim.runs.sweeps.sweep import configs_of, run_sweep
 
@@ -91,17 +91,17 @@ def sweep(axes: dict[str, Any], options: SweepOptions) -> None:
         )
 
     frame = swept.frame(details=True)
-    _write(frame, options)
-    if options.as_json:
-        print(swept.frame().to_json(orient="records", indent=2))
-        return
-    print(sweep_text(frame))
-    if swept.stored:
-        print(f"{swept.stored} of {len(frame)} runs were in {options.results}")
-    output.print_written([options.results, options.png, options.html, options.table])
-    warnings = [line for text in frame["warnings"] for line in json.loads(text)]
-    # Runs share most of their warnings; each is worth one line.
-    output.print_notes([*swept.refusal_lines(), *dict.fromkeys(warnings)])
+    if options.table is not None:
+        save_table(swept.frame(), options.table)
+    stored = f"{swept.stored} of {len(frame)} runs were in {options.results}"
+    output.present(
+        ranked_answer(frame),
+        as_json=options.as_json,
+        html=options.html,
+        picture=options.png,
+        more=[options.results, options.table],
+        notes=[*([stored] if swept.stored else []), *swept.refusal_lines()],
+    )
 
 
 def sources(source: Path | None, axes: dict[str, Any]) -> Any:
@@ -122,24 +122,6 @@ def sources(source: Path | None, axes: dict[str, Any]) -> Any:
         # A configuration may be run on other traces than its own.
         axes["trace"] = traces
     return source
-
-
-def _write(frame: "pd.DataFrame", options: SweepOptions) -> None:
-    from moesim.questions.sweep_page import sweep_figure, write_sweep
-    from moesim.reporting.tables import save_table
-    from moesim.runs.sweeps.rows import DETAILS
-
-    if options.table is not None:
-        names = [name for name in frame.columns if name not in DETAILS]
-        save_table(frame[names], options.table)
-    if options.html is not None:
-        write_sweep(frame, options.html, output.command_line())
-    if options.png is not None:
-        sweep_figure(frame).save(options.png)
-
-
-SHOWN = 12
-"""Proposals that a terminal shows; the table has all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +162,8 @@ def search(axes: dict[str, Any], options: SearchOptions) -> None:
     """
     from moesim.cli.output import bar
     from moesim.questions.search import search as search_for
-    from moesim.reporting.tables import aligned, save_table
+    from moesim.questions.search import search_answer
+    from moesim.reporting.tables import save_table
 
     (trace,) = _single(sources(options.source, axes))
     with bar("searching", 1.0) as show:
@@ -199,16 +182,11 @@ def search(axes: dict[str, Any], options: SearchOptions) -> None:
         )
     if options.table is not None:
         save_table(searched, options.table)
-    if options.as_json:
-        print(searched.to_json(orient="records", indent=2))
-        return
-    shown = searched.drop(columns="digest").head(SHOWN).round(6)
-    print("\n".join(aligned(_texts(shown))))
-    best = int(searched["best"].sum())
-    print(f"\nbest: {best} of {len(searched)} runs that were replayed in full")
-    if left_out := searched.attrs["left_out"]:
-        print(f"left out: {left_out} of {options.trials} proposals")
-    output.print_written([options.results, options.table])
+    output.present(
+        search_answer(searched, options.objective),
+        as_json=options.as_json,
+        more=[options.results, options.table],
+    )
 
 
 def _single(source: Any) -> list[Any]:

@@ -19,11 +19,11 @@ import pandas as pd
 
 from moesim.base.files import write_text
 from moesim.base.inputs import load_json, read_text
-from moesim.evidence.reproduction.report import Report, Table, markdown
+from moesim.evidence.reproduction.report import Report, words_table
 from moesim.evidence.reproduction.routing import shared_traces
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.questions.gap import gap
-from moesim.reporting.pages import Page, PageTable, page_origin
+from moesim.reporting.answers import Answer, Listing
 from moesim.runs.bound import bound_of
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig
@@ -332,7 +332,7 @@ def report_of(mapped: FieldMap) -> Report:
             *(_winners(cells, *key) for key in pages),
             _answers(behind),
             _changes(mapped),
-            Table(
+            words_table(
                 "The most surprising cells",
                 f"Where the best fixed choice, {_favourite(behind)}, is farthest behind"
                 " the winner; where it loses its time, by `moesim gap`.",
@@ -349,7 +349,7 @@ def _favourite(behind: pd.DataFrame) -> str:
     return str(behind.drop(columns=CLAIRVOYANT).mean().idxmin())
 
 
-def _fixed(behind: pd.DataFrame) -> Table:
+def _fixed(behind: pd.DataFrame) -> Listing:
     batches = sorted(set(behind.index.get_level_values("batch")))
     rows = []
     for policy in behind.mean().sort_values().index:
@@ -365,7 +365,7 @@ def _fixed(behind: pd.DataFrame) -> Table:
                 f"{(shares <= 1e-9).mean():.0%}",
             )
         )
-    return Table(
+    return words_table(
         "Fixed choices",
         "How much longer each takes than the best causal one of every cell, in the"
         " geometric mean. That best one is chosen in hindsight.",
@@ -378,7 +378,7 @@ def _fixed(behind: pd.DataFrame) -> Table:
     )
 
 
-def _winners(cells: Sequence[dict[str, Any]], title: str, batch: int) -> Table:
+def _winners(cells: Sequence[dict[str, Any]], title: str, batch: int) -> Listing:
     """Winners by machine and memory."""
     rows: dict[str, list[str]] = {}
     here = [cell for cell in cells if (cell["title"], cell["batch"]) == (title, batch)]
@@ -386,7 +386,7 @@ def _winners(cells: Sequence[dict[str, Any]], title: str, batch: int) -> Table:
     for cell in here:
         text = f"{cell['best']}, {1e3 * cell['tpot_s']:.1f} ms"
         rows.setdefault(cell["hw"], []).append(text)
-    return Table(
+    return words_table(
         f"{title}, batch {batch}",
         "The winner in hindsight, and its time per token.",
         ("machine", *(f"{ratio:.0%}" for ratio in ratios)),
@@ -396,7 +396,7 @@ def _winners(cells: Sequence[dict[str, Any]], title: str, batch: int) -> Table:
 
 def _worth(
     title: str, note: str, logarithms: pd.DataFrame, pairs: Sequence[tuple[str, str]]
-) -> Table:
+) -> Listing:
     """Time that the first of each pair saves against the second."""
     rows = []
     for parts, without in pairs:
@@ -405,10 +405,12 @@ def _worth(
             figures = map(_percent, (gain.mean(), gain.min(), gain.max()))
             slower = f"{(gain < 0).mean():.0%}"
             rows.append((f"{parts} over {without}", *figures, slower))
-    return Table(title, note, ("part", "mean", "worst", "best", "slower in"), rows)
+    return words_table(
+        title, note, ("part", "mean", "worst", "best", "slower in"), rows
+    )
 
 
-def _answers(behind: pd.DataFrame) -> Table:
+def _answers(behind: pd.DataFrame) -> Listing:
     base = "fetch-split+decayed-frequency"
     schedule = "hybrimoe-schedule+decayed-frequency"
     return _worth(
@@ -428,7 +430,7 @@ def _answers(behind: pd.DataFrame) -> Table:
     )
 
 
-def _changes(mapped: FieldMap) -> Table:
+def _changes(mapped: FieldMap) -> Listing:
     runs = pd.concat([mapped.runs, mapped.changed])
     drafted = f", {DRAFTED_TOKENS} tokens drafted"
     change = runs["draft_tokens"].eq(DRAFTED_TOKENS).map({True: drafted, False: ""})
@@ -452,7 +454,7 @@ def _changes(mapped: FieldMap) -> Table:
     )
 
 
-def _all_cells(cells: Sequence[dict[str, Any]]) -> Table:
+def _all_cells(cells: Sequence[dict[str, Any]]) -> Listing:
     rows = []
     for cell in cells:
         command = (
@@ -473,7 +475,7 @@ def _all_cells(cells: Sequence[dict[str, Any]]) -> Table:
                 command,
             )
         )
-    return Table(
+    return words_table(
         "All cells",
         "Times over llama.cpp's, over the clairvoyant one's, and its over the bound;"
         " closed: of the way from llama.cpp to clairvoyant. Tied: not certainly slower"
@@ -516,24 +518,25 @@ def _explained(
     return rows
 
 
-def write_map(folder: Path, mapped: FieldMap) -> list[Path]:
-    """Write ``map.html`` and ``map.md``, and ``map.csv`` with a line for each cell."""
+def map_answer(mapped: FieldMap) -> Answer:
+    """Say which policy is fastest where, and which to fix if only one may be."""
     report = report_of(mapped)
-    title = "Which policy is fastest where"
-    page = Page(
-        title,
-        page_origin("moesim reproduce map"),
-        setting=report.facts[:1],
-        answer=f"as a fixed choice: {_favourite(standings(mapped.runs))}",
+    return Answer(
+        question="which policy is fastest where?",
+        subject="",
+        setting=[("cells", report.facts[0])],
+        tables=[table for table in report.tables if len(table.rows)],
+        sentences=[f"as a fixed choice: {_favourite(standings(mapped.runs))}"],
         notes=report.facts[1:],
     )
-    for table in report.tables:
-        if table.rows:
-            cells = PageTable(table.heads, table.rows, table.title)
-            page.add(table.title, cells, note=table.note)
-    html = page.write(folder / "map.html")
-    text = folder / "map.md"
-    write_text(text, markdown(report, title))
+
+
+def write_map(folder: Path, mapped: FieldMap, command: str | None = None) -> list[Path]:
+    """Write ``map.html`` and ``map.md``, and ``map.csv`` with a line for each cell."""
+    answer = map_answer(mapped)
+    answer.command = command
+    html = answer.write(folder / "map.html")
+    write_text(folder / "map.md", answer.markdown())
     figures = folder / "map.csv"
     write_text(figures, pd.DataFrame(mapped.cells).to_csv(index=False))
-    return [html, text, figures]
+    return [html, folder / "map.md", figures]

@@ -175,7 +175,7 @@ def _order(first: Answered, second: Answered) -> Statement | None:
 def _larger(first: float, second: float) -> int:
     """1 if the first is larger, -1 if the second is, 0 where nothing can be told."""
     gap = first - second
-    if abs(gap) < TIE * max(abs(first), abs(second)):
+    if abs(gap) <= TIE * max(abs(first), abs(second)):
         return 0
     return 1 if gap > 0 else -1
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from scipy import stats
 
 from moesim.base.files import written_beside
@@ -25,9 +26,8 @@ from moesim.evidence.reproduction.questions import (
     anchors,
     exchanges,
 )
-from moesim.reporting.charts import GPU, Chart, channel, layer, records, rule, shown
-from moesim.reporting.pages import Page, PageTable, page_origin
-from moesim.reporting.tables import markdown_table
+from moesim.reporting.answers import Answer, Listing
+from moesim.reporting.figures import Axis, Figure, names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -43,22 +43,6 @@ FACTORS = (1.5, 2.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """A table of plain text.
-
-    Attributes:
-        title: of its section.
-        note: in front of it; empty for none.
-        heads, rows: its cells.
-    """
-
-    title: str
-    note: str
-    heads: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """The page.
 
@@ -69,7 +53,7 @@ class Report:
     """
 
     facts: list[str]
-    tables: list[Table]
+    tables: list[Listing]
     counts: dict[str, dict[str, Any]]
 
 
@@ -99,6 +83,13 @@ def report(reproduced: Reproduced) -> Report:
         for spec, reason in reproduced.failures.items()
     ]
     return Report(facts, tables, counts)
+
+
+def words_table(
+    title: str, note: str, heads: Sequence[str], rows: Iterable[Sequence[str]]
+) -> Listing:
+    """A table of words."""
+    return Listing.of(heads, rows, title=title, note=note)
 
 
 def summary(answered: Sequence[Answered]) -> dict[str, Any]:
@@ -152,7 +143,7 @@ def _counts(name: str, statements: Sequence[Statement]) -> dict[str, int]:
     }
 
 
-def _summary_table(counts: dict[str, dict[str, Any]]) -> Table:
+def _summary_table(counts: dict[str, dict[str, Any]]) -> Listing:
     rows = []
     for source, figures in counts.items():
         ratio = figures["median_ratio"]
@@ -177,7 +168,7 @@ def _summary_table(counts: dict[str, dict[str, Any]]) -> Table:
                 f"{figures['printed_within_1.5']} of {figures['all_ratios']}",
             )
         )
-    return Table(
+    return words_table(
         "Summary",
         "Compared are simulated records, and those computed from a model's sizes."
         " Anchored ones made a machine or a workload, so they never count. A direction"
@@ -200,9 +191,9 @@ def _summary_table(counts: dict[str, dict[str, Any]]) -> Table:
             "orders of systems that hold",
             "orders of parameters that hold",
             "median ratio",
-            *(f"decided, within a factor of {factor:g}" for factor in FACTORS),
-            "all, within 1.5",
-            "all, gains as printed",
+            *(f"within a factor of {factor:g}" for factor in FACTORS),
+            "undecided included, within 1.5",
+            "gains as printed, within 1.5",
         ),
         rows,
     )
@@ -210,7 +201,8 @@ def _summary_table(counts: dict[str, dict[str, Any]]) -> Table:
 
 def _held(figures: dict[str, Any], name: str) -> str:
     text = f"{figures[f'{name}_held']} of {figures[name]}"
-    if figures[f"{name}_decided"] == figures[name]:
+    # Where none is decided there is nothing to say in parentheses.
+    if figures[f"{name}_decided"] in {0, figures[name]}:
         return text
     return f"{text} ({figures[f'{name}_decided_held']} of {figures[f'{name}_decided']})"
 
@@ -231,12 +223,12 @@ class _Legend:
             return f"{names[0]} to {names[-1]}"
         return ", ".join(names)
 
-    def table(self) -> Table:
+    def table(self) -> Listing:
         """What the names stand for; complete when all tables are made."""
         rows = [
             (name, machine, words) for (words, machine), name in self._names.items()
         ]
-        return Table(
+        return words_table(
             "Traces and machines",
             "All routing, scores and predictions are synthetic. Predictions have the"
             " accuracies that DALI (table 5), DAOP (section III) and SMoE (section 6)"
@@ -246,13 +238,14 @@ class _Legend:
         )
 
 
-def _paper(source: str, answered: Sequence[Answered], legend: _Legend) -> Table:
+def _paper(source: str, answered: Sequence[Answered], legend: _Legend) -> Listing:
     rows = [
         _row(entry, legend)
-        for entry in answered
+        # What was simulated comes before what a model's sizes alone give.
+        for entry in sorted(answered, key=lambda entry: not entry.question.runs)
         if entry.record.source == source and entry.ours is not None
     ]
-    return Table(
+    return words_table(
         source,
         "",
         ("where", "figure", "published", "ours", "ratio", "status", "on", "note"),
@@ -290,7 +283,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _on_recorded(reproduced: Reproduced) -> Table:
+def _on_recorded(reproduced: Reproduced) -> Listing:
     names = list(dict.fromkeys(n for _, of in reproduced.recorded for n in of))
     rows = [
         (
@@ -302,7 +295,7 @@ def _on_recorded(reproduced: Reproduced) -> Table:
         for entry, of in reproduced.recorded
         if of
     ]
-    return Table(
+    return words_table(
         "On recorded routing",
         "Headline ratios on other people's recordings of other models, one sequence at"
         " a time unless the head says otherwise; in brackets 95 % of the mean over"
@@ -325,7 +318,7 @@ def mean_with_interval(figures: Sequence[float]) -> str:
     return f"{text} [{_number(low)}, {_number(high)}]"
 
 
-def _disagreements(reproduced: Reproduced) -> Table:
+def _disagreements(reproduced: Reproduced) -> Listing:
     rows = []
     stated = [*directions(reproduced.answered), *orders(reproduced.answered)]
     for each in stated:
@@ -338,7 +331,7 @@ def _disagreements(reproduced: Reproduced) -> Table:
         parts = sides(each, reproduced.outcomes)[:2]
         text = " | ".join(_side_text(side) for side in parts)
         rows.append((each.words, each.verdict, figures, text))
-    return Table(
+    return words_table(
         "Where ours disagrees",
         "Directions and orders of systems that do not hold. Busy milliseconds of a step"
         " by part, which overlap; the side that the paper finds better comes first.",
@@ -347,7 +340,7 @@ def _disagreements(reproduced: Reproduced) -> Table:
     )
 
 
-def _exchanges(answered: Sequence[Answered]) -> Table:
+def _exchanges(answered: Sequence[Answered]) -> Listing:
     rows = [
         (
             label(entry),
@@ -364,7 +357,7 @@ def _exchanges(answered: Sequence[Answered]) -> Table:
         f"{name[0].upper()}{name[1:]}: {exchange['why']}."
         for name, exchange in exchanges().items()
     )
-    return Table(
+    return words_table(
         "What unpublished inputs decide",
         "Ratios again with another value of one input that nobody published, all else"
         f" equal. {reasons}",
@@ -380,7 +373,7 @@ def _side_text(side: Side) -> str:
     return f"{side.words}: {1e3 * side.step_s:.3g} ms ({parts})"
 
 
-def _left_out(answered: Iterable[Answered]) -> Table:
+def _left_out(answered: Iterable[Answered]) -> Listing:
     groups: dict[tuple[str, ...], int] = {}
     for entry in answered:
         if entry.ours is None:
@@ -392,7 +385,7 @@ def _left_out(answered: Iterable[Answered]) -> Table:
                 entry.question.note,
             )
             groups[key] = groups.get(key, 0) + 1
-    return Table(
+    return words_table(
         "Records without a figure of ours",
         "",
         ("where", "figure", "status", "why", "records"),
@@ -400,7 +393,7 @@ def _left_out(answered: Iterable[Answered]) -> Table:
     )
 
 
-def _experiment(reproduction: Reproduction) -> Table:
+def _experiment(reproduction: Reproduction) -> Listing:
     experiment = reproduction.experiment
     columns = list(reproduction.published.items())
     traces = list(reproduction.measured.items())
@@ -417,7 +410,7 @@ def _experiment(reproduction: Reproduction) -> Table:
         )
         for row in reproduction.rows
     ]
-    return Table(
+    return words_table(
         f"Routing alone: {experiment.name}",
         f"{experiment.summary[0].upper()}{experiment.summary[1:]}."
         f" {experiment.computes}{anchor_note(experiment)}",
@@ -443,19 +436,6 @@ def _cell(figure: float | str | None) -> str:
 
 
 # -- files -----------------------------------------------------------------------------
-
-
-def markdown(page: Report, title: str) -> str:
-    """The page as Markdown."""
-    blocks = [f"# {title}", "\n".join(f"- {fact}" for fact in page.facts)]
-    for table in page.tables:
-        if not table.rows:
-            continue
-        blocks.append(f"## {table.title}")
-        if table.note:
-            blocks.append(table.note)
-        blocks.append("\n".join(markdown_table(table.heads, table.rows)))
-    return "\n\n".join(blocks) + "\n"
 
 
 def summary_json(reproduced: Reproduced, page: Report) -> dict[str, Any]:
@@ -502,69 +482,63 @@ def _statement(each: Statement) -> dict[str, Any]:
     }
 
 
-def ratios(answered: Sequence[Answered]) -> Chart | None:
-    """Draw ours over published of every simulated record, by paper; None where there is
+def ratios(answered: Sequence[Answered]) -> Figure | None:
+    """Ours over published of every simulated record, by paper; None where there is
     none.
     """
     rows = [
-        {
-            "paper": entry.record.source,
-            "where": entry.record.ref,
-            "figure": entry.record.metric,
-            "ratio": entry.ratio,
-        }
+        (entry.record.source, entry.record.ref, entry.record.metric, entry.ratio)
         for entry in answered
         if entry.compared and entry.question.runs and (entry.ratio or 0) > 0
     ]
     if not rows:
         return None
-    mark = {"type": "tick", "thickness": 2, "color": GPU, "opacity": 0.6}
-    ticks = layer(
-        mark,
-        x=channel("ratio", "ours over published", scale={"type": "log"}),
-        y=channel("paper", None, "N", sort=None),
-        tooltip=shown(
-            ("paper", "paper"),
-            ("where", "where"),
-            ("figure", "figure"),
-            ("ratio", "ours over published", ".3g"),
-        ),
+    frame = pd.DataFrame(rows, columns=["paper", "where", "figure", "ratio"])
+    return Figure(
+        frame,
+        Axis("ratio", "ours over published", log=True),
+        names("paper", "", frame["paper"]),
+        "A mark for each figure; dashed: equal",
+        mark="point",
+        hover=[("where", "where", ""), ("figure", "figure", "")],
+        rules=[("x", 1.0, "equal")],
     )
-    size = {"width": 700, "height": 28 * len({row["paper"] for row in rows})}
-    spec = {"data": {"name": "rows"}, **size, "layer": [ticks, rule(1.0, "x")]}
-    return Chart(spec, {"rows": records(rows)}, "A mark for each figure; 1 is equal")
 
 
-def write(folder: Path, reproduced: Reproduced, page: Report) -> list[Path]:
+def reproduced_answer(reproduced: Reproduced, page: Report) -> Answer:
+    """Say how many of the papers' statements hold."""
+    figures = page.counts["all"]
+    figure = ratios(reproduced.answered)
+    return Answer(
+        question="the papers' tables beside ours",
+        subject=f"{reproduced.machines} machines",
+        setting=[("machines", reproduced.machines)],
+        tables=[table for table in page.tables if len(table.rows)],
+        sentences=[
+            (
+                f"{_held(figures, 'directions')} directions and"
+                f" {_held(figures, 'orders')} orders of systems hold"
+            )
+        ],
+        notes=page.facts,
+        figures={} if figure is None else {"ratios": lambda: figure},
+        data=summary_json(reproduced, page),
+    )
+
+
+def write(
+    folder: Path, reproduced: Reproduced, page: Report, command: str | None = None
+) -> list[Path]:
     """Write ``reproduction.html``, ``.md`` and ``.json``; each appears when it is
     complete.
     """
-    title = f"{reproduced.machines} machines: the papers' tables beside ours"
-    command = f"moesim reproduce --all --machines {reproduced.machines}"
-    figures = page.counts["all"]
-    shown_page = Page(
-        title,
-        page_origin(command),
-        setting=[f"machines as {reproduced.machines}"],
-        answer=f"{_held(figures, 'directions')} directions and"
-        f" {_held(figures, 'orders')} orders of systems hold",
-        notes=page.facts,
-    )
-    first, *others = [table for table in page.tables if table.rows]
-    for table in (first, *others):
-        cells = PageTable(table.heads, table.rows, table.title)
-        shown_page.add(table.title, cells, note=table.note)
-        if table is first:
-            shown_page.add(
-                "How far are the figures apart?", ratios(reproduced.answered)
-            )
-    html = shown_page.write(folder / "reproduction.html")
+    answer = reproduced_answer(reproduced, page)
+    answer.command = command
+    paths = [answer.write(folder / "reproduction.html")]
     texts = {
-        "reproduction.md": markdown(page, title),
-        "reproduction.json": json.dumps(summary_json(reproduced, page), indent=1)
-        + "\n",
+        "reproduction.md": answer.markdown(),
+        "reproduction.json": json.dumps(answer.data, indent=1) + "\n",
     }
-    paths = [html]
     for name, text in texts.items():
         with written_beside(folder / name) as part:
             part.write_text(text, encoding="utf-8")

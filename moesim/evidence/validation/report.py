@@ -1,63 +1,56 @@
-"""The report of a validation: its files, and the HTML page among them."""
+"""The report of a validation: one answer, its files, and its figures."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from moesim.base.files import write_text
 from moesim.base.units import NO_VALUE
-from moesim.reporting.charts import (
-    GPU,
-    QUIET,
-    Chart,
-    Styles,
-    channel,
-    layer,
-    records,
-    rule,
-    shown,
-)
-from moesim.reporting.pages import Facts, Page, PageTable, page_origin, trace_words
-from moesim.reporting.tables import aligned, facts_lines, markdown_table
+from moesim.reporting.answers import Answer, Listing
+from moesim.reporting.figures import Axis, Figure, names
+from moesim.reporting.pages import trace_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def page(result: dict[str, Any], command: str | None = None) -> str:
-    """The whole report as HTML; nothing is loaded from elsewhere."""
-    # Files of earlier versions name none.
-    digests = result["config"].get("traces", {})
-    traces = [trace_words(name, digest) for name, digest in digests.items()]
+def validation_answer(result: dict[str, Any]) -> Answer:
+    """Say how far simulated times are from measured ones, and where."""
     config = result["config"]
-    report = Page(
-        f"{config['machine']}: simulated against measured",
-        page_origin(command, traces="; ".join(traces)),
-        setting=[setting(result)],
-        answer=_answer(result),
-    )
-    names, values = zip(*facts(result), strict=True)
-    report.add("", Facts("", names, {"": values}))
-    report.add("Where is it off?", *(draw(result) for draw in FIGURES))
-    cells = PageTable(CELL_HEADS, cell_rows(result), "Every cell")
-    report.add("Every cell", cells, note=_LEGEND.replace("*", ""))
-    shared = PageTable(SHARED_HEADS, shared_rows(result), _SHARED_TITLE)
-    if shared.rows:
-        report.add("Cells that share a coordinate", shared, note="TPOT errors.")
-    return report.add_warnings(result["warnings"]).html()
-
-
-def _answer(result: dict[str, Any]) -> str:
+    # Files of earlier versions name none.
+    digests = config.get("traces", {})
+    traces = [trace_words(name, digest) for name, digest in digests.items()]
     median = _percent(result["tpot_error_median"])
     worst = _percent(result["tpot_error_max"])
     noise = _percent(result["noise_floor"])
-    return (
-        f"time per token off by {median} in the median, {worst} at worst; measured"
-        f" again it would differ by {noise}"
+    # Six columns name a cell, more than a screen can repeat beside the others: a number
+    # leads every block of columns instead.
+    rows = [[str(n), *row] for n, row in enumerate(cell_rows(result), start=1)]
+    cells = Listing.of(["cell", *CELL_HEADS], rows, title="Every cell", note=_LEGEND)
+    shared = Listing.of(SHARED_HEADS, shared_rows(result), title=_SHARED_TITLE)
+    terms = Listing.of(list(result["terms"]), [_term_row(result)], title=_TERMS_TITLE)
+    return Answer(
+        question="simulated against measured",
+        subject=config["machine"],
+        setting=[("measured", setting(result))],
+        facts=[(name, value) for name, value in facts(result)],
+        tables=[cells, shared, terms],
+        sentences=[
+            (
+                f"time per token off by {median} in the median, {worst} at worst;"
+                f" measured again it would differ by {noise}"
+            )
+        ],
+        figures={draw.__name__: partial(draw, result) for draw in FIGURES},
+        data=result,
+        sources={"traces": "; ".join(traces)},
+        warnings=result["warnings"],
     )
 
 
@@ -81,21 +74,16 @@ def save(
     """
     from moesim.evidence.validation.saved import sealed  # noqa: PLC0415 - as said above
 
+    answer = validation_answer(result)
+    answer.command = command
+    folder = Path(folder)
     # Figures of other kinds can be drawn later, from the JSON file.
-    texts = {
-        "json": json.dumps(sealed(result), indent=1),
-        "md": markdown(result),
-        "html": page(result, command),
-    }
-    paths = []
-    for suffix, text in texts.items():
-        path = Path(folder) / f"validation.{suffix}"
-        write_text(path, text)
-        paths.append(path)
-    return paths
+    write_text(folder / "validation.json", json.dumps(sealed(result), indent=1))
+    write_text(folder / "validation.md", answer.markdown())
+    page = answer.write(folder / "validation.html")
+    return [folder / "validation.json", folder / "validation.md", page]
 
 
-TITLE = "Simulated against measured"
 CELL_HEADS = (
     "trace",
     "shape",
@@ -122,54 +110,15 @@ SHARED_HEADS = (
 )
 _LEGEND = (
     "Errors are predicted over measured, minus one. measured: median over repetitions,"
-    " step by step. *noise*: by how much that median would differ if it were measured"
-    " anew. *equivalent*: paired steps, two one-sided tests, margin 5 %. *hits*: equal,"
+    " step by step. noise: by how much that median would differ if it were measured"
+    " anew. equivalent: paired steps, two one-sided tests, margin 5 %. hits: equal,"
     " or why they need not be."
 )
-_SHARED_TITLE = "TPOT errors of the cells that share a coordinate:"
+_SHARED_TITLE = "TPOT errors of cells that share a coordinate"
 _TERMS_TITLE = (
-    "Which term differs, predicted minus measured, share of the measured makespan,"
-    " median of absolute values:"
+    "Predicted minus measured by term: share of the measured run, median of absolute"
+    " values"
 )
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """Lay out a result as a Markdown page: summary, every cell, terms."""
-    lines = [f"# {TITLE}", "", setting(result), ""]
-    lines += markdown_table(("", "value"), facts(result))
-    for heads, rows, words in _tables(result):
-        lines += ["", *markdown_table(heads, rows)]
-        lines += ["", words] if words else []
-    if result["warnings"]:
-        lines += ["", *(f"- {warning}" for warning in result["warnings"])]
-    return "\n".join(lines) + "\n"
-
-
-def validation_text(result: dict[str, Any]) -> str:
-    """Lay out a result for a terminal, with the figures of `markdown`."""
-    lines = [TITLE, "", setting(result), ""]
-    lines += facts_lines((name, value) for name, value in facts(result))
-    for heads, rows, words in _tables(result):
-        table = [list(heads), *rows]
-        if heads is CELL_HEADS:
-            # Six columns name a cell, more than a screen can repeat beside the others.
-            # A number leads every block of columns instead.
-            numbers = ["cell", *(str(n) for n in range(1, len(table)))]
-            table = [[n, *row] for n, row in zip(numbers, table, strict=True)]
-        lines += ["", *aligned(table)]
-        lines += ["", words.replace("*", "")] if words else []
-    return "\n".join(lines)
-
-
-def _tables(
-    result: dict[str, Any],
-) -> list[tuple[tuple[str, ...], list[list[str]], str]]:
-    """Heads and rows of the tables behind the summary, and words below each."""
-    return [
-        (CELL_HEADS, cell_rows(result), f"{_LEGEND}\n\n{_SHARED_TITLE}"),
-        (SHARED_HEADS, shared_rows(result), _TERMS_TITLE),
-        (tuple(result["terms"]), [_term_row(result)], ""),
-    ]
 
 
 def setting(result: dict[str, Any]) -> str:
@@ -370,79 +319,71 @@ def _yes(value: bool | None) -> str:
     return "yes" if value else "no"
 
 
-def parity(result: dict[str, Any]) -> Chart:
+def parity(result: dict[str, Any]) -> Figure:
     """Predicted against measured TPOT, one point per cell, by policy."""
-    rows = [
-        {
-            "policy": cell["policy"],
-            "measured": 1e3 * cell["tpot_measured_s"],
-            "predicted": 1e3 * cell["predicted"]["tpot_s"],
-            "shape": cell["shape"],
-            "cache": cell["cache_ratio"],
-            "batch": cell["batch"],
-        }
-        for cell in result["cells"]
-    ]
-    # Without a decode step there is no time, and no place on such an axis.
-    rows = [row for row in rows if row["measured"] > 0 and row["predicted"] > 0]
-    times = [row[name] for row in rows for name in ("measured", "predicted")] or [1.0]
-    line = [{"at": min(times)}, {"at": max(times)}]
-    band = [
-        each | {"low": 0.95 * each["at"], "high": 1.05 * each["at"]} for each in line
-    ]
-    at = channel("at", None, scale={"type": "log"})
-    low = {"field": "low", "type": "quantitative"}
-    area = {"type": "area", "color": QUIET, "opacity": 0.3}
-    styles = Styles(_policies(result))
-    points = layer(
-        "point",
-        x=channel("measured", "measured TPOT, ms", scale={"type": "log"}),
-        y=channel("predicted", "predicted TPOT, ms", scale={"type": "log"}),
-        color=styles.colour(),
-        shape=styles.mark(),
-        tooltip=shown(
-            ("policy", "policy"),
-            ("shape", "shape"),
-            ("cache", "cache"),
-            ("batch", "batch"),
-            ("measured", "measured, ms", ".4g"),
-            ("predicted", "predicted, ms", ".4g"),
-        ),
+    rows = pd.DataFrame(
+        [
+            (
+                cell["policy"],
+                1e3 * cell["tpot_measured_s"],
+                1e3 * cell["predicted"]["tpot_s"],
+                f"{cell['shape']}, cache {cell['cache_ratio']}, batch {cell['batch']}",
+            )
+            for cell in result["cells"]
+        ],
+        columns=["policy", "measured", "predicted", "cell"],
     )
-    shade = layer(area, data="band", x=at, y=low, y2={"field": "high"})
-    label = "Predicted against measured time per token; the band is 5 %"
-    data = {"cells": records(rows), "band": records(band)}
-    return _chart([shade, points], data, label, height=360)
+    # Without a decode step there is no time, and no place on such an axis.
+    rows = rows[(rows["measured"] > 0) & (rows["predicted"] > 0)]
+    ends = rows[["measured", "predicted"]].to_numpy()
+    line = [float(ends.min()), float(ends.max())] if len(rows) else [1.0, 2.0]
+    return Figure(
+        rows,
+        Axis("measured", "measured time per token, ms", log=True),
+        Axis("predicted", "predicted, ms", log=True),
+        "Predicted against measured time per token",
+        mark="point",
+        series="policy",
+        hover=[("cell", "cell", "")],
+        lines=[
+            (line, [factor * end for end in line], words)
+            for factor, words in (
+                (1.0, "equal"),
+                (0.95, "5 % less"),
+                (1.05, "5 % more"),
+            )
+        ],
+    )
 
 
-def cell_errors(result: dict[str, Any]) -> Chart:
-    """Error of each cell, sorted, with its noise floor beside it."""
+def cell_errors(result: dict[str, Any]) -> Figure:
+    """Error of each cell, sorted, with the noise of its measurement."""
     # A cell without decode steps has no error; it stands at zero.
     cells = sorted(result["cells"], key=lambda cell: cell["tpot_error"] or 0.0)
-    rows = [
+    rows = pd.DataFrame(
         {
-            "cell": place,
-            "error": cell["tpot_error"] or 0.0,
-            "low": -cell["noise_floor"],
-            "high": cell["noise_floor"],
-            "policy": cell["policy"],
+            "cell": range(len(cells)),
+            "error": [cell["tpot_error"] or 0.0 for cell in cells],
+            "noise": [cell["noise_floor"] for cell in cells],
+            "policy": [cell["policy"] for cell in cells],
         }
-        for place, cell in enumerate(cells)
-    ]
-    x = channel("cell", "cells, sorted", "O", axis={"labels": False, "ticks": False})
-    y = channel("error", "TPOT error", axis={"format": "+.0%"})
-    hover = shown(
-        ("policy", "policy"), ("error", "error", "+.1%"), ("high", "noise", ".1%")
     )
-    low = {"field": "low", "type": "quantitative"}
-    noise = {"type": "bar", "color": "#E69F00", "opacity": 0.5}
-    bars = layer({"type": "bar", "color": GPU}, x=x, y=y, tooltip=hover)
-    floors = layer(noise, x=x, y=low, y2={"field": "high"}, tooltip=hover)
-    label = "Error of each cell; orange: by how much it would differ if measured anew"
-    return _chart([bars, floors], {"cells": records(rows)}, label)
+    rows = rows.assign(
+        low=rows["error"] - rows["noise"], high=rows["error"] + rows["noise"]
+    )
+    return Figure(
+        rows,
+        Axis("cell", "cells, sorted"),
+        Axis("error", "error of the time per token", "+.0%"),
+        "Error of each cell; lines: by how much it would differ if measured anew",
+        mark="bar",
+        low="low",
+        high="high",
+        hover=[("policy", "policy", "")],
+    )
 
 
-def token_errors(result: dict[str, Any]) -> Chart:
+def token_errors(result: dict[str, Any]) -> Figure:
     """Distribution of the errors of single tokens, by policy."""
     rows = []
     for policy in _policies(result):
@@ -451,72 +392,55 @@ def token_errors(result: dict[str, Any]) -> Chart:
         ]
         errors = np.concatenate(of_policy) if of_policy else np.zeros(0)
         if len(errors):
-            # With thousands of tokens, outliers would hide the boxes.
-            shares = np.percentile(errors, (5, 25, 50, 75, 95)).tolist()
-            names = ("p5", "p25", "p50", "p75", "p95")
-            rows.append({"policy": policy, **dict(zip(names, shares, strict=True))})
-    x = channel("policy", None, "N", sort=None, axis={"labelAngle": -15})
-    title = {"title": "error of one token", "axis": {"format": "+.0%"}}
-    hover = shown(
-        *((name, name, "+.1%") for name in ("p5", "p25", "p50", "p75", "p95"))
+            low, middle, high = np.percentile(errors, (5, 50, 95)).tolist()
+            rows.append((policy, low, middle, high))
+    frame = pd.DataFrame(rows, columns=["policy", "low", "error", "high"])
+    return Figure(
+        frame,
+        Axis("error", "error of one token", "+.0%"),
+        names("policy", "", frame["policy"]),
+        "Error of single tokens: median, and the middle nine tenths",
+        mark="point",
+        low="low",
+        high="high",
+        rules=[("x", 0.0, "equal")],
     )
 
-    def between(mark: dict[str, Any], low: str, high: str) -> dict[str, Any]:
-        y = {"field": low, "type": "quantitative", **title}
-        return layer(mark, x=x, y=y, y2={"field": high}, tooltip=hover)
 
-    middle = channel("p50", "error of one token", axis={"format": "+.0%"})
-    layers = [
-        between({"type": "rule"}, "p5", "p95"),
-        between({"type": "bar", "size": 24}, "p25", "p75"),
-        layer({"type": "tick", "color": "white", "size": 24}, x=x, y=middle),
-        rule(0.0),
+def term_errors(result: dict[str, Any]) -> Figure:
+    """Which term of the model differs, by policy."""
+    rows = [
+        (
+            policy,
+            term,
+            float(
+                np.median(
+                    [c["terms"][term] for c in result["cells"] if c["policy"] == policy]
+                )
+            ),
+        )
+        for policy in _policies(result)
+        for term in result["terms"]
     ]
-    label = "Error of single tokens; boxes are quartiles, lines 5 % to 95 %"
-    return _chart(layers, {"cells": records(rows)}, label)
-
-
-def term_errors(result: dict[str, Any]) -> Chart:
-    """Which term of the model differs, by policy: predicted minus measured, share of
-    the makespan.
-    """
-    rows = []
-    for policy in _policies(result):
-        cells = [cell for cell in result["cells"] if cell["policy"] == policy]
-        for term in result["terms"]:
-            share = float(np.median([cell["terms"][term] for cell in cells]))
-            rows.append({"policy": policy, "term": term, "share": share})
-    bars = layer(
-        "bar",
-        x=channel("policy", None, "N", sort=None, axis={"labelAngle": -15}),
-        xOffset=channel("term", None, "N", sort=None),
-        y=channel("share", "predicted - measured, of the run", axis={"format": "+.0%"}),
-        color=channel("term", None, "N", sort=None),
-        tooltip=shown(
-            ("policy", "policy"), ("term", "term"), ("share", "off by", "+.1%")
-        ),
+    frame = pd.DataFrame(rows, columns=["policy", "term", "share"])
+    return Figure(
+        frame,
+        Axis("share", "predicted minus measured, of the run", "+.0%"),
+        names("policy", "", frame["policy"]),
+        "Which term differs: predicted minus measured, median over cells",
+        mark="point",
+        series="term",
+        rules=[("x", 0.0, "equal")],
     )
-    label = "Which term differs: predicted minus measured, median over cells"
-    return _chart([bars, rule(0.0)], {"cells": records(rows)}, label)
 
 
-FIGURES: tuple[Callable[[dict[str, Any]], Chart], ...] = (
+FIGURES: tuple[Callable[[dict[str, Any]], Figure], ...] = (
     parity,
     cell_errors,
     token_errors,
     term_errors,
 )
-"""The functions that draw the figures of the page."""
-
-
-def _chart(
-    layers: list[dict[str, Any]],
-    data: dict[str, dict[str, list[Any]]],
-    label: str,
-    height: int = 240,
-) -> Chart:
-    size = {"width": 700, "height": height}
-    return Chart({"data": {"name": "cells"}, **size, "layer": layers}, data, label)
+"""The functions that describe the figures of a validation."""
 
 
 def _policies(result: dict[str, Any]) -> list[str]:

@@ -222,18 +222,116 @@ function rowsOf(columns) {
 
 // A description that fits the width of the place.
 function fitted(spec, place) {
-  if (typeof spec.width === "number") return { ...spec, width: "container", autosize: { type: "fit-x", contains: "padding" } };
-  if (spec.facet && spec.columns) {
-    const abreast = Math.max(1, Math.floor(place.clientWidth / (spec.spec.width + 90)));
-    return { ...spec, columns: Math.min(spec.columns, abreast) };
+  const width = place.clientWidth;
+  const fit = structuredClone(spec);
+  walk(fit, (object, key) => {
+    if (key === "legend" && object.columns) object.columns = Math.max(1, Math.min(object.columns, Math.floor(width / 180)));
+    if (key === "axis" && width < 500 && object.labelLimit) object.labelLimit = 110;
+  });
+  if (typeof fit.width === "number") return { ...fit, width: "container", autosize: { type: "fit-x", contains: "padding" } };
+  if (fit.facet && fit.columns) {
+    fit.spec.width = Math.min(fit.spec.width, Math.max(120, width - 90));
+    fit.columns = Math.min(fit.columns, Math.max(1, Math.floor(width / (fit.spec.width + 90))));
+  }
+  return fit;
+}
+
+function walk(object, act) {
+  for (const [key, value] of Object.entries(object)) {
+    if (value && typeof value === "object") {
+      act(value, key, object);
+      walk(value, act);
+    }
+  }
+}
+
+// The same figure of another measure, or on a logarithmic axis.
+function measured(part) {
+  const [first] = Object.keys(part.measures ?? {});
+  const chosenOne = part.measure ?? first;
+  let text = JSON.stringify(part.spec);
+  if (chosenOne !== first) {
+    text = text.replaceAll(`"${first}"`, `"${chosenOne}"`).replaceAll(`datum['${first}']`, `datum['${chosenOne}']`);
+    text = text.replaceAll(JSON.stringify(part.measures[first]), JSON.stringify(part.measures[chosenOne]));
+  }
+  const spec = JSON.parse(text);
+  if (chosenOne !== first && spec.layer) {
+    // Intervals and labels belong to the first measure.
+    spec.layer = spec.layer.filter(({ encoding }) => !["x", "y"].some((side) => encoding?.[side]?.field === "low_s") && encoding?.text?.field !== "words");
+  }
+  if (part.log) {
+    walk(spec, (object, key) => {
+      if (object.field !== chosenOne && !["low_s", "high_s"].includes(object.field)) return;
+      if (["x", "y"].includes(key)) object.scale = { type: "log", padding: 8 };
+    });
   }
   return spec;
 }
 
+function save(name, content) {
+  const link = document.createElement("a");
+  link.href = content.startsWith("data:") ? content : URL.createObjectURL(new Blob([content], { type: "text/csv" }));
+  link.download = name;
+  link.click();
+}
+
+function csv(columns) {
+  const names = Object.keys(columns);
+  const cell = (value) => (/[",\n]/.test(String(value ?? "")) ? `"${String(value).replaceAll('"', '""')}"` : String(value ?? ""));
+  return [names.map(cell).join(","), ...rowsOf(columns).map((row) => names.map((name) => cell(row[name])).join(","))].join("\n");
+}
+
+// What a reader can do with any figure: another measure, a logarithmic axis, files.
+function makeTools(place, part) {
+  const tools = document.createElement("div");
+  tools.className = "tools";
+  const key = `figure${place.dataset.part}`;
+  const redraw = () => draw(place, part);
+  const names = Object.entries(part.measures ?? {});
+  if (names.length > 1) {
+    const select = document.createElement("select");
+    select.setAttribute("aria-label", "shows");
+    select.append(...names.map(([value, words]) => new Option(words, value)));
+    if (names.some(([name]) => name === state.get(`${key}.shows`))) part.measure = select.value = state.get(`${key}.shows`);
+    select.addEventListener("change", () => {
+      part.measure = select.value;
+      choose(`${key}.shows`, select.value, part);
+      redraw();
+    });
+    tools.append(select);
+  }
+  if (part.canLog) {
+    const [label, box] = [document.createElement("label"), document.createElement("input")];
+    box.type = "checkbox";
+    part.log = box.checked = state.get(`${key}.log`) === "true";
+    box.addEventListener("change", () => {
+      part.log = box.checked;
+      choose(`${key}.log`, String(box.checked), part);
+      redraw();
+    });
+    label.append(box, "logarithmic");
+    tools.append(label);
+  }
+  const title = place.getAttribute("aria-label").toLowerCase().replace(/\W+/g, "-").slice(0, 40);
+  const button = (words, act) => {
+    const made = Object.assign(document.createElement("button"), { type: "button", textContent: words });
+    made.setAttribute("aria-label", `save as ${words}`);
+    made.addEventListener("click", act);
+    tools.append(made);
+  };
+  for (const kind of ["PNG", "SVG"]) button(kind, async () => save(`${title}.${kind.toLowerCase()}`, await part.view.toImageURL(kind.toLowerCase(), 2)));
+  if (part.data.rows) button("CSV", () => save(`${title}.csv`, csv(part.data.rows)));
+  place.closest("figure").append(tools);
+}
+
 async function draw(place, part) {
   part.view?.finalize();
+  if (!part.tools) {
+    part.tools = true;
+    makeTools(place, part);
+  }
   const look = dark.matches && !printing ? looks.dark : looks.light;
-  const spec = { ...fitted(part.spec, place), config: look };
+  const spec = { ...fitted(measured(part), place), config: look };
   spec.datasets = Object.fromEntries(Object.entries(part.data).map(([name, columns]) => [name, rowsOf(columns)]));
   const tooltip = { theme: dark.matches ? "dark" : "light" };
   const made = await vegaEmbed(place, spec, { renderer: "canvas", actions: false, tooltip });
@@ -259,7 +357,8 @@ function connect(place, part) {
   for (const { name, select } of params) {
     if (select?.type !== "interval") continue;
     // A zoom is kept by the columns of the axes.
-    const { x, y } = part.spec.encoding ?? part.spec.layer[0].encoding;
+    const drawn = measured(part);
+    const { x, y } = drawn.encoding ?? drawn.layer[0].encoding;
     for (const axis of select.encodings ?? ["x", "y"]) {
       const signal = `${name}_${(axis === "x" ? x : y).field}`;
       const key = part.runs ? signal : `${place.dataset.part}.${signal}`;

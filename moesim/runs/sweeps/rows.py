@@ -78,6 +78,8 @@ _OF_CONFIG: dict[str, Any] = {
     "hw_kind": pa.string(),
     "assignment": pa.string(),
     "oracle": pa.bool_(),
+    "begins": pa.string(),
+    "prediction_error": pa.float64(),
     "cache_bytes": pa.int64(),
     "gpu_bytes": pa.int64(),
     "host_bytes": pa.int64(),
@@ -88,6 +90,7 @@ _OF_RUN: dict[str, Any] = {
     "routing_altered": pa.bool_(),
     "approximate": pa.bool_(),
     "gate_mass_kept": pa.float64(),
+    "filling_share": pa.float64(),
     "h2d_bytes": pa.int64(),
     "ssd_bytes": pa.int64(),
     "h2d_bytes_per_s": pa.float64(),
@@ -179,7 +182,7 @@ def carry_out(
     except ValueError as error:
         # One impossible cell of many is a result, too.
         return Refusal(str(error))
-    return _row(point, run, observer)
+    return row_of(point, run, observer)
 
 
 _checked: set[tuple[str, str | None]] = set()
@@ -201,7 +204,10 @@ def _check_policies(point: Point) -> None:
     _checked.update(point.policies.items())
 
 
-def _row(point: Point, run: Run, observer: RunObserver) -> dict[str, Any]:
+def row_of(point: Point, run: Run, observer: RunObserver) -> dict[str, Any]:
+    """The row of a run; cache, prefetch and routing name what ran, which a system may
+    have brought.
+    """
     metrics = run.metrics
     served = metrics["requests"] or {}
     lane, share = busiest(run)
@@ -211,11 +217,13 @@ def _row(point: Point, run: Run, observer: RunObserver) -> dict[str, Any]:
         options[name] = None if options[name] is None else str(options[name])
     return {
         **options,
+        **{name: run.config[name] for name in ("cache", "prefetch", "routing")},
         **{name: run.config[name] for name in _OF_CONFIG},
         **{name: metrics[name] for name in METRICS if name not in _BY_LANE},
         "routing_altered": metrics["routing"] != "recorded",
         "approximate": metrics["approximate"],
         "gate_mass_kept": metrics["gate_mass_kept"],
+        "filling_share": metrics["filling_share"],
         "h2d_bytes": moved_bytes(metrics, "h2d"),
         "ssd_bytes": moved_bytes(metrics, "ssd"),
         "h2d_bytes_per_s": bytes_per_s(metrics, "h2d"),

@@ -137,13 +137,18 @@ class Restarts:
         self._from_end = from_end
         self._first_layer: int | None = None
         self._last = 0
-        self._sequence = 0
+        self._sequence = -1
+
+    def restart(self) -> None:
+        """Begin another sequence with the next row, whatever it is."""
+        self._first_layer = None
 
     def sequences(self, pos: np.ndarray, layer: np.ndarray) -> np.ndarray:
         """Return the sequence of each row int32 [N], in the order of the file."""
         if self._first_layer is None:
             self._first_layer = int(layer[0])
             self._last = int(pos[0]) - 1
+            self._sequence += 1
         rows = np.flatnonzero(layer == self._first_layer)
         step = np.diff(pos[rows], prepend=self._last)
         begins = np.zeros(len(pos), bool)

@@ -9,6 +9,7 @@ import typer
 
 from moesim.base.options import (
     PAGES,
+    PICTURES,
     Options,
     file_option,
     folder_option,
@@ -27,17 +28,6 @@ MOST_ENTRIES = 4
 
 TABLES = ("layers.parquet", "load.parquet", "curves.parquet", "global.parquet")
 """What `trace stats` writes into a folder."""
-
-COLUMNS = {
-    "active": ("active", "{:.1f}"),
-    "active in prefill": ("active_prefill", "{:.1f}"),
-    "entropy, bits": ("entropy_bits", "{:.2f}"),
-    "busiest": ("max_share", "{:.1%}"),
-    "overlap": ("overlap", "{:.2f}"),
-    "working set": ("working_set", "{:.1f}"),
-    "touched": ("touched", "{:.0f}"),
-}
-"""Head of a column -> the figure below it, and how it is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +150,7 @@ class StatsOptions(LookOptions):
     """How a trace is walked through, and what is written of it."""
 
     batch: int = option(1, "Sequences that run together.", metavar="B", minimum=1)
+    png: Path | None = file_option("Draw hit rates over cache sizes.", *PICTURES)
     html: Path | None = file_option("Also write a page with pictures.", *PAGES)
     out: Path | None = folder_option("Also write the figures as Parquet.")
 
@@ -180,53 +171,23 @@ def stats(options: StatsOptions) -> None:
       moesim trace stats trace.parquet --html stats.html --out stats
     """
     from moesim.cli.output import bar
-    from moesim.questions.trace_page import verdict_text, write_html
+    from moesim.questions.trace_stats import stats_answer
     from moesim.traces.format.reader import open_trace
     from moesim.traces.stats.trace_summary import summarise_trace, write_tables
 
     opened = open_trace(options.trace)
     with bar("reading", opened.rows) as show:
         summary = summarise_trace(opened, batch=options.batch, progress=show)
-    written = []
-    if options.html is not None:
-        line = output.command_line()
-        written.append(write_html(opened, summary, options.html, line))
+    tables: list[Path] = []
     if options.out is not None:
-        written += write_tables(opened, summary, options.out)
-    figures = summary.figures
-    if options.as_json:
-        print(json.dumps(figures, indent=2))
-        return
-    # The judgement stands last, where a terminal shows it.
-    lines = [_stats_text(figures), "", *verdict_text(figures["verdict"])]
-    print("\n".join(lines))
-    output.print_written(written)
-
-
-def _stats_text(figures: dict[str, Any]) -> str:
-    """One row per layer; without decode only what prefill tells."""
-    from moesim.reporting.tables import aligned
-
-    columns = {
-        head: [form.format(value) for value in figures[key]]
-        for head, (key, form) in COLUMNS.items()
-        # Without decode there is no overlap of adjacent tokens, for one.
-        if figures[key] is not None
-    }
-    for ratio, rates in figures["lru"].items():
-        # A cache that a trace without decode steps cannot fill has no rates.
-        if rates is not None:
-            columns[f"LRU {float(ratio):.1%}"] = [f"{rate:.1%}" for rate in rates]
-
-    rows = [["layer", *columns]]
-    for layer, cells in enumerate(zip(*columns.values(), strict=True)):
-        rows.append([str(layer), *cells])
-    head = (
-        f"{figures['prefill_tokens']:,} prompt and {figures['decode_tokens']:,}"
-        f" generated tokens, {figures['decode_steps']:,} decode steps at batch"
-        f" {figures['batch']}; overlap by chance: {figures['overlap_chance']:.2f}"
+        tables = write_tables(opened, summary, options.out)
+    output.present(
+        stats_answer(opened, summary),
+        as_json=options.as_json,
+        html=options.html,
+        picture=options.png,
+        more=tables,
     )
-    return "\n".join([head, "", *aligned(rows)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,203 @@
+"""What runs did, for pages: every lane at any moment, which expert was where, and each
+decode pass. A page of several runs shows two of them under each other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from moesim.questions.timeline import (
+    packed,
+    step_choice,
+    steps_to_show,
+    timeline_part,
+)
+from moesim.reporting.figures import Axis, Figure
+from moesim.reporting.interactive import interactive
+from moesim.reporting.pages import Choice, Page, Spans
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from matplotlib.axes import Axes
+
+    from moesim.runs.result import Run
+
+MOST_POINTS = 400
+"""Points of a line: more of them are averaged, since they could not be told apart."""
+
+
+def add_runs(page: Page, runs: Mapping[str, Run]) -> Page:
+    """Add timelines, placement and the course of the runs to a page.
+
+    Args:
+        page: with choices ``policy`` and ``other`` made here if there are several runs.
+        runs: by policy, in the order in which they are offered; of one trace on one
+            machine.
+    """
+    first = next(iter(runs.values()))
+    steps = steps_to_show(list(runs.values()))
+    # A run without any step did nothing that could be drawn.
+    if not steps:
+        return page
+    named = list(runs)
+    choices = _choices(named) if len(named) > 1 else []
+    count = int(first.metrics["steps"])
+    left_out = ""
+    if len(steps) < count:
+        left_out = (
+            f" The page holds {len(steps)} of the {count} forward passes: the first and"
+            " those from the middle on."
+        )
+    page.add(
+        "When did every lane do what?",
+        *choices,
+        step_choice(first, steps),
+        *_timelines(runs, steps, [choice.name for choice in choices]),
+        note="Copies run beside the work they are for; a pause on a lane is time lost."
+        + left_out,
+    )
+    placed = pd.concat(
+        [run.placement().assign(policy=name) for name, run in runs.items()],
+        ignore_index=True,
+    )
+    page.add(
+        "Which expert where, computed by whom?",
+        *(placement_chart(placed, choice.name, choice.value) for choice in choices),
+        None if choices else placement_chart(placed),
+        note="A cell for each expert, a row for each layer, busiest to the left.",
+    )
+    return page.add(
+        "Every decode pass",
+        *(interactive(course_drawn(runs, measure)) for measure in ("ms", "hits")),
+        note="Decode only." + (" A click on a name hides it." if choices else ""),
+    )
+
+
+def _choices(named: Sequence[str]) -> list[Choice]:
+    options = [(name, name) for name in named]
+    return [
+        Choice("policy", "policy", options, named[0]),
+        Choice("other", "compared with", options, named[1]),
+    ]
+
+
+def _timelines(
+    runs: Mapping[str, Run], steps: Sequence[int], choices: Sequence[str]
+) -> list[Spans]:
+    data = {name: packed(run, steps) for name, run in runs.items()}
+    lanes = list(
+        dict.fromkeys(lane for each in data.values() for lane in each["lanes"])
+    )
+    if not choices:
+        return [timeline_part(data, lanes)]
+    # Both read the same operations; the page holds them once.
+    return [
+        timeline_part(data if place == 0 else {}, lanes, name)
+        for place, name in enumerate(choices)
+    ]
+
+
+_MEASURES = (
+    Axis("on_gpu", "computed by a GPU", ".0%", limits=(0, 1)),
+    Axis("resident", "resident when used", ".0%", limits=(0, 1)),
+)
+
+
+def placement_drawn(placed: pd.DataFrame) -> Figure:
+    """Where experts were: a cell per expert, a row per layer, busiest to the left.
+
+    Args:
+        placed: columns of `Run.placement`; ``policy`` where there are several runs.
+    """
+    by = ["layer"] if "policy" not in placed else ["policy", "layer"]
+    rows = placed.round({"on_gpu": 3, "resident": 3})
+    if "uses" in rows:
+        rank = rows.groupby(by)["uses"].rank(method="first", ascending=False)
+    else:
+        rank = rows["expert"]
+    more = [(name, name, "") for name in ("uses", "tokens") if name in rows]
+    return Figure(
+        rows.assign(rank=rank.astype(int)),
+        Axis(
+            "rank", "experts of a layer, busiest first" if "uses" in rows else "expert"
+        ),
+        Axis("layer", "layer", integer=True),
+        "Experts by layer: blue on the GPU, orange on the CPU",
+        mark="cells",
+        colour=_MEASURES[0],
+        measures=_MEASURES,
+        hover=[("expert", "expert", ""), ("resident", "resident", ".1%"), *more],
+    )
+
+
+def placement_chart(
+    placed: pd.DataFrame, choice: str | None = None, value: str | None = None
+) -> Any:
+    """The figure on a page, of the run that a choice names."""
+    where = None if choice is None else {"policy": choice}
+    chosen = {} if choice is None or value is None else {choice: value}
+    return interactive(placement_drawn(placed), where=where, chosen=chosen)
+
+
+def placement_figure(run: Run, *, ax: Axes | None = None) -> Axes:
+    """Draw which expert was computed where; return the Axes.
+
+    Blue was computed on a GPU, orange on the CPU, grey in between; what is empty was
+    never asked for.
+    """
+    axes: Axes = placement_drawn(run.placement()).draw(ax)
+    return axes
+
+
+def course(run: Run) -> pd.DataFrame:
+    """Time and hit rate of every decode pass of a run: ``step``, ``ms``, ``hits``.
+
+    Neighbours are averaged where there are more than `MOST_POINTS`.
+    """
+    steps = run.timeline.step_frame()
+    accesses = run.timeline.access_frame()
+    hits = (accesses["state"] == "hit").groupby(accesses["step"]).mean()
+    decode = steps[steps["phase"] == "decode"]
+    table = pd.DataFrame(
+        {
+            "step": decode["step"].to_numpy(),
+            "ms": 1e3 * (decode["end_s"] - decode["start_s"]).to_numpy(),
+            "hits": hits.reindex(decode["step"]).to_numpy(),
+        }
+    )
+    each = -(-len(table) // MOST_POINTS) or 1
+    averaged: pd.DataFrame = table.groupby(table.index // each).mean()
+    return averaged.round({"step": 0, "ms": 4, "hits": 4})
+
+
+def course_drawn(runs: Mapping[str, Run], measure: str = "ms") -> Figure:
+    """Every decode pass, a line for each run: its ``ms``, or ``hits``."""
+    rows = pd.concat(
+        [course(run).assign(policy=name) for name, run in runs.items()],
+        ignore_index=True,
+    )
+    y = {
+        "ms": Axis("ms", "ms per forward pass"),
+        "hits": Axis("hits", "hit rate", ".0%", zero=True),
+    }
+    return Figure(
+        rows,
+        Axis("step", "forward pass", integer=True),
+        y[measure],
+        {"ms": "Time of each pass", "hits": "Hit rate of each pass"}[measure],
+        series="policy",
+        dashed=frozenset(n for n, run in runs.items() if run.config["oracle"]),
+    )
+
+
+def course_figure(
+    runs: Mapping[str, Run], measure: str = "ms", *, ax: Axes | None = None
+) -> Axes:
+    """Draw every decode pass, a line for each run by name: its ``ms`` or its ``hits``;
+    return the Axes.
+    """
+    axes: Axes = course_drawn(runs, measure).draw(ax)
+    return axes

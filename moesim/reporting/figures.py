@@ -1,0 +1,430 @@
+"""Figures, each described once: matplotlib draws them for papers and notebooks, Vega
+(`moesim.reporting.interactive`) for pages that answer when touched.
+
+A `Figure` names the columns of a data frame that go onto its axes. `Figure.draw` puts
+it onto Axes of yours, or onto new ones, and honours ``rcParams``::
+
+    fig, ax = plt.subplots(figsize=(3.3, 2))
+    moesim.answer(frame).figure().draw(ax)
+
+Two styles ship: ``plt.style.use(moesim.style("paper"))``, and ``screen``.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moesim.base.files import write_bytes
+from moesim.base.options import PICTURES, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+GPU = "#0072B2"
+CPU = "#D55E00"
+"""What a GPU or the processor did, in every figure."""
+
+PALETTE = (GPU, "#E69F00", "#009E73", "#CC79A7", "#56B4E9", CPU, "#8C8C00", "#777777")
+"""Colours that people who see few of them can tell apart, on light and dark paper.
+
+Source: Okabe & Ito, *Color Universal Design* (2008); yellow darkened, black lightened.
+"""
+QUIET = "#8fa3ae"
+LIMIT = "#CC79A7"
+"""What must not be passed, such as free memory."""
+
+DEVICES = (CPU, "#bdbdbd", GPU)
+"""From the processor's colour to that of a GPU."""
+
+MARKERS = ("o", "s", "^", "D", "v", "P")
+LINES = ("-", "-.", ":", (0, (9, 3)))
+FORESEEING = "--"
+"""Line of a policy that sees the future."""
+
+MOST_PANELS_ABREAST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What stands on an axis, or is shown by colour.
+
+    Attributes:
+        column: of the frame.
+        words: label, with its unit.
+        form: of numbers, in Python's words: ``.0%`` for shares.
+        log: logarithmic at first.
+        zero: begins at zero.
+        limits: both ends; None for those of the data.
+        order: of names, from the first on; None for numbers.
+        integer: whether only whole numbers mean something.
+    """
+
+    column: str
+    words: str
+    form: str = ""
+    log: bool = False
+    zero: bool = False
+    limits: tuple[float, float] | None = None
+    order: tuple[str, ...] | None = None
+    integer: bool = False
+
+
+def names(column: str, words: str, values: Iterable[Any]) -> Axis:
+    """An axis of names, in the order in which they come first."""
+    return Axis(column, words, order=tuple(dict.fromkeys(map(str, values))))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure: rows, what they stand for, and how they are marked.
+
+    Attributes:
+        rows: a frame with a row for each mark.
+        x, y: axes.
+        label: what is shown, in a sentence, also for readers who cannot see it.
+        mark: ``line`` (with points), ``point``, ``bar``, ``span`` (a bar from `start`
+            to `x`), ``tile`` (a box of names), or ``cells`` (coloured by `colour`).
+        series: column of names that have a colour each; None for one series.
+        colours: by name; others take those of ``axes.prop_cycle`` in their order.
+        dashed: names that see the future.
+        low, high: columns with the ends of an interval of `y`, or of `x` of bars that
+            lie; None for none.
+        start: column at which spans begin.
+        colour: of cells.
+        shades: of cells, from the lowest to the highest.
+        panel: column of names, each of which gets Axes of its own.
+        rules: value and words of straight lines, by ``x`` or ``y``.
+        lines: points and words of other lines to compare with.
+        text: column of words beside each mark.
+        hover: more columns and their words, for pages.
+        measures: other axes that a page offers for `y`, or `colour` of cells.
+        title: of the picture.
+        marked: whether lines have points.
+    """
+
+    rows: pd.DataFrame = field(repr=False)
+    x: Axis
+    y: Axis
+    label: str
+    mark: str = "line"
+    series: str | None = None
+    colours: Mapping[str, str] = field(default_factory=dict)
+    dashed: frozenset[str] = frozenset()
+    low: str | None = None
+    high: str | None = None
+    start: str | None = None
+    colour: Axis | None = None
+    shades: tuple[str, ...] = DEVICES
+    panel: str | None = None
+    rules: Sequence[tuple[str, float, str]] = ()
+    lines: Sequence[tuple[Sequence[float], Sequence[float], str]] = ()
+    text: str | None = None
+    hover: Sequence[tuple[str, str, str]] = ()
+    measures: Sequence[Axis] = ()
+    title: str = ""
+    marked: bool = True
+
+    def names(self) -> list[str]:
+        """Names of the series: the same ones have the same looks in any order."""
+        if self.series is None:
+            return []
+        return sorted(set(self.rows[self.series].astype(str)) | set(self.colours))
+
+    def panels(self) -> list[tuple[str, Figure]]:
+        """A figure for each panel, with its name."""
+        if self.panel is None:
+            return [("", self)]
+        groups = self.rows.groupby(self.panel, sort=False)
+        return [(str(name), replace(self, rows=rows)) for name, rows in groups]
+
+    def measured_by(self, column: str | None) -> Figure:
+        """The figure of another of its measures.
+
+        Raises:
+            ConfigError: it has none of this name.
+        """
+        if column is None:
+            return self
+        known = {axis.column: axis for axis in self.measures}
+        if column not in known:
+            raise ConfigError(
+                f"measure: expected one of {', '.join(known) or 'none'}, got {column!r}"
+            )
+        plain = replace(self, low=None, high=None, text=None)
+        if self.y.order is None:
+            return replace(plain, y=known[column])
+        return replace(plain, x=known[column])
+
+    def draw(self, ax: Any = None, *, measure: str | None = None) -> Any:
+        """Draw it.
+
+        Args:
+            ax: Axes of matplotlib, or as many as there are panels; None makes some.
+            measure: another of `measures`, without its interval.
+
+        Returns:
+            The Axes; an array of them where there are several panels.
+
+        Raises:
+            ConfigError: another number of Axes than of panels, or an unknown measure.
+        """
+        figure = self.measured_by(measure)
+        panels = figure.panels()
+        if ax is None:
+            import matplotlib.pyplot as plt  # noqa: PLC0415 - half a second
+
+            size = figure.size_inches()
+            axes = figure.new_axes(plt.figure(figsize=size, layout="constrained"))
+        else:
+            axes = list(np.atleast_1d(np.asarray(ax, object)).ravel())
+        if len(axes) != len(panels):
+            raise ConfigError(
+                f"ax: expected {len(panels)} Axes, one for each panel, got {len(axes)}"
+            )
+        for place, (each, (name, panel)) in enumerate(zip(axes, panels, strict=True)):
+            _draw(panel, each, figure.names(), first=place == 0)
+            if name or self.title:
+                each.set_title(name or self.title)
+        return axes[0] if self.panel is None else np.array(axes, object)
+
+    def size_inches(self) -> tuple[float, float]:
+        """That of ``rcParams``, higher for many names and wider for many panels."""
+        from matplotlib import rcParams  # noqa: PLC0415 - as in `draw`
+
+        width, height = rcParams["figure.figsize"]
+        if self.y.order is not None:
+            height = max(0.4 * height, 0.8 + 0.03 * height * (2 + len(self.y.order)))
+        if (count := len(self.panels())) > 1:
+            across = min(count, MOST_PANELS_ABREAST)
+            return 0.55 * width * across, 0.8 * height * -(-count // across)
+        return width, height
+
+    def save(self, path: str | Path, *, measure: str | None = None) -> Path:
+        """Write a picture in the style of screens; the same bytes every time.
+
+        Raises:
+            ConfigError: the name ends neither in .png nor .pdf nor .svg.
+        """
+        path = Path(path)
+        kind = path.suffix.lower()
+        if kind not in PICTURES:
+            raise ConfigError(
+                f"{path}: expected a name that ends in {', '.join(PICTURES)}"
+            )
+        # No pyplot: its state is the caller's.
+        from matplotlib import figure as canvas  # noqa: PLC0415 - as in `draw`
+        from matplotlib import style as styles  # noqa: PLC0415 - as in `draw`
+
+        buffer = io.BytesIO()
+        dateless = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+        with styles.context(style("screen"), after_reset=True):
+            picture = canvas.Figure(figsize=self.size_inches())
+            axes = self.new_axes(picture)
+            self.draw(axes, measure=measure)
+            picture.savefig(buffer, format=kind[1:], metadata=dateless.get(kind))
+        write_bytes(path, buffer.getvalue())
+        return path
+
+    def new_axes(self, picture: Any) -> list[Axes]:
+        """One for each panel, in a figure of matplotlib."""
+        count = len(self.panels())
+        across = min(count, MOST_PANELS_ABREAST)
+        grid = picture.subplots(-(-count // across), across, squeeze=False, sharey=True)
+        for spare in grid.ravel()[count:]:
+            spare.remove()
+        return list(grid.ravel()[:count])
+
+
+def style(name: str) -> str:
+    """Path of a style that ships, for ``plt.style.use``: ``screen``, or ``paper`` for
+    columns of 3.3 inches.
+
+    Raises:
+        ConfigError: no such style.
+    """
+    path = Path(__file__).parent / "styles" / f"{name}.mplstyle"
+    if not path.is_file():
+        known = sorted(each.stem for each in path.parent.glob("*.mplstyle"))
+        raise ConfigError(f"style: expected one of {', '.join(known)}, got {name!r}")
+    return str(path)
+
+
+# With matplotlib.
+
+
+def _draw(figure: Figure, ax: Axes, known: Sequence[str], *, first: bool) -> None:
+    """Draw one panel."""
+    if figure.mark == "cells":
+        _draw_cells(figure, ax)
+    else:
+        for looks, rows in _series(figure, known):
+            _draw_series(figure, ax, rows, looks)
+    _dress(ax.xaxis, figure.x)
+    _dress(ax.yaxis, figure.y)
+    if figure.y.order is not None:
+        ax.set_ylim(len(figure.y.order) - 0.5, -0.5)
+    for side, value, words in figure.rules:
+        line = ax.axhline if side == "y" else ax.axvline
+        line(value, color=QUIET, linestyle="--", linewidth=1, label=words, zorder=0)
+    for across, up, words in figure.lines:
+        ax.plot(across, up, color=QUIET, linewidth=1, label=words, zorder=0)
+    if first and ax.get_legend_handles_labels()[1]:
+        handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+        most = 9
+        if len(handles) > most:
+            ax.legend(
+                handles.values(), handles.keys(), loc="center left",
+                bbox_to_anchor=(1, 0.5),
+            )  # fmt: skip
+        else:
+            ax.legend(handles.values(), handles.keys())
+
+
+def _series(
+    figure: Figure, known: Sequence[str]
+) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """Rows of each series, with their looks."""
+    from matplotlib import rcParams  # noqa: PLC0415 - as in `draw`
+
+    # Named now: a name such as C0 means what the style of its last reader says.
+    cycle = rcParams["axes.prop_cycle"].by_key().get("color", list(PALETTE))
+    if figure.series is None:
+        yield {"color": cycle[0]}, figure.rows
+        return
+    for name, rows in figure.rows.groupby(figure.series, sort=False):
+        place = known.index(str(name))
+        looks: dict[str, Any] = {
+            "color": figure.colours.get(str(name), cycle[place % len(cycle)]),
+            "label": str(name),
+        }
+        if figure.mark == "line":
+            looks["linestyle"] = LINES[place // len(cycle) % len(LINES)]
+            if name in figure.dashed:
+                looks["linestyle"] = FORESEEING
+        if figure.mark == "point" or (figure.mark == "line" and figure.marked):
+            looks["marker"] = MARKERS[place % len(MARKERS)]
+        yield looks, rows
+
+
+def _draw_series(
+    figure: Figure, ax: Axes, rows: pd.DataFrame, looks: dict[str, Any]
+) -> None:
+    x = _places(figure.x, rows)
+    y = _places(figure.y, rows)
+    lies = figure.mark in {"bar", "span", "tile"} and figure.y.order is not None
+    if figure.mark == "span":
+        begin = rows[figure.start].to_numpy(float)
+        ax.barh(y, x - begin, left=begin, height=0.8, **looks)
+    elif figure.mark == "tile":
+        ax.barh(y, 0.96, left=x - 0.48, height=0.96, alpha=0.35, **looks)
+    elif figure.mark == "bar":
+        (ax.barh if lies else ax.bar)(*((y, x) if lies else (x, y)), **looks)
+    elif figure.mark == "line":
+        ax.plot(x, y, **looks)
+    else:
+        # What sees the future is hollow.
+        face = "none" if looks.get("label") in figure.dashed else looks["color"]
+        edge = {name: value for name, value in looks.items() if name != "color"}
+        ax.scatter(x, y, facecolors=face, edgecolors=looks["color"], **edge)
+    if figure.low is not None:
+        ends = rows[[figure.low, figure.high]].to_numpy(float).T
+        middle = x if lies else y
+        reach = np.clip(np.abs(ends - middle), 0, None)
+        where = {"xerr" if lies else "yerr": reach}
+        colour = "black" if figure.mark == "bar" else looks["color"]
+        ax.errorbar(x, y, **where, fmt="none", ecolor=colour, elinewidth=1, zorder=3)
+    if figure.text is not None:
+        for across, down, words in zip(x, y, rows[figure.text], strict=True):
+            ax.annotate(
+                str(words), (across, down), xytext=(4, 0 if lies else 4),
+                textcoords="offset points", va="center" if lies else "bottom",
+                ha="center" if figure.mark == "tile" else "left", fontsize="small",
+            )  # fmt: skip
+
+
+def _draw_cells(figure: Figure, ax: Axes) -> None:
+    from matplotlib.colors import LinearSegmentedColormap  # noqa: PLC0415 - as in `draw`
+
+    shade = figure.colour
+    assert shade is not None
+    table = figure.rows.pivot_table(
+        index=figure.y.column, columns=figure.x.column, values=shade.column
+    )
+    across, down = (side.to_numpy(int) for side in (table.columns, table.index))
+    colours = LinearSegmentedColormap.from_list("cells", list(figure.shades))
+    low, high = shade.limits or (None, None)
+    picture = ax.pcolormesh(
+        np.append(across, across[-1] + 1) - 0.5,
+        np.append(down, down[-1] + 1) - 0.5,
+        table.to_numpy(float), cmap=colours, vmin=low, vmax=high, rasterized=True,
+    )  # fmt: skip
+    ax.grid(visible=False)
+    ax.invert_yaxis()
+    bar = ax.figure.colorbar(picture, ax=ax, label=shade.words)
+    if shade.form:
+        bar.ax.yaxis.set_major_formatter(_formatter(shade.form))
+
+
+def _places(axis: Axis, rows: pd.DataFrame) -> np.ndarray:
+    """Numbers of a column; those of names are their places in the order."""
+    if axis.order is None:
+        return rows[axis.column].to_numpy(float)
+    return rows[axis.column].astype(str).map(axis.order.index).to_numpy(float)
+
+
+def _dress(side: Any, axis: Axis) -> None:
+    """Labels, limits and scale of one side."""
+    ax = side.axes
+    name = side.axis_name
+    getattr(ax, f"set_{name}label")(axis.words)
+    if axis.order is not None:
+        side.set_ticks(range(len(axis.order)), labels=axis.order)
+        if name == "x" and sum(map(len, axis.order)) > 40:
+            side.set_tick_params(rotation=20)
+        return
+    if axis.log:
+        getattr(ax, f"set_{name}scale")("log")
+    if axis.form:
+        side.set_major_formatter(_formatter(axis.form))
+    if axis.integer and not axis.log:
+        from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 - as in `draw`
+
+        side.set_major_locator(MaxNLocator(integer=True))
+    if axis.limits is not None:
+        getattr(ax, f"set_{name}lim")(*axis.limits)
+    elif axis.zero and not axis.log:
+        getattr(ax, f"set_{name}lim")(**{"left" if name == "x" else "bottom": 0})
+
+
+def _formatter(form: str) -> Any:
+    from matplotlib.ticker import FuncFormatter  # noqa: PLC0415 - as in `draw`
+
+    return FuncFormatter(lambda value, _place: format(value, form))
+
+
+def line_figure(
+    frame: pd.DataFrame, title: str, *, log: bool = False, ax: Axes | None = None
+) -> Axes:
+    """Draw a line for each column of a table over its index; return the Axes.
+
+    Args:
+        frame: numbers; the index has the name of the horizontal axis.
+        title: of the vertical axis.
+        log: both axes are logarithmic.
+        ax: Axes of matplotlib; None makes some.
+    """
+    across = str(frame.index.name)
+    rows = frame.melt(ignore_index=False, var_name="line", value_name="value")
+    rows = rows.rename_axis("across").reset_index()
+    x = Axis("across", across, log=log)
+    y = Axis("value", title, log=log)
+    axes: Axes = Figure(rows, x, y, f"{title} over {across}", series="line").draw(ax)
+    return axes

@@ -1,0 +1,96 @@
+"""Figures as researchers make them: on Axes of theirs, in a style of theirs."""
+
+import matplotlib as mpl
+import pytest
+
+import moesim
+from moesim.base.options import ConfigError
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """A call of each function that draws, but for the Axes."""
+    options = {"hw": "rtx4060ti", "steps": 4}
+    one = moesim.compare("tiny", ["greedy", "on-demand"], **options)
+    several = moesim.compare(
+        "tiny", ["greedy", "on-demand"], cache_ratio=[0.1, 0.5], keep=False, **options
+    )
+    run = one.runs["greedy"]
+    rates = moesim.hit_rates("tiny", ["lru", "belady"], [0.25, 0.5])
+    gap = moesim.gap("tiny", "on-demand", **options)
+    trace = moesim.answer(moesim.open_trace("tiny"))
+    return {
+        "comparison": lambda ax: moesim.comparison_figure(one, ax=ax),
+        "sweep": lambda ax: moesim.sweep_figure(several, ax=ax),
+        "memory": lambda ax: moesim.memory_figure(several, ax=ax),
+        "hits": lambda ax: moesim.hits_figure(rates, ax=ax),
+        "gap": lambda ax: moesim.gap_figure(gap, ax=ax),
+        "step": lambda ax: moesim.step_figure(run, ax=ax),
+        "placement": lambda ax: moesim.placement_figure(run, ax=ax),
+        "course": lambda ax: moesim.course_figure(one.runs, ax=ax),
+        "line": lambda ax: moesim.line_figure(rates, "hit rate", ax=ax),
+        **{
+            name: lambda ax, name=name: trace.plot(name, ax=ax)
+            for name in trace.figures
+        },
+    }
+
+
+NAMES = (
+    "comparison", "sweep", "memory", "hits", "gap", "step", "placement", "course",
+    "line", "curves", "load", "entropy", "overlap", "reuse", "working_set",
+    "consistency", "similarity", "information",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_is_drawn_on_axes_of_yours_and_returns_them(drawn, name):
+    picture, (left, right) = plt.subplots(1, 2)
+    assert drawn[name](left) is left
+    assert left.has_data()
+    assert not right.has_data()
+    assert left.get_xlabel()
+    plt.close(picture)
+
+
+@pytest.mark.parametrize("name", ["comparison", "sweep", "hits"])
+def test_a_style_of_yours_is_honoured(drawn, name):
+    with plt.style.context({"axes.prop_cycle": mpl.cycler(color=["#123456"])}):
+        ax = drawn[name](None)
+    colours = {mpl.colors.to_hex(line.get_color()) for line in ax.get_lines()}
+    colours |= {mpl.colors.to_hex(bar.get_facecolor()) for bar in ax.patches}
+    assert "#123456" in colours
+    plt.close("all")
+
+
+@pytest.mark.parametrize("style", ["paper", "screen"])
+def test_styles_ship(style):
+    with plt.style.context(moesim.style(style)):
+        width = plt.rcParams["figure.figsize"][0]
+    assert width == {"paper": 3.3, "screen": 6.4}[style]
+    with pytest.raises(ConfigError, match="paper, screen"):
+        moesim.style("poster")
+
+
+def test_as_many_axes_as_panels_are_wanted():
+    frame = moesim.sweep(
+        "tiny", ["greedy"], hw=["rtx4060ti", "rtx3080ti"], cache_ratio=[0.1, 0.5],
+        steps=2, jobs=1,
+    )  # fmt: skip
+    picture, axes = plt.subplots(1, 2)
+    assert list(moesim.sweep_figure(frame, ax=axes)) == list(axes)
+    with pytest.raises(ConfigError, match="expected 2 Axes, one for each panel, got 1"):
+        moesim.sweep_figure(frame, ax=axes[0])
+    plt.close(picture)
+
+
+def test_another_measure_is_drawn_or_refused_by_name():
+    compared = moesim.compare("tiny", ["greedy"], hw="rtx4060ti", steps=2)
+    ax = moesim.comparison_figure(compared, measure="hit_rate_active")
+    assert ax.get_xlabel() == "hit rate"
+    with pytest.raises(ConfigError, match="measure: expected one of seconds"):
+        moesim.comparison_figure(compared, measure="speed")
+    plt.close("all")
