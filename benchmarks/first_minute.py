@@ -44,7 +44,6 @@ CASES = (
     Case("first under hybrimoe", "replay tiny --policy hybrimoe", 15.0, True),
     Case("first under exact", "replay tiny --policy exact", 15.0, True),
     Case("first under freetoken", "replay tiny --policy freetoken", 15.0, True),
-    Case("compiling everything", "doctor --warm", 60.0, first_only=True),
     Case("replay", "replay tiny", 0.8),
     Case("a refusal", "replay tiny --policy gready", 0.4),
     Case("statistics", "trace stats tiny", 0.8),
@@ -65,7 +64,6 @@ def seconds(case: Case, folder: str) -> tuple[float, int]:
     """CPU seconds of a command with a cache folder, and its exit code."""
     environment = {
         **os.environ,
-        "MOESIM_MACHINE_CODE": folder,
         "XDG_CACHE_HOME": folder,
     }
     # Python's own files are no part of a first run: installation makes them.
@@ -87,8 +85,6 @@ def report() -> None:
     print("| | command | cold | warm | target |")
     print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as warm:
-        for _ in range(2):
-            seconds(Case("", "doctor --warm", 0.0), warm)
         for case in CASES:
             with tempfile.TemporaryDirectory() as cold:
                 cold_s, code = seconds(case, cold)

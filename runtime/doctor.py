@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import torch
 
+from moesim.base import extensions
 from moesim.base.errors import RuntimeFault
 from moesim.base.files import ScratchFolder
 from moesim.base.host_limits import (
@@ -87,6 +88,17 @@ CARDS: Final[Mapping[str, str]] = {
     "/dev/dri/renderD128": "other",
 }
 """Files of the kernel -> whose graphics they stand for."""
+
+
+def check_extensions(state: tuple[str, str] | None = None) -> Finding:
+    """Does what has C types run compiled?"""
+    how, why = extensions.state() if state is None else state
+    if how == "compiled":
+        return holds("policies, the fast engine and loops over traces run compiled")
+    way_out = "install a C compiler, then run `pip install` again, or `make build`"
+    if extensions.PLAIN_VARIABLE in why:
+        way_out = f"unset {extensions.PLAIN_VARIABLE}"
+    return limited(f"{why}: all runs as Python, about 40 times slower", way_out)
 
 
 def check_torch(cards: Sequence[str] | None = None) -> Finding:
@@ -339,7 +351,7 @@ def _host_work(nbytes: int) -> dict[str, LaneWork]:
     copies = CopyPool(max(_POOL_BYTES, 2 * nbytes))
     return {
         "gpu0": LaneWork(1, experts.work(1)),
-        "h2d0": LaneWork(1, copies.streaming(nbytes)),
+        "h2d0": LaneWork(1, copies.work(nbytes)),
     }
 
 

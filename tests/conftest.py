@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +18,6 @@ from support.learned_network import write as write_artefacts
 from support.small_trace import write_small_trace, write_trace
 
 from moesim.base.host_limits import available_cores
-from moesim.machine_code.ahead import compile_ahead
-from moesim.machine_code.store import FOLDER_VARIABLE
 from moesim.runs import machine
 from moesim.traces.format.schema import ModelShape
 
@@ -73,16 +70,9 @@ def screenshots(request):
 
 
 def pytest_configure(config):
-    """Compile once for all processes of tests, where there are several."""
-    # Tests make few circles: looking for them as often as usual takes a tenth of all
-    # time.
+    """Look for circles rarely: tests make few, and it takes a tenth of all time."""
+    del config
     gc.set_threshold(50_000, 50, 100)
-    # Tests give commands empty cache folders; machine code is no part of that.
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    os.environ.setdefault(FOLDER_VARIABLE, str(Path(caches) / "moesim"))
-    processes = config.getoption("numprocesses", None)
-    if processes and not hasattr(config, "workerinput"):
-        compile_ahead(processes)
 
 
 @pytest.fixture

@@ -9,19 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_SCORES = input_array(nb.float32, 2)
 
-
-@compiled(
-    nb.void(_SCORES, nb.int64, nb.int64, nb.int64[::1], nb.int32[::1], nb.float32[::1])
-)
 def _tally(
     scores: np.ndarray,
     first: int,
@@ -57,7 +48,6 @@ def _tally(
             workload[best[n]] += 1
 
 
-@compiled(nb.void(_SCORES, nb.int64, nb.int32[::1], nb.float32[::1]))
 def tally(
     scores: np.ndarray, top_k: int, workload: np.ndarray, sums: np.ndarray
 ) -> None:
@@ -67,7 +57,7 @@ def tally(
     best = np.empty(min(top_k, scores.shape[1]), np.int64)
     workload[:] = 0
     sums[:] = 0.0
-    _tally(scores, 0, len(scores), best, workload=workload, sums=sums)
+    _tally(scores, 0, len(scores), best, workload, sums)
 
 
 def predicted_workload(scores: np.ndarray, top_k: int) -> np.ndarray:
@@ -81,17 +71,6 @@ def predicted_workload(scores: np.ndarray, top_k: int) -> np.ndarray:
     return workload
 
 
-@compiled(
-    nb.void(
-        _SCORES,
-        nb.int64[::1],
-        nb.boolean[::1],
-        nb.int64,
-        nb.int64,
-        nb.int32[:, :, ::1],
-        nb.float32[:, :, ::1],
-    )
-)
 def tally_layer_steps(
     scores: np.ndarray,
     row_edges: np.ndarray,
@@ -117,12 +96,12 @@ def tally_layer_steps(
     for s in range(len(has_target)):
         if has_target[s]:
             _tally(
-                scores=scores,
-                first=row_edges[s],
-                last=row_edges[s + 1],
-                best=best,
-                workload=workload[s, predictor],
-                sums=sums[s, predictor],
+                scores,
+                row_edges[s],
+                row_edges[s + 1],
+                best,
+                workload[s, predictor],
+                sums[s, predictor],
             )
 
 

@@ -92,7 +92,7 @@ class Option:
 
 
 MOST_INTEGER = 2**63 - 1
-"""What tables and machine code hold."""
+"""What tables and C types hold."""
 
 REQUIRED: Any = MISSING
 """The default of an option that must be given."""

@@ -116,6 +116,7 @@ def diagnose(
     folder = _existing(disk or Path(tempfile.gettempdir()))
     diagnosis = Diagnosis(versions())
     single: list[tuple[str, Callable[[], Finding]]] = [
+        ("compiled", system.check_extensions),
         ("torch", system.check_torch),
         ("page-locked memory", system.check_page_lock),
         ("memory", system.check_memory),

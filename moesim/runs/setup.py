@@ -583,8 +583,8 @@ def artefact_files(place: Path) -> list[Path]:
 
 def _named(path: Path) -> dict[str, np.ndarray | dict[str, np.ndarray]]:
     """Return one file's contribution: its content by its name, and known tensors."""
-    # Readers of all formats bring machine code, which few runs need.
-    from moesim.traces.importers.readers.array_stream import (
+    # Few runs read other formats.
+    from moesim.traces.importers.readers.array_stream import (  # noqa: PLC0415 - see above
         load_named,
     )
 

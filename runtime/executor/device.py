@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from moesim.runtime.store.memory import DeviceSlots, HostSlots, streamed
+from moesim.runtime.store.memory import DeviceSlots, HostSlots
 
 if TYPE_CHECKING:
     from moesim.runtime.accelerators import Accelerator
@@ -95,17 +95,15 @@ class HostDevice:
     def copy(
         self, slot: int, record: torch.Tensor, nbytes: int
     ) -> tuple[float, float] | None:
-        """Copy a record into a slot, past the caches; it is there on return."""
-        streamed(self._slots.record(slot), record, nbytes)
+        """Copy a record into a slot; it is there on return."""
+        self._slots.record(slot)[:nbytes].copy_(record[:nbytes])
         return None
 
     def copy_back(
         self, record: torch.Tensor, slot: int, nbytes: int
     ) -> tuple[float, float] | None:
-        """Copy a slot into a record of host memory, past the caches; it is there on
-        return.
-        """
-        streamed(record, self._slots.record(slot), nbytes)
+        """Copy a slot into a record of host memory; it is there on return."""
+        record[:nbytes].copy_(self._slots.record(slot)[:nbytes])
         return None
 
     def begin_compute(self, operation: Operation, slot: int) -> None:

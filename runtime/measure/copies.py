@@ -20,7 +20,7 @@ from moesim.base.errors import RuntimeFault
 from moesim.base.files import ScratchFolder
 from moesim.hwprofiles.calibration.fit_curves import fit_line
 from moesim.runtime.measure.sampling import event_timer, pool_bytes, sample
-from moesim.runtime.store.memory import DeviceSlots, HostSlots, streamed
+from moesim.runtime.store.memory import DeviceSlots, HostSlots
 from moesim.runtime.store.sources import BLOCK_BYTES, DirectFile
 
 if TYPE_CHECKING:
@@ -66,14 +66,6 @@ class CopyPool:
             pairs[index % len(pairs)][1]
         )
 
-    def streaming(self, size: int) -> Callable[[int], None]:
-        """Return the same as `work`, copied as the host accelerator does."""
-        pairs = [
-            (self.target[offset:], self.source[offset:])
-            for offset in self._offsets(size)
-        ]
-        return lambda index: streamed(*pairs[index % len(pairs)], size)
-
     def _offsets(self, size: int) -> range:
         pieces = min(len(self.source) // size, _MOST_PIECES)
         return range(0, pieces * size, size)
@@ -86,7 +78,7 @@ def measure_host_copies(measurements: Measurements, *, seconds: float) -> None:
     pool = CopyPool(max(pool_bytes(), 4 * COPY_BYTES[-1]))
     share_s = seconds / (len(COPY_BYTES) + len(ACTIVATION_BYTES))
 
-    by_size = {size: sample(pool.streaming(size), share_s) for size in COPY_BYTES}
+    by_size = {size: sample(pool.work(size), share_s) for size in COPY_BYTES}
     line = fit_line(by_size)
     source = "copies by one thread between written host memories, each piece in turn"
     measurements.link("h2d", by_size, line, source)

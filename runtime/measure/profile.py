@@ -352,7 +352,7 @@ def _measure_contention(session: _Session) -> None:
     compute: Callable[[int], object] = accelerator_experts.work(1)
     if accelerator is None:
         copies = CopyPool(pool_bytes(2 * expert_bytes))
-        copy: Callable[[int], object] = copies.streaming(expert_bytes)
+        copy: Callable[[int], object] = copies.work(expert_bytes)
     else:
         compute = awaited(accelerator, compute)
         copy = awaited(accelerator, device_copy(accelerator, expert_bytes))

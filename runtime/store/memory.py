@@ -9,32 +9,20 @@ layout.
 
 Which expert may use which slot is decided elsewhere (`policies/planner/residency.py`);
 a row only knows free from taken, and only one thread takes and gives back.
-
-Between rows in host memory bytes are copied past the caches, as copies into a GPU's
-memory are. The host accelerator's memory is host memory. A plain copy leaves what it
-wrote in the caches, so the product that follows takes half its time (0.25 instead of
-0.50 ms for 6.3 MB), and a slot that was used just before is filled in half of its own
-(0.30 instead of 0.62 ms): which expert went where, and when, would decide the speed of
-a device that stands in for one without such caches. Non-temporal stores write straight
-to memory: 0.31 ms wherever, and 0.5 ms for the product whenever (EPYC, one core;
-`benchmarks/runtime_overhead.py` prints the link's share of a plain copy).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import mmap
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 import torch
 
 from moesim.base.errors import RuntimeFault
 from moesim.base.files import Closing
 from moesim.base.host_limits import available_memory_bytes
-from moesim.machine_code.library import assembled
 from moesim.runtime.models.expert_layout import ExpertLayout, ExpertWeights, round_up
 from moesim.runtime.store.sources import BLOCK_BYTES
 
@@ -255,69 +243,3 @@ def _map_pages(nbytes: int) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
-
-
-# AVX2's width; a machine without it splits the vector.
-_VECTOR_BYTES: Final = 32
-_BLOCK_BYTES: Final = 4 * _VECTOR_BYTES
-
-_VECTOR: Final = f"<{_VECTOR_BYTES // 8} x i64>"
-_MOVE: Final = """
-  %from{n} = getelementptr i8, ptr %from, i64 {offset}
-  %to{n} = getelementptr i8, ptr %to, i64 {offset}
-  %word{n} = load {vector}, ptr %from{n}, align {width}
-  store {vector} %word{n}, ptr %to{n}, align {width}, !nontemporal !0
-"""
-_MOVES: Final = "".join(
-    _MOVE.format(n=n, offset=n * _VECTOR_BYTES, vector=_VECTOR, width=_VECTOR_BYTES)
-    for n in range(_BLOCK_BYTES // _VECTOR_BYTES)
-)
-# Non-temporal stores are not ordered with later ones: without the fence another thread
-# may see the news that the copy is done before it sees the bytes.
-COPY_CODE: Final = f"""
-define void @moesim_copy_blocks(ptr %target, ptr %source, i64 %nbytes) {{
-begin:
-  br label %next
-next:
-  %offset = phi i64 [0, %begin], [%after, %block]
-  %more = icmp ult i64 %offset, %nbytes
-  br i1 %more, label %block, label %end
-block:
-  %from = getelementptr i8, ptr %source, i64 %offset
-  %to = getelementptr i8, ptr %target, i64 %offset
-{_MOVES}
-  %after = add i64 %offset, {_BLOCK_BYTES}
-  br label %next
-end:
-  fence seq_cst
-  ret void
-}}
-!0 = !{{i32 1}}
-"""
-"""The loop in LLVM's language: loads as usual, stores marked non-temporal."""
-
-
-@cache
-def _copy() -> Any:
-    """The machine code, which lets other threads run meanwhile."""
-    address = assembled("moesim_copy_blocks", COPY_CODE)
-    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-    return kind(address)
-
-
-def streamed(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
-    """Copy the first `nbytes` of `source` into `target`, both contiguous uint8 in host
-    memory.
-
-    What is not aligned, or left over after full blocks of 128 bytes, is copied as
-    usual.
-    """
-    target_address = target.data_ptr()
-    source_address = source.data_ptr()
-    # Non-temporal stores fault on addresses that are not aligned.
-    aligned = (target_address | source_address) % _VECTOR_BYTES == 0
-    blocks_bytes = nbytes - nbytes % _BLOCK_BYTES if aligned else 0
-    if blocks_bytes:
-        _copy()(target_address, source_address, blocks_bytes)
-    if blocks_bytes < nbytes:
-        target[blocks_bytes:nbytes].copy_(source[blocks_bytes:nbytes])

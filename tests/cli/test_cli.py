@@ -347,7 +347,6 @@ def test_help_comes_at_once(tmp_path):
         "numpy",
         "pandas",
         "pyarrow",
-        "llvmlite",
         "simpy",
         "vl_convert",
         "torch",

@@ -82,7 +82,7 @@ USES = {
     "replay TRACE --policy greedy --steps 3": {"pandas"},
     "compare TRACE --policy greedy,on-demand --steps 3 --jobs 1": set(),
     "trace check TRACE": {"pandas", "simpy", "rich"},
-    "model qwen3-30b-a3b": {"pandas", "simpy", "pyarrow", "llvmlite"},
+    "model qwen3-30b-a3b": {"pandas", "simpy", "pyarrow"},
     "trace synth s.parquet --shape layers=2,experts=4,top_k=1,expert_bytes=1KiB"
     " --tokens 20": {"pandas", "simpy"},
 }

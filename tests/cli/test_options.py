@@ -57,15 +57,9 @@ def test_every_command_declares_its_options_as_fields():
         assert names <= {"options", "config", "configs", "axes", "context"}, words
 
 
-EXCEPTIONS = {
-    ("--warm", "doctor"),
-    ("--residual", "record"),
-    ("--hw", "calibrate"),
-    ("--measured", "advise"),
-}
-"""Compiling ahead is called so as well as filling a cache ahead; a recording writes
-the vectors that it finds no file of; a profile may be calibrated in its place; and one
-measured speed is no folder of them.
+EXCEPTIONS = {("--residual", "record"), ("--hw", "calibrate"), ("--measured", "advise")}
+"""A recording writes the vectors that it finds no file of; a profile may be calibrated in
+its place; and one measured speed is no folder of them.
 """
 
 

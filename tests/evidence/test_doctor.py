@@ -24,6 +24,18 @@ def test_graphics_that_torch_does_not_find_fail_with_a_way_out(monkeypatch):
     assert system.check_torch([]).verdict == "ok"
 
 
+@pytest.mark.parametrize(
+    ("why", "way_out"),
+    [("nothing was compiled", "C compiler"), ("MOESIM_PLAIN is set", "unset")],
+)
+def test_what_runs_uncompiled_is_a_limit_with_a_way_out(why, way_out):
+    found = system.check_extensions(("plain", why))
+    assert found.verdict == "limited"
+    assert why in found.outcome
+    assert way_out in found.way_out
+    assert system.check_extensions(("compiled", "")).verdict == "ok"
+
+
 class Card:
     """An accelerator that locks no memory."""
 

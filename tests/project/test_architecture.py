@@ -20,14 +20,13 @@ from benchmarks.size import PACKAGES, Size, size_of
 
 ROOT = Path(__file__).parents[2]
 
-WORLDS = ("base", "machine_code", "traces", "hwprofiles", "policies", "engine")
+WORLDS = ("base", "traces", "hwprofiles", "policies", "engine")
 BOTH = (*WORLDS, "sim", "runtime")
 MAY_IMPORT = {
     "base": (),
-    "machine_code": ("base",),
-    "traces": ("base", "machine_code"),
+    "traces": ("base",),
     "hwprofiles": ("base", "traces"),
-    "policies": ("base", "machine_code", "traces", "hwprofiles"),
+    "policies": ("base", "traces", "hwprofiles"),
     "engine": WORLDS[:-1],
     "sim": WORLDS,
     "runtime": WORLDS,
@@ -58,7 +57,6 @@ ONLY_IN = {
     "torch": {"runtime"},
     "transformers": {"runtime"},
     "safetensors": {"runtime"},
-    "llvmlite": {"machine_code"},
     "pulp": {"policies"},
     "highspy": {"policies"},
     "joblib": {"runs"},
@@ -300,7 +298,6 @@ def test_import_moesim_is_light(tmp_path):
             "pandas",
             "pyarrow",
             "simpy",
-            "llvmlite",
             "vl_convert",
             "typer",
         }

@@ -81,16 +81,12 @@ def change(path, lines):
 
 
 def moesim(project, command):
-    """Run a command of the page in the copy, interpreted where it can be, as compiling
-    anew would only cost time.
-    """
+    """Run a command of the page in the copy."""
     words = shlex.split(command, comments=True)
     assert words[0] == "moesim"
-    interpreted = "--engine compiled" not in command
     environment = {
         **os.environ,
         "PYTHONPATH": str(project),
-        "NUMBA_DISABLE_JIT": str(int(interpreted)),
         "XDG_CONFIG_HOME": str(project),
     }
     done = subprocess.run(

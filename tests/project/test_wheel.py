@@ -58,15 +58,11 @@ def installed(tmp_path_factory):
 
 @pytest.fixture
 def moesim(installed, tmp_path):
-    """Run the installed command in an empty folder; interpreted, as compiling anew
-    would only cost time here.
-    """
+    """Run the installed command in an empty folder."""
 
     def run_installed(*words):
         command = (installed / "bin" / "moesim", *words)
-        return run(
-            *command, cwd=tmp_path, PYTHONPATH=str(installed), NUMBA_DISABLE_JIT="1"
-        )
+        return run(*command, cwd=tmp_path, PYTHONPATH=str(installed))
 
     return run_installed
 

@@ -145,9 +145,10 @@ def test_variables_say_what_they_hold():
 
 
 COMPILED = {
-    "KernelView", "Work", "_best", "_largest_gain", "_on_gpu", "belady_stack",
-    "greedy", "list_schedule", "look_up", "look_up_work", "missing", "name_absent",
-    "operation", "pack_span", "pair_missed", "self._count_decode",
+    "KernelView", "Work", "_best", "_fill_makespans", "_largest_gain", "_on_gpu",
+    "belady_stack", "count_decode", "fill_ordered", "greedy", "list_schedule",
+    "look_up", "look_up_work", "missing", "name_absent", "operation", "pack_span",
+    "pair_missed", "sum_by_lane",
 }  # fmt: skip
 """Compiled functions: a keyword costs a call of theirs a microsecond, or is refused."""
 

@@ -25,13 +25,13 @@ from moesim.runs.bound import (
     _shared_memory,
     bound_of,
     flattened,
-    least_makespans,
     least_reads,
     least_seconds,
     min_with_bypass,
     most_experts,
     replay_bound,
 )
+from moesim.runs.bound_loops import least_makespans
 from moesim.runs.config import MemoryOptions, RunConfig
 from moesim.runs.replay import replay
 from moesim.runs.setup import Setup, profile_of

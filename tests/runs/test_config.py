@@ -399,8 +399,6 @@ def test_an_option_for_all_runs_is_a_field_and_the_line_that_uses_it(tmp_path):
         environment = {
             "PYTHONPATH": str(copy),
             "PYTHONSAFEPATH": "1",
-            # Compiling anew would only cost time.
-            "NUMBA_DISABLE_JIT": "1",
         }
         return output_of(*words, cwd=tmp_path, environment=environment)
 

@@ -83,7 +83,7 @@ def run_suite(count, seed, only=None):
     for subject in chosen:
         attack(subject, -(-count // len(chosen)), seed, report)
 
-    # Torch and machine code alone take a third of it.
+    # Torch alone takes much of it.
     if peak_bytes() > MOST_BYTES:
         report.fail(f"peak memory {peak_bytes() >> 20} MiB")
     return report

@@ -1,11 +1,10 @@
-"""Commands run by somebody who owns nothing: not the installation, not his home, not the
-folder of machine code. Each works or says one line, and nothing planted there runs.
+"""Commands run by somebody who owns nothing: not the installation, not his home. Each
+works or says one line, and no planted module runs.
 
 Root alone can become somebody else; another user gets an empty report.
 """
 
 import contextlib
-import hashlib
 import itertools
 import os
 import random
@@ -46,7 +45,7 @@ COMMANDS = (
     "record result.parquet --prompts p.txt --new-tokens 1",
     "run t.parquet --steps 2 --hw two-core-host", "run tiny --steps 2",
     "quality --tokens 64 --cache-ratio 0.5",
-    "doctor", "doctor --warm", "profile result.toml --quick",
+    "doctor", "profile result.toml --quick",
     "calibrate result.toml --hw two-core-host --minutes 0.05 --quick",
     "validate tiny --hw two-core-host --policy on-demand+lru --cache-ratio 0.5 --batch 1 --steps 2 --repetitions 1 --shape olmoe-1b-7b/64 --out result",
     "verify --minutes 0.1 --out result",
@@ -87,28 +86,6 @@ def no_home(folder):
     return {"HOME": None}
 
 
-def foreign_machine_code(folder):
-    """The folder of machine code is another one's, with good digests in it."""
-    home = _home(folder, 0o555)
-    code = folder.with_name("code")
-    _plant_code(code / "machine-code")
-    return {"HOME": str(home), "MOESIM_MACHINE_CODE": str(code)}
-
-
-def open_machine_code(folder):
-    """Anybody may write the folder of machine code; a link leads there, too."""
-    home = _home(folder, 0o755)
-    (home / ".cache" / "moesim").mkdir(parents=True)
-    _plant_code(folder.with_name("code"), NOBODY)
-    folder.with_name("code").chmod(0o777)
-    link = home / ".cache" / "moesim" / "machine-code"
-    link.symlink_to(folder.with_name("code"))
-    for path in home.rglob("*"):
-        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
-    os.chown(home, NOBODY, NOBODY)
-    return {"HOME": str(home)}
-
-
 def planted_modules(folder):
     """Modules with well-known names lie in the current folder."""
     for name in MODULES:
@@ -122,28 +99,9 @@ CONDITIONS = {
     for make in (
         read_only_home,
         no_home,
-        foreign_machine_code,
-        open_machine_code,
         planted_modules,
     )
 }
-
-
-def _plant_code(code, owner=0):
-    """Machine code under every digest that this machine has, with a right sum of its
-    bytes, which would end the process.
-    """
-    from moesim.machine_code import store
-
-    code.mkdir(parents=True)
-    kept = store.folder()
-    for file in () if kept is None else kept.iterdir():
-        if file.is_file() and not file.name.endswith(".lock"):
-            body = b"planted" * 100
-            (code / file.name).write_bytes(hashlib.sha256(body).digest() + body)
-            os.chown(code / file.name, owner, owner)
-    code.chmod(0o755)
-    os.chown(code, owner, owner)
 
 
 def interpreter():

@@ -1,4 +1,4 @@
-"""What the loops in machine code find is what numpy finds, for every float and every
+"""What the compiled loops find is what numpy finds, for every float and every
 row.
 """
 

@@ -17,12 +17,9 @@ from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from moesim.traces.stats.trace_summary import prediction
 from moesim.traces.synthetic import predict as module
-from moesim.traces.synthetic.gate_scores import (
-    fill_logits,
-    fill_scores,
-    popularity_logits,
-)
+from moesim.traces.synthetic.gate_scores import fill_logits, popularity_logits
 from moesim.traces.synthetic.generate import stated, synthesise
+from moesim.traces.synthetic.loops import fill_scores
 from moesim.traces.synthetic.marks import PREDICTIONS, synthetic_caveats
 from moesim.traces.synthetic.predict import predict
 from moesim.traces.synthetic.prediction_noise import Dependence, SequenceNoise, Walk

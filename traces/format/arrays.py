@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
-
 # -- top k -----------------------------------------------------------------------------
 # The K largest of a row, best first: many times faster than sorting the whole row.
 
 
-@compiled(nb.int32[:, ::1](input_array(nb.float32, 2), nb.int64))
 def top_k(values: np.ndarray, count: int) -> np.ndarray:
     """Return the places [N, K] of the `count` largest of each row of `values` [N, E];
     equal values go to the lower place.
     """
-    rows, width = values.shape
-    best = np.empty((rows, count), np.int32)
-    best_values = np.empty(count, np.float32)
+    rows = len(values)
+    width = values.shape[1]
+    made = np.empty((rows, count), np.int32)
+    best = made.data
+    best_values = np.empty(count, np.float32).data
 
     for row in range(rows):
         kept = 0
@@ -42,14 +39,14 @@ def top_k(values: np.ndarray, count: int) -> np.ndarray:
             best_values[rank] = value
             best[row, rank] = place
 
-    return best
+    return made
 
 
 # -- distinct --------------------------------------------------------------------------
 # A token uses an expert once: rows whose ids are not all different.
 
 _FEW_IDS = 1 << 17
-"""So many are sorted before machine code would be loaded: 5 ms."""
+"""So many are sorted as fast."""
 
 
 def first_repeat(ids: np.ndarray) -> int:
@@ -63,16 +60,15 @@ def first_repeat(ids: np.ndarray) -> int:
     return int(np.argmax(repeats)) if repeats.any() else -1
 
 
-@compiled(nb.int64(input_array(nb.uint16, 2)))
 def _first_repeat(ids: np.ndarray) -> int:
     """The same, without sorting."""
-    top = np.uint16(0)
+    top = 0
     for row in range(len(ids)):
         for place in range(ids.shape[1]):
             top = max(top, ids[row, place])
 
     # The row that named each id last; so nothing has to be cleared between rows.
-    last_row = np.full(np.int64(top) + 1, -1, np.int64)
+    last_row = np.full(top + 1, -1, np.int64).data
     for row in range(len(ids)):
         for place in range(ids.shape[1]):
             if last_row[ids[row, place]] == row:
@@ -101,7 +97,6 @@ def to_float16(values: np.ndarray) -> tuple[np.ndarray, bool]:
     return rounded, bool(np.isfinite(rounded).all())
 
 
-@compiled(nb.boolean(input_array(nb.uint32), nb.uint16[::1]))
 def _round_to_float16(bits: np.ndarray, rounded: np.ndarray) -> bool:
     """Fill `rounded` [N] with the bits of float16 numbers, given those of float32 ones
     [N]; return whether all are finite.
@@ -110,28 +105,27 @@ def _round_to_float16(bits: np.ndarray, rounded: np.ndarray) -> bool:
     over 10; below 2**-14 the digits of a float16 are multiples of 2**-24. What is no
     number becomes infinity.
     """
-    bit = np.uint32(1)
     all_finite = True
 
     for at in range(len(bits)):
         # Without the sign, and at most 65,536, which becomes infinity.
-        size = min(bits[at] & np.uint32(0x7FFFFFFF), np.uint32(143 << 23))
+        size = min(bits[at] & 0x7FFFFFFF, 143 << 23)
 
-        if size >= np.uint32(113 << 23):
+        if size >= 113 << 23:
             # 65,520 and above rounds to infinity.
-            all_finite &= size < np.uint32(0x477FF000)
-            shift = np.uint32(13)
-            digits = size - np.uint32(112 << 23)
+            all_finite &= size < 0x477FF000
+            shift = 13
+            digits = size - (112 << 23)
         else:
-            shift = min(np.uint32(126) - (size >> np.uint32(23)), np.uint32(25))
-            digits = size & np.uint32(0x7FFFFF) | np.uint32(1 << 23)
+            shift = min(126 - (size >> 23), 25)
+            digits = size & 0x7FFFFF | 1 << 23
 
         # Just under half of the last place that is kept, and one more behind an odd
         # digit: adding it rounds to even.
-        is_odd = digits >> shift & bit
-        rounding = (bit << (shift - bit)) - bit + is_odd
+        is_odd = digits >> shift & 1
+        rounding = (1 << (shift - 1)) - 1 + is_odd
 
-        sign = bits[at] >> np.uint32(16) & np.uint32(0x8000)
+        sign = bits[at] >> 16 & 0x8000
         rounded[at] = (digits + rounding) >> shift | sign
 
     return all_finite

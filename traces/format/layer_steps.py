@@ -241,8 +241,7 @@ def _predicted(
     passes: PassRows, predictors: tuple[str, ...], layers: int, experts: int
 ) -> dict[str, np.ndarray]:
     """Return what these predictors give to the experts of each layer step."""
-    # Few runs predict, and all would wait for its machine code.
-    from moesim.traces.predictions import tally_layer_steps  # noqa: PLC0415 - see above
+    from moesim.traces.predictions import tally_layer_steps  # noqa: PLC0415 - few runs predict
 
     places = len(passes.row_edges) - 1
     top_k = passes.rows["experts"].shape[1]

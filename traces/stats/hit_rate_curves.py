@@ -36,17 +36,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 from moesim.traces.format.layer_steps import join, layer_steps
-from moesim.traces.stats.stack_distance import (
-    BLOCK,
-    NEVER,
-    PLACES,
+from moesim.traces.stats.loops import (
     belady_stack,
     later_used,
     lru_stack,
+    next_places,
 )
 
 if TYPE_CHECKING:
@@ -63,9 +58,12 @@ if TYPE_CHECKING:
 CURVES = ("lru", "belady", "lru_global", "belady_global")
 # Belady's least horizon in accesses.
 BLOCK_ACCESSES = 1 << 22
-
-_I64 = input_array(nb.int64)
-_I32 = input_array(nb.int32)
+# The place of a use that does not come: later than all others.
+_NEVER = 1 << 40
+# Depths of Belady's stack that are passed over together where nothing in them changes.
+_BLOCK = 16
+# Places of uses per key; when they are used up, those without a mark are removed.
+_PLACES = 3
 
 
 @dataclass(slots=True)
@@ -164,7 +162,7 @@ class CurveAggregator:
         # What the kernels carry from call to call, in the order of their arguments.
         self._lru = (
             np.zeros((layers, experts), np.int64),
-            np.zeros((layers, experts), np.bool_),
+            np.zeros((layers, experts), np.uint8),
             np.zeros(layers, np.int64),
             np.zeros(1, np.int64),
         )
@@ -252,13 +250,13 @@ class CurveAggregator:
             )
 
     def _no_use(self) -> np.ndarray:
-        return np.full(self.layers * self.experts, NEVER, np.int64)
+        return np.full(self.layers * self.experts, _NEVER, np.int64)
 
     def _next_places(self, block: LayerSteps, first_use: np.ndarray) -> np.ndarray:
         """The place of each access's next use; `first_use` then says those of the
         block's own first uses.
         """
-        return _next_places(
+        return next_places(
             block.step * self.layers + block.layer,
             block.edges,
             block.experts,
@@ -277,9 +275,9 @@ class CurveAggregator:
 def _belady_state(pools: int, width: int) -> Arrays4:
     """Empty stacks of some pools of `width` keys, as `belady_stack` carries them."""
     # Rounded up: the last block of depths may be part empty.
-    blocks = -(-width // BLOCK)
+    blocks = -(-width // _BLOCK)
     return (
-        np.zeros((pools, blocks * BLOCK), np.int64),
+        np.zeros((pools, blocks * _BLOCK), np.int64),
         np.full((pools, width), -1, np.int32),
         np.zeros(pools, np.int64),
         np.zeros((pools, blocks), np.int64),
@@ -288,7 +286,7 @@ def _belady_state(pools: int, width: int) -> Arrays4:
 
 def _later_used_state(keys: int) -> Arrays5:
     """An empty row of marks, as `later_used` carries it."""
-    word_count = max(PLACES * keys // 64, 2) + 1
+    word_count = max(_PLACES * keys // 64, 2) + 1
     return (
         np.zeros(word_count, np.uint64),
         np.zeros(word_count, np.int32),
@@ -296,27 +294,3 @@ def _later_used_state(keys: int) -> Arrays5:
         np.zeros(64 * word_count, np.int64),
         np.zeros(2, np.int64),
     )
-
-
-@compiled(nb.int64[::1](_I64, _I64, _I32, nb.int64, nb.int64, nb.int64[::1]))
-def _next_places(
-    place: np.ndarray,
-    edges: np.ndarray,
-    experts: np.ndarray,
-    layers: int,
-    width: int,
-    first_use: np.ndarray,
-) -> np.ndarray:
-    """The place, step * L + layer, of each access's next use, int64 [A]; `first_use`,
-    by key, goes from the end of the block to its begin.
-    """
-    following = np.empty(len(experts), np.int64)
-
-    # Backwards: what was met last is what comes next.
-    for i in range(len(place) - 1, -1, -1):
-        base = place[i] % layers * width
-        for j in range(edges[i], edges[i + 1]):
-            following[j] = first_use[base + experts[j]]
-            first_use[base + experts[j]] = place[i]
-
-    return following

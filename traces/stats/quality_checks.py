@@ -17,9 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
@@ -93,8 +90,9 @@ class QualityChecker:
         """
         number = self.sequences
         self.sequences += 1
-        ids = np.ascontiguousarray(experts, np.uint16)
-        _count(layer.astype(np.int16, copy=False), ids, self.load)
+        choices = layer.astype(np.int64)[:, None] * self.shape.experts + experts
+        counts = np.bincount(choices.reshape(-1), minlength=self.load.size)
+        self.load += counts.reshape(self.load.shape)
 
         if pos[0] != 0 and phase[0] == Phase.PREFILL:
             self._without_start.append(number)
@@ -281,35 +279,18 @@ def _listed(numbers: list[int]) -> str:
     return f"{listed}, …" if len(numbers) > _NAMED else listed
 
 
-@compiled(nb.void(input_array(nb.int16), input_array(nb.uint16, 2), nb.int64[:, ::1]))
-def _count(layer: np.ndarray, experts: np.ndarray, load: np.ndarray) -> None:
-    """Add the choices [N, K] of rows at layers [N] to `load` [L, E]."""
-    for row in range(len(layer)):
-        for rank in range(experts.shape[1]):
-            load[layer[row], experts[row, rank]] += 1
-
-
-@compiled(nb.boolean(input_array(nb.uint16, 2)))
 def _repeats(first_choice: np.ndarray) -> bool:
     """Tell whether first choices [T, L] equal those of some fixed number of tokens
     before, in the second half: a greedy loop sets in late and never ends.
     """
     second_half = first_choice[len(first_choice) // 2 :]
-    tokens, layers = second_half.shape
+    tokens = len(second_half)
     if tokens < LOOP_TOKENS // 2:
         return False
 
-    flat = second_half.reshape(-1)
     for period in range(1, min(LOOP_TOKENS, tokens // 2) + 1):
-        lag = period * layers
-        needed = LOOP_LEAST * (len(flat) - lag)
-        # How many are equal, if all that are still to come are.
-        equal = len(flat) - lag
-        for place in range(lag, len(flat)):
-            equal -= flat[place] != flat[place - lag]
-            if equal < needed:
-                break
-        if equal >= needed:
+        equal = second_half[period:] == second_half[:-period]
+        if np.count_nonzero(equal) >= LOOP_LEAST * equal.size:
             return True
 
     return False

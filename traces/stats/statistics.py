@@ -13,7 +13,12 @@ import numpy as np
 
 from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.format.schema import Phase
-from moesim.traces.stats.counting_kernels import count_pairs, count_segments
+from moesim.traces.stats.loops import (
+    WINDOWS,
+    count_decode,
+    count_pairs,
+    count_segments,
+)
 
 if TYPE_CHECKING:
     from moesim.traces.format.layer_steps import LayerSteps
@@ -120,8 +125,6 @@ class LayerAggregator:
     """
 
     def __init__(self, shape: ModelShape) -> None:
-        from moesim.traces.stats.counting_kernels import WINDOWS, count_decode  # noqa: PLC0415 - compiled: `info` need not wait for it
-
         layers = shape.layers
         experts = shape.experts
         self.steps = {Phase.PREFILL: 0, Phase.DECODE: 0}
@@ -134,7 +137,6 @@ class LayerAggregator:
         self._choices = {phase: np.zeros(layers, np.int64) for phase in Phase}
 
         # What the kernel carries from block to block.
-        self._count_decode = count_decode
         self._last_use = np.full((layers, experts), -1, np.int64)
         self._last_batch = np.full(layers, -1, np.int64)
         self._overlap = np.zeros(layers)
@@ -182,7 +184,7 @@ class LayerAggregator:
         layer = block.layer[is_decode]
         # Decode steps alone: a prompt between them is no step of a window.
         step = self.steps[Phase.DECODE] + np.cumsum(layer == 0) - 1
-        self._count_decode(
+        count_decode(
             step.astype(np.int64),
             block.batch[is_decode],
             layer,

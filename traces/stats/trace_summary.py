@@ -15,15 +15,13 @@ import numpy as np
 import pyarrow as pa
 
 from moesim.base.units import format_bytes
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 from moesim.traces.format.arrays import top_k
 from moesim.traces.format.batch import compose
 from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
 from moesim.traces.format.parquet import write_table
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 from moesim.traces.stats.hit_rate_curves import CURVES, CurveAggregator
+from moesim.traces.stats.loops import add_overlaps
 from moesim.traces.stats.statistics import (
     LayerAggregator,
     SimilarityAggregator,
@@ -413,8 +411,6 @@ def _by_layer(figures: dict[str, Any]) -> dict[str, list[Any]]:
 # Workload ranks that are told apart.
 RANKS = 16
 
-_RANKING = input_array(nb.int64)
-
 
 class _Overlaps(NamedTuple):
     """Sums of overlaps and how many they are: float64 [2, L] and [2, R]."""
@@ -470,7 +466,7 @@ def prediction(trace: Trace, *, batch: int = 1) -> dict[str, Any] | None:
                     np.ascontiguousarray(scores, dtype=np.float32), trace.shape.top_k
                 )
                 predicted = _votes(best, experts)
-                _add_overlaps(
+                add_overlaps(
                     np.argsort(-predicted, kind="stable"),
                     truth[target],
                     target,
@@ -507,32 +503,3 @@ def _votes(choices: np.ndarray, experts: int) -> np.ndarray:
     # A token's vote outweighs any sum of ranks.
     worth = tokens * top_k + 1 + top_k - np.arange(top_k)
     return np.bincount(choices.reshape(-1), np.tile(worth, tokens), experts)
-
-
-@compiled(nb.void(_RANKING, _RANKING, nb.int64, nb.float64[:, ::1], nb.float64[:, ::1]))
-def _add_overlaps(
-    predicted: np.ndarray,
-    truth: np.ndarray,
-    layer: int,
-    by_layer: np.ndarray,
-    by_rank: np.ndarray,
-) -> None:
-    """Add the overlaps of the first r of two rankings, for every r, to `by_rank` [2,
-    R], and that of all of `truth` to `by_layer` [2, L].
-    """
-    true_rank = np.full(len(predicted), len(predicted), np.int64)
-    for rank in range(len(truth)):
-        true_rank[truth[rank]] = rank
-
-    common = 0
-    for rank in range(len(truth)):
-        # With each rank two experts come in: one predicted, one true.
-        common += true_rank[predicted[rank]] <= rank
-        for earlier in range(rank):
-            common += true_rank[predicted[earlier]] == rank
-        if rank < by_rank.shape[1]:
-            by_rank[0, rank] += common / (rank + 1)
-            by_rank[1, rank] += 1
-
-    by_layer[0, layer] += common / len(truth)
-    by_layer[1, layer] += 1

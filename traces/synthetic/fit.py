@@ -19,7 +19,7 @@ import numpy as np
 
 from moesim.base.errors import TraceError
 from moesim.traces.format.schema import Phase
-from moesim.traces.stats.counting_kernels import count_pairs
+from moesim.traces.stats.loops import count_pairs
 from moesim.traces.stats.routing_curves import (
     MOST_TOKENS,
     Likeness,

@@ -13,34 +13,20 @@ Letters: N rows, E experts, K per token, L layers.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.special import ndtri
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
+from moesim.traces.synthetic.loops import SMALLEST, fill_ordered
 
 if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
 
 # Of a logit's deviation from its mean, between adjacent tokens: 0.34 in `tiny`.
 TOKEN_MEMORY = 0.35
-# Least difference between the last used expert and the best unused one. Larger than
-# half a step of float16, so that rounding cannot make them equal.
-MARGIN = 0.002
-# Smallest float16: scores that were rounded to zero are at most that.
-SMALLEST = 2.0**-24
 # A choice more or less of an expert that nobody or everybody chose.
 _PRIOR = 0.5
-_BISECTIONS = 24
-# Scores of sigmoid gates stay below one, where a logit would be infinite.
-_MOST_SIGMOID = 0.9995
-
-_ROWS = input_array(nb.float32, 2)
-_IDS = input_array(nb.uint16, 2)
 
 
 def is_sigmoid(shape: ModelShape) -> bool:
@@ -77,78 +63,6 @@ def popularity_logits(counts: np.ndarray, top_k: int) -> np.ndarray:
     return centred(probit)
 
 
-@compiled(
-    nb.void(
-        input_array(nb.float32), nb.float64, nb.boolean, nb.boolean, nb.float64[::1]
-    )
-)
-def _weights_to_logits(
-    weights: np.ndarray,
-    last_key: float,
-    renormalised: bool,
-    sigmoid: bool,
-    logits: np.ndarray,
-) -> None:
-    """Fill `logits` [K] of the used experts from their weights [K].
-
-    Weights that were rescaled tell ratios only; then the least of them gets `last_key`.
-    """
-    mass = 0.0
-    smallest = np.inf
-    largest = 0.0
-    for weight in weights:
-        mass += weight
-        smallest = min(smallest, max(weight, SMALLEST))
-        largest = max(largest, weight)
-    # Scaled by a constant, weights may exceed what scores can add up to.
-    most_mass = len(weights) if sigmoid else 1
-    are_scores = not renormalised and mass < most_mass
-
-    factor = 1.0
-    if sigmoid and not are_scores:
-        least_score = 1 / (1 + math.exp(-last_key))
-        # Ratios are kept as long as the largest score stays below one.
-        factor = min(least_score / smallest, _MOST_SIGMOID / largest)
-
-    for place in range(len(weights)):
-        weight = max(weights[place], SMALLEST)
-        if sigmoid:
-            score = min(weight * factor, _MOST_SIGMOID)
-            logits[place] = math.log(score / (1 - score))
-        elif are_scores:
-            logits[place] = math.log(weight)
-        else:
-            logits[place] = last_key + math.log(weight / smallest)
-
-
-@compiled(nb.Several((nb.float64, nb.float64))(nb.float64[::1], nb.float64, nb.float64))
-def _fitting_mass(rest: np.ndarray, mass: float, highest: float) -> tuple[float, float]:
-    """The logit of the first unused expert, and the factor of the others' distances to
-    it, for scores of all unused experts that add up to `mass`; none is above `highest`.
-    """
-    total = 0.0
-    for value in rest:
-        total += math.exp(value - rest[0])
-    start = math.log(mass / total)
-    if start <= highest:
-        return start, 1.0
-
-    # Flattened until the mass fits below the least used expert.
-    low = 0.0
-    high = 1.0
-    for _ in range(_BISECTIONS):
-        pull = (low + high) / 2
-        total = 0.0
-        for value in rest:
-            total += math.exp(highest + pull * (value - rest[0]))
-        if total < mass:
-            high = pull
-        else:
-            low = pull
-    return highest, low
-
-
-@compiled(nb.void(_ROWS, _IDS, _ROWS, nb.boolean, nb.boolean, nb.float32[:, ::1]))
 def fill_logits(
     keys: np.ndarray,
     experts: np.ndarray,
@@ -167,60 +81,5 @@ def fill_logits(
         sigmoid: whether scores are sigmoids, not a softmax.
         logits: filled; log-scores up to a constant where scores are a softmax.
     """
-    rows, width = keys.shape
-    top_k = experts.shape[1]
-    chosen = np.empty(top_k, np.float64)
-
-    for row in range(rows):
-        order = np.argsort(-keys[row])
-        mass = 1.0
-        for place in range(top_k):
-            chosen[place] = keys[row, order[place]]
-        if len(weights):
-            mass = float(weights[row].sum())
-            last_key = chosen[top_k - 1]
-            _weights_to_logits(weights[row], last_key, renormalised, sigmoid, chosen)
-
-        used = np.zeros(width, np.bool_)
-        for place in range(top_k):
-            used[experts[row, place]] = True
-            logits[row, experts[row, place]] = chosen[place]
-        if top_k == width:
-            continue
-
-        # The others, by descending key, take the keys that are left.
-        rest = keys[row][order[top_k:]].astype(np.float64)
-        highest = chosen.min() - MARGIN
-        start = min(rest[0], highest)
-        pull = 1.0
-        if not (sigmoid or renormalised) and mass < 1:
-            start, pull = _fitting_mass(rest, 1 - mass, highest)
-
-        count = 0
-        for expert in order:
-            if not used[expert]:
-                logits[row, expert] = start + pull * (rest[count] - rest[0])
-                count += 1
-
-
-@compiled(nb.void(_ROWS, nb.boolean, nb.float32[:, ::1]))
-def fill_scores(logits: np.ndarray, sigmoid: bool, scores: np.ndarray) -> None:
-    """Fill `scores` [N, E] with the softmax, or sigmoids, of `logits` [N, E]."""
-    rows, width = logits.shape
-    for row in range(rows):
-        # Row by row, so that no result depends on how many rows a call holds.
-        largest = -np.inf
-        for expert in range(width):
-            largest = max(largest, logits[row, expert])
-
-        total = 0.0
-        for expert in range(width):
-            if sigmoid:
-                scores[row, expert] = 1 / (1 + math.exp(-logits[row, expert]))
-            else:
-                power = math.exp(logits[row, expert] - largest)
-                scores[row, expert] = power
-                total += power
-        if not sigmoid:
-            for expert in range(width):
-                scores[row, expert] /= total
+    order = np.argsort(-keys, axis=1, kind="stable")
+    fill_ordered(keys, order, experts, weights, renormalised, sigmoid, logits)

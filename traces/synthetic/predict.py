@@ -22,21 +22,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 from moesim.traces.format.arrays import to_float16
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.synthetic.gate_scores import (
-    SMALLEST,
     TOKEN_MEMORY,
     centred,
     fill_logits,
-    fill_scores,
     is_sigmoid,
     logits_of,
     popularity_logits,
+)
+from moesim.traces.synthetic.loops import (
+    SMALLEST,
+    add_moments,
+    fill_predicted,
+    fill_scores,
 )
 from moesim.traces.synthetic.marks import PREDICTIONS
 from moesim.traces.synthetic.prediction_noise import (
@@ -45,7 +46,6 @@ from moesim.traces.synthetic.prediction_noise import (
     SequenceNoise,
     Walk,
     count_hits,
-    fill_predicted,
 )
 
 if TYPE_CHECKING:
@@ -492,7 +492,7 @@ class _Work:
 
         needed = [name for name in ("scores", "weights") if name in self.trace.columns]
         for chunk, noise in self._with_noise(needed[:1]):
-            _add_moments(chunk.logits, sums, counts)
+            add_moments(chunk.logits, sums, counts)
             first = -passed % self._stride
             tokens = np.arange(first, chunk.tokens, self._stride)
             passed += chunk.tokens
@@ -626,21 +626,3 @@ class _Sample:
             np.concatenate([part.experts for part in parts]),
             noise,
         )
-
-
-@compiled(nb.void(input_array(nb.float32, 2), nb.float64[:, :, ::1], nb.int64[::1]))
-def _add_moments(logits: np.ndarray, sums: np.ndarray, counts: np.ndarray) -> None:
-    """Add logits [G, E] and their squares to `sums` [2, L, E], rows to `counts` [L].
-
-    One row after the other, so that the sums are the same for any size of chunks.
-    """
-    layers = len(counts)
-    for row in range(len(logits)):
-        if math.isnan(logits[row, 0]):
-            continue
-        layer = row % layers
-        counts[layer] += 1
-        for expert in range(logits.shape[1]):
-            value = float(logits[row, expert])
-            sums[0, layer, expert] += value
-            sums[1, layer, expert] += value * value

@@ -23,16 +23,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 from moesim.traces.format.arrays import top_k
+from moesim.traces.synthetic.loops import remember
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_ROWS = input_array(nb.float32, 2)
-_VECTOR = input_array(nb.float32)
 
 # Streams of random numbers; depth d has `_DEPTH_STREAM` + d.
 SCORE_STREAM = 0
@@ -89,24 +84,9 @@ class Walk:
         """Return the next `tokens` of them: float32 [T, W]."""
         shape = (tokens, len(self._last))
         values = self._rng.standard_normal(shape, np.float32)
-        _remember(values, self._last, self._memory, self._begun)
+        remember(values, self._last, self._memory, self._begun)
         self._begun = True
         return values
-
-
-@compiled(nb.void(nb.float32[:, ::1], nb.float32[::1], nb.float64, nb.boolean))
-def _remember(values: np.ndarray, last: np.ndarray, memory: float, begun: bool) -> None:
-    """Turn independent normals [T, W] into a walk that goes on from `last` [W]."""
-    keep = np.float32(memory)
-    fresh = np.float32(math.sqrt(1 - memory * memory))
-    tokens, width = values.shape
-    for token in range(tokens):
-        for place in range(width):
-            # The first token has no past, and unit variance all the same.
-            if begun or token:
-                moved = keep * last[place] + fresh * values[token, place]
-                values[token, place] = moved
-            last[place] = values[token, place]
 
 
 class SequenceNoise:
@@ -169,56 +149,6 @@ class SequenceNoise:
             noise.append(values.reshape(tokens * self._layers, -1))
 
         return difficulty.reshape(-1), noise
-
-
-@compiled(
-    nb.void(_ROWS, _ROWS, _ROWS, _VECTOR, _VECTOR, nb.float64, nb.float32[:, ::1])
-)
-def fill_predicted(
-    logits: np.ndarray,
-    means: np.ndarray,
-    noise: np.ndarray,
-    difficulty: np.ndarray,
-    spread: np.ndarray,
-    fidelity: float,
-    predicted: np.ndarray,
-) -> None:
-    """Fill `predicted` [N, E] with logits between the true ones and mere noise.
-
-    A logit's deviation from its layer's mean is mixed with noise of the same variance,
-    so that a predictor has favourites and a spread like those of the gate itself.
-
-    Args:
-        logits: [N, E] true ones, where rows repeat through the layers; a row of NaN
-            stands for a gate output that was not recorded.
-        means: [L, E] of the logits.
-        noise: [N, E] of unit variance.
-        difficulty: [N] factors of the noise.
-        spread: [L] standard deviation of logits around their mean.
-        fidelity: correlation with the true deviation at a difficulty of 1, 0..1.
-        predicted: filled.
-    """
-    rows, width = logits.shape
-    layers = len(means)
-    for row in range(rows):
-        layer = row % layers
-        # Noise over signal; without signal nothing else is left.
-        kept = 0.0
-        added = 1.0
-        if fidelity > 0:
-            ratio = math.sqrt(1 - fidelity * fidelity) / fidelity * difficulty[row]
-            kept = 1 / math.sqrt(1 + ratio * ratio)
-            added = ratio * kept
-        known = not math.isnan(logits[row, 0])
-        if not known:
-            added = 1.0
-
-        for expert in range(width):
-            mean = means[layer, expert]
-            value = mean + added * spread[layer] * noise[row, expert]
-            if known:
-                value += kept * (logits[row, expert] - mean)
-            predicted[row, expert] = value
 
 
 def count_hits(scores: np.ndarray, experts: np.ndarray) -> int:

@@ -4,36 +4,19 @@ just left?
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled, structure
-from moesim.traces.timeline.spans import (
-    COMPUTE,
-    FETCH,
-    HIT,
-    JOIN,
-    MISS,
-    PREFETCH,
-    REPLACE,
-)
+from moesim.traces.timeline.loops import follow_copies
+from moesim.traces.timeline.spans import COMPUTE, FETCH, JOIN, PREFETCH, REPLACE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from moesim.traces.timeline.spans import Chunk
 
-REFETCH_STEPS = 5
-
 _LONG_AGO = -(1 << 40)
-
-# What is known of the last prefetch of an expert.
-_SETTLED = 0
-_UNUSED = 1
-_MISSED = 2
-"""Unused, and a miss of the same step has been looked past."""
 
 
 class CopyAggregator:
@@ -104,8 +87,8 @@ class CopyAggregator:
         by_step = np.argsort(accesses["step"], kind="stable")
         counts = np.zeros(len(_COUNTS), np.int64)
         follow_copies(
-            _events(copies, copies["kind"] == PREFETCH, by_start),
-            _events(accesses, accesses["state"], by_step),
+            *_events(copies, copies["kind"] == PREFETCH, by_start),
+            *_events(accesses, accesses["state"], by_step),
             self._present_step,
             self._prefetch,
             counts,
@@ -127,7 +110,7 @@ class CopyAggregator:
             (0, experts - self._present_step.shape[2]),
         ]
         self._present_step = np.pad(self._present_step, more, constant_values=_LONG_AGO)
-        self._prefetch = np.pad(self._prefetch, more, constant_values=_SETTLED)
+        self._prefetch = np.pad(self._prefetch, more)
 
 
 _COUNTS = ("copies", "refetched", "prefetched", "used", "timely")
@@ -142,89 +125,13 @@ _NO_ACCESSES: Chunk = {
 }
 
 
-class Events(NamedTuple):
-    """Copies or accesses in the order of their steps, int64 [N] each.
-
-    Attributes:
-        step, layer, expert: of each.
-        gpu: to which a copy goes, or that computed the expert; -1 for the CPU.
-        detail: of a copy whether it is a prefetch, of an access its state.
-    """
-
-    step: np.ndarray
-    gpu: np.ndarray
-    layer: np.ndarray
-    expert: np.ndarray
-    detail: np.ndarray
-
-
-_EVENTS = structure(Events, (nb.int64[::1],) * 5)
-
-
-def _events(chunk: Chunk, detail: np.ndarray, order: np.ndarray) -> Events:
+def _events(
+    chunk: Chunk, detail: np.ndarray, order: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Step, GPU, layer, expert and a detail of copies or accesses in order, int64."""
     names = ("step", "gpu", "layer", "expert")
     columns = (*(chunk[name] for name in names), detail)
-    return Events(*(column[order].astype(np.int64) for column in columns))
-
-
-@compiled(
-    nb.void(_EVENTS, _EVENTS, nb.int64[:, :, ::1], nb.int8[:, :, ::1], nb.int64[::1])
-)
-def follow_copies(
-    copies: Events,
-    accesses: Events,
-    present_step: np.ndarray,
-    prefetch: np.ndarray,
-    counts: np.ndarray,
-) -> None:
-    """Add to `counts`, int64 [5] as `_COUNTS` names them, and bring the two tables
-    [G, L, E] up to date.
-    """
-    gpus = len(present_step)
-    copy = 0
-    for access in range(len(accesses.step) + 1):
-        is_last = access == len(accesses.step)
-        # Within a step copies come before the access.
-        while copy < len(copies.step) and (
-            is_last or copies.step[copy] <= accesses.step[access]
-        ):
-            place = (copies.gpu[copy], copies.layer[copy], copies.expert[copy])
-            step = copies.step[copy]
-            is_prefetch = copies.detail[copy] != 0
-            counts[0] += 1
-            counts[1] += step - present_step[place] <= REFETCH_STEPS
-            counts[2] += is_prefetch
-            present_step[place] = step
-            prefetch[place] = _UNUSED if is_prefetch else _SETTLED
-            copy += 1
-        if is_last:
-            return
-
-        gpu = accesses.gpu[access]
-        layer = accesses.layer[access]
-        expert = accesses.expert[access]
-        step = accesses.step[access]
-        state = accesses.detail[access]
-        if state == MISS:
-            # No GPU has it. A prefetch for the next step may be issued behind the
-            # access of its own.
-            for each in range(gpus):
-                place = (each, layer, expert)
-                own_step = prefetch[place] == _UNUSED and step == present_step[place]
-                prefetch[place] = _MISSED if own_step else _SETTLED
-            continue
-        if gpu < 0:
-            gpu = 0
-            for each in range(1, gpus):
-                last_step = present_step[gpu, layer, expert]
-                if present_step[each, layer, expert] > last_step:
-                    gpu = each
-        place = (gpu, layer, expert)
-        if prefetch[place] != _SETTLED:
-            counts[3] += 1
-            counts[4] += state == HIT
-        present_step[place] = step
-        prefetch[place] = _SETTLED
+    return (column[order].astype(np.int64) for column in columns)
 
 
 def _split(chunks: list[Chunk], before: int | None) -> tuple[Chunk | None, list[Chunk]]:

@@ -4,12 +4,11 @@ copies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled, structure
+from moesim.traces.timeline.loops import number_in_order, sum_by_lane, waits_of_lanes
 from moesim.traces.timeline.spans import COMPUTE, FETCH, PLAN, READ
 
 if TYPE_CHECKING:
@@ -97,27 +96,27 @@ class StallAggregator:
         keys, place = _numbered(rows["key"], compute)
         copies = np.flatnonzero(_are_copies(rows["kind"]))
         copies = copies[np.argsort(rows["end_s"][copies], kind="stable")]
-        spans = Rows(*rows.values())
-        waits_s = self._waits_s(spans, place, copies, _plan_end_s(rows, work, keys))
+        waits_s = self._waits_s(rows, place, copies, _plan_end_s(rows, work, keys))
         busy_s = np.zeros((len(keys), self._lanes))
         waited_s = np.zeros(self._lanes)
-        sum_by_lane(spans, place, waits_s, busy_s, waited_s)
+        lane, start_s, end_s = (rows[name] for name in ("lane", "start_s", "end_s"))
+        sum_by_lane(lane, start_s, end_s, place, waits_s, busy_s, waited_s)
         self._add_imbalance(busy_s)
         self.stall_s += waited_s
 
     def _waits_s(
-        self, spans: Rows, place: np.ndarray, copies: np.ndarray, plan_end_s: np.ndarray
+        self, rows: Chunk, place: np.ndarray, copies: np.ndarray, plan_end_s: np.ndarray
     ) -> np.ndarray:
         """Seconds that the lane of each compute span waited, float64 [N]."""
+        names = ("lane", "layer", "expert", "start_s", "end_s")
+        spans = [rows[name] for name in names]
+        rest = (copies, self._target, plan_end_s)
         order = np.arange(len(place))
-        target = self._target
-        is_ordered, waits_s = waits_of_lanes(
-            spans, place, order, copies, target, plan_end_s
-        )
+        is_ordered, waits_s = waits_of_lanes(*spans, place, order, *rest)
         if not is_ordered:
             # Threads note their spans as they end, not quite in the order of time.
-            order = np.argsort(spans.start_s, kind="stable")
-            _, waits_s = waits_of_lanes(spans, place, order, copies, target, plan_end_s)
+            order = np.argsort(rows["start_s"], kind="stable")
+            _, waits_s = waits_of_lanes(*spans, place, order, *rest)
         return waits_s
 
     def _add_imbalance(self, busy_s: np.ndarray) -> None:
@@ -135,163 +134,12 @@ class StallAggregator:
         self.layer_steps += count
 
 
-class Rows(NamedTuple):
-    """Spans, N, in the types of a timeline's columns.
-
-    Attributes:
-        lane, kind: int8 [N].
-        layer: int16 [N].
-        expert: int32 [N].
-        start_s, end_s: float64 [N].
-        key: int64 [N], of step and layer.
-    """
-
-    lane: np.ndarray
-    kind: np.ndarray
-    layer: np.ndarray
-    expert: np.ndarray
-    start_s: np.ndarray
-    end_s: np.ndarray
-    key: np.ndarray
-
-
-_ROWS = structure(
-    Rows,
-    (
-        nb.int8[::1],
-        nb.int8[::1],
-        nb.int16[::1],
-        nb.int32[::1],
-        nb.float64[::1],
-        nb.float64[::1],
-        nb.int64[::1],
-    ),
-)
-
-
-@compiled(
-    nb.Several((nb.boolean, nb.float64[::1]))(
-        _ROWS,
-        nb.int64[::1],
-        nb.int64[::1],
-        nb.int64[::1],
-        nb.int64[::1],
-        nb.float64[::1],
-    )
-)
-def waits_of_lanes(
-    rows: Rows,
-    place: np.ndarray,
-    order: np.ndarray,
-    copies: np.ndarray,
-    target: np.ndarray,
-    plan_end_s: np.ndarray,
-) -> tuple[bool, np.ndarray]:
-    """Compute how long the lane of each compute span waited: idle, after planning and
-    after the compute span before, until the last copy of its expert had landed.
-
-    Args:
-        rows: N spans of S layer steps.
-        place: int64 [N], the layer step of each compute span, -1 of other spans.
-        order: int64 [N], in which the compute spans of every lane start.
-        copies: int64, spans of copies in the order of their ends.
-        target: int64, the lane that computes what each lane brings, -1 for none.
-        plan_end_s: float64 [S].
-
-    Returns:
-        Whether the order is that of the starts, and if so seconds, float64 [N].
-    """
-    lanes = len(target)
-    layers = 0
-    experts = 0
-    for row in copies:
-        layers = max(layers, rows.layer[row] + 1)
-        experts = max(experts, rows.expert[row] + 1)
-    landed_s = np.full((lanes, layers, experts), -np.inf)
-    landed = np.zeros(lanes, np.int64)
-    started_s = np.full(lanes, -np.inf)
-    computed_s = np.full((len(plan_end_s), lanes), -np.inf)
-    waits_s = np.zeros(len(place))
-
-    for row in order:
-        if place[row] < 0:
-            continue
-        lane = rows.lane[row]
-        start_s = rows.start_s[row]
-        if start_s < started_s[lane]:
-            return False, waits_s
-        started_s[lane] = start_s
-
-        # A copy that ends as the span starts has landed.
-        while landed[lane] < len(copies):
-            copy = copies[landed[lane]]
-            if rows.end_s[copy] > start_s:
-                break
-            if target[rows.lane[copy]] == lane:
-                landed_s[lane, rows.layer[copy], rows.expert[copy]] = rows.end_s[copy]
-            landed[lane] += 1
-
-        step = place[row]
-        idle_from_s = max(computed_s[step, lane], plan_end_s[step])
-        computed_s[step, lane] = rows.end_s[row]
-        if rows.layer[row] < layers and rows.expert[row] < experts:
-            copied_s = min(start_s, landed_s[lane, rows.layer[row], rows.expert[row]])
-            waits_s[row] = max(copied_s - idle_from_s, 0.0)
-    return True, waits_s
-
-
-@compiled(
-    nb.void(_ROWS, nb.int64[::1], nb.float64[::1], nb.float64[:, ::1], nb.float64[::1])
-)
-def sum_by_lane(
-    rows: Rows,
-    place: np.ndarray,
-    waits_s: np.ndarray,
-    busy_s: np.ndarray,
-    waited_s: np.ndarray,
-) -> None:
-    """Add the seconds of compute spans to those of their layer steps and lanes, float64
-    [S, lanes], and what lanes waited before them to those of the lanes.
-    """
-    for row in range(len(place)):
-        if place[row] >= 0:
-            lane = rows.lane[row]
-            busy_s[place[row], lane] += rows.end_s[row] - rows.start_s[row]
-            waited_s[lane] += waits_s[row]
-
-
-@compiled(nb.int64(nb.int64[::1], nb.boolean[::1], nb.int64[::1]))
-def number_in_order(key: np.ndarray, chosen: np.ndarray, place: np.ndarray) -> int:
-    """Number the distinct keys of what is chosen, if they ascend.
-
-    Args:
-        key: int64 [N].
-        chosen: bool [N].
-        place: int64 [N], to be filled in where chosen.
-
-    Returns:
-        How many there are; -1 if they do not ascend.
-    """
-    count = 0
-    last = 0
-    for n in range(len(key)):
-        if not chosen[n]:
-            continue
-        if not count or key[n] > last:
-            count += 1
-            last = key[n]
-        elif key[n] < last:
-            return -1
-        place[n] = count - 1
-    return count
-
-
 def _numbered(key: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Distinct keys of what is chosen, ascending, and which of them each one is, int64;
     -1 where it is not chosen.
     """
     place = np.full(len(key), -1)
-    count = number_in_order(key, chosen, place)
+    count = number_in_order(key, chosen.view(np.uint8), place)
     if count < 0:
         # Layer steps follow each other, unless one was begun before its time.
         keys, place[chosen] = np.unique(key[chosen], return_inverse=True)

@@ -1,7 +1,6 @@
 """`moesim doctor` and `moesim profile` look at this machine."""
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,6 @@ class DoctorOptions(Options):
 
     report: Path | None = file_option("Write a report to attach to a message.")
     disk: Path | None = disk_option("temporary files")
-    warm: bool = option(
-        False,
-        "Only compile everything that runs would wait for once.",
-        excludes=("report", "disk", "as_json"),
-    )
     as_json: bool = json_option()
 
 
@@ -51,11 +45,7 @@ def doctor(options: DoctorOptions) -> None:
     Examples:
       moesim doctor
       moesim doctor --disk /mnt/nvme --report doctor.json
-      moesim doctor --warm
     """
-    if options.warm:
-        _compile_ahead()
-        return
     from moesim.cli.output import bar, quiet_libraries
     from moesim.evidence.doctor import diagnose
 
@@ -72,18 +62,6 @@ def doctor(options: DoctorOptions) -> None:
             output.print_written([options.report])
     if diagnosis.of("fails"):
         raise typer.Exit(1)
-
-
-def _compile_ahead() -> None:
-    from moesim.base.host_limits import available_cores
-    from moesim.cli.output import bar
-    from moesim.machine_code.ahead import compile_ahead
-    from moesim.machine_code.store import folder
-
-    print("compiling everything, once, about 20 s of one core", file=sys.stderr)
-    with bar("compiling", 1.0) as show:
-        made = compile_ahead(available_cores(), show)
-    print(f"{made} functions compiled; all are in {folder()}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

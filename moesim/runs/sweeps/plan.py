@@ -297,10 +297,7 @@ def _axes(configs: Sequence[RunConfig]) -> list[str]:
     return [name for name in names if len(values[name]) > 1]
 
 
-SIMULATING = (
-    *("base", "traces", "hwprofiles", "policies", "engine"),
-    *("machine_code", "sim", "runs"),
-)
+SIMULATING = ("base", "traces", "hwprofiles", "policies", "engine", "sim", "runs")
 """Parts of moesim on which figures depend; reports and commands change none."""
 
 

@@ -21,9 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -149,7 +146,7 @@ def _stack_effects() -> np.ndarray:
 
 _ARGUMENT_BYTES = _argument_bytes()
 _STACK_EFFECTS = _stack_effects()
-_IS_PUT = np.array([_CODES.get(code) in _PUTS for code in range(256)])
+_IS_PUT = bytes(_CODES.get(code) in _PUTS for code in range(256))
 
 
 class GlobalName:
@@ -230,8 +227,7 @@ def read_pickle(
 
 
 def _check_instructions(path: Path, place: str, data: bytes) -> None:
-    letters = np.frombuffer(data, np.uint8)
-    at, too_deep = _first_stop(letters, _ARGUMENT_BYTES, _STACK_EFFECTS, _IS_PUT)
+    at, too_deep = _first_stop(data, _ARGUMENT_BYTES, _STACK_EFFECTS, _IS_PUT)
 
     if too_deep:
         raise TraceError(
@@ -251,16 +247,11 @@ def _check_instructions(path: Path, place: str, data: bytes) -> None:
         )
 
 
-@compiled(
-    nb.Several((nb.int64, nb.boolean))(
-        input_array(nb.uint8), nb.int64[::1], nb.int64[:, ::1], nb.boolean[::1]
-    )
-)
 def _first_stop(  # noqa: C901, PLR0912 - one pass over the bytes
-    data: np.ndarray,
+    data: bytes,
     argument_bytes: np.ndarray,
     stack_effects: np.ndarray,
-    is_put: np.ndarray,
+    is_put: bytes,
 ) -> tuple[int, bool]:
     """The byte of the STOP or of the first instruction that is not data; at least the
     length where neither comes.
@@ -271,8 +262,9 @@ def _first_stop(  # noqa: C901, PLR0912 - one pass over the bytes
     another is not noticed there, but lists are no keys.
     """
     # Depth of each value that the machine would have on its stack and in its memo.
-    stack = np.empty(len(data) + 1, np.uint8)
-    memo = np.empty(len(data) + 1, np.uint8)
+    stack = bytearray(len(data) + 1)
+    memo = bytearray(len(data) + 1)
+    deepest = DEEPEST
     height = 0
     puts = 0
     at = 0
@@ -286,7 +278,7 @@ def _first_stop(  # noqa: C901, PLR0912 - one pass over the bytes
         at += 1
 
         # The argument: two lines of text, or a number, perhaps of bytes that follow.
-        number = np.uint64(0)
+        number = 0
         if size == _TWO_LINES:
             for _ in range(2):
                 while at < len(data) and data[at] != 10:
@@ -295,45 +287,47 @@ def _first_stop(  # noqa: C901, PLR0912 - one pass over the bytes
         else:
             width = size - _COUNTED if size >= _COUNTED else size
             for byte in range(min(width, len(data) - at)):
-                number |= np.uint64(data[at + byte]) << np.uint64(8 * byte)
+                digit = data[at + byte]
+                number |= digit << 8 * byte
             at += width
 
             if size >= _COUNTED:
                 # Unsigned: a length near 2**64 must not become negative.
-                if at > len(data) or number > np.uint64(len(data) - at):
+                if at > len(data) or number > len(data) - at:
                     return len(data), False
-                at += np.int64(number)
+                at += number
             elif is_put[code]:
                 if not width:  # MEMOIZE has no number: the next one
-                    number = np.uint64(puts)
-                if number > np.uint64(puts):
+                    number = puts
+                if number > puts:
                     return begin, False
                 memo[number] = stack[height - 1] if height else 0
-                puts += number == np.uint64(puts)
+                puts += number == puts
 
         # The stack: a container is one deeper than the deepest value in it.
-        effect, count = stack_effects[code]
+        effect = stack_effects[code, 0]
+        count = stack_effects[code, 1]
         if effect == _NOTHING:
             continue
 
         depth = 0
         # Where the stack holds too little, the machine itself will end here.
         while count != 0 and height > 0:
-            height = height - 1
-            count = count - 1
+            height -= 1
+            count -= 1
             if stack[height] == _MARK:
                 break
-            depth = max(depth, int(stack[height]) + 1)
+            depth = max(depth, stack[height] + 1)
 
         if effect == _INTO and height > 0:
             height -= 1
-            depth = max(depth, int(stack[height]))
+            depth = max(depth, stack[height])
         elif effect == _GET:
-            depth = int(memo[number]) if number < np.uint64(puts) else 0
+            depth = memo[number] if number < puts else 0
         elif code == 40:  # MARK
             depth = _MARK
 
-        if DEEPEST < depth < _MARK:
+        if deepest < depth < _MARK:
             return begin, True
         stack[height] = depth
         height += 1

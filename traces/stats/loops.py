@@ -1,50 +1,184 @@
-"""The stacks behind hit-rate curves: what stands at depth C is what C slots keep and C
-- 1 slots do not.
+"""The loops behind statistics and hit-rate curves, with C types: one visit per access,
+or per row, and nothing kept but tables.
 
-A *pool* is a cache with stacks of its own: one per layer, or one for all. P pools of W
-keys; a layer step makes its accesses to one pool, in ascending order of keys; each is
-counted at the depth where its key stood before the step, or at W if it never was there.
-
-A stack holds numbers that say both the key and how much it is worth, so one comparison
-settles what comes first: for LRU ``step << bits | key``, larger is better; for Belady
-``place of the next use << bits | tag``, smaller is better, with the key as tag of an
-active one and ``2 W - 1 - key`` of any other.
+L layers, E experts, K experts per token, A accesses of a block, N layer steps of it.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from moesim.machine_code import types as nb
-from moesim.machine_code.functions import compiled
-from moesim.machine_code.types import input_array
-
-_I64 = input_array(nb.int64)
-_I32 = input_array(nb.int32)
-_I8 = input_array(nb.int8)
-_STACKS = nb.int64[:, ::1]
-
-# The place of a use that does not come: later than all others.
-NEVER = 1 << 40
-# Depths of Belady's stack that are passed over together where nothing in them changes.
-BLOCK = 16
+# Windows of 1, 2, 4, … 1024 steps.
+WINDOWS = 11
 
 
-@compiled(
-    nb.void(
-        _I8,
-        _I64,
-        _I64,
-        _I32,
-        _STACKS,
-        nb.boolean[:, ::1],
-        nb.int64[::1],
-        nb.int64[::1],
-        nb.int64[:, :, ::1],
-    )
-)
+def count_decode(
+    step: np.ndarray,
+    batch: np.ndarray,
+    layer: np.ndarray,
+    edges: np.ndarray,
+    experts: np.ndarray,
+    tokens: np.ndarray,
+    load: np.ndarray,
+    last_use: np.ndarray,
+    distances: np.ndarray,
+    last_batch: np.ndarray,
+    overlap: np.ndarray,
+    fresh: np.ndarray,
+    windows: np.ndarray,
+    pairs: np.ndarray,
+) -> None:
+    """Count decode layer steps into tables; `step` counts decode steps only.
+
+    Tables: `load` [L, E] tokens; `last_use` [L, E], ``step * E + expert`` or -1;
+    `distances` [L, E + 1] experts used later than an access's own last use (E: none);
+    `last_batch` [L]; `overlap` [L] sums of shares over `pairs` [L] steps with a step
+    before them in the batch; `fresh` [L, W] first uses in the running aligned window of
+    ``2 ** w`` steps; `windows` [L, W] the same in windows that are over.
+    """
+    width = load.shape[1]
+
+    for i in range(len(layer)):
+        at = layer[i]
+        now = step[i]
+        first = edges[i]
+        last = edges[i + 1]
+        uses = last_use[at]
+        again = 0
+
+        for j in range(first, last):
+            expert = experts[j]
+            load[at, expert] += tokens[j]
+            latest = uses[expert]
+            distance = width
+            spans = fresh.shape[1]
+
+            if latest >= 0:
+                # Distinct experts used later: those with a larger stamp.
+                distance = 0
+                for other in range(width):
+                    distance += uses[other] > latest
+                before = latest // width
+                again += before == now - 1
+
+                # Two steps lie in one aligned window of 2 ** w steps where they differ
+                # only in their lowest w bits.
+                differing = before ^ now
+                spans = 0
+                while differing > 0 and spans < fresh.shape[1]:
+                    differing >>= 1
+                    spans += 1
+
+            distances[at, distance] += 1
+            for w in range(spans):
+                fresh[at, w] += 1
+
+        # Only now: accesses of one layer step are not later than each other.
+        for j in range(first, last):
+            uses[experts[j]] = now * width + experts[j]
+
+        if now > 0 and last_batch[at] == batch[i] and last > first:
+            overlap[at] += again / (last - first)
+            pairs[at] += 1
+        last_batch[at] = batch[i]
+
+        # The windows that end with this step.
+        w = 0
+        while w < fresh.shape[1] and (now + 1) % (1 << w) == 0:
+            windows[at, w] += fresh[at, w]
+            fresh[at, w] = 0
+            w += 1
+
+
+def count_pairs(routing: np.ndarray, joint: np.ndarray) -> None:
+    """Count which experts a token uses in consecutive layers: `routing` [T, L, K] into
+    `joint` [L - 1, E, E].
+    """
+    tokens = routing.shape[0]
+    layers = routing.shape[1]
+    top_k = routing.shape[2]
+
+    # Layer by layer: one table at a time stays in the processor's cache.
+    for layer in range(layers - 1):
+        table = joint[layer]
+        for token in range(tokens):
+            for a in range(top_k):
+                row = table[routing[token, layer, a]]
+                for b in range(top_k):
+                    row[routing[token, layer + 1, b]] += 1
+
+
+def count_segments(  # noqa: C901 - one loop, compiled
+    routing: np.ndarray,
+    width: int,
+    lengths: np.ndarray,
+    covered: np.ndarray,
+    segments: np.ndarray,
+) -> None:
+    """Cut `routing` [T, L, K] into whole segments of each of `lengths` [S] tokens, and
+    count the choices that the best group of experts covers.
+
+    `covered` [S, L, K]: choices served by the ``g + 1`` experts most used in the
+    segment, by g; `segments` [S, L]: how many segments there were.
+    """
+    tokens = routing.shape[0]
+    layers = routing.shape[1]
+    top_k = routing.shape[2]
+    uses = np.zeros(width, np.int64)
+
+    for s in range(len(lengths)):
+        length = lengths[s]
+        # How many experts the segment used so often, by that number.
+        experts_with = np.zeros(length + 1, np.int64)
+
+        for segment in range(tokens // length):
+            first = segment * length
+            for layer in range(layers):
+                for token in range(first, first + length):
+                    for k in range(top_k):
+                        uses[routing[token, layer, k]] += 1
+
+                # Cleared on the way: a second visit counts among the experts that were
+                # never used.
+                for token in range(first, first + length):
+                    for k in range(top_k):
+                        expert = routing[token, layer, k]
+                        experts_with[uses[expert]] += 1
+                        uses[expert] = 0
+                experts_with[0] = 0
+
+                # The most used first, until the group has K experts.
+                group = 0
+                total = 0
+                for times in range(length, 0, -1):
+                    while experts_with[times] > 0 and group < top_k:
+                        total += times
+                        covered[s, layer, group] += total
+                        group += 1
+                        experts_with[times] -= 1
+                    experts_with[times] = 0
+
+                # A segment may have used fewer experts than that.
+                while group < top_k:
+                    covered[s, layer, group] += total
+                    group += 1
+                segments[s, layer] += 1
+
+
+# -- stacks ----------------------------------------------------------------------------
+# What stands at depth C is what C slots keep and C - 1 slots do not.
+#
+# A *pool* is a cache with stacks of its own: one per layer, or one for all. P pools of
+# W keys; a layer step makes its accesses to one pool, in ascending order of keys; each
+# is counted at the depth where its key stood before the step, or at W if it never was
+# there.
+#
+# A stack holds numbers that say both the key and how much it is worth, so one
+# comparison settles what comes first: for LRU ``step << bits | key``, larger is better;
+# for Belady ``place of the next use << bits | tag``, smaller is better, with the key as
+# tag of an active one and ``2 W - 1 - key`` of any other.
+
+
 def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
     phase: np.ndarray,
     pool: np.ndarray,
@@ -139,7 +273,6 @@ def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
         clock[0] += 1
 
 
-@compiled
 def _insert(displaced: np.ndarray, spot: int, worth: int) -> None:
     """Put a number at `spot` or further up, so that the worst still comes first."""
     while spot > 0 and displaced[spot - 1] < worth:
@@ -148,22 +281,22 @@ def _insert(displaced: np.ndarray, spot: int, worth: int) -> None:
     displaced[spot] = worth
 
 
-@compiled
 def _rebuild_block(
     stack: np.ndarray,
     place: np.ndarray,
     begin: int,
+    end: int,
     displaced: np.ndarray,
     count: int,
     mask: int,
 ) -> int:
-    """Fill the block of depths that starts at `begin` with the sooner used of what
-    stood there and the first `count` displaced; how many are displaced then.
+    """Fill the block of depths from `begin` to before `end` with the sooner used of
+    what stood there and the first `count` displaced; how many are displaced then.
 
     Arguments as in `belady_stack`, of one pool.
     """
     width = len(place)
-    for depth in range(begin, begin + BLOCK):
+    for depth in range(begin, end):
         if count == 0:
             break
         old = stack[depth]
@@ -191,20 +324,6 @@ def _rebuild_block(
     return count
 
 
-@compiled(
-    nb.void(
-        _I8,
-        _I64,
-        _I64,
-        _I32,
-        _I64,
-        _STACKS,
-        nb.int32[:, ::1],
-        nb.int64[::1],
-        nb.int64[:, ::1],
-        nb.int64[:, :, ::1],
-    )
-)
 def belady_stack(
     phase: np.ndarray,
     pool: np.ndarray,
@@ -229,10 +348,10 @@ def belady_stack(
         pool: ,
         edges: and
         keys: .
-        following: int64 [A], place of each access's next use, at most `NEVER`; larger
+        following: int64 [A], place of each access's next use; larger
             is later.
-        ranked: [P, blocks * BLOCK], the stacks, zeros at first; carried from call to
-            call, as are
+        ranked: [P, blocks * depths of one], the stacks, zeros at first; carried from
+            call to call, as are
         places: [P, W], the depth of each key, -1 where it never was,
         filled: [P], how many keys there are, and
         latest: [P, blocks], no less than the largest number in each block of the stack.
@@ -240,6 +359,7 @@ def belady_stack(
     """
     width = places.shape[1]
     blocks = latest.shape[1]
+    depths_of_block = ranked.shape[1] // blocks
     tags = 2 * width
     bits = 1
     while (1 << bits) < tags:
@@ -273,7 +393,7 @@ def belady_stack(
                 filled[at] += 1
             # A negative number marks the place of an active key.
             stack[depth] = -1 - key
-            active[depth // BLOCK] += 1
+            active[depth // depths_of_block] += 1
 
         block = 0
         while count > 0:
@@ -282,11 +402,12 @@ def belady_stack(
                 continue
 
             active[block] = 0
-            begin = block * BLOCK
-            count = _rebuild_block(stack, place, begin, displaced, count, mask)
+            begin = block * depths_of_block
+            end = begin + depths_of_block
+            count = _rebuild_block(stack, place, begin, end, displaced, count, mask)
 
-            worst = np.int64(0)
-            for depth in range(begin, begin + BLOCK):
+            worst = 0
+            for depth in range(begin, end):
                 worst = max(worst, stack[depth])
             # Whatever the tags become, the bound holds.
             bound[block] = worst | mask
@@ -294,7 +415,30 @@ def belady_stack(
 
         # From now on these keys are not active: they lose a tie.
         for j in range(edges[i], edges[i + 1]):
-            stack[place[keys[j]]] += tags - 1 - 2 * np.int64(keys[j])
+            stack[place[keys[j]]] += tags - 1 - 2 * keys[j]
+
+
+def next_places(
+    place: np.ndarray,
+    edges: np.ndarray,
+    experts: np.ndarray,
+    layers: int,
+    width: int,
+    first_use: np.ndarray,
+) -> np.ndarray:
+    """The place, step * L + layer, of each access's next use, int64 [A]; `first_use`,
+    by key, goes from the end of the block to its begin.
+    """
+    following = np.empty(len(experts), np.int64)
+
+    # Backwards: what was met last is what comes next.
+    for i in range(len(place) - 1, -1, -1):
+        base = place[i] % layers * width
+        for j in range(edges[i], edges[i + 1]):
+            following[j] = first_use[base + experts[j]]
+            first_use[base + experts[j]] = place[i]
+
+    return np.asarray(following)
 
 
 # -- reuse distance --------------------------------------------------------------------
@@ -308,36 +452,19 @@ def belady_stack(
 # Source: Bennett and Kruskal (1975) for the marks; they sum with a tree, which is
 # slower for the few thousand keys here.
 
-# Places per key; when they are used up, those without a mark are removed.
-PLACES = 3
 
-
-@compiled(nb.int64(nb.uint64))
-def _bits_set(word: Any) -> Any:
+def _bits_set(word: int) -> int:
     """Bits that are set. Source: Warren, Hacker's Delight (2002), 5-1."""
     # Sums of two, of four, of eight bits; then of all eight bytes in the highest one.
-    word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
-    low = word & np.uint64(0x3333333333333333)
-    high = (word >> np.uint64(2)) & np.uint64(0x3333333333333333)
+    word = word - ((word >> 1) & 0x5555555555555555)
+    low = word & 0x3333333333333333
+    high = (word >> 2) & 0x3333333333333333
     word = low + high
-    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return (word * 0x0101010101010101) >> 56 & 0xFF
 
 
-@compiled(
-    nb.void(
-        _I8,
-        _I64,
-        _I32,
-        nb.uint64[::1],
-        nb.int32[::1],
-        nb.int64[::1],
-        nb.int64[::1],
-        nb.int64[::1],
-        nb.int64[:, ::1],
-    )
-)
-def later_used(
+def later_used(  # noqa: C901 - one loop, compiled
     phase: np.ndarray,
     edges: np.ndarray,
     keys: np.ndarray,
@@ -361,20 +488,25 @@ def later_used(
         clock: [2], the next place, and the keys seen.
         depths: [2, W + 1], counted up; W: never before seen.
     """
-    bit = np.uint64(1)
+    # Numbers of Python where this is not compiled: others do not mix with 64 bits.
+    marks = memoryview(marks)
+    last = memoryview(last)
+    clock = memoryview(clock)
+    bit = 1
 
     for i in range(len(phase)):
         # The places are used up: move the marks together.
         if clock[0] + edges[i + 1] - edges[i] > len(used):
             end = 0
-            marks[:] = np.uint64(0)
-            sums[:] = 0
+            for word in range(len(marks)):
+                marks[word] = 0
+                sums[word] = 0
             for place in range(clock[0]):
                 key = used[place]
                 if last[key] == place:
                     used[end] = key
                     last[key] = end
-                    marks[end >> 6] |= bit << np.uint64(end & 63)
+                    marks[end >> 6] |= bit << (end & 63)
                     sums[end >> 6] += 1
                     end += 1
             clock[0] = end
@@ -387,7 +519,7 @@ def later_used(
             if place >= 0:
                 word = place >> 6
                 # Its own mark is among them.
-                depth = _bits_set(marks[word] >> np.uint64(place & 63)) - 1
+                depth = _bits_set(marks[word] >> (place & 63)) - 1
                 for other in range(word + 1, word_count):
                     depth += sums[other]
             depths[phase[i], depth] += 1
@@ -396,7 +528,7 @@ def later_used(
             key = keys[j]
             place = last[key]
             if place >= 0:
-                marks[place >> 6] ^= bit << np.uint64(place & 63)
+                marks[place >> 6] ^= bit << (place & 63)
                 sums[place >> 6] -= 1
             else:
                 clock[1] += 1
@@ -404,6 +536,37 @@ def later_used(
             place = clock[0]
             last[key] = place
             used[place] = key
-            marks[place >> 6] |= bit << np.uint64(place & 63)
+            marks[place >> 6] |= bit << (place & 63)
             sums[place >> 6] += 1
             clock[0] += 1
+
+
+# -- predictors ------------------------------------------------------------------------
+
+
+def add_overlaps(
+    predicted: np.ndarray,
+    truth: np.ndarray,
+    layer: int,
+    by_layer: np.ndarray,
+    by_rank: np.ndarray,
+) -> None:
+    """Add the overlaps of the first r of two rankings, for every r, to `by_rank` [2,
+    R], and that of all of `truth` to `by_layer` [2, L].
+    """
+    true_rank = np.full(len(predicted), len(predicted), np.int64)
+    for rank in range(len(truth)):
+        true_rank[truth[rank]] = rank
+
+    common = 0
+    for rank in range(len(truth)):
+        # With each rank two experts come in: one predicted, one true.
+        common += true_rank[predicted[rank]] <= rank
+        for earlier in range(rank):
+            common += true_rank[predicted[earlier]] == rank
+        if rank < by_rank.shape[1]:
+            by_rank[0, rank] += common / (rank + 1)
+            by_rank[1, rank] += 1
+
+    by_layer[0, layer] += common / len(truth)
+    by_layer[1, layer] += 1
