@@ -115,15 +115,17 @@ def report() -> None:
         for path in inner
         if not path.is_symlink() and any(path.glob("*.py"))
     }
-    print(f"{'package':22} files  tokens   code imports  small longest  tests test s")
+    print(
+        f"{'package':22} files  tokens   code imports  small longest  tests test s"
+    )
     rows["all"] = sum((rows[name] for name in PACKAGES), Size())
     for name, size in rows.items():
         folder = name.strip().rpartition("/")[2]
         tests = size_of(ROOT / "tests" / ("" if name == "all" else folder))
         spent_s = seconds.total() if name == "all" else seconds[folder]
         print(
-            f"{name:22} {size.files:5} {size.tokens:7} {size.code_lines:6} {size.import_lines:7}"
-            f" {size.small:6} {size.longest_function:7} {tests.code_lines:6}"
+            f"{name:22} {size.files:5} {size.tokens:7} {size.code_lines:6}"
+            f" {size.import_lines:7} {size.small:6} {size.longest_function:7} {tests.code_lines:6}"
             f" {spent_s:6.0f}"
         )
 

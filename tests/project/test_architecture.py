@@ -44,11 +44,10 @@ top of the repository lie in ``moesim``, whose own modules are its face.
 
 TOP = ("traces", "hwprofiles", "policies", "engine", "sim", "runtime", "moesim")
 
-MOST_CODE_LINES = 76_110
-MOST_FILES = 422
-MOST_TEST_LINES = 38_440
-"""What a person must hold; `benchmarks/size.py` counts it. A change that needs more
-raises the number, and says why.
+MOST_TOKENS = 578_200
+MOST_TEST_TOKENS = 381_200
+"""What a person must hold; `benchmarks/size.py` counts it, in tokens of code, which no
+formatter changes. A change that needs more raises the number, and says why.
 """
 
 ONLY_IN = {

@@ -9,7 +9,7 @@ size of the model and of one chunk, never by the length of the run; only
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -144,6 +144,7 @@ class StepAggregator:
         gaps_s = np.empty(int(np.rint(each).sum()))
         # Each pass may end the prefill of the batch before it.
         ttft_s = np.empty(len(decodes) + 1)
-        prefills = self._books.follow(*counts, *times_s, gaps_s, ttft_s, is_last)
+        columns: Any = (*counts, *times_s)
+        prefills = self._books.follow(*columns, gaps_s, ttft_s, is_last)
         self.gaps_s.frombytes(gaps_s.tobytes())
         self.ttft_s.frombytes(ttft_s[:prefills].tobytes())

@@ -4,7 +4,7 @@ just left?
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -86,13 +86,11 @@ class CopyAggregator:
         by_start = np.lexsort((copies["start_s"], copies["step"]))
         by_step = np.argsort(accesses["step"], kind="stable")
         counts = np.zeros(len(_COUNTS), np.int64)
-        follow_copies(
+        events: Any = (
             *_events(copies, copies["kind"] == PREFETCH, by_start),
             *_events(accesses, accesses["state"], by_step),
-            self._present_step,
-            self._prefetch,
-            counts,
         )
+        follow_copies(*events, self._present_step, self._prefetch, counts)
         for name, count in zip(_COUNTS, counts.tolist(), strict=True):
             setattr(self, name, getattr(self, name) + count)
 

@@ -4,7 +4,7 @@ copies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -109,8 +109,8 @@ class StallAggregator:
     ) -> np.ndarray:
         """Seconds that the lane of each compute span waited, float64 [N]."""
         names = ("lane", "layer", "expert", "start_s", "end_s")
-        spans = [rows[name] for name in names]
-        rest = (copies, self._target, plan_end_s)
+        spans: Any = [rows[name] for name in names]
+        rest: Any = (copies, self._target, plan_end_s)
         order = np.arange(len(place))
         is_ordered, waits_s = waits_of_lanes(*spans, place, order, *rest)
         if not is_ordered:
