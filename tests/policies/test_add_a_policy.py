@@ -18,9 +18,7 @@ NEW = {
     "assignment/every_other.py": '''
 """Alternating lanes."""
 
-import numpy as np
 from moesim.policies.base import AssignmentPolicy
-from moesim.policies.planner.records import Assignment
 
 
 class EveryOther(AssignmentPolicy):
@@ -33,9 +31,10 @@ class EveryOther(AssignmentPolicy):
     def __init__(self, *, first: int = 0) -> None:
         self.first = first
 
-    def assign(self, work, view):
-        lanes = (np.arange(len(work.experts)) + self.first) % 2
-        return Assignment(lanes.astype(np.int8))
+    def assign(self, work, view, lanes, order):
+        for i in range(work.active):
+            lanes[i] = (i + self.first) % 2
+        return 0
 ''',
     "cache/highest_id.py": '''
 """Eviction by id."""
@@ -46,40 +45,47 @@ from moesim.policies.base import CachePolicy
 class HighestId(CachePolicy):
     """Evict the expert with the highest id."""
 
-    def victims(self, incoming, candidates):
-        return candidates[::-1][: len(incoming)].copy()
+    def victims(self, incoming, candidates, chosen):
+        for n in range(len(incoming)):
+            chosen[n] = candidates[len(candidates) - 1 - n]
 ''',
     "prefetch/first_ids.py": '''
 """Prefetch by id."""
 
 from moesim.policies.base import PrefetchPolicy
-from moesim.policies.planner.records import ExpertKey
 
 
 class FirstIds(PrefetchPolicy):
     """Prefetch the lowest absent ids of the next layer."""
 
-    def prefetch(self, work, view):
+    def prefetch(self, work, view, named):
         layer = work.layer + 1
-        if layer >= view.layers:
-            return ()
-        absent = [e for e in range(view.experts) if not view.resident(layer)[e]]
-        return [ExpertKey(layer, expert) for expert in absent[:2]]
+        if layer == view.layers:
+            return 0
+        resident = view.resident(layer)
+        absent = [e for e in range(view.experts) if not resident[e]][:2]
+        for n, expert in enumerate(absent):
+            named[n] = layer * view.experts + expert
+        return len(absent)
 ''',
     "routing/equal_weights.py": '''
 """Routing with equal weights."""
 
 import numpy as np
 from moesim.policies.base import RoutingPolicy
-from moesim.policies.planner.records import Routing
 
 
 class EqualWeights(RoutingPolicy):
     """Give the chosen experts of a token equal weights."""
 
-    def route(self, gate, view):
-        share = 1.0 / gate.experts.shape[1]
-        return Routing(gate.experts, np.full(gate.experts.shape, share, np.float32))
+    def route(self, gate, view, routing):
+        experts = np.asarray(gate.experts)
+        for n, expert in enumerate(experts.reshape(-1)):
+            routing[n] = expert
+        return experts.shape[1]
+
+    def weigh(self, gate, experts):
+        return np.full(experts.shape, 1.0 / experts.shape[1], np.float32)
 ''',
 }
 """Path below ``policies/`` and text of one new policy of each kind."""
