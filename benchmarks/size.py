@@ -125,7 +125,8 @@ def report() -> None:
         spent_s = seconds.total() if name == "all" else seconds[folder]
         print(
             f"{name:22} {size.files:5} {size.tokens:7} {size.code_lines:6}"
-            f" {size.import_lines:7} {size.small:6} {size.longest_function:7} {tests.code_lines:6}"
+            f" {size.import_lines:7} {size.small:6} {size.longest_function:7}"
+            f" {tests.code_lines:6}"
             f" {spent_s:6.0f}"
         )
 

@@ -144,7 +144,7 @@ class StepAggregator:
         gaps_s = np.empty(int(np.rint(each).sum()))
         # Each pass may end the prefill of the batch before it.
         ttft_s = np.empty(len(decodes) + 1)
-        columns: Any = (*counts, *times_s)
-        prefills = self._books.follow(*columns, gaps_s, ttft_s, is_last)
+        columns: Any = (*counts, *times_s, gaps_s, ttft_s, is_last)
+        prefills = self._books.follow(*columns)
         self.gaps_s.frombytes(gaps_s.tobytes())
         self.ttft_s.frombytes(ttft_s[:prefills].tobytes())

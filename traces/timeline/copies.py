@@ -90,7 +90,7 @@ class CopyAggregator:
             *_events(copies, copies["kind"] == PREFETCH, by_start),
             *_events(accesses, accesses["state"], by_step),
         )
-        follow_copies(*events, self._present_step, self._prefetch, counts)
+        follow_copies(*(*events, self._present_step, self._prefetch, counts))
         for name, count in zip(_COUNTS, counts.tolist(), strict=True):
             setattr(self, name, getattr(self, name) + count)
 

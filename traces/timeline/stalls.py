@@ -112,11 +112,11 @@ class StallAggregator:
         spans: Any = [rows[name] for name in names]
         rest: Any = (copies, self._target, plan_end_s)
         order = np.arange(len(place))
-        is_ordered, waits_s = waits_of_lanes(*spans, place, order, *rest)
+        is_ordered, waits_s = waits_of_lanes(*(*spans, place, order, *rest))
         if not is_ordered:
             # Threads note their spans as they end, not quite in the order of time.
             order = np.argsort(rows["start_s"], kind="stable")
-            _, waits_s = waits_of_lanes(*spans, place, order, *rest)
+            _, waits_s = waits_of_lanes(*(*spans, place, order, *rest))
         return waits_s
 
     def _add_imbalance(self, busy_s: np.ndarray) -> None:
