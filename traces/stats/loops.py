@@ -6,6 +6,8 @@ L layers, E experts, K experts per token, A accesses of a block, N layer steps o
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 # Windows of 1, 2, 4, … 1024 steps.
@@ -468,11 +470,11 @@ def later_used(  # noqa: C901 - one loop, compiled
     phase: np.ndarray,
     edges: np.ndarray,
     keys: np.ndarray,
-    marks: np.ndarray,
+    marks: Any,
     sums: np.ndarray,
-    last: np.ndarray,
+    last: Any,
     used: np.ndarray,
-    clock: np.ndarray,
+    clock: Any,
     depths: np.ndarray,
 ) -> None:
     """Count, before each layer step, the keys used later than each of its own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -38,8 +39,8 @@ class Books:
         self.start_s = inf
         self.end_s = -inf
         self.tokens = np.zeros(2, np.int64).data
-        self.seconds = np.zeros(2).data
-        self.speeds = np.zeros(2).data
+        self.seconds: Any = np.zeros(2).data
+        self.speeds: Any = np.zeros(2).data
         self.counted = np.zeros(2, np.int64).data
         self.batch = -1
         self.last_s = 0.0
