@@ -67,6 +67,7 @@ class OptionalBuild(build_ext):
             places = [ROOT / notes]
         for place in places:
             place.unlink(missing_ok=True)
+        self.parallel = self.parallel or os.cpu_count()
         try:
             super().run()
         except Exception as problem:  # noqa: BLE001 - each compiler fails in its own way

@@ -115,9 +115,7 @@ def report() -> None:
         for path in inner
         if not path.is_symlink() and any(path.glob("*.py"))
     }
-    print(
-        f"{'package':22} files  tokens   code imports  small longest  tests test s"
-    )
+    print(f"{'package':22} files  tokens   code imports  small longest  tests test s")
     rows["all"] = sum((rows[name] for name in PACKAGES), Size())
     for name, size in rows.items():
         folder = name.strip().rpartition("/")[2]

@@ -101,10 +101,12 @@ class ILP(AssignmentPolicy):
 
         # Solvers answer 0.999… and 1e-9, so the largest share is the lane.
         share = np.array([[_value(choice) for choice in row] for row in on_lane])
-        found = share.argmax(axis=0).astype(np.int8)
+        lane_of = share.argmax(axis=0).astype(np.int8)
         if not is_optimal:
-            found = self._best_so_far(work, view, found, complete=_is_complete(share))
-        np.asarray(lanes)[:] = found
+            lane_of = self._best_so_far(
+                work, view, lane_of, complete=_is_complete(share)
+            )
+        np.asarray(lanes)[:] = lane_of
         by_gap(work, self._gap_s, order)
         return 0
 

@@ -220,9 +220,7 @@ def _show_future(machine: Any, work: LayerWork) -> None:
     machine.view.coming_edges = edges.data
 
 
-def foretold(
-    machine: Any, experts: np.ndarray, draft_s: float
-) -> list[ExpertKey]:
+def foretold(machine: Any, experts: np.ndarray, draft_s: float) -> list[ExpertKey]:
     """Ask what a drafted token foretells, by the experts that it really uses."""
     policy = machine.policies.prefetch
     if not policy.foretells:

@@ -15,7 +15,7 @@ cdef class ActivationMatrix(PrefetchPolicy):
     cdef double[::1] similarity, matches, running, value
     cdef unsigned char[::1] wanted
     cdef long long[::1] best
-    @cython.locals(following=int, wants=bint, similar="long long", first="long long", places="long long", n="long long", depth="long long", count=double, found=Py_ssize_t)
+    @cython.locals(following=int, wants=bint, similar="long long", first="long long", places="long long", n="long long", depth="long long", count=double, taken=Py_ssize_t)
     cpdef long long prefetch(self, Work work, MachineView view, long long[::1] named) except? -1
     cdef long long _name_all(self, long long first, long long places, long long[::1] named) except? -1
     @cython.locals(most=double, key="long long", layer=int, n="long long")

@@ -136,10 +136,10 @@ class ActivationMatrix(PrefetchPolicy):
             self.wanted[n] = self.value[n] > 0.0
         if self.names_all:
             return self._name_all(first, places, named)
-        found = best_of(self.value[:places], self.wanted[:places], self.best)
-        for n in range(found):
+        taken = best_of(self.value[:places], self.wanted[:places], self.best)
+        for n in range(taken):
             named[n] = first + self.best[n]
-        return found
+        return taken
 
     def _name_all(self, first: int, places: int, named: Ints) -> int:
         """Thousands are sorted here, so by NumPy."""

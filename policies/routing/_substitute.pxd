@@ -20,7 +20,7 @@ cdef class Substitution:
     cpdef choose(self, int top_k)
     @cython.locals(expert=int, column=int)
     cpdef mark(self)
-    @cython.locals(marked=int, found=int, n=int, column=int)
+    @cython.locals(marked=int, taken=int, n=int, column=int)
     cpdef substitute(self)
     @cython.locals(absent=int, column=int, expert=int, missing=bint)
     cpdef keep_one_absent(self)

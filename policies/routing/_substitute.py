@@ -94,8 +94,8 @@ class Substitution:
             marked += self.replaced[column]
         if not marked:
             return
-        found = best_of(self.score, self.alternatives, self.best[:marked])
-        n = found - marked
+        taken = best_of(self.score, self.alternatives, self.best[:marked])
+        n = taken - marked
         for column in range(self.count):
             if not self.replaced[column]:
                 continue

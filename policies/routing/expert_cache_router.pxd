@@ -29,9 +29,9 @@ cdef class ExpertCacheRouter(SubstitutingRouting):
     cdef _replace(self, Gate gate, int t, int column, double most)
     @cython.locals(best=int, preference=double, expert=int, value=double)
     cdef int _most_asked(self, Gate gate, int t, double most) except? -1
-    @cython.locals(token=Substitution, most=int, t=int, expert=int, found=int, column=int)
+    @cython.locals(token=Substitution, most=int, t=int, expert=int, taken=int, column=int)
     cdef int _to_the_letter(self, Gate gate, unsigned short[::1] routing) except? -1
     @cython.locals(token=Substitution, low=int, substitutes=int, used=int, swapped=int, expert=int, known=int, close=bint)
     cdef int _swap_low(self, int t) except -1
-    @cython.locals(found=int, n=int)
+    @cython.locals(taken=int, n=int)
     cdef _use(self, int t, unsigned char[::1] among, int most)

@@ -229,10 +229,10 @@ class ExpertCacheRouter(SubstitutingRouting):
             token.read(gate.scores, t)
             for expert in range(self.width):
                 self.eligible[expert] = self.used[t, expert]
-            found = best_of(token.score, self.eligible, self.best[:most])
+            taken = best_of(token.score, self.eligible, self.best[:most])
             for column in range(most):
                 routing[t * most + column] = self.best[column]
-            for column in range(found, most):
+            for column in range(taken, most):
                 routing[t * most + column] = UNUSED
         return most
 
@@ -259,6 +259,6 @@ class ExpertCacheRouter(SubstitutingRouting):
 
     def _use(self, t: int, among: Ints, most: int) -> None:
         """Mark the best of some experts as used."""
-        found = best_of(self.token.score, among, self.best[:most])
-        for n in range(found):
+        taken = best_of(self.token.score, among, self.best[:most])
+        for n in range(taken):
             self.used[t, self.best[n]] = 1

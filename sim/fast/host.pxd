@@ -19,7 +19,7 @@ cdef class Host:
     cpdef bint holds_expert(self, long long key) except -1
     @cython.locals(memory=Memory, link=Link)
     cpdef double wait_s(self, long long key, double now_s) except? -1
-    @cython.locals(memory=Memory, part=Work, told=Py_ssize_t, i=int, row=int, key="long long")
+    @cython.locals(memory=Memory, part=Work, asked=Py_ssize_t, i=int, row=int, key="long long")
     cpdef note_accesses(self, Work work, const signed char[::1] lanes)
     cpdef promote(self, long long key)
     @cython.locals(memory=Memory, count=Py_ssize_t, n=Py_ssize_t, key="long long")

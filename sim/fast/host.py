@@ -91,7 +91,7 @@ class Host:
         """
         memory = self.memory
         part = self._part
-        told = 0
+        asked = 0
         for i in range(work.active):
             key = work.first + work.experts[i]
             memory.holds[key] += 1
@@ -99,17 +99,17 @@ class Host:
                 memory.used[key] = 1
             elif work.state[i] != ABSENT:
                 continue
-            self.experts_told[told] = work.experts[i]
-            self.tokens_told[told] = work.tokens[i]
-            self._state[told] = memory.state[key]
-            self._cpu_s[told] = work.cpu_s[i]
-            self._host_s[told] = work.host_s[i]
+            self.experts_told[asked] = work.experts[i]
+            self.tokens_told[asked] = work.tokens[i]
+            self._state[asked] = memory.state[key]
+            self._cpu_s[asked] = work.cpu_s[i]
+            self._host_s[asked] = work.host_s[i]
             for row in range(work.gpus):
-                self._gpu_s[row, told] = work.gpu_s[row, i]
-                self._arrive_s[row, told] = work.arrive_s[row, i]
-                self._gpu_state[row, told] = memory.state[key]
-            told += 1
-        if not told:
+                self._gpu_s[row, asked] = work.gpu_s[row, i]
+                self._arrive_s[row, asked] = work.arrive_s[row, i]
+                self._gpu_state[row, asked] = memory.state[key]
+            asked += 1
+        if not asked:
             return
         for row in range(work.gpus):
             self._link_s[row] = work.link_s[row]
@@ -119,11 +119,11 @@ class Host:
         part.batch = work.batch
         part.rows = work.rows
         part.first = work.first
-        part.active = told
+        part.active = asked
         part.scores = work.scores
         part.first_scores = work.first_scores
-        part.experts = self.experts_told[:told]
-        part.tokens = self.tokens_told[:told]
+        part.experts = self.experts_told[:asked]
+        part.tokens = self.tokens_told[:asked]
         memory.cache.accessed(part)
 
     # -- wishes -----------------------------------------------------------------------

@@ -270,9 +270,7 @@ MIXES = (
 
 @pytest.mark.parametrize(("policy", "cache", "prefetch"), MIXES)
 @pytest.mark.parametrize("limited", [False, True])
-def test_mixes_of_policies_run_alike(
-    make_trace, policy, cache, prefetch, limited
-):
+def test_mixes_of_policies_run_alike(make_trace, policy, cache, prefetch, limited):
     columns = ("scores", "weights", "pred1_raw", "pred1_res")
     trace = open_trace(make_trace(sequences=((4, 6), (2, 5), (0, 3)), columns=columns))
     options = {"cache": cache, "prefetch": prefetch, "cache_ratio": 0.4, "staging": 3}

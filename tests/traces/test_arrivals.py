@@ -233,7 +233,7 @@ def test_what_are_no_arrivals_is_said(text):
 
 @pytest.mark.parametrize("text", ["ttft", "ttft=0", "tbt=1", "ttft=nan"])
 def test_what_are_no_limits_is_said(text):
-    with pytest.raises(TraceError, match="expected limits in seconds"):
+    with pytest.raises(TraceError, match="expected a limit in seconds of each"):
         parse_slo(text)
 
 

@@ -281,25 +281,25 @@ def waits_of_lanes(
         row = order[n]
         if place[row] < 0:
             continue
-        own = lane[row]
-        if start_s[row] < started_s[own]:
+        processor = lane[row]
+        if start_s[row] < started_s[processor]:
             return False, np.asarray(waits_s)
-        started_s[own] = start_s[row]
+        started_s[processor] = start_s[row]
 
         # A copy that ends as the span starts has landed.
-        while landed[own] < len(copies):
-            copy = copies[landed[own]]
+        while landed[processor] < len(copies):
+            copy = copies[landed[processor]]
             if end_s[copy] > start_s[row]:
                 break
-            if target[lane[copy]] == own:
-                landed_s[own, layer[copy], expert[copy]] = end_s[copy]
-            landed[own] += 1
+            if target[lane[copy]] == processor:
+                landed_s[processor, layer[copy], expert[copy]] = end_s[copy]
+            landed[processor] += 1
 
         step = place[row]
-        idle_from_s = max(computed_s[step, own], plan_end_s[step])
-        computed_s[step, own] = end_s[row]
+        idle_from_s = max(computed_s[step, processor], plan_end_s[step])
+        computed_s[step, processor] = end_s[row]
         if layer[row] < layers and expert[row] < experts:
-            copied_s = min(start_s[row], landed_s[own, layer[row], expert[row]])
+            copied_s = min(start_s[row], landed_s[processor, layer[row], expert[row]])
             waits_s[row] = max(copied_s - idle_from_s, 0.0)
     return True, np.asarray(waits_s)
 

@@ -232,10 +232,10 @@ class _Walk:
             file = getattr(module, "__file__", None)
             if file is not None and value.__code__.co_filename == file:
                 return True
-        found: Any = module
+        part: Any = module
         for name in value.__qualname__.split("."):
-            found = getattr(found, name, None)
-        return found is value
+            part = getattr(part, name, None)
+        return part is value
 
     def _is_library(self, module: str) -> bool:
         top = module.partition(".")[0]
