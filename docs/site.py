@@ -45,8 +45,8 @@ GROUPS = {
 """The names of ``moesim.__all__``; one without a group is an error."""
 
 WRITING_POLICIES = (
-    "CachePolicy AssignmentPolicy PrefetchPolicy RoutingPolicy Work LayerWork"
-    " MachineView RunContext Assignment Swap ExpertKey Gate Routing"
+    "CachePolicy AssignmentPolicy PrefetchPolicy RoutingPolicy Work MachineView Gate"
+    " RunContext DelegatingCache DelegatingAssignment RankedCache OutscoringCache"
 )
 """What a policy of one's own is made of, all in modules of ``moesim.policies``."""
 
