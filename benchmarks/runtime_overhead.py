@@ -34,7 +34,7 @@ from moesim.runs.machine import machine_profile, open_random_store
 from moesim.runs.measured import run_trace
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.trace_driven import shape_for
-from moesim.runtime.store.memory import HostSlots, streamed
+from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
@@ -176,9 +176,7 @@ def bare_copy_s(store: ExpertStore, _run: Any, copies: list[tuple[int, int]]) ->
     ):
         return _bare_s(
             [
-                partial(
-                    streamed, device.record(slot), host.record(record), store.slot_bytes
-                )
+                partial(device.record(slot).copy_, host.record(record))
                 for slot, record in places
             ]
         )

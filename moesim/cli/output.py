@@ -70,6 +70,8 @@ def present(
     """
     answer = answer.asked_by(command_line())
     if picture is not None:
+        # No window opens, so that no backend need be known.
+        os.environ.pop("MPLBACKEND", None)
         answer.figure().save(picture)
     if html is not None:
         answer.write(html)

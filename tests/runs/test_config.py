@@ -354,21 +354,6 @@ def test_every_option_says_what_it_is_and_its_unit():
         assert default_of(field) is None or isinstance(default_of(field), option.kind)
 
 
-def test_no_call_of_ours_passes_seven_arguments_by_position():
-    """Nobody counts commas: the seventh argument has a name."""
-    import ast
-
-    rooms = ("moesim/cli", "moesim/runs")
-    long = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for room in rooms
-        for path in (ROOT / room).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and len(node.args) > 6
-    ]
-    assert long == []
-
-
 # A new option.
 
 

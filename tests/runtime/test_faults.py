@@ -17,14 +17,14 @@ from support.real_machine import random_store, real_run
 from support.small_trace import write_trace
 
 from moesim.base.errors import RuntimeFault, StoreError
-from moesim.policies import systems
-from moesim.policies.base import PolicyError
-from moesim.policies.registry import find
+from moesim.policies import registry, systems
+from moesim.policies.base import CachePolicy, PolicyError
 from moesim.runs import replay as api
 from moesim.runtime.accelerators import Cuda
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.memories import HostSlotMap
 from moesim.runtime.executor.trace_driven import ForcedRouting
+from moesim.runtime.store import memory
 from moesim.runtime.store import sources as direct_io
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
@@ -200,10 +200,13 @@ def test_a_device_that_runs_out_of_memory(trace, store, monkeypatch):
     monkeypatch.undo()
 
 
-def test_a_memory_larger_than_the_machines_is_refused_before_the_run(trace, store):
-    """2^30 staging slots of 8 KiB are 8 TiB."""
-    sizes = {"slots_per_layer": 2, "staging": 2**30}
-    message = r"found .* GiB available; ask for a smaller cache"
+def test_a_memory_larger_than_the_machines_is_refused_before_the_run(
+    trace, store, monkeypatch
+):
+    """2^20 staging slots of 8 KiB are 8 GiB."""
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**30)
+    sizes = {"slots_per_layer": 2, "staging": 2**20}
+    message = r"found 1.00 GiB available; ask for a smaller cache"
     with pytest.raises(RuntimeFault, match=message):
         real_run(trace, None, store, memory=sizes)
 
@@ -229,22 +232,19 @@ def test_a_bug_anywhere_ends_the_run_with_its_own_traceback(
 
 
 def test_an_illegal_answer_of_a_policy_ends_the_run_by_name(trace, store, monkeypatch):
-    calls = [0]
-    cls = find("lru", "cache")
-    honest = cls.victims
+    class Erring(CachePolicy):
+        def start(self, context):
+            self.calls = 0
 
-    def wrong(self, incoming, candidates):
-        calls[0] += 1
-        return (
-            honest(self, incoming, candidates)
-            if calls[0] < 40
-            else candidates[:1].repeat(len(incoming)) + 1000
-        )
+        def victims(self, incoming, candidates, chosen):
+            self.calls += 1
+            for n in range(len(incoming)):
+                chosen[n] = candidates[n] + 1000 * (self.calls >= 40)
 
-    monkeypatch.setattr(cls, "victims", wrong)
-    with pytest.raises(PolicyError, match="cache policy 'lru'"):
-        run(trace, store, "on-demand")
-    monkeypatch.undo()
+    monkeypatch.setattr(registry, "_registered", {})
+    registry.register("cache", "erring", Erring)
+    with pytest.raises(PolicyError, match="cache policy 'erring'"):
+        run(trace, store, "on-demand", cache="erring")
 
 
 LONG_RUN = """
