@@ -266,10 +266,11 @@ class ScratchFolder:
         while True:
             folder = tempfile.mkdtemp(PART_SUFFIX, _SCRATCH_PREFIX, self._parent)
             self.path = Path(folder)
-            self._lock = _locked_folder(self.path)
             # Another process may take it for a leftover in the moment before the lock.
-            if self.path.is_dir():
-                break
+            with suppress(BlockingIOError):
+                self._lock = _locked_folder(self.path)
+                if self.path.is_dir():
+                    break
         _unfinished.add(self)
         return self.path
 
@@ -387,15 +388,22 @@ def _is_part_name(name: str) -> bool:
 
 
 def _locked_folder(path: Path) -> int | None:
-    """Lock a folder; None where that cannot be, or another process was faster."""
+    """Lock a folder; None where that cannot be.
+
+    Raises:
+        BlockingIOError: another process was faster.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | _NO_LINKS)
     except OSError:
         return None
-    if try_lock(descriptor):
+    locked = try_lock(descriptor)
+    if locked:
         return descriptor
     os.close(descriptor)
-    return None
+    if locked is None:
+        return None
+    raise BlockingIOError
 
 
 def _remove_if_left(path: Path) -> None:
