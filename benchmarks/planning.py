@@ -11,6 +11,7 @@ import numpy as np
 
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
+from moesim.policies.delegating import DelegatingAssignment
 from moesim.policies.planner.at_once import carry_out
 from moesim.policies.planner.plan import MemoryPlan
 from moesim.policies.planner.planner import Planner
@@ -24,7 +25,8 @@ from moesim.traces.models import model_shape
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moesim.policies.planner.records import LayerWork
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
 
 REPEATS = 2000
 
@@ -77,24 +79,27 @@ def layer_steps(active: int, count: int, seed: int = 0) -> list[RoutedLayer]:
     return found
 
 
+class KeepingQuestion(DelegatingAssignment):
+    """Keeps what the policy was asked last."""
+
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+        """Keep and pass on."""
+        self.question = (work, view, lanes, order)
+        return super().assign(*self.question)
+
+
 def decision_s(assignment: str, active: int, *, slow: bool = False) -> float:
     """One `assign` of an assignment policy at so many active experts."""
     book = planner(assignment)
-    captured: list[LayerWork] = []
-    policy = book.policies.assignment
-    original = policy.assign
-
-    def capture(work: LayerWork, view: object) -> object:
-        captured.append(work)
-        return original(work, view)  # type: ignore[arg-type]
-
-    policy.assign = capture  # type: ignore[method-assign,assignment]
+    rule = book.policies.assignment
+    kept = KeepingQuestion(rule)
+    book.policies.assignment = kept
     book.plan(layer_steps(active, 1)[0], 0, Phase.DECODE, 0.0)
-    work = captured[0]
+    question = kept.question
     repeats = 2 if slow else REPEATS // (4 if active > 8 else 1)
     if active > 8 and assignment.startswith("exact"):
         repeats = 40
-    return best_s(lambda: original(work, book), repeats, rounds=3 if slow else 7)
+    return best_s(lambda: rule.assign(*question), repeats, rounds=3 if slow else 7)
 
 
 def planning_s(assignment: str, active: int) -> float:

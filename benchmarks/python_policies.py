@@ -10,19 +10,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from benchmarks.replay_speed import MACHINE, ROUNDS, bench_trace
 from moesim.policies.base import AssignmentPolicy, CachePolicy, PrefetchPolicy
-from moesim.policies.planner.records import Assignment, ExpertKey
 from moesim.policies.registry import register
 from moesim.runs.replay import replay
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moesim.policies.base import MachineView
-    from moesim.policies.planner.records import LayerWork
+    from moesim.policies.arrays import Ints
+    from moesim.policies.base import MachineView, Work
     from moesim.policies.run_context import RunContext
     from moesim.traces.format.reader import Trace
 
@@ -35,45 +30,48 @@ class OwnLRU(CachePolicy):
 
     def start(self, context: RunContext) -> None:
         """Begin with no uses."""
-        self._experts = context.shape.experts
-        self._last_use = np.zeros(context.shape.layers * self._experts)
+        self._last_use = [0] * (context.shape.layers * context.shape.experts)
         self._layer_steps = 0
 
-    def accessed(self, work: LayerWork) -> None:
+    def accessed(self, work: Work) -> None:
         """Note a use of each active expert."""
         self._layer_steps += 1
-        self._last_use[work.layer * self._experts + work.experts] = self._layer_steps
+        for i in range(work.active):
+            self._last_use[work.first + work.experts[i]] = self._layer_steps
 
-    def admitted(self, keys: np.ndarray) -> None:
+    def admitted(self, key: int) -> None:
         """Count an entry as a use."""
-        self._last_use[keys] = self._layer_steps
+        self._last_use[key] = self._layer_steps
 
-    def victims(self, incoming: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
         """Name the oldest."""
-        oldest_first = np.argsort(self._last_use[candidates], kind="stable")
-        return candidates[oldest_first[: len(incoming)]]
+        oldest_first = sorted(candidates, key=self._last_use.__getitem__)
+        for n in range(len(incoming)):
+            chosen[n] = oldest_first[n]
 
 
 class OwnAssignment(AssignmentPolicy):
     """Compute what is resident on the GPU, and one expert more."""
 
-    def assign(self, work: LayerWork, view: MachineView) -> Assignment:
+    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
         """Place them."""
-        del view
-        lanes = (work.state > 0).astype(np.int8)
-        lanes[:1] = 1
-        return Assignment(lanes)
+        del view, order
+        for i in range(work.active):
+            lanes[i] = work.state[i] > 0
+        lanes[0] = 1
+        return 0
 
 
 class OwnPrefetch(PrefetchPolicy):
     """Prefetch, for the next layer, the experts with this layer's ids."""
 
-    def prefetch(self, work: LayerWork, view: MachineView) -> Sequence[ExpertKey]:
+    def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
         """Name them."""
-        following = work.layer + 1
-        if following >= view.layers:
-            return ()
-        return [ExpertKey(following, expert) for expert in work.experts.tolist()]
+        if work.layer + 1 >= view.layers:
+            return 0
+        for i in range(work.active):
+            named[i] = work.first + view.experts + work.experts[i]
+        return work.active
 
 
 def report() -> None:
