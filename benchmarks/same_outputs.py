@@ -45,7 +45,16 @@ SHAPE = "layers=3,experts=8,top_k=2,expert_bytes=1KiB"
 REFUSED = "error: "
 UNKNOWN = "unknown "
 """What a commit says of a policy or parameter that it does not have."""
-OF_THE_RUN = ("wall_s", "git_commit", "version", "trace", "hw", "hw_digest", "made")
+OF_THE_RUN = (
+    "wall_s",
+    "engine",
+    "git_commit",
+    "version",
+    "trace",
+    "hw",
+    "hw_digest",
+    "made",
+)
 """What differs from one run to the next, or by where a checkout lies."""
 
 
@@ -85,7 +94,7 @@ def _replay(drawn: random.Random, trace: str, machine: str, share: str) -> list[
         line += ["--cache", drawn.choice(_words("CACHES"))]
         line += ["--prefetch", drawn.choice(_words("PREFETCHES"))]
     line += ["--cache-ratio", share, "--batch", drawn.choice(("1", "2", "4"))]
-    line += ["--engine", drawn.choice(("simpy", "fast"))]
+    line += ["--engine", drawn.choice(("simpy", "auto"))]
     return [*line, "--steps", drawn.choice(("8", "32")), "--json"]
 
 
