@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
 import sys
 from importlib.metadata import EntryPoint, entry_points
@@ -375,10 +376,7 @@ def _files(kind: str) -> dict[str, str]:
     if kind not in KINDS:
         raise PolicyError(f"unknown kind of policy {kind!r}; known: {', '.join(KINDS)}")
     folder = importlib.import_module(f"moesim.policies.{kind}")
-    # By their sources: a compiled module may outlive its own.
-    modules = (
-        path.stem for place in folder.__path__ for path in Path(place).glob("*.py")
-    )
+    modules = (module.name for module in pkgutil.iter_modules(folder.__path__))
     _scanned[kind] = {
         name.replace("_", "-"): f"moesim.policies.{kind}.{name}"
         for name in modules
