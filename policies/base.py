@@ -104,16 +104,22 @@ class Work:
         self.phase = self.batch = self.rows = self.active = 0
         self.first = 0
         self.first_cpu_s = 0.0
-        self.show(
-            state=np.zeros(experts, np.int8),
-            cpu_s=np.zeros(experts),
-            host_s=np.zeros(experts),
-            gpu_s=np.zeros((gpus, experts)),
-            arrive_s=np.zeros((gpus, experts)),
-            link_s=np.zeros(gpus),
-            gpu_state=np.zeros((gpus, experts), np.int8),
-            ranks=np.zeros(experts, np.int32),
-        )
+        self.show_new(gpus, experts)
+
+    def show_new(self, gpus: int, experts: int) -> dict[str, np.ndarray]:
+        """Show arrays of zeros, and return them by name to whoever fills them in."""
+        arrays = {
+            "state": np.zeros(experts, np.int8),
+            "cpu_s": np.zeros(experts),
+            "host_s": np.zeros(experts),
+            "gpu_s": np.zeros((gpus, experts)),
+            "arrive_s": np.zeros((gpus, experts)),
+            "link_s": np.zeros(gpus),
+            "gpu_state": np.zeros((gpus, experts), np.int8),
+            "ranks": np.zeros(experts, np.int32),
+        }
+        self.show(**arrays)
+        return arrays
 
     def show(
         self,

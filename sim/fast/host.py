@@ -43,30 +43,14 @@ class Host:
         self._tokens = np.zeros(experts, np.int32)
         self.experts_told: Ints = self._experts.data
         self.tokens_told: Ints = self._tokens.data
-        state = np.zeros(experts, np.int8)
-        cpu_s = np.zeros(experts)
-        host_s = np.zeros(experts)
-        gpu_s = np.zeros((rows, experts))
-        arrive_s = np.zeros((rows, experts))
-        link_s = np.zeros(rows)
-        gpu_state = np.zeros((rows, experts), np.int8)
-        self._part.show(
-            state=state,
-            cpu_s=cpu_s,
-            host_s=host_s,
-            gpu_s=gpu_s,
-            arrive_s=arrive_s,
-            link_s=link_s,
-            gpu_state=gpu_state,
-            ranks=np.zeros(experts, np.int32),
-        )
-        self._state = state.data
-        self._cpu_s = cpu_s.data
-        self._host_s = host_s.data
-        self._gpu_s = gpu_s.data
-        self._arrive_s = arrive_s.data
-        self._link_s = link_s.data
-        self._gpu_state = gpu_state.data
+        arrays = self._part.show_new(rows, experts)
+        self._state = arrays["state"].data
+        self._cpu_s = arrays["cpu_s"].data
+        self._host_s = arrays["host_s"].data
+        self._gpu_s = arrays["gpu_s"].data
+        self._arrive_s = arrays["arrive_s"].data
+        self._link_s = arrays["link_s"].data
+        self._gpu_state = arrays["gpu_state"].data
 
     def holds_expert(self, key: int) -> bool:
         """Whether an expert can be copied to a GPU without a read."""

@@ -195,32 +195,15 @@ class Planner:
         self._altered: list[Any] = [None] * KEPT_LAYERS
 
     def _make_work(self, rows: int, experts: int) -> None:
-        state = np.zeros(experts, np.int8)
-        cpu_s = np.zeros(experts)
-        host_s = np.zeros(experts)
-        gpu_s = np.zeros((rows, experts))
-        arrive_s = np.zeros((rows, experts))
-        link_s = np.zeros(rows)
-        gpu_state = np.zeros((rows, experts), np.int8)
-        ranks = np.zeros(experts, np.int32)
-        self.work.show(
-            state=state,
-            cpu_s=cpu_s,
-            host_s=host_s,
-            gpu_s=gpu_s,
-            arrive_s=arrive_s,
-            link_s=link_s,
-            gpu_state=gpu_state,
-            ranks=ranks,
-        )
-        self.state: Ints = state.data
-        self.work_cpu_s: Floats = cpu_s.data
-        self.host_s: Floats = host_s.data
-        self.work_gpu_s: Floats = gpu_s.data
-        self.arrive_s: Floats = arrive_s.data
-        self.link_s: Floats = link_s.data
-        self.gpu_state: Ints = gpu_state.data
-        self.ranks: Ints = ranks.data
+        arrays = self.work.show_new(rows, experts)
+        self.state: Ints = arrays["state"].data
+        self.work_cpu_s: Floats = arrays["cpu_s"].data
+        self.host_s: Floats = arrays["host_s"].data
+        self.work_gpu_s: Floats = arrays["gpu_s"].data
+        self.arrive_s: Floats = arrays["arrive_s"].data
+        self.link_s: Floats = arrays["link_s"].data
+        self.gpu_state: Ints = arrays["gpu_state"].data
+        self.ranks: Ints = arrays["ranks"].data
 
     def put(self, block: Block) -> None:
         """Take a block of the trace."""
