@@ -24,6 +24,8 @@ from pathlib import Path
 from benchmarks import import_speed, trace_speed
 from benchmarks.commit_probe import PARTS
 from benchmarks.replay_speed import bench_trace
+from moesim.traces.format.reader import open_trace
+from moesim.traces.synthetic.predict import predict
 from tests.support import foreign_files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +44,9 @@ def checkout(rev: str, place: Path) -> Path:
     ).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(place, filter="data")
+    if (place / "setup.py").is_file():
+        build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        subprocess.run(build, cwd=place, stderr=subprocess.DEVNULL, check=True)
     return place
 
 
@@ -86,6 +91,14 @@ def write_files(folder: Path) -> None:
     """Write what both checkouts read: traces and foreign files."""
     # A copy, as it may be the shipped one.
     shutil.copy(bench_trace(folder).path, folder / "routing.parquet")
+    predict(
+        open_trace(folder / "routing.parquet"),
+        folder / "predicted.parquet",
+        recall=(0.82, 0.75, 0.7),
+        residual=0.86,
+        at=1,
+        scores=True,
+    )
     trace_speed.write(folder / "large.parquet", CACHE_ROWS)
     truth = foreign_files.routing(
         ((TOKENS // 8, TOKENS - TOKENS // 8),),

@@ -21,9 +21,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 REPLAYED = ("greedy", "on-demand", "all-cpu", "fiddler")
+SYSTEMS = ("dali", "hybrimoe", "daop", "smoe")
 PLANNED = ("greedy", "on-demand")
 MACHINE = "rtx3090-epyc7532"
 SLOW = {"ilp"}
@@ -55,24 +56,41 @@ def least_s(work: Callable[[], object], rounds: int) -> float:
 def _replay(trace: Path, policy: str, **options: Any) -> Any:
     runs = module("moesim.runs.replay", "moesim.api")
     memory = runs.MemoryOptions(cache_ratio=0.25)
-    return runs.replay(
-        str(trace), policy, cache="lru", hw=MACHINE, memory=memory, **options
-    )
+    return runs.replay(str(trace), policy, hw=MACHINE, memory=memory, **options)
 
 
 def replays(folder: Path, rounds: int) -> dict[str, float]:
     """CPU seconds of a layer step, in SimPy whatever else the commit has."""
     # Commits before the compiled engine know no other.
     engine = {"engine": "simpy"} if _has("moesim.runs.engines") else {}
+    run = partial(_replay, folder / "routing.parquet", cache="lru", **engine)
+    return _layer_steps("replay", run, REPLAYED, rounds)
+
+
+def fast(folder: Path, rounds: int) -> dict[str, float]:
+    """CPU seconds of a layer step in the fastest engine that the commit has, metrics
+    included: with LRU, and of systems on drawn predictions.
+    """
+    routing = partial(_replay, folder / "routing.parquet", cache="lru", keep=False)
+    predicted = partial(_replay, folder / "predicted.parquet", keep=False)
+    return {
+        **_layer_steps("fast", routing, REPLAYED, rounds),
+        **_layer_steps("fast", predicted, SYSTEMS, rounds),
+    }
+
+
+def _layer_steps(
+    label: str, replay: Callable[..., Any], policies: Sequence[str], rounds: int
+) -> dict[str, float]:
     figures = {}
-    for policy in REPLAYED:
-        run = partial(_replay, folder / "routing.parquet", policy, **engine)
+    for policy in policies:
+        run = partial(replay, policy=policy)
         try:
             steps = run().metrics["layer_steps"]
         except Exception as error:  # noqa: BLE001 - a commit may lack what it needs
-            print(f"replay, {policy}: {error}", file=sys.stderr)
+            print(f"{label}, {policy}: {error}", file=sys.stderr)
             continue
-        figures[f"replay, {policy}, layer step"] = least_s(run, rounds) / steps
+        figures[f"{label}, {policy}, layer step"] = least_s(run, rounds) / steps
     return figures
 
 
@@ -144,14 +162,15 @@ def starts(_: Path, rounds: int) -> dict[str, float]:
 
 def memory(folder: Path, _: int) -> dict[str, float]:
     """Peak MiB of this process after a replay in whichever engine is chosen."""
-    _replay(folder / "routing.parquet", "greedy")
+    _replay(folder / "routing.parquet", "greedy", cache="lru")
     status = Path("/proc/self/status").read_text().splitlines()
     peak_kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
     return {"peak of a replay, MiB": peak_kib / 1024}
 
 
 PARTS = {
-    part.__name__: part for part in (replays, planning, caches, imports, starts, memory)
+    part.__name__: part
+    for part in (replays, fast, planning, caches, imports, starts, memory)
 }
 
 
