@@ -34,6 +34,4 @@ def view_of(array: Any, dtype: Any) -> Any:
 
 def read_only(array: np.ndarray) -> Any:
     """An array's memory, to be read alone: for what policies are shown."""
-    shown = array.view()
-    shown.flags.writeable = False
-    return shown.data
+    return array.data.toreadonly()

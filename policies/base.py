@@ -43,6 +43,10 @@ class PolicyError(ValueError):
     """
 
 
+_NO_EXPERTS: Ints = read_only(np.zeros(0, np.int32))
+_NO_SCORES: Floats = read_only(np.zeros(0))
+
+
 class WorkArrays(NamedTuple):
     """The arrays of a `Work`, cut to the active experts; read-only."""
 
@@ -95,16 +99,17 @@ class Work:
 
     def __init__(self, gpus: int, experts: int) -> None:
         self.gpus = gpus
-        nothing = np.zeros(0)
-        self.experts: Ints = read_only(np.zeros(0, np.int32))
-        self.tokens: Ints = self.experts
-        self.scores: Floats = read_only(nothing)
-        self.first_scores: Floats = self.scores
+        self.experts: Ints = _NO_EXPERTS
+        self.tokens: Ints = _NO_EXPERTS
+        self.scores: Floats = _NO_SCORES
+        self.first_scores: Floats = _NO_SCORES
         self.step = self.layer = NONE
         self.phase = self.batch = self.rows = self.active = 0
         self.first = 0
         self.first_cpu_s = 0.0
-        self.show_new(gpus, experts)
+        # Else somebody shows arrays of their own.
+        if experts:
+            self.show_new(gpus, experts)
 
     def show_new(self, gpus: int, experts: int) -> dict[str, np.ndarray]:
         """Show arrays of zeros, and return them by name to whoever fills them in."""
