@@ -113,7 +113,7 @@ class Work:
 
     def show_new(self, gpus: int, experts: int) -> dict[str, np.ndarray]:
         """Show arrays of zeros, and return them by name to whoever fills them in."""
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "state": np.zeros(experts, np.int8),
             "cpu_s": np.zeros(experts),
             "host_s": np.zeros(experts),

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moesim.advice.bench_rows import overridden_layers
 from moesim.advice.given.options import (
@@ -82,6 +82,20 @@ class Reading:
         return Candidate(self.setting, self.bill)
 
 
+class _Line(NamedTuple):
+    """What placing and loading depend on, and what is found on the way."""
+
+    given: Given
+    model: ModelContents
+    machine: Machine
+    job: Job
+    findings: list[Finding]
+
+    def say(self, kind: str, words: str) -> None:
+        """Add a finding."""
+        self.findings.append(Finding(kind, words))
+
+
 def reading_of(
     given: Given, model: ModelContents, machine: Machine, job: Job
 ) -> Reading:
@@ -103,8 +117,9 @@ def reading_of(
     machine = _with_its_cards(given, machine)
     job = _job(given.settings, job, findings)
     setting = _sizes(given, findings, job)
-    setting = _placed(given, model, machine, setting, job, findings)
-    setting = _loaded(given, model, machine, setting, job, findings)
+    line = _Line(given, model, machine, job, findings)
+    setting = _placed(line, setting)
+    setting = _loaded(line, setting)
     findings += _contradictions(given, model, machine, setting)
     bill = bill_of(model, machine, setting, job)
     return Reading(given, machine, setting, job, bill, tuple(findings))
@@ -215,61 +230,50 @@ def _sizes(given: Given, findings: list[Finding], job: Job) -> Setting:
 PLACING = {"gpu_layers", "cpu_moe", "cpu_layers", "overrides", "tensor_split"}
 
 
-def _placed(
-    given: Given,
-    model: ModelContents,
-    machine: Machine,
-    setting: Setting,
-    job: Job,
-    findings: list[Finding],
-) -> Setting:
+def _placed(line: _Line, setting: Setting) -> Setting:
     """Read where layers and experts lie."""
-    settings = given.settings
+    settings = line.given.settings
     placing = PLACING & set(stated(settings))
-    if not machine.graphics:
+    if not line.machine.graphics:
         if placing:
-            findings.append(Finding("ignored", "there is no card to place layers on"))
+            line.say("ignored", "there is no card to place layers on")
         return replace(setting, gpu_layers=0)
-    fits_itself = given.engine != IK and settings.fit is not False
+    fits_itself = line.given.engine != IK and settings.fit is not False
     if (
         fits_itself
         and (not placing or placing == {"gpu_layers"})
         and (settings.gpu_layers in {None, AUTO})
     ):
-        return _fitted(given, model, machine, setting, job, findings)
-    if fits_itself and placing and given.engine == LLAMA:
+        return _fitted(line, setting)
+    if fits_itself and placing and line.given.engine == LLAMA:
         words = "--fit moves nothing once layers are placed by hand"
-        findings.append(Finding("note", words))
+        line.say("note", words)
 
-    setting = replace(setting, gpu_layers=_whole_layers(given, model, findings))
-    setting = _experts_placed(given, model, machine, setting, findings)
-    return _split(settings, model, machine, setting)
+    setting = replace(
+        setting, gpu_layers=_whole_layers(line.given, line.model, line.findings)
+    )
+    setting = _experts_placed(line, setting)
+    return _split(settings, line.model, line.machine, setting)
 
 
-def _experts_placed(
-    given: Given,
-    model: ModelContents,
-    machine: Machine,
-    setting: Setting,
-    findings: list[Finding],
-) -> Setting:
+def _experts_placed(line: _Line, setting: Setting) -> Setting:
     """Read which layers' experts stay on the CPU."""
-    settings = given.settings
+    settings = line.given.settings
     chosen: set[int] = set()
     if settings.overrides:
         chosen = set(overridden_layers(",".join(settings.overrides)) or ())
         if any(re.search(r"=\s*(?!CPU)\w+\d", each) for each in settings.overrides):
             words = "experts sent to another card are counted on that of their layer"
-            findings.append(Finding("note", words))
+            line.say("note", words)
     count = settings.cpu_layers
     if settings.cpu_moe:
         if count is not None:
             words = f"--cpu-moe moves all experts: {count} layers add none"
-            findings.append(Finding("ignored", words))
+            line.say("ignored", words)
         return replace(setting, cpu_layers=ALL_LAYERS)
-    if count is not None and given.engine == IK:
-        layers = spread_layers(count, model, machine, settings)
-        findings.append(_ik_layers(count, layers, machine))
+    if count is not None and line.given.engine == IK:
+        layers = spread_layers(count, line.model, line.machine, settings)
+        line.findings.append(_ik_layers(count, layers, line.machine))
         chosen |= layers
     elif count is not None and not settings.overrides:
         return replace(setting, cpu_layers=count)
@@ -277,7 +281,7 @@ def _experts_placed(
         chosen |= set(range(count))
     if not settings.overrides and not chosen:
         return setting
-    kept = frozenset(at for at in chosen if at < len(model.layers))
+    kept = frozenset(at for at in chosen if at < len(line.model.layers))
     return replace(setting, chosen_layers=kept)
 
 
@@ -337,22 +341,15 @@ def _split(
     return replace(setting, split=counts)
 
 
-def _fitted(
-    given: Given,
-    model: ModelContents,
-    machine: Machine,
-    setting: Setting,
-    job: Job,
-    findings: list[Finding],
-) -> Setting:
+def _fitted(line: _Line, setting: Setting) -> Setting:
     """Place layers as the engine does that is left to fit them itself."""
     margin = FIT_MARGIN_BYTES
-    if target := re.match(r"\d+", given.settings.fit_target):
+    if target := re.match(r"\d+", line.given.settings.fit_target):
         margin = int(target.group()) * MIB
     fitting = candidates(
-        model,
-        machine,
-        replace(job, micro_batch=setting.micro_batch, keep_vram_bytes=margin),
+        line.model,
+        line.machine,
+        replace(line.job, micro_batch=setting.micro_batch, keep_vram_bytes=margin),
     )
     if not fitting:
         return replace(setting, cpu_layers=ALL_LAYERS)
@@ -362,12 +359,12 @@ def _fitted(
         key=lambda each: (-each.gpu_layers, each.cpu_layers),
         default=fitting[0].setting,
     )
-    on_host = layers_in_words(place.on_host(model))
+    on_host = layers_in_words(place.on_host(line.model))
     words = (
-        f"{given.engine} places layers itself: experts of layers {on_host} on the CPU,"
-        f" with {margin // MIB:,} MiB left free"
+        f"{line.given.engine} places layers itself: experts of layers {on_host} on the"
+        f" CPU, with {margin // MIB:,} MiB left free"
     )
-    findings.append(Finding("note", words))
+    line.say("note", words)
     return replace(
         setting,
         gpu_layers=place.gpu_layers,
@@ -377,44 +374,37 @@ def _fitted(
     )
 
 
-def _loaded(
-    given: Given,
-    model: ModelContents,
-    machine: Machine,
-    setting: Setting,
-    job: Job,
-    findings: list[Finding],
-) -> Setting:
+def _loaded(line: _Line, setting: Setting) -> Setting:
     """Read how weights come into memory: mapped, page-locked, uploaded when."""
-    settings = given.settings
+    settings = line.given.settings
     mode = settings.load_mode or "auto"
     mapped = settings.mmap is not False and mode in {"auto", "mmap", "mmap+mlock"}
     mapped = mapped and not settings.repacked
     tables = HELD
-    large = model.table_bytes > LAZY_FROM_BYTES
+    large = line.model.table_bytes > LAZY_FROM_BYTES
     wanted = settings.lazy == "on" or (settings.lazy != "off" and large)
-    if model.table_bytes and wanted and mapped and given.engine != IK:
+    if line.model.table_bytes and wanted and mapped and line.given.engine != IK:
         tables = LAZY
     elif settings.lazy == "on":
         words = "--lazy-mode on wants a mapped file: look-up tables are held in memory"
-        findings.append(Finding("contradicts", words))
+        line.say("contradicts", words)
     setting = replace(setting, mapped=mapped, tables=tables)
-    bill = bill_of(model, machine, setting, job)
+    bill = bill_of(line.model, line.machine, setting, line.job)
     buffers = bill.host_bytes - PROGRAM_BYTES
-    locked = not mapped and buffers <= machine.most_page_locked_bytes
+    locked = not mapped and buffers <= line.machine.most_page_locked_bytes
     if settings.unpinned or settings.repacked:
         locked = False
     elif not mapped and not locked:
         words = (
-            f"{buffers / 1024**3:.1f} GiB cannot be page-locked under {machine.system}:"
-            " set GGML_CUDA_NO_PINNED=1 if loading stops"
+            f"{buffers / 1024**3:.1f} GiB cannot be page-locked under"
+            f" {line.machine.system}: set GGML_CUDA_NO_PINNED=1 if loading stops"
         )
-        findings.append(Finding("note", words))
+        line.say("note", words)
     setting = replace(setting, page_locked=locked)
     if settings.no_uploads or settings.repacked:
         return replace(setting, gpu_from_tokens=NEVER)
-    if given.engine == IK:
-        layer = model.layers[model.moe_layers[0]]
+    if line.given.engine == IK:
+        layer = line.model.layers[line.model.moe_layers[0]]
         rows = 32 * layer.experts // layer.top_k
         return replace(setting, used_only=settings.used_only, gpu_from_tokens=rows)
     return setting
