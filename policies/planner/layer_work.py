@@ -13,7 +13,7 @@ from moesim.policies.base import PolicyError
 from moesim.policies.names import ABSENT, RESIDENT
 from moesim.policies.planner import questions
 from moesim.policies.planner.gate_mass import gate_mass_kept
-from moesim.policies.planner.lookups import look_up_work
+from moesim.policies.planner.lookups import by_tokens, look_up
 from moesim.policies.planner.records import GateOutputs, LayerWork, Precompute
 from moesim.traces.format.schema import Phase
 
@@ -44,7 +44,6 @@ def look(
     arrive_s = np.empty((len(gpus), active))
     cpu_s = np.empty(active)
     gpu_s = np.empty((len(gpus), active))
-    tabulated = True
     # Links are idle in most layer steps.
     link_s: np.ndarray | None = None
     for row, gpu in enumerate(gpus):
@@ -55,7 +54,7 @@ def look(
             if link_s is None:
                 link_s = np.zeros(len(gpus))
             link_s[row] = left_s
-        tabulated = look_up_work(
+        look_up(
             memory.state,
             memory.landing_s,
             layer,
@@ -64,11 +63,6 @@ def look(
             left_s + link.first_copy_s[layer],
             states[row],
             arrive_s[row],
-            cpu_table_s,
-            gpu_table_s,
-            tokens,
-            cpu_s,
-            gpu_s[row],
         )
         if machine.host is not None or machine.unequal:
             # A copy starts when link and expert are there, whichever is later.
@@ -76,7 +70,9 @@ def look(
             copy_s = link.copy_s[layer, experts[absent]]
             arrive_s[row, absent] = np.maximum(left_s, host_s[absent]) + copy_s
 
-    if not tabulated:
+    if by_tokens(cpu_table_s, gpu_table_s, tokens, cpu_s, gpu_s[0]):
+        gpu_s[1:] = gpu_s[0]
+    else:
         # So many tokens for the first time, or sizes that differ.
         cpu_s[:] = costs.cpu_s(layer, tokens, experts)
         gpu_s[:] = costs.gpu_s(layer, tokens, experts=experts)

@@ -6,7 +6,6 @@ cdef int ABSENT, RESIDENT
 cpdef look_up(const signed char[:, ::1] state, const double[:, ::1] landing_s, int layer, const int[::1] experts, double now_s, double absent_s, signed char[::1] states, double[::1] wait_s)
 @cython.locals(length=Py_ssize_t, i=Py_ssize_t, count=int)
 cpdef bint by_tokens(const double[::1] cpu_table_s, const double[::1] gpu_table_s, const int[::1] tokens, double[::1] cpu_s, double[::1] gpu_s) except -1
-cpdef bint look_up_work(const signed char[:, ::1] state, const double[:, ::1] landing_s, int layer, const int[::1] experts, double now_s, double absent_s, signed char[::1] states, double[::1] wait_s, const double[::1] cpu_table_s, const double[::1] gpu_table_s, const int[::1] tokens, double[::1] cpu_s, double[::1] gpu_s) except -1
 @cython.locals(i=Py_ssize_t)
 cpdef count_holds(short[:, ::1] holds, int layer, const int[::1] experts, int change)
 @cython.locals(seen="unsigned char[::1]", i=Py_ssize_t, position="long long")

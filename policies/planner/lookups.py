@@ -73,29 +73,6 @@ def by_tokens(
     return True
 
 
-def look_up_work(
-    state: np.ndarray,
-    landing_s: np.ndarray,
-    layer: int,
-    experts: np.ndarray,
-    now_s: float,
-    absent_s: float,
-    states: np.ndarray,
-    wait_s: np.ndarray,
-    cpu_table_s: np.ndarray,
-    gpu_table_s: np.ndarray,
-    tokens: np.ndarray,
-    cpu_s: np.ndarray,
-    gpu_s: np.ndarray,
-) -> bool:
-    """Look everything up that a layer step is planned by, in one call from Python.
-
-    As `look_up` and `by_tokens`, one after the other.
-    """
-    look_up(state, landing_s, layer, experts, now_s, absent_s, states, wait_s)
-    return by_tokens(cpu_table_s, gpu_table_s, tokens, cpu_s, gpu_s)
-
-
 def count_holds(
     holds: np.ndarray, layer: int, experts: np.ndarray, change: int
 ) -> None:
