@@ -15,7 +15,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import pkgutil
 import re
 import sys
 from importlib.metadata import EntryPoint, entry_points
@@ -376,7 +375,10 @@ def _files(kind: str) -> dict[str, str]:
     if kind not in KINDS:
         raise PolicyError(f"unknown kind of policy {kind!r}; known: {', '.join(KINDS)}")
     folder = importlib.import_module(f"moesim.policies.{kind}")
-    modules = (module.name for module in pkgutil.iter_modules(folder.__path__))
+    # By their sources: a compiled module may outlive its own.
+    modules = (
+        path.stem for place in folder.__path__ for path in Path(place).glob("*.py")
+    )
     _scanned[kind] = {
         name.replace("_", "-"): f"moesim.policies.{kind}.{name}"
         for name in modules
