@@ -87,7 +87,9 @@ def test_two_interrupts_end_a_comparison_at_once(tmp_path, request, gap_s, momen
     meets the clearing up of the first.
     """
     trace = write_small_trace(tmp_path / "long.parquet", sequences=2, new_tokens=2000)
-    words = ("compare", trace, "--policy", "ilp,beam", "--jobs", 2, "--out", "run")
+    # Two that take minutes, so that both are writing for long.
+    policies = "ilp,ilp:solver=highs"
+    words = ("compare", trace, "--policy", policies, "--jobs", 2, "--out", "run")
     process = command(request, tmp_path, *words)
     parent = psutil.Process(process.pid)
     if moment == "while it starts":
