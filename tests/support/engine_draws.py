@@ -50,6 +50,7 @@ CACHES = (
     "edgemoe", "edgemoe:variant=perfect,decay=0.9",
     "moe-infinity", "moe-infinity:topology=released,visits=perfect",
     "moe-infinity:reset=false", "least-stale-layer", "least-stale-pass", "lecar",
+    "pinned-lru", "pinned-lru:share=0.3,preload=false",
     "random",
 )  # fmt: skip
 PREFETCHES = (
