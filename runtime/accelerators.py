@@ -223,7 +223,13 @@ class Cuda(Accelerator):
             )
 
     def page_unlock(self, memory: torch.Tensor) -> None:
-        """Let CUDA forget the pages before the kernel hands them to others."""
+        """Let CUDA forget the pages before the kernel hands them to others.
+
+        An interrupt may come between the launch of a copy and the wait for it, and
+        torch follows the copies of such pages no more than of any that it has not
+        allocated: so what was launched ends first.
+        """
+        torch.cuda.synchronize(self.device)
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 

@@ -123,6 +123,10 @@ class HostDevice:
         """
         return hidden, 0
 
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """Bring host values to the device without waiting for what it is doing."""
+        return values
+
     def join(self, job: LayerJob) -> torch.Tensor:
         """Add weighted results by ascending expert id, whoever computed them."""
         if not job.results:
@@ -275,6 +279,11 @@ class StreamDevice(HostDevice):
         self._recorded().synchronize()
         return there, hidden.numel() * hidden.itemsize
 
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """Bring host values to the device without waiting for what it is doing."""
+        values = self._accelerator.page_locked(values)
+        return values.to(self.device, non_blocking=True)
+
     def join(self, job: LayerJob) -> torch.Tensor:
         """Add weighted results by expert, those of the CPU brought here first, all in
         one copy.
@@ -285,14 +294,14 @@ class StreamDevice(HostDevice):
         of_cpu = [result for result in results if result.device.type == "cpu"]
         if of_cpu:
             sent = iter(
-                self._send(torch.cat(of_cpu)).split([len(result) for result in of_cpu])
+                self.send(torch.cat(of_cpu)).split([len(result) for result in of_cpu])
             )
             results = [
                 next(sent) if result.device.type == "cpu" else result
                 for result in results
             ]
         return weighted_sum(
-            job, torch.cat(results), self._send(torch.from_numpy(job.groups.pairs))
+            job, torch.cat(results), self.send(torch.from_numpy(job.groups.pairs))
         )
 
     def mark(self) -> None:
@@ -341,11 +350,6 @@ class StreamDevice(HostDevice):
             if took_s < tightest_s:
                 tightest_s = took_s
                 self._anchor = Anchor(event, before_s + took_s / 2 - self._began_s)
-
-    def _send(self, values: torch.Tensor) -> torch.Tensor:
-        """Bring host values to the device without waiting for what it is doing."""
-        values = self._accelerator.page_locked(values)
-        return values.to(self.device, non_blocking=True)
 
     def _recorded(self) -> Any:
         """An event recorded now on the compute stream."""

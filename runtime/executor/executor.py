@@ -306,7 +306,7 @@ class Executor:
         Returns:
             [T, H].
         """
-        job = LayerJob(routed, hidden, weights, groups)
+        job = LayerJob(routed, hidden, weights, groups, self.device.send)
         dense = self._dense_part(routed.layer)
         with self.lanes.lock:
             job.asked_s = self._note_dense(dense)

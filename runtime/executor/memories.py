@@ -69,6 +69,10 @@ class Share(NamedTuple):
 class LayerJob:
     """One layer step in the making.
 
+    Args:
+        routed, hidden, weights, groups: as below.
+        send: brings host values to the device without waiting for what it is doing.
+
     Attributes:
         routed: what the gate decided.
         hidden: [T, H].
@@ -86,6 +90,7 @@ class LayerJob:
     """
 
     __slots__ = (
+        "_send",
         "_shares",
         "answer",
         "answered",
@@ -107,7 +112,9 @@ class LayerJob:
         hidden: torch.Tensor,
         weights: torch.Tensor,
         groups: Groups,
+        send: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
+        self._send = send
         self.routed = routed
         self.hidden = hidden
         self.hidden_cpu = hidden
@@ -125,7 +132,7 @@ class LayerJob:
         """Stand in until the first layer step."""
         none = torch.empty(0, 0)
         groups = group_tokens(np.empty((0, 1), np.int64))
-        return cls(None, none, none, groups)  # type: ignore[arg-type]
+        return cls(None, none, none, groups, lambda values: values)  # type: ignore[arg-type]
 
     def _sort(self, groups: Groups) -> None:
         self.groups = groups
@@ -134,7 +141,7 @@ class LayerJob:
             self.device_rows = None
             return
         self.rows = torch.from_numpy(groups.pairs // self._top_k)
-        self.device_rows = self.rows.to(self.hidden.device)
+        self.device_rows = self._send(self.rows)
 
     @property
     def _top_k(self) -> int:
@@ -148,7 +155,7 @@ class LayerJob:
         weights = np.ascontiguousarray(work.weights, np.float32)
         # In the precision of the model's: some combine in float32 whatever they compute
         # in.
-        self.weights = torch.from_numpy(weights).to(self.weights)
+        self.weights = self._send(torch.from_numpy(weights).to(self.weights.dtype))
         self._sort(group_tokens(work.routing))
 
     def take_precomputed(self, position: int, rows: PrecomputedRows) -> np.ndarray:
@@ -182,7 +189,7 @@ class LayerJob:
             starts=np.concatenate([[0], np.cumsum(tokens)]),
             pairs=np.concatenate([groups.pairs[:0], *pairs]),
         )
-        part = LayerJob(self.routed, self.hidden, self.weights, chosen)
+        part = LayerJob(self.routed, self.hidden, self.weights, chosen, self._send)
         part.results = [self.results[position] for position in positions]
         return part
 

@@ -189,9 +189,10 @@ class ForcedRouting:
                 device=rows.device,
             )
         else:
-            weights = torch.from_numpy(
+            recorded = torch.from_numpy(
                 np.ascontiguousarray(routed.weights, np.float32)
-            ).to(rows)
+            )
+            weights = self._executor.device.send(recorded.to(rows.dtype))
         answer = self._executor.layer(
             routed, rows, weights, group_tokens(routed.routing)
         )

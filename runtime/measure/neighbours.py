@@ -211,7 +211,8 @@ def _measure_beside(
                 end.record(stream)
             begin_s = time.perf_counter()
             passes = 0
-            while not end.query():
+            # One at least, also where the copies have ended meanwhile.
+            while not passes or not end.query():
                 words.sum()
                 passes += 1
             elapsed_s = time.perf_counter() - begin_s

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -131,23 +132,25 @@ class HostSlots(Slots):
     def __init__(
         self, slots: int, slot_bytes: int, *, page_lock: Accelerator | None = None
     ) -> None:
-        self._locked_for: Accelerator | None = None
         slot_bytes = round_up(slot_bytes, BLOCK_BYTES)
         super().__init__(_host_memory(slots, slot_bytes), slot_bytes)
+        self._unlock: weakref.finalize[..., HostSlots] | None = None
         if page_lock is not None and self.slots:
             page_lock.page_lock(self.memory)
-            self._locked_for = page_lock
+            # Also of a row that is dropped unclosed: the device would go on to take
+            # whoever has these addresses next for the locked pages.
+            self._unlock = weakref.finalize(self, page_lock.page_unlock, self.memory)
+            self._unlock.atexit = False
 
     @property
     def page_locked(self) -> bool:
         """True if the pages stay where they are."""
-        return self._locked_for is not None
+        return self._unlock is not None and self._unlock.alive
 
     def close(self) -> None:
         """Unlock the pages and let go of them."""
-        if self._locked_for is not None:
-            self._locked_for.page_unlock(self.memory)
-            self._locked_for = None
+        if self._unlock is not None:
+            self._unlock()
         super().close()
 
 

@@ -2,9 +2,12 @@
 is found in it, and every wait that is taken out is missed.
 """
 
+import gc
 import random
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from support.adversarial_device import ReadTooEarly
@@ -27,9 +30,12 @@ from moesim.runs.setup import Setup
 from moesim.runtime.executor.device import StreamDevice
 from moesim.runtime.executor.lanes import Interrupts
 from moesim.runtime.executor.live import verify
+from moesim.runtime.executor.memories import LayerJob
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.models import local_model as tiny
+from moesim.runtime.models.expert_layout import group_tokens
 from moesim.runtime.store import sources as direct_io
+from moesim.runtime.store.memory import HostSlots
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
@@ -358,6 +364,31 @@ def test_memory_that_another_stream_still_reads_is_lost_with_its_last_tensor(lat
     late.streams[0].synchronize()
     with late.on(late.side), pytest.raises(ReadTooEarly):
         twos.tolist()
+
+
+def test_a_layer_step_is_handed_to_the_device_without_waiting_for_it(late):
+    """Rows, and weights that a routing policy has changed, go through page-locked
+    memory: a copy from any other would wait for all that was launched before it.
+    """
+    launched = torch.ones(2, 4, device=late.device) * 2.0
+    weights = torch.ones(2, 1, device=late.device)
+    routing = np.array([[1], [0]], np.uint16)
+    device = StreamDevice(late)
+    job = LayerJob(None, launched, weights, group_tokens(routing), device.send)
+    job.reroute(SimpleNamespace(weights=np.full((2, 1), 3.0), routing=routing))
+    assert torch.isnan(launched.there).all()
+    assert (launched + job.weights).tolist() == [[5.0] * 4] * 2
+    assert job.device_rows.tolist() == [1, 0]
+
+
+def test_slots_that_nobody_closes_are_unlocked_before_their_pages_go(late):
+    slots = HostSlots(1, 4096, page_lock=late)
+    locked = late._locked(slots.memory)
+    assert slots.page_locked
+    assert not locked.freed
+    del slots
+    gc.collect()
+    assert locked.freed
 
 
 def test_schedules_end_in_time_and_go_on_where_they_ended(tmp_path):

@@ -606,6 +606,26 @@ def test_page_locking_that_cuda_refuses_names_the_way_out(monkeypatch):
     assert launched == ["cuda"], "the failure is not left for whoever launches next"
 
 
+def test_pages_are_unlocked_after_what_was_launched_has_ended(monkeypatch):
+    """Ctrl-C may come between the launch of a copy and the wait for it."""
+    calls = []
+
+    class Runtime:
+        def cudaHostRegister(self, *_):  # noqa: N802 - CUDA's name
+            return 0
+
+        def cudaHostUnregister(self, _):  # noqa: N802 - CUDA's name
+            calls.append("unlock")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: calls.append("wait"))
+    slots = HostSlots(1, BLOCK_BYTES, page_lock=Cuda())
+    slots.close()
+    slots.close()
+    assert calls == ["wait", "unlock"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_page_locked_slots_copy_to_device_slots(store):

@@ -190,9 +190,9 @@ BROKEN = {
     "products are launched on the copy stream": products_on_the_copy_stream,
     "results are joined on the copy stream": joined_on_the_copy_stream,
     "results of the cpu are sent from a buffer that is freed": device(
-        "_send", sent_and_freed
+        "send", sent_and_freed
     ),
-    "everything is sent from one buffer": device("_send", sent_from_one_buffer),
+    "everything is sent from one buffer": device("send", sent_from_one_buffer),
     "times are told before the device knows them": times_are_told,
     "control is not woken when products have ended": control_is_not_woken,
     "sleepers are forgotten when a lock is left": sleepers_are_forgotten,
