@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from benchmarks.machines.judge import Knowledge
-from benchmarks.machines.rows import (
+from benchmarks.measured.judge import Knowledge
+from benchmarks.measured.rows import (
     FolderModels,
     Platforms,
     read_folder,
     runs_of,
 )
-from benchmarks.machines.scores import ONE_EFFICIENCY, TWO_CONSTANTS
+from benchmarks.measured.scores import ONE_EFFICIENCY, TWO_CONSTANTS
 from benchmarks.replay_speed import SHARED
 from moesim.advice.plan.memory import Candidate, Job, bill_of
 from moesim.advice.plan.ranking import Forecast
@@ -54,7 +54,7 @@ from moesim.traces.synthetic.generate import stated, synthesise
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from benchmarks.machines.rows import MeasuredFolder, Run
+    from benchmarks.measured.rows import MeasuredFolder, Run
     from moesim.advice.advise import Advice
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents

@@ -60,12 +60,10 @@ def test_every_command_declares_its_options_as_fields():
 EXCEPTIONS = {
     ("--residual", "record"),
     ("--hw", "calibrate"),
-    ("--measured", "advise"),
     ("--cache-size", "trace export"),
 }
 """A recording writes the vectors that it finds no file of; a profile may be calibrated in
-its place; one measured speed is no folder of them; and a trace is exported with the memory of each
-card.
+its place; and a trace is exported with the memory of each card.
 """
 
 

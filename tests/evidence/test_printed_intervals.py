@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from support.interval_coverage import WORKLOADS, is_share
 
-from benchmarks.machines.page import verdict
-from benchmarks.machines.scores import (
+from benchmarks.measured.page import verdict
+from benchmarks.measured.scores import (
     BASELINES,
     OURS,
     Guess,

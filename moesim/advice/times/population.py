@@ -1,4 +1,4 @@
-"""What machines have in common, as `benchmarks.machines.fit` learned it.
+"""What machines have in common, as `benchmarks.measured.fit` learned it.
 
 A latent's logarithm is what specification or probe say, plus *effects* that machines
 share (of the backend, the kind of card or processor, the weight format), plus what is

@@ -153,12 +153,12 @@ class ValidateOptions(Options):
         False,
         "Instead: replay finished real runs with their measured times. What differs"
         " then is structure, no noise.",
-        excludes=(*_OF_GRID, "out", "seed", "protocol", "measured"),
+        excludes=(*_OF_GRID, "out", "seed", "protocol"),
     )
     protocol: Path | None = folder_option(
         "Instead: follow docs/measurements/protocol.md, calibrations included; sittings"
         " and the result go there.",
-        excludes=(*_OF_GRID, "out", "traces", "measured"),
+        excludes=(*_OF_GRID, "out", "traces"),
     )
     sittings: int | None = option(
         None,
@@ -169,13 +169,6 @@ class ValidateOptions(Options):
     earlier: Path | None = input_option(
         "Sum up with an earlier validation.json.",
         flag="--with",
-    )
-    measured: tuple[Path, ...] = input_option(
-        "Instead: predict other people's measurements in these folders, whole platforms"
-        " and sources left out.",
-        (),
-        metavar="DIR",
-        excludes=(*_OF_GRID, "traces", "seed"),
     )
     seed: int = seed_option()
     as_json: bool = json_option()
@@ -197,19 +190,16 @@ def validate(options: ValidateOptions) -> None:
       moesim validate a.parquet b.parquet --policy greedy+lru,on-demand+lru --cache-ratio 0.2,0.5 --json
       moesim validate q.parquet --hw hw.toml --host-ratio 0.5 --with report/validation.json --out both
       moesim validate --structure run1 run2
-      moesim validate --measured rows --out report
       moesim validate --protocol out/protocol
     """
     if options.protocol is not None:
         _protocol(options.protocol, options)
     elif options.structure:
         _structure(options.traces, as_json=options.as_json)
-    elif options.measured:
-        _machines(options.measured, options.out, as_json=options.as_json)
     elif options.traces:
         _grid(options)
     else:
-        raise typer.BadParameter("expected traces, --structure RUN…, or --measured DIR")
+        raise typer.BadParameter("expected traces, or --structure RUN…")
 
 
 def _grid(options: ValidateOptions) -> None:
@@ -284,36 +274,6 @@ def _structure(folders: "Sequence[Path]", *, as_json: bool) -> None:
     _print(comparisons, structure_text(results), as_json=as_json)
     if not all(result.is_equal for result in results):
         raise typer.Exit(DIFFERENT)
-
-
-def _machines(folders: "Sequence[Path]", out: Path | None, *, as_json: bool) -> None:
-    """Predict every row of other people's machines blind, and say how far off.
-
-    Args:
-        folders: with ``decode.csv``, ``llama_bench.csv`` and the like.
-        out: folder for the page and all predictions.
-        as_json: print JSON instead of the table.
-    """
-    try:
-        from benchmarks.machines.judge import judge
-        from benchmarks.machines.page import save, terminal_text, to_json
-        from benchmarks.machines.rows import read_folder
-    except ModuleNotFoundError:
-        raise typer.BadParameter(
-            "--measured: the judge of other people's rows is part of the project's"
-            " repository, not of the installed package; run it from a checkout, with"
-            " `pip install -e .`"
-        ) from None
-    from moesim.cli.output import bar
-
-    rows = [read_folder(folder) for folder in folders]
-    with bar("predicting", 1.0) as show:
-        judgement = judge(rows, lambda _name, share: show(share))
-    written = []
-    if out is not None:
-        written = save(judgement, out, output.command_line())
-    if _print(to_json(judgement), terminal_text(judgement), as_json=as_json):
-        output.print_written(written)
 
 
 def _protocol(folder: Path, options: ValidateOptions) -> None:

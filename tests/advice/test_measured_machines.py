@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.command_line import refused
 
-from benchmarks.machines.fit import Fit, Member
-from benchmarks.machines.judge import judge
-from benchmarks.machines.page import save, terminal_text
-from benchmarks.machines.rows import read_folder, runs_of
-from benchmarks.machines.scores import BASELINES, OURS, compared, score
+from benchmarks.measured.__main__ import main
+from benchmarks.measured.fit import Fit, Member
+from benchmarks.measured.judge import judge
+from benchmarks.measured.page import save, terminal_text
+from benchmarks.measured.rows import read_folder, runs_of
+from benchmarks.measured.scores import BASELINES, OURS, compared, score
 from moesim.advice.machine import describe_machine
 from moesim.advice.model.catalogue import named_contents
 from moesim.advice.times.latents import (
@@ -162,7 +162,7 @@ def test_every_line_stands_beside_baselines_and_a_proper_score(judgement, tmp_pa
         }
         assert score(predictions).interval_score > 0
         assert compared(predictions) is not None
-    places = save(judgement, tmp_path, "moesim validate")
+    places = save(judgement, tmp_path, "python -m benchmarks.measured")
     assert {place.name for place in places} >= {"machines.md", "population.yaml"}
     page = places[0].read_text(encoding="utf-8")
     assert "roofline, two constants" in page
@@ -391,12 +391,11 @@ def test_shipped_intervals_hold_other_peoples_rows():
     assert 0.80 < np.mean(inside) < 0.99
 
 
-def test_the_command_prints_the_table_and_writes_the_page(command, tmp_path):
+def test_the_program_prints_the_table_and_writes_the_page(capsys, tmp_path):
     folder = make(tmp_path / "measured")
     out = tmp_path / "out"
-    code, text, _ = command("validate", "--measured", folder, "--out", out)
-    assert code == 0
-    assert "inside 90 %" in text
+    assert main([str(folder), "--out", str(out)]) == 0
+    assert "inside 90 %" in capsys.readouterr().out
     numbers = json.loads((tmp_path / "out/machines.json").read_text(encoding="utf-8"))
     rows = len(CARDS) * len(MODELS) * len(COUNTS)
     assert numbers["rows"] + len(numbers["skipped"]) == rows
@@ -420,7 +419,7 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, files, expected):
         read_folder(tmp_path)
 
 
-def test_without_traces_and_machines_validate_says_what_it_wants(command, tmp_path):
-    assert command("validate")[0] == 2
-    result = command("validate", "--measured", tmp_path / "nothing")
-    assert refused(result, "expected a folder with")
+def test_a_folder_without_rows_is_refused_in_one_line(capsys, tmp_path):
+    assert main([str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "found none of" in line

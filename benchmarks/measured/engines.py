@@ -10,14 +10,14 @@ from functools import cached_property
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from benchmarks.machines.fit import Fit, Member
-from benchmarks.machines.rows import (
+from benchmarks.measured.fit import Fit, Member
+from benchmarks.measured.rows import (
     Platforms,
     Skipped,
     collect,
     group_of,
 )
-from benchmarks.machines.scores import (
+from benchmarks.measured.scores import (
     NEAREST,
     ONE_EFFICIENCY,
     OURS,
@@ -42,7 +42,7 @@ from moesim.base.errors import AdviceError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from benchmarks.machines.rows import FolderModels, MeasuredFolder, Row
+    from benchmarks.measured.rows import FolderModels, MeasuredFolder, Row
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.times.population import Population

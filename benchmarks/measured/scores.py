@@ -20,7 +20,7 @@ from moesim.advice.times.population import stretched
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from benchmarks.machines.rows import Row
+    from benchmarks.measured.rows import Row
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from benchmarks.machines.engines import cache_runs, predict_engines
-from benchmarks.machines.fit import Fit, Member
-from benchmarks.machines.rows import FolderModels, runs_of
-from benchmarks.machines.scores import (
+from benchmarks.measured.engines import cache_runs, predict_engines
+from benchmarks.measured.fit import Fit, Member
+from benchmarks.measured.rows import FolderModels, runs_of
+from benchmarks.measured.scores import (
     NEAREST,
     ONE_EFFICIENCY,
     OURS,
@@ -40,8 +40,8 @@ from moesim.advice.times.work import ByteBound, DecodeWork, placement_bound
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from benchmarks.machines.engines import EngineRun
-    from benchmarks.machines.rows import MeasuredFolder, Run, Skipped
+    from benchmarks.measured.engines import EngineRun
+    from benchmarks.measured.rows import MeasuredFolder, Run, Skipped
     from moesim.advice.times.population import Population
 
 MOST_CHOICES = 6
@@ -246,7 +246,7 @@ def judge(
     """Predict every row, with whole platforms and whole sources left out.
 
     Args:
-        folders: with the files that `benchmarks.machines.rows` reads.
+        folders: with the files that `benchmarks.measured.rows` reads.
         progress: told what is being done, and which share is done.
     """
     tell = progress or (lambda _what, _share: None)

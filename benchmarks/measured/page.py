@@ -1,4 +1,4 @@
-"""The judgement of `benchmarks.machines.judge` as text, Markdown, JSON and CSV."""
+"""The judgement of `benchmarks.measured.judge` as text, Markdown, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import yaml
 
-from benchmarks.machines.scores import BASELINES, OURS, compared, score
+from benchmarks.measured.scores import BASELINES, OURS, compared, score
 from moesim.advice.times.latents import NINETY
 from moesim.base.files import write_text
 from moesim.reporting.figures import Axis, Figure
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from benchmarks.machines.judge import Case, Judgement
-    from benchmarks.machines.scores import Prediction, Score
+    from benchmarks.measured.judge import Case, Judgement
+    from benchmarks.measured.scores import Prediction, Score
 
 COLUMNS = ("median", "p90", "worst", "signed", "inside 90 %", "width", "interval score")
 HEADS = ("left out", "predictor", "rows / platforms", *COLUMNS)
@@ -285,7 +285,7 @@ def population_text(judgement: Judgement) -> str:
     """Return what `moesim.advice.times.population.shipped_population` reads."""
     population = judgement.population
     rounded = {
-        "source": f"moesim validate --measured, {len(judgement.runs)} rows of"
+        "source": f"python -m benchmarks.measured, {len(judgement.runs)} rows of"
         f" {len({run.group for run in judgement.runs})} platforms",
         "effects": {
             name: [round(mean, 3), round(spread, 3)]
@@ -299,7 +299,9 @@ def population_text(judgement: Judgement) -> str:
             for name, pair in sorted(population.widths.items())
         },
     }
-    head = "# What machines have in common; written by `moesim validate --measured`.\n"
+    head = (
+        "# What machines have in common; written by `python -m benchmarks.measured`.\n"
+    )
     return head + yaml.safe_dump(rounded, sort_keys=False, default_flow_style=None)
 
 
