@@ -76,7 +76,7 @@ def kind_of(name: str) -> str:
 
 @cache
 def shipped_population() -> Population:
-    """Return the population that `moesim validate --measured` wrote."""
+    """Return the population that `python -m benchmarks.measured` wrote."""
     folder = resources.files("moesim.advice").joinpath("data")
     text = folder.joinpath("population.yaml").read_text(encoding="utf-8")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
