@@ -497,6 +497,13 @@ class Costs:
         """Seconds to hand one operation to a lane."""
         return self._charged(paths.OPERATION)
 
+    @property
+    def split_s(self) -> float:
+        """Seconds that a layer step takes longer to join where CPU and GPU share its
+        experts.
+        """
+        return self._charged(paths.SPLIT)
+
     def first_op_s(
         self,
         active: int,

@@ -109,7 +109,8 @@ class Charge(NamedTuple):
     Attributes:
         path: of its number: seconds, or seconds per byte where a link is named.
         per: what it is charged for: `OPERATION`, `FIRST_OPERATION.base_s`,
-            `JOIN.base_s`, or the name of a kind of link, which charges each byte.
+            `JOIN.base_s`, `SPLIT`, or the name of a kind of link, which charges each
+            byte.
         required: whether every profile states it; 0 otherwise.
     """
 
@@ -119,16 +120,22 @@ class Charge(NamedTuple):
 
 
 OPERATION = "operation"
+SPLIT = "split"
+"""A layer step whose experts CPU and GPU share: two chains are submitted and awaited,
+and their results merged.
+"""
 CHARGES = (
     Charge(f"{COSTS}.dispatch.per_op_s", OPERATION, required=True),
     Charge(FIRST_OPERATION.base_s, FIRST_OPERATION.base_s, required=True),
     Charge(JOIN.base_s, JOIN.base_s, required=True),
+    Charge(f"{COSTS}.dispatch.split_s", SPLIT),
 )
 """All that is added to the formulas above and to operations. A new cost of such a kind
 is a row here, and a figure in profiles: the schema, both engines, bounds and the
 runtime's predictions read this table.
 """
 PER_OPERATION_S = CHARGES[0].path
+SPLIT_S = CHARGES[-1].path
 
 
 def roofline(part: str) -> RooflinePaths:

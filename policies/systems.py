@@ -43,6 +43,9 @@ class System:
             longer; real runs have page-locked memory all the same.
         kernels: what its own kernels take, with the source; None for the machine's.
             Real runs have those of the runtime all the same.
+        fixed_graph: whether a layer that a GPU holds in part runs a chain on either
+            device in every step, and a merge, whether or not it misses: its graph is
+            built once.
         micro_batch: most prompt tokens of a forward pass; None for whole prompts.
         draft_tokens: tokens that a draft proposes for each decode pass to verify.
         draft_experts: experts of each layer, by what they compute, that drafting a
@@ -62,6 +65,7 @@ class System:
     writes_back: bool = False
     pageable: bool = False
     kernels: Kernels | None = None
+    fixed_graph: bool = False
     micro_batch: int | None = None
     draft_tokens: int = 0
     draft_experts: int = 1
@@ -110,6 +114,7 @@ class System:
             host_cache=host,
             names={kind: getattr(self, kind) for kind in KINDS},
             writes_back=self.writes_back,
+            fixed_graph=self.fixed_graph,
             draft_experts=self.draft_experts,
         )
 
@@ -415,6 +420,19 @@ SYSTEMS = {
             "moe-speed-of-light's cache for llama.cpp: misses on the CPU beside the"
             " GPU's hits, frequent ones copied later. Its table by machine of how many"
             " misses to copy at once: fetch-split:table=0/1/1/2/3+decayed-frequency"
+        ),
+    ),
+    "llama.cpp-moe-cache": System(
+        assignment="fixed-mapping:prefill=gpu",
+        cache="static",
+        scope="layer",
+        fixed_graph=True,
+        micro_batch=512,
+        note=(
+            "llama.cpp's expert-cache forks (--moe-cache-slots): each layer's most used"
+            " experts on the GPU from the start, by a profile (--warm), misses on the"
+            " CPU. Its graph is built once, so a layer that is cached in part runs both"
+            " chains and merges them in every step, a layer held whole one"
         ),
     ),
     # Ours.

@@ -127,6 +127,9 @@ class VirtualWorld:
         self._join_s = cache(
             lambda active, copies: costs.join_s(active, copies, tiered=limited)
         )
+        self._split_s = costs.split_s
+        self._gpu_used = False
+        self._always_split = planner.always_split.tolist()
         self._activation_s = cache(costs.activation_s)
         # Where all memory is shared, results need no way back.
         self._moves_activations = not profile.shares_memory
@@ -193,6 +196,7 @@ class VirtualWorld:
                 work_s += first_op_s + self._first_s[code]
             product = Operation(lanes[code], COMPUTE, step, layer, expert, work_s)
             products.append(product)
+        self._gpu_used = not all(unused[1:])
         return products
 
     def _durations_s(self, plan: Plan, experts: list[int]) -> list[list[float]]:
@@ -297,7 +301,11 @@ class VirtualWorld:
             lane = self._back_links[self._planner.home(layer)]
             seconds = self._activation_s(len(work.routing))
             yield self.alone(lane, ACTIVATION, step, layer, seconds)
-        yield self._controls(JOIN, self._join_s(len(work.experts), plan.copied))
+        join_s = self._join_s(len(work.experts), plan.copied)
+        shared = cpu_used and self._gpu_used
+        if shared or self._always_split[layer]:
+            join_s += self._split_s
+        yield self._controls(JOIN, join_s)
 
     def end_layer(self) -> None:
         """Let control serve its lanes; the process goes on by itself."""

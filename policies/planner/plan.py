@@ -122,7 +122,7 @@ class Policies:
     """One instance of each policy that a run needs; one cache policy per memory.
 
     `writes_back`: experts that leave a GPU's cache are copied to host memory, as their
-    system does it; see `System`, for `draft_experts` too.
+    system does it; see `System`, for `fixed_graph` and `draft_experts` too.
     """
 
     assignment: AssignmentPolicy
@@ -132,6 +132,7 @@ class Policies:
     host_cache: CachePolicy | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     writes_back: bool = False
+    fixed_graph: bool = False
     draft_experts: int = 1
 
     def all(self) -> list[Policy]:

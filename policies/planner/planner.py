@@ -108,6 +108,13 @@ class Planner(MachineState):
         return sum(policy.own_planning_s for policy in self.policies.all())
 
     @property
+    def always_split(self) -> np.ndarray:
+        """Bool [L]: layers that CPU and GPU share in every step, as the system's graph
+        is fixed.
+        """
+        return self.policies.fixed_graph & self.sizes.gpu.held_in_part(self.shape)
+
+    @property
     def gate_mass(self) -> list[float]:
         """Share of the gate's weight that altered routing kept, by layer step."""
         return self.rerouting.gate_mass

@@ -138,6 +138,14 @@ class CacheSize:
         """One GPU's share of a global pool whose layers are divided among `gpus`."""
         return CacheSize(self.scope, self.slots // gpus, self.pool_bytes // gpus)
 
+    def held_in_part(self, shape: ModelShape) -> np.ndarray:
+        """Bool [L]: layers that have slots for some of their experts; none in the
+        global scope, whose slots are no layer's own.
+        """
+        if self.scope == GLOBAL:
+            return np.zeros(shape.layers, np.bool_)
+        return (self.slots > 0) & (self.slots < shape.experts)
+
     @property
     def total_bytes(self) -> int:
         """Bytes the cache may occupy."""

@@ -39,6 +39,8 @@ cdef class LayerStep(Consequences):
     cdef _note_reads(self, Plan plan)
     @cython.locals(planner=Planner, durations=Durations, machine=Machine, transfers=Transfers, several=bint, copied=Py_ssize_t, first_op_s=double, code=int, cpu_used=bint, count=int, n=int, i="long long", key="long long", seconds=double, first_s=double, work_s=double, product=Operation, memory=Memory)
     cdef bint _dispatch(self, Work work, Plan plan) except -1
+    @cython.locals(code=int)
+    cdef bint _gpu_used(self) except -1
     @cython.locals(key="long long", product=Operation)
     cdef _await(self)
     @cython.locals(held=list, product=Operation)

@@ -122,7 +122,11 @@ class LayerStep(Consequences):
                 durations.back[at_home], ACTIVATION, layer, block.activation_s[s]
             )
             yield
-        self._controls(JOIN, layer, self._control_s(durations.join_s, work, copied))
+        join_s = self._control_s(durations.join_s, work, copied)
+        shared = self._cpu_used and self._gpu_used()
+        if shared or durations.always_split[layer]:
+            join_s += durations.split_s
+        self._controls(JOIN, layer, join_s)
         yield
         self._complete(work)
 
@@ -280,6 +284,13 @@ class LayerStep(Consequences):
         if self._held and not self._fetched:
             self._release_held()
         return cpu_used
+
+    def _gpu_used(self) -> bool:
+        """Whether a GPU has had a product in this layer step."""
+        for code in range(1, len(self._unused)):
+            if not self._unused[code]:
+                return True
+        return False
 
     def _await(self) -> None:
         """Count products of earlier layer steps, unless they have ended."""

@@ -231,6 +231,8 @@ class Replay:
         made.plan_s = view_of(plan_s, np.float64)
         made.first_op_s = view_of(costs.first_op_terms(tiered=tiered), np.float64)
         made.join_s = view_of(costs.join_terms(tiered=tiered), np.float64)
+        made.split_s = costs.split_s
+        made.always_split = view_of(planner.always_split, np.uint8)
         made.dispatch_s = costs.dispatch_s
         made.cpu_first_s = costs.cpu_first_s
         made.gpu_first_s = costs.gpu_first_s

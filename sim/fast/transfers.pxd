@@ -15,10 +15,11 @@ cdef class PendingRead:
 cdef class Durations:
     cdef public int control, ssd
     cdef public bint inline, moves_activations, writes_back
-    cdef public double dispatch_s, cpu_first_s, gpu_first_s, first_read_s
+    cdef public double dispatch_s, cpu_first_s, gpu_first_s, first_read_s, split_s
     cdef public double dense_after_read, copy_after_read, compute_after_read
     cdef public const int[::1] compute, link, back, predicts
     cdef public const double[::1] plan_s, first_op_s, join_s, read_s
+    cdef public const unsigned char[::1] always_split
     cdef public const double[:, ::1] back_s
 
 cdef class Transfers(Gate):

@@ -62,6 +62,8 @@ class Durations:
             predicts: where each GPU's predictions are evaluated.
         inline: control's thread is the first GPU's as well.
         plan_s, first_op_s, join_s: float64 [4], base, per active expert, per copy, SSD.
+        split_s: more to join where CPU and GPU share a layer step, and in every step of
+            layers that are `always_split`, uint8 [L].
         read_s: float64, by flat key; back_s: float64 [G, L * E], copies to host memory.
         …_after_read: factors on what comes straight from the SSD.
     """
@@ -70,6 +72,8 @@ class Durations:
         self.control = self.ssd = 0
         self.inline = self.moves_activations = self.writes_back = False
         self.dispatch_s = self.cpu_first_s = self.gpu_first_s = self.first_read_s = 0.0
+        self.split_s = 0.0
+        self.always_split: Ints = zeros(0, np.uint8)
         self.dense_after_read = self.copy_after_read = self.compute_after_read = 1.0
         self.compute: Ints = zeros(0, np.int32)
         self.link: Ints = zeros(0, np.int32)

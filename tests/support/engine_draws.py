@@ -95,6 +95,7 @@ machines = st.builds(
             {"costs.h2d.bytes_per_s": 4e8},
             {"costs.h2d.bytes_per_s": 1e9, "costs.ssd.bytes_per_s": 2e10},
             {"costs.ssd.bytes_per_s": 2e8},
+            {"costs.dispatch.split_s": 3e-4},
         ]
     ),
     gpus=st.sampled_from([1, 1, 2]),

@@ -89,6 +89,7 @@ class HandCosts:
     dispatch_s: float = 0.0
     first_op: float = 0.0
     join: float = 0.0
+    split: float = 0.0
     activation: float = 0.0
     cpu_first_s: float = 0.0
     gpu_first_s: float = 0.0
@@ -146,6 +147,10 @@ class HandCosts:
 
     def join_s(self, active, copies, *, tiered=False):
         return self.join
+
+    @property
+    def split_s(self):
+        return self.split
 
     def activation_s(self, tokens):
         return self.activation
