@@ -161,7 +161,6 @@ profile hw.txt                                      | .toml
 profile @folder                                     | folder
 calibrate @folder                                   | folder
 validate @t.parquet --cache-ratio x                      | expected numbers
-validate --structure @folder --steps 3                  | --steps; expected none beside --structure
 run                                                       | TRACE; --model
 run --model tiny                                          | --prompt
 store build tiny                                          | --out

@@ -17,8 +17,8 @@ from moesim.evidence.validation.agreement import (
     repeated_tau,
     same_scatter,
 )
-from moesim.evidence.validation.protocol import Plan, judge
 from moesim.evidence.validation.results import Cell, Coordinates
+from moesim.evidence.validation.verify import Plan, judge
 
 VALUES = st.lists(st.integers(1, 50), min_size=3, max_size=12)
 STEPS = 15

@@ -14,9 +14,9 @@ from support.real_machine import host_profile
 from support.small_trace import write_trace
 
 from moesim.evidence.validation import learning
+from moesim.evidence.validation.learning import FinishedRun
 from moesim.evidence.validation.learning import Part as CostPart
 from moesim.evidence.validation.paired_runs import drawn_steps
-from moesim.evidence.validation.structure import FinishedRun
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile, prediction_error, save_profile

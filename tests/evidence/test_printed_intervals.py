@@ -22,7 +22,7 @@ from benchmarks.measured.scores import (
 from moesim.advice.times.latents import NINETY
 from moesim.advice.times.population import stretched
 from moesim.evidence.reproduction.report import mean_with_interval
-from moesim.evidence.validation.protocol import interval
+from moesim.evidence.validation.verify import interval
 
 
 @pytest.mark.parametrize("repetitions", [3, 5, 8, 20])

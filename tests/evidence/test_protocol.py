@@ -5,11 +5,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from support.command_line import refused
 from support.real_machine import host_profile
 
-from moesim.evidence.validation import protocol
-from moesim.evidence.validation import protocol as sittings
+from benchmarks import protocol
+from moesim.evidence.validation.verify import Plan, interval, judge
 from moesim.hwprofiles.profile import save_profile
 from moesim.hwprofiles.schema import ProfileError
 
@@ -30,7 +29,7 @@ def sitting(*cells, refusal=""):
 
 
 STEADY = [1.0] * 5
-ONE = protocol.Plan(sittings=1)
+ONE = Plan(sittings=1)
 
 
 # By hand.
@@ -58,16 +57,16 @@ def test_the_page_states_what_the_command_does():
 def test_an_error_counts_beyond_the_interval_of_the_measurement():
     """Repetitions of 1.00 ± 0.02: 1.01 is no error, 1.20 is one of less than 20 %."""
     scattered = [0.98, 0.99, 1.0, 1.01, 1.02]
-    _, low, high = protocol.interval(scattered)
+    _, low, high = interval(scattered)
     assert low < 0.99
     assert high > 1.01
-    verdict = protocol.judge(ONE, [sitting(cell("a", scattered, 1.01))])
+    verdict = judge(ONE, [sitting(cell("a", scattered, 1.01))])
     assert verdict.cells[0].error == pytest.approx(0.01)
     assert verdict.worst == 0.0
-    verdict = protocol.judge(ONE, [sitting(cell("a", scattered, 1.2))])
+    verdict = judge(ONE, [sitting(cell("a", scattered, 1.2))])
     assert verdict.worst == pytest.approx(1.2 - high)
     assert verdict.met["worst"] is False
-    assert protocol.interval([2.0]) == (2.0, 2.0, 2.0)
+    assert interval([2.0]) == (2.0, 2.0, 2.0)
 
 
 def test_cells_that_others_disturbed_or_that_scatter_do_not_count():
@@ -76,7 +75,7 @@ def test_cells_that_others_disturbed_or_that_scatter_do_not_count():
         cell("b", STEADY, 9.0, lost=0.2),
         cell("c", [1.0, 2.0, 3.0, 4.0, 5.0], 9.0),
     )
-    verdict = protocol.judge(ONE, [sitting(*cells)])
+    verdict = judge(ONE, [sitting(*cells)])
     assert [each.excluded for each in verdict.cells] == [
         "",
         "other programs took 20 %",
@@ -96,16 +95,16 @@ def test_only_pairs_that_repetitions_order_count():
         cell("c", unsure, 1.5),
         cell("d", [0.1] * 5, 0.1, batch=4),
     ]
-    order = protocol.judge(ONE, [sitting(*cells)]).order
+    order = judge(ONE, [sitting(*cells)]).order
     assert (order.pairs, order.agreed, order.tau) == (2, 2, 1.0)
     cells[1]["predicted"]["tpot_s"] = 0.5
-    wrong = protocol.judge(ONE, [sitting(*cells)])
+    wrong = judge(ONE, [sitting(*cells)])
     assert wrong.order.tau < 1.0
     assert wrong.met["order"] is False
 
 
 def test_a_refused_calibration_is_a_result_and_nothing_is_met_by_nothing():
-    verdict = protocol.judge(ONE, [sitting(refusal="others were busy")])
+    verdict = judge(ONE, [sitting(refusal="others were busy")])
     assert verdict.refused == {1: "others were busy"}
     unknown = dict.fromkeys(("median", "worst", "order"))
     assert verdict.met == unknown | {"sittings": False}
@@ -125,7 +124,7 @@ def small(monkeypatch):
     axes = {"policies": ("all-cpu+none", "greedy+lru"), "batches": (1,)}
     axes |= {"shapes": ("olmoe-1b-7b/32",)}
     plan = replace(protocol.PLAN, sittings=2, steps=3, repetitions=2, **axes)
-    monkeypatch.setattr("moesim.evidence.validation.protocol.PLAN", plan)
+    monkeypatch.setattr(protocol, "PLAN", plan)
 
     def calibrate(out, **options):
         assert options["shapes"] == plan.calibrated
@@ -134,52 +133,47 @@ def small(monkeypatch):
         save_profile(profile, out)
         return profile
 
-    monkeypatch.setattr(sittings, "calibrate", calibrate)
+    monkeypatch.setattr(protocol, "calibrate", calibrate)
     return plan
 
 
-def test_sittings_may_lie_apart_and_are_judged_together(command, tmp_path, small):
+def test_sittings_may_lie_apart_and_are_judged_together(tmp_path, small, capsys):
     folder = tmp_path / "p"
-    code, out, err = command("validate", "--protocol", folder, "--sittings", 1)
-    assert code == 1, err
-    assert "calibrations that were trusted" in out
-    code, out, err = command("validate", "--protocol", folder, "--json")
-    assert code in (0, 1)
-    result = json.loads(out)
+    assert protocol.main([str(folder), "--sittings", "1"]) == 1
+    assert "calibrations that were trusted" in capsys.readouterr().out
+    assert protocol.main([str(folder)]) in (0, 1)
+    written = (folder / "protocol.json").read_text()
+    result = json.loads(written)
     assert result["met"]["sittings"]
     assert [each["sitting"] for each in result["cells"]] == [1, 1, 2, 2]
     assert all(each["lost"] >= 0.0 for each in result["cells"])
     page = (folder / "protocol.md").read_text()
-    assert "moesim validate --protocol" in page
+    assert "python -m benchmarks.protocol" in page
     assert page.count("olmoe-1b-7b/32, greedy+lru") == 2
 
     # Judged once more, nothing is measured.
-    assert (
-        command("validate", "--protocol", folder, "--sittings", 0, "--json")[1] == out
-    )
+    protocol.main([str(folder), "--sittings", "0"])
+    assert (folder / "protocol.json").read_text() == written
 
 
-def test_a_refusal_ends_a_sitting_and_not_the_protocol(
-    command, tmp_path, small, monkeypatch
-):
+def test_a_refusal_ends_a_sitting_and_not_the_protocol(tmp_path, small, monkeypatch):
     def refuse(out, **_):
         raise ProfileError(
             f"{out}: not written, as its predictions cannot be trusted: x"
         )
 
-    monkeypatch.setattr(sittings, "calibrate", refuse)
-    code, out, _ = command("validate", "--protocol", tmp_path / "p")
-    assert code == 1
-    assert "nothing counts" in out
-    files = sorted((tmp_path / "p").glob("sitting-*.json"))
+    monkeypatch.setattr(protocol, "calibrate", refuse)
+    assert protocol.main([str(tmp_path)]) == 1
+    assert "nothing counts" in (tmp_path / "protocol.md").read_text()
+    files = sorted(tmp_path.glob("sitting-*.json"))
     assert [json.loads(file.read_text())["refused"] for file in files] == ["x", "x"]
 
 
-def test_sittings_of_another_protocol_are_refused(command, tmp_path):
+def test_sittings_of_another_protocol_are_refused(tmp_path):
     other = json.dumps({"plan": asdict(replace(protocol.PLAN, steps=99))})
     (tmp_path / "sitting-1.json").write_text(other)
-    told = command("validate", "--protocol", tmp_path)
-    assert refused(told, "sitting-1.json", "found one of another")
+    with pytest.raises(ProfileError, match=r"sitting-1.json: .* found one of another"):
+        protocol.main([str(tmp_path)])
     (tmp_path / "sitting-1.json").write_text("{}")
-    assert refused(command("validate", "--protocol", tmp_path), "expected a sitting")
-    assert command("validate", "--sittings", 1)[0] == 2
+    with pytest.raises(ProfileError, match="expected a sitting"):
+        protocol.main([str(tmp_path)])

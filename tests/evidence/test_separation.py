@@ -34,8 +34,6 @@ COMPARING = (
     "moesim/evidence/validation/grid.py",
     "moesim/evidence/validation/results.py",
     "moesim/evidence/validation/report.py",
-    "moesim/evidence/validation/report.py",
-    "moesim/evidence/validation/report.py",
     "moesim/questions/sensitivity.py",
     "moesim/evidence/validation/agreement.py",
 )

@@ -2,7 +2,6 @@
 nothing of its structure differs.
 """
 
-import json
 from collections import Counter
 from dataclasses import replace
 
@@ -21,9 +20,9 @@ from support.real_machine import (
 from support.small_trace import write_trace
 from typer.testing import CliRunner
 
+from benchmarks.structure import MeasuredDurations, compare_structure, of_folders
 from moesim import cli
 from moesim.base.errors import TraceError
-from moesim.evidence.validation.structure import MeasuredDurations, compare_structure
 from moesim.hwprofiles.profile import save_profile
 from moesim.policies.systems import SYSTEMS
 from moesim.runs import replay as api
@@ -197,29 +196,17 @@ def folder(tmp_path_factory, trace, store):
     return place / "run"
 
 
-def test_a_folder_of_a_real_run_tells_its_structure(folder):
+def test_a_folder_of_a_real_run_tells_its_structure(folder, capsys):
     """Its profile lies beside it: that of the machine may have changed since."""
-    result = CliRunner().invoke(cli.app, ["validate", "--structure", str(folder)])
-    assert result.exit_code == 0, result.output
-    assert "1 of 1 runs have the simulator's structure" in result.output
-    assert "workers' time: " in result.output
-
-    result = CliRunner().invoke(
-        cli.app, ["validate", "--structure", str(folder), "--json"]
-    )
-    (facts,) = json.loads(result.output)
-    assert facts["equal"]
-    assert sum(facts["shares"].values()) == pytest.approx(1.0)
+    assert of_folders([folder]) == 0
+    text = capsys.readouterr().out
+    assert "1 of 1 runs have the simulator's structure" in text
+    assert "workers' time: " in text
 
 
 def test_folders_that_are_no_real_runs_are_refused(tmp_path):
-    result = CliRunner().invoke(cli.app, ["validate", "--structure", str(tmp_path)])
-    assert isinstance(result.exception, TraceError)
-    assert "operations.parquet: no such file" in str(result.exception)
-
+    with pytest.raises(TraceError, match=r"operations\.parquet: no such file"):
+        of_folders([tmp_path])
     (tmp_path / "operations.parquet").write_bytes(b"not a table")
     with pytest.raises(TraceError, match=r"not a readable table of operations"):
         OperationTable.load(tmp_path)
-
-    result = CliRunner().invoke(cli.app, ["validate", "--structure"])
-    assert result.exit_code == 2

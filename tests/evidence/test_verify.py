@@ -14,8 +14,7 @@ from moesim.base.long_work import Journal
 from moesim.cli.output import PlainProgress
 from moesim.evidence.validation.calibrate import is_enough
 from moesim.evidence.validation.grid import _Budget, validate
-from moesim.evidence.validation.protocol import Plan
-from moesim.evidence.validation.verify import verdict_of
+from moesim.evidence.validation.verify import Plan, verdict_of
 from moesim.hwprofiles.profile import save_profile
 from moesim.hwprofiles.schema import ProfileError
 

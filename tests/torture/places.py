@@ -95,7 +95,6 @@ WRITERS = (
     Writer("advise gpt-oss-20b --gpu RTX3090 --trace gpt-oss-20b-like",
            {"--expert-counts": ".pt"}, (), most=20),
     Writer("calibrate OUT --from run --force", {"OUT": ".toml"}, ("run/run.json",)),
-    Writer("validate --sittings 0", {"--protocol": "/"}),
     Writer("store build tiny", {"--out": "/"}, (), most=30),
     Writer("run t.parquet --hw two-core-host --steps 2 --policy on-demand",
            {"--out": "/", "--perfetto": ".json", "--learn": ".toml"}, ("t.parquet",),

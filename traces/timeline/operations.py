@@ -4,7 +4,7 @@ A span says when an operation ran. Between being chosen and being counted more h
 a thread is woken, a lock is waited for, work is handed out. In a real run all of that
 lies between *instants*, at which the run's one lock was taken, and one row says between
 which two an operation kept its worker. A replay with these rows in place of predicted
-times differs from the run in structure alone (`moesim validate --structure`).
+times differs from the run in structure alone (`python -m benchmarks.structure`).
 """
 
 from __future__ import annotations

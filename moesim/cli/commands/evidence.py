@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from moesim.hwprofiles.profile import HardwareProfile
 
 DIFFERENT = 1
-"""Exit code of a structure that differs, and of aims that are not met."""
+"""Exit code of a simulator that does not hold here."""
 REPORT = ("validation.json", "validation.md", "validation.html")
 """What `validate` writes into a folder."""
 
@@ -97,20 +97,12 @@ def verify(options: VerifyOptions) -> None:
         raise typer.Exit(DIFFERENT)
 
 
-_OF_GRID = (
-    *("policy", "cache_ratio", "batch", "shape", "host_ratio", "hw", "steps"),
-    *("repetitions", "minutes", "store", "earlier"),
-)
-"""What `moesim validate` asks of a grid of its own, and of nothing else."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidateOptions(Options):
     """What `moesim validate` is asked."""
 
     traces: tuple[Path, ...] = input_option(
-        "moesim traces (Parquet); with --structure folders of real runs.",
-        (),
+        "moesim traces (Parquet).",
         argument=True,
         metavar="TRACE…",
     )
@@ -149,23 +141,6 @@ class ValidateOptions(Options):
     out: Path | None = folder_option(
         "Write the report there, after every half minute; a second call goes on."
     )
-    structure: bool = option(
-        False,
-        "Instead: replay finished real runs with their measured times. What differs"
-        " then is structure, no noise.",
-        excludes=(*_OF_GRID, "out", "seed", "protocol"),
-    )
-    protocol: Path | None = folder_option(
-        "Instead: follow docs/measurements/protocol.md, calibrations included; sittings"
-        " and the result go there.",
-        excludes=(*_OF_GRID, "out", "traces"),
-    )
-    sittings: int | None = option(
-        None,
-        "With --protocol: sittings now; 0 judges those that are there.",
-        minimum=0,
-        needs=("protocol",),
-    )
     earlier: Path | None = input_option(
         "Sum up with an earlier validation.json.",
         flag="--with",
@@ -189,21 +164,7 @@ def validate(options: ValidateOptions) -> None:
       moesim validate q.parquet --hw hw.toml --out report --minutes 10
       moesim validate a.parquet b.parquet --policy greedy+lru,on-demand+lru --cache-ratio 0.2,0.5 --json
       moesim validate q.parquet --hw hw.toml --host-ratio 0.5 --with report/validation.json --out both
-      moesim validate --structure run1 run2
-      moesim validate --protocol out/protocol
     """
-    if options.protocol is not None:
-        _protocol(options.protocol, options)
-    elif options.structure:
-        _structure(options.traces, as_json=options.as_json)
-    elif options.traces:
-        _grid(options)
-    else:
-        raise typer.BadParameter("expected traces, or --structure RUN…")
-
-
-def _grid(options: ValidateOptions) -> None:
-    """Run and simulate a grid of cells, and report after each half minute."""
     from moesim.cli.output import steps_of
     from moesim.evidence.validation import grid as library
     from moesim.evidence.validation import report
@@ -246,81 +207,6 @@ def _grid(options: ValidateOptions) -> None:
         )
     answer = validation_answer(save(validation))
     output.present(answer, as_json=options.as_json, more=places)
-
-
-def _structure(folders: "Sequence[Path]", *, as_json: bool) -> None:
-    """Compare the structure of finished real runs with their replays'.
-
-    Args:
-        folders: of ``moesim run --out``.
-        as_json: print JSON instead of the table.
-
-    Raises:
-        typer.Exit: code 1 where a run differs by more than the aims.
-    """
-    if not folders:
-        raise typer.BadParameter("expected folders of real runs (moesim run --out)")
-    from moesim.evidence.validation.structure import (
-        compare_structure,
-        load_run,
-        structure_text,
-    )
-
-    results = []
-    for folder in folders:
-        run = load_run(folder)
-        results.append(compare_structure(*run))
-    comparisons = [result.to_json() for result in results]
-    _print(comparisons, structure_text(results), as_json=as_json)
-    if not all(result.is_equal for result in results):
-        raise typer.Exit(DIFFERENT)
-
-
-def _protocol(folder: Path, options: ValidateOptions) -> None:
-    """Make sittings of the protocol, judge all that are there, and write the page.
-
-    Args:
-        folder: of the sittings, ``protocol.md`` and ``protocol.json``.
-        options: number of sittings now, seed of the first one; each later one has its
-            own.
-
-    Raises:
-        typer.Exit: code 1 where an aim is not met.
-    """
-    from moesim.base.files import write_text
-    from moesim.cli.output import steps_of
-    from moesim.evidence.validation.protocol import (
-        PLAN,
-        aim_rows,
-        earlier,
-        judge,
-        make_sitting,
-        protocol_page,
-    )
-    from moesim.reporting.tables import aligned
-
-    measured = earlier(folder, PLAN)
-    sittings = options.sittings
-    if sittings is None:
-        sittings = max(0, PLAN.sittings - len(measured))
-    for number in range(sittings):
-        with steps_of(f"sitting {number + 1} of {sittings}") as progress:
-            sitting = make_sitting(
-                folder, PLAN, seed=options.seed + len(measured), progress=progress
-            )
-        measured.append(sitting)
-
-    verdict = judge(PLAN, measured)
-    page = protocol_page(PLAN, measured, verdict, output.command_line())
-    places = [folder / "protocol.md", folder / "protocol.json"]
-    result = json.dumps(verdict.to_json(), indent=2)
-    write_text(places[0], page)
-    write_text(places[1], result + "\n")
-    text = "\n".join(aligned(aim_rows(PLAN, verdict))).replace("*", "")
-    if _print(verdict.to_json(), text, as_json=options.as_json):
-        output.print_written(places)
-    if not all(verdict.met.values()):
-        raise typer.Exit(DIFFERENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

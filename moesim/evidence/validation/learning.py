@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from moesim.base.errors import TraceError
+from moesim.base.inputs import load_json, read_text
 from moesim.evidence.validation.calibrate import disturbance_report, learn
 from moesim.evidence.validation.paired_runs import Trial, step_lengths
 from moesim.evidence.validation.profile_checks import (
@@ -23,7 +25,6 @@ from moesim.evidence.validation.profile_checks import (
     doubts_of,
     is_calibrated,
 )
-from moesim.evidence.validation.structure import load_run
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
     FitReport,
@@ -44,19 +45,24 @@ from moesim.hwprofiles.lanes import COMPUTE_KINDS
 from moesim.hwprofiles.profile import PREDICTIONS, load_profile, save_profile
 from moesim.hwprofiles.roofline import MeasuredPart, expert_table
 from moesim.hwprofiles.schema import Curve, ProfileError, ReferenceExpert
+from moesim.runs.config import MeasuredConfig
+from moesim.runs.config_file import load_config
+from moesim.runs.measured import PROFILE_FILE, columns_of
+from moesim.runs.setup import Setup, trace_of
 from moesim.sim.replay import Replay
+from moesim.traces.format.batch import compose
+from moesim.traces.format.schema import ModelShape
 from moesim.traces.timeline.metrics import summarise
-from moesim.traces.timeline.operations import lost_shares
+from moesim.traces.timeline.operations import OperationTable, lost_shares
 from moesim.traces.timeline.spans import COMPUTE, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from moesim.evidence.validation.structure import FinishedRun
     from moesim.hwprofiles.calibration.observations import LayerStepTimes
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.hwprofiles.schema import Quantity
-    from moesim.traces.format.schema import ModelShape
+    from moesim.traces.format.batch import RoutedStep
 
 
 MOST_WORSE = 0.01
@@ -677,3 +683,95 @@ def _joined(parts: Sequence[_Samples]) -> _Samples:
         return _Samples(np.zeros(0), np.zeros(0))
     columns = zip(*parts, strict=True)
     return _Samples(*(np.concatenate(column) for column in columns))
+
+
+# -- finished real runs, read back from their folders ----------------------------------
+
+
+class FinishedRun(NamedTuple):
+    """A real run.
+
+    Attributes:
+        name: of its folder.
+        setup: what it was run with, its own profile included.
+        steps: its routing.
+        timeline: its tables, those of its operations included.
+    """
+
+    name: str
+    setup: Setup
+    steps: list[RoutedStep]
+    timeline: Timeline
+
+
+def load_run(folder: str | Path) -> FinishedRun:
+    """Read a real run back.
+
+    Args:
+        folder: of `moesim run --out`.
+
+    Raises:
+        TraceError: it is no folder of a real run, or its trace is gone.
+        ConfigError, ProfileError, PolicyError, StoreError: a file of it is damaged, or
+            a policy is gone.
+    """
+    folder = Path(folder)
+    operations = OperationTable.load(folder)
+    timeline = Timeline.load(folder)
+    timeline.operations = operations
+    file = folder / "run.json"
+    facts = _facts(file)
+    profile = load_profile(folder / PROFILE_FILE)
+    # Its own profile stands beside it, wherever the run once found it.
+    config = load_config(file, MeasuredConfig).replaced(hw=profile, hw_digest=None)
+    shape = _shape(file, facts)
+    if config.model is not None:
+        setup = Setup(config, shape, profile, config.system)
+        return FinishedRun(folder.name, setup, _decided_steps(folder), timeline)
+
+    trace = trace_of(config)
+    setup = Setup.of(config, trace, profile=profile, shape=shape)
+    steps = compose(
+        trace,
+        batch=config.batch,
+        steps=config.steps,
+        columns=columns_of(trace, setup.policies()),
+    )
+    return FinishedRun(folder.name, setup, list(steps), timeline)
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    try:
+        facts = load_json(read_text(file))["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TraceError(
+            f"{file}: expected the figures of a real run, found {error}; run again with"
+            " --out"
+        ) from None
+    return dict(facts)
+
+
+def _shape(file: Path, facts: dict[str, Any]) -> ModelShape:
+    """Sizes of the run's experts."""
+    values = facts.get("model_shape")
+    if not isinstance(values, dict):
+        raise TraceError(
+            f"{file}: expected model_shape, which real runs note; run again with --out"
+        )
+    lists = {
+        name: tuple(value) for name, value in values.items() if isinstance(value, list)
+    }
+    return ModelShape(**{**values, **lists})
+
+
+def _decided_steps(folder: Path) -> list[RoutedStep]:
+    """What a live model's gates decided."""
+    from moesim.runtime.executor.decision_log_file import (  # noqa: PLC0415 - torch
+        FILE_NAME,
+        load_decision_log,
+    )
+
+    _, steps = load_decision_log(folder / FILE_NAME)
+    if steps is None:
+        raise TraceError(f"{folder / FILE_NAME}: expected routing, found none")
+    return steps

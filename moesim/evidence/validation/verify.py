@@ -12,21 +12,254 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
+
 from moesim.base.files import write_text
+from moesim.evidence.validation.agreement import LEVEL, measured_order
 from moesim.evidence.validation.calibrate import calibrate
+from moesim.evidence.validation.grid import validate
 from moesim.evidence.validation.profile_checks import machine_differences
-from moesim.evidence.validation.protocol import Plan, judge, run_cells
+from moesim.hwprofiles.calibration.estimates import measured
 from moesim.hwprofiles.profile import load_profile
 from moesim.hwprofiles.schema import ProfileError
+from moesim.traces.shipped import resolve_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from moesim.evidence.validation.results import Validation
     from moesim.hwprofiles.profile import HardwareProfile
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A protocol.
+
+    Attributes:
+        sittings: calibrations, each followed by all cells.
+        calibrated: whose sizes the experts of calibration have, the larger first.
+        trace: routing of the cells.
+        shapes: whose sizes the experts of cells have; the last one is held out.
+        policies, cache_ratios, batches: all combinations are cells.
+        steps: forward passes of a run.
+        repetitions: of every run within a sitting.
+        median, worst: largest errors beyond the interval of the measurement.
+        widest: half the width of an interval above which a cell shows nothing.
+        most_lost: share of a run's time that other programs may take.
+    """
+
+    sittings: int = 3
+    calibrated: tuple[str, ...] = ("olmoe-1b-7b/4", "olmoe-1b-7b/8")
+    trace: str = "tiny"
+    shapes: tuple[str, ...] = ("olmoe-1b-7b/4", "qwen3-30b-a3b/8")
+    policies: tuple[str, ...] = ("all-cpu+none", "on-demand+lru", "greedy+lru")
+    cache_ratios: tuple[float, ...] = (0.4,)
+    batches: tuple[int, ...] = (1, 4)
+    steps: int = 8
+    repetitions: int = 5
+    median: float = 0.03
+    worst: float = 0.08
+    widest: float = 0.08
+    most_lost: float = 0.03
+
+    @property
+    def cells(self) -> int:
+        """Cells of one sitting."""
+        settings = len(self.shapes) * len(self.cache_ratios) * len(self.batches)
+        return settings * len(self.policies)
+
+
+_SETTING: Final = ("trace", "shape", "cache_ratio", "host_ratio", "batch")
+
+
+class CellVerdict(NamedTuple):
+    """What one cell of one sitting shows. Times are those of an output token.
+
+    Attributes:
+        sitting: its number, from 1.
+        cell: shape, policy, cache and batch, in words.
+        measured_s, low_s, high_s: median over repetitions, and its 95 % interval.
+        predicted_s: before it was measured.
+        error: predicted over measured, minus one.
+        beyond: by how much the prediction lies outside the interval, relative to the
+            measured time; 0 inside.
+        lost: share of time that other programs took, median over repetitions.
+        excluded: why it does not count; empty where it does.
+    """
+
+    sitting: int
+    cell: str
+    measured_s: float
+    low_s: float
+    high_s: float
+    predicted_s: float
+    error: float
+    beyond: float
+    lost: float
+    excluded: str
+
+
+class Order(NamedTuple):
+    """Pairs of policies that repetitions order, and how many of them the prediction
+    orders so, too.
+    """
+
+    pairs: int
+    agreed: int
+
+    @property
+    def tau(self) -> float | None:
+        """Kendall's; None without a pair."""
+        if not self.pairs:
+            return None
+        return (2 * self.agreed - self.pairs) / self.pairs
+
+
+class Verdict(NamedTuple):
+    """The result of a protocol.
+
+    Attributes:
+        cells: of all sittings.
+        order: of policies.
+        refused: sittings whose calibration was refused, with the reason.
+        median, worst: of `CellVerdict.beyond` over cells that count; None without one.
+        met: by aim, whether it is met; None where nothing counts.
+    """
+
+    cells: list[CellVerdict]
+    order: Order
+    refused: dict[int, str]
+    median: float | None
+    worst: float | None
+    met: dict[str, bool | None]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            **self._asdict(),
+            "cells": [cell._asdict() for cell in self.cells],
+            "order": {**self.order._asdict(), "tau": self.order.tau},
+        }
+
+
+def judge(plan: Plan, sittings: Sequence[dict[str, Any]]) -> Verdict:
+    """Judge what was measured.
+
+    Args:
+        plan: what was stated before.
+        sittings: as `benchmarks.protocol` writes them.
+    """
+    cells = []
+    refused = {}
+    pairs = []
+    for number, sitting in enumerate(sittings, start=1):
+        if sitting.get("refused"):
+            refused[number] = sitting["refused"]
+            continue
+        measured = sitting["validation"]["cells"]
+        cells += [_cell(plan, number, cell) for cell in measured]
+        pairs += _pairs(measured)
+
+    counted = [cell.beyond for cell in cells if not cell.excluded]
+    median = float(np.median(counted)) if counted else None
+    worst = max(counted, default=None)
+    order = _order(pairs)
+    met = {
+        "median": None if median is None else median <= plan.median,
+        "worst": None if worst is None else worst <= plan.worst,
+        "order": None if order.tau is None else order.tau == 1.0,
+        "sittings": len(sittings) - len(refused) >= plan.sittings,
+    }
+    return Verdict(cells, order, refused, median, worst, met)
+
+
+def _cell(plan: Plan, sitting: int, cell: dict[str, Any]) -> CellVerdict:
+    measured_s, low_s, high_s = interval([run["tpot_s"] for run in cell["measured"]])
+    predicted_s = cell["predicted"]["tpot_s"]
+    outside_s = max(low_s - predicted_s, predicted_s - high_s, 0.0)
+    lost = float(np.median([run.get("lost", 0.0) for run in cell["measured"]]))
+    half_width = 0.5 * (high_s - low_s) / measured_s
+    excluded = ""
+    if lost > plan.most_lost:
+        excluded = f"other programs took {100 * lost:.0f} %"
+    elif half_width > plan.widest:
+        excluded = f"repetitions differ: ±{100 * half_width:.0f} %"
+    return CellVerdict(
+        sitting=sitting,
+        cell=(
+            f"{cell['shape']}, {cell['policy']}, cache {cell['cache_ratio']:g}, batch"
+            f" {cell['batch']}"
+        ),
+        measured_s=measured_s,
+        low_s=low_s,
+        high_s=high_s,
+        predicted_s=predicted_s,
+        error=predicted_s / measured_s - 1.0,
+        beyond=outside_s / measured_s,
+        lost=lost,
+        excluded=excluded,
+    )
+
+
+def interval(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Median of repetitions with its 95 % interval: Student's t for fewer than six."""
+    known = measured(np.asarray(seconds), source="repetitions", date="")
+    assert known.interval is not None
+    return known.value, *known.interval
+
+
+_Pair = tuple[dict[str, Any], dict[str, Any]]
+
+
+def _pairs(cells: Iterable[dict[str, Any]]) -> list[_Pair]:
+    """Cells that differ in the policy only."""
+    by_setting: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for cell in cells:
+        setting = tuple(cell[key] for key in _SETTING)
+        by_setting.setdefault(setting, []).append(cell)
+    groups = by_setting.values()
+    return [pair for group in groups for pair in combinations(group, 2)]
+
+
+def _order(pairs: Sequence[_Pair]) -> Order:
+    """Count pairs that repetitions order. One wrong pair of all is enough to miss the
+    aim, so the level is that of all together.
+    """
+    ordered = agreed = 0
+    for first, second in pairs:
+        sign = measured_order(_tpots(first), _tpots(second), level=LEVEL / len(pairs))
+        if sign:
+            predicted_s = first["predicted"]["tpot_s"] - second["predicted"]["tpot_s"]
+            ordered += 1
+            agreed += int(np.sign(predicted_s) == sign)
+    return Order(ordered, agreed)
+
+
+def _tpots(cell: dict[str, Any]) -> list[float]:
+    return [run["tpot_s"] for run in cell["measured"]]
+
+
+def run_cells(plan: Plan, profile: HardwareProfile, **options: Any) -> Validation:
+    """Run and simulate all cells of a plan; options are those of `grid.validate`."""
+    return validate(
+        [resolve_trace(plan.trace)],
+        policies=plan.policies,
+        cache_ratios=plan.cache_ratios,
+        batches=plan.batches,
+        hw=profile,
+        shapes=plan.shapes,
+        steps=plan.steps,
+        repetitions=plan.repetitions,
+        **options,
+    )
+
+
+# -- the command ----------------------------------------------------------------------
 
 MINUTES: Final = 10.0
 QUICK_PLAN: Final = Plan(sittings=1)
