@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from moesim.advice.times.latents import Interval
+    from moesim.reporting.answers import Answer
 
 SHOWN = 5
 
@@ -101,6 +102,15 @@ class Advice:
     def best(self) -> Prospect:
         """The fastest setting."""
         return self.prospects[0]
+
+    def answer(self) -> Answer:
+        """Which settings are fastest, as text, page, JSON and figures."""
+        from moesim.advice.answer import advice_answer  # noqa: PLC0415 # it reads this
+
+        return advice_answer(self)
+
+    def _repr_html_(self) -> str:
+        return self.answer()._repr_html_()
 
 
 def advise(
@@ -338,7 +348,7 @@ def _nothing_fits(model: ModelContents, machine: Machine, job: Job) -> AdviceErr
     if machine.memory.size_bytes is not None:
         has = f"{machine.memory.size_bytes / 1024**3:.0f} GiB of RAM"
     if machine.graphics and not machine.unified:
-        has += f" and {machine.vram_bytes / 1024**3:.0f} GiB of graphics memory"
+        has += f" and {machine.vram_bytes / 1024**3:.0f} GiB of GPU memory"
     usual = Job()
     kept = ""
     if job.keep_vram_bytes > usual.keep_vram_bytes:

@@ -478,7 +478,7 @@ def _card_states(machine: Machine) -> list[State]:
     return [
         *slow,
         State(
-            "a part of graphics memory lies in host memory",
+            "a part of GPU memory lies in host memory",
             used,
             {"device_reach": 0.12, "kv_reach": 0.12},
             # Linux stops instead, unless it is told not to.

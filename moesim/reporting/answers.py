@@ -23,12 +23,6 @@ from moesim.base.units import (
 from moesim.reporting.interactive import interactive
 from moesim.reporting.pages import Facts, Page, PageTable, Text, page_origin
 from moesim.reporting.tables import aligned, facts_lines, markdown_table, small_table
-from moesim.traces.timeline.metrics import (
-    METRICS,
-    REQUEST_METRICS,
-    ROW_METRICS,
-    RUN_METRICS,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -73,6 +67,7 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "share": percent,
     "tokens/s": lambda value: number(value, " tok/s"),
     "J": lambda value: number(value, " J"),
+    "times": lambda value: f"{value:.2f} times",
     "": lambda value: f"{value:,}" if isinstance(value, int) else number(value),
 }
 
@@ -85,7 +80,7 @@ class Column:
         name: in frames and JSON.
         head: in words.
         unit: of its values in frames: ``s``, ``bytes``, ``bytes/s``, ``share``,
-            ``tokens/s``, ``J``, or empty.
+            ``tokens/s``, ``J``, ``times``, or empty.
         better: ``larger``, ``smaller`` or empty.
     """
 
@@ -110,7 +105,11 @@ class Column:
 
 def column(name: str, head: str | None = None) -> Column:
     """A column of the list of metrics, or of options."""
-    known = METRICS | RUN_METRICS | REQUEST_METRICS | ROW_METRICS
+    # They load PyArrow, which advice does without.
+    from moesim.traces.timeline import metrics  # noqa: PLC0415
+
+    known = metrics.METRICS | metrics.RUN_METRICS
+    known |= metrics.REQUEST_METRICS | metrics.ROW_METRICS
     words = HEADS.get(name, name.removesuffix("_bytes").replace("_", " "))
     if name in known:
         return Column(name, head or words, known[name].unit, known[name].better)
@@ -203,6 +202,7 @@ class Answer:
         data: the question's own figures, for JSON.
         sources: of its figures, such as ``trace``.
         command: the command line that repeats it; None for a call from Python.
+        commands: what it is for, and the line, of each command to type next.
         on_page: adds what only a page can show, in place of `figures`.
         warnings: what to know before believing it.
         settings: everything that decided, folded on the page.
@@ -220,6 +220,7 @@ class Answer:
     data: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     command: str | None = None
+    commands: Sequence[tuple[str, str]] = ()
     on_page: Callable[[Page], object] | None = None
     warnings: Sequence[str] = ()
     settings: str = ""
@@ -258,6 +259,8 @@ class Answer:
         blocks = [facts_lines(named)] if named else []
         blocks += [_lines(each) for each in self.tables if each.printed]
         blocks.append([*self.sentences, *self.notes])
+        typed = [(f"{words}:", f"  {line}") for words, line in self.commands]
+        blocks.append([line for pair in typed for line in pair])
         return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
     __str__ = text
@@ -273,6 +276,7 @@ class Answer:
             blocks += [f"## {each.title}"] if each.title else []
             blocks += [each.note] if each.note else []
             blocks.append("\n".join(markdown_table(each.heads(), each.cells())))
+        blocks += [f"{words}:\n\n    {line}" for words, line in self.commands]
         blocks.append("\n".join(f"- {warning}" for warning in self.warnings))
         return "\n\n".join(filter(None, blocks)) + "\n"
 
@@ -285,6 +289,7 @@ class Answer:
             "sentences": list(self.sentences),
             "notes": list(self.notes),
             "command": self.command,
+            "commands": [{"for": words, "line": line} for words, line in self.commands],
         }
         return {**self.data, "answer": words}
 
@@ -314,6 +319,12 @@ class Answer:
         if self.facts:
             heads, values = zip(*self.facts, strict=True)
             page.add("", Facts("", heads, {"": values}))
+        commands = [
+            part
+            for words, line in reversed(self.commands)
+            for part in (Text([words], "note"), Text([line], "command"))
+        ]
+        page.add("What to type", *commands)
         if self.tables:
             first = self.tables[0]
             page.add(first.title, first.on_page(self.question), note=first.note)

@@ -35,6 +35,9 @@ PLAIN_WIDTH = 80
 GAP = 2
 """Spaces between two columns."""
 
+LONGEST_NUMBER = 26
+"""Letters of a cell, its interval included, that is set as a number is."""
+
 NARROWEST = 20
 """Narrower screens get lines of this width: below it, wrapping cuts words apart."""
 
@@ -97,6 +100,11 @@ def aligned(rows: Sequence[Sequence[str]], *, lead: int = 1) -> list[str]:
         _groups(narrow, shown.width, lead),
         key=len,
     )
+    # Long words are read from the left, as names are; numbers end alike.
+    prose = [
+        max((cell_len(row[column]) for row in rows[1:]), default=0) > LONGEST_NUMBER
+        for column in range(len(rows[0]))
+    ]
     lines: list[str] = []
     for group in groups:
         fits = _total_width([natural[column] for column in group]) <= shown.width
@@ -105,7 +113,7 @@ def aligned(rows: Sequence[Sequence[str]], *, lead: int = 1) -> list[str]:
         for column in group:
             table.add_column(
                 rows[0][column],
-                justify="left" if column == 0 else "right",
+                justify="left" if column == 0 or prose[column] else "right",
                 vertical="bottom",
                 # The end of a name is often what tells two rows apart.
                 overflow="fold",

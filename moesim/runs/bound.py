@@ -463,7 +463,7 @@ def layer_steps_of(config: RunConfig, trace: Trace) -> float:
 # reads count. Proof: `docs/explanation/bound.md`, "Bytes over bandwidth".
 
 HOST = "host memory"
-DEVICE = "graphics memory"
+DEVICE = "GPU memory"
 
 
 @dataclass(frozen=True, slots=True)

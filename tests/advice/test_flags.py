@@ -182,7 +182,13 @@ def test_the_command_answers_a_line(command, tmp_path):
         "advise", MODEL, *words, "--flags", LINE, "--measured", "9.5", "--target", "80"
     )
     assert code == 0
-    for part in ("read as", "decode, deep", "is slow", "what to change first", "reach"):
+    for part in (
+        "read as",
+        "decode, deep",
+        "is slow",
+        "What to change first",
+        "To reach",
+    ):
         assert part in text
     file = tmp_path / "line.txt"
     file.write_text("llama-server \\\n -ngl 99 \\\n --cpu-moe -c 8192\n")

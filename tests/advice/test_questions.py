@@ -9,12 +9,12 @@ from support.bench_files import as_json, row
 from support.llama_placement import option, placed
 
 from moesim.advice.advise import advise
+from moesim.advice.answer import advice_answer
 from moesim.advice.machine import describe_machine
 from moesim.advice.model.catalogue import named_contents
 from moesim.advice.plan.commands import flags_of, server_command
 from moesim.advice.plan.memory import Job
 from moesim.advice.plan.what_if import drafted
-from moesim.advice.text import advice_text
 from moesim.advice.times.latents import Beliefs
 from moesim.advice.times.priors import priors_of
 from moesim.advice.times.step_times import decode_target, prefill_target
@@ -142,7 +142,9 @@ def test_four_requests_share_experts_and_each_brings_a_prompt():
     )
     line = server_command(setting, advice.model, advice.machine, job)
     assert "--parallel 4" in line
-    assert "of all 4 requests together" in " ".join(advice_text(advice).split())
+    assert "of all 4 requests together" in " ".join(
+        advice_answer(advice).text().split()
+    )
 
 
 def test_a_long_context_takes_the_place_of_experts():
@@ -174,7 +176,7 @@ def test_strix_halo_keeps_everything_in_its_one_memory():
     assert "--n-cpu-moe" not in flags
     # Measured: 51.8 with ROCm, 56.6 with Vulkan at no depth.
     assert advice.best.decode.low < 52 < advice.best.decode.high
-    unsized = advice_text(advise("glm-4.6-air", cpu="Ryzen AI Max+ 395"))
+    unsized = advice_answer(advise("glm-4.6-air", cpu="Ryzen AI Max+ 395")).text()
     assert "glm-4.6-air-Q4_K_M.gguf" in unsized
     assert " inf " not in unsized
     assert "on the processor" not in unsized

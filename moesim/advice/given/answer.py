@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from moesim.advice.plan.ranking import Prospect
     from moesim.advice.times.latents import Interval
     from moesim.advice.times.work import Setting
+    from moesim.reporting.answers import Answer
 
 MOST_CHANGES = 3
 # A change that saves less of the job is not worth a restart.
@@ -119,6 +120,15 @@ class FlagsAnswer:
     verdict: Verdict | None
     target: float | None
     ways: tuple[Change, ...]
+
+    def answer(self) -> Answer:
+        """What the line does, as text, page and JSON."""
+        from moesim.advice.answer import flags_answer  # noqa: PLC0415 # it reads this
+
+        return flags_answer(self)
+
+    def _repr_html_(self) -> str:
+        return self.answer()._repr_html_()
 
 
 def advise_flags(

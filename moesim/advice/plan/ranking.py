@@ -285,7 +285,7 @@ WORDS = {
     "host_read": "how fast host memory is read",
     "host_reach": "how fast the CPU gets through weights",
     "floor_s": "what each layer on the CPU costs at least",
-    "device_read": "how fast graphics memory is read",
+    "device_read": "how fast GPU memory is read",
     "device_reach": "how good the GPU's kernels are",
     "layer_s": "what each layer's kernels cost at least",
     "recurrent_ratio": "what a recurrent layer's kernels cost",

@@ -451,7 +451,7 @@ class Setting:
 
 
 HOST = "host memory"
-DEVICE = "graphics memory"
+DEVICE = "GPU memory"
 
 
 @dataclass(frozen=True, slots=True)

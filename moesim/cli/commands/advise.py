@@ -1,6 +1,5 @@
 """`moesim advise`: llama.cpp flags for a model on a machine, how fast; `moesim model`."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +92,7 @@ class AdviseOptions(ModelOptions):
     )
     keep_gpu_memory_bytes: int = option(
         "256MiB",
-        "Graphics memory to leave free.",
+        "GPU memory to leave free.",
         minimum=0,
     )
     keep_host_memory_bytes: int = option(
@@ -126,7 +125,6 @@ class AdviseOptions(ModelOptions):
             "routing_trace",
             "expert_cache",
             "explain",
-            "html",
             "save_profile",
         ),
     )
@@ -183,10 +181,10 @@ def advise(options: AdviseOptions) -> None:
       moesim advise gpt-oss-120b --cpu "Ryzen 9 9950X" --ram "2x48GB DDR5-6000" --gpu "2x RTX 3090" --html advice.html
     """
     from moesim.advice.advise import advise as ask
+    from moesim.advice.answer import advice_answer
     from moesim.advice.plan.commands import server_command
     from moesim.advice.plan.memory import Job
     from moesim.advice.routing import COUNTS_FILE
-    from moesim.advice.text import advice_json, advice_text
 
     job = Job(
         context=options.context_tokens,
@@ -215,28 +213,23 @@ def advise(options: AdviseOptions) -> None:
         line = server_command(best, advice.model, advice.machine, job)
         _flags(options, line, words, job)
         return
-    if options.html is not None:
-        from moesim.advice.page import write_advice
-
-        write_advice(advice, options.html, output.command_line())
+    counts_file = str(options.expert_counts or COUNTS_FILE)
+    answer = advice_answer(advice, explain=options.explain, counts_file=counts_file)
     if options.expert_counts is not None:
         _write_counts(advice, options.expert_counts)
-    replay_line = ""
     if options.save_profile is not None:
         from moesim.advice.plan.saved_profile import profile_of_advice, replay_command
         from moesim.hwprofiles.profile import save_profile
 
         save_profile(profile_of_advice(advice), options.save_profile)
-        replay_line = replay_command(advice, str(options.save_profile))
-
-    if options.as_json:
-        print(json.dumps(advice_json(advice), indent=2))
-        return
-    counts_file = str(options.expert_counts or COUNTS_FILE)
-    print(advice_text(advice, explain=options.explain, counts_file=counts_file))
-    if replay_line:
-        print(f"\nto replay this placement:\n  {replay_line}")
-    output.print_written([options.html, options.save_profile, options.expert_counts])
+        line = replay_command(advice, str(options.save_profile))
+        answer.commands = [("to replay this placement", line), *answer.commands]
+    output.present(
+        answer,
+        as_json=options.as_json,
+        html=options.html,
+        more=(options.save_profile, options.expert_counts),
+    )
 
 
 DESCRIBES = ("cpu", "ram", "gpu", "pcie", "system", "hw", "quant")
@@ -249,8 +242,8 @@ def _flags(
     options: AdviseOptions, line: str, words: dict[str, Any], job: "Job"
 ) -> None:
     """Answer a line that somebody has."""
+    from moesim.advice.answer import flags_answer
     from moesim.advice.given.answer import advise_flags
-    from moesim.advice.given.text import flags_json, flags_text
     from moesim.base.inputs import read_text
 
     if len(line) <= LONGEST_PATH and Path(line).is_file():
@@ -263,10 +256,7 @@ def _flags(
         measured=options.measured,
         target=options.target,
     )
-    if options.as_json:
-        print(json.dumps(flags_json(answer), indent=2))
-    else:
-        print(flags_text(answer))
+    output.present(flags_answer(answer), as_json=options.as_json, html=options.html)
 
 
 def _beside(options: AdviseOptions) -> dict[str, float]:
@@ -302,11 +292,8 @@ def model(options: ModelOptions) -> None:
       moesim model model.gguf
       moesim model qwen3-30b-a3b --quant Q8_0 --json
     """
+    from moesim.advice.answer import model_answer
     from moesim.advice.model.catalogue import model_contents
-    from moesim.advice.text import model_json, model_text
 
     contents = model_contents(options.model, options.quant)
-    as_json = options.as_json
-    print(
-        json.dumps(model_json(contents), indent=2) if as_json else model_text(contents)
-    )
+    output.present(model_answer(contents), as_json=options.as_json)
