@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from benchmarks.measured.rows import MeasuredFolder, Run
-    from moesim.advice.advise import Advice
+    from moesim.advice.answer import Advice
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
     from moesim.hwprofiles.profile import HardwareProfile

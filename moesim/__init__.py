@@ -19,7 +19,8 @@ from moesim.base.extensions import choose
 from moesim.base.version import __version__
 
 if TYPE_CHECKING:
-    from moesim.advice.advise import Advice, advise
+    from moesim.advice.advise import advise
+    from moesim.advice.answer import Advice
     from moesim.advice.plan.memory import Job
     from moesim.hwprofiles.profile import (
         HardwareProfile,
@@ -119,7 +120,8 @@ __all__ = [
 
 # A module that moves is one line here.
 _MODULES = {
-    "moesim.advice.advise": ("Advice", "advise"),
+    "moesim.advice.advise": ("advise",),
+    "moesim.advice.answer": ("Advice",),
     "moesim.advice.plan.memory": ("Job",),
     "moesim.hwprofiles.profile": (
         "HardwareProfile",

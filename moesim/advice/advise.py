@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moesim.advice.answer import Advice, CurvePoint
 from moesim.advice.devices import check_memory
 from moesim.advice.machine import (
     Grade,
@@ -20,14 +21,13 @@ from moesim.advice.model.catalogue import model_contents
 from moesim.advice.model.contents import ModelContents
 from moesim.advice.observed import ObservedRows, observe
 from moesim.advice.plan.memory import Candidate, Job, advisable, bill_of, candidates
-from moesim.advice.plan.ranking import Forecast, Prospect, Question, next_questions
+from moesim.advice.plan.ranking import Forecast, Prospect, next_questions
 from moesim.advice.plan.what_if import WhatIf, expert_cache, no_fit_words, what_ifs
-from moesim.advice.routing import RoutingAdvice, routing_advice
+from moesim.advice.routing import routing_advice
 from moesim.advice.times.priors import priors_of
 from moesim.advice.times.work import (
     ALL_LAYERS,
     LAZY,
-    ByteBound,
     Setting,
     placement_bound,
 )
@@ -37,80 +37,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-    from moesim.advice.times.latents import Interval
-    from moesim.reporting.answers import Answer
 
 SHOWN = 5
-
-
-@dataclass(frozen=True)
-class CurvePoint:
-    """One number of layers on the CPU.
-
-    Attributes:
-        cpu_layers: the number.
-        decode: tokens per second.
-        prefill: tokens per second.
-        gpu_bytes: graphics memory needed.
-        fits: both memories hold what they shall.
-    """
-
-    cpu_layers: int
-    decode: Interval
-    prefill: Interval
-    gpu_bytes: float
-    fits: bool
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Everything that was found out.
-
-    Attributes:
-        model: contents of the file.
-        machine: what is known of it.
-        grade: what the speeds rest on.
-        job: what shall be done.
-        prospects: settings, fastest first.
-        curve: speed over layers on the CPU, with the best micro-batch.
-        questions: measurements that would tell most.
-        what_ifs: what other parts would change.
-        observed: rows that were learned from.
-        bound: what no schedule beats with the weights where `best` puts them.
-        rounded: the fastest setting with rounded keys and values, if that buys speed.
-        faster: one nearer to spilling than the bill is sure, if that buys speed.
-        routing: what a trace answers; None without one.
-        forecast: predicts any other setting.
-    """
-
-    model: ModelContents
-    machine: Machine
-    grade: Grade
-    job: Job
-    prospects: tuple[Prospect, ...]
-    curve: tuple[CurvePoint, ...]
-    questions: tuple[Question, ...]
-    what_ifs: tuple[WhatIf, ...]
-    observed: ObservedRows
-    bound: ByteBound
-    rounded: Prospect | None
-    faster: Prospect | None
-    routing: RoutingAdvice | None
-    forecast: Forecast = field(repr=False)
-
-    @property
-    def best(self) -> Prospect:
-        """The fastest setting."""
-        return self.prospects[0]
-
-    def answer(self) -> Answer:
-        """Which settings are fastest, as text, page, JSON and figures."""
-        from moesim.advice.answer import advice_answer  # noqa: PLC0415 # it reads this
-
-        return advice_answer(self)
-
-    def _repr_html_(self) -> str:
-        return self.answer()._repr_html_()
 
 
 def advise(

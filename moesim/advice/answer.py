@@ -5,7 +5,7 @@ made of them by `moesim.reporting.answers`.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from moesim.advice.given.reading import need_words
@@ -21,14 +21,16 @@ from moesim.reporting.figures import LIMIT, Axis, Figure, names
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from moesim.advice.advise import Advice
-    from moesim.advice.given.answer import Change, FlagsAnswer
-    from moesim.advice.machine import Machine
+    from moesim.advice.given.options import Finding
+    from moesim.advice.given.reading import Reading
+    from moesim.advice.machine import Grade, Machine
     from moesim.advice.model.contents import ModelContents
-    from moesim.advice.observed import Explanation
+    from moesim.advice.observed import Explanation, ObservedRows
     from moesim.advice.plan.memory import Job, MemoryBill
-    from moesim.advice.plan.ranking import Prospect
-    from moesim.advice.times.work import Setting
+    from moesim.advice.plan.ranking import Forecast, Prospect, Question
+    from moesim.advice.plan.what_if import WhatIf
+    from moesim.advice.routing import RoutingAdvice
+    from moesim.advice.times.work import ByteBound, Setting
 
 OLDER_BUILDS = (
     "llama.cpp from before June 2026: --no-mmap for --load-mode none, -mmp 0 for"
@@ -81,6 +83,154 @@ INTERVALS = [
     PREFILL,
     Column("prefill_interval", "90 %"),
 ]
+
+
+# What was found out.
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One number of layers on the CPU.
+
+    Attributes:
+        cpu_layers: the number.
+        decode: tokens per second.
+        prefill: tokens per second.
+        gpu_bytes: graphics memory needed.
+        fits: both memories hold what they shall.
+    """
+
+    cpu_layers: int
+    decode: Interval
+    prefill: Interval
+    gpu_bytes: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Everything that was found out.
+
+    Attributes:
+        model: contents of the file.
+        machine: what is known of it.
+        grade: what the speeds rest on.
+        job: what shall be done.
+        prospects: settings, fastest first.
+        curve: speed over layers on the CPU, with the best micro-batch.
+        questions: measurements that would tell most.
+        what_ifs: what other parts would change.
+        observed: rows that were learned from.
+        bound: what no schedule beats with the weights where `best` puts them.
+        rounded: the fastest setting with rounded keys and values, if that buys speed.
+        faster: one nearer to spilling than the bill is sure, if that buys speed.
+        routing: what a trace answers; None without one.
+        forecast: predicts any other setting.
+    """
+
+    model: ModelContents
+    machine: Machine
+    grade: Grade
+    job: Job
+    prospects: tuple[Prospect, ...]
+    curve: tuple[CurvePoint, ...]
+    questions: tuple[Question, ...]
+    what_ifs: tuple[WhatIf, ...]
+    observed: ObservedRows
+    bound: ByteBound
+    rounded: Prospect | None
+    faster: Prospect | None
+    routing: RoutingAdvice | None
+    forecast: Forecast = field(repr=False)
+
+    @property
+    def best(self) -> Prospect:
+        """The fastest setting."""
+        return self.prospects[0]
+
+    def answer(self) -> Answer:
+        """Which settings are fastest, as text, page, JSON and figures."""
+        return advice_answer(self)
+
+    def _repr_html_(self) -> str:
+        return self.answer()._repr_html_()
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another setting, or another machine, and what it gives.
+
+    Attributes:
+        words: what is changed, in words or flags.
+        decode: tokens per second then.
+        prefill: of the prompt; None where only decode is known.
+        gain: seconds of the job before over after.
+    """
+
+    words: str
+    decode: Interval
+    prefill: Interval | None
+    gain: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a measured speed says.
+
+    Attributes:
+        measured: tokens per second.
+        expected: for the same line.
+        causes: states that would give it, the likeliest first; empty where it is
+            normal.
+    """
+
+    measured: float
+    expected: Interval
+    causes: tuple[Explanation, ...]
+
+    @property
+    def word(self) -> str:
+        """``normal``, ``slower`` or ``faster``."""
+        if self.measured < self.expected.low:
+            return "slower"
+        return "faster" if self.measured > self.expected.high else "normal"
+
+
+@dataclass(frozen=True)
+class FlagsAnswer:
+    """What is known of a line.
+
+    Attributes:
+        model: that it loads.
+        reading: what it means.
+        prospect: its speeds.
+        deep: decode at the end of its context.
+        most_context: tokens of the largest context that fits, for each request; 0 where
+            none does.
+        findings: what people should know.
+        changes: settings that are faster, those that gain most first.
+        verdict: on a measured speed.
+        target: tokens per second that are wished for.
+        ways: to reach them, the smallest first.
+    """
+
+    model: ModelContents
+    reading: Reading
+    prospect: Prospect
+    deep: Interval
+    most_context: int
+    findings: tuple[Finding, ...]
+    changes: tuple[Change, ...]
+    verdict: Verdict | None
+    target: float | None
+    ways: tuple[Change, ...]
+
+    def answer(self) -> Answer:
+        """What the line does, as text, page and JSON."""
+        return flags_answer(self)
+
+    def _repr_html_(self) -> str:
+        return self.answer()._repr_html_()
 
 
 # Words.

@@ -4,10 +4,11 @@ change first, and what reaches a speed that is wished for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moesim.advice.advise import machine_in_words
+from moesim.advice.answer import Change, FlagsAnswer, Verdict
 from moesim.advice.given.options import (
     IK,
     LM_STUDIO,
@@ -39,96 +40,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from moesim.advice.model.contents import ModelContents
-    from moesim.advice.observed import Explanation
     from moesim.advice.plan.ranking import Prospect
-    from moesim.advice.times.latents import Interval
     from moesim.advice.times.work import Setting
-    from moesim.reporting.answers import Answer
 
 MOST_CHANGES = 3
 # A change that saves less of the job is not worth a restart.
 WORTH_A_CHANGE = 0.03
 # Contexts beyond this length belong to no model of today.
 MOST_CONTEXT = 1 << 20
-
-
-@dataclass(frozen=True)
-class Change:
-    """Another setting, or another machine, and what it gives.
-
-    Attributes:
-        words: what is changed, in words or flags.
-        decode: tokens per second then.
-        prefill: of the prompt; None where only decode is known.
-        gain: seconds of the job before over after.
-    """
-
-    words: str
-    decode: Interval
-    prefill: Interval | None
-    gain: float
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a measured speed says.
-
-    Attributes:
-        measured: tokens per second.
-        expected: for the same line.
-        causes: states that would give it, the likeliest first; empty where it is
-            normal.
-    """
-
-    measured: float
-    expected: Interval
-    causes: tuple[Explanation, ...]
-
-    @property
-    def word(self) -> str:
-        """``normal``, ``slower`` or ``faster``."""
-        if self.measured < self.expected.low:
-            return "slower"
-        return "faster" if self.measured > self.expected.high else "normal"
-
-
-@dataclass(frozen=True)
-class FlagsAnswer:
-    """What is known of a line.
-
-    Attributes:
-        model: that it loads.
-        reading: what it means.
-        prospect: its speeds.
-        deep: decode at the end of its context.
-        most_context: tokens of the largest context that fits, for each request; 0 where
-            none does.
-        findings: what people should know.
-        changes: settings that are faster, those that gain most first.
-        verdict: on a measured speed.
-        target: tokens per second that are wished for.
-        ways: to reach them, the smallest first.
-    """
-
-    model: ModelContents
-    reading: Reading
-    prospect: Prospect
-    deep: Interval
-    most_context: int
-    findings: tuple[Finding, ...]
-    changes: tuple[Change, ...]
-    verdict: Verdict | None
-    target: float | None
-    ways: tuple[Change, ...]
-
-    def answer(self) -> Answer:
-        """What the line does, as text, page and JSON."""
-        from moesim.advice.answer import flags_answer  # noqa: PLC0415 # it reads this
-
-        return flags_answer(self)
-
-    def _repr_html_(self) -> str:
-        return self.answer()._repr_html_()
 
 
 def advise_flags(

@@ -32,7 +32,7 @@ from moesim.hwprofiles.schema import Quantity
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from moesim.advice.advise import Advice
+    from moesim.advice.answer import Advice
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.times.latents import Predict
 

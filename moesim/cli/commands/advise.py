@@ -19,7 +19,7 @@ from moesim.cli import output
 from moesim.cli.options import from_dataclass
 
 if TYPE_CHECKING:
-    from moesim.advice.advise import Advice
+    from moesim.advice.answer import Advice
     from moesim.advice.plan.memory import Job
 
 
