@@ -359,7 +359,7 @@ def gap(
     gap_of_policy.eviction = split_eviction(
         setup.system.cache,
         setup.shape,
-        setup.memory.gpu,
+        setup.cache,
         passes,
         future,
         causal=at_hand,

@@ -8,6 +8,7 @@ studies policies and advises nobody.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,16 +106,56 @@ def plan_memory(
             budget = round(ratio * shape.experts * sum(shape.expert_bytes))
         if slots is not None:
             gpu = _divided(gpu, shape, slots, budget)
-    # Layers that share one cache must be divided among GPUs before they share.
-    if profile.gpus > 1 and scope == GLOBAL and options.gpu_split == LAYERS:
-        gpu = gpu.split(profile.gpus)
-    return MemoryPlan(
+    if scope == GLOBAL:
+        gpu = _of_one_card(gpu, shape, sharing_cards(options.gpu_split, profile.gpus))
+    plan = MemoryPlan(
         gpu=gpu,
-        host=_host(options, shape, staging, gpu if system.keeps_residents else None),
         staging=staging,
         prefetch_budget_bytes=options.prefetch_budget_bytes,
         gpu_split=options.gpu_split,
     )
+    never_left = 0
+    if system.keeps_residents:
+        never_left = of_all_cards(plan, shape, profile.gpus).total_bytes
+    return replace(plan, host=_host(options, shape, staging, never_left))
+
+
+def sharing_cards(gpu_split: str, gpus: int) -> int:
+    """Count the cards among which the layers are divided."""
+    return gpus if gpu_split == LAYERS else 1
+
+
+def _bytes_by_card(shape: ModelShape, cards: int) -> list[int]:
+    """Bytes of all experts of the layers that each card computes."""
+    by_card = [0] * cards
+    for layer, sizes in enumerate(shape.sizes_by_expert()):
+        by_card[layer * cards // shape.layers] += sum(sizes)
+    return by_card
+
+
+def _of_one_card(size: CacheSize, shape: ModelShape, cards: int) -> CacheSize:
+    """A card's part of one pool for all layers: no more than the experts of its
+    layers.
+    """
+    most = max(_bytes_by_card(shape, cards))
+    return _pool(min(size.total_bytes // cards, most), shape)
+
+
+def of_all_cards(plan: MemoryPlan, shape: ModelShape, gpus: int) -> CacheSize:
+    """Return what all cards hold together where layers are divided among them; one
+    card's cache where each of them has a part of every layer.
+    """
+    # Slots per layer are those of the one card that computes it.
+    if plan.gpu.scope == PER_LAYER:
+        return plan.gpu
+    by_card = _bytes_by_card(shape, sharing_cards(plan.gpu_split, gpus))
+    return _pool(sum(min(plan.gpu.total_bytes, most) for most in by_card), shape)
+
+
+def _pool(pool_bytes: int, shape: ModelShape) -> CacheSize:
+    """One pool for all layers."""
+    slots = pool_bytes // shape.max_expert_bytes
+    return CacheSize(GLOBAL, np.array([slots]), np.array([pool_bytes]))
 
 
 def _unified(
@@ -176,7 +217,7 @@ def _left_on_gpu(
     Raises:
         PolicyError: no room to stage even one expert.
     """
-    split = gpus if options.gpu_split == LAYERS else 1
+    split = sharing_cards(options.gpu_split, gpus)
     rest = shape.other_bytes // split
     left = budget_bytes - rest - staging * shape.max_expert_bytes
     # Without staging not even an expert that is not kept could be computed.
@@ -227,7 +268,7 @@ def card_bill(
     options: MemoryOptions, shape: ModelShape, profile: HardwareProfile, kv_bytes: int
 ) -> dict[str, int]:
     """List what a card holds beside weights: item -> bytes."""
-    split = profile.gpus if options.gpu_split == LAYERS else 1
+    split = sharing_cards(options.gpu_split, profile.gpus)
     return {
         "keys and values": kv_bytes // split,
         "workspace": workspace_bytes(shape),
@@ -235,16 +276,15 @@ def card_bill(
 
 
 def _host(
-    options: MemoryOptions, shape: ModelShape, staging: int, kept: CacheSize | None
+    options: MemoryOptions, shape: ModelShape, staging: int, kept_bytes: int
 ) -> CacheSize | None:
     """Host memory in front of the SSD; None where it holds every expert that the
     GPUs do not keep for good.
     """
     if options.host_memory_bytes is None:
         return None
-    total = shape.routed_bytes
     # Nobody asks host memory for what never leaves a GPU.
-    total -= 0 if kept is None else kept.total_bytes
+    total = shape.routed_bytes - kept_bytes
     left = options.host_memory_bytes - staging * shape.max_expert_bytes
     if left < 0:
         raise PolicyError(

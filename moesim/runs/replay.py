@@ -394,7 +394,7 @@ def _warnings(setup: Setup, planner: Planner, metrics: dict[str, Any]) -> list[s
     host_bytes = shape.routed_bytes
     # Nobody asks host memory for what never leaves a GPU.
     if setup.system.keeps_residents:
-        host_bytes -= plan.gpu.total_bytes
+        host_bytes -= setup.cache.total_bytes
     if plan.host is None and host_bytes > profile.memory.host_bytes:
         warnings.append(
             "the experts exceed this machine's host memory: use --host-memory to read"

@@ -24,15 +24,17 @@ from moesim.hwprofiles.profile import (
 )
 from moesim.policies.base import PolicyError
 from moesim.policies.names import RESIDENT
-from moesim.policies.planner.plan import LAYERS
 from moesim.policies.planner.planner import Planner
+from moesim.policies.planner.residency import PER_LAYER
 from moesim.policies.registry import resolve, settings
 from moesim.runs.memory import (
     HOST_ACCELERATOR,
     card_bill,
     card_budget_bytes,
     kept_bytes,
+    of_all_cards,
     plan_memory,
+    sharing_cards,
 )
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import Trace, open_trace
@@ -40,6 +42,7 @@ from moesim.traces.synthetic.marks import synthetic_caveats
 
 if TYPE_CHECKING:
     from moesim.policies.planner.plan import MemoryPlan, Policies
+    from moesim.policies.planner.residency import CacheSize
     from moesim.policies.systems import System
     from moesim.runs.config import RunConfig
     from moesim.traces.format.schema import ModelShape
@@ -141,6 +144,11 @@ class Setup:
         )
 
     @property
+    def cache(self) -> CacheSize:
+        """The expert cache of all cards that share the layers."""
+        return of_all_cards(self.memory, self.shape, self.profile.gpus)
+
+    @property
     def kv_bytes(self) -> int:
         """Keys and values of all sequences, which a GPU holds."""
         of_sequence = kept_bytes(self.shape, self.config.context_tokens)
@@ -179,9 +187,13 @@ class Setup:
     def weights_bill(self) -> dict[str, int]:
         """The same by item."""
         plan = self.memory
-        split = self.profile.gpus if plan.gpu_split == LAYERS else 1
+        split = sharing_cards(plan.gpu_split, self.profile.gpus)
+        cached_bytes = plan.gpu.total_bytes
+        # One pool for all layers is that of one card already.
+        if plan.gpu.scope == PER_LAYER:
+            cached_bytes //= split
         return {
-            "cache": plan.gpu.total_bytes // split,
+            "cache": cached_bytes,
             "staging": plan.staging * self.shape.max_expert_bytes,
             "dense weights": self.shape.other_bytes // split,
         }
@@ -194,7 +206,7 @@ class Setup:
             return False
         bill = self.weights_bill()
         experts_bytes = self.shape.routed_bytes
-        split = self.profile.gpus if self.memory.gpu_split == LAYERS else 1
+        split = sharing_cards(self.memory.gpu_split, self.profile.gpus)
         left = budget - bill["staging"] - bill["dense weights"]
         return experts_bytes <= left * split
 
@@ -243,9 +255,9 @@ class Setup:
             "routing": system.routing,
             "oracle": self.future is not None,
             "cache_scope": plan.gpu.scope,
-            "cache_slots": plan.gpu.slots.tolist(),
-            "cache_bytes": plan.gpu.total_bytes,
-            "cache_ratio": plan.gpu.total_bytes / shape.routed_bytes,
+            "cache_slots": self.cache.slots.tolist(),
+            "cache_bytes": self.cache.total_bytes,
+            "cache_ratio": self.cache.total_bytes / shape.routed_bytes,
             "gpus": profile.gpus,
             "gpu_bytes": self.gpu_bytes(),
             "gpu_bill": self.gpu_bill(),

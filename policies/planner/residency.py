@@ -134,10 +134,6 @@ class CacheSize:
             by_expert=shape.bytes_by_expert,
         )
 
-    def split(self, gpus: int) -> CacheSize:
-        """One GPU's share of a global pool whose layers are divided among `gpus`."""
-        return CacheSize(self.scope, self.slots // gpus, self.pool_bytes // gpus)
-
     def held_in_part(self, shape: ModelShape) -> np.ndarray:
         """Bool [L]: layers that have slots for some of their experts; none in the
         global scope, whose slots are no layer's own.

@@ -11,7 +11,12 @@ from moesim.hwprofiles.dense_costs import DenseSizes
 from moesim.hwprofiles.profile import list_profiles, load_profile
 from moesim.policies.systems import compose
 from moesim.runs.config import MemoryOptions, RunConfig
-from moesim.runs.memory import kept_bytes, plan_memory, workspace_bytes
+from moesim.runs.memory import (
+    kept_bytes,
+    of_all_cards,
+    plan_memory,
+    workspace_bytes,
+)
 from moesim.runs.setup import Setup
 from moesim.traces.format.schema import TraceHeader
 from moesim.traces.models import model_shape
@@ -172,6 +177,55 @@ def test_host_memory_need_not_hold_what_a_gpu_keeps_for_good(qwen):
             compose(system),
         )
         assert (plan.host is not None) is on_ssd
+
+
+# One pool for all layers.
+
+
+def test_a_pool_for_all_layers_holds_no_more_than_all_experts():
+    """It was 213.1 % of all, and a front of memory and time went on growing."""
+    setup = setup_of("tiny", gpu_memory="8GiB", cache_scope="global")
+    assert setup.memory.gpu.total_bytes == setup.shape.routed_bytes
+    config = setup.effective_config(None)
+    assert config["cache_ratio"] == 1
+    layered = setup_of("tiny", gpu_memory="8GiB").effective_config(None)
+    assert config["cache_slots"] == [sum(layered["cache_slots"])]
+    assert config["gpu_bytes"] == layered["gpu_bytes"]
+
+
+@pytest.mark.parametrize("size", [{"cache_ratio": 0.5}, {"gpu_memory": "4MiB"}])
+@pytest.mark.parametrize("split", ["layers", "experts"])
+def test_what_two_cards_hold_is_counted_alike_in_both_scopes(size, split):
+    """With one pool for all layers, one card's part was called the whole."""
+    options = {"hw": "dali-2x-rtx3090", "cache": "lru", "gpu_split": split, **size}
+    layered, pooled = (
+        setup_of("tiny", cache_scope=scope, **options) for scope in ("layer", "global")
+    )
+    of_layers, of_pool = (setup.effective_config(None) for setup in (layered, pooled))
+    shape = layered.shape
+    expert = shape.max_expert_bytes
+    # Bytes with slots per layer leave up to one expert of each layer unused.
+    rounding = shape.layers * expert
+    for name in ("cache_bytes", "gpu_bytes"):
+        assert of_pool[name] == pytest.approx(of_layers[name], abs=rounding)
+    assert of_pool["cache_slots"] == [of_pool["cache_bytes"] // expert]
+    assert of_pool["cache_ratio"] == of_pool["cache_bytes"] / shape.routed_bytes
+    assert pooled.memory.gpu.total_bytes * (1 + (split == "layers")) == (
+        pytest.approx(of_pool["cache_bytes"], abs=1)
+    )
+
+
+def test_each_of_two_cards_has_room_for_all_experts_of_its_layers():
+    """Seven layers: four on one card, three on the other."""
+    shape = model_shape("layers=7,experts=8,top_k=2,expert_bytes=1MiB")
+    plan = plan_memory(
+        MemoryOptions(gpu_memory_bytes=8 * GIB, cache_scope="global"),
+        shape,
+        load_profile("dali-2x-rtx3090"),
+        compose("greedy"),
+    )
+    assert plan.gpu.total_bytes == sum(shape.expert_bytes[:4]) * shape.experts
+    assert of_all_cards(plan, shape, 2).total_bytes == shape.routed_bytes
 
 
 # Machines.
