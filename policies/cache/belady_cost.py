@@ -38,8 +38,7 @@ class BeladyCost(OfflineOptimalCache):
             CPU takes longer than the GPU would; reads from an SSD and the extra seconds
             of a layer's first CPU expert are left out. A cache that is driven alone has
             no machine: there None is 1, where one token is always fetched; with equal
-            sizes that is Belady with bypass, except that this plan knows no holds. At 0
-            nothing is worth keeping.
+            sizes that is `belady-size`. At 0 nothing is worth keeping.
         growth: what each further token adds to `cpu`, as a share of the first; 1 is
             proportional to the tokens, as Fiddler and HybriMoE model their CPUs.
 

@@ -1,4 +1,4 @@
-"""The bound when experts have unequal sizes."""
+"""The bound where layer steps ask for several experts, and those have any sizes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ Value = Literal["hits", "bytes"]
 
 
 class BeladySize(OfflineOptimalCache):
-    """Follow the best plan for a global pool of bytes that experts of several sizes
-    share.
+    """Follow the best plan for a pool of experts of any sizes.
 
-    With unequal sizes evicting the farthest next use is no optimum, and the optimum is
-    hard to find. The linear relaxation bounds every demand-filled cache
-    (`stays[0].least_cost`); the policy carries out the stays that it grants wholly
-    (`stays[0].plan_cost`), so the truth lies between. Where experts of a layer are of
-    equal size, both coincide in per-layer scope. Its capacity is the number of largest
-    experts that fit, as a policy knows nothing else; the pool may be larger by less
-    than one of them.
+    Evicting the farthest next use is no optimum where a layer step holds several
+    experts, or where sizes differ. The linear relaxation bounds every demand-filled
+    cache (`stays[0].least_cost`); the policy carries out the stays that it grants
+    wholly (`stays[0].plan_cost`). Where experts of a pool are of equal size, both
+    coincide, and no demand-filled cache has more hits; elsewhere the truth lies
+    between. Its capacity is the number of largest experts that fit, as a policy knows
+    nothing else; the pool may be larger by less than one of them.
 
     Args:
         value: ``hits`` counts every miss the same; ``bytes`` by its expert's size, so

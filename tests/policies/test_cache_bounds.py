@@ -24,6 +24,7 @@ from moesim.policies.cache._offline_bounds import best_stays, miss_costs, plan_c
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.belady_cost import BeladyCost
 from moesim.policies.cache.belady_size import BeladySize
+from moesim.policies.cache.lru import LRU
 from moesim.policies.registry import resolve
 from moesim.policies.systems import System
 from moesim.traces.format.future import RecordedFuture
@@ -32,23 +33,37 @@ EXPERTS = 6
 
 
 def exhaustive_cost(layer_steps, capacity, size, cost, entry):
-    """Least cost over every content that may survive every step."""
+    """Least cost over every content that may survive every step; `cost` and `entry` are
+    tables by expert, or ask for the step as well.
+
+    What is in use stays until the step is over, beside all that enters.
+    """
     states = {frozenset(): 0.0}
-    for _, _, active in layer_steps:
+    for layer_step in layer_steps:
+        active = frozenset(layer_step.experts)
+        cost_now, entry_now = (
+            table(layer_step) if callable(table) else table for table in (cost, entry)
+        )
         reached = {}
         for inside, paid in states.items():
-            misses = [e for e in active if e not in inside]
-            paid_now = paid + sum(cost[e] for e in misses)
-            pool = sorted(inside | set(active))
-            for count in range(len(pool) + 1):
-                for kept in itertools.combinations(pool, count):
-                    if sum(size[e] for e in kept) > capacity:
-                        continue
-                    total = paid_now + sum(entry[e] for e in misses if e in kept)
-                    content = frozenset(kept)
-                    reached[content] = min(total, reached.get(content, np.inf))
+            misses = active - inside
+            paid_now = paid + sum(cost_now[e] for e in misses)
+            for kept in subsets(inside | active):
+                if sum(size[e] for e in kept | (inside & active)) > capacity:
+                    continue
+                total = paid_now + sum(entry_now[e] for e in misses & kept)
+                reached[kept] = min(total, reached.get(kept, np.inf))
         states = reached
     return min(states.values())
+
+
+def subsets(pool):
+    """All contents that are part of `pool`."""
+    return [
+        frozenset(kept)
+        for count in range(len(pool) + 1)
+        for kept in itertools.combinations(sorted(pool), count)
+    ]
 
 
 STEPS = st.lists(
@@ -200,35 +215,41 @@ def test_with_workloads_belady_cost_still_bounds_every_cache(
     policy.start(
         replace(context(layer_steps, capacity), future=ListFuture(layer_steps, tokens))
     )
-    states = {frozenset(): 0.0}
-    for s in layer_steps:
-        cpu = {
-            e: 0.3 * n
-            for e, n in zip(sorted(s.experts), tokens[s.step, 0], strict=True)
-        }
-        reached = {}
-        for inside, paid in states.items():
-            for kept in subsets(inside | set(s.experts), capacity):
-                fetched = {e for e in s.experts if e not in inside and e in kept}
-                rest = [
-                    min(1.0, cpu[e])
-                    for e in s.experts
-                    if e not in inside and e not in fetched
-                ]
-                total = paid + len(fetched) + sum(rest)
-                reached[kept] = min(total, reached.get(kept, np.inf))
-        states = reached
-    assert policy.stays[0].least_cost == pytest.approx(min(states.values()))
+
+    def on_cpu(layer_step):
+        workload = tokens[layer_step.step, 0]
+        return dict(
+            zip(sorted(layer_step.experts), (0.3 * n for n in workload), strict=True)
+        )
+
+    def cost(layer_step):
+        return {e: min(1.0, cpu) for e, cpu in on_cpu(layer_step).items()}
+
+    def entry(layer_step):
+        return {e: 1.0 - paid for e, paid in cost(layer_step).items()}
+
+    expected = exhaustive_cost(layer_steps, capacity, [1] * 5, cost, entry)
+    assert policy.stays[0].least_cost == pytest.approx(expected)
 
 
-def subsets(pool, capacity):
-    """All contents of at most `room` experts."""
-    ordered = sorted(pool)
-    return [
-        frozenset(c)
-        for n in range(min(capacity, len(ordered)) + 1)
-        for c in itertools.combinations(ordered, n)
-    ]
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(2, 8), st.integers(1, 7), st.randoms())
+def test_no_cache_beats_belady_size_and_numbers_of_experts_mean_nothing(
+    data, experts, capacity, random
+):
+    """Its plan took the places of experts in use, so what came of it was chance."""
+    ids = st.sets(st.integers(0, experts - 1), min_size=1)
+    accesses = data.draw(st.lists(ids, min_size=1, max_size=20))
+    other = random.sample(range(experts), experts)
+    renumbered = [{other[e] for e in step} for step in accesses]
+
+    policy = BeladySize()
+    hits = drive(policy, atomic(*accesses), capacity, experts=experts).hits
+    assert hits == sum(map(len, accesses)) - round(policy.stays[0].least_cost)
+    again = drive(BeladySize(), atomic(*renumbered), capacity, experts=experts)
+    assert again.hits == hits
+    for rival in (Belady(), Belady(must_admit=True), LRU()):
+        assert drive(rival, atomic(*accesses), capacity, experts=experts).hits <= hits
 
 
 def test_belady_size_keeps_two_small_ones_instead_of_a_large_one():
