@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.files import is_stream
+from moesim.base.text import one_expected
 from moesim.base.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -47,19 +48,15 @@ class Option:
         help: one line that explains it.
         kind: what a text is read as: ``str``, ``int``, ``float``, ``bool`` or ``Path``;
             None takes the first of them that the field's type names.
-        metavar: stands for the value in help texts; None takes its choices, ``SIZE``
-            or ``N``, or shows the kind.
+        metavar: stands for the value in help texts; None takes its choices, or a word
+            for its kind.
         minimum, maximum: bounds of a number, both included.
         choices: the only texts that fit; empty where any does.
-        pattern: a regular expression that texts match as a whole, and what it stands
-            for in errors.
         is_size: the number counts bytes, which people write as ``8GiB``; the field's
             name ends in ``_bytes``.
         policy_kind: the text names a policy of this kind, parameters included.
         many: the value is a tuple, as the field's type says; people write it with
             commas.
-        several: help for commands that take several values at once; None where no
-            command does.
         argument: it stands on the command line without a flag.
         flag: its name there; None derives it from the field's.
         place: what a path is: an ``input``, a ``file`` or a ``folder`` that is written.
@@ -76,11 +73,9 @@ class Option:
     minimum: float | None = None
     maximum: float | None = None
     choices: tuple[str, ...] = ()
-    pattern: tuple[str, str] | None = None
     is_size: bool = False
     policy_kind: str | None = None
     many: bool = False
-    several: str | None = None
     argument: bool = False
     flag: str | None = None
     place: str | None = None
@@ -112,6 +107,12 @@ def json_option() -> Any:
 def seed_option(text: str = "Of everything that is drawn.") -> Any:
     """``--seed``, which decides all that a command draws."""
     return option(0, text, minimum=0)
+
+
+def jobs_option() -> Any:
+    """``--jobs``, how many replays run at the same time."""
+    text = "Replays at the same time. Default: as many as pay, one per core at most."
+    return option(None, text, minimum=1)
 
 
 def minutes_option(text: str, default: float | None = None) -> Any:
@@ -150,15 +151,13 @@ def file_option(text: str, *suffixes: str, **details: Any) -> Any:
     return option(None, text, **place, **details)
 
 
-def folder_option(text: str, **details: Any) -> Any:
+def folder_option(text: str, default: Any = None, **details: Any) -> Any:
     """A folder that is written where a user names one."""
-    details = {"metavar": "DIR", **details}
-    return option(None, text, place="folder", **details)
+    return option(default, text, place="folder", metavar="DIR", **details)
 
 
-_KINDS: dict[str, type] = {
-    kind.__name__: kind for kind in (str, int, float, bool, Path)
-}
+_METAVARS = {str: "NAME", int: "N", float: "X", bool: None, Path: "PATH"}
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in _METAVARS}
 
 
 @cache
@@ -170,13 +169,11 @@ def option_of(declared: Field[Any]) -> Option:
     named = re.search(rf"\b({'|'.join(_KINDS)})\b", type_text)
     kind = stated.kind or (_KINDS[named[1]] if named else str)
     is_size = declared.name.endswith("_bytes")
-    metavar = stated.metavar or "|".join(stated.choices)
-    if not metavar and kind is int:
-        metavar = "SIZE" if is_size else "N"
+    metavar = "SIZE" if is_size else _METAVARS[kind]
     return replace(
         stated,
         kind=kind,
-        metavar=metavar or None,
+        metavar=stated.metavar or "|".join(stated.choices) or metavar,
         is_size=is_size,
         many="tuple[" in type_text,
     )
@@ -225,6 +222,13 @@ class Options:
             declared.name: getattr(self, declared.name) for declared in fields(self)
         }
 
+    def arguments(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """Those fields that a function takes under the same name."""
+        # Its signature may show options of a run as well, which come as a whole.
+        code = function.__code__
+        taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        return {name: value for name, value in self.options().items() if name in taken}
+
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON values; paths are absolute, so that a run can be repeated
         from any folder.
@@ -255,6 +259,32 @@ class Options:
         paths = [path for value in values for path in as_list(value)]
         # Python may pass what a path stands for, already loaded.
         return [Path(path) for path in paths if isinstance(path, str | Path)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonOptions(Options):
+    """The answer as JSON."""
+
+    as_json: bool = json_option()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageOptions(JsonOptions):
+    """A picture and a page of what is printed."""
+
+    png: Path | None = file_option("Draw it.", *PICTURES)
+    html: Path | None = file_option("Write a page.", *PAGES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableOptions(PageOptions):
+    """A picture, a page and a table."""
+
+    table: Path | None = file_option("Write the table.", *TABLES)
+
+
+WRITTEN = ("out", "png", "html", "table", "perfetto", "as_json")
+"""Fields that say where results go; help shows them last."""
 
 
 def check_together(
@@ -331,7 +361,7 @@ def _bytes_of(name: str, text: str) -> int:
     try:
         return parse_bytes(text, where=name)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{error}{one_expected(text, 'size')}") from None
 
 
 def _check(name: str, value: Any, stated: Option) -> None:
@@ -348,9 +378,6 @@ def _check(name: str, value: Any, stated: Option) -> None:
     if stated.choices:
         expected = " or ".join(stated.choices)
         fits = fits and value in stated.choices
-    if stated.pattern is not None:
-        pattern, expected = stated.pattern
-        fits = fits and re.fullmatch(pattern, value) is not None
     if stated.suffixes and fits and not _ends(value, stated.suffixes):
         expected = f"a name that ends in {' or '.join(stated.suffixes)}"
         fits = False
@@ -380,13 +407,9 @@ def _ends(path: str | Path, suffixes: tuple[str, ...]) -> bool:
 def _plain(value: Any, stated: Option) -> Any:
     if value is None:
         return None
-    if stated.many:
-        return [_plain(each, _one(stated)) for each in value]
+    if is_list(value):
+        return [_plain(each, stated) for each in value]
     # A relative path would mean another file elsewhere.
     if stated.kind is Path:
         return str(Path(value).absolute())
     return stated.kind(value)
-
-
-def _one(stated: Option) -> Option:
-    return Option(stated.help, kind=stated.kind)

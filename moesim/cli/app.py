@@ -22,31 +22,19 @@ GROUPS = {
     "Begin here": {
         "replay": ("replay:replay", "Replay a trace through a policy on a machine."),
         "compare": ("compare:compare", "Replay one trace under several policies."),
-        "advise": (
-            "advise:advise",
-            "Say which llama.cpp flags are fastest here.",
-        ),
+        "advise": ("advise:advise", "Say which llama.cpp flags are fastest here."),
         "list": ("listing:list_", "List policies, systems, machines, models."),
         "config": ("listing:config", "Print a configuration file to start from."),
     },
     "Simulate": {
         "sweep": ("sweeps:sweep", "Replay every combination of any options."),
-        "search": (
-            "sweeps:search",
-            "Search for the best policy, memory and machine.",
-        ),
-        "results": (
-            "sweeps:results",
-            "Ask questions of the results of sweeps.",
-        ),
+        "search": ("sweeps:search", "Search for the best policy, memory and machine."),
+        "results": ("sweeps:results", "Ask questions of the results of sweeps."),
         "hits": ("hits:hits", "Hit rates of caches at several sizes."),
     },
     "Explain": {
         "gap": ("gap:gap", "Say where a policy loses its time."),
-        "sensitivity": (
-            "evidence:sensitivity",
-            "Say which constant decides who wins.",
-        ),
+        "sensitivity": ("evidence:sensitivity", "Say which constant decides who wins."),
         "quality": (
             "quality:quality",
             "Measure what a policy does to a model's answers.",
@@ -72,7 +60,7 @@ GROUPS = {
         "validate": ("evidence:validate", "Compare simulated with measured runs."),
     },
     "Research": {
-        "reproduce": ("reproduce:reproduce", "Published figures beside ours."),
+        "reproduce": ("reproduce:reproduce", "Published figures beside ours.")
     },
 }
 """Title -> commands, as ``moesim --help`` shows them: name -> module and function, and

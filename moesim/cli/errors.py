@@ -20,13 +20,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from moesim.base.ends import (
-    ENDS,
-    INTERRUPTED,
-    exit_code,
-    say_end,
-    stopping_signals,
-)
+from moesim.base.ends import ENDS, INTERRUPTED, exit_code, say_end, stopping_signals
 from moesim.base.files import discard_all, remove_leftovers
 from moesim.base.text import VisibleStream, one_line
 

@@ -3,25 +3,21 @@
 `from_dataclass` is given to a command, a function whose parameters say what it works
 with:
 
-- ``options``: the command's own options, a dataclass derived from `Options`;
-- ``config``: a `RunConfig`; or ``configs``, a list of them, one for every combination of
-  values that commas separate; or ``axes``, fields of `RunConfig` by name with the values
-  that were given;
-- ``context``: typer's;
-- any other parameter is typer's own.
+- ``config``: a `RunConfig`; or ``axes``, fields of `RunConfig` by name with the values
+  that were given, several of which commas separate;
+- ``options``: the command's own options, a dataclass derived from `Options`.
 
-From these it makes the signature that typer reads, with ``--config FILE``. Before the
-command begins, it checks which options fit together, and that results have a place
-which is no input.
+Typer splits the command line into words, helps and completes. What a word stands for,
+and whether it fits, the dataclasses say, as they do of files and of Python's arguments.
+Before the command begins, it is checked which options fit together, and that results
+have a place which is no input.
 """
 
 import errno
 import functools
 import importlib.util
 import inspect
-import itertools
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext, redirect_stdout
@@ -33,7 +29,9 @@ import typer
 
 from moesim.base.files import destination, is_stdout, is_stream
 from moesim.base.options import (
+    WRITTEN,
     ConfigError,
+    Option,
     Options,
     as_list,
     check_together,
@@ -46,17 +44,24 @@ from moesim.runs.config import RunConfig, in_order
 
 Command = Callable[..., None]
 
-ConfigFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help=(
-            "Take options from a TOML file, or those of a run.json; what is given here"
-            " comes first."
+CONFIG_FILE = inspect.Parameter(
+    "config_file",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Take options from a TOML file, or those of a run.json; what is given"
+            " here comes first.",
         ),
-    ),
-]
+    ],
+)
+CONTEXT = inspect.Parameter(
+    "context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context
+)
+"""Typer fills it in; errors name its command."""
 
 
 def from_dataclass(
@@ -103,186 +108,164 @@ class _CommandLine:
         from_file: bool,
     ) -> None:
         self.command = command
-        self.declared = inspect.signature(command).parameters
         self.run = run
+        taken = inspect.signature(command).parameters
         self.options: type[Options] | None = None
-        if "options" in self.declared:
-            self.options = self.declared["options"].annotation
-        self.own = {} if self.options is None else _fields(self.options)
+        if "options" in taken:
+            self.options = taken["options"].annotation
+        self.own = _fields(self.options)
+        self.is_swept = "axes" in taken
         self.shared: dict[str, Field[Any]] = {}
-        if {"config", "configs", "axes"} & self.declared.keys():
+        if self.is_swept or "config" in taken:
             # A command may say more exactly what one of the run's options means to it.
             hidden = {*without, *self.own}
-            every = _fields(run)
             self.shared = {
-                name: every[name]
-                for name in in_order(every)
-                if name not in hidden and self._is_option(every[name])
+                name: field
+                for name, field in _fields(run).items()
+                if name not in hidden and option_of(field).on_command_line
             }
         # What makes axes reads files of its own, with lists in them.
-        self.from_file = from_file and "axes" not in self.declared
-
-    def _is_option(self, field: Field[Any]) -> bool:
-        # Axes take all but digests, which belong to one file.
-        if "axes" in self.declared:
-            return not field.name.endswith("_digest")
-        return option_of(field).on_command_line
+        self.from_file = from_file and not self.is_swept
 
     def parameters(self) -> list[inspect.Parameter]:
         """Typer's parameters, in the order in which help shows them."""
-        ordered: list[inspect.Parameter] = []
-        for name, parameter in self.declared.items():
-            if name == "options":
-                ordered += map(self._parameter, self.own.values())
-            elif name == "config":
-                ordered += map(self._parameter, self.shared.values())
-            elif name in {"configs", "axes"}:
-                is_axis = name == "axes"
-                ordered += [
-                    self._several(field, is_axis=is_axis)
-                    for field in self.shared.values()
-                ]
-            elif name != "context":
-                # Required ones may follow optional ones only if all are keywords.
-                ordered.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-        if self.from_file:
-            ordered.append(_keyword("config_file", ConfigFileOption, None))
-        # Typer fills it in; it tells which options were given.
-        ordered.append(_keyword("context", typer.Context))
-        return ordered
+        ordered = [self._parameter(self.shared[name]) for name in in_order(self.shared)]
+        own = sorted(self.own, key=lambda name: name in WRITTEN)
+        ordered += [self._parameter(self.own[name]) for name in own]
+        return [*ordered, *([CONFIG_FILE] if self.from_file else []), CONTEXT]
 
     def _parameter(self, field: Field[Any]) -> inspect.Parameter:
-        default = field.default
-        if default is MISSING:
-            # A file may state it; without one the command line must.
-            default = None if self.from_file else inspect.Parameter.empty
-        if field.name == "trace" and not self.from_file:
-            default = inspect.Parameter.empty
-        is_required = default is inspect.Parameter.empty
-        annotation = _annotation(field, is_required=is_required)
-        return _keyword(field.name, annotation, default)
-
-    def _several(self, field: Field[Any], *, is_axis: bool) -> inspect.Parameter:
-        """A parameter that takes several values, where the field can."""
         stated = option_of(field)
-        if not is_axis and stated.several is None:
-            return self._parameter(field)
-        # Limits are one value, although a comma stands between them.
-        is_single = field.name == "slo"
-        info = typer.Option(
-            flag_of(field),
-            metavar=f"{stated.metavar or 'NAME'}{'' if is_single else ',…'}",
-            parser=(lambda text: (text,)) if is_single else _list_parser(field),
-            help=stated.several or stated.help,
-            autocompletion=completion_of(field),
+        # A shell completes paths; all else is read here.
+        kind: Any = stated.kind if stated.kind in (bool, Path) else str
+        details: dict[str, Any] = {
+            "help": _help(field),
+            "autocompletion": completion_of(field),
+            "metavar": stated.metavar,
+            "show_default": False,
+        }
+        if self._is_argument(field):
+            # A list without a default would ask for at least one word.
+            kind = list[kind] if stated.many else kind
+            info: Any = typer.Argument(**details)
+        else:
+            if self._is_several(field):
+                kind = str
+                details["metavar"] = f"{stated.metavar},…"
+            info = typer.Option(_declared_flag(field), **details)
+        # A file may state what must be given, and the dataclass knows defaults.
+        must = field.default is MISSING and not self.from_file
+        is_trace = field.name == "trace" and not self.from_file and not self.is_swept
+        is_required = must or is_trace
+        return inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=Annotated[kind if is_required else kind | None, info],
+            default=inspect.Parameter.empty if is_required else None,
         )
-        default = None if is_axis else default_of(field)
-        return _keyword(field.name, Annotated[Any, info], default)
 
-    def call(self, values: dict[str, Any]) -> None:
+    def _is_argument(self, field: Field[Any]) -> bool:
+        is_trace = field.name == "trace" and not self.is_swept
+        return is_trace or option_of(field).argument
+
+    def _is_several(self, field: Field[Any]) -> bool:
+        """Whether commas separate values of an option."""
+        is_axis = self.is_swept and field.name in self.shared
+        # Limits are one value, although a comma stands between them.
+        return (is_axis or option_of(field).many) and field.name != "slo"
+
+    def call(self, words: dict[str, Any]) -> None:
         """Build the dataclasses, check them, and call the command."""
-        context = values.pop("context")
-        file = values.pop("config_file", None)
-        known = {*self.shared, *self.own}
-        arguments = {name: values[name] for name in values.keys() - known}
-        given = {name: values[name] for name in _explicit(context, known)}
-        stated = {} if file is None else self._read(file, context)
+        context = words.pop("context")
+        file = words.pop("config_file", None)
+        declared = self.shared | self.own
+        arguments: dict[str, Any] = {}
         parts: list[Options] = []
         try:
-            if self.options is not None:
-                options = self._own(stated | given, context)
-                arguments["options"] = options
-                parts.append(options)
-            if "axes" in self.declared:
-                shared = given.keys() & self.shared.keys()
-                arguments["axes"] = {name: given[name] for name in shared}
-            elif self.shared:
-                configs = self._runs(stated, given, context)
-                # It knows the policies' names, which help does not need.
-                from moesim.runs.words import check_words
-
-                for config in configs:
-                    check_words(config)
-                several = "configs" in self.declared
-                arguments |= {"configs": configs} if several else {"config": configs[0]}
-                parts.append(configs[0])
-            # A run.json names every option, also those that have their defaults.
-            declared = self.shared | self.own
-            chosen = {
-                name
-                for name in declared.keys() & stated.keys()
-                if stated[name] != default_of(declared[name])
+            given = {
+                name: self._value(declared[name], word)
+                for name, word in words.items()
+                if word not in (None, [])
             }
-            check_together(declared.values(), given.keys() | chosen, name=flag_of)
+            stated = {} if file is None else self._read(file, context)
+            if self.options is not None:
+                parts.append(self.options(**_part(stated | given, self.own)))
+                arguments["options"] = parts[0]
+            if self.is_swept:
+                axes = _part(given, self.shared)
+                for name, values in axes.items():
+                    configs = [self.run(**{name: value}) for value in values]
+                    axes[name] = [getattr(config, name) for config in configs]
+                    parts += configs
+                arguments["axes"] = axes
+            elif self.shared:
+                parts.append(self._config(stated, given, context))
+                arguments["config"] = parts[-1]
+            check_together(declared.values(), {*stated, *given}, name=flag_of)
         except ConfigError as error:
             raise self._named(error, context) from None
 
-        inputs = _inputs(parts, arguments.get("axes", {}))
+        inputs = [place for part in parts for place in part.inputs()]
         if file is not None:
             inputs.append(file)
         files = [place for part in parts for place in part.outputs()]
-        check_places(
-            folders=[place for part in parts for place in part.folders()],
-            files=files,
-            inputs=inputs,
-        )
-        if "context" in self.declared:
-            arguments["context"] = context
+        folders = [place for part in parts for place in part.folders()]
+        check_places(folders=folders, files=files, inputs=inputs)
         # What a result is poured into must not get the report as well.
         is_taken = any(is_stdout(place) for place in files)
         with redirect_stdout(sys.stderr) if is_taken else nullcontext():
             self.command(**arguments)
 
-    def _own(self, values: Mapping[str, Any], context: typer.Context) -> Options:
-        """The command's own options.
+    def _value(self, field: Field[Any], word: Any) -> Any:
+        """What a word stands for; a number that is none is refused by the dataclass.
 
         Raises:
-            typer.BadParameter: one that must be given is not.
+            ConfigError: nothing between the commas.
         """
-        assert self.options is not None
-        for name, field in self.own.items():
-            if field.default is MISSING and values.get(name) is None:
-                raise typer.BadParameter(
-                    "expected one, here or in the file of --config",
-                    ctx=context,
-                    param_hint=flag_of(field),
-                )
-        return self.options(
-            **{name: values[name] for name in self.own.keys() & values.keys()}
-        )
+        stated = option_of(field)
+        # Flags, paths and arguments are ready.
+        if not isinstance(word, str):
+            return word
+        if not self._is_several(field):
+            is_axis = self.is_swept and field.name in self.shared
+            return [word] if is_axis else _number(word, stated)
+        if stated.policy_kind is not None:
+            values: list[Any] = _policies_in(word, field.name)
+        else:
+            words = [part.strip() for part in word.split(",")]
+            values = [_number(part, stated) for part in words if part]
+        if not values:
+            raise ConfigError(f"{field.name}: expected values, found only commas")
+        # Bits, recalls and the like belong to places; whatever else is tried, once.
+        is_placed = stated.kind is float and stated.minimum is None
+        return values if is_placed else list(dict.fromkeys(values))
 
-    def _runs(
+    def _config(
         self,
         stated: Mapping[str, Any],
         given: Mapping[str, Any],
         context: typer.Context,
-    ) -> list[RunConfig]:
-        """One configuration for every combination of the values given.
+    ) -> RunConfig:
+        """The configuration of the run.
 
         Raises:
             typer.BadParameter: no trace, where only a trace can run.
         """
-        names = _fields(self.run).keys() - self.own.keys()
-        base = self.run(**{name: stated[name] for name in names & stated.keys()})
-        several = "configs" in self.declared
-        values = {
-            name: value if several and isinstance(value, tuple) else (value,)
-            for name, value in given.items()
-            if name in self.shared
-        }
-        configs = [
-            base.replaced(**dict(zip(values, combination, strict=True)))
-            for combination in itertools.product(*values.values())
-        ]
+        base = self.run(**_part(stated, _fields(self.run).keys() - self.own.keys()))
+        config = base.replaced(**_part(given, self.shared))
         # A measured run may take a model instead; its command checks that.
-        has_trace = "trace" not in self.shared or configs[0].trace is not None
-        if self.run is RunConfig and not has_trace:
+        needs_trace = self.run is RunConfig and "trace" in self.shared
+        if needs_trace and config.trace is None:
             raise typer.BadParameter(
                 "expected a trace, here or in the file of --config",
                 ctx=context,
                 param_hint="TRACE",
             )
-        return configs
+        # It knows the policies' names, which help does not need.
+        from moesim.runs.words import check_words
+
+        check_words(config)
+        return config
 
     def _read(self, file: Path, context: typer.Context) -> dict[str, Any]:
         """Options of a file; a note where its run was made by another moesim."""
@@ -300,29 +283,13 @@ class _CommandLine:
                 file=sys.stderr,
             )
         # Digests are no options, but every run checks them.
-        supported = {*self.shared, *self.own}
-        if self.shared:
-            supported |= {
-                name
-                for name, field in _fields(self.run).items()
-                if not option_of(field).on_command_line
-            }
-        values = content.supported(supported, command=context.command_path)
-        if content.version is not None:
-            # Its policy is one of those that a comparison is asked for, if it is not
-            # merely the default of a run.
-            every = _fields(self.run)
-            values = {
-                name: value
-                for name, value in values.items()
-                if name not in self.own
-                or name not in every
-                or value != default_of(every[name])
-            }
+        digests = [name for name in _fields(self.run) if name.endswith("_digest")]
+        known = [*self.shared, *self.own, *(digests if self.shared else ())]
+        values = content.supported(known, command=context.command_path)
         if self.shared:
             # What is wrong in a file is told as the file's.
-            names = _fields(self.run).keys() - self.own.keys()
-            run = {name: values[name] for name in names & values.keys()}
+            own = values.keys() & self.own.keys()
+            run = {name: values[name] for name in values.keys() - own}
             replace(content, values=run).build(self.run)
         return values
 
@@ -335,55 +302,12 @@ class _CommandLine:
         return typer.BadParameter(reason, ctx=context, param_hint=flag_of(field))
 
 
-def _fields(kind: type[Options]) -> dict[str, Field[Any]]:
-    return {field.name: field for field in fields(kind)}
+def _fields(kind: type[Options] | None) -> dict[str, Field[Any]]:
+    return {} if kind is None else {field.name: field for field in fields(kind)}
 
 
-def _keyword(
-    name: str, annotation: Any, default: Any = inspect.Parameter.empty
-) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
-    )
-
-
-def _explicit(context: typer.Context, names: Collection[str]) -> list[str]:
-    """Options that stand on the command line; all others have their defaults."""
-    sources = {name: context.get_parameter_source(name) for name in names}
-    return [
-        name
-        for name, source in sources.items()
-        if source is not None and source.name == "COMMANDLINE"
-    ]
-
-
-def _inputs(parts: Iterable[Options], axes: Mapping[str, Any]) -> list[Path]:
-    """Every file that the options name to be read, those that are implied too."""
-    inputs = [place for part in parts for place in part.inputs()]
-    for name in ("trace", "warm", "hw", "artefacts"):
-        for value in as_list(axes.get(name, ())):
-            inputs += RunConfig(**{name: value}).inputs()
-    return inputs
-
-
-def _annotation(field: Field[Any], *, is_required: bool = False) -> Any:
-    """The annotation from which typer makes an option or argument of a field."""
-    stated = option_of(field)
-    details = _details(field)
-    kind: Any = stated.kind
-    if stated.argument or field.name == "trace":
-        # A list without a default would ask for at least one word.
-        kind = list[kind] if stated.many else kind
-        kind = kind if is_required else kind | None
-        return Annotated[kind, typer.Argument(**details, show_default=False)]
-    if stated.many:
-        kind = Any
-        default = default_of(field)
-        details["show_default"] = ",".join(map(str, default)) if default else False
-    # Typer reads from the type whether an option may be left out.
-    elif default_of(field) is None:
-        kind = kind | None
-    return Annotated[kind, typer.Option(_declared_flag(field), **details)]
+def _part(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: values[name] for name in values if name in names}
 
 
 def _declared_flag(field: Field[Any]) -> str:
@@ -394,66 +318,48 @@ def _declared_flag(field: Field[Any]) -> str:
     return flag
 
 
-def _details(field: Field[Any]) -> dict[str, Any]:
-    """What typer is told of a field's values."""
-    stated = option_of(field)
-    details: dict[str, Any] = {
-        "metavar": stated.metavar,
-        "help": stated.help,
-        "autocompletion": completion_of(field),
-    }
-    if stated.many and not stated.argument:
-        details["metavar"] = f"{stated.metavar or 'NAME'},…"
-        details["parser"] = _list_parser(field)
-    elif stated.choices:
-        details["parser"] = one_of(*stated.choices)
-    # Bounds of a size are checked with the other sizes, against the model.
-    elif stated.is_size:
-        details["parser"] = size_bytes
-    elif stated.pattern is not None:
-        details["parser"] = matching(*stated.pattern)
-    elif stated.kind in {int, float}:
-        details["min"] = stated.minimum
-        details["max"] = stated.maximum
-    return details
+def _help(field: Field[Any]) -> str:
+    """What help says of a field, its default included if it is any."""
+    text = option_of(field).help
+    default = default_of(field)
+    if default is None or isinstance(default, bool) or default in ("", ()):
+        return text
+    return f"{text}  [default: {','.join(map(str, as_list(default)))}]"
 
 
-def _list_parser(field: Field[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """The parser of several values, separated by commas."""
-    stated = option_of(field)
+def _number(word: str, stated: Option) -> Any:
+    """A word as a number, where one is wanted; sizes have units."""
+    if stated.is_size or stated.kind not in (int, float):
+        return word
+    try:
+        return stated.kind(word)
+    except ValueError:
+        return word
 
-    def parse(text: Any) -> tuple[Any, ...]:
-        # Typer parses defaults, too.
-        if not isinstance(text, str):
-            return tuple(text)
-        if stated.policy_kind is not None:
-            return tuple(split_policies(text, flag_of(field)))
-        if stated.is_size:
-            return sizes_bytes(text)
-        if stated.kind is int:
-            return counts(text)
-        if stated.kind is float:
-            is_share = (stated.minimum, stated.maximum) == (0, 1)
-            return shares(text) if is_share else tuple(numbers(text))
-        return tuple(stated.kind(name) for name in names(text))
 
-    return parse
+def _policies_in(text: str, option: str) -> list[str]:
+    from moesim.policies.base import PolicyError
+    from moesim.policies.parameters import split_policies
+
+    try:
+        return split_policies(text)
+    except PolicyError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def completion_of(field: Field[Any]) -> Callable[[str], list[str]] | None:
     """What a shell completes a field's value from; None where it should offer files."""
     kind = option_of(field).policy_kind
-    if kind is not None:
-        return lambda incomplete: _beginning(incomplete, _policies(kind))
-    if field.name == "hw":
-        return lambda incomplete: _beginning(incomplete, _machines())
-    return None
+    if kind is None and field.name != "hw":
+        return None
 
+    def complete(text: str) -> list[str]:
+        # The last of several words that commas separate.
+        before, comma, last = text.rpartition(",")
+        names = _machines() if kind is None else _policies(kind)
+        return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
 
-def _beginning(word: str, names: Iterable[str]) -> list[str]:
-    """Continuations of the last of several words that commas separate."""
-    before, comma, last = word.rpartition(",")
-    return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+    return complete
 
 
 def _policies(kind: str) -> list[str]:
@@ -470,117 +376,9 @@ def _machines() -> tuple[str, ...]:
     return list_profiles()
 
 
-# -- parsers of values -----------------------------------------------------------------
-
-
-def size_bytes(text: str) -> int:
-    """Parse ``8GiB``, ``500MB`` or ``1024``."""
-    # Only commands that are given a size need the module.
-    from moesim.base.units import parse_bytes
-
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        from moesim.base.text import one_expected
-
-        raise typer.BadParameter(f"{error}{one_expected(text, 'size')}") from None
-
-
-def sizes_bytes(text: str) -> tuple[int, ...]:
-    """Parse ``4GiB,8GiB``, each once."""
-    return tuple(dict.fromkeys(size_bytes(part) for part in text.split(",")))
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """Make a parser that accepts these texts only."""
-
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise typer.BadParameter(f"expected {' or '.join(choices)}, got {text!r}")
-        return text
-
-    return parse
-
-
-def matching(pattern: str, expected: str) -> Callable[[str], str]:
-    """Make a parser that accepts texts which the whole of `pattern` matches.
-
-    Args:
-        pattern: a regular expression.
-        expected: what the pattern stands for, in errors.
-    """
-
-    def parse(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise typer.BadParameter(f"expected {expected}, got {text!r}")
-        return text
-
-    return parse
-
-
-def split_policies(text: str, option: str) -> list[str]:
-    """Split the policies of an option.
-
-    Raises:
-        typer.BadParameter: no policy at all.
-    """
-    from moesim.policies.base import PolicyError
-    from moesim.policies.parameters import split_policies as split
-
-    try:
-        return split(text)
-    except PolicyError as error:
-        raise typer.BadParameter(str(error), param_hint=option) from None
-
-
-def shares(text: str) -> tuple[float, ...]:
-    """Parse ``0.125,0.25,0.5``, each once."""
-    try:
-        numbers = tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        numbers = ()
-    # NaN is a number to Python, but no share.
-    if not numbers or not all(0 <= share <= 1 for share in numbers):
-        raise typer.BadParameter(
-            f"expected shares between 0 and 1 such as 0.125,0.25,0.5, got {text!r}"
-        )
-    return numbers
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Parse ``8,16,32``, each once."""
-    # `int` would take signs, spaces and underscores too.
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise typer.BadParameter(
-            f"expected whole numbers such as 8,16,32, got {text!r}"
-        )
-    return tuple(dict.fromkeys(int(part) for part in text.split(",")))
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Parse ``a,b``, each once."""
-    parts = (part.strip() for part in text.split(","))
-    unique = tuple(dict.fromkeys(filter(None, parts)))
-    if not unique:
-        raise typer.BadParameter(f"expected names separated by commas, got {text!r}")
-    return unique
-
-
-def numbers(text: str) -> list[float]:
-    """Parse ``0.1,0.3,0.6`` as it stands."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(
-            f"expected numbers separated by commas, got {text!r}"
-        ) from None
-
-
 def device_option() -> Any:
     """``--device``, where a model computes."""
-    text = "Where the model computes: cpu or cuda."
-    pattern = (r"cpu|cuda(:\d+)?", "cpu or cuda")
-    return option("cpu", text, metavar="NAME", pattern=pattern)
+    return option("cpu", "Where the model computes: cpu or cuda.", metavar="NAME")
 
 
 def check_device(device: str) -> None:
@@ -657,9 +455,7 @@ def _is_same(target: Path, other: Path) -> bool:
 
 def _taken(place: Path, victim: str) -> OSError:
     return OSError(
-        errno.EEXIST,
-        f"it would replace {victim}; choose another place",
-        str(place),
+        errno.EEXIST, f"it would replace {victim}; choose another place", str(place)
     )
 
 

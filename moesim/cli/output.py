@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from moesim.base.options import Options
     from moesim.reporting.answers import Answer
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
@@ -51,11 +52,8 @@ def print_notes(warnings: Iterable[str]) -> None:
 
 def present(
     answer: Answer,
+    options: Options,
     *,
-    as_json: bool = False,
-    html: Path | None = None,
-    picture: Path | None = None,
-    table: Path | None = None,
     more: Iterable[Path | None] = (),
     notes: Iterable[str] = (),
 ) -> None:
@@ -63,27 +61,29 @@ def present(
 
     Args:
         answer: what was asked, and what came out.
-        as_json: print JSON instead of text.
-        html, picture, table: files of its page, its first figure and its table.
+        options: of the command; `as_json`, `png`, `html` and `table` say where it goes.
         more: other files that were written.
         notes: for standard error, beside the answer's warnings.
     """
     answer = answer.asked_by(command_line())
-    if picture is not None:
+    png, html, table = (
+        getattr(options, name, None) for name in ("png", "html", "table")
+    )
+    if png is not None:
         # No window opens, so that no backend need be known.
         os.environ.pop("MPLBACKEND", None)
-        answer.figure().save(picture)
+        answer.figure().save(png)
     if html is not None:
         answer.write(html)
     if table is not None:
         from moesim.reporting.tables import save_table
 
         save_table(answer.frame, table)
-    if as_json:
+    if getattr(options, "as_json", False):
         print(json.dumps(answer.to_json(), indent=2))
         return
     print(answer.text())
-    print_written([*more, picture, html, table])
+    print_written([*more, png, html, table])
     # Runs share most of their warnings; each is worth one line.
     print_notes(dict.fromkeys([*notes, *answer.warnings]))
 

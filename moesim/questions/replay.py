@@ -196,35 +196,6 @@ def _lanes(run: Run) -> Listing:
     )
 
 
-def cache_answer(counts: Mapping[str, Any]) -> Answer:
-    """The hits of a cache alone, as `moesim.replay_cache` counts them."""
-    slots = counts["cache_slots"][0]
-    per_layer = counts["scope"] == "layer"
-    size = f"{slots} experts {'per layer' if per_layer else 'in one pool'}"
-    rate = "no accesses"
-    if counts["hit_rate_active"] is not None:
-        rate = f"{counts['hit_rate_active']:.2%} of active experts"
-    per_s = counts["accesses"] / counts["wall_s"]
-    facts = [
-        ("cache", f"{counts['cache']}, {size}"),
-        ("hit rate", f"{rate}: {counts['hits']:,} hits, {counts['misses']:,} misses"),
-        (
-            "replayed",
-            (
-                f"{counts['accesses']:,} accesses in {counts['wall_s']:.2f} s,"
-                f" {per_s / 1e6:.2f} million per second"
-            ),
-        ),
-    ]
-    return Answer(
-        question="how often does the cache hit?",
-        subject="no machine",
-        facts=facts,
-        data=dict(counts),
-        warnings=counts["synthetic"],
-    )
-
-
 def _policy_parts(config: Mapping[str, Any]) -> str:
     parts = [
         f"{part} {config[part]}"

@@ -140,8 +140,8 @@ def search(
     names = [objectives] if isinstance(objectives, str) else list(objectives)
     _check_objectives(names, halving=halving)
     if policies is not None:
-        several = split_policies(policies) if isinstance(policies, str) else policies
-        options["policy"] = several[0] if len(several) == 1 else list(several)
+        listed = split_policies(policies) if isinstance(policies, str) else policies
+        options["policy"] = listed
     single, axes = split_options(options)
     (base,) = bases_of(trace, options)
     base = RunConfig.of(base, **single)

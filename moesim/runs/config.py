@@ -63,13 +63,9 @@ class MemoryOptions(Options):
         metavar="R",
         minimum=0,
         maximum=1,
-        several="Shares of all experts in the GPU cache.",
     )
     slots_per_layer: int | None = option(
-        None,
-        "Experts per layer in the GPU cache.",
-        minimum=0,
-        several="Experts per layer in the GPU cache.",
+        None, "Experts per layer in the GPU cache.", minimum=0
     )
     gpu_memory_bytes: int | None = option(
         None,
@@ -77,9 +73,6 @@ class MemoryOptions(Options):
         " leaves. Default: the card's own, less keys and values and workspace.",
         minimum=0,
         maximum=MOST_MEMORY_BYTES,
-        several="Memory of each GPU for weights, such as 4GiB,8GiB; experts get what"
-        " the rest leaves. Default: the card's own, less keys and values and"
-        " workspace.",
     )
     host_memory_bytes: int | None = option(
         None,
@@ -105,9 +98,7 @@ class MemoryOptions(Options):
         maximum=MOST_MEMORY_BYTES,
     )
     gpu_split: str = option(
-        "layers",
-        "What several GPUs share out.",
-        choices=("layers", "experts"),
+        "layers", "What several GPUs share out.", choices=("layers", "experts")
     )
 
     @classmethod
@@ -210,9 +201,7 @@ class RunConfig(MemoryOptions):
         policy_kind="cache",
     )
     prefetch: str | None = option(
-        None,
-        "Prefetch policy (see: list prefetch).",
-        policy_kind="prefetch",
+        None, "Prefetch policy (see: list prefetch).", policy_kind="prefetch"
     )
     routing: str | None = option(
         None,
@@ -224,8 +213,6 @@ class RunConfig(MemoryOptions):
         "Hardware profile. Default: ./hw.toml, your own moesim/hw.toml, or"
         " rtx3090-epyc7532.",
         metavar="NAME|FILE",
-        several="Hardware profiles. Default: ./hw.toml, your own moesim/hw.toml, or"
-        " rtx3090-epyc7532.",
         place="input",
         accepts_objects=True,
     )
@@ -403,10 +390,7 @@ class RunConfig(MemoryOptions):
         from moesim.policies.systems import compose  # noqa: PLC0415 - imports numpy
 
         return compose(
-            self.policy,
-            cache=self.cache,
-            prefetch=self.prefetch,
-            routing=self.routing,
+            self.policy, cache=self.cache, prefetch=self.prefetch, routing=self.routing
         )
 
     @property
@@ -489,10 +473,7 @@ class MeasuredConfig(RunConfig):
         excludes=("trace", "steps", "warm"),
     )
     new_tokens: int = option(
-        64,
-        "Tokens to generate per prompt, at most.",
-        minimum=0,
-        needs=("model",),
+        64, "Tokens to generate per prompt, at most.", minimum=0, needs=("model",)
     )
     temperature: float = option(0.0, "0 decodes greedily.", minimum=0, needs=("model",))
     residual: str | Path | Residual | None = input_option(
@@ -501,9 +482,7 @@ class MeasuredConfig(RunConfig):
         needs=("model",),
     )
     verify: bool = option(
-        False,
-        "Compare all logits with the plain model's.",
-        needs=("model",),
+        False, "Compare all logits with the plain model's.", needs=("model",)
     )
     # For both: where weights lie, and what computes them.
     store: str | Path | ExpertStore | None = option(
@@ -519,15 +498,6 @@ class MeasuredConfig(RunConfig):
         " a TRACE the type in which the profile's experts were measured.",
         metavar="NAME",
         choices=("float32", "bfloat16", "float16"),
-    )
-    measure_again: bool = option(
-        False,
-        "Measure this machine also where an earlier run has.",
-        excludes=("hw",),
-    )
-    own_cores: bool = option(
-        False,
-        "Give the host accelerator a core of its own; for idle machines.",
     )
 
     @property

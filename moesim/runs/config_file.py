@@ -80,15 +80,13 @@ class ConfigFile:
             ConfigError: naming the file and the key: a value for another field.
         """
         # A file may be meant for another command, and nothing in it is lost silently.
-        for name in self.values.keys() - set(names):
-            # A run.json names every option, also those that have their defaults.
-            value = self.values[name]
-            if value != default_of(_FIELDS[name]):
+        for name, value in self.values.items():
+            if name not in names:
                 raise ConfigError(
                     f"{self.path}: {name}: {command} has no such option, found"
                     f" {value!r}; remove it"
                 )
-        return {name: self.values[name] for name in self.values.keys() & set(names)}
+        return dict(self.values)
 
     def build(self, config: type[Config], *, command: str = "this run") -> Config:
         """Make a configuration of the values.
@@ -174,6 +172,13 @@ def read_config(
             )
 
     values = _values(file, content, _FIELDS | dict(more or {}))
+    if version is not None:
+        # A run.json names every option, also those that have their defaults.
+        values = {
+            name: value
+            for name, value in values.items()
+            if name not in _FIELDS or value != default_of(_FIELDS[name])
+        }
     return ConfigFile(file, values, version, commit)
 
 
@@ -358,7 +363,7 @@ def toml_template(config: type[RunConfig] = RunConfig) -> str:
         )
         if default is None:
             # What stands for a value, as in the help of the command line.
-            value = option.metavar or "NAME"
+            value = f"{option.metavar}"
             value = value if option.kind in {int, float} else f'"{value}"'
         else:
             # JSON writes texts, numbers and truth values as TOML does.

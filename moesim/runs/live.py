@@ -100,9 +100,7 @@ def run_live(
     if not isinstance(model, MeasuredConfig):
         model = MeasuredConfig(model=model)
     config = MeasuredConfig.of(model, policy, memory=memory, **options)
-    profile = machine_profile(
-        config.hw, store=config.store_folder, measure_again=config.measure_again
-    )
+    profile = machine_profile(config.hw, store=config.store_folder)
     # Loading a model takes minutes, so what cannot be is refused before.
     policies = config.system.build(gpus=1, host_cache=None)
     _refuse(policies, verify=config.verify)
@@ -277,7 +275,6 @@ def _generate(
         gatings=[layer.gating for layer in loaded.offloaded.layers],
         out=out,
         progress=progress,
-        own_cores=config.own_cores,
     )
     return run, generations[0].result
 

@@ -163,8 +163,8 @@ def measurement_notes(profile: HardwareProfile) -> list[str]:
     days = (today - dt.date.fromisoformat(profile.date)).days
     age = "today" if days <= 0 else f"{days} day{'s' * (days > 1)} ago"
     note = (
-        f"costs of this machine were measured {age}, in ten seconds; --measure-again"
-        " renews them, `moesim profile` takes more time"
+        f"costs of this machine were measured {age}, in ten seconds; `moesim profile`"
+        " measures them anew"
     )
     return [note]
 

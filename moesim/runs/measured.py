@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.base.errors import RuntimeFault
 from moesim.hwprofiles.profile import save_profile
 from moesim.policies.faults import policy_faults
 from moesim.policies.planner.at_once import carry_out
@@ -148,9 +147,7 @@ def run_trace(
     refuse_arrivals(config, "a measured run")
     refuse_drafts(config, "a measured run")
     opened = trace_of(config)
-    profile = machine_profile(
-        config.hw, store=config.store_folder, measure_again=config.measure_again
-    )
+    profile = machine_profile(config.hw, store=config.store_folder)
     dtype = config.dtype or experts_dtype(profile)
     shape = shape_for(opened.shape, config.shape, dtype)
     setup = Setup.of(config, opened, profile=profile, shape=shape)
@@ -176,7 +173,6 @@ def run_trace(
             lambda executor: ForcedRouting(executor, dense, walk),
             out=out,
             progress=progress,
-            own_cores=config.own_cores,
             meter=meter,
         )
     finally:
@@ -463,47 +459,3 @@ def pace_of(steps: Iterable[Chunk]) -> dict[str, float]:
     steady_s = float(np.median(taken_s[half:]))
     settling_s = max(0.0, float(taken_s[:half].sum()) - half * steady_s)
     return {"steady_token_s": steady_s, "settling_s": settling_s}
-
-
-def compare_startups(
-    first: MeasuredRun,
-    config: MeasuredConfig,
-    run: Callable[[MeasuredConfig], MeasuredRun],
-) -> dict[str, dict[str, float | None]]:
-    """Start twice: experts on demand from the SSD (FlashMoE), and every expert in host
-    memory before the first token.
-
-    Args:
-        first: a finished run; gets a warning if host memory cannot hold every expert.
-        config: of the two runs but for their host memory. Experts on demand have the
-            host memory named there, else room for a quarter of them.
-        run: runs one forward pass with a configuration.
-
-    Returns:
-        By way of starting: seconds until ready, and until the first token (the whole
-        first step where a trace has no prefill); None where that is impossible.
-    """
-    shape = first.shape
-    # Staging needs its slots, and one expert must fit beside them.
-    least_bytes = (first.config["staging"] + 1) * shape.max_expert_bytes
-    quarter_bytes = shape.routed_bytes // 4
-    demand_bytes = config.host_memory_bytes or max(quarter_bytes, least_bytes)
-
-    on_demand = run(config.replaced(host_memory_bytes=demand_bytes))
-    # On demand first: it fits wherever the run itself did.
-    startups = {"experts on demand": _started(on_demand)}
-    try:
-        all_first = run(config.replaced(host_memory_bytes=None))
-        startups["all experts first"] = _started(all_first)
-    except RuntimeFault as error:
-        startups["all experts first"] = {"ready_s": None, "first_token_s": None}
-        first.warnings.append(f"starting with all experts: {error}")
-    return startups
-
-
-def _started(run: MeasuredRun) -> dict[str, float | None]:
-    """When a run was ready, and when it had its first token."""
-    steps = run.timeline.step_frame()
-    first_s = float(steps["end_s"].iloc[0] - steps["start_s"].iloc[0])
-    ready_s = run.startup["ready_s"]
-    return {"ready_s": ready_s, "first_token_s": ready_s + first_s}

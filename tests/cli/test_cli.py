@@ -24,7 +24,7 @@ from typer.main import get_command
 
 from moesim import cli
 from moesim.base.units import number as number_text
-from moesim.cli.options import split_policies
+from moesim.policies.parameters import split_policies
 
 SHARED = processes.ROOT.parent / "shared"
 
@@ -157,20 +157,6 @@ def test_gpu_memory_leaves_the_rest_to_experts(command, trace):
 # Compare.
 
 
-def test_cache_only_counts_what_on_demand_would(command, trace):
-    code, out, _ = command("replay", trace, "--cache", "lru", "--cache-only", "--json")
-    alone = json.loads(out)
-    _, out, _ = command(
-        "replay", trace, "--policy", "on-demand", "--cache", "lru", "--json"
-    )
-    timed = json.loads(out)
-    assert code == 0
-    assert (alone["hits"], alone["misses"]) == (timed["hits"], timed["misses"])
-    assert command("replay", trace, "--cache", "lfu", "--cache-only")[1].startswith(
-        "cache     lfu"
-    )
-
-
 def test_compare_equals_replay(command, trace):
     """A row of the table is the run that `replay` makes."""
     found = json.loads(
@@ -184,8 +170,8 @@ def test_compare_equals_replay(command, trace):
 
 
 def test_policies_split_where_a_policy_begins():
-    assert split_policies("a,b , c", "--policy") == ["a", "b", "c"]
-    found = split_policies("greedy+lfu:decay=0.9,variant=perfect,all-cpu", "--policy")
+    assert split_policies("a,b , c") == ["a", "b", "c"]
+    found = split_policies("greedy+lfu:decay=0.9,variant=perfect,all-cpu")
     assert found == ["greedy+lfu:decay=0.9,variant=perfect", "all-cpu"]
 
 

@@ -86,10 +86,6 @@ replay @t.parquet --out @t.parquet                        | t.parquet; expected 
 replay @t.parquet --out /proc/run                         | /proc
 replay @t.parquet --perfetto @folder                      | folder
 replay @t.parquet --slo ttft=1                            | --slo; expected --arrivals
-replay @t.parquet --cache-only --out run                  | --out; --cache-only
-replay @t.parquet --cache-only --perfetto p.json          | --perfetto; --cache-only
-replay @t.parquet --cache-only --prefetch random          | --prefetch; --cache-only
-replay @t.parquet --cache-only --host-memory 1GiB         | --host-memory; --cache-only
 replai                                                    | did you mean 'replay'
 compare @t.parquet --policy ,                           | --policy
 compare @t.parquet --policy all-cpu,greedi --out o      | greedi; did you mean
@@ -115,7 +111,7 @@ record @binary --prompts @binary                    | binary; would replace what
 record --prompts @empty --model @ --calibration @binary | binary; would replace what is read
 hits @t.parquet --cache lru,nope --png x.png             | nope
 hits @t.parquet --cache ,                                | --cache
-hits @t.parquet --cache-ratio 0.1,2                      | shares between 0 and 1
+hits @t.parquet --cache-ratio 0.1,2                      | a number between 0 and 1
 hits @t.parquet --table @folder                           | folder
 list nope                                                 | nope; cache
 list cache more                                           | more
@@ -160,11 +156,11 @@ train-cache @t.parquet --out o --seed -1                  | --seed
 profile hw.txt                                      | .toml
 profile @folder                                     | folder
 calibrate @folder                                   | folder
-validate @t.parquet --cache-ratio x                      | expected numbers
+validate @t.parquet --cache-ratio x                      | expected a number
 run                                                       | TRACE; --model
 run --model tiny                                          | --prompt
 store build tiny                                          | --out
-quality --cache-ratio 2                                  | shares between 0 and 1
+quality --cache-ratio 2                                  | a number between 0 and 1
 train-cache @t.parquet                                    | --out
 train-tiny --out m --minutes 0                            | --minutes
 """

@@ -10,7 +10,6 @@ import pytest
 from support.real_machine import host_profile
 from support.small_trace import write_trace
 
-from moesim.base.errors import RuntimeFault
 from moesim.runs import machine
 from moesim.runs import measured as runs
 from moesim.runtime.models.local_model import LocalModel
@@ -57,52 +56,6 @@ def test_building_a_store_is_told_apart_from_loading(
     assert startup["store_s"] > LONG_S
     assert startup["ready_s"] == startup["dense_s"] + startup["experts_s"] < LONG_S
     assert startup["ready_s"] < startup["first_token_s"] < LONG_S
-
-
-def test_two_ways_to_start_keep_the_memories_that_were_asked_for(
-    command, trace, tmp_path, monkeypatch
-):
-    """All else equal: three slots per layer; one forward pass each; a quarter of 16
-    experts, or all, in host memory.
-    """
-    asked = []
-    straight = runs.run_trace
-
-    def noted(config, **more):
-        asked.append((config.slots_per_layer, config.host_memory_bytes, config.steps))
-        return straight(config, **more)
-
-    monkeypatch.setattr(runs, "run_trace", noted)
-    line = f"run {trace} --store {tmp_path}/s --slots-per-layer 3 --startup"
-    words = line.split()
-    code, out, _ = command(*words, "--json")
-    assert code == 0
-    assert asked == [(3, None, None), (3, 4 * 8192, 1), (3, None, 1)]
-    found = json.loads(out)["startups"]
-    assert list(found) == ["experts on demand", "all experts first"]
-    assert all(0 < row["ready_s"] < row["first_token_s"] for row in found.values())
-    _, out, _ = command(*words)
-    assert "start-up, experts on demand: ready after " in out
-
-
-def test_experts_that_do_not_fit_are_said_after_the_run_that_did(
-    command, trace, tmp_path, monkeypatch
-):
-    straight = runs.run_trace
-
-    def small(config, **more):
-        if config.steps == 1 and config.host_memory_bytes is None:
-            raise RuntimeFault("expected 99.0 GiB, found 1.0 GiB available")
-        return straight(config, **more)
-
-    monkeypatch.setattr(runs, "run_trace", small)
-    code, out, err = command(
-        "run", trace, "--store", tmp_path / "s", "--host-memory", 5 * 8192, "--startup"
-    )
-    assert code == 0
-    assert "first token" in out
-    assert "start-up, all experts first: impossible here" in out
-    assert "note: starting with all experts: expected 99.0 GiB" in err
 
 
 def test_perfetto_shows_lanes_of_both_worlds(command, trace, tmp_path):

@@ -14,8 +14,8 @@ from support.command_line import refused
     (("tiny", "--hw", "rtx4060ti,rtx3080ti"), "one machine is expected here"),
     (("tiny", "--gpu-memory", "4GiB,8GiB"), "one size is expected here"),
     (("tiny", "--hw", "RTX 4060 Ti"), "did you mean 'rtx4060ti'"),
-    (("tiny", "--cache-ratio", "50%"), "expected a valid number (see"),
-    (("tiny", "--steps", "0"), "expected greater than or equal to 1"),
+    (("tiny", "--cache-ratio", "50%"), "expected a number between 0 and 1, got '50%'"),
+    (("tiny", "--steps", "0"), "expected a whole number >= 1, got 0"),
     (("tiny", "--gpu-memory", "1KiB"), "1.0 KiB do not hold 1.4 MiB"),
     (("qwen3-30b-a3b",), "moesim trace synth qwen3-30b-a3b.parquet"),
     (("gpt-oss-20b-lik",), "did you mean 'gpt-oss-20b-like'"),
@@ -82,4 +82,4 @@ def test_options_with_effect_and_defaults_are_not(command):
 
 def test_a_wrong_share_names_its_option(command):
     run = command("hits", "tiny", "--cache-ratio", "0.1,2")
-    assert refused(run, "--cache-ratio", "expected shares between 0 and 1")
+    assert refused(run, "--cache-ratio", "expected a number between 0 and 1, got 2.0")

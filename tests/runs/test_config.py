@@ -16,7 +16,7 @@ from support.processes import ROOT, output_of
 from support.small_trace import SHAPE, write_small_trace, write_trace
 
 import moesim
-from moesim.base.options import ConfigError, default_of, option_of
+from moesim.base.options import ConfigError, Options, default_of, option, option_of
 from moesim.cli.options import from_dataclass
 from moesim.hwprofiles.profile import load_profile, save_profile
 from moesim.runs import config_file
@@ -407,16 +407,22 @@ def test_an_option_for_all_runs_is_a_field_and_the_line_that_uses_it(tmp_path):
 TINY = ROOT / "traces" / "data" / "tiny_evaluation.parquet"
 
 
-def test_a_decorated_command_keeps_its_own_options():
-    """The fields stand where `config` stands."""
+def test_a_command_says_more_exactly_what_an_option_means_to_it():
+    """Its own fields replace the run's, and what it has no use for is gone."""
 
-    @from_dataclass(without=["trace"], from_file=False)
-    def command(first: str = "a", *, config: RunConfig, last: int = 1) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Own(Options):
         """Nothing."""
 
-    names = list(inspect.signature(command).parameters)
-    assert names[:2] == ["first", "policy"]
-    assert names[-2:] == ["last", "context"]
+        policy: str = option("greedy", "Of its own.")
+
+    def command(config: RunConfig, options: Own) -> None:
+        """Nothing."""
+
+    decorated = from_dataclass(without=["trace"], from_file=False)(command)
+    names = list(inspect.signature(decorated).parameters)
+    assert names[-2:] == ["policy", "context"]
+    assert names.count("policy") == 1
     assert {"trace", "config_file"}.isdisjoint(names)
 
 

@@ -1,6 +1,6 @@
 """Hit rates of caches of every size, in one pass over a trace.
 
-The caches are those of `replay --cache-only`: cold at the start, *step-atomic* (a layer
+The caches are those of `moesim hits`: cold at the start, *step-atomic* (a layer
 step looks up all its active experts first, holds them, and only then lets misses in),
 equal slots, prompt and generated tokens in replay order. Their contents obey inclusion:
 what C slots hold, C + 1 slots hold too. So one stack per pool tells the contents of

@@ -10,21 +10,22 @@ from moesim.base.options import (
     TABLES,
     TIMELINES,
     Options,
+    TableOptions,
     file_option,
     folder_option,
-    json_option,
+    jobs_option,
     option,
 )
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
-from moesim.runs.config import RunConfig
+from moesim.runs.config import CACHE_SIZES, MOST_MEMORY_BYTES, RunConfig
 
 if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions(Options):
+class CompareOptions(TableOptions):
     """Which policies are compared, and what is written of it."""
 
     # From computing everything on the CPU to fetching everything, and one that weighs
@@ -36,11 +37,27 @@ class CompareOptions(Options):
         metavar="A",
         policy_kind="assignment",
     )
-    jobs: int | None = option(
-        None,
-        "Replays at the same time. Default: as many as pay, one per core at most.",
-        minimum=1,
+    hw: tuple[str, ...] = option(
+        (),
+        "Hardware profiles. Default: ./hw.toml, your own moesim/hw.toml, or"
+        " rtx3090-epyc7532.",
+        metavar="NAME|FILE",
+        place="input",
     )
+    cache_ratio: tuple[float, ...] = option(
+        (), "Shares of all experts in the GPU cache.", minimum=0, maximum=1, metavar="R"
+    )
+    slots_per_layer: tuple[int, ...] = option(
+        (), "Experts per layer in the GPU cache.", minimum=0
+    )
+    gpu_memory_bytes: tuple[int, ...] = option(
+        (),
+        "Memory of each GPU for weights, such as 4GiB,8GiB; experts get what the rest"
+        " leaves. Default: the card's own, less keys and values and workspace.",
+        minimum=0,
+        maximum=MOST_MEMORY_BYTES,
+    )
+    jobs: int | None = jobs_option()
     out: Path | None = folder_option("Write tables, report and PNG there.")
     png: Path | None = file_option("Draw it. Default: OUT/compare.png.", *PICTURES)
     html: Path | None = file_option(
@@ -52,7 +69,6 @@ class CompareOptions(Options):
     perfetto: Path | None = file_option(
         "Write a timeline, with every run, for ui.perfetto.dev.", *TIMELINES
     )
-    as_json: bool = json_option()
 
     def completed(self) -> "CompareOptions":
         """With everything that a folder gets; single results can still go elsewhere."""
@@ -69,9 +85,19 @@ class CompareOptions(Options):
         """Files that are written, those in the folder included."""
         return Options.outputs(self.completed())
 
+    def configs(self, config: RunConfig) -> list[RunConfig]:
+        """A configuration for each machine and each size of the GPU cache."""
+        sizes = [(name, size) for name in CACHE_SIZES for size in getattr(self, name)]
+        memories = [replace(config.memory, **{name: size}) for name, size in sizes]
+        return [
+            RunConfig.of(config, hw=hw, memory=memory)
+            for hw in self.hw or (None,)
+            for memory in memories or [config.memory]
+        ]
+
 
 @from_dataclass(without=["noise_seed", "arrivals", "slo"])
-def compare(configs: list[RunConfig], options: CompareOptions) -> None:
+def compare(config: RunConfig, options: CompareOptions) -> None:
     """Replay one trace under several policies, and rank them: speed, hits, bytes,
     memory, the lane that holds each up.
 
@@ -91,12 +117,14 @@ def compare(configs: list[RunConfig], options: CompareOptions) -> None:
     from moesim.traces.timeline.perfetto import write_perfetto
 
     options = options.completed()
-    config, trace = opened(configs[0])
+    config, trace = opened(config)
+    configs = options.configs(config)
     names, left_out = _expand(trace, options.policy, configs)
     is_single = len(configs) == 1
     several: dict[str, Any] = {}
-    if not is_single:
-        # Options of one name were multiplied out; the comparison wants its axes.
+    if is_single:
+        (config,) = configs
+    else:
         several["hw"] = list(dict.fromkeys(each.hw for each in configs))
         several["memory"] = list(dict.fromkeys(each.memory for each in configs))
     with bar("replaying", 1.0) as show:
@@ -116,15 +144,8 @@ def compare(configs: list[RunConfig], options: CompareOptions) -> None:
             for name, run in compared.runs.items()
         }
         write_perfetto(options.perfetto, timelines)
-    output.present(
-        compared.answer(),
-        as_json=options.as_json,
-        html=options.html,
-        picture=options.png,
-        table=options.table,
-        more=[options.out, options.perfetto],
-        notes=left_out,
-    )
+    written = [options.out, options.perfetto]
+    output.present(compared.answer(), options, more=written, notes=left_out)
 
 
 def _expand(

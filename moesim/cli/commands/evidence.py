@@ -206,7 +206,7 @@ def validate(options: ValidateOptions) -> None:
             progress=progress,
         )
     answer = validation_answer(save(validation))
-    output.present(answer, as_json=options.as_json, more=places)
+    output.present(answer, options, more=places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,4 +384,4 @@ def sensitivity(config: RunConfig, options: SensitivityOptions) -> None:
             steps=options.steps,
             progress=progress,
         )
-    output.present(result.answer(), as_json=options.as_json)
+    output.present(result.answer(), options)

@@ -1,45 +1,22 @@
 """`moesim hits`: hit rates of caches at several sizes."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from moesim.base.options import (
-    PAGES,
-    PICTURES,
-    TABLES,
-    Options,
-    file_option,
-    json_option,
-    option,
-)
+from moesim.base.options import TableOptions, option
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
 from moesim.runs.config import RunConfig
 
 # A cache alone has no policies beside it, no machine and no time.
 NEEDS_MACHINE = (
-    "policy",
-    "cache",
-    "prefetch",
-    "routing",
-    "hw",
-    "cache_ratio",
-    "slots_per_layer",
-    "gpu_memory_bytes",
-    "host_memory_bytes",
-    "host_cache",
-    "staging",
-    "prefetch_budget_bytes",
-    "gpu_split",
-    "noise_seed",
-    "engine",
-    "arrivals",
-    "slo",
+    *("policy", "prefetch", "routing", "hw", "slots_per_layer", "gpu_memory_bytes"),
+    *("host_memory_bytes", "host_cache", "staging", "prefetch_budget_bytes"),
+    *("gpu_split", "context_tokens", "noise_seed", "engine", "arrivals", "slo"),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HitsOptions(Options):
+class HitsOptions(TableOptions):
     """Which caches are counted, at which sizes."""
 
     cache: tuple[str, ...] = option(
@@ -55,10 +32,6 @@ class HitsOptions(Options):
         minimum=0,
         maximum=1,
     )
-    png: Path | None = file_option("Draw them.", *PICTURES)
-    html: Path | None = file_option("Write a page with their curves.", *PAGES)
-    table: Path | None = file_option("Write them.", *TABLES)
-    as_json: bool = json_option()
 
 
 @from_dataclass(without=NEEDS_MACHINE, from_file=False)
@@ -79,10 +52,4 @@ def hits(config: RunConfig, options: HitsOptions) -> None:
     count = len(options.cache) * len(options.cache_ratio)
     with bar("counting", count) as show:
         rates = hit_rates(config, options.cache, options.cache_ratio, progress=show)
-    output.present(
-        hits_answer(rates, trace),
-        as_json=options.as_json,
-        html=options.html,
-        picture=options.png,
-        table=options.table,
-    )
+    output.present(hits_answer(rates, trace), options)

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moesim.base.options import Options, json_option, option
+from moesim.base.options import JsonOptions, Options, option
 from moesim.cli.options import from_dataclass
 
 if TYPE_CHECKING:
@@ -19,16 +19,12 @@ KINDS = (*POLICY_KINDS, "systems", "machines", "models", "engines")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ListOptions(Options):
+class ListOptions(JsonOptions):
     """What is listed."""
 
     kind: str | None = option(
-        None,
-        "One kind; all but engines without it.",
-        argument=True,
-        choices=KINDS,
+        None, "One kind; all but engines without it.", argument=True, choices=KINDS
     )
-    as_json: bool = json_option()
 
 
 @from_dataclass(from_file=False)
@@ -107,11 +103,7 @@ def _parameter(parameter: "Parameter") -> dict[str, Any]:
     elif not is_plain:
         # JSON has no word for it, but people can read it.
         default = str(default)
-    return {
-        "name": parameter.name,
-        "accepts": parameter.type_label,
-        "default": default,
-    }
+    return {"name": parameter.name, "accepts": parameter.type_label, "default": default}
 
 
 def _systems() -> list[dict[str, Any]]:

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from moesim.base.inputs import check_input
 from moesim.base.options import (
-    Options,
+    JsonOptions,
     folder_option,
     input_option,
-    json_option,
     minutes_option,
     option,
 )
@@ -25,7 +24,7 @@ WITHOUT = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QualityOptions(Options):
+class QualityOptions(JsonOptions):
     """Which model reads what, under which settings."""
 
     model: str = option(
@@ -57,10 +56,6 @@ class QualityOptions(Options):
     tokens: int = option(1024, "Tokens to score, in whole passages.", minimum=1)
     prompt_tokens: int = option(64, "Tokens of a passage read before.", minimum=1)
     scored_tokens: int = option(64, "Tokens of a passage scored.", minimum=1)
-    own_input: bool = option(
-        False,
-        "Experts started one layer ahead get their own layer's input after all.",
-    )
     residual: Path | None = input_option(
         "Residual vectors for --prefetch residual (see: record)."
     )
@@ -72,10 +67,9 @@ class QualityOptions(Options):
     )
     device: str = device_option()
     minutes: float | None = minutes_option(
-        "A limit on reading: passages that do not fit are left out.",
+        "A limit on reading: passages that do not fit are left out."
     )
     out: Path | None = folder_option("Write figures and a picture there.")
-    as_json: bool = json_option()
 
     def outputs(self) -> list[Path]:
         """Files that are written into the folder."""
@@ -107,22 +101,11 @@ def quality(config: RunConfig, options: QualityOptions) -> None:
     quiet_libraries()
     with bar("reading", 1.0) as show:
         result = library.quality(
-            options.model,
-            options.policy,
             config=config,
-            text=options.text,
-            sweep=options.sweep,
             # Without ratios there is one setting, of the size that is stated.
             cache_ratios=options.cache_ratio,
-            tokens=options.tokens,
-            prompt_tokens=options.prompt_tokens,
-            scored_tokens=options.scored_tokens,
-            own_input=options.own_input,
-            residual=options.residual,
-            dtype=options.dtype,
-            device=options.device,
-            minutes=options.minutes,
             progress=show,
+            **options.arguments(library.quality),
         )
     written = [] if options.out is None else save_quality(result, options.out)
-    output.present(quality_answer(result), as_json=options.as_json, more=written)
+    output.present(quality_answer(result), options, more=written)

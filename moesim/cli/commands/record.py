@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from moesim.base.options import (
+    JsonOptions,
     Options,
     file_option,
     input_option,
-    json_option,
     option,
     target_argument,
 )
@@ -31,7 +31,7 @@ DEFAULT_HOST_BYTES: Final = 4 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions(Options):
+class TextOptions(JsonOptions):
     """What is read, by which model, and where its routing goes."""
 
     prompts: Path | None = input_option(
@@ -50,9 +50,7 @@ class TextOptions(Options):
     limit: int | None = option(None, "Take the first N prompts.", minimum=1)
     target: Path = target_argument("The trace to write.", Path("trace.parquet"))
     model: str = option(
-        "tiny",
-        "The shipped model or a Hugging Face folder.",
-        metavar="tiny|DIR",
+        "tiny", "The shipped model or a Hugging Face folder.", metavar="tiny|DIR"
     )
     store: Path | None = option(
         None,
@@ -79,10 +77,8 @@ class RecordCommand(RecordOptions, TextOptions):
     )
     device: str = device_option()
     finish: bool = option(
-        False,
-        "Run nothing; make DST of the sequences a stopped recording has.",
+        False, "Run nothing; make DST of the sequences a stopped recording has."
     )
-    as_json: bool = json_option()
 
     def inputs(self) -> list[Path]:
         """Files that are read, a model's own included."""
@@ -135,10 +131,7 @@ def record(options: RecordCommand) -> None:
         from moesim.runtime.record.calibration import write_calibration
 
         written = write_calibration(options.target, options.calibration, vectors)
-        facts["calibration"] = {
-            "file": str(options.calibration),
-            **written["tensors"],
-        }
+        facts["calibration"] = {"file": str(options.calibration), **written["tensors"]}
     if options.as_json:
         print(json.dumps(facts, indent=2))
     else:

@@ -8,10 +8,9 @@ from moesim.base.options import (
     PICTURES,
     TIMELINES,
     Options,
+    PageOptions,
     file_option,
     folder_option,
-    json_option,
-    option,
 )
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
@@ -20,19 +19,9 @@ from moesim.runs.result import run_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayOptions(Options):
+class ReplayOptions(PageOptions):
     """What `moesim replay` is asked beside the run itself."""
 
-    cache_only: bool = option(
-        False,
-        "Count hits of the cache alone: every miss is fetched, no time.",
-        excludes=(
-            *("arrivals", "hw", "prefetch", "routing", "host_memory_bytes"),
-            *("host_cache", "staging", "prefetch_budget_bytes", "gpu_split"),
-            *("context_tokens", "micro_batch", "draft_tokens", "acceptance"),
-            *("engine", "noise_seed", "out", "html", "png", "perfetto"),
-        ),
-    )
     out: Path | None = folder_option("Write the run's tables and figures there.")
     png: Path | None = file_option(
         "Draw what every lane did in a step in the middle.", *PICTURES
@@ -43,7 +32,6 @@ class ReplayOptions(Options):
     perfetto: Path | None = file_option(
         "Write a timeline, with every run, for ui.perfetto.dev.", *TIMELINES
     )
-    as_json: bool = json_option()
 
     def outputs(self) -> list[Path]:
         """Files that are written, those in the folder included."""
@@ -59,19 +47,12 @@ def replay(config: RunConfig, options: ReplayOptions) -> None:
       moesim replay q.parquet --policy greedy
       moesim replay q.parquet --policy greedy --cache lfu:decay=0.9 --gpu-memory 8GiB
       moesim replay q.parquet --policy fiddler --hw hw.toml --html run.html --perfetto run.json.gz
-      moesim replay q.parquet --cache belady --cache-ratio 0.5 --cache-only
       moesim replay --config run/run.json --batch 4
     """
     from moesim.cli.output import replaying
-    from moesim.questions.replay import cache_answer, run_answer
+    from moesim.questions.replay import run_answer
     from moesim.runs.replay import replay as replay_trace
-    from moesim.runs.replay import replay_cache
     from moesim.runs.setup import opened
-
-    if options.cache_only:
-        counts = cache_answer(replay_cache(config))
-        output.present(counts, as_json=options.as_json)
-        return
 
     # Opened once, for the bar and for the replay.
     config, trace = opened(config)
@@ -85,10 +66,5 @@ def replay(config: RunConfig, options: ReplayOptions) -> None:
             bounded=True,
             progress=progress,
         )
-    output.present(
-        run_answer(run),
-        as_json=options.as_json,
-        html=options.html,
-        picture=options.png,
-        more=[*run_files(options.out), options.perfetto],
-    )
+    written = [*run_files(options.out), options.perfetto]
+    output.present(run_answer(run), options, more=written)

@@ -136,7 +136,7 @@ def reproduce(options: ReproduceOptions) -> None:
             seed=options.seed,
             progress=progress,
         )
-    present(reproduction_answer(reproduction), as_json=options.as_json)
+    present(reproduction_answer(reproduction), options)
 
 
 def _all_records(options: ReproduceOptions) -> None:
@@ -173,7 +173,7 @@ def _all_records(options: ReproduceOptions) -> None:
     answer.tables = answer.tables[:1]
     answer.notes = reproduced.facts[-1:] if reproduced.left_out else []
     answer.data = page.counts
-    present(answer, as_json=options.as_json, more=paths)
+    present(answer, options, more=paths)
 
 
 def _map(options: ReproduceOptions) -> None:
@@ -188,7 +188,7 @@ def _map(options: ReproduceOptions) -> None:
     paths = write_map(options.out, field, command_line())
     answer = map_answer(field)
     answer.tables = answer.tables[:1]
-    present(answer, as_json=options.as_json, more=paths)
+    present(answer, options, more=paths)
 
 
 def reproduction_answer(reproduction: "Reproduction") -> "Answer":

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,11 @@ import typer
 
 from moesim.base.options import (
     TIMELINES,
+    JsonOptions,
     Options,
     file_option,
     folder_option,
     input_option,
-    json_option,
     option,
 )
 from moesim.cli import output
@@ -34,15 +33,11 @@ NOT_VERIFIED = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(Options):
+class RunOptions(JsonOptions):
     """What `moesim run` is asked beside the run itself."""
 
     prompts: Path | None = input_option(
         "Texts separated by blank lines, one per line, or .jsonl.", needs=("model",)
-    )
-    startup: bool = option(
-        False,
-        "Also compare two ways to start: experts on demand, or all of them first.",
     )
     out: Path | None = folder_option("Write the run's tables and figures there.")
     perfetto: Path | None = file_option(
@@ -56,11 +51,8 @@ class RunOptions(Options):
         metavar="FILE",
     )
     force: bool = option(
-        False,
-        "Also write a profile that is not trusted.",
-        needs=("learn",),
+        False, "Also write a profile that is not trusted.", needs=("learn",)
     )
-    as_json: bool = json_option()
 
     def outputs(self) -> list[Path]:
         """Files that are written, those in the folder included."""
@@ -97,14 +89,11 @@ def run(config: MeasuredConfig, options: RunOptions) -> None:
         folder = options.out
         if learn is not None and folder is None:
             folder = scratch.enter_context(ScratchFolder())
-        measured, startups = _measured(config, options, folder)
+        measured = _measured(config, options, folder)
         if options.as_json:
-            facts = measured.to_json()
-            if startups is not None:
-                facts["startups"] = startups
-            print(json.dumps(facts, indent=2))
+            print(json.dumps(measured.to_json(), indent=2))
         else:
-            _print(measured, startups)
+            _print(measured)
             output.print_written([options.out, options.perfetto])
             output.print_notes(measured.warnings)
         # The results are printed all the same: they show what differs.
@@ -122,37 +111,29 @@ def run(config: MeasuredConfig, options: RunOptions) -> None:
 
 def _measured(
     config: MeasuredConfig, options: RunOptions, folder: Path | None
-) -> tuple["MeasuredRun", dict[str, Any] | None]:
-    """Run once, and with --startup once more for each way to start."""
+) -> "MeasuredRun":
+    """Run the trace of a configuration, or its model on texts."""
     from moesim.cli.output import bars
-    from moesim.runs.measured import compare_startups
+    from moesim.runs import live, measured
     from moesim.runs.result import save_run
     from moesim.runtime.text import read_prompts
 
     with bars("store", "running") as (building, running):
         # How many forward passes there will be is unknown: texts end when they end.
         running(0, None)
-        texts = [] if options.prompts is None else read_prompts(options.prompts)
-        progress = {
+        keywords: dict[str, Any] = {
+            "out": folder,
+            "perfetto": options.perfetto,
             "building": building,
             "progress": lambda info: running(info.step + 1, None),
         }
-        # Only this run is written; those of --startup are for their times.
-        measured = _run(
-            config, texts, out=folder, perfetto=options.perfetto, **progress
-        )
-        save_run(measured, folder)
-        if not options.startup:
-            return measured, None
-        # One forward pass tells when the first token comes; one batch is one pass.
-        least = config.replaced(steps=1)
-        if config.model is not None:
-            least = config.replaced(new_tokens=0, verify=False)
-        return measured, compare_startups(
-            measured,
-            least,
-            lambda each: _run(each, texts[: config.batch], **progress),
-        )
+        if config.model is None:
+            done: MeasuredRun = measured.run_trace(config, **keywords)
+        else:
+            texts = read_prompts(options.prompts or "")
+            done = live.run_live(config, texts, **keywords)
+        save_run(done, folder)
+        return done
 
 
 def _learn(folder: Path, profile: Path, *, force: bool, quiet: bool) -> None:
@@ -201,18 +182,7 @@ def _check(config: MeasuredConfig, options: RunOptions) -> None:
         )
 
 
-def _run(
-    config: MeasuredConfig, texts: Sequence[str | bytes], **keywords: Any
-) -> "MeasuredRun":
-    """Run the trace of a configuration, or its model on texts."""
-    from moesim.runs import live, measured
-
-    if config.model is None:
-        return measured.run_trace(config, **keywords)
-    return live.run_live(config, texts, **keywords)
-
-
-def _print(measured: "MeasuredRun", startups: dict[str, Any] | None) -> None:
+def _print(measured: "MeasuredRun") -> None:
     from moesim.base.units import format_bytes
     from moesim.questions.replay import run_answer
 
@@ -243,8 +213,6 @@ def _print(measured: "MeasuredRun", startups: dict[str, Any] | None) -> None:
         )
     if measured.footprint is not None:
         print(_memory_text(measured.footprint))
-    for name, times in (startups or {}).items():
-        print(f"start-up, {name}: {_startup_text(times)}")
 
     verification = getattr(measured, "verification", None)
     if verification is not None:
@@ -253,15 +221,6 @@ def _print(measured: "MeasuredRun", startups: dict[str, Any] | None) -> None:
             f"verify: {result}: largest difference of {verification.logits:,} logits"
             f" {verification.largest:.3g}, tolerance {verification.tolerance:.3g}"
         )
-
-
-def _startup_text(times: dict[str, float | None]) -> str:
-    if times["ready_s"] is None:
-        return "impossible here"
-    return (
-        f"ready after {times['ready_s']:.2f} s, first token after"
-        f" {times['first_token_s']:.2f} s"
-    )
 
 
 def _without_controls(text: str) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from moesim.base.options import REQUIRED, Options, option
+from moesim.base.options import REQUIRED, Options, folder_option, option
 from moesim.cli.options import from_dataclass
 
 if TYPE_CHECKING:
@@ -32,12 +32,9 @@ class BuildOptions(Options):
     """Which experts are written, where, and as what."""
 
     model: str = option(
-        REQUIRED,
-        "tiny, or a Hugging Face folder.",
-        metavar="MODEL",
-        argument=True,
+        REQUIRED, "tiny, or a Hugging Face folder.", metavar="MODEL", argument=True
     )
-    out: Path = option(REQUIRED, "The store's folder.", metavar="DIR", place="folder")
+    out: Path = folder_option("The store's folder.", REQUIRED)
     dtype: str | None = option(
         None,
         "float32, bfloat16 or float16. Default: the model's own; float32 for tiny.",

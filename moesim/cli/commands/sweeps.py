@@ -11,11 +11,11 @@ from moesim.base.options import (
     PICTURES,
     REQUIRED,
     TABLES,
-    Options,
+    JsonOptions,
     file_option,
     folder_option,
     input_option,
-    json_option,
+    jobs_option,
     minutes_option,
     option,
 )
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ManyRunsOptions(Options):
+class ManyRunsOptions(JsonOptions):
     """What many runs are made of, and where they happen."""
 
     source: Path | None = input_option(
@@ -38,18 +38,13 @@ class ManyRunsOptions(Options):
     results: Path | None = folder_option(
         "Keep results there; runs that are there are not run again."
     )
-    jobs: int | None = option(
-        None,
-        "Replays at the same time. Default: as many as pay, one per core at most.",
-        minimum=1,
-    )
+    jobs: int | None = jobs_option()
     cluster: str | None = option(
         None,
         "Run on a Dask cluster: tcp://HOST:8786, or local:N for N processes here.",
         metavar="ADDRESS",
     )
     table: Path | None = file_option("Write the table.", *TABLES)
-    as_json: bool = json_option()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +71,6 @@ def sweep(axes: dict[str, Any], options: SweepOptions) -> None:
     """
     from moesim.cli.output import bar
     from moesim.questions.ranked import ranked_answer
-    from moesim.reporting.tables import save_table
     from moesim.runs.sweeps.plan import planned
     from moesim.runs.sweeps.sweep import configs_of, run_sweep
 
@@ -91,17 +85,13 @@ def sweep(axes: dict[str, Any], options: SweepOptions) -> None:
         )
 
     frame = swept.frame(details=True)
-    if options.table is not None:
-        save_table(swept.frame(), options.table)
-    stored = f"{swept.stored} of {len(frame)} runs were in {options.results}"
-    output.present(
-        ranked_answer(frame),
-        as_json=options.as_json,
-        html=options.html,
-        picture=options.png,
-        more=[options.results, options.table],
-        notes=[*([stored] if swept.stored else []), *swept.refusal_lines()],
-    )
+    answer = ranked_answer(frame)
+    answer.all_rows = swept.frame()
+    notes = swept.refusal_lines()
+    if swept.stored:
+        stored = f"{swept.stored} of {len(frame)} runs were in {options.results}"
+        notes.insert(0, stored)
+    output.present(answer, options, more=[options.results], notes=notes)
 
 
 def sources(source: Path | None, axes: dict[str, Any]) -> Any:
@@ -145,7 +135,7 @@ class SearchOptions(ManyRunsOptions):
     )
     minutes: float | None = minutes_option(
         "A limit: proposals that do not fit are left out; with --results the next call"
-        " goes on.",
+        " goes on."
     )
 
 
@@ -163,30 +153,19 @@ def search(axes: dict[str, Any], options: SearchOptions) -> None:
     from moesim.cli.output import bar
     from moesim.questions.search import search as search_for
     from moesim.questions.search import search_answer
-    from moesim.reporting.tables import save_table
 
     (trace,) = _single(sources(options.source, axes))
+    ranges = dict(map(_range, options.over))
     with bar("searching", 1.0) as show:
         searched = search_for(
             trace,
-            over=dict(map(_range, options.over)),
             objectives=options.objective,
-            trials=options.trials,
-            halving=options.halving,
-            minutes=options.minutes,
             store=options.results,
-            jobs=options.jobs,
-            cluster=options.cluster,
             progress=show,
-            **{name: _value(values) for name, values in axes.items()},
+            **options.arguments(search_for) | axes | {"over": ranges},
         )
-    if options.table is not None:
-        save_table(searched, options.table)
-    output.present(
-        search_answer(searched, options.objective),
-        as_json=options.as_json,
-        more=[options.results, options.table],
-    )
+    answer = search_answer(searched, options.objective)
+    output.present(answer, options, more=[options.results])
 
 
 def _single(source: Any) -> list[Any]:
@@ -199,11 +178,6 @@ def _single(source: Any) -> list[Any]:
     if len(named) != 1:
         raise typer.BadParameter("expected one trace", param_hint="--trace")
     return named
-
-
-def _value(values: Any) -> Any:
-    """A single value is no choice."""
-    return values[0] if len(values) == 1 else list(values)
 
 
 def _range(text: str) -> tuple[str, tuple[float, float]]:
@@ -228,7 +202,7 @@ def _number(text: str) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResultsOptions(Options):
+class ResultsOptions(JsonOptions):
     """What is asked of which results."""
 
     folder: Path = input_option(
@@ -244,7 +218,6 @@ class ResultsOptions(Options):
         metavar="QUERY",
     )
     table: Path | None = file_option("Write the answer.", *TABLES)
-    as_json: bool = json_option()
 
 
 @from_dataclass(from_file=False)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from moesim.base.options import (
     REQUIRED,
+    JsonOptions,
     Options,
+    folder_option,
     input_option,
-    json_option,
     option,
     seed_option,
     trace_argument,
@@ -28,16 +29,11 @@ Labels = Literal["distance", "masked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainCacheOptions(Options):
+class TrainCacheOptions(JsonOptions):
     """What the cache network learns from, and how."""
 
     trace: Path = trace_argument()
-    out: Path = option(
-        REQUIRED,
-        "Folder for network and report.",
-        metavar="DIR",
-        place="folder",
-    )
+    out: Path = folder_option("Folder for network and report.", REQUIRED)
     held_out: Path | None = input_option(
         "Judge on this trace. Default: the last quarter of TRACE, never learned from.",
         metavar="TRACE",
@@ -49,10 +45,7 @@ class TrainCacheOptions(Options):
         choices=get_args(Labels),
     )
     hidden: int = option(
-        128,
-        "Hidden units: 128 (the paper's table) or 64.",
-        metavar="H",
-        minimum=1,
+        128, "Hidden units: 128 (the paper's table) or 64.", metavar="H", minimum=1
     )
     cache_ratio: float = option(
         0.25,
@@ -65,7 +58,6 @@ class TrainCacheOptions(Options):
     batch: int = option(1, "Sequences run together.", minimum=1)
     steps: int | None = option(None, "Take the first N steps of each batch.", minimum=1)
     seed: int = seed_option()
-    as_json: bool = json_option()
 
     def outputs(self) -> list[Path]:
         """Files that are written into the folder."""
@@ -163,12 +155,7 @@ def _parts(
 class TrainTinyOptions(Options):
     """How the small model is trained."""
 
-    out: Path = option(
-        REQUIRED,
-        "Folder for the checkpoint.",
-        metavar="DIR",
-        place="folder",
-    )
+    out: Path = folder_option("Folder for the checkpoint.", REQUIRED)
     minutes: float = option(12.0, "Training time.", minimum=0.01)
     seed: int = seed_option()
 

@@ -80,11 +80,12 @@ def split_options(
     single: dict[str, Any] = {}
     axes: dict[str, Sequence[Any]] = {}
     for name, value in options.items():
-        if _is_list(value):
-            # Twice the same value would make two equal rows.
-            axes[name] = _distinct(value)
+        # Twice the same value would make two equal rows.
+        values = _distinct(value) if _is_list(value) else [value]
+        if len(values) == 1:
+            (single[name],) = values
         else:
-            single[name] = value
+            axes[name] = values
     return single, axes
 
 
@@ -316,10 +317,7 @@ def code_digest() -> str:
 
 
 def run_digest(
-    config: RunConfig,
-    trace_digest: str,
-    profile: HardwareProfile,
-    files_digest: str,
+    config: RunConfig, trace_digest: str, profile: HardwareProfile, files_digest: str
 ) -> str:
     """SHA-256 that names a run: equal if and only if its figures must be.
 

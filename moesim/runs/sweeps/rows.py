@@ -174,10 +174,7 @@ def carry_out(
     config = point.config.replaced(trace=trace, hw=point.profile)
     try:
         run = replay(
-            config,
-            keep=False,
-            watch=observer.add,
-            progress=share_of(config, progress),
+            config, keep=False, watch=observer.add, progress=share_of(config, progress)
         )
     except ValueError as error:
         # One impossible cell of many is a result, too.

@@ -8,12 +8,10 @@ from typing import Any
 import typer
 
 from moesim.base.options import (
-    PAGES,
-    PICTURES,
+    JsonOptions,
     Options,
-    file_option,
+    PageOptions,
     folder_option,
-    json_option,
     option,
     trace_argument,
 )
@@ -31,11 +29,10 @@ TABLES = ("layers.parquet", "load.parquet", "curves.parquet", "global.parquet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookOptions(Options):
+class LookOptions(JsonOptions):
     """Which trace is looked into."""
 
     trace: Path = trace_argument()
-    as_json: bool = json_option()
 
 
 @from_dataclass(from_file=False)
@@ -146,12 +143,11 @@ def check(options: LookOptions) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatsOptions(LookOptions):
+class StatsOptions(PageOptions):
     """How a trace is walked through, and what is written of it."""
 
+    trace: Path = trace_argument()
     batch: int = option(1, "Sequences that run together.", metavar="B", minimum=1)
-    png: Path | None = file_option("Draw hit rates over cache sizes.", *PICTURES)
-    html: Path | None = file_option("Also write a page with pictures.", *PAGES)
     out: Path | None = folder_option("Also write the figures as Parquet.")
 
     def outputs(self) -> list[Path]:
@@ -181,13 +177,7 @@ def stats(options: StatsOptions) -> None:
     tables: list[Path] = []
     if options.out is not None:
         tables = write_tables(opened, summary, options.out)
-    output.present(
-        stats_answer(opened, summary),
-        as_json=options.as_json,
-        html=options.html,
-        picture=options.png,
-        more=tables,
-    )
+    output.present(stats_answer(opened, summary), options, more=tables)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,20 +185,13 @@ class ResidencyOptions(LookOptions):
     """Which cache an engine's residency is compared with."""
 
     cache: str = option(
-        "lru",
-        "Cache policy to compare with (see: list cache).",
-        policy_kind="cache",
+        "lru", "Cache policy to compare with (see: list cache).", policy_kind="cache"
     )
     cache_bytes: int | None = option(
         None,
         "The engine's expert cache. Default: the size at which as many accesses hit as"
         " in the engine.",
         flag="--cache-size",
-    )
-    engine_hits: int | None = option(
-        None,
-        "Hits by the engine's own counter, to compare.",
-        minimum=0,
     )
 
 
@@ -220,18 +203,13 @@ def check_residency(options: ResidencyOptions) -> None:
     \b
     Example:
       moesim trace check-residency trace.parquet --cache-size 3000MiB
-      moesim trace check-residency trace.parquet --engine-hits 81234
     """
     from moesim.base.units import format_bytes
     from moesim.questions.residency import check_residency as compare
 
-    engine_hits = options.engine_hits
-    comparison = compare(
-        options.trace, cache_bytes=options.cache_bytes, cache=options.cache
-    )
+    comparison = compare(**options.arguments(compare))
     if options.as_json:
-        counters = {} if engine_hits is None else {"counted_hits": engine_hits}
-        print(json.dumps(comparison.to_json() | counters, indent=2))
+        print(json.dumps(comparison.to_json(), indent=2))
         return
     if options.cache_bytes is None:
         print(f"cache of {format_bytes(comparison.cache_bytes)}: hits as the engine")
@@ -255,10 +233,5 @@ def check_residency(options: ResidencyOptions) -> None:
             output.print_notes(
                 [f"{counts.dropped:,} accesses that the engine dropped are left out"]
             )
-    if engine_hits is not None:
-        print(
-            f"hits: {engine_hits:,} by the engine's counter, {comparison.engine_hits:,}"
-            f" in its record, {comparison.replay_hits:,} in the replay"
-        )
     first = comparison.first
     print(f"first difference: {first}" if first else "no difference")

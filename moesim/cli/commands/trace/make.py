@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from moesim.base.options import (
     REQUIRED,
     ConfigError,
+    JsonOptions,
     Options,
     file_option,
     input_option,
-    json_option,
     option,
     seed_option,
     target_argument,
@@ -28,12 +28,8 @@ if TYPE_CHECKING:
 SHAPE = "layers=1,experts=6,top_k=1,expert_bytes=1MiB"
 
 
-def _numbers(text: str, metavar: str) -> Any:
-    return option(None, text, metavar=metavar)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportOptions(Options):
+class ImportOptions(JsonOptions):
     """What a foreign file does not say itself."""
 
     sources: tuple[Path, ...] = input_option(
@@ -44,9 +40,7 @@ class ImportOptions(Options):
     )
     target: Path = target_argument("The trace to write.")
     shape: str | None = option(
-        None,
-        f"The model: a name (see: list models), or {SHAPE}.",
-        metavar="NAME|WORDS",
+        None, f"The model: a name (see: list models), or {SHAPE}.", metavar="NAME|WORDS"
     )
     quant: str | None = option(
         None,
@@ -76,14 +70,12 @@ class ImportOptions(Options):
         flag="--option",
     )
     drop_incomplete: bool = option(
-        False,
-        "Leave out a last line or token that was cut off.",
+        False, "Leave out a last line or token that was cut off."
     )
     drop_profiling: bool = option(
         False,
         "Leave out tokens in a row that all have the same experts: a profiling run.",
     )
-    as_json: bool = json_option()
 
     def __post_init__(self) -> None:
         """Refuse two statements of the bytes, and words that are no options."""
@@ -141,11 +133,9 @@ def import_(options: ImportOptions) -> None:
         imported = import_trace(
             list(options.sources),
             options.target,
-            shape=model,
-            progress=show,
             options=options.for_importer(),
-            drop_incomplete=options.drop_incomplete,
-            drop_profiling=options.drop_profiling,
+            progress=show,
+            **options.arguments(import_trace) | {"shape": model},
         )
     if options.as_json:
         facts = {
@@ -233,11 +223,8 @@ def export(options: ExportOptions) -> None:
     from moesim.traces.exporters import export_trace
     from moesim.traces.format.reader import open_trace
 
-    stated = {
-        "cache_size": options.cache_size,
-        "tensor_split": options.tensor_split,
-        "n_cpu_moe": options.n_cpu_moe,
-    }
+    names = ("cache_size", "tensor_split", "n_cpu_moe")
+    stated = {name: getattr(options, name) for name in names}
     remarks: list[str] = []
     with bar("exporting") as show:
         records = export_trace(
@@ -256,16 +243,12 @@ def _habit(text: str, maximum: float) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SynthOptions(Options):
+class SynthOptions(JsonOptions):
     """What a drawn trace is like."""
 
     target: Path = target_argument("The trace to write.")
     tokens: float = option(
-        REQUIRED,
-        "Tokens in all, such as 1e6.",
-        metavar="N",
-        minimum=1,
-        maximum=1e12,
+        REQUIRED, "Tokens in all, such as 1e6.", metavar="N", minimum=1, maximum=1e12
     )
     like: str | None = option(
         None,
@@ -277,13 +260,10 @@ class SynthOptions(Options):
         excludes=("shape",),
     )
     save_stats: Path | None = file_option(
-        "Save the statistics; --like takes them.",
-        needs=("like",),
+        "Save the statistics; --like takes them.", needs=("like",)
     )
     shape: str | None = option(
-        None,
-        "A model instead (see: list models).",
-        metavar="NAME|WORDS",
+        None, "A model instead (see: list models).", metavar="NAME|WORDS"
     )
     quant: str | None = option(
         None,
@@ -297,9 +277,7 @@ class SynthOptions(Options):
     dependence: float | None = _habit("What ties layers, by kinds of tokens.", 5)
     drift: float | None = _habit("Wandering popularity.", 5)
     prompt_tokens: int | None = option(
-        None,
-        "Prompt tokens of each sequence. Default: 0, or as in --like.",
-        minimum=0,
+        None, "Prompt tokens of each sequence. Default: 0, or as in --like.", minimum=0
     )
     new_tokens: int | None = option(
         None,
@@ -307,15 +285,6 @@ class SynthOptions(Options):
         minimum=0,
     )
     seed: int = seed_option()
-    as_json: bool = json_option()
-
-    def statistics(self) -> dict[str, Any]:
-        """What was stated of the routing."""
-        habits = ("skew", "topic", "reuse", "memory", "dependence", "drift")
-        names = (*habits, "prompt_tokens", "new_tokens")
-        values = {name: getattr(self, name) for name in names}
-        # Zero is a statement too, so only what was left out is dropped.
-        return {name: value for name, value in values.items() if value is not None}
 
 
 @from_dataclass(from_file=False)
@@ -333,19 +302,15 @@ def synth(options: SynthOptions) -> None:
     from moesim.traces.synthetic.generate import synth as draw
 
     tokens = int(options.tokens)
+    stated = options.options()
+    del stated["as_json"]
     compared: list[Any] = []
     with bar("drawing") as show:
         trace = draw(
-            options.target,
-            tokens=tokens,
-            like=options.like,
-            save_stats=options.save_stats,
-            shape=options.shape,
-            quant=options.quant,
-            seed=options.seed,
             progress=show,
             comparison=compared.append,
-            **options.statistics(),
+            # Zero is a statement too, so only what was left out is dropped.
+            **{name: each for name, each in stated.items() if each is not None},
         )
     likeness = compared[0]
     if options.as_json:
@@ -375,20 +340,22 @@ def synth(options: SynthOptions) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictOptions(Options):
+class PredictOptions(JsonOptions):
     """How accurate predictions are, and how their errors depend on each other."""
 
     trace: Path = trace_argument()
     target: Path = target_argument("The trace to write.")
-    recall: tuple[float, ...] | None = _numbers(
+    recall: tuple[float, ...] = option(
+        (),
         "Recall of pred1_raw, pred2_raw, pred3_raw: used experts among the K best"
         " predicted.",
-        "R",
+        metavar="R",
     )
-    residual_recall: float | None = option(
+    residual: float | None = option(
         None,
         "Recall of pred1_res, which DALI needs.",
         metavar="R",
+        flag="--residual-recall",
     )
     at: int | None = option(
         None,
@@ -397,14 +364,7 @@ class PredictOptions(Options):
         minimum=1,
     )
     scores: bool = option(False, "Also draw the gate's scores, and weights.")
-    between_depths: float = option(0.6, "Correlation of errors of adjacent depths.")
-    between_tokens: float = option(0.4, "Correlation of errors of adjacent tokens.")
-    between_layers: float = option(
-        0.4,
-        "Share of difficulty that a token's layers share.",
-    )
     seed: int = seed_option()
-    as_json: bool = json_option()
 
 
 @from_dataclass(from_file=False)
@@ -421,24 +381,10 @@ def predict(options: PredictOptions) -> None:
     """
     from moesim.cli.output import bar
     from moesim.traces.synthetic.predict import predict as draw_predictions
-    from moesim.traces.synthetic.prediction_noise import Dependence
 
-    dependence = Dependence(
-        depths=options.between_depths,
-        tokens=options.between_tokens,
-        layers=options.between_layers,
-    )
     with bar("predicting", 1.0) as show:
         predicted = draw_predictions(
-            options.trace,
-            options.target,
-            recall=options.recall or (),
-            residual=options.residual_recall,
-            at=options.at,
-            scores=options.scores,
-            seed=options.seed,
-            dependence=dependence,
-            progress=show,
+            options.trace, progress=show, **options.arguments(draw_predictions)
         )
     if options.as_json:
         facts = {
@@ -446,7 +392,6 @@ def predict(options: PredictOptions) -> None:
             "rows": predicted.rows,
             "scores": predicted.scores,
             "predictors": [asdict(predictor) for predictor in predicted.predictors],
-            "dependence": asdict(dependence),
             "at": options.at,
             "seed": options.seed,
         }
@@ -467,16 +412,20 @@ def predict(options: PredictOptions) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WidthsOptions(Options):
+class WidthsOptions(JsonOptions):
     """Which experts get which bit-widths."""
 
     trace: Path = trace_argument()
     target: Path = target_argument("The trace to write.")
-    bits: tuple[float, ...] | None = _numbers(
-        "Bits per weight, scales included; the first experts get the first.", "B"
+    bits: tuple[float, ...] = option(
+        (),
+        "Bits per weight, scales included; the first experts get the first.",
+        metavar="B",
     )
-    shares: tuple[float, ...] | None = _numbers(
-        "Share of each layer's experts with each width. Default: equal shares.", "S"
+    shares: tuple[float, ...] | None = option(
+        None,
+        "Share of each layer's experts with each width. Default: equal shares.",
+        metavar="S",
     )
     by: str = option(
         "random",
@@ -485,12 +434,12 @@ class WidthsOptions(Options):
         " first.",
         metavar="RULE|FILE",
     )
-    widths: Path | None = input_option(
+    table: Path | None = input_option(
         "Instead of --bits: a CSV file with the columns layer, expert, bits.",
+        flag="--widths",
         excludes=("bits", "shares", "by"),
     )
     seed: int = seed_option()
-    as_json: bool = json_option()
 
     def inputs(self) -> list[Path]:
         """Files that are read, that of the scores included."""
@@ -516,15 +465,7 @@ def widths(options: WidthsOptions) -> None:
     from moesim.traces.synthetic.marks import WIDTHS, widths_text
     from moesim.traces.synthetic.widths import set_widths
 
-    widened = set_widths(
-        options.trace,
-        options.target,
-        bits=options.bits or (),
-        shares=options.shares,
-        by=options.by,
-        table=options.widths,
-        seed=options.seed,
-    )
+    widened = set_widths(options.trace, **options.arguments(set_widths))
     mean_bits = float(widened.bits.mean())
     if options.as_json:
         facts = {
