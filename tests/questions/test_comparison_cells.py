@@ -261,8 +261,8 @@ def test_nothing_to_compare_is_said(trace, what, given):
 @pytest.mark.parametrize(("option", "value", "part"), [
     ("--gpu-memory", "4GiB,much", "much"),
     ("--cache-ratio", "0.1,2", "between 0 and 1"),
-    ("--slots-per-layer", "1,-2", "whole numbers"),
-    ("--hw", ",", "names separated by commas"),
+    ("--slots-per-layer", "1,-2", "a whole number >= 0, got -2"),
+    ("--hw", ",", "expected values, found only commas"),
     ("--hw", "rtx4060ti,rtx4060tii", "did you mean 'rtx4060ti'"),
 ])  # fmt: skip
 def test_lists_are_refused_in_one_line(command, trace, option, value, part):
