@@ -224,12 +224,8 @@ def advise(options: AdviseOptions) -> None:
         save_profile(profile_of_advice(advice), options.save_profile)
         line = replay_command(advice, str(options.save_profile))
         answer.commands = [("to replay this placement", line), *answer.commands]
-    output.present(
-        answer,
-        as_json=options.as_json,
-        html=options.html,
-        more=(options.save_profile, options.expert_counts),
-    )
+    written = (options.save_profile, options.expert_counts)
+    output.present(answer, options, more=written)
 
 
 DESCRIBES = ("cpu", "ram", "gpu", "pcie", "system", "hw", "quant")
@@ -256,7 +252,7 @@ def _flags(
         measured=options.measured,
         target=options.target,
     )
-    output.present(flags_answer(answer), as_json=options.as_json, html=options.html)
+    output.present(flags_answer(answer), options)
 
 
 def _beside(options: AdviseOptions) -> dict[str, float]:
@@ -296,4 +292,4 @@ def model(options: ModelOptions) -> None:
     from moesim.advice.model.catalogue import model_contents
 
     contents = model_contents(options.model, options.quant)
-    output.present(model_answer(contents), as_json=options.as_json)
+    output.present(model_answer(contents), options)
