@@ -796,6 +796,8 @@ def _memory_figure(advice: Advice) -> Figure:
     for memory, parts, _ in memories:
         start = 0.0
         for item, stored in parts.items():
+            if not stored:
+                continue
             end = start + stored / GIB
             at = {"memory": memory, "item": item, "gib": stored / GIB}
             rows.append(at | {"from": start, "to": end})

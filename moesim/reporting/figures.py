@@ -203,7 +203,8 @@ class Figure:
 
         width, height = rcParams["figure.figsize"]
         if self.y.order is not None:
-            height = max(0.4 * height, 0.8 + 0.03 * height * (2 + len(self.y.order)))
+            lines = max(2 + len(self.y.order), 1.5 * len(self.names()))
+            height = max(0.4 * height, 0.8 + 0.03 * height * lines)
         if (count := len(self.panels())) > 1:
             across = min(count, MOST_PANELS_ABREAST)
             return 0.55 * width * across, 0.8 * height * -(-count // across)
@@ -269,18 +270,19 @@ def _draw(figure: Figure, ax: Axes, known: Sequence[str], *, first: bool) -> Non
     else:
         for looks, rows in _series(figure, known):
             _draw_series(figure, ax, rows, looks)
-    _dress(ax.xaxis, figure.x)
-    _dress(ax.yaxis, figure.y)
-    if figure.y.order is not None:
-        ax.set_ylim(len(figure.y.order) - 0.5, -0.5)
     for side, value, words in figure.rules:
         line = ax.axhline if side == "y" else ax.axvline
         line(value, color=QUIET, linestyle="--", linewidth=1, label=words, zorder=0)
     for across, up, words in figure.lines:
         ax.plot(across, up, color=QUIET, linewidth=1, label=words, zorder=0)
+    _dress(ax.xaxis, figure.x)
+    _dress(ax.yaxis, figure.y)
+    if figure.y.order is not None:
+        ax.set_ylim(len(figure.y.order) - 0.5, -0.5)
     if first and ax.get_legend_handles_labels()[1]:
         handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-        most = 9
+        # Bars that lie leave a legend no room.
+        most = 9 if figure.y.order is None else len(figure.y.order)
         if len(handles) > most:
             ax.legend(
                 handles.values(), handles.keys(), loc="center left",
