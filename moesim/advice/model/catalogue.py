@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from moesim.advice.model.gguf_header import gguf_contents
 from moesim.advice.model.hf_folder import hf_contents, is_hf_folder
 from moesim.advice.model.shaped import shaped_contents
 from moesim.base.errors import AdviceError
@@ -263,6 +262,9 @@ def model_contents(model: str, quant: str = "") -> ModelContents:
     # A wrong path should be called that, not an unknown model.
     if path.suffix.lower() == ".gguf" or path.is_file():
         _refuse_quant(quant, path)
+        # The library of the format is needed for files only.
+        from moesim.advice.model.gguf_header import gguf_contents  # noqa: PLC0415
+
         try:
             return gguf_contents(path)
         except FileNotFoundError:
