@@ -14,6 +14,7 @@ from moesim.advice.plan.memory import TABLES
 from moesim.advice.routing import COUNTS_FILE, FREQUENCY
 from moesim.advice.routing import server_command as mask_command
 from moesim.advice.times.latents import NINETY, Interval
+from moesim.advice.times.work import DEFAULT_MICRO_BATCH
 from moesim.base.units import format_bytes, ms, number, percent
 from moesim.reporting.answers import HEADS, Answer, Column, Listing
 from moesim.reporting.figures import LIMIT, Axis, Figure, names
@@ -930,6 +931,11 @@ def _target_words(answer: FlagsAnswer) -> str:
 
 def model_answer(model: ModelContents) -> Answer:
     """Say what a model file holds, layer by layer."""
+    together = DEFAULT_MICRO_BATCH
+    kept = sum(layer.needed_kv_bytes(1024, together) for layer in model.layers)
+    windows = ""
+    if any(layer.window_tokens for layer in model.layers):
+        windows = f"; windows hold the {together} tokens of a micro-batch, too"
     active = f"{model.active_weights / 1e9:.2f} billion per token"
     weights = f"{model.weights / 1e9:.2f} billion, {active}"
     head = f"{format_bytes(model.head_bytes)} {model.head_format}"
@@ -938,10 +944,7 @@ def model_answer(model: ModelContents) -> Answer:
         ("weights", weights),
         ("embeddings", format_bytes(model.embed_bytes)),
         ("head", f"{head} (the embeddings)" if model.tied else head),
-        (
-            "keys and values",
-            f"{format_bytes(model.kv_bytes(1024))} per 1,024 tokens in f16",
-        ),
+        ("keys and values", f"{format_bytes(kept)} per 1,024 tokens in f16{windows}"),
     ]
     if model.table_bytes:
         tables = f"{format_bytes(model.table_bytes)}, {model.table_rows} rows per token"
@@ -957,6 +960,7 @@ def model_answer(model: ModelContents) -> Answer:
         facts=facts,
         tables=[_layers_table(model)],
         data=_model_data(model)
+        | {"kv_bytes_1024_tokens": kept}
         | {"by_layer": [asdict(layer) for layer in model.layers]},
     )
 

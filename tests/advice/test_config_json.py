@@ -9,6 +9,7 @@ import torch
 import transformers
 from support.model_files import write_gguf, write_hf
 
+from moesim.advice.answer import model_answer
 from moesim.advice.model.catalogue import model_contents
 from moesim.base.errors import AdviceError
 
@@ -83,6 +84,9 @@ def test_compressed_attention_keeps_one_entry_for_several_tokens(configs):
     for tokens in (1024, 100_000):
         pooled = tokens * 2 * (21 * (512 + 128) / 4 + 20 * 512 / 128)
         assert model.kv_bytes(tokens) == pytest.approx(window + pooled)
+    # As published: about 33 MiB for 1,024 tokens, 512 of which are computed together.
+    needed = model_answer(model).data["kv_bytes_1024_tokens"]
+    assert needed / 2**20 == pytest.approx(33, rel=0.02)
     in_all = model.expert_bytes / 2**30
     assert in_all == pytest.approx(137, rel=0.001)
 

@@ -103,19 +103,24 @@ class LayerContents:
         """Key and value bytes, in half precision, that are kept for so much context: of
         a window also the tokens that are computed together, as llama.cpp keeps them.
         """
-        tokens = context_tokens
-        if self.window_tokens:
-            cells = -(-(self.window_tokens + micro_batch) // WINDOW_CELLS)
-            tokens = min(tokens, cells * WINDOW_CELLS)
-        pooled = self.pooled_bytes_per_token * context_tokens
-        return self.kv_bytes_per_token * tokens + pooled
+        cells = -(-(self.window_tokens + micro_batch) // WINDOW_CELLS)
+        return self._kept_bytes(context_tokens, cells * WINDOW_CELLS)
 
     def kv_bytes(self, context_tokens: float) -> float:
         """Key and value bytes, in half precision, behind one token at this depth."""
         # Beyond a window nothing is read.
+        return self._kept_bytes(context_tokens, self.window_tokens)
+
+    def needed_kv_bytes(self, context_tokens: float, together: int) -> float:
+        """Key and value bytes, in half precision, that `together` tokens at the end of
+        so much context need: of a window also their own.
+        """
+        return self._kept_bytes(context_tokens, self.window_tokens + together)
+
+    def _kept_bytes(self, context_tokens: float, most_of_window: float) -> float:
         tokens = context_tokens
         if self.window_tokens:
-            tokens = min(tokens, self.window_tokens)
+            tokens = min(tokens, most_of_window)
         pooled = self.pooled_bytes_per_token * context_tokens
         return self.kv_bytes_per_token * tokens + pooled
 
