@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test schedules torture check docs bench validate clean
+.PHONY: help setup build demo test schedules torture check docs bench validate gpu clean
 
 help: ## show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -50,6 +50,10 @@ validate: build ## calibrate this PC, run a small grid for real, compare with th
 	$(BIN)/python -m moesim validate traces/data/tiny_evaluation.parquet --hw out/validate/hw.toml \
 		--policy all-cpu+none,on-demand+lru,fixed-mapping+lru,greedy+lru --cache-ratio 0.15,0.5 --batch 1,4 \
 		--shape olmoe-1b-7b/2,qwen3-30b-a3b/4 --steps 8 --repetitions 3 --out out/validate
+
+gpu: build ## eight minutes on a CUDA card: checks, profile, recording, real runs, a verdict; goes on where it stopped (REHEARSE=1 on the host)
+	$(BIN)/python -m moesim verify --gpu --out out/gpu$(if $(REHEARSE),-rehearsal --rehearse); held=$$?; \
+	$(if $(REHEARSE),,test ! -f out/gpu/gpu.md || cp out/gpu/gpu.md docs/measurements/gpu.md;) exit $$held
 
 clean: ## remove what the targets made
 	rm -rf .venv out build dist *.egg-info

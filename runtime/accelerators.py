@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import time
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
 from moesim.base.errors import RuntimeFault
+from moesim.base.host_limits import available_memory_bytes
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -307,6 +309,87 @@ class Mps(Accelerator):
     def new_stream(self) -> Any:
         """The only stream there is."""
         return self.current_stream()
+
+    def page_lock(self, memory: torch.Tensor) -> None:
+        """Leave the memory as it is."""
+
+
+class HostEvent:
+    """A moment on the host's clock: what was launched before is over by then."""
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+
+    def record(self, stream: Any) -> None:
+        """Stand for now."""
+        del stream
+        self._at_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def query(self) -> bool:
+        """Tell that it is over."""
+        return True
+
+    def elapsed_time(self, later: HostEvent) -> float:
+        """Return the milliseconds until a later one."""
+        return 1e3 * (later._at_s - self._at_s)
+
+
+class Rehearsal(Accelerator):
+    """The host as its own accelerator, on which all is done when it is launched: what
+    drives a card runs there, and says nothing about one.
+    """
+
+    kind = "host"
+    type = "cpu"
+    page_locks = False
+
+    @classmethod
+    def is_here(cls) -> bool:
+        """Always."""
+        return True
+
+    @classmethod
+    def count(cls) -> int:
+        """One."""
+        return 1
+
+    @property
+    def name(self) -> str:
+        """What it is."""
+        return "host accelerator"
+
+    @property
+    def total_bytes(self) -> int:
+        """Free memory of the host."""
+        return available_memory_bytes()
+
+    @property
+    def cache_bytes(self) -> int:
+        """As little as shows that pools are cycled through."""
+        return 8 << 20
+
+    def current_stream(self) -> Any:
+        """The only stream there is."""
+        return torch.cpu.current_stream()
+
+    def new_stream(self) -> Any:
+        """The same."""
+        return torch.cpu.current_stream()
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Compute as ever."""
+        return contextlib.nullcontext(stream)
+
+    def event(self, *, asleep: bool = True) -> HostEvent:
+        """A moment on the host's clock."""
+        del asleep
+        return HostEvent()
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
 
     def page_lock(self, memory: torch.Tensor) -> None:
         """Leave the memory as it is."""

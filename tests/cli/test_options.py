@@ -61,9 +61,11 @@ EXCEPTIONS = {
     ("--residual", "record"),
     ("--hw", "calibrate"),
     ("--cache-size", "trace export"),
+    ("--gpu", "verify"),
 }
 """A recording writes the vectors that it finds no file of; a profile may be calibrated in
-its place; and a trace is exported with the memory of each card.
+its place; a trace is exported with the memory of each card; and `verify` asks whether there
+is one, not which.
 """
 
 

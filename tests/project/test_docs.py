@@ -31,6 +31,7 @@ MARKED = Counter(
         "needs a network": 4,
         "needs an interruption": 1,
         "needs your trace": 1,
+        "needs a GPU": 1,
     }
 )
 """How many examples do not run, by reason: a new one is a decision, no accident."""

@@ -56,9 +56,18 @@ class VerifyOptions(Options):
         metavar="DIR",
         place="folder",
     )
-    minutes: float = minutes_option(
-        "For everything; decides how many cells and repetitions are made.",
-        10.0,
+    minutes: float | None = minutes_option(
+        "For everything; decides how many cells and repetitions are made. Default: 10,"
+        " and 8 with --gpu."
+    )
+    gpu: bool = option(
+        False,
+        "Instead: check the card, measure it, record with it, and run real experts on it"
+        " beside simulated ones; the page is gpu.md.",
+        excludes=("seed",),
+    )
+    rehearse: bool = option(
+        False, "Walk through --gpu on the host accelerator.", needs=("gpu",)
     )
     seed: int = seed_option()
     as_json: bool = json_option()
@@ -73,7 +82,11 @@ def verify(options: VerifyOptions) -> None:
     Examples:
       moesim verify
       moesim verify --minutes 30 --out report
+      moesim verify --gpu --out gpu
     """
+    if options.gpu:
+        _gpu(options)
+        return
     from moesim.cli.output import steps_of
     from moesim.evidence.validation import report
     from moesim.evidence.validation import verify as library
@@ -82,7 +95,7 @@ def verify(options: VerifyOptions) -> None:
     with steps_of("verifying") as progress:
         verification = library.verify(
             options.out,
-            minutes=options.minutes,
+            minutes=options.minutes or library.MINUTES,
             seed=options.seed,
             save=lambda result: report.save(result, options.out, line),
             progress=progress,
@@ -94,6 +107,32 @@ def verify(options: VerifyOptions) -> None:
             output.print_notes(verification.result["warnings"])
         output.print_written(places)
     if verification.holds is False:
+        raise typer.Exit(DIFFERENT)
+
+
+def _gpu(options: VerifyOptions) -> None:
+    """Measure everything about the card, and print the verdict and the time per part.
+
+    Raises:
+        typer.Exit: code 1 where something does not hold.
+    """
+    from moesim.cli.output import steps_of
+    from moesim.evidence import gpu as library
+
+    with steps_of("verifying") as progress:
+        session = library.verify_gpu(
+            options.out,
+            rehearse=options.rehearse,
+            minutes=options.minutes or library.MINUTES,
+            progress=progress,
+        )
+    seconds = library.part_seconds(session.steps)
+    lines = library.verdict(session.steps)
+    facts = {"verdict": lines, "seconds": seconds, "machine": session.machine}
+    took = ", ".join(f"{part} {took_s:.0f} s" for part, took_s in seconds.items())
+    if _print(facts, "\n".join([*lines, took]), as_json=options.as_json):
+        output.print_written([options.out / library.PAGE])
+    if library.holds(session.steps) is False:
         raise typer.Exit(DIFFERENT)
 
 

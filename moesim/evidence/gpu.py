@@ -1,0 +1,839 @@
+"""Does it all hold on this machine's card? One command, eight minutes, one folder.
+
+Five parts, each of named steps: checks of the device, a profile of it, a recording with
+it, real runs beside simulated ones, a verdict. A step's result is in ``results.json``,
+and the page ``gpu.md`` written anew, before the next begins; so a call that was ended
+by whatever means leaves all that it measured, and the next goes on behind it. A step
+that fails is named, the others are made all the same, and the next call tries it again.
+`--rehearse` walks through the same on the host accelerator.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from moesim.base.errors import RuntimeFault
+from moesim.base.files import write_text
+from moesim.base.inputs import load_json, read_text
+from moesim.hwprofiles import paths
+from moesim.hwprofiles.profile import load_profile
+from moesim.hwprofiles.schema import ProfileError
+from moesim.reporting.tables import markdown_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from moesim.runtime.accelerators import Accelerator
+    from moesim.runtime.doctor import Finding
+
+MINUTES: Final = 8.0
+RESULTS: Final = "results.json"
+PAGE: Final = "gpu.md"
+VALIDATION: Final = "validation.json"
+_MACHINE: Final = "machine.toml"
+_CALIBRATED: Final = "hw.toml"
+_JOURNAL: Final = "runs.jsonl"
+_STORES: Final = "stores"
+
+PARTS: Final = ("checks", "profile", "recording", "runs", "verdict")
+SHAPES: Final = ("olmoe-1b-7b", "qwen3-30b-a3b", "gpt-oss-20b")
+FORMATS: Final = ("bfloat16", "float16", "float32")
+SYSTEMS: Final = (
+    "all-cpu+none",
+    "on-demand+lru",
+    "greedy+lru",
+    "fiddler+lru",
+    "hybrimoe",
+    "mixtral-offloading",
+)
+LIVE_SYSTEMS: Final = ("on-demand", "greedy", "mixtral-offloading", "fiddler")
+CACHE_RATIOS: Final = (0.15, 0.4, 0.8)
+BATCHES: Final = (1, 4)
+NEW_TOKENS: Final = 64
+_PROMPT: Final = "import os\nimport sys\n\ndef main():\n"
+_HALF_ULP: Final = 2.0**-10
+"""Scores are recorded in 16 bits: two that round from values this close may differ."""
+
+MEDIAN_AIM: Final = 0.05
+"""Aim for the median error of the time per token."""
+
+Step = dict[str, Any]
+
+
+class Extent(NamedTuple):
+    """How much is measured.
+
+    Attributes:
+        tokens: of each expert, for the table of products.
+        seconds: of each table of products, and of each other table.
+        run_shape: whose widths real runs have.
+        calibrated: whose widths the runs have from which costs are learned.
+        calibration_minutes: for those.
+        steps: forward passes of a real run.
+        repetitions: of each real run.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: float
+    run_shape: str
+    calibrated: tuple[str, str]
+    calibration_minutes: float
+    steps: int
+    repetitions: int
+
+
+CARD: Final = Extent(
+    tokens=(1, 4, 16, 64, 256),
+    seconds=3.0,
+    run_shape="qwen3-30b-a3b",
+    calibrated=("olmoe-1b-7b", "olmoe-1b-7b/2"),
+    calibration_minutes=1.5,
+    steps=16,
+    repetitions=3,
+)
+REHEARSAL: Final = Extent(
+    tokens=(1, 8),
+    seconds=0.5,
+    run_shape="qwen3-30b-a3b/8",
+    calibrated=("olmoe-1b-7b/4", "olmoe-1b-7b/8"),
+    calibration_minutes=0.5,
+    steps=6,
+    repetitions=3,
+)
+
+
+@dataclass
+class Session:
+    """One call, and what earlier ones have measured.
+
+    Attributes:
+        folder: of everything.
+        accelerator: that is tried.
+        extent: how much is measured.
+        minutes: for everything.
+        machine: what was measured: a result of another machine is begun anew.
+        steps: ``part/name`` -> its result, or why it failed, with its seconds.
+        report: called with each step's name before it begins.
+    """
+
+    folder: Path
+    accelerator: Accelerator
+    extent: Extent
+    minutes: float
+    machine: dict[str, Any]
+    steps: dict[str, Step] = field(default_factory=dict)
+    report: Callable[[str, float], None] = lambda _name, _share: None
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether the host stands in for a card."""
+        return self.accelerator.kind == "host"
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of all steps that were made."""
+        return sum(step["seconds"] for step in self.steps.values())
+
+    def left_minutes(self) -> float:
+        """What is left for the step at hand."""
+        return max(0.2, self.minutes - self.spent_s / 60.0)
+
+    def result(self, name: str) -> Any:
+        """What a step found; None where it failed or was not made."""
+        return self.steps.get(name, {}).get("result")
+
+    def load(self) -> None:
+        """Take back what an earlier call measured on this machine."""
+        place = self.folder / RESULTS
+        try:
+            saved = load_json(read_text(place))
+            steps = saved["steps"]
+            same = saved["machine"] == self.machine
+        except (OSError, ValueError, KeyError, TypeError):
+            same = False
+        if not same or f"{PARTS[-1]}/words" in steps:
+            for name in (_MACHINE, _CALIBRATED, _JOURNAL, VALIDATION, PAGE, RESULTS):
+                (self.folder / name).unlink(missing_ok=True)
+            return
+        self.steps = {name: step for name, step in steps.items() if "result" in step}
+
+    def save(self) -> None:
+        """Write the results so far, and their page."""
+        saved = {"machine": self.machine, "steps": self.steps}
+        write_text(self.folder / RESULTS, json.dumps(saved, indent=1) + "\n")
+        write_text(self.folder / PAGE, page(self.machine, self.steps))
+
+    def make(self, name: str, work: Callable[[], Any]) -> None:
+        """Make one step, unless an earlier call has; whatever ends it is noted."""
+        if name in self.steps:
+            return
+        self.report(name, min(1.0, self.spent_s / (60.0 * self.minutes)))
+        begin_s = time.perf_counter()
+        try:
+            step: Step = {"result": work()}
+        except Exception as error:  # noqa: BLE001 - named in the results, and the rest goes on
+            lines = str(error).splitlines() or [""]
+            step = {"failed": f"{type(error).__name__}: {lines[0]}"}
+        step["seconds"] = round(time.perf_counter() - begin_s, 2)
+        self.steps[name] = step
+        self.save()
+
+
+def verify_gpu(
+    folder: Path,
+    *,
+    rehearse: bool = False,
+    minutes: float = MINUTES,
+    extent: Extent | None = None,
+    progress: Callable[[str, float], None] = lambda _name, _share: None,
+) -> Session:
+    """Make all five parts, going on where an earlier call stopped.
+
+    Args:
+        folder: of all results.
+        rehearse: on the host accelerator, whatever there is.
+        minutes: for everything.
+        extent: how much is measured; `CARD` or `REHEARSAL` when None.
+        progress: called with the step that is made next and the share of the time.
+
+    Raises:
+        RuntimeFault: there is no card.
+        OSError: the folder cannot be written.
+    """
+    from moesim.runtime.accelerators import (  # noqa: PLC0415 - torch
+        Rehearsal,
+        accelerator_here,
+    )
+    from moesim.runtime.measure.profile import versions  # noqa: PLC0415 - torch
+
+    card = accelerator_here()
+    if rehearse and card is not None:
+        raise RuntimeFault(
+            f"--rehearse: there is a card ({card.name}), which runs would take; leave"
+            " it out"
+        )
+    accelerator = Rehearsal() if rehearse else card
+    if accelerator is None:
+        raise RuntimeFault(
+            "--gpu: expected a card, torch finds none; install the torch build for it,"
+            " or walk through on the host accelerator with --rehearse"
+        )
+    machine = versions() | {
+        "accelerator": accelerator.name,
+        "driver": accelerator.driver,
+        "kind": accelerator.kind,
+    }
+    session = Session(
+        folder,
+        accelerator,
+        extent or (REHEARSAL if rehearse else CARD),
+        minutes,
+        machine,
+        report=progress,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    session.load()
+    for part in (_checks, _profile, _recording, _runs):
+        part(session)
+    session.make("verdict/words", lambda: verdict(session.steps))
+    # Weights are random, and of no further use.
+    shutil.rmtree(folder / _STORES, ignore_errors=True)
+    return session
+
+
+# -- the parts -------------------------------------------------------------------------
+
+
+def _checks(session: Session) -> None:
+    """Products, copies, streams and locked memory do what the runtime relies on."""
+    from moesim.runtime.measure.device_checks import CHECKS  # noqa: PLC0415 - torch
+
+    def checked(check: Callable[[Accelerator], Finding]) -> dict[str, Any]:
+        return check(session.accelerator)._asdict()
+
+    for name, check in CHECKS.items():
+        session.make(f"checks/{name}", partial(checked, check))
+
+
+def _profile(session: Session) -> None:
+    """What products, copies, launches and both together take, and joules."""
+    from moesim.runtime.measure import card  # noqa: PLC0415 - torch
+    from moesim.runtime.measure.experts import Size  # noqa: PLC0415 - torch
+    from moesim.runtime.measure.neighbours import torch_threads  # noqa: PLC0415 - torch
+    from moesim.runtime.measure.profile import measure  # noqa: PLC0415 - torch
+    from moesim.runtime.models.expert_layout import torch_dtype  # noqa: PLC0415
+    from moesim.traces.models import model_shape  # noqa: PLC0415
+
+    device = session.accelerator
+    seconds = session.extent.seconds
+
+    def lanes() -> dict[str, float]:
+        profile = measure(None, session.folder / _MACHINE, quick=True)
+        wanted = (
+            *(f"costs.{link}.bytes_per_s" for link in ("h2d", "d2h", "ssd")),
+            *("contention.cpu.h2d", "contention.h2d.cpu"),
+            *("contention.cpu.gpu", "contention.gpu.cpu"),
+            *(paths.HOST_BESIDE_LINK, paths.LINK_BESIDE_HOST, paths.DEVICE_READ),
+        )
+        numbers = profile.numbers
+        return {path: numbers[path].value for path in wanted if path in numbers}
+
+    def alone(work: Callable[[], Any]) -> Any:
+        # Launches come from one thread, as in a run.
+        with torch_threads(1):
+            return work()
+
+    session.make("profile/lanes", lanes)
+    for name in SHAPES:
+        shape = model_shape(name)
+        size = Size(shape.hidden, shape.expert_intermediate)
+        for dtype in FORMATS:
+            products = partial(
+                card.products,
+                device,
+                size,
+                torch_dtype(dtype),
+                session.extent.tokens,
+                seconds=seconds,
+            )
+            session.make(
+                f"profile/products of {name}, {dtype}", partial(alone, products)
+            )
+    tables: dict[str, Callable[[], Any]] = {
+        "links": partial(card.links, device, seconds=2 * seconds),
+        "both directions": partial(card.both_ways, device, seconds=seconds),
+        "launches": partial(card.launches, device, seconds=seconds),
+        "energy": partial(card.energy, device, Size(2048, 768)),
+    }
+    for step, work in tables.items():
+        session.make(f"profile/{step}", partial(alone, work))
+
+
+def _recording(session: Session) -> None:
+    """The shipped model's gates say with the card what they say with the CPU, and so do
+    answers whose experts are computed where a policy says.
+    """
+    from moesim.evidence.doctor import rough_profile  # noqa: PLC0415
+
+    session.make("recording/same routing", partial(_recorded, session))
+    # No run's time counts here, so the lanes need not be measured.
+    profile = rough_profile()
+
+    def answers(system: str) -> dict[str, Any]:
+        from moesim.runs.live import run_live  # noqa: PLC0415 - torch
+
+        live = run_live(
+            "tiny",
+            [_PROMPT, _PROMPT[:12]],
+            system,
+            cache_ratio=0.25,
+            hw=profile,
+            batch=2,
+            new_tokens=8,
+            store=session.folder / _STORES / "tiny",
+            verify=True,
+        )
+        assert live.verification is not None, "it was asked for"
+        compared = live.verification
+        return {**compared._asdict(), "passed": compared.passed}
+
+    for system in LIVE_SYSTEMS:
+        session.make(f"recording/answers, {system}", partial(answers, system))
+
+
+def _recorded(session: Session) -> dict[str, Any]:
+    """Record the same text on the device and on the CPU, and compare."""
+    from moesim.runtime.models.local_model import load_model  # noqa: PLC0415 - torch
+    from moesim.runtime.record.record import record  # noqa: PLC0415 - torch
+    from moesim.traces.format.reader import open_trace  # noqa: PLC0415
+
+    columns = ("token", "scores")
+    rows = {}
+    speed = 0.0
+    for where in ("cpu", str(session.accelerator.device)):
+        recording = record(
+            load_model("tiny", dtype="float32", device=where),
+            [_PROMPT],
+            session.folder / f"recorded-{where.replace(':', '')}.parquet",
+            new_tokens=NEW_TOKENS,
+            overhead=False,
+        )
+        speed = recording.tokens_per_s
+        trace = open_trace(recording.path)
+        rows[where] = next(iter(trace.sequences(columns))).arrays()
+    cpu, *device = rows.values()
+    compared = same_routing(cpu, device[0] if device else cpu, trace.shape.layers)
+    return compared | {"tokens_per_s": speed}
+
+
+def same_routing(
+    cpu: Mapping[str, np.ndarray], device: Mapping[str, np.ndarray], layers: int
+) -> dict[str, Any]:
+    """Compare two recordings of one text.
+
+    Args:
+        cpu, device: ``token`` [N], ``scores`` [N, E] and ``experts`` [N, K] by token
+            and layer.
+        layers: of the model.
+
+    Returns:
+        ``tokens`` compared (up to the first that was generated differently, which all
+        later ones depend on); ``same_tokens``; ``same_experts``, the share of equal
+        choices; ``largest``, the difference of scores; ``passed``: tokens and scores
+        are equal within the rounding of 16 bits, and choices wherever scores tell them
+        apart.
+    """
+    rows = (cpu, device)
+    tokens = [values["token"].reshape(-1, layers)[:, 0] for values in rows]
+    length = min(map(len, tokens))
+    differ = np.flatnonzero(tokens[0][:length] != tokens[1][:length])
+    compared = int(differ[0]) if len(differ) else length
+    end = compared * layers
+    scores = [values["scores"][:end].astype(np.float32) for values in rows]
+    chosen = [np.sort(values["experts"][:end], axis=1) for values in rows]
+    apart = np.abs(scores[0] - scores[1])
+    allowed = _HALF_ULP * np.maximum(np.abs(scores[0]), 1e-2)
+    same = (chosen[0] == chosen[1]).all(axis=1)
+    # Two experts whose scores are equal in 16 bits may change places.
+    top_k = chosen[0].shape[1]
+    ranked = -np.sort(-scores[0], axis=1)
+    tied = ranked[:, top_k - 1] - ranked[:, top_k] <= allowed.max(axis=1)
+    return {
+        "tokens": compared,
+        "same_tokens": not len(differ),
+        "same_experts": float(same.mean()),
+        "largest": float(apart.max()),
+        "passed": bool(
+            not len(differ) and (apart <= allowed).all() and (same | tied).all()
+        ),
+    }
+
+
+def _runs(session: Session) -> None:
+    """Real runs beside simulated ones: costs learned from other runs, decisions equal,
+    and times over the grid.
+    """
+    session.make("runs/costs", partial(_learned_costs, session))
+    for system in SYSTEMS:
+        session.make(f"runs/decisions, {system}", partial(_decisions, session, system))
+    session.make("runs/times", partial(_times, session))
+
+
+def _learned_costs(session: Session) -> dict[str, Any]:
+    """Learn the costs of this machine from designed runs."""
+    from moesim.evidence.validation.calibrate import calibrate  # noqa: PLC0415
+
+    profile = calibrate(
+        session.folder / _CALIBRATED,
+        shapes=session.extent.calibrated,
+        quick=True,
+        hw=session.folder / _MACHINE,
+        stores=_stores(session, "calibration"),
+        minutes=min(session.extent.calibration_minutes, session.left_minutes() / 2),
+        # Doubts are told with the verdict; without any profile there is none.
+        force=True,
+    )
+    return {"digest": profile.digest, "fit": profile.fit}
+
+
+def _costs(session: Session) -> Any:
+    """The learned profile, or the lanes alone where nothing could be learned."""
+    for name in (_CALIBRATED, _MACHINE):
+        if (session.folder / name).exists():
+            return load_profile(session.folder / name)
+    raise ProfileError("no profile of this machine: its measurement failed")
+
+
+def _decisions(session: Session, system: str) -> dict[str, Any]:
+    """Run a system for real and simulated, and compare who computed what and which
+    copies were made: equal wherever no decision depends on when a copy lands.
+    """
+    from moesim.evidence.validation.grid import timing_free  # noqa: PLC0415
+    from moesim.evidence.validation.paired_runs import (  # noqa: PLC0415
+        Trial,
+        TrialRunner,
+        simulate,
+    )
+    from moesim.policies.systems import compose as compose_system  # noqa: PLC0415
+    from moesim.runs.config import MemoryOptions  # noqa: PLC0415
+    from moesim.runs.machine import experts_dtype  # noqa: PLC0415
+    from moesim.runs.setup import needed_columns  # noqa: PLC0415
+    from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415
+    from moesim.traces.format.batch import compose  # noqa: PLC0415
+    from moesim.traces.format.reader import open_trace  # noqa: PLC0415
+    from moesim.traces.shipped import resolve_trace  # noqa: PLC0415
+
+    profile = _costs(session)
+    trace = open_trace(resolve_trace("tiny"))
+    dtype = experts_dtype(profile)
+    shape = shape_for(trace.shape, session.extent.run_shape, dtype)
+    policies = compose_system(system).build(gpus=1, host_cache=None)
+    steps = compose(
+        trace, batch=1, steps=session.extent.steps, columns=needed_columns(policies)
+    )
+    trial = Trial(system, MemoryOptions(cache_ratio=CACHE_RATIOS[1]), list(steps))
+    store = _stores(session, "runs") / "0"
+    with TrialRunner(shape, profile, dtype=dtype, store=store) as runner:
+        measured = runner.run(trial, profile)
+    simulated = simulate(trial, shape, profile)
+    columns = ["step", "layer", "expert", "lane", "state"]
+    measured_accesses, simulated_accesses = (
+        timeline.access_frame()[columns].sort_values(columns[:3]).to_numpy()
+        for timeline in (measured, simulated)
+    )
+    copies = [_copies_of(timeline) for timeline in (measured, simulated)]
+    return {
+        "timing_free": timing_free(policies),
+        "accesses": len(measured_accesses),
+        "equal": bool(np.array_equal(measured_accesses, simulated_accesses)),
+        "copies": len(copies[0]),
+        "copies_equal": copies[0] == copies[1],
+    }
+
+
+def _copies_of(timeline: Any) -> list[tuple[Any, ...]]:
+    """Copies of experts that a run awaited."""
+    spans = timeline.frame()
+    fetched = spans[spans["kind"] == "fetch"]
+    return sorted(fetched[["step", "layer", "expert"]].itertuples(index=False))
+
+
+def _times(session: Session) -> dict[str, Any]:
+    """Run the grid, and sum up."""
+    from moesim.evidence.validation.grid import validate  # noqa: PLC0415
+    from moesim.traces.shipped import resolve_trace  # noqa: PLC0415
+
+    kept = session.folder / VALIDATION
+
+    def save(validation: Any) -> None:
+        write_text(kept, json.dumps(validation.to_json()))
+
+    validation = validate(
+        [resolve_trace("tiny")],
+        policies=SYSTEMS,
+        cache_ratios=CACHE_RATIOS,
+        batches=BATCHES,
+        hw=_costs(session),
+        shapes=[session.extent.run_shape],
+        steps=session.extent.steps,
+        repetitions=session.extent.repetitions,
+        # The mean of few drawn runs: time is for real ones.
+        replications=3,
+        stores=_stores(session, "grid"),
+        minutes=session.left_minutes(),
+        journal=session.folder / _JOURNAL,
+        on_result=save,
+        progress=lambda cell, share: session.report(f"runs/times: {cell}", share),
+    )
+    save(validation)
+    (session.folder / _JOURNAL).unlink(missing_ok=True)
+    return times_of(validation.to_json())
+
+
+def times_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Sum up a validation, as `Validation.to_json` returns it."""
+    cells = [
+        {
+            "system": cell["policy"],
+            "cache": cell["cache_ratio"],
+            "batch": cell["batch"],
+            "measured_s": cell["tpot_measured_s"],
+            "predicted_s": cell["predicted"]["tpot_s"],
+            "error": cell["tpot_error"],
+            "first_token_error": cell["ttft_error"],
+            "noise": cell["noise_floor"],
+        }
+        for cell in result["cells"]
+    ]
+    return {
+        "cells": cells,
+        "hits_equal": result["hits_equal"],
+        "hits_compared": result["hits_compared"],
+        "median": _middle(cell["error"] for cell in cells),
+        "worst": max((abs(cell["error"] or 0.0) for cell in cells), default=None),
+        "first_token_median": _middle(cell["first_token_error"] for cell in cells),
+        "noise": _middle(cell["noise"] for cell in cells),
+        "order": orders(cells),
+        "left_out": result["config"].get("left_out", ""),
+        "warnings": result["warnings"],
+    }
+
+
+def orders(cells: list[dict[str, Any]]) -> dict[str, int]:
+    """Count pairs of systems that differ by more than the noise in the same memory and
+    batch, and how many of them are predicted in the measured order.
+    """
+    pairs = agreed = 0
+    for number, cell in enumerate(cells):
+        for other in cells[number + 1 :]:
+            same = (cell["cache"], cell["batch"]) == (other["cache"], other["batch"])
+            if not same or not cell["measured_s"] or not other["measured_s"]:
+                continue
+            apart = cell["measured_s"] / other["measured_s"] - 1.0
+            if abs(apart) <= 2 * (cell["noise"] + other["noise"]):
+                continue
+            pairs += 1
+            agreed += (cell["predicted_s"] > other["predicted_s"]) == (apart > 0)
+    return {"pairs": pairs, "agreed": agreed}
+
+
+def _stores(session: Session, name: str) -> Path:
+    """A folder for stores of experts, in the folder of the run."""
+    place = session.folder / _STORES / name
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def _middle(values: Any) -> float | None:
+    """Median size of what is known."""
+    known = [abs(value) for value in values if value is not None]
+    return median(known) if known else None
+
+
+# -- what came out ---------------------------------------------------------------------
+
+
+def failures(steps: Mapping[str, Step]) -> list[str]:
+    """Name the steps that failed, and the findings that do not hold."""
+    named = []
+    for name, step in steps.items():
+        if "failed" in step:
+            named.append(f"{name}: {step['failed']}")
+            continue
+        result = step["result"]
+        if not isinstance(result, dict):
+            continue
+        if result.get("verdict") == "fails":
+            named.append(f"{name}: {result['outcome']}")
+        elif result.get("passed") is False:
+            named.append(f"{name}: differs from the CPU by {result['largest']:.1e}")
+        elif result.get("timing_free") and not result["equal"]:
+            named.append(f"{name}: decided otherwise than simulated")
+        elif result.get("hits_equal") is False:
+            named.append(f"{name}: other hits than simulated")
+    return named
+
+
+def doubts(steps: Mapping[str, Step]) -> list[str]:
+    """Everything that speaks against: failures, times and orders that are off."""
+    named = failures(steps)
+    times = steps.get("runs/times", {}).get("result")
+    if times and times["median"] is not None:
+        # Repetitions that differ as much explain as much.
+        if times["median"] > max(MEDIAN_AIM, 2 * times["noise"]):
+            named.append(f"times are off by {times['median']:.0%} in the median")
+        order = times["order"]
+        if order["agreed"] < order["pairs"]:
+            named.append(f"{order['pairs'] - order['agreed']} orders are not predicted")
+    return named
+
+
+def holds(steps: Mapping[str, Step]) -> bool | None:
+    """Whether everything holds; None where no times were measured."""
+    if doubts(steps):
+        return False
+    times = steps.get("runs/times", {}).get("result")
+    return True if times and times["median"] is not None else None
+
+
+def verdict(steps: Mapping[str, Step]) -> list[str]:
+    """Say what came out in ten lines at most."""
+    answer = {True: "it holds", False: "it does not hold", None: "cannot tell yet"}
+    result = {name: step.get("result") for name, step in steps.items()}
+    first = answer[holds(steps)]
+    if named := doubts(steps):
+        first += f": {'; '.join(named[:3])}"
+        if len(named) > 3:
+            first += f"; and {len(named) - 3} more"
+    return [first, *(line for words in _WORDS for line in words(result))][:10]
+
+
+def _checked_words(result: Mapping[str, Any]) -> list[str]:
+    findings = [value for name, value in result.items() if name.startswith("checks/")]
+    good = sum(value is not None and value["verdict"] == "ok" for value in findings)
+    return [f"device: {good} of {len(findings)} checks hold without a limit"]
+
+
+def _product_words(result: Mapping[str, Any]) -> list[str]:
+    rows = [
+        row
+        for name, value in result.items()
+        if name.startswith("profile/products") and value
+        for row in value
+    ]
+    if not rows:
+        return []
+    rate = max(row["expert_bytes"] / row["alone_s"] for row in rows)
+    words = f"products: weights read at up to {rate / 1e9:.0f} GB/s"
+    gains = [
+        row["grouped_experts"] * row["alone_s"] / row["grouped_s"]
+        for row in rows
+        if row["grouped_s"] and row["tokens"] == 1
+    ]
+    if gains:
+        words += f"; one grouped launch is worth a factor {median(gains):.1f}"
+    return [words]
+
+
+def _link_words(result: Mapping[str, Any]) -> list[str]:
+    rows = result.get("profile/links")
+    if not rows:
+        return []
+    best = {
+        (direction, locked): max(
+            row["bytes_per_s"]
+            for row in rows
+            if row["direction"] == direction and row["page_locked"] == locked
+        )
+        for direction in ("up", "down")
+        for locked in (True, False)
+    }
+    words = ", ".join(
+        f"{direction} {best[direction, True] / 1e9:.1f} GB/s page-locked and"
+        f" {best[direction, False] / 1e9:.1f} pageable"
+        for direction in ("up", "down")
+    )
+    both = result.get("profile/both directions")
+    if both:
+        words += f"; both at once take {both['both_over_slower']:.2f} times the slower"
+    return [f"link: {words}"]
+
+
+def _launch_words(result: Mapping[str, Any]) -> list[str]:
+    launches = result.get("profile/launches")
+    energy = result.get("profile/energy") or {}
+    lines = []
+    if launches:
+        lines.append(
+            f"launches: {1e6 * launches['host_s']:.1f} us of the host,"
+            f" {1e6 * launches['back_to_back_s']:.1f} us one behind the other"
+        )
+    if energy.get("busy_watts") is not None:
+        lines.append(
+            f"energy: {energy['idle_watts']:.0f} W idle, {energy['busy_watts']:.0f} W"
+            " computing experts, by the card's own counter"
+        )
+    return lines
+
+
+def _recording_words(result: Mapping[str, Any]) -> list[str]:
+    same = result.get("recording/same routing")
+    if not same:
+        return []
+    words = (
+        f"recording: {same['tokens']} tokens compared with the CPU's,"
+        f" {same['same_experts']:.1%} of choices equal, scores within"
+        f" {same['largest']:.1e}"
+    )
+    return [words]
+
+
+def _run_words(result: Mapping[str, Any]) -> list[str]:
+    lines = []
+    decided = [
+        value for name, value in result.items() if name.startswith("runs/decisions")
+    ]
+    free = [value for value in decided if value and value["timing_free"]]
+    if free:
+        equal = sum(value["equal"] and value["copies_equal"] for value in free)
+        lines.append(
+            f"decisions: {equal} of {len(free)} systems whose decisions no timing"
+            " moves did exactly what was simulated"
+        )
+    times = result.get("runs/times")
+    if times and times["median"] is not None:
+        lines.append(
+            f"times: {len(times['cells'])} cells, per token off by"
+            f" {times['median']:.1%} in the median and {times['worst']:.1%} at worst"
+            f" (repetitions: {times['noise']:.1%}), first token"
+            f" {times['first_token_median'] or 0.0:.1%}"
+        )
+        order = times["order"]
+        lines.append(
+            f"order: {order['agreed']} of {order['pairs']} pairs of systems as measured"
+        )
+        if times["left_out"]:
+            lines.append(f"left out for want of time: {times['left_out']}")
+    return lines
+
+
+_WORDS: Final = (
+    _checked_words,
+    _product_words,
+    _link_words,
+    _launch_words,
+    _recording_words,
+    _run_words,
+)
+
+
+def part_seconds(steps: Mapping[str, Step]) -> dict[str, float]:
+    """Seconds of each part."""
+    return {
+        part: sum(
+            step["seconds"]
+            for name, step in steps.items()
+            if name.startswith(f"{part}/")
+        )
+        for part in PARTS
+    }
+
+
+def page(machine: Mapping[str, Any], steps: Mapping[str, Step]) -> str:
+    """The page of what there is so far, in Markdown."""
+    rehearsed = machine["kind"] == "host"
+    title = "Eight minutes on a card"
+    if rehearsed:
+        title = "Rehearsal on the host accelerator: no figure here is a card's"
+    done = f"{PARTS[-1]}/words" in steps
+    lines = [f"# {title}", ""]
+    lines += [f"- **{name}**: {value}" for name, value in machine.items()]
+    lines += ["", "## Verdict", ""]
+    if not done:
+        lines += ["Not finished; the same command goes on.", ""]
+    lines += [f"{number}. {line}" for number, line in enumerate(verdict(steps), 1)]
+    rows = [[part, f"{took_s:.0f}"] for part, took_s in part_seconds(steps).items()]
+    lines += ["", "## Time", "", *markdown_table(["part", "seconds"], rows)]
+    for part in PARTS[:-1]:
+        lines += ["", f"## {part.capitalize()}", ""]
+        for name, step in steps.items():
+            if name.startswith(f"{part}/"):
+                lines += _section(name.partition("/")[2], step)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(name: str, step: Step) -> list[str]:
+    """A step's part of the page: a line, or a table of its rows."""
+    if "failed" in step:
+        return [f"- **{name}** FAILED: {step['failed']}"]
+    result = step["result"]
+    if isinstance(result, dict) and "cells" in result:
+        result = result["cells"]
+    if isinstance(result, list):
+        if not result:
+            return [f"- {name}: nothing"]
+        heads = list(result[0])
+        rows = [[_cell(row[head]) for head in heads] for row in result]
+        return ["", f"**{name}**", "", *markdown_table(heads, rows), ""]
+    if "outcome" in result:
+        return [f"- {name}: {result['verdict']}, {result['outcome']}"]
+    figures = ", ".join(
+        f"{key} {_cell(value)}"
+        for key, value in result.items()
+        if not isinstance(value, dict)
+    )
+    return [f"- {name}: {figures}"]
+
+
+def _cell(value: Any) -> str:
+    """A value in a table."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
