@@ -20,8 +20,7 @@ from moesim.evidence.reproduction.field_map import (
     FieldTrace,
     field_map,
     field_traces,
-    report_of,
-    standings,
+    map_answer,
     write_map,
 )
 from moesim.evidence.reproduction.workloads import Workload
@@ -74,7 +73,7 @@ def test_drawn_traces_make_a_map_where_nobody_has_others(monkeypatch, tmp_path):
 def test_cells_say_what_their_runs_took(mapped):
     _, found, _ = mapped
     assert len(found.runs) == 4 * len(FEW)
-    for cell in found.cells:
+    for cell in found.cells.to_dict("records"):
         runs = found.runs
         for name in CELL:
             runs = runs[runs[name] == cell[name]]
@@ -85,7 +84,7 @@ def test_cells_say_what_their_runs_took(mapped):
 
 
 def test_a_fixed_choice_is_compared_with_the_best_in_hindsight(mapped):
-    behind = standings(mapped[1].runs)
+    behind = mapped[1].behind
     causal = behind.drop(columns="clairvoyant")
     assert (causal.min(axis=1) == 0.0).all()
     assert (behind["clairvoyant"] <= 0.0).all()
@@ -93,7 +92,7 @@ def test_a_fixed_choice_is_compared_with_the_best_in_hindsight(mapped):
 
 def test_drafts_and_warm_starts_are_compared_with_the_same_runs_without(mapped):
     _, found, _ = mapped
-    table = next(t for t in report_of(found).tables if "warm start" in t.title)
+    table = next(t for t in map_answer(found).tables if "warm start" in t.title)
     gains = {row[0]: row[1:] for row in table.rows}
     mean = gains["fetch-split+static, warm over fetch-split+static"][0]
     static = found.runs[found.runs["policy"] == "fetch-split+static"]
@@ -116,22 +115,23 @@ def test_what_is_there_is_not_run_again(mapped):
 
 def test_the_page_links_each_cell_to_its_command(mapped):
     out, found, _ = mapped
-    html, text, figures = write_map(out, found)
+    html, text, figures = write_map(out, found, map_answer(found))
     commands = re.findall(r"moesim (compare [^|]*) \|", text.read_text())
     assert len(commands) == len(found.cells)
     assert all(command in html.read_text() for command in commands)
-    cell, command = found.cells[-1], commands[-1]
+    cell, command = found.cells.iloc[-1], commands[-1]
     done = CliRunner().invoke(cli.app, [*shlex.split(command), "--json"])
     assert done.exit_code == 0, done.output
     tpot_s = {run["policy"]: run["tpot_s"] for run in json.loads(done.stdout)["runs"]}
     assert tpot_s[cell["best"]] == cell["tpot_s"]
     read = pd.read_csv(figures)
-    assert np.allclose(read["best_s"], [cell["best_s"] for cell in found.cells])
-    assert len(json.loads((out / "bounds.json").read_text())) == len(found.cells)
+    assert np.allclose(read["best_s"], found.cells["best_s"])
+    bounds = (out / "bounds.jsonl").read_text().splitlines()
+    assert len(bounds) == 1 + len(found.cells)
 
 
 def test_the_page_is_whole_in_a_browser(mapped, tmp_path, screenshots):
-    html, *_ = write_map(mapped[0], mapped[1])
+    html, *_ = write_map(mapped[0], mapped[1], map_answer(mapped[1]))
     with browser(tmp_path / "browser") as driver:
         check_page(driver, html, screenshots)
 

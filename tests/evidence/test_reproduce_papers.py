@@ -4,9 +4,7 @@ runs, orders are read off the records.
 
 import ast
 import json
-import os
 import re
-import signal
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +16,8 @@ from support.browser import browser, check_page
 from typer.testing import CliRunner
 
 from moesim import cli
-from moesim.evidence.reproduction import orders, questions, reproduce_all
+from moesim.evidence.reproduction import questions, reproduce_all
 from moesim.evidence.reproduction import report as pages
-from moesim.evidence.reproduction.orders import PARTS, sides
 from moesim.evidence.reproduction.questions import (
     ANCHORED,
     COMPUTED,
@@ -29,11 +26,14 @@ from moesim.evidence.reproduction.questions import (
     Case,
     Question,
     Record,
+    directions,
+    larger,
+    orders,
     papers,
     quantity_of,
     records,
 )
-from moesim.evidence.reproduction.reproduce_all import Done
+from moesim.evidence.reproduction.report import PARTS, busy_parts
 from moesim.evidence.reproduction.routing import EXPERIMENTS
 from moesim.evidence.reproduction.runs import TRAINING_SEQUENCES, RunSpec
 from moesim.evidence.reproduction.workloads import Workload
@@ -200,9 +200,8 @@ def test_experiments_on_routing_alone_count_no_anchors():
     """Predictions with published accuracies would prove themselves."""
     anchored = questions.anchors()
     for experiment in EXPERIMENTS.values():
-        if set(experiment.published) & anchored:
-            note = pages.anchor_note(experiment)
-            assert "not counted" in note
+        if set(experiment.keys) & anchored:
+            assert "not counted" in experiment.remarks[-1]
 
 
 # Every record has its place.
@@ -212,7 +211,7 @@ def test_every_record_is_answered_or_said_why_not():
     asked = {question.record for question in questions.questions()}
     for record in records():
         in_experiment = any(each.row(record) for each in EXPERIMENTS.values())
-        beside = any(record.key in each.published for each in EXPERIMENTS.values())
+        beside = any(record.key in each.keys for each in EXPERIMENTS.values())
         assert record in asked or in_experiment or beside, record
 
 
@@ -223,7 +222,7 @@ def test_as_many_records_as_the_summary_says():
     beside = [q for q in asked if q.figure is not None or q.status == ANCHORED]
     beside = [q for q in beside if q not in sizes]
     of_experiments = {
-        key for experiment in EXPERIMENTS.values() for key in experiment.published
+        key for experiment in EXPERIMENTS.values() for key in experiment.keys
     }
     new = [q for q in beside if q.record.key not in of_experiments]
     assert len(new) >= 135
@@ -270,10 +269,6 @@ def test_two_sides_and_two_cases_become_one_figure(how, expected):
     outcomes = {_spec(policy): {"x": x} for policy, x in values.items()}
     question = Question(RECORD, cases=cases, quantity="x", **how)
     assert question.figure(outcomes) == pytest.approx(expected)
-    assert question.sides == (
-        (_spec("greedy"), _spec("exact")),
-        (_spec("all-cpu"), _spec("on-demand")),
-    )
 
 
 def test_one_of_several_rivals_stands_for_the_other_side():
@@ -412,61 +407,6 @@ def test_a_run_is_moved_to_a_datasheet_machine_when_asked():
     )
 
 
-def test_an_interrupted_command_goes_on_where_it_stopped(tmp_path):
-    """The second command finds the first one's result, and does the rest."""
-    path = tmp_path / "part.jsonl"
-    done = []
-
-    def work(task, _progress):
-        done.append(task)
-        return {"x": task}
-
-    Done(path).add_all(work, {"a": 1}, 1, print)
-    Done(path).add_all(work, {"a": 1, "b": 2}, 1, print)
-    assert (Done(path).of("a"), Done(path).of("b")) == ({"x": 1}, {"x": 2})
-    assert done == [1, 2]
-    # What another version did is done anew.
-    path.write_text('{"key": "other"}\n' + path.read_text().split("\n", 1)[1])
-    assert not Done(path).has("a")
-
-
-def test_a_limit_leaves_out_what_the_next_call_does(moesim, small, tmp_path):
-    words = ("--all", "--out", tmp_path, "--paper", "DAOP", "--jobs", 1)
-    done = moesim(*words, "--minutes", 0)
-    assert done.exit_code == 0, done.output
-    assert "NOT ALL: 2 runs" in done.stdout
-    saved = json.loads((tmp_path / "reproduction.json").read_text())
-    assert [entry["ours"] is not None for entry in saved["records"]] == [False, True]
-
-    assert "NOT ALL" not in moesim(*words).stdout
-    saved = json.loads((tmp_path / "reproduction.json").read_text())
-    assert [entry["ours"] is not None for entry in saved["records"]] == [True, True]
-
-
-def test_a_killed_command_leaves_a_page_and_the_next_goes_on(small, tmp_path):
-    """Killed behind its first run, with a page after each: the page has that run, and
-    the next call does the others only.
-    """
-    pages_dir = tmp_path / "papers"
-
-    def saved(reproduced):
-        pages.write(pages_dir, reproduced, pages.report(reproduced))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    pages_dir.mkdir()
-    child = os.fork()
-    if not child:
-        reproduce_all.Every.SECONDS = 0.0
-        reproduce_all.reproduce_all(pages_dir, papers=["DAOP"], jobs=1, save=saved)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    facts = json.loads((pages_dir / "reproduction.json").read_text())["facts"]
-    assert any("NOT ALL: 1 runs" in fact for fact in facts)
-    whole = reproduce_all.reproduce_all(pages_dir, papers=["DAOP"], jobs=1)
-    assert whole.left_out == 0
-    assert not list(pages_dir.glob("*.part.jsonl"))
-
-
 # What they say about orders.
 
 
@@ -484,14 +424,14 @@ def test_two_systems_of_one_setting_are_ordered():
         # Another setting is not compared with these.
         _answered(9.0, 1.0, method="a", batch_size=16),
     ]
-    found = orders.orders(answered)
+    found = orders(answered)
     held = [(each.records[0].record.setting["method"], each.holds) for each in found]
     assert sorted(held) == [("a", False), ("a", True), ("b", True)]
 
 
 def test_a_tie_holds_nothing():
     answered = [_answered(2.0, 5.0, method="a"), _answered(1.0, 4.99, method="b")]
-    (order,) = orders.orders(answered)
+    (order,) = orders(answered)
     assert not order.holds
 
 
@@ -500,7 +440,7 @@ def test_parameters_of_one_system_are_counted_apart():
         _answered(2.0, 5.0, method="DALI", w_size=2, u_size=8),
         _answered(1.0, 4.0, method="DALI", w_size=4, u_size=8),
     ]
-    (order,) = orders.orders(answered)
+    (order,) = orders(answered)
     assert order.holds
     assert not order.of_systems
 
@@ -511,7 +451,7 @@ def test_a_speedup_is_a_direction_and_its_baseline_is_none():
     up = _answered(1.5, 1.2, **of)
     down = _answered(1.5, 0.9, **of)
     baseline = _answered(1.0, 1.0, **of)
-    assert [each.holds for each in orders.directions([up, down, baseline])] == [
+    assert [each.holds for each in directions([up, down, baseline])] == [
         True,
         False,
     ]
@@ -522,44 +462,29 @@ def test_a_difference_in_seconds_is_held_against_the_published_one():
     held = [
         statement.holds
         for ours in (0.2, 0.01, -0.2)
-        for statement in orders.directions(
-            [_answered(6.66, ours, compare="difference")]
-        )
+        for statement in directions([_answered(6.66, ours, compare="difference")])
     ]
     assert held == [True, False, False]
 
 
-def test_an_order_of_speedups_is_explained_by_the_baselines():
-    """The system is the same in both; a larger speedup is over the slower baseline."""
-    parts = dict.fromkeys(PARTS, 0.0) | {"steps": 1}
+def test_the_parts_of_a_step_are_those_of_every_policy_behind_a_statement():
+    """Of greedy two runs, of 1 and 3 s for two steps each: 1 s a step; no SSD."""
+    parts = dict.fromkeys(PARTS, 0.0) | {"steps": 2}
     outcomes = {
-        _spec(policy): {"decode": {**parts, "total": total_s}}
-        for policy, total_s in (("greedy", 1.0), ("all-cpu", 2.0), ("on-demand", 3.0))
+        _spec("greedy"): {"decode": parts | {"total": 1.0, "cpu": 0.5}},
+        _spec("greedy", steps=3): {"decode": parts | {"total": 3.0, "cpu": 1.5}},
+        _spec("all-cpu"): {"decode": parts | {"total": 4.0, "cpu": 4.0}},
     }
-    answered = []
-    for published, ours, name in ((4.0, 2.0, "all-cpu"), (2.0, 3.0, "on-demand")):
-        record = Record(
-            "DALI", "abstract", "speedup_avg", {"baseline": name}, published
-        )
-        cases = _cases(("greedy", name))
-        answered.append(Answered(Question(record, cases=cases, compare="ratio"), ours))
-    (order,) = orders.orders(answered)
-    assert not order.holds
-    assert [side.step_s for side in sides(order, outcomes)] == [3.0, 2.0]
-
-
-def test_the_best_baseline_is_the_other_side_of_what_was_compared_with_it():
-    """Of a baseline of 3 s a step and one of 2 s, the second: 5 s against 2 s."""
-    parts = dict.fromkeys(PARTS, 0.0)
-    outcomes = {
-        _spec(policy): {"decode": {**parts, "steps": 2, "total": 2 * step_s}}
-        for policy, step_s in (("greedy", 5.0), ("all-cpu", 3.0), ("on-demand", 2.0))
-    }
-    record = Record("SMoE", "6.2", "tpot_reduction_vs_best_baseline", {}, 34.0)
-    cases = _cases(("greedy", "all-cpu", "on-demand"))
-    question = Question(record, cases=cases, compare="reduction", rival="least")
-    (direction,) = orders.directions([Answered(question, -150.0)])
-    assert [side.step_s for side in sides(direction, outcomes)] == [5.0, 2.0]
+    cases = tuple(
+        Case(run, (_spec("all-cpu"),), {}) for run in outcomes if run.policy == "greedy"
+    )
+    record = Record("DALI", "abstract", "speedup_avg", {}, 2.0)
+    question = Question(record, cases=cases, compare="ratio")
+    (direction,) = directions([Answered(question, 0.5)])
+    assert busy_parts(direction, outcomes) == [
+        "greedy: 1e+03 ms (cpu 500)",
+        "all-cpu: 2e+03 ms (cpu 2e+03)",
+    ]
 
 
 @pytest.mark.parametrize(("bound", "ours", "kept"), [
@@ -621,7 +546,7 @@ def test_anchored_records_count_nowhere():
     record = Record("DAOP", "V-B", "speedup", {"technique": "x"}, 1.5)
     one = Answered(Question(record, ANCHORED, compare="ratio"), 1.5)
     assert not one.compared
-    assert not orders.directions([one])
+    assert not directions([one])
     counts = pages.summary([one])
     assert counts["anchored"] == 1
     assert counts["simulated"] == counts["computed"] == 0
@@ -769,12 +694,41 @@ def test_everything_becomes_one_page(moesim, small, tmp_path, screenshots):
     assert not list(tmp_path.glob("*.part.jsonl"))
 
 
-@pytest.mark.parametrize(("first", "second", "larger"), [
+def test_an_interrupted_command_goes_on_where_it_stopped(small, tmp_path, monkeypatch):
+    """Of two runs one is done when it is stopped; the next call does the other."""
+    done = []
+    do = RunSpec.do
+
+    def stop_behind_the_first(run, folder):
+        if done:
+            raise KeyboardInterrupt
+        done.append(run)
+        return do(run, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunSpec, "do", stop_behind_the_first)
+        with pytest.raises(KeyboardInterrupt):
+            reproduce_all.reproduce_all(tmp_path, papers=["DAOP"], jobs=1)
+    (first,) = done
+
+    def note(run, folder):
+        done.append(run)
+        return do(run, folder)
+
+    monkeypatch.setattr(RunSpec, "do", note)
+    whole = reproduce_all.reproduce_all(tmp_path, papers=["DAOP"], jobs=1)
+    assert len(done) == 2
+    assert done[1] != first
+    assert all(entry.ours is not None for entry in whole.answered)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("first", "second", "sign"), [
     (2.0, 1.0, 1), (1.0, 2.0, -1), (-1.0, -2.0, 1), (1.0, 1.0, 0),
     (0.0, 0.0, 0), (100.0, 98.02, 0), (100.0, 97.9, 1), (97.9, 100.0, -1), (-98.1, -100.0, 0),
 ])  # fmt: skip
-def test_figures_within_two_per_cent_are_a_tie(first, second, larger):
-    assert orders._larger(first, second) == larger
+def test_figures_within_two_per_cent_are_a_tie(first, second, sign):
+    assert larger(first, second) == sign
 
 
 def test_records_without_a_figure_are_counted_by_reason():

@@ -19,7 +19,6 @@ from moesim.cli.options import from_dataclass
 from moesim.cli.output import command_line, present
 
 if TYPE_CHECKING:
-    from moesim.evidence.reproduction.routing import Reproduction
     from moesim.reporting.answers import Answer
 
 PAGES = ("reproduction.html", "reproduction.md", "reproduction.json")
@@ -56,7 +55,7 @@ class ReproduceOptions(Options):
     everything: bool = option(
         False,
         "All published records beside ours, speeds included, on drawn traces. About"
-        " four minutes on two quiet cores; what was interrupted goes on where it"
+        " three minutes on two quiet cores; what was interrupted goes on where it"
         " stopped.",
         flag="--all",
         needs=("out",),
@@ -74,13 +73,6 @@ class ReproduceOptions(Options):
         None,
         "With --all: only these papers.",
         metavar="NAME",
-        needs=("everything",),
-    )
-    minutes: float | None = option(
-        None,
-        "With --all: a limit; what does not fit is left out, and the next call goes on.",
-        metavar="M",
-        minimum=0.0,
         needs=("everything",),
     )
     jobs: int | None = option(
@@ -108,18 +100,23 @@ def reproduce(options: ReproduceOptions) -> None:
       moesim reproduce --list
       moesim reproduce --all --out papers
       moesim reproduce map --out map
-      moesim reproduce --all --out papers --minutes 2
+      moesim reproduce --all --out papers --paper DAOP
       moesim reproduce hybrimoe-hit-rate
       moesim reproduce dali-prefetch-workload --trace q.parquet --steps 0
     """
     from moesim.cli.output import messages
     from moesim.evidence.reproduction import routing as library
 
-    if options.everything:
-        _all_records(options)
-        return
-    if options.name == MAP:
-        _map(options)
+    if options.everything or options.name == MAP:
+        if options.out is None:
+            raise typer.BadParameter(
+                "expected a folder for the map", param_hint="--out"
+            )
+        options.out.mkdir(parents=True, exist_ok=True)
+        answer, paths = (_map if options.name == MAP else _all)(options.out, options)
+        # A terminal shows the first table; the page has all.
+        answer.tables = answer.tables[:1]
+        present(answer, options, more=paths)
         return
     # Without a name the user cannot know one yet.
     if options.name is None or options.list_all:
@@ -127,127 +124,54 @@ def reproduce(options: ReproduceOptions) -> None:
         return
     # On the command line 0 stands for all, which the library calls None.
     stated = options.steps
-    most_steps = library.DEFAULT_STEPS if stated is None else stated or None
     with messages(options.name) as progress:
         reproduction = library.reproduce(
             options.name,
             options.traces,
-            steps=most_steps,
+            steps=library.DEFAULT_STEPS if stated is None else stated or None,
             seed=options.seed,
             progress=progress,
         )
-    present(reproduction_answer(reproduction), options)
+    present(reproduction.answer(), options)
 
 
-def _all_records(options: ReproduceOptions) -> None:
+def _all(out: Path, options: ReproduceOptions) -> "tuple[Answer, list[Path]]":
     from moesim.cli.output import bar
-    from moesim.evidence.reproduction import questions
-    from moesim.evidence.reproduction.report import report, reproduced_answer, write
+    from moesim.evidence.reproduction.questions import papers
+    from moesim.evidence.reproduction.report import reproduced_answer, write
     from moesim.evidence.reproduction.reproduce_all import reproduce_all
 
-    known = questions.papers()
     for paper in options.paper or ():
-        if paper not in known:
+        if paper not in papers():
             raise typer.BadParameter(
-                f"expected one of {', '.join(known)}, got {paper!r}",
+                f"expected one of {', '.join(papers())}, got {paper!r}",
                 param_hint="--paper",
             )
-    out = options.out
-    assert out is not None
-    out.mkdir(parents=True, exist_ok=True)
-    line = command_line()
     with bar("reproducing", 1.0) as show:
         reproduced = reproduce_all(
             out,
             papers=options.paper,
             machines=options.machines,
             jobs=options.jobs,
-            minutes=options.minutes,
-            save=lambda so_far: write(out, so_far, report(so_far), line),
             progress=show,
         )
-    page = report(reproduced)
-    paths = write(out, reproduced, page, line)
-    # A terminal shows the summary; the page has all records.
-    answer = reproduced_answer(reproduced, page)
-    answer.tables = answer.tables[:1]
-    answer.notes = reproduced.facts[-1:] if reproduced.left_out else []
-    answer.data = page.counts
-    present(answer, options, more=paths)
+    answer = reproduced_answer(reproduced)
+    answer.command = command_line()
+    paths = write(out, answer)
+    answer.notes = []
+    answer.data = answer.data["summary"]
+    return answer, paths
 
 
-def _map(options: ReproduceOptions) -> None:
+def _map(out: Path, options: ReproduceOptions) -> "tuple[Answer, list[Path]]":
     from moesim.cli.output import bar
     from moesim.evidence.reproduction.field_map import field_map, map_answer, write_map
 
-    if options.out is None:
-        raise typer.BadParameter("expected a folder for the map", param_hint="--out")
-    options.out.mkdir(parents=True, exist_ok=True)
     with bar("mapping", 1.0) as show:
-        field = field_map(options.out, jobs=options.jobs, progress=show)
-    paths = write_map(options.out, field, command_line())
-    answer = map_answer(field)
-    answer.tables = answer.tables[:1]
-    present(answer, options, more=paths)
-
-
-def reproduction_answer(reproduction: "Reproduction") -> "Answer":
-    """Published figures beside ours: a row per setting, published columns first."""
-    from moesim.reporting.answers import Answer, Listing
-
-    experiment = reproduction.experiment
-    models = reproduction.models
-    sources = list(dict.fromkeys(source for source, _, _ in experiment.published))
-    # One source is named in every head; several name themselves in their columns.
-    columns = [
-        column if len(sources) > 1 else f"{sources[0]}: {column}"
-        for column in reproduction.published
-    ]
-    heads = [f"ours: {models[trace]}" for trace in reproduction.measured]
-    rows = []
-    footnotes: dict[str, int] = {}
-    for row in reproduction.rows:
-        published = [
-            _cell(column.get(row)) for column in reproduction.published.values()
-        ]
-        measured = [
-            _measured_cell(figures.get(row), footnotes)
-            for figures in reproduction.measured.values()
-        ]
-        rows.append([row, *published, *measured])
-
-    passes = "all forward passes"
-    if reproduction.steps is not None:
-        passes = f"at most {reproduction.steps} forward passes"
-    origins = ", ".join(f"{model} from {trace}" for trace, model in models.items())
-    return Answer(
-        question=experiment.summary,
-        subject=experiment.name,
-        setting=[
-            (experiment.name, experiment.summary),
-            ("computes", experiment.computes),
-            ("ours", f"{origins}; {passes} of each"),
-        ],
-        tables=[Listing.of([experiment.unit, *columns, *heads], rows)],
-        notes=[
-            *(f"[{number}] {reason}" for reason, number in footnotes.items()),
-            *(f"note: {caveat}" for caveat in experiment.caveats),
-        ],
-        data=reproduction.to_json(),
-    )
-
-
-def _measured_cell(figure: float | str | None, footnotes: dict[str, int]) -> str:
-    """A figure, or the number of the footnote that says what the trace lacks."""
-    if isinstance(figure, str):
-        return f"[{footnotes.setdefault(figure, len(footnotes) + 1)}]"
-    return _cell(figure)
-
-
-def _cell(figure: float | str | None) -> str:
-    if figure is None:
-        return "-"
-    return figure if isinstance(figure, str) else f"{figure:.4g}"
+        mapped = field_map(out, jobs=options.jobs, progress=show)
+    answer = map_answer(mapped)
+    answer.command = command_line()
+    return answer, write_map(out, mapped, answer)
 
 
 def _entries() -> list[dict[str, str]]:

@@ -1,5 +1,7 @@
-"""How each published record is answered: `data/papers.yaml` says which runs are needed
-and what figure follows from them; this module reads it.
+"""What the papers published, and how ours is held against it.
+
+A record is data: setting, published value and place in ``data/published.yaml``; runs
+and statistic that answer it in ``data/papers.yaml``, which this module reads.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from moesim.evidence.reproduction.runs import Outcome, RunSpec, spec_quantities
+from moesim.evidence.reproduction.runs import SPEC_QUANTITIES, Outcome, RunSpec
 from moesim.evidence.reproduction.workloads import Workload
 from moesim.traces.models import model_shape
 
@@ -42,6 +44,8 @@ _COMPARISONS: dict[str, Callable[[float, float], float]] = {
     "reduction": lambda system, other: 100.0 * (1.0 - system / other),
     "difference": lambda system, other: system - other,
 }
+_NEUTRAL = {"ratio": 1.0, "speedup": 1.0}
+"""How two sides are compared -> the figure of equal sides, if it is not 0."""
 _SPEEDUP_OF: dict[str, Callable[[float], float]] = {
     "gain": lambda percent: 1.0 + percent / 100.0,
     "reduction": lambda percent: 1.0 / (1.0 - percent / 100.0),
@@ -51,7 +55,7 @@ MOST_MOVE = 1.5
 """A ratio that moves by a larger factor under an exchange is not decided."""
 
 
-# -- published records -----------------------------------------------------------------
+# -- records and questions -------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +77,13 @@ class Record:
         """Paper, place and metric: records that one experiment answers."""
         return self.source, self.ref, self.metric
 
+    @property
+    def label(self) -> str:
+        """In words."""
+        return f"{' '.join(self.key)} ({', '.join(map(str, self.setting.values()))})"
 
+
+@cache
 def data(name: str) -> dict[str, Any]:
     """The content of a YAML file that ships with moesim."""
     text = (resources.files("moesim") / "data" / name).read_text(encoding="utf-8")
@@ -89,24 +99,16 @@ def records() -> tuple[Record, ...]:
     return tuple(Record(**entry) for entry in data("published.yaml")["records"])
 
 
-@cache
-def _experiments() -> dict[str, Any]:
-    return data("papers.yaml")
-
-
 def papers() -> dict[str, Any]:
     """Source -> its cases, systems and figures, as in ``data/papers.yaml``."""
-    described: dict[str, Any] = _experiments()["papers"]
+    described: dict[str, Any] = data("papers.yaml")["papers"]
     return described
 
 
 def unanchored(run: RunSpec) -> RunSpec:
     """The same run on a machine from datasheets alone."""
-    machines: dict[str, str] = _experiments()["unanchored"]
-    return run.on(machines.get(run.machine, run.machine))
-
-
-# -- questions -------------------------------------------------------------------------
+    machines: dict[str, str] = data("papers.yaml")["unanchored"]
+    return replace(run, machine=machines.get(run.machine, run.machine))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,10 @@ class Case:
     run: RunSpec
     others: tuple[RunSpec, ...]
     values: Mapping[str, Any]
+
+    def changed(self, change: Callable[[RunSpec], RunSpec]) -> Case:
+        """The same with other runs."""
+        return Case(change(self.run), tuple(map(change, self.others)), self.values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,39 +162,58 @@ class Question:
 
     @property
     def runs(self) -> tuple[RunSpec, ...]:
-        """Runs whose outcomes are asked for."""
+        """Runs whose outcomes are asked for: the system's, then those of the others."""
         if self.status == COMPUTED:
             return ()
-        return tuple(run for side in self.sides for run in side)
-
-    @property
-    def sides(self) -> tuple[tuple[RunSpec, ...], ...]:
-        """Runs of the system that the paper finds better, and those of the other; of an
-        absolute figure the system's alone.
-        """
-        system = tuple(case.run for case in self.cases)
-        others = tuple(other for case in self.cases for other in case.others)
-        return tuple(side for side in (system, others) if side)
+        system = [case.run for case in self.cases]
+        return tuple(itertools.chain(system, *(case.others for case in self.cases)))
 
     def figure(self, outcomes: Mapping[RunSpec, Outcome]) -> float | None:
         """Ours, in the record's unit; None where a run is missing or nothing is to be
         computed.
         """
-        missing = any(run not in outcomes for run in self.runs)
-        if missing or not self.cases:
+        if not self.cases or any(run not in outcomes for run in self.runs):
             return self.value
-        figures = [self._of_case(case, outcomes) for case in self.cases]
+        figures = []
+        for case in self.cases:
+            system, *others = (
+                quantity_of(self.quantity, run, outcomes.get(run, {}), case.values)
+                for run in (case.run, *case.others)
+            )
+            if others:
+                other = _CHOICES[self.rival](others)
+                system = _COMPARISONS[self.compare](system, other)
+            figures.append(system)
         return self.scale * _CHOICES[self.across](figures)
 
-    def _of_case(self, case: Case, outcomes: Mapping[RunSpec, Outcome]) -> float:
-        def quantity(run: RunSpec) -> float:
-            return quantity_of(self.quantity, run, outcomes.get(run, {}), case.values)
 
-        system = quantity(case.run)
-        if not case.others:
-            return system
-        other = _CHOICES[self.rival]([quantity(run) for run in case.others])
-        return _COMPARISONS[self.compare](system, other)
+def quantity_of(
+    expression: str, run: RunSpec, outcome: Outcome, values: Mapping[str, Any]
+) -> float:
+    """Evaluate an expression such as ``busy_s.gpu0 + busy_s.h2d0`` or ``decode.link /
+    decode.total``: sums of metrics, and at most one quotient of sums.
+
+    Args:
+        expression: of metrics of a run, or of what follows from its description alone
+            (`SPEC_QUANTITIES`).
+        run: what was run.
+        outcome: its metrics.
+        values: of the names in the run's description.
+    """
+
+    def term(path: str) -> float:
+        if known := SPEC_QUANTITIES.get(path):
+            return known(run, values)
+        metric: Any = outcome
+        for name in path.split("."):
+            metric = metric[name]
+        return float(metric)
+
+    sums = [sum(map(term, part.split(" + "))) for part in expression.split(" / ")]
+    return sums[0] / sums[1] if len(sums) > 1 else sums[0]
+
+
+# -- ours beside the published figure --------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,16 +237,16 @@ class Answered:
         return self.question.record
 
     @property
-    def compared(self) -> bool:
-        """Whether ours may be held against the published figure."""
-        counts = self.question.status in {SIMULATED, COMPUTED}
-        return counts and self.ours is not None and self.published is not None
-
-    @property
     def published(self) -> float | None:
         """The published number; None for words."""
         value = self.record.value
         return float(value) if isinstance(value, int | float) else None
+
+    @property
+    def compared(self) -> bool:
+        """Whether ours may be held against the published figure."""
+        counts = self.question.status in {SIMULATED, COMPUTED}
+        return counts and self.ours is not None and self.published is not None
 
     @property
     def ratio(self) -> float | None:
@@ -230,12 +255,18 @@ class Answered:
         """
         return self._ratio_of(self.ours)
 
+    def _ratio_of(self, ours: float | None) -> float | None:
+        if ours is None or not self.published:
+            return None
+        speedup = _SPEEDUP_OF.get(self.question.compare)
+        if speedup is None or ours * self.published < 0:
+            return ours / self.published
+        return speedup(ours) / speedup(self.published)
+
     @property
     def printed_ratio(self) -> float | None:
         """Ours over published as they are printed, also of gains in %."""
-        if self.ours is None or not self.published:
-            return None
-        return self.ours / self.published
+        return self.ours / self.published if self.ours and self.published else None
 
     @property
     def exchanged_ratios(self) -> dict[str, float]:
@@ -254,9 +285,8 @@ class Answered:
             return False
         lowest = min(self.ratio, *ratios)
         highest = max(self.ratio, *ratios)
-        if lowest > MOST_MOVE or highest < 1 / MOST_MOVE:
-            return False
-        return highest > MOST_MOVE * lowest
+        is_off = lowest > MOST_MOVE or highest < 1 / MOST_MOVE
+        return not is_off and highest > MOST_MOVE * lowest
 
     @property
     def tells(self) -> bool:
@@ -269,6 +299,11 @@ class Answered:
         return self.compared and bool(question.runs) and not left_out
 
     @property
+    def ratio_counts(self) -> bool:
+        """Whether the ratio says how near we are: what is published decides it."""
+        return self.tells and not self.question.undecidable and not self.moves
+
+    @property
     def keeps_bound(self) -> bool | None:
         """Whether ours keeps a published bound; None where there is none, or none of
         ours.
@@ -279,62 +314,172 @@ class Answered:
             return self.ours <= self.published
         return self.ours >= self.published
 
-    @property
-    def ratio_counts(self) -> bool:
-        """Whether the ratio says how near we are: what is published decides it."""
-        return self.tells and not self.question.undecidable and not self.moves
 
-    def _ratio_of(self, ours: float | None) -> float | None:
-        published = self.published
-        if ours is None or not published:
-            return None
-        speedup = _SPEEDUP_OF.get(self.question.compare)
-        if speedup is None or ours * published < 0:
-            return ours / published
-        return speedup(ours) / speedup(published)
+TIE = 0.02
+"""Figures that differ by less, relatively, are equal: of 16 orders of one table, four
+changed when twice as many steps were simulated.
+"""
+_SYSTEM_KEYS = ("method", "technique", "baseline", "plan")
+"""Settings that name a system."""
+_PARAMETER_KEYS = ("w_size", "u_size")
+_ORDERED = {
+    "latency",
+    "moe_time",
+    "scheduling_overhead_share",
+    "gpu_memory",
+    "decode_speed",
+    "speedup_avg",
+    "speedup_vs_naive_cpu",
+    "energy_efficiency",
+}
+"""Metrics whose figures of one setting may be ordered by system; HybriMoE's speedups
+repeat its latencies.
+"""
 
 
-def quantity_of(
-    expression: str, run: RunSpec, outcome: Outcome, values: Mapping[str, Any]
-) -> float:
-    """Evaluate an expression such as ``busy_s.gpu0 + busy_s.h2d0`` or ``decode.link /
-    decode.total``: sums of metrics, and at most one quotient of sums.
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """Which of two sides a paper finds larger, and whether we find the same.
 
-    Args:
-        expression: of metrics of a run, or of what follows from its description alone
-            (`moesim.evidence.reproduction.runs.spec_quantities`).
-        run: what was run.
-        outcome: its metrics.
-        values: of the names in the run's description.
+    Attributes:
+        words: the statement.
+        records: one for a *direction*, a record that compares by itself, such as a
+            speedup above 1; two for an *order*, a pair of absolute figures of the same
+            table and setting, the larger first.
+        published, ours: which side is larger, 1 or -1; 0 for a tie.
+        of_systems: False for two settings of one system's parameters.
     """
-    sums = []
-    for part in expression.split(" / "):
-        total = 0.0
-        for path in part.split(" + "):
-            known = spec_quantities().get(path)
-            total += known(run, values) if known else _at(path, outcome)
-        sums.append(total)
-    return sums[0] / sums[1] if len(sums) > 1 else sums[0]
+
+    words: str
+    records: tuple[Answered, ...]
+    published: int
+    ours: int
+    of_systems: bool = True
+
+    @property
+    def holds(self) -> bool:
+        """Whether ours agree; a tie does not."""
+        return self.ours == self.published != 0
+
+    @property
+    def tie(self) -> bool:
+        """Whether two figures, published or ours, differ too little to be told
+        apart.
+        """
+        return 0 in (self.published, self.ours)
+
+    @property
+    def undecidable(self) -> str:
+        """What would have to be published to decide it; empty where inputs suffice."""
+        return self.records[0].question.undecidable
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is one of those that are counted."""
+        return not self.tie and not self.undecidable
+
+    @property
+    def verdict(self) -> str:
+        """In one word or two."""
+        if self.undecidable:
+            return "not decided by what is published"
+        if self.tie:
+            return "tie"
+        return "holds" if self.holds else "DIFFERS"
 
 
-def _at(path: str, outcome: Outcome) -> float:
-    metric: Any = outcome
-    for name in path.split("."):
-        metric = metric[name]
-    return float(metric)
+def larger(first: float, second: float, scale: float | None = None) -> int:
+    """1 if the first is larger, -1 if the second is, 0 where nothing can be told."""
+    gap = first - second
+    if scale is None:
+        scale = max(abs(first), abs(second))
+    if abs(gap) <= TIE * scale:
+        return 0
+    return 1 if gap > 0 else -1
 
 
-def questions(sources: Iterable[str] | None = None) -> list[Question]:
+def directions(answered: Iterable[Answered]) -> list[Statement]:
+    """Records that compare by themselves."""
+    statements = []
+    for entry in answered:
+        compare = entry.question.compare
+        neutral = _NEUTRAL.get(compare, 0.0)
+        # A baseline beside itself compares nothing.
+        if not compare or not entry.compared or entry.published == neutral:
+            continue
+        assert entry.published is not None
+        assert entry.ours is not None
+        # Seconds have no scale of their own: they are held against the published ones.
+        scale = abs(entry.published) if compare == "difference" else neutral or 100.0
+        published, ours = (
+            larger(value, neutral, scale) for value in (entry.published, entry.ours)
+        )
+        statements.append(Statement(entry.record.label, (entry,), published, ours))
+    return statements
+
+
+def orders(answered: Iterable[Answered]) -> list[Statement]:
+    """Pairs of figures of one table and setting that differ in the system, or in its
+    parameters.
+    """
+    groups: dict[str, list[Answered]] = {}
+    for entry in answered:
+        if entry.compared and entry.record.metric in _ORDERED:
+            shared = {**entry.record.setting}
+            for name in (*_SYSTEM_KEYS, *_PARAMETER_KEYS):
+                shared.pop(name, None)
+            key = f"{entry.record.key} {sorted(shared.items())}"
+            groups.setdefault(key, []).append(entry)
+    statements = []
+    for group in groups.values():
+        for pair in itertools.combinations(group, 2):
+            upper, lower = sorted(pair, key=lambda entry: -(entry.published or 0.0))
+            if upper.published == lower.published or _name(upper) == _name(lower):
+                continue
+            statements.append(
+                Statement(
+                    f"{upper.record.label} above {_name(lower)}",
+                    (upper, lower),
+                    larger(upper.published or 0.0, lower.published or 0.0),
+                    larger(upper.ours or 0.0, lower.ours or 0.0),
+                    of_systems=_system(upper) != _system(lower),
+                )
+            )
+    return statements
+
+
+def _system(entry: Answered) -> str:
+    setting = entry.record.setting
+    return " ".join(str(setting[key]) for key in _SYSTEM_KEYS if key in setting)
+
+
+def _name(entry: Answered) -> str:
+    setting = entry.record.setting
+    stated = [str(setting[key]) for key in _PARAMETER_KEYS if key in setting]
+    return f"{_system(entry)} ({', '.join(stated)})" if stated else _system(entry)
+
+
+# -- questions as the file describes them ----------------------------------------------
+
+
+def questions(
+    sources: Iterable[str] | None = None, changes: Mapping[str, Any] | None = None
+) -> list[Question]:
     """Every record that ``data/papers.yaml`` knows, as a question.
 
     Args:
         sources: names of papers; None takes all.
+        changes: of what the file says of these papers.
     """
-    wanted = set(papers() if sources is None else sources)
+    known = papers()
+    described = {
+        name: _merged(known[name], changes or {})
+        for name in (known if sources is None else sources)
+    }
     asked = (
-        _question(each, papers()[each.source])
-        for each in records()
-        if each.source in wanted
+        _question(record, described[record.source])
+        for record in records()
+        if record.source in described
     )
     return [question for question in asked if question is not None]
 
@@ -343,30 +488,29 @@ def exchanges() -> dict[str, Any]:
     """Name -> another value of an input that nobody published, and why it is as
     plausible, as in ``data/papers.yaml``.
     """
-    described: dict[str, Any] = _experiments()["exchanges"]
+    described: dict[str, Any] = data("papers.yaml")["exchanges"]
     return described
 
 
-def exchanged(asked: Sequence[Question]) -> dict[str, dict[Record, Question]]:
+def exchanged(asked: Iterable[Question]) -> dict[str, dict[Record, Question]]:
     """Simulated questions again with another value of one input that nobody published,
     by the exchange's name and by record; those that it changes.
     """
+    simulated = {each.record: each for each in asked if each.status == SIMULATED}
     again: dict[str, dict[Record, Question]] = {}
     for name, exchange in exchanges().items():
+        numbers = exchange.get("machines", {})
+
+        def moved(run: RunSpec, numbers: Mapping[str, Any] = numbers) -> RunSpec:
+            other = dict(run.numbers) | numbers.get(run.machine, {})
+            return replace(run, numbers=tuple(other.items()))
+
         again[name] = {}
-        for question in asked:
-            record = question.record
-            if question.status != SIMULATED or record.source != exchange["paper"]:
-                continue
-            paper = _merged(papers()[record.source], exchange.get("paper_has", {}))
-            other = _question(record, paper)
-            assert other is not None
-            numbers = exchange.get("machines", {})
-            other = replace(
-                other, cases=tuple(_on(case, numbers) for case in other.cases)
-            )
-            if other.cases != question.cases:
-                again[name][record] = other
+        for other in questions([exchange["paper"]], exchange.get("paper_has")):
+            usual = simulated.get(other.record)
+            cases = tuple(case.changed(moved) for case in other.cases)
+            if usual is not None and cases != usual.cases:
+                again[name][other.record] = replace(other, cases=cases)
     return again
 
 
@@ -379,83 +523,71 @@ def _merged(described: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
     return merged
 
 
-def _on(case: Case, numbers: Mapping[str, Mapping[str, float]]) -> Case:
-    """A case on machines with other numbers."""
-
-    def moved(run: RunSpec) -> RunSpec:
-        others = dict(run.numbers) | dict(numbers.get(run.machine, {}))
-        return replace(run, numbers=tuple(others.items()))
-
-    return Case(moved(case.run), tuple(map(moved, case.others)), case.values)
-
-
 def recorded(folder: Path) -> list[tuple[Question, dict[str, list[Question]]]]:
     """Headline questions, and the same asked of each group of sequences of the
     recordings that `folder` has, by recording.
     """
-    described = _experiments()["recorded"]
+    described = data("papers.yaml")["recorded"]
     asked = []
     for headline in described["headlines"]:
+        source = headline["of"][0]
         question = next(
             each
-            for each in questions([headline["of"][0]])
+            for each in questions([source])
             if list(each.record.key) == headline["of"]
             and selected(headline, each.record)
         )
-        key = papers()[question.record.source]["key"]
+        key = papers()[source]["key"]
         case = next(c for c in question.cases if c.values[key] == headline["case"])
-        asked.append(
-            (
-                question,
-                {
-                    name: [
-                        replace(question, cases=(_of_group(case, path, group, trace),))
-                        for group in range(trace["groups"])
-                    ]
-                    for name, trace in described["traces"].items()
-                    if (path := folder / f"{trace.get('file', name)}.parquet").is_file()
-                },
-            )
-        )
+        groups = {}
+        for name, trace in described["traces"].items():
+            path = folder / f"{trace.get('file', name)}.parquet"
+            if path.is_file():
+                groups[name] = [
+                    replace(question, cases=(case.changed(_on(path, group, trace)),))
+                    for group in range(trace["groups"])
+                ]
+        asked.append((question, groups))
     return asked
 
 
-def _of_group(case: Case, path: Path, group: int, trace: Mapping[str, Any]) -> Case:
-    def moved(run: RunSpec) -> RunSpec:
-        return run.of_recording(
-            trace.get("sequences", 1),
-            recorded=path,
-            group=group,
-            generated=_experiments()["recorded"]["generated"],
-            model=trace["model"],
-            weights=trace["weights"],
-            like=None,
-        )
-
-    return Case(moved(case.run), tuple(map(moved, case.others)), case.values)
+def _on(
+    path: Path, group: int, trace: Mapping[str, Any]
+) -> Callable[[RunSpec], RunSpec]:
+    return lambda run: run.of_recording(
+        trace.get("sequences", 1),
+        recorded=path,
+        group=group,
+        generated=data("papers.yaml")["recorded"]["generated"],
+        model=trace["model"],
+        weights=trace["weights"],
+        like=None,
+    )
 
 
 def anchors() -> set[tuple[str, str, str]]:
     """Keys of records that questions name as anchors, with the workloads' inputs."""
-    keys = set()
-    for question in questions():
-        if question.status == ANCHORED:
-            keys.add(question.record.key)
-        for run in question.runs:
-            keys.update(run.workload.inputs)
-    return keys
+    asked = questions()
+    inputs = (run.workload.inputs for question in asked for run in question.runs)
+    keys = {each.record.key for each in asked if each.status == ANCHORED}
+    return keys.union(*inputs)
+
+
+def selected(described: Mapping[str, Any], record: Record) -> bool:
+    """Whether a record has the setting that a description asks for with ``where``."""
+    return all(
+        # True asks for any value.
+        key in record.setting and (value is True or value == record.setting[key])
+        for key, value in described.get("where", {}).items()
+    )
 
 
 def _question(record: Record, paper: Any) -> Question | None:
-    size = (
-        paper.get("sizes", {})
-        .get(record.ref, {})
-        .get(record.metric.removeprefix("model_config."))
-    )
+    sizes = paper.get("sizes", {}).get(record.ref, {})
+    size = sizes.get(record.metric.removeprefix("model_config."))
     if size is not None:
-        named = str(record.setting["model"])
-        name = next(name for name in paper["cases"] if named.startswith(name))
-        model = paper["cases"][name]["workload"]["model"]
+        case = _case_named(str(record.setting["model"]), paper)
+        model = paper["cases"][case]["workload"]["model"]
         return Question(
             record,
             COMPUTED,
@@ -470,40 +602,30 @@ def _question(record: Record, paper: Any) -> Question | None:
     return None
 
 
-def selected(described: Mapping[str, Any], record: Record) -> bool:
-    """Whether a record has the setting that a description asks for with ``where``."""
-    return all(
-        # True asks for any value.
-        key in record.setting and (value is True or value == record.setting[key])
-        for key, value in described.get("where", {}).items()
-    )
+def _case_named(name: str, paper: Any) -> str | None:
+    return next((case for case in paper["cases"] if name.startswith(case)), None)
+
+
+_AS_STATED = ("compare", "rival", "across", "scale", "undecidable", "bound")
 
 
 def _of_figure(record: Record, paper: Any, figure: Any) -> Question:
     cases = tuple(_cases(record, paper, figure)) if "run" in figure else ()
-    notes = [figure.get("note", "")]
-    notes += _system_notes(cases, paper)
+    policies = {run.policy for case in cases for run in (case.run, *case.others)}
+    notes = [figure.get("note")] + [
+        system.get("note")
+        for system in paper.get("systems", {}).values()
+        if system["policy"] in policies
+    ]
+    quantity = figure.get("quantity", "")
     return Question(
         record,
         figure.get("status", SIMULATED),
         cases,
-        _filled(figure.get("quantity", ""), cases[0].values) if cases else "",
-        **{
-            key: figure[key]
-            for key in ("compare", "rival", "across", "scale", "undecidable", "bound")
-            if key in figure
-        },
+        _filled(quantity, cases[0].values) if cases else "",
         note="; ".join(filter(None, notes)),
+        **{name: figure[name] for name in _AS_STATED if name in figure},
     )
-
-
-def _system_notes(cases: Iterable[Case], paper: Any) -> list[str]:
-    policies = {run.policy for case in cases for run in (case.run, *case.others)}
-    return [
-        system["note"]
-        for system in paper.get("systems", {}).values()
-        if "note" in system and system["policy"] in policies
-    ]
 
 
 def _cases(record: Record, paper: Any, figure: Any) -> Iterator[Case]:
@@ -511,8 +633,7 @@ def _cases(record: Record, paper: Any, figure: Any) -> Iterator[Case]:
     setting = dict(record.setting)
     if "batch_size" in setting:
         setting["batch"] = setting["batch_size"]
-    named = str(setting.pop(key, ""))
-    stated = next((name for name in paper["cases"] if named.startswith(name)), None)
+    stated = _case_named(str(setting.pop(key, "")), paper)
     if stated is not None:
         setting[key] = stated
 
@@ -523,21 +644,22 @@ def _cases(record: Record, paper: Any, figure: Any) -> Iterator[Case]:
     }
     axes.setdefault(key, [stated])
     for chosen in itertools.product(*axes.values()):
-        values = dict(paper.get("values", {}))
         choice = dict(zip(axes, chosen, strict=True))
         case = paper["cases"][choice[key]]
-        values |= case.get("values", {}) | figure.get("values", {})
+        values: dict[str, Any] = {}
+        for layer in (paper, case, figure):
+            values |= layer.get("values", {})
         values |= setting | choice
         for name, meanings in figure.get("given", {}).items():
             values |= meanings[values[name]]
-
-        def built(described: Any, case: Any = case, values: Any = values) -> RunSpec:
-            return _run(described, paper, case, figure, values)
-
         others = _filled(figure.get("against", []), values)
         if not isinstance(others, list):
             others = [others]
-        yield Case(built(figure["run"]), tuple(map(built, others)), values)
+        run, *rest = (
+            _run(described, paper, case, figure, values)
+            for described in (figure["run"], *others)
+        )
+        yield Case(run, tuple(rest), values)
 
 
 def _run(
@@ -547,20 +669,16 @@ def _run(
     stated = _filled(described, values)
     stated = {"system": stated} if isinstance(stated, str) else dict(stated)
     system = paper["systems"][stated.pop("system")] if "system" in stated else {}
-    layers = [paper, case, figure, {"workload": system.get("workload", {})}]
     workload: dict[str, Any] = {}
-    for layer in layers:
+    for layer in (paper, case, figure, system):
         workload |= layer.get("workload", {})
     options = paper.get("run", {}) | case.get("run", {}) | system
     options |= figure.get("options", {}) | stated
-    options = {
-        name: _filled(value, values)
-        for name, value in options.items()
-        if name not in ("workload", "note", "source")
-    }
-    described_load = {name: _filled(value, values) for name, value in workload.items()}
-    described_load["inputs"] = tuple(map(tuple, workload.get("inputs", ())))
-    return RunSpec.of(Workload(**described_load), **options)
+    for name in ("workload", "note", "source"):
+        options.pop(name, None)
+    workload = _filled(workload, values)
+    workload["inputs"] = tuple(map(tuple, workload.get("inputs", ())))
+    return RunSpec.of(Workload(**workload), **_filled(options, values))
 
 
 def _filled(value: Any, values: Mapping[str, Any]) -> Any:

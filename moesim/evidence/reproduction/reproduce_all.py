@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import hashlib
-import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.errors import TraceError
 from moesim.base.host_limits import available_cores
-from moesim.base.long_work import Every, Journal, Until
+from moesim.base.long_work import Journal
 from moesim.base.version import __version__, git_commit
 from moesim.evidence.reproduction.questions import (
     Answered,
@@ -46,20 +42,17 @@ from moesim.runs.sweeps.execution import run_tasks
 from moesim.traces.shipped import resolve_trace
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
     from moesim.evidence.reproduction.questions import Question
-    from moesim.evidence.reproduction.routing_caches import Figures
     from moesim.evidence.reproduction.runs import Outcome, RunSpec
-    from moesim.evidence.reproduction.workloads import Workload
+
+    Progress = Callable[[float], None]
 
 MOST_JOBS = 2
-_VERSION = f"{__version__} {git_commit()}"
-"""What lies there of another is done anew."""
 EXPERIMENT_STEPS = 50
 """Forward passes of each trace that experiments on routing alone look at."""
-# Shares of the whole work, for a progress bar only.
-_RUNS_SHARE = 0.8
-
-Progress = Callable[[float], None]
 
 
 @dataclass(slots=True)
@@ -70,7 +63,6 @@ class Reproduced:
         answered: in the order of the sources.
         outcomes: run -> its metrics.
         failures: run -> why it could not be done.
-        left_out: runs and experiments that are still to be done.
         experiments: those on routing alone.
         recorded: headline questions, and what they give on each text of recorded
             routing, by recording; empty where there is none.
@@ -80,14 +72,11 @@ class Reproduced:
 
     answered: list[Answered]
     outcomes: dict[RunSpec, Outcome]
-    failures: dict[RunSpec, str] = field(default_factory=dict)
-    left_out: int = 0
-    experiments: list[Reproduction] = field(default_factory=list)
-    recorded: list[tuple[Answered, dict[str, list[float]]]] = field(
-        default_factory=list
-    )
-    machines: str = "anchored"
-    facts: list[str] = field(default_factory=list)
+    failures: dict[RunSpec, str]
+    experiments: list[Reproduction]
+    recorded: list[tuple[Answered, dict[str, list[float]]]]
+    machines: str
+    facts: list[str]
 
 
 def reproduce_all(
@@ -96,9 +85,7 @@ def reproduce_all(
     papers: Iterable[str] | None = None,
     machines: str = "anchored",
     jobs: int | None = None,
-    minutes: float | None = None,
-    save: Callable[[Reproduced], object] = lambda _reproduced: None,
-    progress: Progress | None = None,
+    progress: Progress = lambda _share: None,
 ) -> Reproduced:
     """Answer every record.
 
@@ -109,174 +96,115 @@ def reproduce_all(
         machines: ``anchored``, or ``datasheet`` for machines of which nothing was taken
             from a paper.
         jobs: processes; None takes one per core, two at most.
-        minutes: after which nothing more is begun; None for no limit. The next call
-            goes on.
-        save: called with what there is, every half minute.
         progress: called with the share of the work done.
 
     Raises:
         TraceError, ProfileError, PolicyError: bad input.
     """
-    show = progress or (lambda _share: None)
-    if jobs is None:
-        jobs = min(MOST_JOBS, available_cores())
-    plan = _Plan(None if papers is None else list(papers), machines, jobs)
-    end_s = math.inf if minutes is None else time.time() + 60.0 * minutes
-    saving = Every(lambda: save(plan.answer(done)))
-    done = Done(out / "reproduction.part.jsonl", saving.if_due)
-    folder = _drawn_folder(out)
-    wanted = plan.runs()
-    draws = _draws([spec for spec in wanted if not done.has(spec)], folder)
-    drawn = _RUNS_SHARE * len(draws) / (len(draws) + len(wanted))
-    run_tasks(
-        Until(_draw, end_s),
-        draws,
-        lambda _index, _result: None,
-        jobs=jobs,
-        progress=lambda share: show(drawn * share),
-    )
-    done.add_all(
-        Until(_do, end_s),
-        {spec: (spec, folder) for spec in wanted},
-        jobs,
-        lambda share: show(drawn + (_RUNS_SHARE - drawn) * share),
-    )
-    if plan.experiments and end_s > time.time():
-        traces = _experiment_traces(folder)
-        done.add_all(
-            Until(_experiment, end_s),
-            {name: (name, traces) for name in plan.experiments},
-            jobs,
-            lambda share: show(_RUNS_SHARE + (1 - _RUNS_SHARE) * share),
+    begin_s = time.perf_counter()
+    jobs = jobs or min(MOST_JOBS, available_cores())
+    asked = questions(papers)
+    # Exchanges are of anchored machines.
+    again = exchanged(asked if machines == "anchored" else [])
+    texts = recorded(shared_traces()) if papers is None else []
+    groups = [group for _, groups in texts for group in groups.values()]
+    every = chain(asked, *groups, *(each.values() for each in again.values()))
+    actual = {
+        spec: unanchored(spec) if machines == "datasheet" else spec
+        for question in every
+        for spec in question.runs
+    }
+    done = _Done(out, jobs)
+    runs = list(dict.fromkeys(actual.values()))
+    workloads = {
+        load
+        for spec in runs
+        if not done.has(spec)
+        for load in (spec.workload, *[spec.calibration] * bool(spec.warm))
+    }
+    networks = {spec.workload for spec in runs if spec.learned and not done.has(spec)}
+    experiments = list(EXPERIMENTS) if papers is None else []
+    tasks: list[tuple[Any, ...]] = []
+
+    # Networks need their traces, and are long; runs need both.
+    done.draw(_draw, sorted(workloads, key=repr), lambda share: progress(0.1 * share))
+    done.draw(_train, sorted(networks, key=repr), lambda share: progress(0.1 + share))
+    done.add(_do, runs, lambda share: progress(0.2 + 0.6 * share))
+    if experiments:
+        traces = _experiment_traces(done.folder)
+        tasks = [(name, *traces) for name in experiments]
+        done.add(_experiment, tasks, lambda share: progress(0.8 + 0.2 * share))
+
+    found = {spec: done.of(run) for spec, run in actual.items()}
+    outcomes = {spec: outcome for spec, (outcome, failure) in found.items() if outcome}
+    answered = [
+        Answered(
+            question,
+            question.figure(outcomes),
+            {
+                name: ours
+                for name, others in again.items()
+                if question.record in others
+                and (ours := others[question.record].figure(outcomes)) is not None
+            },
         )
-    reproduced = plan.answer(done)
-    if not reproduced.left_out:
-        done.discard()
-        shutil.rmtree(folder.parent)
+        for question in asked
+    ]
+    reproduced = Reproduced(
+        answered,
+        outcomes,
+        {spec: failure for spec, (_, failure) in found.items() if failure},
+        [
+            Reproduction(EXPERIMENTS[name], measured, models, EXPERIMENT_STEPS)
+            for name, (measured, models) in zip(
+                experiments, map(done.of, tasks), strict=True
+            )
+        ],
+        [
+            (
+                Answered(question, question.figure(outcomes)),
+                {name: _figures(of, outcomes) for name, of in groups_of.items()},
+            )
+            for question, groups_of in texts
+        ],
+        machines,
+        [
+            (
+                f"moesim {__version__}, commit {git_commit() or 'no checkout'},"
+                f" {dt.datetime.now(tz=dt.UTC).date()}"
+            ),
+            (
+                f"{len(outcomes)} runs in {time.perf_counter() - begin_s:.0f} s, in"
+                f" {jobs} processes on {os.cpu_count()} cores"
+            ),
+            f"machines: {machines}",
+        ],
+    )
+    done.discard()
     return reproduced
 
 
-def _drawn_folder(out: Path) -> Path:
-    """Where traces are drawn, and found by the next call of the same commit."""
-    parent = out / "reproduction.part"
-    folder = parent / _digest(_VERSION)
-    for other in set(parent.glob("*")) - {folder}:
-        shutil.rmtree(other)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def _figures(
+    asked: Iterable[Question], outcomes: dict[RunSpec, Outcome]
+) -> list[float]:
+    figures = (question.figure(outcomes) for question in asked)
+    return [figure for figure in figures if figure is not None]
 
 
-class _Plan:
-    """What is asked, and which runs answer it."""
-
-    def __init__(self, papers: list[str] | None, machines: str, jobs: int) -> None:
-        self._asked = questions(papers)
-        self._texts = recorded(shared_traces()) if papers is None else []
-        self._machines = machines
-        self._jobs = jobs
-        self._begin_s = time.perf_counter()
-        groups = [groups for _, groups in self._texts]
-        again = [each for group in groups for each in chain(*group.values())]
-        # Exchanges are of anchored machines.
-        self._exchanged = exchanged(self._asked if machines == "anchored" else [])
-        again += chain(*(each.values() for each in self._exchanged.values()))
-        specs = dict.fromkeys(r for each in [*self._asked, *again] for r in each.runs)
-        self._actual = {
-            spec: unanchored(spec) if machines == "datasheet" else spec
-            for spec in specs
-        }
-        self.experiments: dict[str, Any] = (
-            dict.fromkeys(EXPERIMENTS) if papers is None else {}
-        )
-
-    def runs(self) -> list[RunSpec]:
-        """Each run once."""
-        return list(dict.fromkeys(self._actual.values()))
-
-    def answer(self, done: Done) -> Reproduced:
-        """Every record, with the runs that are done."""
-        outcomes = {}
-        failures = {}
-        for spec, run in self._actual.items():
-            if done.has(run):
-                outcome, failure = done.of(run)
-                if failure:
-                    failures[spec] = failure
-                else:
-                    outcomes[spec] = outcome
-        experiments = []
-        for name in filter(done.has, self.experiments):
-            measured, models = done.of(name)
-            experiments.append(
-                Reproduction(EXPERIMENTS[name], measured, models, EXPERIMENT_STEPS)
-            )
-        left_out = len(self._actual) - len(outcomes) - len(failures)
-        left_out += len(self.experiments) - len(experiments)
-        return Reproduced(
-            [self._answered(each, outcomes) for each in self._asked],
-            outcomes,
-            failures,
-            left_out,
-            experiments,
-            recorded=[
-                (
-                    Answered(question, question.figure(outcomes)),
-                    {
-                        name: [f for q in of if (f := q.figure(outcomes)) is not None]
-                        for name, of in groups.items()
-                    },
-                )
-                for question, groups in self._texts
-            ],
-            machines=self._machines,
-            facts=self._facts(outcomes, left_out),
-        )
-
-    def _answered(
-        self, question: Question, outcomes: dict[RunSpec, Outcome]
-    ) -> Answered:
-        figures = {
-            name: again[question.record].figure(outcomes)
-            for name, again in self._exchanged.items()
-            if question.record in again
-        }
-        done = {name: ours for name, ours in figures.items() if ours is not None}
-        return Answered(question, question.figure(outcomes), done)
-
-    def _facts(self, outcomes: dict[RunSpec, Outcome], left_out: int) -> list[str]:
-        cpu_s = sum(outcome.get("cpu_s", 0.0) for outcome in outcomes.values())
-        today = dt.datetime.now(tz=dt.UTC).date()
-        facts = [
-            f"moesim {__version__}, commit {git_commit() or 'no checkout'}, {today}",
-            (
-                f"{len(outcomes)} runs, {cpu_s:.0f} CPU seconds without the drawing of"
-                f" traces; {time.perf_counter() - self._begin_s:.0f} s in"
-                f" {self._jobs} processes on {os.cpu_count()} cores"
-            ),
-            f"machines: {self._machines}",
-        ]
-        if left_out:
-            facts.append(
-                f"NOT ALL: {left_out} runs and experiments are still to be done; the"
-                " same command goes on"
-            )
-        return facts
-
-
-class Done:
-    """Results by task, kept in a file; those of another commit are forgotten.
-
-    Args:
-        path: the file.
-        collected: called after each result.
+class _Done:
+    """Results by task, and drawn traces, kept in a folder; those of another commit are
+    forgotten.
     """
 
-    def __init__(
-        self, path: Path, collected: Callable[[], object] = lambda: None
-    ) -> None:
-        self._journal = Journal(path, _VERSION)
+    def __init__(self, out: Path, jobs: int) -> None:
+        version = f"{__version__} {git_commit()}"
+        self._journal = Journal(out / "reproduction.part.jsonl", version)
         self._results: dict[str, Any] = dict(self._journal.lines)
-        self._collected = collected
+        self._jobs = jobs
+        self.folder = out / "reproduction.part"
+        if not self._results:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(exist_ok=True)
 
     def has(self, task: Any) -> bool:
         """Whether a task's result is there."""
@@ -286,86 +214,61 @@ class Done:
         """A task's result."""
         return self._results[_key(task)]
 
-    def add_all(
-        self, work: Until, tasks: dict[Any, Any], jobs: int, progress: Progress
+    def draw(
+        self, work: Callable[..., Any], tasks: Iterable[Any], progress: Progress
     ) -> None:
-        """Do the tasks, name -> input, that are not done yet, as far as time allows."""
-        todo = [name for name in tasks if not self.has(name)]
+        """Let tasks write their files."""
+        inputs = [(task, self.folder) for task in tasks]
+        run_tasks(work, inputs, lambda *_: None, jobs=self._jobs, progress=progress)
+
+    def add(
+        self, work: Callable[..., Any], tasks: Iterable[Any], progress: Progress
+    ) -> None:
+        """Do the tasks that are not done yet."""
+        todo = [task for task in tasks if not self.has(task)]
 
         def collect(index: int, result: Any) -> None:
-            if result is None:
-                return
-            key = _key(todo[index])
-            self._results[key] = result
-            self._journal.add([key, result])
-            self._collected()
+            self._results[_key(todo[index])] = result
+            self._journal.add([_key(todo[index]), result])
 
-        inputs = [tasks[name] for name in todo]
-        run_tasks(work, inputs, collect, jobs=jobs, progress=progress)
+        inputs = [(task, self.folder) for task in todo]
+        run_tasks(work, inputs, collect, jobs=self._jobs, progress=progress)
 
     def discard(self) -> None:
-        """Remove the file."""
+        """Remove everything."""
         self._journal.close()
+        shutil.rmtree(self.folder)
 
 
 def _key(task: Any) -> str:
-    text = repr(task)
     # A machine's profile may have been edited since.
-    if machine := getattr(task, "machine", None):
-        text += _machine_digest(machine)
-    return _digest(text)
+    return f"{task!r} {_machine_digest(getattr(task, 'machine', None))}"
 
 
 @cache
-def _machine_digest(machine: str) -> str:
-    return load_profile(machine).digest
+def _machine_digest(machine: str | None) -> str:
+    return "" if machine is None else load_profile(machine).digest
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _draw(task: Any, _progress: Progress) -> None:
+    workload, folder = task
+    workload.draw(folder)
 
 
-_Draw = tuple["Workload", Path, bool]
-
-
-def _draws(specs: Sequence[RunSpec], folder: Path) -> list[_Draw]:
-    """Every trace that the runs need, and whether a cache network is trained on it."""
-    wanted: dict[tuple[Workload, bool], None] = {}
-    for spec in specs:
-        wanted[spec.workload, False] = None
-        if spec.warm:
-            wanted[spec.calibration, False] = None
-        if spec.learned:
-            wanted[spec.workload, True] = None
-    # Networks need their traces, and are long: they come last.
-    ordered = sorted(wanted, key=lambda draw: draw[1])
-    return [(workload, folder, learned) for workload, learned in ordered]
-
-
-def _draw(task: _Draw, _progress: Progress) -> None:
-    workload, folder, learned = task
-    if learned:
-        with contextlib.suppress(ImportError):
-            learned_cache(workload, folder)
-    else:
-        workload.draw(folder)
+def _train(task: Any, _progress: Progress) -> None:
+    with contextlib.suppress(ImportError):
+        learned_cache(*task)
 
 
 def _do(task: tuple[RunSpec, Path], _progress: Progress) -> tuple[Outcome, str]:
     """The outcome of a run, or what it lacks."""
     spec, folder = task
-    begin_s = time.process_time()
     try:
-        outcome = spec.do(folder)
-        failure = ""
-        outcome["cpu_s"] = time.process_time() - begin_s
+        return spec.do(folder), ""
     except ImportError:
-        outcome = {}
-        failure = "needs PyTorch: pip install 'moesim[runtime]'"
+        return {}, "needs PyTorch: pip install 'moesim[runtime]'"
     except (TraceError, ProfileError, PolicyError) as error:
-        outcome = {}
-        failure = str(error)
-    return outcome, failure
+        return {}, str(error)
 
 
 def _experiment_traces(folder: Path) -> tuple[Path, ...]:
@@ -385,10 +288,8 @@ def _experiment_traces(folder: Path) -> tuple[Path, ...]:
     return (resolve_trace("tiny"), *calibrations)
 
 
-def _experiment(
-    task: tuple[str, tuple[Path, ...]], _progress: Progress
-) -> tuple[dict[str, Figures], dict[str, str]]:
+def _experiment(task: Any, _progress: Progress) -> tuple[Any, Any]:
     """Figures and models by trace; an experiment's functions stay in their process."""
-    name, traces = task
+    (name, *traces), _folder = task
     done = reproduce(name, traces, steps=EXPERIMENT_STEPS)
     return done.measured, done.models

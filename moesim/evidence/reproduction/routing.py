@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from moesim.base.errors import TraceError
 from moesim.base.files import ScratchFolder
 from moesim.base.text import unknown
-from moesim.evidence.reproduction import routing_caches as caches
-from moesim.evidence.reproduction import routing_decisions as decisions
-from moesim.evidence.reproduction.questions import data, records, selected
-from moesim.evidence.reproduction.workloads import Excerpt
+from moesim.evidence.reproduction import routing_figures
+from moesim.evidence.reproduction.questions import anchors, data, records, selected
+from moesim.evidence.reproduction.routing_figures import Excerpt, Table
 from moesim.policies.base import PolicyError
+from moesim.reporting.answers import Answer, Listing
 from moesim.traces.format.reader import open_trace
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from moesim.evidence.reproduction.questions import Record
-    from moesim.evidence.reproduction.routing_caches import Figures
     from moesim.traces.format.reader import Trace
 
 DEFAULT_STEPS = 300
@@ -53,7 +52,7 @@ class Experiment:
     """Published figures, and the function that computes the same on a trace.
 
     Attributes:
-        name: on the command line.
+        name: on the command line, and of the function in `routing_figures`.
         summary: one line.
         rows: which published records it stands beside, and how their settings name a
             row.
@@ -73,7 +72,7 @@ class Experiment:
     caveats: list[str]
 
     @property
-    def published(self) -> tuple[tuple[str, str, str], ...]:
+    def keys(self) -> tuple[tuple[str, str, str], ...]:
         """Keys of the records that it stands beside."""
         return tuple(dict.fromkeys(tuple(row["of"]) for row in self.rows))
 
@@ -84,12 +83,34 @@ class Experiment:
                 return str(row["row"]).format_map(record.setting)
         return None
 
-    def run(self, excerpt: Excerpt) -> Figures:
-        """Compute row -> figure, or row -> what the trace lacks in one line."""
-        name = self.name.replace("-", "_")
-        holder = caches if hasattr(caches, name) else decisions
-        figures: Figures = getattr(holder, name)(excerpt)
-        return figures
+    @property
+    def published(self) -> dict[str, dict[str, float | str]]:
+        """The published figures: column (the model as the source names it, behind the
+        source's name where there are several) -> row -> figure.
+        """
+        columns: dict[str, dict[str, float | str]] = {}
+        several = len({source for source, _, _ in self.keys}) > 1
+        for record in records():
+            row = self.row(record)
+            # Some records of a table are not about what the experiment computes.
+            if row is not None:
+                column = str(record.setting.get("model", "as stated"))
+                column = f"{record.source}: {column}" if several else column
+                columns.setdefault(column, {})[row] = record.value
+        return columns
+
+    @property
+    def remarks(self) -> list[str]:
+        """Its caveats; and where its records made the drawn predictions, that."""
+        if anchors().isdisjoint(self.keys):
+            return self.caveats
+        return [
+            *self.caveats,
+            (
+                "its records made the predictions of drawn traces (--all), so they are"
+                " not counted; the figures here are of other traces"
+            ),
+        ]
 
 
 EXPERIMENTS = {
@@ -111,21 +132,61 @@ class Reproduction:
     """
 
     experiment: Experiment
-    measured: dict[str, Figures]
+    measured: dict[str, dict[str, float | str]]
     models: dict[str, str]
     steps: int | None
 
-    @property
-    def published(self) -> dict[str, dict[str, float | str]]:
-        """Column (the model as the source names it) -> row -> figure."""
-        return published(self.experiment)
+    def listing(self, title: str = "") -> Listing:
+        """A row per setting: published columns first, then ours. Rows that were
+        published come first; what a trace lacks is said in the note.
+        """
+        published = self.experiment.published
+        sources = {source for source, _, _ in self.experiment.keys}
+        # One source is named in every head; several name themselves in their columns.
+        prefix = f"{sources.pop()}: " if len(sources) == 1 else ""
+        columns = [*published.values(), *self.measured.values()]
+        lacks: dict[str, int] = {}
 
-    @property
-    def rows(self) -> list[str]:
-        """Published rows first, in the order of the source; then what only we have."""
-        columns = [*self.published.values(), *self.measured.values()]
+        def cell(figure: float | str | None) -> str:
+            if isinstance(figure, str) and figure.startswith("lacks"):
+                return f"[{lacks.setdefault(figure, len(lacks) + 1)}]"
+            if isinstance(figure, int | float):
+                return f"{figure:.4g}"
+            return figure or "-"
+
         # A dict keeps the order of first appearance, which a set would lose.
-        return list(dict.fromkeys(row for column in columns for row in column))
+        rows = [
+            [row, *(cell(column.get(row)) for column in columns)]
+            for row in dict.fromkeys(row for column in columns for row in column)
+        ]
+        heads = [f"{prefix}{column}" for column in published]
+        heads += [f"ours: {self.models[trace]}" for trace in self.measured]
+        notes = [f"[{number}] {lack}" for lack, number in lacks.items()]
+        notes += [f"note: {remark}" for remark in self.experiment.remarks]
+        return Listing.of(
+            [self.experiment.unit, *heads], rows, title=title, note="\n".join(notes)
+        )
+
+    def answer(self) -> Answer:
+        """Published figures beside ours."""
+        experiment = self.experiment
+        passes = "all forward passes"
+        if self.steps is not None:
+            passes = f"at most {self.steps} forward passes"
+        origins = (f"{model} from {trace}" for trace, model in self.models.items())
+        table = self.listing()
+        return Answer(
+            question=experiment.summary,
+            subject=experiment.name,
+            setting=[
+                (experiment.name, experiment.summary),
+                ("computes", experiment.computes),
+                ("ours", f"{', '.join(origins)}; {passes} of each"),
+            ],
+            tables=[table],
+            notes=table.note.splitlines(),
+            data=self.to_json(),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """One object; a figure that a trace cannot give is words that say why."""
@@ -134,8 +195,8 @@ class Reproduction:
             "name": experiment.name,
             "summary": experiment.summary,
             "unit": experiment.unit,
-            "published_records": [list(key) for key in experiment.published],
-            "published": self.published,
+            "published_records": [list(key) for key in experiment.keys],
+            "published": experiment.published,
             "measured": {
                 trace: {"model": self.models[trace], "figures": figures}
                 for trace, figures in self.measured.items()
@@ -145,38 +206,6 @@ class Reproduction:
             "computes": experiment.computes,
             "caveats": experiment.caveats,
         }
-
-
-def published(experiment: Experiment) -> dict[str, dict[str, float | str]]:
-    """The published figures of an experiment: column -> row -> figure.
-
-    A column is its model as the source names it, behind the source's name where there
-    are several sources.
-    """
-    columns: dict[str, dict[str, float | str]] = {}
-    several = len({source for source, _, _ in experiment.published}) > 1
-    for record in records():
-        row = experiment.row(record)
-        # Some records of a table are not about what the experiment computes.
-        if row is None:
-            continue
-        column = str(record.setting.get("model", "as stated"))
-        # Two sources may have measured the same model.
-        if several:
-            column = f"{record.source}: {column}"
-        columns.setdefault(column, {})[row] = record.value
-    return columns
-
-
-def find(name: str) -> Experiment:
-    """An experiment by name.
-
-    Raises:
-        PolicyError: no such experiment; the message names them all.
-    """
-    if name in EXPERIMENTS:
-        return EXPERIMENTS[name]
-    raise PolicyError(unknown("experiment", name, EXPERIMENTS, "experiments"))
 
 
 def shared_traces() -> Path:
@@ -198,7 +227,7 @@ def reproduce(
     *,
     steps: int | None = DEFAULT_STEPS,
     seed: int = 0,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda _trace: None,
 ) -> Reproduction:
     """Compute an experiment on traces and lay the published figures beside it.
 
@@ -214,22 +243,24 @@ def reproduce(
         PolicyError: no such experiment.
         TraceError: a trace cannot be read.
     """
-    experiment = find(name)
-    measured: dict[str, Figures] = {}
-    models: dict[str, str] = {}
+    if name not in EXPERIMENTS:
+        raise PolicyError(unknown("experiment", name, EXPERIMENTS, "experiments"))
+    fill = getattr(routing_figures, name.replace("-", "_"))
     paths = traces_at_hand()
     if traces is not None:
         paths = [Path(trace) for trace in dict.fromkeys(traces)]
     stems = [path.stem for path in paths]
+    reproduction = Reproduction(EXPERIMENTS[name], {}, {}, steps)
     for path in paths:
         # Two traces may have one name in different folders.
         label = path.stem if stems.count(path.stem) == 1 else str(path)
-        if progress is not None:
-            progress(label)
+        progress(label)
+        table = Table()
         with opened(path) as trace:
-            models[label] = trace.shape.name
-            measured[label] = experiment.run(Excerpt(trace, steps, seed))
-    return Reproduction(experiment, measured, models, steps)
+            fill(Excerpt(trace, steps, seed), table)
+            reproduction.models[label] = trace.shape.name
+        reproduction.measured[label] = table
+    return reproduction
 
 
 @contextmanager
@@ -242,11 +273,8 @@ def opened(path: Path) -> Iterator[Trace]:
     if known is None or not path.is_file() or _is_ours(path):
         yield open_trace(path)
         return
-    model, weights = known
     with ScratchFolder() as folder:
-        imported = import_trace(
-            path, folder / path.name, shape=model_shape(model, weights)
-        )
+        imported = import_trace(path, folder / path.name, shape=model_shape(*known))
         yield open_trace(imported.path)
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.evidence.reproduction.workloads import Excerpt
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.dense_costs import DenseSizes
 from moesim.hwprofiles.paths import link
@@ -20,18 +19,20 @@ from moesim.questions.gap_mixes import MixReplays
 from moesim.runs.config import MemoryOptions, RunConfig
 from moesim.runs.memory import plan_memory
 from moesim.runs.replay import replay
+from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from moesim.evidence.reproduction.workloads import Workload
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.runs.result import Run
     from moesim.traces.format.batch import RoutedStep
+    from moesim.traces.format.reader import Trace
 
 Outcome = dict[str, Any]
 """Metrics of a run, and under ``prefill`` and ``decode`` the parts of those steps
@@ -55,7 +56,7 @@ class RunSpec:
         workload: what is replayed.
         policy: a system or an assignment policy.
         machine: hardware profile.
-        options: further options of `moesim.runs.replay.replay`, sorted.
+        options: further options of `moesim.replay` and `moesim.sweep`, sorted.
         warm: what the cache is filled from: other sequences of the workload, or their
             ``decode`` steps alone; empty for none.
         learned: whether a cache network is trained on those, for ``flashmoe``.
@@ -81,9 +82,9 @@ class RunSpec:
         machine: str,
         *,
         warm: bool | str = False,
-        numbers: Mapping[str, float] | None = None,
         learned: bool = False,
         modelled: bool = False,
+        numbers: Mapping[str, float] | None = None,
         **options: Any,
     ) -> RunSpec:
         """Describe a run; options that are None are left out."""
@@ -93,26 +94,21 @@ class RunSpec:
             policy,
             machine,
             tuple(sorted(given.items())),
-            warm=warm if isinstance(warm, str) else "all" * warm,
-            numbers=tuple((numbers or {}).items()),
-            learned=learned,
-            modelled=modelled,
+            warm if isinstance(warm, str) else "all" * warm,
+            learned,
+            modelled,
+            tuple((numbers or {}).items()),
         )
-
-    def on(self, machine: str) -> RunSpec:
-        """The same run on another machine."""
-        return replace(self, machine=machine)
 
     def of_recording(self, sequences: int, **recorded: Any) -> RunSpec:
         """The same run on so many sequences of recorded routing, with the predictions
         that its workload draws.
         """
         workload = replace(self.workload, prompt=0, sequences=sequences, **recorded)
-        options = tuple(
-            (name, min(sequences, value) if name == "batch" else value)
-            for name, value in self.options
-        )
-        return replace(self, workload=workload, options=options)
+        options = dict(self.options)
+        if "batch" in options:
+            options["batch"] = min(sequences, options["batch"])
+        return replace(self, workload=workload, options=tuple(sorted(options.items())))
 
     @property
     def calibration(self) -> Workload:
@@ -133,12 +129,8 @@ class RunSpec:
     @property
     def words(self) -> str:
         """The run in the words of the command line."""
-        words = [self.policy]
-        for name, value in self.options:
-            words.append(f"--{name.replace('_', '-')} {value}")
-        if self.warm:
-            words.append("--warm")
-        return " ".join(words)
+        given = [f"--{name.replace('_', '-')} {value}" for name, value in self.options]
+        return " ".join([self.policy, *given, *["--warm"] * bool(self.warm)])
 
     def do(self, folder: Path) -> Outcome:
         """Do the run; its traces lie in `folder`, or are drawn into it.
@@ -148,7 +140,7 @@ class RunSpec:
         """
         trace = self.workload.draw(folder)
         if self.modelled:
-            return _modelled(self, trace)
+            return _modelled(self, open_trace(trace))
         options = dict(self.options)
         if self.warm:
             options["warm"] = self.calibration.draw(folder)
@@ -182,48 +174,60 @@ def parts_of(run: Run, phase: Phase) -> dict[str, float]:
     }
     parts = {name: float(seconds[mask].sum()) for name, mask in masks.items()}
     parts["total"] = float((steps["end_s"] - steps["start_s"]).sum())
-    parts["steps"] = float(len(steps))
-    return parts
+    return parts | {"steps": float(len(steps))}
 
 
 def decode_replays(
-    excerpt: Excerpt,
-    batch: int,
-    steps: int,
+    trace: Trace,
     profile: HardwareProfile,
     system: System,
+    *,
+    batch: int,
+    steps: int,
     cache_ratio: float,
+    most_steps: int | None = None,
+    seed: int = 0,
 ) -> MixReplays:
-    """Replays of the first decode steps; of policies that do not look ahead."""
+    """Replays of the first decode steps of full batches, within `most_steps` forward
+    passes; of policies that do not look ahead.
+    """
 
     def passes() -> Iterable[RoutedStep]:
-        decode = excerpt.decode(batch=batch)
-        for number, step in zip(range(steps), decode, strict=False):
+        full = (
+            step
+            for step in compose(trace, batch=batch, steps=most_steps)
+            if step.phase == Phase.DECODE and step.sequences == batch
+        )
+        for number, step in zip(range(steps), full, strict=False):
             # Prefill steps are left out, so steps are numbered anew.
             yield replace(step, step=number)
 
+    shape = trace.shape
     options = MemoryOptions(cache_ratio=cache_ratio)
     return MixReplays(
-        shape=excerpt.shape,
+        shape=shape,
         profile=profile,
-        costs=Costs(profile, excerpt.shape),
-        memory=plan_memory(options, excerpt.shape, profile, system),
+        costs=Costs(profile, shape),
+        memory=plan_memory(options, shape, profile, system),
         system=system,
         passes=passes,
         future=RecordedFuture(()),
-        seed=excerpt.seed,
+        seed=seed,
     )
 
 
-def _modelled(spec: RunSpec, path: Path) -> Outcome:
+def _modelled(spec: RunSpec, trace: Trace) -> Outcome:
     """The modelled makespan of decode steps in which nothing is resident."""
-    system = System(assignment=spec.policy, cache="none")
-    batch = dict(spec.options)["batch"]
-    # The first batch only: the others are more of the same.
-    steps = spec.workload.generated
     total = _ModelledTime()
-    excerpt = Excerpt(open_trace(path))
-    replays = decode_replays(excerpt, batch, steps, spec.profile, system, 0.0)
+    replays = decode_replays(
+        trace,
+        spec.profile,
+        System(assignment=spec.policy, cache="none"),
+        batch=dict(spec.options)["batch"],
+        # The first batch only: the others are more of the same.
+        steps=spec.workload.generated,
+        cache_ratio=0.0,
+    )
     replays.replay_s({}, observer=total)
     return {"modelled_s": total.seconds}
 
@@ -268,13 +272,6 @@ def learned_cache(workload: Workload, folder: Path) -> Path:
 # -- what follows from a run's description alone ---------------------------------------
 
 
-def spec_quantities() -> dict[str, Callable[[RunSpec, Mapping[str, Any]], float]]:
-    """Name -> quantity of a run that need not be done, with the values of the names in
-    its description.
-    """
-    return {"gpu_gb": _gpu_gb, "load_s": _load_s}
-
-
 def _gpu_gb(run: RunSpec, values: Mapping[str, Any]) -> float:
     """GB of the expert cache, the staging slots, the dense weights, and the keys and
     values of all sequences at the end of a context of ``seq_len`` tokens.
@@ -306,3 +303,9 @@ def _load_s(run: RunSpec, _values: Mapping[str, Any]) -> float:
         load_s += shape.routed_bytes / number(ssd.bytes_per_s)
         load_s += experts * number(ssd.latency_s)
     return load_s
+
+
+SPEC_QUANTITIES = {"gpu_gb": _gpu_gb, "load_s": _load_s}
+"""Name -> quantity of a run that need not be done, with the values of the names in its
+description.
+"""
