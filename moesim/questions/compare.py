@@ -14,6 +14,7 @@ import numpy as np
 
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split_policies
+from moesim.policies.planner.residency import PER_LAYER
 from moesim.questions.ranked import (
     axis_value,
     candidate,
@@ -22,6 +23,7 @@ from moesim.questions.ranked import (
 )
 from moesim.runs.bound import bound_of
 from moesim.runs.config import RunConfig, takes_options
+from moesim.runs.memory import BY_CURVE
 from moesim.runs.replay import replay, share_of
 from moesim.runs.result import remove_parts
 from moesim.runs.setup import Setup, opened, profile_of
@@ -291,6 +293,9 @@ def check_each(config: RunConfig, trace: Trace, policies: Sequence[str]) -> None
     for name in policies:
         # One step and no calibration: the walk is not what is checked.
         single = config.replaced(policy=name, steps=1, warm=None)
+        # Nor, then, how it divides slots.
+        if config.cache_scope == BY_CURVE and config.warm is not None:
+            single = single.replaced(cache_scope=PER_LAYER)
         try:
             setup = Setup.of(single, trace, profile=profile)
             if config.warm is not None:

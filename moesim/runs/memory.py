@@ -16,7 +16,7 @@ import numpy as np
 from moesim.base.units import format_bytes
 from moesim.hwprofiles.dense_costs import KeptEntries
 from moesim.policies.base import PolicyError
-from moesim.policies.cache._slot_shares import divided, front_first
+from moesim.policies.cache._slot_shares import by_curves, divided, front_first
 from moesim.policies.planner.plan import LAYERS, MemoryPlan
 from moesim.policies.planner.residency import GLOBAL, PER_LAYER, CacheSize
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
 
 DEFAULT_CACHE_RATIO = 0.25
+BY_CURVE = "by-curve"
+"""Slots of their own for all layers, divided by a calibration's hits."""
+
 HOST_ACCELERATOR = "host"
 KV_VALUE_BYTES = 2
 """Keys and values are kept in 16 bits."""
@@ -55,6 +58,7 @@ def plan_memory(
     artefacts: Mapping[str, Any] | None = None,
     *,
     kv_bytes: int = 0,
+    hits_by_slots: np.ndarray | None = None,
 ) -> MemoryPlan:
     """Turn options into sizes.
 
@@ -67,6 +71,8 @@ def plan_memory(
             `moesim.policies.cache._slot_shares`.
         kv_bytes: keys and values that the GPU holds, where no size of its
             cache is stated.
+        hits_by_slots: int64 [L, E + 1], of a calibration trace, which divide the slots
+            among the layers; None where the user has not asked for that.
 
     Raises:
         PolicyError: contradicting options, no room to stage even one expert, or a
@@ -83,6 +89,8 @@ def plan_memory(
     # Staging comes first, as it is taken from the same memory.
     staging = _staging(options, shape, profile, system)
     scope = options.cache_scope or system.scope or PER_LAYER
+    if hits_by_slots is not None:
+        scope = PER_LAYER
     ratio = options.cache_ratio
     total_bytes = None
     if options.gpu_memory_bytes is not None:
@@ -99,13 +107,11 @@ def plan_memory(
         total_bytes=total_bytes,
     )
     if scope == PER_LAYER:
-        slots = _division(gpu, shape, system, artefacts or {})
-        # All that a ratio allows: what is spread evenly may be an expert short.
-        budget = gpu.total_bytes
-        if ratio is not None:
-            budget = round(ratio * shape.experts * sum(shape.expert_bytes))
-        if slots is not None:
-            gpu = _divided(gpu, shape, slots, budget)
+        slots = _division(gpu, shape, system, artefacts or {}, ratio)
+        if hits_by_slots is not None:
+            cards = sharing_cards(options.gpu_split, profile.gpus)
+            slots = _division_by_curves(gpu, shape, cards, hits_by_slots)
+        gpu = _divided(gpu, shape, slots)
     if scope == GLOBAL:
         gpu = _of_one_card(gpu, shape, sharing_cards(options.gpu_split, profile.gpus))
     plan = MemoryPlan(
@@ -318,15 +324,25 @@ def workspace_bytes(shape: ModelShape) -> int:
 
 
 def _division(
-    size: CacheSize, shape: ModelShape, system: System, artefacts: Mapping[str, Any]
+    size: CacheSize,
+    shape: ModelShape,
+    system: System,
+    artefacts: Mapping[str, Any],
+    ratio: float | None,
 ) -> np.ndarray | None:
     """The same number of slots, divided among the layers as the system does it, int64
     [L]: by use where a calibration says how, or first layers first. None for evenly.
     """
     # The total stays, so that systems are compared at equal memory.
     total = int(size.slots.sum())
+    expert_bytes = np.asarray(shape.expert_bytes, np.int64)
+    # All that a ratio allows: what is spread evenly may be an expert short.
+    budget = size.total_bytes
+    if ratio is not None:
+        budget = round(ratio * shape.experts * int(expert_bytes.sum()))
     if system.whole_layers:
-        return front_first(total, shape.layers, shape.experts, system.whole_layers)
+        slots = front_first(total, shape.layers, shape.experts, system.whole_layers)
+        return _in_bytes(slots, expert_bytes, shape.experts, budget)
     known = {"single_share", "prefetch_accuracy"} <= artefacts.keys()
     if not (system.divides_slots and known):
         return None
@@ -343,15 +359,32 @@ def _division(
             f" numbers, one for each MoE layer, found {len(slots)}; make them for this"
             " model"
         )
+    return _in_bytes(slots, expert_bytes, shape.experts, budget)
+
+
+def _division_by_curves(
+    size: CacheSize, shape: ModelShape, cards: int, hits_by_slots: np.ndarray
+) -> np.ndarray:
+    """Divide the slots of each card among its layers by their hits, int64 [L]."""
+    expert_bytes = np.asarray(shape.expert_bytes, np.int64)
+    card_of = np.arange(shape.layers) * cards // shape.layers
+    slots = np.zeros(shape.layers, np.int64)
+    for card in range(cards):
+        mine = card_of == card
+        card_bytes = int(size.pool_bytes[mine].sum())
+        shares = by_curves(hits_by_slots[mine], expert_bytes[mine], card_bytes)
+        # What brings no hits goes to whoever has least.
+        slots[mine] = _in_bytes(shares, expert_bytes[mine], shape.experts, card_bytes)
     return slots
 
 
-def _divided(
-    size: CacheSize, shape: ModelShape, slots: np.ndarray, budget: int
-) -> CacheSize:
-    """Slots of each layer; layers of unequal experts share `budget` bytes."""
+def _divided(size: CacheSize, shape: ModelShape, slots: np.ndarray | None) -> CacheSize:
+    """A cache with so many slots of the mean expert of each layer, int64 [L]; as it is
+    for None.
+    """
+    if slots is None:
+        return size
     expert_bytes = np.asarray(shape.expert_bytes, np.int64)
-    slots = _in_bytes(slots, expert_bytes, shape.experts, budget)
     pool_bytes = slots * expert_bytes
     # Slots count the largest experts of a layer.
     largest = [max(sizes) for sizes in shape.bytes_by_expert] or expert_bytes

@@ -20,7 +20,6 @@ from moesim.runs.bound import replay_bound
 from moesim.runs.clairvoyant import is_searched, searched
 from moesim.runs.config import MemoryOptions, RunConfig, takes_options
 from moesim.runs.engines import choose_engine
-from moesim.runs.memory import plan_memory
 from moesim.runs.result import Run, save_run
 from moesim.runs.setup import (
     Setup,
@@ -463,7 +462,8 @@ def replay_cache(
 
     # On demand: every miss is fetched, so nothing but the cache decides.
     system = compose("on-demand", cache=cache)
-    size = plan_memory(config.memory, shape, profile_of(config.hw), system).gpu
+    setup = Setup(config, shape, profile_of(config.hw), system)
+    size = setup.memory.gpu
     policy = system.build(gpus=1, host_cache=None).caches[0]
     opened.require(policy.needs, f"cache policy {cache!r}")
 

@@ -28,6 +28,7 @@ from moesim.policies.planner.planner import Planner
 from moesim.policies.planner.residency import PER_LAYER
 from moesim.policies.registry import resolve, settings
 from moesim.runs.memory import (
+    BY_CURVE,
     HOST_ACCELERATOR,
     card_bill,
     card_budget_bytes,
@@ -37,7 +38,9 @@ from moesim.runs.memory import (
     sharing_cards,
 )
 from moesim.traces.format.future import RecordedFuture
+from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.stats.hit_rate_curves import CurveAggregator
 from moesim.traces.synthetic.marks import synthetic_caveats
 
 if TYPE_CHECKING:
@@ -141,7 +144,24 @@ class Setup:
             self.system,
             artefacts,
             kv_bytes=self.kv_bytes,
+            hits_by_slots=self._hits_by_slots(),
         )
+
+    def _hits_by_slots(self) -> np.ndarray | None:
+        """What divides slots among layers, where the user asks for it.
+
+        Raises:
+            PolicyError: there is no calibration trace to count them in.
+        """
+        config = self.config
+        if config.cache_scope != BY_CURVE:
+            return None
+        if config.warm is None:
+            raise PolicyError(
+                "--cache-scope by-curve: expected a calibration trace, whose hits"
+                " divide the slots among the layers; add --warm TRACE"
+            )
+        return hits_by_slots(config, self.shape, fixed=self.system.keeps_residents)
 
     @property
     def cache(self) -> CacheSize:
@@ -254,7 +274,9 @@ class Setup:
             "prefetch": system.prefetch,
             "routing": system.routing,
             "oracle": self.future is not None,
-            "cache_scope": plan.gpu.scope,
+            "cache_scope": (
+                BY_CURVE if config.cache_scope == BY_CURVE else plan.gpu.scope
+            ),
             "cache_slots": self.cache.slots.tolist(),
             "cache_bytes": self.cache.total_bytes,
             "cache_ratio": self.cache.total_bytes / shape.routed_bytes,
@@ -515,16 +537,49 @@ def warm_counts(warm: str | Path | Trace, trace: Trace) -> np.ndarray:
         TraceError: no such trace.
         PolicyError: it has other layers or experts than `trace`.
     """
+    return activation_counts(_calibration(warm, trace.shape, f"in {trace.path}"))
+
+
+def _calibration(warm: str | Path | Trace, expected: ModelShape, where: str) -> Trace:
+    """A calibration trace, opened, of a model with as many layers and experts.
+
+    Raises:
+        TraceError, PolicyError: as `warm_counts`.
+    """
     calibration = warm if isinstance(warm, Trace) else open_trace(warm)
-    expected = trace.shape
     shape = calibration.shape
     if (shape.layers, shape.experts) != (expected.layers, expected.experts):
         raise PolicyError(
             f"--warm {calibration.path}: expected {expected.layers} layers x"
-            f" {expected.experts} experts as in {trace.path}, found {shape.layers} x"
+            f" {expected.experts} experts as {where}, found {shape.layers} x"
             f" {shape.experts}; record it from that model"
         )
-    return activation_counts(calibration)
+    return calibration
+
+
+def hits_by_slots(config: RunConfig, shape: ModelShape, *, fixed: bool) -> np.ndarray:
+    """Count the hits that each layer has in the calibration trace of a run, by its
+    slots: int64 [L, E + 1].
+
+    Args:
+        config: of the run.
+        shape: of its model.
+        fixed: whether the cache holds the most used experts for good; else it evicts
+            the least recently used, which stands for every rule that adapts.
+
+    Raises:
+        TraceError, PolicyError: as `warm_counts`.
+    """
+    assert config.warm is not None
+    calibration = _calibration(config.warm, shape, f"{shape.name} has")
+    if fixed:
+        counts = activation_counts(calibration)
+        most_used_first = -np.sort(-counts, axis=1)
+        return np.pad(most_used_first.cumsum(axis=1), ((0, 0), (1, 0)))
+    curves = CurveAggregator(calibration.shape, names=["lru"])
+    for block in layer_steps(calibration, batch=config.batch):
+        curves.add(block)
+    return curves.end().hits("lru")
 
 
 SUFFIXES = (".npy", ".npz", ".safetensors")

@@ -122,9 +122,9 @@ def no_memory_holds_more_than_its_size(record):
         return
     held = defaultdict(list)
     for layer, events in _held(record).items():
-        pool = layer if record.config["cache_scope"] == "layer" else 0
+        pool = layer if record.config["cache_scope"] != "global" else 0
         held[pool] += events
-    by_layer = record.config["cache_scope"] == "layer"
+    by_layer = record.config["cache_scope"] != "global"
     # What is prefetched may wait in a staging slot, which all layers share.
     staging = record.config["staging"]
     pools = range(len(slots)) if by_layer else [0]
