@@ -36,7 +36,7 @@ from moesim.questions.gap_eviction import (
     EvictionSplit,
     split_eviction,
 )
-from moesim.questions.gap_mixes import BOUND, EVICTION, Grades, MixReplays
+from moesim.questions.gap_mixes import CEILING, EVICTION, Grades, MixReplays
 from moesim.questions.replay import setting_facts
 from moesim.reporting.answers import Answer, Column, Listing
 from moesim.reporting.figures import GPU, QUIET, Axis, Figure, names
@@ -82,7 +82,7 @@ class Part:
         name: one of `moesim.questions.gap_mixes.PARTS`.
         policy: specification under study; for planning, the assignment policy whose
             decisions are charged.
-        replaced_by: substitute in the ceiling; None if the bound is faster
+        replaced_by: substitute in the ceiling; None if the ceiling is faster
             without one.
         alone_s: saved by this substitute only.
         last_s: saved by this substitute when all others are on offer already.
@@ -201,12 +201,12 @@ def decompose(
     parts = list(substitutes)
     value = _fastest_by_offers(times, parts)
     # Of equally fast mixes, the one that replaces least.
-    bound = min(times, key=lambda timed: (timed.seconds, len(timed.mix)))
+    ceiling = min(times, key=lambda timed: (timed.seconds, len(timed.mix)))
     gap_of_policy = Gap(
         policy_s=value[frozenset()],
-        ceiling_s=bound.seconds,
+        ceiling_s=ceiling.seconds,
         resident_s=replays.resident_s(),
-        parts=_parts(value, parts, bound.mix, replays.specifications()),
+        parts=_parts(value, parts, ceiling.mix, replays.specifications()),
         mixes={_label(timed.mix): timed.seconds for timed in times},
         grades=grades,
     )
@@ -235,7 +235,7 @@ def _fastest_by_offers(
 def _parts(
     value: Mapping[frozenset[str], float],
     names: Sequence[str],
-    bound: Mapping[str, str],
+    ceiling: Mapping[str, str],
     specifications: Mapping[str, str],
 ) -> list[Part]:
     # Alone and last are the ends of what an exchange can save; the share lies between.
@@ -246,7 +246,7 @@ def _parts(
         Part(
             name,
             policy=specifications[name],
-            replaced_by=bound.get(name),
+            replaced_by=ceiling.get(name),
             alone_s=value[no_offers] - value[frozenset({name})],
             last_s=value[all_offers - {name}] - value[all_offers],
             share_s=shares[name],
@@ -342,7 +342,7 @@ def gap(
         system=setup.system,
         passes=passes,
         future=future,
-        bound=searched,
+        ceiling=searched,
         host_cache=config.host_cache,
         seed=config.seed,
         calibration=setup.calibration,
@@ -352,9 +352,9 @@ def gap(
     if ceiling is None:
         # The rules were the best from a start of their own; from this policy's, plain
         # foresight may lead further.
-        foresight = replace(replays, bound=BOUND)
+        foresight = replace(replays, ceiling=CEILING)
         replays = min(replays, foresight, key=MixReplays.ceiling_s)
-    bound = replays.bound
+    fastest = replays.ceiling
     gap_of_policy = decompose(replays, progress)
     gap_of_policy.eviction = split_eviction(
         setup.system.cache,
@@ -372,15 +372,15 @@ def gap(
     gap_of_policy.config["begins"] = started
     gap_of_policy.bound = bound_of(config.replaced(trace=opened))
     gap_of_policy.config["ceiling"] = {
-        "assignment": bound.assignment,
-        "cache": bound.cache,
-        "prefetch": bound.prefetch,
+        "assignment": fastest.assignment,
+        "cache": fastest.cache,
+        "prefetch": fastest.prefetch,
     }
     return gap_of_policy
 
 
 def _needed_columns(
-    trace: Trace, setup: Setup, bound: System, causal: Sequence[str]
+    trace: Trace, setup: Setup, ceiling: System, causal: Sequence[str]
 ) -> dict[str, None]:
     """Columns that any mix or causal cache needs, in the order in which they are named.
 
@@ -388,10 +388,10 @@ def _needed_columns(
         PolicyError: a column is missing, or the routing policy alters the routing.
     """
     routing = setup.system.routing
-    # The bound routes as the policy does: only decisions differ, not the work.
-    with_bound = replace(setup, system=replace(bound, routing=routing))
+    # The ceiling routes as the policy does: only decisions differ, not the work.
+    with_ceiling = replace(setup, system=replace(ceiling, routing=routing))
     columns: dict[str, None] = {}
-    for either in (setup, with_bound):
+    for either in (setup, with_ceiling):
         policies = either.policies()
         check_needs(trace, policies)
         columns |= dict.fromkeys(needed_columns(policies))

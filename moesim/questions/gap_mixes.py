@@ -47,7 +47,7 @@ ASSIGNMENT = "assignment"
 PREFETCH = "prefetch"
 PLANNING = "planning"
 PARTS = (EVICTION, ASSIGNMENT, PREFETCH, PLANNING)
-BOUND = System(
+CEILING = System(
     assignment="exact:objective=scheduled", cache="foresight", prefetch="foresight"
 )
 """What parts are replaced by, unless the clairvoyant system's rules are searched. The
@@ -77,7 +77,7 @@ class MixReplays:
         system: the policy under study.
         passes: gives the forward passes anew.
         future: of the same passes.
-        bound: what parts are replaced by.
+        ceiling: what parts are replaced by.
         host_cache: cache policy of limited host memory; never replaced.
         seed: for policies that draw.
         calibration: activation counts float64 [L, E] that may fill caches.
@@ -93,7 +93,7 @@ class MixReplays:
     system: System
     passes: Callable[[], Iterable[RoutedStep]]
     future: Future
-    bound: System = BOUND
+    ceiling: System = CEILING
     host_cache: str = "lru"
     seed: int = 0
     calibration: np.ndarray | None = None
@@ -117,17 +117,17 @@ class MixReplays:
         does.
         """
         # A part that is its own substitute would double the replays for nothing.
-        bound = self.bound
-        of_bound = {
-            EVICTION: bound.cache,
-            ASSIGNMENT: bound.assignment,
-            PREFETCH: bound.prefetch,
+        ceiling = self.ceiling
+        of_ceiling = {
+            EVICTION: ceiling.cache,
+            ASSIGNMENT: ceiling.assignment,
+            PREFETCH: ceiling.prefetch,
             PLANNING: FREE,
         }
         under_study = self.specifications()
         return {
             part: substitute
-            for part, substitute in of_bound.items()
+            for part, substitute in of_ceiling.items()
             if substitute != under_study[part]
         }
 
@@ -171,7 +171,7 @@ class MixReplays:
         all_experts = CacheSize.for_model(self.shape, ratio=1.0)
         memory = replace(self.memory, gpu=all_experts, host=None)
         # A static cache is filled from the start, and asks for no copy.
-        system = System(assignment=self.bound.assignment, cache="static:fill=lowest")
+        system = System(assignment=self.ceiling.assignment, cache="static:fill=lowest")
         policies = system.build(gpus=self.profile.gpus, host_cache=None)
         return self._run(policies, memory, free=True)
 

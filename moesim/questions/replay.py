@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesim.base.units import bandwidth, format_bytes, ms, number, percent
 from moesim.hwprofiles.profile import rate_interval
-from moesim.reporting.answers import Answer, Listing
+from moesim.reporting.answers import HEADS, Answer, Listing
 from moesim.reporting.pages import trace_words
 from moesim.runs.result import busy_shares
 
@@ -114,7 +114,7 @@ def _result_facts(
     """How fast it was, and what was hit; energy and prefetches where there are any."""
     facts = [
         ("first token", _speed(metrics, "ttft_s", "prefill", error)),
-        ("each further token", _speed(metrics, "tpot_s", "decode", error)),
+        ("per token", _speed(metrics, "tpot_s", "decode", error)),
         ("hit rate", _hit_rates(metrics)),
         ("accesses", _access_counts(metrics)),
         (
@@ -159,7 +159,8 @@ def _result_facts(
 def _request_facts(served: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What users of a server see."""
     facts = [("requests", f"{served['requests']:,} served")]
-    for name, words in (("ttft", "first token"), ("tpot", "per token")):
+    for name in ("ttft", "tpot"):
+        words = f"{HEADS[f'{name}_s']}, by request"
         shares = ", ".join(
             f"{percent} % within {ms(served[f'{name}_p{percent}_s'])}"
             for percent in (50, 95, 99)

@@ -68,7 +68,7 @@ class Run:
             ("policy", ", ".join(f"{part} {config[part]}" for part in parts)),
             ("seed", str(config["seed"])),
             ("first token", ms(metrics["ttft_s"])),
-            ("each further token", ms(metrics["tpot_s"])),
+            ("per token", ms(metrics["tpot_s"])),
             ("95th percentile of them", ms(metrics["tpot_p95_s"])),
             ("decode", number(metrics["decode_tokens_per_s"], " tokens/s")),
             ("hit rate", percent(metrics["hit_rate_active"])),

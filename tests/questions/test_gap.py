@@ -22,7 +22,7 @@ from moesim.policies.systems import System
 from moesim.questions import gap_mixes
 from moesim.questions.gap import decompose, gap, gap_answer, shapley
 from moesim.questions.gap_eviction import split_eviction
-from moesim.questions.gap_mixes import BOUND, PARTS, Grades, MixReplays
+from moesim.questions.gap_mixes import CEILING, PARTS, Grades, MixReplays
 from moesim.runs import replay as api
 from moesim.runs.config import MemoryOptions
 from moesim.traces.format.future import RecordedFuture
@@ -31,11 +31,11 @@ NO_CPU = 1000.0
 """Seconds of an expert on a CPU that nobody would choose."""
 
 
-ONE_LAYER_AHEAD = System(BOUND.assignment, cache="belady", prefetch="clairvoyant")
+ONE_LAYER_AHEAD = System(CEILING.assignment, cache="belady", prefetch="clairvoyant")
 """Substitutes that look no further than causes by hand."""
 
 
-def replays(model, system, forward, *, slots, bound=ONE_LAYER_AHEAD, **costs):
+def replays(model, system, forward, *, slots, ceiling=ONE_LAYER_AHEAD, **costs):
     size = CacheSize.of(model.expert_bytes, model.experts, slots_per_layer=slots)
     return MixReplays(
         shape=model,
@@ -45,7 +45,7 @@ def replays(model, system, forward, *, slots, bound=ONE_LAYER_AHEAD, **costs):
         system=system,
         passes=lambda: forward,
         future=RecordedFuture(forward),
-        bound=bound,
+        ceiling=ceiling,
     )
 
 
@@ -130,7 +130,7 @@ def test_only_prefetch_differs():
     """
     model = shape(layers=2, experts=2)
     forward = steps([routed(0, 0), routed(1, 1)])
-    system = System(BOUND.assignment, cache="belady", prefetch="none")
+    system = System(CEILING.assignment, cache="belady", prefetch="none")
     result = decompose(replays(model, system, forward, slots=0, cpu=NO_CPU))
     assert (result.policy_s, result.ceiling_s) == (14.0, 12.0)
     assert shares(result) == pytest.approx({"prefetch": 2.0, "planning": 0.0})
@@ -157,7 +157,9 @@ def test_only_planning_differs():
 def test_the_clairvoyant_composition_has_no_gap():
     model = shape(layers=2, experts=4)
     forward = steps(*[[routed(0, i % 4), routed(1, (i + 1) % 3)] for i in range(6)])
-    result = decompose(replays(model, BOUND, forward, slots=2, plan=0.0, bound=BOUND))
+    result = decompose(
+        replays(model, CEILING, forward, slots=2, plan=0.0, ceiling=CEILING)
+    )
     assert result.gap_s == 0.0
     assert [part.name for part in result.parts] == ["planning"]
     assert result.parts[0].replaced_by is None
@@ -207,7 +209,7 @@ def test_shares_are_never_negative_and_sum_to_the_gap(trace, slots, assignment, 
             slots=slots,
             plan=0.25,
             cpu=3.0,
-            bound=BOUND,
+            ceiling=CEILING,
         )
     )
     assert sum(shares(result).values()) == pytest.approx(result.gap_s, abs=1e-9)
@@ -350,7 +352,7 @@ def test_the_ceiling_is_no_slower_than_with_plain_foresight():
     """Rules that were the best from a start of their own led 5 % less far from here."""
     asked = {"gpu_memory_bytes": 8 << 30, "hw": "rtx4060ti", "steps": 4}
     searched = gap("gpt-oss-20b-like", "on-demand", **asked)
-    plain = gap("gpt-oss-20b-like", "on-demand", ceiling=BOUND, **asked)
+    plain = gap("gpt-oss-20b-like", "on-demand", ceiling=CEILING, **asked)
     assert searched.ceiling_s <= plain.ceiling_s
 
 

@@ -103,7 +103,7 @@ def test_results_answer_in_words_figures_and_pages(tmp_path):
     """Whatever a function returned, `answer` takes; what it does not, it names."""
     run = moesim.replay("tiny", "greedy", steps=STEPS)
     answer = moesim.answer(run)
-    assert "each further token" in str(answer)
+    assert "per token" in str(answer)
     assert answer.frame["lane"].tolist() == list(run.metrics["busy_s"])
     assert answer.to_json()["tpot_s"] == run.metrics["tpot_s"]
     assert answer.write(tmp_path / "run.html").is_file()
