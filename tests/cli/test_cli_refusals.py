@@ -142,7 +142,6 @@ trace import @binary x.parquet --shape olmoe-1b-7b        | binary
 trace import @binary x.parquet --shape layers=1,experts=2,top_k=1,expert_bytes=1KiB --quant q4_k_m | --quant; which says the bytes already
 trace import @binary x.parquet --shape olmoe-1b-7b --option batch | --option; NAME=VALUE
 trace import @empty x.parquet --shape olmoe-1b-7b         | empty
-trace check-residency @t.parquet --cache-size x           | --cache-size
 record                                                    | --prompts; --dataset-file
 record --prompts @none.txt --host-memory 1GiB             | --host-memory; --store
 record --prompts @t.parquet --split both                  | calibration or evaluation

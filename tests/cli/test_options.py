@@ -60,12 +60,10 @@ def test_every_command_declares_its_options_as_fields():
 EXCEPTIONS = {
     ("--residual", "record"),
     ("--hw", "calibrate"),
-    ("--cache-size", "trace export"),
     ("--gpu", "verify"),
 }
 """A recording writes the vectors that it finds no file of; a profile may be calibrated in
-its place; a trace is exported with the memory of each card; and `verify` asks whether there
-is one, not which.
+its place; and `verify` asks whether there is a card, not which.
 """
 
 

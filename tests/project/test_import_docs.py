@@ -22,7 +22,7 @@ def run(*arguments, code=0):
 def test_every_command_of_the_group_is_there_once():
     names = [command.name for command in trace_app.registered_commands]
     assert len(set(names)) == len(names)
-    assert {"check", "export", "synth", "check-residency"} <= set(names)
+    assert {"check", "export", "synth"} <= set(names)
 
 
 def test_options_of_the_import_are_words():
@@ -51,7 +51,7 @@ def test_check_warns_with_its_exit_code(tmp_path):
     )
 
 
-def test_export_and_check_residency(tmp_path):
+def test_export(tmp_path):
     _, trace = bring(files.route_trace(tmp_path / "dump", files.routing()))
     assert (
         "records"
@@ -59,18 +59,6 @@ def test_export_and_check_residency(tmp_path):
             "trace", "export", trace.path, tmp_path / "t.bin", "--to", "oracle-general"
         ).output
     )
-    # The smallest expert has 1,000 bytes.
-    result = run("trace", "check-residency", trace.path, "--cache-size", "999B")
-    assert (
-        "decode: 78 accesses, 100.00% agree; hits 0.0% in the engine, 0.0% in the"
-        " replay" in result.output
-    )
-    told = json.loads(
-        run(
-            "trace", "check-residency", trace.path, "--cache-size", "48000", "--json"
-        ).output
-    )
-    assert told["phases"]["decode"]["only_replay"] > 0
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -10,11 +10,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from support import foreign_files as files
-from support.command_line import refused
 from support.imports import bring
 
+from benchmarks.residency import check_residency, main
 from moesim.base.errors import TraceError
-from moesim.questions.residency import check_residency
 from moesim.traces.importers.route_trace import residency_path
 
 SIZES = (1000, 2000, 3000)
@@ -163,10 +162,11 @@ def test_the_record_of_a_renamed_trace_is_found_by_its_digest(tmp_path):
     assert check_residency(moved, cache_bytes=26_000).first is None
 
 
-def test_a_size_is_found_where_none_is_stated(command, tmp_path):
+def test_a_size_is_found_where_none_is_stated(capsys, tmp_path):
     truth = files.routing(((3, 20),), seed=4)
     residency, _ = engine(truth, 26_000)
     _, trace = bring(files.route_trace(tmp_path / "dump", truth, residency=residency))
-    words = ["trace", "check-residency", trace.path]
-    assert "hits as the engine" in command(*words)[1]
-    assert refused(command(*words, "--cache-size", "lots"), "expected a size")
+    assert main([str(trace.path)]) == 0
+    assert "100.00% agree" in capsys.readouterr().out
+    assert main([str(trace.path), "--cache-size", "lots"]) == 2
+    assert "expected a size" in capsys.readouterr().err

@@ -48,7 +48,6 @@ COMMANDS = {
     "reproduce": "hybrimoe-hit-rate --steps 5",
     "trace info": "t.parquet",
     "trace check": "t.parquet",
-    "trace check-residency": "t.parquet",
     "trace stats": "t.parquet",
     "trace export": "t.parquet result.csv --to csv",
     "trace import": f"foreign result.parquet --shape {SHAPE}",

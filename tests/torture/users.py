@@ -38,7 +38,6 @@ COMMANDS = (
     "trace synth result.parquet --like t.parquet --tokens 20",
     "trace predict t.parquet result.parquet --recall 0.8",
     "trace widths t.parquet result.parquet --bits 4,8",
-    "trace check-residency t.parquet",
     "train-cache t.parquet --out result --hidden 8 --epochs 1",
     "train-tiny --out result --minutes 0.01",
     "store build tiny --out result",

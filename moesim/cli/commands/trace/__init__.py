@@ -19,10 +19,5 @@ for _name, _function, _short_help in (
     ("synth", make.synth, "Draw a synthetic trace."),
     ("predict", make.predict, "Add synthetic predictions to a trace."),
     ("widths", make.widths, "Give the experts of one layer bit-widths of their own."),
-    (
-        "check-residency",
-        describe.check_residency,
-        "Compare a replay with the residency an engine recorded.",
-    ),
 ):
     app.command(_name, short_help=_short_help)(_function)

@@ -1,4 +1,4 @@
-"""`moesim trace info`, `check`, `stats` and `check-residency` look into traces."""
+"""`moesim trace info`, `check` and `stats` look into traces."""
 
 import json
 from dataclasses import dataclass
@@ -178,60 +178,3 @@ def stats(options: StatsOptions) -> None:
     if options.out is not None:
         tables = write_tables(opened, summary, options.out)
     output.present(stats_answer(opened, summary), options, more=tables)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidencyOptions(LookOptions):
-    """Which cache an engine's residency is compared with."""
-
-    cache: str = option(
-        "lru", "Cache policy to compare with (see: list cache).", policy_kind="cache"
-    )
-    cache_bytes: int | None = option(
-        None,
-        "The engine's expert cache. Default: the size at which as many accesses hit as"
-        " in the engine.",
-        flag="--cache-size",
-    )
-
-
-@from_dataclass(from_file=False)
-def check_residency(options: ResidencyOptions) -> None:
-    """Replay a trace imported from route_trace v1 and compare every access with the
-    residency its engine recorded.
-
-    \b
-    Example:
-      moesim trace check-residency trace.parquet --cache-size 3000MiB
-    """
-    from moesim.base.units import format_bytes
-    from moesim.questions.residency import check_residency as compare
-
-    comparison = compare(**options.arguments(compare))
-    if options.as_json:
-        print(json.dumps(comparison.to_json(), indent=2))
-        return
-    if options.cache_bytes is None:
-        print(f"cache of {format_bytes(comparison.cache_bytes)}: hits as the engine")
-    for name, counts in comparison.phases.items():
-        # A trace without prefill has nothing to say of it.
-        if not counts.accesses:
-            continue
-        print(
-            f"{name}: {counts.accesses:,} accesses, {counts.share:.2%} agree;"
-            f" hits {counts.engine_hits / counts.accesses:.1%} in the engine,"
-            f" {counts.replay_hits / counts.accesses:.1%} in the replay"
-        )
-        if counts.only_engine or counts.only_replay:
-            print(
-                f"  resident in the engine only: {counts.only_engine:,}, of which"
-                f" {counts.prefetched:,} prefetched; in the replay only:"
-                f" {counts.only_replay:,}"
-            )
-        # They are in neither figure, so a reader must know of them.
-        if counts.dropped:
-            output.print_notes(
-                [f"{counts.dropped:,} accesses that the engine dropped are left out"]
-            )
-    first = comparison.first
-    print(f"first difference: {first}" if first else "no difference")

@@ -5,10 +5,15 @@ The engine recorded, for every routing, whether it met a resident expert. The tr
 replayed through the planner with one global pool of bytes, no prefetch and copies that
 land at once, so that only the cache decides; then every active expert of every layer
 step is looked up in both.
+
+``python -m benchmarks.residency trace.parquet --cache-size 3000MiB`` prints it.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +23,7 @@ import pyarrow as pa
 
 from moesim.base.errors import TraceError
 from moesim.base.seals import check_seal
+from moesim.base.units import format_bytes, parse_bytes
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import default_profile
 from moesim.policies.cache.lru import LRU
@@ -383,3 +389,44 @@ def _recorded_sequences(trace: Trace, path: Path) -> Iterator[_SequenceRecord]:
             dropped=columns["dropped"][routings].reshape(-1, top_k),
             layers=trace.shape.layers,
         )
+
+
+def main(words: list[str] | None = None) -> int:
+    """Compare, and print; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.residency")
+    parser.add_argument("trace", type=Path, help="imported from route_trace v1")
+    parser.add_argument("--cache", default="lru", help="policy to compare with")
+    parser.add_argument("--cache-size", help="of the engine; default: by its hits")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    asked = parser.parse_args(words)
+    try:
+        size = asked.cache_size and parse_bytes(asked.cache_size, where="--cache-size")
+        check = check_residency(asked.trace, cache_bytes=size, cache=asked.cache)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(check.to_json(), indent=2) if asked.json else _text(check))
+    return 0
+
+
+def _text(check: ResidencyCheck) -> str:
+    lines = [f"cache of {format_bytes(check.cache_bytes)}"]
+    for name, counts in check.phases.items():
+        # A trace without prefill has nothing to say of it.
+        if not counts.accesses:
+            continue
+        agreed = f"{name}: {counts.accesses:,} accesses, {counts.share:.2%} agree"
+        engine, replay = (
+            f"{hits / counts.accesses:.1%}"
+            for hits in (counts.engine_hits, counts.replay_hits)
+        )
+        lines.append(f"{agreed}; hits {engine} in the engine, {replay} in the replay")
+        alone = f"{counts.only_engine:,}, of which {counts.prefetched:,} prefetched"
+        lines.append(f"  resident in the engine only: {alone}")
+        lines.append(f"  resident in the replay only: {counts.only_replay:,}")
+        lines.append(f"  dropped by the engine, and left out: {counts.dropped:,}")
+    return "\n".join([*lines, f"first difference: {check.first or 'none'}"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
