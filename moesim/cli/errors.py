@@ -39,9 +39,6 @@ CLEANUP_LIMIT_S = 1.5
 END_LIMIT_S = 0.3
 """Seconds to wait for processes that were killed."""
 
-AGAIN_S = 0.01
-"""Seconds until an interrupt that got lost comes again."""
-
 
 def guarded(
     work: Callable[[], object], arguments: Sequence[str] | None = None
@@ -120,8 +117,6 @@ def _interruptible() -> Iterator[list[int]]:
         yield signals
         return
 
-    swallowed: list[int] = []
-
     def handle(number: int, _frame: FrameType | None) -> None:
         signals.append(number)
         if len(signals) == 1:
@@ -129,33 +124,13 @@ def _interruptible() -> Iterator[list[int]]:
             deadline.daemon = True
             deadline.start()
             raise KeyboardInterrupt
-        # The first one never reached the command.
-        if swallowed:
-            swallowed.clear()
-            raise KeyboardInterrupt
 
-    def lost(unraisable: Any) -> None:
-        """Interrupt again what met the interrupt where nothing can be raised, such as
-        the end of an object.
-        """
-        if not signals or unraisable.exc_type is not KeyboardInterrupt:
-            hook(unraisable)
-            return
-        swallowed.append(signals[0])
-        # Raised in here, it would be lost once more.
-        once_more = threading.Timer(AGAIN_S, os.kill, [os.getpid(), signals[0]])
-        once_more.daemon = True
-        once_more.start()
-
-    hook = sys.unraisablehook
-    sys.unraisablehook = lost
     before = {number: signal.getsignal(number) for number in stopping_signals()}
     for number in before:
         signal.signal(number, handle)
     try:
         yield signals
     finally:
-        sys.unraisablehook = hook
         for number, handler in before.items():
             # All is cleared up, but the interpreter takes a moment to end: a second
             # interrupt must not kill it in that moment, which would hide the exit code.

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.options import ConfigError, option_of
@@ -51,33 +52,7 @@ RUNGS = 3
 MOST_SHOWN = 12
 """Proposals that an answer shows; the frame has all of them."""
 
-
-@dataclass(frozen=True, slots=True)
-class Dimension:
-    """What a search may choose.
-
-    Attributes:
-        name: a field, or a parameter of its policy: ``cache.decay``.
-        choices: values; empty for a range.
-        low, high: ends of a range, both included.
-        is_whole: whether a range holds whole numbers only.
-    """
-
-    name: str
-    choices: tuple[Any, ...] = ()
-    low: float = 0.0
-    high: float = 0.0
-    is_whole: bool = False
-
-    def suggest(self, trial: Any) -> Any:
-        """Let a trial of Optuna choose."""
-        if self.choices:
-            # Optuna keeps simple values only; a place stands for any.
-            places = range(len(self.choices))
-            return self.choices[trial.suggest_categorical(self.name, list(places))]
-        if self.is_whole:
-            return trial.suggest_int(self.name, int(self.low), int(self.high))
-        return trial.suggest_float(self.name, self.low, self.high)
+_OPTIONS = {field.name: option_of(field) for field in fields(RunConfig)}
 
 
 @takes_options(RunConfig, without=["policy"])
@@ -145,7 +120,8 @@ def search(
     single, axes = split_options(options)
     (base,) = bases_of(trace, options)
     base = RunConfig.of(base, **single)
-    dimensions = _dimensions(base, axes, over or {})
+    ranges = dict(over or {})
+    _check_choices(base, axes, ranges)
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
@@ -155,133 +131,111 @@ def search(
         sampler=optuna.samplers.TPESampler(seed=search_seed),
     )
     places = {"store": store, "jobs": jobs, "cluster": cluster}
-    rounds = _Rounds(study, base, dimensions, names, places)
+    rounds = _Rounds(study, partial(_proposal, base, axes, ranges), names, places)
+    shorter = _shorter(base) if halving else []
     end_s = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
     done = 0
     # One round in any case: without it there is nothing to answer.
     while done < trials and (not done or time.monotonic() < end_s):
         count = min(ROUND, trials - done)
-        rounds.run(count, halving=halving)
+        rounds.run(count, shorter)
         done += count
         if progress is not None:
             progress(done / trials)
-    if not rounds.rows:
-        raise PolicyError(rounds.refusal or "search: no run was possible")
 
-    frame = pd.DataFrame(rounds.rows).drop_duplicates("digest")
-    frame["best"] = _front(frame, names)
+    completed = study.get_trials(states=[optuna.trial.TrialState.COMPLETE])
+    if not completed:
+        raise PolicyError(rounds.refusal or "search: no run was possible")
+    unbeaten = {trial.number for trial in study.best_trials}
+    rows = [
+        {name: values[trial.params[name]] for name, values in axes.items()}
+        # A policy may lack the parameter of another.
+        | {name: trial.params.get(name) for name in ranges}
+        | dict(zip(names, trial.values, strict=True))
+        | {"digest": trial.user_attrs["digest"], "best": trial.number in unbeaten}
+        for trial in completed
+    ]
+    frame = pd.DataFrame(rows).drop_duplicates("digest")
     frame = frame.sort_values(
         ["best", names[0]],
         ascending=[False, not _is_maximised(names[0])],
         kind="stable",
+        ignore_index=True,
     )
-    frame = frame.reset_index(drop=True)
     frame.attrs["left_out"] = trials - done
     return frame
 
 
 class _Rounds:
-    """Rounds of proposals, and what came of them.
+    """Rounds of proposals; what comes of them is in the study.
 
     Args:
         study: of Optuna.
-        base: what all proposals share.
-        dimensions: what they choose.
+        propose: makes a configuration of what a trial chooses.
         objectives: metrics.
         places: where runs happen, as `run_sweep` takes it.
 
     Attributes:
-        rows: choices, objectives and digest of each full replay.
         refusal: why the last impossible proposal was.
     """
 
     def __init__(
         self,
         study: Any,
-        base: RunConfig,
-        dimensions: Sequence[Dimension],
+        propose: Callable[[Any], RunConfig],
         objectives: Sequence[str],
         places: Mapping[str, Any],
     ) -> None:
         self._study = study
-        self._base = base
-        self._dimensions = dimensions
+        self._propose = propose
         self._objectives = objectives
         self._places = places
-        self.rows: list[dict[str, Any]] = []
         self.refusal: str | None = None
 
-    def run(self, count: int, *, halving: bool) -> None:
-        """Propose, replay, and tell the sampler."""
-        proposals = []
-        for _ in range(count):
-            trial = self._study.ask()
-            chosen = {each.name: each.suggest(trial) for each in self._dimensions}
-            proposals.append((trial, chosen, _config_of(self._base, chosen)))
-        if halving:
-            proposals = self._halved(proposals)
+    def run(self, count: int, shorter: Sequence[int]) -> None:
+        """Propose, replay, and tell the sampler.
 
-        figures = self._figures([config for _, _, config in proposals])
-        for (trial, chosen, _), row in zip(proposals, figures, strict=True):
-            if row is None or any(row[name] is None for name in self._objectives):
-                self._study.tell(trial, state=_state("FAIL"))
-                continue
-            values = {name: row[name] for name in self._objectives}
-            self._study.tell(trial, list(values.values()))
-            applied = {
-                name: value if _applies(self._base, chosen, name) else None
-                for name, value in chosen.items()
-            }
-            self.rows.append(applied | values | {"digest": row["digest"]})
+        Args:
+            count: of proposals.
+            shorter: forward passes of replays after each of which a third is kept.
+        """
+        trials = [self._study.ask() for _ in range(count)]
+        proposals = [(trial, self._propose(trial)) for trial in trials]
+        for steps in shorter:
+            proposals = self._better_third(proposals, steps)
+        for trial, _, row in self._replayed(proposals):
+            trial.set_user_attr("digest", row["digest"])
+            self._study.tell(trial, [row[name] for name in self._objectives])
 
-    def _halved(self, proposals: list[Any]) -> list[Any]:
-        """Those that are worth a full replay; the sampler learns of the others."""
+    def _better_third(self, proposals: list[Any], steps: int) -> list[Any]:
+        """Those that are worth a longer replay; the sampler learns of the others."""
         (objective,) = self._objectives
+        short = [(trial, config.replaced(steps=steps)) for trial, config in proposals]
+        judged = self._replayed(short)
+        for trial, _, row in judged:
+            trial.report(row[objective], steps)
+        # A stable sort keeps equals in the order of their proposal.
         sign = -1 if _is_maximised(objective) else 1
-        full = self._steps()
-        for rung in reversed(range(1, RUNGS)):
-            steps = max(1, full // KEPT**rung)
-            figures = self._figures(
-                [each[2].replaced(steps=steps) for each in proposals]
-            )
-            judged = []
-            for proposal, row in zip(proposals, figures, strict=True):
-                value = None if row is None else row[objective]
-                if value is None:
-                    self._study.tell(proposal[0], state=_state("FAIL"))
-                    continue
-                proposal[0].report(value, steps)
-                judged.append((sign * value, proposal))
-            # A stable sort keeps equals in the order of their proposal.
-            judged.sort(key=lambda pair: pair[0])
-            kept = -(-len(judged) // KEPT)  # rounded up
-            for _, proposal in judged[kept:]:
-                self._study.tell(proposal[0], state=_state("PRUNED"))
-            proposals = [proposal for _, proposal in judged[:kept]]
-        return proposals
+        judged.sort(key=lambda each: sign * each[2][objective])
+        kept = -(-len(judged) // KEPT)  # rounded up
+        for trial, _, _ in judged[kept:]:
+            self._study.tell(trial, state=_state("PRUNED"))
+        whole = dict(proposals)
+        return [(trial, whole[trial]) for trial, _, _ in judged[:kept]]
 
-    def _steps(self) -> int:
-        """Forward passes of a full replay."""
-        walk = compose(
-            trace_of(self._base), batch=self._base.batch, steps=self._base.steps
-        )
-        return sum(1 for _ in walk)
-
-    def _figures(self, configs: Sequence[RunConfig]) -> list[Any]:
-        """The row of each run, by column; None for one that cannot be."""
-        digests: list[str | None] = []
+    def _replayed(self, proposals: list[Any]) -> list[Any]:
+        """Each proposal with the row of its run; one that cannot be has failed."""
+        plans: dict[Any, str] = {}
         possible = []
-        for config in configs:
+        for trial, config in proposals:
             try:
-                plan = planned([config])
+                (point,) = planned([config]).points
             except PolicyError as error:
                 self.refusal = str(error)
-                digests.append(None)
             else:
-                digests.append(plan.points[0].digest)
+                plans[trial] = point.digest
                 possible.append(config)
-
-        rows: dict[str | None, Any] = {}
+        rows: dict[str, Any] = {}
         try:
             swept = run_sweep(planned(possible), **self._places)
         except PolicyError as error:
@@ -289,10 +243,24 @@ class _Rounds:
             self.refusal = str(error)
         else:
             columns = ["digest", *self._objectives]
-            rows = {
-                row["digest"]: row for row in swept.table.select(columns).to_pylist()
-            }
-        return [rows.get(digest) for digest in digests]
+            found = swept.table.select(columns).to_pylist()
+            rows = {row["digest"]: row for row in found}
+
+        judged = []
+        for trial, config in proposals:
+            row = rows.get(plans.get(trial, ""))
+            if row is None or None in row.values():
+                self._study.tell(trial, state=_state("FAIL"))
+            else:
+                judged.append((trial, config, row))
+        return judged
+
+
+def _shorter(config: RunConfig) -> list[int]:
+    """Forward passes of the replays before the full one, the fewest first."""
+    walk = compose(trace_of(config), batch=config.batch, steps=config.steps)
+    full = sum(1 for _ in walk)
+    return [max(1, full // KEPT**rung) for rung in reversed(range(1, RUNGS))]
 
 
 def _state(name: str) -> Any:
@@ -320,21 +288,19 @@ def _check_objectives(names: Sequence[str], *, halving: bool) -> None:
         )
 
 
-def _dimensions(
+def _check_choices(
     base: RunConfig,
     axes: Mapping[str, Sequence[Any]],
-    over: Mapping[str, tuple[float, float]],
-) -> list[Dimension]:
-    """Everything that the search may choose.
+    ranges: Mapping[str, tuple[float, float]],
+) -> None:
+    """Refuse a search without anything to choose, or with what is no range.
 
     Raises:
-        ConfigError: nothing, no such field or parameter, or no range.
+        ConfigError: naming it.
     """
-    declared = {field.name: option_of(field) for field in fields(RunConfig)}
-    dimensions = [Dimension(name, tuple(values)) for name, values in axes.items()]
-    for name, ends in over.items():
+    for name, ends in ranges.items():
         field, _, parameter = name.partition(".")
-        option = declared.get(field)
+        option = _OPTIONS.get(field)
         if option is None or (option.policy_kind is None) != (not parameter):
             raise ConfigError(
                 f"over: {name}: expected a number among the options, or a parameter of"
@@ -344,35 +310,23 @@ def _dimensions(
             raise ConfigError(f"over: {name}: expected a range or values, got both")
         if len(ends) != 2 or not ends[0] < ends[1]:
             raise ConfigError(f"over: {name}: expected low < high, got {ends!r}")
-        is_whole = all(isinstance(end, int) for end in ends)
-        if not parameter:
-            is_whole = option.kind is int
-        dimensions.append(Dimension(name, (), ends[0], ends[1], is_whole))
-        if parameter:
-            policies = axes.get(field, [getattr(base, field)])
-            _check_parameter(name, parameter, policies, option.policy_kind)
-    if not dimensions:
+        policies = axes.get(field, [getattr(base, field)])
+        if parameter and not any(_knows(each, field, parameter) for each in policies):
+            raise ConfigError(
+                f"over: {name}: none of the policies has this parameter:"
+                f" {', '.join(map(str, policies))}; name one (--{field})"
+            )
+    if not axes and not ranges:
         raise ConfigError(
             "search: expected something to choose, got none; give options several"
             " values, or ranges"
         )
-    return dimensions
 
 
-def _check_parameter(
-    name: str, parameter: str, policies: Sequence[Any], kind: str | None
-) -> None:
-    assert kind is not None, "only policies have parameters"
-    if not any(_knows(policy, parameter, kind) for policy in policies):
-        raise ConfigError(
-            f"over: {name}: none of the policies has this parameter:"
-            f" {', '.join(map(str, policies))}; name one (--{kind})"
-        )
-
-
-def _knows(policy: str | None, parameter: str, kind: str) -> bool:
+def _knows(policy: str | None, field: str, parameter: str) -> bool:
     """Whether a policy has a parameter that its specification leaves open."""
-    if policy is None or f"{parameter}=" in policy:
+    kind = _OPTIONS[field].policy_kind
+    if policy is None or kind is None or f"{parameter}=" in policy:
         return False
     try:
         cls = find(policy.partition(":")[0], kind)
@@ -382,29 +336,37 @@ def _knows(policy: str | None, parameter: str, kind: str) -> bool:
     return any(each.name == parameter for each in parameters(cls))
 
 
-def _config_of(base: RunConfig, chosen: Mapping[str, Any]) -> RunConfig:
-    """The configuration of a proposal."""
-    options = {name: value for name, value in chosen.items() if "." not in name}
-    config = RunConfig.of(base, **options)
-    kinds = {field.name: option_of(field).policy_kind for field in fields(RunConfig)}
-    for name, value in chosen.items():
+def _proposal(
+    base: RunConfig,
+    axes: Mapping[str, Sequence[Any]],
+    ranges: Mapping[str, tuple[float, float]],
+    trial: Any,
+) -> RunConfig:
+    """The configuration that a trial of Optuna chooses."""
+    # Optuna keeps simple values only; a place stands for any.
+    chosen = {
+        name: values[trial.suggest_categorical(name, range(len(values)))]
+        for name, values in axes.items()
+    }
+    config = RunConfig.of(base, **chosen)
+    for name, (low, high) in ranges.items():
         field, _, parameter = name.partition(".")
-        kind = kinds[field]
         policy = getattr(config, field)
         # Of several policies to choose from, not all may have the parameter.
-        if parameter and kind is not None and _knows(policy, parameter, kind):
+        if parameter and not _knows(policy, field, parameter):
+            continue
+        is_whole = isinstance(low, int) and isinstance(high, int)
+        if not parameter:
+            is_whole = _OPTIONS[field].kind is int
+        if is_whole:
+            number = trial.suggest_int(name, int(low), int(high))
+        else:
+            number = trial.suggest_float(name, low, high)
+        if parameter:
             joint = "," if ":" in policy else ":"
-            spec = f"{policy}{joint}{parameter}={value}"
-            config = config.replaced(**{field: spec})
+            number = f"{policy}{joint}{parameter}={number}"
+        config = config.replaced(**{field: number})
     return config
-
-
-def _applies(base: RunConfig, chosen: Mapping[str, Any], name: str) -> bool:
-    """Whether a run has what was chosen: a policy may lack the parameter of another."""
-    field, _, parameter = name.partition(".")
-    policy = chosen.get(field, getattr(base, field))
-    kind = option_of(RunConfig.__dataclass_fields__[field]).policy_kind
-    return not parameter or (kind is not None and _knows(policy, parameter, kind))
 
 
 def search_answer(proposals: pd.DataFrame, objectives: Sequence[str]) -> Answer:
@@ -444,15 +406,3 @@ def search_answer(proposals: pd.DataFrame, objectives: Sequence[str]) -> Answer:
         notes=notes,
         data={"table": json.loads(proposals.to_json(orient="records"))},
     )
-
-
-def _front(frame: pd.DataFrame, objectives: Sequence[str]) -> list[bool]:
-    """Which rows no other row beats in every objective."""
-    signs = [-1 if _is_maximised(name) else 1 for name in objectives]
-    points = (frame[list(objectives)] * signs).to_numpy(float)
-    best = []
-    for point in points:
-        is_as_good = (points <= point).all(axis=1)
-        is_better = (points < point).any(axis=1)
-        best.append(not (is_as_good & is_better).any())
-    return best

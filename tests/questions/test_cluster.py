@@ -6,8 +6,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,10 +13,8 @@ from support.doc_examples import examples
 from support.processes import (
     PATIENCE_S,
     ROOT,
-    end_by_two_interrupts,
     run_python,
     start,
-    wait_for,
 )
 from support.small_trace import write_small_trace
 
@@ -26,9 +22,10 @@ import moesim
 from moesim.base.files import sha256
 from moesim.base.options import ConfigError
 from moesim.runs.sweeps import cluster as sweep_cluster
-from moesim.runs.sweeps.cluster import copies_of
 
-pytest.importorskip("distributed", reason="Dask is not installed: moesim[cluster]")
+Client = pytest.importorskip(
+    "distributed", reason="Dask is not installed: moesim[cluster]"
+).Client
 
 PATHS = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
 """Workers find what tests find."""
@@ -80,8 +77,6 @@ def cluster(tmp_path_factory):
 
 
 def workers_of(address):
-    from distributed import Client
-
     with Client(address) as client:
         client.wait_for_workers(2, timeout=PATIENCE_S)
         return list(client.run(os.getpid).values())
@@ -115,22 +110,29 @@ def test_a_killed_worker_costs_nothing_but_its_runs(trace, alone, cluster, tmp_p
     assert as_bytes(found, tmp_path / "a") == as_bytes(alone, tmp_path / "b")
 
 
-def test_a_worker_without_the_trace_gets_a_copy(trace, tmp_path, monkeypatch):
+def test_a_worker_without_the_trace_gets_a_copy(trace, cluster, monkeypatch):
     """On another machine its path leads nowhere."""
     digest = sha256(trace)
-    assert not sweep_cluster.has_file("/nowhere/small.parquet", digest)
-    monkeypatch.setattr(sweep_cluster, "_folder", None)
-    copies_of({digest: trace}).setup(SimpleNamespace(local_directory=tmp_path))
-    copy = sweep_cluster.open_shared("/nowhere/small.parquet", digest)
-    assert copy.digest() == digest
+    elsewhere = "/nowhere/small.parquet"
+    assert not sweep_cluster.has_file(elsewhere, digest)
+    with Client(cluster) as client:
+        monkeypatch.setattr(sweep_cluster, "has_file", lambda *_: False)
+        sweep_cluster._send_missing(client, {digest: trace})
+        found = [
+            client.submit(
+                lambda *place: sweep_cluster.open_shared(*place).digest(),
+                elsewhere,
+                digest,
+                workers=[worker],
+            ).result()
+            for worker in client.nthreads()
+        ]
+    assert set(found) == {digest}
 
 
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [("192.168.0.5", "expected the address"), ("local:0", "expected the address")],
-)
-def test_what_is_no_cluster_is_said(trace, address, words):
-    with pytest.raises(ConfigError, match=words):
+@pytest.mark.parametrize("address", ["192.168.0.5", "local:2"])
+def test_what_is_no_cluster_is_said(trace, address):
+    with pytest.raises(ConfigError, match=r"expected the address.*--jobs"):
         moesim.sweep(trace, cluster=address)
 
 
@@ -145,44 +147,8 @@ def test_without_dask_the_extra_is_named(trace, tmp_path):
         "import sys; sys.modules['distributed'] = None\n"
         "from moesim import cli; cli.main(sys.argv[1:])"
     )
-    words = ("sweep", trace, "--cluster", "local:2")
+    words = ("sweep", trace, "--cluster", "tcp://127.0.0.1:1")
     done = run_python("-c", code, *words, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "pip install 'moesim[cluster]'" in done.stderr
-
-
-@pytest.mark.skipif(os.name != "posix", reason="Windows has no process groups")
-@pytest.mark.parametrize(
-    "moment", ["while it starts", "while its workers start slowly", "while it runs"]
-)
-def test_two_interrupts_end_a_local_cluster_at_once(tmp_path, request, moment):
-    """As a terminal sends them: to the command and to its workers."""
-    trace = write_small_trace(tmp_path / "long.parquet", sequences=2, new_tokens=2000)
-    words = ["sweep", trace, "--policy", "ilp,beam", "--cluster", "local:2"]
-    paths = PATHS
-    if moment == "while its workers start slowly":
-        # Every interpreter runs this first.
-        slow = (
-            "import sys, time\nif 'spawn_main' in str(sys.orig_argv): time.sleep(5)\n"
-        )
-        (tmp_path / "sitecustomize.py").write_text(slow)
-        paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *PATHS.values()])}
-    process = start(
-        *("-m", "moesim", *words),
-        cwd=tmp_path,
-        environment=paths,
-        start_new_session=True,
-    )
-    request.addfinalizer(process.kill)
-    parent = psutil.Process(process.pid)
-    # The workers come after the process that keeps account of what they share.
-    expected = 2 if moment == "while it starts" else 3
-    wait_for(lambda: len(parent.children()) >= expected)
-    if moment == "while it runs":
-        # Either policy would work for minutes.
-        time.sleep(6)
-    children = parent.children(recursive=True)
-
-    end_by_two_interrupts(process, 0.1)
-    assert psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []

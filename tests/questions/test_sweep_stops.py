@@ -4,7 +4,6 @@ was finished, and going on from there.
 
 import signal
 import sys
-import threading
 
 import pandas as pd
 import psutil
@@ -19,7 +18,6 @@ from support.processes import (
 from support.small_trace import write_small_trace
 
 import moesim
-from moesim.runs.sweeps.cluster import stops_wait
 from moesim.runs.sweeps.rows import read_results
 
 POLICIES = ["all-cpu", "on-demand", "greedy", "fiddler"]
@@ -145,27 +143,6 @@ def test_what_an_interrupted_command_shared_is_removed_in_silence(tmp_path):
     assert (done.returncode, done.stderr) == (130, "")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signal masks")
-def test_a_stop_waits_until_a_process_has_started():
-    arrived = []
-    before = signal.signal(signal.SIGINT, lambda *_: arrived.append("handled"))
-    try:
-        with stops_wait():
-            # Another thread takes the signal, so the mask of this one is not enough.
-            thread = threading.Thread(target=interrupt_here)
-            thread.start()
-            thread.join()
-            assert arrived == []
-        assert arrived == ["handled"]
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def interrupt_here():
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    signal.raise_signal(signal.SIGINT)
-
-
 VANISHED = """
 import signal
 import psutil
@@ -209,29 +186,3 @@ def test_the_deadline_leaves_nothing_of_what_children_were_writing(tmp_path):
     done = run_python("-c", WRITING, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
     assert list((tmp_path / "result").iterdir()) == []
-
-
-LOST = """
-import os
-import signal
-import time
-from moesim.cli.errors import guarded
-
-class Ending:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
-
-def work():
-    Ending()
-    time.sleep(3600)
-
-guarded(work, [])
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no such signal")
-def test_an_interrupt_in_the_end_of_an_object_is_not_lost(tmp_path):
-    """Python prints what is raised there, and goes on."""
-    done = run_python("-c", LOST, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")

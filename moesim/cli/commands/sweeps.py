@@ -41,7 +41,7 @@ class ManyRunsOptions(JsonOptions):
     jobs: int | None = jobs_option()
     cluster: str | None = option(
         None,
-        "Run on a Dask cluster: tcp://HOST:8786, or local:N for N processes here.",
+        "Run on a Dask cluster: tcp://HOST:8786.",
         metavar="ADDRESS",
     )
     table: Path | None = file_option("Write the table.", *TABLES)

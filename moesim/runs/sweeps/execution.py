@@ -15,15 +15,21 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from moesim.base.host_limits import available_cores
 from moesim.base.options import ConfigError
 from moesim.policies.registry import registered, restore
-from moesim.runs.sweeps.cluster import connected, start_resource_trackers, stops_wait
+from moesim.runs.sweeps.cluster import (
+    DaskWorkers,
+    connected,
+    start_resource_trackers,
+    stops_wait,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -56,23 +62,6 @@ PARENT_CHECK_S = 1.0
 """Seconds between two looks of a worker for its parent."""
 
 
-class Executor(Protocol):
-    """Where tasks run."""
-
-    @property
-    def workers(self) -> int:
-        """Tasks at the same time."""
-        ...
-
-    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
-        """Carry out a call somewhere else."""
-        ...
-
-    def restart(self) -> None:
-        """Replace workers that have died."""
-        ...
-
-
 def run_tasks(
     work: Work[Task, Result],
     tasks: Sequence[Task],
@@ -96,7 +85,7 @@ def run_tasks(
             order in which they end.
         jobs: tasks at the same time on this machine; None takes one per core, but only
             as many as the work is worth.
-        cluster: address of a Dask scheduler, or ``local:N``; then `jobs` is ignored.
+        cluster: address of a Dask scheduler; then `jobs` is ignored.
         files: by digest, those that tasks read; a cluster gets what it lacks.
         rows: rows of traces that all tasks together replay.
         progress: called with the share of all tasks that is done.
@@ -123,19 +112,21 @@ def run_tasks(
         with connected(cluster, files or {}) as remote:
             _run_elsewhere(remote, work, tasks, collect, report)
     elif jobs > 1:
-        with _local_processes(jobs) as processes:
+        processes = _Processes(jobs)
+        with closing(processes):
             _run_elsewhere(processes, work, tasks, collect, report)
     else:
         for index, task in enumerate(tasks):
-            share = _share_of_all(report, index, len(tasks))
-            collect(index, work(task, share))
-            report((index + 1) / len(tasks))
+            show = partial(_add_to, index, len(tasks), report)
+            collect(index, work(task, show))
+            show(1.0)
 
 
-def _share_of_all(
-    report: Callable[[float], None], index: int, count: int
-) -> Callable[[float], None]:
-    return lambda share: report((index + share) / count)
+def _add_to(
+    done: int, count: int, report: Callable[[float], None], share: float
+) -> None:
+    """Report a share of one task as that of all."""
+    report((done + share) / count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +142,7 @@ class _Call(Generic[Task, Result]):
 
 
 def _run_elsewhere(
-    executor: Executor,
+    workers: _Processes | DaskWorkers,
     work: Work[Task, Result],
     tasks: Sequence[Task],
     collect: Callable[[int, Result], None],
@@ -164,7 +155,7 @@ def _run_elsewhere(
     while todo:
         count = len(todo)
         try:
-            for index, result in _results(executor, call, tasks, todo):
+            for index, result in _results(workers, call, tasks, todo):
                 collect(index, result)
                 del todo[index]
                 report(1 - len(todo) / len(tasks))
@@ -177,11 +168,11 @@ def _run_elsewhere(
                     "processes were killed again and again, perhaps for want of memory;"
                     " try --jobs 1",
                 ) from None
-            executor.restart()
+            workers.restart()
 
 
 def _results(
-    executor: Executor,
+    workers: _Processes | DaskWorkers,
     call: _Call[Task, Result],
     tasks: Sequence[Task],
     todo: Collection[int],
@@ -191,9 +182,9 @@ def _results(
     pending: dict[Future[Result], int] = {}
     while True:
         # Workers of a cluster come and go.
-        room = max(0, executor.workers * TASKS_PER_WORKER - len(pending))
+        room = max(0, workers.count * TASKS_PER_WORKER - len(pending))
         for index in islice(indices, room):
-            pending[executor.submit(call, tasks[index])] = index
+            pending[workers.submit(call, tasks[index])] = index
         if not pending:
             return
         for future in wait(pending, return_when=FIRST_COMPLETED).done:
@@ -202,15 +193,11 @@ def _results(
 
 
 class _Processes:
-    """Processes on this machine, as an `Executor`."""
+    """Processes on this machine: joblib's pool, which replaces those that end."""
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    def __init__(self, count: int) -> None:
+        self.count = count
         self._pool = self._started()
-
-    @property
-    def workers(self) -> int:
-        return self._workers
 
     def _started(self) -> Any:
         # A tenth of a second that a run in one process need not pay.
@@ -220,7 +207,7 @@ class _Processes:
         # It tries to import a profiler, and swallows an interrupt that meets that.
         with stops_wait():
             return ProcessPoolExecutor(
-                self._workers, initializer=_prepare_worker, initargs=(os.getpid(),)
+                self.count, initializer=_prepare_worker, initargs=(os.getpid(),)
             )
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
@@ -230,10 +217,10 @@ class _Processes:
         return future
 
     def restart(self) -> None:
-        self.kill()
+        self.close()
         self._pool = self._started()
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """End all processes at once; they hold nothing that needs an orderly end."""
         import psutil  # noqa: PLC0415 - runs in one process need none
 
@@ -245,15 +232,6 @@ class _Processes:
         for process in processes.values():
             process.join(END_LIMIT_S)
         self._pool.shutdown(wait=False, kill_workers=True)
-
-
-@contextmanager
-def _local_processes(workers: int) -> Iterator[_Processes]:
-    processes = _Processes(workers)
-    try:
-        yield processes
-    finally:
-        processes.kill()
 
 
 def _prepare_worker(parent: int) -> None:

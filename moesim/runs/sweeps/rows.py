@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from moesim.base.errors import TraceError
 from moesim.base.files import remove_leftovers
 from moesim.base.options import ConfigError, option_of
 from moesim.base.seals import check_seal
@@ -485,65 +484,24 @@ def _read(file: Path) -> pa.Table:
     try:
         check_seal(file)
         with open_parquet(file) as opened:
-            _check_columns(file, opened.schema_arrow)
+            # No column of another kind than ours, and none twice.
+            pa.unify_schemas([row_schema(), opened.schema_arrow])
             table = read_table(opened, file)
-    except (pa.ArrowException, OSError, TraceError) as error:
+        for name in _NAMING:
+            if table.column(name).null_count:
+                raise ResultsError(f"a row without {name}")
+        for name in {*_JSON} & {*table.column_names}:
+            for text in table.column(name).drop_null().to_pylist():
+                if not isinstance(json.loads(text), dict | list):
+                    raise ResultsError(f"no JSON of ours in {name}")
+    # What Arrow raises of columns has no class of its own.
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         reason = (str(error).splitlines() or ["unreadable"])[0]
         raise ResultsError(
             f"{file}: not a readable table of results: {reason}; remove it, and the"
-            " sweep runs what it held again"
+            " sweep runs what it held again, or keep results in a folder of their own"
         ) from None
-    _check_cells(file, table)
     return table
-
-
-def _check_columns(file: Path, schema: pa.Schema) -> None:
-    """Refuse a table that no sweep has written.
-
-    Raises:
-        ResultsError: naming it, and what is strange in it.
-    """
-    known = {field.name: (field.type, pa.null()) for field in row_schema()}
-    faults = [f"none called {name}" for name in _NAMING if name not in schema.names]
-    faults += [
-        f"{name} of {kind}"
-        for name, kind in zip(schema.names, schema.types, strict=True)
-        if kind not in known.get(name, (kind,))
-    ]
-    if len(set(schema.names)) < len(schema.names):
-        faults.append("two of one name")
-    if faults:
-        raise ResultsError(
-            f"{file}: expected columns as `moesim sweep --results` writes them, found"
-            f" {faults[0]}; keep results in a folder of their own"
-        )
-
-
-def _check_cells(file: Path, table: pa.Table) -> None:
-    """Refuse values that no sweep has written.
-
-    Raises:
-        ResultsError: naming the file and the column.
-    """
-    fault = next((name for name in _NAMING if table.column(name).null_count), None)
-    for name in _JSON:
-        if name in table.column_names and not all(
-            map(_is_json, table.column(name).to_pylist())
-        ):
-            fault = name
-    if fault is not None:
-        raise ResultsError(
-            f"{file}: expected values as `moesim sweep --results` writes them, found"
-            f" others in the column {fault}; remove it, and the sweep runs what it held"
-            " again"
-        )
-
-
-def _is_json(text: str | None) -> bool:
-    try:
-        return text is None or isinstance(json.loads(text), dict | list)
-    except ValueError:
-        return False
 
 
 def results(folder: str | Path, *, details: bool = False) -> pd.DataFrame:

@@ -97,7 +97,7 @@ def sweep(
         store: folder of results. Runs that are there are not run again, others are
             added; see `results`.
         jobs: replays at the same time; None takes as many as pay.
-        cluster: a Dask scheduler (``tcp://192.168.0.5:8786``), or ``local:N``.
+        cluster: a Dask scheduler (``tcp://192.168.0.5:8786``).
         details: keep the columns that only statistics, pictures and pages read.
         progress: called with the share that is done.
         options: fields of `moesim.runs.config.RunConfig`, each a value or a list.
