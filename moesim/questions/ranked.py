@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,9 @@ import numpy as np
 import pandas as pd
 
 from moesim.base.options import default_of, flag_of, option_of
-from moesim.base.units import format_bytes, is_missing, ms, number, percent
+from moesim.base.units import is_missing, ms, number, percent
 from moesim.questions.lanes import add_runs, placement_chart
-from moesim.reporting.answers import HEADS, Answer, Column, Listing, column
+from moesim.reporting.answers import Answer, Column, Listing, column
 from moesim.reporting.figures import GPU, QUIET, Axis, Figure, names
 from moesim.reporting.interactive import interactive
 from moesim.reporting.pages import Choice, Facts, Page, trace_words
@@ -37,7 +37,7 @@ from moesim.runs.sweeps.ranking import (
 from moesim.runs.sweeps.rows import DETAILS, FULL_SHARE, NEVER_USED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from matplotlib.axes import Axes
 
@@ -96,7 +96,7 @@ def candidate(row: Mapping[Any, Any], axes: Sequence[str]) -> str:
 
 def axis_head(name: str) -> str:
     """What a report calls an axis."""
-    return HEADS.get(name, name.removesuffix("_bytes").replace("_", " "))
+    return column(name).head
 
 
 def axis_value(name: str, value: Any) -> str:
@@ -131,9 +131,7 @@ def ranked_runs(frame: pd.DataFrame) -> pd.DataFrame:
     axes: list[str] = frame.attrs.get("axes") or axes_of(frame)
     cells = cell_axes(axes)
     keys = [*cells, "candidate"]
-    rows = frame.assign(
-        candidate=[candidate(row, axes) for row in frame.to_dict("records")]
-    )
+    rows = _numbered(frame, axes)
     if "batch_decode_tokens" in frame:
         ranked = ranking(frame)
     else:
@@ -156,6 +154,13 @@ def ranked_runs(frame: pd.DataFrame) -> pd.DataFrame:
     table["fastest"] = table.index.isin(first.index)
     table.attrs |= {"axes": axes, "cells": cells, "measure": measure_of(frame)}
     return table
+
+
+def _numbered(frame: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
+    """The runs with what competes in them, and their numbers."""
+    rows = frame.reset_index(drop=True)
+    words = [candidate(row, axes) for row in rows.to_dict("records")]
+    return rows.assign(candidate=words, run=rows.index)
 
 
 def _timed(rows: pd.DataFrame, keys: list[str], measure: str) -> pd.DataFrame:
@@ -207,7 +212,11 @@ def ranked_answer(
         notes=_notes(table, runs),
         figures=_figures(table),
         data={
-            "fastest": _keys(table[table["fastest"]]),
+            "fastest": _records(
+                table.loc[table["fastest"], [*cells, "candidate"]].rename(
+                    columns={"candidate": "policy"}
+                )
+            ),
             "table": _records(_figures_of(table)),
         },
         all_rows=_figures_of(table),
@@ -251,19 +260,9 @@ def _warnings(frame: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(line for text in texts for line in json.loads(text)))
 
 
-def _keys(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Settings and policies, for JSON."""
-    columns = [*table.attrs["cells"], "candidate"]
-    keys = table[columns].rename(columns={"candidate": "policy"})
-    return [
-        {str(name): _plain(value) for name, value in row.items()}
-        for row in keys.to_dict("records")
-    ]
-
-
 def _figures_of(table: pd.DataFrame) -> pd.DataFrame:
     """The table without what only statistics, pictures and pages read."""
-    kept = [name for name in table.columns if name not in DETAILS]
+    kept = [name for name in table.columns if name not in (*DETAILS, "run")]
     return table[kept]
 
 
@@ -497,6 +496,15 @@ def _start_notes(table: pd.DataFrame) -> list[str]:
 # Tables.
 
 
+def _worded(table: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
+    """The table with the values of axes in words."""
+    words = {
+        name: [axis_value(name, value) for value in table[name].astype(object)]
+        for name in axes
+    }
+    return table.assign(**words)
+
+
 def _policies_table(table: pd.DataFrame) -> Listing:
     """A row for each policy of one setting."""
     columns = [Column("candidate", "policy"), *_metric_columns(table)]
@@ -525,90 +533,72 @@ def _metric_columns(table: pd.DataFrame) -> list[Column]:
     return kept
 
 
-def _cell_columns(table: pd.DataFrame, cells: Sequence[str]) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            name: [axis_value(name, value) for value in table[name].astype(object)]
-            for name in cells
-        },
-        index=table.index,
-    )
-
-
 def _winners(table: pd.DataFrame) -> Listing:
     """A row for each setting: who is fastest there."""
     cells: list[str] = table.attrs["cells"]
     rows = []
-    for _, cell in table.groupby(cells, sort=False, dropna=False):
-        best, *others = cell.to_dict("records")
-        rivals = [row for row in others if not row["oracle"]]
-        slower = [row for row in rivals if not row["tied"]]
-        tied = [row["candidate"] for row in (best, *rivals) if row["tied"]]
-        words = dict(best)
+    for _, cell in _worded(table, cells).groupby(cells, sort=False):
+        best = cell.iloc[0].to_dict()
+        rivals = cell[~cell["oracle"]]
+        slower = rivals[~rivals["tied"]]
         # In the order of their times, which is no order for certain.
-        words["names"] = " = ".join(tied) or best["candidate"]
-        words["lead"] = slower[0]["behind"] if slower else None
-        words["second"] = slower[0]["candidate"] if slower else ""
-        rows.append(words)
-    frame = pd.DataFrame(rows)
-    frame[cells] = _cell_columns(frame, cells)
+        best["names"] = " = ".join(rivals.loc[rivals["tied"], "candidate"])
+        best["names"] = best["names"] or best["candidate"]
+        best["lead"] = slower["behind"].min() if len(slower) else None
+        best["second"] = slower["candidate"].iloc[0] if len(slower) else ""
+        rows.append(best)
+    known = ("decode_tokens_per_s", "ttft_s", "hit_rate_active")
     columns = [
-        *(Column(name, axis_head(name)) for name in cells),
+        *map(column, cells),
         Column("names", "fastest"),
         Column("seconds", time_words(table), "s", "smaller"),
-        *(
-            column(name)
-            for name in ("decode_tokens_per_s", "ttft_s", "hit_rate_active")
-            if name in frame
-        ),
+        *(column(name) for name in known if name in table),
         Column("lead", "ahead by", "share"),
         Column("second", "of"),
     ]
-    return Listing(frame, columns, title="Who is fastest where", lead=len(cells))
+    title = "Who is fastest where"
+    return Listing(pd.DataFrame(rows), columns, title=title, lead=len(cells))
 
 
 def _times(table: pd.DataFrame) -> Listing:
     """A row for each setting: the time of every policy there."""
     cells: list[str] = table.attrs["cells"]
-    order = list(dict.fromkeys(table["candidate"]))
-    words = table.assign(**_cell_columns(table, cells))
-    frame = words.pivot_table(
-        index=cells, columns="candidate", values="seconds", sort=False
-    ).reset_index()
-    columns = [
-        *(Column(name, axis_head(name)) for name in cells),
-        *(Column(name, name, "s", "smaller") for name in order if name in frame),
-    ]
-    return Listing(
-        frame,
-        columns,
-        title=f"Time {time_words(table)}",
-        lead=len(cells),
-        printed=_count(table) <= MOST_CELLS,
+    frame = (
+        _worded(table, cells)
+        .pivot_table(index=cells, columns="candidate", values="seconds", sort=False)
+        .reset_index()
     )
+    names = [name for name in dict.fromkeys(table["candidate"]) if name in frame]
+    columns = [
+        *map(column, cells),
+        *(Column(name, name, "s", "smaller") for name in names),
+    ]
+    title = f"Time {time_words(table)}"
+    few = _count(table) <= MOST_CELLS
+    return Listing(frame, columns, title=title, lead=len(cells), printed=few)
 
 
 def _how_often(table: pd.DataFrame) -> Listing:
     """A row for each policy: how often it wins, and how far behind it is elsewhere."""
-    cells: list[str] = table.attrs["cells"]
     tied = table[table["tied"]]
-    size = tied.groupby(cells, dropna=False)["tied"].transform("sum") if cells else None
-    rows = []
-    order = table.groupby("candidate", sort=False)["behind"].median().sort_values()
-    for name in order.index:
-        part = table[table["candidate"] == name]
-        won = part.index[part["tied"]]
-        alone = int((size.reindex(won) == 1).sum()) if size is not None else len(won)
-        oracle = bool(part["oracle"].any())
-        rows.append(
-            {
-                "candidate": name,
-                "alone": "sees the future" if oracle else f"{alone} of {_count(table)}",
-                "shared": "" if oracle else str(len(won) - alone),
-                "median": part["behind"].median(),
-                "worst": part["behind"].max(),
-            }
+    alone = tied[~tied.duplicated(table.attrs["cells"], keep=False)]
+    frame = (
+        table.groupby("candidate", sort=False)
+        .agg(
+            median=("behind", "median"),
+            worst=("behind", "max"),
+            oracle=("oracle", "any"),
         )
+        .sort_values("median", kind="stable")
+        .reset_index()
+    )
+    won, first = (
+        frame["candidate"].map(part["candidate"].value_counts()).fillna(0).astype(int)
+        for part in (tied, alone)
+    )
+    frame["alone"] = [f"{count} of {_count(table)}" for count in first]
+    frame["shared"] = (won - first).astype(str)
+    frame.loc[frame["oracle"], ["alone", "shared"]] = ["sees the future", ""]
     columns = [
         Column("candidate", "policy"),
         Column("alone", "fastest"),
@@ -616,7 +606,7 @@ def _how_often(table: pd.DataFrame) -> Listing:
         Column("median", "behind, median", "share"),
         Column("worst", "behind, worst", "share"),
     ]
-    return Listing(pd.DataFrame(rows), columns, title="How often")
+    return Listing(frame, columns, title="How often")
 
 
 # Figures.
@@ -631,72 +621,53 @@ def _figures(table: pd.DataFrame) -> dict[str, Callable[[], Figure]]:
 _SCALES = {"s": (1e3, "ms"), "bytes": (1 / GIB, "GiB"), "share": (1, "")}
 
 
-def _drawn(table: pd.DataFrame) -> tuple[pd.DataFrame, list[Axis]]:
-    """Metrics in units that people read, and axes for them."""
+def _scaled(table: pd.DataFrame, name: str, *, zero: bool) -> tuple[pd.Series, Axis]:
+    """A column in a unit that people read, and an axis for it."""
+    each = column(name)
+    scale, unit = _SCALES.get(each.unit, (1, each.unit))
+    unit = "share of all experts" if name == "cache_ratio" else unit
+    words = f"{each.head}, {unit}" if unit else each.head
+    form = ".0%" if each.unit == "share" else ""
+    return scale * table[name].astype(float), Axis(name, words, form, zero=zero)
+
+
+def _drawn(table: pd.DataFrame) -> tuple[pd.DataFrame, Axis, dict[str, Any]]:
+    """Rows in units that people read, the axis of the time that decides, and what all
+    figures have in common.
+    """
     rows = table.copy()
-    axes = []
+    time = Axis("seconds", f"ms {time_words(table)}", zero=True)
+    measures = [time]
     for name in _MEASURES:
-        if name not in table or table[name].isna().all():
-            continue
-        each = column(name)
-        scale, unit = _SCALES.get(each.unit, (1, each.unit))
-        rows[name] = table[name].astype(float) * scale
-        words = f"{each.head}, {unit}" if unit else each.head
-        form = ".0%" if each.unit == "share" else ""
-        axes.append(Axis(name, words, form, zero=True))
+        if name in table and table[name].notna().any():
+            rows[name], axis = _scaled(table, name, zero=True)
+            measures.append(axis)
     for name in ("seconds", "low_s", "high_s"):
         rows[name] = 1e3 * table[name]
-    return rows, axes
+    has_interval = table["low_s"].notna().any()
+    common = {
+        "dashed": frozenset(table.loc[table["oracle"], "candidate"]),
+        "low": "low_s" if has_interval else None,
+        "high": "high_s" if has_interval else None,
+        "measures": measures,
+    }
+    return rows, time, common
 
 
 def _bars(table: pd.DataFrame) -> Figure:
     """A bar for each policy of one setting, with its interval."""
-    rows, axes = _drawn(table)
-    rows["words"] = [ms(value) for value in table["seconds"]]
-    has_interval = table["low_s"].notna().any()
+    rows, time, common = _drawn(table)
+    axes = common["measures"][1:]
     return Figure(
-        rows[
-            [
-                *(axis.column for axis in axes),
-                "candidate",
-                "seconds",
-                "low_s",
-                "high_s",
-                "words",
-                "oracle",
-            ]
-        ],
-        Axis("seconds", f"ms {time_words(table)}", zero=True),
+        rows.assign(words=[ms(value) for value in table["seconds"]]),
+        time,
         names("candidate", "", table["candidate"]),
         "Time of every policy",
         mark="bar",
-        dashed=_oracles(table),
-        low="low_s" if has_interval else None,
-        high="high_s" if has_interval else None,
         text="words",
-        measures=[Axis("seconds", f"ms {time_words(table)}", zero=True), *axes],
         hover=[(axis.column, axis.words, axis.form or ".4~g") for axis in axes],
+        **common,
     )
-
-
-def _oracles(table: pd.DataFrame) -> frozenset[str]:
-    return frozenset(table.loc[table["oracle"], "candidate"])
-
-
-def _axis_of(table: pd.DataFrame, name: str) -> tuple[pd.DataFrame, Axis]:
-    """A cell axis on paper: numbers on a true axis, names in their order."""
-    values = table[name]
-    if name.endswith("_bytes") and values.notna().all():
-        rows = table.assign(across=values.astype(float) / GIB)
-        return rows, Axis("across", f"{axis_head(name)}, GiB")
-    if name == "cache_ratio" and values.notna().all():
-        rows = table.assign(across=values.astype(float))
-        return rows, Axis("across", "GPU cache, share of all experts", ".0%")
-    if values.dtype.kind in "iuf" and values.notna().all():
-        rows = table.assign(across=values.astype(float))
-        return rows, Axis("across", axis_head(name))
-    words = [axis_value(name, value) for value in values]
-    return table.assign(across=words), names("across", axis_head(name), words)
 
 
 def _lines(table: pd.DataFrame) -> Figure:
@@ -707,57 +678,44 @@ def _lines(table: pd.DataFrame) -> Figure:
     memory = [name for name in cells if name in MEMORY_AXES]
     across = memory[0] if memory else max(cells, key=lambda n: table[n].nunique())
     others = [name for name in cells if name != across]
-    rows, axes = _drawn(table)
-    rows, x = _axis_of(rows, across)
+    rows, time, common = _drawn(table)
     if others:
-        words = _cell_columns(table, others)
-        rows["panel"] = words.agg(", ".join, axis=1)
-    has_interval = table["low_s"].notna().all()
-    kept = [*(axis.column for axis in axes), "candidate", "seconds", "low_s", "high_s"]
-    kept += ["across", "oracle", *(["panel"] if others else [])]
+        rows["panel"] = _worded(table, others)[others].agg(", ".join, axis=1)
+    values = table[across]
+    is_number = column(across).unit or values.dtype.kind in "iuf"
+    if is_number and values.notna().all():
+        rows[across], x = _scaled(table, across, zero=False)
+        rows = rows.sort_values(across, kind="stable")
+    else:
+        rows = _worded(rows, [across])
+        x = names(across, axis_head(across), rows[across])
     return Figure(
-        rows[kept].sort_values("across", kind="stable")
-        if x.order is None
-        else rows[kept],
+        rows,
         x,
-        Axis("seconds", f"ms {time_words(table)}", zero=True),
+        time,
         "Time of every policy; dashed: sees the future",
         series="candidate",
-        dashed=_oracles(table),
-        low="low_s" if has_interval else None,
-        high="high_s" if has_interval else None,
         panel="panel" if others else None,
-        measures=[Axis("seconds", f"ms {time_words(table)}", zero=True), *axes],
+        **common,
     )
 
 
 def _front(table: pd.DataFrame) -> Figure:
     """A point for each run: time over the memory that it takes."""
     cells: list[str] = table.attrs["cells"]
-    rows, axes = _drawn(table)
-    rows[cells] = _cell_columns(table, cells)
-    rows["gib"] = (
-        table["gpu_bytes"].astype(float) / GIB if "gpu_bytes" in table else 0.0
-    )
-    hover = [(name, axis_head(name), "") for name in cells]
-    kept = [
-        *(axis.column for axis in axes),
-        *cells,
-        "candidate",
-        "seconds",
-        "gib",
-        "oracle",
-    ]
+    rows, time, common = _drawn(_worded(table, cells))
+    rows["gib"] = 0.0
+    if "gpu_bytes" in table:
+        rows["gib"] = table["gpu_bytes"].astype(float) / GIB
     return Figure(
-        rows[list(dict.fromkeys([*kept, *(["run"] if "run" in rows else [])]))],
+        rows,
         Axis("gib", "GPU memory that the run takes, GiB"),
-        Axis("seconds", f"ms {time_words(table)}"),
+        replace(time, zero=False),
         "Time over memory of the GPU; hollow: sees the future",
         mark="point",
         series="candidate",
-        dashed=_oracles(table),
-        hover=hover,
-        measures=[Axis("seconds", f"ms {time_words(table)}"), *axes],
+        hover=[(name, axis_head(name), "") for name in cells],
+        **common,
     )
 
 
@@ -831,131 +789,84 @@ def _add_page(
     elif runs is not None and all(len(run.timeline.frame()) for run in runs.values()):
         order = [name for name in table["candidate"] if name in runs]
         add_runs(page, {name: runs[name] for name in order})
-    axes: list[str] = table.attrs["axes"] or ["policy"]
     # A system brings cache and prefetch, which tell candidates apart.
-    parts = [name for name in ("policy", "cache", "prefetch") if name not in axes]
-    listed = frame.assign(**_cell_columns(frame, axes))
-    columns = [
-        Column(name, axis_head(name)) for name in (*axes, *parts) if name in frame
-    ]
+    axes = table.attrs["axes"] or ["policy"]
+    shown = dict.fromkeys([*axes, "policy", "cache", "prefetch"])
+    columns = [column(name) for name in shown if name in frame]
     columns += _metric_columns(frame)
     opens = "run" if cells else None
-    every = Listing(listed, columns, title="Every run", opens=opens)
-    page.add("Every run", every.on_page())
-
-
-def _numbered(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """Rows of every run, with its number, for charts."""
-    axes: list[str] = table.attrs["axes"]
-    rows = frame.reset_index(drop=True)
-    words = [candidate(row, axes) for row in rows.to_dict("records")]
-    seconds = rows[table.attrs["measure"]].astype(float)
-    rows = rows.assign(
-        candidate=words, seconds=seconds, low_s=np.nan, high_s=np.nan, run=rows.index
-    )
-    rows.attrs = dict(table.attrs)
-    return rows
+    title = "Every run"
+    every = Listing(_worded(frame, axes), columns, title=title, opens=opens)
+    page.add(title, every.on_page())
 
 
 def _add_cells(page: Page, frame: pd.DataFrame, table: pd.DataFrame) -> None:
     """The map of winners, time over memory, and the run that is chosen."""
     cells: list[str] = table.attrs["cells"]
-    runs = _numbered(frame, table)
-    words = runs.assign(**_cell_columns(runs, cells))
-    best = table[table["fastest"]]
+    runs = _numbered(frame, table.attrs["axes"])
+    seconds = runs[table.attrs["measure"]].astype(float)
+    runs = runs.assign(seconds=seconds, low_s=np.nan, high_s=np.nan)
+    runs.attrs = dict(table.attrs)
+    words = _worded(runs, cells)
     tied = table[table["tied"]].groupby(cells, sort=False, dropna=False)["candidate"]
+    best = table[table["fastest"]]
     best = best.merge(tied.agg(" = ".join).rename("tied_names"), on=cells)
-    best = best.assign(**_cell_columns(best, cells))
-    first = "0"
-    if len(best):
-        shortest = best.sort_values("seconds").iloc[0]
-        first = str(_number_of(words, shortest, cells))
+    best = _worded(best, cells)
+
     across = sorted(cells, key=lambda name: -words[name].nunique())[:2]
-    rest = [name for name in cells if name not in across]
-    filters = [_choice(name, words[name]) for name in rest]
-    where = {each.name.removeprefix("only_"): each.name for each in filters}
-    chosen = {each.name: each.value for each in filters}
+    places = {name: _choice(name, words[name]) for name in cells if name not in across}
     page.add(
         "Who is fastest where?",
-        *filters,
-        interactive(
-            _map(best, words, across, cells), where=where, chosen=chosen, opens=True
-        ),
+        *places.values(),
+        _following(_map(best, words, across), places, opens=True),
         note="Each place names the fastest policy, ties in the order of their times. A"
         " click opens its run.",
     )
-    policy = _choice("candidate", words["candidate"], ALL)
-    kinds = [
-        _choice(name, words[name], ALL, "at_")
-        for name in cells
-        if name not in MEMORY_AXES
-    ]
+    kinds = [name for name in cells if name not in MEMORY_AXES]
+    parts = {
+        name: _choice(name, words[name], ALL, "at_") for name in [*kinds, "candidate"]
+    }
     page.add(
         "What does memory buy?",
-        *kinds,
-        policy,
-        interactive(
-            _front(runs),
-            where={
-                each.name.removeprefix("at_").removeprefix("only_"): each.name
-                for each in (*kinds, policy)
-            },
-            zooms=True,
-            opens=True,
-            front=True,
-        ),
+        *parts.values(),
+        _following(_front(runs), parts, zooms=True, opens=True, front=True),
         note="A point for each run; on the line, less memory means more time."
         " A click on a point opens its run, one on a name hides it. Drag to"
         " move, Ctrl and wheel to zoom.",
     )
-    held = _with_placement(frame, words, best, cells)
+    first = int(best.sort_values("seconds")["run"].iloc[0]) if len(best) else 0
     options = [
         (
             str(row["run"]),
-            " | ".join([*(str(row[name]) for name in cells), row["candidate"]]),
+            " | ".join([*(row[name] for name in cells), row["candidate"]]),
         )
         for row in words.to_dict("records")
     ]
-    second = str(_another(words, int(first), cells))
+    beside = {
+        "run": Choice("run", "run", options, str(first)),
+        "other_run": Choice(
+            "other_run", "beside", options, str(_another(words, first, cells))
+        ),
+    }
+    held = _with_placement(runs, best["run"])
+    placed = _places(frame, held)
     page.add(
         "One run beside another",
-        *(
-            Choice(name, words, options, value)
-            for name, words, value in (
-                ("run", "run", first),
-                ("other_run", "beside", second),
-            )
-        ),
-        *(
-            make(frame, each)
-            for make in (_facts, _lanes)
-            for each in ("run", "other_run")
-        ),
-        *(
-            placement_chart(_places(frame, held), choice)
-            for choice in ("run", "other_run")
-            if held
-        ),
+        *beside.values(),
+        *(_facts(frame, choice) for choice in beside),
+        *(_lanes(frame, choice) for choice in beside),
+        *(placement_chart(placed, choice) for choice in beside if held),
         note="Opened on the fastest; choose others on the map, among the points or in"
         " the table below."
         + ("" if len(held) == len(frame) else " Only the fastest show their experts."),
     )
 
 
-def _number_of(words: pd.DataFrame, row: Any, cells: Sequence[str]) -> int:
-    same = words["candidate"] == row["candidate"]
-    for name in cells:
-        same &= words[name] == row[name]
-    return int(words.index[same][0])
-
-
-def _another(words: pd.DataFrame, first: int, cells: Sequence[str]) -> int:
-    """The run of another policy in the same setting; the first of all others."""
-    same = words.index != first
-    for name in cells:
-        same &= (words[name] == words.loc[first, name]).to_numpy()
-    others = words.index[same]
-    return int(others[0]) if len(others) else int(first == 0 and len(words) > 1)
+def _following(figure: Figure, choices: Mapping[str, Choice], **more: Any) -> Any:
+    """A figure that shows what is chosen, by column."""
+    where = {name: choice.name for name, choice in choices.items()}
+    chosen = {choice.name: choice.value for choice in choices.values()}
+    return interactive(figure, where=where, chosen=chosen, **more)
 
 
 def _choice(
@@ -966,67 +877,49 @@ def _choice(
     return Choice(f"{prefix}{name}", axis_head(name), options, value or listed[0])
 
 
-def _map(
-    best: pd.DataFrame, words: pd.DataFrame, across: Sequence[str], cells: Sequence[str]
-) -> Figure:
-    """The fastest policy over two axes of settings."""
-    sides = [*across, *(["none"] if len(across) < 2 else [])]
+def _another(words: pd.DataFrame, first: int, cells: Sequence[str]) -> int:
+    """The run of another policy in the same setting; the first of all others."""
+    places = words[list(cells)].agg(" | ".join, axis="columns")
+    others = words.index[(places == places[first]) & (words.index != first)]
+    return int(others[0]) if len(others) else int(first == 0 and len(words) > 1)
+
+
+def _map(best: pd.DataFrame, words: pd.DataFrame, across: Sequence[str]) -> Figure:
+    """The fastest policy over one or two axes of settings."""
     rows = best.assign(
         none="",
-        run=[_number_of(words, row, cells) for _, row in best.iterrows()],
         words=[
-            f"{row['tied_names']}\n{ms(row['seconds'])}" for _, row in best.iterrows()
+            f"{row['tied_names']}\n{ms(row['seconds'])}"
+            for row in best.to_dict("records")
         ],
     )
-    x, y = (
-        names(
-            name,
-            axis_head(name) if name != "none" else "",
-            words.get(name, pd.Series([""])),
-        )
-        for name in sides[:2]
-    )
-    kept = [*cells, "none", "run", "words", "candidate", "seconds"]
+    sides = [names(name, axis_head(name), words[name]) for name in across]
+    x, y = [*sides, names("none", "", [""])][:2]
     return Figure(
-        rows[kept], x, y, "The fastest policy of each setting", mark="tile",
-        series="candidate", text="words",
+        rows, x, y, "The fastest policy of each setting", mark="tile",
+        series="candidate", text="words", hover=[("seconds", "seconds", ".4~g")],
     )  # fmt: skip
+
+
+_FACTS = (
+    *("policy", "cache", "prefetch", "model", "hw", "hw_kind", "begins"),
+    *("ttft_s", "tpot_s", "tpot_p95_s", "hit_rate_active", "gpu_bytes", "h2d_bytes"),
+    "digest",
+)
+"""What a page says of one run."""
 
 
 def _facts(frame: pd.DataFrame, choice: str) -> Facts:
     """What each run was, and what came out."""
-    heads = [
-        *(
-            "policy",
-            "cache, prefetch",
-            "model",
-            "machine",
-            "cache began",
-            "first token",
-        ),
-        *("per token", "hit rate", "GPU memory", "copied to GPU", "digest", "again"),
-    ]
+    columns = [column(name) for name in _FACTS if name in frame]
     values = {
         str(place): [
-            run["policy"],
-            f"{run['cache']}, {run['prefetch']}",
-            run["model"],
-            f"{run['hw']} ({run['hw_kind']} profile)",
-            str(run.get("begins")),
-            ms(run["ttft_s"]),
-            (
-                f"{ms(run['tpot_s'])}; one token in twenty takes longer than"
-                f" {ms(run['tpot_p95_s'])}"
-            ),
-            percent(run["hit_rate_active"]),
-            format_bytes(run["gpu_bytes"]),
-            format_bytes(run["h2d_bytes"]),
-            run["digest"],
+            *(each.cell(run[each.name]) for each in columns),
             f"$ {_command(run)}",
         ]
         for place, run in enumerate(frame.to_dict("records"))
     }
-    return Facts(choice, heads, values)
+    return Facts(choice, [*(each.head for each in columns), "again"], values)
 
 
 def _command(run: Mapping[Any, Any]) -> str:
@@ -1078,16 +971,13 @@ def _lanes(frame: pd.DataFrame, choice: str) -> Any:
     return interactive(figure, where={"at_run": choice})
 
 
-def _with_placement(
-    frame: pd.DataFrame, words: pd.DataFrame, best: pd.DataFrame, cells: Sequence[str]
-) -> list[int]:
+def _with_placement(runs: pd.DataFrame, winners: Iterable[int]) -> list[int]:
     """The runs whose placement the page holds: all, or the fastest first."""
-    winners = [_number_of(words, row, cells) for _, row in best.iterrows()]
-    others = words["seconds"].drop(index=winners).sort_values().index.tolist()
+    order = [*winners, *runs.sort_values("seconds")["run"]]
     held = []
     count = 0
-    for run in dict.fromkeys([*winners, *others]):
-        count += len(frame["placement"].iloc[run]) // 2
+    for run in dict.fromkeys(map(int, order)):
+        count += len(runs["placement"].iloc[run]) // 2
         if count > MOST_PLACES:
             break
         held.append(run)

@@ -149,7 +149,9 @@ def interactive(
     ]
     names = ("x", "y", "words")
     lines = {name: [each[at] for each in points] for at, name in enumerate(names)}
-    data = {"rows": columns_of(figure.rows), "one": {"at": [0]}, "lines": lines}
+    used = {*_used(figure, offered), *(where or {}), "run", "oracle"}
+    rows = figure.rows[[name for name in figure.rows if name in used]]
+    data = {"rows": columns_of(rows), "one": {"at": [0]}, "lines": lines}
     return Chart(spec, data, figure.label, wanted, can_log)
 
 
@@ -372,6 +374,14 @@ def _looks(figure: Figure, alt: Any) -> dict[str, Any]:
         "shape": alt.Shape(series, scale=scale(shapes), legend=legend),
         "strokeDash": alt.StrokeDash(series, scale=scale(dashes), legend=legend),
     }
+
+
+def _used(figure: Figure, offered: Sequence[Axis]) -> set[str | None]:
+    """Columns that a figure shows."""
+    axes = [figure.x, figure.y, figure.colour, *offered]
+    marks = (figure.series, figure.low, figure.high, figure.start, figure.panel)
+    shown = (each[0] for each in _hover(figure))
+    return {*(axis.column for axis in axes if axis), *marks, figure.text, *shown}
 
 
 def _hover(figure: Figure) -> list[tuple[str, str, str, str]]:

@@ -239,7 +239,7 @@ def test_winners_are_the_shortest_runs_that_see_the_past_only(swept, pages):
     (chart,) = (
         part
         for part in parts_of(pages["sweep"], "words")
-        if "none" in part["data"]["rows"]
+        if "run" in part["data"]["rows"]
     )
     causal = swept[~swept["oracle"]].reset_index()
     best = causal.groupby(["hw", "slots_per_layer", "batch"])["tpot_s"].min()
