@@ -7,7 +7,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -17,30 +16,26 @@ import torch
 
 from moesim.base import extensions
 from moesim.base.errors import RuntimeFault
-from moesim.base.files import ScratchFolder
 from moesim.base.host_limits import (
     available_cores,
     available_memory_bytes,
     total_memory_bytes,
 )
 from moesim.runtime.accelerators import accelerator_here
-from moesim.runtime.measure.copies import CopyPool
+from moesim.runtime.measure.card import many_s
+from moesim.runtime.measure.copies import noise_file
 from moesim.runtime.measure.experts import ExpertPool, Size
-from moesim.runtime.measure.neighbours import (
-    LaneWork,
-    awaited,
-    device_copy,
-    slowdown,
-)
+from moesim.runtime.measure.neighbours import device_copy, lane_work, slowdown
 from moesim.runtime.measure.profile import load_average, processor
-from moesim.runtime.measure.sampling import sample
+from moesim.runtime.measure.sampling import once_s, sample
+from moesim.runtime.models.expert_layout import swiglu_layout
 from moesim.runtime.store.memory import HostSlots
-from moesim.runtime.store.sources import DirectFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from moesim.runtime.accelerators import Accelerator
+    from moesim.runtime.measure.neighbours import LaneWork
 
 Verdict = Literal["ok", "limited", "fails"]
 """``limited``: all works, with a consequence that is stated."""
@@ -79,7 +74,7 @@ def fails(outcome: str, way_out: str, **figures: Any) -> Finding:
 
 _MIB: Final = 1 << 20
 READ_BYTES: Final = 4 * _MIB
-_READS: Final = 16
+_NOISE_BYTES: Final = 16 * READ_BYTES
 _LEAST_FREE_BYTES: Final = 1 << 30
 
 CARDS: Final[Mapping[str, str]] = {
@@ -246,22 +241,24 @@ def check_huge_pages(
     return holds(f"transparent huge pages: {chosen}", setting=chosen)
 
 
-def check_direct_io(folder: Path) -> Finding:
-    """Read a file around the page cache."""
-    file, _ = _read_noise(folder, 1)
-    if file.direct:
-        return holds(f"reads in {folder} go around the page cache")
-    return limited(
-        f"{folder}: {file.reason}, so they may come from memory",
-        "put experts on a disk with ext4 or xfs: --store DIR",
-        reason=file.reason,
-    )
+def check_disk(folder: Path) -> list[tuple[str, Finding]]:
+    """Read a file of noise around the page cache, in pieces of an expert's size.
 
-
-def check_disk(folder: Path) -> Finding:
-    """Read a file in pieces of an expert's size."""
+    Raises:
+        RuntimeFault: it cannot be written.
+    """
     usage = shutil.disk_usage(folder)
-    _, times_s = _read_noise(folder, _READS)
+    with HostSlots(1, READ_BYTES) as slots, noise_file(folder, _NOISE_BYTES) as file:
+        view = memoryview(slots.record(0).numpy())
+        offsets = range(0, _NOISE_BYTES, READ_BYTES)
+        times_s = [once_s(lambda at: file.read_into(at, view), at) for at in offsets]
+    around = holds(f"reads in {folder} go around the page cache")
+    if not file.direct:
+        around = limited(
+            f"{folder}: {file.reason}, so they may come from memory",
+            "put experts on a disk with ext4 or xfs: --store DIR",
+            reason=file.reason,
+        )
     rate = READ_BYTES / float(np.median(times_s))
     words = f"{rate / 1e9:.2f} GB/s in pieces of 4 MiB"
     figures: dict[str, Any] = {"bytes_per_s": rate}
@@ -269,41 +266,11 @@ def check_disk(folder: Path) -> Finding:
     if usage.total:
         words += f", {usage.free / 2**30:.0f} GiB free"
         figures["free_bytes"] = usage.free
+    speed = holds(words, **figures)
     if usage.total and usage.free < _LEAST_FREE_BYTES:
-        return limited(words, "make room, or name another disk: --disk DIR", **figures)
-    return holds(words, **figures)
-
-
-def _read_noise(folder: Path, reads: int) -> tuple[DirectFile, list[float]]:
-    """Write a file of noise, read it in pieces, and remove it.
-
-    Returns:
-        The file, closed, and the seconds of each read.
-
-    Raises:
-        RuntimeFault: it cannot be written.
-    """
-    noise = np.random.default_rng(0).bytes(READ_BYTES)
-    times_s = []
-    try:
-        with ScratchFolder(folder) as scratch:
-            place = scratch / "noise"
-            with place.open("wb") as written:
-                for _ in range(reads):
-                    written.write(noise)
-                written.flush()
-                os.fsync(written.fileno())
-            with DirectFile(place) as file, HostSlots(1, READ_BYTES) as slots:
-                view = memoryview(slots.record(0).numpy())
-                for read in range(reads):
-                    begin_s = time.perf_counter()
-                    file.read_into(read * READ_BYTES, view)
-                    times_s.append(time.perf_counter() - begin_s)
-    except OSError as error:
-        raise RuntimeFault(
-            f"{folder}: cannot write: {error.strerror}; name another folder: --disk DIR"
-        ) from None
-    return file, times_s
+        way_out = "make room, or name another disk: --disk DIR"
+        speed = limited(words, way_out, **figures)
+    return [("direct I/O", around), ("disk", speed)]
 
 
 _SIZE: Final = Size(2048, 768)
@@ -323,47 +290,19 @@ def check_lanes() -> list[tuple[str, Finding]]:
     """Time an expert on every lane alone, then lanes beside each other."""
     cores = available_cores()
     accelerator = accelerator_here()
-    threads = max(1, cores - 1)
-    cpu = ExpertPool(_SIZE, torch.float32, total_bytes=_POOL_BYTES)
-    nbytes = cpu.layout.expert_bytes
-    try:
-        work = {"cpu": LaneWork(threads, cpu.work(1))}
-        if accelerator is None:
-            work |= _host_work(nbytes)
-        else:
-            work |= _device_work(accelerator, nbytes)
+    dtype = torch.float32 if accelerator is None else torch.bfloat16
+    nbytes = swiglu_layout(_SIZE.hidden, _SIZE.intermediate, dtype).expert_bytes
+    with lane_work(
+        _SIZE, dtype, accelerator, max(1, cores - 1), total_bytes=_POOL_BYTES
+    ) as work:
         findings = [_alone(lane, job, nbytes) for lane, job in work.items()]
         if cores < 2:
             findings.append(("lanes in pairs", ONE_CORE))
         else:
-            others = [lane for lane in work if lane != "cpu"]
-            findings += [_pair("cpu", other, work) for other in others]
-    finally:
-        cpu.close()
+            findings += [_pair("cpu", other, work) for other in work if other != "cpu"]
     if accelerator is not None:
         findings.append(("copies beside compute", _device_overlap(accelerator, nbytes)))
     return findings
-
-
-def _host_work(nbytes: int) -> dict[str, LaneWork]:
-    """Do the host accelerator's work: one thread computes, or copies."""
-    experts = ExpertPool(_SIZE, torch.float32, total_bytes=_POOL_BYTES)
-    copies = CopyPool(max(_POOL_BYTES, 2 * nbytes))
-    return {
-        "gpu0": LaneWork(1, experts.work(1)),
-        "h2d0": LaneWork(1, copies.work(nbytes)),
-    }
-
-
-def _device_work(accelerator: Accelerator, nbytes: int) -> dict[str, LaneWork]:
-    """Do a device's work, waited for by the host."""
-    experts = ExpertPool(
-        _SIZE, torch.bfloat16, accelerator=accelerator, total_bytes=_POOL_BYTES
-    )
-    return {
-        "gpu0": LaneWork(1, awaited(accelerator, experts.work(1))),
-        "h2d0": LaneWork(1, awaited(accelerator, device_copy(accelerator, nbytes))),
-    }
 
 
 def _alone(lane: str, work: LaneWork, nbytes: int) -> tuple[str, Finding]:
@@ -417,15 +356,10 @@ def _device_overlap(accelerator: Accelerator, nbytes: int) -> Finding:
         copy(index)
         product(index)
 
-    def median_s(work: Callable[[int], Any]) -> float:
-        def many(index: int) -> None:
-            for launch in range(16):
-                work(16 * index + launch)
-            accelerator.synchronize()
-
-        return float(np.median(sample(many, _SHARE_S)))
-
-    share = overlap_share(median_s(copy), median_s(product), median_s(both))
+    alone_s, product_s, both_s = (
+        many_s(accelerator, work, _SHARE_S) for work in (copy, product, both)
+    )
+    share = overlap_share(alone_s, product_s, both_s)
     words = f"{share:.0%} of the shorter one is hidden"
     if share >= 0.5:
         return holds(words, share=share)

@@ -116,26 +116,21 @@ class Scores:
         reference_nats: the same from the unmodified model.
         kl: float64 [N, S], KL(unmodified || modified).
         agrees: bool [N, S], both find the same token most likely.
-        gate_mass: share of the gates' scores that the used experts have, mean over
-            scored tokens and layers; 1 where routing is not altered.
-        altered: share of scored tokens, counted at every layer, whose experts are not
-            the gate's.
-        stale: share of token-expert pairs that were computed on the input of the layer
-            before, or whose results joined one layer later.
-        hit_rate: resident ones of the active experts, over the layer steps of scored
-            tokens.
-        used: experts that serve a token, mean over scored tokens and layers.
+        shares: ``gate_mass_kept``, share of the gates' scores that the used experts
+            have, mean over scored tokens and layers (1 where routing is not altered);
+            ``altered``, share of scored tokens, counted at every layer, whose experts
+            are not the gate's; ``stale``, share of token-expert pairs that were
+            computed on the input of the layer before, or whose results joined one layer
+            later; ``hit_rate_active``, resident ones of the active experts, over the
+            layer steps of scored tokens; ``experts_used``, experts that serve a token,
+            mean over scored tokens and layers.
     """
 
     nats: np.ndarray
     reference_nats: np.ndarray
     kl: np.ndarray
     agrees: np.ndarray
-    gate_mass: float
-    altered: float
-    stale: float
-    hit_rate: float
-    used: float
+    shares: dict[str, float]
 
 
 def measure(
@@ -178,7 +173,7 @@ def measure(
     if hasattr(local.model, "set_experts_implementation"):
         local.model.set_experts_implementation("eager")
 
-    parts: list[list[_Comparison]] = [[] for _ in policies]
+    parts: list[list[list[torch.Tensor]]] = [[] for _ in policies]
     with RoutingOverride(local, columns, residual) as override, torch.inference_mode():
         for number, first in enumerate(range(0, len(passages.tokens), batch)):
             tokens = passages.tokens[first : first + batch].to(local.device)
@@ -191,18 +186,14 @@ def measure(
                 progress((first + len(tokens)) * passages.scored)
             if enough():
                 break
-    return [_scores(policy, part) for policy, part in zip(policies, parts, strict=True)]
-
-
-class _Comparison(NamedTuple):
-    """Figures of two readers side by side: [B] for one token of each passage, then [B,
-    S].
-    """
-
-    nats: torch.Tensor
-    reference_nats: torch.Tensor
-    kl: torch.Tensor
-    agrees: torch.Tensor
+    results = []
+    for policy, part in zip(policies, parts, strict=True):
+        # Batches lie below each other.
+        nats, reference_nats, kl, agrees = (
+            torch.cat(arrays).numpy() for arrays in zip(*part, strict=True)
+        )
+        results.append(Scores(nats, reference_nats, kl, agrees, policy.shares()))
+    return results
 
 
 def _read_batch(
@@ -211,16 +202,16 @@ def _read_batch(
     tokens: torch.Tensor,
     prompt: int,
     number: int,
-) -> list[_Comparison]:
+) -> list[list[torch.Tensor]]:
     """Read one batch of passages in step: the plain reader first, then each policy's;
-    one comparison [B, S] per policy.
+    the arrays of `Scores`, [B, S] each, per policy.
     """
     # Each with a cache of its own: their pasts differ.
     readers = [_Reader(override, policy, number) for policy in (None, *policies)]
     for reader in readers:
         reader.read(tokens[:, :prompt], Phase.PREFILL)
 
-    steps: list[list[_Comparison]] = [[] for _ in policies]
+    steps: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in policies]
     # The last token is predicted, never read.
     for at in range(prompt, tokens.shape[1] - 1):
         plain, *others = (
@@ -231,43 +222,24 @@ def _read_batch(
             step.append(_compare(plain, modified, coming))
 
     return [
-        _Comparison(*(torch.stack(field, dim=1) for field in zip(*step, strict=True)))
+        [torch.stack(arrays, dim=1) for arrays in zip(*step, strict=True)]
         for step in steps
     ]
 
 
 def _compare(
     plain: torch.Tensor, modified: torch.Tensor, coming: torch.Tensor
-) -> _Comparison:
-    """Compare log probabilities [B, V] about the tokens that come [B]."""
+) -> tuple[torch.Tensor, ...]:
+    """Compare log probabilities [B, V] about the tokens that come [B]: the arrays of
+    `Scores`, [B] each.
+    """
     index = coming[:, None]
     chance = plain.exp()
     # A token ruled out by the plain model adds nothing, instead of 0 times infinity.
     kl = torch.where(chance > 0, chance * (plain - modified), 0.0).sum(-1)
-    return _Comparison(
-        nats=-modified.gather(1, index)[:, 0].cpu(),
-        reference_nats=-plain.gather(1, index)[:, 0].cpu(),
-        kl=kl.cpu(),
-        agrees=(plain.argmax(-1) == modified.argmax(-1)).cpu(),
-    )
-
-
-def _scores(policy: PolicyUnderTest, parts: Sequence[_Comparison]) -> Scores:
-    """Lay batches below each other, and add what the policy counted."""
-    nats, reference_nats, kl, agrees = (
-        torch.cat(field).numpy() for field in zip(*parts, strict=True)
-    )
-    return Scores(
-        nats,
-        reference_nats,
-        kl,
-        agrees,
-        gate_mass=policy.share("mass", "tokens"),
-        altered=policy.share("altered", "tokens"),
-        stale=policy.share("stale", "pairs"),
-        hit_rate=policy.share("hits", "active"),
-        used=policy.share("pairs", "tokens"),
-    )
+    agrees = plain.argmax(-1) == modified.argmax(-1)
+    nats, reference_nats = (-each.gather(1, index)[:, 0] for each in (modified, plain))
+    return nats.cpu(), reference_nats.cpu(), kl.cpu(), agrees.cpu()
 
 
 class _Reader:
@@ -372,11 +344,20 @@ class PolicyUnderTest:
             self._count(routed, work, mass)
         return work
 
-    def share(self, part: str, total: str) -> float:
-        """Divide two counts; NaN where nothing was counted."""
-        if not self.counts[total]:
-            return float("nan")
-        return self.counts[part] / self.counts[total]
+    def shares(self) -> dict[str, float]:
+        """Divide what was counted, as `Scores.shares`; NaN where nothing was."""
+        parts = {
+            "gate_mass_kept": ("mass", "tokens"),
+            "altered": ("altered", "tokens"),
+            "stale": ("stale", "pairs"),
+            "hit_rate_active": ("hits", "active"),
+            "experts_used": ("pairs", "tokens"),
+        }
+        counts = self.counts
+        return {
+            name: counts[part] / counts[total] if counts[total] else float("nan")
+            for name, (part, total) in parts.items()
+        }
 
     def _count(self, routed: RoutedLayer, work: LayerWork, mass: float) -> None:
         """Count one layer step of scored tokens."""

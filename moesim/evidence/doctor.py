@@ -109,7 +109,6 @@ def diagnose(
             None.
         progress: called with the next check's name and the share that is done.
     """
-    from moesim.runtime import doctor as lanes  # noqa: PLC0415 - torch
     from moesim.runtime import doctor as system  # noqa: PLC0415 - torch
     from moesim.runtime.measure.profile import versions  # noqa: PLC0415 - torch
 
@@ -123,11 +122,10 @@ def diagnose(
         ("shared memory", system.check_shared_memory),
         ("cores", system.check_cores),
         ("huge pages", system.check_huge_pages),
-        ("direct I/O", lambda: system.check_direct_io(folder)),
-        ("disk", lambda: system.check_disk(folder)),
     ]
     several: list[tuple[str, Callable[[], Iterable[tuple[str, Finding]]]]] = [
-        ("lanes", lanes.check_lanes),
+        ("disk", lambda: system.check_disk(folder)),
+        ("lanes", system.check_lanes),
         ("runs", check_runs),
     ]
     steps = [

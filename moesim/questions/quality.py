@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -29,16 +29,15 @@ from moesim.reporting.figures import Axis, Figure
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.setup import (
     Setup,
-    activation_counts,
     needed_columns,
     profile_of,
+    refuse_oracles,
+    warm_counts,
 )
-from moesim.traces.format.reader import Trace, open_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    import numpy as np
     from matplotlib.axes import Axes
 
     from moesim.policies.systems import System
@@ -87,17 +86,47 @@ class Row:
     hit_rate_active: float
     experts_used: float
 
+    @classmethod
+    def of(cls, setup: Setup, swept: str | None, scores: Scores) -> Row:
+        """Sum up what one setting did."""
+        # Tokens of a passage depend on each other; passages do not.
+        lost_nats = (scores.nats - scores.reference_nats).mean(axis=1)
+        standard_error = math.nan
+        if len(lost_nats) > 1:
+            standard_error = float(lost_nats.std(ddof=1) / math.sqrt(len(lost_nats)))
+        return cls(
+            setup.system.routing,
+            # As a share, since sizes may have been given in slots or bytes.
+            setup.memory.gpu.total_bytes / setup.shape.routed_bytes,
+            swept,
+            nats=float(scores.nats.mean()),
+            reference_nats=float(scores.reference_nats.mean()),
+            delta_nats_se=standard_error,
+            kl=float(scores.kl.mean()),
+            agreement=float(scores.agrees.mean()),
+            **scores.shares,
+        )
+
     @property
     def delta_nats(self) -> float:
         """Nats lost per token."""
         return self.nats - self.reference_nats
 
+    @property
+    def lost(self) -> str:
+        """The same in words; a single passage has no standard error."""
+        words = f"{self.delta_nats:+.4f}"
+        if not math.isnan(self.delta_nats_se):
+            words += f" ± {self.delta_nats_se:.4f}"
+        return words
+
     def to_json(self) -> dict[str, Any]:
         """Return every figure; perplexity is exp(nats)."""
-        figures: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        figures["delta_nats"] = self.delta_nats
-        figures["perplexity"] = math.exp(self.nats)
-        figures["reference_perplexity"] = math.exp(self.reference_nats)
+        figures = asdict(self) | {
+            "delta_nats": self.delta_nats,
+            "perplexity": math.exp(self.nats),
+            "reference_perplexity": math.exp(self.reference_nats),
+        }
         # JSON has no NaN.
         return {
             key: None if isinstance(value, float) and math.isnan(value) else value
@@ -115,13 +144,6 @@ class Quality:
     def to_json(self) -> dict[str, Any]:
         """Return one object."""
         return {"settings": [row.to_json() for row in self.rows], "config": self.config}
-
-
-class _Setting(NamedTuple):
-    """One composition of policies with one size of the cache."""
-
-    swept: str | None
-    setup: Setup
 
 
 @takes_options(RunConfig, without=["trace"])
@@ -196,32 +218,49 @@ def quality(
         scored=scored_tokens,
         seed=config.seed,
     )
-    settings = _settings(config, systems, sizes, shape)
-    reading = _Reading(passages, minutes, progress)
+    profile = profile_of(config.hw)
+    calibration = None
+    if config.warm is not None:
+        calibration = warm_counts(config.warm, shape, f"{shape.name} has")
+    # Each has caches of its own, which carry over from passage to passage.
+    settings = [
+        (value, Setup(sized, shape, profile, system, calibration))
+        for (value, system), sized in product(systems.items(), sizes)
+    ]
+    end_s = time.monotonic() + (math.inf if minutes is None else 60.0 * minutes)
+    all_tokens = len(passages.tokens) * passages.scored
 
     # Only the shipped model can calibrate residual vectors now; it has the text.
     shipped = (lambda: local) if local.name == "tiny" else None
     scores = measure(
         local,
         passages,
-        [PolicyUnderTest(each.setup.planner(), own_input) for each in settings],
+        [PolicyUnderTest(setup.planner(), own_input) for _, setup in settings],
         columns=columns,
         residual=residual_for(columns, residual, shipped),
         batch=config.batch,
-        enough=reading.is_over,
-        progress=reading.report,
+        enough=lambda: time.monotonic() >= end_s,
+        progress=lambda done: progress(done / all_tokens) if progress else None,
     )
-    rows = [_row(*pair) for pair in zip(settings, scores, strict=True)]
+    rows = [
+        Row.of(setup, value, what)
+        for (value, setup), what in zip(settings, scores, strict=True)
+    ]
+    read = len(scores[0].nats)
     effective = {
         "model": shape.name,
         "dtype": shape.dtype,
         "device": device,
         "text": "corpus" if text is None else str(text),
-        **reading.config(),
+        "passages": read,
+        "left_out": len(passages.tokens) - read,
+        "prompt_tokens": passages.prompt,
+        "scored_tokens": passages.scored,
+        "tokens": read * passages.scored,
         "sweep": sweep,
         "own_input": own_input,
         # Settings differ in what is swept and in the cache's size, and in nothing else.
-        **_described(settings[0].setup),
+        **_described(settings[0][1]),
     }
     return Quality(rows, effective)
 
@@ -244,71 +283,6 @@ def _shape_of(local: LocalModel) -> ModelShape:
 
     blocks = find_blocks(local.model)
     return model_shape(local.model, local.name, blocks, gate_facts(local.model, blocks))
-
-
-def _settings(
-    config: RunConfig,
-    systems: dict[str | None, System],
-    sizes: Sequence[RunConfig],
-    shape: ModelShape,
-) -> list[_Setting]:
-    """Set up each composition with each size of the cache.
-
-    Each has caches of its own, which carry over from passage to passage.
-    """
-    profile = profile_of(config.hw)
-    calibration = None
-    if config.warm is not None:
-        calibration = _activation_counts(config.warm, shape)
-    return [
-        _Setting(swept, Setup(sized, shape, profile, system, calibration))
-        for (swept, system), sized in product(systems.items(), sizes)
-    ]
-
-
-class _Reading:
-    """How far a measurement has read, and whether its time is over.
-
-    Args:
-        passages: to read.
-        minutes: after which it is over; None for no limit.
-        progress: called with the share that is done.
-    """
-
-    def __init__(
-        self,
-        passages: Passages,
-        minutes: float | None,
-        progress: Callable[[float], None] | None,
-    ) -> None:
-        self._passages = passages
-        self._tokens = 0
-        self._progress = progress
-        limit_s = math.inf if minutes is None else 60.0 * minutes
-        self._end_s = time.monotonic() + limit_s
-
-    def is_over(self) -> bool:
-        """Tell whether no further passage may be begun."""
-        return time.monotonic() >= self._end_s
-
-    def report(self, tokens: int) -> None:
-        """Note how many tokens are scored."""
-        self._tokens = tokens
-        if self._progress is not None:
-            passages = self._passages
-            self._progress(tokens / (len(passages.tokens) * passages.scored))
-
-    def config(self) -> dict[str, Any]:
-        """What was read, for the effective configuration."""
-        passages = self._passages
-        read = self._tokens // passages.scored
-        return {
-            "passages": read,
-            "left_out": len(passages.tokens) - read,
-            "prompt_tokens": passages.prompt,
-            "scored_tokens": passages.scored,
-            "tokens": self._tokens,
-        }
 
 
 def _described(setup: Setup) -> dict[str, Any]:
@@ -382,18 +356,10 @@ def _needed_columns(systems: Iterable[System], host_cache: str) -> tuple[str, ..
     columns: dict[str, None] = {}
     for system in systems:
         policies = system.build(gpus=1, host_cache=host_cache)
-        by_kind = {
-            "assignment": policies.assignment,
-            "prefetch": policies.prefetch,
-            "cache": policies.caches[0],
-            "routing": policies.routing,
-        }
-        for kind, policy in by_kind.items():
-            if policy.oracle:
-                raise PolicyError(
-                    f"{kind} policy {policies.names[kind]!r} is an oracle: a model that"
-                    " reads has no future; choose a policy that sees the past only"
-                )
+        refuse_oracles(
+            policies,
+            "a model that reads has no future; choose a policy that sees the past only",
+        )
         columns |= dict.fromkeys(needed_columns(policies))
     return tuple(columns)
 
@@ -432,50 +398,6 @@ def _passages(
     return Passages.cut(tokens_of_text, prompt=prompt, scored=scored, most=most)
 
 
-def _activation_counts(warm: str | Path | Trace, shape: ModelShape) -> np.ndarray:
-    """Activations of each expert in a calibration trace of the same model, float64
-    [L, E].
-
-    Raises:
-        PolicyError: a trace of another model.
-    """
-    calibration = warm if isinstance(warm, Trace) else open_trace(warm)
-    recorded = calibration.shape
-    if (recorded.layers, recorded.experts) != (shape.layers, shape.experts):
-        raise PolicyError(
-            f"--warm {calibration.path}: expected {shape.layers} layers x"
-            f" {shape.experts} experts as {shape.name} has, found {recorded.layers} x"
-            f" {recorded.experts}; record it from that model"
-        )
-    return activation_counts(calibration)
-
-
-def _row(setting: _Setting, scores: Scores) -> Row:
-    # Tokens of a passage depend on each other; passages do not.
-    lost_nats = (scores.nats - scores.reference_nats).mean(axis=1)
-    passages = len(lost_nats)
-    standard_error = math.nan
-    if passages > 1:
-        standard_error = float(lost_nats.std(ddof=1) / math.sqrt(passages))
-    # As a share, since sizes may have been given in slots or bytes.
-    setup = setting.setup
-    return Row(
-        setup.system.routing,
-        setup.memory.gpu.total_bytes / setup.shape.routed_bytes,
-        setting.swept,
-        nats=float(scores.nats.mean()),
-        reference_nats=float(scores.reference_nats.mean()),
-        delta_nats_se=standard_error,
-        kl=float(scores.kl.mean()),
-        agreement=float(scores.agrees.mean()),
-        gate_mass_kept=scores.gate_mass,
-        altered=scores.altered,
-        stale=scores.stale,
-        hit_rate_active=scores.hit_rate,
-        experts_used=scores.used,
-    )
-
-
 _LEAST_SHOWN_KL = 5e-5
 """Below it four decimals would show zero, which only an unaltered model has."""
 
@@ -488,7 +410,7 @@ def quality_answer(report: Quality) -> Answer:
     table = pd.DataFrame([row.to_json() for row in report.rows])
     table["cache_ratio"] = [f"{row.cache_ratio:.3g}" for row in report.rows]
     table["perplexity"] = [f"{math.exp(row.nats):.3f}" for row in report.rows]
-    table["lost"] = [_lost(row) for row in report.rows]
+    table["lost"] = [row.lost for row in report.rows]
     table["kl_words"] = [
         f"{row.kl:.1e}" if 0 != row.kl < _LEAST_SHOWN_KL else f"{row.kl:.4f}"
         for row in report.rows
@@ -510,52 +432,27 @@ def quality_answer(report: Quality) -> Answer:
         Column("experts_used", "used"),
     ]
     most = max(report.rows, key=lambda row: row.delta_nats)
+    setting = {
+        "model": f"{config['model']} ({config['dtype']}), batch {config['batch']}",
+        "text": f"{config['text']}: {config['tokens']:,} tokens of"
+        f" {config['passages']:,} passages scored{left_out}",
+        "policy": f"{config['assignment']}, {config['cache']}, prefetch"
+        f" {config['prefetch']}",
+        "unmodified": f"{reference_nats:.4f} nats per token, perplexity"
+        f" {math.exp(reference_nats):.3f}",
+    }
     return Answer(
         question="what does the policy do to the model's answers?",
         subject=str(config["model"]),
-        setting=[
-            (
-                "model",
-                f"{config['model']} ({config['dtype']}), batch {config['batch']}",
-            ),
-            (
-                "text",
-                (
-                    f"{config['text']}: {config['tokens']:,} tokens of"
-                    f" {config['passages']:,} passages scored{left_out}"
-                ),
-            ),
-            (
-                "policy",
-                (
-                    f"{config['assignment']}, {config['cache']}, prefetch"
-                    f" {config['prefetch']}"
-                ),
-            ),
-            (
-                "unmodified",
-                (
-                    f"{reference_nats:.4f} nats per token, perplexity"
-                    f" {math.exp(reference_nats):.3f}"
-                ),
-            ),
-        ],
+        setting=list(setting.items()),
         # A setting is a routing policy and a cache ratio; both lead every block.
         tables=[Listing(table, columns, lead=2)],
-        sentences=[f"at most {_lost(most)} nats per token are lost"],
+        sentences=[f"at most {most.lost} nats per token are lost"],
         figures={
             name: partial(quality_drawn, report, name) for name in ("kl", "agreement")
         },
         data=report.to_json(),
         settings=json.dumps(config, indent=1),
-    )
-
-
-def _lost(row: Row) -> str:
-    lost = f"{row.delta_nats:+.4f}"
-    # A single passage has no standard error.
-    return (
-        lost if math.isnan(row.delta_nats_se) else f"{lost} ± {row.delta_nats_se:.4f}"
     )
 
 

@@ -14,7 +14,7 @@ from moesim.policies.base import PolicyError
 from moesim.runs.config import MeasuredConfig, takes_options
 from moesim.runs.machine import device_of, machine_profile, open_model_store
 from moesim.runs.measured import MeasuredRun, execute, finish, rehearse
-from moesim.runs.setup import Setup, needed_columns
+from moesim.runs.setup import Setup, needed_columns, refuse_oracles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -300,17 +300,11 @@ def _refuse(policies: Policies, *, verify: bool) -> None:
         PolicyError: an oracle, or a policy that changes answers where they are to be
             verified.
     """
-    for kind, policy in (
-        ("assignment", policies.assignment),
-        ("prefetch", policies.prefetch),
-        ("cache", policies.caches[0]),
-    ):
-        if policy.oracle:
-            raise PolicyError(
-                f"{kind} policy {policies.names[kind]!r} is an oracle: a live model has"
-                " no future; replay a recorded trace, or choose a policy that sees the"
-                " past only"
-            )
+    refuse_oracles(
+        policies,
+        "a live model has no future; replay a recorded trace, or choose a policy that"
+        " sees the past only",
+    )
     # A difference would be no error then, so there is nothing to verify.
     if verify and policies.routing.alters:
         raise PolicyError(

@@ -469,7 +469,9 @@ def replay_cache(
 
     walk: dict[str, Any] = {"batch": config.batch, "steps": config.steps}
     future = RecordedFuture.of(opened, **walk) if policy.oracle else None
-    calibration = None if config.warm is None else warm_counts(config.warm, opened)
+    calibration = None
+    if config.warm is not None:
+        calibration = warm_counts(config.warm, opened.shape, f"in {opened.path}")
     counts = cache_replay.replay(
         policy,
         cache,

@@ -44,6 +44,7 @@ from moesim.traces.stats.hit_rate_curves import CurveAggregator
 from moesim.traces.synthetic.marks import synthetic_caveats
 
 if TYPE_CHECKING:
+    from moesim.policies.base import Policy
     from moesim.policies.planner.plan import MemoryPlan, Policies
     from moesim.policies.planner.residency import CacheSize
     from moesim.policies.systems import System
@@ -104,7 +105,9 @@ class Setup:
         policies = setup.policies()
         check_needs(trace, policies)
         if config.warm is not None:
-            setup.calibration = warm_counts(config.warm, trace)
+            setup.calibration = warm_counts(
+                config.warm, trace.shape, f"in {trace.path}"
+            )
         # Only oracles may see it, and making it reads the trace.
         if any(policy.oracle for policy in policies.all()):
             setup.future = RecordedFuture.of(
@@ -503,13 +506,30 @@ def check_needs(trace: Trace, policies: Policies) -> None:
     Raises:
         TraceError: naming policy and column.
     """
-    for kind, policy in (
+    for kind, policy in _by_kind(policies):
+        trace.require(policy.needs, f"{kind} policy {policies.names.get(kind)!r}")
+
+
+def refuse_oracles(policies: Policies, why: str) -> None:
+    """Refuse a policy that needs the future where there is none.
+
+    Raises:
+        PolicyError: naming the policy, and why.
+    """
+    for kind, policy in _by_kind(policies):
+        if policy.oracle:
+            raise PolicyError(
+                f"{kind} policy {policies.names[kind]!r} is an oracle: {why}"
+            )
+
+
+def _by_kind(policies: Policies) -> tuple[tuple[str, Policy], ...]:
+    return (
         ("assignment", policies.assignment),
         ("prefetch", policies.prefetch),
         ("cache", policies.caches[0]),
         ("routing", policies.routing),
-    ):
-        trace.require(policy.needs, f"{kind} policy {policies.names.get(kind)!r}")
+    )
 
 
 def activation_counts(trace: Trace, *, phase: int | None = None) -> np.ndarray:
@@ -530,14 +550,21 @@ def activation_counts(trace: Trace, *, phase: int | None = None) -> np.ndarray:
     return counts.reshape(shape.layers, shape.experts)
 
 
-def warm_counts(warm: str | Path | Trace, trace: Trace) -> np.ndarray:
+def warm_counts(
+    warm: str | Path | Trace, expected: ModelShape, where: str
+) -> np.ndarray:
     """Count the activations of a calibration trace, float64 [L, E].
+
+    Args:
+        warm: the trace.
+        expected: layers and experts that it must have.
+        where: they are so, in words.
 
     Raises:
         TraceError: no such trace.
-        PolicyError: it has other layers or experts than `trace`.
+        PolicyError: it has other layers or experts.
     """
-    return activation_counts(_calibration(warm, trace.shape, f"in {trace.path}"))
+    return activation_counts(_calibration(warm, expected, where))
 
 
 def _calibration(warm: str | Path | Trace, expected: ModelShape, where: str) -> Trace:

@@ -195,7 +195,7 @@ def both_ways(accelerator: Accelerator, *, seconds: float) -> Row:
             down(index)
 
         medians = {
-            name: _many_s(accelerator, work, seconds / 3)
+            name: many_s(accelerator, work, seconds / 3)
             for name, work in (("up", up), ("down", down), ("both", both))
         }
     return {f"{name}_s": seconds_each for name, seconds_each in medians.items()} | {
@@ -228,11 +228,11 @@ def launches(accelerator: Accelerator, *, seconds: float) -> Row:
     return {
         "host_s": float(np.median(host_s)),
         "device_s": float(np.median(device_s)),
-        "back_to_back_s": _many_s(accelerator, add, seconds / 4),
+        "back_to_back_s": many_s(accelerator, add, seconds / 4),
     }
 
 
-def _many_s(
+def many_s(
     accelerator: Accelerator, work: Callable[[int], object], seconds: float
 ) -> float:
     """Seconds of one of many that are launched before the host waits."""

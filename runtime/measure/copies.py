@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from moesim.runtime.store.memory import DeviceSlots, HostSlots
 from moesim.runtime.store.sources import BLOCK_BYTES, DirectFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from moesim.runtime.accelerators import Accelerator
@@ -219,9 +220,31 @@ def measure_disk(
             None,
         )
 
+    with noise_file(folder, file_bytes) as file:
+        method = "direct reads around the page cache"
+        if not file.direct:
+            method = f"reads through the page cache, dropped after each ({file.reason})"
+        core_share = _measure_reads(
+            measurements,
+            file,
+            seconds,
+            f"{method}, {file_system} file of {file_bytes >> 20} MiB",
+        )
+    return DiskReport(f"{method} on {file_system}", core_share)
+
+
+@contextmanager
+def noise_file(folder: Path, file_bytes: int) -> Iterator[DirectFile]:
+    """Have an open file of noise in a folder, which goes afterwards.
+
+    Raises:
+        RuntimeFault: the folder cannot be written, or the disk is nearly full.
+    """
     try:
-        # Twice, because a disk that is nearly full is slow, and of use to others.
-        if shutil.disk_usage(folder).free < 2 * file_bytes:
+        # Twice, because a disk that is nearly full is slow, and of use to others; some
+        # file systems in memory count nothing.
+        usage = shutil.disk_usage(folder)
+        if usage.total and usage.free < 2 * file_bytes:
             raise RuntimeFault(
                 f"{folder}: fewer than {2 * file_bytes >> 20} MiB are free; name"
                 " another folder"
@@ -230,22 +253,12 @@ def measure_disk(
             path = scratch / _FILE_NAME
             _write_noise(path, file_bytes)
             with DirectFile(path) as file:
-                method = "direct reads around the page cache"
-                if not file.direct:
-                    why = file.reason
-                    method = f"reads through the page cache, dropped after each ({why})"
-                core_share = _measure_reads(
-                    measurements,
-                    file,
-                    seconds,
-                    f"{method}, {file_system} file of {file_bytes >> 20} MiB",
-                )
+                yield file
     except OSError as error:
         raise RuntimeFault(
             f"{folder}: cannot measure reads: {error.strerror or error}; name another"
             " folder"
         ) from None
-    return DiskReport(f"{method} on {file_system}", core_share)
 
 
 def _measure_reads(

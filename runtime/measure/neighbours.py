@@ -19,13 +19,16 @@ import torch
 
 from moesim.hwprofiles import paths
 from moesim.runtime.accelerators import accelerator_here
-from moesim.runtime.measure.sampling import sample
+from moesim.runtime.measure.copies import CopyPool
+from moesim.runtime.measure.experts import ExpertPool
+from moesim.runtime.measure.sampling import pool_bytes, sample
 from moesim.runtime.store.memory import DeviceSlots, HostSlots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from moesim.runtime.accelerators import Accelerator
+    from moesim.runtime.measure.experts import Size
     from moesim.runtime.measure.sampling import Measurements
 
 _ROUNDS: Final = 6
@@ -38,6 +41,47 @@ class LaneWork(NamedTuple):
 
     threads: int
     run: Callable[[int], object]
+
+
+@contextmanager
+def lane_work(
+    size: Size,
+    dtype: torch.dtype,
+    accelerator: Accelerator | None,
+    cpu_threads: int,
+    total_bytes: int | None = None,
+) -> Iterator[dict[str, LaneWork]]:
+    """Have what the CPU lane, the accelerator and its link do: an expert on one token,
+    and the copy of one.
+
+    Args:
+        size, dtype: of the experts.
+        accelerator: whose work its host waits for; None for the host accelerator.
+        cpu_threads: of the CPU lane.
+        total_bytes: of each pool of experts; several times the caches when None.
+    """
+    # Pools of their own: shared weights would come from a shared cache.
+    experts, others = (
+        ExpertPool(size, dtype, accelerator=where, total_bytes=total_bytes)
+        for where in (None, accelerator)
+    )
+    nbytes = experts.layout.expert_bytes
+    compute: Callable[[int], object] = others.work(1)
+    if accelerator is None:
+        copies = CopyPool(total_bytes or pool_bytes(2 * nbytes))
+        copy: Callable[[int], object] = copies.work(nbytes)
+    else:
+        compute = awaited(accelerator, compute)
+        copy = awaited(accelerator, device_copy(accelerator, nbytes))
+    try:
+        yield {
+            "cpu": LaneWork(cpu_threads, experts.work(1)),
+            "gpu": LaneWork(1, compute),
+            "h2d": LaneWork(1, copy),
+        }
+    finally:
+        experts.close()
+        others.close()
 
 
 def measure_contention(

@@ -29,13 +29,11 @@ from moesim.hwprofiles.schema import Quantity
 from moesim.runtime.accelerators import accelerator_here
 from moesim.runtime.measure.control import measure_dispatch, measure_planning
 from moesim.runtime.measure.copies import (
-    CopyPool,
     measure_device_copies,
     measure_disk,
     measure_host_copies,
 )
 from moesim.runtime.measure.experts import (
-    ExpertPool,
     Size,
     choose_dtype,
     measure_dense,
@@ -43,14 +41,12 @@ from moesim.runtime.measure.experts import (
     measure_first_expert,
 )
 from moesim.runtime.measure.neighbours import (
-    LaneWork,
-    awaited,
-    device_copy,
+    lane_work,
     measure_contention,
     measure_probes,
     torch_threads,
 )
-from moesim.runtime.measure.sampling import Measurements, pool_bytes
+from moesim.runtime.measure.sampling import Measurements
 from moesim.runtime.models.expert_layout import dtype_name
 
 if TYPE_CHECKING:
@@ -342,34 +338,18 @@ def _measure_contention(session: _Session) -> None:
     """Measure the CPU lane beside the accelerator's compute and copies, and both of
     those beside it: they read one host memory.
     """
-    accelerator = session.accelerator
-    cpu_experts = ExpertPool(session.size, session.dtype)
-    # Pools of their own: shared weights would come from a shared cache.
-    accelerator_experts = ExpertPool(
-        session.size, session.dtype, accelerator=accelerator
-    )
-    expert_bytes = cpu_experts.layout.expert_bytes
-    compute: Callable[[int], object] = accelerator_experts.work(1)
-    if accelerator is None:
-        copies = CopyPool(pool_bytes(2 * expert_bytes))
-        copy: Callable[[int], object] = copies.work(expert_bytes)
-    else:
-        compute = awaited(accelerator, compute)
-        copy = awaited(accelerator, device_copy(accelerator, expert_bytes))
-    work = {
-        "cpu": LaneWork(session.cpu_threads, cpu_experts.work(1)),
-        "gpu": LaneWork(1, compute),
-        "h2d": LaneWork(1, copy),
-    }
     pairs = [("cpu", "gpu"), ("gpu", "cpu"), ("cpu", "h2d"), ("h2d", "cpu")]
-    measure_contention(session.measurements, work, pairs, seconds=session.seconds(0.12))
+    with lane_work(
+        session.size, session.dtype, session.accelerator, session.cpu_threads
+    ) as work:
+        measure_contention(
+            session.measurements, work, pairs, seconds=session.seconds(0.12)
+        )
 
     # Both directions move the same bytes through host memory.
     numbers = session.measurements.numbers
     numbers["contention.cpu.d2h"] = numbers["contention.cpu.h2d"]
     numbers["contention.d2h.cpu"] = numbers["contention.h2d.cpu"]
-    cpu_experts.close()
-    accelerator_experts.close()
 
 
 def _note_memory(measurements: Measurements, cores: int) -> None:

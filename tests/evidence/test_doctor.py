@@ -82,17 +82,18 @@ def test_without_direct_io_reads_may_come_from_memory(monkeypatch, tmp_path):
         return straight(path, flags, *more, **named)
 
     monkeypatch.setattr(direct_io.os, "open", refusing)
-    found = system.check_direct_io(tmp_path)
+    checked = dict(system.check_disk(tmp_path))
+    found = checked["direct I/O"]
     assert found.verdict == "limited"
     assert "page cache" in found.outcome
     assert "--store DIR" in found.way_out
-    assert system.check_disk(tmp_path).verdict == "ok"
+    assert checked["disk"].verdict == "ok"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_a_finding(tmp_path):
     nowhere = tmp_path / "none"
-    (one,) = doctor._checked("disk", lambda: [("disk", system.check_disk(nowhere))])
+    (one,) = doctor._checked("disk", lambda: system.check_disk(nowhere))
     assert one.finding.verdict == "fails"
 
 
@@ -225,4 +226,4 @@ def test_lanes_of_this_machine_are_one_after_the_other(monkeypatch):
     monkeypatch.setattr(lanes, "_SHARE_S", 0.01)
     monkeypatch.setattr(lanes, "_POOL_BYTES", 48 << 20)
     names = [name for name, _ in lanes.check_lanes()]
-    assert names == ["cpu alone", "gpu0 alone", "h2d0 alone", "lanes in pairs"]
+    assert names == ["cpu alone", "gpu alone", "h2d alone", "lanes in pairs"]
