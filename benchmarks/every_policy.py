@@ -44,7 +44,7 @@ from moesim.policies.base import PolicyError
 from moesim.policies.planner.observers import repeat
 from moesim.policies.registry import names
 from moesim.policies.systems import SYSTEMS, System, compose
-from moesim.questions.learned_cache import TracePart, all_passes
+from moesim.questions.learned_cache import all_passes
 from moesim.runs.config import RunConfig
 from moesim.runs.machine import device_of, machine_profile, open_random_store
 from moesim.runs.measured import execute
@@ -147,7 +147,7 @@ class Bench:
         self.future = RecordedFuture.of(trace, batch=batch, steps=steps)
         self.artefacts = folder / f"{trace.path.stem}-learned"
         self.artefacts.mkdir()
-        training = TracePart(trace, 0, min(TRAINED_STEPS, all_passes(trace).stop))
+        training = all_passes(trace, steps=TRAINED_STEPS)
         train(training, trace.shape, Recipe(epochs=1)).save(
             self.artefacts / "flashmoe.safetensors"
         )

@@ -11,7 +11,6 @@ import hashlib
 import time
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +24,7 @@ from moesim.policies.cache_replay import replay
 from moesim.policies.planner.observers import observed_policy
 from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
+from moesim.reporting.tables import markdown_table
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
@@ -163,23 +163,27 @@ def cache_sizes(shape: ModelShape, *ratios: float) -> list[int]:
 
 
 def report(
-    held_out: TracePart,
+    trace: Trace,
+    held_out: Sequence[RoutedStep],
     trained: Network,
     facts: Mapping[str, Any],
     slots: Sequence[int],
+    *,
+    start: int = 0,
 ) -> dict[str, Any]:
     """Evaluate a trained network beside its baselines at several cache sizes.
 
     Args:
-        held_out: what it was not trained on.
+        trace: of the held-out part.
+        held_out: forward passes that it was not trained on.
         trained: the network.
         facts: of its training.
         slots: cache sizes, per layer.
+        start: number of the first of those forward passes in the trace.
 
     Returns:
         One JSON object; `moesim.questions.learned_cache.report_text` prints it.
     """
-    trace = held_out.trace
     shape = trace.shape
     artefacts = {LEARNED: trained._asdict()}
     sizes = []
@@ -197,7 +201,7 @@ def report(
         "trace": trace.path.name,
         "trace_digest": trace.digest(),
         "model": shape.name,
-        "held_out_steps": [held_out.start, held_out.stop],
+        "held_out_steps": [start, start + len(held_out)],
         "training": dict(facts),
         "evaluation_s": evaluation_s(trained),
         "sizes": sizes,
@@ -220,16 +224,6 @@ def evaluation_s(trained: Network, times: int = 200) -> float:
     return median(seconds)
 
 
-_HEAD = (
-    "policy",
-    "hit rate",
-    "evictions",
-    "optimal",
-    "used again within 5",
-    "delay, steps",
-)
-
-
 def report_text(report: Mapping[str, Any]) -> str:
     """Return the report as Markdown: one table per cache size, each with a conclusion.
 
@@ -237,18 +231,30 @@ def report_text(report: Mapping[str, Any]) -> str:
         report: as `moesim.questions.learned_cache.report` makes it.
     """
     start, stop = report["held_out_steps"]
+    facts = report["training"]
+    # Masked labels are made by a cache of some size, distances by a horizon.
+    labels = f"K = {facts['horizon']}"
+    if facts["horizon"] is None:
+        labels = f"{facts['slots']} slots"
     held_out = (
         f"Held-out part: forward passes {start:,} to {stop - 1:,} of"
         f" `{report['trace']}`; every cache is empty at first and admits every miss,"
         " step-atomic."
     )
-    lines = [
-        f"# Learned cache: {report['model']}",
-        "",
-        held_out,
-        _training_line(report["training"], report["evaluation_s"]),
-    ]
+    network = (
+        f"Network: {facts['labels']} labels ({labels}), h = {facts['hidden']}, seed"
+        f" {facts['seed']}; {facts['training_steps']:,} training and"
+        f" {facts['validation_steps']:,} validation steps, {facts['epochs_run']} epochs"
+        f" in {facts['seconds_s']:.0f} s, validation loss"
+        f" {facts['validation_loss_first']:.4f} to {facts['validation_loss_best']:.4f};"
+        f" {facts['bytes_per_layer'] / 1024:.1f} KiB per layer,"
+        f" {report['evaluation_s'] * 1e6:.0f} µs per evaluation here."
+    )
+    lines = [f"# Learned cache: {report['model']}", "", held_out, network]
     for size in report["sizes"]:
+        requests = ", ".join(
+            f"{name} {_percent(rate)}" for name, rate in size["per_request"].items()
+        )
         lines += [
             "",
             f"## {size['slots']} slots per layer ({size['ratio']:.1%} of the experts)",
@@ -257,50 +263,27 @@ def report_text(report: Mapping[str, Any]) -> str:
             "",
             conclusion(size["policies"]),
             "",
-            _requests_line(size["per_request"]),
+            f"Served one request at a time, as the released code does: {requests}.",
         ]
     return "\n".join(lines) + "\n"
 
 
-def _training_line(facts: Mapping[str, Any], evaluation_s: float) -> str:
-    # Masked labels are made by a cache of some size, distances by a horizon.
-    labels = f"K = {facts['horizon']}"
-    if facts["horizon"] is None:
-        labels = f"{facts['slots']} slots"
-    return (
-        f"Network: {facts['labels']} labels ({labels}), h = {facts['hidden']}, seed"
-        f" {facts['seed']}; {facts['training_steps']:,} training and"
-        f" {facts['validation_steps']:,} validation steps, {facts['epochs_run']} epochs"
-        f" in {facts['seconds_s']:.0f} s, validation loss"
-        f" {facts['validation_loss_first']:.4f} to {facts['validation_loss_best']:.4f};"
-        f" {facts['bytes_per_layer'] / 1024:.1f} KiB per layer,"
-        f" {evaluation_s * 1e6:.0f} µs per evaluation here."
-    )
-
-
-def _requests_line(rates: Mapping[str, float | None]) -> str:
-    shown = ", ".join(f"{name} {_percent(rate)}" for name, rate in rates.items())
-    return f"Served one request at a time, as the released code does: {shown}."
-
-
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Lines of a table, the best hit rate first."""
-    alignment = "|--:" * (len(_HEAD) - 1)
-    lines = [f"| {' | '.join(_HEAD)} |", f"|---{alignment}|"]
-    for row in sorted(rows, key=lambda row: -(row["hit_rate"] or 0.0)):
-        # Shorter than its specification, and the name that the text uses.
-        name = "belady, forced" if row["policy"] == BOUND else row["policy"]
-        delay = row["delay_steps"]
-        cells = [
-            name,
+    heads = ("policy", "hit rate", "evictions", "optimal", "used again within 5")
+    cells = [
+        [
+            # Shorter than its specification, and the name that the text uses.
+            "belady, forced" if row["policy"] == BOUND else row["policy"],
             _percent(row["hit_rate"]),
             f"{row['evictions']:,}",
             _percent(row["optimal"]),
             _percent(row["refetch_5"]),
-            "" if delay is None else f"{delay:.1f}",
+            "" if row["delay_steps"] is None else f"{row['delay_steps']:.1f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        for row in sorted(rows, key=lambda row: -(row["hit_rate"] or 0.0))
+    ]
+    return markdown_table((*heads, "delay, steps"), cells)
 
 
 def conclusion(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -308,13 +291,10 @@ def conclusion(rows: Sequence[Mapping[str, Any]]) -> str:
     rate.
     """
     rates = {row["policy"]: row["hit_rate"] or 0.0 for row in rows}
-    learned = rates[LEARNED]
-    points = [
-        f"{100 * (learned - rates[baseline]):+.1f} to {baseline}"
-        for baseline in CAUSAL_BASELINES
-    ]
+    gains = {name: rates[LEARNED] - rates[name] for name in CAUSAL_BASELINES}
+    points = [f"{100 * gain:+.1f} to {name}" for name, gain in gains.items()]
     # Equal is not better.
-    unbeaten = [name for name in CAUSAL_BASELINES if learned <= rates[name]]
+    unbeaten = [name for name, gain in gains.items() if gain <= 0]
     outcome = "beats every causal rival"
     if unbeaten:
         outcome = f"does not beat {', '.join(unbeaten)}"
@@ -332,38 +312,10 @@ SOON_STEPS = 5
 """A victim that is used again within so many steps was evicted too early."""
 
 
-class StayRecorder:
-    """Records how long each expert stays in a cache.
+class EvictionRecorder:
+    """Records how long experts stay in a cache, and judges every eviction.
 
     An observer (`moesim.policies.planner.observers`) of `CALLS`.
-
-    Attributes:
-        step: of the accesses before; admissions and evictions carry none.
-        stays: flat key -> (first step, last step) of each finished stay in the cache,
-            in order; -1 where it was there from the start.
-    """
-
-    def __init__(self) -> None:
-        self.step = -1
-        self.stays: dict[int, list[tuple[int, int]]] = {}
-        self._entered: dict[int, int] = {}
-
-    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
-        """Note one call."""
-        del answer
-        match call:
-            case "accessed":
-                self.step = arguments[0].step
-            case "admitted":
-                self._entered[arguments[0]] = self.step
-            case "evicted":
-                (key,) = arguments
-                stay = (self._entered.pop(key, -1), self.step)
-                self.stays.setdefault(key, []).append(stay)
-
-
-class EvictionRecorder(StayRecorder):
-    """Records every eviction of a cache policy.
 
     Args:
         policy: whose evictions are recorded.
@@ -371,6 +323,8 @@ class EvictionRecorder(StayRecorder):
         experts: of a layer.
 
     Attributes:
+        stays: flat key -> (first step, last step) of each finished stay in the cache,
+            in order; -1 where it was there from the start.
         evictions: how many.
         optimal: those that were the best choice.
         soon: those of experts used again within `SOON_STEPS`.
@@ -388,19 +342,30 @@ class EvictionRecorder(StayRecorder):
                 "a policy that declines admissions cannot be compared with those that"
                 " admit every miss"
             )
-        super().__init__()
-        self._future = future
-        self._experts = experts
+        self.stays: dict[int, list[tuple[int, int]]] = {}
         self.evictions = 0
         self.optimal = 0
         self.soon = 0
+        self._future = future
+        self._experts = experts
+        # Of the accesses before; admissions and evictions carry none.
+        self._step = -1
+        self._entered: dict[int, int] = {}
 
-    def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
+    def reported(self, call: str, arguments: tuple[Any, ...], _answer: Any) -> None:
         """Note one call."""
-        super().reported(call, arguments, answer)
-        if call == "victims":
-            _, candidates, chosen = arguments
-            self._judge(np.array(chosen), np.array(candidates))
+        match call:
+            case "accessed":
+                self._step = arguments[0].step
+            case "admitted":
+                self._entered[arguments[0]] = self._step
+            case "evicted":
+                (key,) = arguments
+                stay = (self._entered.pop(key, -1), self._step)
+                self.stays.setdefault(key, []).append(stay)
+            case "victims":
+                _, candidates, chosen = arguments
+                self._judge(np.array(chosen), np.array(candidates))
 
     def _judge(self, chosen: np.ndarray, candidates: np.ndarray) -> None:
         """Compare victims with those that hindsight would have named."""
@@ -409,14 +374,14 @@ class EvictionRecorder(StayRecorder):
         # Candidates are of one layer, and ascend.
         layer = int(candidates[0]) // self._experts
         experts = candidates - layer * self._experts
-        next_uses = self._future.next_uses(self.step, layer, experts)
+        next_uses = self._future.next_uses(self._step, layer, experts)
         of_victims = next_uses[np.searchsorted(candidates, chosen)]
 
         # Belady would take those that are used last; ties are as good.
         count = len(chosen)
         threshold = np.sort(next_uses)[-count]
         used_again = of_victims < self._future.never
-        within_steps = of_victims - self.step <= SOON_STEPS
+        within_steps = of_victims - self._step <= SOON_STEPS
         self.evictions += count
         self.optimal += int((of_victims >= threshold).sum())
         self.soon += int((used_again & within_steps).sum())
@@ -451,31 +416,19 @@ trace.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class TracePart:
-    """Some forward passes of a trace, numbered anew from 0; may be walked again and
-    again.
+def all_passes(
+    trace: Trace, *, batch: int = 1, steps: int | None = None
+) -> list[RoutedStep]:
+    """Take the forward passes of a trace, or the first `steps`, for training and
+    judging: they are walked again and again, and small beside what is learned from
+    them.
     """
-
-    trace: Trace
-    start: int
-    stop: int
-    batch: int = 1
-
-    def __len__(self) -> int:
-        """Forward passes."""
-        return self.stop - self.start
-
-    def __iter__(self) -> Iterator[RoutedStep]:
-        """Compose the trace afresh."""
-        steps = islice(compose(self.trace, batch=self.batch), self.start, self.stop)
-        for number, step in enumerate(steps):
-            yield replace(step, step=number)
+    return list(compose(trace, batch=batch, steps=steps))
 
 
 def split(
     trace: Trace, *, held_out: float = 0.25, batch: int = 1, steps: int | None = None
-) -> tuple[TracePart, TracePart]:
+) -> tuple[list[RoutedStep], list[RoutedStep]]:
     """Cut a trace in two: the first part to learn from, the last one to evaluate on.
 
     Args:
@@ -485,17 +438,19 @@ def split(
         steps: keep the first so many forward passes.
 
     Returns:
-        Two parts without a common step; the cut lies between two sequences if one
-        begins nearby.
+        Two parts without a common step, each numbered from 0; the cut lies between two
+        sequences if one begins nearby.
 
     Raises:
         TraceError: nothing would be left of one part.
     """
-    # A new group of sequences begins where the number of the batch changes.
-    groups = [step.batch for step in compose(trace, batch=batch, steps=steps)]
-    count = len(groups)
+    whole = all_passes(trace, batch=batch, steps=steps)
+    count = len(whole)
     target = round(count * (1.0 - held_out))
-    begins = [step for step in range(1, count) if groups[step] != groups[step - 1]]
+    # A new group of sequences begins where the number of the batch changes.
+    begins = [
+        step for step in range(1, count) if whole[step].batch != whole[step - 1].batch
+    ]
 
     # Within a sequence, what comes next depends on what came before: both parts would
     # know of each other.
@@ -507,14 +462,8 @@ def split(
             f"{trace.path}: {count} forward passes cannot be cut in two; give a"
             " longer trace"
         )
-    return TracePart(trace, 0, cut, batch), TracePart(trace, cut, count, batch)
-
-
-def all_passes(trace: Trace, *, batch: int = 1, steps: int | None = None) -> TracePart:
-    """Take all forward passes of a trace, or the first `steps`."""
-    # Counted, not stored: a trace may be larger than memory.
-    count = sum(1 for _ in compose(trace, batch=batch, steps=steps))
-    return TracePart(trace, 0, count, batch)
+    judged = [replace(step, step=step.step - cut) for step in whole[cut:]]
+    return whole[:cut], judged
 
 
 def check_held_out(training: Trace, held_out: Trace) -> None:

@@ -19,7 +19,7 @@ from moesim.cli import output
 from moesim.cli.options import from_dataclass
 
 if TYPE_CHECKING:
-    from moesim.questions.learned_cache import TracePart
+    from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
 
 LEARNED = ("flashmoe.safetensors", "report.json", "report.md")
@@ -86,7 +86,7 @@ def train_cache(options: TrainCacheOptions) -> None:
     from moesim.traces.format.reader import open_trace
 
     opened = open_trace(options.trace)
-    training, judging = _parts(options, opened)
+    training, judging, judged_on = _parts(options, opened)
     recipe = Recipe(labels=options.labels, hidden=options.hidden, epochs=options.epochs)
     # Whom Belady evicts depends on how many experts fit.
     slots = round(options.cache_ratio * opened.shape.experts)
@@ -107,7 +107,14 @@ def train_cache(options: TrainCacheOptions) -> None:
     }
     sizes = learned.cache_sizes(opened.shape, options.cache_ratio)
     with messages("judging on the held-out part"):
-        report = learned.report(judging, trained.network, facts, sizes)
+        report = learned.report(
+            judged_on,
+            judging,
+            trained.network,
+            facts,
+            sizes,
+            start=len(training) if judged_on is opened else 0,
+        )
 
     text = report_text(report)
     # The network comes first: a report without its network would promise too much.
@@ -123,8 +130,8 @@ def train_cache(options: TrainCacheOptions) -> None:
 
 def _parts(
     options: TrainCacheOptions, opened: "Trace"
-) -> tuple["TracePart", "TracePart"]:
-    """Forward passes to learn from, and others to judge on.
+) -> tuple["list[RoutedStep]", "list[RoutedStep]", "Trace"]:
+    """Forward passes to learn from, and others to judge on, with their trace.
 
     Raises:
         PolicyError: another model's trace, or the same sequences.
@@ -136,7 +143,7 @@ def _parts(
     batch = options.batch
     steps = options.steps
     if options.held_out is None:
-        return split(opened, batch=batch, steps=steps)
+        return *split(opened, batch=batch, steps=steps), opened
     shape = opened.shape
     judged_on = open_trace(options.held_out)
     other = judged_on.shape
@@ -147,8 +154,10 @@ def _parts(
             f" {other.experts}; record it from the same model"
         )
     check_held_out(opened, judged_on)
-    learned_from = all_passes(opened, batch=batch, steps=steps)
-    return learned_from, all_passes(judged_on, batch=batch, steps=steps)
+    learned_from, judging = (
+        all_passes(trace, batch=batch, steps=steps) for trace in (opened, judged_on)
+    )
+    return learned_from, judging, judged_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
