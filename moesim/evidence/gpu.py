@@ -623,11 +623,19 @@ def failures(steps: Mapping[str, Step]) -> list[str]:
     return named
 
 
+def _judged_times(steps: Mapping[str, Step]) -> dict[str, Any] | None:
+    """Times over the grid; None where fewer than half of its cells were reached."""
+    times: dict[str, Any] | None = steps.get("runs/times", {}).get("result")
+    cells = len(SYSTEMS) * len(CACHE_RATIOS) * len(BATCHES)
+    if not times or times["median"] is None or 2 * len(times["cells"]) < cells:
+        return None
+    return times
+
+
 def doubts(steps: Mapping[str, Step]) -> list[str]:
     """Everything that speaks against: failures, times and orders that are off."""
     named = failures(steps)
-    times = steps.get("runs/times", {}).get("result")
-    if times and times["median"] is not None:
+    if times := _judged_times(steps):
         # Repetitions that differ as much explain as much.
         if times["median"] > max(MEDIAN_AIM, 2 * times["noise"]):
             named.append(f"times are off by {times['median']:.0%} in the median")
@@ -638,11 +646,10 @@ def doubts(steps: Mapping[str, Step]) -> list[str]:
 
 
 def holds(steps: Mapping[str, Step]) -> bool | None:
-    """Whether everything holds; None where no times were measured."""
+    """Whether everything holds; None where too few times were measured."""
     if doubts(steps):
         return False
-    times = steps.get("runs/times", {}).get("result")
-    return True if times and times["median"] is not None else None
+    return True if _judged_times(steps) else None
 
 
 def verdict(steps: Mapping[str, Step]) -> list[str]:

@@ -323,6 +323,7 @@ class EvictionRecorder:
         experts: of a layer.
 
     Attributes:
+        step: of the accesses before; admissions and evictions carry none.
         stays: flat key -> (first step, last step) of each finished stay in the cache,
             in order; -1 where it was there from the start.
         evictions: how many.
@@ -348,20 +349,19 @@ class EvictionRecorder:
         self.soon = 0
         self._future = future
         self._experts = experts
-        # Of the accesses before; admissions and evictions carry none.
-        self._step = -1
+        self.step = -1
         self._entered: dict[int, int] = {}
 
     def reported(self, call: str, arguments: tuple[Any, ...], _answer: Any) -> None:
         """Note one call."""
         match call:
             case "accessed":
-                self._step = arguments[0].step
+                self.step = arguments[0].step
             case "admitted":
-                self._entered[arguments[0]] = self._step
+                self._entered[arguments[0]] = self.step
             case "evicted":
                 (key,) = arguments
-                stay = (self._entered.pop(key, -1), self._step)
+                stay = (self._entered.pop(key, -1), self.step)
                 self.stays.setdefault(key, []).append(stay)
             case "victims":
                 _, candidates, chosen = arguments
@@ -374,14 +374,14 @@ class EvictionRecorder:
         # Candidates are of one layer, and ascend.
         layer = int(candidates[0]) // self._experts
         experts = candidates - layer * self._experts
-        next_uses = self._future.next_uses(self._step, layer, experts)
+        next_uses = self._future.next_uses(self.step, layer, experts)
         of_victims = next_uses[np.searchsorted(candidates, chosen)]
 
         # Belady would take those that are used last; ties are as good.
         count = len(chosen)
         threshold = np.sort(next_uses)[-count]
         used_again = of_victims < self._future.never
-        within_steps = of_victims - self._step <= SOON_STEPS
+        within_steps = of_victims - self.step <= SOON_STEPS
         self.evictions += count
         self.optimal += int((of_victims >= threshold).sum())
         self.soon += int((used_again & within_steps).sum())
