@@ -16,7 +16,7 @@ import scipy
 from moesim.hwprofiles.schema import Curve, Quantity
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from moesim.hwprofiles.schema import ReferenceExpert
 
@@ -42,6 +42,16 @@ class FitReport(NamedTuple):
     held_out: int
     residual_median: float
     residual_worst: float
+
+    @classmethod
+    def of(cls, residuals: Sequence[float], samples: int) -> FitReport:
+        """Of the errors at the points that were left out, if any."""
+        return cls(
+            samples,
+            len(residuals),
+            float(np.median(residuals)) if len(residuals) else 0.0,
+            float(np.max(residuals, initial=0.0)),
+        )
 
     def as_table(self) -> dict[str, float]:
         """Return the TOML table of a profile's ``[fit.<cost>]``."""
@@ -115,6 +125,57 @@ def interval_of(
     deviation = float(np.std(draws, ddof=1)) * np.sqrt(units / (units - 1))
     half_width = float(scipy.special.stdtrit(units - 1, 0.975) * deviation)
     return value - half_width, value + half_width
+
+
+class Resampled(NamedTuple):
+    """Constants, and what they become where measurements are redrawn: the one
+    bootstrap behind all intervals of a calibration.
+
+    Attributes:
+        value: float64 [C].
+        draws: float64 [D, C].
+        units: of repetition.
+    """
+
+    value: np.ndarray
+    draws: np.ndarray
+    units: int
+
+    @classmethod
+    def of(
+        cls,
+        statistic: Callable[[np.ndarray], float | np.ndarray],
+        units: Units,
+        rng: np.random.Generator,
+    ) -> Resampled:
+        """Apply a statistic to all samples, and to those of redrawn units.
+
+        Args:
+            statistic: of the rows of samples, int64 [M], one constant or several.
+            units: of the samples.
+            rng: draws.
+        """
+        every = np.arange(len(units.of_rows))
+        draws = [statistic(units.redrawn(rng)) for _ in range(DRAWS)]
+        return cls(
+            np.atleast_1d(statistic(every)),
+            np.array(draws).reshape(DRAWS, -1),
+            units.count,
+        )
+
+    def mapped(self, change: Callable[[np.ndarray], np.ndarray]) -> Resampled:
+        """What follows from the constants."""
+        draws = np.array([change(draw) for draw in self.draws])
+        return Resampled(change(self.value), draws, self.units)
+
+    def estimates(self, least: float = 0.0) -> list[Estimate]:
+        """Each constant with its interval, which ends at the least that it can be."""
+        estimates = []
+        for value, drawn in zip(self.value.tolist(), self.draws.T, strict=True):
+            low, high = interval_of(value, drawn, self.units)
+            interval = (max(least, low), max(least, high))
+            estimates.append(Estimate(value, interval, interquartile_range(drawn)))
+        return estimates
 
 
 def measured(samples: np.ndarray, *, source: str, date: str) -> Quantity:
@@ -571,18 +632,15 @@ def resampled(seconds: np.ndarray, units: Units, rng: np.random.Generator) -> Es
     The interval also holds what the mean would be without late samples: clipped or not,
     they all lie on one side of the rest.
     """
-    value = clipped_mean(seconds)
-    draws = [clipped_mean(seconds[units.redrawn(rng)]) for _ in range(DRAWS)]
-    low, high = interval_of(value, draws, units.count)
+    (mean,) = Resampled.of(
+        lambda rows: clipped_mean(seconds[rows]), units, rng
+    ).estimates(-np.inf)
+    low, high = mean.interval
     median = np.median(seconds)
     deviation = _MAD_TO_DEVIATION * np.median(np.abs(seconds - median))
     on_time = seconds[seconds <= median + _LATE * deviation]
-    low -= value - clipped_mean(on_time)
-    return Estimate(
-        value=value,
-        interval=(low, high),
-        spread=interquartile_range(seconds),
-    )
+    low -= mean.value - clipped_mean(on_time)
+    return Estimate(mean.value, (low, high), interquartile_range(seconds))
 
 
 # -- a machine's pace over time --------------------------------------------------------

@@ -15,11 +15,9 @@ from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
     Estimate,
     FitReport,
+    Resampled,
     clipped_mean,
-    estimated,
-    interquartile_range,
     interval_around,
-    interval_of,
     inverse,
     resampled,
 )
@@ -97,25 +95,26 @@ def fit_line(
 
     Args:
         samples: size -> seconds, at least two sizes.
-        centres: what is fitted, in ascending order of sizes; medians when None.
+        centres: what is fitted, in ascending order of sizes, then also of one size,
+            whose base is zero; medians when None.
 
     Raises:
         ValueError: fewer than two sizes.
     """
     sizes = np.array(sorted(samples), dtype=np.float64)
-    if len(sizes) < 2:
+    if centres is None and len(sizes) < 2:
         raise ValueError(f"a line needs at least two sizes, got {len(sizes)}")
     centres = centres or Centres.medians([samples[size] for size in sorted(samples)])
-    columns = np.column_stack([np.ones_like(sizes), sizes])
+    # One size cannot tell latency from bandwidth.
+    columns = np.column_stack([np.full(len(sizes), len(sizes) > 1), sizes])
 
     def solve(medians: np.ndarray, keep: np.ndarray) -> np.ndarray:
         # Divided by the medians, absolute residuals become relative ones.
         return _nonnegative(columns[keep] / medians[keep, None])
 
-    def predict(constants: np.ndarray) -> np.ndarray:
-        return np.asarray(columns @ constants)
-
-    (base_s, slope_s), report = _with_report(centres, solve, predict)
+    (base_s, slope_s), report = _with_report(
+        centres, solve, lambda constants: columns @ constants
+    )
     return Line(base_s, slope_s, report)
 
 
@@ -205,37 +204,19 @@ def _with_report(
         solve: (centres [points], which points to use [points]) -> constants.
         predict: constants -> seconds [points].
     """
-    medians = centres.values
-    all_points = np.ones(len(medians), dtype=np.bool_)
-    constants = solve(medians, all_points)
-
-    # With as many constants as points, nothing is left to be held against.
+    at = centres.values
+    every = np.ones(len(at), dtype=np.bool_)
+    constants = solve(at, every)
     missed = []
-    if len(medians) > len(constants):
-        for left_out in range(len(medians)):
-            keep = all_points.copy()
-            keep[left_out] = False
-            without = solve(medians, keep)
-            predicted_s = float(predict(without)[left_out])
-            missed.append(abs(predicted_s / medians[left_out] - 1))
+    # With as many constants as points, nothing is left to be held against.
+    for left_out in range(len(at) if len(at) > len(constants) else 0):
+        without = solve(at, np.arange(len(at)) != left_out)
+        missed.append(abs(float(predict(without)[left_out] / at[left_out]) - 1))
 
     rng = np.random.default_rng(0)
-    redrawn = np.array(
-        [solve(centres.redrawn(rng), all_points) for _ in range(_REFITS)]
-    )
-    estimates = []
-    for value, column in zip(constants.tolist(), redrawn.T, strict=True):
-        low, high = interval_of(value, column, centres.units)
-        # Neither constant is negative.
-        interval = (max(0.0, low), high)
-        estimates.append(Estimate(value, interval, interquartile_range(column)))
-    report = FitReport(
-        samples=centres.samples,
-        held_out=len(missed),
-        residual_median=float(np.median(missed)) if missed else 0.0,
-        residual_worst=max(missed, default=0.0),
-    )
-    return estimates, report
+    draws = np.array([solve(centres.redrawn(rng), every) for _ in range(_REFITS)])
+    resampled = Resampled(constants, draws, centres.units)
+    return resampled.estimates(), FitReport.of(missed, centres.samples)
 
 
 def _nonnegative(columns: np.ndarray) -> np.ndarray:
@@ -364,23 +345,21 @@ class Entries:
     def put(
         self,
         path: str,
-        value: float,
+        estimate: Estimate,
         source: str,
         *,
         samples: int,
-        spread: float,
-        interval: tuple[float, float],
         quantiles: tuple[float, ...] = (),
     ) -> None:
         """Enter a number; its interval is widened to hold it."""
         self.numbers[path] = Quantity(
-            value,
+            estimate.value,
             "measured",
             source,
             samples=samples,
-            spread=spread,
+            spread=estimate.spread,
             date=self.date,
-            interval=interval_around(value, *interval),
+            interval=interval_around(estimate.value, *estimate.interval),
             quantiles=quantiles,
         )
 
@@ -388,36 +367,18 @@ class Entries:
         self, path: str, seconds: np.ndarray, units: Units, source: str
     ) -> None:
         """Enter the mean of samples, never below zero."""
-        estimate = resampled(seconds, units, self.rng)
+        mean = resampled(seconds, units, self.rng)
+        low, high = mean.interval
         # Differences of gaps can come out negative; seconds of a machine cannot.
-        self.put(
-            path,
-            max(0.0, estimate.value),
-            source,
-            samples=len(seconds),
-            spread=estimate.spread,
-            interval=(max(0.0, estimate.interval[0]), estimate.interval[1]),
-        )
-
-    def put_estimate(
-        self, path: str, estimate: Estimate, *, samples: int, source: str
-    ) -> None:
-        """Enter a fitted constant."""
-        self.numbers[path] = estimated(
-            estimate, samples=samples, source=source, date=self.date
-        )
+        positive = Estimate(max(0.0, mean.value), (max(0.0, low), high), mean.spread)
+        self.put(path, positive, source, samples=len(seconds))
 
     def put_roofline(
         self, part: str, roof: Roofline, *, samples: int, source: str
     ) -> None:
         """Enter the constants of a roofline."""
-        constants = paths.roofline(part)
-        for path, estimate in (
-            (constants.overhead_s, roof.overhead_s),
-            (constants.bytes_per_s, roof.bytes_per_s),
-            (constants.flops_per_s, roof.flops_per_s),
-        ):
-            self.put_estimate(path, estimate, samples=samples, source=source)
+        for path, estimate in zip(paths.roofline(part), roof[:3], strict=True):
+            self.put(path, estimate, source, samples=samples)
 
     def put_held_out(
         self, name: str, seconds: np.ndarray, groups: np.ndarray, odd: np.ndarray
@@ -436,17 +397,8 @@ class Entries:
             members = groups == group
             odd_s = seconds[members & odd]
             even_s = seconds[members & ~odd]
-            if min(len(odd_s), len(even_s)) < LEAST_SAMPLES:
-                continue
-            ratio = clipped_mean(even_s) / clipped_mean(odd_s)
-            residuals.append(abs(ratio - 1.0))
-        if not residuals:
-            return
-
-        report = FitReport(
-            samples=len(seconds),
-            held_out=len(residuals),
-            residual_median=float(np.median(residuals)),
-            residual_worst=float(np.max(residuals)),
-        )
-        self.fit[name] = report.as_table()
+            if min(len(odd_s), len(even_s)) >= LEAST_SAMPLES:
+                ratio = clipped_mean(even_s) / clipped_mean(odd_s)
+                residuals.append(abs(ratio - 1.0))
+        if residuals:
+            self.fit[name] = FitReport.of(residuals, len(seconds)).as_table()

@@ -4,21 +4,19 @@ roofline through all the rest, and of each a curve over tokens by shape.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
-    DRAWS,
-    Estimate,
+    Resampled,
     Units,
     clipped_mean,
     fit_plane,
     interquartile_range,
-    interval_of,
     inverse,
+    renumbered,
 )
 from moesim.hwprofiles.calibration.fit_curves import (
     LEAST_SAMPLES,
@@ -26,13 +24,13 @@ from moesim.hwprofiles.calibration.fit_curves import (
     fit_roofline,
     points_of,
 )
-from moesim.hwprofiles.dense_costs import DenseWork, dense_reference, dense_work
+from moesim.hwprofiles.dense_costs import dense_reference, dense_work
 from moesim.hwprofiles.paths import DENSE, HEAD
 from moesim.hwprofiles.roofline import flops_per_token
 from moesim.hwprofiles.schema import Curve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Sequence
 
     from moesim.hwprofiles.calibration.fit_curves import Entries, Roofline
     from moesim.hwprofiles.calibration.fit_operations import OperationFit
@@ -45,25 +43,44 @@ _TOKEN_BITS = 16
 """Groups of dense parts are numbered by run, tokens and layer, in these bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class _DensePart:
-    """One dense part or head; a head's tokens are the positions whose output is
-    wanted. Where attention's rate is known, its seconds are taken out.
+class _Parts(NamedTuple):
+    """Dense parts and heads of all runs: N of them.
+
+    Attributes:
+        seconds: float64 [N]; where attention's rate is known, without its seconds.
+        weight_bytes, kept_bytes, flops: float64 [N], the work.
+        tokens: int64 [N]; of a head, the positions whose output is wanted.
+        decode, head, after_read: bool [N].
+        shape, layer, run, step: int64 [N].
     """
 
-    seconds: float
-    work: DenseWork
-    tokens: int
-    decode: bool
-    head: bool
-    run: int
-    step: int
+    seconds: np.ndarray
+    weight_bytes: np.ndarray
+    kept_bytes: np.ndarray
+    flops: np.ndarray
+    tokens: np.ndarray
+    decode: np.ndarray
+    head: np.ndarray
+    after_read: np.ndarray
+    shape: np.ndarray
+    layer: np.ndarray
+    run: np.ndarray
+    step: np.ndarray
 
+    def where(self, keep: np.ndarray) -> _Parts:
+        """Choose rows."""
+        return _Parts(*(column[keep] for column in self))
 
-class _CurveKey(NamedTuple):
-    head: bool
-    shape_number: int
-    tokens: int
+    @property
+    def units(self) -> Units:
+        """What is resampled as a whole."""
+        return Units(self.run, self.step)
+
+    @property
+    def cells(self) -> np.ndarray:
+        """Number of each part's model, kind and tokens, int64 [N]."""
+        keys = np.column_stack((self.head, self.shape, self.tokens))
+        return np.unique(keys, axis=0, return_inverse=True)[1].ravel()
 
 
 def fit_dense(
@@ -80,42 +97,26 @@ def fit_dense(
         operations: fits by what dense parts differ after a read.
         entries: where results go.
     """
-    by_tokens: dict[_CurveKey, list[_DensePart]] = {}
+    tables = [_parts_of(spans, shapes) for spans in all_spans]
+    parts = _Parts(*(np.concatenate(columns) for columns in zip(*tables, strict=True)))
     # Taken out first: the roofline is that of dense parts whose caches are their own.
-    factors = _after_read(all_spans, shapes, operations)
-    for spans in all_spans:
-        shape_number = shapes.index(spans.run.shape)
-        for part in _dense_parts(spans, factors.get(shape_number, 1.0)):
-            key = _CurveKey(part.head, shape_number, part.tokens)
-            by_tokens.setdefault(key, []).append(part)
-    by_tokens = _without_attention(by_tokens, entries)
+    parts = _without_attention(_without_reads(parts, operations), entries)
 
-    by_work: dict[DenseWork, list[_DensePart]] = {}
-    for members in by_tokens.values():
-        for part in members:
-            by_work.setdefault(part.work, []).append(part)
     # A trace may tell nothing of its model's head, which then reads nothing.
-    works = [
-        work
-        for work, members in by_work.items()
-        if len(members) >= LEAST_SAMPLES and work.weight_bytes > 0
-    ]
+    known = parts.where(parts.weight_bytes > 0)
+    works = np.column_stack((known.weight_bytes, known.kept_bytes, known.flops))
+    works, groups = np.unique(works, axis=0, return_inverse=True)
+    often = np.bincount(groups.ravel()) >= LEAST_SAMPLES
     # Three constants need three points.
-    if len(works) < 3:
+    if often.sum() < 3:
         return
-    parts_of_works = [part for work in works for part in by_work[work]]
-    seconds = np.array([part.seconds for part in parts_of_works])
-    counts = [len(by_work[work]) for work in works]
-    groups = np.repeat(np.arange(len(works)), counts)
-    points = points_of(seconds, groups, groups)
-    units = Units(
-        np.array([part.run for part in parts_of_works]),
-        np.array([part.step for part in parts_of_works]),
-    )
-    centres = centres_of(points, seconds, units)
+    known = known.where(often[groups.ravel()])
+    groups = renumbered(groups.ravel()[often[groups.ravel()]])
+    points = points_of(known.seconds, groups, groups)
+    centres = centres_of(points, known.seconds, known.units)
     roof = fit_roofline(
-        [work.weight_bytes + work.kept_bytes for work in works],
-        [work.flops for work in works],
+        works[often, 0] + works[often, 1],
+        works[often, 2],
         [point.seconds for point in points],
         centres=centres,
     )
@@ -134,88 +135,65 @@ def fit_dense(
             range(len(references)), key=lambda number: -references[number].bytes
         )
         for small, number in zip((False, True), by_size, strict=False):
-            # A curve needs fewer parts at each size than the roofline, which carries
-            # them all to one reference.
-            parts = {
-                key.tokens: members
-                for key, members in sorted(by_tokens.items(), key=lambda item: item[0])
-                if key.head == head
-                and key.shape_number == number
-                and len(members) >= LEAST_SAMPLES // 2
-            }
-            if parts:
-                path = paths.points(name, small=small)
-                entries.curves[path] = _curve(
-                    parts, roof, references[number], entries.date
-                )
+            chosen = parts.where((parts.head == head) & (parts.shape == number))
+            curve = _curve(chosen, roof, references[number], entries.date)
+            if curve is not None:
+                entries.curves[paths.points(name, small=small)] = curve
 
 
-def _after_read(
-    all_spans: Sequence[RunSpans],
-    shapes: Sequence[ModelShape],
-    operations: OperationFit,
-) -> dict[int, float]:
-    """By what the dense part is slower after a layer step that read from the SSD, by
-    number of shape.
-    """
-    seconds = []
-    after_read = []
-    groups = []
-    shape_numbers = []
-    runs = []
-    steps = []
-    for number, spans in enumerate(all_spans):
-        parts = spans.dense_parts()
-        # Heads have a length of their own, and the first layer follows no layer step.
-        chosen = (parts.layer > 0) & (parts.seconds > 0)
-        tokens = spans.of_steps("tokens")[parts.step]
-        group = (number << _RUN_BITS) + (tokens << _TOKEN_BITS) + parts.layer
-        seconds.append(parts.seconds[chosen])
-        after_read.append(parts.after_read[chosen])
-        groups.append(group[chosen])
-        shape_number = shapes.index(spans.run.shape)
-        shape_numbers.append(np.full(int(chosen.sum()), shape_number))
-        runs.append(np.full(int(chosen.sum()), number))
-        steps.append(parts.step[chosen])
-
-    return operations.after_read(
-        DENSE,
-        np.concatenate(seconds),
-        np.concatenate(after_read),
-        np.concatenate(groups),
-        shapes=np.concatenate(shape_numbers),
-        runs=np.concatenate(runs),
-        steps=np.concatenate(steps),
+def _parts_of(spans: RunSpans, shapes: Sequence[ModelShape]) -> _Parts:
+    """The dense parts and heads of a run."""
+    run = spans.run
+    found = spans.dense_parts()
+    count = len(found.seconds)
+    head = found.layer < 0
+    all_tokens = spans.of_steps("tokens")[found.step]
+    sequences = spans.of_steps("sequences")[found.step]
+    works = [
+        dense_work(
+            run.shape, int(tokens), int(run.context_tokens[step]), int(each), head=of
+        )
+        for tokens, step, each, of in zip(
+            all_tokens, found.step.tolist(), sequences, head.tolist(), strict=True
+        )
+    ]
+    return _Parts(
+        seconds=found.seconds,
+        weight_bytes=np.array([work.weight_bytes for work in works], np.float64),
+        kept_bytes=np.array([work.kept_bytes for work in works], np.float64),
+        flops=np.array([work.flops for work in works], np.float64),
+        tokens=np.where(head, sequences, all_tokens),
+        decode=all_tokens == sequences,
+        head=head,
+        after_read=found.after_read,
+        shape=np.full(count, shapes.index(run.shape)),
+        layer=found.layer,
+        run=np.full(count, spans.number),
+        step=found.step,
     )
 
 
-def _dense_parts(spans: RunSpans, after_read: float) -> Iterator[_DensePart]:
-    """Yield the dense parts and heads of a run; where the layer before read from the
-    SSD, seconds are divided by `after_read`.
+def _without_reads(parts: _Parts, operations: OperationFit) -> _Parts:
+    """Enter by what a dense part is slower after a layer step that read from the SSD,
+    by shape, and divide it out.
     """
-    run = spans.run
-    tokens_of = spans.of_steps("tokens")
-    sequences_of = spans.of_steps("sequences")
-    parts = spans.dense_parts()
-    for seconds, step, layer, follows_read in zip(*parts, strict=True):
-        tokens = int(tokens_of[step])
-        sequences = int(sequences_of[step])
-        context = int(run.context_tokens[int(step)])
-        head = bool(layer < 0)
-        yield _DensePart(
-            seconds=float(seconds) / (after_read if follows_read else 1.0),
-            work=dense_work(run.shape, tokens, context, sequences, head=head),
-            tokens=sequences if head else tokens,
-            decode=tokens == sequences,
-            head=head,
-            run=spans.number,
-            step=int(step),
-        )
+    # Heads have a length of their own, and the first layer follows no layer step.
+    told = parts.where((parts.layer > 0) & (parts.seconds > 0))
+    factors = operations.after_read(
+        DENSE,
+        told.seconds,
+        told.after_read,
+        (told.run << _RUN_BITS) + (told.tokens << _TOKEN_BITS) + told.layer,
+        shapes=told.shape,
+        units_of=(told.run, told.step),
+    )
+    seconds = parts.seconds.copy()
+    for number, factor in factors.items():
+        seconds[parts.after_read & (parts.shape == number)] /= factor
+    return parts._replace(seconds=seconds)
 
 
-def _without_attention(
-    by_tokens: dict[_CurveKey, list[_DensePart]], entries: Entries
-) -> dict[_CurveKey, list[_DensePart]]:
+def _without_attention(parts: _Parts, entries: Entries) -> _Parts:
     """Enter the rate at which attention reads keys and values, and take its seconds
     out of all parts; as they are where no part shows that rate.
 
@@ -223,104 +201,70 @@ def _without_attention(
     slope over those bytes is attention's. Only decoded tokens count: a prompt computes
     with keys more than it reads them.
     """
-    decoded = [
-        members
-        for key, members in by_tokens.items()
-        if not key.head and members[0].decode
-    ]
-    if not decoded:
-        return by_tokens
-    parts = [part for members in decoded for part in members]
-    kept_bytes = np.concatenate(
-        [_about_mean([part.work.kept_bytes for part in members]) for members in decoded]
-    )
-    seconds = np.concatenate(
-        [_about_mean([part.seconds for part in members]) for members in decoded]
-    )
+    decoded = parts.where(parts.decode & ~parts.head)
+    if not len(decoded.seconds):
+        return parts
+    cells = decoded.cells
+    kept_bytes = _about_mean(decoded.kept_bytes, cells)
+    seconds = _about_mean(decoded.seconds, cells)
 
-    def slope_of(rows: np.ndarray) -> float:
-        return float(fit_plane(kept_bytes[rows, None], seconds[rows])[0])
+    def slope(rows: np.ndarray) -> np.ndarray:
+        return fit_plane(kept_bytes[rows, None], seconds[rows])
 
-    units = Units(
-        np.array([part.run for part in parts]), np.array([part.step for part in parts])
-    )
-    slope = slope_of(np.arange(len(parts)))
-    draws = [slope_of(units.redrawn(entries.rng)) for _ in range(DRAWS)]
-    low, high = interval_of(slope, draws, units.count)
+    (per_byte,) = Resampled.of(slope, decoded.units, entries.rng).estimates(-np.inf)
     # Contexts of one length, or a slope within its own noise, show no rate.
-    if low <= 0.0:
-        return by_tokens
-
-    per_byte = Estimate(slope, (low, high), interquartile_range(np.array(draws)))
-    entries.put_estimate(
+    if per_byte.interval[0] <= 0.0:
+        return parts
+    entries.put(
         paths.ATTENTION_BYTES_PER_S,
         inverse(per_byte),
-        samples=len(parts),
-        source="dense parts of decoded tokens in designed runs, over their contexts",
+        "dense parts of decoded tokens in designed runs, over their contexts",
+        samples=len(seconds),
     )
-
-    def rest(part: _DensePart) -> _DensePart:
-        attention_s = slope * part.work.kept_bytes
-        work = part.work._replace(kept_bytes=0.0)
-        return replace(part, work=work, seconds=part.seconds - attention_s)
-
-    return {key: [rest(part) for part in members] for key, members in by_tokens.items()}
+    rest_s = parts.seconds - per_byte.value * parts.kept_bytes
+    return parts._replace(seconds=rest_s, kept_bytes=np.zeros_like(rest_s))
 
 
-def _about_mean(values: Sequence[float]) -> np.ndarray:
-    """Differences from the clipped mean, float64 [N]."""
-    array = np.array(values)
-    return array - clipped_mean(array)
+def _about_mean(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Differences from the clipped mean of each group, float64 [N]."""
+    means = [clipped_mean(values[groups == group]) for group in range(groups.max() + 1)]
+    return np.asarray(values - np.array(means)[groups])
 
 
 def _curve(
-    parts: Mapping[int, list[_DensePart]],
-    roof: Roofline,
-    reference: ReferenceExpert,
-    date: str,
-) -> Curve:
-    """Make a curve over tokens of the dense parts of one shape."""
-    samples = [
-        _at_reference(members, roof, reference, tokens)
-        for tokens, members in parts.items()
-    ]
+    parts: _Parts, roof: Roofline, reference: ReferenceExpert, date: str
+) -> Curve | None:
+    """A curve over tokens of the dense parts of one shape, each carried by the roofline
+    from its own bytes and FLOPs to the reference's; None without parts.
+    """
+
+    def roofline_s(read_bytes: Any, flops: Any) -> Any:
+        return roof.overhead_s.value + np.maximum(
+            read_bytes / roof.bytes_per_s.value, flops / roof.flops_per_s.value
+        )
+
+    # Contexts differ among parts of as many tokens, so each has its own denominator.
+    reference_flops = float(flops_per_token(reference)) * parts.tokens
+    seconds = parts.seconds * roofline_s(reference.bytes, reference_flops)
+    seconds /= roofline_s(parts.weight_bytes + parts.kept_bytes, parts.flops)
+    tokens, counts = np.unique(parts.tokens, return_counts=True)
+    # A curve needs fewer parts at each size than the roofline, which carries them all
+    # to one reference.
+    at = tokens[counts >= LEAST_SAMPLES // 2]
+    samples = [seconds[parts.tokens == each] for each in at]
+    if not samples:
+        return None
     return Curve(
         unit="tokens",
-        at=tuple(map(float, parts)),
-        seconds=tuple(clipped_mean(seconds) for seconds in samples),
+        at=tuple(map(float, at)),
+        seconds=tuple(map(clipped_mean, samples)),
         kind="measured",
         source=(
             "dense parts of designed runs over the roofline's, times the roofline"
             " of the reference"
         ),
         samples=min(map(len, samples)),
-        spread=tuple(interquartile_range(seconds) for seconds in samples),
+        spread=tuple(map(interquartile_range, samples)),
         date=date,
         reference=reference,
     )
-
-
-def _at_reference(
-    parts: Sequence[_DensePart],
-    roof: Roofline,
-    reference: ReferenceExpert,
-    tokens: int,
-) -> np.ndarray:
-    """Seconds of dense parts, each carried by the roofline from its own bytes and FLOPs
-    to the reference's.
-    """
-
-    def roofline_s(read_bytes: float, flops: float) -> float:
-        return roof.overhead_s.value + max(
-            read_bytes / roof.bytes_per_s.value, flops / roof.flops_per_s.value
-        )
-
-    reference_flops = float(flops_per_token(reference)) * tokens
-    reference_s = roofline_s(reference.bytes, reference_flops)
-    # Contexts differ among parts of as many tokens, so each has its own denominator.
-    seconds = []
-    for part in parts:
-        read_bytes = part.work.weight_bytes + part.work.kept_bytes
-        part_s = roofline_s(read_bytes, part.work.flops)
-        seconds.append(part.seconds * reference_s / part_s)
-    return np.array(seconds)

@@ -13,14 +13,12 @@ import numpy as np
 
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
-    DRAWS,
-    Estimate,
+    Resampled,
     Units,
     comparable,
     contrast,
     fit_slowdowns,
     interquartile_range,
-    interval_of,
     inverse,
     quantiles_around_one,
     renumbered,
@@ -122,12 +120,12 @@ class OperationFit:
             groups = ops.shapes * len(_SIZE_EDGES) + size_groups
         return ops, groups, self._divide_out_contention(lane_kind, ops, groups)
 
-    def products(self, lane_kind: LaneKind, extra_s: float) -> None:
-        """Fit expert products: contention, curve over tokens, roofline over shapes,
-        distribution.
+    def fit(self, lane_kind: LaneKind, extra_s: float) -> None:
+        """Fit products, copies or reads: contention, seconds by tokens or bytes,
+        roofline or rate, distribution.
 
         Args:
-            lane_kind: which compute lane.
+            lane_kind: a compute lane, or one of `SPAN_KINDS`.
             extra_s: by what the next operation begins later here than on the lane that
                 is handed work the fastest.
         """
@@ -135,39 +133,43 @@ class OperationFit:
         if operations is None:
             return
         ops, groups, alone_s = operations
-
-        # The CPU computes from host memory: what was just read may lie in its caches.
-        usual = np.ones_like(ops.fresh)
-        if lane_kind is CPU:
-            usual = ~ops.fresh
-        later = usual & ~ops.first & ~ops.late
-        usable = later if later.sum() >= LEAST_SAMPLES else np.ones_like(ops.first)
-
-        charged_s = alone_s + extra_s
-        points = points_of(charged_s[usable], ops.sizes[usable], groups[usable])
+        computes = lane_kind in COMPUTE_KINDS
+        usable = usual = _usual(lane_kind, ops)
+        if computes:
+            later = usual & ~ops.first & ~ops.late
+            enough = later.sum() >= LEAST_SAMPLES
+            usable = later if enough else np.ones_like(usual)
+        seconds = alone_s + extra_s
+        points = points_of(seconds[usable], ops.sizes[usable], groups[usable])
+        if not points:
+            return
         units = Units(ops.runs[usable] // 2, ops.steps[usable])
-        centres = centres_of(points, charged_s[usable], units)
-        excess_s = charged_s - seconds_of(points, groups)
-        self._note_first_excess(lane_kind, ops, usual, excess_s)
-        if lane_kind is CPU:
+        centres = centres_of(points, seconds[usable], units)
+        expected_s = seconds_of(points, groups)
+        # Groups too small for a point have no expected time to be compared with.
+        ratios = (seconds / expected_s)[usable]
+        quantiles = quantiles_around_one(ratios[np.isfinite(ratios)])
+        if computes:
+            self._note_first_excess(lane_kind, ops, usual, seconds - expected_s)
+        if lane_kind in (CPU, H2D):
             # First products have an excess of their own, which is noted above.
-            not_first = ~ops.first
+            rows = np.flatnonzero(~ops.first | (lane_kind is H2D))
             self.after_read(
                 lane_kind.name,
-                alone_s[not_first],
-                ops.fresh[not_first],
-                _within_runs(groups, ops)[not_first],
-                shapes=ops.shapes[not_first],
-                runs=ops.runs[not_first] // 2,
-                steps=ops.steps[not_first],
+                alone_s[rows] if computes else seconds[rows],
+                ops.fresh[rows],
+                # Within runs, so that what the machine did meanwhile hits both alike.
+                (groups + (ops.runs << _RUN_BITS))[rows],
+                shapes=ops.shapes[rows],
+                units_of=(ops.runs[rows] // 2, ops.steps[rows]),
             )
-        self._roofline(lane_kind, points, centres)
-        # Groups too small for a point have no expected time to be compared with.
-        ratios = charged_s[usable] / seconds_of(points, groups[usable])
-        quantiles = quantiles_around_one(ratios[np.isfinite(ratios)])
-        self._product_curves(lane_kind, points, quantiles)
+        if computes:
+            self._products(lane_kind, points, centres, quantiles)
+        else:
+            self._copies(lane_kind, points, centres, quantiles)
+        held_out_s = (alone_s if computes else seconds)[usable]
         self._entries.put_held_out(
-            lane_kind.name, alone_s[usable], groups[usable], ops.odd[usable]
+            lane_kind.name, held_out_s, groups[usable], ops.odd[usable]
         )
 
     def _note_first_excess(
@@ -192,159 +194,93 @@ class OperationFit:
             )
         )
 
-    def _roofline(
-        self, lane_kind: LaneKind, points: Sequence[Point], centres: Centres
-    ) -> None:
-        # Three constants need three points.
-        if len(points) < 3:
-            return
-        shapes = [self._shapes[_shape_number(point)] for point in points]
-        roof = fit_roofline(
-            [float(shape.max_expert_bytes) for shape in shapes],
-            [
-                point.size * float(shape.expert_flops_per_token)
-                for point, shape in zip(points, shapes, strict=True)
-            ],
-            [point.seconds for point in points],
-            centres=centres,
-        )
-        self._entries.put_roofline(
-            lane_kind.name,
-            roof,
-            samples=sum(len(point.seconds) for point in points),
-            source="roofline through the means of products by shape and tokens",
-        )
-
-    def _product_curves(
-        self,
-        lane_kind: LaneKind,
-        points: Sequence[Point],
-        quantiles: tuple[float, ...],
-    ) -> None:
-        # A profile has room for two sizes; `by_size` lists the largest first.
-        for small, number in zip((False, True), self.by_size(), strict=False):
-            of_shape = [point for point in points if _shape_number(point) == number]
-            if not of_shape:
-                continue
-            shape = self._shapes[number]
-            path = paths.points(lane_kind.name, small=small)
-            self._entries.curves[path] = self._curve(
-                of_shape,
-                "tokens",
-                source=(
-                    "products of designed runs through the executor, contention divided"
-                    " out, mean"
-                ),
-                quantiles=quantiles,
-                reference=ReferenceExpert(
-                    hidden=shape.hidden,
-                    intermediate=shape.expert_intermediate,
-                    bytes=shape.max_expert_bytes,
-                    dtype=shape.dtype,
-                ),
-            )
-
-    def copies(self, lane_kind: LaneKind, extra_s: float) -> None:
-        """Fit copies or reads: contention, seconds by bytes, distribution.
-
-        Args:
-            lane_kind: which link; one of `SPAN_KINDS`.
-            extra_s: as for `products`.
-        """
-        operations = self.alone(lane_kind)
-        if operations is None:
-            return
-        ops, groups, alone_s = operations
-        alone_s = alone_s + extra_s
-
-        usual = np.ones_like(ops.fresh)
-        # A copy reads host memory as well; a read from the SSD does not.
-        if lane_kind is not SSD and not ops.fresh.all():
-            usual = ~ops.fresh
-        points = points_of(alone_s[usual], ops.sizes[usual], groups[usual])
-        if not points:
-            return
-        if lane_kind is H2D:
-            self.after_read(
-                lane_kind.name,
-                alone_s,
-                ops.fresh,
-                _within_runs(groups, ops),
-                shapes=ops.shapes,
-                runs=ops.runs // 2,
-                steps=ops.steps,
-            )
-
-        source = (
-            "copies of designed runs through the executor, contention divided out, mean"
-        )
-        units = Units(ops.runs[usual] // 2, ops.steps[usual])
-        self._link(lane_kind, points, centres_of(points, alone_s[usual], units), source)
-        ratios = (alone_s / seconds_of(points, groups))[usual]
-        ratios = ratios[np.isfinite(ratios)]
-        self._entries.curves[paths.points(lane_kind.name)] = self._curve(
-            points,
-            "bytes",
-            source=source,
-            quantiles=quantiles_around_one(ratios),
-        )
-        self._entries.put_held_out(
-            lane_kind.name, alone_s[usual], groups[usual], ops.odd[usual]
-        )
-
-    def _link(
+    def _products(
         self,
         lane_kind: LaneKind,
         points: Sequence[Point],
         centres: Centres,
-        source: str,
+        quantiles: tuple[float, ...],
     ) -> None:
-        """Enter latency and bandwidth of a link."""
-        if len(points) > 1:
-            # Groups are numbered by bytes, so points ascend in them.
-            samples = {int(point.size): point.seconds for point in points}
-            line = fit_line(samples, centres=centres)
-            base = line.base_s
-            slope = line.slope_s
-        else:
-            # One size cannot tell latency from bandwidth.
-            base = Estimate(0.0, (0.0, 0.0), 0.0)
-            only = points[0]
-            draws = [centres.redrawn(self._entries.rng)[0] for _ in range(DRAWS)]
-            seconds = only.mean_s
-            low, high = interval_of(seconds, draws, centres.units)
-            slope = Estimate(
-                seconds / only.size,
-                (low / only.size, high / only.size),
-                interquartile_range(only.seconds) / only.size,
+        """Enter a roofline over all shapes, and a curve over tokens of two."""
+        numbers = [point.group // len(_SIZE_EDGES) for point in points]
+        shapes = [self._shapes[number] for number in numbers]
+        # Three constants need three points.
+        if len(points) >= 3:
+            flops = [
+                point.size * float(shape.expert_flops_per_token)
+                for point, shape in zip(points, shapes, strict=True)
+            ]
+            roof = fit_roofline(
+                [float(shape.max_expert_bytes) for shape in shapes],
+                flops,
+                [point.seconds for point in points],
+                centres=centres,
             )
+            self._entries.put_roofline(
+                lane_kind.name,
+                roof,
+                samples=centres.samples,
+                source="roofline through the means of products by shape and tokens",
+            )
+        # A profile has room for two sizes; `by_size` lists the largest first.
+        for small, number in zip((False, True), self.by_size(), strict=False):
+            of_shape = [p for p, n in zip(points, numbers, strict=True) if n == number]
+            if of_shape:
+                shape = self._shapes[number]
+                self._curve(
+                    paths.points(lane_kind.name, small=small),
+                    of_shape,
+                    "tokens",
+                    "products",
+                    quantiles,
+                    ReferenceExpert(
+                        hidden=shape.hidden,
+                        intermediate=shape.expert_intermediate,
+                        bytes=shape.max_expert_bytes,
+                        dtype=shape.dtype,
+                    ),
+                )
 
+    def _copies(
+        self,
+        lane_kind: LaneKind,
+        points: Sequence[Point],
+        centres: Centres,
+        quantiles: tuple[float, ...],
+    ) -> None:
+        """Enter latency and bandwidth of a link, and a curve over bytes."""
+        # Groups are numbered by bytes, so points ascend in them.
+        line = fit_line(
+            {int(point.size): point.seconds for point in points}, centres=centres
+        )
         constants = paths.link(lane_kind.name)
         for path, estimate in (
-            (constants.latency_s, base),
-            (constants.bytes_per_s, inverse(slope)),
+            (constants.latency_s, line.base_s),
+            (constants.bytes_per_s, inverse(line.slope_s)),
         ):
-            self._entries.put_estimate(
-                path, estimate, samples=centres.samples, source=source
+            self._entries.put(
+                path, estimate, _source("copies"), samples=centres.samples
             )
+        path = paths.points(lane_kind.name)
+        self._curve(path, points, "bytes", "copies", quantiles)
 
     def _curve(
         self,
+        path: str,
         points: Sequence[Point],
         unit: str,
-        *,
-        source: str,
+        what: str,
         quantiles: tuple[float, ...],
         reference: ReferenceExpert | None = None,
-    ) -> Curve:
+    ) -> None:
         # Larger operations never take less time; a dip is noise.
         means_s = isotonic(np.array([point.mean_s for point in points]))
-        return Curve(
+        self._entries.curves[path] = Curve(
             unit=unit,
             at=tuple(float(point.size) for point in points),
             seconds=tuple(means_s.tolist()),
             kind="measured",
-            source=source,
+            source=_source(what),
             samples=min(len(point.seconds) for point in points),
             spread=tuple(interquartile_range(point.seconds) for point in points),
             date=self._entries.date,
@@ -394,20 +330,16 @@ class OperationFit:
 
         runs = renumbered(ops.runs[chosen] // 2)
         units = Units(runs, ops.steps[chosen], _BLOCKS)
-        draws = slowed.redrawn(units, runs, self._entries.rng)
-        for factor, drawn, column in zip(
-            factors.tolist(), draws.T, others, strict=True
-        ):
-            low, high = interval_of(factor, drawn, units.count)
+        redrawn = slowed.redrawn(units, runs, self._entries.rng)
+        estimates = Resampled(factors, redrawn, units.count).estimates(1.0)
+        for estimate, column in zip(estimates, others, strict=True):
             self._entries.put(
                 paths.contention(lane_kind.name, LANE_KINDS[column].name),
-                factor,
+                estimate,
                 "log duration of designed runs' operations regressed on who else was"
                 " busy for which share; what was expected from their start is the"
                 " instrument",
                 samples=_overlapped(ops, column, told_by),
-                spread=interquartile_range(drawn),
-                interval=(max(1.0, low), max(1.0, high)),
             )
         return np.asarray(alone_s)
 
@@ -417,14 +349,12 @@ class OperationFit:
         seconds: np.ndarray,
         fresh: np.ndarray,
         groups: np.ndarray,
+        *,
         shapes: np.ndarray,
-        runs: np.ndarray,
-        steps: np.ndarray,
+        units_of: tuple[np.ndarray, np.ndarray],
     ) -> dict[int, float]:
         """Enter by what operations differ that follow a read from the SSD from those of
         the same group that do not.
-
-        Groups lie within runs, so that what the machine did meanwhile hits both alike.
 
         Args:
             part: of the profile's costs.
@@ -432,7 +362,7 @@ class OperationFit:
             fresh: bool [N], follows a read.
             groups: int64 [N], operations of equal work of the same run.
             shapes: int64 [N], numbers of shapes.
-            runs, steps: int64 [N], the run and forward pass that it belongs to.
+            units_of: int64 [N] each, the run and forward pass that it belongs to.
 
         Returns:
             The factor by number of shape; none where too few can be compared.
@@ -446,23 +376,20 @@ class OperationFit:
             if fresh[rows].sum() < LEAST_OVERLAPPED:
                 continue
 
-            value = contrast(logs[rows], fresh[rows], groups[rows])
-            units = Units(runs[rows], steps[rows])
-            draws = []
-            for _ in range(DRAWS):
-                redrawn = rows[units.redrawn(self._entries.rng)]
-                draws.append(contrast(logs[redrawn], fresh[redrawn], groups[redrawn]))
-            low, high = interval_of(value, draws, units.count)
+            def slower(drawn: np.ndarray, rows: np.ndarray = rows) -> float:
+                chosen = rows[drawn]
+                return contrast(logs[chosen], fresh[chosen], groups[chosen])
+
+            units = Units(*(column[rows] for column in units_of))
+            (factor,) = Resampled.of(slower, units, self._entries.rng).estimates()
             self._entries.put(
                 paths.after_read(part, small=small),
-                value,
+                factor,
                 "what follows a read in designed runs over the same that does not, in"
                 " the same run",
                 samples=len(rows),
-                spread=interquartile_range(np.array(draws)),
-                interval=(max(0.0, low), high),
             )
-            factors[number] = value
+            factors[number] = factor.value
         return factors
 
     def by_size(self) -> list[int]:
@@ -487,9 +414,13 @@ def _busy(states: np.ndarray, columns: Sequence[int]) -> np.ndarray:
     return (states[:, None] >> np.array(columns) & 1).astype(np.bool_)
 
 
-def _within_runs(groups: np.ndarray, ops: Operations) -> np.ndarray:
-    return groups + (ops.runs << _RUN_BITS)
+def _usual(lane_kind: LaneKind, ops: Operations) -> np.ndarray:
+    """Operations that do not follow a read of their expert, bool [N]: it may lie in
+    caches, which matters where host memory is read.
+    """
+    reads_host = lane_kind in (CPU, H2D)
+    return ~ops.fresh if reads_host and not ops.fresh.all() else np.ones_like(ops.fresh)
 
 
-def _shape_number(point: Point) -> int:
-    return point.group // len(_SIZE_EDGES)
+def _source(what: str) -> str:
+    return f"{what} of designed runs through the executor, contention divided out, mean"

@@ -22,11 +22,10 @@ import numpy as np
 
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
-    DRAWS,
+    Resampled,
     clipped_mean,
     fit_plane,
     interquartile_range,
-    interval_of,
     quantiles_around_one,
 )
 from moesim.hwprofiles.calibration.fit_curves import LEAST_SAMPLES, Entries
@@ -98,10 +97,8 @@ def calibrate(runs: Sequence[DesignedRun], *, date: str, seed: int = 0) -> Calib
     entries = Entries(date, seed)
     follow_s = _fit_hand_over(gaps, entries)
     operations = OperationFit(all_spans, shapes, entries)
-    for lane_kind in COMPUTE_KINDS:
-        operations.products(lane_kind, follow_s.get(lane_kind.name, 0.0))
-    for lane_kind in SPAN_KINDS:
-        operations.copies(lane_kind, follow_s.get(lane_kind.name, 0.0))
+    for lane_kind in (*COMPUTE_KINDS, *SPAN_KINDS):
+        operations.fit(lane_kind, follow_s.get(lane_kind.name, 0.0))
     fit_dispatch(gaps, operations.first_excess, entries)
     fit_dense(all_spans, shapes, operations, entries)
     fit_planning(all_spans, entries)
@@ -249,49 +246,42 @@ def fit_control_plane(
     """
     lane_kinds = np.unique(np.concatenate([table.lane_kind for table in tables]))
 
-    def fitted(table: LayerStepTimes) -> np.ndarray:
-        return fit_plane(_columns(table, lane_kinds), table.seconds)
-
-    plane = np.sum([fitted(table) for table in tables], axis=0)
-    # Amounts and seconds of a layer step stay together.
-    units_of_tables = [table.units for table in tables]
-    draws = []
-    for _ in range(DRAWS):
-        redrawn = [
-            fitted(table.where(units.redrawn(entries.rng)))
-            for table, units in zip(tables, units_of_tables, strict=True)
-        ]
-        draws.append(_base_and_slopes(np.sum(redrawn, axis=0)))
-    units = min(units.count for units in units_of_tables)
-
-    table = tables[0]
-    expected_s = _columns(table, lane_kinds) @ plane
-    ratios = table.seconds / np.maximum(expected_s, _TINY_S)
-    spread = interquartile_range(table.seconds)
-    for path, value, drawn in zip(
-        constants, _base_and_slopes(plane), np.array(draws).T, strict=True
-    ):
-        # Where no run had an SSD, nothing is known of what it adds.
-        if path == constants.with_ssd_s and not any(
-            table.tiered.any() for table in tables
-        ):
-            continue
-        # Scatter belongs to the whole; it is kept with the base.
-        quantiles: tuple[float, ...] = ()
-        if path == constants.base_s and ratios.any():
-            quantiles = quantiles_around_one(ratios)
-        low, high = interval_of(value, drawn, units)
-        entries.put(
-            path,
-            value,
-            source,
-            samples=len(table.seconds),
-            spread=spread,
-            interval=(max(0.0, low), high),
-            quantiles=quantiles,
+    def planes(table: LayerStepTimes) -> Resampled:
+        columns = _columns(table, lane_kinds)
+        return Resampled.of(
+            # Amounts and seconds of a layer step stay together.
+            lambda rows: fit_plane(columns[rows], table.seconds[rows]),
+            table.units,
+            entries.rng,
         )
 
-    bases_s = plane[:-_SLOPES].tolist()
+    fits = [planes(table) for table in tables]
+    whole = Resampled(
+        np.sum([fit.value for fit in fits], axis=0),
+        np.sum([fit.draws for fit in fits], axis=0),
+        min(fit.units for fit in fits),
+    )
+    table = tables[0]
+    expected_s = _columns(table, lane_kinds) @ whole.value
+    ratios = table.seconds / np.maximum(expected_s, _TINY_S)
+    # Scatter belongs to the whole; it is kept with the base.
+    spread = interquartile_range(table.seconds)
+    has_ssd = any(each.tiered.any() for each in tables)
+    for path, estimate in zip(
+        constants, whole.mapped(_base_and_slopes).estimates(), strict=True
+    ):
+        # Where no run had an SSD, nothing is known of what it adds.
+        if path == constants.with_ssd_s and not has_ssd:
+            continue
+        is_base = path == constants.base_s and ratios.any()
+        entries.put(
+            path,
+            estimate._replace(spread=spread),
+            source,
+            samples=len(table.seconds),
+            quantiles=quantiles_around_one(ratios) if is_base else (),
+        )
+    bases_s = whole.value[:-_SLOPES].tolist()
     return dict(zip(lane_kinds.tolist(), bases_s, strict=True))
 
 
@@ -308,15 +298,9 @@ def _columns(table: LayerStepTimes, lane_kinds: np.ndarray) -> np.ndarray:
     return np.column_stack((of_kind, table.active, table.copies, table.tiered))
 
 
-def _base_and_slopes(plane: np.ndarray) -> tuple[float, float, float, float]:
+def _base_and_slopes(plane: np.ndarray) -> np.ndarray:
     """Least base, and the three slopes."""
-    per_expert, per_copy, with_ssd = plane[-_SLOPES:]
-    return (
-        float(plane[:-_SLOPES].min()),
-        float(per_expert),
-        float(per_copy),
-        float(with_ssd),
-    )
+    return np.append(plane[:-_SLOPES].min(), plane[-_SLOPES:])
 
 
 _KEYS = ("base_s", "per_expert_s")
