@@ -128,7 +128,9 @@ def reproduce_all(
 
     # Networks need their traces, and are long; runs need both.
     done.draw(_draw, sorted(workloads, key=repr), lambda share: progress(0.1 * share))
-    done.draw(_train, sorted(networks, key=repr), lambda share: progress(0.1 + share))
+    done.draw(
+        _train, sorted(networks, key=repr), lambda share: progress(0.1 + 0.1 * share)
+    )
     done.add(_do, runs, lambda share: progress(0.2 + 0.6 * share))
     if experiments:
         traces = _experiment_traces(done.folder)
@@ -218,7 +220,7 @@ class _Done:
         self, work: Callable[..., Any], tasks: Iterable[Any], progress: Progress
     ) -> None:
         """Let tasks write their files."""
-        inputs = [(task, self.folder) for task in tasks]
+        inputs = [(task, self.folder) for task in sorted(tasks, key=repr)]
         run_tasks(work, inputs, lambda *_: None, jobs=self._jobs, progress=progress)
 
     def add(

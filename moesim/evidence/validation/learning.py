@@ -11,7 +11,7 @@ import datetime as dt
 from dataclasses import replace
 from math import hypot, log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -44,7 +44,7 @@ from moesim.hwprofiles.dense_costs import DenseCosts, dense_reference
 from moesim.hwprofiles.lanes import COMPUTE_KINDS
 from moesim.hwprofiles.profile import PREDICTIONS, load_profile, save_profile
 from moesim.hwprofiles.roofline import MeasuredPart, expert_table
-from moesim.hwprofiles.schema import Curve, ProfileError, ReferenceExpert
+from moesim.hwprofiles.schema import Curve, ProfileError, Quantity, ReferenceExpert
 from moesim.runs.config import MeasuredConfig
 from moesim.runs.config_file import load_config
 from moesim.runs.measured import PROFILE_FILE, columns_of
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.calibration.observations import LayerStepTimes
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.hwprofiles.schema import Quantity
     from moesim.traces.format.batch import RoutedStep
 
 
@@ -271,6 +270,8 @@ def _description(base: HardwareProfile, count: int) -> str:
     return f"{before}; learned from {total} real runs"
 
 
+Entry = TypeVar("Entry", Quantity, Curve)
+
 MOST_REMEMBERED: Final = 4
 """Old measurements count as at most so many times the new ones: machines change, so new
 ones weigh at least a fifth.
@@ -292,26 +293,23 @@ def refined(
     """
     numbers = dict(profile.numbers)
     curves = dict(profile.curves)
-    expert_lanes = {kind.name for kind in COMPUTE_KINDS}
     for part, of_part in factors.items():
-        if part.name in expert_lanes or part.name in (paths.DENSE, paths.HEAD):
-            assert part.shape is not None
+        if part.shape is not None:
             placed = replace(profile, curves=curves)
             curves |= _size_curves(placed, part.name, part.shape, of_part, date)
             continue
-
         (only,) = of_part
         if part.name.startswith(PLANNING):
             policy = part.name.removeprefix(PLANNING)
             numbers |= _planning(numbers, policy, only, date)
-        elif part.name in (JOIN, FIRST_OPERATION):
-            control = paths.JOIN if part.name == JOIN else paths.FIRST_OPERATION
-            numbers |= _scaled(numbers, control, only, date)
-        else:
-            numbers |= _scaled(numbers, paths.link(part.name), only, date)
-            path = paths.points(part.name)
-            if path in curves:
-                curves[path] = _scaled_curve(curves[path], only, date)
+            continue
+        control = {JOIN: paths.JOIN, FIRST_OPERATION: paths.FIRST_OPERATION}
+        constants = control.get(part.name) or paths.link(part.name)
+        numbers |= _scaled(numbers, constants, only, date)
+        path = paths.points(part.name)
+        if path in curves:
+            by = _towards(curves[path], only)
+            curves[path] = _moved(curves[path], by, only.samples, date)
     return replace(profile, numbers=numbers, curves=curves, date=date)
 
 
@@ -326,7 +324,26 @@ def _towards(entry: Quantity | Curve, factor: Factor) -> float:
     return float(factor.factor ** share_of_new(factor.samples, entry.samples))
 
 
-# Numbers.
+def _moved(entry: Entry, by: float | np.ndarray, samples: int, date: str) -> Entry:
+    """An entry that is so many times what it was, each point of a curve by its own
+    factor.
+    """
+    known: dict[str, Any] = {
+        "kind": "measured",
+        # Once is enough, however often it is improved.
+        "source": f"{entry.source.removesuffix(f'; {_SOURCE}')}; {_SOURCE}",
+        "samples": (entry.samples or 0) + samples,
+        "date": date,
+    }
+    if isinstance(entry, Curve):
+        seconds = tuple((by * np.array(entry.seconds)).tolist())
+        spread = tuple((by * np.array(entry.spread)).tolist()) if entry.spread else ()
+        return replace(entry, seconds=seconds, spread=spread, **known)
+    value = entry.value * float(by)
+    low, high = entry.interval or (entry.value, entry.value)
+    interval = interval_around(value, low * float(by), high * float(by))
+    spread = (entry.spread or 0.0) * float(by)
+    return replace(entry, value=value, spread=spread, interval=interval, **known)
 
 
 def _scaled(
@@ -335,13 +352,11 @@ def _scaled(
     """Constants of one formula, all moved alike: their ratios stay as calibrated."""
     moved = {}
     for path in constants:
-        quantity = numbers.get(path)
-        if quantity is None:
-            continue
-        by = _towards(quantity, factor)
-        # A rate falls where seconds grow.
-        by = 1.0 / by if path.endswith("_per_s") else by
-        moved[path] = _moved(quantity, by, factor.samples, date)
+        if path in numbers:
+            by = _towards(numbers[path], factor)
+            # A rate falls where seconds grow.
+            by = 1.0 / by if path.endswith("_per_s") else by
+            moved[path] = _moved(numbers[path], by, factor.samples, date)
     return moved
 
 
@@ -359,43 +374,6 @@ def _planning(
         if general in numbers
     }
     return _scaled(named, constants, factor, date)
-
-
-def _moved(quantity: Quantity, by: float, samples: int, date: str) -> Quantity:
-    value = quantity.value * by
-    interval = quantity.interval or (quantity.value, quantity.value)
-    spread = 0.0 if quantity.spread is None else quantity.spread
-    return replace(
-        quantity,
-        value=value,
-        kind="measured",
-        source=_source(quantity.source),
-        samples=(quantity.samples or 0) + samples,
-        spread=spread * by,
-        date=date,
-        interval=interval_around(value, interval[0] * by, interval[1] * by),
-    )
-
-
-def _source(source: str) -> str:
-    # Once is enough, however often it is improved.
-    return source if source.endswith(_SOURCE) else f"{source}; {_SOURCE}"
-
-
-# Curves.
-
-
-def _scaled_curve(curve: Curve, factor: Factor, date: str) -> Curve:
-    by = _towards(curve, factor)
-    return replace(
-        curve,
-        seconds=tuple(seconds * by for seconds in curve.seconds),
-        kind="measured",
-        source=_source(curve.source),
-        samples=(curve.samples or 0) + factor.samples,
-        spread=tuple(seconds * by for seconds in curve.spread),
-        date=date,
-    )
 
 
 def _size_curves(
@@ -447,15 +425,7 @@ def _improved(curve: Curve, factors: Sequence[Factor], date: str) -> Curve:
         seen_at = [seen_at[0] - _FADES, *seen_at, seen_at[-1] + _FADES]
         logs = [0.0, *logs, 0.0]
     by = np.exp(np.interp(np.log(curve.at), seen_at, logs))
-    return replace(
-        curve,
-        seconds=tuple((by * curve.seconds).tolist()),
-        kind="measured",
-        source=_source(curve.source),
-        samples=(curve.samples or 0) + min(factor.samples for factor in factors),
-        spread=tuple((by * curve.spread).tolist()) if curve.spread else (),
-        date=date,
-    )
+    return _moved(curve, by, min(factor.samples for factor in factors), date)
 
 
 def _predicted(
