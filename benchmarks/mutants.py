@@ -2,8 +2,8 @@
 change one expression of the source at random; do the tests of its room notice?
 
 Each mutant runs in a copy of the checkout, test files that name its module first, and
-ends with the first failure. What survives is printed as a line to look at: a hole in
-the tests, or a change that means the same.
+ends with the first failure. Expressions are drawn, not files, so that long files have
+their share. What survives is a hole in the tests, or a change that means the same.
 """
 
 from __future__ import annotations
@@ -27,19 +27,25 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
-    # source -> folders of its tests
-    "engine": ("engine", "sim"),
-    "sim": ("engine", "sim"),
-    "policies": ("policies",),
-    "traces": ("traces",),
-    "hwprofiles": ("hwprofiles", "evidence"),
-    "runtime/executor": ("runtime",),
-    "moesim/runs": ("runs", "questions"),
-    "moesim/questions": ("questions",),
-    "moesim/advice": ("advice",),
-    "moesim/evidence": ("evidence",),
+    # room -> its sources, and the folders of its tests
+    "engine": (("engine", "sim"), ("engine", "sim")),
+    "planner": (("policies/planner",), ("policies", "sim")),
+    "policies": (
+        ("policies/assignment", "policies/cache", "policies/prefetch"),
+        ("policies",),
+    ),
+    "metrics": (("traces/timeline",), ("traces",)),
+    "costs": (("hwprofiles",), ("hwprofiles", "evidence")),
+    "statistics": (("traces/stats",), ("traces",)),
+    "importers": (("traces/importers",), ("traces",)),
+    "executor": (("runtime/executor",), ("runtime",)),
+    "runs": (("moesim/runs",), ("runs", "questions")),
+    "questions": (("moesim/questions",), ("questions",)),
+    "advice": (("moesim/advice",), ("advice",)),
+    "evidence": (("moesim/evidence",), ("evidence",)),
 }
-LONGEST_S = 240
+LONGEST_S = 1800
+"""Of a mutant's tests; who runs longer has lost its way, and counts as killed."""
 
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
@@ -98,35 +104,61 @@ def changed(file: Path, node: ast.expr, replacement: str) -> str:
     return "".join(lines)
 
 
-def tests_of(room: str, file: Path) -> list[str]:
-    """Test files of a room, those that name the module first."""
-    files = []
-    for folder in ROOMS[room]:
-        files += sorted((ROOT / "tests" / folder).rglob("test_*.py"))
+def sources_of(room: str) -> list[Path]:
+    """Files that a room's mutants are drawn from."""
+    return [
+        file
+        for folder in ROOMS[room][0]
+        for file in sorted((ROOT / folder).rglob("*.py"))
+    ]
+
+
+def tests_of(room: str, file: Path) -> list[list[str]]:
+    """Test files of a room: those that name the module, then the others."""
     name = re.compile(rf"\b{file.stem}\b")
-    known = [name.search(each.read_text(encoding="utf-8")) is None for each in files]
-    order = sorted(range(len(files)), key=lambda place: (known[place], place))
-    return [str(files[place].relative_to(ROOT)) for place in order]
+    naming: list[str] = []
+    others: list[str] = []
+    for folder in ROOMS[room][1]:
+        for each in sorted((ROOT / "tests" / folder).rglob("test_*.py")):
+            named = name.search(each.read_text(encoding="utf-8"))
+            (naming if named else others).append(str(each.relative_to(ROOT)))
+    return [naming, others]
 
 
-def survives(copy: Path, room: str, file: Path, text: str) -> bool | None:
-    """Whether the tests of a room hold although a file is changed; None if they took
-    too long.
-    """
+def survives(copy: Path, room: str, file: Path, text: str) -> bool:
+    """Whether the tests of a room hold although a file is changed."""
     place = copy / file.relative_to(ROOT)
-    original = place.read_text(encoding="utf-8")
-    place.write_text(text, encoding="utf-8")
+    # What is compiled stands beside the file and below the build's folder.
+    kept = [place, *copy.rglob(f"{place.stem}.*.so"), *copy.rglob(f"{place.stem}.[co]")]
+    with tempfile.TemporaryDirectory() as folder:
+        for number, each in enumerate(kept):
+            shutil.copy2(each, Path(folder) / str(number))
+        place.write_text(text, encoding="utf-8")
+        try:
+            if place.with_suffix(".pxd").is_file():
+                # Else everything would run uncompiled.
+                build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+                subprocess.run(build, cwd=copy, capture_output=True, check=False)
+            return all(_hold(copy, tests) for tests in tests_of(room, file) if tests)
+        finally:
+            for number, each in enumerate(kept):
+                shutil.copy2(Path(folder) / str(number), each)
+
+
+def _hold(copy: Path, tests: list[str]) -> bool:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
     try:
         done = subprocess.run(
-            [*command, *tests_of(room, file)],
-            cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)},
-            capture_output=True, timeout=LONGEST_S, check=False,
-        )  # fmt: skip
+            [*command, *tests],
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            timeout=LONGEST_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        return None
-    finally:
-        place.write_text(original, encoding="utf-8")
+        return False
     return done.returncode == 0
 
 
@@ -135,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.mutants", description=__doc__)
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help=", ".join(ROOMS))
     parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--only", default="", help="part of a file's path")
@@ -144,28 +177,27 @@ def main() -> None:
     counts = Counter()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
-        hidden = shutil.ignore_patterns(".git", ".venv", "__pycache__", "build")
+        hidden = shutil.ignore_patterns(".git", ".venv", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=hidden, symlinks=True)
-        for number in range(chosen.count):
+        for number in range(chosen.first, chosen.count):
             if time.monotonic() > end_s:
                 break
             dice = random.Random(f"{chosen.seed} {number}")
             room = dice.choice(chosen.rooms or list(ROOMS))
-            files = sorted((ROOT / room).rglob("*.py"))
-            file = dice.choice([each for each in files if chosen.only in str(each)])
-            found = list(mutants_of(file))
-            if not found:
-                continue
-            node, replacement, function = dice.choice(found)
-            text = changed(file, node, replacement)
-            outcome = {True: "survived", False: "killed", None: "too long"}[
-                survives(copy, room, file, text)
+            found = [
+                (file, *mutant)
+                for file in sources_of(room)
+                if chosen.only in str(file)
+                for mutant in mutants_of(file)
             ]
+            file, node, replacement, function = dice.choice(found)
+            text = changed(file, node, replacement)
+            outcome = "survived" if survives(copy, room, file, text) else "killed"
             counts[outcome] += 1
-            if outcome != "killed":
-                before = file.read_text(encoding="utf-8").splitlines()[node.lineno - 1]
-                place = f"{file.relative_to(ROOT)}:{node.lineno} {function}"
-                print(f"{outcome}: {place}: {before.strip()}  ->  {replacement}")
+            before = file.read_text(encoding="utf-8").splitlines()[node.lineno - 1]
+            place = f"{file.relative_to(ROOT)}:{node.lineno} {function}"
+            change = f"{before.strip()}  ->  {replacement}"
+            print(f"{number}: {outcome}: {place}: {change}", flush=True)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
 
 

@@ -78,6 +78,16 @@ class System:
         """
         return self.cache.partition(":")[0] == "static"
 
+    @property
+    def keeps_work(self) -> bool:
+        """Whether it does the work that the model asks for on the machine as it is: its
+        own routing and results, kernels of the machine, no drafts of its own.
+        """
+        if self.kernels is not None or self.draft_tokens:
+            return False
+        policies = self.build(gpus=1, host_cache=None)
+        return not (policies.routing.alters or policies.assignment.approximates)
+
     def staging_slots(self, shape: ModelShape) -> int | None:
         """Staging slots this system asks for; None takes the profile's."""
         whole_layers = self.staging_layers * shape.experts
@@ -437,7 +447,7 @@ SYSTEMS = {
     ),
     # Ours.
     "recall": System(
-        assignment="hybrimoe-schedule",
+        assignment="hybrimoe-schedule:contention=true",
         cache="recall",
         prefetch="recall",
         note=(
@@ -448,7 +458,7 @@ SYSTEMS = {
         ),
     ),
     "clairvoyant": System(
-        assignment="hybrimoe-schedule",
+        assignment="hybrimoe-schedule:contention=true",
         cache="foresight",
         prefetch="foresight",
         note=(

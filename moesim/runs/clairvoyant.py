@@ -1,16 +1,20 @@
-"""Finds the rules of the clairvoyant system that make a run shortest.
+"""Finds the fastest schedule of one that knows the whole routing.
 
 To know the whole routing is not to know what a copy is worth: that depends on how busy
-the link is. So rules are tried, each in a simulated run. What comes out is a schedule
-that can be carried out: a ceiling that is reached, not a bound.
+the link is. So rules are tried, each in a simulated run, and every system that does the
+same work: to know more is never to do worse. What comes out is a schedule that can be
+carried out: a ceiling that is reached, not a bound.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from moesim.policies.systems import SYSTEMS
+from moesim.base.errors import TraceError
+from moesim.policies.base import PolicyError
+from moesim.policies.systems import SYSTEMS, compose
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,9 +29,11 @@ MARGINS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.9, 1.4, 3.0)
 DECAYS = (0.3, 0.5, 0.65, 0.8, 0.9, 0.97)
 """Discounts to try: what a use is worth a token later."""
 
-EXACT = "exact:objective=scheduled"
-ASSIGNMENTS = (EXACT, "fetch-split")
-"""Tried, too, with all that comes close; the exact one has gained up to 8 %."""
+EXACT = "exact:objective=contended"
+ASSIGNMENTS = (EXACT, "fetch-split", "fixed-mapping")
+"""Tried, too, with all that comes close; the last one leaves to the CPU what is not on
+a GPU.
+"""
 CLOSE = 1.1
 """Times the fastest."""
 
@@ -38,11 +44,18 @@ ahead of the next layer leave.
 
 
 class Rules(NamedTuple):
-    """One candidate of the search: the parts of a system."""
+    """One candidate of the search: the parts of a system.
 
-    assignment: str
-    cache: str
-    prefetch: str
+    Attributes:
+        policy: an assignment policy, or a system with parts of its own.
+        cache, prefetch: parts; None for the system's.
+        warm: whether caches may fill by the uses that come.
+    """
+
+    policy: str
+    cache: str | None = None
+    prefetch: str | None = None
+    warm: bool = False
 
     @classmethod
     def at(cls, margin: int, decay: int) -> Rules:
@@ -53,14 +66,24 @@ class Rules(NamedTuple):
 
     def others(self) -> list[Rules]:
         """List what large batches and drafts may want: all of the next layer's experts
-        however late, and copies on demand alone; then what those do who see the past
-        only: to know more is never to do worse.
+        however late, and copies on demand alone; what fast links to slow memories may:
+        the cache's own copies alone; then what those do who see the past only, and
+        keep what they have: host memory need not hold it, too.
         """
         parts = (
-            *((self.cache, "clairvoyant"), (FAR, "clairvoyant"), ("lru", "none")),
+            *((self.cache, "clairvoyant"), (FAR, "clairvoyant"), (self.cache, "none")),
+            *(("lru", "none"), ("decayed-frequency", "none"), ("static", "none")),
             *(("decayed-frequency", "statistical"), ("recall", "recall")),
+            *(("recall", "none"), ("static", "clairvoyant")),
         )
-        return [Rules(self.assignment, *each) for each in parts]
+        return [Rules(self.policy, *each) for each in parts]
+
+    def put(self, config: RunConfig) -> RunConfig:
+        """The configuration with these parts."""
+        chosen = config.replaced(
+            policy=self.policy, cache=self.cache, prefetch=self.prefetch
+        )
+        return chosen.replaced(warm=config.trace) if self.warm else chosen
 
 
 def is_searched(config: RunConfig) -> bool:
@@ -72,7 +95,7 @@ def is_searched(config: RunConfig) -> bool:
 
 def searched(config: RunConfig, seconds_of: Callable[[RunConfig], float]) -> RunConfig:
     """Choose the rules: price and discount step by step while that helps, then other
-    parts, then the assignment of all that come close.
+    parts and systems, then the assignment of all that come close.
 
     Args:
         config: of the run.
@@ -83,7 +106,15 @@ def searched(config: RunConfig, seconds_of: Callable[[RunConfig], float]) -> Run
 
     @cache
     def seconds(rules: Rules) -> float:
-        return seconds_of(_put(rules, quiet))
+        return seconds_of(rules.put(quiet))
+
+    @cache
+    def seconds_if_legal(rules: Rules) -> float:
+        try:
+            return seconds(rules)
+        except (PolicyError, TraceError):
+            # It needs a column, an artefact or a memory that this run has not.
+            return inf
 
     best = MARGINS.index(0.5), DECAYS.index(0.65)
     before = None
@@ -98,16 +129,27 @@ def searched(config: RunConfig, seconds_of: Callable[[RunConfig], float]) -> Run
             if 0 <= margin < len(MARGINS) and 0 <= decay < len(DECAYS)
         ]
         best = min((best, *inside), key=lambda places: seconds(Rules.at(*places)))
-    rules = [Rules.at(*best), *Rules.at(*best).others()]
-    most_s = CLOSE * min(map(seconds, rules))
-    close = [each for each in rules if each is rules[0] or seconds(each) <= most_s]
-    rules += [
-        each._replace(assignment=other) for each in close for other in ASSIGNMENTS
+    rules = [Rules.at(*best), *Rules.at(*best).others(), *_systems()]
+    least_s = min(map(seconds_if_legal, rules))
+    close = [each for each in rules if seconds_if_legal(each) <= CLOSE * least_s]
+    if rules[0] not in close:
+        close.append(rules[0])
+    others = [
+        each._replace(policy=other)
+        for each in close
+        if each.cache is not None
+        for other in ASSIGNMENTS
     ]
-    return _put(min(rules, key=seconds), config)
+    warm = [each._replace(warm=True) for each in (*close, *others) if _keeps(each)]
+    return min((*rules, *others, *warm), key=seconds_if_legal).put(config)
 
 
-def _put(rules: Rules, config: RunConfig) -> RunConfig:
-    return config.replaced(
-        policy=rules.assignment, cache=rules.cache, prefetch=rules.prefetch
-    )
+def _systems() -> list[Rules]:
+    """Systems that do the same work, oracles or not."""
+    names = [name for name in SYSTEMS if name != CLAIRVOYANT]
+    return [Rules(name) for name in names if SYSTEMS[name].keeps_work]
+
+
+def _keeps(rules: Rules) -> bool:
+    """Whether a GPU keeps what it begins with, so that it matters what that is."""
+    return compose(rules.policy, cache=rules.cache).keeps_residents

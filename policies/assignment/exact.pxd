@@ -1,8 +1,9 @@
 cimport cython
+from moesim.policies.assignment._contended cimport PlannedInTime
 from moesim.policies.assignment._optimum cimport OptimumSearch
-from moesim.policies.base cimport AssignmentPolicy, MachineView, Work
+from moesim.policies.base cimport Work
 
-cdef class Exact(AssignmentPolicy):
+cdef class Exact(PlannedInTime):
     cdef OptimumSearch one, several
     @cython.locals(search=OptimumSearch, i=int)
-    cpdef int assign(self, Work work, MachineView view, signed char[::1] lanes, long long[::1] order) except? -1
+    cpdef plan(self, Work work, signed char[::1] lanes, long long[::1] order)

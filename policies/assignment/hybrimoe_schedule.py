@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from moesim.policies.assignment._contended import PlannedInTime
 from moesim.policies.assignment._list_scheduler import ListScheduler
 from moesim.policies.assignment._placing import flying, transfer_s
-from moesim.policies.base import AssignmentPolicy
 from moesim.policies.parameters import expect_choice
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Ints
-    from moesim.policies.base import MachineView, Work
+    from moesim.policies.base import Work
     from moesim.policies.run_context import RunContext
 
 Reading = Literal["r1", "r2"]
 
 
-class HybriMoESchedule(AssignmentPolicy):
+class HybriMoESchedule(PlannedInTime):
     """Simulate GPU, CPU and link on this layer's experts, and keep the simulated lanes
     and order.
 
@@ -41,20 +41,31 @@ class HybriMoESchedule(AssignmentPolicy):
     Args:
         reading: ``r2`` or ``r1``.
         stealing: whether the CPU may take cached experts when no uncached one is left.
+        contention: whether a schedule that copies is held against one without copies,
+            and one at the speeds that CPU and link have beside each other; the one that
+            ends first is kept. The paper knows no such slowdowns.
 
     Source: HybriMoE (arXiv 2504.05897), section on scheduling; tie order GPU, CPU, link
-    is ours.
+    and `contention` are ours.
     """
 
     calibrates_planning: ClassVar[bool] = True
 
-    def __init__(self, *, reading: Reading = "r2", stealing: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        reading: Reading = "r2",
+        stealing: bool = True,
+        contention: bool = False,
+    ) -> None:
         expect_choice("reading", reading, Reading)
         self.reading = reading
         self.stealing = stealing
+        self.sees_contention = contention
 
     def start(self, context: RunContext) -> None:
         """Make room."""
+        PlannedInTime.start(self, context)
         self.scheduler = ListScheduler(
             context.gpus,
             context.shape.experts,
@@ -62,7 +73,7 @@ class HybriMoESchedule(AssignmentPolicy):
             stealing=self.stealing,
         )
 
-    def assign(self, work: Work, view: MachineView, lanes: Ints, order: Ints) -> int:
+    def plan(self, work: Work, lanes: Ints, order: Ints) -> None:
         scheduler = self.scheduler
         scheduler.gpus = work.gpus
         scheduler.cpu_s = work.cpu_s
@@ -74,4 +85,3 @@ class HybriMoESchedule(AssignmentPolicy):
                 scheduler.flying[g, i] = flying(work, g, i)
         scheduler.sort(work.tokens, work.active)
         scheduler.simulate(work.active, work.first_cpu_s, lanes, order)
-        return 0

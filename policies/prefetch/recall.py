@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from moesim.policies.arrays import zeros
 from moesim.policies.base import PrefetchPolicy
 from moesim.policies.names import RESIDENT
 from moesim.policies.parameters import expect
@@ -11,7 +14,7 @@ from moesim.policies.prefetch._ranked import is_present
 from moesim.policies.routing_memory import RoutingMemory
 
 if TYPE_CHECKING:
-    from moesim.policies.arrays import Ints
+    from moesim.policies.arrays import Floats, Ints
     from moesim.policies.base import MachineView, Work
     from moesim.policies.run_context import RunContext
 
@@ -47,7 +50,8 @@ class Recall(PrefetchPolicy):
     is taken to last as long as this one does: a share of the CPU's time for what is
     absent, and the dense part. The queue is chosen anew at every layer, and holds no
     more than the link could start before the next one. Nothing is streamed while too
-    few of the experts that were expected as much have been used.
+    few of the experts that were expected as much have been used. Where a copy slows the
+    CPU, as both read host memory, it must also be expected the uses that this costs.
 
     What is named is worth more in a cache of the same name until its layer has come.
 
@@ -97,6 +101,16 @@ class Recall(PrefetchPolicy):
         fixed_s, expert_s = self.taken_s
         self.own_planning_s = fixed_s + expert_s * context.shape.experts
         self.memory = RoutingMemory.of(context, self.history)
+        self.price: Floats = zeros(context.shape.layers)
+        if context.costs is None:
+            return
+        link, cpu = context.costs.overlap
+        one_token = np.ones(1, np.int32)
+        for layer in range(context.shape.layers):
+            # What the CPU does not compute while a copy takes its share of the memory.
+            lost_s = context.costs.copy_s(layer) * link * (1.0 - 1.0 / cpu)
+            use_s = float(context.costs.cpu_s(layer, one_token)[0])
+            self.price[layer] = lost_s / max(use_s, 1e-9)
 
     def prefetch(self, work: Work, view: MachineView, named: Ints) -> int:
         memory = self.memory
@@ -143,11 +157,12 @@ class Recall(PrefetchPolicy):
         """
         memory = self.memory
         first = layer * view.experts
+        least = max(self.least, self.price[layer])
         end = count
         for key in range(first, first + view.experts):
             uses = memory.coming[key]
             memory.score[key] = memory.value[key] + min(_WORTH, uses)
-            if uses == 0.0 or uses < self.least:
+            if uses == 0.0 or uses < least:
                 continue
             memory.promises[key] = uses
             if is_present(view, key):

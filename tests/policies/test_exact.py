@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import handmade
 from support.cache_driver import assigned, work
+from support.strategies import layer_works as steps
 
 from moesim.policies.assignment._optimum import (
     modelled_s,
@@ -20,50 +21,9 @@ from moesim.policies.assignment._optimum import (
 from moesim.policies.assignment.exact import Exact
 from moesim.policies.assignment.ilp import ILP
 from moesim.policies.base import AssignmentPolicy, PolicyError
-from moesim.policies.names import IN_FLIGHT, RESIDENT
+from moesim.policies.names import IN_FLIGHT
 from moesim.policies.registry import names, resolve
 from moesim.policies.systems import System
-
-SECONDS = st.integers(1, 40).map(lambda n: n * 1e-4)
-ONE = st.just(1)
-
-
-@st.composite
-def steps(draw, most=6, gpus=ONE):
-    """A layer step: residents, copies under way and absent experts, all copies of a link
-    alike, perhaps behind one that is under way.
-    """
-    g = draw(gpus)
-    a = draw(st.integers(1, most))
-    times = st.lists(SECONDS, min_size=a, max_size=a)
-    copy_s = draw(SECONDS)
-    states = draw(
-        st.lists(
-            st.lists(st.integers(0, 2), min_size=a, max_size=a), min_size=g, max_size=g
-        )
-    )
-    wait_s = draw(st.lists(st.just(0.0) | SECONDS, min_size=g, max_size=g))
-    arrive_s = [
-        [
-            0.0
-            if s == RESIDENT
-            else min(draw(SECONDS), wait or np.inf)
-            if s == IN_FLIGHT
-            else wait + copy_s
-            for s in row
-        ]
-        for row, wait in zip(states, wait_s, strict=True)
-    ]
-    return work(
-        cpu_s=draw(times),
-        gpu_s=[draw(times)] * g,
-        arrive_s=arrive_s,
-        host_s=draw(st.one_of(st.just([0.0] * a), times)),
-        state=np.max(states, axis=0),
-        gpu_state=states,
-        link_s=wait_s,
-        first_cpu_s=draw(st.sampled_from([0.0, 5e-4])),
-    )
 
 
 def every_choice(now):
@@ -305,6 +265,7 @@ def test_section_1_1_a3_what_is_modelled_and_what_is_scheduled_may_disagree():
 
 def test_objective_is_checked():
     with pytest.raises(
-        PolicyError, match="objective: expected modelled or scheduled, got 'measured'"
+        PolicyError,
+        match="objective: expected modelled, scheduled or contended, got 'measured'",
     ):
         Exact(objective="measured")

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
+from support.cache_driver import work
 
+from moesim.policies.names import IN_FLIGHT, RESIDENT
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 
@@ -97,3 +99,45 @@ def traces(draw, max_sequences=3, max_prompt=3, max_decode=6, **options):
         ranked = rng.random((tokens, shape.layers, shape.experts)).argsort(axis=2)
         sequences.append((prompt, ranked[:, :, : shape.top_k]))
     return DrawnTrace(shape, tuple(sequences))
+
+
+_SECONDS = st.integers(1, 40).map(lambda n: n * 1e-4)
+_ONE = st.just(1)
+
+
+@st.composite
+def layer_works(draw, most=6, gpus=_ONE):
+    """A layer step: residents, copies under way and absent experts, all copies of a link
+    alike, perhaps behind one that is under way.
+    """
+    g = draw(gpus)
+    a = draw(st.integers(1, most))
+    times = st.lists(_SECONDS, min_size=a, max_size=a)
+    copy_s = draw(_SECONDS)
+    states = draw(
+        st.lists(
+            st.lists(st.integers(0, 2), min_size=a, max_size=a), min_size=g, max_size=g
+        )
+    )
+    wait_s = draw(st.lists(st.just(0.0) | _SECONDS, min_size=g, max_size=g))
+    arrive_s = [
+        [
+            0.0
+            if s == RESIDENT
+            else min(draw(_SECONDS), wait or np.inf)
+            if s == IN_FLIGHT
+            else wait + copy_s
+            for s in row
+        ]
+        for row, wait in zip(states, wait_s, strict=True)
+    ]
+    return work(
+        cpu_s=draw(times),
+        gpu_s=[draw(times)] * g,
+        arrive_s=arrive_s,
+        host_s=draw(st.one_of(st.just([0.0] * a), times)),
+        state=np.max(states, axis=0),
+        gpu_state=states,
+        link_s=wait_s,
+        first_cpu_s=draw(st.sampled_from([0.0, 5e-4])),
+    )
