@@ -11,8 +11,9 @@ and prefetch by those of the clairvoyant system, whose rules are searched for th
 (`moesim.runs.clairvoyant`), and planning (-> none). A substitute is an offer: a policy
 that knows the future also knows when it would hurt, so a set of offers is worth its
 fastest mix. Hence no share is negative, and the *ceiling* is the fastest mix of all: a
-schedule that was carried out. What no schedule can beat is another question
-(`moesim.runs.bound`).
+schedule that was carried out, from the policy's own start and in its memories. What the
+clairvoyant system takes with a start and memories of its own is stated beside it. What
+no schedule can beat is another question (`moesim.runs.bound`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from moesim.runs.bound import bound_of
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.engines import choose_engine
-from moesim.runs.replay import clairvoyant_rules
+from moesim.runs.replay import clairvoyant_rules, replay
 from moesim.runs.setup import (
     Setup,
     begins,
@@ -117,6 +118,8 @@ class Gap:
             fill it.
         config: effective configuration.
         bound: what no schedule can beat; None where there is none.
+        clairvoyant_s: of the clairvoyant system as it begins by itself; None where the
+            ceiling was given.
     """
 
     policy_s: float
@@ -130,6 +133,7 @@ class Gap:
     eviction: EvictionSplit | None = None
     config: dict[str, Any] = field(default_factory=dict)
     bound: Bound | MemoryBound | None = None
+    clairvoyant_s: float | None = None
 
     @property
     def gap_s(self) -> float:
@@ -152,6 +156,7 @@ class Gap:
         return {
             "policy_s": self.policy_s,
             "ceiling_s": self.ceiling_s,
+            "clairvoyant_s": self.clairvoyant_s,
             "gap_s": self.gap_s,
             "resident_s": self.resident_s,
             "parts": parts,
@@ -297,10 +302,12 @@ def gap(
     opened = trace_of(config)
     setup = Setup.of(config, opened)
     searched = ceiling
+    clairvoyant_s = None
     if searched is None:
         rules = clairvoyant_rules(
             config.replaced(trace=opened, policy=CLAIRVOYANT, cache=None, prefetch=None)
         )
+        clairvoyant_s = float(replay(rules, keep=False).metrics["makespan_s"])
         searched = compose(rules.policy, cache=rules.cache, prefetch=rules.prefetch)
     # A trace without scores cannot drive caches that go by scores; the rest can be
     # compared all the same.
@@ -356,6 +363,7 @@ def gap(
         replays = min(replays, foresight, key=MixReplays.ceiling_s)
     fastest = replays.ceiling
     gap_of_policy = decompose(replays, progress)
+    gap_of_policy.clairvoyant_s = clairvoyant_s
     gap_of_policy.eviction = split_eviction(
         setup.system.cache,
         setup.shape,
@@ -430,6 +438,9 @@ def gap_answer(report: Gap) -> Answer:
         ("gap", f"{ms(report.gap_s)}, {_share(report.gap_s, report.policy_s)}"),
         ("all on the GPU", f"{ms(report.resident_s)}, if GPUs held every expert"),
     ]
+    own_s = report.clairvoyant_s
+    if own_s is not None and own_s < report.ceiling_s:
+        facts.append(("other start", f"{ms(own_s)}: clairvoyant, from its own content"))
     bound: dict[str, Any] = {"bound": None}
     if report.bound is not None:
         words = report.bound.words(report.policy_s)

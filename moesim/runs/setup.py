@@ -80,6 +80,7 @@ class Setup:
         *,
         profile: HardwareProfile | None = None,
         shape: ModelShape | None = None,
+        future: RecordedFuture | None = None,
     ) -> Setup:
         """Set up a walk through a trace.
 
@@ -88,6 +89,7 @@ class Setup:
             trace: that of the configuration, opened.
             profile: the machine; None takes that of the configuration.
             shape: sizes of the experts; None takes the trace's.
+            future: of these passes, for oracles; None reads it where there is one.
 
         Raises:
             TraceError: the trace lacks a column that a policy reads.
@@ -110,9 +112,11 @@ class Setup:
             )
         # Only oracles may see it, and making it reads the trace.
         if any(policy.oracle for policy in policies.all()):
-            setup.future = RecordedFuture.of(
-                trace, batch=config.batch, steps=config.steps
-            )
+            if future is None:
+                future = RecordedFuture.of(
+                    trace, batch=config.batch, steps=config.steps
+                )
+            setup.future = future
         return setup
 
     def policies(self) -> Policies:
