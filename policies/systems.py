@@ -45,7 +45,7 @@ class System:
             Real runs have those of the runtime all the same.
         fixed_graph: whether a layer that a GPU holds in part runs a chain on either
             device in every step, and a merge, whether or not it misses: its graph is
-            built once.
+            built once. An empty chain on the CPU takes what waking it does.
         micro_batch: most prompt tokens of a forward pass; None for whole prompts.
         draft_tokens: tokens that a draft proposes for each decode pass to verify.
         draft_experts: experts of each layer, by what they compute, that drafting a

@@ -305,6 +305,9 @@ class VirtualWorld:
         shared = cpu_used and self._gpu_used
         if shared or self._always_split[layer]:
             join_s += self._split_s
+            # A graph that is built once wakes the CPU even where it has nothing to do.
+            if not cpu_used:
+                join_s += self._first_s[CPU]
         yield self._controls(JOIN, join_s)
 
     def end_layer(self) -> None:

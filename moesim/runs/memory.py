@@ -401,7 +401,9 @@ def _in_bytes(
     slots = slots.copy()
     left = total_bytes - int(slots @ expert_bytes)
     while left < 0:
-        layer = int(slots.argmax())
+        # A layer that is held whole stays so, while others have slots to give.
+        parts = np.where(slots < experts, slots, 0)
+        layer = int(parts.argmax() if parts.any() else slots.argmax())
         slots[layer] -= 1
         left += int(expert_bytes[layer])
     while True:

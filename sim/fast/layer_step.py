@@ -126,6 +126,9 @@ class LayerStep(Consequences):
         shared = self._cpu_used and self._gpu_used()
         if shared or durations.always_split[layer]:
             join_s += durations.split_s
+            # A graph that is built once wakes the CPU even where it has nothing to do.
+            if not self._cpu_used:
+                join_s += durations.cpu_first_s
         self._controls(JOIN, layer, join_s)
         yield
         self._complete(work)

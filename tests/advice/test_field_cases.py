@@ -18,17 +18,12 @@ from moesim.advice.plan.memory import (
     bill_of,
     candidates,
 )
-from moesim.advice.plan.saved_profile import profile_of_advice
 from moesim.advice.plan.what_if import cached_speed
 from moesim.advice.times.latents import Beliefs
 from moesim.advice.times.priors import priors_of
 from moesim.advice.times.step_times import decode_target, prefill_target
 from moesim.advice.times.work import HELD, LAZY, Setting
 from moesim.base.errors import AdviceError
-from moesim.hwprofiles.profile import save_profile
-from moesim.runs.replay import replay
-from moesim.traces.importers import import_trace
-from moesim.traces.models import model_shape
 
 CASES = yaml.safe_load(
     Path(__file__).with_name("field_cases.yaml").read_text(encoding="utf-8")
@@ -263,32 +258,3 @@ def test_a_bill_on_one_memory_counts_both_processors():
     assert bill.host_left == pytest.approx(
         bill.host_free - bill.host_bytes - bill.gpu_bytes
     )
-
-
-SHARED = Path("../shared/traces/qwen38_flash_next_chat_decode67.parquet")
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="needs ../shared/traces")
-def test_splitting_misses_beats_fetching_them_where_the_link_is_slow(tmp_path):
-    """D2: an EPYC 7302 with an RTX PRO 4000 on PCIe 3: 33.5 against 23.1 tokens/s.
-    Bandwidths alone say 2.3 times.
-    """
-    advice = advise(
-        FLASH_NEXT,
-        quant="UD-Q4_K_XL",
-        cpu="EPYC 7302",
-        ram="8x32GB DDR4-3200",
-        gpu="RTX PRO 4000",
-        pcie="3.0x16",
-    )
-    trace = tmp_path / "routing.parquet"
-    import_trace(SHARED, trace, shape=model_shape(FLASH_NEXT, "Q4_K_M"))
-    profile = tmp_path / "hw.toml"
-    save_profile(profile_of_advice(advice), profile)
-    fetched, split = (
-        replay(trace, policy, hw=str(profile), cache_ratio=0.2).metrics[
-            "decode_tokens_per_s"
-        ]
-        for policy in ("on-demand+lru", "fetch-split+lru")
-    )
-    assert split / fetched == pytest.approx(33.5 / 23.1, rel=0.15)

@@ -45,6 +45,10 @@ LEARNED_SHARE = 0.8
 ACTIVATION_S = 20e-6
 # Intercept of page-locked copies of 1 and 27 MB. Source: crankysmh47/Expertflow.
 COPY_LATENCY_S = 1.8e-6
+# A layer that both processors share: what a hand-over that waits for nobody saves of
+# it, median, least and most of 11 settings on two machines.
+SPLIT_S = 44e-6
+SPLIT_SPREAD_S = (26e-6, 115e-6)
 # Planning of one layer by policies that decide at run time: a line through moesim's own
 # limits, 25 us at 8 active experts and 120 us at 128.
 PLANNING_S = 18.7e-6
@@ -325,6 +329,15 @@ class _Numbers:
             paths.PER_OPERATION_S: Quantity(0.0, "assumed", contained),
             paths.FIRST_OPERATION.base_s: Quantity(0.0, "assumed", contained),
             paths.JOIN.base_s: Quantity(0.0, "assumed", contained),
+            paths.SPLIT_S: Quantity(
+                SPLIT_S,
+                "published",
+                "decode with a split graph against a mailbox (A10, nine settings) and"
+                " with helpers that the host signals against the GPU's signals (RTX"
+                " 5090, two), per layer, harshithkantamneni/moe-speed-of-light"
+                " prereg/a10_mb/scored.json, ablation_outcome_087.md (MIT)",
+                interval=SPLIT_SPREAD_S,
+            ),
             planning.base_s: Quantity(PLANNING_S, "assumed", limits),
             planning.per_expert_s: Quantity(PLANNING_PER_EXPERT_S, "assumed", limits),
         }
