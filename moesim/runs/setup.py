@@ -682,7 +682,7 @@ def artefact_files(place: Path) -> list[Path]:
 def _named(path: Path) -> dict[str, np.ndarray | dict[str, np.ndarray]]:
     """Return one file's contribution: its content by its name, and known tensors."""
     # Few runs read other formats.
-    from moesim.traces.importers.readers.array_stream import (
+    from moesim.traces.importers.readers.arrays import (
         load_named,
     )
 

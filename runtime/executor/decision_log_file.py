@@ -20,7 +20,7 @@ from moesim.base.inputs import Checked, parse_json
 from moesim.policies.planner.observers import Entry
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import Phase
-from moesim.traces.importers.readers.array_stream import load_named
+from moesim.traces.importers.readers.arrays import load_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -18,8 +18,8 @@ from moesim.base.text import LONGEST_LINE, VisibleStream, cell, one_line, visibl
 from moesim.hwprofiles.profile import load_profile
 from moesim.reporting.pages import Page, PageTable, Text
 from moesim.traces.format import parquet
-from moesim.traces.importers.readers import tensors
-from moesim.traces.importers.readers.array_stream import load_named
+from moesim.traces.importers.readers import arrays
+from moesim.traces.importers.readers.arrays import load_named
 
 
 @pytest.mark.parametrize("depth", [inputs.MOST_NESTING, inputs.MOST_NESTING + 1])
@@ -82,7 +82,7 @@ def test_a_file_beyond_the_limit_says_how_to_raise_it(tmp_path, monkeypatch):
 
 
 def test_arrays_of_a_file_are_bounded_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensors, "MOST_ARRAY_BYTES", 1 << 20)
+    monkeypatch.setattr(arrays, "MOST_ARRAY_BYTES", 1 << 20)
     monkeypatch.setenv("MOESIM_MOST_INPUT", "1MiB")
     numbers = np.arange(90_000)
     np.savez(tmp_path / "one.npz", a=numbers)

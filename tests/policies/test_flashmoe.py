@@ -52,7 +52,7 @@ from moesim.runtime.train.cache import (
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
 from moesim.traces.format.reader import open_trace
-from moesim.traces.importers.readers.array_stream import load_named
+from moesim.traces.importers.readers.arrays import load_named
 
 NEVER = np.inf
 

@@ -151,37 +151,6 @@ def sglang_per_token(path, truth, *, dense_before=0, **options):
     return path
 
 
-def sglang_per_pass(path, truth, *, batch=1):
-    """Counts per physical expert; a pass holds `batch` tokens of the first sequence."""
-    import torch
-
-    records = []
-    ids = physical(truth[0][1])
-    for start in range(0, len(ids) - batch + 1, batch):
-        counts = np.stack(
-            [
-                np.bincount(ids[start : start + batch, layer].ravel(), minlength=10)
-                for layer in range(LAYERS)
-            ]
-        )
-        records.append(
-            {
-                "forward_pass_id": start,
-                "rank": 0,
-                "gatherer_key": "primary",
-                "global_physical_count": torch.from_numpy(counts.astype(np.int32)),
-            }
-        )
-    torch.save(
-        {
-            "records": records,
-            "last_physical_to_logical_map": torch.from_numpy(PHYSICAL),
-        },
-        path,
-    )
-    return path
-
-
 def vllm_npz(path, truth):
     prompt, ids, *_ = truth[0]
     np.savez(

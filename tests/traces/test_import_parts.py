@@ -9,7 +9,7 @@ from support.imports import WRITERS, bring, write
 from moesim.traces.format import sorting
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import hf_router_logits, route_trace, sglang, vllm
-from moesim.traces.importers.readers import json_lines, text
+from moesim.traces.importers.readers import json_lines, tables
 
 
 def told(trace, columns=()):
@@ -33,7 +33,7 @@ def test_parts_of_any_size_are_the_whole(tmp_path, monkeypatch, name):
     whole = told(bring(source, options)[1], columns)
     monkeypatch.setattr(json_lines, "PIECE_BYTES", 0)
     monkeypatch.setattr(json_lines, "BATCH_LINES", 1)
-    monkeypatch.setattr(text, "CSV_BYTES", 160)
+    monkeypatch.setattr(tables, "CSV_BYTES", 160)
     for module in (hf_router_logits, vllm, sglang, route_trace):
         monkeypatch.setattr(module, "BATCH_ROWS", 1)
     assert told(bring(source, options)[1], columns) == whole
@@ -63,7 +63,7 @@ def test_route_trace_lines_that_stand_apart_are_sorted(tmp_path, monkeypatch, li
 
 
 def test_route_trace_one_unknown_weight_makes_all_unknown(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "CSV_BYTES", 200)
+    monkeypatch.setattr(tables, "CSV_BYTES", 200)
     path = files.route_trace(tmp_path / "dump", files.routing())
     head, rows = lines_of(path)
     last = rows[-1].split(",")

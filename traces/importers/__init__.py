@@ -1,30 +1,20 @@
 """Importers turn foreign traces into moesim's own: one file per layout, found by
 scanning this folder.
 
-An importer is a module with three functions (`header` takes the place of `provenance`):
+An importer is a module with two functions:
 
 - ``recognises(path) -> bool``: is this file of my layout? Raises only where it takes
   options, and is given words that its layout does not have.
-- ``provenance(path) -> dict``: what the file says about itself, JSON values only;
-  ``notes`` lists oddities.
-- ``read(path, shape) -> Iterator[dict[str, ndarray]]``: blocks of rows as
-  `TraceWriter.write` takes them, each block one sequence or a part of it, sorted by pos
-  and layer, sequences numbered from 0; or `moesim.traces.format.sorting.Unordered`
-  rows.
+- ``read(path, shape) -> Foreign``: its rows, and what it says about itself; see
+  `moesim.traces.importers.readers.foreign.Foreign`.
 
 It may also have
 
-- ``OPTIONS``: names of options and what they are for; `provenance`, `read`,
-  `own_shape` and `reshape` take them as keywords;
+- ``OPTIONS``: names of options and what they are for; `read` takes them as keywords;
 - ``ASKED``: those of them that `recognises` takes, too;
 - ``GENERIC = True``: ask it last, because its layout includes others;
-- ``own_shape(path) -> ModelShape | None``: the model as the file describes it;
-- ``reshape(path, shape) -> ModelShape``: what the file knows better about the model
-  than the user said;
-- ``header(path, shape) -> TraceHeader``: where the file has one; `shape` may then be
-  None;
-- ``beside(out)``: a context manager for a file next to the trace; it gives a function
-  that takes from each block what a trace has no column for.
+- ``KNOWS_SHAPE = True``: `shape` may be None, for the file tells it;
+- ``read_layers(paths, shape) -> Foreign``: as `read`, of a file for each MoE layer.
 """
 
 from __future__ import annotations
@@ -32,10 +22,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import json
 import pkgutil
 import re
-from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,8 +38,13 @@ from moesim.traces.format.schema import (
     TraceHeader,
     check_sequence,
 )
-from moesim.traces.format.sorting import ApartError, Unordered, joined, whole_sequences
-from moesim.traces.format.sorting import TooLongError as TooLongError
+from moesim.traces.format.sorting import (
+    ApartError,
+    TooLongError,
+    Unordered,
+    joined,
+    whole_sequences,
+)
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.importers.readers.foreign import decoding, spelled
 from moesim.traces.importers.readers.sequence_rows import without_cut_tokens
@@ -61,6 +54,8 @@ from moesim.traces.stats.quality_checks import QualityChecker, alike_rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from moesim.traces.importers.readers.foreign import Foreign
+
     Block = dict[str, np.ndarray]
 
 
@@ -69,6 +64,11 @@ class Importer(NamedTuple):
 
     name: str
     module: Any
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Its options, and what each is for."""
+        return getattr(self.module, "OPTIONS", {})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,20 +128,16 @@ def import_trace(
     if not several:
         raise TraceError("import: expected a foreign file, got none")
     files = _in_order([_file(each) for each in several])
-    out = Path(out)
-    given = dict(options or {})
-    if len(files) > 1:
-        # Only tables come in a file for each layer.
-        given["layer_files"] = json.dumps([str(file) for file in files])
-    drops: list[Callable[..., Iterator[Block]]] = []
+    call = _Import(Path(out), shape, progress, dict(options or {}))
     if drop_profiling:
-        drops.append(_without_profiling)
+        call.drops.append(_without_profiling)
     if not drop_incomplete:
-        return _import(files[0], out, shape, progress, given, (drops, []))
-    drops.append(without_cut_tokens)
-    with whole_lines(files[0], out) as (file, remarks):
+        return call.run(files)
+    call.drops.append(without_cut_tokens)
+    with whole_lines(files[0], call.out) as (file, remarks):
+        call.left_out.extend(remarks)
         try:
-            return _import(file, out, shape, progress, given, (drops, remarks))
+            return call.run([file, *files[1:]])
         except TraceError as error:
             # Faults are in the file that the user knows.
             raise TraceError(str(error).replace(str(file), str(files[0]))) from None
@@ -168,46 +164,137 @@ def _in_order(files: list[Path]) -> list[Path]:
     return [file for _, file in sorted(zip(last, files, strict=True))]
 
 
-def _import(
-    source: Path,
-    out: Path,
-    shape: ModelShape | None,
-    progress: Callable[[int], None] | None,
-    options: dict[str, str],
-    leaving_out: tuple[Sequence[Callable[..., Iterator[Block]]], list[str]],
-) -> ImportSummary:
-    """Convert one file; `leaving_out`: what leaves rows out, and remarks on what was
-    before.
+class _Import:
+    """One import.
+
+    Args:
+        out: the trace to make.
+        shape: as the user stated it.
+        progress: as of `import_trace`.
+        options: as of `import_trace`.
+
+    Attributes:
+        drops: what leaves rows out, one after the other.
+        left_out: remarks on what was left out.
     """
-    drops, dropped = leaving_out
-    # By content: people rename their dumps.
-    importer = _importer_of(source, options)
 
-    with decoding(source, importer.name):
-        header = _header(source, importer, shape, options)
-        rows = importer.module.read(source, header.shape, **options)
+    def __init__(
+        self,
+        out: Path,
+        shape: ModelShape | None,
+        progress: Callable[[int], None] | None,
+        options: dict[str, str],
+    ) -> None:
+        self.out = out
+        self.drops: list[Callable[..., Iterator[Block]]] = []
+        self.left_out: list[str] = []
+        self._shape = shape
+        self._progress = progress
+        self._options = options
 
-    blocks = rows.grouped() if isinstance(rows, Unordered) else rows
-    is_sorted = False
-    while True:
-        left_out: list[str] = []
-        for drop in drops:
-            blocks = drop(blocks, header.shape.layers, left_out)
-        # An importer has few reasons to have its file read again, each of them once.
+    def run(self, files: list[Path]) -> ImportSummary:
+        """Read the file, or one for each layer, and write the trace."""
+        # By content: people rename their dumps.
+        importer = _importer_of(files, self._options)
+        source = files[0]
+        if self._shape is None and not getattr(importer.module, "KNOWS_SHAPE", False):
+            raise TraceError(
+                f"{source}: layout {importer.name} does not tell the sizes of its"
+                " model: expected --shape, found none"
+            )
+        with decoding(source, importer.name):
+            if len(files) > 1:
+                read = importer.module.read_layers
+                foreign = read(files, self._shape, **self._options)
+            else:
+                foreign = importer.module.read(source, self._shape, **self._options)
+
+        rows = foreign.rows
+        if not isinstance(rows, Unordered):
+            return self._write(source, importer, foreign, iter(rows))
         try:
-            summary = _write(source, out, importer, header, blocks, progress)
-        except ApartError:
-            is_sorted = True
-            blocks = rows.sorted(out, progress)
-        except TraceError:
-            # What a sequence lacks may stand behind the others.
-            if is_sorted or not _is_apart(source, importer, rows):
-                raise
-            is_sorted = True
-            blocks = rows.sorted(out, progress)
-        else:
-            notes = (*summary.notes, *dropped, *left_out)
-            return dataclasses.replace(summary, notes=notes)
+            return self._write(source, importer, foreign, rows.grouped())
+        except (ApartError, TraceError):
+            # A sequence may go on behind others, and what it lacks may stand there.
+            blocks = rows.sorted(self.out, self._progress)
+            return self._write(source, importer, foreign, blocks)
+
+    def _write(
+        self,
+        source: Path,
+        importer: Importer,
+        foreign: Foreign,
+        rows: Iterator[Block],
+    ) -> ImportSummary:
+        """Write whole sequences, and judge them on the way."""
+        header = foreign.header
+        if header is None:
+            shape = foreign.shape or self._shape
+            header = TraceHeader(shape, {**foreign.facts, "notes": foreign.notes})  # type: ignore[arg-type]
+        notes = list(header.provenance.get("notes", ()))
+        left_out = list(self.left_out)
+        for drop in self.drops:
+            rows = drop(rows, header.shape.layers, left_out)
+
+        # Importers are generators: what a file lacks may show at any block.
+        blocks = _guarded(source, importer.name, rows)
+        first = next(blocks, None)
+        if first is None or not first["experts"].size:
+            raise TraceError(
+                f"{source}: expected at least one row, found an empty trace"
+            )
+        shape = _with_top_k(header.shape, first["experts"].shape[1], notes)
+        # All blocks have the columns of the first one; the writer refuses others.
+        columns = tuple(column for column in OPTIONAL_COLUMNS if column in first)
+        about = {
+            "notes": notes,
+            "importer": importer.name,
+            "file": source.name,
+            "tool": "moesim trace import",
+        }
+        complete = dataclasses.replace(
+            header, shape=shape, provenance=header.provenance | about
+        )
+        by_weight = False
+        sequences = _SequenceChecks(source, shape)
+        with (
+            foreign.beside(self.out) as without_extras,
+            TraceWriter(self.out, complete, columns) as writer,
+        ):
+            for block in map(without_extras, chain((first,), blocks)):
+                if foreign.header is None:
+                    block, was_sorted = _best_first(block)  # noqa: PLW2901 - in order
+                    by_weight |= was_sorted
+                try:
+                    writer.write(**block)
+                except TraceError as error:
+                    # The writer names the file it writes; the fault is in the one that
+                    # is read.
+                    text = str(error).replace(str(self.out), str(source), 1)
+                    raise TraceError(
+                        f"{text}; model {shape.name}: is the shape right?"
+                    ) from None
+                sequences.add(block)
+                if self._progress is not None:
+                    self._progress(writer.rows)
+            sequences.end()
+
+        if by_weight:
+            notes.append(
+                "experts were sorted by id, and were put in order of their weights"
+            )
+        # Only what would mislead is worth a line here; `trace check` tells the rest.
+        findings = sequences.quality.findings()
+        grave = [finding.text for finding in findings if finding.grave]
+        return ImportSummary(
+            path=self.out,
+            importer=importer.name,
+            rows=writer.rows,
+            sequences=sequences.quality.sequences,
+            shape=shape,
+            columns=columns,
+            notes=(*notes, *grave, *left_out),
+        )
 
 
 def _without_profiling(
@@ -235,111 +322,6 @@ def _without_profiling(
             continue
         columns = {**block, "seq": seq, "pos": pos[token]}
         yield {name: column[~alike] for name, column in columns.items()}
-
-
-def _is_apart(source: Path, importer: Importer, rows: Any) -> bool:
-    """Whether a sequence goes on behind another one, as far as the file can be read."""
-    if not isinstance(rows, Unordered):
-        return False
-    try:
-        for _ in whole_sequences(_guarded(source, importer.name, iter(rows.pieces()))):
-            pass
-    except ApartError:
-        return True
-    except TraceError:
-        return False
-    return False
-
-
-def _header(
-    source: Path, importer: Importer, shape: ModelShape | None, options: dict[str, str]
-) -> TraceHeader:
-    """The header of the trace to be made: the file's own, or the stated shape."""
-    module = importer.module
-    if hasattr(module, "header"):
-        header: TraceHeader = module.header(source, shape)
-        return header
-
-    if shape is None and hasattr(module, "own_shape"):
-        shape = module.own_shape(source, **options)
-    if shape is None:
-        raise TraceError(
-            f"{source}: layout {importer.name} does not tell the sizes of its model:"
-            " expected --shape, found none"
-        )
-
-    provenance = module.provenance(source, **options)
-    if hasattr(module, "reshape"):
-        shape = module.reshape(source, shape, **options)
-    return TraceHeader(shape, provenance)
-
-
-def _write(
-    source: Path,
-    out: Path,
-    importer: Importer,
-    header: TraceHeader,
-    rows: Iterator[Block],
-    progress: Callable[[int], None] | None,
-) -> ImportSummary:
-    """Write whole sequences, and judge them on the way."""
-    module = importer.module
-    notes = list(header.provenance.get("notes", ()))
-
-    # Importers are generators: what a file lacks may show at any block.
-    blocks = _guarded(source, importer.name, rows)
-    first = next(blocks, None)
-    if first is None or not first["experts"].size:
-        raise TraceError(f"{source}: expected at least one row, found an empty trace")
-
-    shape = _with_top_k(header.shape, first["experts"].shape[1], notes)
-    # All blocks have the columns of the first one; the writer refuses others.
-    columns = tuple(column for column in OPTIONAL_COLUMNS if column in first)
-    provenance = {
-        **header.provenance,
-        "notes": notes,
-        "importer": importer.name,
-        "file": source.name,
-        "tool": "moesim trace import",
-    }
-    complete = dataclasses.replace(header, shape=shape, provenance=provenance)
-
-    by_weight = False
-    sequences = _SequenceChecks(source, shape)
-    beside = module.beside(out) if hasattr(module, "beside") else _nothing_beside()
-    with beside as without_extras, TraceWriter(out, complete, columns) as writer:
-        for block in map(without_extras, chain((first,), blocks)):
-            if not hasattr(module, "header"):
-                block, was_sorted = _best_first(block)  # noqa: PLW2901 - in order
-                by_weight |= was_sorted
-            sequences.add(block)
-            try:
-                writer.write(**block)
-            except TraceError as error:
-                # What its sequence lacks says more than how its rows stand.
-                sequences.end()
-                # The writer names the file it writes; the fault is in the one that is
-                # read.
-                raise TraceError(str(error).replace(str(out), str(source), 1)) from None
-            if progress is not None:
-                progress(writer.rows)
-        sequences.end()
-
-    if by_weight:
-        notes.append(
-            "experts were sorted by id, and were put in order of their weights"
-        )
-    # Only what would mislead is worth a line here; `trace check` tells the rest.
-    grave = [finding.text for finding in sequences.quality.findings() if finding.grave]
-    return ImportSummary(
-        path=out,
-        importer=importer.name,
-        rows=writer.rows,
-        sequences=sequences.quality.sequences,
-        shape=shape,
-        columns=columns,
-        notes=(*notes, *grave),
-    )
 
 
 def _best_first(block: Block) -> tuple[Block, bool]:
@@ -373,10 +355,6 @@ def _with_top_k(shape: ModelShape, top_k: int, notes: list[str]) -> ModelShape:
     return dataclasses.replace(shape, top_k=min(top_k, shape.experts))
 
 
-def _nothing_beside() -> Any:
-    return nullcontext(lambda block: block)
-
-
 def _guarded(source: Path, name: str, blocks: Iterator[Block]) -> Iterator[Block]:
     """The blocks, with whatever decoding them raises turned into one line."""
     while True:
@@ -391,7 +369,7 @@ def _guarded(source: Path, name: str, blocks: Iterator[Block]) -> Iterator[Block
 
 
 class _SequenceChecks:
-    """Checks sequences against the model, and judges them.
+    """Judges sequences, rows of which have been written: ids distinct, tokens complete.
 
     Of a sequence that comes in parts, positions and ids are kept until it ends.
     """
@@ -403,31 +381,18 @@ class _SequenceChecks:
         self._parts: list[Block] = []
 
     def add(self, block: Block) -> None:
-        """Check one block: layers and ids in range, ids distinct."""
-        experts = block["experts"]
-        if not experts.size:
-            raise TraceError(
-                f"{self._source}: expected at least one row in every sequence, found"
-                " none"
-            )
+        """Check one block."""
         if self._parts and block["seq"][0] != self._parts[0]["seq"][0]:
             self.end()
-
-        layer = block["layer"]
-        self._check_range(block, "layer", layer.reshape(-1, 1), self._shape.layers)
-        self._check_range(block, "experts", experts, self._shape.experts)
-
-        # In range by now, so nothing is cut off by the narrow type.
-        experts = np.ascontiguousarray(experts, np.uint16)
-        row = first_repeat(experts)
+        part = {name: block[name] for name in ("pos", "phase")}
+        part["seq"] = block["seq"][:1]
+        part["layer"] = block["layer"].astype(np.int16, copy=False)
+        part["experts"] = np.ascontiguousarray(block["experts"], np.uint16)
+        row = first_repeat(part["experts"])
         if row >= 0:
-            ids = experts[row].tolist()
-            way_out = "is top-k right"
-            raise self._error(block, row, "experts", "distinct ids", ids, way_out)
-
-        part = {"seq": block["seq"][:1], "pos": block["pos"], "phase": block["phase"]}
-        part["layer"] = layer.astype(np.int16, copy=False)
-        part["experts"] = experts
+            row += sum(len(part["pos"]) for part in self._parts)
+            ids = block["experts"][row].tolist()
+            raise self._error(row, "experts", "distinct ids", ids, "is top-k right")
         self._parts.append(part)
 
     def end(self) -> None:
@@ -435,101 +400,69 @@ class _SequenceChecks:
         if not self._parts:
             return
         sequence = joined(self._parts)
+        places = sequence["pos"], sequence["phase"], sequence["layer"]
+        check_sequence(*places, self._shape.layers, self._error)
+        self.quality.add(*places, sequence["experts"])
         self._parts = []
 
-        def error(row: int, *parts: Any) -> TraceError:
-            return self._error(sequence, row, *parts)
-
-        pos = sequence["pos"]
-        phase = sequence["phase"]
-        layer = sequence["layer"]
-        check_sequence(pos, phase, layer, self._shape.layers, error)
-        self.quality.add(pos, phase, layer, sequence["experts"])
-
-    def _check_range(
-        self, block: Block, name: str, table: np.ndarray, limit: int
-    ) -> None:
-        """Whether all of `table` [N, M] is from 0 to below `limit`."""
-        if 0 <= table.min() <= table.max() < limit:
-            return
-
-        outside = (table < 0) | (table >= limit)
-        row = int(outside.any(axis=1).argmax())
-        expected = f"0..{limit - 1}"
-        way_out = f"model {self._shape.name}"
-        raise self._error(block, row, name, expected, table[row].max(), way_out)
-
     def _error(
-        self,
-        block: Block,
-        row: int,
-        column: str,
-        expected: str,
-        actual: object,
-        way_out: str,
+        self, row: int, column: str, expected: str, actual: object, way_out: str
     ) -> TraceError:
         # Rows are counted from the beginning of the sequence.
-        row += sum(len(part["pos"]) for part in self._parts)
-        place = f"{self._source}: sequence {block['seq'][0]}: row {row}: {column}"
+        number = self._parts[0]["seq"][0] if self._parts else 0
         return TraceError(
-            f"{place}: expected {expected}, got {actual}; {way_out}; is the shape"
-            " right?"
+            f"{self._source}: sequence {number}: row {row}: {column}: expected"
+            f" {expected}, got {actual}; {way_out}; is the shape right?"
         )
 
 
 # -- which importer --------------------------------------------------------------------
 
 
-def _importer_of(source: Path, options: Mapping[str, str]) -> Importer:
+def _importer_of(files: list[Path], options: Mapping[str, str]) -> Importer:
     """The first importer that recognises the file.
 
     Raises:
         TraceError: none does, or the one that does lacks an option.
     """
+    source = files[0]
+    known = [Importer(*item) for item in importers().items()]
     # Generic layouts include others, so they are asked last.
-    known = sorted(
-        importers().items(),
-        key=lambda item: (getattr(item[1], "GENERIC", False), item[0]),
-    )
-    able = {
-        name: module
-        for name, module in known
-        if set(options) <= {*_options(module), *getattr(module, "PARTS", ())}
-    }
+    known.sort(key=lambda each: getattr(each.module, "GENERIC", False))
+    if len(files) > 1:
+        known = [each for each in known if hasattr(each.module, "read_layers")]
+    able = [each for each in known if options.keys() <= each.options.keys()]
     if not able:
-        offered = sorted({option for _, module in known for option in _options(module)})
+        offered = sorted({option for each in known for option in each.options})
         raise TraceError(
-            f"{_spelled(options)}: no importer knows them; known:"
-            f" {', '.join(map(spelled, offered))}"
+            f"{_spelled(options)}: no importer knows them; known: {_spelled(offered)}"
         )
 
     # A mapping may say what a file's columns are, and so what file it is.
     judges = 0
     wrong_words = []
-    for name, module in able.items():
-        asked = getattr(module, "ASKED", ())
+    for each in able:
+        asked = getattr(each.module, "ASKED", ())
         relevant = {key: text for key, text in options.items() if key in asked}
         judges += bool(relevant)
         try:
-            if module.recognises(source, **relevant):
-                return Importer(name, module)
+            if each.module.recognises(source, **relevant):
+                return each
         except TraceError as error:
             wrong_words.append(error)
-
     # They may be words for another layout, but not for none.
     if wrong_words and len(wrong_words) == judges:
         raise wrong_words[0]
 
-    for name, module in known:
-        if name not in able and module.recognises(source):
+    for each in known:
+        if each not in able and each.module.recognises(source):
             raise TraceError(
-                f"{source}: layout {name}: expected options that it knows,"
-                f" {_spelled(_options(module)) or 'none'}, found {_spelled(options)}"
+                f"{source}: layout {each.name}: expected options that it knows,"
+                f" {_spelled(each.options) or 'none'}, found {_spelled(options)}"
             )
-
     layouts = "; ".join(
-        f"{name}: {str(module.__doc__).strip().splitlines()[0]}"
-        for name, module in known
+        f"{each.name}: {str(each.module.__doc__).strip().splitlines()[0]}"
+        for each in known
     )
     raise TraceError(
         f"{source}: no importer knows this layout (or the file is cut off); known:"
@@ -539,8 +472,3 @@ def _importer_of(source: Path, options: Mapping[str, str]) -> Importer:
 
 def _spelled(options: Iterable[str]) -> str:
     return ", ".join(map(spelled, options))
-
-
-def _options(importer: Any) -> dict[str, str]:
-    options: dict[str, str] = getattr(importer, "OPTIONS", {})
-    return options

@@ -9,33 +9,30 @@ is refused.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from moesim.traces.format.arrays import top_k
 from moesim.traces.format.sorting import BATCH_ROWS
-from moesim.traces.importers.readers.array_stream import (
-    in_memory,
-    load_named,
-    streams,
-)
+from moesim.traces.importers.readers.arrays import in_memory, kind_of, stored_arrays
 from moesim.traces.importers.readers.foreign import (
     PROMPT_TOKENS,
     PROMPT_TOKENS_NOTE,
+    Foreign,
     layout_error,
+    one_of,
     prompt_length,
     whole_number,
 )
 from moesim.traces.importers.readers.sequence_rows import dense_block
-from moesim.traces.importers.readers.tensors import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
-    from moesim.traces.importers.readers.array_stream import ArrayStream
+    from moesim.traces.importers.readers.arrays import Stored
 
     Block = dict[str, np.ndarray]
 
@@ -78,26 +75,7 @@ def recognises(path: Path) -> bool:
     return kind_of(path) in ("npy", "npz", "safetensors", "torch")
 
 
-def provenance(path: Path, **given: str) -> dict[str, Any]:
-    """What the values are, and remarks."""
-    first = next(iter(_layers(path).values()))
-    probabilities = _are_probabilities(first)
-
-    notes = [] if "prompt_tokens" in given else [PROMPT_TOKENS_NOTE]
-    if probabilities:
-        notes.append("the values are softmaxed already (rows sum to 1)")
-    if given.get("batch", "1") != "1" and "lengths" not in given:
-        notes.append(
-            "all sequences are taken to be as long as the batch; where it was padded,"
-            " --option lengths=N,N,... says how long each is"
-        )
-    notes.append(
-        "experts are the top-k of the values, not what the model was seen to select"
-    )
-    return {"values": "probabilities" if probabilities else "logits", "notes": notes}
-
-
-def read(path: Path, shape: ModelShape, **given: str) -> Iterator[Block]:
+def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
     """Sequences in parts: ids, combine weights and probabilities.
 
     Raises:
@@ -113,51 +91,52 @@ def read(path: Path, shape: ModelShape, **given: str) -> Iterator[Block]:
             "groups, biases or another score decide its selection: record the gate's"
             " returned ids with `moesim record`",
         )
-
     layers = list(_layers(path).values())
-    if len(layers) != shape.layers:
-        raise layout_error(
-            path,
-            "layers",
-            f"{shape.layers} arrays as in {shape.name}",
-            len(layers),
-            "is the shape right?",
-        )
-
     rows, experts = layers[0].shape
-    if experts != shape.experts:
-        raise layout_error(
-            path,
-            "columns",
-            f"{shape.experts} experts as in {shape.name}",
-            experts,
-            "is the shape right?",
-        )
-
+    for place, expected, count in (
+        ("layers", f"{shape.layers} arrays", len(layers)),
+        ("columns", f"{shape.experts} experts", experts),
+    ):
+        if not expected.startswith(f"{count} "):
+            way_out = "is the shape right?"
+            raise layout_error(
+                path, place, f"{expected} as in {shape.name}", count, way_out
+            )
     # Rows of all sequences stand in one array: only the user knows how many.
     sequences = whole_number(path, "batch", given.get("batch", "1"))
     if rows % sequences:
+        way_out = "state --batch N as it was run"
         raise layout_error(
-            path,
-            "rows",
-            f"a multiple of batch={sequences}",
-            rows,
-            "state --batch N as it was run",
+            path, "rows", f"a multiple of batch={sequences}", rows, way_out
         )
-
     tokens = rows // sequences
     spans = _spans(path, sequences, tokens, given)
-    prompt = prompt_length(path, given) or 0
-    return _blocks(path, shape, layers, tokens, spans, prompt)
+    prompt = prompt_length(path, given)
+
+    are_probabilities = _are_probabilities(layers[0])
+    notes = [] if prompt is not None else [PROMPT_TOKENS_NOTE]
+    if are_probabilities:
+        notes.append("the values are softmaxed already (rows sum to 1)")
+    if sequences != 1 and "lengths" not in given:
+        notes.append(
+            "all sequences are taken to be as long as the batch; where it was padded,"
+            " --option lengths=N,N,... says how long each is"
+        )
+    notes.append(
+        "experts are the top-k of the values, not what the model was seen to select"
+    )
+    return Foreign(
+        _blocks(path, shape, layers, tokens, spans, prompt or 0),
+        notes=notes,
+        facts={"values": "probabilities" if are_probabilities else "logits"},
+    )
 
 
 def _spans(
     path: Path, sequences: int, tokens: int, given: dict[str, str]
 ) -> list[tuple[int, int]]:
     """Where each sequence's own tokens begin and end among those of the batch."""
-    padding = given.get("padding", "left")
-    if padding not in ("left", "right"):
-        raise layout_error(path, "--option padding", "left or right", repr(padding), "")
+    padding = one_of(path, given, "padding", ("left", "right"))
     if "lengths" not in given:
         return [(0, tokens)] * sequences
 
@@ -172,15 +151,15 @@ def _spans(
             f"{len(counts)}, the longest of {max(counts)}",
             "",
         )
-    if padding == "left":
-        return [(tokens - length, tokens) for length in counts]
-    return [(0, length) for length in counts]
+    if padding == "right":
+        return [(0, length) for length in counts]
+    return [(tokens - length, tokens) for length in counts]
 
 
 def _blocks(
     path: Path,
     shape: ModelShape,
-    layers: list[ArrayStream],
+    layers: list[Stored],
     tokens: int,
     spans: list[tuple[int, int]],
     prompt: int,
@@ -266,18 +245,18 @@ def selected(
     return Selection(experts, weights, scores)
 
 
-def _layers(path: Path) -> dict[str, ArrayStream]:
+def _layers(path: Path) -> dict[str, Stored]:
     """Name -> [rows, E] floats of every layer, in order."""
-    arrays = streams(path)
+    arrays = stored_arrays(path)
     if not arrays:
         raise layout_error(path, "content", "one array per MoE layer", "no array")
 
     # All layers stacked in one array lie layer by layer only after it is read.
     if len(arrays) == 1 and len(next(iter(arrays.values())).shape) == 3:
-        (name,) = arrays
-        stacked = load_named(path)[name]
+        ((name, stacked),) = arrays.items()
         arrays = {
-            f"{name}.{index}": in_memory(layer) for index, layer in enumerate(stacked)
+            f"{name}.{index}": in_memory(layer)
+            for index, layer in enumerate(stacked.whole())
         }
 
     first = next(iter(arrays.values()))
@@ -301,7 +280,7 @@ def _layers(path: Path) -> dict[str, ArrayStream]:
     return arrays
 
 
-def _are_probabilities(layer: ArrayStream) -> bool:
+def _are_probabilities(layer: Stored) -> bool:
     """Whether values are >= 0 and every row sums to one, as far as 16-bit floats do."""
     sample = next(layer.rows(min(_SAMPLE_ROWS, layer.shape[0]))).astype(np.float32)
     sums_to_one = np.abs(sample.sum(axis=1) - 1) < _SUM_TOLERANCE

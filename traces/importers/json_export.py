@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.base.inputs import load_json, read_text
+from moesim.traces.importers.readers.arrays import integers
 from moesim.traces.importers.readers.foreign import (
     NO_WEIGHTS,
     PROMPT_TOKENS,
     PROMPT_TOKENS_NOTE,
-    ParseCache,
+    Foreign,
     decoding,
+    head,
     layout_error,
     prompt_length,
 )
 from moesim.traces.importers.readers.sequence_rows import dense_block, finished
-from moesim.traces.importers.readers.tensors import integers
-from moesim.traces.importers.readers.text import head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 OPTIONS = {"prompt_tokens": PROMPT_TOKENS}
 _SELECTIONS = "selections"
 _EXECUTED = "executed_topk"
+_FACTS = ("schema", "source", "scenario", "seed")
 
 
 def recognises(path: Path) -> bool:
@@ -48,71 +49,51 @@ def recognises(path: Path) -> bool:
     return start.lstrip()[:1] == b"{" and any(key in start for key in keys)
 
 
-def provenance(path: Path, **given: str) -> dict[str, Any]:
-    """What the file says of its model and its workload, and remarks."""
-    export = _objects.get(path)
-    notes = [NO_WEIGHTS]
-    if _SELECTIONS in export and "prompt_tokens" not in given:
-        notes.append(PROMPT_TOKENS_NOTE)
-    known = ("schema", "source", "scenario", "seed")
-    return {key: export[key] for key in known if key in export} | {"notes": notes}
-
-
-def read(path: Path, shape: ModelShape, **given: str) -> Iterator[Block]:
+def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
     """The file's sequences: all tokens, or a prompt each."""
     prompt = prompt_length(path, given)
-    export = _objects.pop(path)
-    if _SELECTIONS in export:
-        ids = _ids(path, _SELECTIONS, export[_SELECTIONS], 3)
-        yield dense_block(0, ids, prompt or 0)
-        return
+    with decoding(path, "JSON"):
+        export = load_json(read_text(path))
+    if not isinstance(export, dict) or not {_SELECTIONS, "layers"} & export.keys():
+        raise layout_error(path, "JSON", f"{_SELECTIONS} or layers", "neither")
 
+    notes = [NO_WEIGHTS]
+    if _SELECTIONS not in export:
+        rows = _prompts(path, shape, export)
+    else:
+        ids = _ids(path, _SELECTIONS, export[_SELECTIONS], 3)
+        rows = iter([dense_block(0, ids, prompt or 0)])
+        notes += [PROMPT_TOKENS_NOTE] if prompt is None else []
+    facts = {key: export[key] for key in _FACTS if key in export}
+    return Foreign(rows, notes=notes, facts=facts)
+
+
+def _prompts(path: Path, shape: ModelShape, export: dict[str, Any]) -> Iterator[Block]:
+    """A sequence for each prompt."""
     with decoding(path, "layers"):
         layers = {int(layer): value for layer, value in export["layers"].items()}
         rows = {
             layer: _ids(path, f"layer {layer}: {_EXECUTED}", value[_EXECUTED], 2)
             for layer, value in sorted(layers.items())
         }
-        stated = export["conditional"]["prompts"]
+        experts = np.stack(list(rows.values()), axis=1)  # [rows, L, K]
         prompts = [
             (each["start_row"], each["end_row"], each["decode_step_rows"])
-            for each in stated
+            for each in export["conditional"]["prompts"]
         ]
-    experts = _stacked(path, rows)
     for number, (start, end, generated) in enumerate(prompts):
         if not 0 <= start < end <= len(experts) or not 0 <= generated <= end - start:
             raise layout_error(
                 path,
                 f"prompt {number}",
                 f"rows within 0..{len(experts)}, the last of them generated",
-                stated[number],
+                f"rows {start}..{end}, {generated} of them generated",
             )
         block = dense_block(number, experts[start:end], end - start - generated)
         block["layer"] = np.tile(np.array(list(rows), np.int32), end - start)
         yield finished(path, shape, block)
 
 
-def _stacked(path: Path, rows: dict[int, np.ndarray]) -> np.ndarray:
-    """Ids [rows, L, K] of all layers."""
-    sizes = {ids.shape for ids in rows.values()}
-    if len(sizes) != 1:
-        raise layout_error(path, "layers", "rows x K alike in all", sorted(sizes))
-    return np.stack(list(rows.values()), axis=1)
-
-
 def _ids(path: Path, place: str, value: Any, dimensions: int) -> np.ndarray:
     with decoding(path, place):
         return integers(path, place, np.array(value), dimensions)
-
-
-def _parsed(path: Path) -> dict[str, Any]:
-    with decoding(path, "JSON"):
-        export = load_json(read_text(path))
-    if not isinstance(export, dict) or not (
-        _SELECTIONS in export or "layers" in export
-    ):
-        raise layout_error(path, "JSON", f"{_SELECTIONS} or layers", "neither")
-    return export
-
-
-_objects = ParseCache(_parsed)

@@ -12,25 +12,28 @@ Source: llama.cpp pull request 28544, examples/moe-trace.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moesim.traces.format.arrays import first_repeat
 from moesim.traces.format.sorting import Unordered
-from moesim.traces.importers import columns
 from moesim.traces.importers.readers.foreign import (
     NAMES,
     NO_WEIGHTS,
+    Foreign,
+    head,
     layout_error,
     layout_names,
+    one_of,
 )
 from moesim.traces.importers.readers.sequence_rows import (
     ForwardPasses,
     UnclearError,
     finished,
 )
-from moesim.traces.importers.readers.text import csv_columns, head, sections
+from moesim.traces.importers.readers.tables import blocks, csv_rows
+from moesim.traces.importers.readers.text import sections
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -48,8 +51,6 @@ OPTIONS = {
         " where every layer has all their tokens"
     ),
 }
-_HEADER = b"layer,expert"
-_TYPES = {"layer": "int32", "expert": "int32"}
 # What may stand on the left of a mapping; `experts` is our name.
 _MAPPED = {"layer": "layer", "expert": "expert", "experts": "expert"}
 _ROW = re.compile(rb"-?\d+,-?\d+")
@@ -64,13 +65,11 @@ def recognises(path: Path, **given: str) -> bool:
     """Whether the first lines are two integers each, with or without the header
     ``layer,expert``; or, of mapped columns, whether the header has these two alone.
     """
-    if given:
-        return _mapped_columns(path, given) is not None
-
-    lines = head(path, 4096).replace(b"\r", b"").split(b"\n")
-    if lines[0].strip() == _HEADER or _list_columns(path):
+    if _columns(path, given):
         return True
-
+    if given:
+        return False
+    lines = head(path, 4096).replace(b"\r", b"").split(b"\n")
     # The last line of what was read may be cut.
     whole_lines = lines[:-1] or lines
     return all(_ROW.fullmatch(line) for line in whole_lines[:_RECOGNISED_LINES])
@@ -81,131 +80,111 @@ def _header(path: Path) -> list[str]:
     return [word.strip() for word in line.split(",")]
 
 
-def _list_columns(path: Path) -> dict[str, list[str]]:
-    """Our column -> the file's, of a table of layers and lists of ids alone."""
+def _columns(path: Path, given: dict[str, str]) -> list[str]:
+    """Our names of the two columns in the header's order: a layer, and an expert or a
+    list; nothing where it has others.
+    """
+    ours = {theirs: name for name, theirs in layout_names(path, given, _MAPPED).items()}
+    if "map" not in given:
+        ours |= {
+            name: column for column in ("layer", "experts") for name in NAMES[column]
+        }
     header = _header(path)
-    columns_of = {
-        ours: [name for name in header if name in NAMES[ours]]
-        for ours in ("layer", "experts")
-    }
-    is_list = len(header) == 2 and all(len(names) == 1 for names in columns_of.values())
-    return columns_of if is_list else {}
-
-
-def _mapped_columns(path: Path, given: dict[str, str]) -> list[str] | None:
-    """Our names of the columns in the header's order; None where it has others."""
-    names = layout_names(path, given, _MAPPED)
-    ours = {theirs: name for name, theirs in names.items()}
-    header = _header(path)
+    columns = [ours.get(name, "") for name in header]
     # A table with more columns tells tokens, and another importer reads it.
-    if sorted(header) != sorted(ours):
-        return None
-    return [ours[column] for column in header]
+    is_known = len(header) == 2 and "layer" in columns and all(columns)
+    return columns if is_known and columns[0] != columns[1] else []
 
 
-def provenance(path: Path, **given: str) -> dict[str, Any]:
-    """Nothing but remarks: the file says nothing about itself."""
-    if not given.get("map") and _list_columns(path):
-        return {"notes": [NO_WEIGHTS, "no tokens in the source: pass sizes decide"]}
-    return {
-        "notes": [
-            (
-                "no combine weights, tokens or top-k in the source: the shape's top-k"
-                " and pass sizes decide"
-            )
-        ]
-    }
-
-
-def read(path: Path, shape: ModelShape, **given: str) -> Unordered:
+def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
     """The file's passes."""
-    joins = {"": None, "joined": True, "apart": False}
-    prompt_passes = given.get("prompt_passes", "")
-    if prompt_passes not in joins:
-        raise layout_error(
-            path, "--option prompt_passes", "joined or apart", repr(prompt_passes), ""
-        )
-    names = _mapped_columns(path, given) if "map" in given else None
-    return Unordered(
-        lambda: _pieces(path, shape, names, joins[prompt_passes]),
-        lambda block: finished(path, shape, block),
+    word = one_of(path, given, "prompt_passes", ("joined", "apart"))
+    joins = word == "joined" if word else None
+    columns = _columns(path, given)
+    note = (
+        "no combine weights, tokens or top-k in the source: the shape's top-k"
+        " and pass sizes decide"
+    )
+    notes = [note]
+    if "experts" in columns:
+        notes = [NO_WEIGHTS, "no tokens in the source: pass sizes decide"]
+    return Foreign(
+        Unordered(
+            lambda: _pieces(path, shape, columns, joins),
+            lambda block: finished(path, shape, block),
+        ),
+        notes=notes,
     )
 
 
 def _pieces(
-    path: Path, shape: ModelShape, names: list[str] | None, joins: bool | None
+    path: Path, shape: ModelShape, columns: list[str], joins: bool | None
 ) -> Iterator[Block]:
     """Rows of some passes at a time, file by file of those that were joined.
 
     Args:
         path: the file.
         shape: the model; its top-k says how many activations a token has.
-        names: the columns in their order, where they were mapped.
+        columns: of the header; none without one.
         joins: as in `ForwardPasses`.
     """
     passes = ForwardPasses(layers=shape.layers, joins=joins)
-    lists = {} if names else _list_columns(path)
-    if lists:
-        widths = _Widths(path, shape, of_lists=True)
-        yield from _of_rows(path, columns.pieces(path, lists), widths, passes)
-        return
-
-    widths = _Widths(path, shape)
-    header = ",".join(_header(path)).encode() if names else _HEADER
-    parts = sections(path, header)
-    if not parts:
-        raise layout_error(path, "rows", "layer,expert", "nothing")
-    for part in parts:
-        rows = (
-            {"layer": block["layer"], "experts": block["expert"].reshape(-1, 1)}
-            for _, block in csv_columns(path, names or list(_TYPES), _TYPES, 0, part)
-        )
+    names = columns or ["layer", "expert"]
+    of_lists = "experts" in names
+    widths = _Widths(path, 1 if of_lists else shape.top_k, shape.experts)
+    mapping = {name: [name] for name in names}
+    types = {name: "string" if name == "experts" else "int32" for name in names}
+    header = ",".join(_header(path) if columns else names).encode()
+    for part in sections(path, header):
         passes.restart()
+        rows = (
+            {**block, "expert": block[names[1 - names.index("layer")]]}
+            for block in blocks(csv_rows(path, names, mapping, part, types=types))
+        )
         yield from _of_rows(path, rows, widths, passes)
-    widths.check()
+    if not of_lists:
+        widths.check()
 
 
 def _of_rows(
-    path: Path, blocks: Iterable[Block], widths: _Widths, passes: ForwardPasses
+    path: Path, blocks_: Iterable[Block], widths: _Widths, passes: ForwardPasses
 ) -> Iterator[Block]:
     """The rows of some whole passes at a time; a pass ends where the layer falls."""
     layer = np.empty(0, np.int32)
-    experts = np.empty((0, 1), np.int32)
+    expert: np.ndarray | None = None
     first_row = 0
-    for block in blocks:
-        same_width = block["experts"].shape[1] == experts.shape[1]
+    for block in blocks_:
         layer = np.concatenate((layer, block["layer"]))
-        experts = (
-            np.concatenate((experts, block["experts"]))
-            if same_width
-            else block["experts"]
-        )
+        parts = [block["expert"]] if expert is None else [expert, block["expert"]]
+        expert = np.concatenate(parts)
         falls = np.flatnonzero(np.diff(layer) < 0)
         if len(falls):  # the last pass may go on in what is not read yet
             end = int(falls[-1]) + 1
-            yield _rows(path, first_row, layer[:end], experts[:end], widths, passes)
+            yield _rows(path, first_row, layer[:end], expert[:end], widths, passes)
             layer = layer[end:]
-            experts = experts[end:]
+            expert = expert[end:]
             first_row += end
-    if len(layer):
-        yield _rows(path, first_row, layer, experts, widths, passes)
+    if expert is None:
+        raise layout_error(path, "rows", "layer,expert", "nothing")
+    yield _rows(path, first_row, layer, expert, widths, passes)
 
 
 class _Widths:
-    """Whether the file's tokens have as many activations as the shape says.
+    """Whether the file's tokens have as many rows as the shape says.
 
     Nothing marks the end of a token. But if every run of a layer is a multiple of G
     rows, each G of them distinct, then tokens have G experts.
+
+    Args:
+        path: the file, for errors.
+        top_k: rows of a token.
+        most: experts of a layer.
     """
 
-    def __init__(
-        self, path: Path, shape: ModelShape, *, of_lists: bool = False
-    ) -> None:
+    def __init__(self, path: Path, top_k: int, most: int) -> None:
+        self.top_k = top_k
         self._path = path
-        self._most = shape.experts
-        # A list is a token, however long it is.
-        self.top_k = 1 if of_lists else shape.top_k
-        self.of_lists = of_lists
+        self._most = most
         self._common = 0
         self._is_distinct = True
 
@@ -216,8 +195,8 @@ class _Widths:
             self._common = common
             self._is_distinct = True
         if self.top_k < common <= self._most and self._is_distinct:
-            groups = np.sort(expert.reshape(-1, common), axis=1)
-            self._is_distinct = bool((np.diff(groups, axis=1) != 0).all())
+            groups = np.ascontiguousarray(expert.reshape(-1, common), np.uint16)
+            self._is_distinct = first_repeat(groups) < 0
 
     def check(self) -> None:
         """Refuse another top-k than the shape's."""
@@ -239,27 +218,27 @@ def _rows(
     widths: _Widths,
     passes: ForwardPasses,
 ) -> Block:
-    """The rows of whole passes; the first activation is row `first_row` of the file."""
-    # A run: consecutive activations of one layer.
+    """The rows of whole passes; the first one is row `first_row` of the file."""
+    # A run: consecutive rows of one layer.
     starts = np.flatnonzero(np.concatenate(([True], np.diff(layer) != 0)))
     choices = np.diff(np.append(starts, len(layer)))
     top_k = widths.top_k
     tokens, rest = np.divmod(choices, top_k)
-    if not widths.of_lists:
+    experts = expert
+    if expert.ndim == 1:
         widths.add(choices, expert)
+        if rest.any():
+            run = int(rest.argmax())
+            raise layout_error(
+                path,
+                f"row {first_row + starts[run]}, layer {layer[starts[run]]}",
+                f"whole tokens of {top_k} experts",
+                f"{choices[run]} rows",
+                "is the shape's top-k right?",
+            )
+        experts = expert.reshape(-1, top_k)
 
-    if rest.any():
-        run = int(rest.argmax())
-        raise layout_error(
-            path,
-            f"row {first_row + starts[run]}, layer {layer[starts[run]]}",
-            f"whole tokens of {top_k} experts",
-            f"{choices[run]} rows",
-            "is the shape's top-k right?",
-        )
-
-    experts = expert if widths.of_lists else expert.reshape(-1, top_k)
-    row = first_repeat(experts.astype(np.uint16))
+    row = first_repeat(np.ascontiguousarray(experts, np.uint16))
     if row >= 0:
         raise layout_error(
             path,
@@ -268,15 +247,14 @@ def _rows(
             experts[row].tolist(),
             _STRIDED_COPY,
         )
-
     # A run whose layer is not above the one before begins a pass.
-    new_pass = np.diff(layer[starts]) <= 0
-    number = np.cumsum(np.concatenate(([0], new_pass)))
+    number = np.cumsum(np.concatenate(([0], np.diff(layer[starts]) <= 0)))
     try:
         return passes.rows(number, layer[starts], tokens, experts)
     except UnclearError:
         # Another top-k makes every generated token look like a prompt.
-        widths.check()
+        if expert.ndim == 1:
+            widths.check()
         raise layout_error(
             path,
             f"passes from row {first_row}",

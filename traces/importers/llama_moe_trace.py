@@ -12,15 +12,21 @@ Source: github.com/thecodacus/llama.cpp, branch perf, README and files that it w
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moesim.traces.format.schema import Phase
 from moesim.traces.format.sorting import Unordered
-from moesim.traces.importers.readers.foreign import NO_WEIGHTS, layout_error
+from moesim.traces.importers.readers.foreign import (
+    NO_WEIGHTS,
+    Foreign,
+    head,
+    layout_error,
+)
 from moesim.traces.importers.readers.sequence_rows import Restarts, finished
-from moesim.traces.importers.readers.text import csv_columns, head, sections
+from moesim.traces.importers.readers.tables import blocks, csv_rows
+from moesim.traces.importers.readers.text import sections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,45 +55,24 @@ def recognises(path: Path) -> bool:
     return len(widths) == 1 and all(_ROW.fullmatch(line) for line in lines)
 
 
-def provenance(path: Path) -> dict[str, Any]:
-    """Nothing but remarks: the file says nothing about itself."""
-    del path
-    return {"notes": [NO_WEIGHTS]}
-
-
-def read(path: Path, shape: ModelShape) -> Unordered:
+def read(path: Path, shape: ModelShape) -> Foreign:
     """The file's captures, a sequence each."""
-    return Unordered(lambda: _pieces(path), lambda block: _whole(path, shape, block))
+    rows = Unordered(lambda: _pieces(path), lambda block: _whole(path, shape, block))
+    return Foreign(rows, notes=[NO_WEIGHTS])
 
 
 def _pieces(path: Path) -> Iterator[Block]:
-    first_line = head(path, 1 << 16).split(b"\n", 1)[0]
-    top_k = first_line.count(b",") - 1
-    ids = [f"e{rank}" for rank in range(top_k)]
-    names = ["pos", "layer", *ids]
-
+    first_line = head(path, 1 << 16).split(b"\n", 1)[0].strip()
+    ids = [f"e{rank}" for rank in range(first_line.count(b",") - 1)]
+    mapping = {"from_end": ["pos"], "layer": ["layer"], "experts": ids}
+    types = dict.fromkeys(["pos", "layer", *ids], "int32")
     restarts = Restarts(from_end=True)
-    header = first_line.strip()
-    has_header = _HEADER.fullmatch(header) is not None
-    types = dict.fromkeys(names, "int32")
-    rows = 0
-    for part in sections(path, header) if has_header else [None]:
+    for part in sections(path, first_line) if _HEADER.fullmatch(first_line) else [None]:
         restarts.restart()
-        for row, columns in csv_columns(path, names, types, 0, part):
-            experts = np.stack([columns[name] for name in ids], axis=1)
-            outside = ((experts < 0) | (experts >= 1 << 16)).any(axis=1)
-            if outside.any():
-                wrong = int(outside.argmax())
-                raise layout_error(path, f"row {row + wrong}", "ids", experts[wrong])
-            rows += len(experts)
-            yield {
-                "seq": restarts.sequences(columns["pos"], columns["layer"]),
-                "pos": columns["pos"],
-                "layer": columns["layer"],
-                "experts": experts.astype(np.uint16),
-            }
-    if not rows:
-        raise layout_error(path, "rows", "pos,layer,e0,…", "nothing")
+        for block in blocks(csv_rows(path, list(types), mapping, part, types=types)):
+            block["pos"] = block.pop("from_end")
+            block["seq"] = restarts.sequences(block["pos"], block["layer"])
+            yield block
 
 
 def _whole(path: Path, shape: ModelShape, block: Block) -> Block:
@@ -103,6 +88,5 @@ def _whole(path: Path, shape: ModelShape, block: Block) -> Block:
             "was the capture cut off? leave its rows out",
         )
     phase = np.where(pos < 0, Phase.PREFILL, Phase.DECODE).astype(np.int8)
-    return finished(
-        path, shape, {**block, "pos": pos + np.int32(prompt_tokens), "phase": phase}
-    )
+    capture = {**block, "pos": pos + np.int32(prompt_tokens), "phase": phase}
+    return finished(path, shape, capture)

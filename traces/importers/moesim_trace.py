@@ -17,13 +17,19 @@ from moesim.traces.format.schema import (
     ModelShape,
     TraceHeader,
 )
-from moesim.traces.importers import columns
-from moesim.traces.importers.readers.foreign import layout_error
+from moesim.traces.format.sorting import Unordered
+from moesim.traces.importers.readers.foreign import TWICE, Foreign, layout_error
+from moesim.traces.importers.readers.sequence_rows import finished
+from moesim.traces.importers.readers.tables import (
+    blocks,
+    parquet_names,
+    parquet_rows,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from moesim.traces.format.sorting import Unordered
+KNOWS_SHAPE = True
 
 
 def recognises(path: Path) -> bool:
@@ -32,42 +38,41 @@ def recognises(path: Path) -> bool:
         schema = read_schema(path)
     except (pa.ArrowException, OSError, ValueError):
         return False
-
     has_header = METADATA_KEY in (schema.metadata or {})
     return has_header and set(REQUIRED_COLUMNS) <= set(schema.names)
 
 
-def header(path: Path, shape: ModelShape | None) -> TraceHeader:
-    """The trace's own.
+def read(path: Path, shape: ModelShape | None) -> Foreign:
+    """All columns that a trace may have; the header is the trace's own.
 
     Raises:
         TraceError: damaged, or `shape` is another model.
     """
-    metadata = read_schema(path).metadata
-    header = TraceHeader.from_json(metadata[METADATA_KEY], where=str(path))
+    check_seal(path)
+    text = read_schema(path).metadata[METADATA_KEY]
+    header = TraceHeader.from_json(text, where=str(path))
+    saved = header.shape
     # A stated shape may only say what the header says.
-    if shape is None:
-        return header
-
     for name in ("layers", "experts"):
-        expected = getattr(header.shape, name)
-        if getattr(shape, name) != expected:
+        if shape is not None and getattr(shape, name) != getattr(saved, name):
             raise layout_error(
                 path,
                 f"shape: {name}",
-                f"{expected} as in the header ({header.shape.name})",
+                f"{getattr(saved, name)} as in the header ({saved.name})",
                 getattr(shape, name),
                 "leave the shape out: the trace has its own",
             )
 
-    return header
-
-
-def read(path: Path, shape: ModelShape) -> Unordered:
-    """All columns that a trace may have."""
-    check_seal(path)
-    names = read_schema(path).names
-    known = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
     # Columns of other tools beside ours are left out.
+    names = parquet_names(path)
+    known = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
     mapping = {name: [name] for name in known if name in names}
-    return columns.unordered(path, shape, mapping, keeps_numbers=True)
+    return Foreign(
+        Unordered(
+            lambda: blocks(parquet_rows(path, mapping), keeps_numbers=True),
+            lambda block: finished(
+                path, saved, block, ("phase", "token"), way_out=TWICE
+            ),
+        ),
+        header=header,
+    )

@@ -8,14 +8,17 @@ no token id and is left out.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
-from moesim.traces.format.parquet import read_schema
+from moesim.traces.format.parquet import read_metadata
 from moesim.traces.format.sorting import Unordered
-from moesim.traces.importers import columns
-from moesim.traces.importers.readers.foreign import NO_WEIGHTS, ParseCache
+from moesim.traces.importers.readers.foreign import NO_WEIGHTS, Foreign
+from moesim.traces.importers.readers.sequence_rows import finished
+from moesim.traces.importers.readers.tables import (
+    blocks,
+    parquet_names,
+    parquet_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,54 +40,44 @@ _MAPPING = {
 _METADATA = ("source", "licence", "license", "model", "note")
 
 
-class _Overview(NamedTuple):
-    """Sequence names by first appearance, and whether all rows have scores."""
-
-    names: list[str]
-    has_scores: bool
-
-
 def recognises(path: Path) -> bool:
     """Whether this is Parquet with the columns of the layout."""
-    try:
-        names = read_schema(path).names
-    except (pa.ArrowException, OSError, ValueError):
-        return False
-
     needed = {theirs for (theirs,) in _MAPPING.values()}
-    return needed <= set(names)
+    return needed <= set(parquet_names(path))
 
 
-def provenance(path: Path) -> dict[str, Any]:
-    """Source, licence and model from the file's own metadata, sequence names, and
-    remarks on oddities.
+def read(path: Path, shape: ModelShape) -> Foreign:
+    """The file's rows, which runtimes write step by step and layer by layer; source,
+    licence and model from its own metadata, and names of its sequences.
     """
-    metadata = {
-        key.decode(): value.decode()
-        for key, value in (read_schema(path).metadata or {}).items()
-    }
-    overview: _Overview = _overview.get(path)
+    names, has_scores = _overview(path)
+    mapping = _MAPPING | ({"scores": ["scores"]} if has_scores else {})
 
-    names = overview.names
-    notes = [] if overview.has_scores else [NO_WEIGHTS]
+    def pieces() -> Iterator[Block]:
+        for block in blocks(parquet_rows(path, mapping)):
+            # One value per chosen expert, or one for each of the model.
+            if has_scores and block["scores"].shape == block["experts"].shape:
+                block["weights"] = block.pop("scores")
+            yield block
+
+    metadata = {
+        key.decode(): value.decode() for key, value in read_metadata(path).items()
+    }
+    notes = [] if has_scores else [NO_WEIGHTS]
     if "ascending" in metadata.get("note", ""):
         notes.append("experts are ordered by id, their rank is lost")
-
     degenerate = _degenerate(metadata)
     if degenerate:
         notes.append(
             f"{len(degenerate)} of {len(names)} sequences are degenerate repetition,"
             " kept"
         )
-
-    return {
-        **{key: metadata[key] for key in _METADATA if key in metadata},
+    facts = {key: metadata[key] for key in _METADATA if key in metadata} | {
         "sequences": names,
-        "degenerate": [
-            number for number, name in enumerate(names) if name in set(degenerate)
-        ],
-        "notes": notes,
+        "degenerate": [at for at, name in enumerate(names) if name in degenerate],
     }
+    rows = Unordered(pieces, lambda block: finished(path, shape, block))
+    return Foreign(rows, notes=notes, facts=facts)
 
 
 def _degenerate(metadata: dict[str, str]) -> list[str]:
@@ -97,35 +90,13 @@ def _degenerate(metadata: dict[str, str]) -> list[str]:
         return []
 
 
-def read(path: Path, shape: ModelShape) -> Unordered:
-    """The file's rows; runtimes write them step by step and layer by layer."""
-    del shape
-
-    def pieces() -> Iterator[Block]:
-        overview: _Overview = _overview.get(path)
-        scores = {"scores": ["scores"]} if overview.has_scores else {}
-        for block in columns.pieces(path, _MAPPING | scores):
-            if scores:
-                values = block.pop("scores")
-                # One value per chosen expert, or one for each of the model.
-                per_choice = values.shape == block["experts"].shape
-                block["weights" if per_choice else "scores"] = values
-            yield block
-
-    return Unordered(pieces)
-
-
-def _read_overview(path: Path) -> _Overview:
+def _overview(path: Path) -> tuple[list[str], bool]:
+    """Sequence names by first appearance, and whether all rows have scores."""
     names: dict[str, None] = {}
-    has_scores = "scores" in read_schema(path).names
-
-    needed = ["seq_id", "scores"] if has_scores else ["seq_id"]
-    for batch in columns.batches(path, needed):
-        labels = batch.column("seq_id").unique().to_pylist()
+    has_scores = "scores" in parquet_names(path)
+    needed = {"seq": ["seq_id"]} | ({"scores": ["scores"]} if has_scores else {})
+    for rows in parquet_rows(path, needed):
+        labels = rows.columns["seq"][0].unique().to_pylist()
         names |= dict.fromkeys(map(str, labels))
-        has_scores = has_scores and not batch.column("scores").null_count
-
-    return _Overview(list(names), has_scores)
-
-
-_overview = ParseCache(_read_overview)
+        has_scores = has_scores and not rows.columns["scores"][0].null_count
+    return list(names), has_scores

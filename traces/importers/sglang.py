@@ -1,13 +1,9 @@
-"""SGLang expert-distribution dumps (torch zip): per_token, and per_pass as far as it
-tells.
+"""SGLang expert-distribution dumps (torch zip) in mode per_token.
 
-``per_token`` holds physical expert ids of every token, in a width of 8 that is filled
-with -1. Which request a token belongs to is not in the file; requests are followed by
-their positions through the scheduler's passes, and refused where these leave a doubt.
-
-``per_pass`` holds only how many tokens each expert got in a pass: a pass of one token
-is exact but for the rank of its experts, in a pass of several tokens the workloads are
-exact and the tokens are dealt.
+They hold physical expert ids of every token, in a width of 8 that is filled with -1.
+Which request a token belongs to is not in the file; requests are followed by their
+positions through the scheduler's passes, and refused where these leave a doubt. Dumps
+in other modes hold sums over tokens, which are no routing.
 
 Source: sglang/srt/eplb/expert_distribution.py.
 """
@@ -21,16 +17,22 @@ import numpy as np
 
 from moesim.traces.format.schema import Phase
 from moesim.traces.format.sorting import BATCH_ROWS, Appearance, Unordered
-from moesim.traces.importers.readers import torch_file
+from moesim.traces.importers.readers.arrays import (
+    Stored,
+    integers,
+    is_bare_pickle,
+    load_torch,
+    pickle_of,
+)
 from moesim.traces.importers.readers.foreign import (
     NO_WEIGHTS,
-    ParseCache,
+    Foreign,
     decoding,
     layout_error,
+    one_of,
     whole_number,
 )
-from moesim.traces.importers.readers.sequence_rows import ForwardPasses, layer_numbers
-from moesim.traces.importers.readers.tensors import integers
+from moesim.traces.importers.readers.sequence_rows import layer_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,90 +64,42 @@ _LARGEST_PAGE = 256
 # Servers cut at thousands of tokens.
 _LEAST_CHUNK = 1024
 
-_RECORD_WITH = "record with --expert-distribution-recorder-mode per_token"
-_NO_REQUESTS = "were requests sent while recording?"
-_KEYS = ({"records", "last_physical_to_logical_map"}, {"logical_count"})
+_KEYS = ((b"records", b"last_physical_to_logical_map"), (b"logical_count",))
+_MAP = "last_physical_to_logical_map"
 _TOP_K_IDS = "topk_ids_of_layer"
-_COUNTS = "global_physical_count"
 
 
 def recognises(path: Path) -> bool:
     """Whether this is a torch zip that names the keys of a dump, or a bare pickle,
     which only gets a refusal.
     """
-    if torch_file.is_bare_pickle(path):
+    if is_bare_pickle(path):
         return True
-    if not torch_file.is_torch_file(path):
-        return False
-
-    strings = torch_file.pickled_strings(path)
-    return any(keys <= strings for keys in _KEYS)
+    names = pickle_of(path)
+    return any(all(key in names for key in keys) for keys in _KEYS)
 
 
-def provenance(path: Path, **given: str) -> dict[str, Any]:
-    """Mode, rank, number of passes, and remarks."""
-    records = _dump.get(path)["records"]
-    per_token = _TOP_K_IDS in records[0]
-
-    notes = [NO_WEIGHTS]
-    if per_token:
-        notes.append("requests are told apart by position: SGLang does not name them")
-        if "equal_positions" in given:
-            notes.append("of requests at one position the first are taken to go on")
-    else:
-        notes.append(
-            "per_pass holds workloads, not tokens: experts are ordered by id, several"
-            " tokens of a pass are dealt"
-        )
-
-    return {
-        "mode": "per_token" if per_token else "per_pass",
-        "rank": int(records[0]["rank"]),
-        "passes": len(records),
-        "notes": notes,
-    }
-
-
-def read(path: Path, shape: ModelShape, **given: str) -> Unordered:
+def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
     """The file's passes. Their list is in memory, their ids are read as they are
     needed.
     """
-    equal_positions = given.get("equal_positions", "first")
-    if equal_positions != "first":
-        raise layout_error(
-            path, "--option equal_positions", "first", repr(equal_positions), ""
-        )
-    dump = _dump.pop(path)
-    name = "last_physical_to_logical_map"
-    logical = _integers(path, name, dump[name], 2)
-    if logical.size and not 0 <= logical.min() <= logical.max() < 1 << 16:
-        actual = f"{logical.min()}..{logical.max()}"
-        raise layout_error(path, name, "expert ids", actual)
-
-    records = dump["records"]
-    if _TOP_K_IDS in records[0]:
-        return Unordered(lambda: _per_token(path, records, logical, shape, given))
-    return Unordered(lambda: _per_pass(path, records, logical, shape))
-
-
-def _load(path: Path) -> dict[str, Any]:
-    """A dump whose tensors are still in the file."""
-    if torch_file.is_bare_pickle(path):
-        raise torch_file.refuse_pickle(path)
-
-    dump = torch_file.load(path)
-    if isinstance(dump, dict) and "logical_count" in dump:
-        raise layout_error(
-            path,
-            "mode",
-            "per_token or per_pass",
-            "stat, which holds sums only",
-            _RECORD_WITH,
-        )
-
+    takes_first = bool(one_of(path, given, "equal_positions", ("first",)))
+    cut_at = None
+    if "cut_at" in given:
+        cut_at = whole_number(path, "cut_at", given["cut_at"], least=0)
+    dump = load_torch(path)
     with decoding(path, "dump"):
-        records = dump["records"]
-        if not isinstance(records, list) or not records:
+        records = dump.get("records", [])
+        is_per_token = all(_TOP_K_IDS in record for record in records)
+        if "logical_count" in dump or not is_per_token:
+            raise layout_error(
+                path,
+                "mode",
+                "per_token",
+                "per_pass or stat, which holds sums only",
+                "record with --expert-distribution-recorder-mode per_token",
+            )
+        if not records:
             raise layout_error(
                 path,
                 "records",
@@ -153,46 +107,33 @@ def _load(path: Path) -> dict[str, Any]:
                 "none",
                 "was recording started before the requests?",
             )
+        rank = int(records[0]["rank"])
+        logical = _integers(path, _MAP, dump[_MAP], 2)
+    if logical.size and not 0 <= logical.min() <= logical.max() < 1 << 16:
+        actual = f"{logical.min()}..{logical.max()}"
+        raise layout_error(path, _MAP, "expert ids", actual)
 
-        modes = {(_TOP_K_IDS in record, _COUNTS in record) for record in records}
-        if len(modes) > 1 or modes == {(False, False)}:
-            raise layout_error(
-                path,
-                "records",
-                f"{_TOP_K_IDS} or {_COUNTS} in all",
-                "neither, or a mixture",
-            )
+    def pieces() -> Iterator[Block]:
+        requests = _RunningRequests(path, records, cut_at, takes_first=takes_first)
+        return _pieces(path, records, logical, shape, requests)
 
-        return dict(dump)
-
-
-_dump = ParseCache(_load)
+    notes = [
+        NO_WEIGHTS,
+        "requests are told apart by position: SGLang does not name them",
+    ]
+    if takes_first:
+        notes.append("of requests at one position the first are taken to go on")
+    facts = {"mode": "per_token", "rank": rank, "passes": len(records)}
+    return Foreign(Unordered(pieces), notes=notes, facts=facts)
 
 
 def _integers(path: Path, place: str, value: Any, dimensions: int) -> np.ndarray:
     """The numbers of a tensor, which may still be in the file."""
-    array = value.array() if isinstance(value, torch_file.StoredTensor) else value
+    array = value.whole() if isinstance(value, Stored) else value
     return integers(path, place, array, dimensions)
 
 
-def _to_logical(
-    path: Path, place: str, physical: np.ndarray, logical: np.ndarray
-) -> np.ndarray:
-    """Logical ids of physical ids [L, ...]; -1 stays -1."""
-    copies = logical.shape[1]
-    if physical.size and (physical.max() >= copies or physical.min() < -1):
-        outside = physical.max() if physical.max() >= copies else physical.min()
-        expected = f"physical ids 0..{copies - 1} or -1"
-        raise layout_error(path, place, expected, int(outside))
-
-    # An index of -1 takes the last entry, which therefore is -1.
-    padding = np.full((len(logical), 1), -1)
-    table = np.concatenate((logical, padding), axis=1).astype(np.int32)
-    by_layer = zip(table, physical, strict=True)
-    return np.stack([np.take(of_layer, ids) for of_layer, ids in by_layer])
-
-
-# -- per_token -------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------
 
 
 class _RunningRequests:
@@ -463,26 +404,22 @@ def _request_lengths(path: Path, where: str, record: dict[str, Any]) -> list[int
     return lengths
 
 
-def _per_token(
+# -- rows ------------------------------------------------------------------------------
+
+
+def _pieces(
     path: Path,
     records: list[Any],
     logical: np.ndarray,
     shape: ModelShape,
-    given: dict[str, str],
+    requests: _RunningRequests,
 ) -> Iterator[Block]:
     """Rows of some passes at a time, in the order of the file."""
-    cut = None
-    if "cut_at" in given:
-        cut = whole_number(path, "cut_at", given["cut_at"], least=0)
-    takes_first = "equal_positions" in given
-    requests = _RunningRequests(path, records, cut, takes_first=takes_first)
     sequences = Appearance()
     layout = _TokenLayout(path, shape)
-
     # Of each token not yet written: request, phase, position, token id; and the ids.
     columns: tuple[list[int], ...] = ([], [], [], [])
     ids: list[np.ndarray] = []
-
     for number, record in enumerate(records):
         where = f"record {number}"
         physical = _physical_ids(path, where, record, len(logical))
@@ -493,13 +430,12 @@ def _per_token(
         ids.append(physical)
 
         # A pass of one token is far too small a piece to be checked by itself.
-        last = number + 1 == len(records)
-        if len(columns[0]) * len(logical) >= BATCH_ROWS or last:
+        is_last = number + 1 == len(records)
+        if len(columns[0]) * len(logical) >= BATCH_ROWS or is_last:
             first = number + 1 - len(ids)
             place = f"records {first}..{number}" if first < number else where
             joined = np.concatenate(ids, axis=1)  # [layers, tokens, 8]
             arrays = [np.array(column, np.int64) for column in columns]
-
             block = layout.rows(_to_logical(path, place, joined, logical), *arrays)
             if block is not None:
                 yield block | {"seq": sequences.of_numbers(block["seq"])}
@@ -507,7 +443,8 @@ def _per_token(
             ids = []
 
     if not layout.top_k:
-        raise layout_error(path, _TOP_K_IDS, "ids", "-1 everywhere", _NO_REQUESTS)
+        way_out = "were requests sent while recording?"
+        raise layout_error(path, _TOP_K_IDS, "ids", "-1 everywhere", way_out)
 
 
 def _physical_ids(
@@ -515,20 +452,30 @@ def _physical_ids(
 ) -> np.ndarray:
     """Int [layers, T, 8] of a pass of T tokens."""
     ids = _integers(path, f"{where}: {_TOP_K_IDS}", record[_TOP_K_IDS], 3)
-    positions = record["positions"]
-    inputs = record["input_ids"]
-
-    if not len(positions) == len(inputs) == ids.shape[1]:
-        actual = (
-            f"{len(positions)} positions, {len(inputs)} input_ids, {ids.shape[1]}"
-            " columns of ids"
-        )
+    counts = [len(record["positions"]), len(record["input_ids"]), ids.shape[1]]
+    if len(set(counts)) > 1:
         expected = "as many positions and input_ids as tokens"
-        raise layout_error(path, where, expected, actual)
-
+        raise layout_error(path, where, expected, f"{counts} with those of ids")
     if len(ids) != layers:
         raise layout_error(path, where, f"{layers} layers as in the map", len(ids))
     return ids
+
+
+def _to_logical(
+    path: Path, place: str, physical: np.ndarray, logical: np.ndarray
+) -> np.ndarray:
+    """Logical ids of physical ids [L, ...]; -1 stays -1."""
+    copies = logical.shape[1]
+    if physical.size and (physical.max() >= copies or physical.min() < -1):
+        outside = physical.max() if physical.max() >= copies else physical.min()
+        expected = f"physical ids 0..{copies - 1} or -1"
+        raise layout_error(path, place, expected, int(outside))
+
+    # An index of -1 takes the last entry, which therefore is -1.
+    padding = np.full((len(logical), 1), -1)
+    table = np.concatenate((logical, padding), axis=1).astype(np.int32)
+    by_layer = zip(table, physical, strict=True)
+    return np.stack([np.take(of_layer, ids) for of_layer, ids in by_layer])
 
 
 class _TokenLayout:
@@ -621,81 +568,3 @@ class _TokenLayout:
                 f"{due[layer]} experts",
                 int(counts[layer, token]),
             )
-
-
-# -- per_pass --------------------------------------------------------------------------
-
-
-def _per_pass(
-    path: Path, records: list[Any], logical: np.ndarray, shape: ModelShape
-) -> Iterator[Block]:
-    """All rows at once: workloads of all passes are held."""
-    loads = [
-        _logical_load(path, number, record, logical)
-        for number, record in enumerate(records)
-    ]
-    busy = np.any([load.any(axis=1) for load in loads], axis=0)
-    sparse = np.flatnonzero(busy).tolist()
-    number_of = layer_numbers(path, sparse, shape)
-
-    passes: list[int] = []
-    layers: list[int] = []
-    dealt: list[np.ndarray] = []
-    for number, load in enumerate(loads):
-        if not load.any():  # a rank may idle
-            continue
-        for layer in sparse:
-            place = f"record {number}, layer {layer}"
-            dealt.append(deal(path, place, load[layer], shape.top_k))
-            passes.append(number)
-            layers.append(number_of[layer])
-
-    if not dealt:
-        raise layout_error(path, _COUNTS, "counts", "0 everywhere", _NO_REQUESTS)
-
-    yield ForwardPasses().rows(
-        number=np.array(passes),
-        layer=np.array(layers),
-        tokens=np.array([len(tokens) for tokens in dealt]),
-        experts=np.concatenate(dealt),
-    )
-
-
-def _logical_load(
-    path: Path, number: int, record: dict[str, Any], logical: np.ndarray
-) -> np.ndarray:
-    """int64 [layers, E]: tokens of each expert in a pass, all its copies together."""
-    where = f"record {number}"
-    physical = _integers(path, f"{where}: {_COUNTS}", record[_COUNTS], 2)
-    if physical.shape != logical.shape or physical.min() < 0:
-        expected = f"counts of shape {list(logical.shape)}"
-        raise layout_error(path, where, expected, list(physical.shape))
-
-    layers = len(logical)
-    experts = int(logical.max()) + 1
-    key = np.arange(layers)[:, None] * experts + logical
-    load = np.bincount(key.reshape(-1), physical.reshape(-1), layers * experts)
-    return load.astype(np.int64).reshape(layers, experts)
-
-
-def deal(path: Path, place: str, load: np.ndarray, top_k: int) -> np.ndarray:
-    """Return tokens [T, K] with exactly these workloads.
-
-    The copies of each expert stand in one row and are dealt to the tokens in turn. An
-    expert has at most T copies, so no token gets it twice.
-    """
-    choices = int(load.sum())
-    busiest = int(load.max(initial=0))
-    tokens, rest = divmod(choices, top_k)
-
-    if rest or busiest > tokens:
-        raise layout_error(
-            path,
-            place,
-            f"whole tokens of {top_k} experts",
-            f"{choices} choices, at most {busiest} of one expert",
-            "is the shape's top-k right?",
-        )
-
-    copies = np.repeat(np.arange(len(load)), load)
-    return np.sort(copies.reshape(top_k, tokens).T, axis=1)

@@ -18,24 +18,26 @@ import numpy as np
 
 from moesim.base.inputs import load_json, open_input, read_text
 from moesim.traces.format.sorting import BATCH_ROWS
-from moesim.traces.importers.readers.array_stream import in_memory, streams
+from moesim.traces.importers.readers.arrays import (
+    NPY,
+    in_memory,
+    integers,
+    kind_of,
+    npy,
+    npy_header,
+    stored_arrays,
+)
 from moesim.traces.importers.readers.foreign import (
     DECODING_ERRORS,
     NO_WEIGHTS,
     PROMPT_TOKENS_NOTE,
+    Foreign,
     decoding,
+    head,
     layout_error,
     prompt_length,
 )
 from moesim.traces.importers.readers.sequence_rows import dense_block
-from moesim.traces.importers.readers.tensors import (
-    NPY,
-    array,
-    integers,
-    kind_of,
-    npy_header,
-)
-from moesim.traces.importers.readers.text import head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
     from moesim.base.errors import TraceError
     from moesim.traces.format.schema import ModelShape
-    from moesim.traces.importers.readers.array_stream import ArrayStream
+    from moesim.traces.importers.readers.arrays import Stored
 
     Block = dict[str, np.ndarray]
 
@@ -70,8 +72,8 @@ class _Completion(NamedTuple):
         model: its name, where the response has it.
     """
 
-    prompt: ArrayStream | None
-    generated: ArrayStream
+    prompt: Stored | None
+    generated: Stored
     model: str = ""
 
 
@@ -98,32 +100,33 @@ def recognises(path: Path) -> bool:
     return f'"{_PROMPT}"'.encode() in start
 
 
-def provenance(path: Path, **given: str) -> dict[str, Any]:
-    """Model where the response names it, and remarks."""
-    model: dict[str, str] = {}
+def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
+    """Completions in parts, the prompt, then what was generated; and the model where a
+    response names it.
+    """
+    del shape
+    stated = prompt_length(path, given)
+    facts: dict[str, str] = {}
     has_prompts = False
     for completion in _completions(path):
         has_prompts |= completion.prompt is not None
         if completion.model:
-            model = {"model": completion.model}
+            facts = {"model": completion.model}
 
     notes = [NO_WEIGHTS]
-    if not has_prompts and "prompt_tokens" not in given:
+    if not has_prompts and stated is None:
         notes.append(PROMPT_TOKENS_NOTE)
-    return {**model, "notes": notes}
+    return Foreign(_blocks(path, stated or 0), notes=notes, facts=facts)
 
 
-def read(path: Path, shape: ModelShape, **given: str) -> Iterator[Block]:
-    """Completions in parts: the prompt, then what was generated."""
-    del shape
-    # Refused before any row is read.
-    stated = prompt_length(path, given)
-
+def _blocks(path: Path, stated: int) -> Iterator[Block]:
+    """The rows of all completions; the first `stated` tokens of those without a prompt
+    of their own are prompt.
+    """
     number = 0
     for completion in _completions(path):
         prompt = completion.prompt
-        split = (stated or 0) if prompt is None else prompt.shape[0]
-
+        split = stated if prompt is None else prompt.shape[0]
         any_token = False
         for block in _completion_blocks(path, number, completion, split):
             any_token = True
@@ -205,7 +208,7 @@ def _completions(path: Path) -> Iterator[_Completion]:
 
 def _of_arrays(path: Path) -> Iterator[_Completion]:
     """Completions of named arrays; a prompt without a prefix belongs to all of them."""
-    arrays = streams(path)
+    arrays = stored_arrays(path)
     if kind_of(path) == "npz":
         arrays = {
             name: ids for name, ids in arrays.items() if name.endswith(_GENERATED)
@@ -316,7 +319,7 @@ def _split(
 
 
 def _check_shapes(
-    path: Path, place: str, prompt: ArrayStream | None, generated: ArrayStream
+    path: Path, place: str, prompt: Stored | None, generated: Stored
 ) -> None:
     if prompt is None or not generated.shape[0]:
         return
@@ -341,8 +344,8 @@ def _ids(path: Path, place: str, value: Any) -> np.ndarray | None:
                 "other base64 bytes",
                 "save the array with numpy.save",
             )
-        ids = array(path, place, io.BytesIO(data), len(data))
-        return integers(path, place, ids, 3)
+        stored = npy(path, place, lambda: io.BytesIO(data), len(data))
+        return integers(path, place, stored.whole(), 3)
 
     if value == []:
         return np.empty((0, 1, 1), np.int32)

@@ -22,7 +22,7 @@ from moesim.base.files import write_bytes
 from moesim.base.inputs import parse_json
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape  # noqa: TC001 - of a schema
-from moesim.traces.importers.readers.array_stream import load_named
+from moesim.traces.importers.readers.arrays import load_named
 from moesim.traces.models import known_models, model_shape
 from moesim.traces.shipped import resolve_trace
 from moesim.traces.stats.routing_curves import Likeness  # noqa: TC001 - of a schema

@@ -1,30 +1,72 @@
-"""What importers of foreign files share: errors of one line, options, names of columns,
-and a parsed file kept from one call to the next.
+"""What importers of foreign files share: what they return, errors of one line, options,
+and names of columns.
 """
 
 from __future__ import annotations
 
-import functools
+import pickle
 import struct
 import tokenize
 import zipfile
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 
 from moesim.base.errors import TraceError
-from moesim.base.inputs import InputError
+from moesim.base.inputs import InputError, open_input
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
+
+    import numpy as np
+
+    from moesim.traces.format.schema import ModelShape, TraceHeader
+    from moesim.traces.format.sorting import Unordered
+
+    Block = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """What a foreign file holds.
+
+    Attributes:
+        rows: blocks of rows as `TraceWriter.write` takes them, each block one sequence
+            or a part of it, sorted by pos and layer, sequences numbered from 0; or
+            `Unordered` rows.
+        shape: the model, as far as the file knows it better than the user said.
+        notes: oddities, a line each.
+        facts: what the file says about itself, JSON values only.
+        header: of a file that has one; it then takes the place of the three above.
+        beside: a context manager for a file next to the trace; it gives a function that
+            takes from each block what a trace has no column for.
+    """
+
+    rows: Iterable[Block] | Unordered
+    shape: ModelShape | None = None
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    header: TraceHeader | None = None
+    beside: Callable[[Path], AbstractContextManager[Callable[[Block], Block]]] = (
+        lambda out: nullcontext(lambda block: block)  # noqa: ARG005 - named in calls
+    )
+
+
+def head(path: Path, count: int = 65_536) -> bytes:
+    """Return the first bytes of a file; none where it cannot be read."""
+    try:
+        with open_input(path) as file:
+            return file.read(count)
+    except OSError:
+        return b""
 
 
 # -- errors ----------------------------------------------------------------------------
-# Errors of foreign files: whatever a damaged file provokes becomes one line.
 
 # What decoding bytes of another program may raise. A `RecursionError` is a
 # `RuntimeError`; numpy's npy headers are parsed as Python, hence the tokenizer's.
@@ -42,6 +84,7 @@ DECODING_ERRORS = (
     SyntaxError,
     tokenize.TokenError,
     struct.error,
+    pickle.PickleError,
     zipfile.BadZipFile,
     zlib.error,
     pa.ArrowException,
@@ -70,14 +113,11 @@ def decoding(path: Path, part: str) -> Iterator[None]:
         raise TraceError(f"{path}: {part}: {error}") from None
     except DECODING_ERRORS as error:
         reason = " ".join(str(error).split())[:_REASON_LETTERS]
-        reason = reason or type(error).__name__
-
         if isinstance(error, RecursionError):
             reason = "more lists and objects in each other than can be read"
-
         raise TraceError(
-            f"{path}: {part}: expected a whole, well-formed file, found: {reason}; was"
-            " it cut off while copying?"
+            f"{path}: {part}: expected a whole, well-formed file, found:"
+            f" {reason or type(error).__name__}; was it cut off while copying?"
         ) from None
 
 
@@ -95,7 +135,6 @@ def layout_error(
 
 
 # -- options ---------------------------------------------------------------------------
-# Options of importers, and notes that several of them leave.
 
 # Said in the same words by every importer.
 NO_WEIGHTS = "no combine weights in the source"
@@ -104,8 +143,7 @@ PROMPT_TOKENS = "how many of the first tokens of every sequence are prompt"
 PROMPT_TOKENS_NOTE = (
     f"{NO_PHASES}: all are taken as generated; --prompt-tokens N says more"
 )
-
-
+MAP = "our column=theirs, joined by commas"
 RESTARTS = (
     "passes: rows are those of forward passes, and each that begins again at the first"
     " position is a prompt of its own"
@@ -114,8 +152,6 @@ TWICE = (
     "positions restart: tell sequences apart by a column seq, or say --option"
     " restarts=passes where they count the rows of a pass"
 )
-
-
 _FLAGS = ("map", "prompt_tokens", "batch")
 
 
@@ -135,7 +171,6 @@ def whole_number(path: Path, name: str, value: object, least: int = 1) -> int:
         raise TraceError(
             f"{path}: {spelled(name)}: expected a whole number >= {least}, got {text!r}"
         )
-
     return int(text)
 
 
@@ -143,20 +178,24 @@ def prompt_length(path: Path, given: Mapping[str, str]) -> int | None:
     """Return the option ``prompt_tokens`` as a number; None where it is not given."""
     if "prompt_tokens" not in given:
         return None
-
     return whole_number(path, "prompt_tokens", given["prompt_tokens"], least=0)
 
 
-def are_passes(path: Path, given: Mapping[str, str]) -> bool:
-    """Whether the option ``restarts`` says that rows are those of forward passes."""
-    restarts = given.get("restarts", "")
-    if restarts not in ("", "passes"):
-        raise layout_error(path, "--option restarts", "passes", repr(restarts), "")
-    return bool(restarts)
+def one_of(
+    path: Path, given: Mapping[str, str], name: str, words: tuple[str, ...]
+) -> str:
+    """Return an option that is one of some words, empty where it is not given.
+
+    Raises:
+        TraceError: another word.
+    """
+    word = given.get(name, "")
+    if word not in ("", *words):
+        raise layout_error(path, spelled(name), " or ".join(words), repr(word), "")
+    return word
 
 
 # -- names -----------------------------------------------------------------------------
-# Names that engines write for our columns, and options that add others.
 
 NAMES = {
     "seq": (
@@ -186,11 +225,11 @@ NAMES = {
     ),
     "weights": ("weights", "gate_weights", "expert_weights", "topk_weights"),
 }
-"""Our column -> names of it, the most explicit first."""
+"""Our column -> names that engines write for it, the most explicit first."""
 
 
 def named_by(
-    path: Path, given: Mapping[str, str], known: tuple[str, ...]
+    path: Path, given: Mapping[str, str], known: Iterable[str]
 ) -> dict[str, str]:
     """Read the option ``map``: our column -> theirs.
 
@@ -206,12 +245,9 @@ def named_by(
     for word in filter(None, given.get("map", "").split(",")):
         name, equals, source = (part.strip() for part in word.partition("="))
         if not equals or not source or name not in known:
+            expected = f"column=theirs with {', '.join(known)}"
             raise layout_error(
-                path,
-                f"--map: {word!r}",
-                f"column=theirs with {', '.join(known)}",
-                name or "nothing",
-                "",
+                path, f"--map: {word!r}", expected, name or "nothing", ""
             )
         words[name] = source
     return words
@@ -233,73 +269,14 @@ def layout_names(
     Raises:
         TraceError: a word that is no mapping, or two for one name.
     """
-    words = named_by(path, given, tuple(meanings))
     names = {name: name for name in meanings.values()}
     # Two words may mean one column, ours and the layout's own.
-    mapped: set[str] = set()
-    for word, source in words.items():
+    mapped: dict[str, str] = {}
+    for word, source in named_by(path, given, tuple(meanings)).items():
         name = meanings[word]
-        if name in mapped or source in [names[other] for other in mapped]:
+        if name in mapped or source in mapped.values():
             raise layout_error(
                 path, "--map", "each column once", f"{word}={source}", ""
             )
-        mapped.add(name)
-        names[name] = source
-    return names
-
-
-# -- parse cache -----------------------------------------------------------------------
-# A parsed file, kept from one call to the next.
-
-
-class ParseCache:
-    """Keeps what one file parsed to, so that `provenance` and `read` share the work.
-
-    Args:
-        parse: reads a file; its result is kept until another file is asked for.
-    """
-
-    def __init__(self, parse: Callable[[Path], Any]) -> None:
-        self._parse = parse
-        self._entry: tuple[tuple[Path, int, int], Any] | None = None
-
-    def get(self, path: Path) -> Any:
-        """Return what the file holds, and keep it for the next call."""
-        status = path.stat()
-        # Size and time too: the same name may hold another file by now.
-        key = (path, status.st_size, status.st_mtime_ns)
-
-        if self._entry is None or self._entry[0] != key:
-            self._entry = (key, self._parse(path))
-
-        return self._entry[1]
-
-    def pop(self, path: Path) -> Any:
-        """Return what the file holds, and keep it no longer."""
-        value = self.get(path)
-        self._entry = None
-        return value
-
-
-# -- bfloat16 --------------------------------------------------------------------------
-# bfloat16, which numpy has no type for: its bits are the upper half of a float's.
-
-# In place of a name of numpy's.
-BF16 = "bf16"
-
-
-@functools.cache
-def raw_dtype(dtype: str) -> np.dtype:
-    """Return the type of numbers as a file has them; `dtype` may be ``bf16``."""
-    return np.dtype("<u2" if dtype == BF16 else dtype)
-
-
-@functools.cache
-def row_dtype(dtype: str) -> np.dtype:
-    """Return the type of numbers once they are read; `dtype` may be ``bf16``."""
-    return np.dtype("<f4" if dtype == BF16 else dtype)
-
-
-def from_bf16(bits: np.ndarray) -> np.ndarray:
-    """Return bfloat16 numbers, given as uint16, as float32."""
-    return np.asarray(bits.astype(np.uint32, order="C") << 16).view(np.float32)
+        mapped[name] = source
+    return names | mapped
