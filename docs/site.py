@@ -33,9 +33,7 @@ GROUPS = {
     " Run",
     "Questions": "compare Comparison gap hit_rates quality search sensitivity",
     "Sweeps": "sweep results query ranking",
-    "Answers and figures": "answer Answer Figure style comparison_figure sweep_figure"
-    " memory_figure hits_figure gap_figure step_figure placement_figure course_figure"
-    " curves_figure quality_figure line_figure write_perfetto",
+    "Answers and figures": "answer Answer Figure style line_figure write_perfetto",
     "Traces": "Trace open_trace record load_model import_trace export_trace synth"
     " predict Timeline",
     "Machines": "HardwareProfile list_profiles load_profile save_profile",

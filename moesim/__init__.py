@@ -32,15 +32,11 @@ if TYPE_CHECKING:
     from moesim.policies.registry import register
     from moesim.questions.answer import answer
     from moesim.questions.compare import Comparison, compare
-    from moesim.questions.gap import gap, gap_figure
-    from moesim.questions.hit_rates import hit_rates, hits_figure
-    from moesim.questions.lanes import course_figure, placement_figure
-    from moesim.questions.quality import quality, quality_figure
-    from moesim.questions.ranked import comparison_figure, memory_figure, sweep_figure
+    from moesim.questions.gap import gap
+    from moesim.questions.hit_rates import hit_rates
+    from moesim.questions.quality import quality
     from moesim.questions.search import search
     from moesim.questions.sensitivity import sensitivity
-    from moesim.questions.timeline import step_figure
-    from moesim.questions.trace_stats import curves_figure
     from moesim.reporting.answers import Answer
     from moesim.reporting.figures import Figure, line_figure, style
     from moesim.runs.config import MeasuredConfig, MemoryOptions, RunConfig
@@ -79,14 +75,9 @@ __all__ = [
     "advise",
     "answer",
     "compare",
-    "comparison_figure",
-    "course_figure",
-    "curves_figure",
     "export_trace",
     "gap",
-    "gap_figure",
     "hit_rates",
-    "hits_figure",
     "import_trace",
     "line_figure",
     "list_policies",
@@ -94,12 +85,9 @@ __all__ = [
     "load_config",
     "load_model",
     "load_profile",
-    "memory_figure",
     "open_trace",
-    "placement_figure",
     "predict",
     "quality",
-    "quality_figure",
     "query",
     "ranking",
     "record",
@@ -110,10 +98,8 @@ __all__ = [
     "save_profile",
     "search",
     "sensitivity",
-    "step_figure",
     "style",
     "sweep",
-    "sweep_figure",
     "synth",
     "write_perfetto",
 ]
@@ -131,19 +117,11 @@ _MODULES = {
     ),
     "moesim.policies.registry": ("list_policies", "register"),
     "moesim.questions.compare": ("Comparison", "compare"),
-    "moesim.questions.gap": ("gap", "gap_figure"),
-    "moesim.questions.hit_rates": ("hit_rates", "hits_figure"),
-    "moesim.questions.lanes": ("course_figure", "placement_figure"),
-    "moesim.questions.quality": ("quality", "quality_figure"),
-    "moesim.questions.ranked": (
-        "comparison_figure",
-        "memory_figure",
-        "sweep_figure",
-    ),
+    "moesim.questions.gap": ("gap",),
+    "moesim.questions.hit_rates": ("hit_rates",),
+    "moesim.questions.quality": ("quality",),
     "moesim.questions.search": ("search",),
     "moesim.questions.sensitivity": ("sensitivity",),
-    "moesim.questions.timeline": ("step_figure",),
-    "moesim.questions.trace_stats": ("curves_figure",),
     "moesim.questions.answer": ("answer",),
     "moesim.reporting.answers": ("Answer",),
     "moesim.reporting.figures": ("Figure", "line_figure", "style"),

@@ -63,8 +63,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from matplotlib.axes import Axes
-
     from moesim.policies.planner.planner import Planner
     from moesim.policies.systems import System
     from moesim.runs.bound import Bound, MemoryBound
@@ -612,12 +610,6 @@ def _figure(report: Gap) -> Figure:
         text="words",
         rules=rules,
     )
-
-
-def gap_figure(report: Gap, *, ax: Axes | None = None) -> Axes:
-    """Draw the time of a run from the policy down to the ceiling, by part."""
-    axes: Axes = _figure(report).draw(ax)
-    return axes
 
 
 def shapley(

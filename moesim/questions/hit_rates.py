@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pandas as pd
-    from matplotlib.axes import Axes
 
     from moesim.traces.format.reader import Trace
 
@@ -181,9 +180,3 @@ def _figure(rates: pd.DataFrame) -> Figure:
         series="cache",
         dashed=frozenset(_oracles(rates)),
     )
-
-
-def hits_figure(rates: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Draw a line per cache; those that see the future are dashed."""
-    axes: Axes = _figure(rates).draw(ax)
-    return axes

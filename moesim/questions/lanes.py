@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from moesim.base.options import ConfigError
 from moesim.questions.timeline import (
     packed,
     step_choice,
@@ -21,8 +20,6 @@ from moesim.reporting.pages import Choice, Page, Spans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from matplotlib.axes import Axes
 
     from moesim.runs.result import Run
 
@@ -72,7 +69,7 @@ def add_runs(page: Page, runs: Mapping[str, Run]) -> Page:
     )
     return page.add(
         "Every decode pass",
-        *(interactive(course_drawn(runs, measure)) for measure in ("ms", "hits")),
+        interactive(course_drawn(runs)),
         note="Decode only." + (" A click on a name hides it." if choices else ""),
     )
 
@@ -143,16 +140,6 @@ def placement_chart(
     return interactive(placement_drawn(placed), where=where, chosen=chosen)
 
 
-def placement_figure(run: Run, *, ax: Axes | None = None) -> Axes:
-    """Draw which expert was computed where; return the Axes.
-
-    Blue was computed on a GPU, orange on the CPU, grey in between; what is empty was
-    never asked for.
-    """
-    axes: Axes = placement_drawn(run.placement()).draw(ax)
-    return axes
-
-
 def course(run: Run) -> pd.DataFrame:
     """Time and hit rate of every decode pass of a run: ``step``, ``ms``, ``hits``.
 
@@ -174,33 +161,19 @@ def course(run: Run) -> pd.DataFrame:
     return averaged.round({"step": 0, "ms": 4, "hits": 4})
 
 
-def course_drawn(runs: Mapping[str, Run], measure: str = "ms") -> Figure:
+def course_drawn(runs: Mapping[str, Run]) -> Figure:
     """Every decode pass, a line for each run: its ``ms``, or ``hits``."""
     rows = pd.concat(
         [course(run).assign(policy=name) for name, run in runs.items()],
         ignore_index=True,
     )
-    y = {
-        "ms": Axis("ms", "ms per forward pass"),
-        "hits": Axis("hits", "hit rate", ".0%", zero=True),
-    }
-    if measure not in y:
-        raise ConfigError(f"measure: expected {' or '.join(y)}, got {measure!r}")
+    ms = Axis("ms", "ms per forward pass")
     return Figure(
         rows,
         Axis("step", "forward pass", integer=True),
-        y[measure],
-        {"ms": "Time of each pass", "hits": "Hit rate of each pass"}[measure],
+        ms,
+        "Every decode pass",
         series="policy",
+        measures=(ms, Axis("hits", "hit rate", ".0%", zero=True)),
         dashed=frozenset(n for n, run in runs.items() if run.config["oracle"]),
     )
-
-
-def course_figure(
-    runs: Mapping[str, Run], measure: str = "ms", *, ax: Axes | None = None
-) -> Axes:
-    """Draw every decode pass, a line for each run by name: its ``ms`` or its ``hits``;
-    return the Axes.
-    """
-    axes: Axes = course_drawn(runs, measure).draw(ax)
-    return axes

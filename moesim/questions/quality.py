@@ -38,8 +38,6 @@ from moesim.runs.setup import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from matplotlib.axes import Axes
-
     from moesim.policies.systems import System
     from moesim.runs.config import MemorySize
     from moesim.runtime.models.local_model import LocalModel
@@ -483,16 +481,6 @@ def quality_drawn(report: Quality, measure: str) -> Figure:
         series="cache",
         text="swept",
     )
-
-
-def quality_figure(
-    report: Quality, measure: str = "kl", *, ax: Axes | None = None
-) -> Axes:
-    """Draw ``kl`` or ``agreement`` over the share of hits, a line per cache ratio;
-    return the Axes.
-    """
-    axes: Axes = quality_drawn(report, measure).draw(ax)
-    return axes
 
 
 def _title(report: Quality) -> str:

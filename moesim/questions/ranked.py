@@ -20,7 +20,7 @@ import pandas as pd
 
 from moesim.base.options import default_of, flag_of, option_of
 from moesim.base.units import is_missing, ms, number, percent
-from moesim.questions.lanes import add_runs, placement_chart
+from moesim.questions.lanes import add_runs, course_drawn, placement_chart
 from moesim.reporting.answers import Answer, Column, Listing, column
 from moesim.reporting.figures import GPU, QUIET, Axis, Figure, names
 from moesim.reporting.interactive import interactive
@@ -38,8 +38,6 @@ from moesim.runs.sweeps.rows import DETAILS, FULL_SHARE, NEVER_USED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from matplotlib.axes import Axes
 
     from moesim.runs.result import Run
 
@@ -234,6 +232,9 @@ def ranked_answer(
         answer.on_page = lambda page: _add_page(page, frame, table, runs)
     if runs is not None:
         answer.data |= _runs_data(table, runs)
+        if not cells:
+            named = {str(name): run for name, run in runs.items()}
+            answer.figures["passes"] = lambda: course_drawn(named)
         configs = {str(name): run.config for name, run in runs.items()}
         answer.settings = json.dumps(configs, indent=1)
     return answer
@@ -613,9 +614,10 @@ def _how_often(table: pd.DataFrame) -> Listing:
 
 
 def _figures(table: pd.DataFrame) -> dict[str, Callable[[], Figure]]:
+    of_times = {"times": lambda: _lines(table)}
     if not table.attrs["cells"]:
-        return {"policies": lambda: _bars(table)}
-    return {"times": lambda: _lines(table), "memory": lambda: _front(table)}
+        of_times = {"policies": lambda: _bars(table)}
+    return of_times | {"memory": lambda: _front(table)}
 
 
 _SCALES = {"s": (1e3, "ms"), "bytes": (1 / GIB, "GiB"), "share": (1, "")}
@@ -717,59 +719,6 @@ def _front(table: pd.DataFrame) -> Figure:
         hover=[(name, axis_head(name), "") for name in cells],
         **common,
     )
-
-
-def comparison_figure(
-    frame: Any, *, ax: Axes | None = None, measure: str | None = None
-) -> Axes:
-    """Draw a bar for each policy of one setting; return the Axes.
-
-    Args:
-        frame: of `moesim.sweep` or ``.table`` or ``.frame`` of a comparison.
-        ax: Axes of matplotlib; None makes some.
-        measure: another metric than the time that decides, such as ``ttft_s``.
-    """
-    axes: Axes = _bars(_table_of(frame)).draw(ax, measure=measure)
-    return axes
-
-
-def sweep_figure(frame: Any, *, ax: Any = None, measure: str | None = None) -> Any:
-    """Draw the time of each policy over memory, or the axis with the most values;
-    return the Axes, an array of them where other axes make several panels.
-
-    Args:
-        frame: of `moesim.sweep`, or of a comparison; with ``details=True`` it has 95 %
-            intervals.
-        ax: as many Axes of matplotlib as there are panels; None makes them.
-        measure: another metric than the time that decides, such as ``ttft_s``.
-    """
-    table = _table_of(frame)
-    figure = _lines(table) if table.attrs["cells"] else _bars(table)
-    return figure.draw(ax, measure=measure)
-
-
-def memory_figure(
-    frame: Any, *, ax: Axes | None = None, measure: str | None = None
-) -> Axes:
-    """Draw a point for each run: time over the memory that it takes of each GPU; return
-    the Axes.
-
-    Args:
-        frame, ax, measure: as `sweep_figure` takes them.
-    """
-    axes: Axes = _front(_table_of(frame)).draw(ax, measure=measure)
-    return axes
-
-
-def _table_of(frame: Any) -> pd.DataFrame:
-    frame = getattr(frame, "frame", frame)
-    if not isinstance(frame, pd.DataFrame) or not {"policy", "tpot_s"} <= set(frame):
-        raise TypeError(
-            "frame: expected what moesim.sweep or moesim.compare returned, got"
-            f" {type(frame).__name__}"
-        )
-    is_ranked = "candidate" in frame and "cells" in frame.attrs
-    return frame if is_ranked else ranked_runs(frame)
 
 
 # The page of many runs.

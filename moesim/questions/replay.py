@@ -59,7 +59,7 @@ def _draw_with(answer: Answer, run: Run) -> None:
     from moesim.questions.timeline import step_drawn  # noqa: PLC0415
 
     answer.figures = {
-        "step": lambda: step_drawn(run),
+        "step": lambda **which: step_drawn(run, **which),
         "placement": lambda: placement_drawn(run.placement()),
         "passes": lambda: course_drawn({"run": run}),
     }

@@ -18,8 +18,6 @@ from moesim.reporting.pages import Choice, Spans
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from matplotlib.axes import Axes
-
     from moesim.runs.result import Run
 
 MOST_SPANS = 120_000
@@ -225,27 +223,18 @@ def timeline_part(
 _COLUMNS = ("lane", "kind", "start", "end", "label")
 
 
-def step_figure(
-    run: Run, step: int | None = None, layers: int = 4, *, ax: Axes | None = None
-) -> Axes:
-    """Draw what every lane did in the first layers of one forward pass, with the
-    numbers of the experts it was for.
+def step_drawn(run: Run, step: int | None = None, layers: int = 4) -> Figure:
+    """What every lane did in the first layers of one forward pass, with the numbers of
+    the experts it was for.
 
     Args:
         run: with its timeline.
         step: the forward pass; None takes the decode step in the middle of the run.
         layers: how many MoE layers from the first on.
-        ax: Axes of matplotlib; None makes some.
 
     Raises:
         PolicyError: no such step.
     """
-    axes: Axes = step_drawn(run, step, layers).draw(ax)
-    return axes
-
-
-def step_drawn(run: Run, step: int | None = None, layers: int = 4) -> Figure:
-    """The figure of `step_figure`."""
     steps = run.timeline.step_frame()
     if step is None and len(steps):
         step = middle_step(steps)

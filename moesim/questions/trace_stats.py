@@ -18,8 +18,6 @@ from moesim.reporting.pages import trace_words
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from matplotlib.axes import Axes
-
     from moesim.reporting.pages import Page
     from moesim.traces.format.reader import Trace
     from moesim.traces.stats.trace_summary import TraceSummary
@@ -78,7 +76,7 @@ def stats_answer(trace: Trace, summary: TraceSummary) -> Answer:
         if sizes
         else [],
         figures={
-            name: (lambda draw=draw: draw(summary))  # type: ignore[misc]
+            name: (lambda draw=draw: draw(summary))
             for name, (_, _, draw) in PANELS.items()
             if draw(summary) is not None
         },
@@ -356,20 +354,3 @@ PANELS: dict[str, tuple[str, str, Callable[[TraceSummary], Figure | None]]] = {
     ),
 }
 """By name: title, a line of explanation and the drawing function of every figure."""
-
-
-def curves_figure(summary: TraceSummary, *, ax: Axes | None = None) -> Axes:
-    """Draw hit rates of LRU and Belady over the size of the cache; return the Axes.
-
-    Args:
-        summary: of `moesim.traces.stats.trace_summary.summarise_trace`.
-        ax: Axes of matplotlib; None makes some.
-
-    Raises:
-        ValueError: a trace without generated tokens.
-    """
-    figure = curves(summary)
-    if figure is None:
-        raise ValueError("expected a trace with generated tokens, found none")
-    axes: Axes = figure.draw(ax)
-    return axes

@@ -215,7 +215,7 @@ class Answer:
     tables: Sequence[Listing] = ()
     sentences: Sequence[str] = ()
     notes: Sequence[str] = ()
-    figures: dict[str, Callable[[], Figure]] = field(default_factory=dict)
+    figures: dict[str, Callable[..., Figure]] = field(default_factory=dict)
     all_rows: pd.DataFrame | None = None
     data: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -234,8 +234,12 @@ class Answer:
         """The same, with the command line that repeats it."""
         return replace(self, command=command)
 
-    def figure(self, name: str | None = None) -> Figure:
+    def figure(self, name: str | None = None, **options: Any) -> Figure:
         """A figure; the first without a name.
+
+        Args:
+            name: one of `figures`.
+            options: what it takes, such as ``step`` and ``layers`` of a run's ``step``.
 
         Raises:
             ConfigError: there is none of this name.
@@ -244,11 +248,23 @@ class Answer:
         if name not in self.figures:
             known = ", ".join(self.figures) or "none"
             raise ConfigError(f"figure: expected one of {known}, got {name!r}")
-        return self.figures[name]()
+        return self.figures[name](**options)
 
-    def plot(self, name: str | None = None, ax: Any = None, **more: Any) -> Any:
-        """Draw a figure with matplotlib; see `moesim.reporting.figures.Figure.draw`."""
-        return self.figure(name).draw(ax, **more)
+    def plot(
+        self,
+        name: str | None = None,
+        ax: Any = None,
+        *,
+        measure: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Draw a figure with matplotlib; return its Axes.
+
+        Args:
+            name, options: as `figure` takes them.
+            ax, measure: as `moesim.reporting.figures.Figure.draw` takes them.
+        """
+        return self.figure(name, **options).draw(ax, measure=measure)
 
     # Views.
 

@@ -148,7 +148,7 @@ def test_placement_counts_every_access_once(compared):
 
 def test_the_page_shows_everything(compared, tmp_path):
     text = compared.answer().write(tmp_path / "c.html").read_text("utf-8")
-    assert text.count("<figure>") == 7
+    assert text.count("<figure>") == 6
     shares = busy_shares(compared.runs["all-cpu"])
     for words in (
         *POLICIES,
@@ -214,7 +214,7 @@ def test_a_step_shows_each_lane_that_worked_in_it(compared):
     experts = {str(expert) for expert in mine["expert"] if expert >= 0}
     assert {label for label in shown["label"] if label} <= experts
     with pytest.raises(PolicyError, match="99999"):
-        moesim.step_figure(run, 99999)
+        moesim.answer(run).plot("step", step=99999)
 
 
 def with_times(compared, seconds):

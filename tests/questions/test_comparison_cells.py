@@ -288,7 +288,7 @@ def test_winners_are_counted_and_listed(swept):
 
 
 def test_the_picture_has_a_panel_per_machine_and_a_line_per_policy(swept):
-    axes = moesim.sweep_figure(swept)
+    axes = moesim.answer(swept).plot("times")
     assert [each.get_title() for each in axes] == list(MACHINES)
     lines = {line.get_label(): line for line in axes[1].get_lines()}
     assert set(lines) == set(POLICIES)
@@ -305,7 +305,7 @@ def test_the_picture_has_a_panel_per_machine_and_a_line_per_policy(swept):
 
 def test_with_one_memory_machines_stand_on_the_axis(trace):
     found = moesim.compare(trace, ["greedy", "all-cpu"], hw=MACHINES, steps=4)
-    axes = moesim.sweep_figure(found)
+    axes = moesim.answer(found).plot("times")
     assert [label.get_text() for label in axes.get_xticklabels()] == list(MACHINES)
 
 
@@ -313,7 +313,7 @@ def test_memory_stands_on_a_true_axis(trace):
     """1, 2 and 6 GiB are no three equal steps."""
     sizes = ["1GiB", "2GiB", "6GiB"]
     found = moesim.compare(trace, ["greedy"], memory=sizes, steps=2, hw="rtx4060ti")
-    axes = moesim.sweep_figure(found)
+    axes = moesim.answer(found).plot("times")
     assert axes.get_lines()[0].get_xdata().tolist() == [1, 2, 6]
     assert axes.get_xlabel() == "GPU memory, GiB"
 

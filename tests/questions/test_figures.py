@@ -21,17 +21,17 @@ def drawn():
     run = one.runs["greedy"]
     rates = moesim.hit_rates("tiny", ["lru", "belady"], [0.25, 0.5])
     gap = moesim.gap("tiny", "on-demand", **options)
+    advice = moesim.advise(
+        "qwen3-30b-a3b", cpu="Ryzen 7 5700X", ram="32GB DDR4", gpu="RTX 3060"
+    )
     trace = moesim.answer(moesim.open_trace("tiny"))
     return {
-        "comparison": lambda ax: moesim.comparison_figure(one, ax=ax),
-        "sweep": lambda ax: moesim.sweep_figure(several, ax=ax),
-        "memory": lambda ax: moesim.memory_figure(several, ax=ax),
-        "hits": lambda ax: moesim.hits_figure(rates, ax=ax),
-        "gap": lambda ax: moesim.gap_figure(gap, ax=ax),
-        "step": lambda ax: moesim.step_figure(run, ax=ax),
-        "placement": lambda ax: moesim.placement_figure(run, ax=ax),
-        "course": lambda ax: moesim.course_figure(one.runs, ax=ax),
         "line": lambda ax: moesim.line_figure(rates, "hit rate", ax=ax),
+        **{
+            name: lambda ax, name=name, answer=answer: answer.plot(name, ax=ax)
+            for answer in map(moesim.answer, (one, several, run, rates, gap, advice))
+            for name in answer.figures
+        },
         **{
             name: lambda ax, name=name: trace.plot(name, ax=ax)
             for name in trace.figures
@@ -40,8 +40,8 @@ def drawn():
 
 
 NAMES = (
-    "comparison", "sweep", "memory", "hits", "gap", "step", "placement", "course",
-    "line", "curves", "load", "entropy", "overlap", "reuse", "working_set",
+    "policies", "times", "memory", "hits", "parts", "step", "placement", "passes",
+    "decode", "prefill", "line", "curves", "load", "entropy", "overlap", "reuse", "working_set",
     "consistency", "similarity", "information",
 )  # fmt: skip
 
@@ -56,7 +56,7 @@ def test_every_figure_is_drawn_on_axes_of_yours_and_returns_them(drawn, name):
     plt.close(picture)
 
 
-@pytest.mark.parametrize("name", ["comparison", "sweep", "hits"])
+@pytest.mark.parametrize("name", ["policies", "times", "hits"])
 def test_a_style_of_yours_is_honoured(drawn, name):
     with plt.style.context({"axes.prop_cycle": mpl.cycler(color=["#123456"])}):
         ax = drawn[name](None)
@@ -81,16 +81,18 @@ def test_as_many_axes_as_panels_are_wanted():
         steps=2, jobs=1,
     )  # fmt: skip
     picture, axes = plt.subplots(1, 2)
-    assert list(moesim.sweep_figure(frame, ax=axes)) == list(axes)
+    answer = moesim.answer(frame)
+    assert list(answer.plot("times", ax=axes)) == list(axes)
     with pytest.raises(ConfigError, match="expected 2 Axes, one for each panel, got 1"):
-        moesim.sweep_figure(frame, ax=axes[0])
+        answer.plot("times", ax=axes[0])
     plt.close(picture)
 
 
 def test_another_measure_is_drawn_or_refused_by_name():
     compared = moesim.compare("tiny", ["greedy"], hw="rtx4060ti", steps=2)
-    ax = moesim.comparison_figure(compared, measure="hit_rate_active")
+    answer = moesim.answer(compared)
+    ax = answer.plot("policies", measure="hit_rate_active")
     assert ax.get_xlabel() == "hit rate"
     with pytest.raises(ConfigError, match="measure: expected one of seconds"):
-        moesim.comparison_figure(compared, measure="speed")
+        answer.plot("policies", measure="speed")
     plt.close("all")
