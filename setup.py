@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -56,6 +57,15 @@ def name_of(path: Path) -> str:
     return ".".join((*package, *inside.parts))
 
 
+def loaded(name: str) -> Any:
+    """A module of `moesim.base`, which imports nothing of ours."""
+    where = ROOT / "moesim" / "base" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, where)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class OptionalBuild(build_ext):
     """Compiles what can be compiled; what cannot stays Python."""
 
@@ -79,11 +89,8 @@ class OptionalBuild(build_ext):
             place.write_text(json.dumps(self._digests(), indent=1), encoding="utf-8")
 
     def _digests(self) -> dict[str, str]:
-        where = ROOT / "moesim" / "base" / "extensions.py"
-        spec = importlib.util.spec_from_file_location("extensions", where)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return {name_of(path): module.digest_of(path) for path in typed_files()}
+        digest_of = loaded("extensions").digest_of
+        return {name_of(path): digest_of(path) for path in typed_files()}
 
 
 def extensions() -> list[Extension]:
@@ -110,4 +117,8 @@ def extensions() -> list[Extension]:
     )
 
 
+try:
+    loaded("links").check_links(ROOT / "moesim")
+except ImportError as problem:
+    sys.exit(f"error: {problem}")
 setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuild})

@@ -12,10 +12,12 @@ torch::
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.arguments import with_checked_arguments
 from moesim.base.extensions import choose
+from moesim.base.links import check_links
 from moesim.base.version import __version__
 
 if TYPE_CHECKING:
@@ -152,6 +154,7 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is first used."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'moesim' has no attribute {name!r}")
+    check_links(Path(__file__).parent)
     # Not kept here: importing twice costs nothing, and tests replace functions there.
     module = importlib.import_module(_MODULE_OF[name])
     return with_checked_arguments(getattr(module, _NAME_THERE.get(name, name)))

@@ -7,11 +7,17 @@ begins.
 
 import os
 import signal
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from moesim.base.ends import exit_code, say_end, stopping_signals
+from moesim.base.links import check_links
+
+BAD_CHECKOUT = 2
+"""Exit code, as for other bad input."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -21,6 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for number in stopping_signals():
         signal.signal(number, _end)
+    try:
+        check_links(Path(__file__).parent)
+    except ImportError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(BAD_CHECKOUT)
     from moesim.cli import main as command_line  # noqa: PLC0415 - takes a moment
 
     command_line(arguments)

@@ -221,9 +221,6 @@ def _cache_size(config: Mapping[str, Any]) -> str:
         f"{least}{held}, {percent(config['cache_ratio'])} of all"
         f" ({format_bytes(config['cache_bytes'])})"
     )
-    # A quarter was nobody's wish, and nobody would offload such a model.
-    if config["fits_card"]:
-        size += "; the card would hold all: give --cache-ratio or --gpu-memory"
     # None: host memory holds every expert, which needs no mention.
     if config["host_bytes"] is None:
         return size

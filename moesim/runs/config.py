@@ -70,7 +70,8 @@ class MemoryOptions(Options):
     gpu_memory_bytes: int | None = option(
         None,
         "Memory of each GPU for weights, such as 8GiB; experts get what the rest"
-        " leaves. Default: the card's own, less keys and values and workspace.",
+        " leaves. Default: the card's own, less keys and values and workspace;"
+        " a quarter of all experts where it would hold them all.",
         minimum=0,
         maximum=MOST_MEMORY_BYTES,
     )

@@ -382,6 +382,36 @@ def _without_effect(setup: Setup, planner: Planner) -> list[str]:
     ]
 
 
+def _memory_warnings(setup: Setup) -> list[str]:
+    """List what is odd about the sizes of memories."""
+    shape = setup.shape
+    profile = setup.profile
+    warnings = []
+    # A quarter was nobody's wish, and nobody would offload such a model.
+    if setup.fits_card():
+        warnings.append(
+            "the card would hold all experts, and caches a quarter of them: state"
+            " --gpu-memory or --cache-ratio"
+        )
+    gpu_bytes = setup.gpu_bytes()
+    if gpu_bytes > profile.memory.gpu_bytes:
+        warnings.append(
+            f"more than the card has: cache and the rest of the model take"
+            f" {format_bytes(gpu_bytes)} of GPU memory, {profile.name} has"
+            f" {format_bytes(profile.memory.gpu_bytes)}"
+        )
+    host_bytes = shape.routed_bytes
+    # Nobody asks host memory for what never leaves a GPU.
+    if setup.system.keeps_residents:
+        host_bytes -= setup.cache.total_bytes
+    if setup.memory.host is None and host_bytes > profile.memory.host_bytes:
+        warnings.append(
+            "the experts exceed this machine's host memory: use --host-memory to read"
+            " from its SSD"
+        )
+    return warnings
+
+
 def _warnings(setup: Setup, planner: Planner, metrics: dict[str, Any]) -> list[str]:
     """List what a reader of the figures should know."""
     shape = setup.shape
@@ -409,22 +439,7 @@ def _warnings(setup: Setup, planner: Planner, metrics: dict[str, Any]) -> list[s
             f" {config.batch} is decoded without drafts"
         )
 
-    gpu_bytes = setup.gpu_bytes()
-    if gpu_bytes > profile.memory.gpu_bytes:
-        warnings.append(
-            f"more than the card has: cache and the rest of the model take"
-            f" {format_bytes(gpu_bytes)} of GPU memory, {profile.name} has"
-            f" {format_bytes(profile.memory.gpu_bytes)}"
-        )
-    host_bytes = shape.routed_bytes
-    # Nobody asks host memory for what never leaves a GPU.
-    if setup.system.keeps_residents:
-        host_bytes -= setup.cache.total_bytes
-    if plan.host is None and host_bytes > profile.memory.host_bytes:
-        warnings.append(
-            "the experts exceed this machine's host memory: use --host-memory to read"
-            " from its SSD"
-        )
+    warnings += _memory_warnings(setup)
     # Bytes beside the experts rest on a rule in almost every shape; run.json says so.
     if guessed := [name for name in shape.assumed if name in _SIZES_OF_EXPERTS]:
         warnings.append(

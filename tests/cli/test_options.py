@@ -3,6 +3,7 @@ command, and stands in the table of `docs/reference/options.md`.
 """
 
 import ast
+import importlib
 import inspect
 import re
 from collections import defaultdict
@@ -16,7 +17,7 @@ from torture import places, users
 from typer.main import get_command
 
 from moesim import cli
-from moesim.base.options import flag_of, option_of
+from moesim.base.options import WRITTEN, flag_of, option_of
 from moesim.runs.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +120,51 @@ def begins(line, words):
 def test_the_page_explains_the_words_that_commands_share(flag):
     assert f"`{flag}" in PAGE.read_text(encoding="utf-8")
     assert len(declared()[flag]) > 1
+
+
+def test_the_page_says_why_each_option_is_there():
+    table = PAGE.read_text(encoding="utf-8").partition("## Why each is there")[2]
+    named = set(re.findall(r"`(--[\w-]+)`", table))
+    assert named == set(declared())
+
+
+def imported_in(source):
+    """What a function imports, by the names that it gives them."""
+    for node in ast.walk(ast.parse(source)):
+        for alias in getattr(node, "names", ()):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module)
+                if not hasattr(module, alias.name):
+                    importlib.import_module(f"{node.module}.{alias.name}")
+                yield alias.asname or alias.name, getattr(module, alias.name)
+
+
+def test_every_option_is_read_or_handed_on():
+    """`Options.arguments` hands on what a function takes: a name that nothing takes
+    would be lost.
+    """
+    lost = []
+    handing = 0
+    for words, function in commands().items():
+        source = inspect.getsource(function)
+        names = dict(imported_in(source))
+        taken = set(WRITTEN)
+        for name, attribute in re.findall(r"\.arguments\((\w+)\.?(\w*)\)", source):
+            callee = getattr(names[name], attribute) if attribute else names[name]
+            taken.update(inspect.unwrap(callee).__code__.co_varnames)
+            handing += 1
+        if len(taken) == len(WRITTEN):
+            continue
+        kind = function.__annotations__["options"]
+        text = source + "".join(inspect.getsource(each) for each in kind.__mro__[:2])
+        lost += [
+            f"{words}: {field.name}"
+            for field in fields(kind)
+            if field.name not in taken
+            and not re.search(rf"(options|self)\.{field.name}\b", text)
+        ]
+    assert handing >= 5
+    assert lost == []
 
 
 COMMON = ("--help", "--version", "--config")

@@ -22,6 +22,7 @@ from moesim.base.options import ConfigError
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies import registry
 from moesim.policies.base import PolicyError
+from moesim.policies.faults import PolicyFault
 from moesim.policies.registry import find
 from moesim.runs.config import RunConfig
 from moesim.runs.sweeps import execution, plan, rows
@@ -357,6 +358,27 @@ def test_tables_of_others_are_no_results(tmp_path, columns, found):
         rows.read_results(tmp_path)
     with pytest.raises(rows.ResultsError, match="expected a folder of results"):
         rows.read_results(tmp_path / "nothing")
+
+
+class Failing(find("lru", "cache")):
+    """A mistake that shows in the middle of a run."""
+
+    def accessed(self, work):
+        raise KeyError("mine")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_policy_that_fails_costs_its_own_runs(trace, monkeypatch, jobs):
+    """Without a store it lost all others of the sweep."""
+    monkeypatch.setattr(registry, "_registered", {})
+    moesim.register("cache", "failing", Failing)
+    options = {"slots_per_layer": 2, "steps": [2, 3], "jobs": jobs}
+    with pytest.warns(UserWarning, match="left out .* cache policy '[Ff]ailing' failed"):
+        found = moesim.sweep(trace, "on-demand", cache=["lru", "failing"], **options)
+    assert found["cache"].tolist() == ["lru", "lru"]
+    with pytest.raises(PolicyFault, match=r"failed, in .*test_sweep\.py, line") as raised:
+        moesim.sweep(trace, "on-demand", cache="failing", **options)
+    assert "KeyError: 'mine'" in raised.value.frames
 
 
 def test_files_stay_few_and_complete(trace, tmp_path):

@@ -18,6 +18,8 @@ import pyarrow as pa
 from moesim.base.files import remove_leftovers
 from moesim.base.options import ConfigError, option_of
 from moesim.base.seals import check_seal
+from moesim.policies.base import PolicyError
+from moesim.policies.faults import PolicyFault, policy_faults
 from moesim.runs.config import RunConfig
 from moesim.runs.replay import replay, share_of
 from moesim.runs.result import busiest
@@ -149,10 +151,21 @@ def directions() -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A run that cannot be: its options contradict each other, the trace or the
-    machine.
+    machine, or a policy of somebody else failed.
+
+    Attributes:
+        reason: in one line.
+        frames: where that policy failed.
     """
 
     reason: str
+    frames: str = ""
+
+    def error(self) -> Exception:
+        """What is raised where no run is possible."""
+        if self.frames:
+            return PolicyFault(self.reason, self.frames)
+        return PolicyError(self.reason)
 
 
 def carry_out(
@@ -171,12 +184,18 @@ def carry_out(
         _check_policies(point)
     observer = RunObserver(trace.shape, point.profile.lanes)
     config = point.config.replaced(trace=trace, hw=point.profile)
+    # One impossible cell of many is a result, too.
     try:
-        run = replay(
-            config, keep=False, watch=observer.add, progress=share_of(config, progress)
-        )
+        with policy_faults():
+            run = replay(
+                config,
+                keep=False,
+                watch=observer.add,
+                progress=share_of(config, progress),
+            )
+    except PolicyFault as fault:
+        return Refusal(str(fault), fault.frames)
     except ValueError as error:
-        # One impossible cell of many is a result, too.
         return Refusal(str(error))
     return row_of(point, run, observer)
 

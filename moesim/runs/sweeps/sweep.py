@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split_policies
 from moesim.policies.systems import SYSTEMS
 from moesim.runs.config import RunConfig, takes_options
@@ -182,7 +181,7 @@ def run_sweep(
         store, jobs, cluster, progress: as `sweep` takes them.
 
     Raises:
-        PolicyError: no run is possible.
+        PolicyError, PolicyFault: no run is possible.
         ConfigError, ChildProcessError: as `sweep`.
     """
     kept = None if store is None else ResultStore(store)
@@ -191,11 +190,11 @@ def run_sweep(
     there = set(stored.column("digest").to_pylist())
     todo = [point for point in plan.points if point.digest not in there]
     rows: list[dict[str, Any]] = []
-    refusals: Counter[str] = Counter()
+    refusals: Counter[Refusal] = Counter()
 
     def collect(_index: int, row: dict[str, Any] | Refusal) -> None:
         if isinstance(row, Refusal):
-            refusals[row.reason] += 1
+            refusals[row] += 1
             return
         rows.append(row)
         if kept is not None:
@@ -219,8 +218,9 @@ def run_sweep(
 
     table = _in_order(digests, as_table(rows), stored)
     if not table.num_rows and refusals:
-        raise PolicyError(next(iter(refusals)))
-    return SweepResult(table, plan.axes, dict(refusals), len(plan.points) - len(todo))
+        raise next(iter(refusals)).error()
+    reasons = {refusal.reason: count for refusal, count in refusals.items()}
+    return SweepResult(table, plan.axes, reasons, len(plan.points) - len(todo))
 
 
 def _in_order(digests: Sequence[str], rows: pa.Table, stored: pa.Table) -> pa.Table:
