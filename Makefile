@@ -30,8 +30,8 @@ schedules: $(STAMP) ## further schedules of the adversarial device, ten minutes 
 	$(BIN)/python -m pytest tests/runtime/test_adversarial_device.py --schedules 2000 \
 		--schedule-seconds $(or $(SECONDS),55) --schedules-done out/schedules.json
 
-torture: $(STAMP) ## attack everything that is read and written, long and seeded (SUITES=kills COUNT=500 SEED=1 MINUTES=30)
-	PYTHONPATH=tests $(BIN)/python -m torture $(SUITES) $(if $(COUNT),--count $(COUNT)) $(if $(MINUTES),--minutes $(MINUTES)) --seed $(or $(SEED),0)
+torture: $(STAMP) ## attack everything that is read and written, long and drawn anew (ATTACKS=500 of each kind)
+	ATTACKS=$(or $(ATTACKS),200) $(BIN)/python -m pytest tests/torture
 
 docs: $(STAMP) ## the documentation site, into out/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from support.command_line import refused, runner
 from support.small_trace import write_small_trace
-from torture import places, users
 from typer.main import get_command
 
 from moesim import cli
@@ -94,23 +93,6 @@ def test_every_path_is_read_or_written_or_a_place_to_work_in():
             stated = option_of(field)
             if stated.kind is Path and flag not in to_work_in:
                 assert stated.place, (flag, words)
-
-
-def test_every_command_and_every_place_of_a_result_is_attacked():
-    """By `make torture`: as somebody else, and on all kinds of nodes."""
-    tried = {
-        words for words in commands() for each in users.COMMANDS if begins(each, words)
-    }
-    assert tried == set(commands())
-    for flag, by_command in declared().items():
-        for words, field in by_command.items():
-            own = [each for each in places.WRITERS if begins(each.words, words)]
-            if option_of(field).place in ("file", "folder"):
-                assert any(flag in each.outputs for each in own), (flag, words)
-
-
-def begins(line, words):
-    return f"{line} ".startswith(f"{words} ")
 
 
 @pytest.mark.parametrize(

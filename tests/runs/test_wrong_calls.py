@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import pytest
-from torture import calls
 
 import moesim
 from moesim.base.errors import AdviceError, TraceError
@@ -15,13 +14,6 @@ from moesim.base.options import ConfigError
 from moesim.runs.sweeps.rows import ResultsError
 
 SWEEP = partial(moesim.sweep, "tiny", "greedy", steps=1)
-
-
-def test_no_wrong_type_ends_in_an_error_from_the_inside():
-    """137 of 1,063 calls did."""
-    report = calls.run_suite(100, seed=7)
-    assert report.tried == 100
-    assert report.failures == []
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from support.drawn_imports import ENGINES, outcome
 from moesim.traces.importers import importers
 
 DRAWS = 25
-"""Of each importer; 200 and more are the suite `imports` of `make torture`."""
+"""Of each importer."""
 
 
 @pytest.mark.parametrize("importer", ENGINES)
