@@ -79,6 +79,7 @@ IN_PLACE: tuple[str, ...] = (
     ),
     paths.FIRST_OPERATION.per_expert_s,
     paths.JOIN.per_expert_s,
+    paths.SPLIT_S,
     *(cost.per_copy_s for cost in _CONTROL_COSTS),
     *(cost.with_ssd_s for cost in _CONTROL_COSTS),
     *(

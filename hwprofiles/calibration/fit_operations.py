@@ -186,6 +186,8 @@ class OperationFit:
                 seconds=excess_s[chosen],
                 active=ops.active[chosen],
                 copies=ops.copies[chosen],
+                # Who shares a layer step is charged once as well, where it joins.
+                shared=np.zeros(count),
                 # The SSD is charged once, in the gap before the operation.
                 tiered=np.zeros(count),
                 lane_kind=np.full(count, LANE_KINDS.index(lane_kind)),

@@ -129,8 +129,10 @@ def _fit_hand_over(gaps: Gaps, entries: Entries) -> dict[str, float]:
     return {name: seconds - mean_s[fastest] for name, seconds in mean_s.items()}
 
 
-_SLOPES = 3
-"""Columns of a plane beside its bases: active experts, copies, the SSD."""
+_SLOPES = 4
+"""Columns of a plane beside its bases: active experts, copies, the SSD, and where CPU
+and GPU share the experts.
+"""
 _TINY_S = 1e-9
 
 
@@ -171,6 +173,7 @@ def fit_dispatch(
             "per layer step: from dense part to planning, last operation to join, join,"
             " to the next dense part",
             entries,
+            shared=paths.SPLIT_S,
         )
     )
 
@@ -231,6 +234,7 @@ def fit_control_plane(
     tables: Sequence[LayerStepTimes],
     source: str,
     entries: Entries,
+    shared: str | None = None,
 ) -> dict[int, float]:
     """Enter base, slopes by active experts and copies, and what the SSD tier adds;
     intervals are resampled.
@@ -240,10 +244,14 @@ def fit_control_plane(
         tables: fitted one by one and summed.
         source: the procedure, in words.
         entries: where results go.
+        shared: where goes what a layer step takes more that CPU and GPU share; None
+            does not tell that apart.
 
     Returns:
         The base by number of the kind of lane; the least of them is entered.
     """
+    if shared is None:
+        tables = [t._replace(shared=np.zeros_like(t.shared)) for t in tables]
     lane_kinds = np.unique(np.concatenate([table.lane_kind for table in tables]))
 
     def planes(table: LayerStepTimes) -> Resampled:
@@ -266,12 +274,15 @@ def fit_control_plane(
     ratios = table.seconds / np.maximum(expected_s, _TINY_S)
     # Scatter belongs to the whole; it is kept with the base.
     spread = interquartile_range(table.seconds)
-    has_ssd = any(each.tiered.any() for each in tables)
+    seen = {
+        constants.with_ssd_s: any(each.tiered.any() for each in tables),
+        shared: any(each.shared.any() for each in tables),
+    }
     for path, estimate in zip(
-        constants, whole.mapped(_base_and_slopes).estimates(), strict=True
+        (*constants, shared), whole.mapped(_base_and_slopes).estimates(), strict=True
     ):
-        # Where no run had an SSD, nothing is known of what it adds.
-        if path == constants.with_ssd_s and not has_ssd:
+        # Where no run had an SSD, or a shared layer, nothing is known of what it adds.
+        if path is None or not seen.get(path, True):
             continue
         is_base = path == constants.base_s and ratios.any()
         entries.put(
@@ -291,15 +302,16 @@ def _beyond_least(bases_s: dict[int, float]) -> dict[int, float]:
 
 
 def _columns(table: LayerStepTimes, lane_kinds: np.ndarray) -> np.ndarray:
-    """A column of ones by kind of lane, then active experts, copies, and the SSD tier:
-    float64 [N, kinds + 3].
+    """A column of ones by kind of lane, then active experts, copies, the SSD tier, and
+    whether CPU and GPU share: float64 [N, kinds + 4].
     """
     of_kind = (table.lane_kind[:, None] == lane_kinds).astype(np.float64)
-    return np.column_stack((of_kind, table.active, table.copies, table.tiered))
+    slopes = table.active, table.copies, table.tiered, table.shared
+    return np.column_stack((of_kind, *slopes))
 
 
 def _base_and_slopes(plane: np.ndarray) -> np.ndarray:
-    """Least base, and the three slopes."""
+    """Least base, and the slopes."""
     return np.append(plane[:-_SLOPES].min(), plane[-_SLOPES:])
 
 

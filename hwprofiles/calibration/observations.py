@@ -106,14 +106,16 @@ class Amounts(NamedTuple):
     Attributes:
         active: float64 [N], active experts.
         copies: float64 [N], experts brought from one memory to another.
+        shared: float64 [N], 1 where CPU and GPU share the experts.
     """
 
     active: np.ndarray
     copies: np.ndarray
+    shared: np.ndarray
 
     def where(self, keep: np.ndarray) -> Amounts:
         """Choose rows, by bool [N] or their numbers."""
-        return Amounts(self.active[keep], self.copies[keep])
+        return Amounts(self.active[keep], self.copies[keep], self.shared[keep])
 
 
 class LayerStepTimes(NamedTuple):
@@ -124,6 +126,7 @@ class LayerStepTimes(NamedTuple):
         seconds: float64 [N].
         active: float64 [N], active experts.
         copies: float64 [N], experts brought from one memory to another.
+        shared: float64 [N], 1 where CPU and GPU share the experts.
         tiered: float64 [N], 1 where an SSD lies behind host memory.
         lane_kind: int64 [N], number of the kind of lane that it concerns, an index into
             `LANE_KINDS`.
@@ -134,6 +137,7 @@ class LayerStepTimes(NamedTuple):
     seconds: np.ndarray
     active: np.ndarray
     copies: np.ndarray
+    shared: np.ndarray
     tiered: np.ndarray
     lane_kind: np.ndarray
     runs: np.ndarray
@@ -478,7 +482,7 @@ class RunSpans:
 
     def amounts(self) -> Amounts:
         """Count active experts, and experts on demand from another memory, by layer
-        step [P].
+        step [P], and tell who shares them.
         """
         count = self.layer_step_count
         computed = self.layer_step[self.kind == COMPUTE]
@@ -490,9 +494,15 @@ class RunSpans:
         keys = self.layer_step[on_demand] * experts + self.expert[on_demand]
         once = np.unique(keys)
         copies = np.bincount(once // experts, minlength=count)
+        shared = np.ones(count, np.bool_)
+        for lane_kind in COMPUTE_KINDS:
+            on_lane = np.isin(self.lane, self.lanes_of(lane_kind))
+            products = self.layer_step[on_lane & (self.kind == COMPUTE)]
+            shared &= np.bincount(products, minlength=count) > 0
         return Amounts(
             active=active.astype(np.float64),
             copies=copies.astype(np.float64),
+            shared=shared.astype(np.float64),
         )
 
     def times(
@@ -510,6 +520,7 @@ class RunSpans:
             seconds=np.maximum(seconds, 0.0),
             active=amounts.active,
             copies=amounts.copies,
+            shared=amounts.shared,
             tiered=np.full(count, has_reads),
             lane_kind=np.full(count, LANE_KINDS.index(lane_kind), np.int64),
             runs=np.full(count, self.number, np.int64),

@@ -39,10 +39,11 @@ CONTROL = {
     "costs.dispatch.join_per_expert_s": 9e-6,
     "costs.dispatch.join_per_copy_s": 15e-6,
     "costs.dispatch.join_with_ssd_s": 60e-6,
+    "costs.dispatch.split_s": 45e-6,
     "costs.planning.on-demand.per_copy_s": 20e-6,
 }
-"""What control does for each active expert and each copy, and with an SSD behind host
-memory.
+"""What control does for each active expert and each copy, with an SSD behind host
+memory, and in layer steps that CPU and GPU share.
 """
 AFTER_READ = {"cpu": 0.8, "h2d": 0.9, "dense": 1.08}
 """Products and copies of an expert that was just read, and the dense part after a layer

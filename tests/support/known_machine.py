@@ -145,6 +145,7 @@ def plane_covers(noise: Noise, seed: int) -> dict[str, bool]:
         seconds=exact * noise.factors(runs, rng),
         active=active,
         copies=copies,
+        shared=nothing,
         tiered=nothing,
         lane_kind=nothing.astype(int),
         runs=runs,
