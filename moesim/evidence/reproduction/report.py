@@ -21,6 +21,7 @@ from moesim.evidence.reproduction.questions import (
     exchanges,
     orders,
 )
+from moesim.policies.registry import KINDS
 from moesim.reporting.answers import Answer, Listing
 from moesim.reporting.figures import Axis, Figure, names
 
@@ -287,7 +288,7 @@ def _disagreements(reproduced: Reproduced) -> Listing:
         rows,
         title="Where ours disagrees",
         note="Directions and orders of systems that do not hold. Busy milliseconds of a"
-        " step by part, which overlap; by policy, mean over the runs behind them.",
+        " step by part, which overlap; by system, mean over the runs behind them.",
     )
 
 
@@ -295,26 +296,28 @@ PARTS = ("cpu", "gpu", "link", "ssd", "dense", "planning")
 
 
 def busy_parts(statement: Statement, outcomes: Mapping[RunSpec, Outcome]) -> list[str]:
-    """What a step of each policy behind a statement consists of."""
+    """What a step of each system behind a statement consists of."""
     first = statement.records[0]
     phase = str(first.record.setting.get("phase", "decode"))
     if "ttft_s" in first.question.quantity:
         phase = "prefill"
-    by_policy: dict[str, list[dict[str, float]]] = {}
+    by_system: dict[str, list[dict[str, float]]] = {}
     runs = dict.fromkeys(r for entry in statement.records for r in entry.question.runs)
     for run in runs:
         parts = outcomes.get(run, {}).get(phase, {})
         if parts.get("steps"):
-            by_policy.setdefault(run.policy, []).append(parts)
+            options = dict(run.options)
+            own = [options[kind] for kind in KINDS if kind in options]
+            by_system.setdefault("+".join([run.policy, *own]), []).append(parts)
     lines = []
-    for policy, found in by_policy.items():
+    for system, found in by_system.items():
         step_ms = {
             name: 1e3 * fmean(parts[name] / parts["steps"] for parts in found)
             for name in ("total", *PARTS)
         }
         total_ms = step_ms.pop("total")
         busy = (f"{name} {ms:.3g}" for name, ms in step_ms.items() if ms)
-        lines.append(f"{policy}: {total_ms:.3g} ms ({', '.join(busy)})")
+        lines.append(f"{system}: {total_ms:.3g} ms ({', '.join(busy)})")
     return lines
 
 
