@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from moesim.evidence.validation import agreement
 from moesim.evidence.validation.time_breakdown import TERMS
@@ -314,180 +315,136 @@ def joined(result: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_ERRORS = ("tpot_error", "ttft_error", "tpot_p95_error")
+_COLUMNS = (
+    *Coordinates._fields,
+    *("timing_free", "extrapolated", "hits_equal", "tost", "terms"),
+    *("measured", "predicted", "tpot_measured_s", "noise_floor", "repetitions_differ"),
+    *_ERRORS,
+    *(f"{error}{AT_SPEED}" for error in _ERRORS),
+)
+"""What the summary reads of a cell; files of earlier versions lack some."""
+
+
 def summary(cells: Sequence[JsonCell]) -> dict[str, Any]:
     """Return figures over all cells; `held_out` and `calibrated` are those of sizes
     that calibration had not, and had.
     """
+    frame = pd.DataFrame(cells, columns=list(_COLUMNS))
     # Where timing decides, hits may differ by what copies took; nowhere else.
-    free = [cell["hits_equal"] for cell in cells if cell["timing_free"]]
-    tests = [cell["tost"] for cell in cells if cell["tost"] is not None]
-    passed = [test["equivalent"] for test in tests]
-
-    term_errors = {}
-    for term in TERMS:
-        sizes = [abs(cell["terms"][term]) for cell in cells]
-        term_errors[term] = _median(sizes)
-    largest_term = None
-    if cells:
-        largest_term = max(TERMS, key=lambda term: term_errors[term] or 0.0)
-
-    errors = errors_of(cells)
+    free = frame["hits_equal"][frame["timing_free"].astype(bool)].tolist()
+    tests = [test["equivalent"] for test in frame["tost"] if test is not None]
+    terms = {
+        term: _known(frame["terms"].map(lambda of, term=term: abs(of[term])).median())
+        for term in TERMS
+    }
+    errors = errors_of(frame)
     # A single repetition has no noise floor, which is not a floor of zero.
-    repeated = [cell for cell in cells if _is_repeated(cell)]
-    floor = _median(_floors(repeated)) or 0.0
-    over_noise = None
-    if floor:
-        over_noise = (errors["tpot_error_median"] or 0.0) / floor
-
-    extrapolated = [cell for cell in cells if cell["extrapolated"]]
-    calibrated = [cell for cell in cells if not cell["extrapolated"]]
-    differences = [cell["repetitions_differ"] for cell in cells]
-    with_ssd = [cell for cell in cells if cell["host_ratio"] < 1]
+    repeated = frame[frame["measured"].map(len) > 1]
+    floor = _known(repeated["noise_floor"].median()) or 0.0
+    known = repeated[repeated["tpot_error"].notna()]
+    # An error below the floor may be the measurement's as well as the model's.
+    below = known["tpot_error"].astype(float).abs() < known["noise_floor"].astype(float)
+    extrapolated = frame["extrapolated"].astype(bool)
     return {
         **errors,
         "hits_equal": all(free) if free else None,
         "hits_compared": len(free),
-        **_order_of_policies(cells),
+        **_order_of_policies(frame),
         "noise_floor": floor,
-        "noise_floor_max": max(_floors(cells), default=None),
-        "repetitions_differ": _median(differences),
-        "below_noise_share": _below_noise_share(cells),
-        "error_over_noise": over_noise,
-        "tost_pass_share": _mean(passed),
-        "terms": term_errors,
-        "largest_term": largest_term,
-        "at_speed": errors_of(cells, AT_SPEED),
-        "held_out": errors_of(extrapolated),
-        "calibrated": errors_of(calibrated),
-        "ssd": errors_of(with_ssd),
-        "same_work": _same_work(cells),
-        "by": {key: _errors_by(cells, key) for key in Coordinates._fields},
+        "noise_floor_max": _known(frame["noise_floor"].max()),
+        "repetitions_differ": _known(frame["repetitions_differ"].median()),
+        "below_noise_share": _known(below.mean()),
+        "error_over_noise": (errors["tpot_error_median"] or 0.0) / floor
+        if floor
+        else None,
+        "tost_pass_share": _known(np.mean(tests)) if tests else None,
+        "terms": terms,
+        "largest_term": max(TERMS, key=lambda term: terms[term] or 0.0)
+        if cells
+        else None,
+        "at_speed": errors_of(frame, AT_SPEED),
+        "held_out": errors_of(frame[extrapolated]),
+        "calibrated": errors_of(frame[~extrapolated]),
+        "ssd": errors_of(frame[frame["host_ratio"] < 1]),
+        "same_work": _same_work(frame),
+        # JSON knows only texts as keys.
+        "by": {
+            key: {
+                f"{value}": errors_of(members)
+                for value, members in frame.groupby(key, sort=False)
+            }
+            for key in Coordinates._fields
+        },
     }
 
 
-def _order_of_policies(cells: Sequence[JsonCell]) -> dict[str, Any]:
+def _order_of_policies(frame: pd.DataFrame) -> dict[str, Any]:
     """Compare orders of policies where everything else is the same."""
     others = [key for key in Coordinates._fields if key != "policy"]
-    by_setting: dict[tuple[Any, ...], list[JsonCell]] = {}
-    for cell in cells:
-        setting = tuple(cell[key] for key in others)
-        by_setting.setdefault(setting, []).append(cell)
-
     taus = []
     groups = []
-    for group in by_setting.values():
-        repetitions = [_tpot_of_runs(cell) for cell in group]
+    for _, group in frame.groupby(others, sort=False):
+        runs = [
+            [run["tpot_s"] for run in measured if run["tpot_s"]]
+            for measured in group["measured"]
+        ]
         # Files of two validations may differ in how often they repeated.
-        count = min(map(len, repetitions))
-        repetitions = [seconds[:count] for seconds in repetitions]
-        predicted_s = [cell["predicted"]["tpot_s"] for cell in group]
-        tau = agreement.kendall_tau(predicted_s, repetitions)
-        if tau is not None:
-            taus.append(tau)
+        count = min(map(len, runs))
+        repetitions = [seconds[:count] for seconds in runs]
+        predicted_s = [predicted["tpot_s"] for predicted in group["predicted"]]
         groups.append(repetitions)
+        tau = agreement.kendall_tau(predicted_s, repetitions)
+        taus += [] if tau is None else [tau]
     return {
-        "kendall_tau": _mean(taus),
+        "kendall_tau": float(np.mean(taus)) if taus else None,
         "kendall_tau_min": min(taus, default=None),
         "kendall_tau_repeated": agreement.repeated_tau(groups),
     }
 
 
-def _below_noise_share(cells: Sequence[JsonCell]) -> float | None:
-    """Share of repeated cells whose error is smaller than their noise floor."""
-    # An error below the floor may be the measurement's as well as the model's.
-    below = [
-        abs(cell["tpot_error"]) < cell["noise_floor"]
-        for cell in cells
-        if cell["tpot_error"] is not None and _is_repeated(cell)
-    ]
-    return _mean(below)
-
-
-def _same_work(cells: Sequence[JsonCell]) -> dict[str, Any]:
+def _same_work(frame: pd.DataFrame) -> dict[str, Any]:
     """By what measured times differ of cells that do the same work, pair by pair: no
     prediction can be nearer.
 
     A prediction is a function of the work, so the same work is what is predicted to
     take the very same time.
     """
-    by_work: dict[tuple[Any, ...], list[float]] = {}
-    for cell in cells:
-        if not cell["tpot_measured_s"]:
-            continue
-        predicted = cell["predicted"]
-        work = (
-            cell["trace"],
-            cell["shape"],
-            cell["batch"],
-            predicted["tpot_s"],
-            predicted["ttft_s"],
-        )
-        by_work.setdefault(work, []).append(cell["tpot_measured_s"])
-
+    timed = frame[frame["tpot_measured_s"].astype(float) > 0]
+    work = [
+        f"{cell['tpot_s']} {cell['ttft_s']}" for cell in timed["predicted"].tolist()
+    ]
+    grouped = timed.assign(work=work).groupby(["trace", "shape", "batch", "work"])
     apart = [
         max(pair) / min(pair) - 1.0
-        for times_s in by_work.values()
-        for pair in combinations(times_s, 2)
+        for _, times_s in grouped["tpot_measured_s"]
+        for pair in combinations(times_s.tolist(), 2)
     ]
     return {
         "count": len(apart),
-        "tpot_differs_median": _median(apart),
+        "tpot_differs_median": float(np.median(apart)) if apart else None,
         "tpot_differs_max": max(apart, default=None),
     }
 
 
-def _errors_by(cells: Sequence[JsonCell], key: str) -> dict[str, dict[str, Any]]:
-    """Errors of the cells that share a coordinate, by its value."""
-    values = dict.fromkeys(cell[key] for cell in cells)
-    errors = {}
-    for value in values:
-        members = [cell for cell in cells if cell[key] == value]
-        # JSON knows only texts as keys.
-        errors[f"{value}"] = errors_of(members)
-    return errors
-
-
-def errors_of(cells: Sequence[JsonCell], ending: str = "") -> dict[str, Any]:
+def errors_of(frame: pd.DataFrame, ending: str = "") -> dict[str, Any]:
     """Return median and largest errors of some cells.
 
     Args:
-        cells: some cells.
+        frame: some cells.
         ending: `AT_SPEED` for errors without the machine's drift.
     """
-    # Without drift there is no 95th percentile: terms are known by step, not by run.
-    figures = ("tpot", "ttft") if ending else ("tpot", "ttft", "tpot_p95")
-    errors: dict[str, Any] = {"count": len(cells)}
-    # Sizes show how far a prediction is off; the signed median, to which side.
-    for figure in figures:
-        sizes = [abs(error) for error in _known(cells, f"{figure}_error{ending}")]
-        errors[f"{figure}_error_median"] = _median(sizes)
-        errors[f"{figure}_error_max"] = max(sizes, default=None)
-    signed = _known(cells, f"tpot_error{ending}")
-    errors["tpot_error_signed_median"] = _median(signed)
+    errors: dict[str, Any] = {"count": len(frame)}
+    # Sizes show how far a prediction is off; the signed median, to which side. Without
+    # drift there is no 95th percentile: terms are known by step, not by run.
+    for name in _ERRORS[:2] if ending else _ERRORS:
+        signed = frame[f"{name}{ending}"].astype(float)
+        errors[f"{name}_median"] = _known(signed.abs().median())
+        errors[f"{name}_max"] = _known(signed.abs().max())
+    signed = frame[f"tpot_error{ending}"].astype(float)
+    errors["tpot_error_signed_median"] = _known(signed.median())
     return errors
 
 
-def _known(cells: Sequence[JsonCell], key: str) -> list[float]:
-    # Files of earlier versions lack some figures.
-    values = (cell.get(key) for cell in cells)
-    return [value for value in values if value is not None]
-
-
-def _floors(cells: Sequence[JsonCell]) -> list[float]:
-    return [cell["noise_floor"] for cell in cells]
-
-
-def _is_repeated(cell: JsonCell) -> bool:
-    return len(cell["measured"]) > 1
-
-
-def _tpot_of_runs(cell: JsonCell) -> list[float]:
-    return [run["tpot_s"] for run in cell["measured"] if run["tpot_s"]]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return float(np.median(values)) if len(values) else None
+def _known(value: Any) -> float | None:
+    return None if pd.isna(value) else float(value)
