@@ -55,7 +55,7 @@ from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.operations import lost_shares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from moesim.hwprofiles.profile import HardwareProfile
@@ -141,92 +141,26 @@ def validate(
         "seed": seed,
     }
     kept = None
+    if journal is not None:
+        key = hashlib.sha256(json.dumps(made_with, sort_keys=True).encode())
+        kept = Journal(journal, key.hexdigest(), refuse=ProfileError)
     with ScratchFolder(stores) as folder, ExitStack() as runners:
-        grid = _Grid(profile, seed, replications)
-        state = _State(grid, profile, made_with)
+        grid = _Grid(profile, made_with, folder, runners)
         for trace, spec in product(opened, shapes):
             shape = shape_for(trace.shape, spec, chosen_dtype)
-            grid.add_runner(shape, chosen_dtype, folder, runners)
             for axes in product(policies, cache_ratios, host_ratios, batches):
-                coordinates = Coordinates(trace.path.name, shape.name, *axes)
-                grid.add(shape, coordinates, _trial(trace, shape, coordinates, steps))
+                grid.add(shape, trace, Coordinates(trace.path.name, shape.name, *axes))
 
-        if has_reference_runs(profile):
-            state.reference = ReferenceRuns(profile, chosen_dtype, folder, runners)
-        if journal is not None:
-            key = hashlib.sha256(json.dumps(made_with, sort_keys=True).encode())
-            kept = Journal(journal, key.hexdigest(), refuse=ProfileError)
-        report = Every(
-            lambda: on_result(state.validation()) if on_result is not None else None
-        )
-        grid.run(
-            repetitions,
-            state.reference,
-            progress or (lambda _cell, _share: None),
-            budget=budget,
-            journal=kept,
-            report=report,
-        )
-        validation = state.validation()
+        def report() -> None:
+            if on_result is not None:
+                on_result(grid.validation())
+
+        grid.run(budget, kept, Every(report), progress or (lambda _cell, _share: None))
+        validation = grid.validation()
 
     if kept is not None and not validation.config["left_out"]:
         kept.close()
     return validation
-
-
-class _State:
-    """What is known of a grid while it runs.
-
-    Args:
-        grid: its cells.
-        profile: of this machine.
-        made_with: what the grid was made of.
-
-    Attributes:
-        reference: runs that tell how fast the machine is now; None without any.
-    """
-
-    def __init__(
-        self, grid: _Grid, profile: HardwareProfile, made_with: dict[str, Any]
-    ) -> None:
-        self._grid = grid
-        self._profile = profile
-        self._made_with = made_with
-        self._began_s = time.time()
-        self._load = os.getloadavg()[0]
-        self.reference: ReferenceRuns | None = None
-
-    def validation(self) -> Validation:
-        """The report of what there is so far."""
-        # Each cell is held against the reference run most like it.
-        now = {}
-        if self.reference is not None and self.reference.is_made:
-            now = self.reference.quantities(_utc("%Y-%m-%d", self._began_s))
-        for planned in self._grid.cells:
-            cell = planned.cell
-            run = nearest_run(
-                planned.shape,
-                self._made_with["dtype"],
-                ssd=cell.coordinates.host_ratio < 1,
-            )
-            cell.drift = drift(self._profile, now, run)
-        left_out = self._grid.left_out(self._made_with["repetitions"])
-        config = self._made_with | {
-            "date": _utc("%Y-%m-%d %H:%M UTC", self._began_s),
-            "seconds": round(time.time() - self._began_s),
-            "load_before": round(self._load, 2),
-            "load_after": round(os.getloadavg()[0], 2),
-            "system": platform.platform(),
-            "reference_s": {path: number.value for path, number in now.items()},
-            "profile_noise_floor": self._profile.fit.get("noise_floor", {}).get(
-                "residual_median"
-            ),
-            "left_out": left_out,
-        }
-        cells = [planned.cell for planned in self._grid.cells if planned.cell.is_known]
-        notes = [f"left out: {left_out}"] if left_out else []
-        notes += warnings_of(self._profile, self._load)
-        return Validation(cells, config, notes)
 
 
 def _utc(form: str, seconds: float) -> str:
@@ -318,45 +252,48 @@ class _PlannedCell(NamedTuple):
 
 
 class _Grid:
-    """All cells with their trials, and the runners that make them.
+    """All cells with their trials, the runners that make them, and reference runs that
+    tell how fast the machine is now.
 
     Args:
         profile: of this machine.
-        seed: of the order, of policies that draw, and of drawn times.
-        replications: simulations with drawn times.
+        made_with: what the grid is made of.
+        folder: of all stores.
+        runners: closes what is opened here.
 
     Attributes:
-        runners: by shape.
         cells: in the order in which they were added.
     """
 
-    def __init__(self, profile: HardwareProfile, seed: int, replications: int) -> None:
-        self._profile = profile
-        self._seed = seed
-        self._replications = replications
-        self._warm: set[ModelShape] = set()
-        self.runners: dict[ModelShape, TrialRunner] = {}
-        self.cells: list[_PlannedCell] = []
-
-    def add_runner(
-        self, shape: ModelShape, dtype: str, folder: Path, runners: ExitStack
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        made_with: dict[str, Any],
+        folder: Path,
+        runners: ExitStack,
     ) -> None:
-        """Open what runs experts of a shape, where there is none.
+        self._profile = profile
+        self._made_with = made_with
+        self._seed: int = made_with["seed"]
+        self._dtype: str = made_with["dtype"]
+        self._folder = folder
+        self._open_runners = runners
+        self._began_s = time.time()
+        self._load = os.getloadavg()[0]
+        self._runners: dict[ModelShape, TrialRunner] = {}
+        self._warm: set[ModelShape] = set()
+        self.cells: list[_PlannedCell] = []
+        self._reference: ReferenceRuns | None = None
+        if has_reference_runs(profile):
+            self._reference = ReferenceRuns(profile, self._dtype, folder, runners)
 
-        Args:
-            shape: of the experts; stores of the same hold the same random weights.
-            dtype: of the weights.
-            folder: of all stores.
-            runners: closes it.
-        """
-        if shape in self.runners:
-            return
-        store = folder / str(len(self.runners))
-        runner = TrialRunner(shape, self._profile, dtype=dtype, store=store)
-        self.runners[shape] = runners.enter_context(runner)
-
-    def add(self, shape: ModelShape, coordinates: Coordinates, trial: Trial) -> None:
-        """Put in one cell."""
+    def add(self, shape: ModelShape, trace: Trace, coordinates: Coordinates) -> None:
+        """Put in one cell; stores of the same shape hold the same random weights."""
+        if shape not in self._runners:
+            store = self._folder / str(len(self._runners))
+            runner = TrialRunner(shape, self._profile, dtype=self._dtype, store=store)
+            self._runners[shape] = self._open_runners.enter_context(runner)
+        trial = _trial(trace, shape, coordinates, self._made_with["steps"])
         policies = compose_system(trial.policy).build(gpus=1, host_cache=None)
         cell = Cell(
             coordinates,
@@ -365,25 +302,51 @@ class _Grid:
         )
         self.cells.append(_PlannedCell(cell, shape, trial))
 
+    def validation(self) -> Validation:
+        """The report of what there is so far."""
+        now = {}
+        if self._reference is not None and self._reference.is_made:
+            now = self._reference.quantities(_utc("%Y-%m-%d", self._began_s))
+        for cell, shape, _ in self.cells:
+            # Each cell is held against the reference run most like it.
+            has_ssd = cell.coordinates.host_ratio < 1
+            run = nearest_run(shape, self._dtype, ssd=has_ssd)
+            cell.drift = drift(self._profile, now, run)
+        left_out = self.left_out()
+        noise = self._profile.fit.get("noise_floor", {})
+        config = self._made_with | {
+            "date": _utc("%Y-%m-%d %H:%M UTC", self._began_s),
+            "seconds": round(time.time() - self._began_s),
+            "load_before": round(self._load, 2),
+            "load_after": round(os.getloadavg()[0], 2),
+            "system": platform.platform(),
+            "reference_s": {path: number.value for path, number in now.items()},
+            "profile_noise_floor": noise.get("residual_median"),
+            "left_out": left_out,
+        }
+        cells = [planned.cell for planned in self.cells if planned.cell.is_known]
+        notes = [f"left out: {left_out}"] if left_out else []
+        notes += warnings_of(self._profile, self._load)
+        return Validation(cells, config, notes)
+
     def run(
         self,
-        repetitions: int,
-        reference: ReferenceRuns | None,
-        report_progress: Callable[[str, float], None],
-        *,
         budget: _Budget,
         journal: Journal | None,
         report: Every,
+        report_progress: Callable[[str, float], None],
     ) -> None:
         """Run all in a drawn order with simulations and reference runs in between, then
         back, and so on, as far as the time allows.
         """
         count = len(self.cells)
+        repetitions = self._made_with["repetitions"]
         rng = np.random.default_rng(self._seed)
         # Drawn, so that neighbours in the grid are not neighbours in time.
         drawn = [self.cells[number] for number in rng.permutation(count)]
-        if journal is not None:
-            self._restore(journal.lines)
+        by_place = {planned.cell.coordinates: planned.cell for planned in self.cells}
+        for line in journal.lines if journal is not None else ():
+            by_place[Coordinates(*line["coordinates"])].restore(line)
         seconds: dict[Coordinates, float] = {}
         for repetition in range(repetitions):
             order = drawn[::-1] if repetition % 2 else drawn
@@ -397,8 +360,8 @@ class _Grid:
                     first_pass=repetition == 0, expected_s=expected_s
                 ):
                     continue
-                if reference is not None:
-                    reference.run_if_due()
+                if self._reference is not None:
+                    self._reference.run_if_due()
                 begin_s = time.monotonic()
                 seconds[cell.coordinates] = self._run_cell(planned)
                 budget.took(time.monotonic() - begin_s)
@@ -413,7 +376,7 @@ class _Grid:
         seconds of the run.
         """
         cell, shape, trial = planned
-        runner = self.runners[shape]
+        runner = self._runners[shape]
         if shape not in self._warm:
             # The first run meets memory that was never written; it does not count.
             runner.run(trial, self._profile, seed=self._seed)
@@ -428,14 +391,9 @@ class _Grid:
             self._predict(cell, shape, trial)
         return run_s
 
-    def _restore(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Put earlier runs back into their cells."""
-        by_place = {planned.cell.coordinates: planned.cell for planned in self.cells}
-        for line in lines:
-            by_place[Coordinates(*line["coordinates"])].restore(line)
-
-    def left_out(self, repetitions: int) -> str:
+    def left_out(self) -> str:
         """Say what of the grid was not run; empty where nothing is missing."""
+        repetitions = self._made_with["repetitions"]
         counts = [len(planned.cell.measured) for planned in self.cells]
         parts = []
         if missing := counts.count(0):
@@ -449,16 +407,10 @@ class _Grid:
         # With means, every maximum over lanes comes out too early; the mean over draws
         # is the prediction, and the means are kept to show by how much.
         means = simulate(trial, shape, self._profile, seed=self._seed)
-        noise_seeds = range(self._seed, self._seed + self._replications)
+        seed = self._seed
         drawn = [
-            simulate(
-                trial,
-                shape,
-                self._profile,
-                noise_seed=noise_seed,
-                seed=self._seed,
-            )
-            for noise_seed in noise_seeds
+            simulate(trial, shape, self._profile, noise_seed=noise_seed, seed=seed)
+            for noise_seed in range(seed, seed + self._made_with["replications"])
         ]
         timelines = drawn or [means]
 
@@ -471,8 +423,7 @@ class _Grid:
         ]
         by_term = [terms_by_step(timeline) for timeline in timelines]
         for term in TERMS:
-            of_term = [seconds[term] for seconds in by_term]
-            mean_s = np.mean(of_term, axis=0)
+            mean_s = np.mean([seconds[term] for seconds in by_term], axis=0)
             cell.predicted_terms_s[term] = mean_s.tolist()
         steps_s = [step_seconds(timeline) for timeline in timelines]
         cell.predicted_steps_s = np.mean(steps_s, axis=0).tolist()
