@@ -19,6 +19,7 @@ FOREIGN = {
     "qwen3-30b-a3b": "qwen3_30b_a3b_top6",
     "olmoe-1b-7b": "olmoe_1b_7b_decode299",
     "gpt-oss-20b": "gpt_oss_20b",
+    "kimi-linear-48b-a3b": "kimi_linear_48b_a3b_decode300",
     "qwen3.6-35b-a3b": "qwen36_35b_a3b_coding_prefill28_decode192",
     "qwen3.8-flash-next": "qwen38_flash_next_chat_decode67",
 }

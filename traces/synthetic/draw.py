@@ -12,6 +12,9 @@ habits:
   which ties all layers together;
 - *drift*: popularity wanders while a sequence lasts.
 
+Texts begin alike: tokens of one kind among the first of a sequence choose with the same
+chance, in all draws, as a model answers the same words with the same experts.
+
 What belongs to a text and not to the model is told from it by `permuted`: that share of
 a layer's experts swap their parts at random in every sequence, so that a sequence is as
 it was fitted and a batch of them is not of one topic.
@@ -38,8 +41,10 @@ if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.stats.routing_curves import Likeness
 
-# A run of kinds begins at most so far from the place of its first token in the
-# sequence, and is so long, in the mean.
+# The first tokens of a sequence, whose kinds are those of a real text at the same place.
+ALIKE_TOKENS = 8
+# Behind them a run of kinds begins at most so far from the place of its first token in
+# the sequence, and is so long, in the mean.
 NEAR_TOKENS = 32
 RUN_TOKENS = 8
 
@@ -154,11 +159,17 @@ def draw(
         logits = base + model.reuse[layer, AGE_CLASS[age]]
         if drift is not None:
             logits += drift.step()
+        chance = rng
+        offset = None
         if kinds is not None and kind is not None:
             logits += kinds.character[:, None] * kinds.weights[kind[:, token]]
+            if token < ALIKE_TOKENS:
+                chance = np.random.default_rng(token)
+                of_kind = chance.random((len(kinds.weights), layers), np.float32)
+                offset = of_kind[kind[:, token]].reshape(-1, 1)
 
         odds = inclusion(logits.reshape(-1, experts), top_k)
-        chosen = choose(odds, top_k, rng).reshape(sequences, layers, top_k)
+        chosen = choose(odds, top_k, chance, offset).reshape(sequences, layers, top_k)
         chosen = _by_weight(chosen, logits)
         drawn[:, token] = chosen
 
@@ -219,8 +230,7 @@ def _draw_kinds(
 
     # Where a run that begins at each token would begin among the real ones.
     place = np.arange(tokens) % count
-    # Texts begin alike, so the first tokens are taken from their own place.
-    near = np.minimum(place // 2, NEAR_TOKENS)
+    near = np.clip((place - ALIKE_TOKENS) // 2, 0, NEAR_TOKENS)
     low = place - near
     high = np.minimum(place + near, count - 1)
     further = rng.random(place.shape) * (high - low + 1)
@@ -264,9 +274,17 @@ def inclusion(logits: np.ndarray, top_k: int) -> np.ndarray:
     return weight
 
 
-def choose(inclusion: np.ndarray, top_k: int, rng: np.random.Generator) -> np.ndarray:
+def choose(
+    inclusion: np.ndarray,
+    top_k: int,
+    rng: np.random.Generator,
+    offset: np.ndarray | None = None,
+) -> np.ndarray:
     """Draw distinct experts, each with its probability [N, E], by systematic sampling
     in one random order: int [N, K].
+
+    Rows of equal `offset`, float32 [N, 1] below 1, and alike probabilities choose
+    alike; None draws one for each.
     """
     count, experts = inclusion.shape
     order = rng.permutation(experts)
@@ -275,7 +293,7 @@ def choose(inclusion: np.ndarray, top_k: int, rng: np.random.Generator) -> np.nd
     # there is a mark at every whole number; an expert is drawn if its part holds one.
     reached = np.cumsum(inclusion[:, order], axis=1)
     reached *= top_k / reached[:, -1:]
-    reached += rng.random((count, 1), np.float32)
+    reached += rng.random((count, 1), np.float32) if offset is None else offset
     marks = np.minimum(reached, top_k).astype(np.int16)
     marks[:, -1] = top_k
 

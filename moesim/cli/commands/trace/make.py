@@ -253,8 +253,8 @@ class SynthOptions(JsonOptions):
     like: str | None = option(
         None,
         "A trace to resemble, saved statistics of one, or those that ship:"
-        " deepseek-v2-lite, gpt-oss-20b, mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b,"
-        " qwen3.6-35b-a3b, qwen3.8-flash-next.",
+        " deepseek-v2-lite, gpt-oss-20b, kimi-linear-48b-a3b, mixtral-8x7b,"
+        " olmoe-1b-7b, qwen3-30b-a3b, qwen3.6-35b-a3b, qwen3.8-flash-next.",
         metavar="TRACE|FILE|NAME",
         place="input",
         excludes=("shape",),
