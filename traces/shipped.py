@@ -3,9 +3,8 @@
 ``gpt-oss-20b-like`` has the size of a model that people run: 12 sequences, drawn from
 statistics of 23 real ones, with ``moesim trace synth --like gpt-oss-20b --quant mxfp4
 --tokens 1536 --prompt-tokens 64 --new-tokens 64``, before drawn sequences began alike.
-The others were recorded from the
-small model in ``runtime/data/tiny``, on texts that it was not trained on; the two share
-no text.
+The others were recorded from the small model in ``runtime/data/tiny``, on texts that it
+was not trained on; the two share no text.
 """
 
 from __future__ import annotations
