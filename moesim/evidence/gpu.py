@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -23,6 +23,7 @@ import numpy as np
 from moesim.base.errors import RuntimeFault
 from moesim.base.files import write_text
 from moesim.base.inputs import load_json, read_text
+from moesim.evidence.validation.verify import Plan, run_cells, verdict_of
 from moesim.hwprofiles import paths
 from moesim.hwprofiles.profile import load_profile
 from moesim.hwprofiles.schema import ProfileError
@@ -56,15 +57,10 @@ SYSTEMS: Final = (
     "mixtral-offloading",
 )
 LIVE_SYSTEMS: Final = ("on-demand", "greedy", "mixtral-offloading", "fiddler")
-CACHE_RATIOS: Final = (0.15, 0.4, 0.8)
-BATCHES: Final = (1, 4)
 NEW_TOKENS: Final = 64
 _PROMPT: Final = "import os\nimport sys\n\ndef main():\n"
 _HALF_ULP: Final = 2.0**-10
 """Scores are recorded in 16 bits: two that round from values this close may differ."""
-
-MEDIAN_AIM: Final = 0.05
-"""Aim for the median error of the time per token."""
 
 Step = dict[str, Any]
 
@@ -75,39 +71,40 @@ class Extent(NamedTuple):
     Attributes:
         tokens: of each expert, for the table of products.
         seconds: of each table of products, and of each other table.
-        run_shape: whose widths real runs have.
-        calibrated: whose widths the runs have from which costs are learned.
+        plan: real runs and those that costs are learned from.
         calibration_minutes: for those.
-        steps: forward passes of a real run.
-        repetitions: of each real run.
     """
 
     tokens: tuple[int, ...]
     seconds: float
-    run_shape: str
-    calibrated: tuple[str, str]
+    plan: Plan
     calibration_minutes: float
-    steps: int
-    repetitions: int
 
 
 CARD: Final = Extent(
     tokens=(1, 4, 16, 64, 256),
     seconds=3.0,
-    run_shape="qwen3-30b-a3b",
-    calibrated=("olmoe-1b-7b", "olmoe-1b-7b/2"),
+    plan=Plan(
+        sittings=1,
+        calibrated=("olmoe-1b-7b", "olmoe-1b-7b/2"),
+        shapes=("qwen3-30b-a3b",),
+        policies=SYSTEMS,
+        cache_ratios=(0.15, 0.4, 0.8),
+        steps=16,
+        repetitions=3,
+    ),
     calibration_minutes=1.5,
-    steps=16,
-    repetitions=3,
 )
 REHEARSAL: Final = Extent(
     tokens=(1, 8),
     seconds=0.5,
-    run_shape="qwen3-30b-a3b/8",
-    calibrated=("olmoe-1b-7b/4", "olmoe-1b-7b/8"),
+    plan=replace(
+        CARD.plan,
+        calibrated=("olmoe-1b-7b/4", "olmoe-1b-7b/8"),
+        shapes=("qwen3-30b-a3b/8",),
+        steps=6,
+    ),
     calibration_minutes=0.5,
-    steps=6,
-    repetitions=3,
 )
 
 
@@ -434,7 +431,7 @@ def _learned_costs(session: Session) -> dict[str, Any]:
 
     profile = calibrate(
         session.folder / _CALIBRATED,
-        shapes=session.extent.calibrated,
+        shapes=session.extent.plan.calibrated,
         quick=True,
         hw=session.folder / _MACHINE,
         stores=_stores(session, "calibration"),
@@ -475,12 +472,19 @@ def _decisions(session: Session, system: str) -> dict[str, Any]:
     profile = _costs(session)
     trace = open_trace(resolve_trace("tiny"))
     dtype = experts_dtype(profile)
-    shape = shape_for(trace.shape, session.extent.run_shape, dtype)
+    shape = shape_for(trace.shape, session.extent.plan.shapes[0], dtype)
     policies = compose_system(system).build(gpus=1, host_cache=None)
     steps = compose(
-        trace, batch=1, steps=session.extent.steps, columns=needed_columns(policies)
+        trace,
+        batch=1,
+        steps=session.extent.plan.steps,
+        columns=needed_columns(policies),
     )
-    trial = Trial(system, MemoryOptions(cache_ratio=CACHE_RATIOS[1]), list(steps))
+    trial = Trial(
+        system,
+        MemoryOptions(cache_ratio=session.extent.plan.cache_ratios[1]),
+        list(steps),
+    )
     store = _stores(session, "runs") / "0"
     with TrialRunner(shape, profile, dtype=dtype, store=store) as runner:
         measured = runner.run(trial, profile)
@@ -508,24 +512,15 @@ def _copies_of(timeline: Any) -> list[tuple[Any, ...]]:
 
 
 def _times(session: Session) -> dict[str, Any]:
-    """Run the grid, and sum up."""
-    from moesim.evidence.validation.grid import validate  # noqa: PLC0415
-    from moesim.traces.shipped import resolve_trace  # noqa: PLC0415
-
+    """Run the grid, and judge it as `moesim verify` does."""
     kept = session.folder / VALIDATION
 
     def save(validation: Any) -> None:
         write_text(kept, json.dumps(validation.to_json()))
 
-    validation = validate(
-        [resolve_trace("tiny")],
-        policies=SYSTEMS,
-        cache_ratios=CACHE_RATIOS,
-        batches=BATCHES,
-        hw=_costs(session),
-        shapes=[session.extent.run_shape],
-        steps=session.extent.steps,
-        repetitions=session.extent.repetitions,
+    validation = run_cells(
+        session.extent.plan,
+        _costs(session),
         # The mean of few drawn runs: time is for real ones.
         replications=3,
         stores=_stores(session, "grid"),
@@ -536,54 +531,15 @@ def _times(session: Session) -> dict[str, Any]:
     )
     save(validation)
     (session.folder / _JOURNAL).unlink(missing_ok=True)
-    return times_of(validation.to_json())
-
-
-def times_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Sum up a validation, as `Validation.to_json` returns it."""
-    cells = [
-        {
-            "system": cell["policy"],
-            "cache": cell["cache_ratio"],
-            "batch": cell["batch"],
-            "measured_s": cell["tpot_measured_s"],
-            "predicted_s": cell["predicted"]["tpot_s"],
-            "error": cell["tpot_error"],
-            "first_token_error": cell["ttft_error"],
-            "noise": cell["noise_floor"],
-        }
-        for cell in result["cells"]
-    ]
-    return {
-        "cells": cells,
-        "hits_equal": result["hits_equal"],
-        "hits_compared": result["hits_compared"],
-        "median": _middle(cell["error"] for cell in cells),
-        "worst": max((abs(cell["error"] or 0.0) for cell in cells), default=None),
-        "first_token_median": _middle(cell["first_token_error"] for cell in cells),
-        "noise": _middle(cell["noise"] for cell in cells),
-        "order": orders(cells),
-        "left_out": result["config"].get("left_out", ""),
-        "warnings": result["warnings"],
+    result = validation.to_json()
+    columns = ("policy", "cache_ratio", "batch", "tpot_measured_s", "means_tpot_s")
+    columns += ("tpot_error", "ttft_error", "noise_floor", "hits_equal")
+    return verdict_of(session.extent.plan, result).to_json() | {
+        "whole_error": result["tpot_error_median"],
+        "first_token_error": result["ttft_error_median"],
+        "repetitions": result["noise_floor"],
+        "rows": [{name: cell[name] for name in columns} for cell in result["cells"]],
     }
-
-
-def orders(cells: list[dict[str, Any]]) -> dict[str, int]:
-    """Count pairs of systems that differ by more than the noise in the same memory and
-    batch, and how many of them are predicted in the measured order.
-    """
-    pairs = agreed = 0
-    for number, cell in enumerate(cells):
-        for other in cells[number + 1 :]:
-            same = (cell["cache"], cell["batch"]) == (other["cache"], other["batch"])
-            if not same or not cell["measured_s"] or not other["measured_s"]:
-                continue
-            apart = cell["measured_s"] / other["measured_s"] - 1.0
-            if abs(apart) <= 2 * (cell["noise"] + other["noise"]):
-                continue
-            pairs += 1
-            agreed += (cell["predicted_s"] > other["predicted_s"]) == (apart > 0)
-    return {"pairs": pairs, "agreed": agreed}
 
 
 def _stores(session: Session, name: str) -> Path:
@@ -591,12 +547,6 @@ def _stores(session: Session, name: str) -> Path:
     place = session.folder / _STORES / name
     place.mkdir(parents=True, exist_ok=True)
     return place
-
-
-def _middle(values: Any) -> float | None:
-    """Median size of what is known."""
-    known = [abs(value) for value in values if value is not None]
-    return median(known) if known else None
 
 
 # -- what came out ---------------------------------------------------------------------
@@ -618,38 +568,17 @@ def failures(steps: Mapping[str, Step]) -> list[str]:
             named.append(f"{name}: differs from the CPU by {result['largest']:.1e}")
         elif result.get("timing_free") and not result["equal"]:
             named.append(f"{name}: decided otherwise than simulated")
-        elif result.get("hits_equal") is False:
-            named.append(f"{name}: other hits than simulated")
-    return named
-
-
-def _judged_times(steps: Mapping[str, Step]) -> dict[str, Any] | None:
-    """Times over the grid; None where fewer than half of its cells were reached."""
-    times: dict[str, Any] | None = steps.get("runs/times", {}).get("result")
-    cells = len(SYSTEMS) * len(CACHE_RATIOS) * len(BATCHES)
-    if not times or times["median"] is None or 2 * len(times["cells"]) < cells:
-        return None
-    return times
-
-
-def doubts(steps: Mapping[str, Step]) -> list[str]:
-    """Everything that speaks against: failures, times and orders that are off."""
-    named = failures(steps)
-    if times := _judged_times(steps):
-        # Repetitions that differ as much explain as much.
-        if times["median"] > max(MEDIAN_AIM, 2 * times["noise"]):
-            named.append(f"times are off by {times['median']:.0%} in the median")
-        order = times["order"]
-        if order["agreed"] < order["pairs"]:
-            named.append(f"{order['pairs'] - order['agreed']} orders are not predicted")
+        elif result.get("holds") is False:
+            named.append(f"{name}: {result['words']}")
     return named
 
 
 def holds(steps: Mapping[str, Step]) -> bool | None:
-    """Whether everything holds; None where too few times were measured."""
-    if doubts(steps):
+    """Whether everything holds; None where times tell nothing, or were not measured."""
+    if failures(steps):
         return False
-    return True if _judged_times(steps) else None
+    times = steps.get("runs/times", {}).get("result") or {}
+    return times.get("holds")
 
 
 def verdict(steps: Mapping[str, Step]) -> list[str]:
@@ -657,7 +586,7 @@ def verdict(steps: Mapping[str, Step]) -> list[str]:
     answer = {True: "it holds", False: "it does not hold", None: "cannot tell yet"}
     result = {name: step.get("result") for name, step in steps.items()}
     first = answer[holds(steps)]
-    if named := doubts(steps):
+    if named := failures(steps):
         first += f": {'; '.join(named[:3])}"
         if len(named) > 3:
             first += f"; and {len(named) - 3} more"
@@ -756,17 +685,12 @@ def _run_words(result: Mapping[str, Any]) -> list[str]:
             f"decisions: {equal} of {len(free)} systems whose decisions no timing"
             " moves did exactly what was simulated"
         )
-    times = result.get("runs/times")
-    if times and times["median"] is not None:
+    if times := result.get("runs/times"):
+        lines.append(f"times: {times['words']}")
         lines.append(
-            f"times: {len(times['cells'])} cells, per token off by"
-            f" {times['median']:.1%} in the median and {times['worst']:.1%} at worst"
-            f" (repetitions: {times['noise']:.1%}), first token"
-            f" {times['first_token_median'] or 0.0:.1%}"
-        )
-        order = times["order"]
-        lines.append(
-            f"order: {order['agreed']} of {order['pairs']} pairs of systems as measured"
+            f"times, whole errors: per token {times['whole_error'] or 0.0:.1%}, first"
+            f" token {times['first_token_error'] or 0.0:.1%} in the median; repetitions"
+            f" differ by {times['repetitions'] or 0.0:.1%}"
         )
         if times["left_out"]:
             lines.append(f"left out for want of time: {times['left_out']}")
@@ -823,8 +747,8 @@ def _section(name: str, step: Step) -> list[str]:
     if "failed" in step:
         return [f"- **{name}** FAILED: {step['failed']}"]
     result = step["result"]
-    if isinstance(result, dict) and "cells" in result:
-        result = result["cells"]
+    if isinstance(result, dict) and "rows" in result:
+        result = result["rows"]
     if isinstance(result, list):
         if not result:
             return [f"- {name}: nothing"]

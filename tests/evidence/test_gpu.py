@@ -11,7 +11,7 @@ from support.processes import output_of, start, wait_for
 
 from moesim.base.errors import RuntimeFault
 from moesim.evidence import gpu
-from moesim.evidence.gpu import Session, holds, orders, page, same_routing, verdict
+from moesim.evidence.gpu import Session, holds, page, same_routing, verdict
 
 torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
 
@@ -141,50 +141,31 @@ def test_a_rehearsal_beside_a_card_is_refused(tmp_path, monkeypatch):
         gpu.verify_gpu(tmp_path / "out", rehearse=True)
 
 
-def a_cell(system, measured_s, predicted_s, noise=0.01):
-    return {
-        "cache": 0.4,
-        "batch": 1,
-        "system": system,
-        "measured_s": measured_s,
-        "predicted_s": predicted_s,
-        "noise": noise,
-    }
-
-
-def test_orders_are_those_of_pairs_that_noise_does_not_explain():
-    """b is 1 % slower than a, which noise explains; c is twice as slow as both."""
-    cells = [a_cell("a", 1.0, 1.2), a_cell("b", 1.01, 1.1), a_cell("c", 2.0, 1.15)]
-    assert orders(cells) == {"pairs": 2, "agreed": 1}
-    assert orders([a_cell("a", None, 1.0), a_cell("b", 2.0, 1.0)])["pairs"] == 0
-
-
 def some_times(**changes):
     times = {
-        "cells": [{}] * 18,
-        "hits_equal": True,
-        "median": 0.03,
-        "worst": 0.1,
-        "first_token_median": 0.05,
-        "noise": 0.01,
-        "order": {"pairs": 3, "agreed": 3},
+        "holds": True,
+        "words": "the simulator holds on this PC: …",
+        "whole_error": 0.03,
+        "first_token_error": 0.05,
+        "repetitions": 0.01,
         "left_out": "",
+        "rows": [],
     }
     return {"runs/times": {"result": times | changes, "seconds": 1.0}}
 
 
-def test_it_holds_by_times_orders_and_equal_hits():
+def test_it_holds_where_nothing_fails_and_times_do():
     assert holds({}) is None
-    # Half of the cells, at least.
-    assert holds(some_times(median=0.2, cells=[{}] * 17)) is None
     assert holds(some_times()) is True
-    assert holds(some_times(median=0.2)) is False
-    # Repetitions that differ as much explain it.
-    assert holds(some_times(median=0.2, noise=0.1)) is True
-    assert holds(some_times(order={"pairs": 3, "agreed": 2})) is False
-    assert holds(some_times(hits_equal=False)) is False
-    assert "order: 3 of 3 pairs" in "\n".join(verdict(some_times()))
-    assert len(verdict(some_times())) <= 10
+    assert holds(some_times(holds=None)) is None
+    far = some_times(holds=False, words="it does not hold here: …")
+    assert holds(far) is False
+    assert verdict(far)[0] == "it does not hold: runs/times: it does not hold here: …"
+    different = {"timing_free": True, "equal": False, "copies_equal": True}
+    decided = {"runs/decisions, greedy": {"result": different, "seconds": 1.0}}
+    assert holds(some_times() | decided) is False
+    assert holds(some_times() | {"checks/one": {"failed": "Error: …"}}) is False
+    assert len(verdict(some_times() | decided)) <= 10
 
 
 def a_recording(tokens, scores):
