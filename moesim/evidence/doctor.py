@@ -114,28 +114,20 @@ def diagnose(
 
     folder = _existing(disk or Path(tempfile.gettempdir()))
     diagnosis = Diagnosis(versions())
-    single: list[tuple[str, Callable[[], Finding]]] = [
-        ("compiled", system.check_extensions),
-        ("torch", system.check_torch),
-        ("page-locked memory", system.check_page_lock),
-        ("memory", system.check_memory),
-        ("shared memory", system.check_shared_memory),
-        ("cores", system.check_cores),
-        ("huge pages", system.check_huge_pages),
-    ]
-    several: list[tuple[str, Callable[[], Iterable[tuple[str, Finding]]]]] = [
-        ("disk", lambda: system.check_disk(folder)),
-        ("lanes", system.check_lanes),
-        ("runs", check_runs),
-    ]
-    steps = [
-        *(
-            (name, lambda name=name, check=check: [(name, check())])
-            for name, check in single
-        ),
-        *several,
-    ]
-    for number, (name, check) in enumerate(steps):
+    steps: dict[str, Callable[[], Finding | Iterable[tuple[str, Finding]]]] = {
+        "compiled": system.check_extensions,
+        "torch": system.check_torch,
+        "page-locked memory": system.check_page_lock,
+        "memory": system.check_memory,
+        "shared memory": system.check_shared_memory,
+        "cores": system.check_cores,
+        "huge pages": system.check_huge_pages,
+        # The rest find several things each.
+        "disk": lambda: system.check_disk(folder),
+        "lanes": system.check_lanes,
+        "runs": check_runs,
+    }
+    for number, (name, check) in enumerate(steps.items()):
         if progress is not None:
             progress(name, number / len(steps))
         diagnosis.checks += list(_checked(name, check))
@@ -145,14 +137,15 @@ def diagnose(
 
 
 def _checked(
-    name: str, check: Callable[[], Iterable[tuple[str, Finding]]]
+    name: str, check: Callable[[], Finding | Iterable[tuple[str, Finding]]]
 ) -> Iterable[Checked]:
     """Make a check; whatever it raises is what it found."""
-    from moesim.runtime.doctor import fails  # noqa: PLC0415 - torch
+    from moesim.runtime.doctor import Finding, fails  # noqa: PLC0415 - torch
 
     begin_s = time.perf_counter()
     try:
-        findings = list(check())
+        answer = check()
+        findings = [(name, answer)] if isinstance(answer, Finding) else list(answer)
     except Exception as error:  # noqa: BLE001 - a report of what is broken must not break
         lines = str(error).splitlines() or [""]
         words = f"{type(error).__name__}: {lines[0]}"
@@ -258,24 +251,21 @@ def _parity(profile: HardwareProfile, folder: Path) -> tuple[Any, str]:
     """A run from the SSD, and a fresh planner that is told what it saw."""
     from moesim.policies.base import PolicyError  # noqa: PLC0415
     from moesim.policies.planner.observers import repeat  # noqa: PLC0415
-    from moesim.runs.config import MemoryOptions, RunConfig  # noqa: PLC0415
-    from moesim.runs.measured import run_trace  # noqa: PLC0415
-    from moesim.runs.setup import Setup, needed_columns  # noqa: PLC0415
+    from moesim.runs.config import MeasuredConfig  # noqa: PLC0415
+    from moesim.runs.measured import columns_of, run_trace  # noqa: PLC0415
+    from moesim.runs.setup import Setup  # noqa: PLC0415
     from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
     from moesim.traces.format.batch import compose  # noqa: PLC0415
-    from moesim.traces.format.future import RecordedFuture  # noqa: PLC0415
     from moesim.traces.format.reader import open_trace  # noqa: PLC0415
     from moesim.traces.shipped import resolve_trace  # noqa: PLC0415
 
     trace = open_trace(resolve_trace("tiny"))
     shape = shape_for(trace.shape, "qwen3-30b-a3b/16")
-    total = shape.routed_bytes
-    memory = MemoryOptions(cache_ratio=0.25, host_memory_bytes=total // 2)
-    policy = "on-demand+lru+next-gate"
-    run = run_trace(
+    config = MeasuredConfig.of(
         trace,
-        policy,
-        memory=memory,
+        "on-demand+lru+next-gate",
+        cache_ratio=0.25,
+        host_memory_bytes=shape.routed_bytes // 2,
         shape="qwen3-30b-a3b/16",
         dtype="float32",
         distinct=32,
@@ -283,17 +273,11 @@ def _parity(profile: HardwareProfile, folder: Path) -> tuple[Any, str]:
         hw=profile,
         store=folder / "experts",
     )
-    config = RunConfig.of(policy=policy, memory=memory)
-    setup = Setup(
-        config, shape, profile, config.system, future=RecordedFuture.of(trace)
-    )
-    columns = ("weights", *needed_columns(setup.policies()))
+    run = run_trace(config)
+    setup = Setup.of(config, trace, profile=profile, shape=shape)
+    steps = compose(trace, steps=4, columns=columns_of(trace, setup.policies()))
     try:
-        plans = repeat(
-            run.decision_log.entries,
-            setup.planner(),
-            compose(trace, steps=4, columns=columns),
-        )
+        plans = repeat(run.decision_log.entries, setup.planner(), steps)
     except PolicyError as error:
         return None, str(error)
     return run, f"{len(plans)} plans repeat from what the run saw"

@@ -469,22 +469,20 @@ def _decisions(session: Session, system: str) -> dict[str, Any]:
     from moesim.traces.format.reader import open_trace  # noqa: PLC0415
     from moesim.traces.shipped import resolve_trace  # noqa: PLC0415
 
+    plan = session.extent.plan
     profile = _costs(session)
-    trace = open_trace(resolve_trace("tiny"))
+    trace = open_trace(resolve_trace(plan.trace))
     dtype = experts_dtype(profile)
-    shape = shape_for(trace.shape, session.extent.plan.shapes[0], dtype)
+    shape = shape_for(trace.shape, plan.shapes[0], dtype)
     policies = compose_system(system).build(gpus=1, host_cache=None)
     steps = compose(
         trace,
         batch=1,
-        steps=session.extent.plan.steps,
+        steps=plan.steps,
         columns=needed_columns(policies),
     )
-    trial = Trial(
-        system,
-        MemoryOptions(cache_ratio=session.extent.plan.cache_ratios[1]),
-        list(steps),
-    )
+    memory = MemoryOptions(cache_ratio=plan.cache_ratios[1])
+    trial = Trial(system, memory, list(steps))
     store = _stores(session, "runs") / "0"
     with TrialRunner(shape, profile, dtype=dtype, store=store) as runner:
         measured = runner.run(trial, profile)
@@ -532,8 +530,10 @@ def _times(session: Session) -> dict[str, Any]:
     save(validation)
     (session.folder / _JOURNAL).unlink(missing_ok=True)
     result = validation.to_json()
-    columns = ("policy", "cache_ratio", "batch", "tpot_measured_s", "means_tpot_s")
-    columns += ("tpot_error", "ttft_error", "noise_floor", "hits_equal")
+    columns = (
+        *("policy", "cache_ratio", "batch", "tpot_measured_s", "means_tpot_s"),
+        *("tpot_error", "ttft_error", "noise_floor", "hits_equal"),
+    )
     return verdict_of(session.extent.plan, result).to_json() | {
         "whole_error": result["tpot_error_median"],
         "first_token_error": result["ttft_error_median"],
