@@ -14,6 +14,7 @@ import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -79,7 +80,9 @@ def finish(out: Path | str) -> Merged:
             f"{out}: expected an unfinished recording in {folder.name}, found none"
         )
     plan = _read_plan(folder)
-    with Segments(out, plan.header, plan.columns, plan.batch, resume=True) as segments:
+    with Segments(
+        out, plan.trace_header, plan.columns, plan.batch, resume=True
+    ) as segments:
         return segments.merge()
 
 
@@ -201,7 +204,7 @@ class Segments:
         if self._resume and (self._folder / _PLAN_NAME).is_file():
             plan = _read_plan(self._folder)
             self._check_same(plan)
-            self.header = plan.header
+            self.header = plan.trace_header
             self.done = _count_finished(self._folder, plan)
             return
 
@@ -231,7 +234,7 @@ class Segments:
 
     def _check_same(self, plan: _Plan) -> None:
         """Compare what was recorded so far with what is to be recorded now."""
-        before = _facts(plan.header, plan.columns)
+        before = _facts(plan.trace_header, plan.columns)
         now = _facts(self.header, self.columns)
         # Another model changes nearly every fact: name it first.
         names = sorted(
@@ -247,28 +250,37 @@ class Segments:
 
 
 @dataclass
-class _Journal:
-    """The contents of the journal."""
+class _Plan:
+    """The task of an unfinished recording, as its journal holds it."""
 
     header: str
     columns: list[str]
     batch: int
 
     def __post_init__(self) -> None:
-        """Refuse groups of no sequence, and columns that no trace has."""
+        """Refuse groups of no sequence, columns that no trace has, and a header that
+        does not say how many sequences are planned.
+        """
         if self.batch < 1:
             raise TraceError(f"batch: expected a number above 0, found {self.batch}")
         unknown = sorted(set(self.columns) - set(OPTIONAL_COLUMNS))
         if unknown:
             raise TraceError(f"columns: unknown column {unknown[0]!r}")
+        if not (isinstance(self.planned, int) and self.planned > 0):
+            raise TraceError(
+                "header: provenance.sequences: expected a number above 0, found"
+                f" {self.planned!r}"
+            )
 
+    @cached_property
+    def trace_header(self) -> TraceHeader:
+        """Of the complete recording."""
+        return TraceHeader.from_json(self.header, where="header")
 
-class _Plan(NamedTuple):
-    """The task of an unfinished recording."""
-
-    header: TraceHeader
-    columns: tuple[str, ...]
-    batch: int
+    @property
+    def planned(self) -> Any:
+        """How many sequences."""
+        return self.trace_header.provenance.get("sequences")
 
 
 def _facts(header: TraceHeader, columns: Iterable[str]) -> dict[str, Any]:
@@ -286,37 +298,29 @@ def _segment(folder: Path, first: int) -> Path:
 
 
 def _read_plan(folder: Path) -> _Plan:
-    path = folder / _PLAN_NAME
-    body = read_json(
-        path,
-        _Journal,
+    return read_json(
+        folder / _PLAN_NAME,
+        _Plan,
         error=TraceError,
         expected="the journal of a recording",
         way_out=f"remove {folder.name}",
     )
-    header = TraceHeader.from_json(body.header, where=str(path))
-    planned = header.provenance.get("sequences")
-    if not (isinstance(planned, int) and planned > 0):
-        raise TraceError(
-            f"{path}: header: provenance.sequences: expected a number above 0, found"
-            f" {planned!r}; remove {folder.name}"
-        )
-    return _Plan(header, tuple(body.columns), body.batch)
 
 
 def _count_finished(folder: Path, plan: _Plan) -> int:
     """Count the sequences of the leading segments that are complete; what a crash of
     the machine tore is done again.
     """
-    planned = int(plan.header.provenance["sequences"])
     done = 0
-    while done < planned:
+    while done < plan.planned:
         try:
             segment = open_trace(_segment(folder, done))
         except TraceError:
             break
-        if segment.header != plan.header or segment.columns != frozenset(plan.columns):
+        if segment.header != plan.trace_header or segment.columns != frozenset(
+            plan.columns
+        ):
             break
         # The last group may be smaller.
-        done += min(plan.batch, planned - done)
+        done += min(plan.batch, plan.planned - done)
     return done

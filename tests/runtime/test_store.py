@@ -624,19 +624,3 @@ def test_pages_are_unlocked_after_what_was_launched_has_ended(monkeypatch):
     slots.close()
     slots.close()
     assert calls == ["wait", "unlock"]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_page_locked_slots_copy_to_device_slots(store):
-    with (
-        HostSlots(1, store.slot_bytes, page_lock=Cuda()) as slots,
-        DeviceSlots(1, store.slot_bytes, "cuda") as device,
-    ):
-        assert slots.memory.is_pinned()
-        store.read_into(1, 2, slots.record(0), check=True)
-        device.record(0).copy_(slots.record(0), non_blocking=True)
-        torch.cuda.synchronize()
-        layout = store.layout(1)
-        copied = device.weights(0, layout).up.cpu()
-        assert torch.equal(copied, slots.weights(0, layout).up)

@@ -1,12 +1,10 @@
 """An accelerator that is none: everything is done at once, on the CPU."""
 
-import contextlib
 import time
 
 import numpy as np
-import torch
 
-from moesim.runtime.accelerators import Accelerator
+from moesim.runtime.accelerators import Rehearsal
 
 
 class FakeStream:
@@ -46,15 +44,16 @@ class FakeEvent:
         return float(np.float32(1e3 * (later.at_s - self.at_s)))
 
 
-class FakeAccelerator(Accelerator):
-    """Streams and events of no device."""
+class FakeAccelerator(Rehearsal):
+    """Streams and events of no device, which look at how they are used."""
 
     kind = "cuda"
-    type = "cpu"
-    page_locks = False
+    name = "a stand-in"
+    total_bytes = 1 << 30
+    cache_bytes = 1 << 20
 
     def __init__(self):
-        self.device = torch.device("cpu")
+        super().__init__()
         self.waits = 0
 
     def current_stream(self):
@@ -63,27 +62,8 @@ class FakeAccelerator(Accelerator):
     def new_stream(self):
         return FakeStream()
 
-    def on(self, stream):
-        return contextlib.nullcontext()
-
     def event(self, *, asleep=True):
         return FakeEvent()
 
     def synchronize(self):
         self.waits += 1
-
-    @classmethod
-    def count(cls):
-        return 1
-
-    @property
-    def name(self):
-        return "a stand-in"
-
-    @property
-    def total_bytes(self):
-        return 1 << 30
-
-    @property
-    def cache_bytes(self):
-        return 1 << 20

@@ -116,9 +116,10 @@ def _gpu(options: VerifyOptions) -> None:
     Raises:
         typer.Exit: code 1 where something does not hold.
     """
-    from moesim.cli.output import steps_of
+    from moesim.cli.output import quiet_libraries, steps_of
     from moesim.evidence import gpu as library
 
+    quiet_libraries()
     with steps_of("verifying") as progress:
         session = library.verify_gpu(
             options.out,
