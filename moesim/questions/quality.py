@@ -241,8 +241,8 @@ def quality(
         progress=lambda done: progress(done / all_tokens) if progress else None,
     )
     rows = [
-        Row.of(setup, value, what)
-        for (value, setup), what in zip(settings, scores, strict=True)
+        Row.of(setup, value, figures)
+        for (value, setup), figures in zip(settings, scores, strict=True)
     ]
     read = len(scores[0].nats)
     effective = {
