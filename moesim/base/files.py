@@ -4,9 +4,9 @@ Everything that moesim writes goes through this module. A link is followed, and 
 points to is replaced. A stream (``-``, ``/dev/stdout``, another device, a pipe) gets
 all bytes at the end.
 
-A file in progress has an unpredictable name, is opened exclusively, and is locked as
-long as its process lives. So what a killed process left can be told from what another
-one is writing, and the next writer in that folder removes it.
+A file in progress has an unpredictable name that says which process of which host
+writes it, and is opened exclusively. So what a killed process left can be told from
+what another one is writing, and the next writer in that folder removes it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import platform
+import re
 import secrets
 import shutil
 import stat
@@ -50,9 +52,10 @@ _MOST_LINKS: Final = 40
 STDOUT: Final = Path("-")
 """Stands for standard output where a file is asked for."""
 
-_SCRATCH_PREFIX: Final = ".moesim-"
-_TOKEN_BYTES: Final = 6
-# File systems allow 255 bytes; dots, token and suffix need 19 of them.
+_HOST: Final = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+# Host, process and a token: of another host nobody knows here whether it still writes.
+_IN_PROGRESS: Final = re.compile(rf"\..*\.{_HOST}-(\d+)-[0-9a-f]{{12}}{PART_SUFFIX}")
+# File systems allow 255 bytes; what stands behind the stem needs some 40 of them.
 _LONGEST_STEM: Final = 200
 
 _NO_LINKS: Final = getattr(os, "O_NOFOLLOW", 0)
@@ -97,35 +100,17 @@ class NewFile:
         beside.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(beside.parent)
         self.path = _part_of(beside)
-        self._lock: int | None = None
+        # Open meanwhile: whoever ends this process finds it among its files.
+        self._open: int | None = None
         # Before it is there: an interrupt may come between the two.
         _unfinished.add(self)
         try:
             with _named(self.final):
-                self._begin(beside)
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINKS | _BINARY
+                self._open = os.open(self.path, flags, 0o666)
         except BaseException:
             self.discard()
             raise
-
-    def _begin(self, beside: Path) -> None:
-        """Make and lock the file."""
-        while True:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINKS | _BINARY
-            try:
-                descriptor = os.open(self.path, flags, 0o666)
-            except FileExistsError:
-                self.path = _part_of(beside)
-                continue
-            is_locked = try_lock(descriptor)
-            if is_locked and os.fstat(descriptor).st_nlink:
-                self._lock = descriptor
-                return
-
-            # An open file could be neither renamed nor removed on Windows.
-            os.close(descriptor)
-            if is_locked is None:
-                return
-            # Another process took it for a leftover in the moment before the lock.
 
     def errors_named(self) -> AbstractContextManager[None]:
         """Let errors of a block of writes name `final`, which users know."""
@@ -133,6 +118,8 @@ class NewFile:
 
     def commit(self) -> None:
         """Bring the bytes to the disk, then give them their name."""
+        # An open file could not be renamed on Windows.
+        self._close()
         with self.errors_named():
             if self._is_stream:
                 _pour(self.path, self.final)
@@ -142,18 +129,21 @@ class NewFile:
                 _sync_folder(self._target.parent)
         self.discard()
 
+    def _close(self) -> None:
+        descriptor, self._open = self._open, None
+        if descriptor is not None:
+            os.close(descriptor)
+
     def discard(self) -> None:
         """Remove what is not committed; harmless afterwards."""
         if self not in _unfinished:
             return
 
         _unfinished.discard(self)
+        self._close()
         # What made the write fail may make this fail; the next writer looks again.
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
-        if self._lock is not None:
-            with suppress(OSError):
-                os.close(self._lock)
 
 
 @contextmanager
@@ -256,22 +246,14 @@ class ScratchFolder:
     """
 
     def __init__(self, inside: Path | str | None = None) -> None:
-        self._parent = Path(tempfile.gettempdir() if inside is None else inside)
-        self.path = self._parent
-        self._lock: int | None = None
+        parent = Path(tempfile.gettempdir() if inside is None else inside)
+        self.path = _part_of(parent / "moesim")
 
     def __enter__(self) -> Path:
-        """Make the folder and lock it."""
-        remove_leftovers(self._parent)
-        while True:
-            folder = tempfile.mkdtemp(PART_SUFFIX, _SCRATCH_PREFIX, self._parent)
-            self.path = Path(folder)
-            # Another process may take it for a leftover in the moment before the lock.
-            with suppress(BlockingIOError):
-                self._lock = _locked_folder(self.path)
-                if self.path.is_dir():
-                    break
+        """Make the folder."""
+        remove_leftovers(self.path.parent)
         _unfinished.add(self)
+        self.path.mkdir(0o700)
         return self.path
 
     def __exit__(self, *_: object) -> None:
@@ -280,14 +262,8 @@ class ScratchFolder:
 
     def discard(self) -> None:
         """Remove the folder and what is in it; harmless afterwards."""
-        if self not in _unfinished:
-            return
-
         _unfinished.discard(self)
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            with suppress(OSError):
-                os.close(self._lock)
 
 
 def discard_all() -> None:
@@ -298,19 +274,38 @@ def discard_all() -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the files and folders in progress that killed processes left here.
-
-    What a living process is writing is locked and stays.
+    """Remove the files and folders in progress that killed processes of this host left
+    here.
     """
     try:
         with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if _is_part_name(entry.name)]
+            matches = [_IN_PROGRESS.fullmatch(entry.name) for entry in entries]
     except OSError:
         return
-    for name in names:
+    for match in filter(None, matches):
+        if _is_running(int(match[1])):
+            continue
+        path = folder / match[0]
         # Another user's, or gone in the meantime: not ours to remove.
         with suppress(OSError):
-            _remove_if_left(folder / name)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+
+
+def _is_running(number: int) -> bool:
+    """Whether a process lives; one that ended and was not waited for does not."""
+    if number == os.getpid():
+        return True
+    import psutil  # noqa: PLC0415 - only where something is left
+
+    try:
+        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -371,53 +366,10 @@ def sha256(path: Path) -> str:
 
 
 def _part_of(final: Path) -> Path:
-    """A new name beside `final` for a file in progress."""
+    """A new name beside `final` for a file or folder in progress."""
     stem = os.fsdecode(os.fsencode(final.name)[:_LONGEST_STEM])
-    token = secrets.token_hex(_TOKEN_BYTES)
+    token = f"{_HOST}-{os.getpid()}-{secrets.token_hex(6)}"
     return final.with_name(f".{stem}.{token}{PART_SUFFIX}")
-
-
-def _is_part_name(name: str) -> bool:
-    """Tell whether a file or folder of this name is one in progress."""
-    if not (name.startswith(".") and name.endswith(PART_SUFFIX)):
-        return False
-    if name.startswith(_SCRATCH_PREFIX):
-        return True
-    token = name.removesuffix(PART_SUFFIX).rpartition(".")[2]
-    return len(token) == 2 * _TOKEN_BYTES and set(token) <= set("0123456789abcdef")
-
-
-def _locked_folder(path: Path) -> int | None:
-    """Lock a folder; None where that cannot be.
-
-    Raises:
-        BlockingIOError: another process was faster.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | _NO_LINKS)
-    except OSError:
-        return None
-    locked = try_lock(descriptor)
-    if locked:
-        return descriptor
-    os.close(descriptor)
-    if locked is None:
-        return None
-    raise BlockingIOError
-
-
-def _remove_if_left(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | _NO_LINKS | _PATIENCE)
-    try:
-        # Without locks nobody can tell whether the writer still lives.
-        if not try_lock(descriptor):
-            return
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.is_file():
-            path.unlink()
-    finally:
-        os.close(descriptor)
 
 
 def try_lock(descriptor: int) -> bool | None:

@@ -1,9 +1,7 @@
 """What is read is bounded before it is parsed; what is shown can do nothing."""
 
 import io
-import json
 import os
-import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -22,48 +20,20 @@ from moesim.traces.importers.readers import arrays
 from moesim.traces.importers.readers.arrays import load_named
 
 
-@pytest.mark.parametrize("depth", [inputs.MOST_NESTING, inputs.MOST_NESTING + 1])
 @pytest.mark.parametrize(("load", "text"), [
-    (inputs.load_json, lambda n: "[" * n + "]" * n),
-    (inputs.load_json, lambda n: '{"a":' * n + "1" + "}" * n),
-    (inputs.load_toml, lambda n: "x = " + "[" * n + "]" * n),
-    (inputs.load_toml, lambda n: ".".join(["a"] * n) + " = 1"),
-    (inputs.load_toml, lambda n: "[" + ".".join(['"a b"'] * n) + "]"),
-])  # fmt: skip
-def test_nesting_up_to_the_limit(load, text, depth):
-    if depth <= inputs.MOST_NESTING:
-        assert load(text(depth))
-    else:
-        with pytest.raises(inputs.InputError, match=r"at most 100 .*found more"):
-            load(text(depth))
+    (inputs.load_json, "[" * 100_000 + "]" * 100_000),
+    (inputs.load_json, '{"a":' * 100_000 + "1" + "}" * 100_000),
+    (inputs.load_toml, "x = " + "[" * 100_000 + "]" * 100_000),
+], ids=["lists", "objects", "TOML"])  # fmt: skip
+def test_what_is_nested_without_end_is_refused(load, text):
+    with pytest.raises(inputs.InputError, match="lists and objects in each other"):
+        load(text)
 
 
 @pytest.mark.parametrize("load", [inputs.load_json, inputs.load_toml])
-def test_digits_up_to_the_limit(load):
-    head = '{"a": %s}' if load is inputs.load_json else "a = %s"
-    # A float's digits count as well.
-    assert load(head % ("1" * inputs.MOST_DIGITS)) == {
-        "a": int("1" * inputs.MOST_DIGITS)
-    }
-    with pytest.raises(inputs.InputError, match="at most 400 digits"):
-        load(head % ("1" * (inputs.MOST_DIGITS + 1)))
-
-
-def test_strings_and_comments_do_not_count():
-    brackets = "[" * 1000
-    content = {"a": brackets, 'b"': "1" * 1000, "c": "x\\"}
-    assert inputs.load_json(json.dumps(content)) == content
-    text = f"# {brackets}\n" + "\n".join(
-        (
-            f'a = "{brackets}"',
-            f"b = '{brackets}'",
-            f'c = """\n{brackets}"{brackets}\n"""',
-            f"d = '''\n{brackets}\n'''",
-            r'e = "\"[[["',
-            "'[[['.f = 1",
-        )
-    )
-    assert inputs.load_toml(text) == tomllib.loads(text)
+def test_a_number_without_end_is_refused(load):
+    with pytest.raises(ValueError, match="digits"):
+        load(("%s" if load is inputs.load_json else "a = %s") % ("1" * 100_000))
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a pipe", "a folder"])

@@ -53,13 +53,14 @@ def test_names_in_progress_cannot_be_guessed(tmp_path):
 
 
 def test_an_interrupt_as_a_file_appears_leaves_none(tmp_path, monkeypatch):
-    def interrupted(descriptor):
-        os.close(descriptor)
+    def interrupted(*arguments, really=os.open):
+        os.close(really(*arguments))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moesim.base.files.try_lock", interrupted)
-    with pytest.raises(KeyboardInterrupt), written_beside(tmp_path / "a.txt"):
-        pass
+    with monkeypatch.context() as patched:
+        patched.setattr("moesim.base.files.os.open", interrupted)
+        with pytest.raises(KeyboardInterrupt), written_beside(tmp_path / "a.txt"):
+            pass
     assert list(tmp_path.iterdir()) == []
 
 
