@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 CPU = "CPU"
 LINK = "link"
 HOST_MEMORY = "host memory"
-ORDER = "order of layer steps"
+ORDER = "layer steps, which wait for each other"
 SSD = "SSD"
 
 
@@ -83,7 +83,7 @@ class Bound:
         reads = f"{self.least_reads:,} of {self.accesses:,} expert reads"
         return (
             f"at {share:.0f} % of what this machine can do at best, limited by the"
-            f" {self.resource} ({reads} cannot be avoided)"
+            f" {self.resource} ({reads} happen under any schedule)"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -670,7 +670,7 @@ class MemoryBound:
         return (
             f"at {share:.0f} % of what reading host memory at"
             f" {self.bytes_per_s / 1e9:.1f} GB/s allows at best ({self.reads:,} of"
-            f" {self.accesses:,} reads cannot be avoided)"
+            f" {self.accesses:,} reads happen under any schedule)"
         )
 
     def to_json(self) -> dict[str, Any]:

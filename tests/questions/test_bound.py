@@ -298,7 +298,7 @@ def test_words_name_what_limits():
     bound = Bound(2.0, LINK, {LINK: 2.0}, 100, 40, 0)
     assert bound.words(4.0) == (
         "at 50 % of what this machine can do at best, limited by the link (40 of 100"
-        " expert reads cannot be avoided)"
+        " expert reads happen under any schedule)"
     )
 
 
