@@ -51,18 +51,10 @@ _CALIBRATION_SHARES: Final = 10
 _EVALUATION_SHARES: Final = 10
 _SHARES: Final = 100
 
-_SKIPPED_FOLDERS: Final = frozenset(
-    {
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "test",
-        "tests",
-        "idle_test",
-        "encodings",
-        "pydoc_data",
-    }
-)
+_SKIPPED_FOLDERS: Final = {
+    *("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"),
+    *("encodings", "pydoc_data"),
+}
 # Written by the build of Python, and full of its paths.
 _SKIPPED_PREFIX: Final = "_sysconfigdata"
 
@@ -134,16 +126,12 @@ def load_bytes(part: Part, limit_bytes: int | None = None) -> bytes:
     if limit_bytes is not None and limit_bytes < 0:
         raise ValueError(f"limit_bytes: expected >= 0, got {limit_bytes}")
 
-    base = root()
-    pieces: list[bytes] = []
-    size_bytes = 0
+    text = bytearray()
     for name in files(part):
-        if limit_bytes is not None and size_bytes >= limit_bytes:
+        if limit_bytes is not None and len(text) >= limit_bytes:
             break
-        piece = (base / name).read_bytes()
-        pieces.append(piece)
-        size_bytes += len(piece)
-    return b"".join(pieces)[:limit_bytes]
+        text += (root() / name).read_bytes()
+    return bytes(text[:limit_bytes])
 
 
 def prompts(part: Part, count: int, length_bytes: int, seed: int) -> list[bytes]:
@@ -168,8 +156,7 @@ def prompts(part: Part, count: int, length_bytes: int, seed: int) -> list[bytes]
             f"expected count >= 0 and length_bytes >= 1, got {count} and {length_bytes}"
         )
 
-    base = root()
-    texts = [(base / name).read_bytes() for name in files(part)]
+    texts = [(root() / name).read_bytes() for name in files(part)]
     texts = [text for text in texts if len(text) >= length_bytes]
     if not texts:
         raise ValueError(
@@ -191,10 +178,9 @@ def digest(part: Part) -> str:
     """Name the exact text of a part: SHA-256 over the path, size and bytes of every
     file, in hexadecimal.
     """
-    base = root()
     total = hashlib.sha256()
     for name in files(part):
-        piece = (base / name).read_bytes()
+        piece = (root() / name).read_bytes()
         # With its size, so that bytes cannot move from one file to the next unseen.
         total.update(f"{name}\0{len(piece)}\0".encode())
         total.update(piece)
@@ -211,13 +197,8 @@ def _excerpt(text: bytes, length_bytes: int, rng: random.Random) -> bytes:
 
 
 COLUMNS: Final = (
-    "prompt",
-    "text",
-    "question",
-    "instruction",
-    "messages",
-    "conversations",
-    "content",
+    *("prompt", "text", "question", "instruction"),
+    *("messages", "conversations", "content"),
 )
 """Columns that hold prompts, the likeliest first."""
 
@@ -279,13 +260,7 @@ def read_dataset(
             text, or no row.
     """
     file = Path(path)
-    readers = {
-        ".jsonl": _json_rows,
-        ".csv": _csv_rows,
-        ".tsv": _csv_rows,
-        ".parquet": _parquet_rows,
-    }
-    reader = readers.get(file.suffix)
+    reader = _READERS.get(file.suffix)
     if reader is None:
         raise TraceError(
             f"{file}: expected a name that ends in .jsonl, .csv, .tsv or .parquet;"
@@ -372,6 +347,14 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
             for row in batch.to_pylist():
                 yield f"row {number}", row
                 number += 1
+
+
+_READERS: Final = {
+    ".jsonl": _json_rows,
+    ".csv": _csv_rows,
+    ".tsv": _csv_rows,
+    ".parquet": _parquet_rows,
+}
 
 
 def _prompt(position: str, row: Any, column: str | None) -> str:
