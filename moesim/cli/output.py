@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from moesim.base.options import Options
+    from moesim.base.options import JsonOptions, Options
     from moesim.reporting.answers import Answer
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
@@ -86,6 +86,17 @@ def present(
     print_written([*more, png, html, table])
     # Runs share most of their warnings; each is worth one line.
     print_notes(dict.fromkeys([*notes, *answer.warnings]))
+
+
+def tell(
+    options: JsonOptions, facts: Any, lines: Iterable[str], *written: Path | None
+) -> None:
+    """Print facts as JSON where that is asked for, else lines and what was written."""
+    if options.as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    print("\n".join(lines))
+    print_written(written)
 
 
 def quiet_libraries() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.options import JsonOptions, Options, option
+from moesim.cli import output
 from moesim.cli.options import from_dataclass
 
 if TYPE_CHECKING:
@@ -39,9 +40,6 @@ def list_(options: ListOptions) -> None:
     # Engines are no words of the command line, and take a moment to describe.
     kinds = [options.kind] if options.kind else KINDS[:-1]
     entries_by_kind = {name: _entries(name) for name in kinds}
-    if options.as_json:
-        print(json.dumps(entries_by_kind, indent=2))
-        return
     from moesim.reporting.tables import facts_lines
 
     blocks = []
@@ -49,7 +47,7 @@ def list_(options: ListOptions) -> None:
         # Names of one kind are read as a column.
         facts = [(entry["name"], _line(entry)) for entry in entries]
         blocks.append("\n".join([f"{name}:", *facts_lines(facts, indent=2)]))
-    print("\n\n".join(blocks))
+    output.tell(options, entries_by_kind, ["\n\n".join(blocks)])
 
 
 def _entries(kind: str) -> list[dict[str, Any]]:

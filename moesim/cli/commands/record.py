@@ -18,6 +18,7 @@ from moesim.base.options import (
     option,
     target_argument,
 )
+from moesim.cli import output
 from moesim.cli.options import check_device, device_option, from_dataclass
 from moesim.runtime.record.options import CALIBRATION, EVALUATION, RecordOptions
 
@@ -103,7 +104,7 @@ def record(options: RecordCommand) -> None:
     """
     # Finishing needs neither texts nor a model.
     if options.finish:
-        _finish(options.target, as_json=options.as_json)
+        _finish(options)
         return
     _check(options)
     from moesim.cli.output import bar, quiet_libraries
@@ -180,26 +181,23 @@ def _check(options: RecordCommand) -> None:
     check_device(options.device)
 
 
-def _finish(out: Path, *, as_json: bool) -> None:
+def _finish(options: RecordCommand) -> None:
     """Make a trace of the sequences that a stopped recording has."""
     from moesim.runtime.record.segments import finish
 
-    finished = finish(out)
-    if as_json:
-        facts = {
-            "trace": str(finished.path),
-            "sequences": finished.sequences,
-            "asked_sequences": finished.planned,
-            "prompt_tokens": finished.prompt_tokens,
-            "decode_tokens": finished.decode_tokens,
-            "rows": finished.rows,
-        }
-        print(json.dumps(facts, indent=2))
-        return
-    print(
-        f"{finished.sequences} of {finished.planned} sequences, {finished.rows:,} rows\n"
-        f"wrote {finished.path}"
+    finished = finish(options.target)
+    facts = {
+        "trace": str(finished.path),
+        "sequences": finished.sequences,
+        "asked_sequences": finished.planned,
+        "prompt_tokens": finished.prompt_tokens,
+        "decode_tokens": finished.decode_tokens,
+        "rows": finished.rows,
+    }
+    line = (
+        f"{finished.sequences} of {finished.planned} sequences, {finished.rows:,} rows"
     )
+    output.tell(options, facts, [line], finished.path)
 
 
 def _check_unfinished(out: Path, *, resume: bool) -> None:

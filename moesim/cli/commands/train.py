@@ -121,11 +121,7 @@ def train_cache(options: TrainCacheOptions) -> None:
     trained.save(options.out / LEARNED[0])
     write_text(options.out / LEARNED[1], json.dumps(report, indent=2) + "\n")
     write_text(options.out / LEARNED[2], text)
-    if options.as_json:
-        print(json.dumps(report, indent=2))
-        return
-    print(text)
-    output.print_written([options.out])
+    output.tell(options, report, [text], options.out)
 
 
 def _parts(

@@ -1,6 +1,5 @@
 """`moesim trace info`, `check` and `stats` look into traces."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,12 +47,9 @@ def info(options: LookOptions) -> None:
     from moesim.traces.stats.statistics import info as describe
 
     description = describe(open_trace(options.trace))
-    if options.as_json:
-        print(json.dumps(description, indent=2))
-        return
     # What the header does not state gets no line.
     facts = {name: text for name, text in _facts(description).items() if text}
-    print("\n".join(facts_lines(facts.items())))
+    output.tell(options, description, facts_lines(facts.items()))
 
 
 def _facts(trace: dict[str, Any]) -> dict[str, str]:
@@ -119,24 +115,22 @@ def check(options: LookOptions) -> None:
 
     findings = check_quality(open_trace(options.trace))
     is_misleading = any(finding.grave for finding in findings)
-    if options.as_json:
-        rows = [
+    facts = {
+        "trace": str(options.trace),
+        "trusted": not is_misleading,
+        "findings": [
             {"kind": finding.kind, "grave": finding.grave, "text": finding.text}
             for finding in findings
-        ]
-        facts = {
-            "trace": str(options.trace),
-            "trusted": not is_misleading,
-            "findings": rows,
-        }
-        print(json.dumps(facts, indent=2))
-    else:
-        for finding in findings:
-            print(f"{'warning' if finding.grave else 'note'}: {finding.text}")
-        if is_misleading:
-            print("do not trust results of this trace")
-        else:
-            print("nothing speaks against this trace")
+        ],
+    }
+    lines = [
+        f"{'warning' if finding.grave else 'note'}: {finding.text}"
+        for finding in findings
+    ]
+    verdict = "nothing speaks against this trace"
+    if is_misleading:
+        verdict = "do not trust results of this trace"
+    output.tell(options, facts, [*lines, verdict])
     # Scripts look at the exit code, whatever was printed.
     if is_misleading:
         raise typer.Exit(MISLEADING)

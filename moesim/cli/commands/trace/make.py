@@ -2,10 +2,9 @@
 other tools' files of them.
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moesim.base.options import (
     REQUIRED,
@@ -21,9 +20,6 @@ from moesim.base.options import (
 )
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
-
-if TYPE_CHECKING:
-    from moesim.traces.importers import ImportSummary
 
 SHAPE = "layers=1,experts=6,top_k=1,expert_bytes=1MiB"
 
@@ -121,6 +117,7 @@ def import_(options: ImportOptions) -> None:
       moesim trace import layer*.parquet q.parquet --shape qwen3-30b-a3b --map experts=topk
       moesim trace import unsorted.parquet sorted.parquet
     """
+    from moesim.base.units import format_sizes
     from moesim.cli.output import bar
     from moesim.traces.importers import import_trace
     from moesim.traces.models import model_shape
@@ -137,46 +134,34 @@ def import_(options: ImportOptions) -> None:
             progress=show,
             **options.arguments(import_trace) | {"shape": model},
         )
-    if options.as_json:
-        facts = {
-            "trace": str(imported.path),
-            "importer": imported.importer,
-            "rows": imported.rows,
-            "sequences": imported.sequences,
-            "model": imported.shape.name,
-            "expert_bytes": list(imported.shape.expert_sizes),
-            "columns": imported.columns,
-            "notes": imported.notes,
-        }
-        print(json.dumps(facts, indent=2))
-        return
-    # Bytes that the file or the shape itself tells are of no format.
-    is_own = model is None or imported.shape.expert_bytes != model.expert_bytes
-    is_own = is_own or "expert_bytes" in str(options.shape)
-    assumed = f"; taken as {imported.shape.dtype}, --quant says otherwise"
-    stated = f" ({imported.shape.dtype})" if options.quant else assumed
-    _print_imported(imported, "" if is_own else stated)
-
-
-def _print_imported(imported: "ImportSummary", weights: str) -> None:
-    """Print what was made.
-
-    Args:
-        imported: the summary.
-        weights: what is to be said of the weight format.
-    """
-    from moesim.base.units import format_sizes
-
     shape = imported.shape
+    facts = {
+        "trace": str(imported.path),
+        "importer": imported.importer,
+        "rows": imported.rows,
+        "sequences": imported.sequences,
+        "model": shape.name,
+        "expert_bytes": list(shape.expert_sizes),
+        "columns": imported.columns,
+        "notes": imported.notes,
+    }
+    # Bytes that the file or the shape itself tells are of no format.
+    is_own = model is None or shape.expert_bytes != model.expert_bytes
+    weights = f"; taken as {shape.dtype}, --quant says otherwise"
+    if is_own or "expert_bytes" in str(options.shape):
+        weights = ""
+    elif options.quant:
+        weights = f" ({shape.dtype})"
     # Layers of mixed quantisation have experts of several sizes.
     sizes = format_sizes(shape.expert_sizes)
-    print(
+    line = (
         f"{imported.rows:,} rows of {imported.sequences:,}"
         f" sequence{'s' * (imported.sequences != 1)}; {shape.name}: {shape.layers} MoE"
         f" layers x {shape.experts} experts, top {shape.top_k}, {sizes} each{weights}"
     )
-    output.print_notes(imported.notes)
-    output.print_written([imported.path])
+    output.tell(options, facts, [line], imported.path)
+    if not options.as_json:
+        output.print_notes(imported.notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,30 +298,26 @@ def synth(options: SynthOptions) -> None:
             **{name: each for name, each in stated.items() if each is not None},
         )
     likeness = compared[0]
-    if options.as_json:
-        facts = {
-            "trace": str(options.target),
-            "rows": trace.rows,
-            "tokens": tokens,
-            "model": trace.shape.name,
-            "synthetic": True,
-            "seed": options.seed,
-            "likeness": None if likeness is None else asdict(likeness),
-        }
-        print(json.dumps(facts, indent=2))
-        return
-    if likeness is None:
-        print(
-            f"not compared: no real routing of {trace.shape.name} is known here; drawn"
-            " are habits of other models"
-        )
-    else:
-        print("\n".join(likeness.lines()))
-    print(
+    facts = {
+        "trace": str(options.target),
+        "rows": trace.rows,
+        "tokens": tokens,
+        "model": trace.shape.name,
+        "synthetic": True,
+        "seed": options.seed,
+        "likeness": None if likeness is None else asdict(likeness),
+    }
+    likeness_text = (
+        f"not compared: no real routing of {trace.shape.name} is known here; drawn"
+        " are habits of other models"
+    )
+    if likeness is not None:
+        likeness_text = "\n".join(likeness.lines())
+    made = (
         f"wrote {options.target}: {trace.rows:,} rows, {tokens:,} tokens; synthetic"
         " (marked in its header)"
     )
-    output.print_written([options.save_stats])
+    output.tell(options, facts, [likeness_text, made], options.save_stats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,29 +367,26 @@ def predict(options: PredictOptions) -> None:
         predicted = draw_predictions(
             options.trace, progress=show, **options.arguments(draw_predictions)
         )
-    if options.as_json:
-        facts = {
-            "trace": str(predicted.path),
-            "rows": predicted.rows,
-            "scores": predicted.scores,
-            "predictors": [asdict(predictor) for predictor in predicted.predictors],
-            "at": options.at,
-            "seed": options.seed,
-        }
-        print(json.dumps(facts, indent=2))
-        return
+    facts = {
+        "trace": str(predicted.path),
+        "rows": predicted.rows,
+        "scores": predicted.scores,
+        "predictors": [asdict(predictor) for predictor in predicted.predictors],
+        "at": options.at,
+        "seed": options.seed,
+    }
     recall = "recall" if options.at is None else f"recall at {options.at}"
-    for predictor in predicted.predictors:
-        print(
-            f"{predictor.column}: {recall} {predictor.measured:.3f}, asked"
-            f" {predictor.asked:g}"
-        )
+    lines = [
+        f"{each.column}: {recall} {each.measured:.3f}, asked {each.asked:g}"
+        for each in predicted.predictors
+    ]
     if predicted.scores:
-        print("scores: drawn consistent with the experts")
-    print(
+        lines.append("scores: drawn consistent with the experts")
+    lines.append(
         f"wrote {options.target}: {predicted.rows:,} rows; synthetic (marked in its"
         " header)"
     )
+    output.tell(options, facts, lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,16 +445,16 @@ def widths(options: WidthsOptions) -> None:
 
     widened = set_widths(options.trace, **options.arguments(set_widths))
     mean_bits = float(widened.bits.mean())
-    if options.as_json:
-        facts = {
-            "trace": str(widened.path),
-            "rows": widened.rows,
-            "mean_bits": mean_bits,
-            "expert_bytes": list(widened.shape.expert_sizes),
-            WIDTHS: widened.mark,
-        }
-        print(json.dumps(facts, indent=2))
-        return
-    print(f"{widths_text(widened.mark)}; {mean_bits:.3g} bits in the mean")
-    print(f"one expert: {format_sizes(widened.shape.expert_sizes)}")
-    print(f"wrote {options.target}: {widened.rows:,} rows; widths marked in its header")
+    facts = {
+        "trace": str(widened.path),
+        "rows": widened.rows,
+        "mean_bits": mean_bits,
+        "expert_bytes": list(widened.shape.expert_sizes),
+        WIDTHS: widened.mark,
+    }
+    lines = [
+        f"{widths_text(widened.mark)}; {mean_bits:.3g} bits in the mean",
+        f"one expert: {format_sizes(widened.shape.expert_sizes)}",
+        f"wrote {options.target}: {widened.rows:,} rows; widths marked in its header",
+    ]
+    output.tell(options, facts, lines)
