@@ -112,7 +112,6 @@ def reproduce(options: ReproduceOptions) -> None:
             raise typer.BadParameter(
                 "expected a folder for the map", param_hint="--out"
             )
-        options.out.mkdir(parents=True, exist_ok=True)
         answer, paths = (_map if options.name == MAP else _all)(options.out, options)
         # A terminal shows the first table; the page has all.
         answer.tables = answer.tables[:1]
@@ -147,6 +146,7 @@ def _all(out: Path, options: ReproduceOptions) -> "tuple[Answer, list[Path]]":
                 f"expected one of {', '.join(papers())}, got {paper!r}",
                 param_hint="--paper",
             )
+    out.mkdir(parents=True, exist_ok=True)
     with bar("reproducing", 1.0) as show:
         reproduced = reproduce_all(
             out,
@@ -167,6 +167,7 @@ def _map(out: Path, options: ReproduceOptions) -> "tuple[Answer, list[Path]]":
     from moesim.cli.output import bar
     from moesim.evidence.reproduction.field_map import field_map, map_answer, write_map
 
+    out.mkdir(parents=True, exist_ok=True)
     with bar("mapping", 1.0) as show:
         mapped = field_map(out, jobs=options.jobs, progress=show)
     answer = map_answer(mapped)
