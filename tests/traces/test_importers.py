@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import foreign_files as files
 from support.imports import WRITERS, bring, refused, survives, write
+from torture.injuries import injured
 
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import importers
@@ -58,6 +59,9 @@ def test_a_file_cut_off_anywhere_is_refused_or_a_whole_shorter_trace(tmp_path, n
         survives(source, WRITERS[name][2])
 
 
+MUTANTS = 100
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_mutations_by_the_hundred_never_give_a_traceback(tmp_path, name):
     """Bytes changed, removed, doubled or exchanged at random places: only a line, or a
@@ -68,44 +72,9 @@ def test_mutations_by_the_hundred_never_give_a_traceback(tmp_path, name):
     dice = random.Random(name)
     accepted = 0
     for _ in range(MUTANTS):
-        source.write_bytes(mutated(data, dice))
+        source.write_bytes(injured(data, dice, data))
         accepted += survives(source, WRITERS[name][2])
     assert accepted < MUTANTS
-
-
-MUTANTS = 200
-_WORDS = (
-    b"-1", b"0", b"999999999999", b"null", b"nan", b'"x"', b"[]", b"{}", b",", b"1e9",
-    b"\xff\xfe", b"\x00" * 8,
-)  # fmt: skip
-
-
-def mutated(data, dice):
-    """One to three small injuries."""
-    body = bytearray(data)
-    for _ in range(dice.randint(1, 3)):
-        at = dice.randrange(max(1, len(body)))
-        length = dice.randint(1, 12)
-        kind = dice.randrange(6)
-        if kind == 0:
-            body[at : at + 1] = bytes([dice.randrange(256)])
-        elif kind == 1:
-            del body[at : at + length]
-        elif kind == 2:
-            body[at:at] = body[at : at + length * 4]
-        elif kind == 3:
-            body[at : at + dice.randint(0, 3)] = dice.choice(_WORDS)
-        elif kind == 4:
-            body[at : at + 1] = bytes(
-                [(body[at] if body else 0) ^ (1 << dice.randrange(8))]
-            )
-        else:
-            there = dice.randrange(max(1, len(body)))
-            body[at : at + length], body[there : there + length] = (
-                body[there : there + length],
-                body[at : at + length],
-            )
-    return bytes(body)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -181,6 +150,19 @@ def test_what_means_nothing_is_said_in_the_notes(tmp_path):
     assert not any(
         "random" in note for note in bring(write(tmp_path, "llama_cpp"))[0].notes
     )
+
+
+def test_half_of_a_surrogate_pair_does_not_make_a_trace_unreadable(tmp_path):
+    source = write(tmp_path, "vllm_json")
+    source.write_text(source.read_text().replace('"model": "m"', '"model": "\\ud800"'))
+    assert bring(source)[1].header.provenance["model"] == "?"
+
+
+def test_a_token_that_names_an_expert_twice_late_in_a_sequence(tmp_path):
+    prompt, ids, *rest = files.routing()[0]
+    ids[9, 1] = 3
+    source = files.vllm_npz(tmp_path / "dump.npz", [(prompt, ids, *rest)])
+    refused(source, r"sequence 0: row 28: experts: expected distinct ids, got \[3, 3\]")
 
 
 def test_provenance_names_file_and_importer(tmp_path):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Interleaved rows up to here are sorted in memory.
 IN_MEMORY_BYTES = 64 << 20
 # What DuckDB may hold; the rest lies in files.
-MEMORY_LIMIT = "256MB"
+MEMORY_LIMIT = "192MB"
 BATCH_ROWS = 65_536
 # Rows are sorted by these, as far as a file has them; numbers below 2**31, `rank` below
 # 2**63.

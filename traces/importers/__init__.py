@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import json
 import pkgutil
 import re
 from itertools import chain
@@ -230,7 +231,10 @@ class _Import:
         header = foreign.header
         if header is None:
             shape = foreign.shape or self._shape
-            header = TraceHeader(shape, {**foreign.facts, "notes": foreign.notes})  # type: ignore[arg-type]
+            # Halves of surrogate pairs, which JSON may have, could not be read back.
+            text = json.dumps(foreign.facts, ensure_ascii=False)
+            facts = json.loads(text.encode("utf-8", "replace"))
+            header = TraceHeader(shape, {**facts, "notes": foreign.notes})  # type: ignore[arg-type]
         notes = list(header.provenance.get("notes", ()))
         left_out = list(self.left_out)
         for drop in self.drops:
@@ -388,12 +392,12 @@ class _SequenceChecks:
         part["seq"] = block["seq"][:1]
         part["layer"] = block["layer"].astype(np.int16, copy=False)
         part["experts"] = np.ascontiguousarray(block["experts"], np.uint16)
+        self._parts.append(part)
         row = first_repeat(part["experts"])
         if row >= 0:
-            row += sum(len(part["pos"]) for part in self._parts)
             ids = block["experts"][row].tolist()
+            row += sum(len(before["pos"]) for before in self._parts[:-1])
             raise self._error(row, "experts", "distinct ids", ids, "is top-k right")
-        self._parts.append(part)
 
     def end(self) -> None:
         """Check the sequence that is complete now: its tokens must be, too."""
@@ -409,7 +413,7 @@ class _SequenceChecks:
         self, row: int, column: str, expected: str, actual: object, way_out: str
     ) -> TraceError:
         # Rows are counted from the beginning of the sequence.
-        number = self._parts[0]["seq"][0] if self._parts else 0
+        number = self._parts[0]["seq"][0]
         return TraceError(
             f"{self._source}: sequence {number}: row {row}: {column}: expected"
             f" {expected}, got {actual}; {way_out}; is the shape right?"

@@ -68,12 +68,12 @@ class _Completion(NamedTuple):
 
     Attributes:
         prompt: ids [P, L, K]; None where the prompt is not told apart.
-        generated: ids [G, L, K].
+        generated: ids [G, L, K]; None where nothing was generated.
         model: its name, where the response has it.
     """
 
     prompt: Stored | None
-    generated: Stored
+    generated: Stored | None
     model: str = ""
 
 
@@ -143,6 +143,10 @@ def _completion_blocks(
         for stream in (completion.prompt, completion.generated)
         if stream is not None and stream.shape[0]
     ]
+    shapes = {stream.shape[1:] for stream in arrays}
+    if len(shapes) > 1:
+        place = f"completion {number}"
+        raise layout_error(path, place, "one [layers, K] for all tokens", shapes)
     # Only the very last token may be one that was not computed.
     tokens = sum(stream.shape[0] for stream in arrays)
     parts = chain.from_iterable(
@@ -231,13 +235,11 @@ def _of_arrays(path: Path) -> Iterator[_Completion]:
         prompt = arrays.get(own_prompt, arrays.get(_PROMPT))
         if prompt is None and prompts:
             raise _lacks_prompt(path, name, own_prompt)
-        _check_shapes(path, name, prompt, ids)
         yield _Completion(prompt, ids)
 
     if len(prompts) == len(arrays):
         for name in prompts:
-            nothing = np.empty((0, *arrays[name].shape[1:]), np.int32)
-            yield _Completion(arrays[name], in_memory(nothing))
+            yield _Completion(arrays[name], None)
 
 
 def _lacks_prompt(path: Path, place: str, expected: str) -> TraceError:
@@ -287,17 +289,13 @@ def _of_response(
             expected = f"{_GENERATED} or {_PROMPT}"
             raise layout_error(path, place, expected, "neither", way_out)
 
-        if generated is None:
-            assert prompt is not None
-            generated = prompt[:0]
-        if prompt is None:
+        if prompt is None and generated is not None:
             prompt, generated = _split(response, choice, generated)
-
-        prompt_stream = None if prompt is None else in_memory(prompt)
-        generated_stream = in_memory(generated)
-        _check_shapes(path, place, prompt_stream, generated_stream)
-        model = str(response.get("model", ""))
-        yield _Completion(prompt_stream, generated_stream, model)
+        yield _Completion(
+            None if prompt is None else in_memory(prompt),
+            None if generated is None else in_memory(generated),
+            str(response.get("model", "")),
+        )
 
 
 def _split(
@@ -316,17 +314,6 @@ def _split(
     if len(ids) not in (tokens - 1, tokens):
         return None, ids
     return ids[: len(prompt_ids)], ids[len(prompt_ids) :]
-
-
-def _check_shapes(
-    path: Path, place: str, prompt: Stored | None, generated: Stored
-) -> None:
-    if prompt is None or not generated.shape[0]:
-        return
-
-    if prompt.shape[1:] != generated.shape[1:]:
-        expected = f"[tokens, {prompt.shape[1]}, {prompt.shape[2]}] as in the prompt"
-        raise layout_error(path, place, expected, list(generated.shape))
 
 
 def _ids(path: Path, place: str, value: Any) -> np.ndarray | None:

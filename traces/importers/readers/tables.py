@@ -204,7 +204,9 @@ def _lists(
     given = values(cells)
     # 16-bit floats stay what they are: a way through 32 bits changes nothing.
     kind = np.float16 if given.dtype == np.float16 else np.float32
-    return given.astype(kind, copy=False).reshape(-1, width)
+    # What is too large becomes infinite, which no trace takes.
+    with np.errstate(over="ignore"):
+        return given.astype(kind, copy=False).reshape(-1, width)
 
 
 def _cells(name: str, arrays: Sequence[Any]) -> tuple[np.ndarray, Any]:
