@@ -177,7 +177,7 @@ def _existing(folder: Path) -> Path:
 # -- runs ------------------------------------------------------------------------------
 # Checks by real runs of what ships: answers, plans, copies beside products.
 
-_PROMPT: Final = "import os\nimport sys\n\ndef main():\n"
+PROMPT: Final = "import os\nimport sys\n\ndef main():\n"
 REPORT: Final = "report it with `moesim doctor --report FILE` and the file"
 """The way out of what should not be."""
 
@@ -223,23 +223,38 @@ def check_runs() -> Iterable[tuple[str, Finding]]:
             yield "copies and products", ONE_CORE if alone else _overlap(run)
 
 
-def _exact(profile: HardwareProfile, folder: Path) -> tuple[bool, str]:
+def exact_output(
+    profile: HardwareProfile, store: Path, policy: str, **parts: Any
+) -> Any:
+    """Let the shipped model write a little, its experts computed where a policy says,
+    and compare with the plain model: a `moesim.runtime.executor.live.Verdict`.
+
+    Args:
+        profile: of this machine's lanes.
+        store: folder of the experts.
+        policy: a system or an assignment policy.
+        parts: that replace the system's, by kind.
+    """
     from moesim.runs.live import run_live  # noqa: PLC0415 - torch
 
     live = run_live(
         "tiny",
-        [_PROMPT, _PROMPT[:12]],
-        "greedy",
-        prefetch="next-gate",
+        [PROMPT, PROMPT[:12]],
+        policy,
         cache_ratio=0.25,
         hw=profile,
         batch=2,
         new_tokens=4,
-        store=folder / "tiny",
+        store=store,
         verify=True,
+        **parts,
     )
-    verdict = live.verification
-    assert verdict is not None, "it was asked for"
+    assert live.verification is not None, "it was asked for"
+    return live.verification
+
+
+def _exact(profile: HardwareProfile, folder: Path) -> tuple[bool, str]:
+    verdict = exact_output(profile, folder / "tiny", "greedy", prefetch="next-gate")
     words = (
         f"the shipped model's logits differ by {verdict.largest:.1e} at most, rounding"
         f" explains {verdict.tolerance:.1e}"
