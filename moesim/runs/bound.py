@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 CPU = "CPU"
 LINK = "link"
 HOST_MEMORY = "host memory"
-ORDER = "layer steps, which wait for each other"
+ORDER = "order of layer steps"
+IN_WORDS = {ORDER: "layer steps, which wait for each other"}
 SSD = "SSD"
 
 
@@ -83,7 +84,7 @@ class Bound:
         reads = f"{self.least_reads:,} of {self.accesses:,} expert reads"
         return (
             f"at {share:.0f} % of what this machine can do at best, limited by the"
-            f" {self.resource} ({reads} happen under any schedule)"
+            f" {IN_WORDS.get(self.resource, self.resource)} ({reads} happen under any schedule)"
         )
 
     def to_json(self) -> dict[str, Any]:
