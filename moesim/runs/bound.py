@@ -82,9 +82,10 @@ class Bound:
         """Put a run's distance in words."""
         share = 100 * self.share(makespan_s)
         reads = f"{self.least_reads:,} of {self.accesses:,} expert reads"
+        limit = IN_WORDS.get(self.resource, self.resource)
         return (
             f"at {share:.0f} % of what this machine can do at best, limited by the"
-            f" {IN_WORDS.get(self.resource, self.resource)} ({reads} happen under any schedule)"
+            f" {limit} ({reads} happen under any schedule)"
         )
 
     def to_json(self) -> dict[str, Any]:
