@@ -145,7 +145,7 @@ def test_variables_say_what_they_hold():
 
 COMPILED = {
     "KernelView", "Work", "_best", "_fill_makespans", "_largest_gain", "_on_gpu",
-    "belady_stack", "count_decode", "fill_ordered", "greedy", "list_schedule",
+    "rebuild_stacks", "count_decode", "fill_ordered", "greedy", "list_schedule",
     "look_up", "machine.operation", "missing", "name_absent",
     "operation", "pack_span", "pair_missed", "Planner", "_rebuild_block",
     "self.machine.operation", "sum_by_lane",

@@ -12,11 +12,11 @@ slots do not,
 - the best of the *displaced*: active experts that C slots did not hold, and old entries
   pushed out above.
 
-LRU prefers active experts (lower id first), then later use, then higher id. Belady
-prefers the earlier next use, then active experts (lower id first), then the higher id;
-it may decline. While slots are still empty, misses enter: LRU's by id, Belady's by next
-use. So both curves of every layer equal `moesim.policies.cache_replay` at every size,
-oversized prefills included.
+LRU prefers the later use, Belady the earlier next use; among equals, active experts
+come first (the lower id before others), then the higher id. Belady may decline. While
+slots are still empty, misses enter: LRU's by id, Belady's by next use. So both curves
+of every layer equal `moesim.policies.cache_replay` at every size, oversized prefills
+included.
 
 Over all layers together (global), Belady has one stack of all experts, whose untouched
 parts are passed over; it too equals the replay at every size. LRU counts the later-used
@@ -38,10 +38,9 @@ import numpy as np
 
 from moesim.traces.format.layer_steps import join, layer_steps
 from moesim.traces.stats.loops import (
-    belady_stack,
     later_used,
-    lru_stack,
     next_places,
+    rebuild_stacks,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ CURVES = ("lru", "belady", "lru_global", "belady_global")
 BLOCK_ACCESSES = 1 << 22
 # The place of a use that does not come: later than all others.
 _NEVER = 1 << 40
-# Depths of Belady's stack that are passed over together where nothing in them changes.
+# Depths of a stack that are passed over together where nothing in them changes.
 _BLOCK = 16
 # Places of uses per key; when they are used up, those without a mark are removed.
 _PLACES = 3
@@ -160,14 +159,9 @@ class CurveAggregator:
         )
 
         # What the kernels carry from call to call, in the order of their arguments.
-        self._lru = (
-            np.zeros((layers, experts), np.int64),
-            np.zeros((layers, experts), np.uint8),
-            np.zeros(layers, np.int64),
-            np.zeros(1, np.int64),
-        )
-        self._belady = _belady_state(pools=layers, width=experts)
-        self._belady_global = _belady_state(pools=1, width=keys)
+        self._lru = _stacks(pools=layers, width=experts)
+        self._belady = _stacks(pools=layers, width=experts)
+        self._belady_global = _stacks(pools=1, width=keys)
         self._lru_global = _later_used_state(keys)
 
         # Belady settles a block once it knows the first uses behind it.
@@ -178,11 +172,12 @@ class CurveAggregator:
     def add(self, block: LayerSteps) -> None:
         """Take the next block."""
         if "lru" in self._names:
-            lru_stack(
+            rebuild_stacks(
                 block.phase,
                 block.layer,
                 block.edges,
                 block.experts,
+                self._latest_first(block),
                 *self._lru,
                 self.curves.lru,
             )
@@ -229,7 +224,7 @@ class CurveAggregator:
         following = self._next_places(block, first_use)
 
         if "belady" in self._names:
-            belady_stack(
+            rebuild_stacks(
                 block.phase,
                 block.layer,
                 block.edges,
@@ -239,7 +234,7 @@ class CurveAggregator:
                 self.curves.belady,
             )
         if "belady_global" in self._names:
-            belady_stack(
+            rebuild_stacks(
                 block.phase,
                 np.zeros(len(block.layer), np.int64),  # one pool
                 block.edges,
@@ -248,6 +243,11 @@ class CurveAggregator:
                 *self._belady_global,
                 self.curves.belady_global.reshape(2, 1, -1),
             )
+
+    def _latest_first(self, block: LayerSteps) -> np.ndarray:
+        """int64 [A]: ranks of accesses, of which the later is the better."""
+        place = block.step * self.layers + block.layer
+        return np.repeat(_NEVER - place, np.diff(block.edges))
 
     def _no_use(self) -> np.ndarray:
         return np.full(self.layers * self.experts, _NEVER, np.int64)
@@ -272,8 +272,8 @@ class CurveAggregator:
         return np.repeat(base, np.diff(block.edges)) + block.experts
 
 
-def _belady_state(pools: int, width: int) -> Arrays4:
-    """Empty stacks of some pools of `width` keys, as `belady_stack` carries them."""
+def _stacks(pools: int, width: int) -> Arrays4:
+    """Empty stacks of some pools of `width` keys, as `rebuild_stacks` carries them."""
     # Rounded up: the last block of depths may be part empty.
     blocks = -(-width // _BLOCK)
     return (

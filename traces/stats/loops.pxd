@@ -8,14 +8,11 @@ cpdef count_pairs(const unsigned short[:, :, ::1] routing, long long[:, :, ::1] 
 @cython.locals(uses="long long[::1]", experts_with="long long[::1]")
 cpdef count_segments(const unsigned short[:, :, ::1] routing, long long width, const long long[::1] lengths, long long[:, :, ::1] covered, long long[:, ::1] segments)
 
-@cython.locals(state="signed char[::1]", sunk="long long[::1]", key="long long")
-cpdef lru_stack(const signed char[::1] phase, const long long[::1] pool, const long long[::1] edges, const int[::1] keys, long long[:, ::1] ranked, unsigned char[:, ::1] known, long long[::1] filled, long long[::1] clock, long long[:, :, ::1] depths)
-
 cdef _insert(long long[::1] displaced, long long spot, long long worth)
 cdef long long _rebuild_block(long long[::1] stack, int[::1] place, long long begin, long long end, long long[::1] displaced, long long count, long long mask) except? -1
 
 @cython.locals(active="long long[::1]", displaced="long long[::1]", key="long long", depth="long long", worst="long long")
-cpdef belady_stack(const signed char[::1] phase, const long long[::1] pool, const long long[::1] edges, const int[::1] keys, const long long[::1] following, long long[:, ::1] ranked, int[:, ::1] places, long long[::1] filled, long long[:, ::1] latest, long long[:, :, ::1] depths)
+cpdef rebuild_stacks(const signed char[::1] phase, const long long[::1] pool, const long long[::1] edges, const int[::1] keys, const long long[::1] rank, long long[:, ::1] ranked, int[:, ::1] places, long long[::1] filled, long long[:, ::1] latest, long long[:, :, ::1] depths)
 
 @cython.locals(following="long long[::1]")
 cpdef next_places(const long long[::1] place, const long long[::1] edges, const int[::1] experts, long long layers, long long width, long long[::1] first_use)

@@ -176,103 +176,9 @@ def count_segments(  # noqa: C901 - one loop, compiled
 # there.
 #
 # A stack holds numbers that say both the key and how much it is worth, so one
-# comparison settles what comes first: for LRU ``step << bits | key``, larger is better;
-# for Belady ``place of the next use << bits | tag``, smaller is better, with the key as
-# tag of an active one and ``2 W - 1 - key`` of any other.
-
-
-def lru_stack(  # noqa: C901, PLR0912 - one loop, compiled
-    phase: np.ndarray,
-    pool: np.ndarray,
-    edges: np.ndarray,
-    keys: np.ndarray,
-    ranked: np.ndarray,
-    known: np.ndarray,
-    filled: np.ndarray,
-    clock: np.ndarray,
-    depths: np.ndarray,
-) -> None:
-    """Rebuild the stack of each layer step: active keys come up by id, the others sink
-    in the order of their last use.
-
-    An active key that stands high enough stays where it is. Keys last used in the same
-    layer step sink by falling id as far as they lose their places together.
-
-    Args:
-        phase: int8 [N]; first index of `depths`.
-        pool: int64 [N].
-        edges: int64 [N + 1]; layer step i accesses ``keys[edges[i]:edges[i + 1]]``.
-        keys: int32 [A], below W.
-        ranked: [P, W], the stacks, carried from call to call, as are
-        known: [P, W], whether a key was ever used,
-        filled: [P], how many keys there are, and
-        clock: [1], the number of the next layer step.
-        depths: [2, P, W + 1], counted up.
-    """
-    width = ranked.shape[1]
-    bits = 1
-    while (1 << bits) < width:
-        bits += 1
-    mask = (1 << bits) - 1
-
-    # State of each key in the step at hand: 1 active, 2 active and in its place.
-    state = np.zeros(1 << bits, np.int8)
-    # What lost its place and waits for another, best first: sunk[begin:end].
-    sunk = np.empty(width, np.int64)
-
-    for i in range(len(pool)):
-        at = pool[i]
-        stack = ranked[at]
-        where = depths[phase[i], at]
-        first = edges[i]
-        last = edges[i + 1]
-        seen = filled[at]
-
-        for j in range(first, last):
-            key = keys[j]
-            state[key] = 1
-            # Those never seen before stand below all others, by id.
-            if not known[at, key]:
-                known[at, key] = True
-                stack[filled[at]] = key
-                filled[at] += 1
-
-        left = last - first  # active keys not met yet
-        due = first  # the first access whose key may not have its place
-        begin = 0
-        end = 0
-        depth = 0
-        while left > 0:
-            old = stack[depth]
-            key = old & mask
-            if state[key] > 0:
-                where[depth if depth < seen else width] += 1
-                left -= 1
-            else:
-                # Insertion: what sinks is nearly in order.
-                spot = end
-                while spot > begin and sunk[spot - 1] < old:
-                    sunk[spot] = sunk[spot - 1]
-                    spot -= 1
-                sunk[spot] = old
-                end += 1
-
-            if depth < last - first:  # the top belongs to the active ones
-                if state[key] != 1:
-                    while state[keys[due]] == 2:
-                        due += 1
-                    key = keys[due]
-                state[key] = 2
-                stack[depth] = clock[0] << bits | key
-            else:
-                stack[depth] = sunk[begin]
-                begin += 1
-            depth += 1
-
-        # Cleared one by one: there are far more keys than active ones.
-        for j in range(first, last):
-            state[keys[j]] = 0
-        clock[0] += 1
+# comparison settles what comes first: ``rank << bits | tag``, smaller is better, with
+# the key as tag of an active one and ``2 W - 1 - key`` of any other. Belady ranks by
+# the place of the next use; LRU by the last use, later ones first.
 
 
 def _insert(displaced: np.ndarray, spot: int, worth: int) -> None:
@@ -295,7 +201,7 @@ def _rebuild_block(
     """Fill the block of depths from `begin` to before `end` with the sooner used of
     what stood there and the first `count` displaced; how many are displaced then.
 
-    Arguments as in `belady_stack`, of one pool.
+    Arguments as in `rebuild_stacks`, of one pool.
     """
     width = len(place)
     for depth in range(begin, end):
@@ -326,32 +232,31 @@ def _rebuild_block(
     return count
 
 
-def belady_stack(
+def rebuild_stacks(
     phase: np.ndarray,
     pool: np.ndarray,
     edges: np.ndarray,
     keys: np.ndarray,
-    following: np.ndarray,
+    rank: np.ndarray,
     ranked: np.ndarray,
     places: np.ndarray,
     filled: np.ndarray,
     latest: np.ndarray,
     depths: np.ndarray,
 ) -> None:
-    """Rebuild the stack of each layer step: from the top, the sooner used of what stood
+    """Rebuild the stack of each layer step: from the top, the better of what stood
     there and what is displaced.
 
     Displaced are the active keys and those that lost their place above; an active one
-    stays where it is met. A block of depths in which everything is used sooner than all
+    stays where it is met. A block of depths in which everything is better than all
     displaced ones stays as it is: that is what makes large pools fast.
 
     Args:
-        phase: as in `lru_stack`, as are
-        pool: ,
-        edges: and
-        keys: .
-        following: int64 [A], place of each access's next use; larger
-            is later.
+        phase: int8 [N]; first index of `depths`.
+        pool: int64 [N].
+        edges: int64 [N + 1]; layer step i accesses ``keys[edges[i]:edges[i + 1]]``.
+        keys: int32 [A], below W.
+        rank: int64 [A], of each access's key from now on; smaller is better.
         ranked: [P, blocks * depths of one], the stacks, zeros at first; carried from
             call to call, as are
         places: [P, W], the depth of each key, -1 where it never was,
@@ -382,14 +287,14 @@ def belady_stack(
         count = 0
 
         for j in range(edges[i], edges[i + 1]):
-            _insert(displaced, count, following[j] << bits | keys[j])
+            _insert(displaced, count, rank[j] << bits | keys[j])
             count += 1
 
         for n in range(count - 1, -1, -1):
             key = displaced[n] & mask
             depth = place[key]
             where[depth if depth >= 0 else width] += 1
-            if depth < 0:  # below all others, sooner used ones first
+            if depth < 0:  # below all others, better ones first
                 depth = filled[at]
                 place[key] = depth
                 filled[at] += 1

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.stats.routing_curves import Likeness
 
-# The first tokens of a sequence, whose kinds are those of a real text at the same place.
+# First tokens of a sequence, whose kinds are those of a real text at the same place.
 ALIKE_TOKENS = 8
 # Behind them a run of kinds begins at most so far from the place of its first token in
 # the sequence, and is so long, in the mean.
