@@ -144,32 +144,32 @@ def fit_dense(
 def _parts_of(spans: RunSpans, shapes: Sequence[ModelShape]) -> _Parts:
     """The dense parts and heads of a run."""
     run = spans.run
-    found = spans.dense_parts()
-    count = len(found.seconds)
-    head = found.layer < 0
-    all_tokens = spans.of_steps("tokens")[found.step]
-    sequences = spans.of_steps("sequences")[found.step]
+    cut = spans.dense_parts()
+    count = len(cut.seconds)
+    head = cut.layer < 0
+    all_tokens = spans.of_steps("tokens")[cut.step]
+    sequences = spans.of_steps("sequences")[cut.step]
     works = [
         dense_work(
             run.shape, int(tokens), int(run.context_tokens[step]), int(each), head=of
         )
         for tokens, step, each, of in zip(
-            all_tokens, found.step.tolist(), sequences, head.tolist(), strict=True
+            all_tokens, cut.step.tolist(), sequences, head.tolist(), strict=True
         )
     ]
     return _Parts(
-        seconds=found.seconds,
+        seconds=cut.seconds,
         weight_bytes=np.array([work.weight_bytes for work in works], np.float64),
         kept_bytes=np.array([work.kept_bytes for work in works], np.float64),
         flops=np.array([work.flops for work in works], np.float64),
         tokens=np.where(head, sequences, all_tokens),
         decode=all_tokens == sequences,
         head=head,
-        after_read=found.after_read,
+        after_read=cut.after_read,
         shape=np.full(count, shapes.index(run.shape)),
-        layer=found.layer,
+        layer=cut.layer,
         run=np.full(count, spans.number),
-        step=found.step,
+        step=cut.step,
     )
 
 
@@ -178,14 +178,14 @@ def _without_reads(parts: _Parts, operations: OperationFit) -> _Parts:
     by shape, and divide it out.
     """
     # Heads have a length of their own, and the first layer follows no layer step.
-    told = parts.where((parts.layer > 0) & (parts.seconds > 0))
+    later = parts.where((parts.layer > 0) & (parts.seconds > 0))
     factors = operations.after_read(
         DENSE,
-        told.seconds,
-        told.after_read,
-        (told.run << _RUN_BITS) + (told.tokens << _TOKEN_BITS) + told.layer,
-        shapes=told.shape,
-        units_of=(told.run, told.step),
+        later.seconds,
+        later.after_read,
+        (later.run << _RUN_BITS) + (later.tokens << _TOKEN_BITS) + later.layer,
+        shapes=later.shape,
+        units_of=(later.run, later.step),
     )
     seconds = parts.seconds.copy()
     for number, factor in factors.items():

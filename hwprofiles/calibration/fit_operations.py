@@ -271,7 +271,7 @@ class OperationFit:
         path: str,
         points: Sequence[Point],
         unit: str,
-        what: str,
+        operations: str,
         quantiles: tuple[float, ...],
         reference: ReferenceExpert | None = None,
     ) -> None:
@@ -282,7 +282,7 @@ class OperationFit:
             at=tuple(float(point.size) for point in points),
             seconds=tuple(means_s.tolist()),
             kind="measured",
-            source=_source(what),
+            source=_source(operations),
             samples=min(len(point.seconds) for point in points),
             spread=tuple(interquartile_range(point.seconds) for point in points),
             date=self._entries.date,
@@ -424,5 +424,5 @@ def _usual(lane_kind: LaneKind, ops: Operations) -> np.ndarray:
     return ~ops.fresh if reads_host and not ops.fresh.all() else np.ones_like(ops.fresh)
 
 
-def _source(what: str) -> str:
-    return f"{what} of designed runs through the executor, contention divided out, mean"
+def _source(kind: str) -> str:
+    return f"{kind} of designed runs through the executor, contention divided out, mean"

@@ -264,13 +264,13 @@ def fit_control_plane(
         )
 
     fits = [planes(table) for table in tables]
-    whole = Resampled(
+    plane = Resampled(
         np.sum([fit.value for fit in fits], axis=0),
         np.sum([fit.draws for fit in fits], axis=0),
         min(fit.units for fit in fits),
     )
     table = tables[0]
-    expected_s = _columns(table, lane_kinds) @ whole.value
+    expected_s = _columns(table, lane_kinds) @ plane.value
     ratios = table.seconds / np.maximum(expected_s, _TINY_S)
     # Scatter belongs to the whole; it is kept with the base.
     spread = interquartile_range(table.seconds)
@@ -279,7 +279,7 @@ def fit_control_plane(
         shared: any(each.shared.any() for each in tables),
     }
     for path, estimate in zip(
-        (*constants, shared), whole.mapped(_base_and_slopes).estimates(), strict=True
+        (*constants, shared), plane.mapped(_base_and_slopes).estimates(), strict=True
     ):
         # Where no run had an SSD, or a shared layer, nothing is known of what it adds.
         if path is None or not seen.get(path, True):
@@ -292,7 +292,7 @@ def fit_control_plane(
             samples=len(table.seconds),
             quantiles=quantiles_around_one(ratios) if is_base else (),
         )
-    bases_s = whole.value[:-_SLOPES].tolist()
+    bases_s = plane.value[:-_SLOPES].tolist()
     return dict(zip(lane_kinds.tolist(), bases_s, strict=True))
 
 

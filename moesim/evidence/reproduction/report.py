@@ -307,12 +307,14 @@ def busy_parts(statement: Statement, outcomes: Mapping[RunSpec, Outcome]) -> lis
         parts = outcomes.get(run, {}).get(phase, {})
         if parts.get("steps"):
             options = dict(run.options)
-            own = [options[kind] for kind in KINDS if kind in options]
-            by_system.setdefault("+".join([run.policy, *own]), []).append(parts)
+            parts_of_system = [options[kind] for kind in KINDS if kind in options]
+            by_system.setdefault("+".join([run.policy, *parts_of_system]), []).append(
+                parts
+            )
     lines = []
-    for system, found in by_system.items():
+    for system, of_runs in by_system.items():
         step_ms = {
-            name: 1e3 * fmean(parts[name] / parts["steps"] for parts in found)
+            name: 1e3 * fmean(parts[name] / parts["steps"] for parts in of_runs)
             for name in ("total", *PARTS)
         }
         total_ms = step_ms.pop("total")

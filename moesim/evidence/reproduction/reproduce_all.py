@@ -137,8 +137,10 @@ def reproduce_all(
         tasks = [(name, *traces) for name in experiments]
         done.add(_experiment, tasks, lambda share: progress(0.8 + 0.2 * share))
 
-    found = {spec: done.of(run) for spec, run in actual.items()}
-    outcomes = {spec: outcome for spec, (outcome, failure) in found.items() if outcome}
+    results = {spec: done.of(run) for spec, run in actual.items()}
+    outcomes = {
+        spec: outcome for spec, (outcome, failure) in results.items() if outcome
+    }
     answered = [
         Answered(
             question,
@@ -153,24 +155,24 @@ def reproduce_all(
         for question in asked
     ]
     reproduced = Reproduced(
-        answered,
-        outcomes,
-        {spec: failure for spec, (_, failure) in found.items() if failure},
-        [
+        answered=answered,
+        outcomes=outcomes,
+        failures={spec: failure for spec, (_, failure) in results.items() if failure},
+        experiments=[
             Reproduction(EXPERIMENTS[name], measured, models, EXPERIMENT_STEPS)
             for name, (measured, models) in zip(
                 experiments, map(done.of, tasks), strict=True
             )
         ],
-        [
+        recorded=[
             (
                 Answered(question, question.figure(outcomes)),
                 {name: _figures(of, outcomes) for name, of in groups_of.items()},
             )
             for question, groups_of in texts
         ],
-        machines,
-        [
+        machines=machines,
+        facts=[
             (
                 f"moesim {__version__}, commit {git_commit() or 'no checkout'},"
                 f" {dt.datetime.now(tz=dt.UTC).date()}"

@@ -403,13 +403,15 @@ def dali_window(excerpt: Excerpt, table: Table) -> None:
         return excerpt.replayed("greedy", half, cache=cache, batch=batch)
 
     def rates() -> Sequence[float]:
-        found = [run_of(*each, batch).metrics["hit_rate_gpu"] for each in WINDOWS]
+        measured = [run_of(*each, batch).metrics["hit_rate_gpu"] for each in WINDOWS]
         # The rate is one of GPU-assigned experts, of which there may be none.
-        if None in found:
+        if None in measured:
             raise LacksError(
                 "lacks experts on the GPU: this machine computes all of them on its CPU"
             )
-        by = {window: 100.0 * rate for window, rate in zip(WINDOWS, found, strict=True)}
+        by = {
+            window: 100.0 * rate for window, rate in zip(WINDOWS, measured, strict=True)
+        }
         return [*by.values(), by[2, 16] - by[2, 8], by[4, 8] - by[8, 8]]
 
     def best_late_step() -> tuple[float]:

@@ -93,11 +93,11 @@ class RunSpec:
             workload,
             policy,
             machine,
-            tuple(sorted(given.items())),
-            warm if isinstance(warm, str) else "all" * warm,
-            learned,
-            modelled,
-            tuple((numbers or {}).items()),
+            options=tuple(sorted(given.items())),
+            warm=warm if isinstance(warm, str) else "all" * warm,
+            learned=learned,
+            modelled=modelled,
+            numbers=tuple((numbers or {}).items()),
         )
 
     def of_recording(self, sequences: int, **recorded: Any) -> RunSpec:
