@@ -68,7 +68,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Everything that ``moesim validate --measured DIR`` finds out.
+    """Everything that ``python -m benchmarks.measured DIR`` finds out.
 
     Attributes:
         folders: whose rows were predicted.
