@@ -28,6 +28,7 @@ from moesim.traces.importers.readers.foreign import (
     NO_WEIGHTS,
     Foreign,
     decoding,
+    head,
     layout_error,
     one_of,
     whole_number,
@@ -74,6 +75,10 @@ def recognises(path: Path) -> bool:
     which only gets a refusal.
     """
     if is_bare_pickle(path):
+        return True
+    # The pickle comes first, and the directory behind thousands of tensors is long.
+    names = head(path)
+    if b"data.pkl" in names and b"records" in names and _TOP_K_IDS.encode() in names:
         return True
     names = pickle_of(path)
     return any(all(key in names for key in keys) for keys in _KEYS)

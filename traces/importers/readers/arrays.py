@@ -8,6 +8,8 @@ a whole.
 
 from __future__ import annotations
 
+import functools
+import gc
 import io
 import math
 import pickle
@@ -16,7 +18,6 @@ import struct
 import warnings
 import zipfile
 import zlib
-from functools import partial
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -144,6 +145,7 @@ class Stored(NamedTuple):
         return (numbers.astype(np.uint32) << 16).view(np.float32)
 
 
+@functools.cache
 def _raw(kind: str) -> np.dtype:
     """The type of numbers as a file has them."""
     return np.dtype("<u2" if kind == _BF16 else kind)
@@ -400,6 +402,8 @@ def is_bare_pickle(path: Path) -> bool:
 
 def pickle_of(path: Path) -> bytes:
     """Return the pickle of a torch file, as far as it can be read; never raises."""
+    if not head(path, 4).startswith(_ZIP):
+        return b""
     try:
         with zipfile.ZipFile(path) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
@@ -422,8 +426,16 @@ def load_torch(path: Path) -> Any:
             f"{path}: expected a zip as torch.save writes it, found a bare pickle,"
             f" which is never executed; {_PLAIN}"
         )
-    with decoding(path, "torch file"):
-        return _TorchFile(path).load()
+    collects = gc.isenabled()
+    # The collector would look through all that is built again and again, which takes
+    # longer than building it.
+    gc.disable()
+    try:
+        with decoding(path, "torch file"):
+            return _TorchFile(path).load()
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _TorchFile(pickle.Unpickler):
@@ -451,7 +463,7 @@ class _TorchFile(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """What a name stands for."""
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return partial(self._tensor)
+            return functools.partial(self._tensor)
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if module == "torch" and name in _TORCH_KINDS:
@@ -491,29 +503,37 @@ class _TorchFile(pickle.Unpickler):
         if kind not in _TORCH_KINDS.values():
             raise TypeError("a storage of anything but numbers")
         itemsize = _raw(kind).itemsize
-        count = member.file_size // itemsize
-        last = offset + sum(
-            (side - 1) * step for side, step in zip(shape, strides, strict=True)
-        )
-        is_inside = 0 in shape or last < count
-        if min((offset, *shape, *strides)) < 0 or not is_inside:
-            raise ValueError(
-                f"a tensor of shape {shape} outside its storage of {count}"
-            )
-        # A stride of 0 would make a small file a tensor that fills the memory.
-        if math.prod(shape) > count:
-            raise ValueError(
-                f"a tensor of shape {shape} shows its storage of {count} twice"
-            )
-
-        in_order = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        if offset == 0 and strides == in_order:
+        if _is_in_order(member.file_size // itemsize, offset, shape, strides):
             return Stored(shape, kind, lambda: self._begin(member))
-        storage_numbers = np.frombuffer(self._archive.read(member), _raw(kind))
+        numbers = np.frombuffer(self._archive.read(member), _raw(kind))
         view = np.lib.stride_tricks.as_strided(
-            storage_numbers[offset:], shape, [itemsize * step for step in strides]
+            numbers[offset:], shape, [itemsize * step for step in strides]
         )
         return Stored(shape, kind, lambda: io.BytesIO(view.tobytes()))
+
+
+@functools.lru_cache
+def _is_in_order(
+    count: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> bool:
+    """Whether a view of a storage of `count` numbers lies row by row from its start.
+
+    Raises:
+        ValueError: it lies outside, or shows a number twice.
+    """
+    last = offset + sum(
+        (side - 1) * step for side, step in zip(shape, strides, strict=True)
+    )
+    is_inside = 0 in shape or last < count
+    if min((offset, *shape, *strides)) < 0 or not is_inside:
+        raise ValueError(f"a tensor of shape {shape} outside its storage of {count}")
+    # A stride of 0 would make a small file a tensor that fills the memory.
+    if math.prod(shape) > count:
+        raise ValueError(
+            f"a tensor of shape {shape} shows its storage of {count} twice"
+        )
+    in_order = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return offset == 0 and strides == in_order
 
 
 def _leaves(prefix: str, value: Any) -> dict[str, Stored]:
