@@ -10,14 +10,14 @@ stand `moesim advise` and two baselines that are fitted to the same other platfo
 bytes over specified bandwidth with one efficiency, and a straight line over the layers
 on the CPU beside them (two constants). The routing of llama.cpp's rows is drawn, as its
 time hardly depends on it, and rows that do not fit the card are left out. That of the
-cache is gpt-oss-20b's own, of `../shared/traces`, so only rows of that model are
-judged.
+cache is the model's own, of `../shared/traces`, on other texts.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -25,6 +25,7 @@ from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
 
 import numpy as np
 
@@ -46,6 +47,7 @@ from moesim.advice.times.priors import priors_of
 from moesim.advice.times.work import Setting
 from moesim.base.errors import AdviceError
 from moesim.hwprofiles import paths
+from moesim.policies.systems import SYSTEMS
 from moesim.runs.replay import replay
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.importers import import_trace
@@ -68,6 +70,21 @@ PROMPT_MOST = 4096
 
 CACHE_STEPS = 4000
 """Forward passes of real routing: some eleven sequences."""
+
+CACHE_ROUTING = {
+    "gpt-oss-20b": "gpt_oss_20b",
+    "qwen3-30b-a3b": "qwen3_30b_a3b_top6",
+}
+"""Recorded routing of models that engines with a cache were measured with."""
+
+WHOLE = "whole layers"
+ENGINES = {
+    "mailbox": SYSTEMS["dfa-cache"],
+    # Both processors wait to hand a layer over, in every layer.
+    "split graph": replace(SYSTEMS["dfa-cache"], polls=False, fixed_graph=True),
+    WHOLE: SYSTEMS["llama.cpp"],
+}
+"""Words of a row's policy -> the system that is replayed."""
 
 ADVICE = "advise"
 PREDICTORS = (ADVICE, ONE_EFFICIENCY, TWO_CONSTANTS)
@@ -131,7 +148,7 @@ class Machines:
 
     def imported(self, source: Path, model: ModelContents) -> Trace:
         """Recorded routing of a model."""
-        path = self._folder / f"{source.stem}.parquet"
+        path = self._folder / f"{source.stem}_{model.expert_bytes}.parquet"
         if not path.exists():
             import_trace(source, path, shape=shape_of(model))
         return open_trace(path)
@@ -211,61 +228,59 @@ def hot_expert_cache(
     folders: Sequence[MeasuredFolder],
     knowledge: Knowledge,
     machines: Machines,
-    source: Path,
 ) -> list[Judged]:
     """Replay every row of a decayed-frequency cache, or of whole layers beside it, of
-    the model whose routing lies in `source`.
+    the models whose routing was recorded.
     """
     judged = []
     populations = {run.machine_name: run for run in knowledge.runs}
     for folder in folders:
         models = FolderModels(folder)
         platforms = Platforms(folder)
-        routing = None
         for row in folder["cache_runs.csv"]:
             policy = row.text("policy")
             slots = row.number("slots_per_layer")
             speed = row.number("tok_s")
-            if row.text("model") != "gpt-oss-20b" or not slots or not speed:
-                continue
-            if "mailbox" not in policy and "whole layers" not in policy:
+            source = SHARED / f"{CACHE_ROUTING.get(row.text('model'))}.parquet"
+            engine = next((name for name in ENGINES if name in policy), None)
+            if not (slots and speed and engine and source.is_file()):
                 continue
             if row.text("hit_source") == "simulated":
                 continue
             name = row.text("platform")
             machine = platforms.machine(name, row.source)
             model = models.contents(row.text("model"), row.text("quant"))
-            # Experts of the weights that were measured, not of the trace's.
-            routing = routing or machines.imported(source, model)
             others = knowledge.population(populations[name])
             beliefs = Beliefs(priors_of(machine, population=others))
-            profile = machines.profile(machine, model, Setting(), beliefs)
-            whole = "whole layers" in policy
             options: dict[str, Any] = {"slots_per_layer": int(slots)}
-            if whole:
-                options = {"cache_ratio": slots / 32}
-            result = replay(
-                routing,
-                "llama.cpp" if whole else "dfa-cache",
-                hw=profile,
-                steps=CACHE_STEPS,
-                keep=False,
-                **options,
-            )
+            if engine == WHOLE:
+                options = {"cache_ratio": slots / shape_of(model).experts}
+            elif margin := re.search(r"kappa (\d+)", policy):
+                options["cache"] = f"decayed-frequency:margin={margin[1]}"
+            with patch.dict(SYSTEMS, ENGINES):
+                result = replay(
+                    # Experts of the weights that were measured, not of the trace's.
+                    machines.imported(source, model),
+                    engine,
+                    hw=machines.profile(machine, model, Setting(), beliefs),
+                    steps=CACHE_STEPS,
+                    keep=False,
+                    **options,
+                )
             stated_rate = row.number("hit_rate")
             ours = result.metrics["hit_rate_active"]
             judged.append(
                 Judged(
-                    system="whole layers" if whole else "dfa-cache",
+                    system="hot-expert cache",
                     host=name,
-                    what="gpt-oss-20b, decode",
+                    what=f"{model.name}, decode",
                     words=f"{policy}, {int(slots)} slots",
                     measured=speed,
                     replayed=result.metrics["decode_tokens_per_s"],
                     probed=bool(machine.probes.host_read),
                     hits=(
                         ""
-                        if whole or stated_rate is None
+                        if engine == WHOLE or stated_rate is None
                         else f"{stated_rate:.3f} / {ours:.3f}"
                     ),
                 )
@@ -365,16 +380,16 @@ def main() -> None:
     )
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, help="a page to write")
+    parser.add_argument("--cache-only", action="store_true", help="leave llama.cpp out")
     arguments = parser.parse_args()
     folders = [read_folder(path) for path in arguments.folders]
     runs = [run for folder in folders for run in runs_of(folder)[0]]
     knowledge = Knowledge(runs, "platforms")
     with tempfile.TemporaryDirectory() as name:
         machines = Machines(Path(name))
-        judged = llama_cpp(knowledge, machines)
-        source = SHARED / "gpt_oss_20b.parquet"
-        if source.is_file():
-            judged += hot_expert_cache(folders, knowledge, machines, source)
+        judged = hot_expert_cache(folders, knowledge, machines)
+        if not arguments.cache_only:
+            judged += llama_cpp(knowledge, machines)
     text = "\n".join(
         [
             "# Systems on other people's machines",

@@ -107,6 +107,8 @@ class Costs:
         pageable: host memory is not page-locked, so copies to a GPU take longer: by the
             profile's probes of both, else twice as long.
         kernels: of the system that computes, where they are not the profile's.
+        polls: its helpers poll for work, so that a layer step which CPU and GPU share
+            takes no longer to join.
     """
 
     def __init__(
@@ -116,10 +118,12 @@ class Costs:
         *,
         pageable: bool = False,
         kernels: Kernels | None = None,
+        polls: bool = False,
     ) -> None:
         self.profile = profile
         self.shape = shape
         self.kernels = kernels or _PROFILE_KERNELS
+        self._polls = polls
         self._copy_factor = _pageable_factor(profile) if pageable else 1.0
         # Empty tables: the first look-up lies beyond their end and builds them.
         self._cpu: list[np.ndarray] = [_NO_TABLE] * shape.layers
@@ -502,7 +506,7 @@ class Costs:
         """Seconds that a layer step takes longer to join where CPU and GPU share its
         experts.
         """
-        return self._charged(paths.SPLIT)
+        return 0.0 if self._polls else self._charged(paths.SPLIT)
 
     def first_op_s(
         self,

@@ -46,6 +46,8 @@ class System:
         fixed_graph: whether a layer that a GPU holds in part runs a chain on either
             device in every step, and a merge, whether or not it misses: its graph is
             built once. An empty chain on the CPU takes what waking it does.
+        polls: whether its helpers poll for work (a mailbox), so that a layer which CPU
+            and GPU share costs no more to join.
         micro_batch: most prompt tokens of a forward pass; None for whole prompts.
         draft_tokens: tokens that a draft proposes for each decode pass to verify.
         draft_experts: experts of each layer, by what they compute, that drafting a
@@ -66,6 +68,7 @@ class System:
     pageable: bool = False
     kernels: Kernels | None = None
     fixed_graph: bool = False
+    polls: bool = False
     micro_batch: int | None = None
     draft_tokens: int = 0
     draft_experts: int = 1
@@ -426,6 +429,7 @@ SYSTEMS = {
         assignment="fixed-mapping",
         cache="decayed-frequency",
         scope="layer",
+        polls=True,
         note=(
             "moe-speed-of-light's cache for llama.cpp: misses on the CPU beside the"
             " GPU's hits, frequent ones copied later. Its table by machine of how many"

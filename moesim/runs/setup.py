@@ -188,6 +188,7 @@ class Setup:
             self.shape,
             pageable=self.system.pageable,
             kernels=self.system.kernels,
+            polls=self.system.polls,
         )
 
     def planner(self) -> Planner:

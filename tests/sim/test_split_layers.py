@@ -28,6 +28,8 @@ def joins_s(tmp_path, policy, split_s, first_s=0.0, **options):
     # Only the second of three layers is served in two places.
     ("fixed-mapping+static:fill=lowest", 2, [0, 1, 0]),
     ("fixed-mapping+static:fill=lowest", 4, [0, 0, 0]),
+    # Helpers that poll are not waited for.
+    ("dfa-cache+static:fill=lowest", 2, [0, 0, 0]),
     ("all-cpu+static:fill=lowest", 2, [0, 0, 0]),
     ("on-demand+static:fill=lowest", 2, [0, 0, 0]),
     # A graph that is built once runs both chains, whether or not it misses.
