@@ -14,6 +14,10 @@ what is judged is recall with the drafts' routing::
 
     python -m benchmarks.judge_recall run d.jsonl --shared DIR --draft-tokens 4
 
+With ``--drawn-links N`` machines are drawn in the place of the map's: packaged ones
+with links of 1 to 64 GB/s, other processors and the contention that belongs to them
+(`benchmarks.drawn_ceilings.machine`); the clairvoyant system is left out there.
+
 ``ceilings RESULTS`` lays out what today's software, the best causal one of each cell
 and the clairvoyant system take, in ms per token, beside the bound.
 """
@@ -35,7 +39,9 @@ from moesim.evidence.reproduction.workloads import Workload
 from moesim.policies.systems import SYSTEMS, compose
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from moesim.hwprofiles.profile import HardwareProfile
 
 RATIOS = (0.1, 0.25, 0.5)
 OURS = ("recall", "clairvoyant")
@@ -59,9 +65,13 @@ STRONGEST = (
     *("fetch-split+decayed-frequency", "fetch-split+decayed-frequency+statistical"),
     "exact:objective=scheduled+decayed-frequency",
     "exact:objective=scheduled+decayed-frequency+statistical",
+    "hybrimoe-schedule:contention=true+decayed-frequency",
+    "exact:objective=contended+decayed-frequency",
     *("greedy+decayed-frequency", "smoe-balancer+lfru", "dfa-cache"),
 )
-"""Rivals that were first or second anywhere in a grid of all of them."""
+"""Rivals that were first or second anywhere in a grid of all of them, and the same in
+plans that see contention.
+"""
 
 LONG_RUNS = {"edgemoe", "moe-infinity"}
 """Systems whose simulated runs take a hundred times as long as others."""
@@ -77,8 +87,12 @@ HELD_BACK = {
     "kimi-linear-48b-a3b": ("kimi_linear_48b_a3b_decode300", "q4_k_m"),
     "gpt-oss-20b": ("gpt_oss_20b", "mxfp4"),
     "olmoe-1b-7b": ("olmoe_1b_7b_decode299", "q4_k_m"),
+    "qwen3.6-35b-a3b": ("qwen36_35b_a3b_coding_prefill28_decode192", "q4_k_m"),
+    "qwen3.8-flash-next": ("qwen38_flash_next_chat_decode67", "q4_k_m"),
 }
 """Recorded traces, with their weights; OLMoE was tuned on."""
+
+LINKS_SEED = 42
 
 DRAWN = ("mixtral-8x7b", "deepseek-v2-lite")
 """Models whose routing is drawn, with other seeds than what was tuned on."""
@@ -147,7 +161,8 @@ def run(
     traces: Sequence[str],
     rivals: Sequence[str],
     drafted: int,
-    machines: Sequence[str],
+    machines: Mapping[str, str | HardwareProfile],
+    ours: Sequence[str] = OURS,
 ) -> None:
     """Replay what the results lack, and append it."""
     import moesim
@@ -161,15 +176,15 @@ def run(
         for name in traces:
             for text, path in enumerate(drawn(name, shared, Path(folder))):
                 trace = open_trace(path)
-                for hw in machines:
+                for hw, machine in machines.items():
                     for ratio in RATIOS:
-                        for policy in (*OURS, TODAY, *rivals):
+                        for policy in (*ours, TODAY, *rivals):
                             cell = (name, text, hw, ratio, policy)
                             if cell in done:
                                 continue
                             replayed = moesim.replay(
                                 *(trace, policy),
-                                hw=hw,
+                                hw=machine,
                                 cache_ratio=ratio,
                                 keep=False,
                                 draft_tokens=drafted,
@@ -187,6 +202,24 @@ def run(
                             file.write("".join(written))
                             file.flush()
             print(name, "done")
+
+
+def drawn_machines(count: int) -> dict[str, HardwareProfile]:
+    """Machines of one card, by their rates: of the link, of the processor's memory."""
+    from benchmarks.drawn_ceilings import machine
+
+    drawn: dict[str, HardwareProfile] = {}
+    number = 0
+    while len(drawn) < count:
+        profile = machine(np.random.default_rng([LINKS_SEED, number]))
+        number += 1
+        if profile.gpus == 1:
+            link, cpu = (
+                profile.numbers[f"costs.{lane}.bytes_per_s"].value / 1e9
+                for lane in ("h2d", "cpu")
+            )
+            drawn[f"{profile.name} {link:.1f} and {cpu:.0f} GB/s"] = profile
+    return drawn
 
 
 def _lines(results: Path) -> list[list[object]]:
@@ -214,14 +247,16 @@ def verdict(seconds: pd.DataFrame) -> dict[str, object]:
     texts = gain.groupby("text").mean()
     # Texts are independent of each other, cells of one text are not.
     sample = texts if len(texts) > 1 else gain
-    way = np.exp(of_rivals[best]) - np.exp(rows["clairvoyant"])
     gone = np.exp(of_rivals[best]) - np.exp(ours)
+    way = np.nan * gone
+    if OURS[1] in rows:
+        way = np.exp(of_rivals[best]) - np.exp(rows[OURS[1]])
     return {
         "rival": best,
         "gain": float(gain.mean()),
         "half": STATED * float(sample.std(ddof=1)) / len(sample) ** 0.5,
         "hindsight": float((of_rivals.min(axis=1) - ours).mean()),
-        "closed": float(gone.sum() / way.sum()),
+        "closed": float(gone.sum() / way.sum(skipna=False)),
     }
 
 
@@ -234,7 +269,8 @@ def seconds_of(results: Path, figure: str = "seconds") -> pd.DataFrame:
         index=COLUMNS[:4], columns="policy", values=figure, sort=False
     )
     # An interrupted run leaves a cell unfinished.
-    return cells.dropna(subset=[*OURS, *STRONGEST])
+    ran = [name for name in (*OURS, *STRONGEST) if name in cells]
+    return cells.dropna(subset=ran)
 
 
 def printed(results: Path) -> str:
@@ -245,7 +281,9 @@ def printed(results: Path) -> str:
     names = list(dict.fromkeys(cells.index.get_level_values("trace")))
     ratios = cells.index.get_level_values("ratio")
     traces = cells.index.get_level_values("trace")
-    recorded = ["qwen3-30b-a3b", "kimi-linear-48b-a3b", IN_A_ROW]
+    recorded = [*HELD_BACK, IN_A_ROW]
+    recorded.remove("olmoe-1b-7b")
+    recorded.remove("gpt-oss-20b")
     lines = [
         "| trace | experts | best fixed rival | recall | in hindsight | gap closed |",
         "|---|--:|---|--:|--:|--:|",
@@ -261,11 +299,14 @@ def printed(results: Path) -> str:
             ("all", ratios > 0),
         ):
             each = verdict(cells[is_here & among])
+            closed = "-" if np.isnan(each["closed"]) else f"{each['closed']:.0%}"
             lines.append(
                 f"| {name} | {words} | `{each['rival']}` |"
                 f" {each['gain']:+.1%} ± {each['half']:.1%} |"
-                f" {each['hindsight']:+.1%} | {each['closed']:.0%} |"
+                f" {each['hindsight']:+.1%} | {closed} |"
             )
+    if OURS[1] not in cells:
+        return "\n".join(lines)
     clairvoyant = cells[OURS[1]]
     causal = cells.drop(columns=[OURS[1], BOUND], errors="ignore").min(axis=1)
     lines.append(
@@ -327,6 +368,7 @@ def main() -> None:
     running.add_argument("--strongest", action="store_true")
     running.add_argument("--draft-tokens", type=int, default=0)
     running.add_argument("--machines", default=",".join(MACHINES))
+    running.add_argument("--drawn-links", type=int, default=0, metavar="N")
     for name, layout in (("print", printed), ("ceilings", ceilings)):
         printing = commands.add_parser(name)
         printing.add_argument("results", type=Path)
@@ -339,8 +381,13 @@ def main() -> None:
     among = [*STRONGEST] if given.strongest or drafted else rivals()
     if drafted:
         among += [DRAFTING, *DRAFTED_RIVALS]
-    chosen = given.traces.split(";"), among, drafted, given.machines.split(",")
-    run(given.results, given.shared, *chosen)
+    chosen = given.traces.split(";"), among, drafted
+    machines = {name: name for name in given.machines.split(",")}
+    if given.drawn_links:
+        drawn_ones = drawn_machines(given.drawn_links)
+        run(given.results, given.shared, *chosen, drawn_ones, OURS[:1])
+    else:
+        run(given.results, given.shared, *chosen, machines)
 
 
 if __name__ == "__main__":

@@ -194,9 +194,12 @@ def main() -> None:
             text = changed(file, node, replacement)
             outcome = "survived" if survives(copy, room, file, text) else "killed"
             counts[outcome] += 1
-            before = file.read_text(encoding="utf-8").splitlines()[node.lineno - 1]
+            before, after = (
+                lines.splitlines()[node.lineno - 1].strip()
+                for lines in (file.read_text(encoding="utf-8"), text)
+            )
             place = f"{file.relative_to(ROOT)}:{node.lineno} {function}"
-            change = f"{before.strip()}  ->  {replacement}"
+            change = f"{before}  ->  {after}"
             print(f"{number}: {outcome}: {place}: {change}", flush=True)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
 

@@ -2,7 +2,7 @@ cimport cython
 from moesim.policies.assignment._placing cimport flying, transfer_s
 from moesim.policies.base cimport AssignmentPolicy, MachineView, Work
 
-cdef double inf
+cdef double _SOONER, inf
 cdef int CPU
 
 cdef class PlannedInTime(AssignmentPolicy):

@@ -25,12 +25,21 @@ if TYPE_CHECKING:
     from moesim.policies.run_context import RunContext
 
 
+_SOONER = 0.94
+"""Times the end of a plan with copies that another one must stay below: what is copied
+may serve later tokens, too. From runs of OLMoE and drawn Mixtral routing on seven
+machines: 0.92 gives up most of the gain where copies are dear, 1 costs up to 3 % where
+half of the experts fit.
+"""
+
+
 class PlannedInTime(AssignmentPolicy):
     """Base of rules that plan in seconds; a subclass fills in `plan`.
 
     With `sees_contention`, on a machine where copies and the CPU slow each other, a
     plan that copies is held against the rule's plan without copies, and against its
-    plan at the speeds that link and CPU have beside each other.
+    plan at the speeds that link and CPU have beside each other. One of these is taken if
+    it ends clearly sooner.
 
     Source: ours.
     """
@@ -63,7 +72,7 @@ class PlannedInTime(AssignmentPolicy):
         self.plan(work, lanes, order)
         if not self.slows or not self._copies(work, lanes):
             return 0
-        least_s = self.end_s(work, lanes, order)
+        least_s = _SOONER * self.end_s(work, lanes, order)
         for copies in range(2):
             self._imagine(work, copies > 0)
             self.plan(self.imagined, self.lanes, self.order)

@@ -41,19 +41,19 @@ THREE_MISSES = {"cpu_s": [4.0] * 3, "gpu_s": [1.0] * 3, "arrive_s": [7.0] * 3}
 @pytest.mark.parametrize("rule", RULES)
 def test_a_copy_that_costs_the_cpu_more_than_it_saves_is_left(rule):
     """Three misses of 4 s, a copy of 7 s. Alone: two on the CPU, 8 s, and one that lands
-    after 7 s. Where both take 1.6 times as long beside each other the copy lands after
-    11.2 s and ends at 12.2 s; the CPU alone ends at 12 s.
+    after 7 s. Where both take twice as long beside each other the copy lands after 14 s
+    and ends at 15 s; the CPU alone ends at 12 s.
     """
     now = work(**THREE_MISSES)
     alone = placed(begun(rule(), now), now)
-    slowed = placed(begun(rule(), now, link=1.6, cpu=1.6), now)
+    slowed = placed(begun(rule(), now, link=2.0, cpu=2.0), now)
     assert sorted(alone.lanes) == [0, 0, 1]
     assert slowed.lanes.tolist() == [0, 0, 0]
 
 
 def test_as_published_hybrimoe_knows_no_slowdowns():
     now = work(**THREE_MISSES)
-    as_published = placed(begun(HybriMoESchedule(), now, link=1.6, cpu=1.6), now)
+    as_published = placed(begun(HybriMoESchedule(), now, link=2.0, cpu=2.0), now)
     assert sorted(as_published.lanes) == [0, 0, 1]
 
 

@@ -1,6 +1,8 @@
 """Routing recall: what similar tokens used is expected, kept and streamed."""
 
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,6 +162,25 @@ def test_a_prefetcher_alone_remembers_as_well(parts):
         for layer, expert in enumerate(experts):
             keys = named(prefetch, layer_step(step, layer, expert), view)
     assert keys == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(("copy_s", "keys"), [(1.9, [(1, 1), (2, 2)]), (2.1, [])])
+def test_a_copy_that_takes_more_of_the_cpu_than_it_saves_is_not_named(copy_s, keys):
+    """Beside a copy, which takes twice its time, the CPU works at half speed: it loses
+    what the copy takes alone. One use saves 2 s of it, and is expected for certain.
+    """
+    costs = SimpleNamespace(
+        overlap=(2.0, 2.0),
+        copy_s=lambda layer: copy_s,
+        cpu_s=lambda layer, tokens: np.full(len(tokens), 2.0),
+    )
+    prefetch = RecallPrefetch()
+    prefetch.start(replace(run_context(), costs=costs))
+    view = TimedView(LAYERS, EXPERTS)
+    for step, experts in enumerate([(0, 1, 2), (3, 2, 1), (0,)]):
+        for layer, expert in enumerate(experts):
+            named_last = named(prefetch, layer_step(step, layer, expert), view)
+    assert named_last == keys
 
 
 def test_parts_share_a_memory_if_they_ask_for_it_alike():

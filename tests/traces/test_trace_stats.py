@@ -29,6 +29,11 @@ def test_by_hand(tmp_path):
     assert figures["active_prefill"] is figures["working_set"] is None
 
 
+def test_one_token_of_one_expert_is_all_of_the_load(tmp_path):
+    figures = stats(write(tmp_path / "t.parquet", [[5]]))
+    assert (figures["max_share"], figures["entropy_bits"]) == ([1.0], [0.0])
+
+
 def test_even_loads_have_all_the_bits(tmp_path):
     figures = stats(write(tmp_path / "t.parquet", [[i % 8] for i in range(64)]))
     assert figures["entropy_bits"] == [pytest.approx(3.0)]
