@@ -1,7 +1,7 @@
 """Reads a folder of other people's measurements, row by row, as what the row says.
 
-The files are those of ``python -m benchmarks.measured DIR``; `docs/how-to/advise.md` lists
-their columns. Any of them may be missing. A *run* is one machine, one model, one
+The files are those of ``python -m benchmarks.measured DIR``; `docs/how-to/advise.md`
+lists their columns. Any of them may be missing. A *run* is one machine, one model, one
 setting and one measured speed of llama.cpp or ik_llama.cpp. Rows that say too little,
 or that are about something else, are skipped with the reason.
 """
