@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks.replay_speed import SHARED, SHIPPED
 from moesim.policies import cache_replay
-from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
+from moesim.policies.sizes import CacheSize
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.format.reader import Trace, open_trace

@@ -39,9 +39,9 @@ import torch
 from benchmarks.combinations import PARTS, all_of, pairwise, served
 from benchmarks.replay_speed import MODELS, SHARED, SHIPPED
 from moesim.base.errors import TraceError
+from moesim.engine.observers import repeat
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import PolicyError
-from moesim.policies.planner.observers import repeat
 from moesim.policies.registry import names
 from moesim.policies.systems import SYSTEMS, System, compose
 from moesim.questions.learned_cache import all_passes
@@ -268,9 +268,9 @@ class Bench:
             timeline = Timeline(setup.profile.lanes)
             Replay(
                 setup.profile,
-                Costs(setup.profile, self.shape),
                 setup.planner(),
                 timeline,
+                costs=Costs(setup.profile, self.shape),
             ).run(walk)
             timeline.close()
             row.simulated = int(summarise(timeline)["hits"])

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moesim.engine.at_once import carry_out
+from moesim.engine.block import block_of
+from moesim.engine.planner import Planner
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.delegating import DelegatingAssignment
-from moesim.policies.planner.at_once import carry_out
-from moesim.policies.planner.plan import MemoryPlan
-from moesim.policies.planner.planner import Planner
-from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import names
+from moesim.policies.sizes import CacheSize, MemoryPlan
 from moesim.policies.systems import compose
-from moesim.traces.format.batch import RoutedLayer
+from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import Phase
 from moesim.traces.models import model_shape
 
@@ -57,8 +57,17 @@ def planner(assignment: str, slots: int = 32) -> Planner:
     )
 
 
-def layer_steps(active: int, count: int, seed: int = 0) -> list[RoutedLayer]:
-    """Random layer steps of 48 layers with `active` active experts each."""
+def forward_passes(active: int, count: int, seed: int = 0) -> list[RoutedStep]:
+    """Random decode passes of 48 layers with `active` active experts each."""
+    layers = layer_steps(active, 48 * count, seed)
+    return [
+        RoutedStep(i, Phase.DECODE, 0, 1, i + 1, 1, layers[48 * i : 48 * (i + 1)])
+        for i in range(count)
+    ]
+
+
+def layer_steps(active: int, count: int, seed: int) -> list[RoutedLayer]:
+    """Random layer steps, layer after layer."""
     draw = np.random.default_rng(seed)
     found = []
     for i in range(count):
@@ -91,10 +100,11 @@ class KeepingQuestion(DelegatingAssignment):
 def decision_s(assignment: str, active: int, *, slow: bool = False) -> float:
     """One `assign` of an assignment policy at so many active experts."""
     book = planner(assignment)
-    rule = book.policies.assignment
+    rule = book.assignment
     kept = KeepingQuestion(rule)
-    book.policies.assignment = kept
-    book.plan(layer_steps(active, 1)[0], 0, Phase.DECODE, 0.0)
+    book.assignment = kept
+    book.put(block_of(forward_passes(active, 1)[0], book))
+    book.plan(0, 0.0)
     question = kept.question
     repeats = 2 if slow else REPEATS // (4 if active > 8 else 1)
     if active > 8 and assignment.startswith("exact"):
@@ -107,17 +117,19 @@ def planning_s(assignment: str, active: int) -> float:
     and landings.
     """
     book = planner(assignment)
-    steps = layer_steps(active, 960 if active <= 8 else 240)
+    passes = forward_passes(active, 20 if active <= 8 else 5)
     spent: list[float] = []
     for round_ in range(4):
         total = 0.0
-        for i, routed in enumerate(steps):
-            begin_s = time.process_time()
-            plan = book.plan(routed, i, Phase.DECODE, 0.0)
-            total += time.process_time() - begin_s
-            carry_out(book, plan, 0.0)
+        for step in passes:
+            book.put(block_of(step, book))
+            for layer in range(48):
+                begin_s = time.process_time()
+                book.plan(layer, 0.0)
+                total += time.process_time() - begin_s
+                carry_out(book, 0.0)
         if round_:
-            spent.append(total / len(steps))
+            spent.append(total / (48 * len(passes)))
     return float(np.median(spent))
 
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from benchmarks import bare_simpy
 from moesim.policies.cache._learned_network import sizes as network_sizes
 from moesim.runs.config import RunConfig
-from moesim.runs.engines import choose_engine
+from moesim.runs.engines import run_trace
 from moesim.runs.replay import replay
 from moesim.runs.setup import Setup
 from moesim.traces.format.reader import Trace, open_trace
@@ -222,16 +222,7 @@ def _turn(trace: Trace, engine: str, kept: bool | None) -> tuple[float, int]:
     planner = setup.planner()
     timeline = Timeline(setup.profile.lanes, sink=lambda *_: None)
     begin_s = time.process_time()
-    result = choose_engine(engine, planner).run(
-        trace,
-        planner,
-        setup.profile,
-        timeline,
-        batch=1,
-        steps=None,
-        noise_seed=None,
-        progress=None,
-    )
+    result = run_trace(trace, planner, setup.profile, timeline, engine=engine)
     return time.process_time() - begin_s, result.layer_steps
 
 

@@ -24,14 +24,14 @@ import pyarrow as pa
 from moesim.base.errors import TraceError
 from moesim.base.seals import check_seal
 from moesim.base.units import format_bytes, parse_bytes
+from moesim.engine.at_once import carry_out
+from moesim.engine.block import block_of
+from moesim.engine.planner import Planner
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import default_profile
 from moesim.policies.cache.lru import LRU
 from moesim.policies.names import RESIDENT
-from moesim.policies.planner.at_once import carry_out
-from moesim.policies.planner.plan import MemoryPlan
-from moesim.policies.planner.planner import Planner
-from moesim.policies.planner.residency import GLOBAL, CacheSize
+from moesim.policies.sizes import GLOBAL, CacheSize, MemoryPlan
 from moesim.policies.systems import compose
 from moesim.traces.format.batch import compose as compose_steps
 from moesim.traces.format.parquet import open_parquet, values
@@ -309,13 +309,15 @@ def _compare(
     """Replay one forward pass, and count where engine and replay agree."""
     counts = result.phases[step.phase.label]
     (cache,) = planner.policies.caches
-    for routed in step.layers:
+    planner.put(block_of(step, planner))
+    work = planner.work
+    for place, routed in enumerate(step.layers):
         if isinstance(cache, RankLRU):
             cache.routing = routed.routing
-        plan = planner.plan(routed, step.step, step.phase, 0.0)
+        planner.plan(place, 0.0)
         recorded = record.states(step, routed.layer)
-        experts = plan.work.experts.tolist()
-        for expert, state in zip(experts, plan.work.state.tolist(), strict=True):
+        found = work.state[: work.active]
+        for expert, state in zip(work.experts, found, strict=True):
             residency, dropped = recorded[expert]
             if dropped:
                 counts.dropped += 1
@@ -330,7 +332,7 @@ def _compare(
                     f" ({step.phase.label}), layer {routed.layer}, expert"
                     f" {expert}: resident in the {where}"
                 )
-        carry_out(planner, plan, 0.0)
+        carry_out(planner, 0.0)
     if step.phase is Phase.DECODE:
         record.decoded += 1
 

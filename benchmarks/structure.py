@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.combinations import pairwise, served
+from benchmarks.measured_replay import MeasuredReplay
 from moesim.base.errors import TraceError
 from moesim.evidence.validation.learning import load_run
 from moesim.hwprofiles import paths
@@ -40,7 +41,6 @@ from moesim.runs.machine import machine_profile, open_random_store
 from moesim.runs.measured import columns_of, run_trace
 from moesim.runs.setup import Setup
 from moesim.runtime.executor.trace_driven import shape_for
-from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
 from moesim.traces.timeline.operations import PART_NAMES, REQUEST, OperationTable
@@ -49,9 +49,9 @@ from moesim.traces.timeline.spans import DENSE, STATE_NAMES, Timeline
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from moesim.engine.operations import Operation
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.runtime.store.store import ExpertStore
-    from moesim.sim.clock import Operation
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
 
@@ -220,7 +220,7 @@ def compare_structure(
         if not paths.below(path, paths.CONTENTION)
     }
     alone = replace(setup.profile, numbers=costs)
-    Replay(alone, planner.costs, planner, simulated, measured=durations).run(steps)
+    MeasuredReplay(alone, planner, simulated, durations).run(steps)
 
     real = _joined(measured.access_chunks())
     virtual = _joined(simulated.access_chunks())

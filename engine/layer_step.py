@@ -1,305 +1,441 @@
-"""One layer step after its dense part: plan, launch, compute, join.
+"""One layer step, for any clock: dense part, plan, launch, compute, join.
 
 The order is a contract. It is written as a generator: each wait that it yields ends
-before it goes on, in virtual or in real seconds.
+before it goes on.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesim.engine.lanes import Op, gpu_of_lane
+from moesim.engine.names import (
+    AHEAD,
+    AWAITED_AHEAD,
+    COMPUTED,
+    COPIED,
+    DEMAND,
+    FETCHED,
+    HAS_READ,
+    KEPT,
+    PREDICTED,
+    TURN,
+    UNAWAITED,
+    WHOLLY,
+)
+from moesim.engine.operations import Consequences
 from moesim.engine.transfers import Transfers
-from moesim.hwprofiles.lanes import CPU as CPU_LANE
-from moesim.policies.names import RESIDENT
+from moesim.policies.arrays import zeros
+from moesim.policies.names import CPU, NONE, RESIDENT, SERIAL, WAITS
+from moesim.traces.timeline.spans import (
+    ACTIVATION,
+    COMPUTE,
+    DENSE,
+    FETCH,
+    JOIN,
+    PLAN,
+    READ,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Iterator
 
-    from moesim.engine.lanes import World
-    from moesim.policies.planner.plan import Plan
-    from moesim.policies.planner.planner import Planner
-    from moesim.traces.format.batch import RoutedLayer, RoutedStep
-    from moesim.traces.format.schema import Phase
+    from moesim.engine.block import Block
+    from moesim.engine.operations import Clock, Machine, Operation
+    from moesim.engine.planner import Plan, Planner
+    from moesim.engine.transfers import Durations
+    from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.base import Work
 
 
-class LayerStep(Generic[Op]):
+class LayerStep(Consequences):
     """Walks through layer steps in one world, asking one planner.
 
     Attributes:
         transfers: copies and reads under way.
-        dispatch: products under way.
-    """
-
-    def __init__(self, world: World[Op], planner: Planner) -> None:
-        self._world = world
-        self._planner = planner
-        self.transfers = Transfers(world, planner)
-        self.dispatch = Dispatch(world, self.transfers, planner)
-
-    def run(
-        self, routed: RoutedLayer, step: int, phase: Phase, batch: int
-    ) -> Generator[Any, None, None]:
-        """Run one layer step.
-
-        Args:
-            routed: what the gate chose.
-            step: forward pass.
-            phase: prefill or decode.
-            batch: group of sequences.
-
-        Yields:
-            What must end before the layer step goes on.
-
-        Raises:
-            PolicyError: a policy answered something illegal.
-        """
-        world = self._world
-        planner = self._planner
-        transfers = self.transfers
-
-        # Routing and planning. Nothing starts meanwhile: what the plan saw must hold.
-        with world.exclusive():
-            transfers.begin_decisions(routed.layer, routed.experts)
-            now_s = world.now_s()
-        plan = planner.plan(routed, step, phase, now_s, batch)
-        yield from world.planned(plan)
-
-        # Lanes work.
-        world.launching(plan)
-        with world.exclusive():
-            for gpu, expert in plan.promoted:
-                transfers.promote(gpu, routed.layer, expert)
-            for copies in plan.copies:
-                transfers.enqueue(copies, step)
-            cpu_used = self.dispatch.begin(plan)
-            transfers.end_decisions()
-        yield world.all_computed()
-
-        # Results join, holds are released, and the cache may replace what it likes.
-        yield from world.joined(plan, cpu_used=cpu_used)
-        with world.exclusive():
-            for copies in planner.complete(plan, world.now_s()):
-                transfers.enqueue(copies, step)
-            world.offer()
-            world.end_layer()
-
-    def foretell(self, step: RoutedStep, token: int, draft_s: float) -> None:
-        """Queue what a token that was just drafted makes a policy prefetch.
-
-        Args:
-            step: the forward pass that will verify it.
-            token: that the draft has read, counted from the first of the pass.
-            draft_s: seconds that a drafted token takes.
-        """
-        world = self._world
-        experts = np.stack([routed.routing[token] for routed in step.layers])
-        with world.exclusive():
-            for copies in self._planner.foretell(experts, draft_s, world.now_s()):
-                self.transfers.enqueue(copies, step.step)
-            world.offer()
-
-
-class Dispatch(Generic[Op]):
-    """Hands the experts of a plan to their lanes and counts those that have ended.
-
-    Attributes:
         pending: products of the layer step that have not ended.
         fetched: fetched experts that the CPU of a serial plan still waits for.
+        cpu_used: whether the CPU has a part in the layer step.
+        gates, dense_parts: int64 [2 * L], by phase and layer: what predicting evaluates
+            (`Evaluations`).
     """
 
     def __init__(
-        self, world: World[Op], transfers: Transfers[Op], planner: Planner
+        self, machine: Machine, clock: Clock, planner: Planner, durations: Durations
     ) -> None:
+        rules = planner.rules
+        self.machine = machine
+        self.clock = clock
+        self.planner = planner
+        self.durations = durations
+        self.transfers = Transfers(machine, clock, planner, durations)
+        self.layers = rules.layers
+        self.experts = rules.experts
         self.pending = 0
+        self.step = 0
+        self.has_read = False
+        self.gates: Ints = zeros(2 * rules.layers, np.int64)
+        self.dense_parts: Ints = zeros(2 * rules.layers, np.int64)
+        self.cpu_used = False
+        # What the CPU of a serial plan starts with.
+        self._held: list[Operation] = []
         self.fetched = 0
-        self._world = world
-        self._planner = planner
-        self._transfers = transfers
-        self._report = transfers.report
-        self._cpu = world.lanes.index(CPU_LANE.lane())
-        self._gpu_of = [gpu_of_lane(lane) for lane in world.lanes]
-        self._gpu_memory = [level.memory for level in planner.gpu]
-        self._limited_host = planner.host is not None
-        # Where host memory holds everything, its products have nothing to let go of.
-        self._computed_on_cpu = self._computed if self._limited_host else self._count
-        # GPU products that wait until every copy of the layer has landed.
-        self._barred: list[Op] | None = None
-        self._held: list[Op] = []  # what the CPU of a serial plan will start with
-        # (layer, expert) -> product that nobody awaits yet: ahead of its gate, or one
-        # whose result joins in the next layer step.
-        self._unawaited: dict[tuple[int, int], Op] = {}
-        self._deferred: list[tuple[int, int]] = []  # what the next layer step awaits
+        # By flat key: products that nobody awaits yet; keys that the next step awaits.
+        self._ahead: list[Operation | None] = [None] * (rules.layers * rules.experts)
+        self._awaited: list[int] = []
+        self._unused: Ints = zeros(rules.gpus + 1, np.uint8)
 
-    def begin(self, plan: Plan) -> bool:
-        """Queue what can be computed now; the rest follows its landing.
-
-        Returns:
-            Whether the CPU has a part in this layer step.
+    def run(self, s: int) -> Iterator[None]:
+        """Run one layer step of the planner's block; each wait that it yields ends
+        before it goes on.
         """
-        work = plan.work
-        awaited = self._deferred
-        self._deferred = [(work.layer, expert) for expert in plan.deferred]
-        if work.precomputed is not None:
-            experts = work.experts[work.precomputed].tolist()
-            awaited += [(work.layer, expert) for expert in experts]
-        for place in awaited:
-            self._await(place)
-        # They are the CPU's, ended or not.
-        cpu_used = bool(awaited)
-        if plan.waits:
-            self._barred = []
-        cpu_used |= self._queue_products(plan)
-        if not self._barred:
-            # Nobody waits, so the layer step may end before its copies have landed.
-            self._barred = None
+        planner = self.planner
+        block = planner.block
+        durations = self.durations
+        machine = self.machine
+        work = planner.work
+        layer = block.layer[s]
+        self.step = block.step[s]
+        at_home = planner.home(layer)
+
+        # Dense part; then control plans. Nothing starts meanwhile.
+        self.alone(durations.compute[1 + at_home], DENSE, layer, self.dense_s(block, s))
+        yield
+        if not durations.inline and not machine.take(durations.control):
+            yield
+        self.begin(s)
+        plan = planner.plan(s, self.clock.now_s)
+        copied = plan.copies.count + plan.promoted.count
+        plan_s = plan.exposed_s + self.control_s(durations.plan_s, work, copied)
+        self.controls(PLAN, layer, plan_s)
+        yield
+
+        # Lanes work, and control serves them meanwhile.
+        self.launch(s)
+        machine.give(durations.control)
+        yield
+
+        # Results join, holds are released, and the cache may replace what it likes.
+        if self.cpu_used and durations.moves_activations:
+            self.alone(
+                durations.back[at_home], ACTIVATION, layer, block.activation_s[s]
+            )
+            yield
+        self.controls(JOIN, layer, self.join_s(work, copied))
+        yield
+        self.complete()
+        if not durations.inline:
+            machine.give(durations.control)
+
+    def join_s(self, work: Work, copied: int) -> float:
+        """Seconds of joining: more where CPU and GPU share the layer step."""
+        durations = self.durations
+        join_s = self.control_s(durations.join_s, work, copied)
+        shared = self.cpu_used and self._gpu_used()
+        if shared or durations.always_split[work.layer]:
+            join_s += durations.split_s
+            # A graph that is built once wakes the CPU even where it has nothing to do.
+            if not self.cpu_used:
+                join_s += durations.cpu_first_s
+        return join_s
+
+    def begin(self, s: int) -> None:
+        """The gate has spoken: nothing starts until the plan is launched."""
+        block = self.planner.block
+        self.step = block.step[s]
+        active = block.experts[block.edges[s] : block.edges[s + 1]]
+        self.transfers.begin_decisions(block.layer[s], active)
+
+    def dense_s(self, block: Block, s: int) -> float:
+        """Seconds of a layer's dense part, with gates that predict."""
+        dense_s = block.dense_s[s]
+        if self.has_read:
+            dense_s *= self.durations.dense_after_read
+        gates = self.gates[block.phase[s] * self.layers + block.layer[s]]
+        if gates:
+            dense_s += gates * block.gate_s[s]
+        return dense_s
+
+    def launch(self, s: int) -> None:
+        """Queue copies and products of the layer step that was planned."""
+        planner = self.planner
+        plan = planner.planned
+        work = planner.work
+        transfers = self.transfers
+        if planner.host is not None:
+            self._note_reads(plan)
+        promoted = plan.promoted
+        for n in range(promoted.count):
+            transfers.promote(promoted.gpu[n], promoted.key[n])
+        transfers.enqueue(plan, self.step)
+        self.cpu_used = self._dispatch(work, plan)
+        if plan.begins_ahead:
+            self._begin_ahead(plan, work.layer + 1)
+        self._predict(work, planner.block, s)
+        if not self.pending:
+            self.all_computed()
+        transfers.end_decisions()
+
+    def complete(self) -> None:
+        """The layer step has joined: holds end, and the cache may replace."""
+        planner = self.planner
+        plan = planner.complete(planner.work, self.clock.now_s)
+        if plan.copies.count:
+            self.transfers.enqueue(plan, self.step)
+        self.machine.offer()
+
+    # -- operations of control and of the model ---------------------------------------
+
+    def control_s(self, cost: Floats, work: Work, copied: int) -> float:
+        """Seconds of control: base, per active expert, per copy, and of an SSD."""
+        return cost[0] + cost[1] * work.active + cost[2] * copied + cost[3]
+
+    def alone(self, lane: int, kind: int, layer: int, work_s: float) -> None:
+        """Start one operation; the process's turn comes after it."""
+        machine = self.machine
+        # One thread may serve the first GPU's lane and control: then the model's, until
+        # it asks for experts.
+        inline = self.durations.inline and machine.shares(lane, self.durations.control)
+        follows = KEPT if inline else TURN
+        operation = machine.operation(
+            lane, kind, self.step, layer, NONE, work_s, 0, follows
+        )
+        if inline:
+            self.clock.start(operation)
         else:
-            self._transfers.when_all_on_gpu(work.layer, self._open)
+            machine.submit(operation, DEMAND)
+
+    def controls(self, kind: int, layer: int, work_s: float) -> None:
+        """Let control, which was taken, work; the process's turn comes after it."""
+        control = self.durations.control
+        operation = self.machine.operation(
+            control, kind, self.step, layer, NONE, work_s, 0, KEPT
+        )
+        self.clock.start(operation)
+
+    # -- products ---------------------------------------------------------------------
+
+    def _note_reads(self, plan: Plan) -> None:
+        """Note whether the layer step demands a read."""
+        copies = plan.copies
+        self.has_read = False
+        for n in range(copies.count):
+            if copies.kind[n] == READ or (copies.kind[n] == FETCH and copies.other[n]):
+                self.has_read = True
+
+    def _dispatch(self, work: Work, plan: Plan) -> bool:
+        """Queue products in launch order; whether the CPU has one."""
+        planner = self.planner
+        durations = self.durations
+        machine = self.machine
+        transfers = self.transfers
+        several = planner.rules.rows > 1
+        copied = plan.copies.count + plan.promoted.count
+        first_op_s = self.control_s(durations.first_op_s, work, copied)
+        for code in range(len(self._unused)):
+            self._unused[code] = 1
+        if plan.has_precomputed:
+            for i in range(work.active):
+                if plan.precomputed[i]:
+                    self._awaited.append(work.first + work.experts[i])
+        # Products of earlier layer steps are the CPU's, ended or not.
+        cpu_used = len(self._awaited) > 0
+        if cpu_used:
+            self._await()
+        count = 0
+        for n in range(work.active):
+            i = plan.order[n]
+            if plan.has_precomputed and plan.precomputed[i] == WHOLLY:
+                continue
+            code = plan.lanes[i]
+            key = work.first + work.experts[i]
+            if code == CPU:
+                seconds = work.cpu_s[i]
+                if planner.host is not None and planner.host.cpu_reads[key]:
+                    seconds *= durations.compute_after_read
+                first_s = durations.cpu_first_s
+            else:
+                seconds = work.gpu_s[code - 1 if several else 0, i]
+                first_s = durations.gpu_first_s
+            work_s = durations.dispatch_s + seconds
+            # The first product of a lane takes longer: its worker has to be woken.
+            if self._unused[code]:
+                self._unused[code] = 0
+                work_s += first_op_s + first_s
+            product = machine.operation(
+                durations.compute[code],
+                COMPUTE,
+                self.step,
+                work.layer,
+                work.experts[i],
+                work_s,
+                0,
+                COMPUTED,
+            )
+            if code == CPU:
+                cpu_used = True
+                if plan.defers and plan.deferred[i]:
+                    product.follows = AHEAD
+                    self._ahead[key] = product
+                    self._awaited.append(key)
+                else:
+                    count += 1
+                if plan.flags & SERIAL:
+                    self._held.append(product)
+                elif planner.host is None:
+                    machine.submit(product, DEMAND)
+                else:
+                    transfers.start_on_cpu(product)
+                continue
+            count += 1
+            memory = planner.gpu[code - 1]
+            if plan.flags & SERIAL and memory.state[key] != RESIDENT:
+                self.fetched += 1
+                product.follows = FETCHED
+            if plan.flags & WAITS:
+                transfers.barred.append(product)
+            else:
+                transfers.start_on_gpu(code - 1, product)
+        self.pending += count
+        if plan.flags & WAITS:
+            transfers.open_when_landed(work.layer)
         if self._held and not self.fetched:
             self._release_held()
-        if plan.precompute is not None:
-            self._begin_precomputes(plan)
-        if plan.dense_parts:
-            self._begin_predictions(plan)
-        if not self.pending:
-            self._world.computed(None)
         return cpu_used
 
-    def _queue_products(self, plan: Plan) -> bool:
-        """Queue the layer step's products in launch order; whether the CPU has one."""
-        # Nothing lands or ends while products are queued. So they may be counted
-        # afterwards, and where nothing is on its way none of them waits.
-        count = 0
-        cpu_used = False
-        cpu = self._cpu
-        transfers = self._transfers
-        submit = self._world.submit
-        start_on_cpu = submit if transfers.all_read else transfers.when_in_host_memory
-        start_on_gpu = transfers.when_on_gpu
-        gpu_of = self._gpu_of
-        # A serial plan counts what the planner has not heard of yet as fetched.
-        waits = plan.serial or self._barred is not None
-        deferred = plan.deferred
-        all_on_gpu = transfers.all_copied and not waits
-        for product in self._world.computes(plan):
-            count += 1
-            if product.lane == cpu:
-                cpu_used = True
-                product.on_end = self._computed_on_cpu
-                if deferred and product.expert in deferred:
-                    count -= 1
-                    self._leave_unawaited(product)
-                if plan.serial:
-                    self._held.append(product)
-                else:
-                    start_on_cpu(product)
-                continue
-            product.on_end = self._computed
-            if all_on_gpu:
-                submit(product)
-            elif waits:
-                self._hold_back(product, serial=plan.serial)
-            else:
-                start_on_gpu(gpu_of[product.lane], product)
-        self.pending += count
-        return cpu_used
+    def _gpu_used(self) -> bool:
+        """Whether a GPU has had a product in this layer step."""
+        for code in range(1, len(self._unused)):
+            if not self._unused[code]:
+                return True
+        return False
 
-    def _hold_back(self, product: Op, *, serial: bool) -> None:
-        """Start a product once its expert is there, or all experts of its layer are.
-
-        The CPU of a serial plan waits for those that are fetched.
-        """
-        gpu = self._gpu_of[product.lane]
-        if (
-            serial
-            and self._gpu_memory[gpu].state[product.layer, product.expert] != RESIDENT
-        ):
-            self.fetched += 1
-            product.on_end = self._fetched_computed
-        if self._barred is None:
-            self._transfers.when_on_gpu(gpu, product)
-        else:
-            self._barred.append(product)
-
-    def _open(self) -> None:
-        """Start the GPU products that waited for all copies of their layer."""
-        barred = self._barred or []
-        self._barred = None
-        for product in barred:
-            self._transfers.when_on_gpu(self._gpu_of[product.lane], product)
-
-    def _begin_predictions(self, plan: Plan) -> None:
-        """Queue what predicts, on the GPU's lane behind the products of residents."""
-        for prediction in self._world.predictions(plan):
-            self.pending += 1
-            prediction.on_end = self._predicted
-            self._transfers.begin_prediction()
-            self._world.submit(prediction)
-
-    def _begin_precomputes(self, plan: Plan) -> None:
-        """Queue products of the next layer's experts, after this layer's own."""
-        for product in self._world.precomputes(plan):
-            self._leave_unawaited(product)
-            self._world.submit(product)
-
-    def _leave_unawaited(self, product: Op) -> None:
-        """Let a product go on by itself until a later layer step awaits it."""
-        product.on_end = self._unawaited_ended
-        self._unawaited[product.layer, product.expert] = product
-
-    def _await(self, place: tuple[int, int]) -> None:
-        """Count a product of an earlier layer step, unless it has ended."""
-        product = self._unawaited.pop(place, None)
-        if product is not None:
-            product.on_end = self._awaited_ended
-            self.pending += 1
-
-    def _unawaited_ended(self, product: Op) -> None:
-        """Let go of a product that nobody has awaited yet."""
-        # A wrong guess of an earlier step may end after its successor has begun.
-        place = product.layer, product.expert
-        if self._unawaited.get(place) is product:
-            del self._unawaited[place]
-        self._report(self._planner.unawaited_ended, *place)
-
-    def _awaited_ended(self, product: Op) -> None:
-        place = product.layer, product.expert
-        self._report(self._planner.unawaited_ended, *place)
-        self._count(product)
-
-    def _predicted(self, prediction: Op) -> None:
-        """Let prefetches start, now that the prediction they follow is there."""
-        self._transfers.end_prediction()
-        self._count(prediction)
-
-    def _computed(self, product: Op) -> None:
-        """Let go of the weights, then count the product."""
-        gpu = self._gpu_of[product.lane]
-        # Where nothing is staged there is nothing to let go of.
-        if self._gpu_memory[gpu].staged_total if gpu >= 0 else self._limited_host:
-            self._report(self._planner.computed, gpu, product.layer, product.expert)
-        # As `_count`, whose call would be made for every product.
-        self.pending -= 1
-        if not self.pending:
-            self._world.computed(product)
-
-    def _fetched_computed(self, product: Op) -> None:
-        self.fetched -= 1
-        if not self.fetched:
-            self._release_held()
-        self._computed(product)
-
-    def _count(self, product: Op) -> None:
-        """Count a product that has ended; the last one ends the lanes' work."""
-        self.pending -= 1
-        if not self.pending:
-            self._world.computed(product)
+    def _await(self) -> None:
+        """Count products of earlier layer steps, unless they have ended."""
+        for key in self._awaited:
+            product = self._ahead[key]
+            if product is not None:
+                product.follows = AWAITED_AHEAD
+                self._ahead[key] = None
+                self.pending += 1
+        self._awaited.clear()
 
     def _release_held(self) -> None:
         """Let the CPU of a serial plan begin."""
         held = self._held
         self._held = []
         for product in held:
-            self._transfers.when_in_host_memory(product)
+            self.transfers.start_on_cpu(product)
+
+    def _begin_ahead(self, plan: Plan, layer: int) -> None:
+        """Queue products of the next layer's experts, after this layer's own."""
+        durations = self.durations
+        planner = self.planner
+        for expert in range(self.experts):
+            tokens = plan.ahead_tokens[expert]
+            if not tokens:
+                continue
+            key = layer * self.experts + expert
+            work_s = planner.cpu_s[planner.size_of[key], tokens] + durations.dispatch_s
+            product = self.machine.operation(
+                durations.compute[CPU],
+                COMPUTE,
+                self.step,
+                layer,
+                expert,
+                work_s,
+                0,
+                AHEAD,
+            )
+            self._ahead[key] = product
+            self.machine.submit(product, DEMAND)
+
+    def _predict(self, work: Work, block: Block, s: int) -> None:
+        """Queue the evaluation of coming layers' dense parts, to predict them."""
+        parts = self.dense_parts[block.phase[s] * self.layers + work.layer]
+        if not parts:
+            return
+        durations = self.durations
+        work_s = parts * block.dense_s[s] + durations.dispatch_s
+        operation = self.machine.operation(
+            durations.predicts[self.planner.home(work.layer)],
+            DENSE,
+            self.step,
+            work.layer,
+            NONE,
+            work_s,
+            0,
+            PREDICTED,
+        )
+        self.pending += 1
+        self.transfers.predicting = True
+        self.machine.submit(operation, DEMAND)
+
+    # -- ends -------------------------------------------------------------------------
+
+    def follow(self, operation: Operation) -> None:
+        """Let happen what follows an operation's end."""
+        follows = operation.follows
+        if follows == COPIED:
+            self.transfers.copied(operation)
+        elif follows == COMPUTED:
+            self._computed(operation)
+        elif follows == TURN:
+            self.clock.wake()
+        elif follows == KEPT:
+            lane = self.machine.lanes[operation.lane]
+            lane.worker.kept = True
+            self.clock.wake()
+        elif follows == HAS_READ:
+            self.transfers.has_read(operation)
+        elif follows == AHEAD:
+            self._unawaited_ended(operation)
+        elif follows == FETCHED:
+            self.fetched -= 1
+            if not self.fetched:
+                self._release_held()
+            self._computed(operation)
+        elif follows != UNAWAITED:
+            if follows == AWAITED_AHEAD:
+                key = operation.layer * self.experts + operation.expert
+                self.transfers.report(AHEAD, NONE, key)
+            else:
+                self.transfers.predicting = False
+                self.machine.offer()
+            self._count()
+
+    def _computed(self, operation: Operation) -> None:
+        """Let go of the weights, then count the product."""
+        lane = self.machine.lanes[operation.lane]
+        planner = self.planner
+        # Where nothing is staged there is nothing to let go of.
+        lets_go = planner.host is not None
+        if lane.gpu != NONE:
+            memory = planner.gpu[lane.gpu]
+            lets_go = memory.staged_total > 0
+        if lets_go:
+            key = operation.layer * self.experts + operation.expert
+            self.transfers.report(COMPUTED, lane.gpu, key)
+        self._count()
+
+    def _count(self) -> None:
+        """The last product ends the layer step's work."""
+        self.pending -= 1
+        if not self.pending:
+            self.all_computed()
+
+    def _unawaited_ended(self, operation: Operation) -> None:
+        """Let go of a product that nobody has awaited yet."""
+        key = operation.layer * self.experts + operation.expert
+        # A wrong guess of an earlier step may end after its successor has begun.
+        if self._ahead[key] is operation:
+            self._ahead[key] = None
+        self.transfers.report(AHEAD, NONE, key)
+
+    def all_computed(self) -> None:
+        """Give the process its turn once control is free: it joins before it serves its
+        lanes again.
+        """
+        if self.machine.take(self.durations.control):
+            self.clock.wake()

@@ -141,15 +141,6 @@ class Costs:
 
     # --- experts
 
-    def tables_s(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of one expert of `layer` by tokens on the CPU and on a GPU: float64
-        [T] each, as far as `cpu_s` and `gpu_s` were asked; empty where experts of a
-        layer differ in size.
-        """
-        if self._unequal:
-            return _NO_TABLE, _NO_TABLE
-        return self._cpu[layer], self._gpu[layer]
-
     def cpu_s(
         self, layer: int, tokens: np.ndarray, experts: np.ndarray | None = None
     ) -> np.ndarray:

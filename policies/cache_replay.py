@@ -15,17 +15,16 @@ import numpy as np
 from moesim.policies.arrays import filled, view_of, zeros
 from moesim.policies.base import PolicyError, Work
 from moesim.policies.names import ABSENT, NONE, RESIDENT
-from moesim.policies.planner.residency import GLOBAL
-from moesim.policies.planner.starting import fitting
 from moesim.policies.run_context import RunContext
+from moesim.policies.sizes import GLOBAL, fitting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from moesim.policies.arrays import Floats, Ints
     from moesim.policies.base import CachePolicy
-    from moesim.policies.planner.residency import CacheSize
     from moesim.policies.run_context import Future
+    from moesim.policies.sizes import CacheSize
     from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.format.schema import ModelShape
 

@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from moesim.base.text import did_you_mean, one_expected
 from moesim.hwprofiles.costs import Kernels
 from moesim.policies.base import PolicyError
-from moesim.policies.planner.plan import Policies
 from moesim.policies.registry import KINDS, knows, name_in, names, resolve
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from moesim.policies.base import (
         AssignmentPolicy,
         CachePolicy,
+        Policy,
         PrefetchPolicy,
         RoutingPolicy,
     )
     from moesim.traces.format.schema import ModelShape
+
+
+@dataclass(slots=True)
+class Policies:
+    """One instance of each policy that a run needs; one cache policy per memory.
+
+    `writes_back`: experts that leave a GPU's cache are copied to host memory, as their
+    system does it; see `System`, for `fixed_graph` and `draft_experts` too.
+    """
+
+    assignment: AssignmentPolicy
+    prefetch: PrefetchPolicy
+    caches: list[CachePolicy]
+    routing: RoutingPolicy
+    host_cache: CachePolicy | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    writes_back: bool = False
+    fixed_graph: bool = False
+    draft_experts: int = 1
+
+    def all(self) -> list[Policy]:
+        """Every instance."""
+        policies: list[Policy] = [
+            self.assignment,
+            self.prefetch,
+            *self.caches,
+            self.routing,
+        ]
+        if self.host_cache is not None:
+            policies.append(self.host_cache)
+        return policies
+
+    def remarks(self) -> list[str]:
+        """What the policies have to say about a run that has ended, without repeats."""
+        lines = [line for policy in self.all() for line in policy.remarks()]
+        return list(dict.fromkeys(lines))
 
 
 @dataclass(frozen=True, slots=True)

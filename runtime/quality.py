@@ -30,9 +30,10 @@ import numpy as np
 import torch
 
 from moesim.base.errors import TraceError
+from moesim.engine.at_once import carry_out
+from moesim.engine.block import block_of
 from moesim.policies.base import PolicyError
 from moesim.policies.names import RESIDENT
-from moesim.policies.planner.at_once import carry_out
 from moesim.runtime import text as corpus
 from moesim.runtime.executor.live import Foresight, routed_layer
 from moesim.runtime.models.expert_layout import UNUSED
@@ -44,13 +45,13 @@ from moesim.runtime.models.gates import (
     gate_facts,
     read_gate,
 )
+from moesim.traces.format.batch import RoutedStep
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moesim.policies.planner.planner import Planner
-    from moesim.policies.planner.records import LayerWork
+    from moesim.engine.planner import Planner
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.record.calibration import Residual
     from moesim.traces.format.batch import RoutedLayer
@@ -280,6 +281,15 @@ class _Reader:
 # T tokens, E experts, K experts per token, H hidden.
 
 
+class Served(NamedTuple):
+    """Experts that a routing policy gives the tokens: `routing` uint16 [T, K'], UNUSED
+    where no expert takes a place; `weights` float [T, K'], or None.
+    """
+
+    routing: np.ndarray
+    weights: np.ndarray | None
+
+
 @dataclass(slots=True)
 class PolicyUnderTest:
     """One composition of policies, its planner, and what it has done so far.
@@ -314,35 +324,49 @@ class PolicyUnderTest:
         self._batch = batch
         self._step += 1
 
-    def layer(self, routed: RoutedLayer) -> LayerWork:
+    def layer(self, routed: RoutedLayer) -> Served | None:
         """Plan one layer step and carry out all its copies.
+
+        Returns:
+            The experts that serve the tokens; None for those that the gate chose.
 
         Raises:
             PolicyError: a policy answered something illegal.
         """
         planner = self.planner
         masses = len(planner.gate_mass)
-        plan = planner.plan(routed, self._step, self.phase, self._now_s, self._batch)
-        self._now_s = carry_out(planner, plan, self._now_s)
-
-        work = plan.work
-        if work.precomputed is None:
-            self.started = work.experts[:0]
-        else:
-            self.started = work.experts[work.precomputed]
-
-        self.deferred = plan.deferred
+        step = RoutedStep(
+            step=self._step,
+            phase=self.phase,
+            batch=self._batch,
+            tokens=len(routed.routing),
+            context_tokens=0,
+            sequences=0,
+            layers=[routed],
+        )
+        planner.put(block_of(step, planner))
+        plan = planner.plan(0, self._now_s)
+        active = planner.work.active
+        experts = np.array(planner.work.experts)
+        state = np.array(planner.work.state[:active])
+        started = np.array(plan.precomputed[:active], np.bool_) & plan.has_precomputed
+        self.started = experts[started]
+        deferred = np.array(plan.deferred[:active], np.bool_) & plan.defers
+        self.deferred = experts[deferred].tolist()
         self.expected = None
-        if plan.precompute is not None and "pred1_raw" in routed.predicted:
+        if plan.begins_ahead and "pred1_raw" in routed.predicted:
             top_k = routed.routing.shape[1]
             self.expected = top_experts(routed.predicted["pred1_raw"], top_k)
+        served = Served(*planner.used_routing()) if planner.alters_now else None
+        self._now_s = carry_out(planner, self._now_s)
 
         if self.phase == Phase.DECODE:
             # A planner notes a gate mass only where a routing policy was asked.
             noted = len(planner.gate_mass) > masses
             mass = planner.gate_mass[masses] if noted else 1.0
-            self._count(routed, work, mass)
-        return work
+            after = routed.routing if served is None else served.routing
+            self._count(routed, after, state, mass)
+        return served
 
     def shares(self) -> dict[str, float]:
         """Divide what was counted, as `Scores.shares`; NaN where nothing was."""
@@ -359,15 +383,17 @@ class PolicyUnderTest:
             for name, (part, total) in parts.items()
         }
 
-    def _count(self, routed: RoutedLayer, work: LayerWork, mass: float) -> None:
-        """Count one layer step of scored tokens."""
+    def _count(
+        self, routed: RoutedLayer, after: np.ndarray, state: np.ndarray, mass: float
+    ) -> None:
+        """Count one layer step of scored tokens, which `after` serves."""
         tokens = len(routed.routing)
         self.counts["tokens"] += tokens
         self.counts["mass"] += tokens * mass
-        self.counts["altered"] += _count_altered(routed.routing, work.routing)
-        self.counts["pairs"] += int((work.routing != UNUSED).sum())
-        self.counts["hits"] += int((work.state == RESIDENT).sum())
-        self.counts["active"] += len(work.state)
+        self.counts["altered"] += _count_altered(routed.routing, after)
+        self.counts["pairs"] += int((after != UNUSED).sum())
+        self.counts["hits"] += int((state == RESIDENT).sum())
+        self.counts["active"] += len(state)
 
 
 def top_experts(scores: np.ndarray, count: int) -> np.ndarray:
@@ -562,10 +588,10 @@ class RoutingOverride:
         themselves where nothing changes.
         """
         routed = self._routed(layer, call)
-        work = policy.layer(routed)
-        if work.routing is routed.routing:
+        served = policy.layer(routed)
+        if served is None:
             return call.index, call.weights
-        return _rerouted(call, routed, work)
+        return _rerouted(call, routed, served)
 
     def _routed(self, layer: int, call: ExpertsCall) -> RoutedLayer:
         """Describe the gate's choice, best expert first, as a trace would."""
@@ -614,20 +640,20 @@ def _late_pairs(policy: PolicyUnderTest, index: torch.Tensor) -> torch.Tensor | 
 
 
 def _rerouted(
-    call: ExpertsCall, routed: RoutedLayer, work: LayerWork
+    call: ExpertsCall, routed: RoutedLayer, served: Served
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn a planner's routing into ids and weights [T, K'] for the experts; the call's
     own ones where no token changes.
     """
-    if work.weights is None:
+    if served.weights is None:
         raise PolicyError(
             "routing policy: expected weights beside the experts that it names, got"
             " none"
         )
     assert routed.weights is not None, "a live gate has weights"
     top_k = routed.routing.shape[1]
-    ids = widened(work.routing, top_k, UNUSED)
-    shares = widened(work.weights, top_k, 0)
+    ids = widened(served.routing, top_k, UNUSED)
+    shares = widened(served.weights, top_k, 0)
     width = ids.shape[1]
     same = (ids == widened(routed.routing, width, UNUSED)).all(1)
     same &= (shares == widened(routed.weights, width, 0)).all(1)

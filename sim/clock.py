@@ -1,248 +1,245 @@
-"""The virtual clock: SimPy's environment and its queue of events, walked by a loop for
-one process.
-
-SimPy's own loop calls a function for every event, and its process another one for every
-wait. A replay has one process, which waits for its next turn and for nothing else, and
-no event that can fail: so its turns need no events of their own. SimPy has no public
-name for its queue, its counter and its time (`_queue`, `_eid`, `_now`), which a loop of
-one's own must reach: this file alone does, `pyproject.toml` names the versions it was
-written for, and `tests/sim/test_clock.py` fails should they change.
-
-`Operation` and `Contention` make what runs at once slow each other down.
+"""Virtual time without events: the few operations that run at once are looked through
+for the next end.
 """
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from simpy.core import Environment
-from simpy.events import Event
+import numpy as np
 
+from moesim.engine.operations import Clock
 from moesim.hwprofiles.lanes import kind_of
-from moesim.sim.results import SimulationError
+from moesim.policies.arrays import zeros
+from moesim.sim.noise import BLOCK, Noise
+from moesim.traces.timeline.spans import CHUNK_SPANS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Iterator
+
+    from moesim.engine.operations import Machine, Operation
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.policies.arrays import Floats, Ints
 
 
-class Clock(Environment):
-    """Virtual time.
+NEVER_S = float("inf")
 
-    Attributes:
-        now_s: seconds since the run began.
-        queue: SimPy's heap of what is to happen: when, priority (at one instant, lower
-            goes first), number, and the event, triggered already, as simpy.Timeout.
-        numbers: tells apart what happens at one instant: first scheduled, first served.
-        turns: how often the process was woken, waits for a time aside.
-    """
 
-    now_s: float
+class Spans:
+    """What has ended, column by column, until there is enough for a chunk."""
 
     def __init__(self) -> None:
-        super().__init__()
-        # Operations end so often that contention pushes them itself.
-        self.queue: list[tuple[float, int, int, Event]] = self._queue  # type: ignore[assignment] # any int sorts
-        self.numbers = self._eid
-        self.turns = 0
-        self._turn_is_due = False
+        self.count = 0
+        self._make(2 * CHUNK_SPANS)
 
-    # Asked several times for every event, so it is no property as SimPy's own `now`.
-    @property
-    def _now(self) -> float:
-        return self.now_s
+    def _make(self, room: int) -> None:
+        self.room = room
+        self.lane: Ints = zeros(room, np.int8)
+        self.kind: Ints = zeros(room, np.int8)
+        self.step: Ints = zeros(room, np.int32)
+        self.layer: Ints = zeros(room, np.int16)
+        self.expert: Ints = zeros(room, np.int32)
+        self.start_s: Floats = zeros(room)
+        self.end_s: Floats = zeros(room)
+        self.nbytes: Ints = zeros(room, np.int64)
 
-    @_now.setter
-    def _now(self, now_s: float) -> None:
-        self.now_s = now_s
+    def add(self, operation: Operation) -> None:
+        """Note one."""
+        n = self.count
+        if n == self.room:
+            self._grow()
+        self.lane[n] = operation.lane
+        self.kind[n] = operation.kind
+        self.step[n] = operation.step
+        self.layer[n] = operation.layer
+        self.expert[n] = operation.expert
+        self.start_s[n] = operation.start_s
+        self.end_s[n] = operation.end_s
+        self.nbytes[n] = operation.nbytes
+        self.count = n + 1
 
-    def wake(self, _: object = None) -> None:
-        """Give the process its turn when all callbacks of this event have returned,
-        before anything else happens at this instant.
-        """
-        self.turns += 1
-        self._turn_is_due = True
+    def _grow(self) -> None:
+        held = self._columns()
+        self._make(2 * self.room)
+        for name, column in self._columns().items():
+            column[: self.count] = held[name]
 
-    def wake_after(self, delay_s: float) -> None:
-        """Give the process its turn later."""
-        timeout = self.timeout(delay_s)
-        assert timeout.callbacks is not None
-        timeout.callbacks.append(self._wait_ended)
+    def _columns(self) -> dict[str, np.ndarray]:
+        return {
+            "lane": np.asarray(self.lane),
+            "kind": np.asarray(self.kind),
+            "step": np.asarray(self.step),
+            "layer": np.asarray(self.layer),
+            "expert": np.asarray(self.expert),
+            "start_s": np.asarray(self.start_s),
+            "end_s": np.asarray(self.end_s),
+            "bytes": np.asarray(self.nbytes),
+        }
 
-    def _wait_ended(self, _: Event) -> None:
-        self._turn_is_due = True
-
-    def drive(self, process: Generator[Any, None, None]) -> None:
-        """Run until a process has ended; each of its waits ends with its next turn.
-
-        Raises:
-            SimulationError: nothing is scheduled any more, and the process still waits.
-        """
-        queue = self.queue
-        self._turn_is_due = True
-        while True:
-            while self._turn_is_due:
-                self._turn_is_due = False
-                try:
-                    next(process)
-                except StopIteration:
-                    return
-            if not queue:
-                raise SimulationError("nothing is left to happen, and a layer waits")
-            self.now_s, _, _, event = heappop(queue)
-            callbacks = event.callbacks
-            event.callbacks = None  # type: ignore[assignment] # as SimPy does it
-            for callback in callbacks:
-                callback(event)
-
-
-_FIRST_PRIORITY = 2
-"""SimPy keeps 0 and 1 for its own events; those of lanes come after them."""
+    def cut(self) -> dict[str, np.ndarray]:
+        """The chunk so far; then there is room again."""
+        chunk = {
+            name: column[: self.count].copy()
+            for name, column in self._columns().items()
+        }
+        self.count = 0
+        return chunk
 
 
-class Operation(Event):
-    """Something one lane does without interruption: a product, a copy, a read, a plan.
-
-    It is the SimPy event of its own expected end; if that moves, an `_End` stands in
-    for it.
-
-    Attributes:
-        lane: index of the lane.
-        kind: kind of span.
-        work_s: seconds it takes alone.
-        nbytes: that it moves.
-        on_end: called with the operation when its work is done.
-        start_s: when it started; negative before.
-        end_s: when its work is done; known at the end only where lanes slow each other.
-        end: the event that counts as its end, if that is not the operation itself
-            (which would be a cycle).
-    """
-
-    # As simpy.Timeout: triggered from birth, processed when its time comes. Class
-    # attributes, as most never change.
-    _ok = True
-    _value = None
-    _defused = False
-    nbytes = 0
-    on_end: Callable[..., object] | None = None
-    start_s = -1.0
-    end: Event | None = None
-    end_s: float
-    left_s: float
-    rate: float
-    settled_s: float
-
-    def __init__(
-        self,
-        lane: int,
-        kind: int,
-        step: int,
-        layer: int,
-        expert: int,
-        work_s: float,
-    ) -> None:
-        self.lane = lane
-        self.kind = kind
-        self.step = step
-        self.layer = layer
-        self.expert = expert
-        self.work_s = work_s
-
-
-class _End(Event):
-    """A later or earlier end of an operation than first expected."""
-
-    def __init__(self, operation: Operation) -> None:
-        self._ok = True
-        self._value = operation
-        self._defused = False
-
-
-class Contention:
+class VirtualClock(Clock):
     """Runs operations at rates that depend on what else is running.
 
     Args:
-        clock: virtual time.
-        lane_classes: class of every lane.
-        slowdown: ``slowdown(victim_class, other_class) >= 1``.
-        finished: called with each operation when its work is done.
+        profile: how much lanes slow each other, and in which order they end at one
+            instant.
+        noise: draws factors on the time of operations; None takes means.
+
+    Attributes:
+        spans: takes what has ended.
+        scheduled: ends that were expected, re-scheduled ones too.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        lane_classes: Sequence[str],
-        slowdown: Callable[[str, str], float],
-        finished: Callable[[Operation], None],
-    ) -> None:
-        self._clock = clock
-        self._queue = clock.queue
-        self._numbers = clock.numbers
-        self._finished = finished
-        # Shared, as nobody else waits for the end of an operation.
-        self._alone: list[Callable[..., None]] = [finished]
-        # Within a kind, the operation that was scheduled first ends first.
-        self._priority = [
-            _FIRST_PRIORITY + kind_of(name).end_rank for name in lane_classes
+    def __init__(self, profile: HardwareProfile, noise: Noise | None) -> None:
+        Clock.__init__(self)
+        kinds = [kind_of(name) for name in profile.lanes]
+        slowdown = [
+            [profile.contention.slowdown(first.name, second.name) for second in kinds]
+            for first in kinds
         ]
-        self._slowdown = [
-            [slowdown(victim, other) for other in lane_classes]
-            for victim in lane_classes
-        ]
-        self._running: list[Operation] = []
-        self.events = 0
-        alone = all(factor == 1.0 for row in self._slowdown for factor in row)
-        self.start: Callable[[Operation], None] = (
-            self._start_alone if alone else self._start
-        )
-        """Begin an operation now."""
+        table = np.array(slowdown, np.float64)
+        self.alone = bool((table == 1.0).all())
+        self.slowdown: Floats = table.data
+        ranks = np.array([kind.end_rank for kind in kinds], np.int32)
+        self.rank: Ints = ranks.data
+        self.spans = Spans()
+        self.running: list[Operation] = []
+        self.scheduled = 0
+        self.noisy = noise is not None
+        self._noise = noise
+        # By lane: factors that are drawn, and how many of them are used.
+        self._factors: list[list[float]] = [[] for _ in kinds]
+        self._used: Ints = zeros(len(kinds), np.int64)
 
-    def _start(self, operation: Operation) -> None:
-        """Begin an operation on a machine where lanes slow each other."""
-        operation.start_s = operation.settled_s = self._clock.now_s
+    def start(self, operation: Operation) -> None:
+        """Begin an operation now."""
+        if self.noisy:
+            operation.work_s *= self._factor(operation.lane)
+        operation.start_s = self.now_s
+        self.running.append(operation)
+        if self.alone:
+            self.schedule(operation, operation.work_s)
+            return
+        operation.settled_s = self.now_s
         operation.left_s = operation.work_s
         operation.rate = 0.0
-        self._running.append(operation)
         self._adjust()
 
-    def _start_alone(self, operation: Operation) -> None:
-        """Begin an operation on a machine where nothing slows anything."""
-        operation.start_s = now_s = self._clock.now_s
-        operation.end_s = end_s = now_s + operation.work_s
-        operation.callbacks = self._alone
-        self.events += 1
-        priority = self._priority[operation.lane]
-        heappush(self._queue, (end_s, priority, next(self._numbers), operation))
+    def _factor(self, lane: int) -> float:
+        """Draw the next factor of a lane."""
+        used = self._used[lane]
+        factors = self._factors[lane]
+        if used == len(factors):
+            factors = self._noise.factors(lane, BLOCK).tolist()
+            self._factors[lane] = factors
+            used = 0
+        self._used[lane] = used + 1
+        return factors[used]
+
+    def schedule(self, operation: Operation, delay_s: float) -> None:
+        """Expect an end; what was expected before counts no more."""
+        operation.end_s = self.now_s + delay_s
+        operation.order = self.scheduled
+        self.scheduled += 1
+
+    def end(self, operation: Operation) -> None:
+        """Let an operation end now."""
+        running = self.running
+        n = 0
+        while running[n] is not operation:
+            n += 1
+        running.pop(n)
+        if not self.alone:
+            self._adjust()
+        self.spans.add(operation)
+
+    def sleep(self, until_s: float) -> None:
+        """Give the process its turn at a later time."""
+        raise NotImplementedError
+
+    def drive(self, process: Iterator[None], machine: Machine) -> bool:
+        """Run until the process has ended; False if it waits for nothing."""
+        raise NotImplementedError
 
     def _adjust(self) -> None:
         """Settle and re-schedule every operation whose rate has changed."""
-        now_s = self._clock.now_s
-        for operation in self._running:
-            factors = self._slowdown[operation.lane]
+        running = self.running
+        count = len(running)
+        for n in range(count):
+            operation = running[n]
             rate = 1.0
-            for other in self._running:
-                if other is not operation:
-                    rate /= factors[other.lane]
+            for m in range(count):
+                if m != n:
+                    other = running[m]
+                    rate /= self.slowdown[operation.lane, other.lane]
             if rate != operation.rate:
-                operation.left_s = max(
-                    0.0,
-                    operation.left_s - (now_s - operation.settled_s) * operation.rate,
-                )
-                end: Event = operation if operation.rate == 0.0 else _End(operation)
-                operation.end = None if end is operation else end
-                operation.settled_s = now_s
+                done_s = (self.now_s - operation.settled_s) * operation.rate
+                operation.left_s = max(0.0, operation.left_s - done_s)
+                operation.settled_s = self.now_s
                 operation.rate = rate
-                end.callbacks = [self._ended]
-                self.events += 1
-                end_s = now_s + operation.left_s / rate
-                priority = self._priority[operation.lane]
-                heappush(self._queue, (end_s, priority, next(self._numbers), end))
+                self.schedule(operation, operation.left_s / rate)
 
-    def _ended(self, end: Event) -> None:
-        operation: Operation = end if isinstance(end, Operation) else end._value  # noqa: SLF001 - our own event
-        if (operation.end or operation) is not end:
-            return  # it has moved since
-        operation.end_s = self._clock.now_s
-        self._running.remove(operation)
-        self._adjust()
-        self._finished(operation)
+
+class FastClock(VirtualClock):
+    """Walks through time by itself."""
+
+    def __init__(self, profile: HardwareProfile, noise: Noise | None) -> None:
+        VirtualClock.__init__(self, profile, noise)
+        self.turn = True
+        self.wakes_at_s = NEVER_S
+
+    def sleep(self, until_s: float) -> None:
+        """Give the process its turn at a later time."""
+        # As SimPy adds up.
+        self.wakes_at_s = self.now_s + (until_s - self.now_s)
+
+    def wake(self) -> None:
+        """Let the process go on next."""
+        self.turn = True
+        self.turns += 1
+
+    def drive(self, process: Iterator[None], machine: Machine) -> bool:
+        """Run until the process has ended; False if it waits for nothing."""
+        while True:
+            while self.turn:
+                self.turn = False
+                if next(process, True) is True:
+                    return True
+            operation = self._next_end()
+            if operation is None or operation.end_s >= self.wakes_at_s:
+                if self.wakes_at_s == NEVER_S:
+                    return False
+                self.now_s = self.wakes_at_s
+                self.wakes_at_s = NEVER_S
+                self.turn = True
+                continue
+            self.now_s = operation.end_s
+            self.end(operation)
+            machine.ended(operation)
+
+    def _next_end(self) -> Operation | None:
+        """What ends next: what was scheduled first, among equal lanes."""
+        running = self.running
+        count = len(running)
+        if not count:
+            return None
+        first = running[0]
+        for n in range(1, count):
+            other = running[n]
+            if other.end_s > first.end_s:
+                continue
+            if other.end_s == first.end_s:
+                rank = self.rank[other.lane] - self.rank[first.lane]
+                if rank > 0 or (rank == 0 and other.order > first.order):
+                    continue
+            first = other
+        return first

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.lanes import LaneKind
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.sim.clock import Operation
 
 BLOCK = 4096
 
@@ -41,12 +40,6 @@ class Noise:
             self._streams.append(
                 _factors(quantiles, seed, index) if len(quantiles) else None
             )
-
-    def scatter(self, operation: Operation) -> None:
-        """Multiply the operation's work by the next factor of its lane."""
-        stream = self._streams[operation.lane]
-        if stream is not None:
-            operation.work_s *= next(stream)
 
     def factors(self, lane: int, count: int) -> np.ndarray:
         """The next so many factors of a lane, float64; 1 where nothing scatters."""

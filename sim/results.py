@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from moesim.engine.planner import Planner
     from moesim.hwprofiles.costs import Costs
-    from moesim.policies.planner.planner import Planner
 
 
 class SimulationError(RuntimeError):

@@ -264,8 +264,8 @@ def _exact(profile: HardwareProfile, folder: Path) -> tuple[bool, str]:
 
 def _parity(profile: HardwareProfile, folder: Path) -> tuple[Any, str]:
     """A run from the SSD, and a fresh planner that is told what it saw."""
+    from moesim.engine.observers import repeat  # noqa: PLC0415
     from moesim.policies.base import PolicyError  # noqa: PLC0415
-    from moesim.policies.planner.observers import repeat  # noqa: PLC0415
     from moesim.runs.config import MeasuredConfig  # noqa: PLC0415
     from moesim.runs.measured import columns_of, run_trace  # noqa: PLC0415
     from moesim.runs.setup import Setup  # noqa: PLC0415

@@ -14,7 +14,7 @@ import numpy as np
 
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split_policies
-from moesim.policies.planner.residency import PER_LAYER
+from moesim.policies.sizes import PER_LAYER
 from moesim.questions.ranked import (
     axis_value,
     candidate,

@@ -45,7 +45,7 @@ from moesim.reporting.pages import trace_words
 from moesim.runs.bound import bound_of
 from moesim.runs.clairvoyant import CLAIRVOYANT
 from moesim.runs.config import RunConfig, takes_options
-from moesim.runs.engines import choose_engine
+from moesim.runs.engines import run_trace
 from moesim.runs.replay import clairvoyant_rules, replay
 from moesim.runs.setup import (
     Setup,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from moesim.policies.planner.planner import Planner
+    from moesim.engine.planner import Planner
     from moesim.policies.systems import System
     from moesim.runs.bound import Bound, MemoryBound
     from moesim.sim.results import ReplayResult
@@ -323,15 +323,13 @@ def gap(
         )
 
     def walk(planner: Planner, timeline: Timeline) -> ReplayResult:
-        return choose_engine(config.engine, planner).run(
+        return run_trace(
             opened,
             planner,
             setup.profile,
             timeline,
             batch=config.batch,
             steps=config.steps,
-            noise_seed=None,
-            progress=None,
         )
 
     # Oracles know all forward passes, and no more than those that are replayed.

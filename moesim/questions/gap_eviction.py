@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from moesim.policies.base import CachePolicy
-    from moesim.policies.planner.residency import CacheSize
     from moesim.policies.run_context import Future, RunContext
+    from moesim.policies.sizes import CacheSize
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.schema import ModelShape
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from moesim.engine.observers import observed_policy
+from moesim.engine.planner import Planner
 from moesim.policies.assignment._optimum import (
     modelled_s,
     optimal,
@@ -20,10 +22,8 @@ from moesim.policies.assignment._optimum import (
     scheduled_s,
 )
 from moesim.policies.names import CPU
-from moesim.policies.planner.observers import observed_policy
-from moesim.policies.planner.planner import Planner
-from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
+from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
 from moesim.questions.gap_eviction import SameStart
 from moesim.sim.replay import Replay
@@ -32,12 +32,13 @@ from moesim.traces.timeline.spans import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from moesim.engine.observers import Observer
     from moesim.hwprofiles.costs import Costs
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.base import CachePolicy
-    from moesim.policies.planner.observers import Observer
-    from moesim.policies.planner.plan import MemoryPlan, Policies
     from moesim.policies.run_context import Future
+    from moesim.policies.sizes import MemoryPlan
+    from moesim.policies.systems import Policies
     from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.schema import ModelShape
@@ -82,8 +83,7 @@ class MixReplays:
         seed: for policies that draw.
         calibration: activation counts float64 [L, E] that may fill caches.
         extras: calibration artefacts by name.
-        walk: carries a planner through the same passes in the fastest engine; None
-            walks them in SimPy's.
+        walk: carries a planner through the same passes; None takes them one by one.
     """
 
     shape: ModelShape
@@ -213,7 +213,7 @@ class MixReplays:
         if self.walk is not None:
             result = self.walk(planner, timeline)
         else:
-            result = Replay(self.profile, costs, planner, timeline).run(self.passes())
+            result = Replay(self.profile, planner, timeline).run(self.passes())
         timeline.close()
         return result.makespan_s
 
@@ -248,7 +248,7 @@ class Grades:
     def reported(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
         """Grade one answer; layer steps that cost nothing are left out.
 
-        An observer of `AssignmentPolicy.assign` (`moesim.policies.planner.observers`).
+        An observer of `AssignmentPolicy.assign` (`moesim.engine.observers`).
         """
         del call, answer
         work, _, given_lanes, given_order = arguments

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.base.units import percent
-from moesim.policies.planner.residency import CacheSize
+from moesim.policies.sizes import CacheSize
 from moesim.reporting.answers import Answer, Column, Listing
 from moesim.reporting.figures import Axis, Figure
 from moesim.reporting.pages import trace_words

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from moesim.base.options import ConfigError
 from moesim.questions.timeline import (
     packed,
     step_choice,
@@ -163,6 +164,8 @@ def course(run: Run) -> pd.DataFrame:
 
 def course_drawn(runs: Mapping[str, Run]) -> Figure:
     """Every decode pass, a line for each run: its ``ms``, or ``hits``."""
+    if not runs:
+        raise ConfigError("runs: expected at least one run, got none")
     rows = pd.concat(
         [course(run).assign(policy=name) for name, run in runs.items()],
         ignore_index=True,

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from moesim.base.errors import TraceError
+from moesim.engine.observers import observed_policy
 from moesim.policies.base import CachePolicy, PolicyError
 from moesim.policies.cache._learned_network import FlashMoERequests, LRURequests
 from moesim.policies.cache.flashmoe import FlashMoE
 from moesim.policies.cache_replay import replay
-from moesim.policies.planner.observers import observed_policy
-from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
+from moesim.policies.sizes import CacheSize
 from moesim.reporting.tables import markdown_table
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
@@ -315,7 +315,7 @@ SOON_STEPS = 5
 class EvictionRecorder:
     """Records how long experts stay in a cache, and judges every eviction.
 
-    An observer (`moesim.policies.planner.observers`) of `CALLS`.
+    An observer (`moesim.engine.observers`) of `CALLS`.
 
     Args:
         policy: whose evictions are recorded.

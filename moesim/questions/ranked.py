@@ -232,7 +232,7 @@ def ranked_answer(
         answer.on_page = lambda page: _add_page(page, frame, table, runs)
     if runs is not None:
         answer.data |= _runs_data(table, runs)
-        if runs and not cells:
+        if not cells:
             named = {str(name): run for name, run in runs.items()}
             answer.figures["passes"] = lambda: course_drawn(named)
         configs = {str(name): run.config for name, run in runs.items()}

@@ -28,7 +28,7 @@ import numpy as np
 
 from moesim.hwprofiles.costs import seconds_by_expert
 from moesim.policies.names import RESIDENT
-from moesim.policies.planner.residency import GLOBAL
+from moesim.policies.sizes import GLOBAL
 from moesim.runs.bound_loops import count_misses, least_of_steps
 from moesim.runs.setup import Setup, trace_of
 from moesim.traces.format.layer_steps import layer_steps
@@ -36,10 +36,9 @@ from moesim.traces.format.layer_steps import layer_steps
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from moesim.engine.planner import Planner
     from moesim.hwprofiles.costs import Costs, Overlap
-    from moesim.policies.planner.plan import MemoryPlan
-    from moesim.policies.planner.planner import Planner
-    from moesim.policies.planner.residency import CacheSize
+    from moesim.policies.sizes import CacheSize, MemoryPlan
     from moesim.runs.config import RunConfig
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.layer_steps import LayerSteps
@@ -429,7 +428,7 @@ def replay_bound(
     policies = planner.policies
     if policies.routing.alters:
         return None
-    warm = any((tier.memory.state == RESIDENT).any() for tier in planner.gpu)
+    warm = any((np.asarray(memory.state) == RESIDENT).any() for memory in planner.gpu)
     # Either way a layer step does not wait for all that the CPU does for it.
     ahead = policies.assignment.precomputes or policies.assignment.defers
     return least_seconds(

@@ -271,8 +271,8 @@ class RunConfig(MemoryOptions):
     )
     engine: str = option(
         "auto",
-        "What simulates: auto takes the fast engine where it knows everything"
-        " involved, else SimPy; both give the same results.",
+        "What keeps virtual time: the fast clock, which auto means too, or SimPy; both"
+        " give the same results.",
         choices=("auto", "simpy", "fast"),
     )
     # When sequences arrive, as requests of users; without it they all wait in line.

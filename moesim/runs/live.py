@@ -19,7 +19,7 @@ from moesim.runs.setup import Setup, needed_columns, refuse_oracles
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moesim.policies.planner.plan import Policies
+    from moesim.policies.systems import Policies
     from moesim.runs.config import MemorySize
     from moesim.runs.machine import Building
     from moesim.runtime.executor.executor import Executor, StepInfo

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moesim.engine.at_once import carry_out
+from moesim.engine.block import block_of
+from moesim.engine.observers import DecisionLog
 from moesim.hwprofiles.profile import save_profile
 from moesim.policies.faults import policy_faults
-from moesim.policies.planner.at_once import carry_out
-from moesim.policies.planner.observers import DecisionLog, observed
 from moesim.runs.bound import MemoryBound, highest_read_rate, memory_bound
 from moesim.runs.config import MeasuredConfig, takes_options
 from moesim.runs.machine import (
@@ -48,8 +49,8 @@ from moesim.traces.timeline.spans import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from moesim.policies.planner.plan import Policies
-    from moesim.policies.planner.planner import Planner
+    from moesim.engine.planner import Planner
+    from moesim.policies.systems import Policies
     from moesim.runs.config import MemorySize, RunConfig
     from moesim.runs.machine import Building
     from moesim.runtime.executor.executor import Executor, ExecutorResult, StepInfo
@@ -75,7 +76,7 @@ class MeasuredRun(Run):
         shape: the model, or the sizes that its experts were given.
         result: dispatch times of every layer step.
         decision_log: reports to the planner and its answers
-            (`moesim.policies.planner.observers.repeat` checks them).
+            (`moesim.engine.observers.repeat` checks them).
         startup: seconds and bytes until the first forward pass could begin.
             ``store_s``, opening the expert store (on a first run: building it), is in
             none of the others.
@@ -290,12 +291,13 @@ def run_bound(
 def rehearse(planner: Planner, steps: Sequence[RoutedStep]) -> None:
     """Plan some steps with a planner that is thrown away.
 
-    Kernels are compiled, or loaded, at their first call: here, not in the run.
+    What initialises itself at its first call does so here, not in the run.
     """
     for step in steps:
-        for routed in step.layers:
-            plan = planner.plan(routed, step.step, step.phase, 0.0, step.batch)
-            carry_out(planner, plan, 0.0)
+        planner.put(block_of(step, planner))
+        for place in range(len(step.layers)):
+            planner.plan(place, 0.0)
+            carry_out(planner, 0.0)
 
 
 def columns_of(trace: Trace, policies: Policies) -> tuple[str, ...]:
@@ -336,6 +338,7 @@ def execute(
 
     planner = setup.planner()
     decision_log = DecisionLog()
+    planner.observers.append(decision_log)
     timeline = Timeline(setup.profile.lanes, None if out is None else Path(out))
     timeline.operations = OperationTable()
     executor = None
@@ -343,7 +346,7 @@ def execute(
     try:
         executor = Executor(
             setup.profile,
-            observed(planner, decision_log),
+            planner,
             timeline,
             store,
             device,
@@ -432,7 +435,7 @@ def finish(
         # Nothing but the clock differs: same policies, same routing, same costs.
         planner = setup.planner()
         simulated = Timeline(setup.profile.lanes)
-        Replay(setup.profile, planner.costs, planner, simulated).run(steps)
+        Replay(setup.profile, planner, simulated).run(steps)
         write_perfetto(perfetto, {"measured": run.timeline, "simulated": simulated})
 
 

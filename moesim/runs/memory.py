@@ -17,8 +17,7 @@ from moesim.base.units import format_bytes
 from moesim.hwprofiles.dense_costs import KeptEntries
 from moesim.policies.base import PolicyError
 from moesim.policies.cache._slot_shares import by_curves, divided, front_first
-from moesim.policies.planner.plan import LAYERS, MemoryPlan
-from moesim.policies.planner.residency import GLOBAL, PER_LAYER, CacheSize
+from moesim.policies.sizes import GLOBAL, LAYERS, PER_LAYER, CacheSize, MemoryPlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

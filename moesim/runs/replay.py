@@ -19,7 +19,7 @@ from moesim.policies.systems import compose
 from moesim.runs.bound import replay_bound
 from moesim.runs.clairvoyant import is_searched, searched
 from moesim.runs.config import MemoryOptions, RunConfig, takes_options
-from moesim.runs.engines import choose_engine
+from moesim.runs.engines import FAST, SIMPY, clock_of, run_trace
 from moesim.runs.result import Run, save_run
 from moesim.runs.setup import (
     Setup,
@@ -54,9 +54,8 @@ from moesim.traces.timeline.spans import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moesim.policies.planner.planner import Planner
+    from moesim.engine.planner import Planner
     from moesim.runs.config import MemorySize
-    from moesim.runs.engines import Engine
     from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
@@ -135,7 +134,6 @@ def replay(
     bound = replay_bound(setup, opened, planner) if bounded else None
     started = begins(planner, setup.calibration)
     begun_bytes = _held_bytes(planner)
-    engine = choose_engine(config.engine, planner, arrivals=config.arrivals is not None)
 
     # Figures that are summed up on the way need no timeline in memory.
     summary = None
@@ -144,9 +142,7 @@ def replay(
     timeline = Timeline(profile.lanes, out, sink=_sink(summary, watch))
     try:
         with policy_faults():
-            result, requests = _simulated(
-                setup, opened, planner, engine, timeline, progress
-            )
+            result, requests = _simulated(setup, opened, planner, timeline, progress)
         timeline.close()
     except BaseException:
         # An interrupt too must not leave half-written tables behind.
@@ -175,8 +171,8 @@ def replay(
     warnings += _warnings(setup, planner, metrics)
     warnings += _without_effect(setup, planner)
     warnings += planner.policies.remarks()
-    effective = setup.effective_config(opened) | engine.described()
-    effective["begins"] = started
+    effective = setup.effective_config(opened) | {"begins": started}
+    effective["engine"] = SIMPY if config.engine == SIMPY else FAST
     run = Run(metrics, timeline, effective, warnings, bound=bound)
     if out is not None:
         save_run(run, Path(out))
@@ -185,14 +181,13 @@ def replay(
 
 def _held_bytes(planner: Planner) -> int:
     """Most bytes of experts that the caches of the GPUs have held so far."""
-    return sum(level.memory.used_high_bytes for level in planner.gpu)
+    return sum(memory.used_high_bytes for memory in planner.gpu)
 
 
 def _simulated(
     setup: Setup,
     trace: Trace,
     planner: Planner,
-    engine: Engine,
     timeline: Timeline,
     progress: Callable[[RoutedStep], None] | None,
 ) -> tuple[ReplayResult, RequestSteps | None]:
@@ -200,11 +195,12 @@ def _simulated(
     config = setup.config
     profile = setup.profile
     if config.arrivals is None:
-        result = engine.run(
+        result = run_trace(
             trace,
             planner,
             profile,
             timeline,
+            engine=config.engine,
             batch=config.batch,
             steps=config.steps,
             noise_seed=config.noise_seed,
@@ -212,7 +208,11 @@ def _simulated(
         )
         return result, None
     simulation = Replay(
-        profile, planner.costs, planner, timeline, noise_seed=config.noise_seed
+        profile,
+        planner,
+        timeline,
+        noise_seed=config.noise_seed,
+        **clock_of(config.engine),
     )
     columns = needed_columns(planner.policies)
     requests = _requests(config, trace, setup, columns, simulation)
@@ -270,8 +270,7 @@ class _Trials:
         setup = Setup.of(config, trace, future=self.future if same_passes else None)
         planner = setup.planner()
         timeline = Timeline(setup.profile.lanes, sink=_forget)
-        engine = choose_engine(config.engine, planner)
-        result, _ = _simulated(setup, trace, planner, engine, timeline, None)
+        result, _ = _simulated(setup, trace, planner, timeline, None)
         timeline.close()
         return result.makespan_s
 

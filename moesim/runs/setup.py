@@ -14,6 +14,7 @@ import numpy as np
 
 from moesim.base.options import ConfigError
 from moesim.base.version import __version__, git_commit
+from moesim.engine.planner import Planner
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import (
     HardwareProfile,
@@ -24,9 +25,8 @@ from moesim.hwprofiles.profile import (
 )
 from moesim.policies.base import PolicyError
 from moesim.policies.names import RESIDENT
-from moesim.policies.planner.planner import Planner
-from moesim.policies.planner.residency import PER_LAYER
 from moesim.policies.registry import resolve, settings
+from moesim.policies.sizes import PER_LAYER
 from moesim.runs.memory import (
     BY_CURVE,
     HOST_ACCELERATOR,
@@ -45,9 +45,8 @@ from moesim.traces.synthetic.marks import synthetic_caveats
 
 if TYPE_CHECKING:
     from moesim.policies.base import Policy
-    from moesim.policies.planner.plan import MemoryPlan, Policies
-    from moesim.policies.planner.residency import CacheSize
-    from moesim.policies.systems import System
+    from moesim.policies.sizes import CacheSize, MemoryPlan
+    from moesim.policies.systems import Policies, System
     from moesim.runs.config import RunConfig
     from moesim.traces.format.schema import ModelShape
 
@@ -405,8 +404,8 @@ def _source(profile: HardwareProfile) -> str | None:
 def figures_of(planner: Planner) -> dict[str, Any]:
     """Figures of a run that only its planner knows, not the tables."""
     high_bytes = {
-        f"gpu{index}": gpu.memory.used_high_bytes
-        for index, gpu in enumerate(planner.gpu)
+        f"gpu{index}": memory.used_high_bytes
+        for index, memory in enumerate(planner.gpu)
     }
     if planner.host:
         high_bytes["host"] = planner.host.memory.used_high_bytes
@@ -428,9 +427,8 @@ def begins(planner: Planner, calibration: np.ndarray | None) -> str:
         calibration: counts that may fill caches; None for none.
     """
     words: dict[str, None] = {}
-    for level in planner.gpu:
-        memory = level.memory
-        there = np.flatnonzero(memory.state == RESIDENT)
+    for memory in planner.gpu:
+        there = np.flatnonzero(np.asarray(memory.state) == RESIDENT)
         ids = there % planner.experts
         counts = np.bincount(there // planner.experts, minlength=planner.layers)
         if not len(there):

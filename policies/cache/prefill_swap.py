@@ -13,8 +13,8 @@ from moesim.policies.base import PolicyError
 from moesim.policies.cache._own_replacements import ReplacingCache
 from moesim.policies.names import PREFILL, RESIDENT
 from moesim.policies.parameters import expect, expect_choice
-from moesim.policies.planner.starting import first_fit
 from moesim.policies.ranking import best_of, ranked
+from moesim.policies.sizes import first_fit
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints

@@ -9,8 +9,7 @@ import numpy as np
 from moesim.policies.base import PolicyError
 from moesim.policies.cache._own_replacements import NoAdmissionCache
 from moesim.policies.parameters import expect_choice
-from moesim.policies.planner.residency import GLOBAL
-from moesim.policies.planner.starting import fitting
+from moesim.policies.sizes import GLOBAL, fitting
 
 if TYPE_CHECKING:
     from moesim.policies.run_context import RunContext

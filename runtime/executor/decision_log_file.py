@@ -17,7 +17,7 @@ import numpy as np
 from moesim.base.errors import StoreError, TraceError
 from moesim.base.files import write_bytes
 from moesim.base.inputs import Checked, parse_json
-from moesim.policies.planner.observers import Entry
+from moesim.engine.observers import Entry
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers.readers.arrays import load_named
@@ -38,7 +38,7 @@ def save_decision_log(
 
     Args:
         path: the file; written beside, then renamed.
-        entries: of `moesim.policies.planner.observers.DecisionLog`.
+        entries: of `moesim.engine.observers.DecisionLog`.
         steps: the routing, where no trace has it.
     """
     arrays = {_LOG: _to_bytes([list(entry) for entry in entries])}
@@ -56,7 +56,7 @@ def save_decision_log(
 
 
 def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]:
-    """Read a decision log; `moesim.policies.planner.observers.repeat` checks it.
+    """Read a decision log; `moesim.engine.observers.repeat` checks it.
 
     Returns:
         Entries, and the routing where it is in the file.

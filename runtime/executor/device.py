@@ -33,7 +33,7 @@ from moesim.runtime.store.memory import DeviceSlots, HostSlots
 
 if TYPE_CHECKING:
     from moesim.runtime.accelerators import Accelerator
-    from moesim.runtime.executor.lanes import Operation
+    from moesim.runtime.executor.lanes import Task
     from moesim.runtime.executor.memories import LayerJob
     from moesim.runtime.store.memory import Slots
     from moesim.traces.timeline.spans import Timeline
@@ -106,10 +106,10 @@ class HostDevice:
         record[:nbytes].copy_(self._slots.record(slot)[:nbytes])
         return None
 
-    def begin_compute(self, operation: Operation, slot: int) -> None:
+    def begin_compute(self, operation: Task, slot: int) -> None:
         """Note that an expert in this slot is about to compute."""
 
-    def end_compute(self, operation: Operation) -> tuple[float, float] | None:
+    def end_compute(self, operation: Task) -> tuple[float, float] | None:
         """Note that it has; return its times where only the device knows them
         (negative: it tells them later).
         """
@@ -141,7 +141,7 @@ class HostDevice:
     def mark(self) -> None:
         """Note the start of dense work."""
 
-    def marked(self, operation: Operation) -> None:
+    def marked(self, operation: Task) -> None:
         """Note the end of dense work."""
 
     def step_done(self, timeline: Timeline) -> None:
@@ -193,7 +193,7 @@ class StreamDevice(HostDevice):
         self._anchor: Anchor | None = None
         self._dense_start: Any = None
         self._open: dict[int, Any] = {}
-        self._untold: list[tuple[Operation, Any, Any]] = []
+        self._untold: list[tuple[Task, Any, Any]] = []
 
     def allocate(self, slots: int, slot_bytes: int) -> DeviceSlots:
         """Take GPU memory, and wait until it is zeroed: copies come on a stream that
@@ -254,11 +254,11 @@ class StreamDevice(HostDevice):
             return None
         return anchor.time_of(start), anchor.time_of(end)
 
-    def begin_compute(self, operation: Operation, slot: int) -> None:
+    def begin_compute(self, operation: Task, slot: int) -> None:
         """Note on the compute stream that a product from this slot begins."""
         self._open[id(operation)] = (self._recorded(), slot)
 
-    def end_compute(self, operation: Operation) -> tuple[float, float]:
+    def end_compute(self, operation: Task) -> tuple[float, float]:
         """Note that it ends; its slot may be overwritten from then on. The device tells
         its times later.
         """
@@ -308,7 +308,7 @@ class StreamDevice(HostDevice):
         """Note the start of dense work on the compute stream."""
         self._dense_start = self._recorded()
 
-    def marked(self, operation: Operation) -> None:
+    def marked(self, operation: Task) -> None:
         """Note its end; the device tells its times later."""
         self._untold.append((operation, self._dense_start, self._recorded()))
         operation.end_s = -1.0

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from moesim.base.errors import RuntimeFault
-from moesim.engine.layer_step import LayerStep
+from moesim.engine.block import block_of
 from moesim.hwprofiles.lanes import GPU, SSD
 from moesim.policies.cache.static import Static
 from moesim.runtime.executor.device import spare_record
-from moesim.runtime.executor.lanes import Lanes, Operation, Stopped
+from moesim.runtime.executor.lanes import Lanes, Stopped, Task
 from moesim.runtime.executor.memories import (
     HostSlotMap,
     LayerJob,
@@ -36,16 +36,18 @@ from moesim.runtime.executor.memories import (
     residents,
 )
 from moesim.runtime.executor.operations import Forward, Memories
-from moesim.runtime.executor.world import RealWorld
+from moesim.runtime.executor.world import RealLayerStep
 from moesim.runtime.store.memory import HostSlots
+from moesim.traces.format.batch import RoutedStep
 from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.spans import DENSE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from moesim.engine.block import Block
+    from moesim.engine.planner import Planner
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.policies.planner.planner import Planner
     from moesim.runtime.executor.device import HostDevice
     from moesim.runtime.executor.lanes import Worker
     from moesim.runtime.measure.profile import Counters
@@ -109,7 +111,7 @@ class Executor:
 
     Args:
         profile: lanes, workers and their order; one GPU, or the host accelerator.
-        planner: a `Planner`, or a `Journal` around one.
+        planner: its policies and memories.
         timeline: where spans, accesses and steps go.
         store: the experts.
         device: what the `gpu0` lane runs on.
@@ -150,11 +152,9 @@ class Executor:
         self._own_cores = own_cores and not self._inline
         self._gpu = profile.lanes.index(GPU.lane())
 
-        self._world = RealWorld(self.lanes, self.memories, planner, timeline)
-        self._layer_step: LayerStep[Operation] = LayerStep(self._world, planner)
-        dispatch = self._layer_step.dispatch
-        self._world.fetched_left = lambda: dispatch.fetched
-        self._world.is_computed = lambda: not dispatch.pending
+        self._layer_step = RealLayerStep(
+            self.lanes, self.memories, planner, profile, timeline
+        )
 
         # What the device asks of control: experts of a layer, or to note a step's end.
         self._requests: deque[LayerJob | FinishedStep] = deque()
@@ -163,6 +163,8 @@ class Executor:
         self._step = 0
         self._phase = Phase.DECODE
         self._batch = 0
+        # The pass under way, where a trace has told all of it beforehand.
+        self._block: Block | None = None
         self._step_start_s = 0.0
         self._resumed_s = 0.0
         self._resumed: Counters | None = None
@@ -232,14 +234,14 @@ class Executor:
                 _raise_failure(error)
             finally:
                 lanes.close()
-            self._world.take_in()
+            self._layer_step.take_in()
             self.device.step_done(self._timeline)
         _raise_failure(lanes.failure)
         return ExecutorResult(
             steps=self._steps,
-            layer_steps=len(self._world.dispatch_s),
-            dispatch_s=np.array(self._world.dispatch_s),
-            hand_off_s=np.array(self._world.hand_off_s),
+            layer_steps=len(self._layer_step.dispatch_s),
+            dispatch_s=np.array(self._layer_step.dispatch_s),
+            hand_off_s=np.array(self._layer_step.hand_off_s),
             makespan_s=makespan_s,
         )
 
@@ -250,7 +252,9 @@ class Executor:
             return
         control = self.lanes.control
         self._forward = Forward(self._gpu, forward, control)
-        self.lanes.post([(self._forward, 0)])
+        with self.lanes.lock:
+            self.lanes.machine.take(self._gpu)
+            self._device_worker.hand(self._forward)
         while not self._forward.done or self._requests:
             control.serve(self._is_asked)
             self._answer()
@@ -260,7 +264,7 @@ class Executor:
         # Objects that hold each other stay until the garbage collector happens to come
         # by, with the dense weights and all records of a run.
         self._forward = None
-        self._world.close()
+        self._layer_step.close()
         self.lanes.finished.clear()
         self.memories.close()
 
@@ -273,14 +277,21 @@ class Executor:
             evaluate: computes dense parts on the device, given the layer before them
                 and their number.
         """
-        self._world.evaluate_ahead = evaluate
+        self._layer_step.predict_by(evaluate)
+
+    def block_of(self, step: RoutedStep) -> Block:
+        """A forward pass as the planner reads it."""
+        return block_of(step, self._planner)
 
     def gates_ahead(self, layer: int) -> int:
         """How many coming layers' gates a prediction evaluates on a layer's input."""
         return self._planner.evaluations(layer, self._phase).gates
 
-    def begin_step(self, step: int, phase: Phase, batch: int) -> None:
-        """Note that a forward pass begins."""
+    def begin_step(
+        self, step: int, phase: Phase, batch: int, block: Block | None = None
+    ) -> None:
+        """Note that a forward pass begins; `block`, if a trace tells all of it."""
+        self._block = block
         self._step = step
         self._phase = phase
         self._batch = batch
@@ -307,21 +318,37 @@ class Executor:
             [T, H].
         """
         job = LayerJob(routed, hidden, weights, groups, self.device.send)
+        job.block, job.place = self._block_with(routed)
         dense = self._dense_part(routed.layer)
         with self.lanes.lock:
             job.asked_s = self._note_dense(dense)
             if not self._inline:
                 self._ask(job)
-                self._device_worker.release(idle=True)
+                self._device_worker.release()
         if self._inline:
             self._run_layer(job)
         else:
-            self._device_worker.serve(job.is_answered)
+            self._device_worker.serve(job.is_answered, released=True)
         self._goes_on_s = job.answered_s
         self._resumed = self._counters()
         self._resumed_s = self.lanes.clock_s()
         self.device.mark()
         return job.answer
+
+    def _block_with(self, routed: RoutedLayer) -> tuple[Block, int]:
+        """A block with a layer step in it, and its place there."""
+        if self._block is not None:
+            return self._block, routed.layer
+        step = RoutedStep(
+            step=self._step,
+            phase=self._phase,
+            batch=self._batch,
+            tokens=len(routed.routing),
+            context_tokens=0,
+            sequences=0,
+            layers=[routed],
+        )
+        return self.block_of(step), 0
 
     def end_step(self, tokens: int, sequences: int) -> None:
         """Note that a forward pass has ended.
@@ -337,20 +364,22 @@ class Executor:
             end_s = self._goes_on_s = self._note_dense(head)
             self._ask(FinishedStep(info, self._step_start_s, end_s))
             if not self._inline:
-                waits = self._device_worker.release(idle=False)
+                self._device_worker.release()
+                waits = not self.lanes.machine.take(self._gpu)
         if self._inline:
             self._answer()
         elif waits:
-            self._device_worker.serve(lambda: True)
+            self._device_worker.serve(lambda: True, released=True)
 
     def _ask(self, request: LayerJob | FinishedStep) -> None:
         """Hand a request to control; with the lock held."""
         self._requests.append(request)
-        self.lanes.control.wake()
+        if not self._inline:
+            self.lanes.control.take()
 
-    def _dense_part(self, layer: int) -> Operation:
+    def _dense_part(self, layer: int) -> Task:
         """What the model has computed since the device's thread went on with it."""
-        operation = Operation(self._gpu, DENSE, self._step, layer)
+        operation = Task(self._gpu, DENSE, self._step, layer)
         operation.start_s = self._resumed_s
         operation.end_s = self.lanes.clock_s()
         self.device.marked(operation)
@@ -366,9 +395,9 @@ class Executor:
         evidence = self._device_worker.evidence
         return None if evidence is None else evidence.read()
 
-    def _note_dense(self, operation: Operation) -> float:
+    def _note_dense(self, operation: Task) -> float:
         """Note a dense part that ends at this instant; with the lock held."""
-        instant_s = self.lanes.lock.instant_s
+        instant_s = self.lanes.now_s
         # Copies that the worker had begun came first.
         freed_s = 0.0 if self._inline else self._device_worker.freed_s
         operation.picked_s = max(self._goes_on_s, freed_s)
@@ -392,8 +421,8 @@ class Executor:
                 continue
             info, start_s, end_s = request
             if not self._inline:
-                self._world.noting(info.step, end_s)
-            self._world.take_in()
+                self._layer_step.noting(info.step, end_s)
+            self._layer_step.take_in()
             self._timeline.step(
                 info.step,
                 info.phase,
@@ -409,10 +438,9 @@ class Executor:
     def _run_layer(self, job: LayerJob) -> None:
         """Walk one layer step; serve control's own lanes wherever it waits."""
         self.memories.job = job
-        self._world.asked(job.routed.layer, self._step)
-        waits = self._layer_step.run(job.routed, self._step, self._phase, self._batch)
-        for until in waits:
-            self.lanes.control.serve(until)
+        if job.block is not self._planner.block:
+            self._planner.put(job.block)
+        self._layer_step.answer(job.place)
 
 
 def _allocate(
@@ -424,7 +452,7 @@ def _allocate(
     """Take host memory and the device's slots, or neither."""
     shape = planner.shape
     sizes = planner.sizes
-    books = planner.gpu[0].memory
+    books = planner.gpu[0]
     # What a static cache holds never leaves the device.
     keeps = isinstance(planner.policies.caches[0], Static)
     kept = frozenset(residents(books) if keeps else ())

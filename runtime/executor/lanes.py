@@ -1,6 +1,7 @@
 """Real workers that serve lanes, one operation at a time, as a hardware profile says.
 
-A lane is a kind of work, a worker is a thread that does it (`moesim.engine.lanes`).
+A lane is a kind of work, a worker is a thread that does it; the engine keeps the queues
+(`moesim.engine.operations`).
 The worker that has the `control` lane is the caller's own thread: it plans, and serves
 its other lanes while it waits.
 
@@ -23,14 +24,16 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 
 from moesim.base.errors import RuntimeFault
-from moesim.engine.lanes import DEMAND, Admission, WorkerQueues, takes_places
+from moesim.engine.operations import Clock, machine_of
 from moesim.hwprofiles.lanes import CONTROL, CPU
 from moesim.runtime.measure.profile import ThreadEvidence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable
     from types import FrameType
 
+    from moesim.engine.operations import Operation
+    from moesim.engine.operations import Worker as EngineWorker
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.runtime.measure.profile import Counters
 
@@ -60,26 +63,26 @@ def _nothing() -> None:
 class WakingLock:
     """A lock that wakes sleepers when it is left, not while it is held.
 
-    Whatever happens while it is held happens at one instant. So the order of instants
-    is the order of events, and a run can be replayed from them.
+    Whatever happens while it is held happens at one instant, the `now_s` of its clock.
+    So the order of instants is the order of events, and a run can be replayed from
+    them.
 
-    Attributes:
-        began_s: the monotonic clock when the run began.
-        instant_s: when it was last taken, seconds since the run began.
+    Args:
+        lanes: whose clock it sets.
     """
 
-    __slots__ = ("_lock", "_sleepers", "began_s", "instant_s")
+    __slots__ = ("_lanes", "_lock", "_sleepers")
 
-    def __init__(self) -> None:
-        self.began_s = time.perf_counter()
-        self.instant_s = 0.0
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
         self._lock = threading.Lock()
         self._sleepers: list[threading.Lock] = []
 
     def __enter__(self) -> None:
         """Wait for the lock."""
         self._lock.acquire()
-        self.instant_s = time.perf_counter() - self.began_s
+        lanes = self._lanes
+        lanes.now_s = time.perf_counter() - lanes.began_s
 
     def __exit__(self, *_: object) -> None:
         """Leave, then wake."""
@@ -94,8 +97,8 @@ class WakingLock:
         self._sleepers.append(sleeper)
 
 
-class Operation:
-    """Something one lane does without interruption.
+class Task:
+    """What a worker really does for an operation.
 
     Attributes:
         lane: index of the lane.
@@ -109,7 +112,7 @@ class Operation:
         end_s: when it ended; negative before.
         ended_s: instant at which its consequences queued; negative before.
         counters: what the system counted of its thread meanwhile; None if nobody asked.
-        on_end: called with it when it has ended, with the lock held.
+        operation: that it is done for; None for what no queue knows.
     """
 
     __slots__ = (
@@ -121,7 +124,7 @@ class Operation:
         "lane",
         "layer",
         "nbytes",
-        "on_end",
+        "operation",
         "picked_s",
         "start_s",
         "step",
@@ -147,7 +150,7 @@ class Operation:
         self.end_s = -1.0
         self.ended_s = -1.0
         self.counters: Counters | None = None
-        self.on_end: Callable[..., object] | None = None
+        self.operation: Operation | None = None
 
     def run(self) -> tuple[float, float] | None:
         """Do it, on the worker's thread.
@@ -158,23 +161,17 @@ class Operation:
         return None
 
     def ended(self) -> None:
-        """Let its consequences queue. Called with the lock held."""
-        if self.on_end is not None:
-            self.on_end(self)
+        """Let follow what no queue knows of. Called with the lock held."""
 
 
-class Worker(WorkerQueues[Operation]):
-    """Serves the queues of its lanes in order; busy with at most one operation.
-
-    An idle worker that is handed work has *started* it: it cannot be withdrawn any
-    more, and what comes later waits behind it, as in the simulator. One that is woken
-    because what it waits for has come takes no more work before it has looked.
+class Worker:
+    """A thread that does what the machine gives one of its workers.
 
     Attributes:
         name: of the worker.
+        lane: index of one of its lanes.
         threads: that it computes with.
         cores: that its thread is kept on; any where empty.
-        idle: it sleeps, and may be handed work.
         freed_s: instant at which it was last free to serve.
         on_serving: called with the lock held when its thread begins to serve.
         evidence: reads what the system counts of its thread; None in runs that note no
@@ -182,6 +179,7 @@ class Worker(WorkerQueues[Operation]):
     """
 
     __slots__ = (
+        "_asleep",
         "_called",
         "_lanes",
         "_next",
@@ -189,24 +187,16 @@ class Worker(WorkerQueues[Operation]):
         "cores",
         "evidence",
         "freed_s",
-        "idle",
+        "lane",
         "name",
         "on_serving",
         "threads",
     )
 
-    def __init__(
-        self,
-        owner: Lanes,
-        name: str,
-        lanes: Sequence[tuple[int, str]],
-        admission: Admission,
-        threads: int,
-    ) -> None:
-        super().__init__(lanes, admission)
+    def __init__(self, owner: Lanes, name: str, lane: int, threads: int) -> None:
         self.name = name
+        self.lane = lane
         self.threads = threads
-        self.idle = False
         self.freed_s = 0.0
         self.on_serving: Callable[[], object] | None = None
         self.evidence: ThreadEvidence | None = None
@@ -214,65 +204,54 @@ class Worker(WorkerQueues[Operation]):
         self._lanes = owner
         self._sleeping = threading.Lock()
         self._sleeping.acquire()
+        self._asleep = False
         self._called = False
-        self._next: Operation | None = None
+        self._next: Task | None = None
 
-    def queue(self, operation: Operation, priority: int) -> None:
-        """Append to one of this worker's queues; with the lock held."""
-        self.push(operation, priority)
-        self.offer()
-
-    def offer(self) -> None:
-        """Give an idle worker the next operation that may start; with the lock held."""
-        if not self.idle or self._called:
-            return
-        operation = self._picked()
-        if operation is not None:
-            self._next = operation
-            self.wake()
-
-    def release(self, *, idle: bool) -> bool:
-        """Let go of what the thread did beside serving; with the lock held.
-
-        Args:
-            idle: the thread is about to serve, and may be handed work from now on.
-
-        Returns:
-            Whether an operation waits to be served.
+    def hand(self, task: Task) -> None:
+        """Give the thread, whose worker is busy from now on, something to do; with the
+        lock held.
         """
-        self.freed_s = self._lanes.lock.instant_s
-        self._next = self._picked()
-        # Nobody wakes an idle worker once the run is over.
-        if self._next is None and idle and not self._lanes.stopping:
-            self.idle = True
-            self._called = False
-        return self._next is not None
+        task.picked_s = self._lanes.now_s
+        self._next = task
+        self.wake()
 
-    def _picked(self) -> Operation | None:
-        # A copy that takes its place may queue others here: one is picked at a time.
-        idle = self.idle
-        self.idle = False
-        operation = self.pick()
-        self.idle = idle
-        if operation is not None:
-            operation.picked_s = self._lanes.lock.instant_s
-        return operation
+    def call(self) -> None:
+        """Let the thread, for which its worker was taken, look at what it waits for;
+        with the lock held.
+        """
+        self._called = True
+        self.wake()
+
+    def take(self) -> None:
+        """Take the worker from its lanes for its own thread, now or when it is free;
+        with the lock held.
+        """
+        if self._lanes.machine.take(self.lane):
+            self.call()
+
+    def release(self) -> None:
+        """Let the worker serve its lanes again; with the lock held."""
+        self.freed_s = self._lanes.now_s
+        self._lanes.machine.give(self.lane)
 
     def wake(self) -> None:
-        """Let a waiting worker look again at what it waits for; with the lock held."""
-        if self.idle and not self._called:
-            self._called = True
+        """Let a sleeping thread look around; with the lock held."""
+        if self._asleep:
+            self._asleep = False
             self._lanes.lock.wake_afterwards(self._sleeping)
 
     def rouse(self) -> None:
-        """Let a sleeping worker look around, without any lock."""
+        """Let a sleeping thread look around, without any lock."""
         _rouse(self._sleeping)
 
-    def serve(self, until: Callable[[], bool]) -> None:
-        """Do what comes, until `until()` holds and nothing has been started.
+    def serve(self, until: Callable[[], bool], *, released: bool = False) -> None:
+        """Do what comes, until the worker was taken for this thread and `until()`
+        holds.
 
         Args:
             until: asked with the lock held.
+            released: the worker serves its lanes already.
 
         Raises:
             Stopped: the run is over, because a worker failed or the caller closed it.
@@ -280,65 +259,60 @@ class Worker(WorkerQueues[Operation]):
         lanes = self._lanes
         # Signals are the control thread's; the others have nothing to check.
         check = lanes.interrupts.check if self is lanes.control else _nothing
-        done: Operation | None = None
-        begins = not self.idle
-        if self.idle:
-            # Released before: it may have been handed work already.
-            self._sleeping.acquire()
+        done: Task | None = None
         while True:
             check()
             with lanes.lock:
                 if done is not None:
                     self._end(done)
-                elif begins:
-                    self._begin()
-                begins = False
-                done = None
-                self.idle = False
+                    done = None
+                elif not released:
+                    released = True
+                    if self.on_serving is not None:
+                        self.on_serving()
+                    self.release()
                 if lanes.stopping:
                     raise Stopped
-                operation = self._next
-                self._next = None
-                if operation is None:
+                while self._called:
+                    self._called = False
                     if until():
                         return
-                    operation = self._picked()
-                if operation is None:
-                    self.idle = True
-                    self._called = False
-            if operation is None:
+                    lanes.machine.give(self.lane)
+                task = self._next
+                self._next = None
+                self._asleep = task is None
+            if task is None:
                 self._sleeping.acquire()
                 continue
-            self._run(operation)
-            done = operation
+            self._run(task)
+            done = task
 
-    def _begin(self) -> None:
-        """Note that the thread serves from now on; with the lock held."""
-        if self._next is not None:
-            return
-        self.freed_s = self._lanes.lock.instant_s
-        if self.on_serving is not None:
-            self.on_serving()
+    def _end(self, task: Task) -> None:
+        """Let a task's consequences queue; with the lock held."""
+        lanes = self._lanes
+        task.ended_s = self.freed_s = lanes.now_s
+        lanes.finished.append(task)
+        operation = task.operation
+        task.operation = None
+        task.ended()
+        if operation is None:
+            lanes.machine.give(self.lane)
+        else:
+            lanes.machine.ended(operation)
 
-    def _end(self, operation: Operation) -> None:
-        """Let an operation's consequences queue; with the lock held."""
-        operation.ended_s = self.freed_s = self._lanes.lock.instant_s
-        self._lanes.finished.append(operation)
-        operation.ended()
-
-    def _run(self, operation: Operation) -> None:
-        """Do an operation, and note when."""
+    def _run(self, task: Task) -> None:
+        """Do a task, and note when."""
         began_s = self._lanes.began_s
         evidence = self.evidence
         before = None if evidence is None else evidence.read()
-        operation.start_s = time.perf_counter() - began_s
-        times = operation.run()
+        task.start_s = time.perf_counter() - began_s
+        times = task.run()
         if times is None:
-            operation.end_s = time.perf_counter() - began_s
+            task.end_s = time.perf_counter() - began_s
         else:
-            operation.start_s, operation.end_s = times
+            task.start_s, task.end_s = times
         if evidence is not None and before is not None:
-            operation.counters = evidence.read().since(before)
+            task.counters = evidence.read().since(before)
 
     def work(self) -> None:
         """Serve on a thread of its own until the run is over; a failure ends it."""
@@ -349,7 +323,8 @@ class Worker(WorkerQueues[Operation]):
             if self._lanes.counts:
                 self.evidence = ThreadEvidence()
             with torch.inference_mode():
-                self.serve(lambda: False)
+                # Idle from the first instant on, however late its thread begins.
+                self.serve(lambda: False, released=True)
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001 - the control thread raises it
@@ -359,8 +334,9 @@ class Worker(WorkerQueues[Operation]):
                 self.evidence.close()
 
 
-class Lanes:
-    """All workers of one run. Threads start with `open` and end with `close`.
+class Lanes(Clock):
+    """The real clock: all workers of one run, a thread each. Threads start with `open`
+    and end with `close`.
 
     Args:
         profile: lanes, workers and their order.
@@ -370,8 +346,9 @@ class Lanes:
 
     Attributes:
         lock: guards every queue, every chain of copies, and the planner's books.
-        admission: gate of the lanes that bring experts into a memory.
-        finished: operations in the order they ended; the control thread takes them out.
+        machine: the queues, and who may take from them.
+        make: makes what is really done for an operation that starts.
+        finished: tasks in the order they ended; the control thread takes them out.
         began_s: the monotonic clock when the run began; all times count from there.
         control: the worker of the caller's thread.
         interrupts: signals that wait until nothing is half done.
@@ -385,47 +362,63 @@ class Lanes:
         profile: HardwareProfile,
         with_control: tuple[str, ...] = (),
     ) -> None:
-        self.lock = WakingLock()
-        self.admission = Admission()
-        self.finished: deque[Operation] = deque()
+        super().__init__()
         self.began_s = time.perf_counter()
+        self.lock = WakingLock(self)
+        self.make: Callable[[Operation], Task] = nothing_to_do
+        self.finished: deque[Task] = deque()
         self.stopping = False
         self.counts = False
         self.failure: BaseException | None = None
         self.names = profile.lanes
-        self._worker_of: dict[int, Worker] = {}
         self._threads: list[threading.Thread] = []
         self._workers: list[Worker] = []
-        for name, lanes in _grouped(profile, with_control).items():
-            worker = Worker(
-                self,
-                name,
-                [(self.names.index(lane), lane) for lane in lanes],
-                self.admission,
-                profile.cpu_threads if CPU.lane() in lanes else 1,
-            )
+        self._worker_of: dict[int, Worker] = {}
+        grouped = _grouped(profile, with_control)
+        self.machine = machine_of(self.names, list(grouped.values()))
+        self.machine.clock = self
+        for name, lanes in grouped.items():
+            indices = [self.names.index(lane) for lane in lanes]
+            threads = profile.cpu_threads if CPU.lane() in lanes else 1
+            worker = Worker(self, name, indices[0], threads)
             self._workers.append(worker)
-            for lane in lanes:
-                self._worker_of[self.names.index(lane)] = worker
-        gated = [self.worker(lane) for lane in self.names if takes_places(lane)]
-        self._gated = list(dict.fromkeys(gated))
+            self._worker_of |= dict.fromkeys(indices, worker)
+        self._thread_of = dict(zip(self.machine.workers, self._workers, strict=True))
         self.control = self._worker_of[self.names.index(CONTROL.lane())]
         self.interrupts = Interrupts(self.control.rouse)
+
+    # -- as the machine asks, with the lock held --------------------------------------
+
+    def start(self, operation: Operation) -> None:
+        """Hand an operation that begins now to its thread."""
+        task = self.make(operation)
+        task.operation = operation
+        self._worker_of[operation.lane].hand(task)
+
+    def wake(self) -> None:
+        """Let control, which was taken, go on with its layer step."""
+        self.turns += 1
+        self.control.call()
+
+    def taken(self, worker: EngineWorker) -> None:
+        """Let the thread for which a worker was taken go on."""
+        self._thread_of[worker].call()
+
+    # -- the run ----------------------------------------------------------------------
 
     def worker(self, lane: str) -> Worker:
         """Return who serves a lane."""
         return self._worker_of[self.names.index(lane)]
 
     def open(self) -> None:
-        """Start the threads and the clock."""
-        self.began_s = self.lock.began_s = time.perf_counter()
+        """Start the threads and the clock; control is the caller's."""
+        self.began_s = time.perf_counter()
         if self.counts:
             self.control.evidence = ThreadEvidence()
+        with self.lock:
+            self.machine.take(self.control.lane)
         for worker in self._workers:
             if worker is not self.control:
-                # Idle from the first instant on, however late its thread begins.
-                with self.lock:
-                    worker.release(idle=True)
                 thread = threading.Thread(
                     target=worker.work, name=f"moesim-{worker.name}", daemon=True
                 )
@@ -435,28 +428,6 @@ class Lanes:
     def clock_s(self) -> float:
         """Seconds since the run began."""
         return time.perf_counter() - self.began_s
-
-    def post(self, operations: Iterable[tuple[Operation, int]]) -> None:
-        """Queue operations with their priorities: one hand-off for all of them."""
-        with self.lock:
-            for operation, priority in operations:
-                self.submit(operation, priority)
-
-    def submit(self, operation: Operation, priority: int = DEMAND) -> None:
-        """Queue one operation; with the lock held."""
-        self._worker_of[operation.lane].queue(operation, priority)
-
-    def withdraw(self, operation: Operation, priority: int) -> None:
-        """Take back an operation that has not started; with the lock held."""
-        self._worker_of[operation.lane].withdraw(operation, priority)
-
-    def offer(self) -> None:
-        """Let idle workers look again at what waited for a place.
-
-        With the lock held.
-        """
-        for worker in self._gated:
-            worker.offer()
 
     def fail(self, error: BaseException) -> None:
         """Note why the run cannot go on, and wake everybody."""
@@ -489,6 +460,18 @@ class Lanes:
         self.stopping = True
         for worker in self._workers:
             worker.wake()
+
+
+def nothing_to_do(operation: Operation) -> Task:
+    """Do nothing for an operation but take its place in time."""
+    return Task(
+        operation.lane,
+        operation.kind,
+        operation.step,
+        operation.layer,
+        operation.expert,
+        operation.nbytes,
+    )
 
 
 def _grouped(

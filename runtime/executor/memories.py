@@ -1,9 +1,9 @@
 """What operations work on: the data of one layer step, and which slot holds which
 expert.
 
-The planner says *that* an expert is in a memory (`moesim.policies.planner.residency`);
-here stands *where*. A slot is taken when a copy or a read starts, and given back the
-moment the planner lets the expert go. All changes are made with the lanes' lock held.
+The planner says *that* an expert is in a memory (`moesim.engine.memory`); here stands
+*where*. A slot is taken when a copy or a read starts, and given back the moment the
+planner lets the expert go. All changes are made with the lanes' lock held.
 
 T tokens, K experts per token, P token-expert pairs, H hidden.
 """
@@ -16,16 +16,17 @@ import numpy as np
 import torch
 
 from moesim.base.errors import RuntimeFault
+from moesim.engine.memory import Placement
 from moesim.policies.names import RESIDENT
-from moesim.policies.planner.residency import GLOBAL
+from moesim.policies.sizes import GLOBAL
 from moesim.runtime.models.expert_layout import Groups, group_tokens
 from moesim.runtime.store.memory import HostSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from moesim.policies.planner.records import LayerWork
-    from moesim.policies.planner.residency import CacheSize, Residency
+    from moesim.engine.memory import Memory
+    from moesim.policies.sizes import CacheSize
     from moesim.runtime.accelerators import Accelerator
     from moesim.runtime.models.expert_layout import ExpertWeights
     from moesim.runtime.store.memory import Slots
@@ -85,6 +86,7 @@ class LayerJob:
         results: per active expert, [t, H]; after `gather` also for those computed
             ahead.
         answer: [T, H], once `answered`.
+        block, place: where the planner finds it.
         asked_s: instant at which the device has asked.
         answered_s: instant at which it was answered.
     """
@@ -96,10 +98,12 @@ class LayerJob:
         "answered",
         "answered_s",
         "asked_s",
+        "block",
         "device_rows",
         "groups",
         "hidden",
         "hidden_cpu",
+        "place",
         "results",
         "routed",
         "rows",
@@ -121,6 +125,8 @@ class LayerJob:
         self.answer = hidden
         self.weights = weights
         self.results: list[Any] = []
+        self.block: Any = None
+        self.place = 0
         self.answered = False
         self.asked_s = 0.0
         self.answered_s = 0.0
@@ -147,16 +153,16 @@ class LayerJob:
     def _top_k(self) -> int:
         return max(1, self.weights.shape[1])
 
-    def reroute(self, work: LayerWork) -> None:
+    def reroute(self, routing: np.ndarray, weights: np.ndarray | None) -> None:
         """Serve tokens by the experts and weights that a routing policy has chosen."""
-        assert work.weights is not None, (
+        assert weights is not None, (
             "a routing policy that replaces experts says how they are weighted"
         )
-        weights = np.ascontiguousarray(work.weights, np.float32)
+        in_full = np.ascontiguousarray(weights, np.float32)
         # In the precision of the model's: some combine in float32 whatever they compute
         # in.
-        self.weights = self._send(torch.from_numpy(weights).to(self.weights.dtype))
-        self._sort(group_tokens(work.routing))
+        self.weights = self._send(torch.from_numpy(in_full).to(self.weights.dtype))
+        self._sort(group_tokens(routing))
 
     def take_precomputed(self, position: int, rows: PrecomputedRows) -> np.ndarray:
         """Note what was computed ahead for the expert at `position`.
@@ -227,14 +233,14 @@ def cache_slots(size: CacheSize, expert_bytes: tuple[int, ...]) -> int:
     return int(size.pool_bytes[0]) // expert_bytes[0]
 
 
-def residents(memory: Residency) -> list[int]:
+def residents(memory: Memory) -> list[int]:
     """Keys that the planner holds resident, ascending: before the run, what fills a
     memory from the start.
     """
-    return np.flatnonzero(memory.state == RESIDENT).tolist()
+    return np.flatnonzero(np.asarray(memory.state) == RESIDENT).tolist()
 
 
-class SlotMap:
+class SlotMap(Placement):
     """Slots of one memory, by expert key ``layer * E + expert``.
 
     Args:
@@ -243,13 +249,13 @@ class SlotMap:
         store: knows the experts' layouts.
     """
 
-    def __init__(self, slots: Slots, memory: Residency, store: ExpertStore) -> None:
+    def __init__(self, slots: Slots, memory: Memory, store: ExpertStore) -> None:
         self.slots = slots
         self._memory = memory
         self._experts = memory.experts
-        self._slot_of = np.full(memory.state.size, -1, np.int32)
+        self._slot_of = np.full(len(memory.state), -1, np.int32)
         self._layouts = [store.layout(layer) for layer in range(store.layers)]
-        memory.on_leave = self.release
+        memory.slots = self
 
     def record(self, key: int) -> torch.Tensor:
         """Return the bytes of an expert's slot."""
@@ -303,7 +309,7 @@ class HostSlotMap:
     def __init__(
         self,
         store: ExpertStore,
-        memory: Residency | None,
+        memory: Memory | None,
         size: CacheSize | None,
         staging: int,
         expert_bytes: tuple[int, ...],
@@ -370,11 +376,6 @@ class HostSlotMap:
             layout = self._layouts[key // self._experts]
             return self.tier.weights(self._slot_of[key], layout)
         return self.limited.weights(key)
-
-    def take(self, key: int) -> None:
-        """Give an expert a slot: its read starts."""
-        assert self.limited is not None, "nothing is read where all is held"
-        self.limited.take(key)
 
     def close(self) -> None:
         """Let go of the memory."""

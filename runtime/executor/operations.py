@@ -1,4 +1,4 @@
-"""Real operations: reads, copies, products, and the forward pass that asks for them."""
+"""What is really done: reads, copies, products, and the forward pass."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moesim.runtime.executor.lanes import Operation
+from moesim.runtime.executor.lanes import Task
 from moesim.runtime.executor.memories import LayerJob, PrecomputedRows
 from moesim.runtime.models.expert_layout import expert_forward
 from moesim.traces.timeline.spans import COMPUTE, DENSE
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Memories:
-    """Where real experts are, and what computes with them: what an operation needs.
+    """Where real experts are, and what computes with them: what a task needs.
 
     Attributes:
         store: every expert, on disk.
@@ -67,9 +67,9 @@ class Memories:
         self.brought = brought
         self.job = LayerJob.nothing()
 
-    def key(self, operation: Operation) -> int:
-        """Flat key of an operation's expert, ``layer * E + expert``."""
-        return operation.layer * self.experts + operation.expert
+    def key(self, task: Task) -> int:
+        """Flat key of a task's expert, ``layer * E + expert``."""
+        return task.layer * self.experts + task.expert
 
     def for_cpu(self, key: int) -> ExpertWeights:
         """Weights of an expert where the CPU reads them.
@@ -97,7 +97,7 @@ class Memories:
                 records.close()
 
 
-class ExpertOperation(Operation):
+class ExpertTask(Task):
     """Something that is done with one expert.
 
     Args:
@@ -120,7 +120,7 @@ class ExpertOperation(Operation):
         self.key = memories.key(self)
 
 
-class Move(ExpertOperation):
+class Move(ExpertTask):
     """The move of an expert's record from one memory to another."""
 
     __slots__ = ()
@@ -175,7 +175,7 @@ class WriteBack(Move):
         return memories.device.copy_back(record, memories.leaving, self.nbytes)
 
 
-class Prediction(Operation):
+class Prediction(Task):
     """Dense parts of coming layers, computed to predict their experts."""
 
     __slots__ = ("_evaluate", "_parts")
@@ -205,11 +205,11 @@ class Prediction(Operation):
         self._evaluate(self.layer, self._parts)
 
 
-class Compute(ExpertOperation):
+class Compute(ExpertTask):
     """One expert on its tokens, from a device slot or from host memory.
 
     Args:
-        memories, lane, place: as in `ExpertOperation`.
+        memories, lane, place: as in `ExpertTask`.
         position: of the expert among the active ones.
         on_cpu: reads host memory, else a device slot.
 
@@ -281,11 +281,11 @@ class Compute(ExpertOperation):
         return hidden.index_select(0, rows[first:end])
 
 
-class Precompute(ExpertOperation):
+class Precompute(ExpertTask):
     """An expert of the next layer on this layer's hidden state, computed on the CPU.
 
     Args:
-        memories, lane, place: as in `ExpertOperation`.
+        memories, lane, place: as in `ExpertTask`.
         hidden: [T, H] of the layer before.
         rows: tokens to compute; takes the result.
 
@@ -321,7 +321,7 @@ class Precompute(ExpertOperation):
         self._hidden = self.rows.result
 
 
-class Forward(Operation):
+class Forward(Task):
     """The whole run, as the device sees it; its requests go to the control thread."""
 
     __slots__ = ("_control", "_forward", "done")
@@ -340,4 +340,4 @@ class Forward(Operation):
     def ended(self) -> None:
         """Tell control that the run is over."""
         self.done = True
-        self._control.wake()
+        self._control.take()

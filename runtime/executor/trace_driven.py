@@ -139,6 +139,7 @@ class ForcedRouting:
         # Cutting a trace into steps is no part of a run, nor is memory for keys and
         # values.
         self._steps = list(steps)
+        self._blocks = [executor.block_of(step) for step in self._steps]
         self._hidden = torch.empty(0)
         self._extent = (1, 1)  # sequences and context of the step under way
         executor.predict_by(self._dense_ahead)
@@ -152,10 +153,10 @@ class ForcedRouting:
 
     def __call__(self) -> None:
         """Run it; pass this to `Executor.run`."""
-        for step in self._steps:
+        for step, block in zip(self._steps, self._blocks, strict=True):
             hidden = self._dense.embed(step.tokens)
             self._extent = step.sequences, step.context_tokens
-            self._executor.begin_step(step.step, step.phase, step.batch)
+            self._executor.begin_step(step.step, step.phase, step.batch, block)
             for routed in step.layers:
                 hidden, normed = self._dense.layer(routed.layer, hidden, *self._extent)
                 # What predicts coming layers is part of this one's dense part.

@@ -9,15 +9,27 @@ layer, on its own input.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from moesim.engine.lanes import Admission
+from moesim.engine.durations import durations_of
+from moesim.engine.layer_step import LayerStep
+from moesim.engine.names import (
+    AHEAD,
+    AWAITED_AHEAD,
+    COPIED,
+    FETCHED,
+    HAS_READ,
+    PARTLY,
+    PREDICTED,
+    UNAWAITED,
+)
 from moesim.hwprofiles import lanes as kinds
-from moesim.policies.names import CPU, RESIDENT
-from moesim.policies.planner.plan import READ, REPLACE
+from moesim.policies.names import CPU
+from moesim.runtime.executor.lanes import nothing_to_do
 from moesim.runtime.executor.memories import PrecomputedRows
 from moesim.runtime.executor.operations import (
     Compute,
@@ -27,57 +39,49 @@ from moesim.runtime.executor.operations import (
     Read,
     WriteBack,
 )
+from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.operations import LAUNCH, NOTE, REQUEST, RETURN, Part
-from moesim.traces.timeline.spans import (
-    ACTIVATION,
-    DENSE,
-    JOIN,
-    PLAN,
-    pack_span,
-)
+from moesim.traces.timeline.spans import ACTIVATION, DENSE, JOIN, PLAN, pack_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moesim.policies.planner.plan import Copies, Plan
-    from moesim.policies.planner.planner import Planner
-    from moesim.runtime.executor.lanes import Lanes, Operation, WakingLock
+    from moesim.engine.operations import Operation
+    from moesim.engine.planner import Plan, Planner
+    from moesim.hwprofiles.profile import HardwareProfile
+    from moesim.policies.base import Work
+    from moesim.runtime.executor.lanes import Lanes, Task
     from moesim.runtime.executor.memories import LayerJob
-    from moesim.runtime.executor.operations import Memories
+    from moesim.runtime.executor.operations import ExpertTask, Memories
     from moesim.traces.timeline.spans import Timeline
 
-NO_WAITS = ()
 
-
-def part_of(operation: Operation) -> Part:
-    """When an operation kept its worker."""
+def part_of(task: Task) -> Part:
+    """When a task kept its worker."""
     part = Part(
-        lane=operation.lane,
-        kind=operation.kind,
-        step=operation.step,
-        layer=operation.layer,
-        expert=operation.expert,
-        picked_s=operation.picked_s,
-        start_s=operation.start_s,
-        end_s=operation.end_s,
-        ended_s=operation.ended_s,
+        lane=task.lane,
+        kind=task.kind,
+        step=task.step,
+        layer=task.layer,
+        expert=task.expert,
+        picked_s=task.picked_s,
+        start_s=task.start_s,
+        end_s=task.end_s,
+        ended_s=task.ended_s,
     )
-    if operation.counters is None:
+    if task.counters is None:
         return part
-    return part._replace(**operation.counters._asdict())
+    return part._replace(**task.counters._asdict())
 
 
-class RealWorld:
-    """Makes real operations and hands them to workers.
+class RealLayerStep(LayerStep):
+    """Layer steps on real lanes: decides, launches and joins what the device asks for.
 
     Between two layer steps products ahead of the gate run where the CPU lane has a
     thread that is free: its own, or the control thread, which waits. Where that thread
     also runs the model (one core for everything), they begin with the next layer step.
 
     Attributes:
-        lanes: names of the lanes, by index.
-        fetched_left: fetched experts that a serial plan's CPU still waits for.
-        is_computed: whether all products of the layer step have ended.
         evaluate_ahead: computes dense parts of coming layers, given the layer before
             and their number; None where the model's own work predicts.
         dispatch_s: per layer step, seconds from the end of planning until all work was
@@ -87,37 +91,35 @@ class RealWorld:
     """
 
     def __init__(
-        self, lanes: Lanes, memories: Memories, planner: Planner, timeline: Timeline
+        self,
+        lanes: Lanes,
+        memories: Memories,
+        planner: Planner,
+        profile: HardwareProfile,
+        timeline: Timeline,
     ) -> None:
-        self.lanes = lanes.names
-        self.submit = lanes.submit
-        self.withdraw = lanes.withdraw
-        self.offer = lanes.offer
-        self.admission = lanes.admission
-        self.fetched_left: Callable[[], int] = lambda: 0
-        self.is_computed: Callable[[], bool] = lambda: True
+        durations = durations_of(profile, planner)
+        super().__init__(lanes.machine, lanes, planner, durations)
+        lanes.machine.consequences = self
+        lanes.machine.gate = self.transfers
+        lanes.make = self._task
         self.evaluate_ahead: Callable[[int, int], None] | None = None
         self.dispatch_s = array("d")
         self.hand_off_s = array("d")
         self._lanes = lanes
         self._memories = memories
-        self._planner = planner
         self._timeline = timeline
         # Real runs have one GPU.
-        index = {lane: number for number, lane in enumerate(self.lanes)}
-        self._cpu = index[kinds.CPU.lane()]
-        self._gpu = index[kinds.GPU.lane()]
-        self._link = index[kinds.H2D.lane()]
-        self._back_link = index[kinds.D2H.lane()]
-        self._ssd = index[kinds.SSD.lane()]
-        self._control = index[kinds.CONTROL.lane()]
+        self._cpu = durations.compute[0]
+        self._gpu = durations.compute[1]
+        self._back_link = durations.back[0]
+        self._control = durations.control
         self._device_worker = lanes.worker(kinds.GPU.lane())
         self._elsewhere = [
-            lanes.worker(name) is not lanes.control for name in self.lanes
+            lanes.worker(name) is not lanes.control for name in lanes.names
         ]
         self._asked_s = 0.0
         self._planned_s = 0.0
-        self._step = 0
 
         # Instants of the layer step under way, and what control does beside lanes.
         self._decided_s = 0.0
@@ -128,195 +130,186 @@ class RealWorld:
         self._join = self._part(JOIN, 0.0)
         self._unserved: Part | None = None
         self._inline = self._device_worker is lanes.control
+        durations.inline = self._inline
         if timeline.operations is not None:
             lanes.control.on_serving = self._serving
             lanes.counts = True
 
-        # What is made ready outside the lock and queued inside it.
-        self._products: list[Compute] = []
-        self._new_precomputes: list[Precompute] = []
+        # Made ready outside the lock, by key: what starts when its operation does.
+        self._products: dict[int, Compute] = {}
+        # Likewise of what no layer step awaits yet, first queued first.
+        self._ahead_of: dict[int, deque[ExpertTask]] = {}
         # Products ahead of the gate for the layer step to come, by key.
         self._coming: dict[int, Precompute] = {}
         # Whose results, by position, the next layer step will join.
         self._deferred: tuple[LayerJob, np.ndarray] | None = None
 
-    # -- operations -------------------------------------------------------------------
+    def predict_by(self, evaluate: Callable[[int, int], None]) -> None:
+        """Let predictions that need coming layers' dense parts compute them.
 
-    def read(self, step: int, layer: int, expert: int, *, demanded: bool) -> Read:
-        """Make the read of an expert."""
-        del demanded  # real reads take as long as they take
-        return Read(self._memories, self._ssd, READ, (step, layer, expert))
-
-    def copy(self, copies: Copies, position: int, step: int) -> Copy:
-        """Make the copy of an expert."""
-        place = step, copies.layer, copies.experts[position]
-        return Copy(self._memories, self._link, copies.kind, place)
-
-    def computes(self, plan: Plan) -> list[Compute]:
-        """The products that `launching` has made; the lock is held."""
-        self._launched_s = self._lanes.lock.instant_s
-        if plan.serial:
-            on_gpu = self._planner.gpu[0].memory.state[plan.work.layer]
-            for product in self._products:
-                if product.lane == self._gpu and on_gpu[product.expert] != RESIDENT:
-                    # The last fetched expert lets the CPU begin: then it must be there.
-                    product.settles = lambda: self.fetched_left() == 1
-        return self._products
-
-    def precomputes(self, _: Plan) -> list[Precompute]:
-        """The products ahead of the gate that `launching` has made."""
-        return self._new_precomputes
-
-    def predictions(self, plan: Plan) -> tuple[Prediction, ...]:
-        """Make the evaluation of coming layers' dense parts.
-
-        Nothing for a live model, whose hooks have evaluated coming gates by now.
+        A live model's hooks have evaluated coming gates by the time that it asks.
         """
-        evaluate = self.evaluate_ahead
-        if not plan.dense_parts or evaluate is None:
-            return ()
-        place = plan.work.step, plan.work.layer
-        return (Prediction(self._gpu, place, plan.dense_parts, evaluate),)
-
-    # -- what the engine reports ------------------------------------------------------
-
-    def placed(self, operation: Operation, gpu: int) -> None:
-        """Give an expert the slot that its copy or read goes to."""
-        key = self._memories.key(operation)
-        if gpu < 0:
-            self._memories.host.take(key)
-        else:
-            self._memories.slots.take(key)
-
-    def write_back(self, operation: Operation, layer: int, expert: int) -> None:
-        """Copy an expert that leaves its slot to a copy back to host memory."""
-        place = operation.step, layer, expert
-        self.submit(WriteBack(self._memories, self._back_link, REPLACE, place))
-
-    def computed(self, _: Operation | None) -> None:
-        """Wake the control thread, which joins the results."""
-        self._computed_s = self._lanes.lock.instant_s
-        self._lanes.control.wake()
+        self.evaluate_ahead = evaluate
+        for phase in Phase:
+            for layer in range(self.layers):
+                parts = self.planner.evaluations(layer, phase).dense_parts
+                self.dense_parts[int(phase) * self.layers + layer] = parts
 
     # -- one layer step ---------------------------------------------------------------
 
-    def now_s(self) -> float:
-        """The instant at which the lock was taken."""
-        return self._lanes.lock.instant_s
-
-    def exclusive(self) -> WakingLock:
-        """The lanes' lock: nothing starts or ends while it is held."""
-        return self._lanes.lock
-
-    def planned(self, plan: Plan) -> tuple[()]:
-        """Note the plan and every access; planning has taken its time already."""
-        work = plan.work
-        self._planned_s = self._lanes.clock_s()
-        # Decisions have begun at the instant that the planner was told.
-        self._decided_s = self._planner.now_s
-        self._note(PLAN, work.layer, self._asked_s, self._planned_s)
-        self._timeline.access(
-            work.step, work.layer, work.experts, work.tokens, plan.lanes, work.state
-        )
+    def answer(self, s: int) -> None:
+        """Walk one layer step of the planner's block; serve control's own lanes while
+        the others work.
+        """
+        lanes = self._lanes
+        planner = self.planner
         job = self._memories.job
-        if work.routing is not job.routed.routing:
-            job.reroute(work)
-        self.hand_off_s.append(np.nan)
-        return NO_WAITS
+        self._layer = job.block.layer[s]
+        self.step = job.block.step[s]
+        self._unserved = None
+        self._request_s = max(job.asked_s, lanes.control.freed_s)
+        self._asked_s = lanes.clock_s()
 
-    def launching(self, plan: Plan) -> None:
-        """Make the products, and bring hidden states to where the CPU reads."""
-        work = plan.work
-        job = self._memories.job
-        job.results = [None] * len(work.experts)
-        self._products = self._make_products(plan)
-        cpu_used = any(product.lane == self._cpu for product in self._products)
-        if plan.precompute is not None or cpu_used:
-            self._hand_to_cpu(work.layer)
-        self._new_precomputes = self._make_precomputes(plan)
+        # Nothing starts while plans are made: what a plan saw must hold.
+        with lanes.lock:
+            self.begin(s)
+            self._decided_s = lanes.now_s
+        plan = planner.plan(s, self._decided_s)
+        self._note_plan(planner.work, plan)
+        self._make_ready(planner.work, plan)
 
-    def all_computed(self) -> Callable[[], bool]:
-        """Wait for the last product."""
-        self.dispatch_s.append(self._lanes.clock_s() - self._planned_s)
+        # Lanes work.
+        with lanes.lock:
+            self._launched_s = lanes.now_s
+            self.launch(s)
+        self.dispatch_s.append(lanes.clock_s() - self._planned_s)
         self._unserved = self._part(LAUNCH, self._launched_s)
-        return self.is_computed
+        lanes.control.serve(self._is_computed)
 
-    def joined(self, plan: Plan, *, cpu_used: bool) -> tuple[()]:
-        """Add up the results."""
-        del cpu_used  # the device brings the CPU's results over as it joins them
-        memories = self._memories
+        # Results join, holds are released, and the cache may replace what it likes.
         self.take_in()
-        start_s = self._lanes.clock_s()
-        memories.job.gather()
-        memories.job.answer = self._joined(plan)
-        end_s = self._lanes.clock_s()
-        self._note(JOIN, plan.work.layer, start_s, end_s)
+        start_s = lanes.clock_s()
+        job.gather()
+        job.answer = self._joined(planner.work, plan)
+        end_s = lanes.clock_s()
+        self._note(JOIN, self._layer, start_s, end_s)
         # Control joins when the last product has ended, and its own last one.
-        picked_s = max(self._computed_s, self._lanes.control.freed_s)
+        picked_s = max(self._computed_s, lanes.control.freed_s)
         self._join = self._part(JOIN, picked_s)._replace(start_s=start_s, end_s=end_s)
-        return NO_WAITS
+        with lanes.lock:
+            self.complete()
+            self._let_go_on(job)
 
-    def end_layer(self) -> None:
+    def all_computed(self) -> None:
+        """Note the instant, and wake the control thread, which joins the results."""
+        self._computed_s = self._lanes.now_s
+        super().all_computed()
+
+    def _is_computed(self) -> bool:
+        return not self.pending
+
+    def _let_go_on(self, job: LayerJob) -> None:
         """Let the model go on; the lock is held."""
-        instant_s = self._lanes.lock.instant_s
-        job = self._memories.job
+        instant_s = self._lanes.now_s
         job.answered = True
         job.answered_s = instant_s
-        self._device_worker.wake()
+        if not self._inline:
+            self._device_worker.take()
         self._note_parts(instant_s)
         self._lanes.control.freed_s = instant_s
         if not self._inline:
             self._unserved = self._part(RETURN, instant_s)
 
-    def asked(self, layer: int, step: int) -> None:
-        """Note that the device asks for a layer: planning begins."""
-        self._layer = layer
-        self._step = step
-        self._unserved = None
-        asked_s = self._memories.job.asked_s
-        self._request_s = max(asked_s, self._lanes.control.freed_s)
-        self._asked_s = self._lanes.clock_s()
-
     def noting(self, step: int, ended_s: float) -> None:
         """Note that control writes down a forward pass that ended at an instant."""
         self._layer = -1
-        self._step = step
+        self.step = step
         picked_s = max(ended_s, self._lanes.control.freed_s)
         self._unserved = self._part(NOTE, picked_s)
+
+    def _note_plan(self, work: Work, plan: Plan) -> None:
+        """Note the plan and every access; planning has taken its time already."""
+        self._planned_s = self._lanes.clock_s()
+        self._note(PLAN, work.layer, self._asked_s, self._planned_s)
+        active = work.active
+        self._timeline.access(
+            work.step,
+            work.layer,
+            np.array(work.experts),
+            np.array(work.tokens),
+            np.array(plan.lanes[:active]),
+            np.array(work.state[:active]),
+        )
+        if self.planner.alters_now:
+            self._memories.job.reroute(*self.planner.used_routing())
+        self.hand_off_s.append(np.nan)
+
+    # -- what is really done ----------------------------------------------------------
+
+    def _task(self, operation: Operation) -> Task:
+        """Make what is done for an operation that starts now; the lock is held."""
+        memories = self._memories
+        lane = operation.lane
+        kind = operation.kind
+        place = operation.step, operation.layer, operation.expert
+        follows = operation.follows
+        if follows == COPIED:
+            return Copy(memories, lane, kind, place)
+        if follows == HAS_READ:
+            return Read(memories, lane, kind, place)
+        if follows == UNAWAITED:
+            return WriteBack(memories, lane, kind, place)
+        if follows == PREDICTED:
+            assert self.evaluate_ahead is not None
+            row = self.planner.work.phase * self.layers
+            parts = self.dense_parts[row + operation.layer]
+            return Prediction(lane, place[:2], parts, self.evaluate_ahead)
+        key = operation.layer * self.experts + operation.expert
+        if follows in {AHEAD, AWAITED_AHEAD}:
+            return self._ahead_of[key].popleft()
+        product = self._products.pop(key)
+        if follows == FETCHED:
+            # The last fetched expert lets the CPU begin: then it must be there.
+            product.settles = self._fetches_last
+        return product
+
+    def _fetches_last(self) -> bool:
+        return self.fetched == 1
 
     def take_in(self) -> None:
         """Write down the spans of what has ended."""
         finished = self._lanes.finished
         while finished:
-            operation = finished.popleft()
-            if operation.end_s < 0.0:
+            task = finished.popleft()
+            if task.end_s < 0.0:
                 continue  # the device tells when, later
             self._timeline.spans.extend(
                 pack_span(
-                    operation.lane,
-                    operation.kind,
-                    operation.step,
-                    operation.layer,
-                    operation.expert,
-                    operation.start_s,
-                    operation.end_s,
-                    operation.nbytes,
+                    task.lane,
+                    task.kind,
+                    task.step,
+                    task.layer,
+                    task.expert,
+                    task.start_s,
+                    task.end_s,
+                    task.nbytes,
                 )
             )
-            self._note_hand_off(operation)
+            self._note_hand_off(task)
             if self._timeline.operations is not None:
-                self._timeline.operations.add(part_of(operation))
+                self._timeline.operations.add(part_of(task))
 
-    def _joined(self, plan: Plan) -> torch.Tensor:
+    def _joined(self, work: Work, plan: Plan) -> torch.Tensor:
         """Add up what this layer step awaited: [T, H]."""
         job = self._memories.job
         join = self._memories.device.join
         late = self._deferred
         self._deferred = None
-        if plan.deferred:
-            is_late = np.isin(plan.work.experts, plan.deferred)
-            self._deferred = job, np.flatnonzero(is_late)
-            job = job.part(np.flatnonzero(~is_late))
+        if plan.defers:
+            is_late = np.array(plan.deferred[: work.active], np.bool_)
+            if is_late.any():
+                self._deferred = job, np.flatnonzero(is_late)
+                job = job.part(np.flatnonzero(~is_late))
         answer = join(job)
         if late is not None:
             before, positions = late
@@ -325,48 +318,53 @@ class RealWorld:
 
     # -- products ---------------------------------------------------------------------
 
-    def _make_products(self, plan: Plan) -> list[Compute]:
-        """One product per active expert, but for what was computed ahead."""
-        work = plan.work
-        experts = work.experts.tolist()
-        codes = plan.lanes.tolist()
-        precomputed = None if work.precomputed is None else work.precomputed.tolist()
+    def _make_ready(self, work: Work, plan: Plan) -> None:
+        """Make the products, and bring hidden states to where the CPU reads."""
+        job = self._memories.job
+        job.results = [None] * work.active
+        self._products = {}
+        cpu_used = plan.begins_ahead
         ahead = self._coming
         self._coming = {}
-        first_key = work.layer * self._memories.experts
-
-        products = []
-        for position in plan.order:
-            expert = experts[position]
-            on_cpu = codes[position] == CPU
+        for position in range(work.active):
+            key = work.first + work.experts[position]
+            on_cpu = plan.lanes[position] == CPU
             only = None
-            if precomputed is not None and precomputed[position]:
-                rows = ahead[first_key + expert].rows
-                missing = self._memories.job.take_precomputed(position, rows)
+            if plan.has_precomputed and plan.precomputed[position]:
+                missing = job.take_precomputed(position, ahead[key].rows)
                 if not len(missing):
                     continue
+                plan.precomputed[position] = PARTLY
                 only = torch.from_numpy(missing)
             product = Compute(
                 self._memories,
                 self._cpu if on_cpu else self._gpu,
-                (work.step, work.layer, expert),
+                (work.step, work.layer, work.experts[position]),
                 position,
                 on_cpu=on_cpu,
             )
             product.only = only
-            products.append(product)
-        return products
+            cpu_used = cpu_used or on_cpu
+            if plan.defers and plan.deferred[position]:
+                self._ahead_of.setdefault(key, deque()).append(product)
+            else:
+                self._products[key] = product
+        if cpu_used:
+            self._hand_to_cpu(work.layer)
+        if plan.begins_ahead:
+            self._make_precomputes(work, plan)
 
-    def _make_precomputes(self, plan: Plan) -> list[Precompute]:
+    def _make_precomputes(self, work: Work, plan: Plan) -> None:
         """Products of the next layer's experts, for tokens predicted to need them."""
-        precompute = plan.precompute
-        work = plan.work
-        if precompute is None:
-            return []
+        planner = self.planner
+        columns = planner.routed_columns
+        routed = np.asarray(planner.routed)[: work.rows * columns]
+        routing = routed.reshape(work.rows, columns)
         hidden = self._memories.job.hidden_cpu
-        products = []
-        for expert in precompute.experts.tolist():
-            rows = np.flatnonzero((precompute.routing == expert).any(axis=1))
+        for expert in range(self.experts):
+            if not plan.ahead_tokens[expert]:
+                continue
+            rows = np.flatnonzero((routing == expert).any(axis=1))
             product = Precompute(
                 self._memories,
                 self._cpu,
@@ -375,8 +373,7 @@ class RealWorld:
                 PrecomputedRows(rows - len(hidden), hidden),
             )
             self._coming[product.key] = product
-            products.append(product)
-        return products
+            self._ahead_of.setdefault(product.key, deque()).append(product)
 
     def _hand_to_cpu(self, layer: int) -> None:
         """Bring hidden states to where the CPU reads."""
@@ -388,7 +385,7 @@ class RealWorld:
             self._timeline.span(
                 self._back_link,
                 ACTIVATION,
-                self._step,
+                self.step,
                 layer,
                 expert=-1,
                 start_s=start_s,
@@ -403,7 +400,7 @@ class RealWorld:
         return Part(
             lane=self._control,
             kind=kind,
-            step=self._step,
+            step=self.step,
             layer=self._layer,
             expert=-1,
             picked_s=picked_s,
@@ -413,22 +410,23 @@ class RealWorld:
         )
 
     def close(self) -> None:
-        """Let go of whoever holds this world."""
+        """Let go of whoever holds these layer steps."""
         self.evaluate_ahead = None
-        self.fetched_left = lambda: 0
-        self.is_computed = lambda: True
-        self._products = []
-        self._new_precomputes = []
+        self._products = {}
+        self._ahead_of = {}
         self._coming = {}
-        self.admission.decide = Admission().decide
-        self._lanes.control.on_serving = None
+        self._deferred = None
+        lanes = self._lanes
+        lanes.make = nothing_to_do
+        lanes.machine.consequences = lanes.machine.gate = None
+        lanes.control.on_serving = None
 
     def _serving(self) -> None:
         """Note that control begins to serve its lanes; the lock is held."""
         part = self._unserved
         operations = self._timeline.operations
         if part is not None and operations is not None:
-            instant_s = self._lanes.lock.instant_s
+            instant_s = self._lanes.now_s
             operations.add(part._replace(end_s=instant_s, ended_s=instant_s))
         self._unserved = None
 
@@ -456,7 +454,7 @@ class RealWorld:
         self._timeline.span(
             self._control,
             kind,
-            self._step,
+            self.step,
             layer,
             expert=-1,
             start_s=start_s,
@@ -464,11 +462,11 @@ class RealWorld:
             nbytes=0,
         )
 
-    def _note_hand_off(self, operation: Operation) -> None:
+    def _note_hand_off(self, task: Task) -> None:
         """Note when the first other worker has begun after planning."""
-        if not self.hand_off_s or operation.kind == DENSE:
+        if not self.hand_off_s or task.kind == DENSE:
             return
-        if not self._elsewhere[operation.lane] or not np.isnan(self.hand_off_s[-1]):
+        if not self._elsewhere[task.lane] or not np.isnan(self.hand_off_s[-1]):
             return
-        if operation.start_s >= self._planned_s:
-            self.hand_off_s[-1] = operation.start_s - self._planned_s
+        if task.start_s >= self._planned_s:
+            self.hand_off_s[-1] = task.start_s - self._planned_s

@@ -14,24 +14,23 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
+from moesim.engine.at_once import carry_out
+from moesim.engine.block import block_of
+from moesim.engine.planner import Planner
 from moesim.hwprofiles.calibration.fit_curves import fit_line
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies.parameters import REQUIRED
-from moesim.policies.planner.at_once import carry_out
-from moesim.policies.planner.plan import MemoryPlan
-from moesim.policies.planner.planner import Planner
-from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import describe
+from moesim.policies.sizes import CacheSize, MemoryPlan
 from moesim.policies.systems import System
 from moesim.runtime.measure.sampling import Operation, Timer, once_s, sample
-from moesim.traces.format.batch import RoutedLayer
+from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.schema import ModelShape, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moesim.policies.planner.plan import Plan
     from moesim.runtime.measure.sampling import Measurements
 
 _OPERATIONS: Final = 64
@@ -190,23 +189,17 @@ def _planning_timer(name: str, active: int) -> Timer:
     planner = _planner(name)
     rng = np.random.default_rng(0)
     layers = [_routed(rng, layer, active) for layer in range(_LAYERS)]
-    plans: list[Plan] = []
+    planner.put(block_of(RoutedStep(0, Phase.DECODE, 0, 1, 1, 1, layers), planner))
 
     def once(_: Operation, index: int) -> float:
-        plans.clear()
-        step, layer = divmod(index, _LAYERS)
         # Any clock will do, as long as it does not stand still.
         now_s = float(index)
-        spent_s = once_s(
-            lambda _: plans.append(
-                planner.plan(layers[layer], step, Phase.DECODE, now_s)
-            ),
-            index,
-        )
-        carry_out(planner, plans[0], now_s + 0.5)
+        layer = index % _LAYERS
+        spent_s = once_s(lambda _: planner.plan(layer, now_s), index)
+        carry_out(planner, now_s + 0.5)
         return spent_s
 
-    # Two steps first: kernels are compiled, and the cache fills.
+    # Two steps first: the cache fills.
     warm_up = 2 * _LAYERS
     for index in range(warm_up):
         once(lambda _: None, index)

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from moesim.runtime.doctor import Finding, fails, holds, limited
 from moesim.runtime.executor.device import StreamDevice
-from moesim.runtime.executor.lanes import Operation
+from moesim.runtime.executor.lanes import Task
 from moesim.runtime.executor.live import TOLERANCES
 from moesim.runtime.models.expert_layout import (
     dtype_name,
@@ -148,7 +148,7 @@ def check_slot_reuse(accelerator: Accelerator) -> Finding:
         for number in range(_ROUNDS):
             source = host.record(number % len(records))
             landings.append(device.copy(0, source, layout.expert_bytes))
-            product = Operation(0, COMPUTE, 0, number)
+            product = Task(0, COMPUTE, 0, number)
             device.begin_compute(product, 0)
             results.append(expert_forward(slots.weights(0, layout), there, layout))
             device.end_compute(product)

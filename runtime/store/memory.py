@@ -7,7 +7,7 @@ page fault, and reading it measures the zero page). A slot holds any expert's re
 viewing it as weight tensors costs nothing, since the views are made once per slot and
 layout.
 
-Which expert may use which slot is decided elsewhere (`policies/planner/residency.py`);
+Which expert may use which slot is decided elsewhere (`engine/memory.py`);
 a row only knows free from taken, and only one thread takes and gives back.
 """
 

@@ -29,7 +29,7 @@ from moesim.base.seals import sealed_metadata
 from moesim.policies.cache._learned_network import History, Network, sizes
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache_replay import replay
-from moesim.policies.planner.residency import CacheSize
+from moesim.policies.sizes import CacheSize
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
 

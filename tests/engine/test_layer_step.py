@@ -104,7 +104,7 @@ def test_prefill_may_need_more_experts_than_fit():
     planner = plan_of(shape(), ON_GPU, slots=2, staging=2)
     _, timeline = run(planner, steps([routed(0, 0, 1, 2, 3)]))
     assert sorted(s[1] for s in spans(timeline, "compute")) == [0, 1, 2, 3]
-    assert planner.resident(0).sum() == 2
+    assert planner.view.resident(0).sum() == 2
 
 
 def test_an_ssd_miss_is_a_chain_of_read_then_copy():
@@ -185,17 +185,30 @@ def test_experts_split_over_gpus_run_side_by_side():
 
 @pytest.mark.parametrize("slots", [0, 1, 2, 4])
 def test_events_are_counted_as_simpy_counts_them(slots):
-    """The reported number of events is what SimPy scheduled, and the process's turns."""
+    """The reported number of events is what SimPy has scheduled, the process aside:
+    ends and turns.
+    """
     from moesim.sim.replay import Replay
+    from moesim.sim.simpy_clock import SimpyClock
     from moesim.traces.timeline.spans import Timeline
 
     planner = plan_of(shape(), ON_GPU, slots=slots)
     profile = HandProfile()
-    replay = Replay(profile, planner.costs, planner, Timeline(profile.lanes))
-    result = replay.run(steps([routed(0, 0, 1)], [routed(0, 1, 2)]))
-    turns = replay.clock.turns
-    assert turns
-    assert next(replay.clock.numbers) + turns == result.events
+    replay = Replay(profile, planner, Timeline(profile.lanes), clock=SimpyClock)
+    scheduled = []
+    schedule = type(replay.clock.env).schedule
+
+    def counting(env, *arguments, **named):
+        scheduled.append(type(arguments[0]).__name__)
+        schedule(env, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(replay.clock.env), "schedule", counting)
+        result = replay.run(steps([routed(0, 0, 1)], [routed(0, 1, 2)]))
+    assert replay.clock.turns
+    counts = {kind: scheduled.count(kind) for kind in set(scheduled)}
+    assert counts["_Turn"] == replay.clock.turns
+    assert counts["_End"] + counts["_Turn"] == result.events
 
 
 def test_a_calibration_fills_a_cache_that_would_start_empty():

@@ -7,16 +7,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.handmade import HandCosts, plan_of, registered, routed, run, shape, steps
+from support.handmade import (
+    HandCosts,
+    plan_of,
+    registered,
+    routed,
+    run,
+    shape,
+    states_of,
+    steps,
+)
 from support.real_machine import LAUNCHED, TWO_WORKERS, float_model, host_profile
 from support.wild_policies import WildAssignment, WildCache, WildPrefetch
 
+from moesim.engine.observers import observed
+from moesim.engine.planner import Planner
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.names import ABSENT, IN_FLIGHT, RESIDENT
-from moesim.policies.planner.observers import observed
-from moesim.policies.planner.plan import MemoryPlan
-from moesim.policies.planner.planner import Planner
-from moesim.policies.planner.residency import CacheSize
+from moesim.policies.sizes import CacheSize, MemoryPlan
 from moesim.policies.systems import System
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.executor import Executor
@@ -63,44 +71,38 @@ class Auditor:
 
     Attributes:
         reports: how many there were.
-        evictions: how many residents have left.
     """
 
     def __init__(self, planner):
         self.reports = 0
-        self.evictions = 0
         self._planner = planner
-        self._full = [self._empty(level) == 0 for level in self._levels()]
+        self._full = [self._empty(memory) == 0 for memory in self._memories()]
 
-    def _levels(self):
+    def _memories(self):
         host = self._planner.host
-        return [*self._planner.gpu, *([] if host is None else [host.level])]
+        return [*self._planner.gpu, *([] if host is None else [host.memory])]
 
     @staticmethod
-    def _empty(level):
+    def _empty(memory):
         """Places of the cache that hold nothing that has landed."""
-        memory = level.memory
-        cached = (memory.state == RESIDENT) & ~memory.staged
+        there = np.asarray(memory.state) == RESIDENT
+        cached = there & (np.asarray(memory.staged) == 0)
         return int(memory.size.slots.sum()) - int(cached.sum())
 
     def reported(self, call, arguments, answer):
         self.reports += 1
-        if call in {"start_copy", "start_read"} and answer is not None:
-            self.evictions += len(answer.evicted)
-        for at, level in enumerate(self._levels()):
-            memory = level.memory
-            cached = ~memory.staged & (memory.state != ABSENT)
+        for at, memory in enumerate(self._memories()):
+            state = np.asarray(memory.state)
+            staged = np.asarray(memory.staged)
+            cached = (staged == 0) & (state != ABSENT)
             # Every byte is free or some expert's, and no expert is there twice.
-            used = sum(
-                int(cached[layer].sum()) * size
-                for layer, size in enumerate(memory.expert_bytes)
-            )
-            assert used + sum(memory._free_bytes) == memory.size.total_bytes
-            assert (memory.holds >= 0).all()
-            assert int(memory.staged.sum()) == memory.staged_total <= level._staging
+            used = int(np.asarray(memory.bytes_of)[cached].sum())
+            assert used + sum(memory.free_bytes) == memory.size.total_bytes
+            assert min(memory.holds) >= 0
+            assert int(staged.sum()) == memory.staged_total <= memory.staging
             # A full memory has an empty place only while a copy into it is running.
-            running = int((cached & (memory.state == IN_FLIGHT)).sum())
-            empty = self._empty(level)
+            running = int((cached & (state == IN_FLIGHT)).sum())
+            empty = self._empty(memory)
             self._full[at] |= empty == 0
             assert not self._full[at] or empty == running, (call, arguments)
 
@@ -272,4 +274,4 @@ def test_the_same_holds_with_real_copies(
     computed = timeline.frame().query("kind == 'compute'")
     assert len(computed) == sum(len(chosen) for layers in trace for chosen in layers)
     # Nothing is lost or there twice: who has a slot is who the books say is there.
-    assert slots_taken == int((planner.gpu[0].memory.state != ABSENT).sum())
+    assert slots_taken == int((states_of(planner) != ABSENT).sum())

@@ -15,15 +15,16 @@ from support.handmade import (
     run,
     shape,
     spans,
+    states_of,
     steps,
 )
 
 import moesim
+from moesim.engine.names import NO_PLACE, STAGED
+from moesim.engine.observers import observed
 from moesim.policies.base import CachePolicy, Late, NoPlace, PrefetchPolicy
 from moesim.policies.cache.lru import LRU
 from moesim.policies.names import ABSENT, IN_FLIGHT, RESIDENT
-from moesim.policies.planner.observers import observed
-from moesim.policies.planner.records import ExpertKey
 from moesim.policies.systems import System
 
 
@@ -35,7 +36,7 @@ class Wishes(PrefetchPolicy):
     ) -> None:
         self.late = late
         self.no_place = no_place
-        self.keys = [ExpertKey(*map(int, key.split("."))) for key in keys.split("/")]
+        self.keys = [tuple(map(int, key.split("."))) for key in keys.split("/")]
 
     def prefetch(self, work, view, named):
         if work.layer or work.step:
@@ -78,13 +79,14 @@ class Watching:
     """Notes the states of some layers' experts on the GPU at every start."""
 
     def __init__(self, planner):
-        self.memory = planner.gpu[0].memory
+        self.memory = planner.gpu[0]
         self.starts = []
 
     def reported(self, call, arguments, answer):
         if call == "start_copy":
-            _, layer, expert, now_s = arguments
-            self.starts.append((layer, expert, now_s, answer))
+            _, key, now_s = arguments
+            layer, expert = divmod(key, self.memory.experts)
+            self.starts.append((layer, expert, now_s, answer, self.memory.evicted))
 
 
 def filled(layers, experts, per_layer):
@@ -119,9 +121,9 @@ def test_a_victim_leaves_when_the_link_begins():
     planner = made("wishes:keys=1.2/2.2")
     watching = Watching(planner)
     run(observed(planner, watching), steps([routed(0, 0)]))
-    state = planner.gpu[0].memory.state
+    state = states_of(planner)
     assert [start[:3] for start in watching.starts] == [(1, 2, 2.0)]
-    assert watching.starts[0][3].evicted == (4,)
+    assert watching.starts[0][4] == 4
     assert state[1].tolist() == [ABSENT, RESIDENT, IN_FLIGHT, ABSENT]
     assert state[2].tolist() == [RESIDENT, RESIDENT, ABSENT, ABSENT]
 
@@ -134,9 +136,8 @@ def test_a_copy_that_is_dropped_before_it_started_leaves_no_trace():
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 1)]))
     assert spans(timeline, "prefetch") == [("h2d0", 2, 2, 6)]
     assert timeline.access_frame()["state"].tolist() == ["hit", "hit"]
-    memory = planner.gpu[0].memory
-    assert memory.state[1].tolist() == [ABSENT, RESIDENT, RESIDENT, ABSENT]
-    assert not memory.holds.any()
+    assert states_of(planner)[1].tolist() == [ABSENT, RESIDENT, RESIDENT, ABSENT]
+    assert not any(planner.gpu[0].holds)
 
 
 @pytest.mark.parametrize(("no_place", "staging", "copied"), [
@@ -156,14 +157,14 @@ def test_a_prefetch_without_a_place_is_staged_dropped_or_waits(
     watching = Watching(planner)
     run(observed(planner, watching), steps([routed(0, 0)]))
     started = [
-        (expert, "staged" if place.staged else "cached")
-        for _, expert, _, place in watching.starts
-        if place is not None
+        (expert, "staged" if place == STAGED else "cached")
+        for _, expert, _, place, _ in watching.starts
+        if place != NO_PLACE
     ]
     assert started == copied
     # Who waits is still wished for; who was dropped is forgotten.
-    waits = planner.gpu[0].is_wished(1 * 4 + 2)
-    assert waits == (no_place == "wait" and not copied)
+    waits = planner.gpu[0].wished[1 * 4 + 2]
+    assert bool(waits) == (no_place == "wait" and not copied)
 
 
 def test_a_prefetch_waits_for_the_slot_that_demand_uses():
@@ -184,7 +185,7 @@ def test_a_replacement_waits_until_the_one_it_replaces_is_free():
     # Layer 0: dense to 1, product to 4. Layer 1: to 5, product to 8; the link is free
     # at 8 too. Layer 2: to 9, product to 12.
     assert spans(timeline, "replace") == [("h2d0", 3, 4, 8), ("h2d0", 3, 8, 12)]
-    assert planner.gpu[0].memory.state[1].tolist() == [
+    assert states_of(planner)[1].tolist() == [
         ABSENT,
         RESIDENT,
         ABSENT,
@@ -198,15 +199,16 @@ def test_a_replacement_waits_until_the_one_it_replaces_is_free():
 class Arrivals:
     """Notes what each plan expected of its active experts."""
 
-    def __init__(self):
+    def __init__(self, planner):
+        self.work = planner.work
         self.expected = {}
 
     def reported(self, call, arguments, answer):
         if call == "plan":
-            work = answer.work
-            self.expected[work.step, work.layer] = (
-                work.state.tolist(),
-                work.arrive_s[0].tolist(),
+            shown = self.work.arrays()
+            self.expected[answer.step, answer.layer] = (
+                shown.state.tolist(),
+                shown.arrive_s[0].tolist(),
             )
 
 
@@ -215,7 +217,7 @@ def test_a_queued_prefetch_that_a_layer_awaits_becomes_its_demand():
     comes at 5 and needs it: expected after the copy under way, 1 s, and its own, 4 s.
     """
     planner = made("wishes:keys=2.2/2.3/1.3")
-    arrivals = Arrivals()
+    arrivals = Arrivals(planner)
     _, timeline = run(observed(planner, arrivals), steps([routed(0, 0), routed(1, 3)]))
     assert arrivals.expected[0, 1] == ([ABSENT], [5.0])
     assert spans(timeline, "fetch") == [("h2d0", 3, 6, 10)]
@@ -227,14 +229,14 @@ def test_a_queued_replacement_that_a_layer_awaits_is_promoted():
     needed by layer 1 at 5: 2 s are left and 4 its own. It goes before a prefetch.
     """
     planner = made(cache="swapping")
-    arrivals = Arrivals()
+    arrivals = Arrivals(planner)
     _, timeline = run(
         observed(planner, arrivals), steps([routed(0, 0), routed(1, 3), routed(2, 1)])
     )
     assert arrivals.expected[0, 1] == ([ABSENT], [6.0])
     assert spans(timeline, "replace") == [("h2d0", 3, 3, 7), ("h2d0", 3, 7, 11)]
     assert spans(timeline, "compute")[1] == ("gpu0", 3, 11, 12)
-    assert planner.gpu[0].memory.state[1].tolist() == [
+    assert states_of(planner)[1].tolist() == [
         ABSENT,
         RESIDENT,
         ABSENT,
@@ -247,7 +249,7 @@ def test_a_read_behind_an_awaited_copy_is_promoted_too():
     layer 1 comes at 5 and awaits (1,3): its read is next, 10-18, its copy 18-22.
     """
     planner = made("wishes:keys=2.2/2.3/1.3", host_slots=1, staging=3)
-    arrivals = Arrivals()
+    arrivals = Arrivals(planner)
     _, timeline = run(observed(planner, arrivals), steps([routed(0, 0), routed(1, 3)]))
     assert spans(timeline, "read") == [("ssd", 2, 2, 10), ("ssd", 3, 10, 18)]
     # 5 s of the read under way, 8 of its own, 4 of the copy.
@@ -284,7 +286,7 @@ def test_the_cpu_computes_what_is_50_seconds_away(assignment):
     assert timeline.access_frame()["state"].tolist() == ["hit", "delayed"]
     assert timeline.access_frame()["lane"].tolist() == ["gpu0", "cpu"]
     # The copy goes on.
-    assert planner.gpu[0].memory.state[1, 1] == IN_FLIGHT
+    assert states_of(planner)[1, 1] == IN_FLIGHT
 
 
 def test_a_copy_that_has_not_started_is_taken_back_when_the_cpu_takes_over():
@@ -294,7 +296,7 @@ def test_a_copy_that_has_not_started_is_taken_back_when_the_cpu_takes_over():
     )
     result, timeline = run(planner, steps([routed(0, 0), routed(1, 3)]))
     assert result.makespan_s == 7
-    assert not planner.gpu[0].is_wished(1 * 4 + 3)
+    assert not planner.gpu[0].wished[1 * 4 + 3]
     assert not spans(timeline, "fetch")
 
 

@@ -14,6 +14,7 @@ from support.small_trace import write_trace
 from typer.testing import CliRunner
 
 from moesim import cli
+from moesim.engine.observers import observed_policy
 from moesim.evidence.reproduction import routing as reproduce
 from moesim.evidence.reproduction import routing_figures as figures
 from moesim.evidence.reproduction.questions import data
@@ -27,9 +28,8 @@ from moesim.evidence.reproduction.routing_figures import (
 )
 from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError
-from moesim.policies.planner.observers import observed_policy
-from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
+from moesim.policies.sizes import CacheSize
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps
 

@@ -23,14 +23,13 @@ from typer.testing import CliRunner
 from benchmarks.structure import MeasuredDurations, compare_structure, of_folders
 from moesim import cli
 from moesim.base.errors import TraceError
+from moesim.engine.operations import Machine, Operation, machine_of
 from moesim.hwprofiles.profile import save_profile
 from moesim.policies.systems import SYSTEMS
 from moesim.runs import replay as api
 from moesim.runs.config import RunConfig
 from moesim.runs.measured import columns_of
 from moesim.runs.setup import Setup
-from moesim.sim.clock import Operation
-from moesim.sim.machine import Machine
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
 from moesim.traces.timeline.operations import LAUNCH, REQUEST, OperationTable, Part
@@ -81,7 +80,10 @@ def table_of(*parts):
 
 
 def lasting(durations, kind, *, lane=0, layer=0, expert=-1):
-    operation = Operation(lane, kind, 0, layer, expert, work_s=99.0)
+    operation = Operation()
+    operation.lane, operation.kind = lane, kind
+    operation.layer, operation.expert = layer, expert
+    operation.work_s = 99.0
     durations.scatter(operation)
     return operation.work_s
 
@@ -169,15 +171,22 @@ def test_a_worker_that_chooses_too_early_is_found(trace, store, artefacts, monke
     cell = both(trace, store, artefacts, "smoe", batch=4, **memory)
     assert compare_structure("smoe", *cell).is_equal
 
-    finished = Machine._finished
+    class Hasty(Machine):
+        """Lets a worker choose before the consequences of what ended have queued."""
 
-    def free_first(machine, operation):
-        machine._worker_of[operation.lane].busy = operation.kind == DENSE
-        if not machine._worker_of[operation.lane].busy:
-            machine.offer()
-        finished(machine, operation)
+        def ended(self, operation):
+            worker = self.lanes[operation.lane].worker
+            worker.busy = operation.kind == DENSE
+            if not worker.busy:
+                self.offer()
+            super().ended(operation)
 
-    monkeypatch.setattr(Machine, "_finished", free_first)
+    def hasty(names, served):
+        made = machine_of(names, served)
+        return Hasty(made.lanes, made.workers)
+
+    # The compiled replay finds its machine's maker as a name of its module.
+    monkeypatch.setattr("moesim.sim.replay.machine_of", hasty)
     assert not compare_structure("smoe", *cell).is_equal
 
 

@@ -14,6 +14,7 @@ from support.handmade import (
     HandCosts,
     HandProfile,
     plan_of,
+    plan_step,
     registered,
     routed,
     run,
@@ -107,14 +108,14 @@ def test_with_limited_host_memory_only_what_is_there_is_computed_ahead():
     )
     # The second pass starts (1, 1) from host memory.
     assert [s[1] for s in spans(timeline, "read")] == [0, 1]
-    assert not planner.host.memory.holds.any()
+    assert not any(planner.host.memory.holds)
 
 
 def test_nothing_lies_ahead_of_the_last_layer_and_ids_are_checked():
     planner = plan_of(shape(layers=1), ahead())
-    assert planner.plan(routed(0, 0), 0, 1, 0.0).precompute is None
+    assert not plan_step(planner, routed(0, 0)).begins_ahead
     with pytest.raises(PolicyError, match="precompute: experts"):
-        plan_of(shape(layers=2), ahead("9")).plan(routed(0, 0), 0, 1, 0.0)
+        plan_step(plan_of(shape(layers=2), ahead("9")), routed(0, 0))
 
 
 @pytest.mark.parametrize(("serial", "cpu_starts"), [("true", 7), ("false", 2)])
@@ -137,12 +138,15 @@ def test_section_2_3_daop_predicts_from_layer_four_on_and_starts_what_no_gpu_hol
     model = shape(layers=7, experts=4, top_k=2)
     planner = plan_of(model, System("daop:first_layer=2", cache="lru"), slots=2)
     predicted = np.array([[0.1, 0.4, 0.3, 0.2]], np.float16)
-    first = planner.plan(routed(0, 0, 1, pred1_raw=predicted), 0, 1, 0.0)
-    assert first.precompute is None  # layer 1 runs on demand
-    second = planner.plan(routed(1, 0, 1, pred1_raw=predicted), 0, 1, 0.0)
-    assert second.precompute.experts.tolist() == [1, 2]
-    third = planner.plan(routed(2, 1, 3, pred1_raw=predicted), 0, 1, 0.0)
-    assert third.work.precomputed.tolist() == [True, False]
+    experts = [(0, 1), (0, 1), (1, 3)]
+    layers = [routed(n, *each, pred1_raw=predicted) for n, each in enumerate(experts)]
+    # Layer 1 runs on demand.
+    assert not plan_step(planner, *layers).begins_ahead
+    second = planner.plan(1, 0.0)
+    assert [e for e in range(4) if second.ahead_tokens[e]] == [1, 2]
+    third = planner.plan(2, 0.0)
+    assert third.has_precomputed
+    assert list(third.precomputed[:2]) == [True, False]
 
 
 def test_section_2_3_on_demand_layers_are_parallel_as_drawn_or_serial_as_coded():
@@ -253,11 +257,12 @@ def test_what_any_token_ranks_among_its_first_joins_at_once():
         for n in range(2)
     ]
     planner = plan_of(THREE_LAYERS, System("fixed-mapping:defer=1", cache="none"))
-    assert planner.plan(layers[0], 0, Phase.DECODE, 0.0).deferred == [3]
+    plan = plan_step(planner, *layers)
+    assert list(plan.deferred[:3]) == [0, 0, 1]
     everything = plan_of(THREE_LAYERS, System("fixed-mapping:defer=2", cache="none"))
-    plan = everything.plan(layers[0], 0, Phase.DECODE, 0.0)
-    assert plan.deferred == [1, 2, 3]
-    assert plan.lanes.tolist() == [0, 0, 0]
+    plan = plan_step(everything, *layers)
+    assert list(plan.deferred[:3]) == [1, 1, 1]
+    assert list(plan.lanes[:3]) == [0, 0, 0]
 
 
 def test_with_limited_host_memory_only_what_is_there_is_deferred():
@@ -269,7 +274,7 @@ def test_with_limited_host_memory_only_what_is_there_is_deferred():
     result, _ = run(planner, passes)
     cold_s = 3 * (2 + 8 + 2 * 10)
     assert result.makespan_s == cold_s + 62
-    assert not planner.host.memory.holds.any()
+    assert not any(planner.host.memory.holds)
 
 
 def test_a_policy_that_does_not_defer_may_not_say_so():
@@ -282,7 +287,7 @@ def test_a_policy_that_does_not_defer_may_not_say_so():
     with registered(assignment_marks=Marks):
         planner = plan_of(THREE_LAYERS, System("marks", cache="none"))
         with pytest.raises(PolicyError, match="expected a lane"):
-            planner.plan(routed(0, 1, 0), 0, Phase.DECODE, 0.0)
+            plan_step(planner, routed(0, 1, 0))
 
 
 def test_daop_replays_the_shipped_trace():
@@ -297,7 +302,7 @@ def test_daop_replays_the_shipped_trace():
 
 
 def test_parity_of_decision_logs_covers_work_ahead():
-    from moesim.policies.planner.observers import DecisionLog, observed, repeat
+    from moesim.engine.observers import DecisionLog, observed, repeat
 
     passes = steps([routed(0, 0), routed(1, 1)], [routed(0, 2), routed(1, 3)])
     log = DecisionLog()

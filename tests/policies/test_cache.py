@@ -24,18 +24,17 @@ from support.cache_driver import (
     victims,
     work,
 )
+from support.handmade import memory_of
 
-from moesim.policies.base import PolicyError
+from moesim.engine.names import NO_PLACE
+from moesim.policies.base import PolicyError, Work
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.lfu import LFU
 from moesim.policies.cache.lru import LRU
 from moesim.policies.cache.none import NoCache
 from moesim.policies.cache.static import Static
-from moesim.policies.planner.copies import BETWEEN_LAYERS
-from moesim.policies.planner.memory_level import MemoryLevel
-from moesim.policies.planner.residency import CacheSize, Residency
 from moesim.policies.registry import resolve
-from moesim.policies.run_context import RunContext
+from moesim.policies.sizes import CacheSize
 
 UNIT_STRING = [5, 2, 4, 2, 1, 3, 1, 5, 3, 5, 1, 3, 1, 4, 3, 5, 1, 4]
 STEPS = atomic([0, 1], [2, 3], [0, 2], [1, 4], [0, 2], [3, 4])
@@ -180,24 +179,24 @@ def test_belady_chooses_whom_to_let_in_where_not_all_can_enter(must_admit):
     assert drive(LRU(), atomic([0, 1, 2]), 2).resident == [0, 1]
 
 
+def nobody():
+    """The work of no layer step: something is wished for between two."""
+    made = Work(1, 4)
+    made.layer = 0
+    return made
+
+
 def test_an_order_that_loses_an_expert_is_the_policys_error():
     class Forgetful(LRU):
         def precedence(self, incoming):
             incoming[0] = incoming[1]
 
-    model = shape(1, 4)
-    level = MemoryLevel(
-        Residency(1, 4, (100,), CacheSize.of((100,), 4, slots_per_layer=1)),
-        Forgetful(),
-        "forgetful",
-        staging=2,
-    )
-    level.cache.start(RunContext(model, 1, np.array([1]), "layer"))
-    with pytest.raises(
-        PolicyError,
-        match=r"'forgetful': precedence \[1, 1\] is not an order of \[0, 1\]",
-    ):
-        level.demand(BETWEEN_LAYERS, 0, np.array([0, 1]))
+    model = replace(shape(1, 4), expert_bytes=(100,))
+    size = CacheSize.of((100,), 4, slots_per_layer=1)
+    memory = memory_of(model, size, Forgetful(), "forgetful", staging=2)
+    message = r"'forgetful': precedence: expected the keys \[0, 1\] .* got \[1, 1\]"
+    with pytest.raises(PolicyError, match=message):
+        memory.demand(nobody(), np.array([0, 1]))
 
 
 @pytest.mark.parametrize("cache", ["arc", "clock"])
@@ -207,15 +206,12 @@ def test_nobody_is_named_for_an_expert_that_cannot_fit(cache):
     """
     model = replace(shape(2, 2), expert_bytes=(100, 200))
     size = CacheSize.of((100, 200), 2, scope="global", total_bytes=200)
-    level = MemoryLevel(
-        Residency(2, 2, (100, 200), size), resolve(cache, "cache"), cache, staging=1
-    )
-    level.cache.start(RunContext(model, 1, size.slots, "global"))
-    level.fill(np.array([0, 1]))
-    level.memory.hold(0, np.array([0]))
-    level.prefetch(BETWEEN_LAYERS, 2)
-    assert level.start(2, 0.0) is None
-    assert victims(level.cache, [2], [1]) == [1]
+    memory = memory_of(model, size, resolve(cache, "cache"), cache, staging=1)
+    memory.fill(np.array([0, 1]))
+    memory.holds[0] += 1
+    memory.prefetch(nobody(), 2)
+    assert memory.start(2, 0.0, True) == NO_PLACE
+    assert victims(memory.cache, [2], [1]) == [1]
 
 
 def test_belady_admits_on_a_tie():

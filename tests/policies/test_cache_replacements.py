@@ -24,7 +24,7 @@ from moesim.policies.cache.decayed_frequency import DecayedFrequency
 from moesim.policies.cache.prefill_swap import PrefillSwap
 from moesim.policies.cache.workload_window import WorkloadWindow
 from moesim.policies.names import DECODE, PREFILL, RESIDENT
-from moesim.policies.planner.residency import CacheSize
+from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
 
 # -- DALI's workload window ------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_section_1_7_f_swaps_are_copied_after_the_layer_step():
     (fetch,), (replace_,) = spans(timeline, "fetch"), spans(timeline, "replace")
     assert (fetch[1], replace_[1]) == (3, 3)
     assert replace_[2] >= fetch[3]
-    assert planner.resident(0).tolist() == [False, True, False, True]
+    assert planner.view.resident(0).tolist() == [False, True, False, True]
 
 
 # -- DAOP's prefill swap ---------------------------------------------------------------
@@ -302,8 +302,9 @@ def test_swaps_that_are_slower_than_the_steps_never_collide(cache, scope, gpus, 
     )
     _, timeline = run(planner, passes)
     assert len(spans(timeline, "replace")) > 2
-    for tier in planner.gpu:
-        assert (np.ravel(tier.cache.inside) == np.ravel(tier.memory.state > 0)).all()
+    for memory in planner.gpu:
+        there = np.asarray(memory.state) > 0
+        assert (np.ravel(memory.cache.inside) == there).all()
 
 
 def test_an_expert_that_is_computed_before_it_leaves_is_a_hit(tmp_path):

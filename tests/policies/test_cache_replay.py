@@ -9,8 +9,8 @@ from support.handmade import plan_of, routed, run, shape, steps
 from moesim.policies.base import PolicyError
 from moesim.policies.cache.lru import LRU
 from moesim.policies.cache_replay import replay
-from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
+from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import of_steps

@@ -149,7 +149,7 @@ def test_the_time_table_is_the_simulators(policy):
         slots=3,
         staging=8,
     )
-    recorder = planner.policies.assignment = Recorder(planner.policies.assignment)
+    recorder = planner.assignment = Recorder(planner.assignment)
     passes = []
     for _ in range(9):
         experts = sorted(rng.choice(8, 6, replace=False).tolist())

@@ -29,7 +29,7 @@ from moesim.policies.cache._learned_network import (
 from moesim.policies.cache.belady import Belady
 from moesim.policies.cache.flashmoe import FlashMoE
 from moesim.policies.cache_replay import replay as replay_blocks
-from moesim.policies.planner.residency import CacheSize
+from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
 from moesim.questions import learned_cache as learned
 from moesim.questions.compare import compare

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.cache_driver import context
 
-from moesim.policies.planner.observers import observed_policy
+from moesim.engine.observers import observed_policy
 from moesim.policies.registry import resolve
 
 

@@ -9,11 +9,13 @@ import pytest
 from support.handmade import (
     HandCosts,
     plan_of,
+    plan_step,
     registered,
     routed,
     run,
     shape,
     spans,
+    states_of,
     steps,
 )
 
@@ -86,7 +88,7 @@ def test_section_3_2_a_late_prefetch_is_dropped_and_the_one_in_flight_ends():
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 3)]))
     assert spans(timeline, "prefetch") == [("h2d0", 1, 6, 10)]
     assert spans(timeline, "fetch")[-1] == ("h2d0", 3, 10, 14)
-    assert planner.gpu[0].memory.free_bytes(1) == 100  # experts 1 and 3 of three slots
+    assert planner.gpu[0].free_bytes[1] == 100  # experts 1 and 3 of three slots
 
 
 def test_section_1_5_c_what_a_layer_turns_out_to_need_becomes_a_demand():
@@ -123,7 +125,7 @@ def test_active_is_an_older_word_for_drop():
             ("h2d0", 3, 14, 18),
         ]
         # 0, 1 and 3 of four slots; 2 never had one.
-        assert planner.gpu[0].memory.free_bytes(1) == 100
+        assert planner.gpu[0].free_bytes[1] == 100
         timelines.append(timeline.frame())
     assert timelines[0].equals(timelines[1])
 
@@ -163,10 +165,7 @@ def test_a_queue_that_is_sorted_anew_starts_with_what_the_nearer_layer_wants(
     )
     moved = timeline.frame().query("kind == 'prefetch'")
     assert list(zip(moved["layer"], moved["expert"], strict=True)) == prefetched
-    used = (
-        4 * 4
-        - sum(planner.gpu[0].memory.free_bytes(layer) for layer in range(4)) // 100
-    )
+    used = 4 * 4 - sum(planner.gpu[0].free_bytes) // 100
     assert used == 4 + len(prefetched)
 
 
@@ -203,11 +202,12 @@ def test_a_queue_that_is_sorted_anew_gives_back_the_places_and_the_link_it_had_b
                 ]
             )
             _, timeline = run(planner, passes)
-            memory = planner.gpu[0].memory
-            stored = int(((memory.state != 0) & ~memory.staged).sum()) * 100
-            assert stored + sum(memory._free_bytes) == memory.size.total_bytes
+            memory = planner.gpu[0]
+            there = np.asarray(memory.state) != ABSENT
+            stored = int((there & (np.asarray(memory.staged) == 0)).sum()) * 100
+            assert stored + sum(memory.free_bytes) == memory.size.total_bytes
             assert len(timeline.frame().query("kind == 'compute'")) == 24
-            assert planner.link_wait_s() >= 0.0
+            assert planner.gpu[0].link.queued_s >= 0.0
 
 
 def test_demand_goes_before_prefetches_that_have_not_started():
@@ -230,8 +230,8 @@ def test_the_byte_budget_trims_what_is_wanted_least():
     planner = plan_of(
         shape(layers=2), ahead("scripted:script=1/2/3"), slots=4, budget=250
     )
-    plan = planner.plan(routed(0, 0), 0, 1, 0.0)
-    assert [c.experts for c in plan.copies] == [[0], [1], [2]]
+    copies = plan_step(planner, routed(0, 0)).copies
+    assert [key % 4 for key in copies.key[: copies.count]] == [0, 1, 2]
 
 
 def seen(layers, *keys):
@@ -254,9 +254,8 @@ def test_a_prefetch_never_evicts_what_the_same_prediction_wants():
         calibration=seen(2, (0, 0), (0, 1), (1, 1), (1, 2)),
     )
     run(planner, steps([routed(0, 0)]))
-    memory = planner.gpu[0].memory
-    assert memory.state[1].tolist() == [ABSENT, RESIDENT, RESIDENT, IN_FLIGHT]
-    assert memory.staged[1].tolist() == [False, False, False, True]
+    assert states_of(planner)[1].tolist() == [ABSENT, RESIDENT, RESIDENT, IN_FLIGHT]
+    assert list(planner.gpu[0].staged[4:8]) == [0, 0, 0, 1]
 
 
 def test_declined_prefetches_wait_in_staging_but_one_slot_stays_for_demand():
@@ -274,9 +273,8 @@ def test_declined_prefetches_wait_in_staging_but_one_slot_stays_for_demand():
     )
     _, timeline = run(planner, steps([routed(0, 0), routed(1, 0)]))
     assert spans(timeline, "prefetch") == [("h2d0", 1, 24, 28), ("h2d0", 2, 28, 32)]
-    memory = planner.gpu[0].memory
-    assert not memory.staged[1].any()
-    assert memory.state[2].tolist() == [ABSENT, IN_FLIGHT, ABSENT, ABSENT]
+    assert not any(planner.gpu[0].staged[4:8])
+    assert states_of(planner)[2].tolist() == [ABSENT, IN_FLIGHT, ABSENT, ABSENT]
 
 
 def test_section_1_5_b_staged_prefetches_are_forgotten_after_their_layer():
@@ -292,14 +290,14 @@ def test_section_1_5_b_staged_prefetches_are_forgotten_after_their_layer():
         "miss",
         "delayed",
     ]
-    assert not planner.gpu[0].memory.staged.any()
-    assert not planner.gpu[0].memory.holds.any()
+    assert not any(planner.gpu[0].staged)
+    assert not any(planner.gpu[0].holds)
 
 
 def test_a_prefetch_of_an_expert_that_does_not_exist_is_the_policys_error():
     planner = plan_of(shape(layers=2), ahead("scripted:script=9"), slots=1)
     with pytest.raises(PolicyError, match="scripted"):
-        planner.plan(routed(0, 0), 0, 1, 0.0)
+        plan_step(planner, routed(0, 0))
 
 
 def test_a_prefetch_from_ssd_reads_first():

@@ -86,7 +86,7 @@ def test_llama_cpp_uploads_cpu_layers_for_large_batches(name, tokens, uploads):
     else:
         assert copies == []
     # Nothing that was uploaded stays.
-    assert planner.resident(0).sum() == 0
+    assert planner.view.resident(0).sum() == 0
 
 
 def test_copies_from_pageable_memory_take_longer():

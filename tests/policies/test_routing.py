@@ -543,11 +543,10 @@ def test_the_planner_counts_rerouted_workloads_and_the_gate_mass_kept():
     """One token chose 0 and 1 (.30, .25); only 2 is resident (.18), so 0 and 2
     run: mass .48 of .55.
     """
-    from support.handmade import plan_of
+    from support.handmade import plan_of, plan_step
     from support.handmade import routed as layer_of
 
     from moesim.policies.systems import System
-    from moesim.traces.format.schema import Phase
 
     model = shape(1, 4, 2)
     system = System(
@@ -557,6 +556,6 @@ def test_the_planner_counts_rerouted_workloads_and_the_gate_mass_kept():
     )
     planner = plan_of(model, system, slots=1)
     scores = np.array([[0.18, 0.30, 0.25, 0.01]], np.float16)
-    plan = planner.plan(layer_of(0, 1, 2, scores=scores), 0, Phase.DECODE, 0.0)
-    assert plan.work.experts.tolist() == [0, 1]
+    plan_step(planner, layer_of(0, 1, 2, scores=scores))
+    assert list(planner.work.experts) == [0, 1]
     assert planner.gate_mass == [pytest.approx(0.48 / 0.55, rel=1e-3)]

@@ -185,7 +185,7 @@ def test_section_2_6_moe_on_demand_runs_its_misses_from_a_scratch_slot_and_forge
     again; nothing runs on the CPU.
     """
     planner, _, timeline = carried_out(SYSTEMS["moe-on-demand"])
-    assert [planner.resident(layer).tolist() for layer in range(LAYERS)] == [
+    assert [planner.view.resident(layer).tolist() for layer in range(LAYERS)] == [
         [True] * 2 + [False] * 4
     ] * LAYERS
     missed = [
@@ -220,7 +220,7 @@ def test_section_6_4_mixtral_offloading_is_lru_by_layer_with_four_buffers():
         ("gpu0", 0, 18.0, 19.0),
         ("gpu0", 4, 22.0, 23.0),
     ]
-    assert np.flatnonzero(planner.resident(0)).tolist() == [0, 1, 4, 5]
+    assert np.flatnonzero(planner.view.resident(0)).tolist() == [0, 1, 4, 5]
 
 
 def test_few_systems_see_the_future():

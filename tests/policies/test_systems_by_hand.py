@@ -6,9 +6,11 @@ from support.cache_driver import ListFuture
 from support.handmade import HandCosts, plan_of, routed, run, shape, spans, steps
 from support.learned_network import Artefacts
 
+from moesim.engine.memory import Placement
+from moesim.engine.planner import Planner
 from moesim.hwprofiles.profile import load_profile
-from moesim.policies.planner.planner import Planner
-from moesim.policies.planner.residency import CacheSize
+from moesim.policies.names import ABSENT
+from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import SYSTEMS, System, compose
 from moesim.runs.config import MemoryOptions
 from moesim.runs.memory import plan_memory
@@ -24,8 +26,8 @@ UNEQUAL = {
 
 def held_bytes(memory):
     """Bytes of everything in the cache."""
-    by_layer = (memory.state > 0).sum(axis=1)
-    return int(by_layer @ np.array(memory.expert_bytes))
+    there = np.asarray(memory.state) > 0
+    return int(np.asarray(memory.bytes_of)[there].sum())
 
 
 # -- equal memory -------------------------------------------------------------------
@@ -65,7 +67,7 @@ def test_at_one_ratio_every_system_holds_the_same_bytes(ratio, sizes):
             future=ListFuture([]),
             extras=Artefacts(5, experts),
         )
-        held = held_bytes(planner.gpu[0].memory)
+        held = held_bytes(planner.gpu[0])
         if system.cache == "none":
             assert held == 0
         else:
@@ -137,7 +139,7 @@ def test_smoe_prefill_keeps_the_next_layers_residents():
     passes = steps([smoe_layer(0, 0), smoe_layer(1, 2)], phase=Phase.PREFILL)
     _, timeline = run(planner, passes)
     assert [span[1] for span in spans(timeline, "prefetch")] == [0, 1, 3]
-    assert planner.resident(1).tolist() == [False, False, True, False]
+    assert planner.view.resident(1).tolist() == [False, False, True, False]
     assert timeline.access_frame()["state"].tolist() == ["hit", "hit"]
 
 
@@ -153,7 +155,15 @@ def test_smoe_decode_pays_for_its_prediction():
         calibration=np.array([[1.0, 0, 0, 0]] * 2),
     )
     left = []
-    planner.gpu[0].memory.on_leave = left.append
+
+    class Places(Placement):
+        def take(self, key):
+            pass
+
+        def release(self, key):
+            left.append(key)
+
+    planner.gpu[0].slots = Places()
     result, timeline = run(
         planner, steps([smoe_layer(0, 0, coming=1), smoe_layer(1, 1)])
     )
@@ -330,7 +340,7 @@ def test_daops_swaps_serve_the_prompt_that_caused_them():
     assert spans(timeline, "replace") == [("d2h0", 0, 2, 6)]
     assert set(spans(timeline, "compute")) == {("gpu0", 1, 6, 16), ("cpu", 0, 2, 22)}
     assert result.makespan_s == 22.0
-    assert planner.resident(0).tolist() == [False, True, False, False]
+    assert planner.view.resident(0).tolist() == [False, True, False, False]
 
 
 def test_daop_starts_ahead_only_what_degradation_keeps():
@@ -358,7 +368,7 @@ def test_daop_starts_ahead_only_what_degradation_keeps():
         calibration=calibration,
     )
     # Two of four slots for each layer: 0 and 1 of both.
-    planner.gpu[0].memory.evict(4 + 1)
+    planner.gpu[0].state[4 + 1] = ABSENT
     planner.gpu[0].cache.evicted(4 + 1)
     result, timeline = run(planner, steps(layers))
     on_cpu = [span[1:] for span in spans(timeline, "compute") if span[0] == "cpu"]
@@ -379,7 +389,7 @@ def test_daops_slots_go_to_the_most_frequent_of_all():
         scope=SYSTEMS["daop"].scope,
         calibration=counts,
     )
-    assert [planner.resident(n).sum() for n in range(3)] == [2, 3, 2]
+    assert [planner.view.resident(n).sum() for n in range(3)] == [2, 3, 2]
 
 
 def test_mixtral_offloading_copies_back_what_leaves():
@@ -435,4 +445,4 @@ def test_hybrimoe_never_fills_a_cache_whose_copies_take_longer_than_the_cpu():
         result, timeline = run(planner, passes)
         assert result.makespan_s == 18.0
         assert spans(timeline, "fetch") == []
-        assert held_bytes(planner.gpu[0].memory) == 0
+        assert held_bytes(planner.gpu[0]) == 0

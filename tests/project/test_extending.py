@@ -150,8 +150,8 @@ def test_an_extension_is_the_files_that_the_page_shows(project, title):
         assert "lru" not in printed
 
 
-def test_a_rule_about_copies_is_two_files(project):
-    """Both engines follow it alike, and it changes something."""
+def test_a_rule_about_copies_is_one_file(project):
+    """Both clocks follow it alike, and it changes something."""
     commands = [
         command
         for example in examples(SECTIONS[COPIES])
@@ -159,7 +159,7 @@ def test_a_rule_about_copies_is_two_files(project):
         for command in lines_of(example.text)
     ]
     before, _ = _makespans_s(project, commands)
-    assert len(set(apply(project, SECTIONS[COPIES]))) == 2
+    assert len(set(apply(project, SECTIONS[COPIES]))) == 1
     simpy, fast = _makespans_s(project, commands)
     assert simpy == fast != before
 
@@ -168,10 +168,10 @@ def _makespans_s(project, commands):
     return [json.loads(moesim(project, line))["makespan_s"] for line in commands]
 
 
-def test_a_kind_of_lane_is_three_files_in_the_simulator(project):
-    """The entry, and its operation in either engine."""
+def test_a_kind_of_lane_is_two_files_in_the_simulator(project):
+    """The entry, and its operation."""
     names = apply(project, SECTIONS[LANE])
-    assert set(names) == {"hwprofiles/lanes.py", "sim/fast/replay.py", "sim/world.py"}
+    assert set(names) == {"hwprofiles/lanes.py", "engine/durations.py"}
     busy_s = json.loads(run_commands(project, SECTIONS[LANE]))["busy_s"]
     assert busy_s["npu0"] > 0.0
 

@@ -96,3 +96,9 @@ def test_another_measure_is_drawn_or_refused_by_name():
     with pytest.raises(ConfigError, match="measure: expected one of seconds"):
         answer.plot("policies", measure="speed")
     plt.close("all")
+
+
+def test_a_course_of_no_run_is_refused():
+    """It ended in an error of pandas."""
+    with pytest.raises(ConfigError, match="runs: expected at least one"):
+        moesim.course_figure({})

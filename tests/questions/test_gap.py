@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from moesim import cli
 from moesim.base.options import ConfigError
 from moesim.policies.base import PolicyError
-from moesim.policies.planner.plan import MemoryPlan
-from moesim.policies.planner.residency import CacheSize
+from moesim.policies.sizes import CacheSize, MemoryPlan
 from moesim.policies.systems import System
 from moesim.questions import gap_mixes
 from moesim.questions.gap import decompose, gap, gap_answer, shapley

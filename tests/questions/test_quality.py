@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from moesim import cli
 from moesim.base.errors import TraceError
+from moesim.engine.planner import Planner
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies import cache_replay
 from moesim.policies.base import PolicyError, RoutingPolicy
 from moesim.policies.cache.lru import LRU
 from moesim.policies.names import IN_FLIGHT, RESIDENT
-from moesim.policies.planner.planner import Planner
 from moesim.policies.systems import System
 from moesim.questions import quality
 from moesim.runs.config import MemoryOptions
@@ -389,9 +389,9 @@ class Witness(PolicyUnderTest):
     def layer(self, routed):
         work = super().layer(routed)
         self.seen[-1].layers.append(routed)
-        memory = self.planner.gpu[0].memory
-        assert not (memory.state == IN_FLIGHT).any()
-        assert not memory.holds.any()
+        memory = self.planner.gpu[0]
+        assert IN_FLIGHT not in list(memory.state)
+        assert not any(memory.holds)
         return work
 
 

@@ -5,7 +5,6 @@ is found in it, and every wait that is taken out is missed.
 import gc
 import random
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +18,9 @@ from support.real_machine import COLUMNS, Case, combinations
 from support.small_trace import write_trace
 
 from moesim.base.errors import RuntimeFault
+from moesim.engine.observers import repeat
 from moesim.policies import systems
-from moesim.policies.planner.observers import repeat
-from moesim.policies.planner.plan import MemoryPlan
-from moesim.policies.planner.residency import CacheSize
+from moesim.policies.sizes import CacheSize, MemoryPlan
 from moesim.policies.systems import System
 from moesim.runs import replay as api
 from moesim.runs.config import RunConfig
@@ -375,7 +373,7 @@ def test_a_layer_step_is_handed_to_the_device_without_waiting_for_it(late):
     routing = np.array([[1], [0]], np.uint16)
     device = StreamDevice(late)
     job = LayerJob(None, launched, weights, group_tokens(routing), device.send)
-    job.reroute(SimpleNamespace(weights=np.full((2, 1), 3.0), routing=routing))
+    job.reroute(routing, np.full((2, 1), 3.0))
     assert torch.isnan(launched.there).all()
     assert (launched + job.weights).tolist() == [[5.0] * 4] * 2
     assert job.device_rows.tolist() == [1, 0]

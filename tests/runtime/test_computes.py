@@ -21,17 +21,16 @@ from support.real_machine import (
 )
 from support.small_trace import write_trace
 
+from moesim.engine.planner import Planner
 from moesim.hwprofiles.costs import Costs
 from moesim.policies.base import AssignmentPolicy
 from moesim.policies.names import CPU, DEFERRED, RESIDENT
-from moesim.policies.planner.plan import MemoryPlan
-from moesim.policies.planner.planner import Planner
-from moesim.policies.planner.residency import CacheSize
+from moesim.policies.sizes import CacheSize, MemoryPlan
 from moesim.policies.systems import System
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.executor import Executor
 from moesim.runtime.executor.operations import Compute, Precompute, Read
-from moesim.runtime.executor.world import RealWorld
+from moesim.runtime.executor.world import RealLayerStep
 from moesim.runtime.models.expert_layout import expert_forward, group_tokens
 from moesim.runtime.store.build import build_random_store
 from moesim.runtime.store.memory import HostSlots
@@ -308,7 +307,8 @@ def test_weights_keep_their_place_while_a_wrong_guess_computes(tmp_path, monkeyp
                 made.end_step(1, 1)
 
         made.run(forward)
-        resident = np.argwhere(planner.host.memory.state == RESIDENT).tolist()
+        there = np.flatnonzero(np.array(planner.host.memory.state) == RESIDENT)
+        resident = [list(divmod(key, 6)) for key in there.tolist()]
     assert resident == [[0, 3], [1, 1], [1, 2]]
     assert unchanged
     assert all(unchanged)
@@ -337,7 +337,7 @@ def wait_for_work_ahead(monkeypatch):
         run(self)
 
     def waiting(self, *arguments):
-        if self._world._coming:
+        if self._layer_step._coming:
             begun.wait(20)
         return layer(self, *arguments)
 
@@ -363,7 +363,10 @@ def test_daop_computes_each_foreseen_expert_once_and_begins_before_its_gate(
     assert run.metrics["approximate"] is True
     plans = [entry.answer for entry in run.decision_log.entries if entry.call == "plan"]
     named = {
-        (plan[0], plan[1] + 1, expert) for plan in plans for expert in plan[-1] or ()
+        (plan.step, plan.layer + 1, expert)
+        for plan in plans
+        for expert, tokens in enumerate(plan.ahead_tokens)
+        if tokens
     }
     spans = run.timeline.frame()
     accesses = run.timeline.access_frame()
@@ -407,13 +410,13 @@ def hold_products_for_the_cpu(monkeypatch):
     that have both: a scheduler may else run one after the other all the time.
     """
     begun = threading.Event()
-    launching = RealWorld.launching
+    ready = RealLayerStep._make_ready
     run = Compute.run
 
-    def noting(self, plan):
-        launching(self, plan)
+    def noting(self, work, plan):
+        ready(self, work, plan)
         begun.clear()
-        if (plan.lanes != CPU).all() or (plan.lanes == CPU).all():
+        if len({lane == CPU for lane in plan.lanes[: work.active]}) < 2:
             begun.set()
 
     def meeting(self):
@@ -423,7 +426,7 @@ def hold_products_for_the_cpu(monkeypatch):
             assert begun.wait(120)
         return run(self)
 
-    monkeypatch.setattr(RealWorld, "launching", noting)
+    monkeypatch.setattr(RealLayerStep, "_make_ready", noting)
     monkeypatch.setattr(Compute, "run", meeting)
 
 

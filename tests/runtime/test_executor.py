@@ -11,9 +11,17 @@ from support.real_machine import float_model, host_profile, real_run
 from support.small_trace import write_trace
 
 from moesim.base.errors import RuntimeFault, StoreError
-from moesim.engine.lanes import DEMAND, DROP, PREFETCH, REPLACEMENT, START, WAIT
-from moesim.policies.planner.residency import GLOBAL, CacheSize
-from moesim.runtime.executor.lanes import Lanes, Operation, Stopped
+from moesim.engine.names import (
+    BEHIND_DEMAND,
+    DEMAND,
+    DROP,
+    REPLACEMENT,
+    START,
+    WAIT,
+)
+from moesim.engine.operations import Consequences, Gate
+from moesim.policies.sizes import GLOBAL, CacheSize
+from moesim.runtime.executor.lanes import Lanes, Stopped, Task
 from moesim.runtime.executor.memories import cache_slots
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.runtime.models.dense import DenseSizes, DenseStack
@@ -23,7 +31,7 @@ from moesim.traces.timeline.spans import COMPUTE, FETCH
 torch.set_num_threads(1)
 
 
-class Noted(Operation):
+class Noted(Task):
     """Writes its name down; may wait for a signal first."""
 
     __slots__ = ("block", "log", "name")
@@ -40,28 +48,59 @@ class Noted(Operation):
         self.log.append(self.name)
 
 
+class Ends(Consequences):
+    """Wakes control at every end."""
+
+    def __init__(self, lanes):
+        self.lanes = lanes
+
+    def follow(self, operation):
+        self.lanes.control.take()
+
+
+class Verdicts(Gate):
+    """Says by name what becomes of a copy."""
+
+    def __init__(self, tasks):
+        self.tasks = tasks
+        self.of = {}
+
+    def admit(self, operation):
+        return self.of.get(getattr(self.tasks[operation.step], "name", None), START)
+
+
 @pytest.fixture
 def lanes():
     made = Lanes(host_profile())
+    made.tasks = []
+    made.make = lambda operation: made.tasks[operation.step]
+    made.machine.consequences = Ends(made)
+    made.machine.gate = Verdicts(made.tasks)
     made.open()
     yield made
     made.close()
 
 
+def post(lanes, tasks):
+    """Queue tasks with their priorities: one hand-off for all of them."""
+    operations = []
+    with lanes.lock:
+        for task, priority in tasks:
+            number = len(lanes.tasks)
+            lanes.tasks.append(task)
+            operations.append(
+                lanes.machine.operation(task.lane, task.kind, number, 0, -1, 0.0, 0, 0)
+            )
+            operations[-1].priority = priority
+            lanes.machine.submit(operations[-1], priority)
+    return operations
+
+
 def until_idle(lanes, log, count):
-    """Wait on the control thread's own condition until so many operations have
-    ended.
-    """
-
-    class Last(Noted):
-        __slots__ = ()
-
-        def ended(self):
-            lanes.control.wake()
-
+    """Let control wait until so many tasks have ended."""
     # The last lane of the accelerator, the lowest turn.
-    done = Last(lanes.names.index("d2h0"), "last", log)
-    lanes.post([(done, REPLACEMENT)])
+    done = Noted(lanes.names.index("d2h0"), "last", log)
+    post(lanes, [(done, REPLACEMENT)])
     lanes.control.serve(lambda: len(log) == count + 1)
     assert log.pop() == "last"
 
@@ -77,29 +116,27 @@ def test_a_shared_worker_takes_turns_as_in_the_simulator(lanes):
     worst = [
         (Noted(link, "busy", log, go), DEMAND),
         (Noted(link, "replacement", log), REPLACEMENT),
-        (Noted(link, "prefetch", log), PREFETCH),
+        (Noted(link, "prefetch", log), BEHIND_DEMAND),
         (Noted(link, "demand", log), DEMAND),
         (Noted(gpu, "product 1", log), DEMAND),
         (Noted(gpu, "product 2", log), DEMAND),
     ]
-    lanes.post(worst)
+    post(lanes, worst)
     go.set()
     until_idle(lanes, log, 6)
     assert log[:3] == ["busy", "product 1", "product 2"]
     assert log[3:] == ["demand", "prefetch", "replacement"]
 
 
-def test_what_has_not_started_can_be_withdrawn_and_what_has_cannot(lanes):
+def test_what_has_not_started_can_be_withdrawn(lanes):
     link = lanes.names.index("h2d0")
     log = []
     go = threading.Event()
     first = Noted(link, "first", log, go)
     second = Noted(link, "second", log)
-    lanes.post([(first, PREFETCH), (second, PREFETCH)])
+    _, queued = post(lanes, [(first, BEHIND_DEMAND), (second, BEHIND_DEMAND)])
     with lanes.lock:
-        lanes.withdraw(second, PREFETCH)
-        with pytest.raises(ValueError, match="not in deque"):
-            lanes.withdraw(first, PREFETCH)
+        lanes.machine.withdraw(queued, BEHIND_DEMAND)
     go.set()
     until_idle(lanes, log, 1)
     assert log == ["first"]
@@ -111,20 +148,21 @@ def test_admission_lets_a_copy_wait_for_a_place_start_or_be_dropped(lanes):
     """
     link = lanes.names.index("h2d0")
     log = []
-    verdicts = {"demand": WAIT, "unlucky": DROP}
-    lanes.admission.decide = lambda operation: verdicts.get(operation.name, START)
-    lanes.post(
+    verdicts = lanes.machine.gate.of
+    verdicts |= {"demand": WAIT, "unlucky": DROP}
+    post(
+        lanes,
         [
             (Noted(link, "demand", log), DEMAND),
-            (Noted(link, "unlucky", log), PREFETCH),
-            (Noted(link, "prefetch", log), PREFETCH),
-        ]
+            (Noted(link, "unlucky", log), BEHIND_DEMAND),
+            (Noted(link, "prefetch", log), BEHIND_DEMAND),
+        ],
     )
     until_idle(lanes, log, 1)
     assert log == ["prefetch"]
     verdicts["demand"] = START
     with lanes.lock:
-        lanes.offer()
+        lanes.machine.offer()
     until_idle(lanes, log, 2)
     assert log == ["prefetch", "demand"]
 
@@ -132,7 +170,7 @@ def test_admission_lets_a_copy_wait_for_a_place_start_or_be_dropped(lanes):
 def test_the_control_thread_serves_the_cpu_lane_itself(lanes):
     log = []
     mine = Noted(lanes.names.index("cpu"), threading.current_thread(), log)
-    lanes.post([(mine, DEMAND)])
+    post(lanes, [(mine, DEMAND)])
     lanes.control.serve(lambda: bool(log))
     assert log == [threading.current_thread()]
     ours = {t.name for t in threading.enumerate() if t.name.startswith("moesim-")}
@@ -140,13 +178,13 @@ def test_the_control_thread_serves_the_cpu_lane_itself(lanes):
 
 
 def test_a_failure_in_a_lane_wakes_whoever_waits(lanes):
-    class Broken(Operation):
+    class Broken(Task):
         __slots__ = ()
 
         def run(self):
             raise ZeroDivisionError("a lane died")
 
-    lanes.post([(Broken(lanes.names.index("ssd"), FETCH, 0, 0), DEMAND)])
+    post(lanes, [(Broken(lanes.names.index("ssd"), FETCH, 0, 0), DEMAND)])
     with pytest.raises(Stopped):
         lanes.control.serve(lambda: False)
     assert isinstance(lanes.failure, ZeroDivisionError)
@@ -204,10 +242,9 @@ def test_forced_routing_computes_what_the_trace_says(tmp_path):
     """One layer, known weights: the answer of the executor is the weighted sum of the
     experts' own answers.
     """
+    from moesim.engine.planner import Planner
     from moesim.hwprofiles.costs import Costs
-    from moesim.policies.planner.plan import MemoryPlan
-    from moesim.policies.planner.planner import Planner
-    from moesim.policies.planner.residency import CacheSize
+    from moesim.policies.sizes import CacheSize, MemoryPlan
     from moesim.policies.systems import System
     from moesim.runtime.executor.device import HostDevice
     from moesim.runtime.executor.executor import Executor

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moesim.base.errors import StoreError, TraceError
-from moesim.policies.planner.plan import MemoryPlan
-from moesim.policies.planner.residency import CacheSize
+from moesim.policies.sizes import CacheSize, MemoryPlan
 from moesim.policies.systems import System
 from moesim.runtime.executor.live import live_shape, verify
 from moesim.runtime.models.gates import offloadable_blocks

@@ -2,10 +2,13 @@
 simultaneous events.
 """
 
+import itertools
 import math
 import random
 import statistics
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from support.handmade import (
     HandCosts,
@@ -18,72 +21,97 @@ from support.handmade import (
     steps,
 )
 
+from moesim.engine.names import START, UNAWAITED
+from moesim.engine.operations import Consequences, Gate, machine_of
 from moesim.hwprofiles.lanes import END_ORDER
-from moesim.sim.clock import Clock, Contention, Operation
+from moesim.sim.clock import FastClock
+from moesim.sim.simpy_clock import SimpyClock
 
-ORDER = tuple(kind.name for kind in END_ORDER)
-
-
-class Bench:
-    """Contention alone: start operations at given times, collect their ends."""
-
-    def __init__(self, classes, slow=None, finished=None):
-        self.env = Clock()
-        slow = slow or {}
-        self.ends = {}
-        self.contention = Contention(
-            self.env,
-            classes,
-            lambda v, o: slow.get((v, o), 1.0),
-            finished or self._finished,
-        )
-
-    def _finished(self, operation):
-        self.ends[operation.expert] = self.env.now
-
-    def start_at(self, at_s, name, lane, work_s):
-        def arrive():
-            yield self.env.timeout(at_s)
-            self.contention.start(Operation(lane, 2, 0, 0, name, work_s))
-
-        self.env.process(arrive())
-
-    def run(self):
-        self.env.run()
-        return self.ends
+ORDER = tuple(kind.lane() for kind in END_ORDER)
 
 
+@pytest.fixture(params=[FastClock, SimpyClock], ids=["fast", "simpy"])
+def clock(request):
+    return request.param
+
+
+class Ends(Consequences):
+    """Notes when each operation has ended, by its expert."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.of = {}
+
+    def follow(self, operation):
+        self.of[operation.expert] = self.clock.now_s
+
+
+class Admits(Gate):
+    """Has a place for every copy."""
+
+    def admit(self, operation):
+        return START
+
+
+def ends_of(clock, lanes, arrivals, slow=None):
+    """Submit operations (at, expert, lane, seconds) at their times to lanes with a
+    worker each; when each has ended, and their spans.
+    """
+    machine_profile = HandProfile(slow=slow or {})
+    kinds = {f"{kind}0" if kind not in PLAIN else kind: kind for kind in lanes}
+    names = tuple(kinds)
+    timed = clock(
+        SimpleNamespace(lanes=names, contention=machine_profile.contention), None
+    )
+    machine = machine_of(names, [(name,) for name in names])
+    machine.clock = timed
+    machine.consequences = ends = Ends(timed)
+    machine.gate = Admits()
+    last_s = 1e6
+
+    def source():
+        for at_s, expert, lane, work_s in sorted(arrivals):
+            if at_s > timed.now_s:
+                timed.sleep(at_s)
+                yield
+            machine.submit(
+                machine.operation(lane, 2, 0, 0, expert, work_s, 0, UNAWAITED), 0
+            )
+        timed.sleep(last_s)
+        yield
+
+    assert timed.drive(source(), machine)
+    return ends.of, timed.spans.cut()
+
+
+PLAIN = ("cpu", "ssd", "control")
 BOTH = {("cpu", "gpu"): 2.0, ("gpu", "cpu"): 2.0}
 
 
-def test_two_lanes_that_halve_each_other_share_the_processor():
+def test_two_lanes_that_halve_each_other_share_the_processor(clock):
     """0 s: A needs 4. 1 s: B needs 2. Shared from 1: B done at 5, when A has 1 s left
     -> 6.
     """
-    bench = Bench(["cpu", "gpu"], BOTH)
-    bench.start_at(0, 0, 0, 4)
-    bench.start_at(1, 1, 1, 2)
-    assert bench.run() == pytest.approx({1: 5.0, 0: 6.0})
+    ends, _ = ends_of(clock, ["cpu", "gpu"], [(0, 0, 0, 4), (1, 1, 1, 2)], BOTH)
+    assert ends == pytest.approx({1: 5.0, 0: 6.0})
 
 
-def test_slowdown_may_be_one_sided():
-    bench = Bench(["cpu", "h2d"], {("cpu", "h2d"): 1.25})
-    bench.start_at(0, 0, 0, 10)
-    bench.start_at(0, 1, 1, 5)
+def test_slowdown_may_be_one_sided(clock):
+    slow = {("cpu", "h2d"): 1.25}
+    ends, _ = ends_of(clock, ["cpu", "h2d"], [(0, 0, 0, 10), (0, 1, 1, 5)], slow)
     # while the copy runs (5 s) the CPU does 5 / 1.25 = 4 s of work; 6 s are left alone
-    assert bench.run() == pytest.approx({1: 5.0, 0: 11.0})
+    assert ends == pytest.approx({1: 5.0, 0: 11.0})
 
 
-def test_slowdowns_of_several_lanes_multiply():
+def test_slowdowns_of_several_lanes_multiply(clock):
     slow = {("cpu", "gpu"): 2.0, ("cpu", "ssd"): 1.5}
-    bench = Bench(["cpu", "gpu", "ssd"], slow)
-    for lane, work_s in enumerate((1.0, 100.0, 100.0)):
-        bench.start_at(0, lane, lane, work_s)
-    assert bench.run()[0] == pytest.approx(3.0)
+    works = [(0, lane, lane, s) for lane, s in enumerate((1.0, 100.0, 100.0))]
+    ends, _ = ends_of(clock, ["cpu", "gpu", "ssd"], works, slow)
+    assert ends[0] == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_overlaps_agree_with_egalitarian_processor_sharing(seed):
+def test_random_overlaps_agree_with_egalitarian_processor_sharing(clock, seed):
     """Two lanes that slow each other by 2 give each of n <= 2 running jobs 1/n: the
     reference integrates just that.
     """
@@ -103,10 +131,9 @@ def test_random_overlaps_agree_with_egalitarian_processor_sharing(seed):
             if at > free:
                 kept.append((at, lane, work_s))
                 free = at + 2.1 * work_s  # even at half speed it is done by then
-    bench = Bench(["cpu", "gpu"], BOTH)
-    for name, (at, lane, work_s) in enumerate(kept):
-        bench.start_at(at, name, lane, work_s)
-    assert bench.run() == pytest.approx(_sharing(kept), abs=1e-9)
+    arrivals = [(at, name, lane, s) for name, (at, lane, s) in enumerate(kept)]
+    ends, _ = ends_of(clock, ["cpu", "gpu"], arrivals, BOTH)
+    assert ends == pytest.approx(_sharing(kept), abs=1e-9)
 
 
 def _sharing(jobs):
@@ -138,30 +165,19 @@ def test_one_link_under_random_arrivals_is_an_m_d_1_queue():
     """Mean wait = rho s / (2 (1 - rho)), Pollaczek-Khinchine; 95 % interval over 20
     independent runs.
     """
-    from moesim.sim.machine import Machine
-    from moesim.traces.timeline.spans import Timeline
-
     service_s = 1.0
     rho = 0.6
     count = 4000
     means = []
     for seed in range(20):
-        env = Clock()
-        profile = HandProfile()
-        machine = Machine(env, profile, timeline := Timeline(profile.lanes))
         draw = random.Random(seed)
-        arrived = []
-
-        def source(env=env, machine=machine, draw=draw, arrived=arrived):
-            for name in range(count):
-                yield env.timeout(draw.expovariate(rho / service_s))
-                arrived.append(env.now)
-                machine.submit(Operation(3, 3, 0, 0, name, service_s))
-
-        env.process(source())
-        env.run()
-        started = timeline.frame()["start_s"].to_numpy()
-        means.append(statistics.fmean(started - arrived))
+        gaps = [draw.expovariate(rho / service_s) for _ in range(count)]
+        arrived = list(itertools.accumulate(gaps))
+        work = [(at, name, 0, service_s) for name, at in enumerate(arrived)]
+        # Of the fast clock: both give the same, and SimPy's takes its time.
+        _, columns = ends_of(FastClock, ["d2h"], work)
+        waited = np.sort(columns["start_s"])[:count] - arrived
+        means.append(statistics.fmean(waited))
     expected = rho * service_s / (2 * (1 - rho))
     # Student t, 19 degrees of freedom.
     half = 2.093 * statistics.stdev(means) / math.sqrt(len(means))
@@ -169,18 +185,15 @@ def test_one_link_under_random_arrivals_is_an_m_d_1_queue():
     assert abs(statistics.fmean(means) - expected) < half
 
 
-def test_at_the_same_instant_reads_and_copies_land_before_results_and_control():
+def test_at_the_same_instant_reads_and_copies_land_before_results_and_control(clock):
     """All five end at 1 s, started in the opposite order; the documented order
     decides.
     """
-    order = []
-    bench = Bench(
-        list(ORDER), finished=lambda operation: order.append(ORDER[operation.lane])
-    )
-    for lane in reversed(range(len(ORDER))):
-        bench.contention.start(Operation(lane, 2, 0, 0, lane, 1.0))
-    bench.run()
-    assert tuple(order) == ORDER
+    kinds = [kind.name for kind in END_ORDER]
+    lanes = list(reversed(kinds))
+    ends, columns = ends_of(clock, lanes, [(0, n, n, 1.0) for n in range(len(lanes))])
+    assert set(ends.values()) == {1.0}
+    assert [lanes[lane] for lane in columns["lane"].tolist()] == kinds
 
 
 def test_a_copy_that_lands_when_the_cpu_ends_is_seen_first():
@@ -211,14 +224,3 @@ def test_contention_in_a_replay_stretches_what_overlaps():
     assert [s[3] for s in spans(timeline, "compute") if s[0] == "cpu"] == pytest.approx(
         [8.8]
     )
-
-
-def test_simpys_queue_is_what_our_loop_walks():
-    """Names that SimPy does not publish: should one change, `sim/clock.py` must."""
-    clock = Clock()
-    timeout = clock.timeout(2.0)
-    assert clock.queue == [(2.0, 1, 0, timeout)]
-    assert next(clock.numbers) == 1
-    clock.now_s = 1.5
-    assert clock.now == 1.5
-    assert clock.peek() == 2.0

@@ -13,7 +13,6 @@ from support.strategies import DrawnTrace
 
 import moesim
 from moesim.hwprofiles.schema import Quantity
-from moesim.policies.base import PolicyError
 from moesim.policies.cache.lru import LRU
 from moesim.policies.faults import PolicyFault
 from moesim.traces.format.reader import Trace, open_trace
@@ -227,20 +226,18 @@ def test_by_hand_products_wait_for_no_replacement_that_waits_for_them(tmp_path):
     assert accesses["expert"].tolist() == [2, 3, 4, 0, 1]
 
 
-def test_auto_says_which_engine_ran_and_why(make_trace):
-    trace = make_trace(columns=("scores", "pred1_raw"))
-    run = moesim.replay(trace, "greedy", cache="lru")
-    assert run.config["engine"] == "fast"
-    assert run.config["engine_reason"] is None
-    run = moesim.replay(trace, "greedy", cache="lru", arrivals="poisson:2")
-    assert run.config["engine"] == "simpy"
-    assert run.config["engine_reason"] == "requests that arrive over time"
-    assert moesim.replay(trace, "greedy", engine="simpy").config["engine"] == "simpy"
-
-
-def test_what_the_fast_engine_does_not_know_is_refused_in_one_line(make_trace):
-    with pytest.raises(PolicyError, match="--engine fast: not possible"):
-        moesim.replay(make_trace(), arrivals="poisson:2", engine="fast")
+@pytest.mark.parametrize("rate", [2, 50, 2000])
+def test_requests_that_arrive_over_time_are_served_alike(make_trace, rate):
+    """Passes depend on the time, and between them nothing may be to do."""
+    runs = [
+        moesim.replay(
+            make_trace(), "greedy", arrivals=f"poisson:{rate}", batch=3, engine=engine
+        )
+        for engine in ("simpy", "fast")
+    ]
+    first, second = (run.metrics | {"wall_s": 0} for run in runs)
+    assert first == second
+    assert first["requests"]
 
 
 def test_an_answer_overridden_in_python_is_not_passed_over(make_trace):

@@ -11,7 +11,6 @@ from support.small_trace import write_small_trace
 
 import moesim
 from moesim.policies.systems import System
-from moesim.sim.clock import Operation
 from moesim.sim.noise import BLOCK, Noise
 from moesim.sim.replay import Replay
 from moesim.traces.timeline.spans import Timeline
@@ -29,9 +28,7 @@ def profile(**quantiles):
 
 def makespan(machine, seed, costs=None):
     planner = plan_of(shape(), System("all-cpu", cache="none"), costs)
-    replay = Replay(
-        machine, planner.costs, planner, Timeline(machine.lanes), noise_seed=seed
-    )
+    replay = Replay(machine, planner, Timeline(machine.lanes), noise_seed=seed)
     return replay.run(steps(*[[routed(0, 0)]] * 50)).makespan_s
 
 
@@ -65,11 +62,7 @@ def test_a_run_says_what_was_drawn_and_whether_nothing_was(tmp_path, machine, si
 def test_factors_follow_the_quantiles():
     """Uniform between 0.5 and 1.5: mean 1, standard deviation 1 / sqrt(12)."""
     noise = Noise(profile(cpu=(0.5, 1.5)), 0)
-    drawn = []
-    for _ in range(2 * BLOCK):
-        operation = Operation(1, 2, 0, 0, 0, 1.0)
-        noise.scatter(operation)
-        drawn.append(operation.work_s)
+    drawn = noise.factors(1, 2 * BLOCK).tolist()
     assert np.mean(drawn) == pytest.approx(1.0, abs=4 / np.sqrt(12 * len(drawn)))
     assert np.std(drawn) == pytest.approx(1 / np.sqrt(12), rel=0.05)
     assert 0.5 <= min(drawn) <= max(drawn) <= 1.5
@@ -82,6 +75,6 @@ def test_the_latest_of_two_noisy_lanes_is_later_than_the_latest_of_their_means()
     machine = profile(cpu=(0.5, 1.5), gpu=(0.5, 1.5))
     costs = HandCosts(cpu=10.0, gpu=10.0, copy=0.001, dense=0.0)
     planner = plan_of(shape(), System("greedy", cache="lru"), costs, slots=4)
-    replay = Replay(machine, costs, planner, Timeline(machine.lanes), noise_seed=3)
+    replay = Replay(machine, planner, Timeline(machine.lanes), noise_seed=3)
     result = replay.run(steps(*[[routed(0, 0, 1)]] * 400))
     assert result.makespan_s / 400 == pytest.approx(10 * (1 + 1 / 6), rel=0.03)

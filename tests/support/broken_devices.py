@@ -4,7 +4,7 @@ import torch
 
 from moesim.runtime.executor import lanes, operations
 from moesim.runtime.executor.device import StreamDevice
-from moesim.runtime.executor.world import RealWorld
+from moesim.runtime.executor.world import RealLayerStep
 
 
 def device(name, method):
@@ -157,7 +157,7 @@ def sent_from_one_buffer(self, values):
 
 
 def control_is_not_woken(patch):
-    patch.setattr(RealWorld, "computed", lambda self, _: None)
+    patch.setattr(RealLayerStep, "all_computed", lambda self: None)
 
 
 def sleepers_are_forgotten(patch):

@@ -10,7 +10,7 @@ from moesim.hwprofiles.lanes import lane_names
 from moesim.hwprofiles.profile import Contention, HardwareProfile, load_profile
 from moesim.hwprofiles.schema import Quantity
 from moesim.runs.config import RunConfig
-from moesim.runs.engines import Engine, choose_engine
+from moesim.runs.engines import FAST, SIMPY, run_trace
 from moesim.runs.setup import Setup, figures_of, trace_of, watts
 from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.spans import Timeline
@@ -47,15 +47,15 @@ class Outcome:
 def outcome(engine, setup, trace, config):
     planner = setup.planner()
     timeline = Timeline(setup.profile.lanes)
-    result = engine.run(
+    result = run_trace(
         trace,
         planner,
         setup.profile,
         timeline,
+        engine=engine,
         batch=config.batch,
         steps=config.steps,
         noise_seed=config.noise_seed,
-        progress=None,
     )
     timeline.close()
     metrics = summarise(timeline, power=watts(setup.profile))
@@ -63,17 +63,13 @@ def outcome(engine, setup, trace, config):
 
 
 def both(trace, policy, **options):
-    """The outcomes of SimPy and of the fast engine, which must know everything."""
+    """The outcomes of SimPy's clock and of the fast one."""
     config = RunConfig.of(trace, policy, **options)
     profile = config.hw if isinstance(config.hw, HardwareProfile) else None
     # Cut into the passes that a configuration, or its system, says.
     trace = trace_of(config)
     setup = Setup.of(config, trace, profile=profile)
-    fast = choose_engine("fast", setup.planner())
-    return (
-        outcome(Engine("simpy"), setup, trace, config),
-        outcome(fast, setup, trace, config),
-    )
+    return tuple(outcome(clock, setup, trace, config) for clock in (SIMPY, FAST))
 
 
 def assert_equal(first, second):

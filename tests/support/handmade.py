@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from moesim.engine.block import block_of
+from moesim.engine.memory import Link, Memory
+from moesim.engine.planner import Planner
 from moesim.hwprofiles.costs import Overlap
 from moesim.policies import registry
-from moesim.policies.planner.plan import MemoryPlan
-from moesim.policies.planner.planner import Planner
-from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import register
+from moesim.policies.run_context import RunContext
+from moesim.policies.sizes import CacheSize, MemoryPlan
 from moesim.sim.replay import Replay
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.reader import open_trace
@@ -109,22 +111,19 @@ class HandCosts:
     def _compute(self, base, tokens):
         return base * (1 + self.per_token * (np.asarray(tokens, np.float64) - 1))
 
-    def tables_s(self, layer):
-        return np.zeros(0), np.zeros(0)
-
     def cpu_s(self, layer, tokens, experts=None):
         return self._compute(self.cpu, tokens)
 
     def gpu_s(self, layer, tokens, gpu=0, experts=None):
         return self._compute(self.gpu, tokens)
 
-    def copy_s(self, layer, gpu=0):
+    def copy_s(self, layer, gpu=0, expert=None):
         return self.copy
 
-    def writeback_s(self, layer, gpu=0):
+    def writeback_s(self, layer, gpu=0, expert=None):
         return self.copy
 
-    def read_s(self, layer):
+    def read_s(self, layer, expert=None):
         return self.read
 
     def dense_s(self, tokens, context_tokens, sequences):
@@ -136,11 +135,14 @@ class HandCosts:
     def head_s(self, tokens, logits=None):
         return self.head
 
-    def planning_s(self, policy, active, copies=0, *, tiered=False, own_s=0.0):
-        return self.plan + own_s
+    def planning_terms(self, policy, *, tiered=False, own_s=0.0):
+        return self.plan + own_s, 0.0, 0.0, 0.0
 
     def least_planning_s(self, active):
         return self.plan
+
+    def first_op_terms(self, *, tiered=False):
+        return self.first_op, 0.0, 0.0, 0.0
 
     def first_op_s(self, active, copies, *, tiered=False):
         return self.first_op
@@ -151,6 +153,9 @@ class HandCosts:
     @property
     def split_s(self):
         return self.split
+
+    def join_terms(self, *, tiered=False):
+        return self.join, 0.0, 0.0, 0.0
 
     def activation_s(self, tokens):
         return self.activation
@@ -283,9 +288,31 @@ def run(
     """Replay and return (result, spans as a frame)."""
     profile = profile or HandProfile(gpus=planner.gpus)
     timeline = Timeline(profile.lanes)
-    result = Replay(profile, planner.costs, planner, timeline).run(forward_passes)
+    result = Replay(profile, planner, timeline).run(forward_passes)
     timeline.close()
     return result, timeline
+
+
+def plan_step(planner, *layers: RoutedLayer, place=0, now_s=0.0):
+    """Plan one layer step of a decode pass."""
+    planner.put(block_of(steps(list(layers))[0], planner))
+    return planner.plan(place, now_s)
+
+
+def memory_of(model, size, cache, name, *, staging):
+    """Books of one memory, whose policy has started; its link takes no time."""
+    keys = model.layers * model.experts
+    link = Link(np.zeros(keys))
+    cache.start(RunContext(model, 1, size.slots, size.scope))
+    empty = np.zeros(keys, np.int8)
+    return Memory(
+        model, size, empty, staging=staging, cache=cache, name=name, link=link
+    )
+
+
+def states_of(planner, gpu=0):
+    """State of every expert on a GPU, int8 [L, E]."""
+    return np.asarray(planner.view.states)[gpu].reshape(planner.layers, -1)
 
 
 @contextmanager

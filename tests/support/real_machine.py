@@ -11,12 +11,12 @@ import numpy as np
 from support.learned_network import Artefacts
 from transformers import AutoModelForCausalLM
 
+from moesim.engine.observers import DecisionLog
+from moesim.engine.planner import Planner
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import HardwareProfile
 from moesim.hwprofiles.schema import Quantity
 from moesim.policies.base import AssignmentPolicy, RoutingPolicy
-from moesim.policies.planner.observers import DecisionLog, observed
-from moesim.policies.planner.planner import Planner
 from moesim.policies.registry import find, names
 from moesim.policies.systems import System
 from moesim.runs.config import MemoryOptions
@@ -214,10 +214,12 @@ class Case:
             )
 
         log = DecisionLog()
+        deciding = planner()
+        deciding.observers.append(log)
         timeline = Timeline(profile.lanes)
         executor = Executor(
             profile,
-            observed(planner(), log),
+            deciding,
             timeline,
             self.store,
             device or HostDevice(),

@@ -142,7 +142,7 @@ def _read_residual(path):
 
 
 def _decisions(folder, seed):
-    from moesim.policies.planner.observers import Entry
+    from moesim.engine.observers import Entry
     from moesim.runtime.executor.decision_log_file import save_decision_log
     from moesim.traces.format.batch import RoutedLayer, RoutedStep
     from moesim.traces.format.schema import Phase

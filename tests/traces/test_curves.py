@@ -10,8 +10,8 @@ from support.handmade import hand_trace, shape
 from support.small_trace import write_trace
 
 from moesim.policies.cache_replay import replay
-from moesim.policies.planner.residency import CacheSize
 from moesim.policies.registry import resolve
+from moesim.policies.sizes import CacheSize
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
 from moesim.traces.format.layer_steps import layer_steps, of_sequences

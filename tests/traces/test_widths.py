@@ -11,22 +11,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.command_line import refused
 from support.engine_pairs import assert_equal, both
-from support.handmade import SizedCosts, plan_of, routed, run, shape, steps
+from support.handmade import (
+    SizedCosts,
+    plan_of,
+    plan_step,
+    routed,
+    run,
+    shape,
+    steps,
+)
 from support.small_trace import SHAPE, write_small_trace
 
 from moesim import replay
 from moesim.base.errors import TraceError
+from moesim.engine.observers import observed
 from moesim.hwprofiles.costs import Costs, seconds_by_expert
 from moesim.hwprofiles.profile import load_profile
-from moesim.policies.planner.observers import observed
-from moesim.policies.planner.residency import CacheSize
-from moesim.policies.planner.starting import fitting
+from moesim.policies.names import NONE
+from moesim.policies.sizes import CacheSize, fitting
 from moesim.policies.systems import SYSTEMS, System, compose
 from moesim.runs.bound import most_experts
 from moesim.runtime.executor.trace_driven import shape_for
 from moesim.traces.exporters.oracle_general import RECORD, export
 from moesim.traces.format.reader import open_trace
-from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
+from moesim.traces.format.schema import ModelShape, TraceHeader
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.shipped import resolve_trace
 from moesim.traces.stats.statistics import info
@@ -164,7 +172,7 @@ def test_edgemoe_copies_and_keeps_experts_by_their_widths():
     copied = frame[frame["bytes"] > 0]
     assert copied["bytes"].tolist() == [WIDE, NARROW, NARROW, NARROW, NARROW]
     assert copied["end_s"].tolist() == [10.0, 17.0, 24.0, 31.0, 35.0]
-    assert planner.gpu[0].memory.free_bytes(0) == 100
+    assert planner.gpu[0].free_bytes[0] == 100
 
     # All of the mean width: 9, 18, 27; hit 30; copies 29-35 and 35-41; products 36, 42.
     equal = shape(LAYERS, 4, expert_bytes=150)
@@ -181,7 +189,7 @@ def test_two_narrow_experts_leave_for_a_wide_one_of_their_layer():
     system = System("on-demand", cache="lru")
     seconds, _, planner = end_s(model, system, *passes, ratio=1 / 3)
     assert seconds == 3 * 7 + 11 + 3 * 7
-    assert planner.resident(0).tolist() == [False, True] * 3
+    assert planner.view.resident(0).tolist() == [False, True] * 3
 
 
 def test_a_swap_that_does_not_fit_is_not_carried_out():
@@ -196,7 +204,7 @@ def test_a_swap_that_does_not_fit_is_not_carried_out():
         (2, [True, True, False, False]),
     ):
         _, frame, planner = end_s(model, system, *passes, slots=slots)
-        assert planner.resident(0).tolist() == resident
+        assert planner.view.resident(0).tolist() == resident
         assert not (frame["kind"] == "replace").any()
 
 
@@ -206,10 +214,10 @@ def test_what_is_late_is_expected_by_its_own_size():
     """
     model = alternating(layers=1)
     planner = plan_of(model, System("greedy"), SizedCosts(model=model), slots=0)
-    plan = planner.plan(routed(0, 0, 1), 0, steps([])[0].phase, 0.0)
-    assert plan.work.arrive_s.tolist() == [[8.0, 4.0]]
-    assert planner.copy_s(0, 1) == 4.0
-    assert planner.copy_s(0) == 6.0
+    plan_step(planner, routed(0, 0, 1))
+    assert planner.work.arrays().arrive_s.tolist() == [[8.0, 4.0]]
+    assert planner.gpu[0].link.copy_s[1] == 4.0
+    assert planner.view.copy_s[0] == 6.0
 
 
 # -- invariants -------------------------------------------------------------------------
@@ -236,21 +244,26 @@ class Auditor:
 
     def reported(self, call, arguments, answer):
         host = self._planner.host
-        for level in [*self._planner.gpu, *([] if host is None else [host.level])]:
-            memory = level.memory
-            cached = ~memory.staged & (memory.state != 0)
-            used = (self._sizes * cached).sum(axis=1)
+        for memory in [*self._planner.gpu, *([] if host is None else [host.memory])]:
+            there = (np.asarray(memory.state) != 0) & (np.asarray(memory.staged) == 0)
+            used = (self._sizes * there.reshape(self._sizes.shape)).sum(axis=1)
             if memory.size.scope == "global":
                 used = used.sum(keepdims=True)
-            assert (used + memory._free_bytes == memory.size.pool_bytes).all(), call
+            free = np.asarray(memory.free_bytes)
+            assert (used + free == memory.size.pool_bytes).all(), call
             assert (used <= memory.size.pool_bytes).all()
         # Behind reads, copies start in another order than their victims were named in.
-        in_order = call == "start_copy" and host is None
-        if in_order and answer is not None and answer.evicted:
-            gpu, layer = arguments[:2]
-            level = self._planner.gpu[gpu]
-            # Nobody leaves for a copy that has room: the last to leave was needed.
-            assert level._room(layer) < level.memory.bytes_of[answer.evicted[-1]]
+        if call == "start_copy" and host is None:
+            gpu, key, _ = arguments
+            memory = self._planner.gpu[gpu]
+            last = memory.evicted
+            while last != NONE and memory.next_victim[last] != NONE:
+                last = memory.next_victim[last]
+            if last != NONE:
+                pool = 0 if memory.is_global else key // memory.experts
+                room = memory.free_bytes[pool] - memory.promised_bytes[pool]
+                # Nobody leaves for a copy that has room: the last was needed.
+                assert room < memory.bytes_of[last]
 
 
 @settings(max_examples=150, deadline=None)
@@ -346,20 +359,15 @@ def test_costs_go_by_the_bytes_of_each_expert():
 
 @pytest.mark.parametrize("sizes", [(), ((1 << 20, 4 << 20, 1 << 20, 2 << 20),)])
 def test_a_layer_step_is_planned_by_the_costs_of_its_own_experts(sizes):
-    """Also after a policy has asked for experts of mean size, and however many tokens
-    come: 5000 are beyond the first tables.
-    """
+    """However many tokens come: 5000 are beyond the first tables."""
     model = replace(SHAPE, layers=1, experts=4, expert_bytes=(2 << 20,))
     if sizes:
         model = model.with_bytes_by_expert(sizes)
     costs = Costs(load_profile("rtx4060ti"), model)
     planner = plan_of(model, System("greedy"), costs, slots=1, gpus=2, split="experts")
     for tokens in (1, 5000, 1):
-        planner.cpu_s(0, np.array([2]))
-        planner.gpu_s(0, np.array([2]))
-        work = planner.plan(
-            routed(0, 0, 1, 3, tokens=[tokens, 1, 2]), 0, Phase.DECODE, 0.0
-        ).work
+        plan_step(planner, routed(0, 0, 1, 3, tokens=[tokens, 1, 2]))
+        work = planner.work.arrays()
         assert (work.cpu_s == costs.cpu_s(0, work.tokens, work.experts)).all()
         gpu_s = costs.gpu_s(0, work.tokens, experts=work.experts)
         assert (work.gpu_s == np.stack([gpu_s, gpu_s])).all()

@@ -19,7 +19,7 @@ from moesim.traces.passes import Passes, check_passes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from moesim.traces.format.batch import PassRows, RoutedStep
+    from moesim.traces.format.batch import PassRows, RoutedLayer, RoutedStep
     from moesim.traces.format.reader import SequenceRows, Trace
     from moesim.traces.format.schema import ModelShape
 
@@ -269,19 +269,8 @@ def of_steps(
     """Return composed forward passes as blocks; with their gate `scores`, as far as
     they were read.
     """
-    return joined(map(_with_scores if scores else _of_step, steps))
-
-
-def _with_scores(step: RoutedStep) -> LayerSteps:
-    part = _of_step(step)
-    by_layer = [routed.scores for routed in step.layers if routed.scores is not None]
-    if len(by_layer) < len(step.layers):
-        return part
-    return replace(
-        part,
-        scores=np.array([each.mean(axis=0, dtype=np.float64) for each in by_layer]),
-        token_scores=np.concatenate(by_layer).astype(np.float64),
-    )
+    columns = ("scores",) if scores else ()
+    return joined(of_step(step, columns=columns, tokens=scores) for step in steps)
 
 
 def _first(parts: Iterable[LayerSteps], steps: int) -> Iterator[LayerSteps]:
@@ -297,24 +286,99 @@ def _first(parts: Iterable[LayerSteps], steps: int) -> Iterator[LayerSteps]:
         return
 
 
-def _of_step(step: RoutedStep) -> LayerSteps:
-    count = len(step.layers)
-    edges = np.zeros(count + 1, np.int64)
-    np.cumsum([len(routed.experts) for routed in step.layers], out=edges[1:])
+def of_step(
+    step: RoutedStep,
+    *,
+    columns: tuple[str, ...] = (),
+    predictors: tuple[str, ...] = (),
+    routing: bool = False,
+    tokens: bool = False,
+    experts: int = 0,
+) -> LayerSteps:
+    """Return the layer steps of one composed forward pass, all or some.
 
-    return LayerSteps(
+    Args:
+        step: the forward pass.
+        columns, predictors, routing, tokens: as in `layer_steps`; what no layer has of
+            them is left out.
+        experts: routed experts of a layer, if there are predictors.
+    """
+    layers = step.layers
+    count = len(layers)
+    edges = np.zeros(count + 1, np.int64)
+    np.cumsum([len(routed.experts) for routed in layers], out=edges[1:])
+    part = LayerSteps(
         step=np.full(count, step.step, np.int64),
         batch=np.full(count, step.batch, np.int64),
         phase=np.full(count, step.phase, np.int8),
-        layer=np.arange(count, dtype=np.int64),
+        layer=np.array([routed.layer for routed in layers], np.int64),
         edges=edges,
-        experts=np.concatenate([routed.experts for routed in step.layers]),
-        tokens=np.concatenate([routed.tokens for routed in step.layers]),
-        rows=np.array([len(routed.routing) for routed in step.layers], np.int64),
+        experts=np.concatenate([routed.experts for routed in layers]),
+        tokens=np.concatenate([routed.tokens for routed in layers]),
+        rows=np.array([len(routed.routing) for routed in layers], np.int64),
         pass_tokens=np.full(count, step.tokens, np.int64),
         context_tokens=np.full(count, step.context_tokens, np.int64),
         sequences=np.full(count, step.sequences, np.int64),
     )
+    more: dict[str, np.ndarray] = {}
+    scores = [routed.scores for routed in layers if routed.scores is not None]
+    if "scores" in columns and len(scores) == count:
+        means = [each.mean(axis=0, dtype=np.float64) for each in scores]
+        more["scores"] = np.array(means)
+    if predictors:
+        from moesim.traces.predictions import tallies  # noqa: PLC0415 - few runs predict
+
+        known = [
+            tallies(routed.predicted, predictors, routed.routing.shape[1], experts)
+            for routed in layers
+        ]
+        more["workload"] = np.array([workload for workload, _ in known])
+        more["score_sums"] = np.array([sums for _, sums in known])
+    if step.drafted or step.kept is not None:
+        more["drafted"] = np.full(count, step.drafted)
+        more["made"] = np.full(count, step.made)
+    if routing:
+        more["routing"] = _stacked([routed.routing for routed in layers])
+    if tokens:
+        more |= _by_token(layers, columns)
+    return replace(part, **more) if more else part
+
+
+def _stacked(parts: list[np.ndarray]) -> np.ndarray:
+    """Rows of experts below each other; shorter ones end in ids that no expert has."""
+    width = max(part.shape[1] for part in parts)
+    stacked = np.full((sum(map(len, parts)), width), np.iinfo(np.uint16).max, np.uint16)
+    first = 0
+    for part in parts:
+        stacked[first : first + len(part), : part.shape[1]] = part
+        first += len(part)
+    return stacked
+
+
+def _by_token(
+    layers: list[RoutedLayer], columns: tuple[str, ...]
+) -> dict[str, np.ndarray]:
+    """Gate outputs of single tokens, as far as they are columns and the layers have
+    them.
+    """
+    found: dict[str, list[np.ndarray | None]] = {
+        "scores": [routed.scores for routed in layers],
+        "weights": [routed.weights for routed in layers],
+        "pred1_raw": [routed.predicted.get("pred1_raw") for routed in layers],
+    }
+    made = {}
+    for name, called in _TOKEN_COLUMNS.items():
+        widths = [each.shape[1] for each in found[name] if each is not None]
+        if name not in columns or not widths:
+            continue
+        # The last layer predicts none.
+        made[called] = np.concatenate(
+            [
+                np.zeros((len(routed.routing), widths[0])) if each is None else each
+                for each, routed in zip(found[name], layers, strict=True)
+            ]
+        ).astype(np.float64)
+    return made
 
 
 def joined(

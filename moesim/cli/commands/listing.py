@@ -125,17 +125,15 @@ def _systems() -> list[dict[str, Any]]:
 
 def _engines() -> list[dict[str, Any]]:
     from moesim.base.extensions import state
-    from moesim.runs.engines import SIMPY_ALONE
-
     how, why = state()
     return [
         {
             "name": "fast",
-            "summary": f"the same model without events; runs {how}{why and f' ({why})'}",
+            "summary": f"the same without SimPy's events; runs {how}{why and f' ({why})'}",
         },
         {
             "name": "simpy",
-            "summary": f"everything; it alone runs {', '.join(SIMPY_ALONE)}",
+            "summary": "the same layer steps as a process of SimPy, to read and extend",
         },
     ]
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from moesim.base.errors import TraceError
+from moesim.engine.observers import observed_policy
 from moesim.evidence.reproduction.runs import decode_replays
 from moesim.hwprofiles.profile import load_profile
 from moesim.policies import cache_replay
 from moesim.policies.arrays import view_of
-from moesim.policies.planner.observers import observed_policy
-from moesim.policies.planner.residency import CacheSize
 from moesim.policies.prefetch.statistical import Transitions
 from moesim.policies.registry import resolve
+from moesim.policies.sizes import CacheSize
 from moesim.policies.systems import System
 from moesim.questions import learned_cache as learned
 from moesim.questions.gap_mixes import Grades

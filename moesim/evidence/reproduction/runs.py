@@ -236,7 +236,7 @@ def _modelled(spec: RunSpec, trace: Trace) -> Outcome:
 class _ModelledTime:
     """Sums the modelled makespans of assignments.
 
-    An observer of `AssignmentPolicy.assign` (`moesim.policies.planner.observers`).
+    An observer of `AssignmentPolicy.assign` (`moesim.engine.observers`).
     """
 
     seconds: float = 0.0

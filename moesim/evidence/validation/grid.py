@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.hwprofiles.profile import HardwareProfile
-    from moesim.policies.planner.plan import Policies
+    from moesim.policies.systems import Policies
     from moesim.traces.format.schema import ModelShape
     from moesim.traces.timeline.spans import Timeline
 

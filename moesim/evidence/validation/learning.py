@@ -530,7 +530,9 @@ def simulated(
     setup = run.setup
     costs = Costs(profile, setup.shape, pageable=setup.system.pageable)
     timeline = Timeline(profile.lanes)
-    replay = Replay(profile, costs, setup.planner(), timeline, noise_seed=noise_seed)
+    replay = Replay(
+        profile, setup.planner(), timeline, noise_seed=noise_seed, costs=costs
+    )
     replay.run(run.steps)
     timeline.close()
     return timeline

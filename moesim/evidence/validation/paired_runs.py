@@ -79,7 +79,7 @@ def simulate(
     costs = Costs(profile, shape)
     planner = _setup(trial, shape, profile, seed).planner()
     timeline = Timeline(profile.lanes)
-    replay = Replay(profile, costs, planner, timeline, noise_seed=noise_seed)
+    replay = Replay(profile, planner, timeline, noise_seed=noise_seed, costs=costs)
     replay.run(trial.steps)
     timeline.close()
     return timeline

@@ -39,6 +39,7 @@ cdef class Clock:
     cdef public long long turns
     cpdef start(self, Operation operation)
     cpdef wake(self)
+    cpdef taken(self, Worker worker)
 
 cdef class Machine:
     cdef public list lanes, workers

@@ -16,8 +16,8 @@ from moesim.policies.base import Work
 from moesim.policies.names import ABSENT, RESIDENT
 
 if TYPE_CHECKING:
+    from moesim.engine.memory import Memory
     from moesim.policies.arrays import Ints
-    from moesim.sim.fast.memory import Memory
 
 
 class Host:

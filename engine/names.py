@@ -37,6 +37,12 @@ NO_PLACE_WAIT = 1
 NO_PLACE_DROP = 2
 """What becomes of a prefetch that finds no place."""
 
+WHOLLY = 1
+PARTLY = 2
+"""For which of its tokens an active expert was computed ahead: real runs alone know of
+some.
+"""
+
 NO_PLACE = 0
 CACHED = 1
 STAGED = 2

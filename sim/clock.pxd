@@ -1,5 +1,7 @@
 cimport cython
-from moesim.sim.fast.operations cimport Clock, Machine, Operation
+from moesim.engine.operations cimport Clock, Machine, Operation
+
+cdef double NEVER_S
 
 cdef class Spans:
     cdef public long long count, room
@@ -30,10 +32,13 @@ cdef class VirtualClock(Clock):
     @cython.locals(running=list, count=Py_ssize_t, n=Py_ssize_t, m=Py_ssize_t, operation=Operation, other=Operation, rate=double, done_s=double)
     cdef _adjust(self)
 
+    cpdef sleep(self, double until_s)
     cpdef bint drive(self, process, Machine machine) except -1
 
 cdef class FastClock(VirtualClock):
     cdef public bint turn
+    cdef public double wakes_at_s
+    cpdef sleep(self, double until_s)
     cpdef wake(self)
     @cython.locals(operation=Operation)
     cpdef bint drive(self, process, Machine machine) except -1

@@ -5,59 +5,58 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moesim.policies.names import RESIDENT
-from moesim.policies.planner.plan import FETCH, PREFETCH, READ, REPLACE
+from moesim.policies.names import NONE
+from moesim.traces.timeline.spans import FETCH, PREFETCH, READ, REPLACE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from moesim.policies.planner.plan import Copies, Plan
-    from moesim.policies.planner.planner import Planner
+    from moesim.engine.planner import Copies, Planner
 
 
 @dataclass(slots=True)
 class _Queued:
-    """One copy that has not landed: as in `Copies`."""
+    """One copy that has not landed; `read`: its expert is first read."""
 
     kind: int
     gpu: int
-    layer: int
-    expert: int
+    key: int
     read: bool
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """Layer and expert."""
-        return self.layer, self.expert
 
-
-def carry_out(planner: Planner, plan: Plan, now_s: float) -> float:
-    """Let a plan's copies start and land one after another, then join the layer step.
+def carry_out(planner: Planner, now_s: float) -> float:
+    """Let the last plan's copies start and land one after another, then join its layer
+    step.
 
     An expert is computed the moment it has landed. A prefetch or replacement that finds
     no place is forgotten, so nothing is queued when the next layer step is planned.
 
     Args:
-        planner: that made the plan, and whose plans are all carried out like this.
-        plan: the last one it made.
+        planner: whose plans are all carried out like this.
         now_s: when the copies begin.
 
     Returns:
         When the last copy has landed, by the profile's estimates.
     """
-    assert not plan.promoted, "a copy of an earlier plan was left in the queue"
+    plan = planner.planned
+    work = planner.work
+    assert not plan.promoted.count, "a copy of an earlier plan was left in the queue"
     now_s = _carry_all(planner, plan.copies, now_s)
-    for expert in plan.deferred:
-        planner.unawaited_ended(plan.work.layer, expert)
-    return _carry_all(planner, planner.complete(plan, now_s), now_s)
+    if plan.defers:
+        for i in range(work.active):
+            if plan.deferred[i]:
+                planner.unawaited_ended(work.first + work.experts[i])
+    if plan.begins_ahead:
+        following = work.first + planner.experts
+        for expert in range(planner.experts):
+            if plan.ahead_tokens[expert]:
+                planner.unawaited_ended(following + expert)
+    return _carry_all(planner, planner.complete(work, now_s).copies, now_s)
 
 
-def _carry_all(planner: Planner, copies: Iterable[Copies], now_s: float) -> float:
+def _carry_all(planner: Planner, copies: Copies, now_s: float) -> float:
     """Carry copies in their order as far as there are places; return the time."""
     queue = [
-        _Queued(part.kind, part.gpu, part.layer, expert, read)
-        for part in copies
-        for expert, read in zip(part.experts, part.read, strict=True)
+        _Queued(copies.kind[n], copies.gpu[n], copies.key[n], bool(copies.other[n]))
+        for n in range(copies.count)
     ]
     while queue:
         waiting = []
@@ -84,41 +83,34 @@ def _carry(planner: Planner, copy: _Queued, now_s: float) -> float | None:
         The time afterwards; None if it has not got through, for want of a place or of a
         read that another copy brings.
     """
+    host = planner.host
     if copy.read:
-        if planner.start_read(*copy.place, now_s) is None:
+        if not planner.start_read(copy.key, now_s):
             return None
         copy.read = False
-        planner.read_done(*copy.place)
-        assert planner.host is not None
-        now_s += planner.host.read_s(*copy.place)
-    elif not _is_in_host_memory(planner, copy):
+        planner.read_done(copy.key)
+        now_s += host.memory.link.copy_s[copy.key]
+    elif host is not None and not host.holds_expert(copy.key):
         return None
     if copy.kind == READ:
-        planner.computed(-1, *copy.place)
+        planner.computed(NONE, copy.key)
         return now_s
 
-    if planner.start_copy(copy.gpu, *copy.place, now_s) is None:
+    if not planner.start_copy(copy.gpu, copy.key, now_s):
         return None
-    planner.landed(copy.gpu, *copy.place)
+    planner.landed(copy.gpu, copy.key)
     if copy.kind == FETCH:
-        planner.computed(copy.gpu, *copy.place)
-    return now_s + planner.copy_s(*copy.place)
-
-
-def _is_in_host_memory(planner: Planner, copy: _Queued) -> bool:
-    """Whether an expert could be copied to a GPU or computed on the CPU."""
-    if planner.host is None:
-        return True
-    return bool(planner.host.memory.state[copy.place] == RESIDENT)
+        planner.computed(copy.gpu, copy.key)
+    return now_s + planner.gpu[copy.gpu].link.copy_s[copy.key]
 
 
 def _forget(planner: Planner, guess: _Queued, waiting: list[_Queued]) -> None:
     """Cancel a copy; its read goes to another copy of the expert, if there is one."""
-    planner.cancel_copy(guess.gpu, *guess.place)
+    planner.cancel_copy(guess.gpu, guess.key)
     if not guess.read:
         return
     for copy in waiting:
-        if copy.place == guess.place:
+        if copy.key == guess.key:
             copy.read = True
             return
-    planner.cancel_read(*guess.place)
+    planner.cancel_read(guess.key)

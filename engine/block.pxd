@@ -11,4 +11,4 @@ cdef class Block:
     cdef public int[::1] new_served, new_tokens
     cdef public long long[::1] new_edges
     cdef public signed char[::1] lane_of, state_of
-    cdef public double[::1] gate_mass, start_s, end_s
+    cdef public double[::1] start_s, end_s

@@ -1,6 +1,6 @@
 cimport cython
 from moesim.policies.base cimport Work
-from moesim.sim.fast.memory cimport Link, Memory
+from moesim.engine.memory cimport Link, Memory
 
 cdef int ABSENT, RESIDENT
 

@@ -1,11 +1,10 @@
 cimport cython
-from moesim.sim.fast.host cimport Host
-from moesim.sim.fast.memory cimport Link, Memory
-from moesim.sim.fast.operations cimport Clock, Gate, Lane, Machine, Operation, Queue
-from moesim.sim.fast.planner cimport Copies, Plan, Planner, Rules
+from moesim.engine.memory cimport Link, Memory
+from moesim.engine.operations cimport Clock, Gate, Lane, Machine, Operation, Queue
+from moesim.engine.planner cimport Copies, Plan, Planner, Rules
 
 cdef int AHEAD, BEHIND_DEMAND, COMPUTED, COPIED, DEMAND, DROP, HAS_READ, LATE_KEEP, LATE_WAIT, REPLACEMENT, START, UNAWAITED, WAIT
-cdef int FETCH, PREFETCH, READ, REPLACE, NONE, NO_PLACE
+cdef int FETCH, PREFETCH, READ, REPLACE, NONE
 
 cdef class PendingRead:
     cdef public Operation operation, product
@@ -20,7 +19,7 @@ cdef class Durations:
     cdef public const int[::1] compute, link, back, predicts
     cdef public const double[::1] plan_s, first_op_s, join_s, read_s
     cdef public const unsigned char[::1] always_split
-    cdef public const double[:, ::1] back_s
+    cdef public const double[:, ::1] copy_s, back_s
 
 cdef class Transfers(Gate):
     cdef public Machine machine
@@ -42,7 +41,7 @@ cdef class Transfers(Gate):
     @cython.locals(follows=int, gpu=int, key="long long")
     cpdef end_decisions(self)
     cpdef report(self, int follows, int gpu, long long key)
-    @cython.locals(planner=Planner, memory=Memory, host=Host)
+    @cython.locals(planner=Planner)
     cdef bint _note(self, int follows, int gpu, long long key) except -1
     @cython.locals(durations=Durations, copies=Copies, planner=Planner, n=Py_ssize_t, key="long long", kind=int, read=bint, gpu=int, memory=Memory, layer=int, copy_s=double, copy=Operation, priority=int)
     cpdef enqueue(self, Plan plan, int step)
@@ -58,7 +57,7 @@ cdef class Transfers(Gate):
     cdef _wait_for_read(self, Operation copy, long long key)
     @cython.locals(read=PendingRead, operation=Operation, was=int)
     cdef _promote_read(self, long long key)
-    @cython.locals(read=PendingRead, operation=Operation, memory=Memory)
+    @cython.locals(read=PendingRead, operation=Operation)
     cdef _leave_read(self, Operation copy, long long key)
     @cython.locals(key="long long", read=PendingRead, copy=Operation)
     cpdef has_read(self, Operation operation)
@@ -66,7 +65,7 @@ cdef class Transfers(Gate):
     cpdef int admit(self, Operation operation) except -1
     @cython.locals(durations=Durations, memory=Memory, key="long long", following="long long", layer=int, copy=Operation)
     cdef _write_back(self, int gpu, int step)
-    @cython.locals(memory=Memory, landing_s=double, place=int, read=PendingRead)
+    @cython.locals(planner=Planner, started=bint, read=PendingRead)
     cdef bint _start_read(self, int layer, long long key) except -1
     @cython.locals(planner=Planner, host=Memory, key="long long", copies=int, demanded=bint, gpu=int, memory=Memory)
     cdef bint _yields(self, int layer, long long wanted) except -1

@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.policies.arrays import view_of, zeros
+from moesim.traces.format.layer_steps import of_step
+from moesim.traces.format.schema import PREDICTION_COLUMNS
 
 if TYPE_CHECKING:
+    from moesim.engine.planner import Planner
     from moesim.policies.arrays import Floats, Ints
+    from moesim.policies.systems import Policies
+    from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.layer_steps import LayerSteps
 
 
@@ -34,7 +39,6 @@ class Block:
         mean_scores: float64 [N * E], the gate's scores, mean over the tokens; empty.
         workload, score_sums: [N * P, E], see `MachineView`.
         predictors: P.
-        gate_mass: float64 [N], share of the gate's weight that was kept.
         dense_s, gate_s, head_s, activation_s: float64 [N]; the head's is -1 but for the
             last layer of a pass.
         drafted: int64 [N], tokens that are drafted before it; draft_s: of each.
@@ -92,7 +96,6 @@ class Block:
             self.served_edges = self.new_edges
         self.lane_of: Ints = zeros(accesses, np.int8)
         self.state_of: Ints = zeros(accesses, np.int8)
-        self.gate_mass: Floats = np.full(count if alters else 0, np.nan).data
         self.start_s: Floats = zeros(count)
         self.end_s: Floats = zeros(count)
         nothing = zeros(count)
@@ -107,3 +110,34 @@ class Block:
 
 def _rows(column: Any, dtype: Any) -> memoryview:
     return zeros((0, 0), dtype) if column is None else view_of(column, dtype)
+
+
+def read_by(policies: Policies) -> dict[str, Any]:
+    """What policies read of a trace: the arguments of
+    `moesim.traces.format.layer_steps.layer_steps` and `of_step`.
+    """
+    prefetch = policies.prefetch
+    # Altered routing is weighed by the gates of single tokens.
+    tokens = policies.routing.alters
+    tokens |= any(policy.reads_tokens for policy in policies.all())
+    routing = tokens or prefetch.foretells or prefetch.reads_routing
+    routing |= policies.assignment.defers or policies.assignment.precomputes
+    columns = [column for policy in policies.all() for column in policy.needs]
+    return {
+        "columns": tuple(dict.fromkeys(columns)),
+        "predictors": tuple(
+            name for name in prefetch.needs if name in PREDICTION_COLUMNS
+        ),
+        "routing": routing,
+        "tokens": tokens,
+    }
+
+
+def block_of(step: RoutedStep, planner: Planner) -> Block:
+    """One forward pass, or single layers of it, for a planner to plan."""
+    reads = planner.reads
+    if planner.rules.alters:
+        # Outputs are combined with them, whatever the policies read.
+        reads = {**reads, "columns": (*reads["columns"], "weights")}
+    given = of_step(step, experts=planner.experts, **reads)
+    return Block(given, planner.experts, alters=planner.rules.alters)

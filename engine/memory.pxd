@@ -11,11 +11,16 @@ cdef class Link:
     cpdef withdraw(self, long long key)
     cpdef double left_s(self, double now_s)
 
+cdef class Placement:
+    cpdef take(self, long long key)
+    cpdef release(self, long long key)
+
 cdef class Memory:
     cdef public int layers, experts, staging, staged_total
     cdef public bint is_global, equal_sizes, admits_all, in_launch_order, replaces_itself, hurries
     cdef public CachePolicy cache
-    cdef public object name
+    cdef public object name, size
+    cdef public Placement slots
     cdef public Link link
     cdef public const long long[::1] bytes_of
     cdef public long long[::1] free_bytes, promised_bytes, staged_of

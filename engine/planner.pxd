@@ -1,9 +1,9 @@
 cimport cython
 from moesim.policies.base cimport AssignmentPolicy, Gate, MachineView, PrefetchPolicy, RoutingPolicy, Work
-from moesim.policies.planner.gate_mass cimport gate_mass_kept
-from moesim.sim.fast.block cimport Block
-from moesim.sim.fast.host cimport Host
-from moesim.sim.fast.memory cimport Link, Memory, contains
+from moesim.engine.gate_mass cimport gate_mass_kept
+from moesim.engine.block cimport Block
+from moesim.engine.host cimport Host
+from moesim.engine.memory cimport Link, Memory, contains
 
 cdef int ABSENT, CPU, DECODE, DEFERRED, IN_FLIGHT, NONE, RESIDENT, WAITS
 cdef int NO_PLACE, LATE_WAIT, NO_PLACE_DROP, NO_PLACE_STAGE, FETCH, PREFETCH, READ, REPLACE, KEPT_LAYERS
@@ -30,12 +30,14 @@ cdef class Rules:
     cdef public int layers, experts, gpus, rows, late, no_place
     cdef public long long budget_bytes
     cdef public double choosing_s
-    cdef public bint splits_layers, prefetches, requeues, sees_future, reads_routing, alters, places_on_gpu, precomputes, defers, replaces_first
+    cdef public bint splits_layers, prefetches, requeues, sees_future, reads_routing, alters, places_on_gpu, precomputes, defers, replaces_first, looks_back
     cdef public dict names
 
 cdef class Planner:
+    cdef public object shape, costs, policies, sizes, reads
     cdef public Rules rules
-    cdef public list gpu
+    cdef public int layers, experts, gpus
+    cdef public list gpu, observers, gate_mass
     cdef public Host host
     cdef public MachineView view
     cdef public AssignmentPolicy assignment
@@ -45,6 +47,8 @@ cdef class Planner:
     cdef public int place
     cdef public Plan planned
     cdef public Gate gate
+    cdef Gate _next_gate
+    cdef public bint alters_now
     cdef public const long long[::1] size_of
     cdef public const double[:, ::1] cpu_s, gpu_s
     cdef public Block block
@@ -56,16 +60,24 @@ cdef class Planner:
     cdef int[::1] ranks, _counts
     cdef long long[::1] _keys, _named, _outgoing, _incoming, _unread, _deferred_last
     cdef unsigned char[::1] _seen, _started, _started_in
-    cdef unsigned short[::1] _routed
-    cdef list _altered
+    cdef public unsigned short[::1] routed
+    cdef public int routed_columns
+    cdef public list _firsts
+    cdef public long long _most_tokens
+    cdef list _recent
+    cdef object _predicted
+    cpdef by_key(self, seconds_of)
+    @cython.locals(most="long long")
+    cpdef put(self, Block block)
+    cdef _look_costs_up(self, tokens)
+    cdef _by_size(self, seconds_of, tokens)
+    cdef _tell(self, str call, tuple arguments, answer)
     cpdef int home(self, int layer) except -1
     @cython.locals(rules=Rules, plan=Plan, work=Work, layer=int, at_home=int, gpu=int, waits=bint)
     cpdef Plan plan(self, int s, double now_s)
     @cython.locals(plan=Plan, n=Py_ssize_t, memory=Memory, i=int, key="long long")
     cpdef Plan complete(self, Work work, double now_s)
-    @cython.locals(block=Block)
     cdef _routing_of(self, int s)
-    @cython.locals(block=Block)
     cdef _recorded(self, int s)
     cdef _rows_of(self, column, int s)
     @cython.locals(block=Block, gate=Gate, experts=int, layer=int, routing="unsigned short[::1]", columns=int, first="long long", count=Py_ssize_t, expert=int, n="long long")
@@ -102,7 +114,7 @@ cdef class Planner:
     cdef _read_for_cpu(self, Work work, Plan plan)
     @cython.locals(experts=int, at_home=int, gpu=int, memory=Memory, count=Py_ssize_t, n=Py_ssize_t, here=bint)
     cdef bint _can_stage_all(self, int layer, Plan plan) except -1
-    @cython.locals(rules=Rules, block=Block, view=MachineView, layer=int, memory=Memory, first="long long")
+    @cython.locals(rules=Rules, block=Block, view=MachineView, layer=int, memory=Memory, first="long long", recent=list)
     cdef _show(self, int s)
     @cython.locals(count="long long", named="long long[::1]", last=int, layer=int, n=Py_ssize_t)
     cdef _prefetch(self, Work work, Plan plan, int s)
@@ -129,7 +141,7 @@ cdef class Planner:
     cdef _wish_first(self, Work work, Plan plan)
     @cython.locals(i=int, key=Py_ssize_t)
     cdef _take_precomputed(self, Work work, Plan plan)
-    @cython.locals(block=Block, gate=Gate, tokens="int[::1]", expert=int, layer=int, host=Host, key="long long", memory=Memory)
+    @cython.locals(block=Block, gate=Gate, tokens="int[::1]", expert=int, layer=int, host=Host, key="long long", memory=Memory, columns=int)
     cdef _precompute(self, int s, Plan plan)
     @cython.locals(memory=Memory, link=Link, landing_s=double, may_stage=bint, demanded=bint, place=int, idle="long long")
     cpdef bint start_copy(self, int gpu, long long key, double now_s) except -1
@@ -139,3 +151,13 @@ cdef class Planner:
     cpdef cancel_copy(self, int gpu, long long key)
     @cython.locals(memory=Memory, freed=bint)
     cpdef bint landed(self, int gpu, long long key) except -1
+    @cython.locals(memory=Memory, link=Link, landing_s=double, place=int)
+    cpdef bint start_read(self, long long key, double now_s) except -1
+    @cython.locals(memory=Memory)
+    cpdef cancel_read(self, long long key)
+    @cython.locals(freed=bint)
+    cpdef bint read_done(self, long long key) except -1
+    @cython.locals(memory=Memory, freed=bint)
+    cpdef bint computed(self, int gpu, long long key) except -1
+    @cython.locals(freed=bint)
+    cpdef bint unawaited_ended(self, long long key) except -1

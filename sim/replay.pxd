@@ -1,8 +1,8 @@
-from moesim.sim.fast.block cimport Block
-from moesim.sim.fast.clock cimport VirtualClock
-from moesim.sim.fast.layer_step cimport LayerStep
-from moesim.sim.fast.operations cimport Machine
-from moesim.sim.fast.planner cimport Planner
+from moesim.engine.block cimport Block
+from moesim.sim.clock cimport VirtualClock
+from moesim.engine.layer_step cimport LayerStep
+from moesim.engine.operations cimport Machine
+from moesim.engine.planner cimport Planner
 
 cdef int DENSE, NONE
 
@@ -15,5 +15,6 @@ cdef class Replay:
     cdef public Block block
     cdef double _pass_s
     cdef long long _accesses_held, _full_spans, _full_accesses
+    cpdef noted(self, int step)
     cpdef _draft(self, Block block, int s)
     cpdef _drafted(self, Block block, int s, long long drafted)

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moesim.engine.names import CACHED, NO_PLACE, RESERVED_SLOTS, STAGED
 from moesim.policies.arrays import filled, zeros
 from moesim.policies.base import PolicyError
 from moesim.policies.names import ABSENT, IN_FLIGHT, NONE, RESIDENT
-from moesim.sim.fast.names import CACHED, NO_PLACE, RESERVED_SLOTS, STAGED
+from moesim.policies.sizes import GLOBAL
 
 if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints
     from moesim.policies.base import CachePolicy, Work
+    from moesim.policies.sizes import CacheSize
+    from moesim.traces.format.schema import ModelShape
 
 
 class Link:
@@ -50,12 +53,33 @@ class Link:
         return max(0.0, self.busy_until_s - now_s)
 
 
+class Placement:
+    """Where experts of a memory really lie: told whenever one comes or goes."""
+
+    def take(self, key: int) -> None:
+        """Give an expert its slot: its copy starts."""
+        raise NotImplementedError
+
+    def release(self, key: int) -> None:
+        """Take an expert's slot back: it has left."""
+        raise NotImplementedError
+
+
 class Memory:
     """Books of one memory, and the cache policy that rules it.
 
     Arrays are by flat key. What an expert's wish says counts while it is `wished`.
 
+    Args:
+        shape: the model.
+        size: of the cache.
+        state: int8 [L * E], zeros, which policies may see too.
+        staging: slots beside the cache.
+        cache: who rules it; name: as a user has named it.
+        link: into this memory.
+
     Attributes:
+        slots: of a real memory; None in a simulation.
         state: int8, ABSENT, IN_FLIGHT or RESIDENT.
         holds: int16, who needs it where it is.
         landing_s: float64, when what is in flight is expected.
@@ -73,31 +97,35 @@ class Memory:
 
     def __init__(
         self,
-        layers: int,
-        experts: int,
-        bytes_of: np.ndarray,
+        shape: ModelShape,
+        size: CacheSize,
         state: np.ndarray,
         *,
-        pool_bytes: np.ndarray,
-        is_global: bool,
-        equal_sizes: bool,
         staging: int,
         cache: CachePolicy,
         name: str,
         link: Link,
     ) -> None:
+        layers = shape.layers
+        experts = shape.experts
         keys = layers * experts
         self.layers = layers
         self.experts = experts
         self.cache = cache
         self.name = name
         self.link = link
-        self.is_global = is_global
+        self.size = size
+        self.slots: Placement | None = None
+        self.is_global = size.scope == GLOBAL
         self.staging = staging
-        self.bytes_of: Ints = np.ascontiguousarray(bytes_of, np.int64).data
-        self.equal_sizes = equal_sizes
-        self.free_bytes: Ints = np.array(pool_bytes, np.int64).data
-        self.promised_bytes: Ints = zeros(len(pool_bytes), np.int64)
+        sizes = np.array(shape.sizes_by_expert(), np.int64)
+        self.bytes_of: Ints = sizes.reshape(-1).data
+        alike = not shape.bytes_by_expert
+        # Of a pool.
+        one_size = not self.is_global or len(set(shape.expert_bytes)) == 1
+        self.equal_sizes = alike and one_size
+        self.free_bytes: Ints = np.array(size.pool_bytes, np.int64).data
+        self.promised_bytes: Ints = zeros(len(size.pool_bytes), np.int64)
         self.admits_all = cache.admits_all
         self.in_launch_order = cache.in_launch_order
         self.replaces_itself = cache.replaces
@@ -129,6 +157,14 @@ class Memory:
         self._candidates: Ints = zeros(keys, np.int64)
         self._chosen: Ints = zeros(keys, np.int64)
         self._victims: Ints = zeros(keys, np.int64)
+
+    def fill(self, keys: np.ndarray) -> None:
+        """Make absent experts resident before the run starts, without a copy."""
+        for key in keys.tolist():
+            self._take(key // self.experts, self.bytes_of[key])
+            self.state[key] = RESIDENT
+        for key in keys.tolist():
+            self.cache.admitted(key)
 
     # -- places -----------------------------------------------------------------------
 
@@ -174,6 +210,8 @@ class Memory:
         self.state[key] = ABSENT
         self.staged_total -= 1
         self.staged_of[key // self.experts] -= 1
+        if self.slots is not None:
+            self.slots.release(key)
 
     def forget_staged(self, key: int) -> None:
         """Forget a staged expert, now or when its copy has landed."""
@@ -421,6 +459,8 @@ class Memory:
             self._take(layer, self.bytes_of[key])
             self.state[key] = IN_FLIGHT
             self.landing_s[key] = landing_s
+            if self.slots is not None:
+                self.slots.take(key)
             self.cache.admitted(key)
             return CACHED
         # A swap belongs into the cache or nowhere, unless a layer step waits for it.
@@ -435,6 +475,8 @@ class Memory:
                 self.holds[key] += 1
                 self.staged_total += 1
                 self.staged_of[layer] += 1
+                if self.slots is not None:
+                    self.slots.take(key)
                 return STAGED
         self._keep_promises(key, layer, 1)
         return NO_PLACE
@@ -490,6 +532,8 @@ class Memory:
             self.next_victim[victim] = self.evicted
             self.evicted = victim
             self._take(victim // self.experts, -self.bytes_of[victim])
+            if self.slots is not None:
+                self.slots.release(victim)
         for n in range(count):
             self.cache.evicted(self._victims[n])
 

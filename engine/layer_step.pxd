@@ -1,14 +1,14 @@
 cimport cython
 from moesim.policies.base cimport Work
-from moesim.sim.fast.block cimport Block
-from moesim.sim.fast.host cimport Host
-from moesim.sim.fast.memory cimport Memory
-from moesim.sim.fast.operations cimport Clock, Consequences, Lane, Machine, Operation
-from moesim.sim.fast.planner cimport Copies, Plan, Planner, Rules
-from moesim.sim.fast.transfers cimport Durations, Transfers
+from moesim.engine.block cimport Block
+from moesim.engine.host cimport Host
+from moesim.engine.memory cimport Memory
+from moesim.engine.operations cimport Clock, Consequences, Lane, Machine, Operation
+from moesim.engine.planner cimport Copies, Plan, Planner, Rules
+from moesim.engine.transfers cimport Durations, Transfers
 
 cdef int CPU, NONE, RESIDENT, SERIAL, WAITS
-cdef int AHEAD, AWAITED_AHEAD, COMPUTED, COPIED, DEMAND, FETCHED, HAS_READ, KEPT, PREDICTED, TURN, UNAWAITED
+cdef int WHOLLY, AHEAD, AWAITED_AHEAD, COMPUTED, COPIED, DEMAND, FETCHED, HAS_READ, KEPT, PREDICTED, TURN, UNAWAITED
 cdef int ACTIVATION, COMPUTE, DENSE, FETCH, JOIN, PLAN, READ
 
 cdef class LayerStep(Consequences):
@@ -21,24 +21,30 @@ cdef class LayerStep(Consequences):
     cdef public bint has_read
     cdef public long long[::1] gates, dense_parts
     cdef list _held, _ahead, _awaited
-    cdef int _fetched
-    cdef bint _cpu_used
+    cdef public int fetched
+    cdef public bint cpu_used
     cdef unsigned char[::1] _unused
     @cython.locals(dense_s=double, gates="long long")
-    cdef double _dense_s(self, Block block, int s) except? -1
-    @cython.locals(transfers=Transfers, promoted=Copies, n=Py_ssize_t)
-    cdef _launch(self, Work work, Plan plan, Block block, int s)
-    @cython.locals(plan=Plan)
-    cdef _complete(self, Work work)
-    cdef double _control_s(self, const double[::1] cost, Work work, Py_ssize_t copied) except? -1
+    cpdef double dense_s(self, Block block, int s) except? -1
+    @cython.locals(block=Block)
+    cpdef begin(self, int s)
+    @cython.locals(planner=Planner, plan=Plan, work=Work, transfers=Transfers, promoted=Copies, n=Py_ssize_t)
+    cpdef launch(self, int s)
+    @cython.locals(planner=Planner, plan=Plan)
+    cpdef complete(self)
+    @cython.locals(durations=Durations, join_s=double, shared=bint)
+    cpdef double join_s(self, Work work, Py_ssize_t copied) except? -1
+    cpdef double control_s(self, const double[::1] cost, Work work, Py_ssize_t copied) except? -1
     @cython.locals(machine=Machine, inline=bint, follows=int, operation=Operation)
     cpdef alone(self, int lane, int kind, int layer, double work_s)
     @cython.locals(control=int, operation=Operation)
-    cdef _controls(self, int kind, int layer, double work_s)
+    cpdef controls(self, int kind, int layer, double work_s)
     @cython.locals(copies=Copies, n=Py_ssize_t)
     cdef _note_reads(self, Plan plan)
     @cython.locals(planner=Planner, durations=Durations, machine=Machine, transfers=Transfers, several=bint, copied=Py_ssize_t, first_op_s=double, code=int, cpu_used=bint, count=int, n=int, i="long long", key="long long", seconds=double, first_s=double, work_s=double, product=Operation, memory=Memory)
     cdef bint _dispatch(self, Work work, Plan plan) except -1
+    @cython.locals(code=int)
+    cdef bint _gpu_used(self) except -1
     @cython.locals(code=int)
     cdef bint _gpu_used(self) except -1
     @cython.locals(key="long long", product=Operation)
@@ -56,4 +62,4 @@ cdef class LayerStep(Consequences):
     cdef _count(self)
     @cython.locals(key="long long")
     cdef _unawaited_ended(self, Operation operation)
-    cdef _all_computed(self)
+    cpdef all_computed(self)

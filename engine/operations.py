@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moesim.engine.names import BEHIND_DEMAND, DEMAND, DROP, WAIT
 from moesim.hwprofiles import lanes
 from moesim.policies.names import NONE
-from moesim.sim.fast.names import BEHIND_DEMAND, DEMAND, DROP, WAIT
 
 if TYPE_CHECKING:
-    from moesim.hwprofiles.profile import HardwareProfile
+    from collections.abc import Iterable, Sequence
 
 
 class Operation:
@@ -24,7 +24,7 @@ class Operation:
     Attributes:
         lane, kind, step, layer, expert, nbytes: as its span has them.
         work_s: seconds that it takes alone.
-        follows: what its end lets happen (`moesim.sim.fast.names`).
+        follows: what its end lets happen (`moesim.engine.names`).
         priority: in its queue.
         behind_read: a copy that waits for its expert to be in host memory.
         start_s, end_s: when it started, and when it is expected to end.
@@ -153,6 +153,10 @@ class Clock:
         """Give the process its turn when all that happens now has happened."""
         raise NotImplementedError
 
+    def taken(self, worker: Worker) -> None:  # noqa: ARG002 - real clocks have several
+        """Note that a worker is free at last, and taken by who has waited for it."""
+        self.wake()
+
 
 class Machine:
     """Lanes and workers, whoever spends the time.
@@ -267,7 +271,7 @@ class Machine:
     def _go_on(self, worker: Worker) -> None:
         if worker.takes:
             worker.takes = False
-            self.clock.wake()
+            self.clock.taken(worker)
             return
         worker.busy = False
         if worker.waiting:
@@ -305,17 +309,17 @@ class Machine:
         return None
 
 
-def machine_of(profile: HardwareProfile) -> Machine:
-    """Lanes and workers of a profile."""
+def machine_of(names: Sequence[str], served: Iterable[Sequence[str]]) -> Machine:
+    """Lanes by their names, and workers by the names of the lanes that they serve."""
     made = []
-    for name in profile.lanes:
+    for name in names:
         kind = lanes.kind_of(name)
         gpu = lanes.gpu_of(name) if kind.per_gpu else NONE
         made.append(Lane(gpu, kind.fills_memory))
     workers = []
-    for names in profile.workers.values():
+    for in_turn in served:
         worker = Worker()
-        worker.lanes = [made[profile.lanes.index(name)] for name in names]
+        worker.lanes = [made[names.index(name)] for name in in_turn]
         for lane in worker.lanes:
             lane.worker = worker
             worker.gated = worker.gated or lane.gated

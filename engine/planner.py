@@ -10,12 +10,28 @@ same reports always give the same plans.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.policies.arrays import zeros
-from moesim.policies.base import Gate, PolicyError, Work
+from moesim.engine.block import read_by
+from moesim.engine.gate_mass import gate_mass_kept
+from moesim.engine.host import Host
+from moesim.engine.memory import Link, Memory, contains
+from moesim.engine.names import (
+    LATE_DROP,
+    LATE_KEEP,
+    LATE_WAIT,
+    NO_PLACE,
+    NO_PLACE_DROP,
+    NO_PLACE_STAGE,
+    NO_PLACE_WAIT,
+)
+from moesim.engine.observers import decisions
+from moesim.engine.starting import fill_memories, start_policies
+from moesim.policies.arrays import view_of, zeros
+from moesim.policies.base import Gate, MachineView, PolicyError, Work
 from moesim.policies.names import (
     ABSENT,
     CPU,
@@ -26,27 +42,38 @@ from moesim.policies.names import (
     RESIDENT,
     WAITS,
 )
-from moesim.policies.planner.gate_mass import gate_mass_kept
-from moesim.sim.fast.memory import contains
-from moesim.sim.fast.names import LATE_WAIT, NO_PLACE, NO_PLACE_DROP, NO_PLACE_STAGE
+from moesim.policies.run_context import Evaluations
+from moesim.policies.sizes import LAYERS
 from moesim.traces.timeline.spans import FETCH, PREFETCH, READ, REPLACE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from moesim.engine.block import Block
+    from moesim.hwprofiles.costs import Costs
     from moesim.policies.arrays import Floats, Ints
     from moesim.policies.base import (
         AssignmentPolicy,
-        MachineView,
         PrefetchPolicy,
         RoutingPolicy,
     )
-    from moesim.sim.fast.block import Block
-    from moesim.sim.fast.host import Host
-    from moesim.sim.fast.memory import Memory
+    from moesim.policies.run_context import Future
+    from moesim.policies.sizes import MemoryPlan
+    from moesim.policies.systems import Policies
+    from moesim.traces.format.schema import ModelShape, Phase
 
 INFINITE_S = float("inf")
 
 KEPT_LAYERS = 3
-"""Layers of a pass whose altered routing is kept for those that look back."""
+"""Layers of a pass whose routing is kept for those that look back."""
+
+_LATE = {
+    "drop": LATE_DROP,
+    "active": LATE_DROP,
+    "keep": LATE_KEEP,
+    "wait": LATE_WAIT,
+}
+_NO_PLACE = {"stage": NO_PLACE_STAGE, "wait": NO_PLACE_WAIT, "drop": NO_PLACE_DROP}
 
 
 class Copies:
@@ -87,8 +114,9 @@ class Plan:
         swaps: replacements wished for when the layer has joined; `other` is who goes.
         released: active residents that replacements of this very layer step evict.
         exposed_s: seconds by which choosing victims outlasts the first load.
-        precomputed, deferred: uint8 [E], of active experts: computed one layer ahead;
-            joining one layer later. Only where `has_precomputed`, `defers`.
+        precomputed, deferred: uint8 [E], of active experts: computed one layer ahead,
+            for all (`WHOLLY`) or for some (`PARTLY`) of its tokens; joining one layer
+            later. Only where `has_precomputed`, `defers`.
         ahead_tokens: int32 [E], tokens of next layer's experts that the CPU starts now,
             if `begins_ahead`.
     """
@@ -116,69 +144,127 @@ class Rules:
         layers, experts, gpus: of the model and the machine.
         rows: GPUs that compute the experts of one layer.
         splits_layers: whether each layer is computed by one GPU.
-        late, no_place: of prefetches (`moesim.sim.fast.names`).
+        late, no_place: of prefetches (`moesim.engine.names`).
         budget_bytes: most bytes prefetched per layer step; -1 for no limit.
         choosing_s: of a cache's choice of victims.
+        looks_back: whether somebody asks for the routing of earlier layers.
         names: of the policies, by kind, for messages.
     """
 
-    def __init__(self, layers: int, experts: int, gpus: int) -> None:
-        self.layers = layers
-        self.experts = experts
-        self.gpus = gpus
-        self.rows = gpus
-        self.splits_layers = False
-        self.late = self.no_place = 0
-        self.budget_bytes = NONE
-        self.choosing_s = 0.0
-        self.prefetches = self.requeues = self.sees_future = False
-        self.reads_routing = self.alters = self.places_on_gpu = False
-        self.precomputes = self.defers = self.replaces_first = False
-        self.names: dict[str, str] = {}
+    def __init__(
+        self, shape: ModelShape, policies: Policies, memory: MemoryPlan
+    ) -> None:
+        prefetch = policies.prefetch
+        assignment = policies.assignment
+        # The caches of all GPUs are of one kind.
+        cache = policies.caches[0]
+        self.layers = shape.layers
+        self.experts = shape.experts
+        self.gpus = len(policies.caches)
+        self.splits_layers = memory.gpu_split == LAYERS or self.gpus == 1
+        self.rows = 1 if self.splits_layers else self.gpus
+        self.late = _LATE[prefetch.late]
+        self.no_place = _NO_PLACE[prefetch.no_place]
+        budget = memory.prefetch_budget_bytes
+        self.budget_bytes = NONE if budget is None else budget
+        self.choosing_s = cache.choosing_s
+        self.prefetches = prefetch.prefetches
+        self.requeues = prefetch.requeue
+        self.sees_future = prefetch.oracle
+        self.reads_routing = prefetch.reads_routing
+        self.alters = policies.routing.alters
+        self.places_on_gpu = assignment.places_on_gpu
+        self.precomputes = assignment.precomputes
+        self.defers = assignment.defers
+        self.replaces_first = cache.replaces and cache.replaces_first
+        self.looks_back = self.alters or self.reads_routing
+        self.names: dict[str, str] = dict(policies.names)
 
 
 class Planner:
     """Asks the policies about every layer step, and keeps the books of the memories.
 
     Args:
-        rules: of the run.
-        memories: of each GPU.
+        shape: the model.
+        costs: what operations take on the machine.
+        policies: who decides.
+        memory: sizes.
+        seed: for policies that draw.
+        future: the whole routing, for oracles.
+        calibration: activation counts float64 [L, E], or None.
+        extras: calibration artefacts by name.
+
+    Attributes:
+        gpu: memories of each GPU.
         host: books of host memory where it is limited, else None.
         view: what policies see of the machine.
-        assignment, prefetch, routing: who decides.
+        reads: what the policies read of a trace (`read_by`).
+        alters_now: whether the last layer step's tokens got other experts than their
+            gates chose.
+        routed: uint16, experts predicted for each token of the layer to come, in rows
+            of `routed_columns`, where a plan begins something ahead.
+        gate_mass: share of the gate's weight that altered routing kept, by layer step.
+        observers: told of every report and answer (`moesim.engine.observers`).
+
+    Raises:
+        PolicyError: an oracle without a future, or an impossible memory.
     """
 
     def __init__(
         self,
-        rules: Rules,
-        memories: list[Memory],
-        host: Host | None,
-        view: MachineView,
-        assignment: AssignmentPolicy,
-        prefetch: PrefetchPolicy,
-        routing: RoutingPolicy,
+        shape: ModelShape,
+        costs: Costs,
+        policies: Policies,
+        memory: MemoryPlan,
+        *,
+        seed: int = 0,
+        future: Future | None = None,
+        calibration: np.ndarray | None = None,
+        extras: Mapping[str, Any] | None = None,
     ) -> None:
-        experts = rules.experts
+        if memory.staging < 1:
+            raise PolicyError(
+                "staging: no room to stage even one expert; give at least one slot"
+                " beside the cache"
+            )
+        self.shape = shape
+        self.costs = costs
+        self.policies = policies
+        self.sizes = memory
+        self.reads = read_by(policies)
+        self.observers: list[Any] = []
+        self.gate_mass: list[float] = []
+        rules = Rules(shape, policies, memory)
+        self.rules = rules
+        self.layers = rules.layers
+        experts = self.experts = rules.experts
+        self.gpus = rules.gpus
         keys = rules.layers * experts
         rows = rules.rows
-        self.rules = rules
-        self.gpu = memories
-        self.host = host
-        self.view = view
-        self.assignment = assignment
-        self.prefetch = prefetch
-        self.routing = routing
+        self.assignment: AssignmentPolicy = policies.assignment
+        self.prefetch: PrefetchPolicy = policies.prefetch
+        self.routing: RoutingPolicy = policies.routing
         self.now_s = self.joined_s = 0.0
         self.place = 0
         self.planned = Plan(rules.gpus, keys, experts)
         self.gate = Gate()
-        # Seconds of experts by size and tokens; set with every block.
-        self.size_of: Ints = zeros(keys, np.int64)
+        self._next_gate = Gate()
+        self.alters_now = False
+
+        # One expert of each size stands for all of them.
+        sizes = np.array(shape.sizes_by_expert(), np.int64).reshape(-1)
+        _, firsts, size_of = np.unique(sizes, return_index=True, return_inverse=True)
+        self._firsts = [divmod(key, experts) for key in firsts.tolist()]
+        self.size_of: Ints = view_of(size_of, np.int64)
+        # Seconds of experts by size and tokens; as many tokens as blocks have.
         self.cpu_s: Floats = zeros((1, 1))
         self.gpu_s: Floats = zeros((1, 1))
+        self._most_tokens = NONE
         self.block: Block | None = None
+        self._make_memories(memory)
         self.work = Work(rows, experts)
         self.nobody = Work(rows, experts)
+        self.work.first_cpu_s = costs.cpu_first_s
         self._make_work(rows, experts)
         self._keys: Ints = zeros(keys, np.int64)
         self._named: Ints = zeros(keys, np.int64)
@@ -191,8 +277,89 @@ class Planner:
         self._started: Ints = zeros(keys, np.uint8)
         self._started_in: Ints = zeros(rules.layers, np.uint8)
         self._counts: Ints = zeros(experts, np.int32)
-        self._routed: Ints = zeros(0, np.uint16)
-        self._altered: list[Any] = [None] * KEPT_LAYERS
+        self.routed: Ints = zeros(0, np.uint16)
+        self.routed_columns = 0
+        # By layer, modulo: experts of every token, as they are really used.
+        nobody = zeros((0, 0), np.uint16)
+        self._recent: list[Any] = [nobody] * KEPT_LAYERS
+        self._predicted: Floats = zeros((0, 0))
+
+        start_policies(
+            self, seed=seed, future=future, calibration=calibration, extras=extras or {}
+        )
+        # What policies do may depend on what they have learned by now.
+        self.rules = Rules(shape, policies, memory)
+        fill_memories(self, calibration)
+
+    def _make_memories(self, memory: MemoryPlan) -> None:
+        """Make the empty books of all memories, and what policies see of them."""
+        shape = self.shape
+        costs = self.costs
+        policies = self.policies
+        name = policies.names.get("cache", "cache")
+        levels = self.gpus + (memory.host is not None)
+        states = np.zeros((levels, self.layers * self.experts), np.int8)
+        view = self.view = MachineView(self.gpus, self.layers, self.experts)
+        view.states = states[: self.gpus].data
+        view.first_cpu_s = costs.cpu_first_s
+        copy_s = [costs.copy_s(layer) for layer in range(self.layers)]
+        view.copy_s = np.array(copy_s, np.float64).data
+        self.gpu: list[Memory] = [
+            Memory(
+                shape,
+                memory.gpu,
+                states[gpu],
+                staging=memory.staging,
+                cache=cache,
+                name=name,
+                link=Link(self.by_key(partial(costs.copy_s, gpu=gpu))),
+            )
+            for gpu, cache in enumerate(policies.caches)
+        ]
+        self.host: Host | None = None
+        if memory.host is not None:
+            assert policies.host_cache is not None, (
+                "limited host memory needs a host cache policy"
+            )
+            books = Memory(
+                shape,
+                memory.host,
+                states[self.gpus],
+                staging=memory.staging,
+                cache=policies.host_cache,
+                name=name,
+                link=Link(self.by_key(costs.read_s)),
+            )
+            self.host = Host(books, self.rules.rows)
+
+    def by_key(self, seconds_of: Callable[..., float]) -> np.ndarray:
+        """Seconds of every expert, float64 [L * E], asked once for each size."""
+        seconds = [seconds_of(layer, expert=expert) for layer, expert in self._firsts]
+        return np.array(seconds, np.float64)[np.asarray(self.size_of)]
+
+    @property
+    def own_planning_s(self) -> float:
+        """Seconds of a layer step that policies take beyond the machine's planning."""
+        return sum(policy.own_planning_s for policy in self.policies.all())
+
+    @property
+    def always_split(self) -> np.ndarray:
+        """Bool [L]: layers that CPU and GPU share in every step, as the system's graph
+        is fixed.
+        """
+        return self.policies.fixed_graph & self.sizes.gpu.held_in_part(self.shape)
+
+    @property
+    def assignment_name(self) -> str:
+        """The assignment policy as a user has named it."""
+        return str(self.policies.names.get("assignment", ""))
+
+    def evaluations(self, layer: int, phase: Phase) -> Evaluations:
+        """What predicting in a layer step evaluates on the GPU."""
+        following = self.layers - 1 - layer
+        if not self.rules.prefetches or not following:
+            return Evaluations()
+        return self.prefetch.evaluations(following, phase)
 
     def _make_work(self, rows: int, experts: int) -> None:
         arrays = self.work.show_new(rows, experts)
@@ -206,11 +373,37 @@ class Planner:
         self.ranks: Ints = arrays["ranks"].data
 
     def put(self, block: Block) -> None:
-        """Take a block of the trace."""
+        """Take a block of the trace, with what as many tokens cost."""
         self.block = block
+        given = block.source
+        # Predictions may give an expert more tokens than it gets.
+        most = int(max(given.rows.max(initial=0), given.tokens.max(initial=0)))
         if self.rules.alters or self.rules.precomputes:
-            tokens = max(block.rows, default=0)
-            self._routed = zeros(tokens * self.rules.experts, np.uint16)
+            if len(self.routed) < most * self.experts:
+                self.routed = zeros(most * self.experts, np.uint16)
+        if most > self._most_tokens:
+            self._most_tokens = most
+            self._look_costs_up(np.arange(most + 1))
+
+    def _look_costs_up(self, tokens: np.ndarray) -> None:
+        costs = self.costs
+        layers = range(self.layers)
+        self.cpu_s = self._by_size(costs.cpu_s, tokens).data
+        self.gpu_s = self._by_size(costs.gpu_s, tokens).data
+        view = self.view
+        view.cpu_s = np.array([costs.cpu_s(layer, tokens) for layer in layers]).data
+        view.gpu_s = np.array([costs.gpu_s(layer, tokens) for layer in layers]).data
+
+    def _by_size(
+        self, seconds_of: Callable[..., np.ndarray], tokens: np.ndarray
+    ) -> np.ndarray:
+        """Seconds of one expert of each size, float64 [S, T + 1]."""
+        return np.array(
+            [
+                seconds_of(layer, tokens, experts=np.full(len(tokens), expert))
+                for layer, expert in self._firsts
+            ]
+        )
 
     def home(self, layer: int) -> int:
         """The GPU that runs a layer's dense part."""
@@ -247,6 +440,8 @@ class Planner:
         plan.has_precomputed = plan.begins_ahead = plan.defers = False
         if rules.alters:
             self._route(s)
+        elif rules.looks_back:
+            self._recent[layer % KEPT_LAYERS] = self._recorded(s)
         self._look(s)
         if rules.defers:
             self._rank(s)
@@ -279,7 +474,14 @@ class Planner:
             self._precompute(s, plan)
         if not rules.replaces_first:
             self._ask_replacements(work, plan.swaps)
+        if self.observers:
+            self._tell("plan", (work.step, layer, now_s), decisions(work, plan))
         return plan
+
+    def _tell(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
+        """Tell observers of a report and what was answered."""
+        for observer in self.observers:
+            observer.reported(call, arguments, answer)
 
     def complete(self, work: Work, now_s: float) -> Plan:
         """Note that a layer step has joined: release its holds, forget what was staged
@@ -309,24 +511,27 @@ class Planner:
             self._wish_swap(
                 work, plan, gpu, plan.swaps.other[n], plan.swaps.key[n], False
             )
+        if self.observers:
+            self._tell("complete", (now_s,), plan.copies.count)
         return plan
 
     # -- routing ----------------------------------------------------------------------
 
     def _routing_of(self, s: int) -> Any:
-        """Experts of every token of a layer step of this pass: of the last layers."""
-        block = self.block
+        """Experts of every token of a layer step, as they are really used."""
         if self.rules.alters:
-            altered = self._altered[block.layer[s] % KEPT_LAYERS]
-            if altered is not None:
-                return altered
+            return self._recent[self.block.layer[s] % KEPT_LAYERS]
         return self._recorded(s)
 
+    def used_routing(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Experts uint16 [T, K'] that serve the tokens of the last layer step, and
+        their combine weights, where a routing policy alters them.
+        """
+        used = np.asarray(self._recent[self.work.layer % KEPT_LAYERS])
+        return used, self.routing.weigh(self.gate, used)
+
     def _recorded(self, s: int) -> Any:
-        block = self.block
-        if not len(block.routing):
-            return block.routing
-        return block.routing[block.row_edges[s] : block.row_edges[s + 1]]
+        return self._rows_of(self.block.routing, s)
 
     def _rows_of(self, column: Any, s: int) -> Any:
         """A layer step's rows of a column; none where nobody has read it."""
@@ -348,10 +553,9 @@ class Planner:
         gate.weights = self._rows_of(block.weights, s)
         gate.scores = self._rows_of(block.scores, s)
         # The gate's scores on the input of the layer before.
-        gate.predicted = (
-            self._rows_of(block.predicted, s - 1) if layer else block.predicted[:0]
-        )
-        routing = self._routed
+        gate.predicted = self._predicted if layer else block.predicted[:0]
+        self._predicted = self._rows_of(block.predicted, s)
+        routing = self.routed
         columns = self.routing.route(gate, self.view, routing)
         first = block.new_edges[s]
         count = 0
@@ -368,15 +572,17 @@ class Planner:
                     block.new_tokens[first + count] = self._counts[expert]
                     count += 1
             used = np.array(routing[: gate.rows * columns]).reshape(gate.rows, columns)
-            self._altered[layer % KEPT_LAYERS] = used
+            self._recent[layer % KEPT_LAYERS] = used.data
         else:
             for n in range(block.edges[s], block.edges[s + 1]):
                 block.new_served[first + count] = block.experts[n]
                 block.new_tokens[first + count] = block.tokens[n]
                 count += 1
-            self._altered[layer % KEPT_LAYERS] = None
+            self._recent[layer % KEPT_LAYERS] = gate.experts
         block.new_edges[s + 1] = first + count
-        block.gate_mass[s] = gate_mass_kept(gate, self._routing_of(s))
+        self.alters_now = columns > 0
+        if len(gate.scores) or len(gate.weights):
+            self.gate_mass.append(gate_mass_kept(gate, self._routing_of(s)))
 
     # -- what a layer step asks for ---------------------------------------------------
 
@@ -746,9 +952,12 @@ class Planner:
         view.link_wait_s = memory.link.left_s(self.now_s) + memory.link.queued_s
         if rules.reads_routing:
             nobody = block.routing[:0]
-            view.routing = self._routing_of(s)
-            view.before = self._routing_of(s - 1) if layer else nobody
-            view.before_that = self._routing_of(s - 2) if layer > 1 else nobody
+            recent = self._recent
+            view.routing = recent[layer % KEPT_LAYERS]
+            view.before = recent[(layer - 1) % KEPT_LAYERS] if layer else nobody
+            view.before_that = (
+                recent[(layer - 2) % KEPT_LAYERS] if layer > 1 else nobody
+            )
         if block.predictors:
             first = s * block.predictors
             view.workload = block.workload[first : first + block.predictors]
@@ -990,7 +1199,7 @@ class Planner:
         memory are left to their own layer.
         """
         block = self.block
-        gate = self.gate
+        gate = self._next_gate
         tokens = plan.ahead_tokens
         for expert in range(self.rules.experts):
             tokens[expert] = 0
@@ -1003,7 +1212,9 @@ class Planner:
         gate.weights = block.weights[:0]
         gate.scores = block.scores[:0]
         gate.predicted = self._rows_of(block.predicted, s)
-        if not self.assignment.precompute(gate, self.view, self._routed, tokens):
+        columns = self.assignment.precompute(gate, self.view, self.routed, tokens)
+        self.routed_columns = columns
+        if not columns:
             return
         host = self.host
         for expert in range(self.rules.experts):
@@ -1039,11 +1250,12 @@ class Planner:
             if idle != NONE:
                 memory.drop_staged(idle)
                 place = memory.start(key, landing_s, True)
-        if place == NO_PLACE:
-            return False
-        link.withdraw(key)
-        link.busy_until_s = landing_s
-        return True
+        if place != NO_PLACE:
+            link.withdraw(key)
+            link.busy_until_s = landing_s
+        if self.observers:
+            self._tell("start_copy", (gpu, key, now_s), place)
+        return place != NO_PLACE
 
     def gives_up(self, gpu: int, key: int) -> bool:
         """Whether a queued copy that finds no place is dropped; else it waits."""
@@ -1066,6 +1278,8 @@ class Planner:
         memory.link.withdraw(key)
         if self.host is not None:
             self.host.unneed(key)
+        if self.observers:
+            self._tell("cancel_copy", (gpu, key), None)
 
     def landed(self, gpu: int, key: int) -> bool:
         """Note that a copy has landed; whether a staging slot is free again."""
@@ -1074,4 +1288,54 @@ class Planner:
         # Host memory is told in any case.
         if self.host is not None and self.host.unneed(key):
             freed = True
+        if self.observers:
+            self._tell("landed", (gpu, key), freed)
+        return freed
+
+    def start_read(self, key: int, now_s: float) -> bool:
+        """Take a place in host memory for a read that starts now."""
+        memory = self.host.memory
+        link = memory.link
+        landing_s = now_s + link.copy_s[key]
+        place = memory.start(key, landing_s, True)
+        if place != NO_PLACE:
+            link.busy_until_s = landing_s
+        if self.observers:
+            self._tell("start_read", (key, now_s), place)
+        return place != NO_PLACE
+
+    def cancel_read(self, key: int) -> None:
+        """Forget the wish for a queued read."""
+        self.host.memory.cancel(key)
+        if self.observers:
+            self._tell("cancel_read", (key,), None)
+
+    def read_done(self, key: int) -> bool:
+        """Note that an expert was read; whether a staging slot is free again."""
+        freed = self.host.land(key)
+        if self.observers:
+            self._tell("read_done", (key,), freed)
+        return freed
+
+    def computed(self, gpu: int, key: int) -> bool:
+        """Note that an active expert's product has ended, on a GPU or (-1) the CPU;
+        whether a staging slot is free again.
+        """
+        freed = False
+        if gpu != NONE:
+            memory = self.gpu[gpu]
+            freed = memory.computed(key)
+        elif self.host is not None:
+            freed = self.host.computed(key)
+        if self.observers:
+            self._tell("computed", (gpu, key), freed)
+        return freed
+
+    def unawaited_ended(self, key: int) -> bool:
+        """Note that a product has ended for which its plan did not wait: ahead of its
+        gate, or one that joins one layer later; whether a staging slot is free again.
+        """
+        freed = self.host is not None and self.host.unneed(key)
+        if self.observers:
+            self._tell("unawaited_ended", (key,), freed)
         return freed
