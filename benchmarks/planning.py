@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.engine.at_once import carry_out
-from moesim.engine.block import block_of
 from moesim.engine.planner import Planner
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
@@ -103,7 +102,7 @@ def decision_s(assignment: str, active: int, *, slow: bool = False) -> float:
     rule = book.assignment
     kept = KeepingQuestion(rule)
     book.assignment = kept
-    book.put(block_of(forward_passes(active, 1)[0], book))
+    book.put(book.block_of(forward_passes(active, 1)[0]))
     book.plan(0, 0.0)
     question = kept.question
     repeats = 2 if slow else REPEATS // (4 if active > 8 else 1)
@@ -122,7 +121,7 @@ def planning_s(assignment: str, active: int) -> float:
     for round_ in range(4):
         total = 0.0
         for step in passes:
-            book.put(block_of(step, book))
+            book.put(book.block_of(step))
             for layer in range(48):
                 begin_s = time.process_time()
                 book.plan(layer, 0.0)

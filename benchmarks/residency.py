@@ -25,7 +25,6 @@ from moesim.base.errors import TraceError
 from moesim.base.seals import check_seal
 from moesim.base.units import format_bytes, parse_bytes
 from moesim.engine.at_once import carry_out
-from moesim.engine.block import block_of
 from moesim.engine.planner import Planner
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import default_profile
@@ -309,7 +308,7 @@ def _compare(
     """Replay one forward pass, and count where engine and replay agree."""
     counts = result.phases[step.phase.label]
     (cache,) = planner.policies.caches
-    planner.put(block_of(step, planner))
+    planner.put(planner.block_of(step))
     work = planner.work
     for place, routed in enumerate(step.layers):
         if isinstance(cache, RankLRU):

@@ -9,7 +9,8 @@ from moesim.policies.names import NONE
 from moesim.traces.timeline.spans import FETCH, PREFETCH, READ, REPLACE
 
 if TYPE_CHECKING:
-    from moesim.engine.planner import Copies, Planner
+    from moesim.engine.plan import Copies
+    from moesim.engine.planner import Planner
 
 
 @dataclass(slots=True)

@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.policies.arrays import view_of, zeros
-from moesim.traces.format.layer_steps import of_step
 from moesim.traces.format.schema import PREDICTION_COLUMNS
 
 if TYPE_CHECKING:
-    from moesim.engine.planner import Planner
     from moesim.policies.arrays import Floats, Ints
     from moesim.policies.systems import Policies
-    from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.layer_steps import LayerSteps
 
 
@@ -131,13 +128,3 @@ def read_by(policies: Policies) -> dict[str, Any]:
         "routing": routing,
         "tokens": tokens,
     }
-
-
-def block_of(step: RoutedStep, planner: Planner) -> Block:
-    """One forward pass, or single layers of it, for a planner to plan."""
-    reads = planner.reads
-    if planner.rules.alters:
-        # Outputs are combined with them, whatever the policies read.
-        reads = {**reads, "columns": (*reads["columns"], "weights")}
-    given = of_step(step, experts=planner.experts, **reads)
-    return Block(given, planner.experts, alters=planner.rules.alters)

@@ -4,7 +4,8 @@ from moesim.engine.block cimport Block
 from moesim.engine.host cimport Host
 from moesim.engine.memory cimport Memory
 from moesim.engine.operations cimport Clock, Consequences, Lane, Machine, Operation
-from moesim.engine.planner cimport Copies, Plan, Planner, Rules
+from moesim.engine.plan cimport Copies, Plan
+from moesim.engine.planner cimport Planner, Rules
 from moesim.engine.transfers cimport Durations, Transfers
 
 cdef int CPU, NONE, RESIDENT, SERIAL, WAITS

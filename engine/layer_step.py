@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
     from moesim.engine.block import Block
     from moesim.engine.operations import Clock, Machine, Operation
-    from moesim.engine.planner import Plan, Planner
+    from moesim.engine.plan import Plan
+    from moesim.engine.planner import Planner
     from moesim.engine.transfers import Durations
     from moesim.policies.arrays import Floats, Ints
     from moesim.policies.base import Work

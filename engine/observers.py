@@ -9,15 +9,15 @@ from __future__ import annotations
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
-from moesim.engine.block import block_of
 from moesim.policies.base import AssignmentPolicy, PolicyError
 from moesim.policies.delegating import DelegatingAssignment, DelegatingCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from moesim.engine.planner import Copies, Plan, Planner
-    from moesim.policies.base import Policy, Work
+    from moesim.engine.plan import Decisions
+    from moesim.engine.planner import Planner
+    from moesim.policies.base import Policy
     from moesim.traces.format.batch import RoutedStep
 
 
@@ -80,67 +80,6 @@ class Entry(NamedTuple):
     answer: Any
 
 
-class Decisions(NamedTuple):
-    """What a plan decides about a layer step, as plain comparable values.
-
-    Copies are (kind, GPU, flat key, whether it is read first or who goes), active
-    experts in ascending order.
-
-    Attributes:
-        step, layer: which one.
-        experts, state: active experts, and how they were found.
-        lanes, order: where they are computed, and in which order they are launched.
-        flags: of the assignment.
-        copies, promoted, swaps: as in `Plan`.
-        precomputed, deferred: of each active expert; empty where there are none.
-        ahead_tokens: by expert of the next layer; empty where nothing begins ahead.
-    """
-
-    step: int
-    layer: int
-    experts: tuple[int, ...]
-    state: tuple[int, ...]
-    lanes: tuple[int, ...]
-    order: tuple[int, ...]
-    flags: int
-    copies: tuple[tuple[int, ...], ...]
-    promoted: tuple[tuple[int, ...], ...]
-    swaps: tuple[tuple[int, ...], ...]
-    precomputed: tuple[int, ...]
-    deferred: tuple[int, ...]
-    ahead_tokens: tuple[int, ...]
-
-
-def decisions(work: Work, plan: Plan) -> Decisions:
-    """Write down what was decided last; plans live until the next one."""
-    active = work.active
-
-    def listed(copies: Copies) -> tuple[tuple[int, ...], ...]:
-        columns = (copies.kind, copies.gpu, copies.key, copies.other)
-        return tuple(
-            zip(*(list(column[: copies.count]) for column in columns), strict=True)
-        )
-
-    def first(column: Any, *, known: bool = True) -> tuple[int, ...]:
-        return tuple(column[:active]) if known else ()
-
-    return Decisions(
-        step=work.step,
-        layer=work.layer,
-        experts=tuple(work.experts),
-        state=first(work.state),
-        lanes=first(plan.lanes),
-        order=first(plan.order),
-        flags=plan.flags,
-        copies=listed(plan.copies),
-        promoted=listed(plan.promoted),
-        swaps=listed(plan.swaps),
-        precomputed=first(plan.precomputed, known=plan.has_precomputed),
-        deferred=first(plan.deferred, known=plan.defers),
-        ahead_tokens=tuple(plan.ahead_tokens) if plan.begins_ahead else (),
-    )
-
-
 class DecisionLog:
     """Writes down every report to a planner and every answer; one of a planner's
     `observers`.
@@ -176,7 +115,7 @@ def repeat(
             step, layer, now_s = entry.arguments
             if step != under_way:
                 under_way = step
-                planner.put(block_of(passes[step], planner))
+                planner.put(planner.block_of(passes[step]))
             where = f"step {step}, layer {layer}"
             planner.plan(layer, now_s)
         elif entry.call == "complete":

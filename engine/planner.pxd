@@ -4,27 +4,11 @@ from moesim.engine.gate_mass cimport gate_mass_kept
 from moesim.engine.block cimport Block
 from moesim.engine.host cimport Host
 from moesim.engine.memory cimport Link, Memory, contains
+from moesim.engine.plan cimport Copies, Plan
 
 cdef int ABSENT, CPU, DECODE, DEFERRED, IN_FLIGHT, NONE, RESIDENT, WAITS
 cdef int NO_PLACE, LATE_WAIT, NO_PLACE_DROP, NO_PLACE_STAGE, FETCH, PREFETCH, READ, REPLACE, KEPT_LAYERS
 cdef double INFINITE_S
-
-cdef class Copies:
-    cdef public Py_ssize_t count
-    cdef public int[::1] kind, gpu
-    cdef public long long[::1] key, other
-    @cython.locals(n=Py_ssize_t)
-    cpdef add(self, int kind, int gpu, long long key, long long other)
-
-cdef class Plan:
-    cdef public int flags
-    cdef public double exposed_s
-    cdef public bint has_precomputed, defers, begins_ahead
-    cdef public signed char[::1] lanes
-    cdef public long long[::1] order
-    cdef public Copies copies, promoted, swaps, asked, released
-    cdef public unsigned char[::1] precomputed, deferred
-    cdef public int[::1] ahead_tokens
 
 cdef class Rules:
     cdef public int layers, experts, gpus, rows, late, no_place

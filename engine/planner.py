@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.engine.block import read_by
+from moesim.engine.block import Block, read_by
 from moesim.engine.gate_mass import gate_mass_kept
 from moesim.engine.host import Host
 from moesim.engine.memory import Link, Memory, contains
@@ -28,8 +28,8 @@ from moesim.engine.names import (
     NO_PLACE_STAGE,
     NO_PLACE_WAIT,
 )
-from moesim.engine.observers import decisions
-from moesim.engine.starting import fill_memories, start_policies
+from moesim.engine.plan import Plan, decisions
+from moesim.engine.starting import fill, start_policies
 from moesim.policies.arrays import view_of, zeros
 from moesim.policies.base import Gate, MachineView, PolicyError, Work
 from moesim.policies.names import (
@@ -44,12 +44,13 @@ from moesim.policies.names import (
 )
 from moesim.policies.run_context import Evaluations
 from moesim.policies.sizes import LAYERS
+from moesim.traces.format.layer_steps import of_step
 from moesim.traces.timeline.spans import FETCH, PREFETCH, READ, REPLACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from moesim.engine.block import Block
+    from moesim.engine.plan import Copies
     from moesim.hwprofiles.costs import Costs
     from moesim.policies.arrays import Floats, Ints
     from moesim.policies.base import (
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from moesim.policies.run_context import Future
     from moesim.policies.sizes import MemoryPlan
     from moesim.policies.systems import Policies
+    from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.schema import ModelShape, Phase
 
 INFINITE_S = float("inf")
@@ -74,67 +76,6 @@ _LATE = {
     "wait": LATE_WAIT,
 }
 _NO_PLACE = {"stage": NO_PLACE_STAGE, "wait": NO_PLACE_WAIT, "drop": NO_PLACE_DROP}
-
-
-class Copies:
-    """Copies in queue order, or other pairs of a GPU and an expert.
-
-    Attributes:
-        count: how many.
-        kind, gpu: int32; key: int64, flat; other: int64, a second key or whether a read
-            comes first.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.count = 0
-        self.kind: Ints = zeros(most, np.int32)
-        self.gpu: Ints = zeros(most, np.int32)
-        self.key: Ints = zeros(most, np.int64)
-        self.other: Ints = zeros(most, np.int64)
-
-    def add(self, kind: int, gpu: int, key: int, other: int) -> None:
-        """Append one."""
-        n = self.count
-        self.kind[n] = kind
-        self.gpu[n] = gpu
-        self.key[n] = key
-        self.other[n] = other
-        self.count = n + 1
-
-
-class Plan:
-    """What the lanes do for one layer step.
-
-    Attributes:
-        flags: SERIAL, WAITS.
-        lanes: int8 [E], order: int64 [E], of the active experts.
-        copies: what is to be queued, demand first; `other` says whether the expert must
-            first be read.
-        promoted: queued copies that this layer step waits for.
-        swaps: replacements wished for when the layer has joined; `other` is who goes.
-        released: active residents that replacements of this very layer step evict.
-        exposed_s: seconds by which choosing victims outlasts the first load.
-        precomputed, deferred: uint8 [E], of active experts: computed one layer ahead,
-            for all (`WHOLLY`) or for some (`PARTLY`) of its tokens; joining one layer
-            later. Only where `has_precomputed`, `defers`.
-        ahead_tokens: int32 [E], tokens of next layer's experts that the CPU starts now,
-            if `begins_ahead`.
-    """
-
-    def __init__(self, gpus: int, keys: int, experts: int) -> None:
-        self.flags = 0
-        self.exposed_s = 0.0
-        self.has_precomputed = self.defers = self.begins_ahead = False
-        self.lanes: Ints = zeros(experts, np.int8)
-        self.order: Ints = zeros(experts, np.int64)
-        self.copies = Copies(gpus * keys + experts)
-        self.promoted = Copies(gpus * keys + experts)
-        self.swaps = Copies(gpus * keys + experts)
-        self.asked = Copies(gpus * keys + experts)
-        self.released = Copies(gpus * keys + experts)
-        self.precomputed: Ints = zeros(experts, np.uint8)
-        self.deferred: Ints = zeros(experts, np.uint8)
-        self.ahead_tokens: Ints = zeros(experts, np.int32)
 
 
 class Rules:
@@ -284,12 +225,28 @@ class Planner:
         self._recent: list[Any] = [nobody] * KEPT_LAYERS
         self._predicted: Floats = zeros((0, 0))
 
+        home = None
+        if self.gpus > 1 and rules.splits_layers:
+            home = np.array([self.home(layer) for layer in range(self.layers)])
         start_policies(
-            self, seed=seed, future=future, calibration=calibration, extras=extras or {}
+            shape,
+            costs,
+            policies,
+            memory,
+            home,
+            seed=seed,
+            future=future,
+            calibration=calibration,
+            extras=extras or {},
         )
         # What policies do may depend on what they have learned by now.
         self.rules = Rules(shape, policies, memory)
-        fill_memories(self, calibration)
+        for gpu, books in enumerate(self.gpu):
+            served = None if home is None else home == gpu
+            fill(books, shape, calibration, served, unified=memory.unified)
+        if self.host is not None:
+            books = self.host.memory
+            fill(books, shape, calibration, None, unified=memory.unified)
 
     def _make_memories(self, memory: MemoryPlan) -> None:
         """Make the empty books of all memories, and what policies see of them."""
@@ -371,6 +328,15 @@ class Planner:
         self.link_s: Floats = arrays["link_s"].data
         self.gpu_state: Ints = arrays["gpu_state"].data
         self.ranks: Ints = arrays["ranks"].data
+
+    def block_of(self, step: RoutedStep) -> Block:
+        """One forward pass, or single layers of it, to be planned."""
+        reads = self.reads
+        if self.rules.alters:
+            # Outputs are combined with them, whatever the policies read.
+            reads = {**reads, "columns": (*reads["columns"], "weights")}
+        given = of_step(step, experts=self.experts, **reads)
+        return Block(given, self.experts, alters=self.rules.alters)
 
     def put(self, block: Block) -> None:
         """Take a block of the trace, with what as many tokens cost."""

@@ -1,7 +1,8 @@
 cimport cython
 from moesim.engine.memory cimport Link, Memory
 from moesim.engine.operations cimport Clock, Gate, Lane, Machine, Operation, Queue
-from moesim.engine.planner cimport Copies, Plan, Planner, Rules
+from moesim.engine.plan cimport Copies, Plan
+from moesim.engine.planner cimport Planner, Rules
 
 cdef int AHEAD, BEHIND_DEMAND, COMPUTED, COPIED, DEMAND, DROP, HAS_READ, LATE_KEEP, LATE_WAIT, REPLACEMENT, START, UNAWAITED, WAIT
 cdef int FETCH, PREFETCH, READ, REPLACE, NONE

@@ -33,7 +33,8 @@ from moesim.traces.timeline.spans import FETCH, PREFETCH, READ, REPLACE
 
 if TYPE_CHECKING:
     from moesim.engine.operations import Clock, Machine, Operation
-    from moesim.engine.planner import Plan, Planner
+    from moesim.engine.plan import Plan
+    from moesim.engine.planner import Planner
     from moesim.policies.arrays import Floats, Ints
 
 

@@ -31,7 +31,6 @@ import torch
 
 from moesim.base.errors import TraceError
 from moesim.engine.at_once import carry_out
-from moesim.engine.block import block_of
 from moesim.policies.base import PolicyError
 from moesim.policies.names import RESIDENT
 from moesim.runtime import text as corpus
@@ -344,7 +343,7 @@ class PolicyUnderTest:
             sequences=0,
             layers=[routed],
         )
-        planner.put(block_of(step, planner))
+        planner.put(planner.block_of(step))
         plan = planner.plan(0, self._now_s)
         active = planner.work.active
         experts = np.array(planner.work.experts)

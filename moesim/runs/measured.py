@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.engine.at_once import carry_out
-from moesim.engine.block import block_of
 from moesim.engine.observers import DecisionLog
 from moesim.hwprofiles.profile import save_profile
 from moesim.policies.faults import policy_faults
@@ -294,7 +293,7 @@ def rehearse(planner: Planner, steps: Sequence[RoutedStep]) -> None:
     What initialises itself at its first call does so here, not in the run.
     """
     for step in steps:
-        planner.put(block_of(step, planner))
+        planner.put(planner.block_of(step))
         for place in range(len(step.layers)):
             planner.plan(place, 0.0)
             carry_out(planner, 0.0)

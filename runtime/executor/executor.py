@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from moesim.base.errors import RuntimeFault
-from moesim.engine.block import block_of
 from moesim.hwprofiles.lanes import GPU, SSD
 from moesim.policies.cache.static import Static
 from moesim.runtime.executor.device import spare_record
@@ -281,7 +280,7 @@ class Executor:
 
     def block_of(self, step: RoutedStep) -> Block:
         """A forward pass as the planner reads it."""
-        return block_of(step, self._planner)
+        return self._planner.block_of(step)
 
     def gates_ahead(self, layer: int) -> int:
         """How many coming layers' gates a prediction evaluates on a layer's input."""

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moesim.engine.operations import Operation
-    from moesim.engine.planner import Plan, Planner
+    from moesim.engine.plan import Plan
+    from moesim.engine.planner import Planner
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.policies.base import Work
     from moesim.runtime.executor.lanes import Lanes, Task

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 
 from moesim.engine.at_once import carry_out
-from moesim.engine.block import block_of
 from moesim.engine.planner import Planner
 from moesim.hwprofiles.calibration.fit_curves import fit_line
 from moesim.hwprofiles.costs import Costs
@@ -189,7 +188,7 @@ def _planning_timer(name: str, active: int) -> Timer:
     planner = _planner(name)
     rng = np.random.default_rng(0)
     layers = [_routed(rng, layer, active) for layer in range(_LAYERS)]
-    planner.put(block_of(RoutedStep(0, Phase.DECODE, 0, 1, 1, 1, layers), planner))
+    planner.put(planner.block_of(RoutedStep(0, Phase.DECODE, 0, 1, 1, 1, layers)))
 
     def once(_: Operation, index: int) -> float:
         # Any clock will do, as long as it does not stand still.

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from moesim.engine.block import block_of
 from moesim.engine.memory import Link, Memory
 from moesim.engine.planner import Planner
 from moesim.hwprofiles.costs import Overlap
@@ -295,7 +294,7 @@ def run(
 
 def plan_step(planner, *layers: RoutedLayer, place=0, now_s=0.0):
     """Plan one layer step of a decode pass."""
-    planner.put(block_of(steps(list(layers))[0], planner))
+    planner.put(planner.block_of(steps(list(layers))[0]))
     return planner.plan(place, now_s)
 
 
