@@ -51,14 +51,10 @@ def combined(base: RunConfig, values: Mapping[str, Sequence[Any]]) -> list[RunCo
 
     Raises:
         TypeError, ConfigError: an unknown field, or a value that does not fit.
-        PolicyError: a field without any value.
     """
     policies = _policy_fields()
     # A stable sort keeps the order in which other axes were given.
     ordered = sorted(values, key=lambda name: name in policies)
-    for name in ordered:
-        if not values[name]:
-            raise PolicyError(f"sweep: {name}: expected at least one value, got none")
     return [
         RunConfig.of(base, **dict(zip(ordered, combination, strict=True)))
         for combination in product(*(values[name] for name in ordered))
@@ -76,12 +72,18 @@ def _policy_fields() -> list[str]:
 def split_options(
     options: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Sequence[Any]]]:
-    """Divide the arguments of a call into single values and axes."""
+    """Divide the arguments of a call into single values and axes.
+
+    Raises:
+        PolicyError: a field without any value.
+    """
     single: dict[str, Any] = {}
     axes: dict[str, Sequence[Any]] = {}
     for name, value in options.items():
         # Twice the same value would make two equal rows.
         values = _distinct(value) if _is_list(value) else [value]
+        if not values:
+            raise PolicyError(f"{name}: expected at least one value, got none")
         if len(values) == 1:
             (single[name],) = values
         else:
