@@ -625,3 +625,18 @@ def test_parameters_out_of_range_are_named():
     ):
         with pytest.raises(PolicyError, match=message):
             make()
+
+
+def test_two_pointers_take_equal_loads_by_id_and_the_first_of_equal_gpus():
+    """Three equal experts, a second each anywhere but on the CPU, three there: the head
+    goes to the first GPU, the next to the second, the last waits for neither.
+    """
+    now = work(
+        cpu_s=[3.0] * 3,
+        gpu_s=[[1.0] * 3] * 2,
+        arrive_s=[[0.0] * 3] * 2,
+        tokens=[2, 2, 2],
+    )
+    answer = assigned(HybriMoEReleased(), now)
+    assert answer.order.tolist() == [0, 1, 2]
+    assert answer.lanes.tolist() == [1, 2, 1]

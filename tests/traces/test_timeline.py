@@ -302,3 +302,32 @@ def test_files_name_lanes_and_kinds_and_nothing_is_null(tmp_path):
         "accesses": ["lane", "state"],
         "steps": ["phase"],
     }
+
+
+@pytest.mark.parametrize(("table", "frame_of"), [
+    ("timeline", Timeline.frame),
+    ("accesses", Timeline.access_frame),
+    ("steps", Timeline.step_frame),
+])  # fmt: skip
+def test_tables_say_what_their_columns_hold_and_on_which_lanes(
+    tmp_path, table, frame_of
+):
+    """Whether there are rows or none, in memory or in a file: codes are names, numbers
+    have their stated types, and no value is missing.
+    """
+    coded = {"lane", "kind", "state", "phase"}
+    for name, steps in (("some", 2), ("none", 0)):
+        with Timeline(LANES, out_dir=tmp_path / name) as timeline:
+            record(timeline, steps)
+        schema = pq.read_schema(tmp_path / name / f"{table}.parquet")
+        assert json.loads(schema.metadata[tl.METADATA_KEY])["lanes"] == list(LANES)
+        frame = frame_of(record(Timeline(LANES), steps))
+        for column, dtype in tl.TABLES[table].items():
+            field = schema.field(column)
+            assert not field.nullable
+            assert pa.types.is_dictionary(field.type) is (column in coded)
+            if column in coded:
+                assert frame[column].dtype == "category"
+            else:
+                assert field.type == pa.from_numpy_dtype(dtype)
+                assert frame[column].dtype == dtype
