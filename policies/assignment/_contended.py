@@ -38,8 +38,8 @@ class PlannedInTime(AssignmentPolicy):
 
     With `sees_contention`, on a machine where copies and the CPU slow each other, a
     plan that copies is held against the rule's plan without copies, and against its
-    plan at the speeds that link and CPU have beside each other. One of these is taken if
-    it ends clearly sooner.
+    plan at the speeds that link and CPU have beside each other. One of these is taken
+    if it ends clearly sooner.
 
     Source: ours.
     """
