@@ -55,6 +55,7 @@ cdef class Planner:
     cpdef put(self, Block block)
     cdef _look_costs_up(self, tokens)
     cdef _by_size(self, seconds_of, tokens)
+    cdef _tell_plan(self, Work work, Plan plan)
     cdef _tell(self, str call, tuple arguments, answer)
     cpdef int home(self, int layer) except -1
     @cython.locals(rules=Rules, plan=Plan, work=Work, layer=int, at_home=int, gpu=int, waits=bint)

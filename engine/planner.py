@@ -441,8 +441,13 @@ class Planner:
         if not rules.replaces_first:
             self._ask_replacements(work, plan.swaps)
         if self.observers:
-            self._tell("plan", (work.step, layer, now_s), decisions(work, plan))
+            self._tell_plan(work, plan)
         return plan
+
+    def _tell_plan(self, work: Work, plan: Plan) -> None:
+        """Tell observers what was planned."""
+        arguments = (work.step, work.layer, self.now_s)
+        self._tell("plan", arguments, decisions(work, plan))
 
     def _tell(self, call: str, arguments: tuple[Any, ...], answer: Any) -> None:
         """Tell observers of a report and what was answered."""
