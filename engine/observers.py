@@ -105,8 +105,8 @@ def repeat(
         PolicyError: an answer differs; the message names step and layer.
     """
     passes = {step.step: step for step in steps}
-    own = DecisionLog()
-    planner.observers.append(own)
+    repeated = DecisionLog()
+    planner.observers.append(repeated)
     planned: list[Decisions] = []
     under_way = -1
     where = "before the first plan"
@@ -122,12 +122,12 @@ def repeat(
             planner.complete(planner.work, *entry.arguments)
         else:
             getattr(planner, entry.call)(*entry.arguments)
-        found = own.entries.pop()
+        answered = repeated.entries.pop()
         if entry.call == "plan":
-            planned.append(found.answer)
-        if found != entry:
+            planned.append(answered.answer)
+        if answered != entry:
             raise PolicyError(
                 f"decision log: {entry.call} at {where}: expected {entry.answer}, got"
-                f" {found.answer}"
+                f" {answered.answer}"
             )
     return planned

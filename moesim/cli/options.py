@@ -130,8 +130,8 @@ class _CommandLine:
     def parameters(self) -> list[inspect.Parameter]:
         """Typer's parameters, in the order in which help shows them."""
         ordered = [self._parameter(self.shared[name]) for name in in_order(self.shared)]
-        own = sorted(self.own, key=lambda name: name in WRITTEN)
-        ordered += [self._parameter(self.own[name]) for name in own]
+        of_command = sorted(self.own, key=lambda name: name in WRITTEN)
+        ordered += [self._parameter(self.own[name]) for name in of_command]
         return [*ordered, *([CONFIG_FILE] if self.from_file else []), CONTEXT]
 
     def _parameter(self, field: Field[Any]) -> inspect.Parameter:
@@ -288,8 +288,8 @@ class _CommandLine:
         values = content.supported(known, command=context.command_path)
         if self.shared:
             # What is wrong in a file is told as the file's.
-            own = values.keys() & self.own.keys()
-            run = {name: values[name] for name in values.keys() - own}
+            of_command = values.keys() & self.own.keys()
+            run = {name: values[name] for name in values.keys() - of_command}
             replace(content, values=run).build(self.run)
         return values
 

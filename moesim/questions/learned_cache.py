@@ -444,12 +444,12 @@ def split(
     Raises:
         TraceError: nothing would be left of one part.
     """
-    whole = all_passes(trace, batch=batch, steps=steps)
-    count = len(whole)
+    passes = all_passes(trace, batch=batch, steps=steps)
+    count = len(passes)
     target = round(count * (1.0 - held_out))
     # A new group of sequences begins where the number of the batch changes.
     begins = [
-        step for step in range(1, count) if whole[step].batch != whole[step - 1].batch
+        step for step in range(1, count) if passes[step].batch != passes[step - 1].batch
     ]
 
     # Within a sequence, what comes next depends on what came before: both parts would
@@ -462,8 +462,8 @@ def split(
             f"{trace.path}: {count} forward passes cannot be cut in two; give a"
             " longer trace"
         )
-    judged = [replace(step, step=step.step - cut) for step in whole[cut:]]
-    return whole[:cut], judged
+    judged = [replace(step, step=step.step - cut) for step in passes[cut:]]
+    return passes[:cut], judged
 
 
 def check_held_out(training: Trace, held_out: Trace) -> None:

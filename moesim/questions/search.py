@@ -220,8 +220,8 @@ class _Rounds:
         kept = -(-len(judged) // KEPT)  # rounded up
         for trial, _, _ in judged[kept:]:
             self._study.tell(trial, state=_state("PRUNED"))
-        whole = dict(proposals)
-        return [(trial, whole[trial]) for trial, _, _ in judged[:kept]]
+        configs = dict(proposals)
+        return [(trial, configs[trial]) for trial, _, _ in judged[:kept]]
 
     def _replayed(self, proposals: list[Any]) -> list[Any]:
         """Each proposal with the row of its run; one that cannot be has failed."""
@@ -243,8 +243,8 @@ class _Rounds:
             self.refusal = str(error)
         else:
             columns = ["digest", *self._objectives]
-            found = swept.table.select(columns).to_pylist()
-            rows = {row["digest"]: row for row in found}
+            table = swept.table.select(columns)
+            rows = {row["digest"]: row for row in table.to_pylist()}
 
         judged = []
         for trial, config in proposals:

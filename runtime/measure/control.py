@@ -188,7 +188,16 @@ def _planning_timer(name: str, active: int) -> Timer:
     planner = _planner(name)
     rng = np.random.default_rng(0)
     layers = [_routed(rng, layer, active) for layer in range(_LAYERS)]
-    planner.put(planner.block_of(RoutedStep(0, Phase.DECODE, 0, 1, 1, 1, layers)))
+    step = RoutedStep(
+        step=0,
+        phase=Phase.DECODE,
+        batch=0,
+        tokens=1,
+        context_tokens=1,
+        sequences=1,
+        layers=layers,
+    )
+    planner.put(planner.block_of(step))
 
     def once(_: Operation, index: int) -> float:
         # Any clock will do, as long as it does not stand still.

@@ -361,21 +361,21 @@ def _by_token(
     """Gate outputs of single tokens, as far as they are columns and the layers have
     them.
     """
-    found: dict[str, list[np.ndarray | None]] = {
+    by_layer: dict[str, list[np.ndarray | None]] = {
         "scores": [routed.scores for routed in layers],
         "weights": [routed.weights for routed in layers],
         "pred1_raw": [routed.predicted.get("pred1_raw") for routed in layers],
     }
     made = {}
     for name, called in _TOKEN_COLUMNS.items():
-        widths = [each.shape[1] for each in found[name] if each is not None]
+        widths = [each.shape[1] for each in by_layer[name] if each is not None]
         if name not in columns or not widths:
             continue
         # The last layer predicts none.
         made[called] = np.concatenate(
             [
                 np.zeros((len(routed.routing), widths[0])) if each is None else each
-                for each, routed in zip(found[name], layers, strict=True)
+                for each, routed in zip(by_layer[name], layers, strict=True)
             ]
         ).astype(np.float64)
     return made
