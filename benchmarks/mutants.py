@@ -29,7 +29,6 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     # room -> its sources, and the folders of its tests
     "engine": (("engine", "sim"), ("engine", "sim")),
-    "planner": (("policies/planner",), ("policies", "sim")),
     "policies": (
         ("policies/assignment", "policies/cache", "policies/prefetch"),
         ("policies",),

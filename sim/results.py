@@ -1,4 +1,4 @@
-"""What both engines share: the answer of a replay, and what a drafted token takes."""
+"""The answer of a replay, and what a drafted token takes."""
 
 from __future__ import annotations
 
