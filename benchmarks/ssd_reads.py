@@ -91,8 +91,6 @@ def wakes_s(
     store: ExpertStore,
     profile: HardwareProfile,
     policy: str,
-    *,
-    own_cores: bool,
 ) -> np.ndarray:
     """Seconds from the end of planning to the start of the first read, of each layer
     step that reads: float64 [N].
@@ -111,7 +109,6 @@ def wakes_s(
         dtype="float32",
         hw=profile,
         memory=memory,
-        own_cores=own_cores,
     )
     spans = run.timeline.frame().groupby(["kind", "step", "layer"])
     planned_s = spans["end_s"].max()["plan"]
@@ -140,18 +137,12 @@ def report() -> None:
                     )
             print("from the end of planning to a layer's first read")
             for policy in POLICIES:
-                for own_cores, where in (
-                    (False, "left to the scheduler"),
-                    (True, "with --own-cores"),
-                ):
-                    waits = 1e3 * wakes_s(
-                        trace, store, profile, policy, own_cores=own_cores
-                    )
-                    middle, late = np.percentile(waits, (50, 90))
-                    print(
-                        f"  {policy:<8} {where:<22} median {middle:5.2f} ms, nine of"
-                        f" ten below {late:.2f} ms"
-                    )
+                waits = 1e3 * wakes_s(trace, store, profile, policy)
+                middle, late = np.percentile(waits, (50, 90))
+                print(
+                    f"  {policy:<8} median {middle:5.2f} ms, nine of ten below"
+                    f" {late:.2f} ms"
+                )
 
 
 if __name__ == "__main__":

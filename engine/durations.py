@@ -40,7 +40,8 @@ def durations_of(
     ):
         numbers = np.array([index(lane) for lane in kinds], np.int32)
         setattr(made, name, numbers.data)
-    plan_s = costs.planning_terms(
+    # Planning and products take what decisions see of them.
+    plan_s = planner.costs.planning_terms(
         planner.assignment_name, tiered=tiered, own_s=planner.own_planning_s
     )
     made.plan_s = view_of(plan_s, np.float64)

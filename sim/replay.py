@@ -42,8 +42,8 @@ class Replay:
         timeline: takes what happens.
         noise_seed: draws every operation's time from the profile's measured
             distributions; None takes the means.
-        costs: how long operations but products take, where that is not what decisions
-            see.
+        costs: how long all but planning and products takes, where that is not what
+            decisions see.
         clock: spends the time: `FastClock`, or SimPy's
             (`moesim.sim.simpy_clock.SimpyClock`).
 

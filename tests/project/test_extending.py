@@ -113,7 +113,7 @@ def run_commands(project, section):
 
 
 def test_the_page_shows_every_kind_of_policy():
-    kinds = {"cache", "assignment", "planner", "prefetch", "routing"}
+    kinds = {"cache", "assignment", "prefetch", "routing"}
     folders = re.findall(r"^# policies/(\w+)/", PAGE.read_text(), flags=re.MULTILINE)
     assert set(folders) == kinds
 

@@ -5,6 +5,7 @@ import pytest
 
 import moesim
 from moesim.base.options import ConfigError
+from moesim.questions.lanes import course_drawn
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -101,4 +102,4 @@ def test_another_measure_is_drawn_or_refused_by_name():
 def test_a_course_of_no_run_is_refused():
     """It ended in an error of pandas."""
     with pytest.raises(ConfigError, match="runs: expected at least one"):
-        moesim.course_figure({})
+        course_drawn({})

@@ -373,10 +373,14 @@ def test_a_policy_that_fails_costs_its_own_runs(trace, monkeypatch, jobs):
     monkeypatch.setattr(registry, "_registered", {})
     moesim.register("cache", "failing", Failing)
     options = {"slots_per_layer": 2, "steps": [2, 3], "jobs": jobs}
-    with pytest.warns(UserWarning, match="left out .* cache policy '[Ff]ailing' failed"):
+    with pytest.warns(
+        UserWarning, match="left out .* cache policy '[Ff]ailing' failed"
+    ):
         found = moesim.sweep(trace, "on-demand", cache=["lru", "failing"], **options)
     assert found["cache"].tolist() == ["lru", "lru"]
-    with pytest.raises(PolicyFault, match=r"failed, in .*test_sweep\.py, line") as raised:
+    with pytest.raises(
+        PolicyFault, match=r"failed, in .*test_sweep\.py, line"
+    ) as raised:
         moesim.sweep(trace, "on-demand", cache="failing", **options)
     assert "KeyError: 'mine'" in raised.value.frames
 

@@ -11,7 +11,6 @@ from support.command_line import refused
 import moesim
 from moesim.base.options import ConfigError
 from moesim.policies import registry
-from moesim.policies.base import PolicyError
 from moesim.policies.cache.lru import LRU
 from moesim.policies.faults import PolicyFault
 from moesim.runs.config import MemoryOptions, RunConfig
@@ -217,14 +216,6 @@ def test_the_command_prints_the_lines_of_the_policy_alone(command, tmp_path, job
     assert "in helper" in err
     assert "moesim/runs" not in err
     assert err.splitlines()[-1].startswith(f"error: cache policy '{policy}' failed")
-
-
-def test_a_refused_engine_leaves_no_half_written_tables(trace, tmp_path):
-    """The tables had been begun before the engine was chosen."""
-    options = {"engine": "fast", "arrivals": "poisson:5", "out": tmp_path / "run"}
-    with pytest.raises(PolicyError, match="--engine fast: not possible"):
-        moesim.replay(trace, **options)
-    assert not list(tmp_path.glob("run/*"))
 
 
 def test_a_policy_may_refuse_in_one_line(command, tmp_path):

@@ -93,9 +93,8 @@ class _Kept:
         pass
 
 
-@pytest.mark.parametrize("own_cores", [False, True])
-def test_a_reader_begins_after_the_plan_that_called_it(small_reads, own_cores):
+def test_a_reader_begins_after_the_plan_that_called_it(small_reads):
     profile = load_profile("two-core-host")
-    waits_s = ssd_reads.wakes_s(*small_reads, profile, "all-cpu", own_cores=own_cores)
+    waits_s = ssd_reads.wakes_s(*small_reads, profile, "all-cpu")
     assert len(waits_s) > 0
     assert (waits_s > 0).all()

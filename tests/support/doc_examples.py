@@ -24,6 +24,7 @@ from textwrap import dedent
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import matplotlib as mpl
 import pytest
 
 from moesim import cli
@@ -118,8 +119,10 @@ class PageRun:
         """Run everything that is not marked."""
         sys.modules[self._module.__name__] = self._module
         try:
-            for example in examples(self.page):
-                self._run(example)
+            # A page may set a style; the next test has its own.
+            with mpl.rc_context():
+                for example in examples(self.page):
+                    self._run(example)
         finally:
             del sys.modules[self._module.__name__]
 
