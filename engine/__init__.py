@@ -1,1 +1,1 @@
-"""The layer step, once, for any clock: operations, lanes, transfers, dispatch, join."""
+"""The layer step, once, for any clock: planner, memories, transfers, lanes, join."""

@@ -1,1 +1,1 @@
-"""The virtual world: SimPy lanes that replay a trace through the planner."""
+"""Virtual time: two clocks that walk a trace through the engine."""
