@@ -77,6 +77,8 @@ def opened(driver, page, *, width=1280, height=900, scheme="light"):
         {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
     )
     driver.get(page if isinstance(page, str) else Path(page).absolute().as_uri())
+    # On a busy machine a page counts as loaded before its script has run.
+    wait(driver, "return window.page !== undefined")
     error = driver.execute_async_script(
         "const done = arguments[0];"
         "window.page.then(() => done(''), (error) => done(String(error.stack)))"
