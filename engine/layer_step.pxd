@@ -27,7 +27,7 @@ cdef class LayerStep(Consequences):
     cdef unsigned char[::1] _unused
     @cython.locals(dense_s=double, gates="long long")
     cpdef double dense_s(self, Block block, int s) except? -1
-    @cython.locals(block=Block)
+    @cython.locals(block=Block, active="const int[::1]")
     cpdef begin(self, int s)
     @cython.locals(planner=Planner, plan=Plan, work=Work, transfers=Transfers, promoted=Copies, n=Py_ssize_t)
     cpdef launch(self, int s)
@@ -44,8 +44,6 @@ cdef class LayerStep(Consequences):
     cdef _note_reads(self, Plan plan)
     @cython.locals(planner=Planner, durations=Durations, machine=Machine, transfers=Transfers, several=bint, copied=Py_ssize_t, first_op_s=double, code=int, cpu_used=bint, count=int, n=int, i="long long", key="long long", seconds=double, first_s=double, work_s=double, product=Operation, memory=Memory)
     cdef bint _dispatch(self, Work work, Plan plan) except -1
-    @cython.locals(code=int)
-    cdef bint _gpu_used(self) except -1
     @cython.locals(code=int)
     cdef bint _gpu_used(self) except -1
     @cython.locals(key="long long", product=Operation)

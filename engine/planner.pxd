@@ -17,6 +17,13 @@ cdef class Rules:
     cdef public bint splits_layers, prefetches, requeues, sees_future, reads_routing, alters, places_on_gpu, precomputes, defers, replaces_first, looks_back
     cdef public dict names
 
+cdef class UsedRouting:
+    cdef public const unsigned short[:, ::1] experts
+    cdef unsigned short[:, ::1] _own
+    @cython.locals(t=Py_ssize_t, place=Py_ssize_t)
+    cdef keep(self, unsigned short[::1] routing, Py_ssize_t rows, Py_ssize_t columns)
+    cdef _make(self, Py_ssize_t rows, Py_ssize_t columns)
+
 cdef class Planner:
     cdef public object shape, costs, policies, sizes, reads
     cdef public Rules rules
@@ -49,7 +56,7 @@ cdef class Planner:
     cdef public list _firsts
     cdef public long long _most_tokens
     cdef list _recent
-    cdef object _predicted
+    cdef const double[:, ::1] _predicted
     cpdef by_key(self, seconds_of)
     @cython.locals(most="long long")
     cpdef put(self, Block block)
@@ -62,9 +69,12 @@ cdef class Planner:
     cpdef Plan plan(self, int s, double now_s)
     @cython.locals(plan=Plan, n=Py_ssize_t, memory=Memory, i=int, key="long long")
     cpdef Plan complete(self, Work work, double now_s)
-    cdef _routing_of(self, int s)
-    cdef _recorded(self, int s)
-    cdef _rows_of(self, column, int s)
+    cdef UsedRouting _kept(self, int layer)
+    cdef const unsigned short[:, ::1] _routing_of(self, int s)
+    @cython.locals(block=Block, routing="const unsigned short[:, ::1]")
+    cdef const unsigned short[:, ::1] _recorded(self, int s)
+    @cython.locals(block=Block)
+    cdef const double[:, ::1] _rows_of(self, const double[:, ::1] column, int s)
     @cython.locals(block=Block, gate=Gate, experts=int, layer=int, routing="unsigned short[::1]", columns=int, first="long long", count=Py_ssize_t, expert=int, n="long long")
     cdef _route(self, int s)
     @cython.locals(block=Block, work=Work, host=Host, now_s=double, begin="long long", end="long long", active=int, layer=int, first="long long", experts="const int[::1]", tokens="const int[::1]", i=int, key="long long", at_home=int, several=bint, row=int, memory=Memory, link=Link, left_s=double, here="signed char", arrive_s=double)
@@ -99,7 +109,7 @@ cdef class Planner:
     cdef _read_for_cpu(self, Work work, Plan plan)
     @cython.locals(experts=int, at_home=int, gpu=int, memory=Memory, count=Py_ssize_t, n=Py_ssize_t, here=bint)
     cdef bint _can_stage_all(self, int layer, Plan plan) except -1
-    @cython.locals(rules=Rules, block=Block, view=MachineView, layer=int, memory=Memory, first="long long", recent=list)
+    @cython.locals(rules=Rules, block=Block, view=MachineView, layer=int, memory=Memory, first="long long", nobody="const unsigned short[:, ::1]")
     cdef _show(self, int s)
     @cython.locals(count="long long", named="long long[::1]", last=int, layer=int, n=Py_ssize_t)
     cdef _prefetch(self, Work work, Plan plan, int s)

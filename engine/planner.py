@@ -122,6 +122,30 @@ class Rules:
         self.names: dict[str, str] = dict(policies.names)
 
 
+class UsedRouting:
+    """Experts of every token of one layer step, as they are really used.
+
+    Attributes:
+        experts: uint16 [T, K].
+    """
+
+    def __init__(self) -> None:
+        self.experts: Ints = zeros((0, 0), np.uint16)
+        self._own: Ints = zeros((0, 0), np.uint16)
+
+    def keep(self, routing: Ints, rows: int, columns: int) -> None:
+        """Take an answer, token by token."""
+        if len(self._own) != rows or self._own.shape[1] != columns:
+            self._make(rows, columns)
+        for t in range(rows):
+            for place in range(columns):
+                self._own[t, place] = routing[t * columns + place]
+        self.experts = self._own
+
+    def _make(self, rows: int, columns: int) -> None:
+        self._own = zeros((rows, columns), np.uint16)
+
+
 class Planner:
     """Asks the policies about every layer step, and keeps the books of the memories.
 
@@ -221,8 +245,7 @@ class Planner:
         self.routed: Ints = zeros(0, np.uint16)
         self.routed_columns = 0
         # By layer, modulo: experts of every token, as they are really used.
-        nobody = zeros((0, 0), np.uint16)
-        self._recent: list[Any] = [nobody] * KEPT_LAYERS
+        self._recent = [UsedRouting() for _ in range(KEPT_LAYERS)]
         self._predicted: Floats = zeros((0, 0))
 
         home = None
@@ -407,7 +430,7 @@ class Planner:
         if rules.alters:
             self._route(s)
         elif rules.looks_back:
-            self._recent[layer % KEPT_LAYERS] = self._recorded(s)
+            self._kept(layer).experts = self._recorded(s)
         self._look(s)
         if rules.defers:
             self._rank(s)
@@ -488,27 +511,37 @@ class Planner:
 
     # -- routing ----------------------------------------------------------------------
 
+    def _kept(self, layer: int) -> UsedRouting:
+        """The routing of a layer of this pass, among the last ones."""
+        return self._recent[layer % KEPT_LAYERS]
+
     def _routing_of(self, s: int) -> Any:
         """Experts of every token of a layer step, as they are really used."""
         if self.rules.alters:
-            return self._recent[self.block.layer[s] % KEPT_LAYERS]
+            return self._kept(self.block.layer[s]).experts
         return self._recorded(s)
 
     def used_routing(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Experts uint16 [T, K'] that serve the tokens of the last layer step, and
         their combine weights, where a routing policy alters them.
         """
-        used = np.asarray(self._recent[self.work.layer % KEPT_LAYERS])
+        used = np.array(self._kept(self.work.layer).experts)
         return used, self.routing.weigh(self.gate, used)
 
     def _recorded(self, s: int) -> Any:
-        return self._rows_of(self.block.routing, s)
+        """A layer step's rows of the routing; none where nobody has read it."""
+        block = self.block
+        routing = block.routing
+        if not len(routing):
+            return routing
+        return routing[block.row_edges[s] : block.row_edges[s + 1]]
 
     def _rows_of(self, column: Any, s: int) -> Any:
-        """A layer step's rows of a column; none where nobody has read it."""
+        """The same of another column."""
+        block = self.block
         if not len(column):
             return column
-        return column[self.block.row_edges[s] : self.block.row_edges[s + 1]]
+        return column[block.row_edges[s] : block.row_edges[s + 1]]
 
     def _route(self, s: int) -> None:
         """Let the routing policy choose the experts of every token."""
@@ -542,14 +575,13 @@ class Planner:
                     block.new_served[first + count] = expert
                     block.new_tokens[first + count] = self._counts[expert]
                     count += 1
-            used = np.array(routing[: gate.rows * columns]).reshape(gate.rows, columns)
-            self._recent[layer % KEPT_LAYERS] = used.data
+            self._kept(layer).keep(routing, gate.rows, columns)
         else:
             for n in range(block.edges[s], block.edges[s + 1]):
                 block.new_served[first + count] = block.experts[n]
                 block.new_tokens[first + count] = block.tokens[n]
                 count += 1
-            self._recent[layer % KEPT_LAYERS] = gate.experts
+            self._kept(layer).experts = gate.experts
         block.new_edges[s + 1] = first + count
         self.alters_now = columns > 0
         if len(gate.scores) or len(gate.weights):
@@ -923,12 +955,9 @@ class Planner:
         view.link_wait_s = memory.link.left_s(self.now_s) + memory.link.queued_s
         if rules.reads_routing:
             nobody = block.routing[:0]
-            recent = self._recent
-            view.routing = recent[layer % KEPT_LAYERS]
-            view.before = recent[(layer - 1) % KEPT_LAYERS] if layer else nobody
-            view.before_that = (
-                recent[(layer - 2) % KEPT_LAYERS] if layer > 1 else nobody
-            )
+            view.routing = self._kept(layer).experts
+            view.before = self._kept(layer - 1).experts if layer else nobody
+            view.before_that = self._kept(layer - 2).experts if layer > 1 else nobody
         if block.predictors:
             first = s * block.predictors
             view.workload = block.workload[first : first + block.predictors]

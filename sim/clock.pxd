@@ -19,6 +19,7 @@ cdef class VirtualClock(Clock):
     cdef public int[::1] rank
     cdef public Spans spans
     cdef public list running
+    cdef public int count
     cdef public long long scheduled
     cdef object _noise
     cdef list _factors
@@ -27,9 +28,9 @@ cdef class VirtualClock(Clock):
     @cython.locals(used="long long", factors=list)
     cdef double _factor(self, int lane) except? -1
     cpdef schedule(self, Operation operation, double delay_s)
-    @cython.locals(running=list, n=Py_ssize_t)
+    @cython.locals(running=list, n=int, later=int)
     cpdef end(self, Operation operation)
-    @cython.locals(running=list, count=Py_ssize_t, n=Py_ssize_t, m=Py_ssize_t, operation=Operation, other=Operation, rate=double, done_s=double)
+    @cython.locals(running=list, count=int, n=int, m=int, operation=Operation, other=Operation, rate=double, done_s=double)
     cdef _adjust(self)
 
     cpdef sleep(self, double until_s)
@@ -42,5 +43,5 @@ cdef class FastClock(VirtualClock):
     cpdef wake(self)
     @cython.locals(operation=Operation)
     cpdef bint drive(self, process, Machine machine) except -1
-    @cython.locals(running=list, count=Py_ssize_t, n=Py_ssize_t, first=Operation, other=Operation, rank=int)
+    @cython.locals(running=list, count=int, n=int, first=Operation, other=Operation, rank=int)
     cdef Operation _next_end(self)

@@ -112,7 +112,9 @@ class VirtualClock(Clock):
         ranks = np.array([kind.end_rank for kind in kinds], np.int32)
         self.rank: Ints = ranks.data
         self.spans = Spans()
-        self.running: list[Operation] = []
+        # A worker is busy with one operation at a time.
+        self.running: list[Operation | None] = [None] * len(kinds)
+        self.count = 0
         self.scheduled = 0
         self.noisy = noise is not None
         self._noise = noise
@@ -125,7 +127,8 @@ class VirtualClock(Clock):
         if self.noisy:
             operation.work_s *= self._factor(operation.lane)
         operation.start_s = self.now_s
-        self.running.append(operation)
+        self.running[self.count] = operation
+        self.count += 1
         if self.alone:
             self.schedule(operation, operation.work_s)
             return
@@ -157,7 +160,9 @@ class VirtualClock(Clock):
         n = 0
         while running[n] is not operation:
             n += 1
-        running.pop(n)
+        self.count -= 1
+        for later in range(n, self.count):
+            running[later] = running[later + 1]
         if not self.alone:
             self._adjust()
         self.spans.add(operation)
@@ -173,7 +178,7 @@ class VirtualClock(Clock):
     def _adjust(self) -> None:
         """Settle and re-schedule every operation whose rate has changed."""
         running = self.running
-        count = len(running)
+        count = self.count
         for n in range(count):
             operation = running[n]
             rate = 1.0
@@ -229,7 +234,7 @@ class FastClock(VirtualClock):
     def _next_end(self) -> Operation | None:
         """What ends next: what was scheduled first, among equal lanes."""
         running = self.running
-        count = len(running)
+        count = self.count
         if not count:
             return None
         first = running[0]

@@ -24,7 +24,7 @@ COLD = {
     "_by_size": "likewise",
     "_make_memories": "once for a run",
     "_make_work": "once for a run",
-    "_route": "of altered routing, whose policies cost more",
+    "_make": "when routing is answered in another shape",
     "_reorder": "of caches that sort what enters",
     "_tell_plan": "of a planner that somebody observes",
     "used_routing": "of altered routing in real runs",
