@@ -65,7 +65,7 @@ cdef class Memory:
     cdef long long[::1] _name(self, const long long[::1] incoming, Py_ssize_t listed)
     cdef _reorder(self, long long[::1] incoming)
     @cython.locals(layer=int, demanded=bint, free=int)
-    cpdef int start(self, long long key, double landing_s, bint may_stage) except -1
+    cpdef int start(self, long long key, double landing_s) except -1
     @cython.locals(outgoing="long long", victim="long long", free="long long", count=Py_ssize_t, n=Py_ssize_t)
     cdef bint _make_room(self, long long key, int layer) except -1
     @cython.locals(gone=bint)

@@ -439,13 +439,12 @@ class Memory:
 
     # -- starts -----------------------------------------------------------------------
 
-    def start(self, key: int, landing_s: float, may_stage: bool) -> int:
+    def start(self, key: int, landing_s: float) -> int:
         """Take a place for a copy that starts now.
 
         Args:
             key: of the expert, wished for.
             landing_s: when it is expected.
-            may_stage: whether a prefetch may go to staging.
 
         Returns:
             CACHED, STAGED, or NO_PLACE, which changes nothing. `evicted` is then the
@@ -465,7 +464,7 @@ class Memory:
             return CACHED
         # A swap belongs into the cache or nowhere, unless a layer step waits for it.
         demanded = self.demanded[key] != 0
-        if demanded or (self.replaces[key] == NONE and may_stage):
+        if demanded or self.replaces[key] == NONE:
             free = self.staging - self.staged_total
             if free > (0 if demanded else RESERVED_SLOTS):
                 self.wished[key] = 0

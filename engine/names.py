@@ -32,11 +32,6 @@ LATE_KEEP = 1
 LATE_WAIT = 2
 """What becomes of a prefetch whose layer has come before its copy started."""
 
-NO_PLACE_STAGE = 0
-NO_PLACE_WAIT = 1
-NO_PLACE_DROP = 2
-"""What becomes of a prefetch that finds no place."""
-
 WHOLLY = 1
 PARTLY = 2
 """For which of its tokens an active expert was computed ahead: real runs alone know of

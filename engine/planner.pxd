@@ -7,11 +7,11 @@ from moesim.engine.memory cimport Link, Memory, contains
 from moesim.engine.plan cimport Copies, Plan
 
 cdef int ABSENT, CPU, DECODE, DEFERRED, IN_FLIGHT, NONE, RESIDENT, WAITS
-cdef int NO_PLACE, LATE_WAIT, NO_PLACE_DROP, NO_PLACE_STAGE, FETCH, PREFETCH, READ, REPLACE, KEPT_LAYERS
+cdef int NO_PLACE, LATE_WAIT, FETCH, PREFETCH, READ, REPLACE, KEPT_LAYERS
 cdef double INFINITE_S
 
 cdef class Rules:
-    cdef public int layers, experts, gpus, rows, late, no_place
+    cdef public int layers, experts, gpus, rows, late
     cdef public long long budget_bytes
     cdef public double choosing_s
     cdef public bint splits_layers, prefetches, requeues, sees_future, reads_routing, alters, places_on_gpu, precomputes, defers, replaces_first, looks_back
@@ -138,7 +138,7 @@ cdef class Planner:
     cdef _take_precomputed(self, Work work, Plan plan)
     @cython.locals(block=Block, gate=Gate, tokens="int[::1]", expert=int, layer=int, host=Host, key="long long", memory=Memory, columns=int)
     cdef _precompute(self, int s, Plan plan)
-    @cython.locals(memory=Memory, link=Link, landing_s=double, may_stage=bint, demanded=bint, place=int, idle="long long")
+    @cython.locals(memory=Memory, link=Link, landing_s=double, demanded=bint, place=int, idle="long long")
     cpdef bint start_copy(self, int gpu, long long key, double now_s) except -1
     @cython.locals(memory=Memory, replaced="long long", left=bint, fits=bint)
     cpdef bint gives_up(self, int gpu, long long key) except -1

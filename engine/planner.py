@@ -24,14 +24,11 @@ from moesim.engine.names import (
     LATE_KEEP,
     LATE_WAIT,
     NO_PLACE,
-    NO_PLACE_DROP,
-    NO_PLACE_STAGE,
-    NO_PLACE_WAIT,
 )
 from moesim.engine.plan import Plan, decisions
 from moesim.engine.starting import fill, start_policies
 from moesim.policies.arrays import view_of, zeros
-from moesim.policies.base import Gate, MachineView, PolicyError, Work
+from moesim.policies.base import Gate, Late, MachineView, PolicyError, Work
 from moesim.policies.names import (
     ABSENT,
     CPU,
@@ -42,6 +39,7 @@ from moesim.policies.names import (
     RESIDENT,
     WAITS,
 )
+from moesim.policies.parameters import expect_choice
 from moesim.policies.run_context import Evaluations
 from moesim.policies.sizes import LAYERS
 from moesim.traces.format.layer_steps import of_step
@@ -71,11 +69,9 @@ KEPT_LAYERS = 3
 
 _LATE = {
     "drop": LATE_DROP,
-    "active": LATE_DROP,
     "keep": LATE_KEEP,
     "wait": LATE_WAIT,
 }
-_NO_PLACE = {"stage": NO_PLACE_STAGE, "wait": NO_PLACE_WAIT, "drop": NO_PLACE_DROP}
 
 
 class Rules:
@@ -85,7 +81,7 @@ class Rules:
         layers, experts, gpus: of the model and the machine.
         rows: GPUs that compute the experts of one layer.
         splits_layers: whether each layer is computed by one GPU.
-        late, no_place: of prefetches (`moesim.engine.names`).
+        late: of prefetches (`moesim.engine.names`).
         budget_bytes: most bytes prefetched per layer step; -1 for no limit.
         choosing_s: of a cache's choice of victims.
         looks_back: whether somebody asks for the routing of earlier layers.
@@ -104,8 +100,8 @@ class Rules:
         self.gpus = len(policies.caches)
         self.splits_layers = memory.gpu_split == LAYERS or self.gpus == 1
         self.rows = 1 if self.splits_layers else self.gpus
+        expect_choice("late", prefetch.late, Late)
         self.late = _LATE[prefetch.late]
-        self.no_place = _NO_PLACE[prefetch.no_place]
         budget = memory.prefetch_budget_bytes
         self.budget_bytes = NONE if budget is None else budget
         self.choosing_s = cache.choosing_s
@@ -1241,15 +1237,14 @@ class Planner:
         memory = self.gpu[gpu]
         link = memory.link
         landing_s = now_s + link.copy_s[key]
-        may_stage = self.rules.no_place != NO_PLACE_DROP
         demanded = memory.demanded[key] != 0
-        place = memory.start(key, landing_s, may_stage)
+        place = memory.start(key, landing_s)
         if place == NO_PLACE and demanded:
             # A prefetch that waits in staging is a guess; demand is not.
             idle = memory.idle_prefetch(key // self.rules.experts, NONE)
             if idle != NONE:
                 memory.drop_staged(idle)
-                place = memory.start(key, landing_s, True)
+                place = memory.start(key, landing_s)
         if place != NO_PLACE:
             link.withdraw(key)
             link.busy_until_s = landing_s
@@ -1267,9 +1262,7 @@ class Planner:
             left = memory.state[replaced] != RESIDENT
             fits = memory.swap_fits(key, replaced)
             return left or memory.hurried[key] or not fits
-        if self.rules.no_place == NO_PLACE_STAGE:
-            return not memory.staging_will_have_room()
-        return self.rules.no_place == NO_PLACE_DROP
+        return not memory.staging_will_have_room()
 
     def cancel_copy(self, gpu: int, key: int) -> None:
         """Forget the wish for a queued copy to a GPU."""
@@ -1297,7 +1290,7 @@ class Planner:
         memory = self.host.memory
         link = memory.link
         landing_s = now_s + link.copy_s[key]
-        place = memory.start(key, landing_s, True)
+        place = memory.start(key, landing_s)
         if place != NO_PLACE:
             link.busy_until_s = landing_s
         if self.observers:

@@ -30,11 +30,8 @@ if TYPE_CHECKING:
     from moesim.policies.arrays import Floats, Ints
     from moesim.policies.run_context import RunContext
 
-Late = Literal["keep", "drop", "wait", "active"]
+Late = Literal["keep", "drop", "wait"]
 """What becomes of a prefetch whose layer has come before its copy started."""
-
-NoPlace = Literal["stage", "drop", "wait"]
-"""What becomes of a prefetch that finds no place in the cache when it could start."""
 
 
 class PolicyError(ValueError):
@@ -375,14 +372,9 @@ class PrefetchPolicy(Policy):
             ``drop`` forgets them, ``keep`` leaves them in the queue, where they may
             serve a later step through the cache, ``wait`` makes all of them demand
             fetches, and the layer's GPU products wait for every one, where staging
-            could hold them all. ``active`` is an older word for ``drop``.
+            could hold them all.
         requeue: whether those for all other layers are forgotten as well before each
             layer step, so that naming them again, or not, sorts the queue anew.
-        no_place: what becomes of a copy that the cache policy declines, or for which
-            everybody is held, when it could start: ``stage`` uses a staging slot, waits
-            for one that demand uses, and is dropped where other prefetches have them
-            all; ``wait`` stays at the head of the queue until there is any place;
-            ``drop`` never stages.
         buffer_slots: staging slots that it needs beside those of the system or the
             profile, as what it names never enters the cache.
         reads_routing: whether it reads the experts of single tokens.
@@ -390,12 +382,11 @@ class PrefetchPolicy(Policy):
             layers that this one has behind it.
     """
 
-    # `late`, `requeue` and `no_place` may be parameters of a policy, so they are asked
-    # of the instance; `prefetches` is a property of the class.
+    # `late` and `requeue` may be parameters of a policy, so they are asked of the
+    # instance; `prefetches` is a property of the class.
     prefetches: ClassVar[bool] = True
     late: Late = "drop"
     requeue: bool = False
-    no_place: NoPlace = "stage"
     buffer_slots: int = 0
     reads_routing: ClassVar[bool] = False
     foresees_passes: ClassVar[bool] = False

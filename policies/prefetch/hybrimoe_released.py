@@ -28,8 +28,8 @@ class HybriMoEReleased(PrefetchPolicy):
 
     The score is that of the `mrs` cache with the released constants, first row of the
     step included. "Uses the GPU" is read here as: an active expert is present. Decode
-    only; the release preloads whole layers in prefill. Copies that are late are waited
-    for; present experts use up their rank.
+    only; the release preloads whole layers in prefill. Present experts use up their
+    rank.
 
     Args:
         size: experts of the next layer; the release leaves it 0, off, unless
@@ -42,7 +42,6 @@ class HybriMoEReleased(PrefetchPolicy):
 
     needs = ("scores",)
     reads_tokens = True
-    late = "wait"
 
     def __init__(self, *, size: int = 4, alpha: float = 0.5) -> None:
         expect(size >= 0, "size", "a number >= 0", size)

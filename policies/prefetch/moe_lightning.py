@@ -30,9 +30,6 @@ class MoELightning(PrefetchPolicy):
     the order of pages within a layer; a step's first layer is fetched on demand.
     """
 
-    late = "drop"
-    no_place = "wait"
-
     def __init__(self, *, tokens: int | None = None, undivided: bool = False) -> None:
         expect(tokens is None or tokens >= 1, "tokens", "a number >= 1 or none", tokens)
         self.tokens = tokens

@@ -31,7 +31,6 @@ class WholeLayer(PrefetchPolicy):
     """
 
     late = "wait"
-    no_place = "wait"
 
     def __init__(self, *, phase: Streamed = "both") -> None:
         expect_choice("phase", phase, Streamed)

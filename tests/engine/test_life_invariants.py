@@ -39,12 +39,11 @@ EXPERTS = 6
 
 
 class Knobs(WildPrefetch):
-    """As `WildPrefetch`, with every reading of `late` and `no_place`."""
+    """As `WildPrefetch`, with every reading of `late`."""
 
     def start(self, context):
         super().start(context)
         self.late = self.draw.choice(["keep", "drop", "wait"])
-        self.no_place = self.draw.choice(["stage", "drop", "wait"])
 
 
 class Swaps(WildCache):

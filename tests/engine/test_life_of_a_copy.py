@@ -22,7 +22,7 @@ from support.handmade import (
 import moesim
 from moesim.engine.names import NO_PLACE, STAGED
 from moesim.engine.observers import observed
-from moesim.policies.base import CachePolicy, Late, NoPlace, PrefetchPolicy
+from moesim.policies.base import CachePolicy, Late, PolicyError, PrefetchPolicy
 from moesim.policies.cache.lru import LRU
 from moesim.policies.names import ABSENT, IN_FLIGHT, RESIDENT
 from moesim.policies.systems import System
@@ -31,11 +31,8 @@ from moesim.policies.systems import System
 class Wishes(PrefetchPolicy):
     """In layer 0, wish for experts ``layer.expert/…``."""
 
-    def __init__(
-        self, *, keys: str = "1.1", late: Late = "drop", no_place: NoPlace = "stage"
-    ) -> None:
+    def __init__(self, *, keys: str = "1.1", late: Late = "drop") -> None:
         self.late = late
-        self.no_place = no_place
         self.keys = [tuple(map(int, key.split("."))) for key in keys.split("/")]
 
     def prefetch(self, work, view, named):
@@ -44,6 +41,15 @@ class Wishes(PrefetchPolicy):
         for n, (layer, expert) in enumerate(self.keys):
             named[n] = layer * view.experts + expert
         return len(self.keys)
+
+
+class Undecided(Wishes):
+    """Says what becomes of late copies in words of its own."""
+
+    late = "never"
+
+    def __init__(self) -> None:
+        self.keys = []
 
 
 class Swapping(LRU):
@@ -140,20 +146,10 @@ def test_a_copy_that_is_dropped_before_it_started_leaves_no_trace():
     assert not any(planner.gpu[0].holds)
 
 
-@pytest.mark.parametrize(("no_place", "staging", "copied"), [
-    ("stage", 3, [(2, "staged")]),
-    ("stage", 1, []),
-    ("drop", 3, []),
-    ("wait", 1, []),
-    ("wait", 3, [(2, "staged")]),
-])  # fmt: skip
-def test_a_prefetch_without_a_place_is_staged_dropped_or_waits(
-    no_place, staging, copied
-):
+@pytest.mark.parametrize(("staging", "copied"), [(3, [(2, "staged")]), (1, [])])
+def test_a_prefetch_without_a_place_is_staged_or_dropped(staging, copied):
     """A cache that lets nobody leave. One staging slot is demand's alone."""
-    planner = made(
-        f"wishes:keys=1.2,no_place={no_place}", cache="reluctant", staging=staging
-    )
+    planner = made("wishes:keys=1.2", cache="reluctant", staging=staging)
     watching = Watching(planner)
     run(observed(planner, watching), steps([routed(0, 0)]))
     started = [
@@ -162,9 +158,14 @@ def test_a_prefetch_without_a_place_is_staged_dropped_or_waits(
         if place != NO_PLACE
     ]
     assert started == copied
-    # Who waits is still wished for; who was dropped is forgotten.
-    waits = planner.gpu[0].wished[1 * 4 + 2]
-    assert bool(waits) == (no_place == "wait" and not copied)
+    # Who was dropped is forgotten.
+    assert not planner.gpu[0].wished[1 * 4 + 2]
+
+
+def test_another_word_for_what_is_late_is_refused():
+    refused = pytest.raises(PolicyError, match="late: expected keep, drop or wait")
+    with registered(prefetch_undecided=Undecided), refused:
+        moesim.replay("tiny", "greedy", prefetch="undecided", steps=1)
 
 
 def test_a_prefetch_waits_for_the_slot_that_demand_uses():
@@ -362,7 +363,7 @@ def test_demand_takes_the_staging_slot_of_the_farthest_guess():
 def test_a_read_goes_before_guesses_that_fill_host_memorys_staging():
     """One place in host memory and one beside it; a queued guess keeps neither."""
     planner = made(
-        "wishes:keys=0.3/0.2/1.3,late=keep,no_place=wait",
+        "wishes:keys=0.3/0.2/1.3,late=keep",
         assignment="all-cpu",
         cache="reluctant",
         host_slots=1,

@@ -210,7 +210,7 @@ def test_nobody_is_named_for_an_expert_that_cannot_fit(cache):
     memory.fill(np.array([0, 1]))
     memory.holds[0] += 1
     memory.prefetch(nobody(), 2)
-    assert memory.start(2, 0.0, True) == NO_PLACE
+    assert memory.start(2, 0.0) == NO_PLACE
     assert victims(memory.cache, [2], [1]) == [1]
 
 

@@ -235,7 +235,7 @@ class Flood(PrefetchPolicy):
     back what has not started.
     """
 
-    def __init__(self, *, late: Late = "active") -> None:
+    def __init__(self, *, late: Late = "drop") -> None:
         self.late = late
         self.requeue = True
 
@@ -250,7 +250,7 @@ class Flood(PrefetchPolicy):
         return len(keys)
 
 
-@pytest.mark.parametrize("late", ["keep", "drop", "active"])
+@pytest.mark.parametrize("late", ["keep", "drop"])
 @pytest.mark.parametrize("host_experts", [None, 9])
 def test_a_queue_that_is_sorted_anew_is_sorted_alike_in_both_worlds(
     trace, store, tmp_path, late, host_experts

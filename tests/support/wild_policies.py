@@ -29,7 +29,7 @@ class WildPrefetch(PrefetchPolicy):
 
     def start(self, context):
         self.draw = random.Random(context.seed)
-        self.late = ("keep", "drop", "active")[context.seed % 3]
+        self.late = ("keep", "drop", "wait")[context.seed % 3]
         self.requeue = context.seed // 3 % 2 == 1
 
     def prefetch(self, work, view, named):
