@@ -4,9 +4,9 @@ Everything that moesim writes goes through this module. A link is followed, and 
 points to is replaced. A stream (``-``, ``/dev/stdout``, another device, a pipe) gets
 all bytes at the end.
 
-A file in progress has an unpredictable name that says which process of which host
-writes it, and is opened exclusively. So what a killed process left can be told from
-what another one is writing, and the next writer in that folder removes it.
+A file in progress has an unpredictable name, is opened exclusively, and is locked until
+it is done. What a killed process left has no lock, and the next writer in that folder
+removes it; where there are no locks, it stays.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import platform
-import re
 import secrets
 import shutil
 import stat
@@ -24,7 +22,17 @@ import tempfile
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from moesim.base.inputs import check_file_name
+
+try:
+    import fcntl
+
+    _HAS_LOCKS = True
+except ImportError:
+    # Windows.
+    _HAS_LOCKS = False
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,24 +55,17 @@ class Closing(ABC):
         self.close()
 
 
-PART_SUFFIX: Final = ".part"
-_MOST_LINKS: Final = 40
 STDOUT: Final = Path("-")
 """Stands for standard output where a file is asked for."""
 
-_HOST: Final = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
-# Host, process and a token: of another host nobody knows here whether it still writes.
-_IN_PROGRESS: Final = re.compile(rf"\..*\.{_HOST}-(\d+)-[0-9a-f]{{12}}{PART_SUFFIX}")
-# File systems allow 255 bytes; what stands behind the stem needs some 40 of them.
+_IN_PROGRESS: Final = ".*.moesim-*.part"
+# File systems allow 255 bytes; what stands behind the stem needs some 30 of them.
 _LONGEST_STEM: Final = 200
 
 _NO_LINKS: Final = getattr(os, "O_NOFOLLOW", 0)
 # A pipe in the way would keep us until somebody reads it.
 _PATIENCE: Final = getattr(os, "O_NONBLOCK", 0)
 _BINARY: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-
-_unfinished: set[NewFile | ScratchFolder] = set()
-"""Files and folders in progress, for an end at short notice."""
 
 
 class NewFile:
@@ -83,9 +84,7 @@ class NewFile:
 
     def __init__(self, final: Path | str) -> None:
         self.final = Path(final)
-        if "\0" in str(final):
-            reason = "expected a name without null characters"
-            raise OSError(errno.EINVAL, reason, str(final))
+        check_file_name(self.final)
         self._target = destination(self.final)
         self._is_stream = is_stream(self.final)
         if self._target.is_dir():
@@ -98,19 +97,7 @@ class NewFile:
         if self._is_stream:
             beside = Path(tempfile.gettempdir()) / "stream"
         beside.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(beside.parent)
-        self.path = _part_of(beside)
-        # Open meanwhile: whoever ends this process finds it among its files.
-        self._open: int | None = None
-        # Before it is there: an interrupt may come between the two.
-        _unfinished.add(self)
-        try:
-            with _named(self.final):
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINKS | _BINARY
-                self._open = os.open(self.path, flags, 0o666)
-        except BaseException:
-            self.discard()
-            raise
+        self.path, self._lock = _begun(beside)
 
     def errors_named(self) -> AbstractContextManager[None]:
         """Let errors of a block of writes name `final`, which users know."""
@@ -119,7 +106,8 @@ class NewFile:
     def commit(self) -> None:
         """Bring the bytes to the disk, then give them their name."""
         # An open file could not be renamed on Windows.
-        self._close()
+        if not _HAS_LOCKS:
+            self._unlock()
         with self.errors_named():
             if self._is_stream:
                 _pour(self.path, self.final)
@@ -129,18 +117,14 @@ class NewFile:
                 _sync_folder(self._target.parent)
         self.discard()
 
-    def _close(self) -> None:
-        descriptor, self._open = self._open, None
-        if descriptor is not None:
-            os.close(descriptor)
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
 
     def discard(self) -> None:
         """Remove what is not committed; harmless afterwards."""
-        if self not in _unfinished:
-            return
-
-        _unfinished.discard(self)
-        self._close()
+        self._unlock()
         # What made the write fail may make this fail; the next writer looks again.
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
@@ -187,16 +171,7 @@ def is_stream(path: Path) -> bool:
 
 
 def _names_device(path: Path) -> bool:
-    """Tell whether a path, or a link on the way that it stands for, is below ``/dev``
-    or ``/proc``: what such a name means has no place of its own.
-    """
-    for _ in range(_MOST_LINKS):
-        if str(path.absolute()).startswith(("/dev/", "/proc/")):
-            return True
-        if not path.is_symlink():
-            return False
-        path = path.parent / path.readlink()
-    return False
+    return str(path.absolute()).startswith(("/dev/", "/proc/"))
 
 
 def destination(path: Path) -> Path:
@@ -238,74 +213,82 @@ def write_bytes(path: Path | str, content: bytes | memoryview) -> None:
 class ScratchFolder:
     """A folder for the time of a block, as a context manager.
 
-    What a killed process left of its own is removed by the next one that makes a folder
-    in the same place.
-
     Args:
         inside: folder to make it in; the system's for temporary files where None.
     """
 
     def __init__(self, inside: Path | str | None = None) -> None:
-        parent = Path(tempfile.gettempdir() if inside is None else inside)
-        self.path = _part_of(parent / "moesim")
+        self._inside = Path(tempfile.gettempdir() if inside is None else inside)
 
     def __enter__(self) -> Path:
         """Make the folder."""
-        remove_leftovers(self.path.parent)
-        _unfinished.add(self)
-        self.path.mkdir(0o700)
+        self.path, self._lock = _begun(self._inside / "folder", is_folder=True)
         return self.path
 
     def __exit__(self, *_: object) -> None:
         """Remove the folder and what is in it."""
-        self.discard()
-
-    def discard(self) -> None:
-        """Remove the folder and what is in it; harmless afterwards."""
-        _unfinished.discard(self)
+        if self._lock is not None:
+            os.close(self._lock)
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def discard_all() -> None:
-    """Remove everything unfinished of this process, which is about to end."""
-    for item in tuple(_unfinished):
-        with suppress(OSError):
-            item.discard()
+def _begun(beside: Path, *, is_folder: bool = False) -> tuple[Path, int | None]:
+    """Make a hidden file or folder beside a name.
+
+    Returns:
+        Its path, and the descriptor that locks it until it is closed.
+    """
+    remove_leftovers(beside.parent)
+    stem = os.fsdecode(os.fsencode(beside.name)[:_LONGEST_STEM])
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    while True:
+        path = beside.with_name(f".{stem}.moesim-{secrets.token_hex(6)}.part")
+        if is_folder:
+            path.mkdir(0o700)
+            # Windows opens no folders, and has no locks of this kind.
+            if not _HAS_LOCKS:
+                return path, None
+            flags = os.O_RDONLY
+        with _named(beside, path):
+            lock = os.open(path, flags | _NO_LINKS | _BINARY, 0o666)
+        # Another process may have taken it for a leftover in between.
+        if try_lock(lock) is not False and path.exists():
+            return path, lock
+        os.close(lock)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the files and folders in progress that killed processes of this host left
-    here.
+    """Remove the files and folders in progress that killed processes left here: those
+    that nobody has locked.
     """
-    try:
-        with os.scandir(folder) as entries:
-            matches = [_IN_PROGRESS.fullmatch(entry.name) for entry in entries]
-    except OSError:
-        return
-    for match in filter(None, matches):
-        if _is_running(int(match[1])):
-            continue
-        path = folder / match[0]
+    for path in folder.glob(_IN_PROGRESS):
         # Another user's, or gone in the meantime: not ours to remove.
         with suppress(OSError):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink()
+            lock = os.open(path, os.O_RDONLY | _NO_LINKS | _PATIENCE | _BINARY)
+            try:
+                if try_lock(lock):
+                    remove: Any = shutil.rmtree if path.is_dir() else Path.unlink
+                    remove(path)
+            finally:
+                os.close(lock)
 
 
-def _is_running(number: int) -> bool:
-    """Whether a process lives; one that ended and was not waited for does not."""
-    if number == os.getpid():
-        return True
-    import psutil  # noqa: PLC0415 - only where something is left
+def try_lock(descriptor: int) -> bool | None:
+    """Lock an open file or folder until it is closed.
 
+    Returns:
+        Whether the lock is ours; None where there are no locks: on Windows and on some
+        network file systems.
+    """
+    if not _HAS_LOCKS:
+        return None
     try:
-        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
-    except psutil.Error:
-        return True
+    except OSError:
+        return None
+    return True
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -363,31 +346,6 @@ def sha256(path: Path) -> str:
     """Return the digest of a file's bytes, which are read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _part_of(final: Path) -> Path:
-    """A new name beside `final` for a file or folder in progress."""
-    stem = os.fsdecode(os.fsencode(final.name)[:_LONGEST_STEM])
-    token = f"{_HOST}-{os.getpid()}-{secrets.token_hex(6)}"
-    return final.with_name(f".{stem}.{token}{PART_SUFFIX}")
-
-
-def try_lock(descriptor: int) -> bool | None:
-    """Lock an open file or folder until it is closed.
-
-    Returns:
-        Whether the lock is ours; None where there are no locks: on Windows and on some
-        network file systems.
-    """
-    try:
-        import fcntl  # noqa: PLC0415 - not on every system
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):
-        return None
-    return True
 
 
 def _pour(part: Path, stream: Path) -> None:

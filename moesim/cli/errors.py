@@ -1,6 +1,6 @@
 """What a user sees when something fails: one line and an exit code.
 
-An interrupt ends a command in an orderly way; a second one sets a deadline for that.
+An interrupt ends a command in an orderly way.
 """
 
 import errno
@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 import typer
 
 from moesim.base.ends import ENDS, INTERRUPTED, exit_code, say_end, stopping_signals
-from moesim.base.files import discard_all, remove_leftovers
 from moesim.base.text import VisibleStream, one_line
 
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
@@ -32,12 +31,6 @@ BAD_INPUT = 2
 """Exit codes; the first is typer's too, for an output that was closed as by ``|
 head``. Those of signals are in `moesim.base.ends`.
 """
-
-CLEANUP_LIMIT_S = 1.5
-"""Seconds that a command has to clear up after an interrupt."""
-
-END_LIMIT_S = 0.3
-"""Seconds to wait for processes that were killed."""
 
 
 def guarded(
@@ -55,7 +48,6 @@ def guarded(
     code: object = 0
     with _interruptible() as signals:
         try:
-            check_limit()
             _check_words(sys.argv[1:] if arguments is None else arguments)
             code = work()
             sys.stdout.flush()
@@ -72,8 +64,6 @@ def guarded(
             if not signals:
                 _explain(error)
                 code = BAD_INPUT
-        # What began before a block could watch over it is still there.
-        discard_all()
     if signals:
         code = exit_code(signals[0])
         say_end(code)
@@ -107,9 +97,8 @@ def _prepare_streams() -> None:
 def _interruptible() -> Iterator[list[int]]:
     """Raise `KeyboardInterrupt` in the block at ctrl-C and SIGTERM alike.
 
-    Yields the list of signals that arrived. Only the first one raises, so that clearing
-    up is not interrupted; from then on the process has `CLEANUP_LIMIT_S` to end, also
-    where a library swallowed what was raised.
+    Yields the list of signals that arrived. The second one, which an impatient hand
+    sends after the first, does not interrupt the clearing up; later ones raise again.
     """
     signals: list[int] = []
     # Only the main thread of a process may handle signals.
@@ -119,10 +108,7 @@ def _interruptible() -> Iterator[list[int]]:
 
     def handle(number: int, _frame: FrameType | None) -> None:
         signals.append(number)
-        if len(signals) == 1:
-            deadline = threading.Timer(CLEANUP_LIMIT_S, _give_up, [number])
-            deadline.daemon = True
-            deadline.start()
+        if len(signals) != 2:
             raise KeyboardInterrupt
 
     before = {number: signal.getsignal(number) for number in stopping_signals()}
@@ -137,59 +123,21 @@ def _interruptible() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_IGN if signals else handler)
 
 
-def _give_up(number: int) -> None:
-    """End this process and its children at once, and remove what is unfinished."""
-    import psutil
-
-    killed = []
-    folders: set[Path] = set()
-    for child in psutil.Process().children(recursive=True):
-        # A child may end by itself while we look at it.
-        with suppress(psutil.Error):
-            # It removes what its parent has shared with others, and then ends.
-            if any("resource_tracker" in word for word in child.cmdline()):
-                continue
-            with suppress(psutil.Error):
-                folders.update(Path(file.path).parent for file in child.open_files())
-            child.kill()
-            killed.append(child)
-    discard_all()
-    # Only the dead let go of what they were writing.
-    psutil.wait_procs(killed, END_LIMIT_S)
-    for folder in folders:
-        remove_leftovers(folder)
-    code = exit_code(number)
-    say_end(code)
-    os._exit(code)
-
-
 def _explain(error: Exception) -> None:
     """Print a line about what a user can mend; raise a bug of ours."""
     message = message_for_users(error)
     if message is None:
-        error = _fault_of_policy(error)
+        from moesim.policies.faults import policy_fault
+
+        error = policy_fault(error) or error
         message = message_for_users(error)
-    _print_frames(error)
+    # The lines of a user's policy that failed, and none of ours.
+    print(getattr(error, "frames", ""), end="", file=sys.stderr)
     if message is None:
         raise error
     # A group without a command answers with its help, which is no error.
     is_help = message.startswith("Usage:")
     print(message if is_help else one_line(f"error: {message}"), file=sys.stderr)
-
-
-def _fault_of_policy(error: Exception) -> Exception:
-    """The fault of a user's policy that `error` comes from, else `error` itself."""
-    from moesim.policies.faults import policy_fault
-
-    return policy_fault(error) or error
-
-
-def _print_frames(error: Exception) -> None:
-    """Print the lines of a user's policy that failed, and none of ours."""
-    # Only policies of others have them; most errors need no more than a line.
-    frames = getattr(error, "frames", None)
-    if frames is not None:
-        print(frames, end="", file=sys.stderr)
 
 
 def _leave(code: int) -> NoReturn:
@@ -233,26 +181,14 @@ def message_for_users(error: Exception) -> str | None:
     """One line about what a user can mend; None for a bug of ours."""
     if isinstance(error, UsageError):
         return _usage(error)
-    if is_want_of_memory(error):
-        return memory_message(error)
+    if _is_want_of_memory(error):
+        return "not enough memory; give smaller sizes, or --steps"
     if isinstance(error, ImportError):
         return _missing_extra(error)
-    # A machine that failed us is the user's to mend; a simulation that did is ours.
-    if isinstance(error, RuntimeError):
-        ours = ("moesim.runtime.", "moesim.policies.faults")
-        is_fault = type(error).__module__.startswith(ours)
-        return _one_line(error) if is_fault else None
-    if isinstance(error, OSError) or _is_for_users(error):
-        return _one_line(error)
-    return None
-
-
-def _is_for_users(error: Exception) -> bool:
-    """Whether the class of an error is ours and written for users; the simulator's own
-    errors are bugs of ours.
-    """
+    # Classes of ours are written for users, but a simulation that failed is our bug.
     module = type(error).__module__
-    return module.startswith("moesim.") and not module.startswith("moesim.sim.")
+    is_for_users = module.startswith("moesim.") and not module.startswith("moesim.sim.")
+    return _one_line(error) if isinstance(error, OSError) or is_for_users else None
 
 
 def _one_line(error: Exception) -> str:
@@ -268,8 +204,6 @@ def _usage(error: Any) -> str:
     answers with its help.
     """
     message = str(error.format_message()).rstrip(".")
-    message = message.replace("Input should be", "expected")
-    message = re.sub(r", unable to parse \w+ as an? \w+", "", message)
     if "\n" in message or error.ctx is None:
         return message
     return f"{message} (see: {error.ctx.command_path} --help)"
@@ -293,17 +227,6 @@ def _missing_extra(error: ImportError) -> str | None:
     )
 
 
-MIB = 1 << 20
-LEAST_BYTES = 768 * MIB
-"""Address space that the smallest replay needs: with two cores 600 MiB were too little
-and 800 MiB enough (Linux, pyarrow 26).
-"""
-
-BYTES_PER_CORE = 16 * MIB
-"""Stack and buffers of a thread of the linear algebra library, which has one for each
-core.
-"""
-
 _SIGNS = (
     "cannot allocate memory",
     "failed to map segment",
@@ -315,36 +238,7 @@ _SIGNS = (
 """Parts of messages of libraries that had too little."""
 
 
-class MemoryLimitError(MemoryError):
-    """This process may have less memory than it needs."""
-
-
-def limit_bytes() -> int | None:
-    """Return how much address space this process may have; None without a limit."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def check_limit() -> None:
-    """Refuse to begin under a limit that no command fits into.
-
-    Raises:
-        MemoryLimitError: naming what is needed and what there is.
-    """
-    limit = limit_bytes()
-    needed = LEAST_BYTES + BYTES_PER_CORE * (os.cpu_count() or 1)
-    if limit is not None and limit < needed:
-        raise MemoryLimitError(
-            f"needs {needed // MIB} MiB of memory, has {limit // MIB} MiB; raise the"
-            " limit (ulimit -v)"
-        )
-
-
-def is_want_of_memory(error: BaseException) -> bool:
+def _is_want_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory was lacking."""
     if isinstance(error, MemoryError):
         return True
@@ -353,33 +247,3 @@ def is_want_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
     is_of_library = isinstance(error, ImportError | OSError | RuntimeError)
     return is_of_library and any(sign in text for sign in _SIGNS)
-
-
-def memory_message(error: BaseException) -> str:
-    """One line: what the process needs at least, what there is, and a way out."""
-    if isinstance(error, MemoryLimitError):
-        return str(error)
-    limit = limit_bytes()
-    has = _available() if limit is None else f"has {limit // MIB} MiB"
-    peak = _peak_bytes()
-    needs = "needs more" if peak is None else f"needs more than {peak // MIB} MiB"
-    return f"not enough memory: {needs}, {has}; give smaller sizes, or --steps"
-
-
-def _peak_bytes() -> int | None:
-    """Most address space that this process ever had."""
-    try:
-        text = Path("/proc/self/status").read_text(encoding="ascii")
-        lines = dict(line.split(":", 1) for line in text.splitlines())
-        return int(lines["VmPeak"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-
-
-def _available() -> str:
-    try:
-        import psutil
-
-        return f"{psutil.virtual_memory().available // MIB} MiB are available"
-    except (ImportError, OSError):
-        return "less is available"

@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -23,7 +22,9 @@ from support.small_trace import (
 from typer.main import get_command
 
 from moesim import cli
+from moesim.base.errors import AdviceError, RuntimeFault, StoreError, TraceError
 from moesim.base.units import number as number_text
+from moesim.cli.errors import message_for_users
 from moesim.policies.parameters import split_policies
 
 SHARED = processes.ROOT.parent / "shared"
@@ -308,6 +309,12 @@ def test_a_missing_extra_names_itself(monkeypatch, command, tmp_path):
     )
 
 
+@pytest.mark.parametrize("error", [AdviceError, RuntimeFault, StoreError, TraceError])
+def test_an_error_for_users_is_its_one_line(error):
+    """A machine that gave no memory ended in a traceback."""
+    assert message_for_users(error("close other programs")) == "close other programs"
+
+
 def test_a_bug_of_ours_is_not_dressed_up():
     def bug():
         raise ValueError("a plain ValueError is nobody's message to a user")
@@ -446,47 +453,15 @@ def work():
     try:
         os.kill(os.getpid(), int(sys.argv[1]))
     except KeyboardInterrupt:
-        raise {error}("could not determine the shape of object") from None
+        raise ValueError("could not determine the shape of object") from None
 guarded(work, [])
 """
 
 
-@pytest.mark.parametrize("error", ["ValueError", "SystemError"])
-def test_a_library_that_makes_an_error_of_an_interrupt_hides_it_from_nobody(error):
+def test_a_library_that_makes_an_error_of_an_interrupt_hides_it_from_nobody():
     """As torch does where its C code is asked for a slice of a tensor."""
-    script = SWALLOWED.format(error=error)
-    done = processes.run_python("-c", script, int(signal.SIGINT))
+    done = processes.run_python("-c", SWALLOWED, int(signal.SIGINT))
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
-
-
-STUCK = """
-import sys, time
-from moesim.cli.errors import guarded
-def work():
-    try:
-        print("running", flush=True)
-        time.sleep(300)
-    finally:
-        time.sleep(300)
-guarded(work, [])
-"""
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
-)
-def test_a_second_interrupt_ends_what_clears_up_for_ever(
-    request, tmp_path, number, code
-):
-    """It has two seconds, not the five minutes that it would take."""
-    process = processes.start("-c", STUCK, cwd=tmp_path)
-    request.addfinalizer(process.kill)
-    assert process.stdout.readline() == "running\n"
-    process.send_signal(number)
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.send_signal(number)
-    assert process.wait(timeout=processes.PATIENCE_S) == code
 
 
 @pytest.mark.parametrize(("words", "name"), [

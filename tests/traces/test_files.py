@@ -1,21 +1,14 @@
 """One way of writing for all files: whole or absent, under names nobody can guess."""
 
 import os
-import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from support.processes import PATIENCE_S, start
+from support.processes import run_python, start
 from support.small_trace import write_small_trace
 
 from moesim.base.errors import TraceError
 from moesim.base.files import ScratchFolder, open_own, write_text, written_beside
 from moesim.traces.format.reader import open_trace
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_what_fails_leaves_the_older_file_and_nothing_else(tmp_path):
@@ -50,18 +43,6 @@ def test_names_in_progress_cannot_be_guessed(tmp_path):
             part.write_text("")
             names.add(part.name)
     assert len(names) == 20
-
-
-def test_an_interrupt_as_a_file_appears_leaves_none(tmp_path, monkeypatch):
-    def interrupted(*arguments, really=os.open):
-        os.close(really(*arguments))
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("moesim.base.files.os.open", interrupted)
-        with pytest.raises(KeyboardInterrupt), written_beside(tmp_path / "a.txt"):
-            pass
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("thing", ["fifo", "link"])
@@ -151,30 +132,6 @@ def test_a_trace_rewritten_by_another_program_has_no_seal_and_is_read(tmp_path):
     assert [part.experts.tolist() for part in again] == rows
 
 
-def command(*words, folder, before=(), **environment):
-    """A command in a process of its own, perhaps under a limit."""
-    limits = "".join(f"{line}; " for line in before)
-    line = f"{limits}exec {sys.executable} -m moesim " + " ".join(words)
-    return subprocess.run(
-        ["bash", "-c", line],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-def test_too_little_memory_is_one_line_with_both_numbers(tmp_path):
-    """Formerly a traceback from the middle of an import, or the end by a signal."""
-    done = command("list cache", folder=tmp_path, before=["ulimit -v 300000"])
-    assert done.returncode == 2
-    assert re.fullmatch(
-        r"error: needs \d+ MiB of memory, has 292 MiB; .*\n", done.stderr
-    )
-
-
 @pytest.mark.parametrize(("environment", "words"), [
     ({"MPLBACKEND": "nonsense"}, "hits t.parquet --cache-ratio 0.5 --png h.png"),
     ({"PYTHONOPTIMIZE": "2"}, "list cache"),
@@ -182,37 +139,6 @@ def test_too_little_memory_is_one_line_with_both_numbers(tmp_path):
 ])  # fmt: skip
 def test_odd_environments_change_nothing(tmp_path, environment, words):
     write_small_trace(tmp_path / "t.parquet")
-    done = command(words, folder=tmp_path, **environment)
+    words = ("-m", "moesim", *words.split())
+    done = run_python(*words, cwd=tmp_path, environment=environment)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-
-
-SWALLOWED = """
-import time
-from moesim.cli.errors import guarded
-from moesim.base.files import written_beside
-def work():
-    with written_beside("a.txt"):
-        print("running", flush=True)
-        while True:
-            try:
-                time.sleep(300)
-            except KeyboardInterrupt:
-                pass
-guarded(work, [])
-"""
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "line"),
-    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")],
-)
-def test_a_signal_that_a_library_swallows_ends_it_all_the_same(
-    tmp_path, request, number, code, line
-):
-    process = start("-c", SWALLOWED, cwd=tmp_path)
-    request.addfinalizer(process.kill)
-    assert process.stdout.readline() == "running\n"
-    process.send_signal(number)
-    _, err = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, err) == (code, line)
-    assert list(tmp_path.iterdir()) == []

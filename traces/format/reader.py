@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from moesim.base.errors import MissingColumnError, TraceError
 from moesim.base.inputs import check_file_name
-from moesim.base.seals import Digests, Footer, check_footer, digests
+from moesim.base.seals import check_seal
 from moesim.traces.format.arrays import first_repeat
 from moesim.traces.format.parquet import codes, flat, open_parquet, values
 from moesim.traces.format.schema import (
@@ -106,12 +106,10 @@ class Trace:
         path: Path,
         file: pq.ParquetFile,
         header: TraceHeader,
-        footer: Footer,
         name: str = "",
     ) -> None:
         self.path = path
-        self._footer = footer
-        self._digests: Digests | None = None
+        self._digest: str | None = None
         # Results hold the name, so that they are the same wherever moesim is installed.
         self.name = name or str(path)
         self.passes = Passes()
@@ -146,9 +144,9 @@ class Trace:
         Raises:
             TraceError: the file does not match its seal.
         """
-        if self._digests is None:
-            self._digests = digests(self.path, self._footer)
-        return self._digests.file
+        if self._digest is None:
+            self._digest = check_seal(self.path)
+        return self._digest
 
     def require(self, columns: Iterable[str], user: str) -> None:
         """Check that the optional `columns` are present.
@@ -179,8 +177,7 @@ class Trace:
         # Two policies may ask for one column; it is read once.
         optional = tuple(dict.fromkeys(columns))
         self.require(optional, "this replay")
-        if self._footer.body_digest is not None:
-            self.digest()
+        self.digest()
 
         # A sequence may reach over several blocks, and a block may hold several.
         pieces: list[dict[str, np.ndarray]] = []
@@ -421,14 +418,6 @@ def _opened(path: Path, stack: ExitStack) -> pq.ParquetFile:
     return file
 
 
-def _checked_footer(path: Path) -> Footer:
-    try:
-        return check_footer(path)
-    except OSError:
-        # Opening it as Parquet fails too, and says so at length.
-        return Footer(0, None)
-
-
 def _check_schema(path: Path, schema: pa.Schema) -> None:
     """Refuse missing columns and wrong kinds; other widths of numbers are converted
     while reading.
@@ -486,7 +475,6 @@ def open_trace(path: Path | str) -> Trace:
     if path.is_dir():
         raise TraceError(f"{path}: expected a Parquet file, found a folder")
 
-    footer = _checked_footer(path)
     with _parquet(path) as file:
         metadata = file.schema_arrow.metadata or {}
         if METADATA_KEY not in metadata:
@@ -501,4 +489,4 @@ def open_trace(path: Path | str) -> Trace:
             raise TraceError(
                 f"{path}: expected at least one row, found an empty trace; {_AGAIN}"
             )
-        return Trace(path, file, header, footer, name)
+        return Trace(path, file, header, name)

@@ -125,6 +125,7 @@ def _systems() -> list[dict[str, Any]]:
 
 def _engines() -> list[dict[str, Any]]:
     from moesim.base.extensions import state
+
     how, why = state()
     return [
         {

@@ -1,5 +1,4 @@
-"""A Dask cluster as the place where tasks run, and what keeps stops from processes that
-are being started.
+"""A Dask cluster as the place where tasks run.
 
 Dask is imported here only, and only when a cluster is asked for. Its own executor is
 used, not joblib's backend for it: that one waits for ever for a task whose workers die
@@ -11,7 +10,6 @@ from __future__ import annotations
 import errno
 import functools
 import re
-import signal
 import sys
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
@@ -50,12 +48,12 @@ class DaskWorkers:
         """Tasks at the same time, on the workers that are there now."""
         return max(1, sum(self._client.nthreads().values()))
 
-    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
-        """Carry out a call on some worker."""
-        future: Future[Any] = self._executor.submit(function, *arguments)
+    def submit(self, function: Callable[..., Any], task: Any) -> Future[Any]:
+        """Carry out a task on some worker."""
+        future: Future[Any] = self._executor.submit(function, task)
         return future
 
-    def restart(self) -> None:
+    def close(self) -> None:
         """Do nothing: the cluster replaces its workers itself."""
 
 
@@ -176,47 +174,3 @@ def has_file(path: str, digest: str) -> bool:
     except TraceError:
         return False
     return True
-
-
-@contextmanager
-def stops_wait() -> Iterator[None]:
-    """Let ctrl-C and SIGTERM wait until the block is done.
-
-    A terminal sends ctrl-C to every process of a group. An interpreter that meets it
-    before it could run a line of ours prints a traceback of its own, so what starts in
-    the block, threads and processes alike, inherits that both are masked. The parent
-    alone decides what a stop means.
-    """
-    # Windows has no masks; there a child ignores ctrl-C once it has started.
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def start_resource_trackers() -> None:
-    """Start the processes in which libraries keep account of what processes share.
-
-    Up to Python 3.12, starting the one of the standard library unmasks ctrl-C and
-    SIGTERM in the thread that starts it. It must not happen while stops wait.
-
-    They remove what an interrupted command shared, and warn of it; these are silent.
-    """
-    # A tenth of a second that a run in one process need not pay.
-    from multiprocessing import resource_tracker  # noqa: PLC0415
-
-    from joblib.externals.loky.backend import (  # noqa: PLC0415
-        resource_tracker as joblibs,
-    )
-
-    # They inherit options of the interpreter, and warn on the terminal of a user.
-    sys.warnoptions.append("ignore")
-    try:
-        resource_tracker.ensure_running()
-        joblibs.ensure_running()
-    finally:
-        sys.warnoptions.remove("ignore")

@@ -11,31 +11,24 @@ import errno
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moesim.base.host_limits import available_cores
 from moesim.base.options import ConfigError
 from moesim.policies.registry import registered, restore
-from moesim.runs.sweeps.cluster import (
-    DaskWorkers,
-    connected,
-    start_resource_trackers,
-    stops_wait,
-)
+from moesim.runs.sweeps.cluster import DaskWorkers, connected
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
-
-    from moesim.policies.base import Policy
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -60,6 +53,8 @@ END_LIMIT_S = 0.5
 
 PARENT_CHECK_S = 1.0
 """Seconds between two looks of a worker for its parent."""
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_tasks(
@@ -112,33 +107,16 @@ def run_tasks(
         with connected(cluster, files or {}) as remote:
             _run_elsewhere(remote, work, tasks, collect, report)
     elif jobs > 1:
-        processes = _Processes(jobs)
-        with closing(processes):
+        with closing(_Processes(jobs)) as processes:
             _run_elsewhere(processes, work, tasks, collect, report)
     else:
         for index, task in enumerate(tasks):
-            show = partial(_add_to, index, len(tasks), report)
+
+            def show(share: float, done: int = index) -> None:
+                report((done + share) / len(tasks))
+
             collect(index, work(task, show))
             show(1.0)
-
-
-def _add_to(
-    done: int, count: int, report: Callable[[float], None], share: float
-) -> None:
-    """Report a share of one task as that of all."""
-    report((done + share) / count)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call(Generic[Task, Result]):
-    """A message to a worker: the work, and policies that only this process knows."""
-
-    work: Work[Task, Result]
-    policies: Mapping[tuple[str, str], type[Policy]]
-
-    def __call__(self, task: Task) -> Result:
-        restore(self.policies)
-        return self.work(task, lambda _share: None)
 
 
 def _run_elsewhere(
@@ -148,14 +126,14 @@ def _run_elsewhere(
     collect: Callable[[int, Result], None],
     report: Callable[[float], None],
 ) -> None:
-    call = _Call(work, registered())
+    call = partial(_carry_out, work, registered())
     # A dict keeps the order and forgets quickly.
-    todo = dict.fromkeys(range(len(tasks)))
+    todo = dict(enumerate(tasks))
     restarts = 0
     while todo:
         count = len(todo)
         try:
-            for index, result in _results(workers, call, tasks, todo):
+            for index, result in _results(workers, call, list(todo.items())):
                 collect(index, result)
                 del todo[index]
                 report(1 - len(todo) / len(tasks))
@@ -168,28 +146,32 @@ def _run_elsewhere(
                     "processes were killed again and again, perhaps for want of memory;"
                     " try --jobs 1",
                 ) from None
-            workers.restart()
+            workers.close()
+
+
+def _carry_out(work: Work[Task, Result], policies: Any, task: Task) -> Result:
+    """Carry out a task in a worker, given policies that only its parent knows."""
+    restore(policies)
+    return work(task, lambda _share: None)
 
 
 def _results(
     workers: _Processes | DaskWorkers,
-    call: _Call[Task, Result],
-    tasks: Sequence[Task],
-    todo: Collection[int],
+    call: Callable[[Task], Result],
+    tasks: Sequence[tuple[int, Task]],
 ) -> Iterator[tuple[int, Result]]:
     """Results in the order in which they end; a bounded number of tasks waits."""
-    indices = iter(list(todo))
+    waiting = iter(tasks)
     pending: dict[Future[Result], int] = {}
     while True:
         # Workers of a cluster come and go.
         room = max(0, workers.count * TASKS_PER_WORKER - len(pending))
-        for index in islice(indices, room):
-            pending[workers.submit(call, tasks[index])] = index
+        for index, task in islice(waiting, room):
+            pending[workers.submit(call, task)] = index
         if not pending:
             return
         for future in wait(pending, return_when=FIRST_COMPLETED).done:
-            index = pending.pop(future)
-            yield index, future.result()
+            yield pending.pop(future), future.result()
 
 
 class _Processes:
@@ -197,47 +179,77 @@ class _Processes:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._pool = self._started()
+        self._pool: Any = None
 
-    def _started(self) -> Any:
+    def submit(self, function: Callable[..., Any], task: Any) -> Future[Any]:
         # A tenth of a second that a run in one process need not pay.
         from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415
 
-        start_resource_trackers()
-        # It tries to import a profiler, and swallows an interrupt that meets that.
-        with stops_wait():
-            return ProcessPoolExecutor(
-                self.count, initializer=_prepare_worker, initargs=(os.getpid(),)
-            )
-
-    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
-        # Processes start here, and the thread that replaces them.
-        with stops_wait():
-            future: Future[Any] = self._pool.submit(function, *arguments)
+        _start_resource_trackers()
+        with _stops_wait():
+            if self._pool is None:
+                self._pool = ProcessPoolExecutor(
+                    self.count, initializer=_prepare_worker, initargs=(os.getpid(),)
+                )
+            future: Future[Any] = self._pool.submit(function, task)
         return future
 
-    def restart(self) -> None:
-        self.close()
-        self._pool = self._started()
-
     def close(self) -> None:
-        """End all processes at once; they hold nothing that needs an orderly end."""
+        """End all processes at once; a next task starts others."""
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
         import psutil  # noqa: PLC0415 - runs in one process need none
 
         # The pool's own way waits for a thread that waits for the processes.
-        processes = dict(self._pool._processes or {})  # noqa: SLF001 - see above
+        processes = dict(pool._processes or {})  # noqa: SLF001 - see above
         for number in processes:
             with suppress(psutil.NoSuchProcess):
                 psutil.Process(number).kill()
         for process in processes.values():
             process.join(END_LIMIT_S)
-        self._pool.shutdown(wait=False, kill_workers=True)
+        pool.shutdown(wait=False, kill_workers=True)
+
+
+def _start_resource_trackers() -> None:
+    """Start the processes in which libraries keep account of what processes share.
+
+    Starting them lets stops through, so it must not happen while these wait.
+    """
+    from multiprocessing import resource_tracker  # noqa: PLC0415 - as above
+
+    from joblib.externals.loky import backend  # noqa: PLC0415 - as above
+
+    # They inherit it, and remove in silence what an interrupted command shared.
+    sys.warnoptions.append("ignore")
+    resource_tracker.ensure_running()
+    backend.resource_tracker.ensure_running()
+    sys.warnoptions.remove("ignore")
+
+
+@contextmanager
+def _stops_wait() -> Iterator[None]:
+    """Let ctrl-C and SIGTERM wait until the block is done.
+
+    A terminal sends ctrl-C to every process of a group, and an interpreter that meets
+    it before it runs a line of ours prints a traceback. Processes and threads that
+    start in the block inherit that both are masked.
+    """
+    # Windows has no masks.
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _prepare_worker(parent: int) -> None:
-    # A terminal sends ctrl-C to every process; the parent alone decides what follows.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The parent alone decides what follows from a stop.
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
