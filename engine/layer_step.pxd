@@ -36,7 +36,7 @@ cdef class LayerStep(Consequences):
     @cython.locals(durations=Durations, join_s=double, shared=bint)
     cpdef double join_s(self, Work work, Py_ssize_t copied) except? -1
     cpdef double control_s(self, const double[::1] cost, Work work, Py_ssize_t copied) except? -1
-    @cython.locals(machine=Machine, inline=bint, follows=int, operation=Operation)
+    @cython.locals(machine=Machine, taken=bint, inline=bint, follows=int, operation=Operation)
     cpdef alone(self, int lane, int kind, int layer, double work_s)
     @cython.locals(control=int, operation=Operation)
     cpdef controls(self, int kind, int layer, double work_s)

@@ -196,8 +196,9 @@ class LayerStep(Consequences):
         """Start one operation; the process's turn comes after it."""
         machine = self.machine
         # One thread may serve the first GPU's lane and control: then the model's, until
-        # it asks for experts.
-        inline = self.durations.inline and machine.shares(lane, self.durations.control)
+        # it asks for experts. Results are brought back while control waits to join.
+        taken = self.durations.inline or kind == ACTIVATION
+        inline = taken and machine.shares(lane, self.durations.control)
         follows = KEPT if inline else TURN
         operation = machine.operation(
             lane, kind, self.step, layer, NONE, work_s, 0, follows

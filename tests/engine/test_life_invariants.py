@@ -18,6 +18,7 @@ from support.handmade import (
     steps,
 )
 from support.real_machine import LAUNCHED, TWO_WORKERS, float_model, host_profile
+from support.strategies import worker_tables
 from support.wild_policies import WildAssignment, WildCache, WildPrefetch
 
 from moesim.engine.observers import observed
@@ -224,12 +225,12 @@ def store(tmp_path_factory):
     st.integers(0, EXPERTS),
     st.integers(1, 4),
     st.one_of(st.none(), st.integers(1, LAYERS * EXPERTS)),
-    st.sampled_from([TWO_WORKERS, LAUNCHED]),
+    st.one_of(st.sampled_from([TWO_WORKERS, LAUNCHED]), worker_tables()),
 )
 def test_the_same_holds_with_real_copies(
     store, trace, seed, slots, staging, host_slots, workers
 ):
-    profile = host_profile(workers, cores=8 if workers is LAUNCHED else 2)
+    profile = host_profile(workers, cores=8)
     size = CacheSize.of(MODEL.expert_bytes, EXPERTS, slots_per_layer=slots)
     host = None
     if host_slots is not None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from support.cache_driver import untrained
 from support.engine_pairs import assert_equal, both, machine
-from support.strategies import traces
+from support.strategies import traces, worker_tables
 
 from moesim.policies.systems import SYSTEMS
 from moesim.traces.format.reader import open_trace
@@ -85,42 +85,43 @@ COLUMNS = ("scores", "weights", "pred1_raw", "pred2_raw", "pred3_raw", "pred1_re
 HOST_RATIOS = (0.0, 0.1, 0.3, 0.6, 0.9)
 HOST_CACHES = ("lru", "lfu", "fifo", "none", "static", "lfru:variant=in-cache")
 
-machines = st.builds(
-    machine,
-    # Where links and reads are slow, copies wait for many layer steps.
-    numbers=st.sampled_from(
-        [
-            None,
-            None,
-            {"costs.h2d.bytes_per_s": 4e8},
-            {"costs.h2d.bytes_per_s": 1e9, "costs.ssd.bytes_per_s": 2e10},
-            {"costs.ssd.bytes_per_s": 2e8},
-            {"costs.dispatch.split_s": 3e-4},
-        ]
-    ),
-    gpus=st.sampled_from([1, 1, 2]),
-    shared=st.sampled_from(
-        [
-            (),
-            (),
-            ("gpu", "h2d", "d2h"),
-            ("control", "cpu"),
-            ("control", "gpu", "h2d", "d2h"),
-            ("control", "h2d"),
-            ("control", "cpu", "gpu", "h2d", "d2h"),
-            ("h2d", "ssd"),
-        ]
-    ),
-    slowdown=st.sampled_from(
-        [
-            None,
-            None,
-            {("cpu", "ssd"): 1.1, ("h2d", "ssd"): 1.06, ("cpu", "h2d"): 1.8},
-            {("cpu", "gpu"): 1.14, ("gpu", "cpu"): 1.09, ("gpu", "ssd"): 1.13},
-            {("cpu", "h2d"): 1.3, ("h2d", "cpu"): 1.2, ("gpu", "cpu"): 1.1},
-            {("gpu", "h2d"): 2.0, ("h2d", "gpu"): 1.7},
-        ]
-    ),
+machines = st.sampled_from([1, 1, 2]).flatmap(
+    lambda gpus: st.builds(
+        machine,
+        gpus=st.just(gpus),
+        workers=st.one_of(st.none(), worker_tables(gpus)),
+        # Where links and reads are slow, copies wait for many layer steps.
+        numbers=st.sampled_from(
+            [
+                None,
+                None,
+                {"costs.h2d.bytes_per_s": 4e8},
+                {"costs.h2d.bytes_per_s": 1e9, "costs.ssd.bytes_per_s": 2e10},
+                {"costs.ssd.bytes_per_s": 2e8},
+                {"costs.dispatch.split_s": 3e-4},
+            ]
+        ),
+        shared=st.sampled_from(
+            [
+                (),
+                (),
+                ("gpu", "h2d", "d2h"),
+                ("control", "cpu"),
+                ("control", "gpu", "h2d", "d2h"),
+                ("control", "cpu", "gpu", "h2d", "d2h"),
+            ]
+        ),
+        slowdown=st.sampled_from(
+            [
+                None,
+                None,
+                {("cpu", "ssd"): 1.1, ("h2d", "ssd"): 1.06, ("cpu", "h2d"): 1.8},
+                {("cpu", "gpu"): 1.14, ("gpu", "cpu"): 1.09, ("gpu", "ssd"): 1.13},
+                {("cpu", "h2d"): 1.3, ("h2d", "cpu"): 1.2, ("gpu", "cpu"): 1.1},
+                {("gpu", "h2d"): 2.0, ("h2d", "gpu"): 1.7},
+            ]
+        ),
+    )
 )
 memories = {
     "cache_ratio": st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]),

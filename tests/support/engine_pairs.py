@@ -16,14 +16,23 @@ from moesim.traces.timeline.metrics import summarise
 from moesim.traces.timeline.spans import Timeline
 
 
-def machine(*, gpus=1, slowdown=None, shared=(), name="rtx3090-epyc7532", numbers=None):
+def machine(
+    *,
+    gpus=1,
+    slowdown=None,
+    shared=(),
+    workers=None,
+    name="rtx3090-epyc7532",
+    numbers=None,
+):
     """A shipped machine with other lanes: more GPUs, contention, and one worker for all
-    lanes of the kinds that are shared; `numbers` states some by their paths.
+    lanes of the kinds that are shared, or a table of workers; `numbers` states some by
+    their paths.
     """
     profile = load_profile(name)
     for path, value in (numbers or {}).items():
         profile.numbers[path] = Quantity(value, "assumed", "of a test")
-    workers = {lane: (lane,) for lane in lane_names(gpus)}
+    workers = workers or {lane: (lane,) for lane in lane_names(gpus)}
     if shared:
         taken = [lane for lane in workers if lane.startswith(shared)]
         workers = {k: v for k, v in workers.items() if k not in taken}

@@ -17,6 +17,7 @@ from moesim.policies import registry
 from moesim.policies.registry import register
 from moesim.policies.run_context import RunContext
 from moesim.policies.sizes import CacheSize, MemoryPlan
+from moesim.sim.clock import FastClock, VirtualClock
 from moesim.sim.replay import Replay
 from moesim.traces.format.batch import RoutedLayer, RoutedStep
 from moesim.traces.format.reader import open_trace
@@ -283,11 +284,12 @@ def run(
     planner: Planner,
     forward_passes: list[RoutedStep],
     profile: HandProfile | None = None,
+    clock: type[VirtualClock] = FastClock,
 ):
     """Replay and return (result, spans as a frame)."""
     profile = profile or HandProfile(gpus=planner.gpus)
     timeline = Timeline(profile.lanes)
-    result = Replay(profile, planner, timeline).run(forward_passes)
+    result = Replay(profile, planner, timeline, clock=clock).run(forward_passes)
     timeline.close()
     return result, timeline
 

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from support.cache_driver import work
 
+from moesim.hwprofiles.lanes import lane_names
 from moesim.policies.names import IN_FLIGHT, RESIDENT
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
@@ -44,6 +45,19 @@ def shapes(draw, max_layers=3, max_experts=8):
         sizes = draw(st.lists(layer, min_size=layers, max_size=layers))
         shape = shape.with_bytes_by_expert(sizes)
     return shape
+
+
+@st.composite
+def worker_tables(draw, gpus=1):
+    """Any lanes on one worker, in any order: a profile's table of workers."""
+    lanes = draw(st.permutations(lane_names(gpus)))
+    numbers = st.lists(
+        st.integers(0, len(lanes) - 1), min_size=len(lanes), max_size=len(lanes)
+    )
+    table = {}
+    for number, lane in zip(draw(numbers), lanes, strict=True):
+        table[f"w{number}"] = (*table.get(f"w{number}", ()), lane)
+    return table
 
 
 @dataclass(frozen=True)
