@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.policies.arrays import view_of, zeros
+from moesim.policies.arrays import read_only, view_of, zeros
 from moesim.traces.format.schema import PREDICTION_COLUMNS
 
 if TYPE_CHECKING:
@@ -52,9 +52,10 @@ class Block:
         self.rows: Ints = view_of(block.rows, np.int64)
         self.layer: Ints = view_of(block.layer, np.int64)
         self.phase: Ints = view_of(block.phase, np.int64)
-        self.edges: Ints = view_of(block.edges, np.int64)
-        self.experts: Ints = view_of(block.experts, np.int32)
-        self.tokens: Ints = view_of(block.tokens, np.int32)
+        # What policies are shown of it nobody can write through.
+        self.edges: Ints = read_only(block.edges, np.int64)
+        self.experts: Ints = read_only(block.experts, np.int32)
+        self.tokens: Ints = read_only(block.tokens, np.int32)
         row_edges = np.zeros(count + 1, np.int64)
         np.cumsum(block.rows, out=row_edges[1:])
         self.row_edges: Ints = row_edges.data
@@ -64,17 +65,18 @@ class Block:
         self.predicted: Floats = _rows(block.token_predicted, np.float64)
         self.first_scores: Floats = zeros(0)
         if block.token_scores is not None:
-            self.first_scores = view_of(np.ravel(block.token_scores), np.float64)
+            self.first_scores = read_only(np.ravel(block.token_scores), np.float64)
         self.mean_scores: Floats = zeros(0)
         if block.scores is not None:
-            self.mean_scores = view_of(np.ravel(block.scores), np.float64)
+            self.mean_scores = read_only(np.ravel(block.scores), np.float64)
         self.predictors = 0
         self.workload: Ints = zeros((0, experts), np.int32)
         self.score_sums: Floats = zeros((0, experts), np.float32)
         if block.workload is not None and block.score_sums is not None:
             self.predictors = block.workload.shape[1]
-            self.workload = view_of(block.workload.reshape(-1, experts), np.int32)
-            self.score_sums = view_of(block.score_sums.reshape(-1, experts), np.float32)
+            self.workload = read_only(block.workload.reshape(-1, experts), np.int32)
+            score_sums = block.score_sums.reshape(-1, experts)
+            self.score_sums = read_only(score_sums, np.float32)
         accesses = len(block.experts)
         self.served: Ints = self.experts
         self.served_tokens: Ints = self.tokens
@@ -85,11 +87,13 @@ class Block:
         self.new_edges: Ints = zeros(0, np.int64)
         if alters:
             accesses = count * experts
-            self.new_served = zeros(accesses, np.int32)
-            self.new_tokens = zeros(accesses, np.int32)
+            served = np.zeros(accesses, np.int32)
+            served_tokens = np.zeros(accesses, np.int32)
+            self.new_served = served.data
+            self.new_tokens = served_tokens.data
             self.new_edges = zeros(count + 1, np.int64)
-            self.served = self.new_served
-            self.served_tokens = self.new_tokens
+            self.served = read_only(served)
+            self.served_tokens = read_only(served_tokens)
             self.served_edges = self.new_edges
         self.lane_of: Ints = zeros(accesses, np.int8)
         self.state_of: Ints = zeros(accesses, np.int8)
@@ -106,7 +110,7 @@ class Block:
 
 
 def _rows(column: Any, dtype: Any) -> memoryview:
-    return zeros((0, 0), dtype) if column is None else view_of(column, dtype)
+    return zeros((0, 0), dtype) if column is None else read_only(column, dtype)
 
 
 def read_by(policies: Policies) -> dict[str, Any]:

@@ -20,6 +20,7 @@ cdef class Rules:
 cdef class UsedRouting:
     cdef public const unsigned short[:, ::1] experts
     cdef unsigned short[:, ::1] _own
+    cdef const unsigned short[:, ::1] _shown
     @cython.locals(t=Py_ssize_t, place=Py_ssize_t)
     cdef keep(self, unsigned short[::1] routing, Py_ssize_t rows, Py_ssize_t columns)
     cdef _make(self, Py_ssize_t rows, Py_ssize_t columns)

@@ -27,7 +27,7 @@ from moesim.engine.names import (
 )
 from moesim.engine.plan import Plan, decisions
 from moesim.engine.starting import fill, start_policies
-from moesim.policies.arrays import view_of, zeros
+from moesim.policies.arrays import read_only, view_of, zeros
 from moesim.policies.base import Gate, Late, MachineView, PolicyError, Work
 from moesim.policies.names import (
     ABSENT,
@@ -126,8 +126,8 @@ class UsedRouting:
     """
 
     def __init__(self) -> None:
-        self.experts: Ints = zeros((0, 0), np.uint16)
-        self._own: Ints = zeros((0, 0), np.uint16)
+        self._make(0, 0)
+        self.experts: Ints = self._shown
 
     def keep(self, routing: Ints, rows: int, columns: int) -> None:
         """Take an answer, token by token."""
@@ -136,10 +136,13 @@ class UsedRouting:
         for t in range(rows):
             for place in range(columns):
                 self._own[t, place] = routing[t * columns + place]
-        self.experts = self._own
+        self.experts = self._shown
 
     def _make(self, rows: int, columns: int) -> None:
-        self._own = zeros((rows, columns), np.uint16)
+        own = np.zeros((rows, columns), np.uint16)
+        self._own: Ints = own.data
+        # As policies see it.
+        self._shown: Ints = read_only(own)
 
 
 class Planner:
@@ -276,10 +279,10 @@ class Planner:
         levels = self.gpus + (memory.host is not None)
         states = np.zeros((levels, self.layers * self.experts), np.int8)
         view = self.view = MachineView(self.gpus, self.layers, self.experts)
-        view.states = states[: self.gpus].data
+        view.states = read_only(states[: self.gpus])
         view.first_cpu_s = costs.cpu_first_s
         copy_s = [costs.copy_s(layer) for layer in range(self.layers)]
-        view.copy_s = np.array(copy_s, np.float64).data
+        view.copy_s = read_only(copy_s, np.float64)
         self.gpu: list[Memory] = [
             Memory(
                 shape,
@@ -376,8 +379,8 @@ class Planner:
         self.cpu_s = self._by_size(costs.cpu_s, tokens).data
         self.gpu_s = self._by_size(costs.gpu_s, tokens).data
         view = self.view
-        view.cpu_s = np.array([costs.cpu_s(layer, tokens) for layer in layers]).data
-        view.gpu_s = np.array([costs.gpu_s(layer, tokens) for layer in layers]).data
+        view.cpu_s = read_only([costs.cpu_s(layer, tokens) for layer in layers])
+        view.gpu_s = read_only([costs.gpu_s(layer, tokens) for layer in layers])
 
     def _by_size(
         self, seconds_of: Callable[..., np.ndarray], tokens: np.ndarray

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moesim.policies.arrays import read_only
 from moesim.policies.base import Policy, PolicyError
 from moesim.policies.names import UNUSED
 
@@ -40,7 +41,7 @@ def with_checks(policy: Policy, where: str) -> Policy:
         vars(policy)[question] = partial(check, ask, f"{where}: {question}")
 
     # Such a cache answers by numbers that it keeps.
-    if isinstance(policy, RankedCache) and "victims" not in vars(policy):
+    if isinstance(policy, RankedCache):
         vars(policy)["victims"] = partial(_by_score, policy, policy.victims, where)
     return policy
 
@@ -87,9 +88,14 @@ def _named(ask: Callable[..., Any], where: str, *shown: Any) -> int:
     return _keys(ask(*shown), where, shown[-1])
 
 
+def _victims(ask: Callable[..., Any], where: str, *shown: Any) -> None:  # noqa: ARG001 - engines check who leaves
+    incoming, candidates, chosen = shown
+    ask(read_only(incoming), read_only(candidates), chosen)
+
+
 def _pairs(ask: Callable[..., Any], where: str, *shown: Any) -> int:
-    *_, outgoing, incoming = shown
-    answer = ask(*shown)
+    work, states, outgoing, incoming = shown
+    answer = ask(work, read_only(states), outgoing, incoming)
     _keys(answer, where, outgoing)
     return _keys(answer, where, incoming)
 
@@ -132,6 +138,7 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "assign": _flags,
     "precompute": _ahead,
     "admits": _truth,
+    "victims": _victims,
     "replacements": _pairs,
     "prefetch": _named,
     "foretold": _named,

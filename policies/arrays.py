@@ -32,6 +32,6 @@ def view_of(array: Any, dtype: Any) -> Any:
     return np.ascontiguousarray(array, dtype).data
 
 
-def read_only(array: np.ndarray) -> Any:
-    """An array's memory, to be read alone: for what policies are shown."""
-    return array.data.toreadonly()
+def read_only(array: Any, dtype: Any = None) -> Any:
+    """The same, which nobody can write through: for what policies are shown."""
+    return np.ascontiguousarray(array, dtype).data.toreadonly()

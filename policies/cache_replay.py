@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.policies.arrays import filled, view_of, zeros
+from moesim.policies.arrays import filled, read_only, view_of, zeros
 from moesim.policies.base import PolicyError, Work
 from moesim.policies.names import ABSENT, NONE, RESIDENT
 from moesim.policies.run_context import RunContext
@@ -183,8 +183,8 @@ class LoneCache:
         phase: Ints = view_of(block.phase, np.int8)
         rows: Ints = view_of(block.rows, np.int64)
         edges: Ints = view_of(block.edges, np.int64)
-        experts: Ints = view_of(block.experts, np.int32)
-        tokens: Ints = view_of(block.tokens, np.int32)
+        experts: Ints = read_only(block.experts, np.int32)
+        tokens: Ints = read_only(block.tokens, np.int32)
         scores: Floats = _flat(block.scores)
         token_scores: Floats = _flat(block.token_scores)
         width = self.experts
@@ -430,4 +430,4 @@ class LoneCache:
 
 
 def _flat(column: np.ndarray | None) -> Any:
-    return zeros(0) if column is None else view_of(np.ravel(column), np.float64)
+    return zeros(0) if column is None else read_only(np.ravel(column), np.float64)

@@ -8,17 +8,25 @@ from support.command_line import refused
 
 import moesim
 from moesim.policies import registry
+from moesim.policies.assignment.daop import DAOP
 from moesim.policies.base import (
     AssignmentPolicy,
     CachePolicy,
     Gate,
+    MachineView,
     PolicyError,
     PrefetchPolicy,
     RoutingPolicy,
+    Work,
 )
+from moesim.policies.cache.lru import LRU
+from moesim.policies.cache.workload_window import WorkloadWindow
 from moesim.policies.faults import PolicyFault, policy_faults
+from moesim.policies.prefetch.clairvoyant import Clairvoyant
+from moesim.policies.prefetch.recall import Recall
 from moesim.policies.ranked_cache import RankedCache
 from moesim.policies.registry import resolve
+from moesim.policies.routing.cache_prior import CachePrior
 
 ENGINES = pytest.mark.parametrize("engine", ["fast", "simpy"])
 
@@ -145,6 +153,78 @@ def test_wrong_answers_about_entering_are_named(
 ):
     mine = answering(RankedCache, question, answer)
     assert expected in said("cache", mine, engine=engine)
+
+
+def written_through(*shown):
+    """What of a question's arguments, and of their attributes, can be written."""
+    for each in shown:
+        parts = {"": each}
+        if isinstance(each, Work | MachineView | Gate):
+            parts = {name: getattr(each, name) for name in dir(each)}
+        for name, part in parts.items():
+            if getattr(part, "nbytes", 0) and not memoryview(part).readonly:
+                yield f"{type(each).__name__} {name}"
+
+
+@ENGINES
+def test_what_policies_are_shown_they_cannot_write(monkeypatch, engine):
+    """Scaled costs changed the simulation, and exchanged experts its hits. Who should
+    fill an array in is shown it last.
+    """
+    monkeypatch.setattr(registry, "_registered", {})
+    found = {}
+
+    def watched(base, *questions, **attributes):
+        """A policy that notes what it could write when it is asked something."""
+
+        def asked(question, filled):
+            def answer(self, *shown):
+                given = shown[: len(shown) - filled]
+                found.setdefault(question, set()).update(written_through(*given))
+                return getattr(base, question)(self, *shown)
+
+            return answer
+
+        ways = {name: asked(name, filled) for name, filled in questions}
+        return type("Mine", (base,), ways | attributes)
+
+    everything = {"reads_tokens": True, "needs": ("scores", "weights", "pred1_raw")}
+    assignment = watched(DAOP, ("assign", 2), ("precompute", 2), **everything)
+    moesim.register("assignment", "mine", assignment)
+    told = ("accessed", 0), ("victims", 1), ("replacements", 2)
+    moesim.register("cache", "lists", watched(LRU, *told))
+    moesim.register("cache", "swaps", watched(WorkloadWindow, *told))
+    past = watched(Recall, ("prefetch", 1), **everything)
+    moesim.register("prefetch", "past", past)
+    moesim.register("prefetch", "future", watched(Clairvoyant, ("prefetch", 1)))
+    routing = watched(CachePrior, ("route", 1), **everything)
+    moesim.register("routing", "mine", routing)
+    options = {"engine": engine, "steps": 6, "slots_per_layer": 2}
+    parts = {"cache": "lists", "prefetch": "past", "routing": "mine"}
+    moesim.replay("tiny", "mine", **parts, **options)
+    moesim.replay("tiny", "mine", cache="swaps", prefetch="future", **options)
+    assert found == {
+        question: set()
+        for question in (
+            *("assign", "precompute", "prefetch", "route"),
+            *("accessed", "victims", "replacements"),
+        )
+    }
+
+
+@ENGINES
+def test_who_writes_all_the_same_is_told_where(monkeypatch, engine):
+    monkeypatch.setattr(registry, "_registered", {})
+
+    class Mine(AssignmentPolicy):
+        def assign(self, work, view, lanes, order):
+            work.cpu_s[0] *= 0.5
+            return 0
+
+    moesim.register("assignment", "mine", Mine)
+    with pytest.raises(PolicyFault, match="read-only") as caught:
+        moesim.replay("tiny", "mine", engine=engine, steps=1)
+    assert "work.cpu_s[0] *= 0.5" in caught.value.frames
 
 
 @ENGINES
