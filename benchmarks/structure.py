@@ -65,17 +65,15 @@ _PLACE = ("lane", "kind", "step", "layer", "expert")
 class MeasuredDurations:
     """How long every operation of a real run kept its worker.
 
+    Operations of the last forward pass need not match: the run may end before a
+    prefetch that nobody waits for has begun.
+
     Attributes:
         unmatched: simulated operations that the run did not have, by kind.
     """
 
-    def __init__(self, operations: OperationTable, end_s: float) -> None:
-        """Sort a run's operations.
-
-        Args:
-            operations: of the run.
-            end_s: when its last forward pass ended.
-        """
+    def __init__(self, operations: OperationTable) -> None:
+        """Sort a run's operations."""
         columns = operations.columns()
         picked_s = columns["picked_s"].copy()
         # The run begins with its first dense part, the replay at zero.
@@ -84,16 +82,13 @@ class MeasuredDurations:
         seconds = columns["ended_s"] - picked_s
 
         self.unmatched: Counter[str] = Counter()
-        self._seconds: dict[tuple[int, ...], deque[tuple[float, float]]] = {}
+        self._seconds: dict[tuple[int, ...], deque[float]] = {}
+        self._last = int(columns["step"].max())
         places = np.column_stack([columns[name] for name in _PLACE]).tolist()
-        self._end_s = end_s
         # An expert may come twice in one step: in the order in which it did.
         for row in np.argsort(picked_s, kind="stable").tolist():
             place = tuple(places[row])
-            ended_s = float(columns["ended_s"][row])
-            self._seconds.setdefault(place, deque()).append(
-                (float(seconds[row]), ended_s)
-            )
+            self._seconds.setdefault(place, deque()).append(float(seconds[row]))
 
     def scatter(self, operation: Operation) -> None:
         """Let an operation take as long as it really took; as predicted if it was not
@@ -102,8 +97,8 @@ class MeasuredDurations:
         place = tuple(getattr(operation, name) for name in _PLACE)
         measured = self._seconds.get(place)
         if measured:
-            operation.work_s, _ = measured.popleft()
-        elif operation.kind < REQUEST:
+            operation.work_s = measured.popleft()
+        elif operation.kind < REQUEST and operation.step < self._last:
             self.unmatched[PART_NAMES[operation.kind]] += 1
 
     def has(self, operation: Operation) -> bool:
@@ -115,11 +110,9 @@ class MeasuredDurations:
     def left(self) -> Counter[str]:
         """Operations of the run that were not simulated, by kind."""
         left: Counter[str] = Counter()
-        for (_, kind, *_), rows in self._seconds.items():
-            # What ended after the last forward pass is no part of any.
-            inside = sum(ended_s <= self._end_s for _, ended_s in rows)
-            if inside and kind < REQUEST:
-                left[PART_NAMES[kind]] += inside
+        for (_, kind, step, *_), rows in self._seconds.items():
+            if rows and kind < REQUEST and step < self._last:
+                left[PART_NAMES[kind]] += len(rows)
         return left
 
 
@@ -209,8 +202,7 @@ def compare_structure(
             " keep the device's time; compare times instead (moesim validate)"
         )
     assert measured.operations is not None
-    end_s = float(_joined(measured.step_chunks())["end_s"][-1])
-    durations = MeasuredDurations(measured.operations, end_s)
+    durations = MeasuredDurations(measured.operations)
     simulated = Timeline(setup.profile.lanes)
     planner = setup.planner()
     # What lanes cost each other is in the measured times.
@@ -274,13 +266,12 @@ def _other_orders(measured: Timeline, simulated: Timeline) -> dict[str, str]:
     """Find the first operation of each lane that differs."""
     assert measured.operations is not None
     columns = measured.operations.columns()
-    end_s = float(_joined(measured.step_chunks())["end_s"][-1])
-    # What ended after the last forward pass is no part of any.
-    inside = (columns["kind"] < REQUEST) & (columns["ended_s"] <= end_s)
+    last = int(columns["step"].max())
+    spans = columns["kind"] < REQUEST
     real = _by_lane(
-        {name: column[inside] for name, column in columns.items()}, "picked_s"
+        {name: column[spans] for name, column in columns.items()}, "picked_s", last
     )
-    virtual = _by_lane(_joined(simulated.chunks()), "start_s")
+    virtual = _by_lane(_joined(simulated.chunks()), "start_s", last)
     orders = {}
     for lane, name in enumerate(measured.lanes):
         first = real.get(lane, [])
@@ -300,10 +291,13 @@ def _other_orders(measured: Timeline, simulated: Timeline) -> dict[str, str]:
 
 
 def _by_lane(
-    columns: dict[str, np.ndarray], start: str
+    columns: dict[str, np.ndarray], start: str, last: int
 ) -> dict[int, list[tuple[int, ...]]]:
-    """Kind, step, layer and expert of every operation, in order, by lane."""
+    """Kind, step, layer and expert of every operation before the last forward pass, in
+    order, by lane.
+    """
     order = np.argsort(columns[start], kind="stable")
+    order = order[columns["step"][order] < last]
     rows = np.column_stack([columns[name][order] for name in _PLACE]).tolist()
     by_lane: dict[int, list[tuple[int, ...]]] = {}
     for lane, *place in rows:
