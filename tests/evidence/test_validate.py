@@ -384,11 +384,13 @@ def test_validate_prints_json_and_writes_the_report(tmp_path):
 
 
 def test_sensitivity_prints_winner_line_and_cliff():
-    done = CliRunner().invoke(
-        cli.app, ["sensitivity", str(TRACE), "--hw", "two-core-host", "--steps", "3"]
-    )
+    """Of a stated memory, and says that a few steps were replayed."""
+    words = f"sensitivity {TRACE} --hw two-core-host --steps 3 --cache-ratio 0.25"
+    done = CliRunner().invoke(cli.app, words.split())
     assert done.exit_code == 0, done.output
     for part in (
+        "25 %",
+        "the first 3 forward passes",
         "the fastest",
         "faster than to compute it on the CPU",
         "one LRU for all",

@@ -149,6 +149,13 @@ def test_global_lru_equals_the_replay_from_the_largest_layer_step_on(make_trace)
         assert hits[slots] == replayed(trace, "lru", slots, scope="global").sum()
 
 
+def test_layer_steps_of_all_experts_find_room_in_the_row_of_uses(tmp_path):
+    """Fifty uses a step: moved together they take fifty places, the next step fifty."""
+    tokens = [[list(range(50))]] * 4
+    found = curves(hand_trace(tmp_path / "t.parquet", tokens, experts=50))
+    assert found.hits("lru_global")[50] == 3 * 50
+
+
 def test_blocks_that_are_passed_over_change_nothing(tmp_path):
     """Forty experts in each of three layers, so that stacks have many blocks: every
     size against one set.

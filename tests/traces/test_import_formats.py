@@ -291,6 +291,7 @@ def test_route_trace_unknown_weights_are_no_weights(tmp_path):
     ("n_expert=8", "n_expert=16",
      "preamble: experts: expected 8 as in custom, found 16"),
     ("slot,", "place,", "expected a column 'slot'"),
+    (",dropped", ",turn", "expected every column once, found turn,phase,step,layer,slot"),
     ("\n1,1,9,3,1,", "\n1,1,9,3,0,",
      r"seq 1, pos 9, layer 3: expected 2 rows, one per expert and rank, found"),
     ("\n0,0,", "\n0,2,", r"row 0: phase: expected 0 \(prefill\) or 1 \(decode\), found 2"),

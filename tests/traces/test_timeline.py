@@ -19,6 +19,7 @@ import moesim.traces.timeline.spans as tl
 from moesim import traces
 from moesim.base.errors import TraceError
 from moesim.policies.names import ABSENT, IN_FLIGHT, RESIDENT
+from moesim.traces.timeline.operations import OperationTable, Part
 from moesim.traces.timeline.perfetto import write_perfetto
 from moesim.traces.timeline.spans import (
     COMPUTE,
@@ -139,6 +140,17 @@ def test_loading_something_else_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_operations_are_read_as_they_were_saved(tmp_path):
+    table = OperationTable()
+    table.add(Part(1, DENSE, 2, 3, -1, 0.5, 0.75, 1.25, 1.5, 0.25, 0.125, 7))
+    table.add(Part(0, COMPUTE, 2, 3, 6, 1.5, 1.5, 2.0, 2.0))
+    table.save(tmp_path)
+    read = OperationTable.load(tmp_path)
+    assert len(read) == 2
+    for name, values in table.columns().items():
+        np.testing.assert_array_equal(read.columns()[name], values)
+
+
 def test_perfetto_shows_two_runs_side_by_side(tmp_path):
     path = tmp_path / "trace.json"
     simulated = record(Timeline(LANES))
@@ -200,7 +212,9 @@ def test_perfetto_shows_passes_layers_hits_traffic_and_what_copies_were_for(tmp_
     hits = [e for e in events if e["ph"] == "C" and e["name"] == "hit"]
     assert [e["args"]["rate"] for e in hits] == [0.5] * 3
     traffic = [e for e in events if e["ph"] == "C" and e["name"] == "h2d0"]
-    assert [e["args"]["GB/s"] > 0 for e in traffic] == [True, False] * 6
+    # So many bytes in two seconds, then none.
+    rates = [each for step in range(3) for each in ((1000 + step) / 2e9, 0.0) * 2]
+    assert [e["args"]["GB/s"] for e in traffic] == pytest.approx(rates)
 
     begins = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}
@@ -215,6 +229,16 @@ def test_perfetto_shows_passes_layers_hits_traffic_and_what_copies_were_for(tmp_
         ]
         assert copy["args"]["expert"] == use["args"]["expert"] == 6
         assert copy["args"]["layer"] == use["args"]["layer"]
+
+
+def test_perfetto_names_the_expert_of_an_operation_if_it_has_one(tmp_path):
+    timeline = Timeline(LANES)
+    timeline.span(1, DENSE, 0, 0, -1, 0.0, 1.0, 0)
+    timeline.span(0, COMPUTE, 0, 0, 0, 1.0, 2.0, 0)
+    timeline.step(0, 0, 0, 1, 1, 0.0, 2.0)
+    write_perfetto(tmp_path / "trace.json", {"run": timeline})
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["name"] for e in events if "cat" in e} == {"dense", "compute L0 E0"}
 
 
 def test_perfetto_files_may_be_compressed(tmp_path):

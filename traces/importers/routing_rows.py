@@ -69,8 +69,8 @@ def read(path: Path, shape: ModelShape) -> Foreign:
     degenerate = _degenerate(metadata)
     if degenerate:
         notes.append(
-            f"{len(degenerate)} of {len(names)} sequences are degenerate repetition,"
-            " kept"
+            f"the file marks {len(degenerate)} of {len(names)} sequences as degenerate"
+            " repetition, kept; `trace check` counts loops that routing itself shows"
         )
     facts = {key: metadata[key] for key in _METADATA if key in metadata} | {
         "sequences": names,
