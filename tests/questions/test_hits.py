@@ -107,3 +107,11 @@ def test_the_command_prints_draws_and_writes_them(command, trace, tmp_path):
         for name in rates.index
     }
     assert "<svg" in (tmp_path / "h.svg").read_text()
+
+
+def test_both_commands_that_count_hits_say_of_what(command):
+    """One counts decode accesses, one all; their tables stood side by side."""
+    _, counted, _ = command("trace", "stats", "tiny")
+    assert "hit rates here are of decode accesses; `moesim hits` counts all" in counted
+    _, counted, _ = command("hits", "tiny", "--cache", "lru", "--cache-ratio", 0.5)
+    assert "of active experts in all forward passes, prompts included" in counted
