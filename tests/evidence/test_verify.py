@@ -3,6 +3,7 @@ command says whether the simulator holds on this PC.
 """
 
 import json
+import time
 
 import pytest
 from support.processes import output_of, start, wait_for
@@ -12,8 +13,10 @@ from test_validate import TRACE
 
 from moesim.base.long_work import Journal
 from moesim.cli.output import PlainProgress
+from moesim.evidence.validation import grid as grid_module
 from moesim.evidence.validation.calibrate import is_enough
 from moesim.evidence.validation.grid import _Budget, validate
+from moesim.evidence.validation.paired_runs import simulate
 from moesim.evidence.validation.verify import Plan, verdict_of
 from moesim.hwprofiles.profile import save_profile
 from moesim.hwprofiles.schema import ProfileError
@@ -47,6 +50,38 @@ def test_the_first_pass_leaves_time_for_repetitions():
     clock.now_s = 55.0
     assert not budget.allows(first_pass=False, expected_s=8.0)
     assert budget.allows(first_pass=False, expected_s=4.0)
+
+
+def test_what_is_built_once_is_not_expected_of_every_run(monkeypatch):
+    """A first run that takes 15 s of 60, as it writes memory for the first time, leaves
+    out none of the cells, which take 1 s.
+    """
+    clock = Clock()
+    seen = []
+
+    class Runner:
+        def __init__(self, shape, profile, **_options):
+            self._shape, self._profile = shape, profile
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def run(self, trial, profile, *, seed):
+            clock.now_s += 1.0 if seen else 15.0
+            seen.append(trial)
+            return simulate(trial, self._shape, profile, seed=seed)
+
+    monkeypatch.setattr(grid_module, "TrialRunner", Runner)
+    monkeypatch.setattr(time, "monotonic", clock)
+    budget = _Budget(1.0, 3, clock)
+    monkeypatch.setattr(grid_module, "_Budget", lambda *_: budget)
+    validation = grid(minutes=1.0, cache_ratios=[0.3, 0.6])
+    assert [len(each.measured) for each in validation.cells] == [3, 3, 3, 3]
+    assert validation.config["left_out"] == ""
+    assert len(seen) == 13
 
 
 def test_without_a_limit_everything_fits():

@@ -362,6 +362,7 @@ class _Grid:
                     continue
                 if self._reference is not None:
                     self._reference.run_if_due()
+                self._warm_up(planned)
                 begin_s = time.monotonic()
                 seconds[cell.coordinates] = self._run_cell(planned)
                 budget.took(time.monotonic() - begin_s)
@@ -371,16 +372,21 @@ class _Grid:
             if any(planned.cell.is_known for planned in self.cells):
                 report.now()
 
+    def _warm_up(self, planned: _PlannedCell) -> None:
+        """Run a shape once: the first run meets memory that was never written. It does
+        not count, nor tell how long others take.
+        """
+        _, shape, trial = planned
+        if shape not in self._warm:
+            self._runners[shape].run(trial, self._profile, seed=self._seed)
+            self._warm.add(shape)
+
     def _run_cell(self, planned: _PlannedCell) -> float:
         """Measure a cell once more, and predict it at the first time; return the
         seconds of the run.
         """
         cell, shape, trial = planned
         runner = self._runners[shape]
-        if shape not in self._warm:
-            # The first run meets memory that was never written; it does not count.
-            runner.run(trial, self._profile, seed=self._seed)
-            self._warm.add(shape)
         begin_s = time.monotonic()
         timeline = runner.run(trial, self._profile, seed=self._seed)
         cell.measured.append(_figures(timeline))
