@@ -33,32 +33,14 @@ if TYPE_CHECKING:
 
 _ACTIVATION = paths.link(paths.ACTIVATION)
 _NO_TABLE = np.empty(0)
+
+ControlTerms = tuple[float, ...]
+"""Four: base, per active expert, per copy, and what an SSD behind host memory adds."""
+
 _FIRST_TABLE_TOKENS = 256
 """Length of the first tables. Decode steps rarely ask for more; a prefill lets the
 tables grow.
 """
-
-
-class _ControlCost(NamedTuple):
-    """Constants of ``base + per_expert x active + per_copy x copies``, and what an SSD
-    behind host memory adds.
-    """
-
-    base_s: float
-    per_expert_s: float
-    per_copy_s: float
-    with_ssd_s: float
-
-    def seconds(self, active: int, copies: int, *, tiered: bool) -> float:
-        experts_s = self.per_expert_s * active
-        copies_s = self.per_copy_s * copies
-        seconds = self.base_s + experts_s + copies_s
-        return seconds + self.with_ssd_s if tiered else seconds
-
-    def terms(self, *, tiered: bool) -> tuple[float, float, float, float]:
-        """Return the terms that `seconds` adds up, one after the other."""
-        ssd_s = self.with_ssd_s if tiered else 0.0
-        return self.base_s, self.per_expert_s, self.per_copy_s, ssd_s
 
 
 class Overlap(NamedTuple):
@@ -135,9 +117,6 @@ class Costs:
             self._size_of = np.searchsorted(shape.expert_sizes, sizes)
         self._dense = DenseCosts(profile, shape)
         self._links: dict[tuple[str, int], float] = {}
-        self._planning: dict[str, _ControlCost] = {}
-        self._first_operation: _ControlCost | None = None
-        self._join: _ControlCost | None = None
 
     # --- experts
 
@@ -391,11 +370,11 @@ class Costs:
         Raises:
             ProfileError: the profile has no dense cost.
         """
-        return self._dense.layer_s(tokens, context_tokens, sequences)
+        return float(self._dense.layer_s(tokens, context_tokens, sequences))
 
     def gate_s(self, tokens: int) -> float:
         """Seconds of one more gate on the GPU: scores of `tokens`, and their top k."""
-        return self._dense.gate_s(tokens)
+        return float(self._dense.gate_s(tokens))
 
     def head_s(self, tokens: int, logits: int | None = None) -> float:
         """Seconds of what happens once per step: embedding, feed-forward of the dense
@@ -406,8 +385,7 @@ class Costs:
             logits: positions whose output is wanted (prefill: one per sequence); all
                 tokens when None.
         """
-        outputs = tokens if logits is None else logits
-        return self._dense.head_s(tokens, outputs)
+        return float(self._dense.head_s(tokens, tokens if logits is None else logits))
 
     def dense_of_passes(
         self, tokens: np.ndarray, context_tokens: np.ndarray, sequences: np.ndarray
@@ -415,77 +393,55 @@ class Costs:
         """`dense_s`, and `head_s` of one output per sequence, of many forward passes:
         float64 [P] each, to the last bit.
         """
-        return self._dense.of_passes(tokens, context_tokens, sequences)
+        dense_s = self._dense.layer_s(tokens, context_tokens, sequences)
+        return dense_s, self._dense.head_s(tokens, sequences)
 
     # --- control
 
     def planning_terms(
         self, policy_name: str, *, tiered: bool = False, own_s: float = 0.0
-    ) -> tuple[float, ...]:
-        """Base, per active expert and per copy of `planning_s`, and what an SSD behind
-        host memory adds.
-        """
-        cost = self._planning.get(policy_name) or self._planning_cost(policy_name)
-        base_s, *others = cost.terms(tiered=tiered)
-        return (base_s + own_s, *others)
-
-    def first_op_terms(self, *, tiered: bool = False) -> tuple[float, ...]:
-        """The same of `first_op_s`."""
-        return self._control_cost(paths.FIRST_OPERATION).terms(tiered=tiered)
-
-    def join_terms(self, *, tiered: bool = False) -> tuple[float, ...]:
-        """The same of `join_s`."""
-        return self._control_cost(paths.JOIN).terms(tiered=tiered)
-
-    def planning_s(
-        self,
-        policy_name: str,
-        active: int,
-        copies: int = 0,
-        *,
-        tiered: bool = False,
-        own_s: float = 0.0,
-    ) -> float:
-        """Seconds the control lane plans one layer step.
+    ) -> ControlTerms:
+        """Seconds that the control lane plans one layer step, by what they grow with.
 
         A policy that the profile does not name costs what ``costs.planning.default``
         states; so does what the SSD tier adds where the policy was not seen with one.
 
         Args:
             policy_name: of the assignment policy.
-            active: experts of the layer step.
-            copies: experts that the plan has brought from another memory.
             tiered: an SSD lies behind host memory.
             own_s: what the policies say that they take beyond that.
         """
-        cost = self._planning.get(policy_name)
-        if cost is None:
-            cost = self._planning_cost(policy_name)
-            self._planning[policy_name] = cost
-        planned = cost._replace(base_s=cost.base_s + own_s)
-        return planned.seconds(active, copies, tiered=tiered)
-
-    def least_planning_s(self, active: int) -> float:
-        """Seconds that planning a layer step takes at least, whoever plans."""
-        stated = {
-            path.split(".")[2]
-            for path in self.profile.numbers
-            if fnmatch(path, paths.planning("*").base_s)
-        }
-        return min(self.planning_s(name, active) for name in stated)
-
-    def _planning_cost(self, policy_name: str) -> _ControlCost:
         default = paths.planning(paths.DEFAULT_POLICY)
         # Profiles know policies by name, whatever their parameters.
         name, _, _ = policy_name.partition(":")
         constants = paths.planning(name)
         if constants.base_s not in self.profile.numbers:
             constants = default
-        cost = self._control_cost(constants)
         # Few policies are calibrated with an SSD; the tier costs all of them alike.
-        if constants.with_ssd_s not in self.profile.numbers:
-            cost = cost._replace(with_ssd_s=self._optional(default.with_ssd_s))
-        return cost
+        elif constants.with_ssd_s not in self.profile.numbers:
+            constants = constants._replace(with_ssd_s=default.with_ssd_s)
+        base_s, *others = self._control_terms(constants, tiered=tiered)
+        return (base_s + own_s, *others)
+
+    def first_op_terms(self, *, tiered: bool = False) -> ControlTerms:
+        """The same from the end of planning to the first operation of a layer step."""
+        return self._control_terms(paths.FIRST_OPERATION, tiered=tiered)
+
+    def join_terms(self, *, tiered: bool = False) -> ControlTerms:
+        """The same of joining the lanes' results at the end of a layer step."""
+        return self._control_terms(paths.JOIN, tiered=tiered)
+
+    def least_planning_s(self, active: np.ndarray) -> np.ndarray:
+        """Seconds that planning layer steps takes at least, whoever plans: float64, by
+        active experts.
+        """
+        stated = {
+            path.split(".")[2]
+            for path in self.profile.numbers
+            if fnmatch(path, paths.planning("*").base_s)
+        }
+        lines = [self.planning_terms(name)[:2] for name in sorted(stated)]
+        return np.min([base_s + each_s * active for base_s, each_s in lines], axis=0)
 
     @property
     def dispatch_s(self) -> float:
@@ -499,51 +455,15 @@ class Costs:
         """
         return 0.0 if self._polls else self._charged(paths.SPLIT)
 
-    def first_op_s(
-        self,
-        active: int,
-        copies: int,
-        *,
-        tiered: bool = False,
-    ) -> float:
-        """Seconds from the end of planning to the first operation of a layer step;
-        arguments as in `planning_s`.
-        """
-        cost = self._first_operation
-        if cost is None:
-            cost = self._control_cost(paths.FIRST_OPERATION)
-            self._first_operation = cost
-        return cost.seconds(active, copies, tiered=tiered)
-
-    def join_s(
-        self,
-        active: int,
-        copies: int,
-        *,
-        tiered: bool = False,
-    ) -> float:
-        """Seconds to join the lanes' results at the end of a layer step; arguments as
-        in `planning_s`.
-        """
-        cost = self._join
-        if cost is None:
-            cost = self._control_cost(paths.JOIN)
-            self._join = cost
-        return cost.seconds(active, copies, tiered=tiered)
-
-    def _control_cost(self, constants: ControlPaths) -> _ControlCost:
+    def _control_terms(self, constants: ControlPaths, *, tiered: bool) -> ControlTerms:
         """Look up the constants of one formula; only the base must be there."""
         is_charged = any(c.per == constants.base_s for c in paths.CHARGES)
-        base_s = (
-            self._charged(constants.base_s)
-            if is_charged
-            else self.profile.number(constants.base_s)
-        )
-        return _ControlCost(
-            base_s=base_s,
-            per_expert_s=self._optional(constants.per_expert_s),
-            per_copy_s=self._optional(constants.per_copy_s),
-            with_ssd_s=self._optional(constants.with_ssd_s),
+        find_base = self._charged if is_charged else self.profile.number
+        return (
+            find_base(constants.base_s),
+            self._optional(constants.per_expert_s),
+            self._optional(constants.per_copy_s),
+            self._optional(constants.with_ssd_s) if tiered else 0.0,
         )
 
     def _charged(self, per: str) -> float:

@@ -6,6 +6,7 @@ happens once per step: embedding, feed-forward of dense layers, output projectio
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -147,15 +148,17 @@ class DenseSizes(NamedTuple):
         """Return bytes and FLOPs of what happens once per step."""
         # Dense layers see every token; the head only positions whose output is wanted.
         used = self.dense_layer_params * tokens + self.head_params * outputs
-        params = self.dense_layer_params + self.head_params
-        return DenseWork(
-            weight_bytes=params * self.param_bytes,
-            flops=2.0 * used,
-        )
+        weight_bytes = self.params(head=True) * self.param_bytes
+        return DenseWork(weight_bytes, flops=2.0 * used)
+
+    def params(self, *, head: bool) -> float:
+        """Parameters of one layer's dense part, or of what happens once per step."""
+        return self.dense_layer_params + self.head_params if head else self.layer_params
 
 
 class DenseCosts:
-    """Seconds of dense parts of one model on one machine's GPU.
+    """Seconds of dense parts of one model on one machine's GPU; counts are numbers, or
+    arrays with one for each forward pass.
 
     Args:
         profile: the machine.
@@ -165,92 +168,55 @@ class DenseCosts:
     def __init__(self, profile: HardwareProfile, shape: ModelShape) -> None:
         self._profile = profile
         self._shape = shape
-        self._factors: dict[tuple[str, int], float] = {}
-        self._roof: RooflineModel | None = None
         self.sizes = DenseSizes.of(shape)
 
-    def layer_s(self, tokens: int, context_tokens: int, sequences: int) -> float:
+    @cached_property
+    def _roof(self) -> RooflineModel:
+        """Looked up at the first use: a profile may lack costs that no run needs."""
+        return RooflineModel.of(self._profile, DENSE)
+
+    def layer_s(
+        self, tokens: Counts, context_tokens: Counts, sequences: Counts
+    ) -> np.ndarray:
         """Return the seconds of one layer's dense part; see `Costs.dense_s`."""
         work = self.sizes.layer_work(tokens, context_tokens, sequences)
-        in_place = self._in_place(DENSE, self.sizes.layer_params, tokens)
-        read_bytes, attention_s = self._reads(work)
-        return self._roofline_s(read_bytes, work.flops) * in_place + attention_s
+        read_bytes = work.weight_bytes
+        attention_s = 0.0
+        # Libraries read keys and values at a rate of their own, a third of the weights'
+        # on a host. Where it was not told apart, they are read as weights are.
+        rate = self._profile.numbers.get(ATTENTION_BYTES_PER_S)
+        if rate is None:
+            read_bytes = read_bytes + work.kept_bytes
+        else:
+            attention_s = work.kept_bytes / rate.value
+        in_place = self._in_place(tokens)
+        return self._roof.seconds(read_bytes, work.flops) * in_place + attention_s
 
-    def gate_s(self, tokens: int) -> float:
+    def gate_s(self, tokens: Counts) -> np.ndarray:
         """Return the seconds of one gate by itself; see `Costs.gate_s`."""
         params = self._shape.hidden * self._shape.experts
         read_bytes = params * self.sizes.param_bytes
         # The roofline charges the launches of a whole layer.
-        launches_s = self._roofline_s(0.0, 0.0)
-        work_s = self._roofline_s(read_bytes, 2.0 * params * tokens) - launches_s
-        in_place = self._in_place(DENSE, self.sizes.layer_params, tokens)
-        return (launches_s / _LAYER_KERNELS + work_s) * in_place
+        launches_s = self._roof.seconds(0.0, 0.0)
+        work_s = self._roof.seconds(read_bytes, 2.0 * params * tokens) - launches_s
+        return (launches_s / _LAYER_KERNELS + work_s) * self._in_place(tokens)
 
-    def head_s(self, tokens: int, outputs: int) -> float:
+    def head_s(self, tokens: Counts, outputs: Counts) -> np.ndarray:
         """Return the seconds of what happens once per step; see `Costs.head_s`."""
         work = self.sizes.head_work(tokens, outputs)
-        params = self.sizes.dense_layer_params + self.sizes.head_params
-        in_place = self._in_place(HEAD, params, outputs)
-        return self._roofline_s(work.weight_bytes, work.flops) * in_place
+        in_place = self._in_place(outputs, head=True)
+        return self._roof.seconds(work.weight_bytes, work.flops) * in_place
 
-    def of_passes(
-        self, tokens: np.ndarray, context_tokens: np.ndarray, sequences: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return `layer_s`, and `head_s` of one output per sequence, of many passes."""
-        layer = self.sizes.layer_work(tokens, context_tokens, sequences)
-        head = self.sizes.head_work(tokens, sequences)
-        head_params = self.sizes.dense_layer_params + self.sizes.head_params
-        layer_factors = self._in_place_of(DENSE, self.sizes.layer_params, tokens)
-        head_factors = self._in_place_of(HEAD, head_params, sequences)
-        read_bytes, attention_s = self._reads(layer)
-        roof = self._machine_roof()
-        return (
-            roof.seconds(read_bytes, layer.flops) * layer_factors + attention_s,
-            roof.seconds(head.weight_bytes, head.flops) * head_factors,
-        )
-
-    def _reads(self, work: DenseWork) -> tuple[Any, Any]:
-        """Bytes that the roofline prices, and seconds of attention beside it.
-
-        Libraries read keys and values at a rate of their own, a third of the weights'
-        on a host. Where it was not told apart, they are read as weights are.
-        """
-        rate = self._profile.numbers.get(ATTENTION_BYTES_PER_S)
-        if rate is None:
-            return work.weight_bytes + work.kept_bytes, 0.0
-        return work.weight_bytes, work.kept_bytes / rate.value
-
-    def _in_place_of(self, part: str, params: float, counts: np.ndarray) -> np.ndarray:
-        """`_in_place` of arrays: mostly of few different numbers."""
-        distinct, places = np.unique(counts, return_inverse=True)
-        factors = [self._in_place(part, params, count) for count in distinct.tolist()]
-        return np.array(factors)[places]
-
-    def reference_s(self, tokens: float, *, head: bool) -> float:
+    def reference_s(self, tokens: Counts, *, head: bool) -> np.ndarray:
         """Return the seconds of this model's reference dense part, or head, as a curve
         over tokens states them: attention to earlier tokens is left out.
         """
         reference = dense_reference(self._shape, head=head)
-        params = self.sizes.layer_params
-        if head:
-            params = self.sizes.dense_layer_params + self.sizes.head_params
-        in_place = self._measured_factor(HEAD if head else DENSE, params, tokens)
         flops = tokens * flops_per_token(reference)
-        return self._roofline_s(reference.bytes, flops) * in_place
+        in_place = self._in_place(tokens, head=head)
+        return self._roof.seconds(reference.bytes, flops) * in_place
 
-    def _roofline_s(self, read_bytes: float, flops: float) -> float:
-        roof = self._machine_roof()
-        reading_s = read_bytes / roof.bytes_per_s
-        computing_s = flops / roof.flops_per_s
-        return roof.overhead_s + max(reading_s, computing_s)
-
-    def _machine_roof(self) -> RooflineModel:
-        # Looked up at the first use: a profile may lack costs that no run needs.
-        if self._roof is None:
-            self._roof = RooflineModel.of(self._profile, DENSE)
-        return self._roof
-
-    def _in_place(self, part: str, params: float, tokens: int) -> float:
+    def _in_place(self, tokens: Counts, *, head: bool = False) -> np.ndarray | float:
         """Return by what factor a dense part of so many tokens differs from the
         roofline, at the most similar size calibrated; 1 where none was.
 
@@ -258,14 +224,7 @@ class DenseCosts:
         are not equally good at both, and less good where rows are short. So the most
         similar size is that of the nearest width, then bytes.
         """
-        factor = self._factors.get((part, tokens))
-        if factor is None:
-            factor = self._factors[part, tokens] = self._measured_factor(
-                part, params, tokens
-            )
-        return factor
-
-    def _measured_factor(self, part: str, params: float, tokens: float) -> float:
+        part = HEAD if head else DENSE
         sizes = (
             MeasuredPart.of(self._profile, part, small=small) for small in (False, True)
         )
@@ -273,6 +232,7 @@ class DenseCosts:
         if not calibrated:
             return 1.0
 
+        params = self.sizes.params(head=head)
         part_bytes = max(1.0, params * self.sizes.param_bytes)
 
         def distance(measured: MeasuredPart) -> tuple[float, float]:
@@ -282,14 +242,10 @@ class DenseCosts:
             size_ratio = reference.bytes / part_bytes
             return abs(np.log(width_ratio)), abs(np.log(size_ratio))
 
-        nearest = min(calibrated, key=distance)
-        curve = nearest.curve
-        reference = nearest.reference
-        factors = []
-        for at, seconds in zip(curve.at, curve.seconds, strict=True):
-            flops = at * flops_per_token(reference)
-            factors.append(seconds / self._roofline_s(reference.bytes, flops))
-        return float(np.interp(tokens, curve.at, factors))
+        curve, reference = min(calibrated, key=distance)
+        flops = np.asarray(curve.at) * flops_per_token(reference)
+        factors = np.asarray(curve.seconds) / self._roof.seconds(reference.bytes, flops)
+        return np.interp(tokens, curve.at, factors)
 
 
 def dense_reference(shape: ModelShape, *, head: bool = False) -> ReferenceExpert:
@@ -297,9 +253,7 @@ def dense_reference(shape: ModelShape, *, head: bool = False) -> ReferenceExpert
     weights: ``6 H F = 2 x weights`` FLOPs per token.
     """
     sizes = DenseSizes.of(shape)
-    params = sizes.layer_params
-    if head:
-        params = sizes.dense_layer_params + sizes.head_params
+    params = sizes.params(head=head)
     return ReferenceExpert(
         hidden=shape.hidden,
         intermediate=max(1, round(params / (3 * shape.hidden))),

@@ -39,7 +39,9 @@ class RooflineModel(NamedTuple):
         """
         return cls(*(profile.number(path) for path in paths.roofline(part)))
 
-    def seconds(self, read_bytes: float | np.ndarray, flops: np.ndarray) -> np.ndarray:
+    def seconds(
+        self, read_bytes: float | np.ndarray, flops: float | np.ndarray
+    ) -> np.ndarray:
         """Return float64 seconds, same shape as `flops`."""
         reading_s = read_bytes / self.bytes_per_s
         computing_s = flops / self.flops_per_s

@@ -60,9 +60,7 @@ FREE = "in no time"
 def without_planning(costs: Costs) -> Costs:
     """The same costs, with decisions that take no time."""
     free = copy(costs)
-    vars(free).update(
-        planning_s=lambda *_, **__: 0.0, planning_terms=lambda *_, **__: (0.0,) * 4
-    )
+    vars(free).update(planning_terms=lambda *_, **__: (0.0,) * 4)
     return free
 
 

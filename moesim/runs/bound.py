@@ -243,13 +243,13 @@ class _Work:
     def _control_s(self, counts: np.ndarray) -> float:
         """Planning, first launch and join of layer steps with so many experts."""
         costs = self.costs
-        total_s = 0.0
-        for active, steps in zip(*np.unique(counts, return_counts=True), strict=True):
-            each_s = costs.least_planning_s(active) + costs.join_s(active, 0)
-            if not self.computes_ahead:
-                each_s += costs.first_op_s(active, 0)
-            total_s += steps * each_s
-        return float(total_s)
+        parts = [costs.join_terms()]
+        if not self.computes_ahead:
+            parts.append(costs.first_op_terms())
+        each_s = costs.least_planning_s(counts)
+        for base_s, per_expert_s, *_ in parts:
+            each_s = each_s + base_s + per_expert_s * counts
+        return float(each_s.sum())
 
     def _back_s(self, rows: np.ndarray) -> np.ndarray:
         """Compute what results of the CPU take to the GPU, float64 [N], by tokens."""

@@ -187,8 +187,9 @@ def test_planning_falls_back_to_the_default_and_grows_with_active_experts():
         "ilp": {"base_s": number(1e-3), "per_expert_s": number(0.0)},
     }
     known = costs({"planning": planning})
-    assert known.planning_s("greedy", 8) == pytest.approx(1.8e-5)
-    assert known.planning_s("ilp", 8) == pytest.approx(1e-3)
+    assert known.planning_terms("greedy") == (1e-5, 1e-6, 0.0, 0.0)
+    assert known.planning_terms("ilp:seconds=1") == (1e-3, 0.0, 0.0, 0.0)
+    assert known.least_planning_s(np.array([8, 2000])) == pytest.approx([1.8e-5, 1e-3])
 
 
 def test_activations_move_in_and_out_at_two_bytes():
@@ -204,7 +205,7 @@ def test_dispatch_costs_are_the_files_own():
     tables = {"dispatch": {key: number(value) for key, value in seconds.items()}}
     known = costs(tables | {"cpu": {"first_s": number(4e-6)}})
     assert (known.dispatch_s, known.cpu_first_s) == (1e-6, 4e-6)
-    assert (known.first_op_s(8, 3), known.join_s(8, 3)) == (2e-6, 3e-6)
+    assert (known.first_op_terms()[0], known.join_terms()[0]) == (2e-6, 3e-6)
 
 
 def test_a_missing_cost_is_missed_only_when_it_is_needed():
@@ -231,7 +232,7 @@ def test_every_machine_that_ships_can_run_qwen3(name):
         assert 1e-6 < seconds[0] < 1e-2
     assert 1e-4 < known.copy_s(0) < 1e-2
     assert known.dense_s(1, 100, 1) < 1e-1
-    assert 0 < known.planning_s("greedy", 8) < 1e-3
+    assert 0 < known.planning_terms("greedy")[0] < 1e-3
 
 
 def test_the_published_table_stays_what_was_published():

@@ -139,16 +139,10 @@ class HandCosts:
         return self.plan + own_s, 0.0, 0.0, 0.0
 
     def least_planning_s(self, active):
-        return self.plan
+        return np.full(len(active), self.plan)
 
     def first_op_terms(self, *, tiered=False):
         return self.first_op, 0.0, 0.0, 0.0
-
-    def first_op_s(self, active, copies, *, tiered=False):
-        return self.first_op
-
-    def join_s(self, active, copies, *, tiered=False):
-        return self.join
 
     @property
     def split_s(self):

@@ -441,9 +441,8 @@ def _predicted(
     at = sorted({*nearest.at, *(round(factor.tokens, 3) for factor in factors)})
     tokens = np.array(at)
     if part in (paths.DENSE, paths.HEAD):
-        costs = DenseCosts(profile, shape)
         head = part == paths.HEAD
-        seconds = np.array([costs.reference_s(each, head=head) for each in at])
+        seconds = DenseCosts(profile, shape).reference_s(tokens, head=head)
     else:
         length = int(tokens.max()) + 2
         table = expert_table(profile, shape, part, shape.max_expert_bytes, length)
