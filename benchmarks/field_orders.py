@@ -5,9 +5,11 @@ A profile is what `moesim advise` makes of a machine's words, with the rates tha
 source states in the place of its own; nothing is fitted to the order. Caches have the
 sizes with which their policy misses as often as was stated. The turning point is the
 cost of a shared layer (`costs.dispatch.split_s`) at which both policies are equal, the
-implied one that with which they differ by as much as measured. The last row takes what
-the first policy's speed leaves unexplained in a layer for the cost of submitting one
-chain, and charges it for both chains where there are two.
+implied one that with which they differ by as much as measured.
+
+Where the first policy is slower than predicted, each of `CAUSES` is given as much as
+explains its speed, and nothing else; then the second policy's speed is predicted. A
+cause that is the right one predicts it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from benchmarks.replay_speed import SHARED
 from moesim.advice.advise import advise
 from moesim.advice.plan.saved_profile import profile_of_advice
 from moesim.hwprofiles import paths
-from moesim.hwprofiles.lanes import CPU, H2D
+from moesim.hwprofiles.lanes import CPU, GPU, H2D
 from moesim.hwprofiles.schema import Quantity
 from moesim.policies import systems
 from moesim.runs.replay import replay
@@ -33,6 +35,8 @@ from moesim.traces.models import model_shape
 from moesim.traces.synthetic.generate import synth
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from moesim.hwprofiles.profile import HardwareProfile
 
 FLASH_NEXT = "qwen3.8-flash-next"
@@ -52,6 +56,33 @@ PUBLISHED_S = (0.0, 26e-6, 44e-6, 115e-6)
 """None, least, median and most that shared layers were measured to cost elsewhere; see
 `moesim.advice.plan.saved_profile`.
 """
+
+
+class Cause(NamedTuple):
+    """What may take the time that a policy's speed leaves unexplained: seconds more of
+    some of a profile's numbers, or lower rates.
+    """
+
+    name: str
+    seconds: tuple[str, ...] = ()
+    rates: tuple[str, ...] = ()
+
+
+_LAYER_S = paths.roofline(paths.DENSE).overhead_s
+CHAIN = Cause("each chain of a layer", seconds=(_LAYER_S, paths.SPLIT_S))
+LAYER = Cause("each layer, once", seconds=(_LAYER_S,))
+CAUSES = (
+    CHAIN,
+    LAYER,
+    Cause("each copied expert", seconds=(paths.link(H2D.name).latency_s,)),
+    Cause("a slower link", rates=(paths.link(H2D.name).bytes_per_s,)),
+    Cause(
+        "a slower card",
+        rates=tuple(
+            paths.roofline(part).bytes_per_s for part in (GPU.name, paths.DENSE)
+        ),
+    ),
+)
 
 
 class Arm(NamedTuple):
@@ -168,28 +199,21 @@ class Bench:
             self.profile.numbers[path] = Quantity(value, "published", source)
         self._ratios: dict[Arm, float] = {}
 
-    @property
-    def own_split_s(self) -> float:
-        """What the profile says that a shared layer costs."""
-        return self.profile.numbers[paths.SPLIT_S].value
-
     def metrics(
-        self, arm: Arm, split_s: float, ratio: float, chain_s: float = 0.0
+        self, arm: Arm, ratio: float, numbers: Mapping[str, float] | None = None
     ) -> dict[str, Any]:
-        """Replay one policy; `chain_s` is more for each chain of a layer."""
+        """Replay one policy with some of the profile's numbers replaced."""
         own = self.profile.numbers
-        layer_s = paths.roofline(paths.DENSE).overhead_s
-        numbers = {
-            **own,
-            paths.SPLIT_S: replace(own[paths.SPLIT_S], value=split_s + chain_s),
-            layer_s: replace(own[layer_s], value=own[layer_s].value + chain_s),
+        changed = {
+            path: replace(own[path], value=value)
+            for path, value in (numbers or {}).items()
         }
         whole = replace(systems.SYSTEMS[CACHED], whole_layers=7)
         with patch.dict(systems.SYSTEMS, {SEVEN_WHOLE: whole}):
             run = replay(
                 self.trace,
                 arm.policy,
-                hw=replace(self.profile, numbers=numbers),
+                hw=replace(self.profile, numbers={**own, **changed}),
                 cache_ratio=ratio,
                 warm=self.trace if self.order.warm else None,
                 keep=False,
@@ -206,28 +230,78 @@ class Bench:
             low, high = 0.0, 1.0
             while high - low > 1e-3:
                 middle = (low + high) / 2
-                hits = self.metrics(arm, 0.0, middle)["hit_rate_active"]
+                hits = self.metrics(arm, middle)["hit_rate_active"]
                 low, high = (middle, high) if hits < 1 - arm.misses else (low, middle)
             self._ratios[arm] = high
         return self._ratios[arm]
 
-    def token_s(self, arm: Arm, split_s: float, chain_s: float = 0.0) -> float:
+    def token_s(self, arm: Arm, numbers: Mapping[str, float] | None = None) -> float:
         """Seconds of a generated token."""
-        metrics = self.metrics(arm, split_s, self.ratio(arm), chain_s)
-        return float(metrics["tpot_s"])
+        return float(self.metrics(arm, self.ratio(arm), numbers)["tpot_s"])
 
-    def chain_s(self) -> float:
-        """What the first policy's speed leaves unexplained, by layer."""
+    def with_cause(self, cause: Cause, amount: float) -> dict[str, float]:
+        """The numbers that a cause changes: so many seconds more, or rates so many
+        times lower.
+        """
+        own = self.profile.numbers
+        added = {path: own[path].value + amount for path in cause.seconds}
+        lower = {path: own[path].value / (1.0 + amount) for path in cause.rates}
+        return added | lower
+
+    def explained(self, cause: Cause) -> float | None:
+        """How much of a cause makes the first policy as fast as it was measured: 0
+        where it is no slower than predicted, None where no amount does.
+        """
         first = self.order.first
         measured_s = 2.0 / sum(first.measured)
-        layers = model_shape(self.order.model).layers
-        rest_s = measured_s - self.token_s(first, self.own_split_s)
-        return max(0.0, rest_s / layers)
+
+        def missing_s(amount: float) -> float:
+            return measured_s - self.token_s(first, self.with_cause(cause, amount))
+
+        most = 0.01 if cause.seconds else 20.0
+        if missing_s(0.0) <= 0.0:
+            return 0.0
+        if missing_s(most) > 0.0:
+            return None
+        return float(brentq(missing_s, 0.0, most, xtol=1e-7))
+
+    def by_bandwidths(self) -> Arm:
+        """The second policy with the share that stated bandwidths give the link,
+        whatever products really take.
+        """
+        own = self.profile.numbers
+        link, cpu = (
+            own[rate].value / own[paths.contention(victim, other)].value
+            for rate, victim, other in (
+                (paths.link(H2D.name).bytes_per_s, H2D.name, CPU.name),
+                (paths.roofline(CPU.name).bytes_per_s, CPU.name, H2D.name),
+            )
+        )
+        policy = f"fetch-split:fraction={link / (link + cpu):.3f}+lru"
+        return self.order.second._replace(policy=policy)
+
+    def slow_products(self, cause: Cause, amount: float) -> float | None:
+        """By what factor products on the CPU would have to be slower than it reads, for
+        the second policy to be as fast as it was measured, splitting by bandwidths.
+        """
+        arm = self.by_bandwidths()
+        measured_s = 2.0 / sum(arm.measured)
+        rate = paths.roofline(CPU.name).bytes_per_s
+        own = self.profile.numbers[rate].value
+        known = self.with_cause(cause, amount)
+
+        def missing_s(factor: float) -> float:
+            return measured_s - self.token_s(arm, known | {rate: own / factor})
+
+        if missing_s(1.0) <= 0.0:
+            return 1.0
+        return float(brentq(missing_s, 1.0, 100.0, xtol=1e-3))
 
     def differ_s(self, split_s: float) -> float:
         """By how much the second policy's token takes longer."""
+        numbers = {paths.SPLIT_S: split_s}
         first, second = self.order.first, self.order.second
-        return self.token_s(second, split_s) - self.token_s(first, split_s)
+        return self.token_s(second, numbers) - self.token_s(first, numbers)
 
     def split_s_of(self, difference_s: float) -> float | None:
         """The cost of a shared layer with which the second policy's token takes so much
@@ -249,28 +323,35 @@ def measured_difference_s(order: Order) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print a row for each order and cost of a shared layer."""
-    print("| case | policies | measured | split_s | tokens/s | |")
-    print("|---|---|---|--:|---|---|")
+    """Print a row for each order and cost of a shared layer, and for each cause."""
+    print("| case | policies | measured | what is added | tokens/s |")
+    print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         for order in ORDERS:
             bench = Bench(order, Path(name))
             arms = order.first, order.second
-            shown = " / ".join(arm.policy for arm in arms)
             measured = " / ".join(
                 f"{low}" if low == high else f"{low}-{high}"
                 for low, high in (arm.measured for arm in arms)
             )
-            chain_s = bench.chain_s()
-            costs = [(split_s, 0.0) for split_s in PUBLISHED_S]
-            for split_s, more_s in (*costs, (bench.own_split_s, chain_s)):
-                speeds = [1 / bench.token_s(arm, split_s, more_s) for arm in arms]
-                predicted = " / ".join(f"{speed:.1f}" for speed in speeds)
-                words = f"and {_us(more_s)} a chain" if more_s else ""
-                print(
-                    f"| {order.name} | {shown} | {measured} | {_us(split_s)} |"
-                    f" {predicted} | {words} |"
-                )
+            shown = " / ".join(arm.policy for arm in arms)
+            head = f"| {order.name} | {shown} | {measured}"
+            for split_s in PUBLISHED_S:
+                numbers = {paths.SPLIT_S: split_s}
+                speeds = [1 / bench.token_s(arm, numbers) for arm in arms]
+                print(f"{head} | {_us(split_s)} | {speeds[0]:.1f} / {speeds[1]:.1f} |")
+            for cause in CAUSES if order.second.policy == SPLIT else ():
+                amount = bench.explained(cause)
+                if not amount:
+                    print(f"{head} | {cause.name}: {amount} | |")
+                    continue
+                speed = 1 / bench.token_s(order.second, bench.with_cause(cause, amount))
+                words = _us(amount) if cause.seconds else f"{1 + amount:.1f} times"
+                print(f"{head} | {cause.name}: {words} | - / {speed:.1f} |")
+            if order.second.policy == SPLIT:
+                amount = bench.explained(LAYER)
+                factor = bench.slow_products(LAYER, amount or 0.0)
+                print(f"{order.name}: products {factor:.1f} times slower than reads")
             turning = bench.split_s_of(0.0)
             implied = [bench.split_s_of(each) for each in measured_difference_s(order)]
             print(f"{order.name}: caches of {[round(bench.ratio(a), 3) for a in arms]}")

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.replay_speed import SHARED
 from moesim.runs.replay import replay, replay_cache
-from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.format.reader import SequenceRows, Trace, open_trace
 from moesim.traces.format.schema import Phase
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.importers import import_trace
@@ -52,6 +52,21 @@ class Gain(NamedTuple):
     noise: float
 
 
+def write_generated(
+    writer: TraceWriter,
+    number: int,
+    rows: SequenceRows,
+    first: int = 0,
+    end: int | None = None,
+) -> None:
+    """Write a sequence's generated tokens, or those from `first` up to `end`."""
+    generated = np.flatnonzero(rows.phase == Phase.DECODE)
+    place = rows.pos[generated] - rows.pos[generated].min()
+    mine = generated[(place >= first) & (place < (end or place.max() + 1))]
+    pos = rows.pos[mine] - rows.pos[mine].min()
+    writer.write(number, pos, rows.phase[mine], rows.layer[mine], rows.experts[mine])
+
+
 def halves(trace: Trace, folder: Path) -> tuple[Path, Path]:
     """Write the generated tokens of a trace in two parts."""
     sequences = list(islice(trace.sequences(), 2 * MOST_SEQUENCES))
@@ -59,23 +74,15 @@ def halves(trace: Trace, folder: Path) -> tuple[Path, Path]:
     for part in range(2):
         path = folder / f"{trace.path.stem}_{part}.parquet"
         with TraceWriter(path, trace.header) as writer:
-            for number, rows in enumerate(sequences):
-                generated = np.flatnonzero(rows.phase == Phase.DECODE)
-                place = rows.pos[generated] - rows.pos[generated].min()
-                if len(sequences) > 1:
-                    chosen = (place < MOST_TOKENS) & (number % 2 == part)
-                else:
-                    middle = (int(place.max()) + 1) // 2
-                    chosen = (place >= middle) == bool(part)
-                mine = generated[chosen]
-                if len(mine):
-                    writer.write(
-                        number,
-                        rows.pos[mine] - rows.pos[mine].min(),
-                        rows.phase[mine],
-                        rows.layer[mine],
-                        rows.experts[mine],
-                    )
+            if len(sequences) > 1:
+                for number, rows in enumerate(sequences[part::2]):
+                    write_generated(writer, number, rows, end=MOST_TOKENS)
+            else:
+                [rows] = sequences
+                generated = rows.pos[rows.phase == Phase.DECODE]
+                middle = (int(generated.max() - generated.min()) + 1) // 2
+                ends = (0, middle) if part == 0 else (middle, None)
+                write_generated(writer, 0, rows, *ends)
         parts.append(path)
     return parts[0], parts[1]
 

@@ -1,5 +1,6 @@
 """Two systems replayed on other people's machines, beside what was measured there:
-llama.cpp as it is, and the hot-expert cache on llama.cpp (`dfa-cache`).
+llama.cpp as it is, and the hot-expert cache on llama.cpp (`dfa-cache`), whose layer
+steps some rows count one by one (`layer_events.csv`).
 
     python -m benchmarks.systems_on_machines ../shared/reference/machines
         ../shared/reference/machines_wide --out out/systems-on-machines.md
@@ -10,7 +11,9 @@ stand `moesim advise` and two baselines that are fitted to the same other platfo
 bytes over specified bandwidth with one efficiency, and a straight line over the layers
 on the CPU beside them (two constants). The routing of llama.cpp's rows is drawn, as its
 time hardly depends on it, and rows that do not fit the card are left out. That of the
-cache is the model's own, of `../shared/traces`, on other texts.
+cache is the model's own, of `../shared/traces`, on other texts, generated tokens alone.
+Layer steps are replayed as they were counted, with products, link and what both cost
+each other as the row states them.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from benchmarks.measured.rows import (
 )
 from benchmarks.measured.scores import ONE_EFFICIENCY, TWO_CONSTANTS
 from benchmarks.replay_speed import SHARED
+from benchmarks.slots_by_curve import write_generated
 from moesim.advice.plan.memory import Candidate, Job, bill_of
 from moesim.advice.plan.ranking import Forecast
 from moesim.advice.plan.saved_profile import cache_ratio, profile_of_advice
@@ -47,16 +51,20 @@ from moesim.advice.times.priors import priors_of
 from moesim.advice.times.work import Setting
 from moesim.base.errors import AdviceError
 from moesim.hwprofiles import paths
+from moesim.hwprofiles.lanes import CPU, H2D
+from moesim.hwprofiles.schema import Quantity
 from moesim.policies.systems import SYSTEMS
 from moesim.runs.replay import replay
 from moesim.traces.format.reader import Trace, open_trace
+from moesim.traces.format.schema import Phase, TraceHeader
+from moesim.traces.format.writer import TraceWriter
 from moesim.traces.importers import import_trace
 from moesim.traces.synthetic.generate import stated, synthesise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from benchmarks.measured.rows import MeasuredFolder, Run
+    from benchmarks.measured.rows import MeasuredFolder, Row, Run
     from moesim.advice.answer import Advice
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
@@ -76,6 +84,18 @@ CACHE_ROUTING = {
     "qwen3-30b-a3b": "qwen3_30b_a3b_top6",
 }
 """Recorded routing of models that engines with a cache were measured with."""
+
+COUNTED_TOKENS = 200
+EVENTS = "layer_steps_per_token cpu+link:count"
+Events = dict[tuple[int, int], float]
+"""Misses on the CPU and copied ones of a layer step -> layer steps of a token."""
+EVENT_HOSTS = {
+    "270K": "5090_270K",
+    "EPYC7352": "5090_7352",
+    "7900": "5090_7900",
+    "7950X": "5090_7950X",
+    "9950X": "5090_hostS_9950X",
+}
 
 WHOLE = "whole layers"
 ENGINES = {
@@ -147,10 +167,45 @@ class Machines:
         return replace(profile, numbers={**profile.numbers, paths.GPU_BYTES: every})
 
     def imported(self, source: Path, model: ModelContents) -> Trace:
-        """Recorded routing of a model."""
+        """Recorded routing of a model, without prompts: hits are those of generated
+        tokens.
+        """
         path = self._folder / f"{source.stem}_{model.expert_bytes}.parquet"
         if not path.exists():
-            import_trace(source, path, shape=shape_of(model))
+            whole = path.with_suffix(".whole")
+            import_trace(source, whole, shape=shape_of(model))
+            trace = open_trace(whole)
+            with TraceWriter(path, trace.header) as writer:
+                for number, rows in enumerate(trace.sequences()):
+                    write_generated(writer, number, rows)
+        return open_trace(path)
+
+    def counted(self, model: ModelContents, slots: int, events: Events) -> Trace:
+        """A trace whose layer steps miss as often as they were counted, in drawn order,
+        where each layer holds the experts with the lowest numbers.
+        """
+        shape = shape_of(model)
+        path = self._folder / f"{len(list(self._folder.iterdir()))}.parquet"
+        misses = np.array([cpu + link for cpu, link in events])
+        shares = np.array(list(events.values()))
+        steps = COUNTED_TOKENS * shape.layers
+        ends = np.round(steps * np.cumsum(shares) / shares.sum()).astype(int)
+        rng = np.random.default_rng(0)
+        missed = rng.permutation(np.repeat(misses, np.diff(ends, prepend=0)))
+        held = shape.top_k - missed
+        experts = np.array(
+            [
+                np.append(
+                    rng.choice(slots, there, replace=False),
+                    slots + rng.choice(shape.experts - slots, absent, replace=False),
+                )
+                for there, absent in zip(held, missed, strict=True)
+            ]
+        )
+        token, layer = np.divmod(np.arange(steps), shape.layers)
+        with TraceWriter(path, TraceHeader(shape)) as writer:
+            phase = np.full(steps, int(Phase.DECODE))
+            writer.write(0, token, phase, layer, experts)
         return open_trace(path)
 
     def trace(self, model: ModelContents, prompt: int) -> Trace:
@@ -288,6 +343,96 @@ def hot_expert_cache(
     return judged
 
 
+def layer_events(
+    folders: Sequence[MeasuredFolder], knowledge: Knowledge, machines: Machines
+) -> list[Judged]:
+    """Replay every row of counted layer steps but those with prefetches, whose copies
+    were not counted with the layer that they were for.
+    """
+    judged = []
+    products_s: dict[str, np.ndarray] = {}
+    for folder in folders:
+        models = FolderModels(folder)
+        platforms = Platforms(folder)
+        for row in folder["layer_events.csv"]:
+            config = row.text("config")
+            name = EVENT_HOSTS[row.text("host")]
+            if config.endswith("_pf"):
+                continue
+            model = models.contents(row.text("model"), "MXFP4")
+            machine = platforms.machine(name, row.source)
+            others = knowledge.fit.without([name])
+            beliefs = Beliefs(priors_of(machine, population=others))
+            profile = machines.profile(machine, model, Setting(), beliefs)
+            fetches = "fetch" in config
+            if not fetches:
+                keys = ("cpu_us_1_miss", "cpu_us_2", "cpu_us_3", "cpu_us_4")
+                products_s[name] = 1e-6 * np.array([row.number(key) for key in keys])
+            # Beside copies products are slower: that is to be predicted.
+            stated = _as_counted(row, model, products_s[name])
+            numbers = {**profile.numbers}
+            for path, value in stated.items():
+                numbers[path] = Quantity(float(value), "published", "of the row")
+            slots = int(config.removeprefix("C").partition("_")[0])
+            events = _events(row.text(EVENTS))
+            result = replay(
+                machines.counted(model, slots, events),
+                f"{'fetch-split:table=0/1/1/2/3' if fetches else 'fixed-mapping'}"
+                "+static:fill=lowest",
+                hw=replace(profile, numbers=numbers),
+                slots_per_layer=slots,
+                keep=False,
+            )
+            hits = sum(
+                count * (1 - sum(event) / shape_of(model).top_k)
+                for event, count in events.items()
+            ) / sum(events.values())
+            judged.append(
+                Judged(
+                    system="counted layer steps",
+                    host=name,
+                    what=f"{model.name}, decode",
+                    words=config,
+                    measured=float(row.text("tok_s")),
+                    replayed=result.metrics["decode_tokens_per_s"],
+                    probed=True,
+                    hits=f"{hits:.3f} / {result.metrics['hit_rate_active']:.3f}",
+                )
+            )
+    return judged
+
+
+def _events(text: str) -> Events:
+    """``1+2:0.5``: one miss on the CPU and two copied, in half a layer step a token."""
+    events = {}
+    for part in text.split(";"):
+        kind, _, count = part.partition(":")
+        cpu, _, link = kind.partition("+")
+        events[int(cpu), int(link)] = float(count)
+    return events
+
+
+def _as_counted(
+    row: Row, model: ModelContents, products_s: np.ndarray
+) -> dict[str, float]:
+    """What a row states of its machine, by path in a profile."""
+    each_s, first_s = np.polyfit(np.arange(1, 5), products_s, 1)
+    expert_bytes = shape_of(model).max_expert_bytes
+    alone, beside = (
+        [1e9 * float(row.text(f"{prefix}_{lane}_gbs")) for lane in ("cpu", "link")]
+        for prefix in ("B", "concurrent")
+    )
+    return {
+        paths.roofline(CPU.name).bytes_per_s: expert_bytes / each_s,
+        paths.first_s(CPU.name): max(1e-9, first_s),
+        paths.link(H2D.name).bytes_per_s: alone[1],
+        paths.contention(CPU.name, H2D.name): max(1.0, alone[0] / beside[0]),
+        paths.contention(H2D.name, CPU.name): max(1.0, alone[1] / beside[1]),
+        # Helpers poll: nothing is submitted, nothing awaited.
+        paths.SPLIT_S: 0.0,
+    }
+
+
 def _median_error(judged: Sequence[Judged], predictor: str) -> str:
     """Median error of another predictor; empty where it has no answer."""
     known = [each for each in judged if predictor in each.others]
@@ -388,6 +533,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         machines = Machines(Path(name))
         judged = hot_expert_cache(folders, knowledge, machines)
+        judged += layer_events(folders, knowledge, machines)
         if not arguments.cache_only:
             judged += llama_cpp(knowledge, machines)
     text = "\n".join(

@@ -47,6 +47,7 @@ FILES = {
     "decode.csv": ("platform", "model", "quant", "n_cpu_moe", "tok_s"),
     "cache_runs.csv": ("platform", "model", "quant", "policy", "slots_per_layer"),
     "llama_bench.csv": ("id", "model", "quant", "cpu", "gpu", "flags"),
+    "layer_events.csv": ("host", "model", "config", "tok_s"),
 }
 UNSTATED = {"", "n/s", "n/a", "none stated", "not stated", "?", "unknown", "nan"}
 GB = 1e9
