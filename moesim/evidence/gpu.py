@@ -622,13 +622,13 @@ def _link_words(result: Mapping[str, Any]) -> list[str]:
             for row in rows
             if row["direction"] == direction and row["page_locked"] == locked
         )
-        for direction in ("up", "down")
+        for direction in ("h2d", "d2h")
         for locked in (True, False)
     }
     words = ", ".join(
         f"{direction} {best[direction, True] / 1e9:.1f} GB/s page-locked and"
         f" {best[direction, False] / 1e9:.1f} pageable"
-        for direction in ("up", "down")
+        for direction in ("h2d", "d2h")
     )
     both = result.get("profile/both directions")
     if both:

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from moesim.runtime.measure.copies import copying, link_memories, link_samples
 from moesim.runtime.measure.experts import ExpertPool, Size
 from moesim.runtime.measure.sampling import event_timer, once_s, sample
 from moesim.runtime.models.expert_layout import dtype_name
-from moesim.runtime.store.memory import DeviceSlots, HostSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -117,91 +117,54 @@ def _grouped_s(
 
 
 def links(accelerator: Accelerator, *, seconds: float) -> list[Row]:
-    """Time copies up and down, from page-locked and from pageable memory, by size."""
+    """Time copies to the device (``h2d``) and back, from page-locked and from pageable
+    memory, by size.
+    """
     share_s = seconds / (4 * len(LINK_BYTES))
-    largest = max(LINK_BYTES)
     rows = []
     for page_locked in (True, False):
-        lock = accelerator if page_locked and accelerator.page_locks else None
-        # A copy of pageable memory keeps the host busy: its clock counts.
-        once = event_timer(accelerator) if page_locked else once_s
-        with (
-            HostSlots(_PIECES, largest, page_lock=lock) as host,
-            DeviceSlots(_PIECES, largest, accelerator.device) as device,
-        ):
-            host.memory.fill_(1)
-            for direction, source, target in (
-                ("up", host, device),
-                ("down", device, host),
-            ):
-                for nbytes in LINK_BYTES:
-                    copy = _copies(source, target, nbytes, wait=not page_locked)
-                    median_s = float(np.median(sample(copy, share_s, once=once)))
-                    rows.append(
-                        {
-                            "direction": direction,
-                            "page_locked": page_locked,
-                            "bytes": nbytes,
-                            "median_s": median_s,
-                            "bytes_per_s": nbytes / median_s,
-                        }
-                    )
+        by_direction = link_samples(
+            accelerator, LINK_BYTES, share_s, page_locked=page_locked
+        )
+        for direction, by_size in by_direction.items():
+            for nbytes, times in by_size.items():
+                median_s = float(np.median(times))
+                rows.append(
+                    {
+                        "direction": direction,
+                        "page_locked": page_locked,
+                        "bytes": nbytes,
+                        "median_s": median_s,
+                        "bytes_per_s": nbytes / median_s,
+                    }
+                )
     return rows
-
-
-def _copies(
-    source: HostSlots | DeviceSlots,
-    target: HostSlots | DeviceSlots,
-    nbytes: int,
-    *,
-    wait: bool,
-) -> Callable[[int], object]:
-    """Return operation number i: copy the next slot's first bytes."""
-    pairs = [
-        (target.record(slot)[:nbytes], source.record(slot)[:nbytes])
-        for slot in range(_PIECES)
-    ]
-
-    def copy(index: int) -> object:
-        to, values = pairs[index % _PIECES]
-        return to.copy_(values, non_blocking=not wait)
-
-    return copy
 
 
 def both_ways(accelerator: Accelerator, *, seconds: float) -> Row:
     """Measure each direction of the link alone and both at once, page-locked."""
     nbytes = 16 << 20
-    lock = accelerator if accelerator.page_locks else None
-    ways = accelerator.new_stream(), accelerator.new_stream()
-    with (
-        HostSlots(2 * _PIECES, nbytes, page_lock=lock) as host,
-        DeviceSlots(2 * _PIECES, nbytes, accelerator.device) as device,
-    ):
-        host.memory.fill_(1)
+    copies = []
+    for back in (False, True):
+        host, there = link_memories(accelerator, _PIECES * nbytes, page_locked=True)
+        ends = (host, there) if back else (there, host)
+        launch = copying(*ends, nbytes, wait=False)
+        copies.append((accelerator.new_stream(), launch))
 
-        def up(index: int) -> None:
-            with accelerator.on(ways[0]):
-                slot = index % _PIECES
-                device.record(slot).copy_(host.record(slot), non_blocking=True)
+    def launched(index: int, *ways: int) -> None:
+        for way in ways:
+            stream, launch = copies[way]
+            with accelerator.on(stream):
+                launch(index)
 
-        def down(index: int) -> None:
-            with accelerator.on(ways[1]):
-                slot = _PIECES + index % _PIECES
-                host.record(slot).copy_(device.record(slot), non_blocking=True)
-
-        def both(index: int) -> None:
-            up(index)
-            down(index)
-
-        medians = {
-            name: many_s(accelerator, work, seconds / 3)
-            for name, work in (("up", up), ("down", down), ("both", both))
-        }
+    medians = {
+        name: many_s(accelerator, lambda i, ways=ways: launched(i, *ways), seconds / 3)
+        for name, ways in (("h2d", (0,)), ("d2h", (1,)), ("both", (0, 1)))
+    }
     return {f"{name}_s": seconds_each for name, seconds_each in medians.items()} | {
         "bytes": nbytes,
         # 1 where the directions hide each other, 2 where they take turns.
-        "both_over_slower": medians["both"] / max(medians["up"], medians["down"]),
+        "both_over_slower": medians["both"] / max(medians["h2d"], medians["d2h"]),
     }
 
 

@@ -20,12 +20,12 @@ import torch
 from moesim.base.errors import RuntimeFault
 from moesim.base.files import ScratchFolder
 from moesim.hwprofiles.calibration.fit_curves import fit_line
-from moesim.runtime.measure.sampling import event_timer, pool_bytes, sample
-from moesim.runtime.store.memory import DeviceSlots, HostSlots
+from moesim.runtime.measure.sampling import event_timer, once_s, pool_bytes, sample
+from moesim.runtime.store.memory import HostSlots
 from moesim.runtime.store.sources import BLOCK_BYTES, DirectFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from moesim.runtime.accelerators import Accelerator
@@ -38,66 +38,63 @@ _MIB: Final = 1 << 20
 COPY_BYTES: Final = (64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB)
 ACTIVATION_BYTES: Final = (4 * _KIB, 64 * _KIB, _MIB)
 
-# Pieces of a device's memory are used in turn, so that no copy finds its bytes in a
-# cache.
-_COPY_SLOTS: Final = 8
+_LINK_BYTES: Final = 256 << 20
+"""Of both ends of a link: used piece by piece, so that no copy finds its bytes in a
+cache.
+"""
 
-# Small pieces of a large pool would make a list of millions.
+# Small pieces of a large memory would make a list of millions.
 _MOST_PIECES: Final = 4096
 
 
-class CopyPool:
-    """Two written memories, and copies between them.
-
-    Args:
-        total_bytes: of each.
+def written(nbytes: int) -> torch.Tensor:
+    """Return so many bytes of host memory that were written: other memory is not read,
+    but made up.
     """
+    return torch.ones(nbytes, dtype=torch.uint8)
 
-    def __init__(self, total_bytes: int) -> None:
-        self.source = torch.full((total_bytes,), 1, dtype=torch.uint8)
-        self.target = torch.full((total_bytes,), 2, dtype=torch.uint8)
 
-    def work(self, size: int) -> Callable[[int], torch.Tensor]:
-        """Return operation number i: copy piece ``i`` of `size` bytes."""
-        pairs = [
-            (self.target[offset : offset + size], self.source[offset : offset + size])
-            for offset in self._offsets(size)
-        ]
-        return lambda index: pairs[index % len(pairs)][0].copy_(
-            pairs[index % len(pairs)][1]
-        )
+def copying(
+    target: torch.Tensor, source: torch.Tensor, size: int, *, wait: bool = True
+) -> Callable[[int], torch.Tensor]:
+    """Return operation number i: copy piece ``i`` of `size` bytes; with `wait` it is
+    there on return, else it was launched.
+    """
+    pieces = min(len(source) // size, _MOST_PIECES)
+    pairs = [
+        (target[offset : offset + size], source[offset : offset + size])
+        for offset in range(0, pieces * size, size)
+    ]
 
-    def _offsets(self, size: int) -> range:
-        pieces = min(len(self.source) // size, _MOST_PIECES)
-        return range(0, pieces * size, size)
+    def copy(index: int) -> torch.Tensor:
+        to, values = pairs[index % pieces]
+        return to.copy_(values, non_blocking=not wait)
+
+    return copy
 
 
 def measure_host_copies(measurements: Measurements, *, seconds: float) -> None:
     """Measure copies between two host memories, and hidden states on their way to the
     CPU lane and back.
     """
-    pool = CopyPool(max(pool_bytes(), 4 * COPY_BYTES[-1]))
+    total_bytes = max(pool_bytes(), 4 * COPY_BYTES[-1])
+    memories = written(total_bytes), written(total_bytes)
     share_s = seconds / (len(COPY_BYTES) + len(ACTIVATION_BYTES))
 
-    by_size = {size: sample(pool.work(size), share_s) for size in COPY_BYTES}
-    line = fit_line(by_size)
+    by_size = {size: sample(copying(*memories, size), share_s) for size in COPY_BYTES}
     source = "copies by one thread between written host memories, each piece in turn"
-    measurements.link("h2d", by_size, line, source)
+    measurements.link("h2d", by_size, source)
     # Both memories are of the same kind, so the way back costs the same.
-    both_ways = f"{source}; both directions are the same copy"
-    measurements.link("d2h", by_size, line, both_ways)
+    measurements.link("d2h", by_size, f"{source}; both directions are the same copy")
 
     def there_and_back(size: int) -> Callable[[int], object]:
-        copy = pool.work(size)
+        copy = copying(*memories, size)
         return lambda index: (copy(index), copy(index + 1))
 
-    round_trips = {
-        2 * size: sample(there_and_back(size), share_s) for size in ACTIVATION_BYTES
-    }
-    measurements.line(
-        "costs.activation",
-        ("latency_s", "bytes_per_s"),
-        fit_line(round_trips),
+    _note_activations(
+        measurements,
+        there_and_back,
+        share_s,
         "line through two host copies, hidden states to the CPU lane and its result"
         " back, by bytes",
     )
@@ -108,74 +105,85 @@ def measure_device_copies(
 ) -> None:
     """Measure page-locked copies to and from a device by size, and hidden states there
     and back.
-
-    Raises:
-        RuntimeFault: memory cannot be page-locked, or the device has too little.
     """
-    device = accelerator.device
-    once = event_timer(accelerator)
     share_s = seconds / (2 * len(COPY_BYTES) + len(ACTIVATION_BYTES))
-    locked_for = accelerator if accelerator.page_locks else None
-    with (
-        HostSlots(_COPY_SLOTS, COPY_BYTES[-1], page_lock=locked_for) as host,
-        DeviceSlots(_COPY_SLOTS, COPY_BYTES[-1], device) as gpu,
-    ):
-        host.memory.fill_(1)
-        for link, source, target in (("h2d", host, gpu), ("d2h", gpu, host)):
-            by_size = {
-                size: sample(
-                    _copies(source.memory, target.memory, size), share_s, once=once
-                )
-                for size in COPY_BYTES
-            }
-            measurements.link(
-                link,
-                by_size,
-                fit_line(by_size),
-                f"page-locked copies on {device}, its events",
-            )
+    by_direction = link_samples(accelerator, COPY_BYTES, share_s, page_locked=True)
+    source = f"page-locked copies on {accelerator.device}, its events"
+    for link, by_size in by_direction.items():
+        measurements.link(link, by_size, source)
 
-        # By the host's clock, since the CPU lane waits for its hidden states there.
-        round_trips = {
-            2 * size: sample(
-                _round_trip(accelerator, host.memory, gpu.memory, size), share_s
-            )
-            for size in ACTIVATION_BYTES
-        }
-    measurements.line(
-        "costs.activation",
-        ("latency_s", "bytes_per_s"),
-        fit_line(round_trips),
-        f"line through page-locked copies of hidden states from and to {device},"
-        " synchronised, by bytes",
+    host, there = link_memories(accelerator, ACTIVATION_BYTES[-1], page_locked=True)
+
+    def there_and_back(size: int) -> Callable[[int], None]:
+        def work(_: int) -> None:
+            host[:size].copy_(there[:size], non_blocking=True)
+            there[:size].copy_(host[:size], non_blocking=True)
+            accelerator.synchronize()
+
+        return work
+
+    # By the host's clock, since the CPU lane waits for its hidden states there.
+    _note_activations(
+        measurements,
+        there_and_back,
+        share_s,
+        "line through page-locked copies of hidden states from and to"
+        f" {accelerator.device}, synchronised, by bytes",
     )
 
 
-def _copies(
-    source: torch.Tensor, target: torch.Tensor, size: int
-) -> Callable[[int], None]:
-    """Return operation number i: enqueue a copy of piece ``i`` of `size` bytes."""
-    pieces = len(source) // size
-
-    def work(index: int) -> None:
-        offset = index % pieces * size
-        piece = slice(offset, offset + size)
-        target[piece].copy_(source[piece], non_blocking=True)
-
-    return work
+def link_memories(
+    accelerator: Accelerator, nbytes: int, *, page_locked: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return written memory of the host and of a device."""
+    host = written(nbytes)
+    if page_locked:
+        host = accelerator.page_locked(host)
+    return host, torch.zeros(nbytes, dtype=torch.uint8, device=accelerator.device)
 
 
-def _round_trip(
-    accelerator: Accelerator, host: torch.Tensor, gpu: torch.Tensor, size: int
-) -> Callable[[int], None]:
-    """Return an operation: copy `size` bytes to the host and back, and wait."""
+def link_samples(
+    accelerator: Accelerator,
+    sizes: Sequence[int],
+    seconds: float,
+    *,
+    page_locked: bool,
+) -> dict[str, dict[int, np.ndarray]]:
+    """Time copies to a device and back: lane class -> size -> seconds of each, float64
+    [n].
 
-    def work(_: int) -> None:
-        host[:size].copy_(gpu[:size], non_blocking=True)
-        gpu[:size].copy_(host[:size], non_blocking=True)
-        accelerator.synchronize()
+    Args:
+        accelerator: whose link it is.
+        sizes: bytes, ascending.
+        seconds: to spend on each size and direction.
+        page_locked: copies run by themselves, and the device's clock tells their time;
+            one of pageable memory keeps the host busy, whose clock counts.
+    """
+    once = event_timer(accelerator) if page_locked else once_s
+    host, there = link_memories(accelerator, _LINK_BYTES, page_locked=page_locked)
+    return {
+        link: {
+            size: sample(
+                copying(target, source, size, wait=not page_locked), seconds, once=once
+            )
+            for size in sizes
+        }
+        for link, target, source in (("h2d", there, host), ("d2h", host, there))
+    }
 
-    return work
+
+def _note_activations(
+    measurements: Measurements,
+    round_trip: Callable[[int], Callable[[int], object]],
+    seconds: float,
+    source: str,
+) -> None:
+    """Measure hidden states of several sizes on their way there and back."""
+    by_bytes = {
+        2 * size: sample(round_trip(size), seconds) for size in ACTIVATION_BYTES
+    }
+    keys = ("latency_s", "bytes_per_s")
+    measurements.line("costs.activation", keys, fit_line(by_bytes), source)
 
 
 READ_BYTES: Final = (128 * _KIB, 512 * _KIB, 2 * _MIB, 8 * _MIB)
@@ -286,10 +294,7 @@ def _measure_reads(
         core_share = busy_s / (time.perf_counter() - begin_s)
 
     measurements.link(
-        "ssd",
-        by_size,
-        fit_line(by_size),
-        f"{source}, one at a time; core busy {core_share:.0%} of a read",
+        "ssd", by_size, f"{source}, one at a time; core busy {core_share:.0%} of a read"
     )
     return core_share
 

@@ -19,10 +19,9 @@ import torch
 
 from moesim.hwprofiles import paths
 from moesim.runtime.accelerators import accelerator_here
-from moesim.runtime.measure.copies import CopyPool
+from moesim.runtime.measure.copies import copying, link_memories, written
 from moesim.runtime.measure.experts import ExpertPool
 from moesim.runtime.measure.sampling import pool_bytes, sample
-from moesim.runtime.store.memory import DeviceSlots, HostSlots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -68,8 +67,10 @@ def lane_work(
     nbytes = experts.layout.expert_bytes
     compute: Callable[[int], object] = others.work(1)
     if accelerator is None:
-        copies = CopyPool(total_bytes or pool_bytes(2 * nbytes))
-        copy: Callable[[int], object] = copies.work(nbytes)
+        copied_bytes = total_bytes or pool_bytes(2 * nbytes)
+        copy: Callable[[int], object] = copying(
+            written(copied_bytes), written(copied_bytes), nbytes
+        )
     else:
         compute = awaited(accelerator, compute)
         copy = awaited(accelerator, device_copy(accelerator, nbytes))
@@ -197,32 +198,22 @@ def _measure_links(
     measurements: Measurements, accelerator: Accelerator, share_s: float
 ) -> None:
     """Copies from page-locked and from ordinary memory, and reads on the device."""
-    device = accelerator.device
-    target = torch.empty(READ_BYTES, dtype=torch.uint8, device=device)
-    for path, page_lock in (
+    for path, page_locked in (
         (paths.LINK_PAGE_LOCKED, True),
         (paths.LINK_PAGEABLE, False),
     ):
-        source = torch.ones(READ_BYTES, dtype=torch.uint8)
-        if page_lock:
-            source = accelerator.page_locked(source)
-
-        def copy(_index: int, source: torch.Tensor = source) -> None:
-            target.copy_(source, non_blocking=True)
-            accelerator.synchronize()
-
+        host, there = link_memories(accelerator, READ_BYTES, page_locked=page_locked)
+        copy = awaited(accelerator, copying(there, host, READ_BYTES, wait=False))
         measurements.number(
             path,
             READ_BYTES / np.asarray(sample(copy, share_s)),
-            f"copies of {READ_BYTES >> 20} MiB to the GPU, page-locked: {page_lock}",
+            f"copies of {READ_BYTES >> 20} MiB to the GPU, page-locked: {page_locked}",
         )
 
-    words = torch.ones(DEVICE_READ_BYTES // 8, dtype=torch.int64, device=device)
-
-    def read(_index: int) -> None:
-        words.sum()
-        accelerator.synchronize()
-
+    words = torch.ones(
+        DEVICE_READ_BYTES // 8, dtype=torch.int64, device=accelerator.device
+    )
+    read = awaited(accelerator, lambda _index: words.sum())
     measurements.number(
         paths.DEVICE_READ,
         DEVICE_READ_BYTES / np.asarray(sample(read, share_s)),
@@ -237,8 +228,7 @@ def _measure_beside(
     cores: int,
 ) -> None:
     """Reads by the CPU while copies run, and the copies meanwhile."""
-    source = accelerator.page_locked(torch.ones(READ_BYTES, dtype=torch.uint8))
-    target = torch.empty_like(source, device=accelerator.device)
+    source, target = link_memories(accelerator, READ_BYTES, page_locked=True)
     reads = []
     copies = []
     stream = accelerator.new_stream()
@@ -282,14 +272,13 @@ def torch_threads(count: int) -> Iterator[None]:
 
 def device_copy(accelerator: Accelerator, nbytes: int) -> Callable[[int], None]:
     """Return operation number i: launch a copy of so many bytes to a device."""
-    locked_for = accelerator if accelerator.page_locks else None
-    host = HostSlots(4, nbytes, page_lock=locked_for)
-    device = DeviceSlots(4, nbytes, accelerator.device)
+    host, there = link_memories(accelerator, 4 * nbytes, page_locked=True)
+    launch = copying(there, host, nbytes, wait=False)
     stream = accelerator.new_stream()
 
     def copy(index: int) -> None:
         with accelerator.on(stream):
-            device.record(index % 4).copy_(host.record(index % 4), non_blocking=True)
+            launch(index)
 
     return copy
 

@@ -24,6 +24,7 @@ from moesim.hwprofiles.calibration.estimates import (
     measured,
     measured_curve,
 )
+from moesim.hwprofiles.calibration.fit_curves import fit_line
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -204,10 +205,9 @@ class Measurements:
             key: round(float(value), 6) for key, value in report._asdict().items()
         }
 
-    def link(
-        self, name: str, samples: Mapping[int, np.ndarray], line: Line, source: str
-    ) -> None:
+    def link(self, name: str, samples: Mapping[int, np.ndarray], source: str) -> None:
         """Note a link: its curve by bytes, its latency and its bandwidth."""
+        line = fit_line(samples)
         self.curves[f"costs.{name}.points"] = measured_curve(
             samples, "bytes", source=source, date=self.date
         )
