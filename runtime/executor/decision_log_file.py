@@ -88,14 +88,12 @@ def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]
         numbers = (int(place[1]), int(place[2]))
         by_layer.setdefault(numbers, {})[place[3]] = values
     for (step, layer), named in by_layer.items():
-        if missing := {"experts", "tokens", "routing"} - named.keys():
+        routing = named.get("routing")
+        if routing is None or routing.ndim != 2 or routing.dtype != np.uint16:
+            found = "none" if routing is None else f"{routing.dtype} {routing.shape}"
             raise StoreError(
-                f"{path}: step {step}, layer {layer}: {min(missing)} is missing; run it"
-                " again"
-            )
-        if fault := _fault_of(named):
-            raise StoreError(
-                f"{path}: step {step}, layer {layer}: {fault}; run it again"
+                f"{path}: step {step}, layer {layer}: routing: expected experts by"
+                f" token, uint16, found {found}; run it again"
             )
     steps = []
     for numbers_of_pass in passes:
@@ -143,8 +141,7 @@ def _parsed(path: Path, text: np.ndarray, schema: type[Checked]) -> Checked:
 def _arrays_of(layer: RoutedLayer) -> dict[str, np.ndarray]:
     """What a gate decided, by name; without what it did not tell."""
     named: dict[str, Any] = {
-        name: getattr(layer, name)
-        for name in ("experts", "tokens", "routing", "weights", "scores")
+        name: getattr(layer, name) for name in ("routing", "weights", "scores")
     }
     named |= {f"predicted/{name}": values for name, values in layer.predicted.items()}
     return {name: values for name, values in named.items() if values is not None}
@@ -152,40 +149,20 @@ def _arrays_of(layer: RoutedLayer) -> dict[str, np.ndarray]:
 
 def _layer_of(layer: int, named: dict[str, np.ndarray]) -> RoutedLayer:
     """The inverse of `_arrays_of`."""
-    predicted = {
-        key.removeprefix("predicted/"): values
-        for key, values in named.items()
-        if key.startswith("predicted/")
-    }
+    experts, tokens = np.unique(named["routing"], return_counts=True)
     return RoutedLayer(
         layer=layer,
-        experts=named["experts"],
-        tokens=named["tokens"],
+        experts=experts.astype(np.int32),
+        tokens=tokens.astype(np.int32),
         routing=named["routing"],
         weights=named.get("weights"),
         scores=named.get("scores"),
-        predicted=predicted,
+        predicted={
+            key.removeprefix("predicted/"): values
+            for key, values in named.items()
+            if key.startswith("predicted/")
+        },
     )
-
-
-def _fault_of(named: dict[str, np.ndarray]) -> str | None:
-    """What no gate can have decided; None where all is well."""
-    experts = named["experts"]
-    tokens = named["tokens"]
-    routing = named["routing"]
-    if any(part.dtype.kind not in "iu" for part in (experts, tokens, routing)):
-        return "expected whole numbers, found others"
-    if experts.ndim != 1 or experts.shape != tokens.shape or routing.ndim != 2:
-        return (
-            "expected as many tokens as experts, and a routing of tokens, found"
-            f" {tokens.shape}, {experts.shape} and {routing.shape}"
-        )
-    # Both follow from the routing, so a difference says that one of them was altered.
-    if not np.array_equal(experts, np.unique(routing)) or (experts < 0).any():
-        return "expected the experts of the routing, ascending, found others"
-    if not np.array_equal(tokens, [(routing == expert).sum() for expert in experts]):
-        return "expected the tokens that the routing gives each expert, found others"
-    return None
 
 
 def _to_bytes(value: Any) -> np.ndarray:

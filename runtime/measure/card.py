@@ -151,14 +151,17 @@ def both_ways(accelerator: Accelerator, *, seconds: float) -> Row:
         launch = copying(*ends, nbytes, wait=False)
         copies.append((accelerator.new_stream(), launch))
 
-    def launched(index: int, *ways: int) -> None:
-        for way in ways:
-            stream, launch = copies[way]
-            with accelerator.on(stream):
-                launch(index)
+    def launching(*ways: int) -> Callable[[int], None]:
+        def launched(index: int) -> None:
+            for way in ways:
+                stream, launch = copies[way]
+                with accelerator.on(stream):
+                    launch(index)
+
+        return launched
 
     medians = {
-        name: many_s(accelerator, lambda i, ways=ways: launched(i, *ways), seconds / 3)
+        name: many_s(accelerator, launching(*ways), seconds / 3)
         for name, ways in (("h2d", (0,)), ("d2h", (1,)), ("both", (0, 1)))
     }
     return {f"{name}_s": seconds_each for name, seconds_each in medians.items()} | {
