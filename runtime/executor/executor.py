@@ -62,25 +62,13 @@ of 5 ms is a layer's time.
 
 
 class StepInfo(NamedTuple):
-    """One forward pass, as the timeline notes it."""
+    """A forward pass that the device has ended, as the timeline notes it."""
 
     step: int
     phase: Phase
     batch: int
     tokens: int
     sequences: int
-
-
-class FinishedStep(NamedTuple):
-    """A forward pass that the device has ended.
-
-    Attributes:
-        info: of the forward pass.
-        start_s: when it began.
-        end_s: instant at which it ended.
-    """
-
-    info: StepInfo
     start_s: float
     end_s: float
 
@@ -124,6 +112,8 @@ class Executor:
         RuntimeFault: a memory cannot be had.
 
     Attributes:
+        planner: decides.
+        layer_step: carries out what it decides.
         lanes: the workers.
         memories: where experts are.
         device: what the `gpu0` lane runs on.
@@ -141,7 +131,7 @@ class Executor:
         own_cores: bool = False,
     ) -> None:
         self.device = device
-        self._planner = planner
+        self.planner = planner
         self._timeline = timeline
         self._store = store
         self.memories = _allocate(planner, store, device, gatings)
@@ -151,12 +141,12 @@ class Executor:
         self._own_cores = own_cores and not self._inline
         self._gpu = profile.lanes.index(GPU.lane())
 
-        self._layer_step = RealLayerStep(
+        self.layer_step = RealLayerStep(
             self.lanes, self.memories, planner, profile, timeline
         )
 
         # What the device asks of control: experts of a layer, or to note a step's end.
-        self._requests: deque[LayerJob | FinishedStep] = deque()
+        self._requests: deque[LayerJob | StepInfo] = deque()
         self._forward: Forward | None = None
         self._progress: Callable[[StepInfo], None] = lambda _info: None
         self._step = 0
@@ -233,14 +223,14 @@ class Executor:
                 _raise_failure(error)
             finally:
                 lanes.close()
-            self._layer_step.take_in()
+            self.layer_step.take_in()
             self.device.step_done(self._timeline)
         _raise_failure(lanes.failure)
         return ExecutorResult(
             steps=self._steps,
-            layer_steps=len(self._layer_step.dispatch_s),
-            dispatch_s=np.array(self._layer_step.dispatch_s),
-            hand_off_s=np.array(self._layer_step.hand_off_s),
+            layer_steps=len(self.layer_step.dispatch_s),
+            dispatch_s=np.array(self.layer_step.dispatch_s),
+            hand_off_s=np.array(self.layer_step.hand_off_s),
             makespan_s=makespan_s,
         )
 
@@ -263,28 +253,11 @@ class Executor:
         # Objects that hold each other stay until the garbage collector happens to come
         # by, with the dense weights and all records of a run.
         self._forward = None
-        self._layer_step.close()
+        self.layer_step.close()
         self.lanes.finished.clear()
         self.memories.close()
 
     # -- the device's side ------------------------------------------------------------
-
-    def predict_by(self, evaluate: Callable[[int, int], None]) -> None:
-        """Let predictions that need coming layers' dense parts compute them.
-
-        Args:
-            evaluate: computes dense parts on the device, given the layer before them
-                and their number.
-        """
-        self._layer_step.predict_by(evaluate)
-
-    def block_of(self, step: RoutedStep) -> Block:
-        """A forward pass as the planner reads it."""
-        return self._planner.block_of(step)
-
-    def gates_ahead(self, layer: int) -> int:
-        """How many coming layers' gates a prediction evaluates on a layer's input."""
-        return self._planner.evaluations(layer, self._phase).gates
 
     def begin_step(
         self, step: int, phase: Phase, batch: int, block: Block | None = None
@@ -347,7 +320,7 @@ class Executor:
             sequences=0,
             layers=[routed],
         )
-        return self.block_of(step), 0
+        return self.planner.block_of(step), 0
 
     def end_step(self, tokens: int, sequences: int) -> None:
         """Note that a forward pass has ended.
@@ -357,11 +330,12 @@ class Executor:
         """
         head = self._dense_part(-1)
         self.device.step_done(self._timeline)
-        info = StepInfo(self._step, self._phase, self._batch, tokens, sequences)
         waits = False
         with self.lanes.lock:
             end_s = self._goes_on_s = self._note_dense(head)
-            self._ask(FinishedStep(info, self._step_start_s, end_s))
+            place = self._step, self._phase, self._batch
+            times_s = self._step_start_s, end_s
+            self._ask(StepInfo(*place, tokens, sequences, *times_s))
             if not self._inline:
                 self._device_worker.release()
                 waits = not self.lanes.machine.take(self._gpu)
@@ -370,7 +344,7 @@ class Executor:
         elif waits:
             self._device_worker.serve(lambda: True, released=True)
 
-    def _ask(self, request: LayerJob | FinishedStep) -> None:
+    def _ask(self, request: LayerJob | StepInfo) -> None:
         """Hand a request to control; with the lock held."""
         self._requests.append(request)
         if not self._inline:
@@ -418,28 +392,19 @@ class Executor:
             if isinstance(request, LayerJob):
                 self._run_layer(request)
                 continue
-            info, start_s, end_s = request
             if not self._inline:
-                self._layer_step.noting(info.step, end_s)
-            self._layer_step.take_in()
-            self._timeline.step(
-                info.step,
-                info.phase,
-                info.batch,
-                info.tokens,
-                info.sequences,
-                start_s=start_s,
-                end_s=end_s,
-            )
+                self.layer_step.noting(request.step, request.end_s)
+            self.layer_step.take_in()
+            self._timeline.step(**request._asdict())
             self._steps += 1
-            self._progress(info)
+            self._progress(request)
 
     def _run_layer(self, job: LayerJob) -> None:
         """Walk one layer step; serve control's own lanes wherever it waits."""
         self.memories.job = job
-        if job.block is not self._planner.block:
-            self._planner.put(job.block)
-        self._layer_step.answer(job.place)
+        if job.block is not self.planner.block:
+            self.planner.put(job.block)
+        self.layer_step.answer(job.place)
 
 
 def _allocate(

@@ -139,10 +139,10 @@ class ForcedRouting:
         # Cutting a trace into steps is no part of a run, nor is memory for keys and
         # values.
         self._steps = list(steps)
-        self._blocks = [executor.block_of(step) for step in self._steps]
+        self._blocks = [executor.planner.block_of(step) for step in self._steps]
         self._hidden = torch.empty(0)
         self._extent = (1, 1)  # sequences and context of the step under way
-        executor.predict_by(self._dense_ahead)
+        executor.layer_step.predict_by(self._dense_ahead)
         dense.allocate_cache(
             max((step.sequences for step in self._steps), default=1),
             max((step.context_tokens for step in self._steps), default=1),
@@ -153,6 +153,7 @@ class ForcedRouting:
 
     def __call__(self) -> None:
         """Run it; pass this to `Executor.run`."""
+        planner = self._executor.planner
         for step, block in zip(self._steps, self._blocks, strict=True):
             hidden = self._dense.embed(step.tokens)
             self._extent = step.sequences, step.context_tokens
@@ -160,8 +161,8 @@ class ForcedRouting:
             for routed in step.layers:
                 hidden, normed = self._dense.layer(routed.layer, hidden, *self._extent)
                 # What predicts coming layers is part of this one's dense part.
-                gates = self._executor.gates_ahead(routed.layer)
-                self._dense.gates(routed.layer, gates, normed)
+                ahead = planner.evaluations(routed.layer, step.phase)
+                self._dense.gates(routed.layer, ahead.gates, normed)
                 self._hidden = hidden
                 hidden = self._experts(routed, hidden, normed)
             self._dense.head(hidden, step.sequences)

@@ -337,7 +337,7 @@ def wait_for_work_ahead(monkeypatch):
         run(self)
 
     def waiting(self, *arguments):
-        if self._layer_step._coming:
+        if self.layer_step._coming:
             begun.wait(20)
         return layer(self, *arguments)
 
