@@ -275,19 +275,6 @@ def quantiles_around_one(ratios: np.ndarray) -> tuple[float, ...]:
     return tuple(round(float(value), 4) for value in values / mean)
 
 
-def estimated(estimate: Estimate, *, samples: int, source: str, date: str) -> Quantity:
-    """Turn a fitted constant into a profile's number."""
-    return Quantity(
-        value=estimate.value,
-        kind="measured",
-        source=source,
-        samples=samples,
-        spread=estimate.spread,
-        date=date,
-        interval=estimate.interval,
-    )
-
-
 def inverse(estimate: Estimate) -> Estimate:
     """Turn seconds per unit into units per second; the spread is carried over
     relatively.

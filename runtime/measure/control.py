@@ -16,6 +16,7 @@ import numpy as np
 
 from moesim.engine.at_once import carry_out
 from moesim.engine.planner import Planner
+from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.fit_curves import fit_line
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
@@ -107,7 +108,6 @@ def _nothing() -> None:
 
 
 DEFAULT: Final = "greedy"
-_KEYS: Final = ("base_s", "per_expert_s")
 
 _LAYERS: Final = 8
 _EXPERTS: Final = 128
@@ -154,16 +154,12 @@ def measure_planning(
         source = (
             f"the planner with {name} and lru, line through {counts} active experts"
         )
-        measurements.line(f"costs.planning.{name}", _KEYS, line, source)
+        measurements.line(paths.planning(name), line, source)
         if len(by_active) > 2:  # a line meets two points whatever they are
             measurements.report(f"planning-{name}", line.report)
         if name == DEFAULT:
-            measurements.line(
-                "costs.planning.default",
-                _KEYS,
-                line,
-                f"{source}; taken for policies that were not measured",
-            )
+            others = f"{source}; taken for policies that were not measured"
+            measurements.line(paths.planning(paths.DEFAULT_POLICY), line, others)
 
 
 def _by_active(

@@ -19,6 +19,7 @@ import torch
 
 from moesim.base.errors import RuntimeFault
 from moesim.base.files import ScratchFolder
+from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.fit_curves import fit_line
 from moesim.runtime.measure.sampling import event_timer, once_s, pool_bytes, sample
 from moesim.runtime.store.memory import HostSlots
@@ -182,8 +183,7 @@ def _note_activations(
     by_bytes = {
         2 * size: sample(round_trip(size), seconds) for size in ACTIVATION_BYTES
     }
-    keys = ("latency_s", "bytes_per_s")
-    measurements.line("costs.activation", keys, fit_line(by_bytes), source)
+    measurements.line(paths.link(paths.ACTIVATION), fit_line(by_bytes), source)
 
 
 READ_BYTES: Final = (128 * _KIB, 512 * _KIB, 2 * _MIB, 8 * _MIB)

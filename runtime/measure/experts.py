@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from moesim.hwprofiles.calibration.fit_curves import fit_roofline
 from moesim.hwprofiles.schema import ReferenceExpert
@@ -27,6 +26,7 @@ from moesim.runtime.measure.sampling import (
     pool_bytes,
     sample,
 )
+from moesim.runtime.models.dense import DenseSizes, DenseStack
 from moesim.runtime.models.expert_layout import (
     ExpertLayout,
     dtype_name,
@@ -249,81 +249,48 @@ def measure_first_expert(
     )
 
 
-HEAD_DIM: Final = 64
-EXPERTS: Final = 64
-TOP_K: Final = 8
 CONTEXT: Final = 128
+_HEAD_DIM: Final = 64
 
 # Narrow layers are small, and each has six tensors to make.
 _MOST_LAYERS: Final = 1024
 
 
-class DenseLayer(NamedTuple):
-    """Weights [out, in] and keys/values [heads, C, 64] of one layer."""
+class DenseWidth(NamedTuple):
+    """Layers of one hidden size, as runs compute them."""
 
-    qkv: torch.Tensor
-    out: torch.Tensor
-    gate: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    norm: torch.Tensor
+    hidden: int
 
-    @classmethod
-    def of(cls, hidden: int, dtype: torch.dtype, device: torch.device) -> DenseLayer:
-        """Draw one."""
-
-        def draw(*shape: int) -> torch.Tensor:
-            drawn = torch.randn(*shape, device=device)
-            return drawn.mul_(_STANDARD_DEVIATION).to(dtype)
-
-        kv_shape = (hidden // HEAD_DIM, CONTEXT, HEAD_DIM)
-        return cls(
-            qkv=draw(3 * hidden, hidden),
-            out=draw(hidden, hidden),
-            gate=draw(EXPERTS, hidden),
-            keys=draw(*kv_shape),
-            values=draw(*kv_shape),
-            norm=draw(hidden),
+    def sizes(self, layers: int) -> DenseSizes:
+        """So many layers: as many keys as queries, 64 experts, no shared one."""
+        heads = self.hidden // _HEAD_DIM
+        return DenseSizes(
+            hidden=self.hidden,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=_HEAD_DIM,
+            experts=64,
+            top_k=8,
+            layers=layers,
+            shared=0,
+            dense_layers=0,
+            dense_width=0,
+            vocab=0,
         )
-
-    def copy(self) -> DenseLayer:
-        """Return the same layer in other memory."""
-        return DenseLayer(*(tensor.clone() for tensor in self))
 
     @property
     def params(self) -> int:
-        """Weights read once per step."""
-        return int(self.qkv.numel() + self.out.numel() + self.gate.numel())
+        """Weights of one layer, read once per step."""
+        return self.sizes(1).weights
 
-    @property
-    def bytes(self) -> int:
+    def bytes(self, dtype: torch.dtype) -> int:
         """Bytes read once per step: weights, keys and values."""
-        elements = self.params + self.keys.numel() + self.values.numel()
-        return int(elements) * int(self.qkv.itemsize)
+        return (self.params + 2 * self.hidden * CONTEXT) * dtype.itemsize
 
     def flops(self, tokens: int) -> float:
         """Multiply-adds count twice, for weights and for attention over the context."""
-        width = int(self.out.shape[0])
         # Attention has two products with C keys or values of the same width.
-        return 2.0 * self.params * tokens + 4.0 * width * tokens * CONTEXT
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Attend, choose experts, and return the next hidden states [T, H]."""
-        width = self.out.shape[0]
-        normed = functional.rms_norm(hidden, (width,), self.norm)
-        query = functional.linear(normed, self.qkv)[:, :width]
-        queries = query.view(-1, width // HEAD_DIM, HEAD_DIM).transpose(0, 1)
-        attended = functional.scaled_dot_product_attention(
-            queries, self.keys, self.values
-        )
-        rows = attended.transpose(0, 1).reshape(-1, width)
-        joined = hidden + functional.linear(rows, self.out)
-
-        # The choice is computed, since it costs time, and then not used.
-        normed = functional.rms_norm(joined, (width,), self.norm)
-        scores = functional.linear(normed, self.gate)
-        torch.topk(torch.softmax(scores.float(), dim=-1), TOP_K)
-        return joined
+        return 2.0 * self.params * tokens + 4.0 * self.hidden * tokens * CONTEXT
 
 
 def measure_dense(
@@ -357,16 +324,17 @@ def measure_dense(
     moved_bytes: list[float] = []
     flops: list[float] = []
     times: list[np.ndarray] = []
-    for width in widths:
-        first = DenseLayer.of(width, dtype, where)
+    for width in map(DenseWidth, widths):
+        layer_bytes = width.bytes(dtype)
         # Enough layers that the caches hold none of them when its turn comes again.
-        count = max(2, min(_MOST_LAYERS, total_bytes // first.bytes))
-        layers = [first, *(first.copy() for _ in range(count - 1))]
+        count = max(2, min(_MOST_LAYERS, total_bytes // layer_bytes))
+        stack = DenseStack(width.sizes(count), dtype, where)
+        stack.allocate_cache(1, CONTEXT)
         for rows in tokens:
-            hidden = torch.randn(rows, width, device=where).to(dtype)
-            moved_bytes.append(first.bytes)
-            flops.append(first.flops(rows))
-            times.append(sample(_in_turn(layers, hidden), share_s, once=once))
+            moved_bytes.append(layer_bytes)
+            flops.append(width.flops(rows))
+            work = _in_turn(stack, stack.embed(rows))
+            times.append(sample(work, share_s, once=once))
 
     measurements.roofline(
         "dense",
@@ -376,8 +344,7 @@ def measure_dense(
     )
 
 
-def _in_turn(
-    layers: list[DenseLayer], hidden: torch.Tensor
-) -> Callable[[int], torch.Tensor]:
+def _in_turn(stack: DenseStack, hidden: torch.Tensor) -> Callable[[int], object]:
     """Return operation number i: the next layer, round and round."""
-    return lambda index: layers[index % len(layers)].forward(hidden)
+    layers = stack.sizes.layers
+    return lambda index: stack.layer(index % layers, hidden, 1, CONTEXT)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -18,20 +17,20 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 
 from moesim.base.host_limits import available_memory_bytes
+from moesim.hwprofiles import paths
 from moesim.hwprofiles.calibration.estimates import (
-    estimated,
     inverse,
     measured,
     measured_curve,
 )
-from moesim.hwprofiles.calibration.fit_curves import fit_line
+from moesim.hwprofiles.calibration.fit_curves import Entries, fit_line
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
-    from moesim.hwprofiles.calibration.estimates import Estimate, FitReport
+    from moesim.hwprofiles.calibration.estimates import FitReport
     from moesim.hwprofiles.calibration.fit_curves import Line, Roofline
-    from moesim.hwprofiles.schema import Curve, Quantity, ReferenceExpert
+    from moesim.hwprofiles.schema import ReferenceExpert
     from moesim.runtime.accelerators import Accelerator
 
 FEWEST: Final = 7
@@ -171,71 +170,49 @@ def device_pool_bytes(accelerator: Accelerator, experts_bytes: int = 0) -> int:
     return max(pool, 2 * experts_bytes)
 
 
-@dataclass
-class Measurements:
+class Measurements(Entries):
     """Measurements that were made so far.
 
-    Attributes:
+    Args:
         date: of all of it, ISO.
-        numbers: path in the profile -> quantity.
-        curves: path in the profile -> curve.
-        fit: name of a fit -> its errors.
     """
 
-    date: str
-    numbers: dict[str, Quantity] = field(default_factory=dict)
-    curves: dict[str, Curve] = field(default_factory=dict)
-    fit: dict[str, dict[str, float]] = field(default_factory=dict)
+    def __init__(self, date: str) -> None:
+        super().__init__(date, seed=0)
 
     def number(self, path: str, samples: np.ndarray, source: str) -> None:
         """Note repeated measurements of one number."""
         self.numbers[path] = measured(samples, source=source, date=self.date)
 
-    def estimate(
-        self, path: str, estimate: Estimate, samples: int, source: str
-    ) -> None:
-        """Note a fitted constant."""
-        self.numbers[path] = estimated(
-            estimate, samples=samples, source=source, date=self.date
-        )
-
     def report(self, name: str, report: FitReport) -> None:
         """Note how far a fit missed points it had not seen."""
-        self.fit[name] = {
-            key: round(float(value), 6) for key, value in report._asdict().items()
-        }
+        self.fit[name] = {key: round(of, 6) for key, of in report.as_table().items()}
 
     def link(self, name: str, samples: Mapping[int, np.ndarray], source: str) -> None:
         """Note a link: its curve by bytes, its latency and its bandwidth."""
-        line = fit_line(samples)
-        self.curves[f"costs.{name}.points"] = measured_curve(
+        self.curves[paths.points(name)] = measured_curve(
             samples, "bytes", source=source, date=self.date
         )
-        self.line(
-            f"costs.{name}",
-            ("latency_s", "bytes_per_s"),
-            line,
-            f"line through the medians by size: {source}",
-        )
+        line = fit_line(samples)
+        through = f"line through the medians by size: {source}"
+        self.line(paths.link(name), line, through)
         self.report(name, line.report)
 
-    def line(self, path: str, keys: tuple[str, str], line: Line, source: str) -> None:
+    def line(self, constants: Sequence[str], line: Line, source: str) -> None:
         """Note a line's two constants; the second as a rate where its name says
         ``_per_s``.
         """
-        base_key, slope_key = keys
+        base_path, slope_path, *_ = constants
         # A fit gives seconds per byte; a profile holds bytes per second.
-        is_rate = slope_key.endswith("_per_s")
+        is_rate = slope_path.endswith("_per_s")
         slope = inverse(line.slope_s) if is_rate else line.slope_s
         samples = line.report.samples
-        self.estimate(f"{path}.{base_key}", line.base_s, samples, source)
-        self.estimate(f"{path}.{slope_key}", slope, samples, source)
+        self.put(base_path, line.base_s, source, samples=samples)
+        self.put(slope_path, slope, source, samples=samples)
 
     def roofline(self, name: str, fit: Roofline, source: str) -> None:
         """Note a roofline's three constants."""
-        samples = fit.report.samples
-        for key in ("overhead_s", "bytes_per_s", "flops_per_s"):
-            self.estimate(f"costs.{name}.{key}", getattr(fit, key), samples, source)
+        self.put_roofline(name, fit, samples=fit.report.samples, source=source)
         self.report(name, fit.report)
 
     def points(
@@ -246,6 +223,6 @@ class Measurements:
         source: str,
     ) -> None:
         """Note an expert's curve by tokens."""
-        self.curves[f"costs.{name}.points"] = measured_curve(
+        self.curves[paths.points(name)] = measured_curve(
             samples, "tokens", source=source, date=self.date, reference=reference
         )

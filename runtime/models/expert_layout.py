@@ -17,7 +17,7 @@ numbers.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -186,10 +186,6 @@ class ExpertLayout:
             raw = record[spec.offset_bytes : end]
             views.append(raw.view(self.torch_dtype).view(spec.shape))
         return ExpertWeights(*views)
-
-    def to_json(self) -> dict[str, Any]:
-        """Describe as plain values for an index file."""
-        return asdict(self) | {"tensors": [list(spec) for spec in self.tensors]}
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import zlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
@@ -202,7 +203,7 @@ def _write_records(
         plan_digest = digest_of(
             {
                 "model_digest": source.digest,
-                "layouts": [layout.to_json() for layout in layouts],
+                "layouts": [asdict(layout) for layout in layouts],
                 "data_bytes": total_bytes,
             }
         )

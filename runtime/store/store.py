@@ -16,7 +16,7 @@ import hashlib
 import json
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 
@@ -104,19 +104,7 @@ class StoreIndex:
 
     def to_json(self) -> str:
         """Serialise, sealed with a digest; equal stores are equal bytes."""
-        body: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "model": self.model,
-            "model_digest": self.model_digest,
-            "layouts": [layout.to_json() for layout in self.layouts],
-            "layer_layouts": list(self.layer_layouts),
-            "records": [list(row) for row in self.records],
-            "offsets": list(self.offsets),
-            "checksums": list(self.checksums),
-            "data_bytes": self.data_bytes,
-            "distinct": self.distinct,
-        }
+        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return json.dumps(body | {"digest": digest_of(body)}, sort_keys=True) + "\n"
 
     @classmethod

@@ -27,7 +27,7 @@ from moesim.runtime.measure import sampling as pool_size  # noqa: E402
 from moesim.runtime.measure.control import measure_dispatch  # noqa: E402
 from moesim.runtime.measure.copies import copying, written  # noqa: E402
 from moesim.runtime.measure.experts import (  # noqa: E402
-    DenseLayer,
+    DenseWidth,
     ExpertPool,
     Size,
 )
@@ -39,6 +39,7 @@ from moesim.runtime.measure.sampling import (  # noqa: E402
     pool_bytes,
     sample,
 )
+from moesim.runtime.models.dense import DenseStack  # noqa: E402
 from moesim.runtime.store.sources import DirectFile  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -249,12 +250,16 @@ def test_sampling_counts_only_what_follows_the_warm_up():
 
 
 def test_a_dense_layer_counts_its_bytes_and_flops():
-    """H 128: 4 H H + 64 H weights; 2 heads x 128 keys x 64 twice; float32."""
-    layer = DenseLayer.of(128, torch.float32, torch.device("cpu"))
-    assert layer.params == 4 * 128 * 128 + 64 * 128
-    assert layer.bytes == 4 * (layer.params + 2 * 128 * 128)
-    assert layer.flops(3) == 2 * 3 * layer.params + 4 * 3 * 128 * 128
-    assert layer.forward(torch.ones(3, 128)).shape == (3, 128)
+    """H 128: 4 H H + 64 H weights; 2 heads x 128 keys x 64 twice; float32. The layer that
+    is computed has as many.
+    """
+    width = DenseWidth(128)
+    assert width.params == 4 * 128 * 128 + 64 * 128
+    assert width.bytes(torch.float32) == 4 * (width.params + 2 * 128 * 128)
+    assert width.flops(3) == 2 * 3 * width.params + 4 * 3 * 128 * 128
+    stack = DenseStack(width.sizes(3), torch.float32, torch.device("cpu"))
+    stack.allocate_cache(1, 128)
+    assert stack.bytes + stack.kv_cache_bytes == 3 * width.bytes(torch.float32)
 
 
 def test_a_memory_file_system_is_said_and_not_measured(tmp_path, monkeypatch):
