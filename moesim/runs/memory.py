@@ -9,7 +9,7 @@ studies policies and advises nobody.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def plan_memory(
     artefacts: Mapping[str, Any] | None = None,
     *,
     kv_bytes: int = 0,
-    hits_by_slots: np.ndarray | None = None,
+    curves: SlotCurves | None = None,
 ) -> MemoryPlan:
     """Turn options into sizes.
 
@@ -70,8 +70,8 @@ def plan_memory(
             `moesim.policies.cache._slot_shares`.
         kv_bytes: keys and values that the GPU holds, where no size of its
             cache is stated.
-        hits_by_slots: int64 [L, E + 1], of a calibration trace, which divide the slots
-            among the layers; None where the user has not asked for that.
+        curves: of a calibration trace, which divide the slots among the layers; None
+            where the user has not asked for that.
 
     Raises:
         PolicyError: contradicting options, no room to stage even one expert, or a
@@ -88,7 +88,7 @@ def plan_memory(
     # Staging comes first, as it is taken from the same memory.
     staging = _staging(options, shape, profile, system)
     scope = options.cache_scope or system.scope or PER_LAYER
-    if hits_by_slots is not None:
+    if curves is not None:
         scope = PER_LAYER
     ratio = options.cache_ratio
     total_bytes = None
@@ -107,9 +107,9 @@ def plan_memory(
     )
     if scope == PER_LAYER:
         slots = _division(gpu, shape, system, artefacts or {}, ratio)
-        if hits_by_slots is not None:
+        if curves is not None:
             cards = sharing_cards(options.gpu_split, profile.gpus)
-            slots = _division_by_curves(gpu, shape, cards, hits_by_slots)
+            slots = _division_by_curves(gpu, shape, cards, curves)
         gpu = _divided(gpu, shape, slots)
     if scope == GLOBAL:
         gpu = _of_one_card(gpu, shape, sharing_cards(options.gpu_split, profile.gpus))
@@ -361,20 +361,45 @@ def _division(
     return _in_bytes(slots, expert_bytes, shape.experts, budget)
 
 
+class SlotCurves(NamedTuple):
+    """Hits of each layer in a calibration trace by its slots, int64 [L, E + 1].
+
+    Attributes:
+        whole: of all of it, which divide the slots.
+        tested: of its halves, one to divide and the other to judge, and the reverse.
+    """
+
+    whole: np.ndarray
+    tested: tuple[tuple[np.ndarray, np.ndarray], ...]
+
+
 def _division_by_curves(
-    size: CacheSize, shape: ModelShape, cards: int, hits_by_slots: np.ndarray
+    size: CacheSize, shape: ModelShape, cards: int, curves: SlotCurves
 ) -> np.ndarray:
-    """Divide the slots of each card among its layers by their hits, int64 [L]."""
+    """Divide the slots of each card among its layers by their hits, int64 [L]; equally
+    where what one half of the calibration trace divides gains nothing in the other.
+    """
     expert_bytes = np.asarray(shape.expert_bytes, np.int64)
     card_of = np.arange(shape.layers) * cards // shape.layers
-    slots = np.zeros(shape.layers, np.int64)
+    slots = np.minimum(size.slots, shape.experts)
     for card in range(cards):
-        mine = card_of == card
-        card_bytes = int(size.pool_bytes[mine].sum())
-        shares = by_curves(hits_by_slots[mine], expert_bytes[mine], card_bytes)
-        # What brings no hits goes to whoever has least.
-        slots[mine] = _in_bytes(shares, expert_bytes[mine], shape.experts, card_bytes)
+        mine = np.flatnonzero(card_of == card)
+        place = expert_bytes[mine], shape.experts, int(size.pool_bytes[mine].sum())
+        gains = [
+            judging[mine, _by_hits(dividing[mine], *place)] - judging[mine, slots[mine]]
+            for dividing, judging in curves.tested
+        ]
+        if all(gain.sum() > 0 for gain in gains):
+            slots[mine] = _by_hits(curves.whole[mine], *place)
     return slots
+
+
+def _by_hits(
+    hits: np.ndarray, expert_bytes: np.ndarray, experts: int, total_bytes: int
+) -> np.ndarray:
+    """Slots of some layers by hits; what brings none goes to whoever has least."""
+    shares = by_curves(hits, expert_bytes, total_bytes)
+    return _in_bytes(shares, expert_bytes, experts, total_bytes)
 
 
 def _divided(size: CacheSize, shape: ModelShape, slots: np.ndarray | None) -> CacheSize:

@@ -30,6 +30,7 @@ from moesim.policies.sizes import PER_LAYER
 from moesim.runs.memory import (
     BY_CURVE,
     HOST_ACCELERATOR,
+    SlotCurves,
     card_bill,
     card_budget_bytes,
     kept_bytes,
@@ -150,10 +151,10 @@ class Setup:
             self.system,
             artefacts,
             kv_bytes=self.kv_bytes,
-            hits_by_slots=self._hits_by_slots(),
+            curves=self._slot_curves(),
         )
 
-    def _hits_by_slots(self) -> np.ndarray | None:
+    def _slot_curves(self) -> SlotCurves | None:
         """What divides slots among layers, where the user asks for it.
 
         Raises:
@@ -167,7 +168,7 @@ class Setup:
                 "--cache-scope by-curve: expected a calibration trace, whose hits"
                 " divide the slots among the layers; add --warm TRACE"
             )
-        return hits_by_slots(config, self.shape, fixed=self.system.keeps_residents)
+        return slot_curves(config, self.shape, fixed=self.system.keeps_residents)
 
     @property
     def cache(self) -> CacheSize:
@@ -587,9 +588,9 @@ def _calibration(warm: str | Path | Trace, expected: ModelShape, where: str) -> 
     return calibration
 
 
-def hits_by_slots(config: RunConfig, shape: ModelShape, *, fixed: bool) -> np.ndarray:
-    """Count the hits that each layer has in the calibration trace of a run, by its
-    slots: int64 [L, E + 1].
+def slot_curves(config: RunConfig, shape: ModelShape, *, fixed: bool) -> SlotCurves:
+    """Count the hits that each layer has in the calibration trace of a run, and in its
+    halves, by its slots.
 
     Args:
         config: of the run.
@@ -602,14 +603,40 @@ def hits_by_slots(config: RunConfig, shape: ModelShape, *, fixed: bool) -> np.nd
     """
     assert config.warm is not None
     calibration = _calibration(config.warm, shape, f"{shape.name} has")
-    if fixed:
-        counts = activation_counts(calibration)
-        most_used_first = -np.sort(-counts, axis=1)
-        return np.pad(most_used_first.cumsum(axis=1), ((0, 0), (1, 0)))
-    curves = CurveAggregator(calibration.shape, names=["lru"])
+    passes = 0
     for block in layer_steps(calibration, batch=config.batch):
-        curves.add(block)
-    return curves.end().hits("lru")
+        passes = 1 + int(block.step[-1])
+    half = max(1, passes // 2)
+
+    if fixed:
+        whole = activation_counts(calibration)
+        first = np.zeros_like(whole)
+        for block in layer_steps(calibration, batch=config.batch, steps=half):
+            layer = np.repeat(block.layer, np.diff(block.edges))
+            np.add.at(first, (layer, block.experts), block.tokens)
+
+        def curve(uses: np.ndarray, ranked_by: np.ndarray) -> np.ndarray:
+            most_used_first = np.argsort(-ranked_by, axis=1, kind="stable")
+            ranked = np.take_along_axis(uses, most_used_first, axis=1)
+            return np.pad(ranked.cumsum(axis=1), ((0, 0), (1, 0)))
+
+        last = whole - first
+        tested = tuple(
+            (curve(one, one), curve(other, one))
+            for one, other in ((first, last), (last, first))
+        )
+        return SlotCurves(curve(whole, whole), tested)
+
+    def hits(steps: int) -> np.ndarray:
+        curves = CurveAggregator(calibration.shape, names=["lru"])
+        for block in layer_steps(calibration, batch=config.batch, steps=steps):
+            curves.add(block)
+        return curves.end().hits("lru")
+
+    all_hits = hits(passes)
+    first_hits = hits(half)
+    last_hits = all_hits - first_hits
+    return SlotCurves(all_hits, ((first_hits, last_hits), (last_hits, first_hits)))
 
 
 SUFFIXES = (".npy", ".npz", ".safetensors")

@@ -48,8 +48,8 @@ def test_a_step_in_a_curve_is_worth_what_all_of_it_brings():
     assert by_curves(hits - hits.mean(0) + hits, np.array([1, 1]), 2).tolist() == [2, 0]
 
 
-ROUTING = [[[0], [t % 2], [t % 4]] for t in range(16)]
-"""One expert of the first layer is used, two of the second, four of the third."""
+ROUTING = [[[0], [t % 2], [t % 3]] for t in range(16)]
+"""One expert of the first layer is used, two of the second, three of the third."""
 
 
 def slots(tmp_path, *, gpus=1, **options):
@@ -63,6 +63,24 @@ def test_all_layers_together_have_the_memory_of_equal_slots(tmp_path):
     # One slot and two bring all hits of the first layers.
     assert slots(tmp_path, slots_per_layer=2, **BY_CURVE) == [1, 2, 3]
     assert slots(tmp_path, cache_ratio=1.0, **BY_CURVE) == [4, 4, 4]
+
+
+def test_what_the_other_half_does_not_confirm_divides_nothing(tmp_path):
+    """In one half of the calibration the first layer uses one expert and the last three,
+    in the other half it is the other way round.
+    """
+    turned = [step[::-1] for step in ROUTING]
+    for routing, expected in (
+        (ROUTING + ROUTING, [1, 2, 3]),
+        (ROUTING + turned, [2, 2, 2]),
+    ):
+        trace = hand_trace(tmp_path / "t.parquet", routing, experts=4)
+        for cache in ("lru", "static"):
+            config = RunConfig.of(
+                trace, "greedy", cache=cache, warm=trace, slots_per_layer=2, **BY_CURVE
+            )
+            setup = Setup.of(config, trace, profile=machine())
+            assert setup.memory.gpu.slots.tolist() == expected
 
 
 def test_each_card_divides_its_own_memory(tmp_path):
@@ -100,15 +118,16 @@ def test_without_a_calibration_it_is_refused(tmp_path):
 @pytest.mark.skipif(not SHARED_TRACES.exists(), reason="needs ../shared/traces")
 def test_six_recorded_traces_lose_no_more_than_noise(tmp_path):
     """Half of the experts cached; each trace is judged on the part that did not divide
-    the slots.
+    the slots, then on the other.
     """
     gains = []
     for model, file in TRACES.items():
         whole = tmp_path / f"{file}.parquet"
         source = SHARED_TRACES / f"{file}.parquet"
         import_trace(source, whole, shape=model_shape(model))
-        calibration, judged = halves(moesim.open_trace(whole), tmp_path)
-        cell = gain_of(judged, calibration, "lru", 0.5)
-        assert cell.gain >= -cell.noise, (model, cell)
-        gains.append(cell.gain)
+        parts = halves(moesim.open_trace(whole), tmp_path)
+        for calibration, judged in (parts, parts[::-1]):
+            cell = gain_of(judged, calibration, "lru", 0.5)
+            assert cell.gain >= -cell.noise, (model, cell)
+            gains.append(cell.gain)
     assert np.mean(gains) > 0.2
