@@ -365,11 +365,11 @@ class SlotCurves(NamedTuple):
     """Hits of each layer in a calibration trace by its slots, int64 [L, E + 1].
 
     Attributes:
-        whole: of all of it, which divide the slots.
+        all_passes: which divide the slots.
         tested: of its halves, one to divide and the other to judge, and the reverse.
     """
 
-    whole: np.ndarray
+    all_passes: np.ndarray
     tested: tuple[tuple[np.ndarray, np.ndarray], ...]
 
 
@@ -390,7 +390,7 @@ def _division_by_curves(
             for dividing, judging in curves.tested
         ]
         if all(gain.sum() > 0 for gain in gains):
-            slots[mine] = _by_hits(curves.whole[mine], *place)
+            slots[mine] = _by_hits(curves.all_passes[mine], *place)
     return slots
 
 

@@ -609,8 +609,8 @@ def slot_curves(config: RunConfig, shape: ModelShape, *, fixed: bool) -> SlotCur
     half = max(1, passes // 2)
 
     if fixed:
-        whole = activation_counts(calibration)
-        first = np.zeros_like(whole)
+        uses_in_all = activation_counts(calibration)
+        first = np.zeros_like(uses_in_all)
         for block in layer_steps(calibration, batch=config.batch, steps=half):
             layer = np.repeat(block.layer, np.diff(block.edges))
             np.add.at(first, (layer, block.experts), block.tokens)
@@ -620,12 +620,12 @@ def slot_curves(config: RunConfig, shape: ModelShape, *, fixed: bool) -> SlotCur
             ranked = np.take_along_axis(uses, most_used_first, axis=1)
             return np.pad(ranked.cumsum(axis=1), ((0, 0), (1, 0)))
 
-        last = whole - first
+        last = uses_in_all - first
         tested = tuple(
-            (curve(one, one), curve(other, one))
-            for one, other in ((first, last), (last, first))
+            (curve(dividing, dividing), curve(judging, dividing))
+            for dividing, judging in ((first, last), (last, first))
         )
-        return SlotCurves(curve(whole, whole), tested)
+        return SlotCurves(curve(uses_in_all, uses_in_all), tested)
 
     def hits(steps: int) -> np.ndarray:
         curves = CurveAggregator(calibration.shape, names=["lru"])

@@ -90,10 +90,10 @@ def load_decision_log(path: Path) -> tuple[list[Entry], list[RoutedStep] | None]
     for (step, layer), named in by_layer.items():
         routing = named.get("routing")
         if routing is None or routing.ndim != 2 or routing.dtype != np.uint16:
-            found = "none" if routing is None else f"{routing.dtype} {routing.shape}"
+            content = "none" if routing is None else f"{routing.dtype} {routing.shape}"
             raise StoreError(
                 f"{path}: step {step}, layer {layer}: routing: expected experts by"
-                f" token, uint16, found {found}; run it again"
+                f" token, uint16, found {content}; run it again"
             )
     steps = []
     for numbers_of_pass in passes:
