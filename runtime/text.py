@@ -212,19 +212,30 @@ _BATCH_ROWS: Final = 64
 _LONGEST_CELL: Final = 1 << 27
 
 
-def read_prompts(path: Path | str) -> list[str]:
-    """Read prompts from a text file.
+def read_prompts(
+    path: Path | str, column: str | None = None, limit: int | None = None
+) -> list[str]:
+    """Read prompts from a text file, or from a data set (see `read_dataset`).
 
-    Blank lines separate prompts; in a file without blank lines between texts, every
-    line is a prompt. In a `.jsonl` file every line is a JSON string, or an object with
-    a column of `COLUMNS`: for prompts that hold blank lines.
+    Blank lines separate prompts of a text; in a file without blank lines between texts,
+    every line is a prompt.
+
+    Args:
+        path: the file.
+        column: of a data set; texts have none.
+        limit: take the first so many prompts.
 
     Raises:
-        TraceError: no such file, not UTF-8, or no prompt in it.
+        TraceError: no such file, not UTF-8, no prompt in it, or a column of a text.
     """
     file = Path(path)
-    if file.suffix == ".jsonl":
-        return read_dataset(file)
+    if file.suffix in _READERS:
+        return read_dataset(file, column, limit)
+    if column is not None:
+        raise TraceError(
+            f"{file}: expected a data set ({', '.join(_READERS)}), which has the column"
+            f" {column!r}, found a text"
+        )
     try:
         text = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
@@ -237,7 +248,8 @@ def read_prompts(path: Path | str) -> list[str]:
         raise TraceError(
             f"{file}: expected prompts, found an empty file; write one prompt per line"
         )
-    return blocks[0] if len(blocks) == 1 else ["\n".join(block) for block in blocks]
+    texts = ["\n".join(block) for block in blocks] if blocks[1:] else blocks[0]
+    return texts[:limit]
 
 
 def read_dataset(

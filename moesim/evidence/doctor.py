@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import tempfile
 import textwrap
 import time
@@ -81,7 +80,7 @@ class Diagnosis:
         return [*lines, f"verdict: {self.verdict}"]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, for `--json` and `--report`."""
+        """As plain values, for `--json`."""
         return {
             "moesim": __version__,
             "date": dt.datetime.now(tz=dt.UTC).isoformat(timespec="seconds"),
@@ -89,14 +88,6 @@ class Diagnosis:
             "verdict": self.verdict,
             "checks": [check.to_json() for check in self.checks],
         }
-
-    def write(self, path: Path) -> None:
-        """Write a report to attach to a message."""
-        from moesim.base.files import written_beside  # noqa: PLC0415 - pandas
-
-        with written_beside(path) as part:
-            text = json.dumps(self.to_json(), indent=2)
-            part.write_text(text + "\n", encoding="utf-8")
 
 
 def diagnose(
@@ -178,7 +169,7 @@ def _existing(folder: Path) -> Path:
 # Checks by real runs of what ships: answers, plans, copies beside products.
 
 PROMPT: Final = "import os\nimport sys\n\ndef main():\n"
-REPORT: Final = "report it with `moesim doctor --report FILE` and the file"
+REPORT: Final = "report it with the output of `moesim doctor --json`"
 """The way out of what should not be."""
 
 

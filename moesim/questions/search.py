@@ -1,11 +1,9 @@
 """Search where a grid is too large: Optuna proposes runs, a sweep carries them out.
 
 Proposals come in rounds of a fixed size, so a search finds the same whatever the number
-of processes. Successive halving replays every proposal of a round for a few steps only,
-and the better ones for more.
+of processes.
 
-Source: Akiba et al., *Optuna*; Jamieson & Talwalkar, *Non-stochastic best arm
-identification* (successive halving).
+Source: Akiba et al., *Optuna*.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import json
 import math
 import time
 from dataclasses import fields
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.options import ConfigError, option_of
@@ -25,11 +22,9 @@ from moesim.policies.registry import find
 from moesim.questions.ranked import axis_head, axis_value
 from moesim.reporting.answers import Answer, Column, Listing, column
 from moesim.runs.config import RunConfig, takes_options
-from moesim.runs.setup import trace_of
-from moesim.runs.sweeps.plan import planned, split_options
+from moesim.runs.sweeps.plan import Plan, planned, split_options
 from moesim.runs.sweeps.rows import directions
 from moesim.runs.sweeps.sweep import bases_of, run_sweep
-from moesim.traces.format.batch import compose
 from moesim.traces.timeline.metrics import LARGER
 
 if TYPE_CHECKING:
@@ -42,12 +37,6 @@ if TYPE_CHECKING:
 
 ROUND = 12
 """Proposals that are made before any of them is judged."""
-
-KEPT = 3
-"""One in so many proposals of a round goes on to a longer replay."""
-
-RUNGS = 3
-"""Lengths of replays under successive halving; each is `KEPT` times the one before."""
 
 MOST_SHOWN = 12
 """Proposals that an answer shows; the frame has all of them."""
@@ -63,7 +52,6 @@ def search(
     over: Mapping[str, tuple[float, float]] | None = None,
     objectives: str | Sequence[str] = "tpot_s",
     trials: int = 60,
-    halving: bool = False,
     minutes: float | None = None,
     store: str | Path | None = None,
     jobs: int | None = None,
@@ -88,8 +76,6 @@ def search(
         objectives: metrics; with several the answer is a Pareto front. Which way is
             better stands with each metric (`moesim.traces.timeline.metrics`).
         trials: runs that are proposed.
-        halving: replay proposals for a ninth and a third of the steps first, and only
-            the best third of them longer; for one objective.
         minutes: after which no round of proposals is begun; with a store, whose runs
             are not made again, the next call goes on.
         store: as `moesim.sweep` takes it.
@@ -100,7 +86,7 @@ def search(
         options: fields of `moesim.runs.config.RunConfig`, each a value or a list.
 
     Returns:
-        One row for each proposal that was replayed in full, the best first: what was
+        One row for each proposal that could be replayed, the best first: what was
         chosen, the objectives, ``best`` (on the Pareto front), and the digest; in
         ``attrs["left_out"]`` how many proposals were not made.
 
@@ -113,7 +99,7 @@ def search(
     import pandas as pd  # noqa: PLC0415 - half a second
 
     names = [objectives] if isinstance(objectives, str) else list(objectives)
-    _check_objectives(names, halving=halving)
+    _check_objectives(names)
     if policies is not None:
         listed = split_policies(policies) if isinstance(policies, str) else policies
         options["policy"] = listed
@@ -131,21 +117,22 @@ def search(
         sampler=optuna.samplers.TPESampler(seed=search_seed),
     )
     places = {"store": store, "jobs": jobs, "cluster": cluster}
-    rounds = _Rounds(study, partial(_proposal, base, axes, ranges), names, places)
-    shorter = _shorter(base) if halving else []
     end_s = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
     done = 0
+    refusal = None
     # One round in any case: without it there is nothing to answer.
     while done < trials and (not done or time.monotonic() < end_s):
         count = min(ROUND, trials - done)
-        rounds.run(count, shorter)
+        asked = [study.ask() for _ in range(count)]
+        proposals = [(trial, _proposal(base, axes, ranges, trial)) for trial in asked]
+        refusal = _judge(study, proposals, names, places) or refusal
         done += count
         if progress is not None:
             progress(done / trials)
 
     completed = study.get_trials(states=[optuna.trial.TrialState.COMPLETE])
     if not completed:
-        raise PolicyError(rounds.refusal or "search: no run was possible")
+        raise PolicyError(refusal or "search: no run was possible")
     unbeaten = {trial.number for trial in study.best_trials}
     rows = [
         {name: values[trial.params[name]] for name, values in axes.items()}
@@ -166,114 +153,58 @@ def search(
     return frame
 
 
-class _Rounds:
-    """Rounds of proposals; what comes of them is in the study.
+def _judge(
+    study: Any,
+    proposals: Sequence[tuple[Any, RunConfig]],
+    objectives: Sequence[str],
+    places: Mapping[str, Any],
+) -> str | None:
+    """Replay proposals, and tell the sampler of Optuna.
 
     Args:
-        study: of Optuna.
-        propose: makes a configuration of what a trial chooses.
+        study: that made them.
+        proposals: trials, with what each chose.
         objectives: metrics.
         places: where runs happen, as `run_sweep` takes it.
 
-    Attributes:
-        refusal: why the last impossible proposal was.
+    Returns:
+        Why one of them was impossible; None if none was.
     """
-
-    def __init__(
-        self,
-        study: Any,
-        propose: Callable[[Any], RunConfig],
-        objectives: Sequence[str],
-        places: Mapping[str, Any],
-    ) -> None:
-        self._study = study
-        self._propose = propose
-        self._objectives = objectives
-        self._places = places
-        self.refusal: str | None = None
-
-    def run(self, count: int, shorter: Sequence[int]) -> None:
-        """Propose, replay, and tell the sampler.
-
-        Args:
-            count: of proposals.
-            shorter: forward passes of replays after each of which a third is kept.
-        """
-        trials = [self._study.ask() for _ in range(count)]
-        proposals = [(trial, self._propose(trial)) for trial in trials]
-        for steps in shorter:
-            proposals = self._better_third(proposals, steps)
-        for trial, _, row in self._replayed(proposals):
-            trial.set_user_attr("digest", row["digest"])
-            self._study.tell(trial, [row[name] for name in self._objectives])
-
-    def _better_third(self, proposals: list[Any], steps: int) -> list[Any]:
-        """Those that are worth a longer replay; the sampler learns of the others."""
-        (objective,) = self._objectives
-        short = [(trial, config.replaced(steps=steps)) for trial, config in proposals]
-        judged = self._replayed(short)
-        for trial, _, row in judged:
-            trial.report(row[objective], steps)
-        # A stable sort keeps equals in the order of their proposal.
-        sign = -1 if _is_maximised(objective) else 1
-        judged.sort(key=lambda each: sign * each[2][objective])
-        kept = -(-len(judged) // KEPT)  # rounded up
-        for trial, _, _ in judged[kept:]:
-            self._study.tell(trial, state=_state("PRUNED"))
-        configs = dict(proposals)
-        return [(trial, configs[trial]) for trial, _, _ in judged[:kept]]
-
-    def _replayed(self, proposals: list[Any]) -> list[Any]:
-        """Each proposal with the row of its run; one that cannot be has failed."""
-        plans: dict[Any, str] = {}
-        possible = []
-        for trial, config in proposals:
-            try:
-                (point,) = planned([config]).points
-            except PolicyError as error:
-                self.refusal = str(error)
-            else:
-                plans[trial] = point.digest
-                possible.append(config)
-        rows: dict[str, Any] = {}
-        try:
-            swept = run_sweep(planned(possible), **self._places)
-        except PolicyError as error:
-            # Not even one of them can be.
-            self.refusal = str(error)
-        else:
-            columns = ["digest", *self._objectives]
-            table = swept.table.select(columns)
-            rows = {row["digest"]: row for row in table.to_pylist()}
-
-        judged = []
-        for trial, config in proposals:
-            row = rows.get(plans.get(trial, ""))
-            if row is None or None in row.values():
-                self._study.tell(trial, state=_state("FAIL"))
-            else:
-                judged.append((trial, config, row))
-        return judged
-
-
-def _shorter(config: RunConfig) -> list[int]:
-    """Forward passes of the replays before the full one, the fewest first."""
-    walk = compose(trace_of(config), batch=config.batch, steps=config.steps)
-    full = sum(1 for _ in walk)
-    return [max(1, full // KEPT**rung) for rung in reversed(range(1, RUNGS))]
-
-
-def _state(name: str) -> Any:
     from optuna.trial import TrialState  # noqa: PLC0415 - an extra
 
-    return TrialState[name]
+    refusal = None
+    plans: dict[Any, Plan] = {}
+    for trial, config in proposals:
+        try:
+            plans[trial] = planned([config])
+        except PolicyError as error:
+            refusal = str(error)
+    # Two may be one run.
+    points = {plan.points[0].digest: plan.points[0] for plan in plans.values()}
+    together = Plan(list(points.values()), [], sum(p.rows for p in plans.values()))
+    rows: dict[str, Any] = {}
+    try:
+        table = run_sweep(together, **places).table.select(["digest", *objectives])
+        rows = {row["digest"]: row for row in table.to_pylist()}
+    except PolicyError as error:
+        # Not even one of them can be.
+        refusal = str(error)
+
+    for trial, _ in proposals:
+        row = rows.get(plans[trial].points[0].digest) if trial in plans else None
+        if row is None or None in row.values():
+            study.tell(trial, state=TrialState.FAIL)
+        else:
+            trial.set_user_attr("digest", row["digest"])
+            study.tell(trial, [row[name] for name in objectives])
+    return refusal
 
 
 def _is_maximised(metric: str) -> bool:
     return directions()[metric] == LARGER
 
 
-def _check_objectives(names: Sequence[str], *, halving: bool) -> None:
+def _check_objectives(names: Sequence[str]) -> None:
     known = directions()
     for name in names:
         if name not in known:
@@ -281,11 +212,6 @@ def _check_objectives(names: Sequence[str], *, halving: bool) -> None:
                 f"objective: unknown metric {name!r}{did_you_mean(name, known)}; known:"
                 f" {', '.join(known)}"
             )
-    if halving and len(names) > 1:
-        raise ConfigError(
-            "halving: expected one objective to judge short replays by, got"
-            f" {len(names)}; drop it, or the others"
-        )
 
 
 def _check_choices(
@@ -391,9 +317,7 @@ def search_answer(proposals: pd.DataFrame, objectives: Sequence[str]) -> Answer:
     for name in chosen:
         table[name] = [axis_value(name, value) for value in table[name].astype(object)]
         table[name] = table[name].replace("default", "-")
-    notes = [
-        f"nothing beats {best} of {len(proposals)} runs that were replayed in full"
-    ]
+    notes = [f"nothing beats {best} of {len(proposals)} runs that were replayed"]
     if left_out := proposals.attrs.get("left_out"):
         notes.append(f"left out: {left_out} proposals that did not fit the time")
     columns = [*(Column(name, axis_head(name)) for name in chosen)]

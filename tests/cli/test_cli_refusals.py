@@ -21,6 +21,7 @@ def material(tmp_path_factory):
     whole = write_small_trace(folder / "t.parquet").read_bytes()
     (folder / "cut.parquet").write_bytes(whole[: len(whole) // 2])
     (folder / "text.parquet").write_text("not a trace\n")
+    (folder / "p.txt").write_text("a prompt\n")
     (folder / "empty").write_bytes(b"")
     (folder / "half.toml").write_text("x = [")
     (folder / "other.toml").write_text("name = 'a'\n")
@@ -57,10 +58,10 @@ replay @t.parquet --hw @binary                            | binary
 gap @t.parquet --policy greedy --host-cache nope          | unknown cache policy 'nope'
 run @t.parquet --temperature 1                            | --temperature; expected --model
 run @t.parquet --verify                                   | --verify; expected --model
-run --model tiny --prompts @text.parquet --steps 4         | --steps; expected none beside --model
+run --model tiny --prompts @p.txt --steps 4         | --steps; expected none beside --model
 run --model tiny --prompts @none                           | none: ; found: No such file
 run --model tiny --prompts @none.jsonl                     | none.jsonl: ; found: No such file
-run --model tiny --prompts @text.parquet --residual @none  | --residual; no such file
+run --model tiny --prompts @p.txt --residual @none  | --residual; no such file
 replay @t.parquet --hw @folder                            | folder
 replay @t.parquet --cache-ratio 1.1                       | --cache-ratio
 replay @t.parquet --cache-ratio nan                       | --cache-ratio
@@ -106,7 +107,7 @@ trace synth @t.parquet --tokens 9 --like @t.parquet       | t.parquet; would rep
 hits @t.parquet --table @t.parquet                        | t.parquet; would replace what is read
 results @ --table @t.parquet                              | t.parquet; would replace what is read
 record x.parquet --prompts @absent.txt                     | absent.txt
-record x.parquet --prompts @text.parquet --model @folder   | config.json
+record x.parquet --prompts @p.txt --model @folder   | config.json
 record @binary --prompts @binary                    | binary; would replace what is read
 record --prompts @empty --model @ --calibration @binary | binary; would replace what is read
 hits @t.parquet --cache lru,nope --png x.png             | nope
@@ -142,11 +143,11 @@ trace import @binary x.parquet --shape olmoe-1b-7b        | binary
 trace import @binary x.parquet --shape layers=1,experts=2,top_k=1,expert_bytes=1KiB --quant q4_k_m | --quant; which says the bytes already
 trace import @binary x.parquet --shape olmoe-1b-7b --option batch | --option; NAME=VALUE
 trace import @empty x.parquet --shape olmoe-1b-7b         | empty
-record                                                    | --prompts; --dataset-file
+record                                                    | --prompts; expected a file
 record --prompts @none.txt --host-memory 1GiB             | --host-memory; --store
-record --prompts @t.parquet --split both                  | calibration or evaluation
-record --prompts @t.parquet --column x                    | --column; --dataset-file
-record --prompts @t.parquet --device nope                 | --device; nope
+record --prompts @p.txt --split both                  | calibration or evaluation
+record --prompts @p.txt --column x                    | a text; x
+record --prompts @p.txt --device nope                 | --device; nope
 quality --dtype nope                                      | --dtype; nope
 quality --residual @none                                  | none
 calibrate --shape olmoe-1b-7b/4                          | two sizes

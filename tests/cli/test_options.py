@@ -87,7 +87,7 @@ def test_a_name_has_one_kind_of_value_everywhere():
 
 def test_every_path_is_read_or_written_or_a_place_to_work_in():
     """What is declared is protected: no result replaces it."""
-    to_work_in = {"--store", "--disk", "--learn"}
+    to_work_in = {"--store", "--disk"}
     for flag, by_command in [*declared().items(), *declared(arguments=True).items()]:
         for words, field in by_command.items():
             stated = option_of(field)

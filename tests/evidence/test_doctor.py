@@ -163,7 +163,7 @@ def test_no_check_can_end_the_others():
 
     (one,) = doctor._checked("lanes", broken)
     assert one.finding.outcome == "ZeroDivisionError: by zero"
-    assert "--report" in one.finding.way_out
+    assert "--json" in one.finding.way_out
 
 
 def test_on_one_core_nothing_is_said_to_overlap(monkeypatch):
@@ -204,13 +204,14 @@ def test_a_report_is_complete_and_the_code_says_whether_something_fails(
         return doctor.Diagnosis({"torch": "2"}, made)
 
     monkeypatch.setattr(doctor, "diagnose", diagnosis)
-    place = tmp_path / "report.json"
-    words = ["doctor", "--disk", str(tmp_path), "--report", str(place)]
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 1
-    assert "FAILS    broken" in capsys.readouterr().out
-    report = json.loads(place.read_text())
+    words = ["doctor", "--disk", str(tmp_path)]
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, *more])
+        assert ended.value.code == 1
+        printed = capsys.readouterr().out
+        assert more or "FAILS    broken" in printed
+    report = json.loads(printed)
     assert [one["check"] for one in report["checks"]] == ["torch", "disk"]
     assert report["verdict"] == "disk: does not work here; mend it"
     del checks["disk"]

@@ -211,9 +211,9 @@ def real_run(command, tmp_path, *more):
         write_trace(trace, SMALL, ((4, 14), (4, 14)))
         save_profile(host_profile(), tmp_path / "machine.toml")
     words = ["run", trace, "--dtype", "float32", "--cache-ratio", 0.3, *more]
-    if "--hw" not in more and "again" not in more:
+    if "--hw" not in more:
         words += ["--hw", tmp_path / "machine.toml"]
-    return command(*[word for word in words if word != "again"])
+    return command(*words)
 
 
 def test_a_profile_is_learned_from_a_real_run_and_improved_as_others_are_made(
@@ -231,7 +231,9 @@ def test_a_profile_is_learned_from_a_real_run_and_improved_as_others_are_made(
     assert first.kind == "measured"
     assert first.fit["predictions"]["samples"] == 1
 
-    code, out, err = real_run(command, tmp_path, "again", "--learn", place, "--force")
+    second = tmp_path / "second"
+    assert real_run(command, tmp_path, "--hw", place, "--out", second)[0] == 0
+    code, out, err = command("calibrate", place, "--from", second, "--force")
     assert code == 0, err
     assert f"wrote {place}" in out
     second = load_profile(place)
@@ -250,18 +252,11 @@ def test_what_cannot_be_trusted_is_refused_in_a_line(command, tmp_path, monkeypa
     assert refused(told, "learned.toml: not written", "others were busy", "--force")
     assert not place.exists()
 
-    code, out, err = real_run(command, tmp_path, "--learn", place)
-    assert (code, err.count("\n")) == (2, 1)
-    assert "tokens/s" in out
-    assert "--force" in err
-    assert not place.exists()
-
 
 def test_words_that_do_not_go_together_are_refused(command, tmp_path):
     assert command("calibrate", "--from")[0] == 2
     assert command("calibrate", tmp_path)[0] == 2
     both = command("calibrate", "--from", tmp_path, "--quick")
     assert refused(both, "--quick: expected none beside --from")
-    assert command("run", "tiny", "--force")[0] == 2
     told = command("calibrate", tmp_path / "hw.toml", "--from", tmp_path)
     assert refused(told, "hw.toml: it would replace what is read")

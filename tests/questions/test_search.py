@@ -85,21 +85,6 @@ def test_a_parameter_of_a_policy_is_chosen_in_its_range(trace):
     assert (found["cache"] == "lru").sum() == 1
 
 
-def test_halving_replays_the_better_third_in_full(trace):
-    found = moesim.search(
-        trace,
-        "on-demand",
-        over={"cache_ratio": (0.0, 1.0)},
-        objectives="hit_rate_active",
-        halving=True,
-        trials=12,
-        jobs=1,
-    )
-    assert 1 <= len(found) <= 2
-    # The more places, the more hits: the search must end near the upper end.
-    assert found["cache_ratio"].iloc[0] > 0.6
-
-
 def test_a_search_knows_which_way_is_better():
     """A share within limits is to be large, delayed hits few, and of forward passes
     neither more nor fewer are better.
@@ -139,8 +124,6 @@ def test_the_best_share_within_limits_is_found(trace):
     ({"over": {"cache.decai": (0.1, 0.5)}, "cache": "lfu"}, "none of the policies"),
     ({"over": {"nothing": (0.1, 0.5)}}, "expected a number among the options"),
     ({}, "something to choose"),
-    ({"seed": [0, 1], "objectives": ["tpot_s", "hits"], "halving": True},
-     "one objective"),
 ])  # fmt: skip
 def test_slips_are_refused(trace, options, words):
     with pytest.raises(ConfigError, match=words):

@@ -130,7 +130,7 @@ def test_the_command_line_builds_the_store_and_says_what_was_read(tmp_path, caps
     texts = tmp_path / "set.csv"
     family("qwen3_moe").model.save_pretrained(folder)
     texts.write_text("prompt\nfor i\nimport os\nx\n")
-    line = f"record {tmp_path}/t.parquet --model {folder} --dataset-file {texts}"
+    line = f"record {tmp_path}/t.parquet --model {folder} --prompts {texts}"
     words = f"{line} --limit 2 --new-tokens 2 --no-overhead".split()
 
     def run(*more):

@@ -207,4 +207,4 @@ def test_the_command_line_keeps_what_was_stopped(tmp_path, capsys):
     )
     code, printed = run()
     assert code == 2
-    assert "expected --prompts or --dataset-file" in printed.err
+    assert "expected a file with prompts" in printed.err

@@ -1,19 +1,12 @@
 """`moesim doctor` and `moesim profile` look at this machine."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from moesim.base.options import (
-    Options,
-    file_option,
-    json_option,
-    option,
-    target_argument,
-)
+from moesim.base.options import JsonOptions, option, target_argument
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
 
@@ -25,12 +18,10 @@ def disk_option(default: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorOptions(Options):
-    """What is checked, and where the answer goes."""
+class DoctorOptions(JsonOptions):
+    """What is checked."""
 
-    report: Path | None = file_option("Write a report to attach to a message.")
     disk: Path | None = disk_option("temporary files")
-    as_json: bool = json_option()
 
 
 @from_dataclass(from_file=False)
@@ -44,7 +35,7 @@ def doctor(options: DoctorOptions) -> None:
     \b
     Examples:
       moesim doctor
-      moesim doctor --disk /mnt/nvme --report doctor.json
+      moesim doctor --disk /mnt/nvme --json > doctor.json
     """
     from moesim.cli.output import bar, quiet_libraries
     from moesim.evidence.doctor import diagnose
@@ -52,20 +43,13 @@ def doctor(options: DoctorOptions) -> None:
     quiet_libraries()
     with bar("checking", 1.0) as show:
         diagnosis = diagnose(options.disk, lambda _name, done: show(done))
-    if options.as_json:
-        print(json.dumps(diagnosis.to_json(), indent=2))
-    else:
-        print("\n".join(diagnosis.lines()))
-    if options.report is not None:
-        diagnosis.write(options.report)
-        if not options.as_json:
-            output.print_written([options.report])
+    output.tell(options, diagnosis.to_json(), diagnosis.lines())
     if diagnosis.of("fails"):
         raise typer.Exit(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileOptions(Options):
+class ProfileOptions(JsonOptions):
     """What is measured, how long, and where it is written."""
 
     target: Path = target_argument(
@@ -81,7 +65,6 @@ class ProfileOptions(Options):
         metavar="NAME|WORDS",
     )
     disk: Path | None = disk_option("that of DST")
-    as_json: bool = json_option()
 
 
 @from_dataclass()
@@ -109,8 +92,5 @@ def profile(options: ProfileOptions) -> None:
             disk_dir=options.disk,
             progress=lambda _part, done: show(done),
         )
-    if options.as_json:
-        print(json.dumps(machine.to_dict(), indent=2))
-        return
-    print(f"{machine.name}: {machine.description}")
-    output.print_written([options.target])
+    line = f"{machine.name}: {machine.description}"
+    output.tell(options, machine.to_dict(), [line], options.target)

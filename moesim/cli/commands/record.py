@@ -36,17 +36,14 @@ class TextOptions(JsonOptions):
     """What is read, by which model, and where its routing goes."""
 
     prompts: Path | None = input_option(
-        "Texts separated by blank lines, one per line, or .jsonl.",
-        excludes=("dataset_file",),
-    )
-    dataset_file: Path | None = input_option(
-        "Instead: a data set, .jsonl, .csv, .tsv or .parquet."
+        "Texts separated by blank lines, or one per line; or a data set, .jsonl, .csv,"
+        " .tsv or .parquet."
     )
     column: str | None = option(
         None,
-        "Column of the data set; found by itself if named as usual.",
+        "Column of a data set; found by itself if named as usual.",
         metavar="NAME",
-        needs=("dataset_file",),
+        needs=("prompts",),
     )
     limit: int | None = option(None, "Take the first N prompts.", minimum=1)
     target: Path = target_argument("The trace to write.", Path("trace.parquet"))
@@ -98,7 +95,7 @@ def record(options: RecordCommand) -> None:
     \b
     Examples:
       moesim record trace.parquet --prompts prompts.txt
-      moesim record squad-trace.parquet --model ~/models/olmoe --dataset-file squad.parquet --limit 100 --batch 4 --resume
+      moesim record squad-trace.parquet --model ~/models/olmoe --prompts squad.parquet --limit 100 --batch 4 --resume
       moesim record other.parquet --model ~/models/olmoe --prompts other.txt --calibration olmoe.safetensors
       moesim record --model ~/models/large --store /mnt/nvme/large --host-memory 16GiB --prompts prompts.txt
     """
@@ -112,8 +109,9 @@ def record(options: RecordCommand) -> None:
     # Before the imports, since the libraries look at it when they are imported.
     quiet_libraries()
     from moesim.runtime.record.record import record as run
+    from moesim.runtime.text import read_prompts
 
-    texts = _texts(options)
+    texts = read_prompts(options.prompts or "", options.column, options.limit)
     _check_unfinished(options.target, resume=options.resume)
     with _opened_model(options) as local:
         vectors = _residual_of(options, local, texts)
@@ -147,15 +145,6 @@ def _how(options: RecordCommand) -> RecordOptions:
     return RecordOptions(**values | {"split": options.split or split})
 
 
-def _texts(options: RecordCommand) -> list[str]:
-    """The prompts."""
-    from moesim.runtime.text import read_dataset, read_prompts
-
-    if options.dataset_file is not None:
-        return read_dataset(options.dataset_file, options.column, options.limit)
-    return read_prompts(options.prompts or "")[: options.limit]
-
-
 def default_residual(model: str) -> Path:
     """Where the residual vectors of a model lie, if it has any."""
     from moesim.runtime.models.local_model import tiny_dir
@@ -169,10 +158,8 @@ def _check(options: RecordCommand) -> None:
     Raises:
         typer.BadParameter: naming the option.
     """
-    if options.prompts is None and options.dataset_file is None:
-        raise typer.BadParameter(
-            "expected --prompts or --dataset-file", param_hint="--prompts"
-        )
+    if options.prompts is None:
+        raise typer.BadParameter("expected a file with prompts", param_hint="--prompts")
     # What policies know beforehand must not come from what they are judged on.
     if options.calibration is not None and options.split == EVALUATION:
         raise typer.BadParameter(

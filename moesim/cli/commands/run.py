@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,9 @@ from moesim.base.options import (
     file_option,
     folder_option,
     input_option,
-    option,
 )
 from moesim.cli import output
-from moesim.cli.options import check_installed, check_places, from_dataclass
+from moesim.cli.options import check_installed, from_dataclass
 from moesim.runs.config import MeasuredConfig
 from moesim.runs.result import run_files
 
@@ -44,15 +42,6 @@ class RunOptions(JsonOptions):
         "Write a timeline for ui.perfetto.dev, the same run simulated below it.",
         *TIMELINES,
     )
-    learn: Path | None = option(
-        None,
-        "Improve this profile by the run. It is the run's own where it is there and"
-        " --hw names none; else it is written anew.",
-        metavar="FILE",
-    )
-    force: bool = option(
-        False, "Also write a profile that is not trusted.", needs=("learn",)
-    )
 
     def outputs(self) -> list[Path]:
         """Files that are written, those in the folder included."""
@@ -72,46 +61,31 @@ def run(config: MeasuredConfig, options: RunOptions) -> None:
     Examples:
       moesim run --model tiny --prompts prompts.txt --policy greedy --cache lru --prefetch residual --verify
       moesim run q.parquet --shape qwen3-30b-a3b/4 --policy greedy --cache-ratio 0.25 --host-memory 2GiB --out run
-      moesim run q.parquet --policy greedy --cache-ratio 0.25 --learn hw.toml
+      moesim run q.parquet --policy greedy --cache-ratio 0.25 --out monday
     """
     # Importing torch takes seconds, and an error should not.
     check_installed("torch")
     _check(config, options)
-    learn = options.learn
-    if learn is not None and config.hw is None and learn.is_file():
-        config = config.replaced(hw=learn)
-    from moesim.base.files import ScratchFolder
     from moesim.cli.output import quiet_libraries
 
     quiet_libraries()
-    # What is learned from a run is read from its folder.
-    with ExitStack() as scratch:
-        folder = options.out
-        if learn is not None and folder is None:
-            folder = scratch.enter_context(ScratchFolder())
-        measured = _measured(config, options, folder)
-        if options.as_json:
-            print(json.dumps(measured.to_json(), indent=2))
-        else:
-            _print(measured)
-            output.print_written([options.out, options.perfetto])
-            output.print_notes(measured.warnings)
-        # The results are printed all the same: they show what differs.
-        verification = getattr(measured, "verification", None)
-        if verification is not None and not verification.passed:
-            print(
-                "error: the logits differ by more than rounding explains",
-                file=sys.stderr,
-            )
-            raise typer.Exit(NOT_VERIFIED)
-        if learn is not None:
-            assert folder is not None
-            _learn(folder, learn, force=options.force, quiet=options.as_json)
+    measured = _measured(config, options)
+    if options.as_json:
+        print(json.dumps(measured.to_json(), indent=2))
+    else:
+        _print(measured)
+        output.print_written([options.out, options.perfetto])
+        output.print_notes(measured.warnings)
+    # The results are printed all the same: they show what differs.
+    verification = getattr(measured, "verification", None)
+    if verification is not None and not verification.passed:
+        print(
+            "error: the logits differ by more than rounding explains", file=sys.stderr
+        )
+        raise typer.Exit(NOT_VERIFIED)
 
 
-def _measured(
-    config: MeasuredConfig, options: RunOptions, folder: Path | None
-) -> "MeasuredRun":
+def _measured(config: MeasuredConfig, options: RunOptions) -> "MeasuredRun":
     """Run the trace of a configuration, or its model on texts."""
     from moesim.cli.output import bars
     from moesim.runs import live, measured
@@ -122,7 +96,7 @@ def _measured(
         # How many forward passes there will be is unknown: texts end when they end.
         running(0, None)
         keywords: dict[str, Any] = {
-            "out": folder,
+            "out": options.out,
             "perfetto": options.perfetto,
             "building": building,
             "progress": lambda info: running(info.step + 1, None),
@@ -132,28 +106,8 @@ def _measured(
         else:
             texts = read_prompts(options.prompts or "")
             done = live.run_live(config, texts, **keywords)
-        save_run(done, folder)
+        save_run(done, options.out)
         return done
-
-
-def _learn(folder: Path, profile: Path, *, force: bool, quiet: bool) -> None:
-    """Improve a profile by the run in a folder.
-
-    Args:
-        folder: of the run.
-        profile: is improved, or written anew.
-        force: write it also if it cannot be trusted.
-        quiet: print nothing but errors.
-
-    Raises:
-        ProfileError: it cannot be trusted.
-    """
-    from moesim.evidence.validation.learning import learn_from
-
-    learned = learn_from([folder], profile, force=force)
-    if not quiet:
-        print("\n".join(["", *learned.lines()]))
-        output.print_written([profile])
 
 
 def _check(config: MeasuredConfig, options: RunOptions) -> None:
@@ -170,9 +124,6 @@ def _check(config: MeasuredConfig, options: RunOptions) -> None:
         raise typer.BadParameter(
             "expected a file with prompts beside --model", param_hint="--prompts"
         )
-    # The profile is read and written; anything else that is read stays as it is.
-    read = [config.trace, config.warm, config.residual, options.prompts]
-    check_places(files=[options.learn, *options.outputs()], inputs=read)
     # Without the hint a user would not know where such a file comes from.
     residual = config.residual
     if isinstance(residual, str | Path) and not Path(residual).is_file():

@@ -130,9 +130,6 @@ class SearchOptions(ManyRunsOptions):
         " such as cache.decay=0.5:0.99.",
         metavar="NAME=LOW:HIGH",
     )
-    halving: bool = option(
-        False, "Replay few steps first, and the best third for longer."
-    )
     minutes: float | None = minutes_option(
         "A limit: proposals that do not fit are left out; with --results the next call"
         " goes on."
@@ -148,7 +145,7 @@ def search(axes: dict[str, Any], options: SearchOptions) -> None:
     \b
     Examples:
       moesim search q.parquet --policy greedy,fiddler --over cache_ratio=0.05:0.5 --objective tpot_s,gpu_bytes
-      moesim search q.parquet --policy on-demand --cache lfu --over cache.decay=0.5:0.99 --halving
+      moesim search q.parquet --policy on-demand --cache lfu --over cache.decay=0.5:0.99
     """
     from moesim.cli.output import bar
     from moesim.questions.search import search as search_for
