@@ -26,6 +26,7 @@ from moesim.runs.machine import (
     measurement_notes,
     open_random_store,
 )
+from moesim.runs.memory import sharing_cards
 from moesim.runs.result import Run
 from moesim.runs.setup import (
     Setup,
@@ -276,8 +277,10 @@ def run_bound(
     if rate is None or caches is None or setup.policies().routing.alters:
         return None
     # A card's slots keep experts out of host memory; the host accelerator's lie in it.
+    gpus = setup.profile.gpus
     if setup.profile.accelerator != "host":
-        caches += int(setup.memory.gpu.pool_bytes.sum()) * setup.profile.gpus
+        parts = gpus // sharing_cards(setup.memory.gpu_split, gpus)
+        caches += parts * setup.cache.total_bytes
     return memory_bound(
         walk,
         setup.shape.expert_bytes,

@@ -6,6 +6,7 @@ on this machine, before and after the runs.
 """
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from moesim.hwprofiles.schema import Quantity
 from moesim.policies.systems import SYSTEMS
 from moesim.runs.bound import highest_read_rate, memory_bound, replay_bound
 from moesim.runs.config import MemoryOptions, RunConfig
+from moesim.runs.measured import run_bound
 from moesim.runs.replay import replay
 from moesim.runs.setup import Setup, profile_of
 from moesim.runtime.measure.sampling import all_caches_bytes
@@ -97,6 +99,25 @@ def test_no_real_run_beats_what_memory_can_deliver(routing, store, before, polic
         # Not by being void: each expert is read at least once.
         assert least_s >= LAYERS * EXPERTS * EXPERT_BYTES / (2 * rate)
     assert run.to_json()["bound"]["reads"] == run.bound.reads
+
+
+@pytest.mark.parametrize(("split", "caches"), [("layers", 1), ("experts", 2)])
+def test_what_two_cards_hold_counts_once_where_they_share_the_layers(
+    routing, monkeypatch, split, caches
+):
+    """Slots of a layer are those of the one card that computes it."""
+    monkeypatch.setattr(
+        "moesim.runtime.measure.sampling.all_caches_bytes", lambda: EXPERT_BYTES
+    )
+    config = RunConfig(
+        trace=routing, hw="dali-2x-rtx3090", slots_per_layer=2, gpu_split=split
+    )
+    profile = profile_of(config.hw)
+    probe = {paths.host_read(2): Quantity(1e10, "assumed", "a guess")}
+    profile = replace(profile, numbers=profile.numbers | probe)
+    setup = Setup.of(config, routing, profile=profile)
+    bound = run_bound(setup, list(compose(routing)), 0)
+    assert bound.cache_bytes == EXPERT_BYTES * (1 + 2 * LAYERS * caches)
 
 
 def test_caches_of_the_processor_count_as_a_cache(tmp_path):
