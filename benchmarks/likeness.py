@@ -24,7 +24,7 @@ from moesim.traces.stats.routing_curves import (
     mean_curves,
     routing_curves,
 )
-from moesim.traces.stats.statistics import mutual_information_bits
+from moesim.traces.stats.statistics import joint_counts, mutual_information_bits
 from moesim.traces.synthetic.draw import SynthModel, draw
 from moesim.traces.synthetic.fit import fit
 from moesim.traces.synthetic.generate import stated
@@ -42,15 +42,8 @@ def pair_bits(trace: Trace, gap: int, sequences: int = 40) -> np.ndarray:
     Returns:
         float64 [L - gap].
     """
-    layers = trace.shape.layers
-    experts = trace.shape.experts
-    joint = np.zeros((layers - gap, experts, experts), np.int64)
-    for routing in routing_of(trace)[:sequences]:
-        for layer in range(layers - gap):
-            pairs = routing[:, layer, :, None] * experts
-            pairs = pairs + routing[:, layer + gap, None, :]
-            counts = np.bincount(pairs.ravel(), minlength=experts**2)
-            joint[layer] += counts.reshape(experts, experts)
+    routing = np.concatenate(routing_of(trace)[:sequences])
+    joint = joint_counts(routing, trace.shape.experts, gap)
     return np.array([mutual_information_bits(table) for table in joint])
 
 

@@ -26,7 +26,8 @@ from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
 from moesim.traces.format.writer import ROW_GROUP_ROWS, TraceWriter, arrow_schema
 from moesim.traces.stats.hit_rate_curves import CURVES, CurveAggregator
-from moesim.traces.stats.statistics import LayerAggregator, SimilarityAggregator, stats
+from moesim.traces.stats.statistics import LayerAggregator, SimilarityAggregator
+from moesim.traces.stats.trace_summary import summarise_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -55,14 +56,6 @@ LARGE = {
         "rows shuffled",
         "from moesim.traces.importers import import_trace",
         "import_trace(sys.argv[1], sys.argv[2]).rows",
-    ),
-    "stats": (
-        "without curves",
-        (
-            "from moesim.traces.format.reader import open_trace; from"
-            " moesim.traces.stats.statistics import stats"
-        ),
-        "(trace := open_trace(sys.argv[2]), stats(trace))[0].rows",
     ),
     "survey": (
         "with all curves",
@@ -158,7 +151,7 @@ def _rates(small: Trace) -> None:
         f" {SHAPE.top_k}; per CPU second"
     )
     _print_rows(small, "reading alone", lambda: deque(small.sequences(), maxlen=0))
-    _print_rows(small, "stats", lambda: stats(small))
+    _print_rows(small, "stats", lambda: summarise_trace(small))
     _print_rows(small, "similarity and so on", lambda: _similarity(small))
     _print_rows(small, "all but the curves", lambda: _without_curves(small))
 

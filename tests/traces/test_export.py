@@ -15,7 +15,7 @@ from moesim.traces.exporters import export_trace, exporters
 from moesim.traces.exporters.oracle_general import NEVER, RECORD
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
-from moesim.traces.stats.statistics import stats
+from moesim.traces.stats.trace_summary import summarise_trace
 from moesim.traces.synthetic.generate import stated, synthesise
 
 
@@ -132,10 +132,10 @@ def test_csv_comes_back_through_the_importer(tmp_path):
         assert (one.columns["weights"] == two.columns["weights"]).all()
 
 
-def test_statistics_are_those_of_stats(tmp_path, long_trace):
+def test_statistics_are_those_of_the_summary(tmp_path, long_trace):
     assert export_trace(long_trace, tmp_path / "s.parquet", "statistics") == 3
     table = pq.read_table(tmp_path / "s.parquet")
-    expected = stats(long_trace)
+    expected = summarise_trace(long_trace).figures
     assert table.column("entropy_bits").to_pylist() == expected["entropy_bits"]
     assert table.column("lru_0.25").to_pylist() == expected["lru"][0.25]
     told = json.loads(table.schema.metadata[b"statistics"])

@@ -17,7 +17,6 @@ from moesim.traces.format.writer import TraceWriter
 from moesim.traces.models import model_shape
 from moesim.traces.stats.quality_checks import check_quality
 from moesim.traces.stats.routing_curves import routing_curves
-from moesim.traces.stats.statistics import stats
 from moesim.traces.stats.trace_summary import summarise_trace
 from moesim.traces.synthetic.draw import choose, draw, inclusion
 from moesim.traces.synthetic.fit import _past, fit
@@ -31,7 +30,7 @@ PLAIN = {"skew": 0, "topic": 0, "reuse": 0, "dependence": 0, "drift": 0}
 
 def figures(path, model, tokens, seed=0, **options):
     synthesise(model, path, tokens=tokens, seed=seed, **options)
-    return stats(open_trace(path))
+    return summarise_trace(open_trace(path)).figures
 
 
 # -- drawing ---------------------------------------------------------------------------

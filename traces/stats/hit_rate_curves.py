@@ -37,11 +37,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.traces.format.layer_steps import join, layer_steps
-from moesim.traces.stats.loops import (
-    later_used,
-    next_places,
-    rebuild_stacks,
-)
+from moesim.traces.stats.loops import later_used, rebuild_stacks
+from moesim.traces.stats.occurrences import before
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -60,9 +57,11 @@ BLOCK_ACCESSES = 1 << 22
 # The place of a use that does not come: later than all others.
 _NEVER = 1 << 40
 # Depths of a stack that are passed over together where nothing in them changes.
-_BLOCK = 16
+_DEPTHS = 16
 # Places of uses per key; when they are used up, those without a mark are removed.
 _PLACES = 3
+# Marks that have a common sum.
+_MARKS = 64
 
 
 @dataclass(slots=True)
@@ -162,7 +161,7 @@ class CurveAggregator:
         self._lru = _stacks(pools=layers, width=experts)
         self._belady = _stacks(pools=layers, width=experts)
         self._belady_global = _stacks(pools=1, width=keys)
-        self._lru_global = _later_used_state(keys)
+        self._lru_global = rows_of_marks(pools=1, width=keys)
 
         # Belady settles a block once it knows the first uses behind it.
         self._unsettled: LayerSteps | None = None
@@ -184,10 +183,11 @@ class CurveAggregator:
         if "lru_global" in self._names:
             later_used(
                 block.phase,
+                np.zeros(len(block.layer), np.int64),  # one pool
                 block.edges,
                 self._keys(block),
                 *self._lru_global,
-                self.curves.lru_global,
+                self.curves.lru_global.reshape(2, 1, -1),
             )
         if self._names.isdisjoint(("belady", "belady_global")):
             return
@@ -256,14 +256,11 @@ class CurveAggregator:
         """The place of each access's next use; `first_use` then says those of the
         block's own first uses.
         """
-        return next_places(
-            block.step * self.layers + block.layer,
-            block.edges,
-            block.experts,
-            self.layers,
-            self.experts,
-            first_use,
-        )
+        place = block.step * self.layers + block.layer
+        of_access = np.repeat(place, np.diff(block.edges))
+        # Backwards: what was met last is what comes next.
+        following = before(self._keys(block)[::-1], of_access[::-1], first_use)
+        return np.ascontiguousarray(following[::-1])
 
     def _keys(self, block: LayerSteps) -> np.ndarray:
         """int32 [A]: accesses of all layers told apart."""
@@ -275,22 +272,22 @@ class CurveAggregator:
 def _stacks(pools: int, width: int) -> Arrays4:
     """Empty stacks of some pools of `width` keys, as `rebuild_stacks` carries them."""
     # Rounded up: the last block of depths may be part empty.
-    blocks = -(-width // _BLOCK)
+    blocks = -(-width // _DEPTHS)
     return (
-        np.zeros((pools, blocks * _BLOCK), np.int64),
+        np.zeros((pools, blocks * _DEPTHS), np.int64),
         np.full((pools, width), -1, np.int32),
         np.zeros(pools, np.int64),
         np.zeros((pools, blocks), np.int64),
     )
 
 
-def _later_used_state(keys: int) -> Arrays5:
-    """An empty row of marks, as `later_used` carries it."""
-    word_count = max(_PLACES * keys // 64, 2) + 1
+def rows_of_marks(pools: int, width: int) -> Arrays5:
+    """Empty rows of some pools of `width` keys, as `later_used` carries them."""
+    blocks = _PLACES * width // _MARKS + 2
     return (
-        np.zeros(word_count, np.uint64),
-        np.zeros(word_count, np.int32),
-        np.full(keys, -1, np.int64),
-        np.zeros(64 * word_count, np.int64),
-        np.zeros(2, np.int64),
+        np.zeros((pools, blocks * _MARKS), np.uint8),
+        np.zeros((pools, blocks), np.int32),
+        np.full((pools, width), -1, np.int64),
+        np.zeros((pools, blocks * _MARKS), np.int32),
+        np.zeros(pools, np.int64),
     )

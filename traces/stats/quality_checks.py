@@ -12,6 +12,7 @@ Random routing scores 1; the medians of the real traces at hand lie between 24 a
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,27 @@ LOOP_TOKENS = 64
 ALIKE_TOKENS = 32
 # A finding names no more sequences or layers than this.
 _NAMED = 4
+_KINDS = {
+    "late": (
+        "{count} of {all} sequences begin their prompt behind position 0 ({listed}): a"
+        " reused prefix is missing; record without prefix caching"
+    ),
+    "hole": (
+        "positions are missing in {count} sequences, first in sequence {first} at"
+        " {number}; record without prefix caching"
+    ),
+    "profiling": (
+        "{number:,} tokens in a row have the same experts at every layer, first in"
+        " sequence {first}: an engine's profiling run, no routing; `trace import"
+        " --drop-profiling` leaves it out"
+    ),
+    "loop": (
+        "{count} of {all} sequences repeat themselves ({listed}): a greedy loop; caches"
+        " look better on them than they are"
+    ),
+    "copy": "{count} sequences are copies of others ({pairs})",
+}
+"""Findings about sequences: what is said of all that deserve one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +87,11 @@ class QualityChecker:
         self.load = np.zeros((shape.layers, shape.experts), np.int64)
         self.sequences = 0
         self._prompts = 0
-        # Sequence and first missing position.
-        self._gaps: list[tuple[int, int]] = []
-        self._without_start: list[int] = []
-        self._repeating: list[int] = []
-        # Sequence, and how many of its tokens are alike.
-        self._alike: list[tuple[int, int]] = []
+        # Kind of finding -> sequences that deserve it, each with a number to name.
+        self._found: dict[str, list[tuple[int, int]]] = {kind: [] for kind in _KINDS}
         # Layer -> sequences in which it holds only part of the prompt.
-        self._ragged: dict[int, int] = {}
-        # Sequence and the one it equals; digest -> the first sequence with it.
-        self._copies: list[tuple[int, int]] = []
+        self._ragged: Counter[int] = Counter()
+        # Digest -> the first sequence with it.
         self._digests: dict[int, int] = {}
 
     def add(
@@ -95,38 +112,35 @@ class QualityChecker:
         self.load += counts.reshape(self.load.shape)
 
         if pos[0] != 0 and phase[0] == Phase.PREFILL:
-            self._without_start.append(number)
+            self._found["late"].append((number, int(pos[0])))
         jump = np.diff(pos) > 1
         if jump.any():
-            self._gaps.append((number, int(pos[int(jump.argmax())]) + 1))
+            self._found["hole"].append((number, int(pos[int(jump.argmax())]) + 1))
 
         prompt = int(np.searchsorted(phase, Phase.DECODE))
         self._prompts += prompt > 0
         prompt_rows = np.bincount(layer[:prompt], minlength=self.shape.layers)
         short = np.flatnonzero(prompt_rows < prompt_rows.max(initial=0))
-        for short_layer in short.tolist():
-            self._ragged[short_layer] = self._ragged.get(short_layer, 0) + 1
+        self._ragged.update(short.tolist())
 
-        digest = hash((len(pos), experts.tobytes()))
+        first = self._digests.setdefault(hash((len(pos), experts.tobytes())), number)
         # A single token may well be routed as another was.
-        if len(pos) > self.shape.layers and digest in self._digests:
-            self._copies.append((number, self._digests[digest]))
-        self._digests.setdefault(digest, number)
+        if len(pos) > self.shape.layers and first != number:
+            self._found["copy"].append((number, first))
 
         alike = alike_rows(pos, layer, experts)
         if alike.any():
-            self._alike.append((number, len(np.unique(pos[alike]))))
+            self._found["profiling"].append((number, len(np.unique(pos[alike]))))
 
         first_choice = np.ascontiguousarray(experts[prompt:, 0], np.uint16)
         if _repeats(first_choice.reshape(-1, self.shape.layers)):
-            self._repeating.append(number)
+            self._found["loop"].append((number, 0))
 
     def findings(self) -> list[Finding]:
         """Return what the sequences so far deserve, grave findings first."""
         findings = [
             *self._of_load(),
-            *self._of_positions(),
-            *self._of_repetition(),
+            *self._of_sequences(),
             *self._of_layers(),
         ]
         if not self._prompts:
@@ -163,55 +177,23 @@ class QualityChecker:
         )
         return [Finding("uniform", text, grave=True)]
 
-    def _of_positions(self) -> list[Finding]:
+    def _of_sequences(self) -> list[Finding]:
         findings = []
-
-        if self._without_start:
-            named = _listed(self._without_start)
-            text = (
-                f"{len(self._without_start)} of {self.sequences} sequences begin their"
-                f" prompt behind position 0 ({named}): a reused prefix is missing;"
-                " record without prefix caching"
+        for kind, cases in self._found.items():
+            if not cases:
+                continue
+            first, number = cases[0]
+            listed = _listed([sequence for sequence, _ in cases])
+            pairs = ", ".join(f"{copy} = {other}" for copy, other in cases[:_NAMED])
+            text = _KINDS[kind].format(
+                count=len(cases),
+                all=self.sequences,
+                first=first,
+                number=number,
+                listed=listed,
+                pairs=pairs,
             )
-            findings.append(Finding("late", text, grave=True))
-
-        if self._gaps:
-            sequence, place = self._gaps[0]
-            text = (
-                f"positions are missing in {len(self._gaps)} sequences, first in"
-                f" sequence {sequence} at {place}; record without prefix caching"
-            )
-            findings.append(Finding("hole", text, grave=True))
-
-        return findings
-
-    def _of_repetition(self) -> list[Finding]:
-        findings = []
-
-        if self._alike:
-            sequence, tokens = self._alike[0]
-            text = (
-                f"{tokens:,} tokens in a row have the same experts at every layer,"
-                f" first in sequence {sequence}: an engine's profiling run, no routing;"
-                " `trace import --drop-profiling` leaves it out"
-            )
-            findings.append(Finding("profiling", text, grave=True))
-
-        if self._repeating:
-            text = (
-                f"{len(self._repeating)} of {self.sequences} sequences repeat"
-                f" themselves ({_listed(self._repeating)}): a greedy loop; caches look"
-                " better on them than they are"
-            )
-            findings.append(Finding("loop", text))
-
-        if self._copies:
-            pairs = ", ".join(
-                f"{copy} = {first}" for copy, first in self._copies[:_NAMED]
-            )
-            text = f"{len(self._copies)} sequences are copies of others ({pairs})"
-            findings.append(Finding("copy", text, grave=True))
-
+            findings.append(Finding(kind, text, grave=kind != "loop"))
         return findings
 
     def _of_layers(self) -> list[Finding]:

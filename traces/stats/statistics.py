@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.traces.format.layer_steps import layer_steps
 from moesim.traces.format.schema import Phase
-from moesim.traces.stats.loops import (
-    WINDOWS,
-    count_decode,
-    count_pairs,
-    count_segments,
-)
+from moesim.traces.stats.hit_rate_curves import rows_of_marks
+from moesim.traces.stats.loops import later_used
+from moesim.traces.stats.occurrences import before
 
 if TYPE_CHECKING:
     from moesim.traces.format.layer_steps import LayerSteps
     from moesim.traces.format.reader import SequenceRows, Trace
     from moesim.traces.format.schema import ModelShape
 
+# Shares of a layer's experts in a cache whose hit rates are told.
 CACHE_RATIOS = (0.125, 0.25, 0.5, 0.75)
 WINDOW_STEPS = 32
+# Windows of 1, 2, 4, … 1024 steps.
+_WINDOWS = 11
 
 
 def info(trace: Trace) -> dict[str, Any]:
@@ -68,138 +67,100 @@ def info(trace: Trace) -> dict[str, Any]:
     }
 
 
-def stats(trace: Trace, *, batch: int = 1) -> dict[str, Any]:
-    """Characterise the routing. L layers, E experts, K experts per token.
-
-    Args:
-        trace: an opened trace.
-        batch: sequences that run together; changes active experts, overlap and all that
-            follows.
-
-    Returns:
-        ``prefill_tokens``, ``decode_tokens``, ``decode_steps``; ``overlap_chance``, the
-        overlap that independent uniform choices would have, K/E; and lists of L
-        numbers, null where the trace has no decode:
-
-        - ``active``: mean active experts per decode step; ``active_prefill``: the same
-            per prefill step;
-        - ``entropy_bits``: of the load over experts, log2 E if even; ``max_share``:
-            load of the busiest expert;
-        - ``overlap``: mean share of a step's active experts that were active in the
-            step before, within one batch;
-        - ``working_set``: mean distinct experts in windows of 32 decode steps;
-            ``touched``: distinct experts at all;
-        - ``lru``: cache ratio -> hit rate of an LRU cache of ``round(ratio * E)``
-            slots, looked up before the step.
-    """
-    aggregator = LayerAggregator(trace.shape)
-    for block in layer_steps(trace, batch=batch):
-        aggregator.add(block)
-
-    return summary(aggregator, trace.shape, batch)
-
-
-def summary(
-    aggregator: LayerAggregator, shape: ModelShape, batch: int
-) -> dict[str, Any]:
-    """Return the figures of `stats`, of an aggregator that has seen the whole trace."""
-    return {
-        "batch": batch,
-        "prefill_tokens": aggregator.tokens[Phase.PREFILL],
-        "decode_tokens": aggregator.tokens[Phase.DECODE],
-        "decode_steps": aggregator.steps[Phase.DECODE],
-        "overlap_chance": shape.top_k / shape.experts,
-        **aggregator.figures(),
-    }
-
-
 class LayerAggregator:
     """Counts layer steps into tables; memory is that of the tables.
 
     Attributes:
         steps: forward passes so far, by phase.
-        active: phase -> sums of active experts, [L].
         load: int64 [L, E], tokens routed to each expert in decode.
-        distances: int64 [L, E + 1], accesses by the number of other experts used since;
-            the last: first uses.
     """
 
     def __init__(self, shape: ModelShape) -> None:
         layers = shape.layers
-        experts = shape.experts
-        self.steps = {Phase.PREFILL: 0, Phase.DECODE: 0}
-        self.active = {phase: np.zeros(layers) for phase in Phase}
-        self.load = np.zeros((layers, experts), np.int64)
-        self.distances = np.zeros((layers, experts + 1), np.int64)
+        self.steps = dict.fromkeys(Phase, 0)
+        self.load = np.zeros((layers, shape.experts), np.int64)
         self._layers = layers
-        self._experts = experts
+        self._experts = shape.experts
         self._top_k = shape.top_k
+        # Active experts and tokens times K, by phase.
+        self._active = {phase: np.zeros(layers) for phase in Phase}
         self._choices = {phase: np.zeros(layers, np.int64) for phase in Phase}
 
-        # What the kernel carries from block to block.
-        self._last_use = np.full((layers, experts), -1, np.int64)
-        self._last_batch = np.full(layers, -1, np.int64)
+        # The decode step in which each expert was used last, -1 before that.
+        self._last_use = np.full(layers * shape.experts, -1, np.int64)
+        self._last_batch = -1
+        # Sums of shares, and how many steps follow one of their batch.
         self._overlap = np.zeros(layers)
         self._pairs = np.zeros(layers, np.int64)
-        self._fresh = np.zeros((layers, WINDOWS), np.int64)
-        self._windows = np.zeros((layers, WINDOWS), np.int64)
+        # First uses in aligned windows of 2 ** w decode steps, [L, W].
+        self._first_uses = np.zeros((layers, _WINDOWS), np.int64)
+        # Accesses by the experts of the layer used since, [P, L, E + 1]; E: first uses.
+        self._distances = np.zeros((len(Phase), layers, shape.experts + 1), np.int64)
+        self._uses = rows_of_marks(layers, shape.experts)
 
     def add(self, block: LayerSteps) -> None:
-        """Take a block of layer steps."""
+        """Take a block of whole forward passes."""
         sizes = np.diff(block.edges)
-        owner = np.repeat(np.arange(len(sizes)), sizes)
         for phase in Phase:
-            of_phase = block.phase == phase
-            self.active[phase] += np.bincount(
-                block.layer[of_phase], sizes[of_phase], self._layers
-            )
-            # Tokens routed, where the line above counts experts.
-            accesses = of_phase[owner]
-            choices = np.bincount(
-                block.layer[owner[accesses]], block.tokens[accesses], self._layers
-            )
-            self._choices[phase] += choices.astype(np.int64)
-
-        is_decode = block.phase == Phase.DECODE
-        begins_step = block.layer == 0
-        if is_decode.any():
-            self._add_decode(block, is_decode, sizes)
-        self.steps[Phase.DECODE] += int((begins_step & is_decode).sum())
-        self.steps[Phase.PREFILL] += int((begins_step & ~is_decode).sum())
+            chosen = block.phase == phase
+            accesses = np.repeat(chosen, sizes)
+            layer = block.layer[chosen]
+            self._active[phase] += np.bincount(layer, sizes[chosen], self._layers)
+            of_access = np.repeat(layer, sizes[chosen])
+            tokens = block.tokens[accesses]
+            choices = np.bincount(of_access, tokens, self._layers).astype(np.int64)
+            self._choices[phase] += choices
+            if phase == Phase.DECODE and chosen.any():
+                experts = block.experts[accesses]
+                key = of_access * self._experts + experts
+                self._add_decode(block.batch[chosen], sizes[chosen], key, tokens)
+                edges = np.cumsum(np.insert(sizes[chosen], 0, 0))
+                later_used(
+                    block.phase[chosen],
+                    layer,
+                    edges,
+                    experts,
+                    *self._uses,
+                    self._distances,
+                )
+            self.steps[phase] += int((layer == 0).sum())
 
     def _add_decode(
-        self, block: LayerSteps, is_decode: np.ndarray, sizes: np.ndarray
+        self, batch: np.ndarray, sizes: np.ndarray, key: np.ndarray, tokens: np.ndarray
     ) -> None:
-        """Count the decode steps of a block; `sizes` [N] are accesses per step."""
-        experts = block.experts
-        tokens = block.tokens
-        edges = block.edges
-        if not is_decode.all():
-            kept = np.repeat(is_decode, sizes)
-            experts = experts[kept]
-            tokens = tokens[kept]
-            ends = np.cumsum(sizes[is_decode])
-            edges = np.concatenate(([0], ends)).astype(np.int64)
-
-        layer = block.layer[is_decode]
-        # Decode steps alone: a prompt between them is no step of a window.
-        step = self.steps[Phase.DECODE] + np.cumsum(layer == 0) - 1
-        count_decode(
-            step.astype(np.int64),
-            block.batch[is_decode],
-            layer,
-            edges,
-            experts,
-            tokens,
-            self.load,
-            self._last_use,
-            self.distances,
-            self._last_batch,
-            self._overlap,
-            self._fresh,
-            self._windows,
-            self._pairs,
+        """Count N decode layer steps: their batches and accesses, [N], and the expert
+        of all layers and the tokens of each access, [A].
+        """
+        layers = self._layers
+        self.load += (
+            np.bincount(key, tokens, self.load.size)
+            .astype(np.int64)
+            .reshape(self.load.shape)
         )
+
+        # Decode steps alone: a prompt between them is no step of a window.
+        count = len(sizes) // layers
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        step = self.steps[Phase.DECODE] + owner // layers
+        last = before(key, step, self._last_use)
+        again = np.bincount(owner, last == step - 1, len(sizes)).reshape(count, layers)
+
+        batches = batch[::layers]
+        follows = np.diff(batches, prepend=self._last_batch) == 0
+        self._last_batch = batches[-1]
+        sizes = sizes.reshape(count, layers)
+        compared = follows[:, None] & (sizes > 0)
+        shares = np.where(compared, again / np.maximum(sizes, 1), 0)
+        self._overlap += shares.sum(axis=0)
+        self._pairs += compared.sum(axis=0)
+
+        # Two steps lie in one aligned window of 2 ** w where they differ only in their
+        # lowest w bits.
+        for w in range(_WINDOWS):
+            is_first = last >> w != step >> w
+            self._first_uses[:, w] += np.bincount(
+                owner[is_first] % layers, minlength=layers
+            )
 
     @property
     def tokens(self) -> dict[Phase, int]:
@@ -212,63 +173,70 @@ class LayerAggregator:
         }
 
     def figures(self) -> dict[str, Any]:
-        """Return the per-layer lists of `stats`."""
+        """Return the figures of `moesim.traces.stats.trace_summary.summarise_trace`
+        that come from here; None where the trace has nothing to say.
+        """
         steps = self.steps[Phase.DECODE]
         prefills = self.steps[Phase.PREFILL]
-        has_decode = steps > 0
 
         share = self.load / np.maximum(self.load.sum(axis=1, keepdims=True), 1)
         # The logarithm of 1 stands for that of an expert without load: it adds nothing.
         logarithm = np.log2(np.where(share > 0, share, 1.0))
-        entropy = -(share * logarithm).sum(axis=1)
-
-        active = self.active[Phase.DECODE] / max(steps, 1)
-        active_prefill = self.active[Phase.PREFILL] / max(prefills, 1)
-        # Without a second step in every layer there is nothing to compare.
-        has_overlap = self._pairs.all()
-        overlap = self._overlap / np.maximum(self._pairs, 1)
-        touched = (self.load > 0).sum(axis=1)
-
+        windows = self._working_sets()
+        by_layer = {
+            "active": steps and self._active[Phase.DECODE] / steps,
+            "active_prefill": prefills and self._active[Phase.PREFILL] / prefills,
+            "entropy_bits": steps and -(share * logarithm).sum(axis=1),
+            "max_share": steps and share.max(axis=1),
+            # Without a second step in every layer there is nothing to compare.
+            "overlap": self._pairs.all() and self._overlap / np.maximum(self._pairs, 1),
+            "working_set": windows.get(WINDOW_STEPS, False),
+            "touched": steps and (self.load > 0).sum(axis=1),
+        }
         return {
-            "active": active.tolist() if has_decode else None,
-            "active_prefill": active_prefill.tolist() if prefills else None,
-            "entropy_bits": entropy.tolist() if has_decode else None,
-            "max_share": share.max(axis=1).tolist() if has_decode else None,
-            "overlap": overlap.tolist() if has_overlap else None,
-            "working_set": self._working_set(),
-            "touched": touched.tolist() if has_decode else None,
+            "prefill_tokens": self.tokens[Phase.PREFILL],
+            "decode_tokens": self.tokens[Phase.DECODE],
+            "decode_steps": steps,
+            "overlap_chance": self._top_k / self._experts,
+            **{
+                name: values.tolist() if isinstance(values, np.ndarray) else None
+                for name, values in by_layer.items()
+            },
             "lru": self._lru_hit_rates(),
+            "reuse": self._distances[Phase.DECODE].sum(axis=0).tolist(),
+            "working_set_by_window": {
+                str(size): float(sets.mean()) for size, sets in windows.items()
+            },
         }
 
     def _lru_hit_rates(self) -> dict[float, list[float] | None]:
-        """Cache ratio -> hit rate of each layer, [L]."""
+        """Cache ratio -> hit rate of each layer, [L]; None without decode."""
         if not self.steps[Phase.DECODE]:
             return dict.fromkeys(CACHE_RATIOS)
 
         # An LRU cache of C slots hits what fewer than C others were used since.
-        hits = np.cumsum(self.distances, axis=1)
-        accesses = np.maximum(hits[:, -1], 1)
-        rates: dict[float, list[float] | None] = {}
-        for ratio in CACHE_RATIOS:
-            slots = round(ratio * self._experts)
-            of_ratio = hits[:, slots - 1] if slots else np.zeros(self._layers)
-            rates[ratio] = (of_ratio / accesses).tolist()
+        hits = np.cumsum(self._distances[Phase.DECODE], axis=1)
+        rates = hits / np.maximum(hits[:, -1:], 1)
+        slots = {ratio: round(ratio * self._experts) for ratio in CACHE_RATIOS}
+        return {
+            ratio: (rates[:, count - 1] if count else 0 * rates[:, 0]).tolist()
+            for ratio, count in slots.items()
+        }
 
-        return rates
-
-    def _working_set(self) -> list[float] | None:
-        sets = self.working_sets().get(WINDOW_STEPS)
-        return None if sets is None else sets.tolist()
-
-    def working_sets(self) -> dict[int, np.ndarray]:
-        """Return window in decode steps -> mean distinct experts over the whole windows
-        that there were, float64 [L].
+    def _working_sets(self) -> dict[int, np.ndarray]:
+        """Window in decode steps -> mean distinct experts over the whole windows that
+        there were, float64 [L].
         """
         steps = self.steps[Phase.DECODE]
-        sizes = [1 << w for w in range(self._windows.shape[1]) if steps >> w]
-        return {
-            size: self._windows[:, w] / (steps // size) for w, size in enumerate(sizes)
-        }
+        last_use = self._last_use.reshape(self._layers, -1)
+        sets = {}
+        for w in range(_WINDOWS):
+            windows = steps >> w
+            if windows:
+                # The window that has not ended does not count.
+                begun = (last_use >> w == windows).sum(axis=1)
+                sets[1 << w] = (self._first_uses[:, w] - begun) / windows
+        return sets
 
 
 # -- similarity ------------------------------------------------------------------------
@@ -321,6 +289,34 @@ def information_bias_bits(tokens: int, experts: int, top_k: int) -> float:
     return degrees / (2 * max(tokens, 1) * float(np.log(2)))
 
 
+def joint_counts(routing: np.ndarray, experts: int, gap: int = 1) -> np.ndarray:
+    """Count which experts a token uses in layers `gap` apart, in `routing` [T, L, K]:
+    int64 [L - gap, E, E].
+    """
+    layers = routing.shape[1]
+    joint = np.empty((layers - gap, experts**2), np.int64)
+    for layer in range(layers - gap):
+        pairs = routing[:, layer, :, None].astype(np.intp) * experts
+        pairs = pairs + routing[:, layer + gap, None, :]
+        joint[layer] = np.bincount(pairs.reshape(-1), minlength=experts**2)
+    return joint.reshape(-1, experts, experts)
+
+
+def served_by_best(routing: np.ndarray, experts: int, length: int) -> np.ndarray:
+    """Cut `routing` [T, L, K] into whole segments of so many tokens, and count the
+    choices that the K experts most used in each of them serve: int64 [L].
+    """
+    tokens, layers, top_k = routing.shape
+    segment = np.arange(tokens // length * length)[:, None] // length
+    served = np.zeros(layers, np.int64)
+    for layer in range(layers if len(segment) else 0):
+        key = segment * experts + routing[: len(segment), layer]
+        uses = np.bincount(key.reshape(-1), minlength=tokens // length * experts)
+        least = np.partition(uses.reshape(-1, experts), experts - top_k, axis=1)
+        served[layer] = least[:, experts - top_k :].sum()
+    return served
+
+
 class SimilarityAggregator:
     """Takes sequences one by one; memory is that of the tables, chiefly int64 [L - 1,
     E, E].
@@ -330,15 +326,14 @@ class SimilarityAggregator:
         self.shape = shape
         layers = shape.layers
         experts = shape.experts
-        top_k = shape.top_k
-        segments = len(SEGMENTS_TOKENS)
 
         self._tokens = 0
         self._joint = np.zeros((layers - 1, experts, experts), np.int64)
-
-        self._lengths = np.array(SEGMENTS_TOKENS, np.int64)
-        self._covered = np.zeros((segments, layers, top_k), np.int64)
-        self._segments = np.zeros((segments, layers), np.int64)
+        # By tokens of a segment: choices that its best experts serve, and all.
+        self._served = {
+            length: np.zeros(layers, np.int64) for length in SEGMENTS_TOKENS
+        }
+        self._choices = dict.fromkeys(SEGMENTS_TOKENS, 0)
 
         # Sequences that have both a prompt and an answer, and their cosines' sums.
         self._compared = 0
@@ -348,16 +343,18 @@ class SimilarityAggregator:
         """Take one sequence."""
         layers = self.shape.layers
         experts = self.shape.experts
+        top_k = self.shape.top_k
         prompt = int(np.count_nonzero(rows.phase == Phase.PREFILL))
 
-        generated = np.ascontiguousarray(rows.experts[prompt:])
-        decode = generated.reshape(-1, layers, self.shape.top_k)
+        decode = rows.experts[prompt:].reshape(-1, layers, top_k)
         if not len(decode):
             return
 
         self._tokens += len(decode)
-        count_pairs(decode, self._joint)
-        count_segments(decode, experts, self._lengths, self._covered, self._segments)
+        self._joint += joint_counts(decode, experts)
+        for length in SEGMENTS_TOKENS:
+            self._served[length] += served_by_best(decode, experts, length)
+            self._choices[length] += len(decode) // length * length * top_k
 
         # A sequence without a prompt has nothing to compare with.
         if prompt:
@@ -390,17 +387,11 @@ class SimilarityAggregator:
             "information_bias_bits": information_bias_bits(
                 self._tokens, shape.experts, shape.top_k
             ),
-            "consistency": self._consistency(),
-        }
-
-    def _consistency(self) -> dict[str, list[float] | None]:
-        """Segment tokens -> share of choices that the best K experts served, [L]."""
-        consistency: dict[str, list[float] | None] = {}
-        for s, length in enumerate(SEGMENTS_TOKENS):
-            choices = self._segments[s] * length * self.shape.top_k
             # No sequence may be as long as a segment.
-            known = self._segments[s].all()
-            best = self._covered[s, :, -1]
-            consistency[str(length)] = (best / choices).tolist() if known else None
-
-        return consistency
+            "consistency": {
+                str(length): (served / choices).tolist() if choices else None
+                for (length, served), choices in zip(
+                    self._served.items(), self._choices.values(), strict=True
+                )
+            },
+        }

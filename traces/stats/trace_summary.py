@@ -2,14 +2,14 @@
 a second one where sequences run together, and for recorded predictions.
 
 Statistics are about decode unless they say otherwise; the definitions stand with what
-computes them: `statistics`, `hit_rate_curves`, `similarity`, `predictor_accuracy`.
+computes them: `statistics` and `hit_rate_curves`.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,12 +21,7 @@ from moesim.traces.format.layer_steps import joined, layer_steps, of_sequences
 from moesim.traces.format.parquet import write_table
 from moesim.traces.format.schema import PREDICTION_COLUMNS, Phase
 from moesim.traces.stats.hit_rate_curves import CURVES, CurveAggregator
-from moesim.traces.stats.loops import add_overlaps
-from moesim.traces.stats.statistics import (
-    LayerAggregator,
-    SimilarityAggregator,
-    summary,
-)
+from moesim.traces.stats.statistics import LayerAggregator, SimilarityAggregator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,8 +51,7 @@ class TraceSummary:
 
     Attributes:
         shape: the model.
-        figures: JSON-ready; the keys of `moesim.traces.stats.statistics.stats`, and
-            those listed at `summarise_trace`.
+        figures: JSON-ready; the keys are listed at `summarise_trace`.
         curves: hit counts at every size.
         load: int64 [L, E] tokens routed to each expert in decode.
     """
@@ -79,7 +73,22 @@ def summarise_trace(
         progress: called with the rows read so far, after each sequence.
 
     Returns:
-        figures with the keys of `stats` and
+        figures: ``batch``, ``prefill_tokens``, ``decode_tokens``, ``decode_steps``;
+        ``overlap_chance``, the overlap that independent uniform choices would have,
+        K/E; lists of L numbers, null where the trace has no decode:
+
+        - ``active``: mean active experts per decode step; ``active_prefill``: the same
+            per prefill step;
+        - ``entropy_bits``: of the load over experts, log2 E if even; ``max_share``:
+            load of the busiest expert;
+        - ``overlap``: mean share of a step's active experts that were active in the
+            step before, within one batch;
+        - ``working_set``: mean distinct experts in windows of 32 decode steps;
+            ``touched``: distinct experts at all;
+        - ``lru``: cache ratio -> hit rate of an LRU cache of ``round(ratio * E)``
+            slots, looked up before the step;
+
+        and
 
         - ``reuse``: [E + 1] accesses by the number of other experts used since (last:
             first use), all layers;
@@ -127,13 +136,9 @@ def summarise_trace(
             pass
 
     curves = curve.end()
-    working_sets = layers.working_sets()
-    figures = summary(layers, shape, batch)
-    figures |= {
-        "reuse": layers.distances.sum(axis=0).tolist(),
-        "working_set_by_window": {
-            str(size): float(sets.mean()) for size, sets in working_sets.items()
-        },
+    figures = {
+        "batch": batch,
+        **layers.figures(),
         "curve_decode": _rates(curves, Phase.DECODE),
         "curve_all": _rates(curves, None),
         **similarity.figures(),
@@ -189,19 +194,13 @@ def offloading_verdict(shape: ModelShape, figures: dict[str, Any]) -> dict[str, 
     best = sizes[0]
     # What caching gains beyond holding that share of evenly used experts.
     gain = float(lru[best["slots"]] - best["slots"] / shape.experts)
+    answer, reason = _judged(share, gain)
     return {
-        "answer": _answer(share, gain),
-        "why": _why(shape, best, share, gain, total),
+        "answer": answer,
+        "why": _why(shape, best, share, gain, reason),
         "sizes": sizes,
         "experts_bytes": total,
     }
-
-
-def _answer(share: float, gain: float) -> str:
-    if share > DENSE or gain < SLIGHT:
-        return "no"
-
-    return "yes" if gain >= LOCAL else "hardly"
 
 
 def _cache_sizes(
@@ -234,7 +233,7 @@ def _cache_sizes(
 
 
 def _why(
-    shape: ModelShape, best: dict[str, Any], share: float, gain: float, total: int
+    shape: ModelShape, best: dict[str, Any], share: float, gain: float, reason: str
 ) -> list[str]:
     """Sentences."""
     copied = best["copied_bytes_per_step"]
@@ -242,8 +241,8 @@ def _why(
 
     sentences = [
         (
-            f"All {shape.layers} x {shape.experts} experts weigh {format_bytes(total)};"
-            f" a decode step uses {share:.1%}."
+            f"All {shape.layers} x {shape.experts} experts weigh"
+            f" {format_bytes(shape.routed_bytes)}; a decode step uses {share:.1%}."
         ),
         (
             f"The curve of LRU bends at {best['slots']} of {shape.experts} experts per"
@@ -256,7 +255,7 @@ def _why(
             f" {copy_ms:.1f} ms if all of it were copied at"
             f" {COPY_BYTES_PER_S / 1e9:.0f} GB/s, computing and overlap left out."
         ),
-        _locality(share, gain),
+        reason,
     ]
     if shape.assumed:
         fields = ", ".join(shape.assumed)
@@ -264,24 +263,24 @@ def _why(
     return sentences
 
 
-def _locality(share: float, gain: float) -> str:
-    """The sentence that gives the answer's reason."""
+def _judged(share: float, gain: float) -> tuple[str, str]:
+    """The answer, and the sentence that gives its reason."""
     if share > DENSE:
-        return (
+        return "no", (
             "Too dense: every step needs more than a quarter of the experts, so most of"
             " the model moves."
         )
     if gain < SLIGHT:
-        return (
+        return "no", (
             "Hardly any locality: a cache hits little more than the share of experts"
             " that it holds."
         )
     if gain < LOCAL:
-        return (
+        return "hardly", (
             "Little locality: bandwidth or the CPU, not the cache, will decide the"
             " speed."
         )
-    return (
+    return "yes", (
         "A part of the experts serves most accesses; `moesim replay` tells the time"
         " that a machine needs."
     )
@@ -290,7 +289,6 @@ def _locality(share: float, gain: float) -> str:
 # -- summary tables --------------------------------------------------------------------
 # The statistics of a trace as Parquet tables, for notebooks and other tools.
 
-_PHASES = ("prefill", "decode")
 _BY_LAYER = (
     "active",
     "active_prefill",
@@ -315,74 +313,69 @@ def write_tables(trace: Trace, summary: TraceSummary, folder: Path) -> list[Path
         the other figures as JSON under the metadata key ``statistics``.
     """
     shape = summary.shape
-    by_layer = {
-        name: values
-        for name, values in _by_layer(summary.figures).items()
-        if len(values) == shape.layers
-    }
     load = {
         "layer": np.repeat(np.arange(shape.layers), shape.experts),
         "expert": np.tile(np.arange(shape.experts), shape.layers),
         "tokens": summary.load.reshape(-1),
     }
+    layers = layer_table(trace, summary)
     tables = {
-        "layers": {"layer": np.arange(shape.layers), **by_layer},
-        "load": load,
-        "curves": _per_layer_curves(summary.curves),
-        "global": _global_curves(summary.curves),
+        "layers": layers,
+        "load": pa.table(load),
+        "curves": _curve_table(summary.curves, ""),
+        "global": _curve_table(summary.curves, "_global"),
     }
 
+    paths = []
+    for name, table in tables.items():
+        path = folder / f"{name}.parquet"
+        # One table at a time appears; a notebook never meets half of one.
+        write_table(path, table.replace_schema_metadata(layers.schema.metadata))
+        paths.append(path)
+    return paths
+
+
+def layer_table(trace: Trace, summary: TraceSummary) -> pa.Table:
+    """Return the figures that have a number for each layer, a row per layer; with the
+    others as JSON under the metadata key ``statistics``.
+    """
+    layers = summary.shape.layers
+    by_layer = {
+        name: values
+        for name, values in _by_layer(summary.figures).items()
+        if len(values) == layers
+    }
     single = {
         name: value
         for name, value in summary.figures.items()
         if name not in (*by_layer, *_CURVES)
     }
-    described = {"trace": trace.path.name, "model": shape.name, **single}
+    described = {"trace": trace.path.name, "model": summary.shape.name, **single}
     metadata = {"statistics": json.dumps(described, sort_keys=True)}
-
-    paths = []
-    for name, columns in tables.items():
-        path = folder / f"{name}.parquet"
-        # One table at a time appears; a notebook never meets half of one.
-        write_table(path, pa.table(columns).replace_schema_metadata(metadata))
-        paths.append(path)
-    return paths
+    columns = {"layer": np.arange(layers), **by_layer}
+    return pa.table(columns).replace_schema_metadata(metadata)
 
 
-def _per_layer_curves(curves: Curves) -> dict[str, np.ndarray]:
-    """A row per phase, layer and number of slots."""
-    # Both policies have the same shape.
-    phases, layers, sizes = curves.lru.shape
-    accesses = [
-        np.repeat(curves.accesses("lru", phase), sizes) for phase in range(phases)
-    ]
-
-    columns = {
-        "phase": np.repeat(_PHASES, layers * sizes),
-        "layer": np.tile(np.repeat(np.arange(layers), sizes), phases),
-        "slots": np.tile(np.arange(sizes), phases * layers),
-        "accesses": np.concatenate(accesses),
+def _curve_table(curves: Curves, scope: str) -> pa.Table:
+    """A row per phase, layer and number of slots; without layers for the scope
+    ``_global`` of one shared cache.
+    """
+    hits = {
+        name: np.stack([curves.hits(name + scope, phase) for phase in Phase])
+        for name in ("lru", "belady")
     }
-    for name in ("lru", "belady"):
-        hits = [curves.hits(name, phase).reshape(-1) for phase in range(phases)]
-        columns[name] = np.concatenate(hits)
-    return columns
-
-
-def _global_curves(curves: Curves) -> dict[str, np.ndarray]:
-    """A row per phase and number of slots, of one cache for all layers."""
-    phases, sizes = curves.lru_global.shape
-    accesses = [int(curves.accesses("lru_global", phase)) for phase in range(phases)]
-
-    columns = {
-        "phase": np.repeat(_PHASES, sizes),
-        "slots": np.tile(np.arange(sizes), phases),
-        "accesses": np.repeat(accesses, sizes),
-    }
-    for name in ("lru", "belady"):
-        hits = [curves.hits(f"{name}_global", phase) for phase in range(phases)]
-        columns[name] = np.concatenate(hits)
-    return columns
+    accesses = np.stack([curves.accesses("lru" + scope, phase) for phase in Phase])
+    shape = hits["lru"].shape
+    phase, *layer, slots = np.indices(shape).reshape(len(shape), -1)
+    return pa.table(
+        {
+            "phase": np.array([each.label for each in Phase])[phase],
+            **dict(zip(("layer",), layer, strict=False)),
+            "slots": slots,
+            "accesses": np.repeat(accesses, shape[-1]),
+            **{name: values.reshape(-1) for name, values in hits.items()},
+        }
+    )
 
 
 def _by_layer(figures: dict[str, Any]) -> dict[str, list[Any]]:
@@ -410,13 +403,6 @@ def _by_layer(figures: dict[str, Any]) -> dict[str, list[Any]]:
 
 # Workload ranks that are told apart.
 RANKS = 16
-
-
-class _Overlaps(NamedTuple):
-    """Sums of overlaps and how many they are: float64 [2, L] and [2, R]."""
-
-    by_layer: np.ndarray
-    by_rank: np.ndarray
 
 
 def predictor_depth(name: str) -> int:
@@ -449,9 +435,8 @@ def prediction(trace: Trace, *, batch: int = 1) -> dict[str, Any] | None:
     layers = trace.shape.layers
     experts = trace.shape.experts
     ranks = min(RANKS, experts)
-    overlaps = {
-        name: _Overlaps(np.zeros((2, layers)), np.zeros((2, ranks))) for name in names
-    }
+    # Sums of overlaps and how many they are, by layer and by rank.
+    sums = {name: (np.zeros((2, layers)), np.zeros((2, ranks))) for name in names}
 
     for step in compose(trace, batch=batch, columns=names):
         if step.phase != Phase.DECODE:
@@ -465,25 +450,35 @@ def prediction(trace: Trace, *, batch: int = 1) -> dict[str, Any] | None:
                 best = top_k(
                     np.ascontiguousarray(scores, dtype=np.float32), trace.shape.top_k
                 )
-                predicted = _votes(best, experts)
-                add_overlaps(
-                    np.argsort(-predicted, kind="stable"),
-                    truth[target],
-                    target,
-                    *overlaps[name],
-                )
+                predicted = np.argsort(-_votes(best, experts), kind="stable")
+                shares = _shares_in_common(predicted, truth[target])
+                by_layer, by_rank = sums[name]
+                by_layer[:, target] += shares[-1], 1
+                by_rank[0, : len(shares)] += shares[:ranks]
+                by_rank[1, : len(shares)] += 1
 
-    return {name: _figures(name, sums) for name, sums in overlaps.items()}
+    return {name: _figures(name, *tables) for name, tables in sums.items()}
 
 
-def _figures(name: str, sums: _Overlaps) -> dict[str, Any]:
-    total = sums.by_layer[0].sum()
-    count = sums.by_layer[1].sum()
+def _shares_in_common(predicted: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Share of the first r of one ranking that are among the first r of another, for
+    every r up to the length of `truth`.
+    """
+    active = len(truth)
+    rank = np.argsort(predicted)
+    # From this rank on an expert is among the first of both.
+    common_from = np.maximum(rank[truth], np.arange(active))
+    common = np.cumsum(np.bincount(common_from, minlength=active)[:active])
+    return common / np.arange(1, active + 1)
+
+
+def _figures(name: str, by_layer: np.ndarray, by_rank: np.ndarray) -> dict[str, Any]:
+    total, count = by_layer.sum(axis=1)
     return {
         "depth": predictor_depth(name),
         "accuracy": float(total / count) if count else None,
-        "by_layer": _shares(sums.by_layer),
-        "by_rank": _shares(sums.by_rank),
+        "by_layer": _shares(by_layer),
+        "by_rank": _shares(by_rank),
     }
 
 
