@@ -3,26 +3,24 @@ accesses, times of forward passes.
 
 Each takes chunks of a table in order and keeps a few numbers. Memory is bounded by the
 size of the model and of one chunk, never by the length of the run; only
-`StepAggregator` keeps one number per decode step, for exact percentiles.
+`StepAggregator` keeps its table, some tens of bytes for each forward pass.
 """
 
 from __future__ import annotations
 
-from array import array
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moesim.traces.format.schema import Phase
-from moesim.traces.timeline.loops import Books
-from moesim.traces.timeline.spans import PLAN
+from moesim.traces.timeline.spans import PLAN, TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moesim.traces.timeline.spans import Chunk
 
-_STEP_COLUMNS = ("phase", "batch", "tokens", "sequences", "start_s", "end_s")
+_STEPS = TABLES["steps"]
 
 
 class LaneAggregator:
@@ -74,77 +72,102 @@ class AccessAggregator:
 
 
 class StepAggregator:
-    """Token counts and times of forward passes, per phase and per sequence.
-
-    Attributes:
-        gaps_s: seconds of each decoded token.
-        ttft_s: seconds of each batch's prefill.
-    """
+    """The table of forward passes, and what follows from it at the end."""
 
     def __init__(self) -> None:
-        self.gaps_s = array("d")
-        self.ttft_s = array("d")
-        self._books = Books()
-
-    @property
-    def steps(self) -> int:
-        """Forward passes so far."""
-        return self._books.steps
-
-    @property
-    def batches(self) -> int:
-        """Groups of sequences so far."""
-        return self._books.batches
-
-    @property
-    def start_s(self) -> float:
-        """First start; infinite before any pass has come."""
-        return self._books.start_s
-
-    @property
-    def end_s(self) -> float:
-        """Last end; minus infinity before any pass has come."""
-        return self._books.end_s
-
-    @property
-    def tokens(self) -> dict[int, int]:
-        """Tokens by phase."""
-        return dict(enumerate(self._books.tokens))
-
-    @property
-    def seconds(self) -> dict[int, float]:
-        """Seconds by phase."""
-        return dict(enumerate(self._books.seconds))
+        self._chunks: list[Chunk] = []
 
     def add(self, steps: Chunk) -> None:
         """Take one chunk of forward passes."""
-        self._follow(steps, is_last=False)
+        self._chunks.append(steps)
 
-    def forget_prompt(self) -> None:
-        """Leave the last prompts out of times to first tokens and of sequences' speeds:
-        the run was cut before their end.
+    def column(self, name: str) -> np.ndarray:
+        """Return a column of all passes, [N]."""
+        none = np.empty(0, _STEPS[name])
+        return np.concatenate([none, *(chunk[name] for chunk in self._chunks)])
+
+    def figures(self, *, ends_in_prompt: bool) -> dict[str, Any]:
+        """Return steps, batches, tokens, speeds and times between tokens; without the
+        last prompt's time where the run `ends_in_prompt`.
         """
-        self._books.prompts = 0
+        phase = self.column("phase")
+        tokens = self.column("tokens")
+        sequences = self.column("sequences")
+        end_s = self.column("end_s")
+        batch = self.column("batch")
+        begins = np.diff(batch, prepend=-1) != 0
+        # From the end of the step before: what lies between belongs to the gap.
+        start_s = np.where(begins, self.column("start_s"), np.roll(end_s, 1))
+        duration_s = end_s - start_s
+        seconds = np.bincount(phase, duration_s, 2)
+        counts = np.bincount(phase, tokens, 2).astype(np.int64)
 
-    def per_sequence(self, phase: Phase) -> float | None:
-        """Return the mean over sequences of own tokens per second.
+        # A prompt may be computed in several passes.
+        prefills = phase == Phase.PREFILL
+        follows = np.roll(prefills, 1) & ~begins
+        prompt = np.cumsum(prefills & ~follows)[prefills] - 1
+        ttft_s = np.bincount(prompt, duration_s[prefills])
+        prompt_tokens = np.bincount(prompt, tokens[prefills])
+        prompts = np.zeros(len(ttft_s), np.int64)
+        np.maximum.at(prompts, prompt, sequences[prefills])
+        if ends_in_prompt and prefills[-1:].any():
+            ttft_s = ttft_s[:-1]
+        ended = np.arange(len(prompts)) < len(ttft_s)
+        timed = ttft_s > 0
+        prompt_speeds = prompt_tokens[ended][timed] / ttft_s[timed]
 
-        Source: DALI, decode and prefill speed.
-        """
-        self._follow({name: np.empty(0) for name in _STEP_COLUMNS}, is_last=True)
-        count = self._books.counted[phase]
-        return self._books.speeds[phase] / count if count else None
-
-    def _follow(self, steps: Chunk, *, is_last: bool) -> None:
-        counts = [steps[name].astype(np.int64) for name in _STEP_COLUMNS[:4]]
-        times_s = [steps[name].astype(np.float64) for name in _STEP_COLUMNS[4:]]
-        phase, _, tokens, sequences = counts
-        decodes = phase == Phase.DECODE
+        # A pass that verifies a draft makes several tokens of one sequence.
+        decodes = ~prefills
         each = tokens[decodes] / sequences[decodes]
-        gaps_s = np.empty(int(np.rint(each).sum()))
-        # Each pass may end the prefill of the batch before it.
-        ttft_s = np.empty(len(decodes) + 1)
-        columns: Any = (*counts, *times_s, gaps_s, ttft_s, is_last)
-        prefills = self._books.follow(*columns)
-        self.gaps_s.frombytes(gaps_s.tobytes())
-        self.ttft_s.frombytes(ttft_s[:prefills].tobytes())
+        gaps_s = np.repeat(duration_s[decodes] / each, np.rint(each).astype(np.int64))
+        speeds = {
+            Phase.PREFILL: _ratio(prompt_speeds.sum(), prompts[ended].sum()),
+            Phase.DECODE: _decode_speed(
+                batch[decodes],
+                each,
+                sequences[decodes],
+                start_s[decodes],
+                end_s[decodes],
+            ),
+        }
+        figures: dict[str, Any] = {"steps": len(phase), "batches": int(begins.sum())}
+        for each_phase in Phase:
+            name = f"{each_phase.label}_tokens"
+            figures[name] = int(counts[each_phase])
+            figures[f"{name}_per_s"] = _ratio(counts[each_phase], seconds[each_phase])
+            figures[f"{name}_per_s_seq"] = speeds[each_phase]
+        figures["ttft_s"] = _ratio(ttft_s.sum(), len(ttft_s))
+        figures["tpot_s"] = _ratio(gaps_s.sum(), len(gaps_s))
+        for percent in (50, 95):
+            percentile = float(np.percentile(gaps_s, percent)) if len(gaps_s) else None
+            figures[f"tpot_p{percent}_s"] = percentile
+        return figures
+
+
+def _decode_speed(
+    batch: np.ndarray,
+    each: np.ndarray,
+    sequences: np.ndarray,
+    start_s: np.ndarray,
+    end_s: np.ndarray,
+) -> float | None:
+    """Own tokens per second, mean over the sequences of decode steps [N], which make
+    `each` so many tokens of every sequence.
+
+    Source: DALI, decode speed.
+    """
+    first = np.flatnonzero(np.diff(batch, prepend=-1))
+    of_batch = np.repeat(first, np.diff(np.append(first, len(batch))))
+    total = np.cumsum(each)
+    made = total - (total - each)[of_batch]
+    # Sequences that have ended with a step: the next one of their batch has fewer.
+    following = np.append(sequences[1:], 0)
+    following[np.append(first[1:], len(batch)) - 1] = 0
+    seconds = end_s - start_s[of_batch]
+    ended = np.where(seconds > 0, np.maximum(sequences - following, 0), 0)
+    some = ended > 0
+    return _ratio((ended[some] * made[some] / seconds[some]).sum(), ended.sum())
+
+
+def _ratio(part: float, total: float) -> float | None:
+    return float(part / total) if total else None

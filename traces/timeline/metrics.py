@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
-
-from moesim.traces.format.schema import Phase
 from moesim.traces.timeline.aggregators import (
     AccessAggregator,
     LaneAggregator,
@@ -354,25 +351,30 @@ class Summary:
         self._stalls.add(None)
         self._copies.settle()
 
+        steps = self._steps.figures(ends_in_prompt=ends_in_prompt)
+
         # Steps may begin before the first span, and end behind the last.
-        start_s = min(self._lanes.start_s, self._steps.start_s)
-        end_s = max(self._lanes.end_s, self._steps.end_s)
+        start_s = self._steps.column("start_s").min(initial=self._lanes.start_s)
+        end_s = self._steps.column("end_s").max(initial=self._lanes.end_s)
         makespan_s = float(end_s - start_s) if end_s >= start_s else 0.0
 
         figures: dict[str, Any] = {
             **_access_figures(self._accesses),
-            **_step_figures(self._steps, ends_in_prompt=ends_in_prompt),
+            **steps,
             **_lane_figures(self._names, self._lanes, makespan_s),
             **_copy_figures(self._copies, int(self._accesses.states[MISS])),
             **_stall_figures(self._names, self._stalls),
-            **self._energy_figures(makespan_s, power),
+            **self._energy_figures(makespan_s, power, steps["decode_tokens"]),
             "makespan_s": makespan_s,
         }
         # In the order of the definitions, whatever computed them.
         return {name: figures[name] for name in METRICS}
 
     def _energy_figures(
-        self, makespan_s: float, power: Mapping[str, tuple[float, float]] | None
+        self,
+        makespan_s: float,
+        power: Mapping[str, tuple[float, float]] | None,
+        tokens: int,
     ) -> dict[str, Any]:
         if power is None:
             return {"energy_j": None, "tokens_per_kj": None}
@@ -385,7 +387,6 @@ class Summary:
                 # What a lane draws beyond being idle, while it works.
                 energy_j += (busy_w - idle_w) * busy_s.get(lane, 0.0)
 
-        tokens = self._steps.tokens[Phase.DECODE]
         per_kj = _ratio(tokens, energy_j / 1000) if tokens else None
         return {"energy_j": energy_j, "tokens_per_kj": per_kj}
 
@@ -438,28 +439,6 @@ def _access_figures(accesses: AccessAggregator) -> dict[str, Any]:
         "hit_rate_gpu": _ratio(gpu[HIT], gpu.sum()),
         "hit_rate_token": _ratio(tokens[HIT], tokens.sum()),
     }
-
-
-def _step_figures(steps: StepAggregator, *, ends_in_prompt: bool) -> dict[str, Any]:
-    if ends_in_prompt:
-        steps.forget_prompt()
-    figures: dict[str, Any] = {"steps": steps.steps, "batches": steps.batches}
-
-    for phase in Phase:
-        tokens = steps.tokens[phase]
-        name = f"{phase.label}_tokens"
-        figures[name] = tokens
-        figures[f"{name}_per_s"] = _ratio(tokens, steps.seconds[phase])
-        figures[f"{name}_per_s_seq"] = steps.per_sequence(phase)
-
-    # A view of the array: one number per decode step may be many.
-    gaps_s = np.frombuffer(steps.gaps_s)
-    figures["ttft_s"] = _ratio(sum(steps.ttft_s), len(steps.ttft_s))
-    figures["tpot_s"] = _ratio(float(gaps_s.sum()), len(gaps_s))
-    for percent in (50, 95):
-        percentile = float(np.percentile(gaps_s, percent)) if len(gaps_s) else None
-        figures[f"tpot_p{percent}_s"] = percentile
-    return figures
 
 
 def _lane_figures(

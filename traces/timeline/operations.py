@@ -9,7 +9,6 @@ times differs from the run in structure alone (`python -m benchmarks.structure`)
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -53,7 +52,6 @@ _COLUMNS: Final[dict[str, Any]] = {
     "switches": np.int32,
 }
 _ROW: Final = np.dtype(list(_COLUMNS.items()))
-_pack = struct.Struct("=bbihiddddddi").pack
 
 
 class Part(NamedTuple):
@@ -93,19 +91,19 @@ class OperationTable:
     """Rows of one run, in the order in which they ended."""
 
     def __init__(self) -> None:
-        self._bytes = bytearray()
+        self._rows: list[tuple[Any, ...]] = []
 
     def add(self, part: Part) -> None:
         """Append a row."""
-        self._bytes.extend(_pack(*part))
+        self._rows.append(part)
 
     def __len__(self) -> int:
         """Count the rows."""
-        return len(self._bytes) // _ROW.itemsize
+        return len(self._rows)
 
     def columns(self) -> dict[str, np.ndarray]:
         """All rows, by column [N]."""
-        rows = np.frombuffer(bytes(self._bytes), _ROW)
+        rows = np.array(self._rows, _ROW)
         return {name: rows[name].copy() for name in _COLUMNS}
 
     def save(self, folder: Path) -> None:
@@ -142,11 +140,9 @@ class OperationTable:
                 f"{path}: expected columns {', '.join(_COLUMNS)}, found no"
                 f" {', '.join(absent)}; run again with --out"
             )
-        rows = np.empty(table.num_rows, _ROW)
-        for name in _COLUMNS:
-            rows[name] = table.column(name).to_numpy()
         read = cls()
-        read._bytes = bytearray(rows.tobytes())
+        columns = (table.column(name).to_pylist() for name in _COLUMNS)
+        read._rows = list(zip(*columns, strict=True))
         return read
 
 

@@ -178,15 +178,14 @@ def _traffic(process: int, chunk: Chunk, links: Mapping[int, str]) -> list[str]:
 
 def _hit_shares(timeline: Timeline) -> dict[int, float]:
     """Hits ÷ accesses of each forward pass."""
-    hits: dict[int, int] = {}
-    counts: dict[int, int] = {}
-    for chunk in timeline.access_chunks():
-        for step, is_hit in zip(
-            chunk["step"].tolist(), (chunk["state"] == HIT).tolist(), strict=True
-        ):
-            hits[step] = hits.get(step, 0) + is_hit
-            counts[step] = counts.get(step, 0) + 1
-    return {step: hits[step] / count for step, count in counts.items()}
+    chunks = list(timeline.access_chunks())
+    if not chunks:
+        return {}
+    step = np.concatenate([chunk["step"] for chunk in chunks])
+    hits = np.concatenate([chunk["state"] == HIT for chunk in chunks])
+    steps, number, counts = np.unique(step, return_inverse=True, return_counts=True)
+    shares = np.bincount(number, hits) / counts
+    return dict(zip(steps.tolist(), shares.tolist(), strict=True))
 
 
 def _passes(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesim.traces.timeline.loops import number_in_order, sum_by_lane, waits_of_lanes
+from moesim.traces.timeline.loops import waits_of_lanes
 from moesim.traces.timeline.spans import COMPUTE, FETCH, PLAN, READ
 
 if TYPE_CHECKING:
@@ -97,12 +97,12 @@ class StallAggregator:
         copies = np.flatnonzero(_are_copies(rows["kind"]))
         copies = copies[np.argsort(rows["end_s"][copies], kind="stable")]
         waits_s = self._waits_s(rows, place, copies, _plan_end_s(rows, work, keys))
-        busy_s = np.zeros((len(keys), self._lanes))
-        waited_s = np.zeros(self._lanes)
-        lane, start_s, end_s = (rows[name] for name in ("lane", "start_s", "end_s"))
-        sum_by_lane(lane, start_s, end_s, place, waits_s, busy_s, waited_s)
-        self._add_imbalance(busy_s)
-        self.stall_s += waited_s
+        lane = rows["lane"][compute]
+        duration_s = (rows["end_s"] - rows["start_s"])[compute]
+        cell = place[compute] * self._lanes + lane
+        busy_s = np.bincount(cell, duration_s, len(keys) * self._lanes)
+        self._add_imbalance(busy_s.reshape(len(keys), self._lanes))
+        self.stall_s += np.bincount(lane, waits_s[compute], self._lanes)
 
     def _waits_s(
         self, rows: Chunk, place: np.ndarray, copies: np.ndarray, plan_end_s: np.ndarray
@@ -138,15 +138,16 @@ def _numbered(key: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """Distinct keys of what is chosen, ascending, and which of them each one is, int64;
     -1 where it is not chosen.
     """
-    place = np.full(len(key), -1)
-    count = number_in_order(key, chosen.view(np.uint8), place)
-    if count < 0:
+    keys = key[chosen]
+    steps = np.diff(keys, prepend=keys[0] - 1)
+    number = np.cumsum(steps > 0) - 1
+    distinct = keys[steps > 0]
+    if (steps < 0).any():
         # Layer steps follow each other, unless one was begun before its time.
-        keys, place[chosen] = np.unique(key[chosen], return_inverse=True)
-        return keys, place
-    keys = np.empty(count, np.int64)
-    keys[place[chosen]] = key[chosen]
-    return keys, place
+        distinct, number = np.unique(keys, return_inverse=True)
+    place = np.full(len(key), -1)
+    place[chosen] = number
+    return distinct, place
 
 
 def consumer(lane: str) -> str:
