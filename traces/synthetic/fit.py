@@ -19,14 +19,13 @@ import numpy as np
 
 from moesim.base.errors import TraceError
 from moesim.traces.format.schema import Phase
-from moesim.traces.stats.loops import count_pairs
 from moesim.traces.stats.routing_curves import (
     MOST_TOKENS,
     Likeness,
     mean_curves,
     routing_curves,
 )
-from moesim.traces.stats.statistics import mutual_information_bits
+from moesim.traces.stats.statistics import joint_counts, mutual_information_bits
 from moesim.traces.synthetic.draw import (
     AGE_CLASS,
     CLASSES,
@@ -257,10 +256,7 @@ def shared_bits(routing: list[np.ndarray], shape: ModelShape) -> np.ndarray:
     """Return the plug-in mutual information of adjacent layers, from the routing [T, L,
     K] of sequences: float64 [L - 1].
     """
-    joint = np.zeros((shape.layers - 1, shape.experts, shape.experts), np.int64)
-    for sequence in routing:
-        count_pairs(np.ascontiguousarray(sequence), joint)
-
+    joint = joint_counts(np.concatenate(routing), shape.experts)
     return np.array([mutual_information_bits(table) for table in joint])
 
 

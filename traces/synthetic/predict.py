@@ -17,27 +17,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.traces.format.arrays import to_float16
+from moesim.traces.format.arrays import to_float16, top_k
 from moesim.traces.format.reader import Trace, open_trace
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.synthetic.gate_scores import (
+    SMALLEST,
     TOKEN_MEMORY,
     centred,
-    fill_logits,
     is_sigmoid,
+    logits_behind,
     logits_of,
     popularity_logits,
-)
-from moesim.traces.synthetic.loops import (
-    SMALLEST,
-    add_moments,
-    fill_predicted,
-    fill_scores,
+    scores_of,
 )
 from moesim.traces.synthetic.marks import PREDICTIONS
 from moesim.traces.synthetic.prediction_noise import (
@@ -45,11 +41,10 @@ from moesim.traces.synthetic.prediction_noise import (
     Dependence,
     SequenceNoise,
     Walk,
-    count_hits,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from moesim.traces.format.reader import SequenceRows
@@ -104,25 +99,38 @@ class PredictedTrace:
     scores: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Some tokens of one sequence. G = T * L places, token by token.
+class _Tokens(NamedTuple):
+    """Some tokens at all layers.
+
+    Attributes:
+        logits: float32 [T, L, E]; NaN where no row was recorded.
+        experts: uint16 [T, L, K]; zeros where no row was recorded.
+        difficulty: float32 [T, L], factors of the noise.
+        noise: float32 [T, D, L, E], of every depth.
+    """
+
+    logits: np.ndarray
+    experts: np.ndarray
+    difficulty: np.ndarray
+    noise: np.ndarray
+
+
+class _Chunk(NamedTuple):
+    """Some tokens of one sequence.
 
     Attributes:
         rows: of the whole sequence.
         span: rows that belong to these tokens.
-        place: int64 [N], the place of each of those rows.
-        tokens: T.
-        logits: float32 [G, E]; NaN where no row was recorded.
-        experts: uint16 [G, K]; zeros where no row was recorded.
+        token: int64 [N], the token of each of those rows.
+        layer: int64 [N], its layer.
+        tokens: what was recorded or drawn of them.
     """
 
     rows: SequenceRows
     span: slice
-    place: np.ndarray
-    tokens: int
-    logits: np.ndarray
-    experts: np.ndarray
+    token: np.ndarray
+    layer: np.ndarray
+    tokens: _Tokens
 
 
 def predict(
@@ -326,10 +334,17 @@ class _Work:
             for predictor in self._predictors
         )
         # The sample is measured as written; if it is the trace, nothing else is left.
-        parts: Iterator[_Sample] = iter((sample,))
+        parts: Iterable[_Tokens] = (sample,)
         if self._stride > 1:
-            parts = self._parts()
-        return self._measured(solved, parts)
+            parts = (chunk.tokens for chunk in self._chunks(self._needed))
+        sums = np.zeros((len(solved), 2), np.int64)
+        for part in parts:
+            for index, predictor in enumerate(solved):
+                sums[index] += self._hits(predictor, part, as_written=True)
+        return tuple(
+            replace(predictor, measured=float(hits / max(asked, 1)))
+            for predictor, (hits, asked) in zip(solved, sums, strict=True)
+        )
 
     def write(
         self,
@@ -349,98 +364,75 @@ class _Work:
         kept = sorted(self.trace.columns)
 
         with TraceWriter(target, header, [*kept, *added]) as writer:
-            for chunk, noise in self._with_noise(kept):
-                columns = {name: chunk.rows.columns[name][chunk.span] for name in kept}
+            for chunk in self._chunks(kept):
+                rows = chunk.rows.arrays()
+                seq = rows.pop("seq")
+                rows = {name: values[chunk.span] for name, values in rows.items()}
+                place = chunk.token, chunk.layer
                 if scores:
-                    columns["scores"] = self._scored(chunk.logits)[chunk.place]
+                    rows["scores"] = self._scored(chunk.tokens.logits)[place]
                 if weighs:
-                    experts = chunk.rows.experts[chunk.span]
-                    columns["weights"] = self._weights(columns["scores"], experts)
+                    rows["weights"] = self._weights(rows["scores"], rows["experts"])
                 for predictor in predictors:
-                    columns[predictor.column] = self._column(predictor, chunk, noise)
-                writer.write(
-                    seq=chunk.rows.seq,
-                    pos=chunk.rows.pos[chunk.span],
-                    phase=chunk.rows.phase[chunk.span],
-                    layer=chunk.rows.layer[chunk.span],
-                    experts=chunk.rows.experts[chunk.span],
-                    **columns,
-                )
-                self._advance(len(chunk.place))
+                    written = self._column(predictor, chunk.tokens)
+                    rows[predictor.column] = written[place]
+                writer.write(seq=seq, **rows)
 
         return writer
 
     # -- a few tokens at a time --
 
-    def _with_noise(self, columns: Sequence[str]) -> Iterator[tuple[_Chunk, _Noise]]:
-        """All chunks of the trace, each with its noise."""
+    def _chunks(self, columns: Sequence[str]) -> Iterator[_Chunk]:
+        """All tokens of the trace, a few at a time, each with its noise."""
         shape = self.trace.shape
+        layers = shape.layers
+        width = layers * shape.experts
+        stride = max(1, CHUNK_VALUES // width)
         for number, rows in enumerate(self.trace.sequences(columns)):
             noise = SequenceNoise(
                 self.seed,
                 number,
-                layers=shape.layers,
+                layers=layers,
                 experts=shape.experts,
                 depths=self._depths,
                 dependence=self.dependence,
             )
-            for chunk in self._chunks(number, rows):
-                yield chunk, _Noise(*noise.next(chunk.tokens))
+            keys = Walk((self.seed, number, SCORE_STREAM), width, TOKEN_MEMORY)
+            # Positions may have gaps, so tokens are counted.
+            token = np.cumsum(np.diff(rows.pos, prepend=rows.pos[0]) > 0)
+            ends = [*range(stride, int(token[-1]) + 1, stride), int(token[-1]) + 1]
+            for first, end in zip([0, *ends], ends, strict=False):
+                span = slice(*np.searchsorted(token, (first, end)).tolist())
+                place = token[span] - first, rows.layer[span].astype(np.int64)
+                size = (end - first, layers)
+                logits = np.full((*size, shape.experts), np.nan, np.float32)
+                if self.has_scores:
+                    recorded = rows.columns["scores"][span]
+                    logits[place] = logits_of(recorded, sigmoid=self._sigmoid)
+                else:
+                    drawn = keys.next(end - first).reshape(logits.shape)
+                    logits[place] = self._drawn(drawn[place], rows, span)
+                experts = np.zeros((*size, shape.top_k), np.uint16)
+                experts[place] = rows.experts[span]
+                tokens = _Tokens(logits, experts, *noise.next(end - first))
+                yield _Chunk(rows, span, *place, tokens)
+                self._advance(len(place[0]))
 
-    def _chunks(self, number: int, rows: SequenceRows) -> Iterator[_Chunk]:
-        shape = self.trace.shape
-        layers = shape.layers
-        keys = Walk(
-            (self.seed, number, SCORE_STREAM), layers * shape.experts, TOKEN_MEMORY
-        )
-        # Positions may have gaps, so tokens are counted.
-        token = np.cumsum(np.diff(rows.pos, prepend=rows.pos[0]) > 0)
-        count = int(token[-1]) + 1
-        stride = max(1, CHUNK_VALUES // (layers * shape.experts))
-
-        for first in range(0, count, stride):
-            tokens = min(stride, count - first)
-            begin, end = np.searchsorted(token, (first, first + tokens)).tolist()
-            span = slice(begin, end)
-            place = (token[span] - first) * layers + rows.layer[span]
-
-            places = tokens * layers
-            logits = np.full((places, shape.experts), np.nan, np.float32)
-            if self.has_scores:
-                recorded = rows.columns["scores"][span]
-                logits[place] = logits_of(recorded, sigmoid=self._sigmoid)
-            else:
-                drawn = keys.next(tokens).reshape(places, -1)
-                logits[place] = self._drawn(drawn, place, rows, span)
-            experts = np.zeros((places, shape.top_k), np.uint16)
-            experts[place] = rows.experts[span]
-            yield _Chunk(rows, span, place, tokens, logits, experts)
-
-    def _drawn(
-        self, keys: np.ndarray, place: np.ndarray, rows: SequenceRows, span: slice
-    ) -> np.ndarray:
-        """Logits [N, E] of some rows, from the random parts of all keys [G, E]."""
-        shape = self.trace.shape
-        weights = np.zeros((0, shape.top_k), np.float32)
-        if "weights" in rows.columns:
-            weights = rows.columns["weights"][span].astype(np.float32)
-
-        logits = np.empty((len(place), shape.experts), np.float32)
-        fill_logits(
-            keys[place] + self._popularity[rows.layer[span]],
-            np.ascontiguousarray(rows.experts[span]),
-            weights,
+    def _drawn(self, keys: np.ndarray, rows: SequenceRows, span: slice) -> np.ndarray:
+        """Logits [N, E] of some rows, from the random parts of their keys."""
+        weights = rows.columns.get("weights")
+        logits = logits_behind(
+            keys + self._popularity[rows.layer[span]],
+            rows.experts[span],
+            None if weights is None else weights[span],
             renormalised=self._renormalised,
             sigmoid=self._sigmoid,
-            logits=logits,
         )
         return logits if self._sigmoid else centred(logits)
 
     def _scored(self, logits: np.ndarray) -> np.ndarray:
         """The gate's scores of logits, as they are written: float16."""
-        scores = np.empty_like(logits)
-        fill_scores(logits, self._sigmoid, scores)
-        return to_float16(scores)[0]
+        return to_float16(scores_of(logits, sigmoid=self._sigmoid))[0]
 
     def _weights(self, scores: np.ndarray, experts: np.ndarray) -> np.ndarray:
         """Combine weights [N, K] of the used experts, as the gate makes them of its
@@ -452,70 +444,67 @@ class _Work:
             weights /= np.maximum(weights.sum(axis=1, keepdims=True), SMALLEST)
         return to_float16(weights)[0]
 
-    def _column(self, predictor: Predictor, chunk: _Chunk, noise: _Noise) -> np.ndarray:
-        """A column of predictions [N, E]: each row has the one of a later layer."""
-        layers = self.trace.shape.layers
-        scores = self._scored(self._guess(predictor, chunk.logits, noise))
-        layer = chunk.place % layers
-        has_target = layer < layers - predictor.depth
+    def _column(self, predictor: Predictor, tokens: _Tokens) -> np.ndarray:
+        """A column of predictions [T, L, E]: each layer has that of a later layer."""
+        scores = self._scored(self._guess(predictor, tokens))
+        column = np.zeros_like(scores)
         # Zeros where no such layer is, as the format has it.
-        column = np.zeros((len(chunk.place), scores.shape[1]), np.float16)
-        column[has_target] = scores[chunk.place[has_target] + predictor.depth]
+        column[:, : -predictor.depth] = scores[:, predictor.depth :]
         return column
 
-    def _guess(
-        self, predictor: Predictor, logits: np.ndarray, noise: _Noise
-    ) -> np.ndarray:
-        """Predicted logits [G, E], at the layers that they are about."""
-        predicted = np.empty_like(logits)
-        fill_predicted(
-            logits=logits,
-            means=self._means,
-            noise=noise.of_depth[predictor.depth - 1],
-            difficulty=noise.difficulty,
-            spread=self._spread,
-            fidelity=predictor.fidelity,
-            predicted=predicted,
-        )
-        return predicted
+    def _guess(self, predictor: Predictor, tokens: _Tokens) -> np.ndarray:
+        """Predicted logits [T, L, E], at the layers that they are about.
+
+        A logit's deviation from its layer's mean is mixed with noise of the same
+        variance, so that a predictor has favourites and a spread like those of the gate
+        itself. What was not recorded is mere noise.
+        """
+        fidelity = np.float32(predictor.fidelity)
+        # Noise over signal; without signal nothing else is left.
+        ratio = tokens.difficulty * np.sqrt(1 - fidelity**2)
+        norm = np.sqrt(fidelity**2 + ratio**2)
+        known = ~np.isnan(tokens.logits[..., :1])
+        added = np.where(known, (ratio / norm)[..., None], 1) * self._spread[:, None]
+        kept = (fidelity / norm)[..., None]
+        deviation = np.where(known, tokens.logits - self._means, 0)
+        noise = tokens.noise[:, predictor.depth - 1]
+        return np.asarray(self._means + added * noise + kept * deviation, np.float32)
 
     # -- accuracy --
 
-    def _sampled(self) -> _Sample:
+    @property
+    def _needed(self) -> Sequence[str]:
+        """The column that logits follow from."""
+        named = [name for name in ("scores", "weights") if name in self.trace.columns]
+        return named[:1]
+
+    def _sampled(self) -> _Tokens:
         """Every so many tokens; means and spread of all logits on the way."""
-        shape = self.trace.shape
-        layers = shape.layers
-        sums = np.zeros((2, layers, shape.experts))
-        counts = np.zeros(layers, np.int64)
-        parts: list[_Sample] = []
+        layers = self.trace.shape.layers
+        sums = np.zeros((2, layers, self.trace.shape.experts))
+        counts = np.zeros((layers, 1), np.int64)
+        parts: list[_Tokens] = []
         passed = 0
 
-        needed = [name for name in ("scores", "weights") if name in self.trace.columns]
-        for chunk, noise in self._with_noise(needed[:1]):
-            add_moments(chunk.logits, sums, counts)
-            first = -passed % self._stride
-            tokens = np.arange(first, chunk.tokens, self._stride)
-            passed += chunk.tokens
-            if len(tokens):
-                places = tokens[:, None] * layers + np.arange(layers)
-                parts.append(_Sample.of(chunk, noise, places.reshape(-1)))
-            self._advance(len(chunk.place))
+        for chunk in self._chunks(self._needed):
+            logits = chunk.tokens.logits.astype(np.float64)
+            counts += (~np.isnan(logits[..., :1])).sum(axis=0)
+            logits = np.nan_to_num(logits)
+            # Token by token, so that the sums are the same for any size of chunks.
+            powers = np.stack([logits, logits**2], axis=1)
+            sums = np.concatenate([sums[None], powers]).sum(axis=0)
+            sampled = slice(-passed % self._stride, None, self._stride)
+            parts.append(_Tokens(*(each[sampled] for each in chunk.tokens)))
+            passed += len(logits)
 
-        rows = np.maximum(counts, 1)[:, None]
+        rows = np.maximum(counts, 1)
         means = sums[0] / rows
         variance = np.maximum(sums[1] / rows - means**2, 0).mean(axis=1)
         self._means = means.astype(np.float32)
         self._spread = np.sqrt(variance).astype(np.float32)
-        return _Sample.joined(parts)
+        return _Tokens(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def _parts(self) -> Iterator[_Sample]:
-        """All tokens of the trace, a chunk at a time."""
-        needed = [name for name in ("scores", "weights") if name in self.trace.columns]
-        for chunk, noise in self._with_noise(needed[:1]):
-            yield _Sample.of(chunk, noise, np.arange(len(chunk.logits)))
-            self._advance(len(chunk.place))
-
-    def _fidelity(self, predictor: Predictor, sample: _Sample) -> float:
+    def _fidelity(self, predictor: Predictor, sample: _Tokens) -> float:
         """Bisection: recall grows with the fidelity."""
 
         def recall(fidelity: float) -> float:
@@ -549,80 +538,23 @@ class _Work:
                 high = middle
         return high
 
-    def _measured(
-        self, predictors: tuple[Predictor, ...], parts: Iterator[_Sample]
-    ) -> tuple[Predictor, ...]:
-        """The recall of what is going to be written."""
-        sums = np.zeros((len(predictors), 2), np.int64)
-        for part in parts:
-            for index, predictor in enumerate(predictors):
-                sums[index] += self._hits(predictor, part, as_written=True)
-        return tuple(
-            replace(predictor, measured=float(hits / max(asked, 1)))
-            for predictor, (hits, asked) in zip(predictors, sums, strict=True)
-        )
-
     def _hits(
-        self, predictor: Predictor, sample: _Sample, *, as_written: bool
+        self, predictor: Predictor, tokens: _Tokens, *, as_written: bool
     ) -> tuple[int, int]:
         """Used experts among as many best predicted ones, and used experts."""
-        layers = self.trace.shape.layers
-        predicted = self._guess(predictor, sample.logits, sample.noise)
-        layer = np.arange(len(predicted)) % layers
-        known = ~np.isnan(sample.logits[:, 0])
-        # Nobody predicts the first layers, and no one knows what was not recorded; a
-        # guess also needs a row to stand in, at the layer that it is made at.
-        made = np.zeros(len(known), bool)
-        made[predictor.depth :] = known[: -predictor.depth]
-        rows = np.flatnonzero((layer >= predictor.depth) & known & made)
+        depth = predictor.depth
+        predicted = self._guess(predictor, tokens)
         if as_written:
             predicted = self._scored(predicted).astype(np.float32)
-        experts = np.ascontiguousarray(sample.experts[rows, : self.at])
-        return count_hits(predicted[rows], experts), experts.size
+        # Nobody predicts the first layers, and no one knows what was not recorded; a
+        # guess also needs a row to stand in, at the layer that it is made at.
+        known = ~np.isnan(tokens.logits[..., 0])
+        known = known[:, depth:] & known[:, :-depth]
+        experts = tokens.experts[:, depth:][known][:, : self.at]
+        best = top_k(predicted[:, depth:][known], experts.shape[1])
+        return int((best[:, :, None] == experts[:, None, :]).sum()), experts.size
 
     def _advance(self, rows: int) -> None:
         self._rows_done += rows
         if self._progress is not None:
             self._progress(min(1.0, self._rows_done / self._rows_in_all))
-
-
-@dataclass(frozen=True, slots=True)
-class _Noise:
-    """Noise of G places: difficulties float32 [G], and float32 [G, E] of each depth."""
-
-    difficulty: np.ndarray
-    of_depth: list[np.ndarray]
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """Tokens on which recall is measured. G places, all layers of each token."""
-
-    logits: np.ndarray
-    experts: np.ndarray
-    noise: _Noise
-
-    @classmethod
-    def of(cls, chunk: _Chunk, noise: _Noise, places: np.ndarray) -> _Sample:
-        """Some places of a chunk."""
-        chosen = _Noise(
-            noise.difficulty[places], [values[places] for values in noise.of_depth]
-        )
-        return cls(chunk.logits[places], chunk.experts[places], chosen)
-
-    @classmethod
-    def joined(cls, parts: list[_Sample]) -> _Sample:
-        """All places of some samples."""
-        depths = range(len(parts[0].noise.of_depth))
-        noise = _Noise(
-            np.concatenate([part.noise.difficulty for part in parts]),
-            [
-                np.concatenate([part.noise.of_depth[depth] for part in parts])
-                for depth in depths
-            ],
-        )
-        return cls(
-            np.concatenate([part.logits for part in parts]),
-            np.concatenate([part.experts for part in parts]),
-            noise,
-        )

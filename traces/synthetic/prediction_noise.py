@@ -21,10 +21,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from scipy.signal import lfilter
 
 from moesim.base.errors import TraceError
-from moesim.traces.format.arrays import top_k
-from moesim.traces.synthetic.loops import remember
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,17 +75,22 @@ class Walk:
 
     def __init__(self, seed: Sequence[int], width: int, memory: float) -> None:
         self._rng = np.random.default_rng(seed)
-        self._memory = memory
-        self._last = np.zeros(width, np.float32)
-        self._begun = False
+        self._fresh = np.array([math.sqrt(1 - memory * memory)], np.float32)
+        self._past = np.array([1, -memory], np.float32)
+        self._width = width
+        self._state: np.ndarray | None = None
 
     def next(self, tokens: int) -> np.ndarray:
         """Return the next `tokens` of them: float32 [T, W]."""
-        shape = (tokens, len(self._last))
-        values = self._rng.standard_normal(shape, np.float32)
-        remember(values, self._last, self._memory, self._begun)
-        self._begun = True
-        return values
+        values = self._rng.standard_normal((tokens, self._width), np.float32)
+        if self._state is None:
+            # The first token has no past, and unit variance all the same.
+            self._state = np.zeros((1, self._width), np.float32)
+            values[0] /= self._fresh
+        walk, self._state = lfilter(
+            self._fresh, self._past, values, axis=0, zi=self._state
+        )
+        return np.asarray(walk)
 
 
 class SequenceNoise:
@@ -112,7 +116,7 @@ class SequenceNoise:
         dependence: Dependence,
     ) -> None:
         self._dependence = dependence
-        self._layers = layers
+        self._shape = (layers, experts)
         # A stream per depth: one more depth leaves the others as they are.
         self._walks = [
             Walk(
@@ -124,36 +128,24 @@ class SequenceNoise:
         ]
         self._difficulty = np.random.default_rng((seed, number, _DIFFICULTY_STREAM))
 
-    def next(self, tokens: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return the next tokens' difficulties, float32 [T * L], and the noise of every
-        depth, float32 [T * L, E].
+    def next(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the next tokens' difficulties, float32 [T, L], and their noise of
+        every depth, float32 [T, D, L, E].
         """
-        normals = self._difficulty.standard_normal(
-            (tokens, 1 + self._layers), np.float32
-        )
-        shared = math.sqrt(self._dependence.layers)
-        apart = math.sqrt(1 - self._dependence.layers)
-        exponent = np.float32(shared) * normals[:, :1]
-        exponent = exponent + np.float32(apart) * normals[:, 1:]
+        layers, experts = self._shape
+        normals = self._difficulty.standard_normal((tokens, 1 + layers), np.float32)
+        shared = np.float32(math.sqrt(self._dependence.layers))
+        apart = np.float32(math.sqrt(1 - self._dependence.layers))
+        exponent = shared * normals[:, :1] + apart * normals[:, 1:]
         difficulty = np.exp(np.float32(self._dependence.spread) * exponent)
 
         keep = np.float32(self._dependence.depths)
         fresh = np.float32(math.sqrt(1 - self._dependence.depths**2))
-        noise: list[np.ndarray] = []
-        for walk in self._walks:
-            values = walk.next(tokens)
+        noise = np.empty((tokens, len(self._walks), layers, experts), np.float32)
+        for depth, walk in enumerate(self._walks):
+            values = walk.next(tokens).reshape(tokens, layers, experts)
             # Deeper guesses add to the errors of shallower ones.
-            if noise:
-                values *= fresh
-                values += keep * noise[-1].reshape(values.shape)
-            noise.append(values.reshape(tokens * self._layers, -1))
-
-        return difficulty.reshape(-1), noise
-
-
-def count_hits(scores: np.ndarray, experts: np.ndarray) -> int:
-    """Return how many of the experts [N, K] are among the K best of scores [N, E];
-    equal scores go to the lower id.
-    """
-    best = top_k(scores, experts.shape[1])
-    return int((best[:, :, None] == experts[:, None, :]).sum())
+            if depth:
+                values = fresh * values + keep * noise[:, depth - 1]
+            noise[:, depth] = values
+        return difficulty, noise

@@ -99,19 +99,11 @@ def _with_weights(model: SynthModel, weights: str) -> SynthModel:
     return replace(model, shape=sizes, provenance=provenance)
 
 
+_ARRAYS = (
+    *("header", "popularity", "reuse", "topics", "kinds"),
+    *("character", "course", "first", "lengths"),
+)
 _WAY_OUT = "`moesim trace synth --save-stats` makes such a file"
-_KINDS: Mapping[str, tuple[type, int]] = {
-    "header": (np.uint8, 1),
-    "popularity": (np.float32, 2),
-    "reuse": (np.float32, 2),
-    "topics": (np.int8, 3),
-    "kinds": (np.int8, 3),
-    "character": (np.float32, 1),
-    "course": (np.uint16, 1),
-    "first": (np.int64, 1),
-    "lengths": (np.int64, 2),
-}
-"""Contents of each array, and its number of dimensions."""
 
 
 def save(model: SynthModel, path: Path | str) -> Path:
@@ -162,7 +154,17 @@ def load(path: Path | str) -> SynthModel:
         TraceError: not such a file, damaged, or of another version.
     """
     path = Path(path)
-    arrays = _arrays(path)
+    try:
+        arrays = load_named(path)
+    except (OSError, TraceError) as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise TraceError(f"{path}: statistics: {reason}; {_WAY_OUT}") from None
+    missing = [name for name in _ARRAYS if name not in arrays]
+    if missing:
+        raise TraceError(
+            f"{path}: statistics: {missing[0]}: expected an array, found none;"
+            f" {_WAY_OUT}"
+        )
     header = parse_json(
         arrays["header"].tobytes(),
         _Header,
@@ -176,9 +178,24 @@ def load(path: Path | str) -> SynthModel:
             f" {header.moesim_statistics}; save them again"
         )
 
-    model = _model(arrays, header)
-    _check(model, path)
-    return model
+    _check(arrays, header.shape, path)
+    step = np.float32(_STEP)
+    return SynthModel(
+        shape=header.shape,
+        popularity=arrays["popularity"],
+        reuse=arrays["reuse"],
+        topics=arrays["topics"] * step,
+        kinds=TokenKinds(
+            weights=arrays["kinds"] * step,
+            character=arrays["character"],
+            course=arrays["course"].astype(np.int64),
+            first=arrays["first"],
+        ),
+        lengths=tuple(map(tuple, arrays["lengths"].tolist())),
+        provenance=header.provenance,
+        permuted=header.permuted,
+        likeness=header.likeness,
+    )
 
 
 @dataclass
@@ -192,79 +209,44 @@ class _Header:
     likeness: Likeness
 
 
-def _arrays(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of a file, all of the kinds that `save` writes."""
-    try:
-        arrays = load_named(path)
-    except (OSError, TraceError) as error:
-        reason = str(error).removeprefix(f"{path}: ")
-        raise TraceError(f"{path}: statistics: {reason}; {_WAY_OUT}") from None
-
-    for name, (dtype, dimensions) in _KINDS.items():
-        if name not in arrays:
-            raise TraceError(
-                f"{path}: statistics: {name}: expected an array, found none; {_WAY_OUT}"
-            )
+def _check(
+    arrays: Mapping[str, np.ndarray], shape: ModelShape, path: Path | str
+) -> None:
+    """Refuse arrays that do not fit together, before drawing trips over them."""
+    layers = shape.layers
+    layer = (layers, shape.experts)
+    topics, kinds, lengths = (
+        arrays[name].shape[:1] for name in ("topics", "kinds", "lengths")
+    )
+    expected = {
+        "popularity": (np.float32, layer),
+        "reuse": (np.float32, (layers, CLASSES)),
+        "topics": (np.int8, (*topics, *layer)),
+        "kinds": (np.int8, (*kinds, *layer)),
+        "character": (np.float32, (layers,)),
+        "course": (np.uint16, (arrays["course"].size,)),
+        "first": (np.int64, (sum(topics) + 1,)),
+        "lengths": (np.int64, (*lengths, 2)),
+    }
+    for name, (dtype, wanted) in expected.items():
         array = arrays[name]
-        if array.dtype != dtype or array.ndim != dimensions:
+        if array.dtype != dtype or array.shape != wanted:
             raise TraceError(
-                f"{path}: statistics: {name}: expected {np.dtype(dtype)} of"
-                f" {dimensions} dimensions, found {array.dtype} of {array.ndim};"
-                f" {_WAY_OUT}"
+                f"{path}: statistics: {name}: expected shape {wanted} of"
+                f" {np.dtype(dtype)}, found {array.shape} of {array.dtype}; {_WAY_OUT}"
             )
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
+        if not np.isfinite(array).all():
             raise TraceError(
                 f"{path}: statistics: {name}: expected numbers, found infinity or none;"
                 f" {_WAY_OUT}"
             )
-    return arrays
-
-
-def _model(arrays: dict[str, np.ndarray], header: _Header) -> SynthModel:
-    step = np.float32(_STEP)
-    kinds = TokenKinds(
-        weights=arrays["kinds"] * step,
-        character=arrays["character"],
-        course=arrays["course"].astype(np.int64),
-        first=arrays["first"],
-    )
-    return SynthModel(
-        shape=header.shape,
-        popularity=arrays["popularity"],
-        reuse=arrays["reuse"],
-        topics=arrays["topics"] * step,
-        kinds=kinds,
-        lengths=tuple((int(p), int(g)) for p, g in arrays["lengths"]),
-        provenance=header.provenance,
-        permuted=header.permuted,
-        likeness=header.likeness,
-    )
-
-
-def _check(model: SynthModel, path: Path | str) -> None:
-    """Refuse arrays that do not fit together, before drawing trips over them."""
-    kinds = model.kinds
-    assert kinds is not None
-    shape = model.shape
-    layer = (shape.layers, shape.experts)
-    expected = {
-        "popularity": (model.popularity.shape, layer),
-        "reuse": (model.reuse.shape, (shape.layers, CLASSES)),
-        "topics": (model.topics.shape[1:], layer),
-        "kinds": (kinds.weights.shape[1:], layer),
-        "character": (kinds.character.shape, (shape.layers,)),
-        "first": (kinds.first.shape, (len(model.topics) + 1,)),
-    }
-    for name, (actual, wanted) in expected.items():
-        if actual != wanted:
-            raise TraceError(
-                f"{path}: statistics: {name}: expected shape {wanted}, got {actual}"
-            )
 
     # Each topic has its part of the course; a kind is an index.
-    ordered = (np.diff(kinds.first) > 0).all() and kinds.first[0] == 0
-    inside = kinds.course.size and kinds.course.max() < len(kinds.weights)
-    if not (ordered and inside and kinds.first[-1] == len(kinds.course)):
+    first = arrays["first"]
+    course = arrays["course"]
+    ordered = (np.diff(first) > 0).all() and first[0] == 0
+    inside = course.size and course.max() < len(arrays["kinds"])
+    if not (ordered and inside and first[-1] == len(course)):
         raise TraceError(f"{path}: statistics: course: expected kinds of every topic")
-    if not model.lengths or max(map(sum, model.lengths)) < 1:
+    if not arrays["lengths"].sum(axis=1).max(initial=0) >= 1:
         raise TraceError(f"{path}: statistics: lengths: expected at least one token")

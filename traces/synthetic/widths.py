@@ -10,13 +10,13 @@ Letters: L layers, E experts, H hidden, F expert intermediate, W widths.
 
 from __future__ import annotations
 
-import csv
 import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from moesim.base.errors import TraceError
 from moesim.base.inputs import quoted, read_text
@@ -175,19 +175,34 @@ def _read(path: Path, column: str, shape: ModelShape) -> np.ndarray:
     Raises:
         TraceError: it cannot be read, or does not name every expert once.
     """
-    names = ("layer", "expert", column)
-    numbers = np.full((shape.layers, shape.experts), np.nan)
+    names = ["layer", "expert", column]
     try:
-        reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
-        if not set(names) <= set(reader.fieldnames or ()):
-            raise TraceError(
-                f"{path}: expected the columns {','.join(names)}, found"
-                f" {quoted(','.join(reader.fieldnames or ())) or 'none'}"
-            )
-        for row in reader:
-            _note(numbers, [row[name] for name in names], path, reader.line_num)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(f"{path}: expected a CSV file: {error}") from None
+        table = pd.read_csv(io.StringIO(read_text(path)), dtype=str, index_col=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise TraceError(f"{path}: expected a CSV file: {reason}") from None
+    if not set(names) <= set(table.columns):
+        raise TraceError(
+            f"{path}: expected the columns {','.join(names)}, found"
+            f" {quoted(','.join(table.columns)) or 'none'}"
+        )
+
+    rows = table[names].apply(pd.to_numeric, errors="coerce")
+    experts = rows[["layer", "expert"]]
+    limits = [shape.layers, shape.experts]
+    inside = ((experts % 1 == 0) & (experts >= 0) & (experts < limits)).all(axis=1)
+    for wrong, problem in (
+        (~np.isfinite(rows).all(axis=1), "expected three numbers"),
+        (~inside, "expected layers below {} and experts below {}".format(*limits)),
+        (experts.duplicated(), "expected each expert once"),
+    ):
+        if wrong.any():
+            row = int(wrong.argmax())
+            cells = quoted(",".join(map(str, table.loc[row, names])))
+            raise TraceError(f"{path}: line {row + 2}: {problem}, found {cells}")
+
+    numbers = np.full((shape.layers, shape.experts), np.nan)
+    numbers[tuple(experts.to_numpy(np.int64).T)] = rows[column]
     missing = np.argwhere(np.isnan(numbers))
     if len(missing):
         layer, expert = missing[0].tolist()
@@ -196,32 +211,3 @@ def _read(path: Path, column: str, shape: ModelShape) -> np.ndarray:
             f" experts, found none for layer {layer}, expert {expert}"
         )
     return numbers
-
-
-def _note(numbers: np.ndarray, cells: list[str], path: Path, line: int) -> None:
-    """Write down one row of such a file.
-
-    Raises:
-        TraceError: no such expert, one that was there before, or no number.
-    """
-    layers, experts = numbers.shape
-    try:
-        layer = int(cells[0])
-        expert = int(cells[1])
-        value = float(cells[2])
-    except (TypeError, ValueError):
-        raise TraceError(
-            f"{path}: line {line}: expected three numbers, found {cells}"
-        ) from None
-    if not (0 <= layer < layers and 0 <= expert < experts):
-        raise TraceError(
-            f"{path}: line {line}: expected layers below {layers} and experts below"
-            f" {experts}, found layer {layer}, expert {expert}"
-        )
-    if not np.isnan(numbers[layer, expert]):
-        raise TraceError(
-            f"{path}: line {line}: layer {layer}, expert {expert} was there before"
-        )
-    if not np.isfinite(value):
-        raise TraceError(f"{path}: line {line}: expected a number, found {cells[2]}")
-    numbers[layer, expert] = value
