@@ -34,11 +34,12 @@ from moesim.engine.at_once import carry_out
 from moesim.policies.base import PolicyError
 from moesim.policies.names import RESIDENT
 from moesim.runtime import text as corpus
-from moesim.runtime.executor.live import Foresight, routed_layer
+from moesim.runtime.executor.live import routed_layer
 from moesim.runtime.models.expert_layout import UNUSED
 from moesim.runtime.models.gates import (
     Arguments,
     ExpertsCall,
+    Foresight,
     best_first,
     find_blocks,
     gate_facts,
@@ -280,15 +281,6 @@ class _Reader:
 # T tokens, E experts, K experts per token, H hidden.
 
 
-class Served(NamedTuple):
-    """Experts that a routing policy gives the tokens: `routing` uint16 [T, K'], UNUSED
-    where no expert takes a place; `weights` float [T, K'], or None.
-    """
-
-    routing: np.ndarray
-    weights: np.ndarray | None
-
-
 @dataclass(slots=True)
 class PolicyUnderTest:
     """One composition of policies, its planner, and what it has done so far.
@@ -297,37 +289,39 @@ class PolicyUnderTest:
         planner: asked at every layer of every pass.
         own_input: whether experts that were started one layer ahead nevertheless get
             their own layer's input.
-        phase: of the pass at work.
-        started: active experts of the last layer step that the CPU had begun before its
-            gate ran.
-        deferred: active experts of the last layer step whose results join in the next.
-        expected: bool [T, E], the choice that the last layer step predicted for the
-            next layer; None if it predicted none.
+        early: bool [T, E], experts of the last layer step that the CPU had begun for a
+            token before its gate ran; None if there are none.
+        late: int [D], active experts of the last layer step whose results join in the
+            next.
         counts: over scored tokens.
     """
 
     planner: Planner
     own_input: bool = False
-    phase: Phase = Phase.PREFILL
-    started: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    deferred: list[int] = field(default_factory=list)
-    expected: np.ndarray | None = None
+    early: np.ndarray | None = None
+    late: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     counts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    # bool [T, E]: the choice that the last layer step predicted for the next layer.
+    _expected: np.ndarray | None = None
+    _phase: Phase = Phase.PREFILL
     _step: int = -1
     _batch: int = 0
     _now_s: float = 0.0
 
     def begin(self, phase: Phase, batch: int) -> None:
         """Note that a forward pass begins."""
-        self.phase = phase
+        self._phase = phase
         self._batch = batch
         self._step += 1
+        self._expected = None
 
-    def layer(self, routed: RoutedLayer) -> Served | None:
+    def layer(self, routed: RoutedLayer) -> tuple[np.ndarray, np.ndarray | None] | None:
         """Plan one layer step and carry out all its copies.
 
         Returns:
-            The experts that serve the tokens; None for those that the gate chose.
+            The experts that serve the tokens, uint16 [T, K'], UNUSED where none takes a
+            place, and their weights, float [T, K'], if the policy gives any; None for
+            those that the gate chose.
 
         Raises:
             PolicyError: a policy answered something illegal.
@@ -336,7 +330,7 @@ class PolicyUnderTest:
         masses = len(planner.gate_mass)
         step = RoutedStep(
             step=self._step,
-            phase=self.phase,
+            phase=self._phase,
             batch=self._batch,
             tokens=len(routed.routing),
             context_tokens=0,
@@ -346,26 +340,43 @@ class PolicyUnderTest:
         planner.put(planner.block_of(step))
         plan = planner.plan(0, self._now_s)
         active = planner.work.active
-        experts = np.array(planner.work.experts)
+        experts = np.array(planner.work.experts).astype(np.int64)
         state = np.array(planner.work.state[:active])
-        started = np.array(plan.precomputed[:active], np.bool_) & plan.has_precomputed
-        self.started = experts[started]
-        deferred = np.array(plan.deferred[:active], np.bool_) & plan.defers
-        self.deferred = experts[deferred].tolist()
-        self.expected = None
+
+        self.late = experts[np.array(plan.deferred[:active], np.bool_) & plan.defers]
+        begun = np.array(plan.precomputed[:active], np.bool_) & plan.has_precomputed
+        self.early = None
+        if self._expected is not None and begun.any() and not self.own_input:
+            # Begun for a token only if predicted for it, too.
+            chosen = np.zeros(self._expected.shape[1], np.bool_)
+            chosen[experts[begun]] = True
+            self.early = self._expected & chosen
+        self._expected = None
         if plan.begins_ahead and "pred1_raw" in routed.predicted:
             top_k = routed.routing.shape[1]
-            self.expected = top_experts(routed.predicted["pred1_raw"], top_k)
-        served = Served(*planner.used_routing()) if planner.alters_now else None
+            self._expected = top_experts(routed.predicted["pred1_raw"], top_k)
+        served = planner.used_routing() if planner.alters_now else None
         self._now_s = carry_out(planner, self._now_s)
 
-        if self.phase == Phase.DECODE:
-            # A planner notes a gate mass only where a routing policy was asked.
-            noted = len(planner.gate_mass) > masses
-            mass = planner.gate_mass[masses] if noted else 1.0
-            after = routed.routing if served is None else served.routing
-            self._count(routed, after, state, mass)
+        # A planner notes a gate mass only where a routing policy was asked.
+        noted = len(planner.gate_mass) > masses
+        tokens = len(routed.routing)
+        after = routed.routing if served is None else served[0]
+        self.count(
+            tokens=tokens,
+            mass=tokens * (planner.gate_mass[masses] if noted else 1.0),
+            altered=_count_altered(routed.routing, after),
+            pairs=int((after != UNUSED).sum()),
+            hits=int((state == RESIDENT).sum()),
+            active=len(state),
+        )
         return served
+
+    def count(self, **numbers: float) -> None:
+        """Count what happened to scored tokens."""
+        if self._phase == Phase.DECODE:
+            for name, number in numbers.items():
+                self.counts[name] += number
 
     def shares(self) -> dict[str, float]:
         """Divide what was counted, as `Scores.shares`; NaN where nothing was."""
@@ -381,18 +392,6 @@ class PolicyUnderTest:
             name: counts[part] / counts[total] if counts[total] else float("nan")
             for name, (part, total) in parts.items()
         }
-
-    def _count(
-        self, routed: RoutedLayer, after: np.ndarray, state: np.ndarray, mass: float
-    ) -> None:
-        """Count one layer step of scored tokens, which `after` serves."""
-        tokens = len(routed.routing)
-        self.counts["tokens"] += tokens
-        self.counts["mass"] += tokens * mass
-        self.counts["altered"] += _count_altered(routed.routing, after)
-        self.counts["pairs"] += int((after != UNUSED).sum())
-        self.counts["hits"] += int((state == RESIDENT).sum())
-        self.counts["active"] += len(state)
 
 
 def top_experts(scores: np.ndarray, count: int) -> np.ndarray:
@@ -445,18 +444,14 @@ class RoutingOverride:
         self._policy: PolicyUnderTest | None = None
 
         # Of the gate that ran last.
-        self._gate_input = torch.empty(0)
+        self._gate_call: Arguments = (), {}
         self._gate_output: torch.Tensor | None = None
-        # Of the layer before: [T, H] what its experts were given, and bool [T, E] the
-        # experts that it expected of this layer.
+        # Of the layer before: [T, H] what its experts were given.
         self._input_before = torch.empty(0)
-        self._expected: np.ndarray | None = None
-        # A second call of the experts at work, on the input of the layer before.
-        self._stale_call: Arguments | None = None
-        # Calls of experts whose results join one layer later: of the layer at work, and
-        # of the one before.
-        self._late_call: Arguments | None = None
-        self._awaited: tuple[Any, Arguments] | None = None
+        # Further calls of experts: whose results are added behind the layer at work,
+        # and behind the next one.
+        self._added: list[tuple[Any, Arguments]] = []
+        self._awaited: list[tuple[Any, Arguments]] = []
         # Layers of the pass at work whose experts were called.
         self._served = 0
         self._hooks: list[Any] = []
@@ -485,8 +480,7 @@ class RoutingOverride:
         """Let `policy` override the gates from now on; the model decides if None."""
         self._policy = policy
         self._served = 0
-        self._expected = None
-        self._awaited = None
+        self._awaited = []
 
     def check(self) -> None:
         """Make sure that every layer's experts were called as we know it.
@@ -507,7 +501,7 @@ class RoutingOverride:
         """Note a gate's input and output."""
         del gate
         block = self._blocks[self._served]
-        self._gate_input = args[0] if args else next(iter(kwargs.values()))
+        self._gate_call = args, kwargs
         self._gate_output, _, _ = read_gate(output, block.count)
         if self._gate_output is None and self._needs_scores:
             raise PolicyError(
@@ -521,17 +515,16 @@ class RoutingOverride:
         """
 
         def hook(
-            _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+            experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Arguments | None:
             call = ExpertsCall.find(args, kwargs)
             if call is None:
                 return None
             self._served += 1
-            self._stale_call = None
-            self._late_call = None
+            self._added, self._awaited = self._awaited, []
             if self._policy is None:
                 return None
-            return self._override(self._policy, layer, call, (args, kwargs))
+            return self._override(self._policy, layer, experts, call, (args, kwargs))
 
         return hook
 
@@ -539,16 +532,8 @@ class RoutingOverride:
         self, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """Add what is computed on the input of the layer before, or was left by it."""
-        del args, kwargs
-        calls = []
-        if self._stale_call is not None:
-            calls.append((experts, self._stale_call))
-        if self._awaited is not None:
-            calls.append(self._awaited)
-        self._awaited = None
-        if self._late_call is not None:
-            self._awaited = experts, self._late_call
-        for module, (given, named) in calls:
+        del experts, args, kwargs
+        for module, (given, named) in self._added:
             # `forward`, not a call: hooks must not run for it.
             output = output + module.forward(*given, **named)
         return output
@@ -557,28 +542,31 @@ class RoutingOverride:
         self,
         policy: PolicyUnderTest,
         layer: int,
+        experts: Any,
         call: ExpertsCall,
         arguments: Arguments,
     ) -> Arguments | None:
         """Return changed arguments for a layer's experts; None where they stay."""
         index, weights = self._planned(policy, layer, call)
-        stale = self._stale_pairs(policy, index)
-        if stale is not None:
-            # Each pair counts in one of the two calls, with weight zero in the other.
-            self._stale_call = call.changed(
-                *arguments, self._input_before, index, weights * stale
-            )
-            weights = weights * ~stale
+        stale = torch.zeros_like(index, dtype=torch.bool)
+        if policy.early is not None:
+            early = torch.from_numpy(policy.early).to(index.device)
+            stale = early.gather(1, index.long())
+        late = torch.isin(index, torch.from_numpy(policy.late).to(index)) & ~stale
+        policy.count(stale=int((stale | late).sum()))
+
+        # Each pair counts in one of the calls, with weight zero in the others.
+        on_time = ~(stale | late)
+        if policy.early is not None:
+            given = self._input_before, index, weights * stale
+            self._added.insert(0, (experts, call.changed(*arguments, *given)))
+        if len(policy.late):
+            given = call.hidden, index, weights * late
+            self._awaited = [(experts, call.changed(*arguments, *given))]
         self._input_before = call.hidden
-        late = _late_pairs(policy, index)
-        if late is not None:
-            self._late_call = call.changed(
-                *arguments, call.hidden, index, weights * late
-            )
-            weights = weights * ~late
-        if index is call.index and stale is None and late is None:
+        if index is call.index and bool(on_time.all()):
             return None
-        return call.changed(*arguments, call.hidden, index, weights)
+        return call.changed(*arguments, call.hidden, index, weights * on_time)
 
     def _planned(
         self, policy: PolicyUnderTest, layer: int, call: ExpertsCall
@@ -590,7 +578,7 @@ class RoutingOverride:
         served = policy.layer(routed)
         if served is None:
             return call.index, call.weights
-        return _rerouted(call, routed, served)
+        return _rerouted(call, routed, *served)
 
     def _routed(self, layer: int, call: ExpertsCall) -> RoutedLayer:
         """Describe the gate's choice, best expert first, as a trace would."""
@@ -599,60 +587,31 @@ class RoutingOverride:
         routed, _ = routed_layer(layer, index, weights)
         if self._needs_scores and output is not None:
             routed.scores = self._facts.scores(output).cpu().numpy()
-        predicted = self._foresight.predict(layer, self._gate_input)
+        predicted = self._foresight.predict(layer, *self._gate_call)
         routed.predicted = {
             name: values.cpu().numpy() for name, values in predicted.items()
         }
         return routed
 
-    def _stale_pairs(
-        self, policy: PolicyUnderTest, index: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Bool [T, K'], on the device of `index`: pairs that were computed on the input
-        of the layer before, or None.
-        """
-        expected = self._expected
-        self._expected = policy.expected
-        if policy.own_input or expected is None or not len(policy.started):
-            return None
-
-        begun = torch.zeros(expected.shape[1], dtype=torch.bool)
-        begun[torch.from_numpy(policy.started.astype(np.int64))] = True
-        # Begun for a token only if predicted for it, too.
-        early = (torch.from_numpy(expected) & begun).to(index.device)
-        stale = early.gather(1, index.long())
-        if policy.phase == Phase.DECODE:
-            policy.counts["stale"] += int(stale.sum())
-        return stale
-
-
-def _late_pairs(policy: PolicyUnderTest, index: torch.Tensor) -> torch.Tensor | None:
-    """Bool [T, K'], on the device of `index`: pairs whose results join one layer later,
-    or None.
-    """
-    if not policy.deferred:
-        return None
-    deferred = torch.tensor(policy.deferred, dtype=index.dtype, device=index.device)
-    late = torch.isin(index, deferred)
-    policy.counts["stale"] += int(late.sum())
-    return late
-
 
 def _rerouted(
-    call: ExpertsCall, routed: RoutedLayer, served: Served
+    call: ExpertsCall,
+    routed: RoutedLayer,
+    chosen: np.ndarray,
+    shares: np.ndarray | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn a planner's routing into ids and weights [T, K'] for the experts; the call's
     own ones where no token changes.
     """
-    if served.weights is None:
+    if shares is None:
         raise PolicyError(
             "routing policy: expected weights beside the experts that it names, got"
             " none"
         )
     assert routed.weights is not None, "a live gate has weights"
     top_k = routed.routing.shape[1]
-    ids = widened(served.routing, top_k, UNUSED)
-    shares = widened(served.weights, top_k, 0)
+    ids = widened(chosen, top_k, UNUSED)
+    shares = widened(shares, top_k, 0)
     width = ids.shape[1]
     same = (ids == widened(routed.routing, width, UNUSED)).all(1)
     same &= (shares == widened(routed.weights, width, 0)).all(1)

@@ -23,9 +23,10 @@ from moesim.base.errors import TraceError
 from moesim.policies.base import PolicyError
 from moesim.runtime.models.expert_layout import UNUSED, group_tokens
 from moesim.runtime.models.gates import (
+    Arguments,
+    Foresight,
     MoeBlock,
     best_first,
-    further_arguments,
     gate_facts,
     read_gate,
 )
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     from moesim.runtime.executor.executor import Executor
     from moesim.runtime.models.expert_layout import Groups
-    from moesim.runtime.models.gates import GateFacts
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.models.offloaded import OffloadedModel
     from moesim.runtime.record.calibration import Residual
@@ -98,64 +98,6 @@ def warm_up(offloaded: OffloadedModel, store: ExpertStore) -> None:
             use_cache=False,
         )
     offloaded.handler = None
-
-
-class Foresight:
-    """Asks the gates of coming layers about a layer's input.
-
-    Args:
-        blocks: the model's MoE layers.
-        facts: how its gates score.
-        columns: predictions wanted, of
-            `moesim.traces.format.schema.PREDICTION_COLUMNS`.
-        residual: float32 [L, H] for ``pred1_res``.
-
-    Raises:
-        PolicyError: a prediction needs residual vectors and there are none.
-    """
-
-    def __init__(
-        self,
-        blocks: list[MoeBlock],
-        facts: GateFacts,
-        columns: Sequence[str],
-        residual: torch.Tensor | None,
-    ) -> None:
-        if "pred1_res" in columns and residual is None:
-            raise PolicyError(
-                "prefetch by 'pred1_res' needs residual vectors of this model, found"
-                " none; calibrate with `moesim record --model DIR --prompts FILE"
-                " --residual FILE`, then pass --residual FILE"
-            )
-        self._blocks = blocks
-        self._facts = facts
-        self._columns = list(columns)
-        self._residual = residual
-        self._extras = [further_arguments(block) for block in blocks]
-
-    def predict(self, layer: int, state: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return column -> scores [T, E] for a coming layer; none past the last one."""
-        predicted = {}
-        for column in self._columns:
-            # Columns are named after their distance: pred1, pred2, pred3.
-            coming = layer + int(column[len("pred")])
-            if coming >= len(self._blocks):
-                continue
-            asked = state
-            if column.endswith("_res"):
-                assert self._residual is not None
-                asked = state + self._residual[layer].to(state)
-            block = self._blocks[coming]
-            every, _, _ = read_gate(
-                block.gate.forward(asked, **self._extras[coming]), block.count
-            )
-            if every is None:
-                raise PolicyError(
-                    f"{block.name}: its gate shows only its choice; {column!r} cannot"
-                    " be predicted"
-                )
-            predicted[column] = self._facts.scores(every)
-        return predicted
 
 
 def routed_layer(
@@ -268,7 +210,8 @@ class LiveRun:
         self._foresight = Foresight(self._blocks, self._facts, wanted, vectors)
         self._predicts = bool(wanted)
         self._scores = "scores" in columns
-        self._gate_input = self._gate_output = torch.empty(0)
+        self._gate_call: Arguments = (), {}
+        self._gate_output = torch.empty(0)
         # Rows that are neither padding nor of an ended sequence; None where all are
         # kept. Ended sequences stay in the batch.
         self._kept: torch.Tensor | None = None
@@ -347,7 +290,7 @@ class LiveRun:
         if self._scores and output is not None:
             routed.scores = _half(self._facts.scores(output))
         if self._predicts:
-            predicted = self._foresight.predict(layer, self._gate_input)
+            predicted = self._foresight.predict(layer, *self._gate_call)
             routed.predicted = {
                 name: _half(self._rows(scores)) for name, scores in predicted.items()
             }
@@ -407,7 +350,7 @@ class LiveRun:
         def hook(
             _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
-            self._gate_input = args[0] if args else next(iter(kwargs.values()))
+            self._gate_call = args, kwargs
             every, _, _ = read_gate(output, block.count)
             if every is None:
                 raise PolicyError(

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from moesim.base.errors import StoreError, TraceError
+from moesim.policies.base import PolicyError
 from moesim.runtime.models.checkpoint import (
     first_setting,
     tensor_bytes,
@@ -29,7 +30,7 @@ from moesim.runtime.models.checkpoint import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 SCORINGS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "softmax": lambda logits: logits.softmax(-1),
@@ -456,3 +457,69 @@ class ExpertsCall(NamedTuple):
         new_args = tuple(changes.get(at, value) for at, value in enumerate(args))
         new_kwargs = {name: changes.get(name, value) for name, value in kwargs.items()}
         return new_args, new_kwargs
+
+
+class Foresight:
+    """Asks the gates of coming layers about a layer's input.
+
+    Args:
+        blocks: the model's MoE layers.
+        facts: how its gates score.
+        columns: predictions wanted, of
+            `moesim.traces.format.schema.PREDICTION_COLUMNS`.
+        residual: float32 [L, H] for ``pred1_res``.
+
+    Raises:
+        PolicyError: a prediction needs residual vectors and there are none.
+    """
+
+    def __init__(
+        self,
+        blocks: list[MoeBlock],
+        facts: GateFacts,
+        columns: Sequence[str],
+        residual: torch.Tensor | None,
+    ) -> None:
+        if "pred1_res" in columns and residual is None:
+            raise PolicyError(
+                "prefetch by 'pred1_res' needs residual vectors of this model, found"
+                " none; calibrate with `moesim record --model DIR --prompts FILE"
+                " --residual FILE`, then pass --residual FILE"
+            )
+        self._blocks = blocks
+        self._facts = facts
+        self._columns = list(columns)
+        self._residual = residual
+        self._extras = [further_arguments(block) for block in blocks]
+
+    def predict(
+        self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Return column -> scores [T, E] for a coming layer, none past the last one,
+        from the arguments of a layer's own gate.
+        """
+        called = inspect.signature(self._blocks[layer].gate.forward)
+        (_, state), *further = called.bind(*args, **kwargs).arguments.items()
+        predicted = {}
+        for column in self._columns:
+            # Columns are named after their distance: pred1, pred2, pred3.
+            coming = layer + int(column[len("pred")])
+            if coming >= len(self._blocks):
+                continue
+            asked = state
+            if column.endswith("_res"):
+                assert self._residual is not None
+                asked = state + self._residual[layer].to(state)
+            block = self._blocks[coming]
+            # A gate that looks up tokens gets their ids, as this one got them.
+            known = inspect.signature(block.gate.forward).parameters
+            named = {name: value for name, value in further if name in known}
+            named |= self._extras[coming]
+            every, _, _ = read_gate(block.gate.forward(asked, **named), block.count)
+            if every is None:
+                raise PolicyError(
+                    f"{block.name}: its gate shows only its choice; {column!r} cannot"
+                    " be predicted"
+                )
+            predicted[column] = self._facts.scores(every)
+        return predicted

@@ -3,9 +3,8 @@
 Hooks sit on both sides of the structure that `runtime/models/gates.py` finds.
 Chosen ids and weights are the arguments that the `experts` module receives, so they are
 what the model used, whatever masks, biases or groups the gate applied. When layer l's
-gate has run, it is called again on the gate inputs of layers l-1, l-2 and l-3: these
-are those layers' predictions for layer l (`pred1_raw` …), and at most three hidden
-states are kept at a time.
+gate has run, those of layers l+1, l+2 and l+3 are called on the same input: these are
+layer l's predictions (`pred1_raw` …).
 
 T tokens of the pass, E routed experts, K chosen per token, H hidden, L MoE layers.
 """
@@ -13,23 +12,26 @@ T tokens of the pass, E routed experts, K chosen per token, H hidden, L MoE laye
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
 
 from moesim.base.errors import TraceError
-from moesim.runtime.models.gates import ExpertsCall, GateFacts, best_first, read_gate
+from moesim.runtime.models.gates import (
+    ExpertsCall,
+    Foresight,
+    GateFacts,
+    best_first,
+    read_gate,
+)
+from moesim.traces.format.schema import PREDICTION_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    import torch
     from torch import nn
 
     from moesim.runtime.models.gates import MoeBlock
-
-PREDICTION_DEPTH: Final = 3
-"""Layers ahead for which predictions are recorded: `pred1_raw`, `pred2_raw`,
-`pred3_raw`.
-"""
 
 
 @dataclass(slots=True)
@@ -37,34 +39,17 @@ class LayerRecord:
     """One MoE layer in one forward pass.
 
     Attributes:
-        hidden: [T, H] the gate's input; emptied once no later gate needs it.
+        hidden: [T, H] the gate's input, where nothing else is observed; else empty.
         output: [T, E] the gate's output for every expert, None where it shows only its
             choice.
-        experts: int64 [T, K] as the experts module received them, best first.
-        weights: [T, K] as the experts module received them, in the order of `experts`.
-        scores: float32 [T, E], where they are kept.
-        predicted: column name -> float32 [T, E] scores for a coming layer; absent past
-            the last layer.
+        columns: of the trace: ``experts`` int64 [T, K] and ``weights`` [T, K] as the
+            experts module received them, best first; float32 [T, E] ``scores``, and
+            predictions for a coming layer, absent past the last one.
     """
 
-    hidden: torch.Tensor
-    output: torch.Tensor | None
-    experts: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
-    predicted: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def column(self, name: str) -> torch.Tensor | None:
-        """Return the values of a column of the trace, None where this layer has
-        none.
-        """
-        if name == "experts":
-            return self.experts
-        if name == "weights":
-            return self.weights
-        if name == "scores":
-            return self.scores
-        return self.predicted.get(name)
+    hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    output: torch.Tensor | None = None
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class GateObserver:
@@ -73,10 +58,8 @@ class GateObserver:
     Args:
         blocks: the MoE layers, from `find_blocks`.
         facts: how gates score, from `gate_facts`.
-        scores: keep full gate scores.
-        predictions: call later gates on earlier states.
-        residual: float32 [L, H], added to a layer's gate input for `pred1_res` (DALI's
-            correction).
+        columns: what is kept of every expert: ``scores``, and predictions.
+        residual: float32 [L, H] for `pred1_res` (DALI's correction).
         states_only: keep nothing but gate inputs (calibration).
 
     Attributes:
@@ -87,18 +70,17 @@ class GateObserver:
         self,
         blocks: list[MoeBlock],
         facts: GateFacts,
+        columns: Sequence[str] = (),
         *,
-        scores: bool = True,
-        predictions: bool = True,
         residual: torch.Tensor | None = None,
         states_only: bool = False,
     ) -> None:
         self.layers: list[LayerRecord] = []
         self._blocks = blocks
         self._facts = facts
-        self._scores = scores
-        self._predictions = predictions
-        self._residual = residual
+        self._scores = "scores" in columns
+        predicted = [name for name in columns if name in PREDICTION_COLUMNS]
+        self._foresight = Foresight(blocks, facts, predicted, residual)
         self._states_only = states_only
         self._hooks: list[Any] = []
 
@@ -133,7 +115,7 @@ class GateObserver:
         missing = [
             block.name
             for block, record in zip(self._blocks, self.layers, strict=False)
-            if record.experts is None
+            if "experts" not in record.columns
         ]
         missing += [block.name for block in self._blocks[len(self.layers) :]]
         if missing:
@@ -147,36 +129,28 @@ class GateObserver:
         """Return the hook that runs after a layer's gate."""
 
         def hook(
-            gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
             # The first gate begins a new pass.
             if layer == 0:
                 self.layers = []
             self._check_order(layer)
 
-            # Models pass the state by position or by name; the rest goes along.
-            keywords = dict(kwargs)
-            state = args[0] if args else keywords.pop(next(iter(keywords)))
-            hidden = state.reshape(-1, state.shape[-1])
             if self._states_only:
-                self.layers.append(LayerRecord(hidden, None))
+                # Models pass the state by position or by name.
+                state = args[0] if args else next(iter(kwargs.values()))
+                hidden = state.reshape(-1, state.shape[-1])
+                self.layers.append(LayerRecord(hidden))
                 return
 
             scored, _, _ = read_gate(output, self._blocks[layer].count)
-            record = LayerRecord(hidden, scored)
+            record = LayerRecord(output=scored)
             self.layers.append(record)
-            if self._scores and scored is not None:
-                record.scores = self._facts.scores(scored)
-
-            def call_gate(other: torch.Tensor) -> Any:
-                # `forward`, not a call: this hook must not run for it.
-                return gate.forward(
-                    other.to(state).view_as(state), *args[1:], **keywords
-                )
-
-            if self._predictions and scored is not None:
-                self._predict(layer, call_gate)
-            self._release_state(layer - PREDICTION_DEPTH)
+            if scored is None:
+                return
+            if self._scores:
+                record.columns["scores"] = self._facts.scores(scored)
+            record.columns |= self._foresight.predict(layer, args, kwargs)
 
         return hook
 
@@ -189,9 +163,8 @@ class GateObserver:
             if call is None or layer >= len(self.layers):
                 return
             record = self.layers[layer]
-            record.experts, record.weights = best_first(
-                call.index, call.weights, record.output
-            )
+            experts, weights = best_first(call.index, call.weights, record.output)
+            record.columns |= {"experts": experts, "weights": weights}
 
         return hook
 
@@ -203,30 +176,3 @@ class GateObserver:
                 " the order of their layers, found this one after"
                 f" {len(self.layers)} others; this kind of model is not supported"
             )
-
-    def _predict(self, layer: int, call_gate: Callable[[torch.Tensor], Any]) -> None:
-        """Score with this layer's gate the states that were the input of earlier
-        ones.
-        """
-        for depth in range(1, min(PREDICTION_DEPTH, layer) + 1):
-            earlier = self.layers[layer - depth]
-            earlier.predicted[f"pred{depth}_raw"] = self._score(
-                layer, call_gate(earlier.hidden)
-            )
-            if depth == 1 and self._residual is not None:
-                drift = self._residual[layer - 1].to(earlier.hidden)
-                earlier.predicted["pred1_res"] = self._score(
-                    layer, call_gate(earlier.hidden + drift)
-                )
-
-    def _score(self, layer: int, output: Any) -> torch.Tensor:
-        """Turn what a gate returned into scores [T, E]."""
-        scored, _, _ = read_gate(output, self._blocks[layer].count)
-        assert scored is not None, "a gate returns the same kind of output each time"
-        return self._facts.scores(scored)
-
-    def _release_state(self, layer: int) -> None:
-        """Let go of a hidden state that is no later gate's input."""
-        if layer >= 0:
-            # An empty slice, so that `hidden` stays a tensor.
-            self.layers[layer].hidden = self.layers[layer].hidden[:0]

@@ -17,7 +17,7 @@ import hashlib
 import importlib.metadata
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -36,12 +36,18 @@ from moesim.runtime.models.local_model import (
     load_model,
     model_shape,
 )
-from moesim.runtime.record.gate_observer import PREDICTION_DEPTH, GateObserver
+from moesim.runtime.record.gate_observer import GateObserver
 from moesim.runtime.record.options import EVALUATION, RecordOptions
-from moesim.runtime.record.segments import Segments
+from moesim.runtime.record.segments import Merged, Segments
 from moesim.runtime.record.stored_model import StoredModel
 from moesim.runtime.text import read_prompts
-from moesim.traces.format.schema import ModelShape, Phase, TraceHeader
+from moesim.traces.format.schema import (
+    PREDICTION_COLUMNS,
+    ModelShape,
+    Phase,
+    TraceHeader,
+    prediction_distance,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,22 +66,17 @@ __all__ = [
 ]
 
 
-class Recording(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording(Merged):
     """A finished recording.
 
     `seconds_s` and `tokens_per_s` are of this session and include writing; `overhead`
     was sampled afterwards; `resumed` sequences were there already.
     """
 
-    path: Path
-    sequences: int
-    prompt_tokens: int
-    decode_tokens: int
-    rows: int
     seconds_s: float
     tokens_per_s: float
     overhead: Overhead | None
-    header: TraceHeader
     resumed: int = 0
 
 
@@ -162,15 +163,10 @@ def record(
         # The first prompt stands for all: the sample takes seconds, not minutes.
         overhead = sample_overhead(model, sequences[0], recorder)
     return Recording(
-        path=merged.path,
-        sequences=merged.sequences,
-        prompt_tokens=merged.prompt_tokens,
-        decode_tokens=merged.decode_tokens,
-        rows=merged.rows,
+        **{each.name: getattr(merged, each.name) for each in fields(merged)},
         seconds_s=seconds_s,
         tokens_per_s=recorded_tokens / seconds_s,
         overhead=overhead,
-        header=merged.header,
         resumed=resumed,
     )
 
@@ -382,20 +378,13 @@ class GateRecorder:
         if residual is not None:
             _check_residual(residual, self.shape, model)
             vectors = torch.from_numpy(residual.vectors).to(model.device)
-        self._observer = GateObserver(
-            self._blocks,
-            facts,
-            scores=scores,
-            predictions=predictions or residual is not None,
-            residual=vectors,
-        )
-
         # Columns with a value for every expert.
         self._wide: list[str] = ["scores"] if scores else []
         if predictions:
-            self._wide += [f"pred{d}_raw" for d in range(1, PREDICTION_DEPTH + 1)]
+            self._wide += [name for name in PREDICTION_COLUMNS if name.endswith("_raw")]
         if residual is not None:
             self._wide.append("pred1_res")
+        self._observer = GateObserver(self._blocks, facts, self._wide, residual=vectors)
         self.columns = ("weights", *self._wide, "token")
         self._buffers: dict[str, np.ndarray] = {}
         self._lengths = np.zeros(0, dtype=np.int64)
@@ -432,8 +421,8 @@ class GateRecorder:
             if name == "token":
                 buffer[sequence, position] = tokens
                 continue
-            columns = [layer.column(name) for layer in self._observer.layers]
-            values = [column for column in columns if column is not None]
+            layers = self._observer.layers
+            values = [layer.columns[name] for layer in layers if name in layer.columns]
             self._check_widths(name, values)
             self._check_all(name, len(values))
             # The first layers have values: predictions end before the last one.
@@ -466,7 +455,7 @@ class GateRecorder:
     def _check_all(self, name: str, layers: int) -> None:
         """Refuse gates that do not say what a column holds."""
         # Predictions look so many layers ahead; past the last one there are none.
-        ahead = int(name[len("pred")]) if name.startswith("pred") else 0
+        ahead = prediction_distance(name) if name in PREDICTION_COLUMNS else 0
         if layers < self.shape.layers - ahead:
             raise TraceError(
                 f"{self._blocks[0].name}: its gate shows only its choice, so there is"

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
@@ -35,7 +35,8 @@ _PLAN_NAME: Final = "journal.json"
 _LOCK_NAME: Final = "lock"
 
 
-class Merged(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
     """A trace made of segments: how many sequences of how many that were planned,
     tokens and rows.
     """
