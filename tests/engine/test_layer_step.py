@@ -12,6 +12,7 @@ from support.handmade import (
     steps,
 )
 
+from moesim.policies.names import RESIDENT
 from moesim.policies.systems import System
 from moesim.sim.clock import FastClock
 from moesim.sim.simpy_clock import SimpyClock
@@ -187,6 +188,22 @@ def test_control_brings_results_back_itself_where_it_serves_that_lane(clock):
         ("d2h0", -1, 24.75, 25.25),
     ]
     assert result.makespan_s == 25.5
+
+
+def test_a_pool_of_split_layers_is_filled_by_the_layers_of_its_gpu():
+    """Not by what its cache wants most of all layers, half of which never come here."""
+    system = System("all-cpu", cache="static:fill=front")
+    planner = plan_of(
+        shape(layers=4, experts=3), system, slots=1, scope="global", gpus=2
+    )
+    residents = [
+        [divmod(key, 3) for key, state in enumerate(memory.state) if state == RESIDENT]
+        for memory in planner.gpu
+    ]
+    assert residents == [
+        [(0, 0), (0, 1), (0, 2), (1, 0)],
+        [(2, 0), (2, 1), (2, 2), (3, 0)],
+    ]
 
 
 def test_each_gpu_of_split_layers_has_its_own_cache_and_link():
