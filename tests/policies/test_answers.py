@@ -22,6 +22,7 @@ from moesim.policies.base import (
 from moesim.policies.cache.lru import LRU
 from moesim.policies.cache.workload_window import WorkloadWindow
 from moesim.policies.faults import PolicyFault, policy_faults
+from moesim.policies.names import ABSENT, RESIDENT
 from moesim.policies.prefetch.clairvoyant import Clairvoyant
 from moesim.policies.prefetch.recall import Recall
 from moesim.policies.ranked_cache import RankedCache
@@ -153,6 +154,29 @@ def test_wrong_answers_about_entering_are_named(
 ):
     mine = answering(RankedCache, question, answer)
     assert expected in said("cache", mine, engine=engine)
+
+
+def swapping(going, coming):
+    """Swap the first expert in one state for the last in another, once both are."""
+
+    def answer(_work, states, outgoing, incoming):
+        first, last = (
+            np.flatnonzero(np.asarray(states) == each) for each in (going, coming)
+        )
+        if not len(first) or not len(last) or first[0] == last[-1]:
+            return 0
+        outgoing[0], incoming[0] = first[0], last[-1]
+        return 1
+
+    return answer
+
+
+@ENGINES
+@pytest.mark.parametrize(("going", "coming"), [(ABSENT, ABSENT), (RESIDENT, RESIDENT)])
+def test_swaps_of_experts_that_are_elsewhere_are_refused(said, engine, going, coming):
+    mine = answering(RankedCache, "replacements", swapping(going, coming))
+    message = said("cache", mine, engine=engine)
+    assert "the first must be resident and the second must not be" in message
 
 
 def written_through(*shown):
