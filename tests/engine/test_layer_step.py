@@ -1,10 +1,14 @@
 """One layer step by hand: what waits for what, and for how long."""
 
+from dataclasses import replace
+
 import pytest
 from support.handmade import (
     HandCosts,
     HandProfile,
     plan_of,
+    plan_step,
+    registered,
     routed,
     run,
     shape,
@@ -12,6 +16,7 @@ from support.handmade import (
     steps,
 )
 
+from moesim.policies.base import RoutingPolicy
 from moesim.policies.names import RESIDENT
 from moesim.policies.systems import System
 from moesim.sim.clock import FastClock
@@ -188,6 +193,31 @@ def test_control_brings_results_back_itself_where_it_serves_that_lane(clock):
         ("d2h0", -1, 24.75, 25.25),
     ]
     assert result.makespan_s == 25.5
+
+
+def test_a_pool_never_holds_more_bytes_than_it_has_though_layers_differ():
+    """One expert of the second layer takes the place of two of the first."""
+    model = replace(shape(layers=2, experts=2, top_k=2), expert_bytes=(100, 200))
+    planner = plan_of(model, ON_GPU, scope="global", ratio=250 / 600)
+    run(planner, steps([routed(0, 0, 1), routed(1, 0)]))
+    memory = planner.gpu[0]
+    assert [key for key, state in enumerate(memory.state) if state == RESIDENT] == [2]
+    assert list(memory.free_bytes) == [50]
+
+
+def test_real_runs_compute_what_a_routing_policy_chose():
+    class Other(RoutingPolicy):
+        def route(self, gate, view, routing):
+            routing[0], routing[1] = 3, 1
+            return 2
+
+    system = System("all-cpu", cache="none", routing="other")
+    with registered(routing_other=Other):
+        planner = plan_of(shape(layers=1, experts=4, top_k=2), system)
+    plan_step(planner, routed(0, 0, 2))
+    used, weights = planner.used_routing()
+    assert used.tolist() == [[3, 1]]
+    assert weights is None
 
 
 def test_a_pool_of_split_layers_is_filled_by_the_layers_of_its_gpu():

@@ -270,7 +270,7 @@ def test_with_limited_host_memory_only_what_is_there_is_deferred():
     planner = plan_of(
         THREE_LAYERS, System("fixed-mapping:defer=1", cache="none"), host_slots=6
     )
-    passes = steps(*[[routed(n, 1, 0) for n in range(3)] for _ in range(2)])
+    passes = steps(*[[routed(n, 0, 1) for n in range(3)] for _ in range(2)])
     result, _ = run(planner, passes)
     cold_s = 3 * (2 + 8 + 2 * 10)
     assert result.makespan_s == cold_s + 62
