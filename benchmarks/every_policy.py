@@ -50,7 +50,7 @@ from moesim.runs.machine import device_of, machine_profile, open_random_store
 from moesim.runs.measured import execute
 from moesim.runs.setup import Setup, check_needs, needed_columns
 from moesim.runtime.executor.trace_driven import ForcedRouting, shape_for
-from moesim.runtime.models.dense import DenseSizes, DenseStack
+from moesim.runtime.models.dense import DenseStack
 from moesim.runtime.train.cache import Recipe, train
 from moesim.sim.replay import Replay
 from moesim.traces.format.batch import compose as compose_steps
@@ -91,7 +91,7 @@ class SameInputs(DenseStack):
     def embed(self, tokens: int) -> torch.Tensor:
         """Draw what this step of every run begins with."""
         draws = torch.Generator().manual_seed(len(self.outcomes))
-        return torch.randn(tokens, self.sizes.hidden, generator=draws).to(self._dtype)
+        return torch.randn(tokens, self.shape.hidden, generator=draws).to(self._dtype)
 
     def head(self, hidden: torch.Tensor, sequences: int) -> None:
         """Keep the last hidden states."""
@@ -141,9 +141,7 @@ class Bench:
         self.store = open_random_store(
             self.shape, folder / self.shape.name, "float32", min(DISTINCT, every)
         )
-        self.dense = SameInputs(
-            DenseSizes.of(self.shape), torch.float32, self.device.device
-        )
+        self.dense = SameInputs(self.shape, torch.float32, self.device.device)
         self.future = RecordedFuture.of(trace, batch=batch, steps=steps)
         self.artefacts = folder / f"{trace.path.stem}-learned"
         self.artefacts.mkdir()
@@ -233,7 +231,7 @@ class Bench:
 
         def forward(executor: Executor) -> Callable[[], None]:
             slots["gpu0"] = executor.memories.slots.slots.total_bytes
-            slots["host"] = executor.memories.host.tier.total_bytes
+            slots["host"] = executor.memories.host.slots.total_bytes
             self.dense.outcomes = []
             routing = ForcedRouting(executor, self.dense, walk)
             self.dense.outcomes.clear()

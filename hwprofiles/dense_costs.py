@@ -89,6 +89,8 @@ class DenseSizes(NamedTuple):
     """All layers without routed experts together."""
     head_params: float
     """Output head; of the embedding only the tokens' own rows are read."""
+    all_params: int
+    """Of the whole model, the embedding too."""
     param_bytes: float
     kept: KeptEntries
     attention_flops: float
@@ -125,6 +127,7 @@ class DenseSizes(NamedTuple):
             layer_params=layer,
             dense_layer_params=dense_layers,
             head_params=head,
+            all_params=params,
             param_bytes=shape.other_bytes / params,
             kept=KeptEntries.of(shape, element_bytes, unknown=2 * kv_width),
             attention_flops=4.0 * query_width,

@@ -163,9 +163,8 @@ def run_trace(
         device = device_of(profile)
         # It marks the memory in use, so nothing of the run may exist before it.
         meter = Meter()
-        sizes = dense_parts.DenseSizes.of(shape)
         weights_dtype = store.layout(0).torch_dtype
-        dense = dense_parts.DenseStack(sizes, weights_dtype, device.device, config.seed)
+        dense = dense_parts.DenseStack(shape, weights_dtype, device.device, config.seed)
         dense_s = time.perf_counter() - opened_s
         run = execute(
             setup,

@@ -180,8 +180,7 @@ class Executor:
         experts = self.memories.experts
         read = host.load(progress)
         with spare_record(self._store.slot_bytes) as spare:
-            for key in slots.residents():
-                slots.take(key)
+            for key in slots.take_residents():
                 nbytes = self._store.record_bytes(key // experts)
                 if host.holds_always(key):
                     record = host.record(key)
@@ -445,7 +444,7 @@ def _allocate(
     return Memories(
         store,
         host,
-        SlotMap(slots, books, store),
+        SlotMap(slots, store, books),
         device,
         gatings or [None] * store.layers,
         written_back=written_back,

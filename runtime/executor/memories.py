@@ -23,7 +23,7 @@ from moesim.runtime.models.expert_layout import Groups, group_tokens
 from moesim.runtime.store.memory import HostSlots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from moesim.engine.memory import Memory
     from moesim.policies.sizes import CacheSize
@@ -245,17 +245,26 @@ class SlotMap(Placement):
 
     Args:
         slots: the memory; cache and staging together.
-        memory: the planner's books of it.
         store: knows the experts' layouts.
+        memory: the planner's books of it, None where experts keep their slots.
+        slot_of: of each expert, -1 for none; None for none of them.
     """
 
-    def __init__(self, slots: Slots, memory: Memory, store: ExpertStore) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        store: ExpertStore,
+        memory: Memory | None,
+        slot_of: Sequence[int] | None = None,
+    ) -> None:
         self.slots = slots
         self._memory = memory
-        self._experts = memory.experts
-        self._slot_of = np.full(len(memory.state), -1, np.int32)
+        self._experts = store.experts(0)
+        count = self._experts * store.layers
+        self._slot_of = np.array([-1] * count if slot_of is None else slot_of, np.int32)
         self._layouts = [store.layout(layer) for layer in range(store.layers)]
-        memory.slots = self
+        if memory is not None:
+            memory.slots = self
 
     def record(self, key: int) -> torch.Tensor:
         """Return the bytes of an expert's slot."""
@@ -270,9 +279,15 @@ class SlotMap(Placement):
         """Return the slot of an expert that has one."""
         return int(self._slot_of[key])
 
-    def residents(self) -> list[int]:
-        """Keys of `residents` in this memory."""
-        return residents(self._memory)
+    def take_residents(self) -> list[int]:
+        """Give slots to the experts that are resident from the start; return their
+        keys.
+        """
+        assert self._memory is not None
+        keys = residents(self._memory)
+        for key in keys:
+            self.take(key)
+        return keys
 
     def take(self, key: int) -> None:
         """Give an expert a slot: its copy starts."""
@@ -285,7 +300,7 @@ class SlotMap(Placement):
         self._slot_of[key] = -1
 
 
-class HostSlotMap:
+class HostSlotMap(SlotMap):
     """Host memory in front of the SSD: a limited part of the experts, or all of them
     but those that the device keeps for good.
 
@@ -302,8 +317,7 @@ class HostSlotMap:
             not limited need not hold them too.
 
     Attributes:
-        tier: the memory itself.
-        limited: slots by expert, None where it is not limited.
+        limited: whether experts come and go.
     """
 
     def __init__(
@@ -318,22 +332,20 @@ class HostSlotMap:
         kept: Collection[int] = (),
     ) -> None:
         self._store = store
-        self._experts = store.experts(0)
-        self.limited: SlotMap | None = None
+        slot_of = None
         if memory is None or size is None:
             record_of = [record for row in store.index.records for record in row]
             needed = dict.fromkeys(
                 record for key, record in enumerate(record_of) if key not in kept
             )
-            slot_of = {record: slot for slot, record in enumerate(needed)}
-            self._slot_of = [slot_of.get(record, -1) for record in record_of]
+            slot_by_record = {record: slot for slot, record in enumerate(needed)}
+            slot_of = [slot_by_record.get(record, -1) for record in record_of]
             count = len(needed)
-            self.tier = HostSlots(count, store.slot_bytes, page_lock=page_lock)
-            self._layouts = [store.layout(layer) for layer in range(store.layers)]
         else:
             count = cache_slots(size, expert_bytes) + staging
-            self.tier = HostSlots(count, store.slot_bytes, page_lock=page_lock)
-            self.limited = SlotMap(self.tier, memory, store)
+        slots = HostSlots(count, store.slot_bytes, page_lock=page_lock)
+        super().__init__(slots, store, memory, slot_of)
+        self.limited = slot_of is None
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> int:
         """Read what is resident from the start: all that it is to hold, or what the
@@ -342,41 +354,24 @@ class HostSlotMap:
         Returns:
             Bytes read.
         """
+        if self.limited:
+            keys = self.take_residents()
+        else:
+            # Of experts that share a slot one is read.
+            by_slot = {slot: key for key, slot in enumerate(self._slot_of) if slot >= 0}
+            keys = list(by_slot.values())
         read = 0
-        if self.limited is None:
-            wanted = {
-                slot: divmod(key, self._experts)
-                for key, slot in enumerate(self._slot_of)
-                if slot >= 0
-            }
-            for done, (slot, (layer, expert)) in enumerate(wanted.items()):
-                read += self._store.read_into(layer, expert, self.tier.record(slot))
-                if progress is not None:
-                    progress(done + 1, len(wanted))
-            return read
-        for key in self.limited.residents():
-            self.limited.take(key)
+        for done, key in enumerate(keys):
             layer, expert = divmod(key, self._experts)
-            read += self._store.read_into(layer, expert, self.limited.record(key))
+            read += self._store.read_into(layer, expert, self.record(key))
+            if progress is not None:
+                progress(done + 1, len(keys))
         return read
 
     def holds_always(self, key: int) -> bool:
         """Whether an expert is in host memory throughout the run."""
-        return self.limited is None and self._slot_of[key] >= 0
-
-    def record(self, key: int) -> torch.Tensor:
-        """Return the bytes of an expert in host memory."""
-        if self.limited is None:
-            return self.tier.record(self._slot_of[key])
-        return self.limited.record(key)
-
-    def weights(self, key: int) -> ExpertWeights:
-        """Look at an expert in host memory as weights."""
-        if self.limited is None:
-            layout = self._layouts[key // self._experts]
-            return self.tier.weights(self._slot_of[key], layout)
-        return self.limited.weights(key)
+        return not self.limited and self.slot(key) >= 0
 
     def close(self) -> None:
         """Let go of the memory."""
-        self.tier.close()
+        self.slots.close()

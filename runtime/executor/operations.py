@@ -77,7 +77,7 @@ class Memories:
         An expert that the device keeps for good is not in host memory. A policy that
         lets the CPU compute it all the same pays for bringing it back.
         """
-        if self.host.limited is not None or self.host.holds_always(key):
+        if self.host.limited or self.host.holds_always(key):
             return self.host.weights(key)
         if self.brought is None:
             return self.slots.weights(key)

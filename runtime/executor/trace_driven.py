@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from moesim.base.errors import StoreError, TraceError
-from moesim.runtime.models.dense import DenseSizes, DenseStack
+from moesim.hwprofiles.dense_costs import DenseSizes
 from moesim.runtime.models.expert_layout import group_tokens, swiglu_layout, torch_dtype
 from moesim.runtime.store.store import record_stride
 from moesim.traces.models import model_shape
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from moesim.runtime.executor.executor import Executor
+    from moesim.runtime.models.dense import DenseStack
     from moesim.runtime.store.store import ExpertStore
     from moesim.traces.format.batch import RoutedLayer, RoutedStep
     from moesim.traces.format.schema import ModelShape
@@ -75,7 +76,7 @@ def shape_for(
         expert_bytes=(record_stride(layout),) * routed.layers,
         dtype=FLOAT_FORMATS[dtype],
     )
-    return replace(named, other_bytes=DenseSizes.of(named).weights * kind.itemsize)
+    return replace(named, other_bytes=DenseSizes.of(named).all_params * kind.itemsize)
 
 
 def check_store(
@@ -277,7 +278,7 @@ class Meter:
         """Note the bytes of the run's slots, and the most that was resident; call
         before the slots are freed.
         """
-        host = executor.memories.host.tier
+        host = executor.memories.host.slots
         self._host_slots = host.total_bytes
         self._record = host.slot_bytes
         # A GPU's slots lie in its own memory.

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from moesim.hwprofiles.calibration.fit_curves import fit_roofline
+from moesim.hwprofiles.dense_costs import DenseSizes
 from moesim.hwprofiles.schema import ReferenceExpert
 from moesim.runtime.measure.sampling import (
     caches_bytes,
@@ -26,7 +27,7 @@ from moesim.runtime.measure.sampling import (
     pool_bytes,
     sample,
 )
-from moesim.runtime.models.dense import DenseSizes, DenseStack
+from moesim.runtime.models.dense import DenseStack
 from moesim.runtime.models.expert_layout import (
     ExpertLayout,
     dtype_name,
@@ -34,6 +35,7 @@ from moesim.runtime.models.expert_layout import (
     swiglu_layout,
 )
 from moesim.runtime.store.memory import DeviceSlots, HostSlots, Slots
+from moesim.traces.format.schema import ModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -261,27 +263,28 @@ class DenseWidth(NamedTuple):
 
     hidden: int
 
-    def sizes(self, layers: int) -> DenseSizes:
+    def shape(self, layers: int) -> ModelShape:
         """So many layers: as many keys as queries, 64 experts, no shared one."""
         heads = self.hidden // _HEAD_DIM
-        return DenseSizes(
+        return ModelShape(
+            name="dense",
+            layers=layers,
+            experts=64,
+            top_k=8,
             hidden=self.hidden,
+            # Experts have no part in it.
+            expert_intermediate=1,
+            expert_bytes=(1,) * layers,
+            other_bytes=0,
             heads=heads,
             kv_heads=heads,
             head_dim=_HEAD_DIM,
-            experts=64,
-            top_k=8,
-            layers=layers,
-            shared=0,
-            dense_layers=0,
-            dense_width=0,
-            vocab=0,
         )
 
     @property
     def params(self) -> int:
         """Weights of one layer, read once per step."""
-        return self.sizes(1).weights
+        return DenseSizes.of(self.shape(1)).all_params
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Bytes read once per step: weights, keys and values."""
@@ -328,7 +331,7 @@ def measure_dense(
         layer_bytes = width.bytes(dtype)
         # Enough layers that the caches hold none of them when its turn comes again.
         count = max(2, min(_MOST_LAYERS, total_bytes // layer_bytes))
-        stack = DenseStack(width.sizes(count), dtype, where)
+        stack = DenseStack(width.shape(count), dtype, where)
         stack.allocate_cache(1, CONTEXT)
         for rows in tokens:
             moved_bytes.append(layer_bytes)
@@ -346,5 +349,5 @@ def measure_dense(
 
 def _in_turn(stack: DenseStack, hidden: torch.Tensor) -> Callable[[int], object]:
     """Return operation number i: the next layer, round and round."""
-    layers = stack.sizes.layers
+    layers = stack.shape.layers
     return lambda index: stack.layer(index % layers, hidden, 1, CONTEXT)

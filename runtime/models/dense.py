@@ -13,7 +13,6 @@ experts per token, D width of a head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -26,58 +25,6 @@ if TYPE_CHECKING:
 
 # Small, so that numbers stay finite through any number of layers.
 _STANDARD_DEVIATION: Final = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class DenseSizes:
-    """Widths of the dense part. Where a shape does not know its attention, four H x H
-    matrices are assumed; windows and recurrences are computed as full attention.
-    """
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    experts: int
-    top_k: int
-    layers: int
-    shared: int
-    dense_layers: int
-    dense_width: int
-    vocab: int
-
-    @classmethod
-    def of(cls, shape: ModelShape) -> DenseSizes:
-        """Take them from a model's shape."""
-        heads, kv_heads, head_dim = shape.attention
-        return cls(
-            hidden=shape.hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            experts=shape.experts,
-            top_k=shape.top_k,
-            layers=shape.layers,
-            shared=shape.shared_intermediate,
-            dense_layers=len(shape.dense_layers),
-            dense_width=shape.dense_intermediate,
-            vocab=shape.vocab,
-        )
-
-    @property
-    def attention(self) -> int:
-        """Weights of one attention block."""
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-
-    @property
-    def weights(self) -> int:
-        """All of them; the embedding counts although only rows of it are read (the
-        costs count it, too).
-        """
-        layer = self.attention + self.hidden * (self.experts + 3 * self.shared)
-        feed_forward = 3 * self.hidden * self.dense_width
-        dense = self.dense_layers * (self.attention + feed_forward)
-        return self.layers * layer + dense + 2 * self.vocab * self.hidden
 
 
 class _MoeLayer(NamedTuple):
@@ -105,26 +52,27 @@ class DenseStack:
     """The dense part of all layers, and its key/value cache.
 
     Args:
-        sizes: widths.
+        shape: of the model; windows and recurrences are computed as full attention.
         dtype: of weights and activations.
         device: where it computes.
         seed: of the weights.
     """
 
     def __init__(
-        self, sizes: DenseSizes, dtype: torch.dtype, device: torch.device, seed: int = 0
+        self, shape: ModelShape, dtype: torch.dtype, device: torch.device, seed: int = 0
     ) -> None:
-        self.sizes = sizes
+        self.shape = shape
+        self._heads, self._kv_heads, self._head_dim = shape.attention
         self._dtype = dtype
         self._device = device
         self._draws = torch.Generator(device).manual_seed(seed)
-        self._width = sizes.heads * sizes.head_dim
-        self._kv_width = sizes.kv_heads * sizes.head_dim
+        self._width = self._heads * self._head_dim
+        self._kv_width = self._kv_heads * self._head_dim
 
         # The order of these draws decides the weights: keep it.
-        self._layers = [self._draw_moe_layer() for _ in range(sizes.layers)]
-        self._dense = [self._draw_dense_layer() for _ in range(sizes.dense_layers)]
-        self._head = self._draw(sizes.vocab, sizes.hidden) if sizes.vocab else None
+        self._layers = [self._draw_moe_layer() for _ in range(shape.layers)]
+        self._dense = [self._draw_dense_layer() for _ in shape.dense_layers]
+        self._head = self._draw(shape.vocab, shape.hidden) if shape.vocab else None
 
         # Per MoE layer, keys and values [B, heads, C, D]; empty until their extent is
         # known.
@@ -155,22 +103,22 @@ class DenseStack:
             context: C, the longest.
             sequences: B, most of them.
         """
-        sizes = self.sizes
+        shape = self.shape
         attention = 3 * self._width + 2 * self._kv_width
-        feed_forward = 3 * max(sizes.shared, sizes.dense_width)
+        feed_forward = 3 * max(shape.shared_intermediate, shape.dense_intermediate)
         # Hidden states before and after, their norm, what experts get and answer.
-        rows = tokens * (6 * sizes.hidden + 2 * attention + feed_forward)
+        rows = tokens * (6 * shape.hidden + 2 * attention + feed_forward)
         keys = 0
-        if sizes.heads != sizes.kv_heads:
+        if self._heads != self._kv_heads:
             # Libraries may lay out keys and values once for each query head.
             keys = 2 * sequences * context * self._width
-        logits = sequences * sizes.vocab
+        logits = sequences * shape.vocab
         return (rows + max(keys, logits)) * self._dtype.itemsize
 
     def embed(self, tokens: int) -> torch.Tensor:
         """Draw hidden states [T, H] that a step begins with."""
         hidden = torch.randn(
-            tokens, self.sizes.hidden, generator=self._draws, device=self._device
+            tokens, self.shape.hidden, generator=self._draws, device=self._device
         )
         return hidden.to(self._dtype)
 
@@ -185,12 +133,11 @@ class DenseStack:
 
         # The old cache goes first: both together might not fit.
         self._kv_cache = []
-        sizes = self.sizes
-        shape = (self._sequences, sizes.kv_heads, self._context, sizes.head_dim)
-        for _ in range(sizes.layers):
+        extent = (self._sequences, self._kv_heads, self._context, self._head_dim)
+        for _ in range(self.shape.layers):
             # Written, since unwritten memory is read from one zero page.
-            keys = self._draw(*shape)
-            values = self._draw(*shape)
+            keys = self._draw(*extent)
+            values = self._draw(*extent)
             self._kv_cache.append((keys, values))
 
     def layer(
@@ -214,7 +161,7 @@ class DenseStack:
         normed = self._norm(hidden)
 
         scores = functional.linear(normed, weights.gate).float().softmax(-1)
-        chosen = torch.topk(scores, self.sizes.top_k).indices
+        chosen = torch.topk(scores, self.shape.top_k).indices
         # The choice is not used, but planning needs a gate's answer on the host: a GPU
         # is waited for here.
         chosen.cpu()
@@ -249,7 +196,6 @@ class DenseStack:
         """Attend over the cache, into which the new keys and values are written; return
         [T, heads * D].
         """
-        sizes = self.sizes
         weights = self._layers[index]
         query, key, value = functional.linear(self._norm(hidden), weights.qkv).split(
             (self._width, self._kv_width, self._kv_width), dim=1
@@ -257,18 +203,18 @@ class DenseStack:
 
         # Rounded up: in a ragged prefill the last sequence is the shorter one.
         each = -(-len(hidden) // sequences)
-        queries = self._by_head(query, sequences, each, sizes.heads)
+        queries = self._by_head(query, sequences, each, self._heads)
         keys, values = (
             tensor[:sequences, :, :context] for tensor in self._kv_cache[index]
         )
         first = context - each
-        keys[:, :, first:] = self._by_head(key, sequences, each, sizes.kv_heads)
-        values[:, :, first:] = self._by_head(value, sequences, each, sizes.kv_heads)
+        keys[:, :, first:] = self._by_head(key, sequences, each, self._kv_heads)
+        values[:, :, first:] = self._by_head(value, sequences, each, self._kv_heads)
 
         if each == 1:
             # Heads that share keys are rows of one product: the keys are read once for
             # all of them, where torch on a host reads them for each.
-            shared = queries.reshape(sequences, sizes.kv_heads, -1, sizes.head_dim)
+            shared = queries.reshape(sequences, self._kv_heads, -1, self._head_dim)
             attended = functional.scaled_dot_product_attention(shared, keys, values)
             return attended.reshape(sequences, self._width)
 
@@ -278,13 +224,13 @@ class DenseStack:
             values,
             # Causal only in a prefill, which has no context before it.
             is_causal=each == context,
-            enable_gqa=sizes.heads != sizes.kv_heads,
+            enable_gqa=self._heads != self._kv_heads,
         )
         rows = attended.transpose(1, 2).reshape(sequences * each, self._width)
         return rows[: len(hidden)]
 
     def _norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(hidden, (self.sizes.hidden,))
+        return functional.rms_norm(hidden, (self.shape.hidden,))
 
     def _by_head(
         self, rows: torch.Tensor, sequences: int, each: int, heads: int
@@ -292,26 +238,28 @@ class DenseStack:
         """Lay rows [T, heads * D] out as [B, heads, Q, D]."""
         missing = sequences * each - len(rows)
         padded = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
-        return padded.view(sequences, each, heads, self.sizes.head_dim).transpose(1, 2)
+        return padded.view(sequences, each, heads, self._head_dim).transpose(1, 2)
 
     def _draw_moe_layer(self) -> _MoeLayer:
-        sizes = self.sizes
-        qkv = self._draw(self._width + 2 * self._kv_width, sizes.hidden)
-        out = self._draw(sizes.hidden, self._width)
-        gate = self._draw(sizes.experts, sizes.hidden)
-        if not sizes.shared:
+        hidden = self.shape.hidden
+        qkv = self._draw(self._width + 2 * self._kv_width, hidden)
+        out = self._draw(hidden, self._width)
+        gate = self._draw(self.shape.experts, hidden)
+        width = self.shape.shared_intermediate
+        if not width:
             return _MoeLayer(qkv, out, gate, up=None, down=None)
-        up = self._draw(2 * sizes.shared, sizes.hidden)
-        down = self._draw(sizes.hidden, sizes.shared)
+        up = self._draw(2 * width, hidden)
+        down = self._draw(hidden, width)
         return _MoeLayer(qkv, out, gate, up, down)
 
     def _draw_dense_layer(self) -> _DenseLayer:
-        sizes = self.sizes
+        hidden = self.shape.hidden
+        width = self.shape.dense_intermediate
         return _DenseLayer(
-            qkv=self._draw(2 * self._width, sizes.hidden),
-            out=self._draw(sizes.hidden, self._width),
-            up=self._draw(2 * sizes.dense_width, sizes.hidden),
-            down=self._draw(sizes.hidden, sizes.dense_width),
+            qkv=self._draw(2 * self._width, hidden),
+            out=self._draw(hidden, self._width),
+            up=self._draw(2 * width, hidden),
+            down=self._draw(hidden, width),
         )
 
     def _draw(self, *shape: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ def test_memory_beyond_the_budget_is_found(bench, monkeypatch):
 
     def roomy(self, *given, **named):
         straight(self, *given, **named)
-        self.tier = type(self.tier)(self.tier.slots + 1, self.tier.slot_bytes)
+        self.slots = type(self.slots)(self.slots.slots + 1, self.slots.slot_bytes)
 
     monkeypatch.setattr(HostSlotMap, "__init__", roomy)
     assert any(

@@ -24,7 +24,7 @@ from moesim.policies.sizes import GLOBAL, CacheSize
 from moesim.runtime.executor.lanes import Lanes, Stopped, Task
 from moesim.runtime.executor.memories import cache_slots
 from moesim.runtime.executor.trace_driven import shape_for
-from moesim.runtime.models.dense import DenseSizes, DenseStack
+from moesim.runtime.models.dense import DenseStack
 from moesim.traces.format.reader import open_trace
 from moesim.traces.timeline.spans import COMPUTE, FETCH
 
@@ -317,7 +317,7 @@ def test_bytes_outside_the_experts_are_those_that_are_computed_with():
     50: one not kept.
     """
     sizes = float_model(heads=4, kv_heads=2, head_dim=8, vocab=50)
-    stack = DenseStack(DenseSizes.of(sizes), torch.float32, torch.device("cpu"))
+    stack = DenseStack(sizes, torch.float32, torch.device("cpu"))
     layer = 32 * (32 + 2 * 16) + 32 * 32 + 6 * 32
     assert stack.bytes == 4 * (2 * layer + 50 * 32)
     assert shape_for(sizes, None).other_bytes == 4 * (2 * layer + 2 * 50 * 32)
@@ -327,8 +327,8 @@ def test_bytes_outside_the_experts_are_those_that_are_computed_with():
     ("tokens", "sequences", "context"), [(7, 1, 7), (7, 2, 5), (3, 3, 9), (1, 1, 1)]
 )
 def test_dense_layers_serve_ragged_batches(tokens, sequences, context):
-    sizes = DenseSizes.of(
-        float_model(heads=4, kv_heads=2, head_dim=8, shared_intermediate=8, vocab=50)
+    sizes = float_model(
+        heads=4, kv_heads=2, head_dim=8, shared_intermediate=8, vocab=50
     )
     stack = DenseStack(sizes, torch.float32, torch.device("cpu"))
     stack.allocate_cache(sequences, context)

@@ -333,7 +333,7 @@ def test_host_memory_holds_no_expert_that_the_device_keeps(
 
     def noting(self, *arguments, **named):
         allocate(self, *arguments, **named)
-        allocated.append(self.tier.slots)
+        allocated.append(self.slots.slots)
 
     monkeypatch.setattr(HostSlotMap, "__init__", noting)
     monkeypatch.setattr(HostSlotMap, "weights", strict(HostSlotMap.weights))

@@ -18,7 +18,7 @@ from moesim.runtime.executor.trace_driven import (
     Footprint,
     ForcedRouting,
 )
-from moesim.runtime.models.dense import DenseSizes, DenseStack
+from moesim.runtime.models.dense import DenseStack
 from moesim.runtime.models.offloaded import OffloadedModel
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import ModelShape
@@ -140,8 +140,8 @@ def test_what_a_step_computes_with_grows_with_its_tokens():
     """By hand: width 2, one head of 2, no shared expert, 3 words, float32. A token has 6
     hidden states of 2 and twice queries, keys, values, and what was attended.
     """
-    sizes = replace(DenseSizes.of(SMALL), shared=0)
-    dense = DenseStack(sizes, torch.float32, torch.device("cpu"))
+    shape = replace(SMALL, shared_intermediate=0)
+    dense = DenseStack(shape, torch.float32, torch.device("cpu"))
     per_token = 6 * 2 + 2 * (3 * 2 + 2 * 2)
     assert dense.working_bytes(5, 9, 2) == 4 * (5 * per_token + 2 * 3)
     assert dense.working_bytes(50, 9, 2) > 9 * dense.working_bytes(5, 9, 2)

@@ -108,10 +108,7 @@ class TrialRunner:
         store: Path | None = None,
         building: Callable[[int, int], None] | None = None,
     ) -> None:
-        from moesim.runtime.models.dense import (  # noqa: PLC0415 - torch
-            DenseSizes,
-            DenseStack,
-        )
+        from moesim.runtime.models.dense import DenseStack  # noqa: PLC0415 - torch
 
         self.shape = shape
         self._device = device_of(profile)
@@ -119,7 +116,7 @@ class TrialRunner:
         self._store = open_random_store(shape, store, dtype, distinct, building)
         # Dense parts compute in the type of the experts, as a checkpoint's would.
         torch_dtype = self._store.layout(0).torch_dtype
-        self._dense = DenseStack(DenseSizes.of(shape), torch_dtype, self._device.device)
+        self._dense = DenseStack(shape, torch_dtype, self._device.device)
 
     def __enter__(self) -> Self:
         """Use it in a block."""
