@@ -140,8 +140,7 @@ def test_what_a_step_computes_with_grows_with_its_tokens():
     """By hand: width 2, one head of 2, no shared expert, 3 words, float32. A token has 6
     hidden states of 2 and twice queries, keys, values, and what was attended.
     """
-    shape = replace(SMALL, shared_intermediate=0)
-    dense = DenseStack(shape, torch.float32, torch.device("cpu"))
+    dense = DenseStack(SMALL, torch.float32, torch.device("cpu"))
     per_token = 6 * 2 + 2 * (3 * 2 + 2 * 2)
     assert dense.working_bytes(5, 9, 2) == 4 * (5 * per_token + 2 * 3)
     assert dense.working_bytes(50, 9, 2) > 9 * dense.working_bytes(5, 9, 2)

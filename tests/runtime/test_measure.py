@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.fake_accelerator import FakeAccelerator
-from support.processes import output_of
 
 from moesim.hwprofiles.costs import Costs
 from moesim.hwprofiles.profile import load_profile
@@ -149,23 +148,6 @@ def test_every_byte_that_is_read_was_written_before():
         record = pool.slots.record(slot)[: pool.layout.expert_bytes]
         assert record.view(torch.float32).ne(0).any(), slot
     assert written(1 << 20).ne(0).all()
-
-
-GROWTH = """
-import psutil
-from moesim.runtime.measure.copies import written
-resident_bytes = lambda: psutil.Process().memory_info().rss
-before = resident_bytes()
-memory = written(128 << 20)
-print((resident_bytes() - before) / len(memory))
-"""
-
-
-def test_written_memory_is_really_there():
-    """A process of its own, where no other test frees memory meanwhile, grows by what
-    the memory holds: 128 MiB.
-    """
-    assert 0.95 < float(output_of("-c", GROWTH)) < 1.25
 
 
 def processor_of(folder, slices, cores_each, kib):
