@@ -269,9 +269,11 @@ def _other_orders(measured: Timeline, simulated: Timeline) -> dict[str, str]:
     assert measured.operations is not None
     columns = measured.operations.columns()
     last = int(columns["step"].max())
-    spans = columns["kind"] < REQUEST
+    end_s = float(_joined(measured.step_chunks())["end_s"][-1])
+    # What ended after the last forward pass, the simulator does not show.
+    ended = (columns["kind"] < REQUEST) & (columns["ended_s"] <= end_s)
     real = _by_lane(
-        {name: column[spans] for name, column in columns.items()}, "picked_s", last
+        {name: column[ended] for name, column in columns.items()}, "picked_s", last
     )
     virtual = _by_lane(_joined(simulated.chunks()), "start_s", last)
     orders = {}
