@@ -64,7 +64,7 @@ def main() -> None:
         TRACE,
         ["ktransformers", "on-demand", "greedy"],
         hw=["rtx4060ti", "rtx3080ti"],
-        memory=["4GiB", "6GiB", "8GiB"],
+        gpu_memory=["4GiB", "6GiB", "8GiB"],
         warm=warm.path,
     ).answer()
     run = moesim.answer(moesim.replay(TRACE, "greedy", warm=warm.path, **machine))

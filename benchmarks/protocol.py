@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from moesim.base.files import write_text
 from moesim.base.inputs import load_json, read_text
 from moesim.base.version import git_commit
-from moesim.cli.output import steps_of
+from moesim.cli.output import bar
 from moesim.evidence.validation.calibrate import calibrate
 from moesim.evidence.validation.verify import Plan, judge, run_cells
 from moesim.hwprofiles.schema import ProfileError
@@ -276,7 +276,7 @@ def main(words: Sequence[str] | None = None) -> int:
     wanted = missing if arguments.sittings is None else arguments.sittings
     for number in range(1, wanted + 1):
         seed = arguments.seed + len(sittings)
-        with steps_of(f"sitting {number} of {wanted}") as progress:
+        with bar(f"sitting {number} of {wanted}", 1.0) as progress:
             sittings.append(make_sitting(folder, PLAN, seed=seed, progress=progress))
 
     verdict = judge(PLAN, sittings)

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from moesim.runs import replay as api
+from moesim.runs.config import MemoryOptions
 from moesim.runs.machine import machine_profile, open_random_store
 from moesim.runs.measured import run_trace
 from moesim.runtime.executor.device import HostDevice
@@ -279,7 +279,7 @@ def made_up_trace(path: Path, tokens: int) -> Trace:
 def _run(
     trace: Trace, store: ExpertStore, profile: Any, policy: str, **memory: Any
 ) -> Any:
-    options = api.MemoryOptions(slots_per_layer=SLOTS, **memory)
+    options = MemoryOptions(slots_per_layer=SLOTS, **memory)
     return run_trace(
         trace, policy, store=store, dtype="float32", hw=profile, memory=options
     )

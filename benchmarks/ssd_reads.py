@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.runtime_overhead import SHAPE, SLOTS, TOKENS, made_up_trace
-from moesim.runs import replay as api
+from moesim.runs.config import MemoryOptions
 from moesim.runs.machine import machine_profile, open_random_store
 from moesim.runs.measured import run_trace
 from moesim.runtime.executor.trace_driven import shape_for
@@ -99,7 +99,7 @@ def wakes_s(
     the reader is woken.
     """
     half = len(store.index.records) * len(store.index.records[0]) // 2
-    memory = api.MemoryOptions(
+    memory = MemoryOptions(
         slots_per_layer=SLOTS, host_memory_bytes=half * store.slot_bytes
     )
     run = run_trace(

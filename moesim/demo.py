@@ -177,7 +177,6 @@ def _record(path: Path) -> Trace:
             temperature=TEMPERATURE,
             progress=lambda tokens, expected: show(tokens / expected),
             # It would run the model a second time.
-            overhead=False,
         )
     print(
         f"{recording.sequences} texts it was not trained on: {recording.prompt_tokens}"

@@ -35,7 +35,7 @@ _KINDS: dict[str, Any] = {
 _ITEMS_CHECKED = 1_000
 
 # No classes; whoever takes them checks them.
-_ANYTHING = ("Any", "MemorySize", "Machine", "Residual")
+_ANYTHING = ("Any", "Machine", "Residual")
 
 # Options of a run say more about a wrong value: who takes several, for example.
 _OPTIONS = ("trace", "policy", "hw")

@@ -98,17 +98,13 @@ def check_file_name(path: Path) -> None:
         raise OSError(errno.EINVAL, reason, str(path))
 
 
-def read_bytes(path: Path, most: int | None = None) -> bytes:
+def read_bytes(path: Path) -> bytes:
     """Read a whole file.
 
-    Args:
-        path: of the file.
-        most: bytes that it may have; `most_bytes` where None.
-
     Raises:
-        OSError: as `open_input`, or the file is larger.
+        OSError: as `open_input`, or the file is larger than `most_bytes`.
     """
-    most = most_bytes() if most is None else most
+    most = most_bytes()
     with open_input(path) as file:
         content = file.read(most + 1)
     if len(content) > most:

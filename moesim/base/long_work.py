@@ -1,5 +1,5 @@
-"""Long work: finished pieces in a file from which the next call goes on, reports
-meanwhile, and nothing begun after a time.
+"""Long work: finished pieces in a file from which the next call goes on, and reports
+meanwhile.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.files import write_text
@@ -98,17 +97,3 @@ class Every:
         """Call."""
         self._call()
         self._last_s = time.monotonic()
-
-
-@dataclass(frozen=True, slots=True)
-class Until:
-    """Work of which no task is begun after a time of the clock on the wall; its result
-    is None then. It can be pickled.
-    """
-
-    work: Callable[[Any, Callable[[float], None]], Any]
-    end_s: float
-
-    def __call__(self, task: Any, progress: Callable[[float], None]) -> Any:
-        """Carry out one task."""
-        return self.work(task, progress) if time.time() < self.end_s else None

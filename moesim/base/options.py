@@ -61,6 +61,7 @@ class Option:
         flag: its name there; None derives it from the field's.
         place: what a path is: an ``input``, a ``file`` or a ``folder`` that is written.
         suffixes: endings that the name of a written file may have; empty for any.
+        holds: names of the files that a folder gets.
         needs: other fields, one of which must be given beside it.
         excludes: other fields that must not be given beside it.
         accepts_objects: Python may pass what the text stands for, already loaded.
@@ -80,6 +81,7 @@ class Option:
     flag: str | None = None
     place: str | None = None
     suffixes: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
     accepts_objects: bool = False
@@ -96,12 +98,6 @@ REQUIRED: Any = MISSING
 def option(default: Any, text: str, **details: Any) -> Any:
     """Declare a field of an options dataclass; `details` as in `Option`."""
     return field(default=default, metadata={"option": Option(text, **details)})
-
-
-def json_option() -> Any:
-    """``--json``, the same for every command."""
-    text = "Print one JSON object and nothing else."
-    return option(False, text, flag="--json")
 
 
 def seed_option(text: str = "Of everything that is drawn.") -> Any:
@@ -151,9 +147,9 @@ def file_option(text: str, *suffixes: str, **details: Any) -> Any:
     return option(None, text, **place, **details)
 
 
-def folder_option(text: str, default: Any = None, **details: Any) -> Any:
-    """A folder that is written where a user names one."""
-    return option(default, text, place="folder", metavar="DIR", **details)
+def folder_option(text: str, *holds: str, default: Any = None) -> Any:
+    """A folder that is written where a user names one, with files of these names."""
+    return option(default, text, place="folder", metavar="DIR", holds=holds)
 
 
 _METAVARS = {str: "NAME", int: "N", float: "X", bool: None, Path: "PATH"}
@@ -243,8 +239,14 @@ class Options:
         return self._places("input")
 
     def outputs(self) -> list[Path]:
-        """Files that are written; one that fills a folder adds what it puts there."""
-        return self._places("file")
+        """Files that are written, those in folders included."""
+        held = [
+            Path(folder) / name
+            for declared in fields(self)
+            if (folder := getattr(self, declared.name)) is not None
+            for name in option_of(declared).holds
+        ]
+        return [*self._places("file"), *held]
 
     def folders(self) -> list[Path]:
         """Folders that are written."""
@@ -265,7 +267,9 @@ class Options:
 class JsonOptions(Options):
     """The answer as JSON."""
 
-    as_json: bool = json_option()
+    as_json: bool = option(
+        False, "Print one JSON object and nothing else.", flag="--json"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,6 @@ GROUPS = {
             "train:train_cache",
             "Train a learned cache policy on a trace.",
         ),
-        "train-tiny": ("train:train_tiny", "Train the small model that ships."),
     },
     "This machine": {
         "doctor": ("machine:doctor", "Say what of this PC works."),

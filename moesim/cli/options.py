@@ -400,29 +400,23 @@ def check_device(device: str) -> None:
 
 
 def check_places(
-    *,
-    folder: Path | None = None,
-    folders: Iterable[Path] = (),
-    files: Iterable[Path | None] = (),
-    inputs: Iterable[object] = (),
+    *, folders: Iterable[Path], files: Iterable[Path], inputs: Iterable[Path]
 ) -> None:
     """Refuse, before a long run and not after it, a result that has nowhere to go or
     would destroy something.
 
     Args:
-        folder, folders: results go there, each with a name of its own.
+        folders: results go there, each with a name of its own.
         files: each is a result.
         inputs: files and folders that are read; no result replaces one of them or goes
-            into one. What is no path, such as an opened trace, is skipped.
+            into one.
 
     Raises:
         OSError: naming the place.
     """
-    read = [Path(place) for place in inputs if isinstance(place, str | Path)]
+    read = list(inputs)
     written: list[Path] = []
-    results = [(each, True) for each in folders]
-    results += [] if folder is None else [(folder, True)]
-    results += [(file, False) for file in files if file is not None]
+    results = [*((each, True) for each in folders), *((each, False) for each in files)]
     for place, is_folder in results:
         target = destination(place)
         for other in read:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from moesim.base.options import JsonOptions, Options
     from moesim.reporting.answers import Answer
-    from moesim.traces.format.batch import RoutedStep
-    from moesim.traces.format.reader import Trace
 
 
 LONGEST_NOTE = 600
@@ -89,14 +87,21 @@ def present(
 
 
 def tell(
-    options: JsonOptions, facts: Any, lines: Iterable[str], *written: Path | None
+    options: JsonOptions,
+    facts: Any,
+    lines: Iterable[str],
+    *written: Path | None,
+    notes: Iterable[str] = (),
 ) -> None:
-    """Print facts as JSON where that is asked for, else lines and what was written."""
+    """Print facts as JSON where that is asked for, else lines, what was written, and
+    notes.
+    """
     if options.as_json:
         print(json.dumps(facts, indent=2))
         return
     print("\n".join(lines))
     print_written(written)
+    print_notes(notes)
 
 
 def quiet_libraries() -> None:
@@ -152,9 +157,9 @@ def _duration(seconds: float) -> str:
 
 
 @contextmanager
-def bar(label: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
+def bar(label: str, total: float | None = None) -> Iterator[Callable[..., None]]:
     """Show a bar while the block runs; yield a function to call with the work done so
-    far.
+    far, also behind the name of the part that runs.
 
     Args:
         label: stands beside the bar.
@@ -162,7 +167,7 @@ def bar(label: str, total: float | None = None) -> Iterator[Callable[[float], No
     """
     with bars(label) as (show,):
         show(0, total)
-        yield lambda done: show(done, total)
+        yield lambda *done: show(done[-1], total)
 
 
 @contextmanager
@@ -203,48 +208,3 @@ def bars(*labels: str) -> Iterator[list[Callable[[float, float | None], None]]]:
 
 def _update(progress: Any, task: Any, done: float, total: float | None) -> None:
     progress.update(task, completed=done, total=total, visible=True)
-
-
-@contextmanager
-def messages(label: str) -> Iterator[Callable[[str], None]]:
-    """Show a spinner while the block runs; yield a function that sets the text beside
-    it.
-    """
-    if not sys.stderr.isatty():
-        yield lambda _text: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(label) as status:
-        yield lambda text: status.update(f"{label}: {text}")
-
-
-@contextmanager
-def steps_of(label: str) -> Iterator[Callable[[str, float], None]]:
-    """Show a bar that fills to one; yield a function to call with the name of the part
-    that runs and the share that is done.
-    """
-    with bar(label, 1.0) as show:
-        yield lambda _part, done: show(done)
-
-
-@contextmanager
-def replaying(
-    label: str, trace: Trace, steps: int | None
-) -> Iterator[Callable[[RoutedStep], None]]:
-    """Show the progress of a replay; yield what `replay` takes as `progress`.
-
-    With `steps` the bar counts forward passes, otherwise tokens at layers, of which the
-    trace has one per row.
-    """
-    done = 0
-
-    with bar(label, steps or trace.rows) as show:
-
-        def after(step: RoutedStep) -> None:
-            nonlocal done
-            # How many steps a trace has is known only after composing it.
-            done += 1 if steps else step.tokens * trace.shape.layers
-            show(done)
-
-        yield after

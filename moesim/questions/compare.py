@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moesim.base.files import remove_leftovers
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import split_policies
 from moesim.policies.sizes import PER_LAYER
@@ -25,7 +26,6 @@ from moesim.runs.bound import bound_of
 from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.memory import BY_CURVE
 from moesim.runs.replay import replay, share_of
-from moesim.runs.result import remove_parts
 from moesim.runs.setup import Setup, opened, profile_of
 from moesim.runs.sweeps.execution import run_tasks
 from moesim.runs.sweeps.plan import planned
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from moesim.hwprofiles.profile import HardwareProfile
     from moesim.reporting.answers import Answer
-    from moesim.runs.config import MemorySize
+    from moesim.runs.config import MemoryOptions
     from moesim.runs.result import Run
     from moesim.runs.sweeps.plan import Plan, Point
     from moesim.traces.format.reader import Trace
@@ -93,7 +93,7 @@ def compare(
     policies: Sequence[str] | str,
     *,
     hw: Sequence[Machine | None] | Machine | None = None,
-    memory: Sequence[MemorySize] | MemorySize | None = None,
+    memory: Sequence[MemoryOptions] | MemoryOptions | None = None,
     out: str | Path | None = None,
     keep: bool = True,
     jobs: int | None = 1,
@@ -111,7 +111,7 @@ def compare(
             those given here replace.
         policies: systems or assignment policies, in a list or separated by commas.
         hw: hardware profiles, each by name, path or itself.
-        memory: sizes of memories, as objects or texts such as ``8GiB``.
+        memory: sizes of memories in one object, or a list of such.
         out: each run has a folder below it, named after its policy, in folders for
             other axes where there are some.
         keep: keep the timelines of all runs in memory; without it and without `out`
@@ -153,7 +153,7 @@ def compare(
         # Processes that were killed could not clear up after themselves.
         for task in tasks:
             if task.out is not None:
-                remove_parts(task.out)
+                remove_leftovers(task.out)
         raise
     rows = [results[place][0] for place in range(len(tasks))]
     frame = as_frame(as_table(rows), axes=plan.axes, details=True)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from moesim.policies.systems import System
-    from moesim.runs.config import MemorySize
+    from moesim.runs.config import MemoryOptions
     from moesim.runtime.models.local_model import LocalModel
     from moesim.runtime.quality import Passages, Scores
     from moesim.runtime.record.calibration import Residual
@@ -160,7 +160,7 @@ def quality(
     residual: str | Path | Residual | None = None,
     dtype: str = "auto",
     device: str = "cpu",
-    memory: MemorySize | None = None,
+    memory: MemoryOptions | None = None,
     minutes: float | None = None,
     progress: Callable[[float], None] | None = None,
     **options: Any,

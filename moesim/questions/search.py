@@ -15,7 +15,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.options import ConfigError, option_of
-from moesim.base.text import did_you_mean
+from moesim.base.text import unknown
 from moesim.policies.base import PolicyError
 from moesim.policies.parameters import parameters, split_policies
 from moesim.policies.registry import find
@@ -99,7 +99,11 @@ def search(
     import pandas as pd  # noqa: PLC0415 - half a second
 
     names = [objectives] if isinstance(objectives, str) else list(objectives)
-    _check_objectives(names)
+    known = directions()
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"objective: {unknown('metric', name, known)}")
+    is_maximised = {name: known[name] == LARGER for name in names}
     if policies is not None:
         listed = split_policies(policies) if isinstance(policies, str) else policies
         options["policy"] = listed
@@ -111,9 +115,7 @@ def search(
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
-        directions=[
-            "maximize" if _is_maximised(name) else "minimize" for name in names
-        ],
+        directions=["maximize" if is_maximised[name] else "minimize" for name in names],
         sampler=optuna.samplers.TPESampler(seed=search_seed),
     )
     places = {"store": store, "jobs": jobs, "cluster": cluster}
@@ -145,7 +147,7 @@ def search(
     frame = pd.DataFrame(rows).drop_duplicates("digest")
     frame = frame.sort_values(
         ["best", names[0]],
-        ascending=[False, not _is_maximised(names[0])],
+        ascending=[False, not is_maximised[names[0]]],
         kind="stable",
         ignore_index=True,
     )
@@ -198,20 +200,6 @@ def _judge(
             trial.set_user_attr("digest", row["digest"])
             study.tell(trial, [row[name] for name in objectives])
     return refusal
-
-
-def _is_maximised(metric: str) -> bool:
-    return directions()[metric] == LARGER
-
-
-def _check_objectives(names: Sequence[str]) -> None:
-    known = directions()
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"objective: unknown metric {name!r}{did_you_mean(name, known)}; known:"
-                f" {', '.join(known)}"
-            )
 
 
 def _check_choices(

@@ -54,11 +54,29 @@ SSD = "SSD"
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """The least seconds that any schedule takes.
+class Least:
+    """Seconds below which nothing gets.
 
     Attributes:
         seconds: the bound.
+    """
+
+    seconds: float
+
+    def share(self, makespan_s: float) -> float:
+        """Return the part of the possible speed that a run reached, at most 1."""
+        return self.seconds / makespan_s if makespan_s else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound(Least):
+    """The least seconds that any schedule takes.
+
+    Attributes:
         resource: what limits it.
         by_resource: seconds that each resource forces at the best split.
         accesses: A.
@@ -66,16 +84,11 @@ class Bound:
         cpu_accesses: m, accesses on the CPU at the best split.
     """
 
-    seconds: float
     resource: str
     by_resource: dict[str, float]
     accesses: int
     least_reads: int
     cpu_accesses: int
-
-    def share(self, makespan_s: float) -> float:
-        """Return the part of the possible speed that a run reached, at most 1."""
-        return self.seconds / makespan_s if makespan_s else 1.0
 
     def words(self, makespan_s: float) -> str:
         """Put a run's distance in words."""
@@ -86,10 +99,6 @@ class Bound:
             f"at {share:.0f} % of what this machine can do at best, limited by the"
             f" {limit} ({reads} happen under any schedule)"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields."""
-        return asdict(self)
 
 
 def least_seconds(
@@ -644,26 +653,20 @@ def min_with_bypass(edges: np.ndarray, keys: np.ndarray, size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryBound:
+class MemoryBound(Least):
     """The least seconds that reading host memory takes.
 
     Attributes:
-        seconds: the bound.
         reads: of an expert's size, that no cache avoids.
         accesses: uses of experts, and of other weights in pieces of that size.
         bytes_per_s: highest rate at which the memory can be read.
         cache_bytes: of the processor's caches, and of a card's slots.
     """
 
-    seconds: float
     reads: int
     accesses: int
     bytes_per_s: float
     cache_bytes: int
-
-    def share(self, makespan_s: float) -> float:
-        """Return the part of the possible speed that a run reached."""
-        return self.seconds / makespan_s if makespan_s else 1.0
 
     def words(self, makespan_s: float) -> str:
         """Put a run's distance in words."""
@@ -673,10 +676,6 @@ class MemoryBound:
             f" {self.bytes_per_s / 1e9:.1f} GB/s allows at best ({self.reads:,} of"
             f" {self.accesses:,} reads happen under any schedule)"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields."""
-        return asdict(self)
 
 
 def memory_bound(

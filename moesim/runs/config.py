@@ -9,8 +9,7 @@ line where it is used.
 from __future__ import annotations
 
 import inspect
-import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -18,7 +17,6 @@ from moesim.base.options import (
     ConfigError,
     Options,
     input_option,
-    is_list,
     option,
     option_of,
 )
@@ -103,32 +101,6 @@ class MemoryOptions(Options):
         "layers", "What several GPUs share out.", choices=("layers", "experts")
     )
 
-    @classmethod
-    def parse(cls, value: MemoryOptions | str | int) -> MemoryOptions:
-        """Read the size of the GPU cache as `size_words` writes it.
-
-        Args:
-            value: memory of each GPU (``8GiB``, or bytes), ``16 slots`` per layer, or
-                ``25 %`` of all experts; options are returned as they are.
-
-        Raises:
-            ConfigError: anything else.
-        """
-        if isinstance(value, MemoryOptions):
-            return value
-        text = str(value).strip()
-        if slots := re.fullmatch(r"(\d+) slots?", text):
-            return cls(slots_per_layer=int(slots[1]))
-        if share := re.fullmatch(r"([\d.]+) ?%", text):
-            return cls(cache_ratio=float(share[1]) / 100)
-        try:
-            # A plain number in Python counts bytes, as in every name that says so.
-            return cls(gpu_memory_bytes=parse_bytes(value, where="memory"))
-        except ValueError as error:
-            raise ConfigError(
-                f'{error}; also "16 slots" per layer, or "25 %" of all experts'
-            ) from None
-
     @property
     def is_stated(self) -> bool:
         """True if the size of the GPU cache was stated."""
@@ -141,37 +113,21 @@ class MemoryOptions(Options):
         return sum(size is not None for size in sizes)
 
     @property
-    def size(self) -> tuple[str, float]:
-        """The stated size of the GPU cache, as an attribute's name and the number."""
-        for name in ("gpu_memory_bytes", "slots_per_layer", "cache_ratio"):
-            value = getattr(self, name)
-            if value is not None:
-                return name, value
-        # What the card has left differs by machine and model.
-        return "gpu_memory_bytes", 0
-
-    @property
     def size_words(self) -> str:
         """The size of the GPU cache for people: ``8.0 GiB``, ``8.01 GiB``, ``16 slots``
         or ``25 %``; ``default`` for what the card has left.
         """
-        name, value = self.size
-        if not self.is_stated:
-            return "default"
-        if name == "slots_per_layer":
-            return f"{value} slots"
-        if name == "cache_ratio":
-            return f"{100 * value:.6g} %"
+        if self.gpu_memory_bytes is None:
+            if self.slots_per_layer is not None:
+                return f"{self.slots_per_layer} slots"
+            ratio = self.cache_ratio
+            return "default" if ratio is None else f"{100 * ratio:.6g} %"
         # As many decimals as tell this size from its neighbours, up to three.
         for decimals in (1, 2):
-            text = format_bytes(value, decimals)
-            if parse_bytes(text) == value:
+            text = format_bytes(self.gpu_memory_bytes, decimals)
+            if parse_bytes(text) == self.gpu_memory_bytes:
                 return text
-        return format_bytes(value, 3)
-
-
-MemorySize = MemoryOptions | str | int
-"""Types that `MemoryOptions.parse` reads."""
+        return format_bytes(self.gpu_memory_bytes, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +262,7 @@ class RunConfig(MemoryOptions):
         trace: RunConfig | str | Path | Trace | None = None,
         policy: str | None = None,
         *,
-        memory: MemorySize | None = None,
+        memory: MemoryOptions | None = None,
         **options: Any,
     ) -> Self:
         """Build a configuration from the arguments of a Python call.
@@ -314,8 +270,7 @@ class RunConfig(MemoryOptions):
         Args:
             trace: a trace, or a configuration whose options are replaced.
             policy: a system or an assignment policy; None keeps the default.
-            memory: sizes of memories in one object, or that of the GPU cache as text
-                (``8GiB``, ``16 slots``, ``25 %``), instead of single options.
+            memory: sizes of memories in one object, instead of single options.
             options: fields of this class by name; sizes also without ``_bytes``.
 
         Raises:
@@ -333,7 +288,11 @@ class RunConfig(MemoryOptions):
             options["policy"] = policy
         options = {_field_name(name): value for name, value in options.items()}
         if memory is not None:
-            memory = _memory_of(memory)
+            if not isinstance(memory, MemoryOptions):
+                raise ConfigError(
+                    f"memory: expected one MemoryOptions, got {memory!r}; the size of"
+                    " the GPU cache alone is gpu_memory, slots_per_layer or cache_ratio"
+                )
             # All of them, so that sizes of `trace` do not shine through.
             sizes = memory.options()
             if doubled := sizes.keys() & options.keys():
@@ -418,6 +377,18 @@ class RunConfig(MemoryOptions):
         """Sizes of memories, as one object."""
         names = [declared.name for declared in fields(MemoryOptions)]
         return MemoryOptions(**{name: getattr(self, name) for name in names})
+
+
+_OF_RUN: Any = object()
+
+
+def of_run(name: str, default: Any = _OF_RUN) -> Any:
+    """An option of a command that means what it means to a run, as one value or as
+    several, with another default if one is given.
+    """
+    (declared,) = [each for each in fields(RunConfig) if each.name == name]
+    default = declared.default if default is _OF_RUN else default
+    return field(default=default, metadata=declared.metadata)
 
 
 def in_order(names: Collection[str]) -> list[str]:
@@ -552,11 +523,3 @@ def takes_options(
 def _field_name(name: str) -> str:
     """``gpu_memory`` is ``gpu_memory_bytes``, as on the command line."""
     return f"{name}_bytes" if f"{name}_bytes" in _SIZES else name
-
-
-def _memory_of(memory: MemorySize) -> MemoryOptions:
-    if is_list(memory):
-        raise ConfigError(
-            f"memory: expected one size, got {memory!r}; moesim.sweep takes several"
-        )
-    return MemoryOptions.parse(memory)

@@ -9,7 +9,6 @@ import datetime as dt
 import hashlib
 import importlib.metadata
 import platform
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,9 @@ from moesim.hwprofiles.schema import ProfileError
 from moesim.traces.weight_formats import FLOAT_FORMATS
 
 if TYPE_CHECKING:
-    from moesim.runtime.store.store import ExpertStore
+    from collections.abc import Callable
+
+    from moesim.runtime.store.store import BuildProgress, ExpertStore
     from moesim.traces.format.schema import ModelShape
 
 _MEASURED = "this-machine"
@@ -194,10 +195,6 @@ def device_of(profile: HardwareProfile) -> Any:
     return StreamDevice(accelerator)
 
 
-Building = Callable[[int, int], None]
-"""Called with records done and records to do while a store is built or checked."""
-
-
 def default_store(name: str) -> Path:
     """The folder of a store that was given none, in the user's cache folder."""
     # A model's name may look like a path, which would nest folders.
@@ -209,7 +206,7 @@ def open_random_store(
     store: str | Path | ExpertStore | None,
     dtype: str,
     distinct: int | None = None,
-    building: Building | None = None,
+    building: Callable[[BuildProgress], None] | None = None,
 ) -> ExpertStore:
     """Open a store of random experts of a shape, or build it first.
 
@@ -240,12 +237,11 @@ def open_random_store(
             f"{shape.name}-{counts}-{sizes}-{dtype}-{distinct or 'all'}"
         )
 
-    progress = _progress(building)
     # The index is written last, so a store that has one is complete.
     if (Path(store) / "store.json").is_file():
-        return ExpertStore(store).trusted(progress)
+        return ExpertStore(store).trusted(building)
     return build_random_store(
-        shape, store, dtype=dtype, distinct=distinct, progress=progress
+        shape, store, dtype=dtype, distinct=distinct, progress=building
     )
 
 
@@ -253,7 +249,7 @@ def open_model_store(
     folder: Path,
     store: str | Path | ExpertStore | None,
     dtype: str,
-    building: Building | None = None,
+    building: Callable[[BuildProgress], None] | None = None,
 ) -> ExpertStore:
     """Open the store of a model, or build it first (or continue a build that was
     stopped).
@@ -276,10 +272,4 @@ def open_model_store(
     if store is None:
         digest = checkpoint_digest(folder)[:12]
         store = default_store(f"{folder.resolve().name}-{digest}-{dtype}")
-    return build_store(folder, store, dtype=dtype, progress=_progress(building))
-
-
-def _progress(building: Building | None) -> Callable[[Any], None] | None:
-    if building is None:
-        return None
-    return lambda done: building(done.records, done.total_records)
+    return build_store(folder, store, dtype=dtype, progress=building)

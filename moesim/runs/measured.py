@@ -7,7 +7,7 @@ same policies, same figures.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
     from moesim.engine.planner import Planner
     from moesim.policies.systems import Policies
-    from moesim.runs.config import MemorySize, RunConfig
-    from moesim.runs.machine import Building
+    from moesim.runs.config import MemoryOptions, RunConfig
     from moesim.runtime.executor.executor import Executor, ExecutorResult, StepInfo
+    from moesim.runtime.executor.live import Verdict
     from moesim.runtime.executor.trace_driven import Footprint, Meter
     from moesim.runtime.models.dense import DenseStack
-    from moesim.runtime.store.store import ExpertStore
+    from moesim.runtime.store.store import BuildProgress, ExpertStore
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
     from moesim.traces.format.schema import ModelShape
@@ -84,6 +84,10 @@ class MeasuredRun(Run):
             takes what it likes.
         bound: what reading host memory allows at best; None where no probe says how
             fast that is, or where it does not bind.
+        texts, tokens: what a live model generated, per prompt; None for a trace.
+        steps: what its gates decided.
+        verification: how far its logits are from the plain model's; None if they were
+            not compared.
     """
 
     shape: ModelShape
@@ -91,14 +95,27 @@ class MeasuredRun(Run):
     decision_log: DecisionLog
     startup: dict[str, Any]
     footprint: Footprint | None
+    texts: list[str] | None = field(default=None, kw_only=True)
+    tokens: list[list[int]] | None = field(default=None, kw_only=True)
+    steps: list[RoutedStep] | None = field(default=None, kw_only=True)
+    verification: Verdict | None = field(default=None, kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
-        """One object with metrics, configuration, start-up, memory and warnings."""
+        """One object with metrics, configuration, start-up, memory and warnings; of a
+        live model, with texts and the verification too.
+        """
         memory = None if self.footprint is None else self.footprint.to_json()
-        bound = {} if self.bound is None else {"bound": self.bound.to_json()}
+        more: dict[str, Any] = {}
+        if self.bound is not None:
+            more["bound"] = self.bound.to_json()
+        if self.texts is not None:
+            more |= {"texts": self.texts, "verify": None}
+        if self.verification is not None:
+            passed = {"passed": self.verification.passed}
+            more["verify"] = self.verification._asdict() | passed
         return {
             **self.metrics,
-            **bound,
+            **more,
             "startup": self.startup,
             "memory": memory,
             "config": self.config,
@@ -111,11 +128,11 @@ def run_trace(
     trace: RunConfig | str | Path | Trace,
     policy: str | None = None,
     *,
-    memory: MemorySize | None = None,
+    memory: MemoryOptions | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
     progress: Callable[[StepInfo], None] | None = None,
-    building: Building | None = None,
+    building: Callable[[BuildProgress], None] | None = None,
     **options: Any,
 ) -> MeasuredRun:
     """Run a trace on this machine: forced routing, real copies, real products.
@@ -128,7 +145,7 @@ def run_trace(
         out: folder for the tables, the decisions and ``run.json``.
         perfetto: file for the timeline, with that of the same run simulated below it.
         progress: called after each forward pass.
-        building: called with records done and to do while a store is built or checked.
+        building: called for every expert while a store is built or checked.
         options: fields of `moesim.runs.config.MeasuredConfig`.
 
     Raises:
@@ -192,9 +209,17 @@ def run_trace(
     if config.store is not None:
         # An open store is named by its folder.
         setup.config = config.replaced(store=store.directory)
-    run.config |= setup.effective_config(opened) | _described(setup, store, dtype)
-    run.warnings += synthetic_caveats(opened.header)
     shared_records = store.index.distinct
+    run.config |= setup.effective_config(opened) | {
+        "world": "measured",
+        "mode": "trace",
+        "shape": shape.name,
+        "dtype": dtype,
+        "store": str(store.directory),
+        "distinct_experts": shared_records,
+        "host_cache": config.host_cache,
+    }
+    run.warnings += synthetic_caveats(opened.header)
     # A reader should know that fewer bytes lie on the disk than the model has.
     if shared_records is not None:
         run.warnings.append(f"experts share {shared_records} records of the store")
@@ -215,19 +240,6 @@ def _rehearsed(setup: Setup, trace: Trace) -> list[RoutedStep]:
     )
     rehearse(setup.planner(), walk[:REHEARSED_STEPS])
     return walk
-
-
-def _described(setup: Setup, store: ExpertStore, dtype: str) -> dict[str, Any]:
-    """Describe what a measured run's options mean for its effective configuration."""
-    return {
-        "world": "measured",
-        "mode": "trace",
-        "shape": setup.shape.name,
-        "dtype": dtype,
-        "store": str(store.directory),
-        "distinct_experts": store.index.distinct,
-        "host_cache": setup.config.host_cache,
-    }
 
 
 def _note_footprint(

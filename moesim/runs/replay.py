@@ -18,14 +18,12 @@ from moesim.policies.faults import policy_faults
 from moesim.policies.systems import compose
 from moesim.runs.bound import replay_bound
 from moesim.runs.clairvoyant import is_searched, searched
-from moesim.runs.config import MemoryOptions, RunConfig, takes_options
+from moesim.runs.config import RunConfig, takes_options
 from moesim.runs.engines import FAST, SIMPY, clock_of, run_trace
 from moesim.runs.result import Run, save_run
 from moesim.runs.setup import (
     Setup,
-    activation_counts,
     begins,
-    check_needs,
     figures_of,
     load_artefacts,
     needed_columns,
@@ -55,25 +53,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moesim.engine.planner import Planner
-    from moesim.runs.config import MemorySize
+    from moesim.runs.config import MemoryOptions
     from moesim.sim.results import ReplayResult
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
     from moesim.traces.timeline.spans import Chunk
-
-
-__all__ = [
-    "MemoryOptions",
-    "Run",
-    "activation_counts",
-    "check_needs",
-    "needed_columns",
-    "profile_of",
-    "replay",
-    "warm_counts",
-    "watts",
-]
-
 
 _SIZES_OF_EXPERTS = ("hidden", "expert_intermediate")
 
@@ -83,7 +67,7 @@ def replay(
     trace: RunConfig | str | Path | Trace,
     policy: str | None = None,
     *,
-    memory: MemorySize | None = None,
+    memory: MemoryOptions | None = None,
     out: str | Path | None = None,
     perfetto: str | Path | None = None,
     keep: bool = True,
@@ -99,8 +83,7 @@ def replay(
             those given here replace.
         policy: a system or an assignment policy, ``greedy`` if None; `cache`,
             `prefetch` and `routing` replace one part of it.
-        memory: sizes of caches and staging in one object, or that of the GPU cache as
-            text such as ``8GiB``, instead of single options.
+        memory: sizes of caches and staging in one object, instead of single options.
         out: folder for ``timeline.parquet``, ``accesses.parquet``, ``steps.parquet``
             and ``run.json``.
         perfetto: file for the Chrome-trace timeline.
@@ -214,8 +197,7 @@ def _simulated(
         noise_seed=config.noise_seed,
         **clock_of(config.engine),
     )
-    columns = needed_columns(planner.policies)
-    requests = _requests(config, trace, setup, columns, simulation)
+    requests = _requests(setup, trace, planner, simulation)
     return simulation.run(requests.steps(config.steps), progress), requests
 
 
@@ -249,62 +231,44 @@ def _metrics(
 
 def clairvoyant_rules(config: RunConfig) -> RunConfig:
     """The run with the rules of the clairvoyant system that make it shortest."""
-    return searched(config, _Trials(config).seconds)
+    trace = trace_of(config)
+    # Most rules are oracles, and making what they foresee reads the trace.
+    future = RecordedFuture.of(trace, batch=config.batch, steps=config.steps)
 
-
-class _Trials:
-    """Runs of one trace of which only the time is asked."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.trace = trace_of(config)
-        self.passes = config.passes
-        # Most rules are oracles, and making what they foresee reads the trace.
-        self.future = RecordedFuture.of(
-            self.trace, batch=config.batch, steps=config.steps
-        )
-
-    def seconds(self, config: RunConfig) -> float:
-        """Makespan of a run."""
-        same_passes = config.passes == self.passes
-        trace = self.trace if same_passes else trace_of(config)
-        setup = Setup.of(config, trace, future=self.future if same_passes else None)
-        planner = setup.planner()
-        timeline = Timeline(setup.profile.lanes, sink=_forget)
-        result, _ = _simulated(setup, trace, planner, timeline, None)
+    def makespan_s(trial: RunConfig) -> float:
+        same_passes = trial.passes == config.passes
+        walked = trace if same_passes else trace_of(trial)
+        setup = Setup.of(trial, walked, future=future if same_passes else None)
+        timeline = Timeline(setup.profile.lanes, sink=lambda _table, _chunk: None)
+        result, _ = _simulated(setup, walked, setup.planner(), timeline, None)
         timeline.close()
         return result.makespan_s
 
-
-def _forget(table: str, chunk: Chunk) -> None:
-    """Take a chunk of a timeline that nobody reads."""
+    return searched(config, makespan_s)
 
 
 def _requests(
-    config: RunConfig,
-    trace: Trace,
-    setup: Setup,
-    columns: tuple[str, ...],
-    simulation: Replay,
+    setup: Setup, trace: Trace, planner: Planner, simulation: Replay
 ) -> RequestSteps:
     """Steps of a batch that is formed as requests come.
 
     Raises:
         PolicyError: a policy that sees the future, which depends on who comes when.
-        TraceError: no such arrivals, or limits.
+        TraceError: no such arrivals.
         ConfigError: drafts.
     """
+    config = setup.config
     if setup.future is not None:
         raise PolicyError(
             "arrivals: expected policies that see the past only, since steps depend on"
             f" who comes when; {config.policy} sees the future"
         )
     refuse_drafts(config, "a batch that is formed as requests come")
-    parse_slo(config.slo)
     return RequestSteps(
         trace,
         arrival_times(str(config.arrivals), config.seed),
         batch=config.batch,
-        columns=columns,
+        columns=needed_columns(planner.policies),
         clock=lambda: simulation.clock.now_s,
     )
 
@@ -474,7 +438,7 @@ def replay_cache(
     trace: RunConfig | str | Path | Trace,
     cache: str | None = None,
     *,
-    memory: MemorySize | None = None,
+    memory: MemoryOptions | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Count the hits of a cache if every miss is fetched and offered to it.

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moesim.base.files import remove_leftovers, write_text
+from moesim.base.files import write_text
 from moesim.base.units import ms, number, percent
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moesim.traces.timeline.spans import Timeline
 
 FILES = ("timeline.parquet", "accesses.parquet", "steps.parquet", "run.json")
+"""Names of what the folder of a run holds."""
 
 
 @dataclass(slots=True, repr=False)
@@ -104,24 +105,11 @@ class Run:
         return placement.reset_index()
 
 
-def save_run(run: Run, folder: Path | None) -> list[Path]:
-    """Write figures and configuration beside the tables; return all files of a run."""
-    if folder is None:
-        return []
+def save_run(run: Run, folder: Path) -> None:
+    """Write figures and configuration beside the tables."""
     # Before the file is opened: what JSON cannot say must leave nothing behind.
     text = json.dumps(run.to_json(), indent=2) + "\n"
     write_text(folder / "run.json", text)
-    return run_files(folder)
-
-
-def run_files(folder: Path | None) -> list[Path]:
-    """The files of a run that was written into a folder."""
-    return [] if folder is None else [folder / name for name in FILES]
-
-
-def remove_parts(folder: Path) -> None:
-    """Remove what a killed process had begun to write into the folder of a run."""
-    remove_leftovers(folder)
 
 
 def busiest(run: Run) -> tuple[str, float | None]:

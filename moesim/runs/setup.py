@@ -25,7 +25,7 @@ from moesim.hwprofiles.profile import (
 )
 from moesim.policies.base import PolicyError
 from moesim.policies.names import RESIDENT
-from moesim.policies.registry import resolve, settings
+from moesim.policies.registry import KINDS, resolve, settings
 from moesim.policies.sizes import PER_LAYER
 from moesim.runs.memory import (
     BY_CURVE,
@@ -277,10 +277,7 @@ class Setup:
             "hw_kind": profile.kind,
             "hw_digest": profile.digest,
             "prediction_error": prediction_error(profile),
-            "assignment": system.assignment,
-            "cache": system.cache,
-            "prefetch": system.prefetch,
-            "routing": system.routing,
+            **{kind: getattr(system, kind) for kind in KINDS},
             "oracle": self.future is not None,
             "cache_scope": (
                 BY_CURVE if config.cache_scope == BY_CURVE else plan.gpu.scope
@@ -308,25 +305,14 @@ class Setup:
             "artefacts": None if config.artefacts is None else str(config.artefacts),
             "git_commit": git_commit(),
             "version": __version__,
-            "policies": self._policy_settings(),
+            # Every policy with all its parameters, defaults included.
+            "policies": {
+                **{kind: settings(getattr(system, kind), kind) for kind in KINDS},
+                "host_cache": settings(config.host_cache, "cache"),
+            },
             "options": self._options(trace, digest),
-            **self._sizes(),
-        }
-
-    def _sizes(self) -> dict[str, Any]:
-        """Sizes of experts where those of one layer differ: slots count the largest."""
-        shape = self.shape
-        return {"expert_sizes": shape.expert_sizes} if shape.bytes_by_expert else {}
-
-    def _policy_settings(self) -> dict[str, dict[str, Any]]:
-        """Every policy with all its parameters, defaults included."""
-        system = self.system
-        return {
-            "assignment": settings(system.assignment, "assignment"),
-            "cache": settings(system.cache, "cache"),
-            "prefetch": settings(system.prefetch, "prefetch"),
-            "routing": settings(system.routing, "routing"),
-            "host_cache": settings(self.config.host_cache, "cache"),
+            # Where those of one layer differ, slots count the largest.
+            **({"expert_sizes": shape.expert_sizes} if shape.bytes_by_expert else {}),
         }
 
     def _options(self, trace: Trace | None, digest: str | None) -> dict[str, Any]:

@@ -94,7 +94,8 @@ def load_tiny(
     source = tiny_dir() if directory is None else directory
     if not (source / "model.safetensors").is_file():
         raise FileNotFoundError(
-            f"{source}: expected model.safetensors; make one with `moesim train-tiny`"
+            f"{source}: expected model.safetensors; make one with train_tiny of"
+            " moesim.runtime.train.tiny"
         )
     model = Qwen3MoeForCausalLM.from_pretrained(
         source, dtype=dtype, local_files_only=True

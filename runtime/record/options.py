@@ -36,4 +36,3 @@ class RecordOptions(Options):
         choices=(CALIBRATION, EVALUATION),
     )
     resume: bool = option(False, "Go on with a recording that was stopped.")
-    overhead: bool = option(True, "Measure how much recording slows the model.")

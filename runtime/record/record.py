@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import statistics
 import time
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LocalModel",
-    "Overhead",
     "Recording",
     "load_model",
     "read_prompts",
@@ -70,13 +68,12 @@ __all__ = [
 class Recording(Merged):
     """A finished recording.
 
-    `seconds_s` and `tokens_per_s` are of this session and include writing; `overhead`
-    was sampled afterwards; `resumed` sequences were there already.
+    `seconds_s` and `tokens_per_s` are of this session and include writing; `resumed`
+    sequences were there already.
     """
 
     seconds_s: float
     tokens_per_s: float
-    overhead: Overhead | None
     resumed: int = 0
 
 
@@ -157,16 +154,10 @@ def record(
         )
         merged = segments.merge()
     seconds_s = time.perf_counter() - begin_s
-
-    overhead = None
-    if how.overhead:
-        # The first prompt stands for all: the sample takes seconds, not minutes.
-        overhead = sample_overhead(model, sequences[0], recorder)
     return Recording(
         **{each.name: getattr(merged, each.name) for each in fields(merged)},
         seconds_s=seconds_s,
         tokens_per_s=recorded_tokens / seconds_s,
-        overhead=overhead,
         resumed=resumed,
     )
 
@@ -266,75 +257,6 @@ def _version() -> str:
         return importlib.metadata.version("moesim")
     except importlib.metadata.PackageNotFoundError:  # a checkout on the path
         return "(not installed)"
-
-
-# Prompt and decode tokens of the sample.
-_SAMPLE_TOKENS: Final = 64
-_SAMPLE_DECODE: Final = 16
-_SAMPLE_RUNS: Final = 5
-_SAMPLE_LIMIT_S: Final = 20.0
-
-
-class Overhead(NamedTuple):
-    """Speed without and with recording: medians of the same short generation, taken in
-    turn.
-    """
-
-    plain_tokens_per_s: float
-    recording_tokens_per_s: float
-    tokens: int
-    runs: int
-
-    @property
-    def slowdown(self) -> float:
-        """Return the factor by which recording takes longer than running."""
-        return self.plain_tokens_per_s / self.recording_tokens_per_s
-
-
-def sample_overhead(
-    model: LocalModel, prompt: Sequence[int], recorder: GateRecorder
-) -> Overhead:
-    """Time a short generation without and with the recorder, in turn, after one round
-    that does not count.
-    """
-    prompts = [list(prompt[: _SAMPLE_TOKENS - _SAMPLE_DECODE])]
-    tokens = 0
-
-    def count(step: Pass) -> None:
-        nonlocal tokens
-        tokens += int(step.keep.sum())
-
-    def plain() -> None:
-        generate(model, prompts, _SAMPLE_DECODE, lambda _: None)
-
-    def recorded() -> None:
-        with recorder.open(prompts, _SAMPLE_DECODE):
-            generate(model, prompts, _SAMPLE_DECODE, recorder.note)
-
-    # The first round initialises libraries, and counts the tokens of every other one.
-    begin_s = time.perf_counter()
-    generate(model, prompts, _SAMPLE_DECODE, count)
-
-    plain_s: list[float] = []
-    recording_s: list[float] = []
-    while len(plain_s) < _SAMPLE_RUNS:
-        # A slow model gets fewer rounds, but at least one.
-        if plain_s and time.perf_counter() - begin_s >= _SAMPLE_LIMIT_S:
-            break
-        plain_s.append(_timed_s(plain))
-        recording_s.append(_timed_s(recorded))
-    return Overhead(
-        plain_tokens_per_s=tokens / statistics.median(plain_s),
-        recording_tokens_per_s=tokens / statistics.median(recording_s),
-        tokens=tokens,
-        runs=len(plain_s),
-    )
-
-
-def _timed_s(run: Callable[[], None]) -> float:
-    begin_s = time.perf_counter()
-    run()
-    return time.perf_counter() - begin_s
 
 
 class GateRecorder:

@@ -45,7 +45,7 @@ def test_only_regular_files_are_opened(tmp_path, make):
 
 def test_a_file_beyond_the_limit_says_how_to_raise_it(tmp_path, monkeypatch):
     (tmp_path / "x").write_bytes(bytes(5000))
-    assert len(inputs.read_bytes(tmp_path / "x", 5000)) == 5000
+    assert len(inputs.read_bytes(tmp_path / "x")) == 5000
     monkeypatch.setenv("MOESIM_MOST_INPUT", "4KiB")
     with pytest.raises(OSError, match=r"at most 4\.0 KiB, found more;.*MOESIM_MOST_IN"):
         inputs.read_bytes(tmp_path / "x")

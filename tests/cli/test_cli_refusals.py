@@ -6,6 +6,8 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.command_line import refused
 from support.processes import PATIENCE_S, start
@@ -21,6 +23,8 @@ def material(tmp_path_factory):
     whole = write_small_trace(folder / "t.parquet").read_bytes()
     (folder / "cut.parquet").write_bytes(whole[: len(whole) // 2])
     (folder / "text.parquet").write_text("not a trace\n")
+    pq.write_table(pa.table({"a": [1, 2]}), folder / "foreign.parquet")
+    (folder / "m.gguf").write_bytes(b"GGUF" + bytes(100))
     (folder / "p.txt").write_text("a prompt\n")
     (folder / "empty").write_bytes(b"")
     (folder / "half.toml").write_text("x = [")
@@ -39,6 +43,29 @@ replay @folder                                            | folder
 replay @empty                                             | empty
 replay @text.parquet                                      | text.parquet
 replay @cut.parquet                                       | cut.parquet
+replay @foreign.parquet --out run                         | foreign.parquet
+replay ""                                                 | argument; empty
+replay qwen3-30b-a3b                                      | moesim trace synth qwen3-30b-a3b.parquet
+replay gpt-oss-20b-lik                                    | did you mean 'gpt-oss-20b-like'
+replay @m.gguf                                            | `moesim advise` and `moesim model` read it
+replay @t.parquet --policy greedy ""                      | argument; empty
+replay @t.parquet --policy greedy --policy on-demand      | --policy: expected it once
+replay @t.parquet --policy greedy,on-demand               | one policy is expected here
+replay @t.parquet --policy greedi                         | did you mean 'greedy'
+replay @t.parquet --cache lru,lfu                         | one policy is expected here
+replay @t.parquet --cache lruu                            | unknown cache policy 'lruu'; did you mean 'lru'
+replay @t.parquet --prefetch next-gate                    | next-gate; pred1_raw
+replay @t.parquet --hw rtx4060ti,rtx3080ti                | one machine is expected here
+replay @t.parquet --hw "RTX 4060 Ti"                      | did you mean 'rtx4060ti'
+replay @t.parquet --hw @none.toml                         | none.toml
+replay @t.parquet --cache-ratio 50%                       | expected a number between 0 and 1, got '50%'
+replay @t.parquet --steps 0                               | expected a whole number >= 1, got 0
+replay @t.parquet --gpu-memory 4GiB,8GiB                  | one size is expected here
+replay @t.parquet --gpu-memory 1KiB                       | no room to stage; 1.0 KiB do not hold
+replay @t.parquet --cache-ratio 0.5 --slots-per-layer 2   | at most one
+replay @t.parquet --perfetto @binary/p.json               | binary; expected a folder
+replay @t.parquet --out ""                                | --out; empty
+run @t.parquet --gpu-split experts                        | No such option: --gpu-split (see: moesim run --help)
 replay @t.parquet more                                    | more
 replay @t.parquet --no-such                               | --no-such
 replay @t.parquet --hw                                    | --hw
@@ -80,6 +107,9 @@ replay @t.parquet --gpu-split rows                        | layers or experts
 replay @t.parquet --batch 0                               | --batch
 replay @t.parquet --batch 99999999999999999999999         | batch
 replay @t.parquet --steps 99999999999999999999999         | steps
+replay @t.parquet --staging 9223372036854775808           | --staging
+replay @t.parquet --prefetch-budget 9223372036854775808   | --prefetch-budget
+replay @t.parquet --draft-tokens 9223372036854775808      | --draft-tokens
 replay @t.parquet --seed -1                               | --seed
 replay @t.parquet --warm @text.parquet                    | text.parquet
 replay @t.parquet --artefacts @folder                     | --artefacts
@@ -88,6 +118,7 @@ replay @t.parquet --out /proc/run                         | /proc
 replay @t.parquet --perfetto @folder                      | folder
 replay @t.parquet --slo ttft=1                            | --slo; expected --arrivals
 replai                                                    | did you mean 'replay'
+compare @t.parquet --png=                                 | --png; empty
 compare @t.parquet --policy ,                           | --policy
 compare @t.parquet --policy all-cpu,greedi --out o      | greedi; did you mean
 compare @t.parquet --policy all-cpu,greedy+lruu --out o | lruu
@@ -112,7 +143,7 @@ record @binary --prompts @binary                    | binary; would replace what
 record --prompts @empty --model @ --calibration @binary | binary; would replace what is read
 hits @t.parquet --cache lru,nope --png x.png             | nope
 hits @t.parquet --cache ,                                | --cache
-hits @t.parquet --cache-ratio 0.1,2                      | a number between 0 and 1
+hits @t.parquet --cache-ratio 0.1,2                      | --cache-ratio: expected a number between 0 and 1, got 2.0
 hits @t.parquet --table @folder                           | folder
 list nope                                                 | nope; cache
 list cache more                                           | more
@@ -162,7 +193,6 @@ run --model tiny                                          | --prompt
 store build tiny                                          | --out
 quality --cache-ratio 2                                  | a number between 0 and 1
 train-cache @t.parquet                                    | --out
-train-tiny --out m --minutes 0                            | --minutes
 """
 ROWS = [
     tuple(part.strip() for part in line.split("|"))

@@ -92,12 +92,6 @@ def test_perfetto_shows_lanes_of_both_worlds(command, trace, tmp_path):
         assert dense == [json.loads(out)["steps"] * (layers + 1)] * 2
 
 
-def test_one_accelerator_is_not_split(command, trace):
-    code, out, err = command("run", trace, "--gpu-split", "experts")
-    assert (code, out) == (2, "")
-    assert err == "error: No such option: --gpu-split (see: moesim run --help)\n"
-
-
 def test_a_model_may_say_anything_and_the_screen_stays_whole(
     command, tmp_path, monkeypatch
 ):

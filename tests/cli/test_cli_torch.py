@@ -1,11 +1,10 @@
-"""Commands that run a model: record, train-tiny, and the demonstration's own steps."""
+"""Commands that run a model: record, and the demonstration's own steps."""
 
 import pytest
 from support.real_machine import host_profile
 
 from moesim import cli, demo
 from moesim.hwprofiles.profile import save_profile
-from moesim.runtime.train import tiny
 from moesim.traces.format.reader import open_trace
 
 PROMPTS = "import os\nimport sys\n\ndef main():\n    return 0"
@@ -26,22 +25,6 @@ def test_a_device_that_is_not_there_is_one_line(capsys, tmp_path, monkeypatch):
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "torch finds no 'cuda'" in err
     assert not (tmp_path / "t.parquet").exists()
-
-
-def test_train_tiny_passes_on_what_it_was_told(capsys, monkeypatch, tmp_path):
-    asked = []
-
-    def train(*arguments):
-        asked.extend(arguments[:3])
-        return {"steps": 7, "seconds_s": 90.0, "held_out": {"nats_per_byte": 1.5}}
-
-    monkeypatch.setattr(tiny, "train_tiny", train)
-    code, out, _ = run(
-        capsys, "train-tiny", "--out", tmp_path / "m", "--minutes", 1.5, "--seed", 4
-    )
-    assert (code, asked) == (0, [tmp_path / "m", 1.5, 4])
-    assert "7 steps in 1.5 minutes" in out
-    assert "1.500 nats per byte" in out
 
 
 def test_the_demonstration_shows_real_and_simulated_hits_side_by_side(

@@ -11,8 +11,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from support.command_line import refused, runner
-from support.small_trace import write_small_trace
 from typer.main import get_command
 
 from moesim import cli
@@ -176,10 +174,3 @@ def test_messages_name_options_that_their_commands_have():
                     if flag not in COMMON and words not in by_flag[flag]
                 ]
     assert wrong == []
-
-
-def test_an_option_stands_once(capsys, monkeypatch, tmp_path):
-    command = runner(capsys, monkeypatch, tmp_path)
-    trace = write_small_trace(tmp_path / "t.parquet")
-    words = ("--policy", "greedy", "--policy", "on-demand")
-    assert refused(command("replay", trace, *words), "--policy: expected it once")

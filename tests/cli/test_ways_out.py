@@ -1,32 +1,8 @@
-"""What a user typed in good faith is answered with what he can type instead, and JSON
-holds what the text says.
-"""
+"""JSON holds what the text says, and an option that changes nothing is named."""
 
 import json
 
 import pytest
-from support.command_line import refused
-
-
-@pytest.mark.parametrize(("words", "expected"), [
-    (("tiny", "--policy", "greedy,on-demand"), "one policy is expected here"),
-    (("tiny", "--cache", "lru,lfu"), "one policy is expected here"),
-    (("tiny", "--hw", "rtx4060ti,rtx3080ti"), "one machine is expected here"),
-    (("tiny", "--gpu-memory", "4GiB,8GiB"), "one size is expected here"),
-    (("tiny", "--hw", "RTX 4060 Ti"), "did you mean 'rtx4060ti'"),
-    (("tiny", "--cache-ratio", "50%"), "expected a number between 0 and 1, got '50%'"),
-    (("tiny", "--steps", "0"), "expected a whole number >= 1, got 0"),
-    (("tiny", "--gpu-memory", "1KiB"), "1.0 KiB do not hold 1.4 MiB"),
-    (("qwen3-30b-a3b",), "moesim trace synth qwen3-30b-a3b.parquet"),
-    (("gpt-oss-20b-lik",), "did you mean 'gpt-oss-20b-like'"),
-    (("model.gguf",), "`moesim advise` and `moesim model` read it"),
-])  # fmt: skip
-def test_a_refusal_says_what_to_type_instead(
-    command, tmp_path, monkeypatch, words, expected
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
-    assert refused(command("replay", *words), expected)
 
 
 def test_json_holds_the_bound_that_the_text_prints(command):
@@ -78,8 +54,3 @@ def test_options_with_effect_and_defaults_are_not(command):
     words = ("--prefetch", "next-gate", "--prefetch-budget", "1MiB")
     _, _, err = command("replay", "tiny", "--steps", 4, *words)
     assert "changes nothing" not in err
-
-
-def test_a_wrong_share_names_its_option(command):
-    run = command("hits", "tiny", "--cache-ratio", "0.1,2")
-    assert refused(run, "--cache-ratio", "expected a number between 0 and 1, got 2.0")

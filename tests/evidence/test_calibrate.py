@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.calibrating import DATE, sized
 
-from moesim.evidence.validation.calibrate import _stability, differences, learn
+from moesim.evidence.validation.calibrate import _stability, learn
 from moesim.evidence.validation.paired_runs import Trial, designs, drawn_steps, simulate
 from moesim.hwprofiles.calibration.estimates import (
     clipped_mean,
@@ -359,17 +359,6 @@ def test_overlap_that_never_slows_is_no_contention():
     shares = np.column_stack([1 - beside, beside])
     groups = np.zeros(400, np.int64)
     assert fit_slowdowns(logs, shares, shares, ALONE_BESIDE, groups).factors == [1.0]
-
-
-def test_two_profiles_differ_by_what_they_predict_of_the_designed_runs(machine):
-    """A profile does not differ from itself; one with a slower dense part predicts more
-    for every run.
-    """
-    assert differences(machine, machine) == pytest.approx([0.0] * 32)
-    slow = with_curves(machine, slower, ("costs.dense.",))
-    apart = differences(machine, slow)
-    assert len(apart) == 32
-    assert min(apart) > 0.0
 
 
 def test_stability_by_hand():

@@ -235,7 +235,7 @@ def moesim():
 
 
 def test_the_list_names_every_experiment_and_its_needs(moesim):
-    lines = moesim("--list").stdout.splitlines()
+    lines = moesim().stdout.splitlines()
     names = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert names == list(EXPERIMENTS)
     assert " ".join(lines).count("needs ") == len(EXPERIMENTS)

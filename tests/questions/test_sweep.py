@@ -135,7 +135,6 @@ def test_times_of_sequences_add_up_to_those_of_the_run(swept):
         assert len(row["batch_decode_s"]) == count
         steps = sum(row["batch_decode_tokens"])
         assert sum(row["batch_decode_s"]) / steps == pytest.approx(row["tpot_s"])
-        assert np.mean(row["batch_ttft_s"]) == pytest.approx(row["ttft_s"])
         assert sum(row["batch_makespan_s"]) == pytest.approx(row["makespan_s"])
 
 

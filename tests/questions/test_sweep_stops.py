@@ -78,8 +78,9 @@ def test_an_interrupted_sweep_keeps_what_was_finished(trace, tmp_path, request):
     assert {file.suffix for file in store.iterdir()} == {".parquet"}
 
 
-@pytest.mark.parametrize("gap_s", [0.02, 0.1])
-@pytest.mark.parametrize("moment", ["while it starts", "while it runs"])
+@pytest.mark.parametrize(
+    ("moment", "gap_s"), [("while it starts", 0.1), ("while it runs", 0.02)]
+)
 def test_two_interrupts_end_a_comparison_at_once(tmp_path, request, gap_s, moment):
     """As a terminal sends them, to all processes of the group; 20 ms apart the second
     meets the clearing up of the first.

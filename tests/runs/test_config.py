@@ -301,31 +301,11 @@ def test_other_commands_take_the_file_too(command, trace, tmp_path):
 # Arguments.
 
 
-def test_the_old_arguments_and_the_new_say_the_same(trace):
-    memory = moesim.MemoryOptions(slots_per_layer=3, cache_scope="global", staging=3)
-    old = moesim.replay(trace, "greedy", cache="lru", memory=memory, batch=2)
-    new = moesim.replay(
-        trace, cache="lru", slots_per_layer=3, cache_scope="global", staging=3, batch=2
-    )
-    for run in (old, new):
-        del run.metrics["wall_s"]
-    assert (old.metrics, old.config) == (new.metrics, new.config)
-
-
 def test_an_argument_that_does_not_exist_is_named(trace):
     with pytest.raises(TypeError, match=r"unknown option 'cach'.*mean 'cache'"):
         moesim.replay(trace, cach="lru")
     with pytest.raises(TypeError, match="slots_per_layer: expected it once"):
         moesim.replay(trace, memory=moesim.MemoryOptions(), slots_per_layer=3)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("batch", 0), ("seed", True), ("cache_scope", "row"), ("hw", 3), ("policy", None)],
-)
-def test_a_value_that_does_not_fit_is_named(name, value):
-    with pytest.raises(ConfigError, match=f"{name}: expected "):
-        RunConfig(**{name: value})
 
 
 def test_numbers_of_numpy_are_numbers(trace, tmp_path):

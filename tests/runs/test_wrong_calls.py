@@ -40,16 +40,6 @@ def test_what_cannot_be_is_named(call, error, words):
         call()
 
 
-@pytest.mark.parametrize(
-    "name", ["staging", "prefetch_budget", "draft_tokens", "steps"]
-)
-def test_a_number_beyond_64_bits_is_refused(command, name):
-    """It ended in a traceback of a table, or of machine code."""
-    code, _, err = command("replay", "tiny", f"--{name.replace('_', '-')}", 2**63)
-    assert code == 2
-    assert err.count("\n") == 1
-
-
 def test_what_fits_is_taken():
     """Numbers and lists of NumPy, paths and frames, keys of a dictionary."""
     rates = moesim.hit_rates(

@@ -22,8 +22,7 @@ from moesim.engine.observers import repeat
 from moesim.policies import systems
 from moesim.policies.sizes import CacheSize, MemoryPlan
 from moesim.policies.systems import System
-from moesim.runs import replay as api
-from moesim.runs.config import RunConfig
+from moesim.runs.config import MemoryOptions, RunConfig
 from moesim.runs.setup import Setup
 from moesim.runtime.executor.device import StreamDevice
 from moesim.runtime.executor.lanes import Interrupts
@@ -73,7 +72,7 @@ def options(seed):
         system = systems.compose(policy)
         staged = (system.staging_slots(SHAPE) or 0) + system.buffer_slots()
         host += max(staged, 2 * SHAPE.experts if "whole-layer" in policy else 0)
-    return policy, api.MemoryOptions(
+    return policy, MemoryOptions(
         slots_per_layer=draws.choice((0, 1, 2, 4)),
         host_memory_bytes=host and host * EXPERT,
     )
@@ -109,9 +108,9 @@ def test_every_broken_variant_is_found(name, fault, monkeypatch, schedules):
 
 
 @pytest.mark.parametrize(("policy", "memory"), [
-    ("mixtral-offloading", api.MemoryOptions(slots_per_layer=1)),
+    ("mixtral-offloading", MemoryOptions(slots_per_layer=1)),
     # The CPU computes a layer that is resident in part, and only on the device.
-    ("llama.cpp", api.MemoryOptions(cache_ratio=0.6)),
+    ("llama.cpp", MemoryOptions(cache_ratio=0.6)),
 ])  # fmt: skip
 def test_copies_back_land_before_anyone_uses_them(
     trace, store, right, schedules, policy, memory
@@ -131,7 +130,7 @@ def test_copies_back_land_before_anyone_uses_them(
 def test_copies_back_that_nobody_awaits_are_found(trace, store, monkeypatch):
     """They would write into memory that is no longer page-locked."""
     a_copy_back_waits_for_nobody(monkeypatch)
-    memory = api.MemoryOptions(slots_per_layer=1)
+    memory = MemoryOptions(slots_per_layer=1)
     with pytest.raises(ReadTooEarly, match="that was let go of"):
         Schedule(0).run(trace, "mixtral-offloading", store=store, memory=memory)
 
@@ -197,7 +196,7 @@ def test_a_fault_anywhere_ends_every_thread(fault_of, trace, store, schedules):
     thread stays.
     """
     owner, name, error, expected_error = FAULTS[fault_of]
-    memory = api.MemoryOptions(slots_per_layer=1, host_memory_bytes=6 * EXPERT)
+    memory = MemoryOptions(slots_per_layer=1, host_memory_bytes=6 * EXPERT)
     for seed in schedules.seeds(every=4):
         schedule = Schedule(seed)
         calls = 3 + random.Random(seed).randrange(6)
@@ -215,7 +214,7 @@ def interrupted(seed, trace, store):
     """A run during which ctrl-C is pressed at a drawn turn; whether it ended so."""
     schedule = Schedule(seed)
     schedule.threads.interrupt_at = 150 + random.Random(seed).randrange(1200)
-    memory = api.MemoryOptions(slots_per_layer=1, host_memory_bytes=6 * EXPERT)
+    memory = MemoryOptions(slots_per_layer=1, host_memory_bytes=6 * EXPERT)
     try:
         schedule.run(trace, "on-demand+lru+statistical", store=store, memory=memory)
     except KeyboardInterrupt:

@@ -96,7 +96,7 @@ def test_the_command_line_makes_it_and_policies_find_it(tmp_path, capsys):
     family("glm4_moe").model.save_pretrained(folder)
     (tmp_path / "p.txt").write_text("for i in x:\n\nimport os\n\ndef f(): pass")
     line = f"record {out} --model {folder} --prompts {tmp_path}/p.txt --new-tokens 3"
-    words = f"{line} --calibration {file} --no-overhead".split()
+    words = f"{line} --calibration {file}".split()
 
     def run(*more):
         with pytest.raises(SystemExit) as end:
@@ -142,7 +142,6 @@ def test_the_command_line_makes_it_and_policies_find_it(tmp_path, capsys):
         tmp_path / "e.parquet",
         new_tokens=8,
         residual=Residual(residual.vectors),
-        overhead=False,
     )
     for prefetch in ("statistical:table=calibrated", "activation-matrix"):
         how = {"prefetch": prefetch, "hw": "rtx3090-epyc7532"}

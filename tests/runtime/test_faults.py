@@ -19,7 +19,7 @@ from support.small_trace import write_trace
 from moesim.base.errors import RuntimeFault, StoreError
 from moesim.policies import registry, systems
 from moesim.policies.base import CachePolicy, PolicyError
-from moesim.runs import replay as api
+from moesim.runs.config import MemoryOptions
 from moesim.runtime.accelerators import Cuda
 from moesim.runtime.executor.device import HostDevice
 from moesim.runtime.executor.memories import HostSlotMap
@@ -32,7 +32,7 @@ from moesim.traces.format.schema import ModelShape
 torch.set_num_threads(1)
 
 SHAPE = ModelShape("f", 2, 8, 2, 32, 16, (8192,) * 2, 1, dtype="f32")
-ON_SSD = api.MemoryOptions(slots_per_layer=2, host_memory_bytes=5 * 8192)
+ON_SSD = MemoryOptions(slots_per_layer=2, host_memory_bytes=5 * 8192)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_a_store_that_was_copied_is_read_whole_once(trace, store, tmp_path):
             trace,
             tmp_path / "copy",
             steps=1,
-            building=lambda done, _total, seen=seen: seen.append(done),
+            building=lambda done, seen=seen: seen.append(done.records),
         )
         assert seen == read
 
@@ -252,10 +252,11 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from support.real_machine import host_profile
-from moesim.runs import machine, measured, replay as api
+from moesim.runs import machine, measured
+from moesim.runs.config import MemoryOptions
 machine.this_machine = lambda: ("host", 2)
 folder = Path(sys.argv[2])
-memory = api.MemoryOptions(slots_per_layer=2, host_memory_bytes=5 * 8192)
+memory = MemoryOptions(slots_per_layer=2, host_memory_bytes=5 * 8192)
 def tell(info):
     if info.step == 3:
         print("running", flush=True)
@@ -339,7 +340,7 @@ def test_host_memory_holds_no_expert_that_the_device_keeps(
     monkeypatch.setattr(HostSlotMap, "weights", strict(HostSlotMap.weights))
     kept = 10
     staging = systems.compose(policy).staging_slots(SHAPE) or 2
-    memory = api.MemoryOptions(
+    memory = MemoryOptions(
         cache_ratio=kept / 16,
         host_memory_bytes=(16 - kept + staging) * 8192,
         cache_scope="global",

@@ -21,6 +21,7 @@ from support.small_trace import write_trace
 from moesim.engine.observers import observed_policy, repeat
 from moesim.policies.base import Late, PrefetchPolicy
 from moesim.runs import replay as api
+from moesim.runs.config import MemoryOptions
 from moesim.runtime.executor.decision_log_file import FILE_NAME, load_decision_log
 from moesim.traces.format.batch import compose
 from moesim.traces.format.future import RecordedFuture
@@ -48,7 +49,7 @@ def simulated_like(trace, assignment, cache, batch, artefacts=None, **memory):
         prefetch="none",
         hw=host_profile(),
         batch=batch,
-        memory=api.MemoryOptions(**memory),
+        memory=MemoryOptions(**memory),
         artefacts=artefacts,
     )
 
@@ -96,7 +97,7 @@ def fresh_planner(
     from moesim.runtime.executor.trace_driven import shape_for
 
     config = RunConfig.of(
-        policy=combination, memory=api.MemoryOptions(**memory), artefacts=artefacts
+        policy=combination, memory=MemoryOptions(**memory), artefacts=artefacts
     )
     setup = Setup(
         config,
@@ -289,7 +290,7 @@ def test_a_queue_that_is_sorted_anew_is_sorted_alike_in_both_worlds(
             cache="lru",
             prefetch=f"flood:late={late}",
             hw=host_profile(),
-            memory=api.MemoryOptions(**memory),
+            memory=MemoryOptions(**memory),
         )
     for figures in (run.metrics, simulated.metrics):
         assert (

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PROMPTS = ["def double(x):", "for i", "import numpy as np"]
-FIXED = {"provenance": {"date": "2026-01-01"}, "overhead": False}
+FIXED = {"provenance": {"date": "2026-01-01"}}
 HALF = 2e-3  # 16-bit floats carry 11 bits; weights and scores here are below 4
 
 
@@ -331,10 +331,8 @@ def test_columns_that_nobody_wants_are_left_out(tmp_path):
     assert names == ["seq", "pos", "phase", "layer", "experts", "weights", "token"]
 
 
-def test_recording_leaves_the_model_as_it_was_and_says_what_it_costs(tmp_path):
-    """Hooks are gone afterwards; the overhead was sampled on real tokens; progress ends
-    at what was promised.
-    """
+def test_recording_leaves_the_model_as_it_was(tmp_path):
+    """Hooks are gone afterwards; progress ends at what was promised."""
     local = family("qwen3_moe")
     seen = []
     ids = torch.tensor([list(b"same")])
@@ -349,9 +347,6 @@ def test_recording_leaves_the_model_as_it_was_and_says_what_it_costs(tmp_path):
         for module in local.model.modules()
     )
     assert seen[-1] == (14 + 5 + 18 + 6, 43)
-    assert done.overhead.tokens == 14 + 16
-    assert done.overhead.plain_tokens_per_s > 0
-    assert done.overhead.recording_tokens_per_s > 0
     assert done.tokens_per_s > 0
 
 

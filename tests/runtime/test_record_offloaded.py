@@ -26,7 +26,6 @@ FIXED = {
     "new_tokens": 4,
     "batch": 2,
     "provenance": {"date": "2026-01-01"},
-    "overhead": False,
 }
 HALF = 2e-3
 
@@ -131,7 +130,7 @@ def test_the_command_line_builds_the_store_and_says_what_was_read(tmp_path, caps
     family("qwen3_moe").model.save_pretrained(folder)
     texts.write_text("prompt\nfor i\nimport os\nx\n")
     line = f"record {tmp_path}/t.parquet --model {folder} --prompts {texts}"
-    words = f"{line} --limit 2 --new-tokens 2 --no-overhead".split()
+    words = f"{line} --limit 2 --new-tokens 2".split()
 
     def run(*more):
         with pytest.raises(SystemExit) as end:

@@ -23,7 +23,7 @@ from moesim.traces.format.schema import TraceHeader
 
 torch.set_num_threads(1)
 PROMPTS = ["def double(x):", "for i", "import numpy as np", "class A:", "x = 1"]
-HOW = {"new_tokens": 4, "batch": 2, "temperature": 1.0, "overhead": False}
+HOW = {"new_tokens": 4, "batch": 2, "temperature": 1.0}
 FIXED = HOW | {"provenance": {"date": "2026-01-01"}}
 
 KILLED = """

@@ -262,7 +262,7 @@ def test_training_refuses_to_replace_something_else(tmp_path):
 
 
 def test_a_missing_checkpoint_says_how_to_make_one(tmp_path):
-    with pytest.raises(FileNotFoundError, match="moesim train-tiny"):
+    with pytest.raises(FileNotFoundError, match="make one with train_tiny"):
         tiny.load_tiny(tmp_path)
 
 

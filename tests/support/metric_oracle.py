@@ -273,18 +273,13 @@ def row_figures(tables, figures):
     most = max(each or 0.0 for each in share.values())
     busiest = next(lane for lane, each in share.items() if (each or 0.0) == most)
 
-    batches = {
-        name: [] for name in ("ttft_s", "decode_s", "decode_tokens", "makespan_s")
-    }
+    batches = {name: [] for name in ("decode_s", "decode_tokens", "makespan_s")}
     for _, batch in tables.steps.groupby("batch", sort=True):
         start_s = batch["start_s"].iloc[0]
         before_s = batch["end_s"].shift(fill_value=start_s)
         is_decode = batch["phase"] == "decode"
-        prefill_ends_s = batch.loc[~is_decode, "end_s"]
         each = (batch["tokens"] / batch["sequences"]).round()[is_decode]
         decode_s = (batch["end_s"] - before_s)[is_decode]
-        first_s = prefill_ends_s.iloc[-1] - start_s if len(prefill_ends_s) else math.nan
-        batches["ttft_s"].append(first_s)
         batches["decode_s"].append(decode_s.sum())
         batches["decode_tokens"].append(int(each.sum()))
         batches["makespan_s"].append(batch["end_s"].iloc[-1] - start_s)

@@ -8,10 +8,10 @@ from moesim.base.options import (
     PAGES,
     REQUIRED,
     ConfigError,
+    JsonOptions,
     Options,
     file_option,
     input_option,
-    json_option,
     option,
 )
 from moesim.base.units import parse_bytes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions(Options):
+class ModelOptions(JsonOptions):
     """Which model, and how its contents are printed."""
 
     model: str = option(
@@ -39,7 +39,6 @@ class ModelOptions(Options):
         "Weight formats of a model given by name. Default: Q4_K_M.",
         metavar="LABEL",
     )
-    as_json: bool = json_option()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from moesim.base.options import (
 )
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
-from moesim.runs.config import CACHE_SIZES, MOST_MEMORY_BYTES, RunConfig
+from moesim.runs.config import CACHE_SIZES, RunConfig, of_run
 
 if TYPE_CHECKING:
     from moesim.traces.format.reader import Trace
@@ -37,27 +37,10 @@ class CompareOptions(TableOptions):
         metavar="A",
         policy_kind="assignment",
     )
-    hw: tuple[str, ...] = option(
-        (),
-        "Hardware profiles. Default: ./hw.toml, your own moesim/hw.toml, or"
-        " rtx3090-epyc7532.",
-        metavar="NAME|FILE",
-        place="input",
-    )
-    cache_ratio: tuple[float, ...] = option(
-        (), "Shares of all experts in the GPU cache.", minimum=0, maximum=1, metavar="R"
-    )
-    slots_per_layer: tuple[int, ...] = option(
-        (), "Experts per layer in the GPU cache.", minimum=0
-    )
-    gpu_memory_bytes: tuple[int, ...] = option(
-        (),
-        "Memory of each GPU for weights, such as 4GiB,8GiB; experts get what the rest"
-        " leaves. Default: the card's own, less keys and values and workspace;"
-        " a quarter of all experts where it would hold them all.",
-        minimum=0,
-        maximum=MOST_MEMORY_BYTES,
-    )
+    hw: tuple[str, ...] = of_run("hw", ())
+    cache_ratio: tuple[float, ...] = of_run("cache_ratio", ())
+    slots_per_layer: tuple[int, ...] = of_run("slots_per_layer", ())
+    gpu_memory_bytes: tuple[int, ...] = of_run("gpu_memory_bytes", ())
     jobs: int | None = jobs_option()
     out: Path | None = folder_option("Write tables, report and PNG there.")
     png: Path | None = file_option("Draw it. Default: OUT/compare.png.", *PICTURES)

@@ -2,20 +2,17 @@
 from this machine.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from moesim.base.options import (
-    Options,
+    JsonOptions,
     folder_option,
     input_option,
-    json_option,
     minutes_option,
     option,
     policies_option,
@@ -24,13 +21,10 @@ from moesim.base.options import (
 )
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
-from moesim.runs.config import RunConfig
+from moesim.runs.config import RunConfig, of_run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from moesim.evidence.validation.results import Validation
-    from moesim.hwprofiles.profile import HardwareProfile
 
 DIFFERENT = 1
 """Exit code of a simulator that does not hold here."""
@@ -40,14 +34,8 @@ REPORT = ("validation.json", "validation.md", "validation.html")
 STORES = "Folder of the experts' stores. Default: a temporary one."
 
 
-def _print(result: Any, text: str, *, as_json: bool) -> bool:
-    """Print a result as JSON or as text; say whether it was text."""
-    print(json.dumps(result, indent=2) if as_json else text)
-    return not as_json
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyOptions(Options):
+class VerifyOptions(JsonOptions):
     """What `moesim verify` is asked."""
 
     out: Path = option(
@@ -70,7 +58,6 @@ class VerifyOptions(Options):
         False, "Walk through --gpu on the host accelerator.", needs=("gpu",)
     )
     seed: int = seed_option()
-    as_json: bool = json_option()
 
 
 @from_dataclass(from_file=False)
@@ -87,12 +74,12 @@ def verify(options: VerifyOptions) -> None:
     if options.gpu:
         _gpu(options)
         return
-    from moesim.cli.output import steps_of
+    from moesim.cli.output import bar
     from moesim.evidence.validation import report
     from moesim.evidence.validation import verify as library
 
     line = output.command_line()
-    with steps_of("verifying") as progress:
+    with bar("verifying", 1.0) as progress:
         verification = library.verify(
             options.out,
             minutes=options.minutes or library.MINUTES,
@@ -100,12 +87,13 @@ def verify(options: VerifyOptions) -> None:
             save=lambda result: report.save(result, options.out, line),
             progress=progress,
         )
-    if _print(verification.to_json(), verification.words, as_json=options.as_json):
-        places = [options.out / library.VERDICT]
-        if verification.result is not None:
-            places.append(options.out / "validation.html")
-            output.print_notes(verification.result["warnings"])
-        output.print_written(places)
+    places = [options.out / library.VERDICT]
+    notes = []
+    if verification.result is not None:
+        places.append(options.out / "validation.html")
+        notes = verification.result["warnings"]
+    facts = verification.to_json()
+    output.tell(options, facts, [verification.words], *places, notes=notes)
     if verification.holds is False:
         raise typer.Exit(DIFFERENT)
 
@@ -116,11 +104,11 @@ def _gpu(options: VerifyOptions) -> None:
     Raises:
         typer.Exit: code 1 where something does not hold.
     """
-    from moesim.cli.output import quiet_libraries, steps_of
+    from moesim.cli.output import bar, quiet_libraries
     from moesim.evidence import gpu as library
 
     quiet_libraries()
-    with steps_of("verifying") as progress:
+    with bar("verifying", 1.0) as progress:
         session = library.verify_gpu(
             options.out,
             rehearse=options.rehearse,
@@ -131,14 +119,13 @@ def _gpu(options: VerifyOptions) -> None:
     lines = library.verdict(session.steps)
     facts = {"verdict": lines, "seconds": seconds, "machine": session.machine}
     took = ", ".join(f"{part} {took_s:.0f} s" for part, took_s in seconds.items())
-    if _print(facts, "\n".join([*lines, took]), as_json=options.as_json):
-        output.print_written([options.out / library.PAGE])
+    output.tell(options, facts, [*lines, took], options.out / library.PAGE)
     if library.holds(session.steps) is False:
         raise typer.Exit(DIFFERENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValidateOptions(Options):
+class ValidateOptions(JsonOptions):
     """What `moesim validate` is asked."""
 
     traces: tuple[Path, ...] = input_option(
@@ -150,12 +137,8 @@ class ValidateOptions(Options):
         *("all-cpu+none", "on-demand+lru", "fixed-mapping+lru"),
         *("static-threshold+lru", "greedy+lru", "greedy+lfu"),
     )
-    cache_ratio: tuple[float, ...] = option(
-        (0.1, 0.3, 0.6),
-        "Shares of experts in the GPU cache.",
-        metavar="R",
-    )
-    batch: tuple[int, ...] = option((1, 4), "Sequences that run together.", metavar="B")
+    cache_ratio: tuple[float, ...] = of_run("cache_ratio", (0.1, 0.3, 0.6))
+    batch: tuple[int, ...] = of_run("batch", (1, 4))
     shape: tuple[str, ...] | None = option(
         None,
         "Sizes of the experts. Default: the trace's own.",
@@ -179,18 +162,14 @@ class ValidateOptions(Options):
     )
     store: Path | None = option(None, STORES, metavar="DIR")
     out: Path | None = folder_option(
-        "Write the report there, after every half minute; a second call goes on."
+        "Write the report there, after every half minute; a second call goes on.",
+        *REPORT,
     )
     earlier: Path | None = input_option(
         "Sum up with an earlier validation.json.",
         flag="--with",
     )
     seed: int = seed_option()
-    as_json: bool = json_option()
-
-    def outputs(self) -> list[Path]:
-        """Files that are written into the folder."""
-        return [self.out / name for name in REPORT] if self.out else []
 
 
 @from_dataclass(from_file=False)
@@ -205,7 +184,7 @@ def validate(options: ValidateOptions) -> None:
       moesim validate a.parquet b.parquet --policy greedy+lru,on-demand+lru --cache-ratio 0.2,0.5 --json
       moesim validate q.parquet --hw hw.toml --host-ratio 0.5 --with report/validation.json --out both
     """
-    from moesim.cli.output import steps_of
+    from moesim.cli.output import bar
     from moesim.evidence.validation import grid as library
     from moesim.evidence.validation import report
     from moesim.evidence.validation.report import validation_answer
@@ -226,7 +205,7 @@ def validate(options: ValidateOptions) -> None:
         return result
 
     # Simulated and measured runs take turns, so that drift of the machine hits both.
-    with steps_of("validating") as progress:
+    with bar("validating", 1.0) as progress:
         validation = library.validate(
             list(options.traces),
             policies=options.policy,
@@ -250,7 +229,7 @@ def validate(options: ValidateOptions) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateOptions(Options):
+class CalibrateOptions(JsonOptions):
     """What `moesim calibrate` is asked."""
 
     target: Path = target_argument("The profile to write.", Path("hw.toml"))
@@ -260,7 +239,7 @@ class CalibrateOptions(Options):
         (),
         metavar="RUN",
         flag="--from",
-        excludes=("quick", "shape", "against", "minutes", "store"),
+        excludes=("quick", "shape", "minutes", "store"),
     )
     quick: bool = option(False, "Shorter runs.")
     shape: tuple[str, ...] | None = option(
@@ -274,9 +253,6 @@ class CalibrateOptions(Options):
         " of DST where it is there, else that of the first run.",
         metavar="FILE",
     )
-    against: Path | None = input_option(
-        "Say how far its predictions are from this profile's."
-    )
     minutes: float | None = minutes_option(
         "A limit: runs are repeated for so long at most, until no constant is so wide"
         " that predictions move by more than 2 %.",
@@ -284,7 +260,6 @@ class CalibrateOptions(Options):
     force: bool = option(False, "Write a profile that cannot be trusted all the same.")
     store: Path | None = option(None, STORES, metavar="DIR")
     seed: int = seed_option()
-    as_json: bool = json_option()
 
 
 @from_dataclass(from_file=False)
@@ -297,19 +272,15 @@ def calibrate(options: CalibrateOptions) -> None:
       moesim calibrate hw.toml
       moesim calibrate --quick --shape qwen3-30b-a3b/2,qwen3-30b-a3b/4
       moesim calibrate --minutes 5
-      moesim calibrate again.toml --against hw.toml
       moesim calibrate hw.toml --from monday,tuesday
     """
     if options.runs:
         _from(options)
         return
-    from moesim.cli.output import steps_of
+    from moesim.cli.output import bar
     from moesim.evidence.validation import calibrate as library
     from moesim.evidence.validation.profile_checks import speed_change, wide_constants
-    from moesim.hwprofiles.profile import load_profile
 
-    # Read first: a missing file should not cost minutes of measuring.
-    reference = None if options.against is None else load_profile(options.against)
     sizes = options.shape or library.SHAPES
     # One size cannot tell latency from bandwidth.
     if len(sizes) < 2:
@@ -317,7 +288,7 @@ def calibrate(options: CalibrateOptions) -> None:
             f"expected two sizes, the larger first, got {','.join(sizes)!r}",
             param_hint="--shape",
         )
-    with steps_of("calibrating") as progress:
+    with bar("calibrating", 1.0) as progress:
         profile = library.calibrate(
             options.target,
             shapes=sizes,
@@ -333,51 +304,24 @@ def calibrate(options: CalibrateOptions) -> None:
     # Small changes are said; of large ones a profile is not written.
     if (warning := speed_change(profile)) is not None:
         print(f"note: {warning}", file=sys.stderr)
-    difference = None
-    if reference is not None:
-        errors = library.differences(reference, profile, sizes)
-        difference = _difference(options.against, errors)
-    facts = {
-        "name": profile.name,
-        "digest": profile.digest,
-        "fit": profile.fit,
-        "against": difference,
-    }
-    if _print(facts, _fit_text(profile, difference), as_json=options.as_json):
-        shape = library.shape_of(sizes[0])
-        for wide in wide_constants(profile, shape):
-            print(f"still wide: {wide.words()}")
-        output.print_written([options.target])
-
-
-def _difference(against: Path | None, errors: "Sequence[float]") -> dict[str, Any]:
-    """How far predictions are from another profile's."""
-    sizes = [abs(error) for error in errors]
-    return {"profile": str(against), "median": median(sizes), "worst": max(sizes)}
-
-
-def _fit_text(profile: "HardwareProfile", difference: dict[str, Any] | None) -> str:
+    facts = {"name": profile.name, "digest": profile.digest, "fit": profile.fit}
     lines = [profile.description]
     for name, report in sorted(profile.fit.items()):
         lines.append(
             f"  {name:<12}  median {100 * report['residual_median']:.1f} %, worst"
             f" {100 * report['residual_worst']:.1f} %"
         )
-    if difference is not None:
-        lines.append(
-            f"predictions differ from those of {difference['profile']} by median"
-            f" {100 * difference['median']:.1f} %, worst"
-            f" {100 * difference['worst']:.1f} %"
-        )
-    return "\n".join(lines)
+    wide = wide_constants(profile, library.shape_of(sizes[0]))
+    lines += [f"still wide: {each.words()}" for each in wide]
+    output.tell(options, facts, lines, options.target)
 
 
 def _from(options: CalibrateOptions) -> None:
     """Learn from finished runs, and say how they are predicted now."""
-    from moesim.cli.output import steps_of
+    from moesim.cli.output import bar
     from moesim.evidence.validation.learning import learn_from
 
-    with steps_of("learning") as progress:
+    with bar("learning", 1.0) as progress:
         learned = learn_from(
             list(options.runs),
             options.target,
@@ -386,13 +330,12 @@ def _from(options: CalibrateOptions) -> None:
             seed=options.seed,
             progress=progress,
         )
-    text = "\n".join([learned.profile.description, *learned.lines()])
-    if _print(learned.to_json(), text, as_json=options.as_json):
-        output.print_written([options.target])
+    lines = [learned.profile.description, *learned.lines()]
+    output.tell(options, learned.to_json(), lines, options.target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SensitivityOptions(Options):
+class SensitivityOptions(JsonOptions):
     """What `moesim sensitivity` is asked."""
 
     policy: tuple[str, ...] = policies_option(
@@ -400,8 +343,7 @@ class SensitivityOptions(Options):
         "on-demand+lru",
         "all-cpu+none",
     )
-    steps: int = option(32, "Forward passes replayed.", minimum=1)
-    as_json: bool = json_option()
+    steps: int = of_run("steps", 32)
 
 
 @from_dataclass(without=["noise_seed", "arrivals", "slo", "engine"], from_file=False)
@@ -413,11 +355,11 @@ def sensitivity(config: RunConfig, options: SensitivityOptions) -> None:
     Example:
       moesim sensitivity q.parquet --hw hw.toml --policy greedy+lru,on-demand+lfu
     """
-    from moesim.cli.output import steps_of
+    from moesim.cli.output import bar
     from moesim.questions import sensitivity as library
 
     # Every constant takes two comparisons, so a few steps must do.
-    with steps_of("moving constants") as progress:
+    with bar("moving constants", 1.0) as progress:
         result = library.sensitivity(
             config,
             options.policy,

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from moesim.base.options import TableOptions, option
+from moesim.base.options import TableOptions
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
-from moesim.runs.config import RunConfig
+from moesim.runs.config import RunConfig, of_run
 
 # A cache alone has no policies beside it, no machine and no time.
 NEEDS_MACHINE = (
@@ -19,18 +19,9 @@ NEEDS_MACHINE = (
 class HitsOptions(TableOptions):
     """Which caches are counted, at which sizes."""
 
-    cache: tuple[str, ...] = option(
-        ("lru", "lfu", "arc", "belady"),
-        "Cache policies (see: list cache).",
-        metavar="C",
-        policy_kind="cache",
-    )
-    cache_ratio: tuple[float, ...] = option(
-        (0.05, 0.1, 0.2, 0.3, 0.5, 0.75),
-        "Sizes, as shares of all experts.",
-        metavar="R",
-        minimum=0,
-        maximum=1,
+    cache: tuple[str, ...] = of_run("cache", ("lru", "lfu", "arc", "belady"))
+    cache_ratio: tuple[float, ...] = of_run(
+        "cache_ratio", (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
     )
 
 

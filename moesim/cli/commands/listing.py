@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 POLICY_KINDS = ("assignment", "cache", "prefetch", "routing")
-KINDS = (*POLICY_KINDS, "systems", "machines", "models", "engines")
+KINDS = (*POLICY_KINDS, "systems", "machines", "models")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class ListOptions(JsonOptions):
     """What is listed."""
 
     kind: str | None = option(
-        None, "One kind; all but engines without it.", argument=True, choices=KINDS
+        None, "One kind; all without it.", argument=True, choices=KINDS
     )
 
 
@@ -37,8 +37,7 @@ def list_(options: ListOptions) -> None:
       moesim list
       moesim list cache
     """
-    # Engines are no words of the command line, and take a moment to describe.
-    kinds = [options.kind] if options.kind else KINDS[:-1]
+    kinds = [options.kind] if options.kind else KINDS
     entries_by_kind = {name: _entries(name) for name in kinds}
     from moesim.reporting.tables import facts_lines
 
@@ -56,8 +55,6 @@ def _entries(kind: str) -> list[dict[str, Any]]:
         return _systems()
     if kind == "machines":
         return _machines()
-    if kind == "engines":
-        return _engines()
     return _models() if kind == "models" else _policies(kind)
 
 
@@ -120,22 +117,6 @@ def _systems() -> list[dict[str, Any]]:
             "routing": system.routing,
         }
         for name, system in sorted(SYSTEMS.items())
-    ]
-
-
-def _engines() -> list[dict[str, Any]]:
-    from moesim.base.extensions import state
-
-    how, why = state()
-    return [
-        {
-            "name": "fast",
-            "summary": f"the same without SimPy's events; runs {how}{why and f' ({why})'}",
-        },
-        {
-            "name": "simpy",
-            "summary": "the same layer steps as a process of SimPy, to read and extend",
-        },
     ]
 
 

@@ -42,7 +42,7 @@ def doctor(options: DoctorOptions) -> None:
 
     quiet_libraries()
     with bar("checking", 1.0) as show:
-        diagnosis = diagnose(options.disk, lambda _name, done: show(done))
+        diagnosis = diagnose(options.disk, show)
     output.tell(options, diagnosis.to_json(), diagnosis.lines())
     if diagnosis.of("fails"):
         raise typer.Exit(1)
@@ -90,7 +90,7 @@ def profile(options: ProfileOptions) -> None:
             options.target,
             quick=options.quick,
             disk_dir=options.disk,
-            progress=lambda _part, done: show(done),
+            progress=show,
         )
     line = f"{machine.name}: {machine.description}"
     output.tell(options, machine.to_dict(), [line], options.target)

@@ -13,7 +13,7 @@ from moesim.base.options import (
 )
 from moesim.cli import output
 from moesim.cli.options import check_device, device_option, from_dataclass
-from moesim.runs.config import RunConfig
+from moesim.runs.config import RunConfig, of_run
 
 # A model that reads text has no trace, its lengths are those of the text, and only one
 # GPU takes part.
@@ -46,16 +46,9 @@ class QualityOptions(JsonOptions):
         "A parameter of the routing policy and its values: alpha=0,0.1,0.3.",
         metavar="NAME=V,V,…",
     )
-    cache_ratio: tuple[float, ...] = option(
-        (),
-        "Shares of all experts in the GPU cache, one setting each.",
-        metavar="R",
-        minimum=0,
-        maximum=1,
-    )
+    cache_ratio: tuple[float, ...] = of_run("cache_ratio", ())
     tokens: int = option(1024, "Tokens to score, in whole passages.", minimum=1)
     prompt_tokens: int = option(64, "Tokens of a passage read before.", minimum=1)
-    scored_tokens: int = option(64, "Tokens of a passage scored.", minimum=1)
     residual: Path | None = input_option(
         "Residual vectors for --prefetch residual (see: record)."
     )
@@ -69,15 +62,11 @@ class QualityOptions(JsonOptions):
     minutes: float | None = minutes_option(
         "A limit on reading: passages that do not fit are left out."
     )
-    out: Path | None = folder_option("Write figures and a picture there.")
-
-    def outputs(self) -> list[Path]:
-        """Files that are written into the folder."""
-        names = (
-            *("quality.json", "quality.html"),
-            *("quality-kl.png", "quality-agreement.png"),
-        )
-        return [self.out / name for name in names] if self.out else []
+    out: Path | None = folder_option(
+        "Write figures and pictures there.",
+        *("quality.json", "quality.html"),
+        *("quality-kl.png", "quality-agreement.png"),
+    )
 
 
 @from_dataclass(without=WITHOUT, from_file=False)

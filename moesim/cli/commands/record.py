@@ -252,7 +252,7 @@ def _residual_of(
     """Read residual vectors, or calibrate them where they are wanted: on the texts
     beside --calibration, else on the corpus that ships.
     """
-    from moesim.cli.output import messages
+    from moesim.cli.output import bar
     from moesim.runtime.record.calibration import Residual, residual_vectors
 
     # A file that was not named is read if it is there, and never written.
@@ -261,7 +261,7 @@ def _residual_of(
         return Residual.load(file)
     if options.residual is None and options.calibration is None:
         return None
-    with messages("calibrating residual vectors"):
+    with bar("calibrating residual vectors"):
         vectors = residual_vectors(local, texts if options.calibration else None)
     if options.residual is not None:
         vectors.save(file)
@@ -270,7 +270,6 @@ def _residual_of(
 
 def _facts(recording: "Recording", local: "LocalModel") -> dict[str, Any]:
     """What was recorded, as `moesim record --json` prints it."""
-    overhead = recording.overhead
     facts: dict[str, Any] = {
         "trace": str(recording.path),
         "sequences": recording.sequences,
@@ -280,7 +279,6 @@ def _facts(recording: "Recording", local: "LocalModel") -> dict[str, Any]:
         "rows": recording.rows,
         "seconds_s": recording.seconds_s,
         "tokens_per_s": recording.tokens_per_s,
-        "slowdown": overhead.slowdown if overhead else None,
     }
     # Only a model with its experts in a store has them.
     cache = getattr(local, "cache", None)
@@ -309,11 +307,6 @@ def _print(facts: dict[str, Any]) -> None:
             f"{facts['host_experts']:,} experts fit in memory; {facts['reads']:,} reads"
             f" in all, {format_bytes(facts['read_bytes'])}; {facts['hits']:,} times one"
             " was there"
-        )
-    if facts["slowdown"] is not None:
-        print(
-            f"recording takes {facts['slowdown']:.2f} times as long as running the"
-            " model alone"
         )
     print(f"wrote {facts['trace']}")
     if "calibration" in facts:

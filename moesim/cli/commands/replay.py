@@ -7,7 +7,6 @@ from moesim.base.options import (
     PAGES,
     PICTURES,
     TIMELINES,
-    Options,
     PageOptions,
     file_option,
     folder_option,
@@ -15,14 +14,16 @@ from moesim.base.options import (
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
 from moesim.runs.config import RunConfig
-from moesim.runs.result import run_files
+from moesim.runs.result import FILES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions(PageOptions):
     """What `moesim replay` is asked beside the run itself."""
 
-    out: Path | None = folder_option("Write the run's tables and figures there.")
+    out: Path | None = folder_option(
+        "Write the run's tables and figures there.", *FILES
+    )
     png: Path | None = file_option(
         "Draw what every lane did in a step in the middle.", *PICTURES
     )
@@ -32,10 +33,6 @@ class ReplayOptions(PageOptions):
     perfetto: Path | None = file_option(
         "Write a timeline, with every run, for ui.perfetto.dev.", *TIMELINES
     )
-
-    def outputs(self) -> list[Path]:
-        """Files that are written, those in the folder included."""
-        return [*Options.outputs(self), *run_files(self.out)]
 
 
 @from_dataclass()
@@ -49,14 +46,15 @@ def replay(config: RunConfig, options: ReplayOptions) -> None:
       moesim replay q.parquet --policy fiddler --hw hw.toml --html run.html --perfetto run.json.gz
       moesim replay --config run/run.json --batch 4
     """
-    from moesim.cli.output import replaying
+    from moesim.cli.output import bar
     from moesim.questions.replay import run_answer
     from moesim.runs.replay import replay as replay_trace
+    from moesim.runs.replay import share_of
     from moesim.runs.setup import opened
 
     # Opened once, for the bar and for the replay.
-    config, trace = opened(config)
-    with replaying(config.policy, trace, config.steps) as progress:
+    config, _ = opened(config)
+    with bar(config.policy, 1.0) as show:
         run = replay_trace(
             config,
             out=options.out,
@@ -64,7 +62,7 @@ def replay(config: RunConfig, options: ReplayOptions) -> None:
             # A page is drawn from the timeline; figures alone need none in memory.
             keep=options.html is not None or options.png is not None,
             bounded=True,
-            progress=progress,
+            progress=share_of(config, show),
         )
-    written = [*run_files(options.out), options.perfetto]
+    written = [options.out, options.perfetto]
     output.present(run_answer(run), options, more=written)

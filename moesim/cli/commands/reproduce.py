@@ -1,6 +1,5 @@
 """`moesim reproduce`: published figures beside ours."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,15 +7,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from moesim.base.options import (
-    Options,
+    JsonOptions,
     folder_option,
     input_option,
-    json_option,
     option,
     seed_option,
 )
 from moesim.cli.options import from_dataclass
-from moesim.cli.output import command_line, present
+from moesim.cli.output import command_line, present, tell
 
 if TYPE_CHECKING:
     from moesim.reporting.answers import Answer
@@ -27,19 +25,15 @@ MAP_PAGES = ("map.html", "map.md", "map.csv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReproduceOptions(Options):
+class ReproduceOptions(JsonOptions):
     """What `moesim reproduce` is asked."""
 
     name: str | None = option(
         None,
-        "An experiment (see: --list), or map: which policy is fastest where.",
+        "An experiment, or map: which policy is fastest where. Default: all are listed,"
+        " with what each needs.",
         metavar="NAME",
         argument=True,
-    )
-    list_all: bool = option(
-        False,
-        "List the experiments and what each needs.",
-        flag="--list",
     )
     traces: tuple[Path, ...] | None = input_option(
         "Traces, with commas. Default: the shipped one, and ../shared/traces of a"
@@ -61,7 +55,9 @@ class ReproduceOptions(Options):
         needs=("out",),
         excludes=("name", "traces", "steps"),
     )
-    out: Path | None = folder_option("With --all, or map: folder for the page.")
+    out: Path | None = folder_option(
+        "With --all, or map: folder for the page.", *PAGES, *MAP_PAGES
+    )
     machines: str = option(
         "anchored",
         "With --all: machines anchored on published single operations, or datasheets"
@@ -80,12 +76,6 @@ class ReproduceOptions(Options):
         "With --all, or map: processes. Default: at most 2.",
         minimum=1,
     )
-    as_json: bool = json_option()
-
-    def outputs(self) -> list[Path]:
-        """Files that are written into the folder."""
-        pages = MAP_PAGES if self.name == MAP else PAGES
-        return [self.out / page for page in pages] if self.out else []
 
 
 @from_dataclass(from_file=False)
@@ -97,15 +87,16 @@ def reproduce(options: ReproduceOptions) -> None:
 
     \b
     Examples:
-      moesim reproduce --list
+      moesim reproduce
       moesim reproduce --all --out papers
       moesim reproduce map --out map
       moesim reproduce --all --out papers --paper DAOP
       moesim reproduce hybrimoe-hit-rate
       moesim reproduce dali-prefetch-workload --trace q.parquet --steps 0
     """
-    from moesim.cli.output import messages
+    from moesim.cli.output import bar
     from moesim.evidence.reproduction import routing as library
+    from moesim.reporting.tables import facts_lines
 
     if options.everything or options.name == MAP:
         if options.out is None:
@@ -118,18 +109,19 @@ def reproduce(options: ReproduceOptions) -> None:
         present(answer, options, more=paths)
         return
     # Without a name the user cannot know one yet.
-    if options.name is None or options.list_all:
-        print(json.dumps(_entries(), indent=2) if options.as_json else _list_text())
+    if options.name is None:
+        entries = _entries()
+        facts = [(e["name"], f"{e['summary']}; needs {e['needs']}") for e in entries]
+        tell(options, entries, facts_lines(facts))
         return
     # On the command line 0 stands for all, which the library calls None.
     stated = options.steps
-    with messages(options.name) as progress:
+    with bar(options.name):
         reproduction = library.reproduce(
             options.name,
             options.traces,
             steps=library.DEFAULT_STEPS if stated is None else stated or None,
             seed=options.seed,
-            progress=progress,
         )
     present(reproduction.answer(), options)
 
@@ -182,10 +174,3 @@ def _entries() -> list[dict[str, str]]:
         {"name": e.name, "summary": e.summary, "needs": e.needs, "unit": e.unit}
         for e in EXPERIMENTS.values()
     ]
-
-
-def _list_text() -> str:
-    from moesim.reporting.tables import facts_lines
-
-    facts = [(e["name"], f"{e['summary']}; needs {e['needs']}") for e in _entries()]
-    return "\n".join(facts_lines(facts))

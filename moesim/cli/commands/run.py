@@ -12,7 +12,6 @@ import typer
 from moesim.base.options import (
     TIMELINES,
     JsonOptions,
-    Options,
     file_option,
     folder_option,
     input_option,
@@ -20,7 +19,7 @@ from moesim.base.options import (
 from moesim.cli import output
 from moesim.cli.options import check_installed, from_dataclass
 from moesim.runs.config import MeasuredConfig
-from moesim.runs.result import run_files
+from moesim.runs.result import FILES
 
 if TYPE_CHECKING:
     from moesim.runs.measured import MeasuredRun
@@ -37,15 +36,13 @@ class RunOptions(JsonOptions):
     prompts: Path | None = input_option(
         "Texts separated by blank lines, one per line, or .jsonl.", needs=("model",)
     )
-    out: Path | None = folder_option("Write the run's tables and figures there.")
+    out: Path | None = folder_option(
+        "Write the run's tables and figures there.", *FILES
+    )
     perfetto: Path | None = file_option(
         "Write a timeline for ui.perfetto.dev, the same run simulated below it.",
         *TIMELINES,
     )
-
-    def outputs(self) -> list[Path]:
-        """Files that are written, those in the folder included."""
-        return [*Options.outputs(self), *run_files(self.out)]
 
 
 @from_dataclass(
@@ -77,7 +74,7 @@ def run(config: MeasuredConfig, options: RunOptions) -> None:
         output.print_written([options.out, options.perfetto])
         output.print_notes(measured.warnings)
     # The results are printed all the same: they show what differs.
-    verification = getattr(measured, "verification", None)
+    verification = measured.verification
     if verification is not None and not verification.passed:
         print(
             "error: the logits differ by more than rounding explains", file=sys.stderr
@@ -98,7 +95,7 @@ def _measured(config: MeasuredConfig, options: RunOptions) -> "MeasuredRun":
         keywords: dict[str, Any] = {
             "out": options.out,
             "perfetto": options.perfetto,
-            "building": building,
+            "building": lambda done: building(done.records, done.total_records),
             "progress": lambda info: running(info.step + 1, None),
         }
         if config.model is None:
@@ -106,7 +103,8 @@ def _measured(config: MeasuredConfig, options: RunOptions) -> "MeasuredRun":
         else:
             texts = read_prompts(options.prompts or "")
             done = live.run_live(config, texts, **keywords)
-        save_run(done, options.out)
+        if options.out is not None:
+            save_run(done, options.out)
         return done
 
 
@@ -138,7 +136,7 @@ def _print(measured: "MeasuredRun") -> None:
     from moesim.questions.replay import run_answer
 
     # The routing of a trace makes no texts.
-    for number, text in enumerate(getattr(measured, "texts", [])):
+    for number, text in enumerate(measured.texts or []):
         print(f"--- {number}\n{_without_controls(text)}")
     print(run_answer(measured).text())
 
@@ -165,7 +163,7 @@ def _print(measured: "MeasuredRun") -> None:
     if measured.footprint is not None:
         print(_memory_text(measured.footprint))
 
-    verification = getattr(measured, "verification", None)
+    verification = measured.verification
     if verification is not None:
         result = "equal" if verification.passed else "DIFFERENT"
         print(

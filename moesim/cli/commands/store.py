@@ -34,7 +34,7 @@ class BuildOptions(Options):
     model: str = option(
         REQUIRED, "tiny, or a Hugging Face folder.", metavar="MODEL", argument=True
     )
-    out: Path = folder_option("The store's folder.", REQUIRED)
+    out: Path = folder_option("The store's folder.", default=REQUIRED)
     dtype: str | None = option(
         None,
         "float32, bfloat16 or float16. Default: the model's own; float32 for tiny.",

@@ -1,14 +1,13 @@
-"""`moesim train-cache` and `moesim train-tiny`: networks that policies and tests use."""
+"""`moesim train-cache`: a network that decides who leaves a cache."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 from moesim.base.options import (
     REQUIRED,
     JsonOptions,
-    Options,
     folder_option,
     input_option,
     option,
@@ -17,6 +16,7 @@ from moesim.base.options import (
 )
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
+from moesim.runs.config import of_run
 
 if TYPE_CHECKING:
     from moesim.traces.format.batch import RoutedStep
@@ -25,43 +25,33 @@ if TYPE_CHECKING:
 LEARNED = ("flashmoe.safetensors", "report.json", "report.md")
 """What `train-cache` writes into its folder."""
 
-Labels = Literal["distance", "masked"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCacheOptions(JsonOptions):
     """What the cache network learns from, and how."""
 
     trace: Path = trace_argument()
-    out: Path = folder_option("Folder for network and report.", REQUIRED)
+    out: Path = folder_option(
+        "Folder for network and report.", *LEARNED, default=REQUIRED
+    )
     held_out: Path | None = input_option(
         "Judge on this trace. Default: the last quarter of TRACE, never learned from.",
         metavar="TRACE",
-    )
-    labels: Labels = option(
-        "distance",
-        "Learn the distance to the next use, or whom Belady evicts.",
-        metavar="distance|masked",
-        choices=get_args(Labels),
     )
     hidden: int = option(
         128, "Hidden units: 128 (the paper's table) or 64.", metavar="H", minimum=1
     )
     cache_ratio: float = option(
         0.25,
-        "Cache size for masked labels, and one of the report's.",
+        "One more of the report's sizes of a cache.",
         metavar="R",
         minimum=0,
         maximum=1,
     )
     epochs: int = option(200, "At most so many.", minimum=1)
-    batch: int = option(1, "Sequences run together.", minimum=1)
-    steps: int | None = option(None, "Take the first N steps of each batch.", minimum=1)
+    batch: int = of_run("batch")
+    steps: int | None = of_run("steps")
     seed: int = seed_option()
-
-    def outputs(self) -> list[Path]:
-        """Files that are written into the folder."""
-        return [self.out / name for name in LEARNED]
 
 
 @from_dataclass(from_file=False)
@@ -79,7 +69,7 @@ def train_cache(options: TrainCacheOptions) -> None:
       moesim replay q.parquet --policy on-demand --cache flashmoe --artefacts learned
     """
     from moesim.base.files import write_text
-    from moesim.cli.output import bar, messages
+    from moesim.cli.output import bar
     from moesim.questions import learned_cache as learned
     from moesim.questions.learned_cache import report_text
     from moesim.runtime.train.cache import Recipe, train
@@ -87,15 +77,12 @@ def train_cache(options: TrainCacheOptions) -> None:
 
     opened = open_trace(options.trace)
     training, judging, judged_on = _parts(options, opened)
-    recipe = Recipe(labels=options.labels, hidden=options.hidden, epochs=options.epochs)
-    # Whom Belady evicts depends on how many experts fit.
-    slots = round(options.cache_ratio * opened.shape.experts)
+    recipe = Recipe(hidden=options.hidden, epochs=options.epochs)
     with bar("training", options.epochs) as show:
         trained = train(
             training,
             opened.shape,
             recipe,
-            slots=slots,
             seed=options.seed,
             progress=show,
         )
@@ -106,7 +93,7 @@ def train_cache(options: TrainCacheOptions) -> None:
         "batch": options.batch,
     }
     sizes = learned.cache_sizes(opened.shape, options.cache_ratio)
-    with messages("judging on the held-out part"):
+    with bar("judging on the held-out part"):
         report = learned.report(
             judged_on,
             judging,
@@ -154,38 +141,3 @@ def _parts(
         all_passes(trace, batch=batch, steps=steps) for trace in (opened, judged_on)
     )
     return learned_from, judging, judged_on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainTinyOptions(Options):
-    """How the small model is trained."""
-
-    out: Path = folder_option("Folder for the checkpoint.", REQUIRED)
-    minutes: float = option(12.0, "Training time.", minimum=0.01)
-    seed: int = seed_option()
-
-
-@from_dataclass(from_file=False)
-def train_tiny(options: TrainTinyOptions) -> None:
-    """Train the tiny model that ships with the project, from scratch, on the standard
-    library's sources.
-
-    \b
-    Example:
-      moesim train-tiny --out my-tiny --minutes 12
-    """
-    from moesim.cli.output import bar, quiet_libraries
-
-    quiet_libraries()
-    from moesim.runtime.train import tiny
-
-    with bar("training", 60 * options.minutes) as show:
-        facts = tiny.train_tiny(
-            options.out,
-            options.minutes,
-            options.seed,
-            lambda point: show(point.seconds_s),
-        )
-    print(f"{facts['steps']:,} steps in {facts['seconds_s'] / 60:.1f} minutes")
-    print(f"held-out loss: {facts['held_out']['nats_per_byte']:.3f} nats per byte")
-    output.print_written([options.out])

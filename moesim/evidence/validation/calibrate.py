@@ -460,38 +460,6 @@ def shape_of(spec: str, dtype: str = "float32") -> ModelShape:
     return shape_for(ROUTED, spec, dtype)
 
 
-def differences(
-    first: HardwareProfile,
-    second: HardwareProfile,
-    shapes: Sequence[str] = SHAPES,
-    dtype: str = "float32",
-) -> list[float]:
-    """Return by how much predictions of the designed runs by one profile differ from
-    those by another.
-
-    Args:
-        first, second: profiles with the same lanes, such as two calibrations of one
-            machine.
-        shapes: as in `calibrate`.
-        dtype: of the weights.
-
-    Returns:
-        Seconds per output token by `second` over that by `first`, minus one, for each
-            design.
-    """
-    from moesim.runtime.executor.trace_driven import shape_for  # noqa: PLC0415 - torch
-
-    # With mean times: two profiles differ in what they expect, not in what they draw.
-    relative = []
-    for spec in shapes:
-        shape = shape_for(ROUTED, spec, dtype)
-        for design in designs(shape, quick=True, seed=1):
-            first_s = _tpot_s(simulate(design.trial, shape, first))
-            second_s = _tpot_s(simulate(design.trial, shape, second))
-            relative.append(second_s / first_s - 1.0)
-    return relative
-
-
 def _tpot_s(timeline: Timeline) -> float:
     return float(summarise(timeline)["tpot_s"])
 

@@ -93,7 +93,6 @@ class TrialRunner:
         profile: lanes and workers of this machine, and the costs that policies see.
         dtype: of the weights.
         store: folder of the store; None takes the user's cache folder.
-        building: called with records done and records to do while the store is built.
 
     Raises:
         StoreError, RuntimeFault: the machine does not give what is needed.
@@ -106,14 +105,13 @@ class TrialRunner:
         *,
         dtype: str = "float32",
         store: Path | None = None,
-        building: Callable[[int, int], None] | None = None,
     ) -> None:
         from moesim.runtime.models.dense import DenseStack  # noqa: PLC0415 - torch
 
         self.shape = shape
         self._device = device_of(profile)
         distinct = min(_DISTINCT, shape.layers * shape.experts)
-        self._store = open_random_store(shape, store, dtype, distinct, building)
+        self._store = open_random_store(shape, store, dtype, distinct)
         # Dense parts compute in the type of the experts, as a checkpoint's would.
         torch_dtype = self._store.layout(0).torch_dtype
         self._dense = DenseStack(shape, torch_dtype, self._device.device)

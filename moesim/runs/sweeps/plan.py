@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesim.base.files import sha256
-from moesim.base.options import ConfigError, is_list, option_of
+from moesim.base.options import ConfigError, as_list, is_list, option_of
 from moesim.policies.base import PolicyError
 from moesim.policies.registry import KINDS, find
 from moesim.runs.config import MemoryOptions, RunConfig, in_order
@@ -136,17 +136,13 @@ def configs_of_file(path: str | Path, *, given: Iterable[str] = ()) -> list[RunC
 def _variants(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One content without lists for every combination of their items."""
     choices = [
-        _variants(value) if isinstance(value, dict) else _as_list(value)
+        _variants(value) if isinstance(value, dict) else as_list(value)
         for value in content.values()
     ]
     return [
         dict(zip(content, combination, strict=True))
         for combination in product(*choices)
     ]
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +242,9 @@ class _Inputs:
         trace_digest = file_digest(trace.path)
         # Workers may be in other folders, and do not share opened files.
         warm = config.warm
-        if warm is not None and not isinstance(warm, Trace):
-            # The name of a trace that ships is no path.
-            warm = open_trace(warm)
         files = {
-            "warm": None if warm is None else warm.path.absolute(),
+            # The name of a trace that ships is no path.
+            "warm": None if warm is None else _opened(warm).path.absolute(),
             "artefacts": _absolute(config.artefacts),
             "arrivals": _absolute_arrivals(config.arrivals),
         }
@@ -357,7 +351,7 @@ def files_of(config: RunConfig) -> dict[str, str | None]:
     """SHA-256 of what the files of a run hold beside its trace and machine."""
     arrivals = Path(str(config.arrivals))
     return {
-        "warm": None if config.warm is None else _trace_digest(config.warm),
+        "warm": None if config.warm is None else _opened(config.warm).digest(),
         "artefacts": _artefacts_digest(config.artefacts),
         "arrivals": file_digest(arrivals) if arrivals.is_file() else None,
     }
@@ -378,8 +372,8 @@ def _digest_of_json(content: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _trace_digest(trace: str | Path | Trace) -> str:
-    return trace.digest() if isinstance(trace, Trace) else open_trace(trace).digest()
+def _opened(trace: str | Path | Trace) -> Trace:
+    return trace if isinstance(trace, Trace) else open_trace(trace)
 
 
 def _artefacts_digest(place: str | Path | None) -> str | None:

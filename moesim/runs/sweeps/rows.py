@@ -50,7 +50,6 @@ DIGESTS = ("digest", "trace_digest", "hw_digest", "files_digest", "code")
 DETAILS: dict[str, Any] = {
     "lanes": pa.string(),
     "warnings": pa.string(),
-    "batch_ttft_s": pa.list_(pa.float64()),
     "batch_decode_s": pa.list_(pa.float64()),
     "batch_decode_tokens": pa.list_(pa.int64()),
     "batch_makespan_s": pa.list_(pa.float64()),
@@ -264,7 +263,6 @@ def _sample_of_requests(metrics: Mapping[str, Any]) -> dict[str, Any]:
     if metrics["requests"] is None:
         return {}
     return {
-        "batch_ttft_s": [metrics["ttft_s"]],
         "batch_decode_s": [metrics["tpot_s"] or 0.0],
         "batch_decode_tokens": [int(metrics["tpot_s"] is not None)],
         "batch_makespan_s": [metrics["makespan_s"]],
@@ -308,7 +306,6 @@ class RunObserver:
         uses: int64 [L * E], layer steps in which an expert was active.
         resident: int64 [L * E], those for which it was resident.
         on_gpu: int64 [L * E], those that a GPU computed.
-        ttft_s: of each batch that has a prefill, and NaN of others.
         decode_s, decode_tokens: seconds of each batch's decode steps, and tokens that
             a sequence got in them: several of a step that verifies a draft.
         makespan_s: of each batch.
@@ -321,7 +318,6 @@ class RunObserver:
         self.uses = np.zeros(experts, np.int64)
         self.resident = np.zeros(experts, np.int64)
         self.on_gpu = np.zeros(experts, np.int64)
-        self.ttft_s: list[float] = []
         self.decode_s: list[float] = []
         self.decode_tokens: list[int] = []
         self.makespan_s: list[float] = []
@@ -357,14 +353,11 @@ class RunObserver:
             self._batch = batch
             self._start_s = start_s
             self._last_s = start_s
-            self.ttft_s.append(np.nan)
             self.decode_s.append(0.0)
             self.decode_tokens.append(0)
             self.makespan_s.append(0.0)
 
-        if phase == Phase.PREFILL:
-            self.ttft_s[-1] = end_s - self._start_s
-        else:
+        if phase != Phase.PREFILL:
             # What lies between two steps belongs to the later one.
             self.decode_s[-1] += end_s - self._last_s
             self.decode_tokens[-1] += tokens
@@ -381,7 +374,6 @@ class RunObserver:
             share = counts[is_used] / self.uses[is_used]
             shares[row, is_used] = np.rint(share * FULL_SHARE)
         return {
-            "batch_ttft_s": self.ttft_s,
             "batch_decode_s": self.decode_s,
             "batch_decode_tokens": self.decode_tokens,
             "batch_makespan_s": self.makespan_s,

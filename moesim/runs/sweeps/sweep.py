@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from moesim.runs.config import MemorySize
+    from moesim.runs.config import MemoryOptions
     from moesim.runs.sweeps.plan import Plan
     from moesim.traces.format.reader import Trace
 
@@ -69,7 +69,7 @@ def sweep(
     trace: RunConfig | str | Path | Trace | Sequence[Any] | None = None,
     policies: str | Sequence[str] | None = None,
     *,
-    memory: MemorySize | Sequence[MemorySize] | None = None,
+    memory: MemoryOptions | Sequence[MemoryOptions] | None = None,
     store: str | Path | None = None,
     jobs: int | None = None,
     cluster: str | None = None,
@@ -91,8 +91,7 @@ def sweep(
             which lists are axes; or a list of traces or of configurations.
         policies: systems or assignment policies, in a list or separated by commas;
             ``greedy+lru+residual`` names cache and prefetch as well.
-        memory: sizes of memories in one object, that of the GPU cache as text such as
-            ``8GiB``, or a list of such.
+        memory: sizes of memories in one object, or a list of such.
         store: folder of results. Runs that are there are not run again, others are
             added; see `results`.
         jobs: replays at the same time; None takes as many as pay.

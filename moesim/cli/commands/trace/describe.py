@@ -8,14 +8,13 @@ import typer
 
 from moesim.base.options import (
     JsonOptions,
-    Options,
     PageOptions,
     folder_option,
-    option,
     trace_argument,
 )
 from moesim.cli import output
 from moesim.cli.options import from_dataclass
+from moesim.runs.config import of_run
 
 MISLEADING = 1
 """Exit code for a trace whose results would mislead."""
@@ -141,13 +140,8 @@ class StatsOptions(PageOptions):
     """How a trace is walked through, and what is written of it."""
 
     trace: Path = trace_argument()
-    batch: int = option(1, "Sequences that run together.", metavar="B", minimum=1)
-    out: Path | None = folder_option("Also write the figures as Parquet.")
-
-    def outputs(self) -> list[Path]:
-        """Files that are written, those in the folder included."""
-        tables = [] if self.out is None else [self.out / name for name in TABLES]
-        return [*Options.outputs(self), *tables]
+    batch: int = of_run("batch")
+    out: Path | None = folder_option("Also write the figures as Parquet.", *TABLES)
 
 
 @from_dataclass(from_file=False)

@@ -159,9 +159,7 @@ def import_(options: ImportOptions) -> None:
         f" sequence{'s' * (imported.sequences != 1)}; {shape.name}: {shape.layers} MoE"
         f" layers x {shape.experts} experts, top {shape.top_k}, {sizes} each{weights}"
     )
-    output.tell(options, facts, [line], imported.path)
-    if not options.as_json:
-        output.print_notes(imported.notes)
+    output.tell(options, facts, [line], imported.path, notes=imported.notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
