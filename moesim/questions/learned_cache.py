@@ -232,17 +232,13 @@ def report_text(report: Mapping[str, Any]) -> str:
     """
     start, stop = report["held_out_steps"]
     facts = report["training"]
-    # Masked labels are made by a cache of some size, distances by a horizon.
-    labels = f"K = {facts['horizon']}"
-    if facts["horizon"] is None:
-        labels = f"{facts['slots']} slots"
     held_out = (
         f"Held-out part: forward passes {start:,} to {stop - 1:,} of"
         f" `{report['trace']}`; every cache is empty at first and admits every miss,"
         " step-atomic."
     )
     network = (
-        f"Network: {facts['labels']} labels ({labels}), h = {facts['hidden']}, seed"
+        f"Network: K = {facts['horizon']}, h = {facts['hidden']}, seed"
         f" {facts['seed']}; {facts['training_steps']:,} training and"
         f" {facts['validation_steps']:,} validation steps, {facts['epochs_run']} epochs"
         f" in {facts['seconds_s']:.0f} s, validation loss"

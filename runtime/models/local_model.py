@@ -6,7 +6,7 @@ tokens like dice, and every cache looks equally bad. The shipped one has a large
 anatomy at a thousandth of its size: a Hugging Face `Qwen3MoeForCausalLM` reading bytes
 (token id = byte, no special tokens). It writes plausible Python at best; its routing is
 what it is for. `training.json` beside it says how it was made
-(`moesim.runtime.train.tiny`) and how good it is.
+(`benchmarks/train_tiny.py`) and how good it is.
 
 A loaded model is described as a `ModelShape`: layers, widths, bytes. E routed experts,
 H hidden, F expert intermediate.
@@ -94,8 +94,8 @@ def load_tiny(
     source = tiny_dir() if directory is None else directory
     if not (source / "model.safetensors").is_file():
         raise FileNotFoundError(
-            f"{source}: expected model.safetensors; make one with train_tiny of"
-            " moesim.runtime.train.tiny"
+            f"{source}: expected model.safetensors, found none; make one with `python"
+            " -m benchmarks.train_tiny DIR` in a checkout"
         )
     model = Qwen3MoeForCausalLM.from_pretrained(
         source, dtype=dtype, local_files_only=True

@@ -16,7 +16,7 @@ import json
 import math
 import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -27,22 +27,13 @@ from moesim.base.errors import TraceError
 from moesim.base.files import write_bytes
 from moesim.base.seals import sealed_metadata
 from moesim.policies.cache._learned_network import History, Network, sizes
-from moesim.policies.cache.belady import Belady
-from moesim.policies.cache_replay import replay
-from moesim.policies.sizes import CacheSize
-from moesim.traces.format.future import RecordedFuture
-from moesim.traces.format.layer_steps import of_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from moesim.policies.arrays import Ints
-    from moesim.policies.base import Work
     from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.schema import ModelShape
-
-Labels = Literal["distance", "masked"]
 
 HORIZONS: Final = {64: 48, 128: 98}
 """CECAR's horizon K by experts per layer."""
@@ -53,11 +44,6 @@ class Recipe:
     """The constants of the training.
 
     Attributes:
-        labels: ``distance`` regresses the steps until the next use and needs no cache;
-            ``masked`` marks, at each miss of a Belady cache, the victims among the
-            candidates. The paper says "masked" and its formula is lost; the first is
-            what CECAR's training code does, and our default because it serves every
-            cache size.
         hidden: h; 128 is the paper's table, 64 gives its 113 KB per layer.
         horizon: K, distances beyond it look the same; none takes 48 for 64 experts and
             98 for 128 (CECAR), else 3N/4; but no more than the validation steps, which
@@ -72,10 +58,11 @@ class Recipe:
         validation: share of the training steps, the last ones, that only decide when to
             stop.
 
-    Source: FlashMoE (arXiv 2601.17063), its training; CECAR, `ML_Train.py`.
+    Source: FlashMoE (arXiv 2601.17063), its training; CECAR, `ML_Train.py`, for what is
+    learned: the steps until the next use, which serve every cache size. The paper says
+    "masked" labels, whose formula is not printed.
     """
 
-    labels: Labels = "distance"
     hidden: int = 128
     horizon: int | None = None
     learning_rate: float = 1e-3
@@ -107,14 +94,12 @@ class Samples(NamedTuple):
     Attributes:
         features: float32 [S, L, 2N].
         target: float32 [S, L, N].
-        counts: bool [S, L, N], whether an entry counts at all.
         at_least: bool [S, L, N], whether the target is only a lower bound, because the
             trace ended before the next use.
     """
 
     features: np.ndarray
     target: np.ndarray
-    counts: np.ndarray
     at_least: np.ndarray
 
     def part(self, start: int, stop: int) -> Self:
@@ -123,17 +108,11 @@ class Samples(NamedTuple):
         return self._replace(**arrays)
 
 
-def observe(
-    steps: Iterable[RoutedStep],
-    shape: ModelShape,
-    recipe: Recipe,
-    slots: int | None = None,
-) -> Samples:
-    """Walk a trace to count its steps, for features and, if need be, for the teacher's
-    decisions.
+def observe(steps: Iterable[RoutedStep], shape: ModelShape, recipe: Recipe) -> Samples:
+    """Walk a trace to count its steps, and for features and distances.
 
     Raises:
-        TraceError: too few steps, or no miss to learn from.
+        TraceError: too few steps.
     """
     # Counted first: arrays of a list take twice the memory while they are joined.
     count = sum(1 for _ in steps)
@@ -154,15 +133,8 @@ def observe(
         for layer in range(shape.layers):
             of_step[layer] = history.features(layer)
 
-    if recipe.labels == "masked":
-        assert slots is not None, "masked labels are those of a cache of some size"
-        target, counts = belady_labels(steps, shape, slots, count)
-        at_least = np.zeros_like(counts)
-    else:
-        horizon = recipe.horizon_for(shape.experts, count)
-        target, at_least = distance_labels(active, horizon)
-        counts = np.ones(size, np.bool_)
-    return Samples(features, target, counts, at_least)
+    horizon = recipe.horizon_for(shape.experts, count)
+    return Samples(features, *distance_labels(active, horizon))
 
 
 def distance_labels(active: np.ndarray, horizon: int) -> tuple[np.ndarray, np.ndarray]:
@@ -208,57 +180,6 @@ def scaled(distance: np.ndarray, horizon: int) -> np.ndarray:
     return result
 
 
-def belady_labels(
-    steps: Iterable[RoutedStep], shape: ModelShape, slots: int, count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mark the victims of Belady, and the candidates it chose them from, in a cache of
-    `slots` per layer where every miss enters.
-
-    Returns:
-        float32 [S, L, N], 1 for victims; bool [S, L, N], true for residents that could
-        have been.
-
-    Raises:
-        TraceError: the cache never evicts, so there is nothing to learn.
-
-    Source: our reading of FlashMoE's "masked" labels, whose formula is not printed.
-    """
-    teacher = _Teacher(must_admit=True)
-    size = CacheSize.for_model(shape, slots_per_layer=slots)
-    future = RecordedFuture(steps)
-    replay(teacher, "belady", shape, size, of_steps(steps), future=future)
-    if not teacher.evictions:
-        raise TraceError(
-            f"masked labels: a cache of {slots} slots per layer never evicts here;"
-            " choose a smaller one"
-        )
-
-    # Flat, because the policy's ids count the experts of all layers.
-    target = np.zeros((count, shape.layers * shape.experts), np.float32)
-    counts = np.zeros(target.shape, np.bool_)
-    for step, candidates, victims in teacher.evictions:
-        counts[step, candidates] = True
-        target[step, victims] = 1.0
-    by_layer = (count, shape.layers, -1)
-    return target.reshape(by_layer), counts.reshape(by_layer)
-
-
-class _Teacher(Belady):
-    """Belady, with a record of each eviction: step, candidates, victims."""
-
-    def __init__(self, *, must_admit: bool) -> None:
-        super().__init__(must_admit=must_admit)
-        self.evictions: list[tuple[int, np.ndarray, np.ndarray]] = []
-
-    def accessed(self, work: Work) -> None:
-        super().accessed(work)
-        self._step = work.step
-
-    def victims(self, incoming: Ints, candidates: Ints, chosen: Ints) -> None:
-        super().victims(incoming, candidates, chosen)
-        self.evictions.append((self._step, np.array(candidates), np.array(chosen)))
-
-
 # A layer improves if its loss falls by a thousandth: less is noise.
 _IMPROVEMENT: Final = 0.999
 
@@ -285,7 +206,6 @@ def train(
     shape: ModelShape,
     recipe: Recipe | None = None,
     *,
-    slots: int | None = None,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Trained:
@@ -296,17 +216,16 @@ def train(
             than once.
         shape: the model.
         recipe: the constants; the defaults where None.
-        slots: cache slots per layer of the teacher; needed for masked labels only.
         seed: of the first weights and the order of samples. One thread does the work,
             so equal seeds give equal bytes.
         progress: called with the number of finished epochs.
 
     Raises:
-        TraceError: too few steps, or no miss to learn from.
+        TraceError: too few steps.
     """
     recipe = recipe or Recipe()
     begin_s = time.perf_counter()
-    samples = observe(steps, shape, recipe, slots)
+    samples = observe(steps, shape, recipe)
     count = len(samples.features)
     training_steps = count - recipe.validation_steps(count)
 
@@ -324,15 +243,12 @@ def train(
     finally:
         torch.set_num_threads(threads)
 
-    by_distance = recipe.labels == "distance"
-    horizon = recipe.horizon_for(shape.experts, count) if by_distance else None
     facts = {
         **asdict(recipe),
-        "horizon": horizon,
+        "horizon": recipe.horizon_for(shape.experts, count),
         "model": shape.name,
         "layers": shape.layers,
         "experts": shape.experts,
-        "slots": slots if recipe.labels == "masked" else None,
         "seed": seed,
         "training_steps": training_steps,
         "validation_steps": count - training_steps,
@@ -434,17 +350,12 @@ def _losses(
     samples: Sequence[torch.Tensor],
     rows: torch.Tensor,
 ) -> torch.Tensor:
-    """Mean squared error of each layer over the entries that count, [L], for the given
-    steps.
-    """
-    features, target, counts, at_least = (
-        array[rows].transpose(0, 1) for array in samples
-    )
+    """Mean squared error of each layer, [L], for the given steps."""
+    features, target, at_least = (array[rows].transpose(0, 1) for array in samples)
     error = forward(parameters, features) - target
     # Above a lower bound the answer may be right: only less than it is an error.
     error = torch.where(at_least, error.clamp(max=0.0), error)
-    totals = (error.square() * counts).sum(dim=(1, 2))
-    return totals / counts.sum(dim=(1, 2)).clamp(min=1)
+    return error.square().sum(dim=(1, 2)) / error[0].numel()
 
 
 @torch.no_grad()

@@ -45,7 +45,6 @@ from moesim.runtime.train.cache import (
     Recipe,
     distance_labels,
     forward,
-    observe,
     scaled,
     train,
 )
@@ -126,32 +125,6 @@ def test_distances_are_counted_strictly_later_and_bounded_by_the_end_of_the_trac
         [False, True],
         [True, True],
     ]
-
-
-def test_section_5_4_masked_labels_mark_beladys_victim_among_the_residents():
-    """Two slots, accesses 0 1 2 0 1 2 ...: at step 2 Belady evicts 1 (used at 4) and
-    keeps 0 (used at 3).
-    """
-    forward_passes = passes(*[0, 1, 2] * 7)
-    samples = observe(
-        forward_passes, shape(experts=3), Recipe(labels="masked"), slots=2
-    )
-    assert samples.counts[:3, 0].tolist() == [
-        [False] * 3,
-        [False] * 3,
-        [True, True, False],
-    ]
-    assert samples.target[2, 0].tolist() == [0, 1, 0]
-    assert not samples.at_least.any()
-
-
-def test_masked_labels_of_a_cache_that_never_evicts_are_refused():
-    with pytest.raises(
-        TraceError, match="3 slots per layer never evicts here; choose a smaller one"
-    ):
-        observe(
-            passes(*[0, 1, 2] * 7), shape(experts=3), Recipe(labels="masked"), slots=3
-        )
 
 
 # -- the network -----------------------------------------------------------------------
@@ -348,8 +321,7 @@ def test_other_policies_are_charged_nothing():
 # -- training and judging --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("labels", ["distance", "masked"])
-def test_it_learns_cyclic_access_where_lru_always_misses(labels):
+def test_it_learns_cyclic_access_where_lru_always_misses():
     """0 1 2 3 4 5 0 ... through 4 slots: LRU evicts just what comes next; Belady hits 3
     of 5 in the long run.
     """
@@ -357,8 +329,7 @@ def test_it_learns_cyclic_access_where_lru_always_misses(labels):
     trained = train(
         passes(*list(range(6)) * 40),
         model,
-        Recipe(labels=labels, hidden=32, epochs=60),
-        slots=4,
+        Recipe(hidden=32, epochs=60),
     )
     held_out = passes(*(np.arange(120) + 4) % 6)
     evaluations = learned.evaluate(

@@ -12,9 +12,9 @@ from support.processes import output_of
 
 torch = pytest.importorskip("torch", reason="the runtime extra is not installed")
 
+from benchmarks import train_tiny as training  # noqa: E402 - needs torch
 from moesim.runtime import text as corpus  # noqa: E402 - needs torch
 from moesim.runtime.models import local_model as tiny  # noqa: E402 - needs torch
-from moesim.runtime.train import tiny as training  # noqa: E402 - needs torch
 
 WINDOWED_NATS = (
     1.215  # of the shipped checkpoint on these windows of Python 3.11.7's library
@@ -211,7 +211,7 @@ def test_training_lowers_the_loss_and_writes_a_loadable_folder(tmp_path, monkeyp
     assert facts["finished"]
     assert (
         facts["command"]
-        == "moesim.runtime.train.tiny.train_tiny(out_dir, minutes=60, seed=5, max_steps=4)"
+        == "benchmarks.train_tiny.train_tiny(out_dir, minutes=60, seed=5, max_steps=4)"
     )
     assert facts["corpus"]["training"]["digest"] == corpus.digest("training")
     assert json.loads((out / "training.json").read_text()) == json.loads(
@@ -262,7 +262,7 @@ def test_training_refuses_to_replace_something_else(tmp_path):
 
 
 def test_a_missing_checkpoint_says_how_to_make_one(tmp_path):
-    with pytest.raises(FileNotFoundError, match="make one with train_tiny"):
+    with pytest.raises(FileNotFoundError, match=r"benchmarks\.train_tiny"):
         tiny.load_tiny(tmp_path)
 
 

@@ -8,6 +8,7 @@ from support.small_trace import write_trace
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase, TraceHeader
 from moesim.traces.format.writer import TraceWriter
+from moesim.traces.stats import statistics
 from moesim.traces.stats.statistics import (
     SimilarityAggregator,
     cosines,
@@ -89,6 +90,27 @@ def test_segments_agree_with_a_count_by_sorting(make_trace):
     assert fold.figures()["consistency"]["16"] == pytest.approx(
         (served / chosen).tolist()
     )
+
+
+def test_long_sequences_are_counted_in_parts(make_trace, monkeypatch):
+    trace = open_trace(make_trace(sequences=((0, 300), (3, 40), (0, 700))))
+    figures = []
+    for part_tokens in (256, 4096):
+        monkeypatch.setattr(statistics, "_PART_TOKENS", part_tokens)
+        fold = SimilarityAggregator(trace.shape)
+        for rows in trace.sequences():
+            fold.add(rows)
+        figures.append(fold.figures())
+    assert figures[0] == figures[1]
+    decode = np.concatenate(
+        [
+            rows.experts[rows.phase == Phase.DECODE].reshape(-1, 3, 2)
+            for rows in trace.sequences()
+        ]
+    )
+    pairs = np.zeros((8, 8), np.int64)
+    np.add.at(pairs, (decode[:, 0, :, None], decode[:, 1, None, :]), 1)
+    assert figures[0]["information_bits"][0] == mutual_information_bits(pairs)
 
 
 def test_predictors_that_know_and_one_that_does_not(tmp_path, tiny_shape):

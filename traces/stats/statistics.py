@@ -248,6 +248,8 @@ class LayerAggregator:
 
 
 SEGMENTS_TOKENS = (4, 16, 64, 256)
+# Counted at a time; whole segments of each length.
+_PART_TOKENS = 4096
 
 
 def cosines(prefill: np.ndarray, decode: np.ndarray) -> np.ndarray:
@@ -329,6 +331,9 @@ class SimilarityAggregator:
 
         self._tokens = 0
         self._joint = np.zeros((layers - 1, experts, experts), np.int64)
+        # Parts whose pairs are not counted yet: a table of pairs is large, and
+        # sequences may be short.
+        self._waiting: list[np.ndarray] = []
         # By tokens of a segment: choices that its best experts serve, and all.
         self._served = {
             length: np.zeros(layers, np.int64) for length in SEGMENTS_TOKENS
@@ -351,10 +356,13 @@ class SimilarityAggregator:
             return
 
         self._tokens += len(decode)
-        self._joint += joint_counts(decode, experts)
-        for length in SEGMENTS_TOKENS:
-            self._served[length] += served_by_best(decode, experts, length)
-            self._choices[length] += len(decode) // length * length * top_k
+        for part in np.split(decode, range(_PART_TOKENS, len(decode), _PART_TOKENS)):
+            self._waiting.append(part)
+            if sum(map(len, self._waiting)) >= _PART_TOKENS:
+                self._count_pairs()
+            for length in SEGMENTS_TOKENS:
+                self._served[length] += served_by_best(part, experts, length)
+                self._choices[length] += len(part) // length * length * top_k
 
         # A sequence without a prompt has nothing to compare with.
         if prompt:
@@ -363,6 +371,11 @@ class SimilarityAggregator:
             decode_load = self._load(key[prompt:])
             self._cosines += cosines(prefill_load, decode_load)
             self._compared += 1
+
+    def _count_pairs(self) -> None:
+        routing = np.concatenate(self._waiting)
+        self._joint += joint_counts(routing, self.shape.experts)
+        self._waiting = []
 
     def _load(self, key: np.ndarray) -> np.ndarray:
         """Choices by layer and expert, [L, E]."""
@@ -377,6 +390,8 @@ class SimilarityAggregator:
         shape = self.shape
         similarity = self._cosines / self._compared if self._compared else None
         information = None
+        if self._waiting:
+            self._count_pairs()
         if self._tokens:
             information = [mutual_information_bits(table) for table in self._joint]
 

@@ -1,4 +1,5 @@
-"""Trains the Mixture-of-Experts model that ships with the project.
+"""Trains the Mixture-of-Experts model that ships with the project:
+``python -m benchmarks.train_tiny DIR --minutes 17``.
 
 Some minutes on two CPU cores with the standard library's sources
 (`runtime/text.py`). The clock decides how many steps are taken; `training.json`
@@ -10,6 +11,7 @@ B windows of a batch, T bytes of a window, H hidden, E experts, K experts per to
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import time
@@ -326,7 +328,7 @@ def _provenance(minutes: float, seed: int, max_steps: int | None) -> dict[str, A
     }
     return asdict(RECIPE) | {
         "command": (
-            "moesim.runtime.train.tiny.train_tiny(out_dir,"
+            "benchmarks.train_tiny.train_tiny(out_dir,"
             f" minutes={minutes:g}, seed={seed}{limit})"
         ),
         "seed": seed,
@@ -375,3 +377,18 @@ def _save(model: Qwen3MoeForCausalLM, target: Path, training: dict[str, Any]) ->
         if target.exists():
             target.rename(scratch / "old")
         new.rename(target)
+
+
+def main() -> None:
+    """Train one, and say how it does on text that it never saw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="folder for the checkpoint")
+    parser.add_argument("--minutes", type=float, default=12.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    facts = train_tiny(given.out, given.minutes, given.seed, print)
+    print(f"{facts['steps']:,} steps; held out: {facts['held_out']}")
+
+
+if __name__ == "__main__":
+    main()
