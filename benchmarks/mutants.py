@@ -383,15 +383,16 @@ class Trials:
         self, results: Results, rooms: list[str], again: int, *, retry: bool
     ) -> None:
         self._results = results
+        self._rooms = rooms
         self._again = again
         self._retry = retry
         self._mode = state()[0]
         is_plain = self._mode == "plain"
+        # Those of other rooms are watched, too: what a test reaches is noted once.
         self.mutants = {
             number: mutant
             for number, mutant in results.mutants.items()
-            if mutant.room in rooms
-            and (ROOT / mutant.file).with_suffix(".pxd").is_file() == is_plain
+            if (ROOT / mutant.file).with_suffix(".pxd").is_file() == is_plain
         }
         self._items: dict[Path, list[pytest.Item]] = defaultdict(list)
         self._places: dict[int, tuple[Place, list[FunctionType]]] = {}
@@ -411,16 +412,21 @@ class Trials:
     def _chosen(self) -> list[int]:
         """Numbers of the mutants that are to be tried."""
         trials = self._results.trials
+        asked = {
+            number
+            for number in self._places
+            if self.mutants[number].room in self._rooms
+        }
         if self._again:
             dice = random.Random(self._again)
-            count = min(self._again, len(self._places))
-            return sorted(dice.sample(sorted(self._places), count))
+            count = min(self._again, len(asked))
+            return sorted(dice.sample(sorted(asked), count))
         tried = {
             number
             for number, trial in trials.items()
             if not (self._retry and trial["outcome"] != "killed")
         }
-        return sorted(self._places.keys() - tried)
+        return sorted(asked - tried)
 
     def _try(self, number: int) -> None:
         """Change a function in children, and run tests until one fails."""
@@ -630,8 +636,8 @@ def main() -> None:
         for number, mutant in enumerate(drawn(rooms, given.count, given.seed)):
             results.add(mutant=number, **mutant._asdict())
     trials = Trials(results, rooms, given.again, retry=given.retry)
-    rooms = sorted({mutant.room for mutant in trials.mutants.values()})
-    folders = {folder for room in rooms for folder in ROOMS[room][1]}
+    tried = {mutant.room for mutant in trials.mutants.values()} & set(rooms)
+    folders = {folder for room in tried for folder in ROOMS[room][1]}
     tests = [str(ROOT / "tests" / folder) for folder in sorted(folders)]
     options = ["-q", "-s", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     pytest.main([*options, *tests], plugins=[trials])
