@@ -2,7 +2,9 @@
 runs with real bytes.
 """
 
+import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -200,6 +202,47 @@ def test_cuda_launches_are_made_by_the_control_thread():
 
 
 # -- trace-driven ----------------------------------------------------------------------
+
+
+def test_signals_are_answered_by_the_control_thread(lanes):
+    """A worker that noticed one would run the program's handler where none expects it,
+    and control would go on asleep.
+    """
+    answered = []
+    before = signal.signal(
+        signal.SIGINT, lambda *_: answered.append(threading.current_thread())
+    )
+
+    class Interrupts(Noted):
+        __slots__ = ()
+
+        def run(self):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            # The main thread notes it between two of its own steps.
+            for _ in range(10_000):
+                if answered or lanes.interrupts._noted is not None:
+                    break
+                time.sleep(0.001)
+            super().run()
+
+    log = []
+    try:
+        with lanes.interrupts:
+            post(lanes, [(Interrupts(lanes.names.index("h2d0"), "copy", log), DEMAND)])
+            until_idle(lanes, log, 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert answered == [threading.main_thread()]
+
+
+def test_hand_offs_fit_between_the_plans_of_their_run(tmp_path):
+    """They lie behind one another, each from a plan to the first start behind it."""
+    trace = write_trace(tmp_path / "t.parquet", float_model(), ((6, 8),))
+    run = real_run(trace, "on-demand", tmp_path / "s", memory={"slots_per_layer": 3})
+    seconds = run.result.hand_off_s[~np.isnan(run.result.hand_off_s)]
+    assert len(seconds) > run.metrics["steps"]
+    assert (seconds >= 0).all()
+    assert seconds.sum() < run.metrics["makespan_s"]
 
 
 def test_a_run_takes_no_more_memory_than_its_budget_says(tmp_path, monkeypatch):
