@@ -117,7 +117,7 @@ def test_a_copy_is_latency_plus_bytes_over_bandwidth():
 
 
 def test_measured_copies_are_interpolated_by_bytes():
-    curve = {"bytes": [4 * MB, 12 * MB], "seconds": [1e-3, 2e-3]}
+    curve = {"bytes": [4 * MB, 8 * MB, 12 * MB], "seconds": [1e-3, 1.5e-3, 2e-3]}
     curve |= {"kind": "published", "source": "a test"}
     link = {"latency_s": number(2e-5), "bytes_per_s": number(10e9), "points": curve}
     known = costs({"h2d": link}, shape((2 * MB, 4 * MB, 8 * MB, 22 * MB)))
