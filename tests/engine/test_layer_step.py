@@ -17,6 +17,7 @@ from support.handmade import (
 )
 
 from moesim.policies.base import RoutingPolicy
+from moesim.policies.cache.lru import LRU
 from moesim.policies.names import RESIDENT
 from moesim.policies.systems import System
 from moesim.sim.clock import FastClock
@@ -203,6 +204,23 @@ def test_a_pool_never_holds_more_bytes_than_it_has_though_layers_differ():
     memory = planner.gpu[0]
     assert [key for key, state in enumerate(memory.state) if state == RESIDENT] == [2]
     assert list(memory.free_bytes) == [50]
+
+
+def test_nobody_is_named_to_leave_for_what_would_not_fit_anyway():
+    """A cache that keeps lists takes whom it names for gone."""
+    asked = []
+
+    class Asked(LRU):
+        def victims(self, incoming, candidates, chosen):
+            asked.append(list(incoming))
+            LRU.victims(self, incoming, candidates, chosen)
+
+    model = replace(shape(layers=2, experts=2), expert_bytes=(100, 200))
+    with registered(cache_asked=Asked):
+        system = System("on-demand", cache="asked")
+        planner = plan_of(model, system, scope="global", ratio=150 / 600)
+        run(planner, steps([routed(0, 0), routed(1, 0)]))
+    assert asked == []
 
 
 def test_real_runs_compute_what_a_routing_policy_chose():

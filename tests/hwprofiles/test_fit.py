@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 from support.small_trace import SHAPE
 
 from moesim.hwprofiles.calibration import estimates
-from moesim.hwprofiles.calibration.fit_curves import fit_line, fit_roofline
-from moesim.hwprofiles.calibration.observations import DesignedRun, RunSpans
+from moesim.hwprofiles.calibration.fit_curves import Entries, fit_line, fit_roofline
+from moesim.hwprofiles.calibration.fit_runs import _fit_hand_over
+from moesim.hwprofiles.calibration.observations import (
+    DesignedRun,
+    Gaps,
+    LayerStepTimes,
+    RunSpans,
+)
+from moesim.hwprofiles.paths import PER_OPERATION_S
 from moesim.hwprofiles.profile import default_profile
 from moesim.hwprofiles.roofline import isotonic
 from moesim.sim.noise import Noise
@@ -187,6 +194,22 @@ def test_runs_that_drift_as_a_whole_widen_redrawn_slowdowns():
     still = slowed(runs=12, each=100, drift=0.0, seed=1)[1]
     drifting = slowed(runs=12, each=100, drift=0.3, seed=1)[1]
     assert np.log(drifting).std() > 1.5 * np.log(still).std()
+
+
+def test_what_lies_between_operations_is_that_of_the_fastest_lane():
+    """5 us on the CPU's worker, 2 on the GPU's: 2 for all, 3 more belong to the CPU."""
+
+    def times(seconds):
+        return LayerStepTimes(
+            np.full(40, seconds), *[np.zeros(40)] * 4, *[np.arange(40)] * 3
+        )
+
+    entries = Entries("2026-11-27", 0)
+    gaps = Gaps(follow={"cpu": [times(5e-6)], "gpu": [times(2e-6)]})
+    more_s = _fit_hand_over(gaps, entries)
+    assert more_s == pytest.approx({"cpu": 3e-6, "gpu": 0.0})
+    assert entries.numbers[PER_OPERATION_S].value == pytest.approx(2e-6)
+    assert _fit_hand_over(Gaps(), entries) == {}
 
 
 def test_dense_parts_are_cut_out_and_heads_reach_to_the_next_step():

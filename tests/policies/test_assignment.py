@@ -273,6 +273,14 @@ def test_ilp_that_may_not_finish_takes_the_best_plan_so_far_and_states_its_gap(s
     assert not ILP().remarks()
 
 
+def test_of_equal_makespans_a_beam_keeps_the_smaller_sum():
+    """Expert 0 goes to the GPU, 0-3. Expert 1 would end at 4 on either lane, and take 4
+    seconds of the CPU or 1 of the GPU.
+    """
+    now = work(experts=[0, 1], cpu_s=[10, 4], gpu_s=[3, 1], arrive_s=[0, 0])
+    assert list(assigned(Beam(width=1), now).lanes) == [1, 1]
+
+
 @settings(max_examples=40, deadline=None)
 @given(works(gpus=st.integers(1, 2), active=st.integers(1, 6)))
 def test_a_wide_beam_is_exhaustive(now):

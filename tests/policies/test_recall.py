@@ -222,6 +222,15 @@ def test_what_the_cpu_computed_is_copied_if_it_is_worth_more_by_the_margin():
         assert swaps(cache, now, view) == wanted
 
 
+def test_what_similar_tokens_tell_is_believed_once_it_has_come_true():
+    """Three tokens in turn: of late each expert was used in a third of tokens."""
+    cache = RecallCache()
+    cache.start(run_context())
+    walk(cache, [[1 + (step + n) % 3 for n in range(LAYERS)] for step in range(120)])
+    coming = by_layer(cache.memory.value)[range(LAYERS), [1, 2, 3]]
+    assert (coming > 0.9).all()
+
+
 def test_one_expert_a_layer_stays_inside_its_arrays():
     """What a frequency has seen stood by layer and frequency in a row of L x E places:
     values of layers were read and written where others' stood.

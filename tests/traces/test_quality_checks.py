@@ -53,6 +53,9 @@ def test_a_trace_without_fault(tmp_path):
     ((np.arange(200) * 2, 5, drawn(200)), ["HOLE"]),
     ((np.arange(900), 5, drawn(900, skew=0)), ["UNIFORM"]),
     ((np.arange(300), 5, np.tile(drawn(30), (10, 1, 1))), ["loop"]),
+    # Too short to tell a loop from a text that repeats a phrase.
+    ((np.arange(60), 0, np.tile(drawn(10), (6, 1, 1))), ["prefill"]),
+    ((np.arange(70), 0, np.tile(drawn(10), (7, 1, 1))), ["loop", "prefill"]),
 ])  # fmt: skip
 def test_one_fault_at_a_time(tmp_path, sequence, expected):
     assert kinds(tmp_path / "t", [sequence]) == expected
