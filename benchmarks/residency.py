@@ -33,10 +33,14 @@ from moesim.policies.names import RESIDENT
 from moesim.policies.sizes import GLOBAL, CacheSize, MemoryPlan
 from moesim.policies.systems import compose
 from moesim.traces.format.batch import compose as compose_steps
-from moesim.traces.format.parquet import open_parquet, values
+from moesim.traces.format.parquet import open_parquet, read_metadata, values
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
-from moesim.traces.importers.route_trace import find_residency
+from moesim.traces.importers.route_trace import (
+    RESIDENCY_OF,
+    RESIDENCY_SUFFIX,
+    residency_path,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -182,10 +186,28 @@ def check_residency(
         PolicyError: an unknown cache policy, or one that needs the future.
     """
     opened = open_trace(trace) if isinstance(trace, Path | str) else trace
-    record_path = residency or find_residency(opened.path, opened.digest())
+    record_path = residency or _residency_of(opened.path, opened.digest())
     if cache_bytes is None:
         cache_bytes = _engine_size(opened, cache, record_path)
     return _replayed(opened, cache_bytes, cache, record_path)
+
+
+def _residency_of(trace: Path, digest: str) -> Path:
+    """The residency of a trace: beside it under its name, else the file of its
+    folder that was written with it, whatever either is called now.
+    """
+    expected = residency_path(trace)
+    if expected.is_file():
+        return expected
+    for path in sorted(trace.parent.glob(f"*{RESIDENCY_SUFFIX}")):
+        try:
+            metadata = read_metadata(path)
+        except (pa.ArrowException, OSError):
+            # Not ours to judge: it is none that belongs here.
+            continue
+        if metadata.get(RESIDENCY_OF.encode()) == digest.encode():
+            return path
+    return expected
 
 
 def _engine_size(trace: Trace, cache: str, record_path: Path) -> int:

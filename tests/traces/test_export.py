@@ -13,6 +13,7 @@ from support.imports import bring
 from moesim.base.errors import TraceError
 from moesim.traces.exporters import export_trace, exporters
 from moesim.traces.exporters.oracle_general import NEVER, RECORD
+from moesim.traces.format import layer_steps
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
 from moesim.traces.stats.trace_summary import summarise_trace
@@ -20,8 +21,9 @@ from moesim.traces.synthetic.generate import stated, synthesise
 
 
 @pytest.fixture
-def long_trace(tmp_path, tiny_shape):
-    """2,500 tokens in 5 sequences: more steps than the exporter holds at once."""
+def long_trace(tmp_path, tiny_shape, monkeypatch):
+    """2,500 tokens in 5 sequences: more accesses than a block has here."""
+    monkeypatch.setattr(layer_steps, "BLOCK_ACCESSES", 1 << 12)
     model = stated(tiny_shape, skew=1, reuse=0.5, new_tokens=500)
     synthesise(model, tmp_path / "t.parquet", tokens=2500)
     return open_trace(tmp_path / "t.parquet")

@@ -281,7 +281,7 @@ def test_a_fault_in_mapped_records_of_megatron_is_named(tmp_path):
     _, other = renamed_text(tmp_path, "megatron", changes)
     first, rest = other.read_text().split("\n", 1)
     other.write_text(first.replace('"ids": [[', '"ids": [[0.5, ', 1) + "\n" + rest)
-    with pytest.raises(TraceError, match="line 1: top_indices: expected"):
+    with pytest.raises(TraceError, match="line 1: experts: expected"):
         rows_of(other, tmp_path, options={"map": "top_indices=ids"})
 
 

@@ -31,8 +31,7 @@ def test_parts_of_any_size_are_the_whole(tmp_path, monkeypatch, name):
     options = WRITERS[name][2]
     columns = ("weights",) if "weights" in WRITERS[name][3] else ()
     whole = told(bring(source, options)[1], columns)
-    monkeypatch.setattr(json_lines, "PIECE_BYTES", 0)
-    monkeypatch.setattr(json_lines, "BATCH_LINES", 1)
+    monkeypatch.setattr(json_lines, "BATCH_ROWS", 1)
     monkeypatch.setattr(tables, "CSV_BYTES", 160)
     for module in (hf_router_logits, vllm, sglang, route_trace):
         monkeypatch.setattr(module, "BATCH_ROWS", 1)

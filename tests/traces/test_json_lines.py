@@ -9,16 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesim.base.errors import TraceError
-from moesim.traces.format.parquet import values
 from moesim.traces.importers.readers import json_lines as reader
-from moesim.traces.importers.readers.json_lines import (
-    items_of,
-    json_lines,
-    lengths_of,
-)
-from moesim.traces.importers.readers.tables import is_null
+from moesim.traces.importers.readers.json_lines import json_rows
 
 ROW = {"pos": "DOUBLE", "name": "VARCHAR", "ids": ["DOUBLE"]}
+COLUMNS = {name: f"line.{name}" for name in ROW}
 
 
 @pytest.fixture(scope="module")
@@ -26,60 +21,75 @@ def dump(tmp_path_factory):
     return tmp_path_factory.mktemp("lines") / "dump"
 
 
-def pieces(path, text, structure=ROW, skip=0):
+def pieces(path, text, structure=ROW, columns=COLUMNS, **query):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return list(json_lines(path, structure, skip))
+    return list(json_rows(path, structure, columns, **query))
 
 
-def read(*args):
-    """The lines of a small text, which is one piece."""
-    (lines,) = pieces(*args)
-    return lines
+def columns_of(rows):
+    return {name: column.to_pylist() for name, (column,) in rows.columns.items()}
+
+
+def read(*args, **query):
+    """The columns of a small text, which is one piece."""
+    (rows,) = pieces(*args, **query)
+    return columns_of(rows)
 
 
 def test_two_lines_by_hand(dump):
     text = '{"pos": 3, "ids": [1, 2], "name": "a"}\n{"ids": [], "pos": -0.5}'
-    (in_memory,) = json_lines(dump, ROW, held=text.encode().splitlines())
-    for lines in (read(dump, text), in_memory):
-        columns = lines.columns
-        assert columns["pos"].to_pylist() == [3.0, -0.5]
-        assert columns["name"].to_pylist() == ["a", None]
-        assert lengths_of(columns["ids"]).tolist() == [2, 0]
-        assert values(items_of(columns["ids"])).tolist() == [1, 2]
-        assert "line 2: x: expected y, found {" in str(lines.fault(1, "x", "y"))
+    held = text.encode().splitlines()
+    for rows in (*pieces(dump, text), *json_rows(dump, ROW, COLUMNS, held=held)):
+        found = {"pos": [3.0, -0.5], "name": ["a", None], "ids": [[1, 2], []]}
+        assert columns_of(rows) == found
+        assert "line 2: x: expected y, found {" in str(rows.fault(1, "x", "y", 0))
+
+
+def test_lists_have_a_row_for_each_value(dump):
+    """Where a line has none, one that is null, so that it is not passed over."""
+    text = '{"pos": 1, "ids": [5, 6]}\n{"pos": 2, "ids": []}\n{"pos": 3}'
+    columns = {"pos": "line.pos", "id": "each", "at": "turn + line.pos"}
+    (rows,) = pieces(dump, text, ROW, columns, each="line.ids")
+    found = {"pos": [1, 1, 2, 3], "id": [5, 6, None, None], "at": [2, 3, 3, 4]}
+    assert columns_of(rows) == found
+    assert "line 2: id: " in str(rows.fault(2, "id", "y", 0))
+    query = {"each": "line.ids", "where": "line.pos != 1"}
+    assert read(dump, text, ROW, columns, **query)["pos"] == [2, 3]
 
 
 def test_blank_lines_are_left_out_and_counted(dump):
     text = '\n \t\n{"pos": 1}\r\n\n{"pos": 2}\n{"pos": 3}'
-    lines = read(dump, text)
-    assert "line 5: " in str(lines.fault(1, "", "y"))
-    assert lines.columns["pos"].to_pylist() == [1, 2, 3]
-    behind = read(dump, text, ROW, 2)
-    assert behind.columns["pos"].to_pylist() == [3]
-    assert "line 6: " in str(behind.fault(0, "", "y"))
+    (rows,) = pieces(dump, text)
+    assert "line 5: " in str(rows.fault(1, "x", "y", 0))
+    assert columns_of(rows)["pos"] == [1, 2, 3]
+    (behind,) = pieces(dump, text, skip=2)
+    assert columns_of(behind)["pos"] == [3]
+    assert "line 6: " in str(behind.fault(0, "x", "y", 0))
     assert pieces(dump, "\n \n") == []
 
 
 def test_another_kind_is_null_and_a_number_in_quotes_is_a_number(dump):
-    lines = read(dump, '{"pos": [1]}\n{"pos": "x"}\n5\n{"pos": null}\n{"pos": "7"}')
-    assert is_null(lines.columns["pos"]).tolist() == [True] * 4 + [False]
-    assert lines.columns["pos"][4].as_py() == 7
+    text = '{"pos": [1]}\n{"pos": "x"}\n5\n{"pos": null}\n{"pos": "7"}'
+    assert read(dump, text)["pos"] == [None] * 4 + [7]
 
 
-@pytest.mark.parametrize("odd", ["{", '{"pos": 1}}', '{"pos": tru}', "\x00", '{"a'])
-def test_the_first_line_that_is_not_json_is_named(dump, odd):
-    text = f'\n{{"pos": 1}}\n{odd}\n{{'
-    with pytest.raises(TraceError, match="dump: line 3: expected a whole") as error:
-        pieces(dump, text)
-    assert "\n" not in str(error.value)
-
-
-def test_bytes_that_duckdb_does_not_take_are_named(dump):
-    with pytest.raises(TraceError, match="line 1: expected a whole"):
-        pieces(dump, b'{"name": "\xff\xfe"}')
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [(odd, "a whole") for odd in ("{", '{"pos": 1}}', '{"pos": tru}', "\x00", '{"a')]
     # Half of a surrogate pair: Python takes it.
-    with pytest.raises(TraceError, match="line 2: expected JSON of the layout"):
-        pieces(dump, '{"name": "a"}\n{"name": "\\ud800"}')
+    + [('{"name": "\\ud800"}', "y"), (b'{"name": "\xff\xfe"}', "a whole")],
+)
+def test_a_line_that_is_not_json_is_null_and_named(dump, odd, reason):
+    odd = odd if isinstance(odd, bytes) else odd.encode()
+    (rows,) = pieces(dump, b'\n{"pos": 1}\n' + odd + b"\n{")
+    assert columns_of(rows)["pos"] == [1, None, None]
+    message = str(rows.fault(1, "pos", "y", 0)) if reason == "y" else ""
+    if not message:
+        with pytest.raises(TraceError) as error:
+            rows.fault(1, "pos", "y", 0)
+        message = str(error.value)
+    assert f"dump: line 3: pos: expected {reason}" in message
+    assert "\n" not in message
 
 
 def test_a_line_that_is_too_long_is_refused(dump, monkeypatch):
@@ -91,9 +101,10 @@ def test_a_line_that_is_too_long_is_refused(dump, monkeypatch):
 
 
 def test_quotes_in_a_structure_are_no_end_of_it(dump):
-    lines = read(dump, '{"a\'b": 4, "c\\"d": 5}', {"a'b": "DOUBLE", 'c"d': "DOUBLE"})
-    columns = lines.columns
-    assert [columns[name].to_pylist() for name in ("a'b", 'c"d')] == [[4], [5]]
+    structure = {"a'b": "DOUBLE", 'c"d': "DOUBLE"}
+    columns = {name: f"line.{reader.quote(name)}" for name in structure}
+    text = '{"a\'b": 4, "c\\"d": 5}'
+    assert read(dump, text, structure, columns) == {"a'b": [4], 'c"d': [5]}
 
 
 @pytest.mark.parametrize("name", ["x*y", "a[b]c", "w?z", "x.gz", "~", "pos=7/x"])
@@ -102,15 +113,15 @@ def test_a_name_is_no_pattern(tmp_path, name):
     (tmp_path / "pos=7").mkdir()
     for other in ("xzy", "abc", "wyz"):
         (tmp_path / other).write_text('{"pos": 1}\n')
-    assert read(tmp_path / name, '{"pos": 2}').columns["pos"][0].as_py() == 2
+    assert read(tmp_path / name, '{"pos": 2}')["pos"] == [2]
 
 
 def test_a_reading_that_is_left_does_not_disturb_the_next_one(dump):
-    text = "".join(f'{{"pos": {pos}}}\n' for pos in range(5000))
+    text = "".join(f'{{"pos": {pos}}}\n' for pos in range(50_000))
     dump.write_text(text)
-    left = json_lines(dump, ROW)
+    left = json_rows(dump, ROW, COLUMNS)
     next(left)
-    assert sum(len(piece.values) for piece in pieces(dump, text)) == 5000
+    assert sum(rows.length for rows in pieces(dump, text)) == 50_000
 
 
 ANY_NUMBER = st.floats(allow_nan=False, allow_infinity=False) | st.integers(
@@ -127,8 +138,8 @@ ANY_NUMBER = st.floats(allow_nan=False, allow_infinity=False) | st.integers(
 def test_what_python_reads_comes_back_to_the_last_bit(dump, rows):
     """Numbers, lists and strings, as `json` writes them."""
     lines = [dict(zip(("pos", "ids", "name"), row, strict=True)) for row in rows]
-    columns = read(dump, "\n".join(map(json.dumps, lines))).columns
-    assert columns["pos"].to_pylist() == [float(pos) for pos, *_ in rows]
-    assert columns["ids"].to_pylist() == [[*map(float, ids)] for _, ids, _ in rows]
-    texts = zip(columns["name"].to_pylist(), rows, strict=True)
+    columns = read(dump, "\n".join(map(json.dumps, lines)))
+    assert columns["pos"] == [float(pos) for pos, *_ in rows]
+    assert columns["ids"] == [[*map(float, ids)] for _, ids, _ in rows]
+    texts = zip(columns["name"], rows, strict=True)
     assert all(found == name for found, (*_, name) in texts if name.isprintable())

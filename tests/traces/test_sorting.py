@@ -16,6 +16,7 @@ from moesim import cli
 from moesim.base.errors import TraceError
 from moesim.traces.format import sorting
 from moesim.traces.format.reader import open_trace
+from moesim.traces.format.rows import Appearance
 from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 
@@ -124,15 +125,18 @@ def test_a_sort_without_room_is_one_line(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_sequences_are_numbered_by_their_first_row():
-    """Small and large whole numbers, and names, over several pieces."""
-    for labels in ([7, 3, 7, 5], [1 << 40, -3, 1 << 40, 5]):
-        numbers = sorting.Appearance()
-        assert numbers.of_numbers(np.array(labels)).tolist() == [0, 1, 0, 2]
-        assert numbers.of_numbers(np.array([9, labels[1]])).tolist() == [3, 1]
-    names = sorting.Appearance()
-    assert names.of_labels(["a", "b"], np.array([1, 1, 0])).tolist() == [0, 0, 1]
-    assert names.of_labels(["c", "b"], np.array([0, 1])).tolist() == [2, 0]
+@pytest.mark.parametrize(
+    "labels", [[7, 3, 7, 5], [1 << 40, -3, 1 << 40, 5], ["b", "a", "b", "c"]]
+)
+def test_sequences_are_numbered_by_their_first_row(labels):
+    """Whole numbers and names, over several pieces; a label of another file is
+    another sequence.
+    """
+    numbers = Appearance()
+    assert numbers.numbers(pa.array(labels), 0).tolist() == [0, 1, 0, 2]
+    encoded = pa.array([labels[3], labels[1]]).dictionary_encode()
+    assert numbers.numbers(encoded.take(pa.array([1, 0])), 0).tolist() == [1, 2]
+    assert numbers.numbers(pa.array(labels[:2]), 1).tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(

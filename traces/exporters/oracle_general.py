@@ -11,19 +11,18 @@ Source: libCacheSim traceReader/customizedReader/oracle/oracleGeneralBin.h.
 
 from __future__ import annotations
 
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moesim.base.errors import TraceError
 from moesim.base.files import written_beside
-from moesim.traces.format.batch import compose
+from moesim.traces.format.layer_steps import layer_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from moesim.traces.format.batch import RoutedStep
     from moesim.traces.format.reader import Trace
 
 SUFFIX = ".oracleGeneral"
@@ -31,8 +30,6 @@ RECORD = np.dtype(
     [("time", "<u4"), ("object", "<u8"), ("bytes", "<u4"), ("next", "<i8")]
 )
 NEVER = -1
-# Forward passes written at a time.
-_STEPS = 2048
 
 
 def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
@@ -48,41 +45,27 @@ def export(trace: Trace, out: Path, progress: Callable[[int], None]) -> int:
             f" {trace.shape.max_expert_bytes}"
         )
 
+    experts = trace.shape.experts
+    sizes = np.array(trace.shape.sizes_by_expert(), np.uint32)
     with written_beside(out) as part:
         # Requests before each part, and behind the last one.
         edges = [0]
         with part.open("wb") as file:
-            steps: list[RoutedStep] = []
-            for step in compose(trace):
-                steps.append(step)
-                if len(steps) == _STEPS:
-                    edges.append(edges[-1] + _write(file, steps, trace))
-                    steps = []
-                    progress(edges[-1])
-            if steps:
-                edges.append(edges[-1] + _write(file, steps, trace))
+            for block in layer_steps(trace):
+                uses = np.diff(block.edges)
+                layer = np.repeat(block.layer, uses)
+                records = np.empty(len(layer), RECORD)
+                records["time"] = np.repeat(block.step, uses)
+                records["object"] = layer * experts + block.experts
+                records["bytes"] = sizes[layer, block.experts]
+                file.write(records.tobytes())
+                edges.append(edges[-1] + len(records))
+                progress(edges[-1])
 
-        _link(part, edges, trace.shape.layers * trace.shape.experts)
+        _link(part, edges, trace.shape.layers * experts)
 
     progress(edges[-1])
     return edges[-1]
-
-
-def _write(file: IO[bytes], steps: list[RoutedStep], trace: Trace) -> int:
-    """Append the requests of some steps; how many they are."""
-    routed = [(step.step, layer) for step in steps for layer in step.layers]
-    counts = np.array([len(layer.experts) for _, layer in routed])
-    time = np.repeat([step for step, _ in routed], counts)
-    layer = np.repeat(np.array([layer.layer for _, layer in routed]), counts)
-    experts = np.concatenate([layer.experts for _, layer in routed])
-
-    records = np.empty(int(counts.sum()), RECORD)
-    records["time"] = time
-    records["object"] = layer * trace.shape.experts + experts
-    sizes = np.array(trace.shape.sizes_by_expert(), np.uint32)
-    records["bytes"] = sizes[layer, experts]
-    file.write(records.tobytes())
-    return len(records)
 
 
 def _link(path: Path, edges: list[int], objects: int) -> None:

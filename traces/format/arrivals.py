@@ -50,6 +50,8 @@ class Request:
     Attributes:
         arrival_s: when it came.
         prompt: tokens of its prompt.
+        due: tokens that it generates in decode steps.
+        decoded: those of them that it has.
         begin_s: when its prompt began to be computed; NaN before.
         first_s: when its first token was there; NaN before.
         last_s: when its last token was there; NaN before.
@@ -59,6 +61,8 @@ class Request:
 
     arrival_s: float
     prompt: int = 0
+    due: int = 0
+    decoded: int = 0
     begin_s: float = math.nan
     first_s: float = math.nan
     last_s: float = math.nan
@@ -158,9 +162,8 @@ class RequestSteps:
         self._clock = clock
         self._coming = zip(times_s, trace.sequences(columns), strict=False)
         self._next = next(self._coming, None)
-        # Requests that generate: each with its rows and the number of its next token.
-        self._running: list[tuple[Request, SequenceRows, int]] = []
-        self._totals: list[int] = []
+        # Requests that generate, and their rows.
+        self._running: list[tuple[Request, SequenceRows]] = []
         # Busy periods so far: a batch, as the metrics count them, ends in idleness.
         self._periods = 0
         self._made = 0
@@ -175,12 +178,13 @@ class RequestSteps:
         while limit is None or self._made < limit:
             joining = list(self._admitted())
             if joining:
-                # Those without a prompt begin to generate at once.
                 is_computed = yield from self._numbered(self._prefill(joining), limit)
                 if is_computed:
                     self._note_first(joining)
             elif self._running:
-                yield from self._numbered([self._decode()], limit)
+                group = self._group(self._running)
+                step = group.decode_at([each.decoded for each, _ in self._running])
+                yield from self._numbered([step], limit)
                 self._note_tokens()
             elif self._next is not None:
                 if self._made:
@@ -217,56 +221,44 @@ class RequestSteps:
     def _prefill(
         self, joining: list[tuple[Request, SequenceRows]]
     ) -> Iterator[RoutedStep]:
-        self._running += [(request, rows, 0) for request, rows in joining]
-        group = self._group([rows for _, rows in joining])
-        # A prompt alone is a request, too, which leaves at once.
-        ended = {
-            id(request)
-            for (request, _), count in zip(joining, group.generated, strict=True)
-            if not count
-        }
-        for (request, _), prompt in zip(joining, group.prompts, strict=True):
+        group = self._group(joining)
+        generated = group.generated.tolist()
+        for (request, _), prompt, due in zip(
+            joining, group.prompts, generated, strict=True
+        ):
             request.prompt = prompt
+            request.due = due
             request.begin_s = self._clock()
+        # A prompt alone is a request, too, which leaves at once; those without a prompt
+        # begin to generate at once.
+        self._running += [each for each in joining if each[0].due]
         if group.has_prompt:
             yield from group.prefills()
-        self._running = [each for each in self._running if id(each[0]) not in ended]
 
     def _note_first(self, joining: list[tuple[Request, SequenceRows]]) -> None:
         now_s = self._clock()
-        running = {id(request) for request, _, _ in self._running}
         for request, _ in joining:
             if request.prompt:
                 request.first_s = now_s
                 request.last_s = now_s
-            request.is_served = id(request) not in running
+            request.is_served = not request.due
 
-    def _group(self, sequences: list[SequenceRows]) -> SequenceGroup:
-        return SequenceGroup(
-            sequences, self._trace.shape, self._trace.passes, self._periods
-        )
-
-    def _decode(self) -> RoutedStep:
-        group = self._group([rows for _, rows, _ in self._running])
-        self._totals = group.generated.tolist()
-        return group.decode_at([place for _, _, place in self._running])
+    def _group(self, requests: list[tuple[Request, SequenceRows]]) -> SequenceGroup:
+        rows = [rows for _, rows in requests]
+        return SequenceGroup(rows, self._trace.shape, self._trace.passes, self._periods)
 
     def _note_tokens(self) -> None:
         now_s = self._clock()
-        running = []
-        for (request, rows, place), total in zip(
-            self._running, self._totals, strict=True
-        ):
+        for request, _ in self._running:
             # Without a prompt in the trace the first token is that of a decode step.
             if math.isnan(request.first_s):
                 request.first_s = now_s
             else:
                 request.generated += 1
             request.last_s = now_s
-            request.is_served = place + 1 == total
-            if not request.is_served:
-                running.append((request, rows, place + 1))
-        self._running = running
+            request.decoded += 1
+            request.is_served = request.decoded == request.due
+        self._running = [each for each in self._running if not each[0].is_served]
 
 
 def request_figures(

@@ -9,28 +9,26 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 
 from moesim.base.errors import MissingColumnError, TraceError
 from moesim.base.inputs import check_file_name
 from moesim.base.seals import check_seal
-from moesim.traces.format.arrays import first_repeat
-from moesim.traces.format.parquet import codes, flat, open_parquet, values
+from moesim.traces.format.checks import check_sequence, checked_rows
+from moesim.traces.format.parquet import open_parquet
+from moesim.traces.format.rows import Rows, blocks
 from moesim.traces.format.schema import (
     METADATA_KEY,
     OPTIONAL_COLUMNS,
     REQUIRED_COLUMNS,
     ModelShape,
-    Phase,
     TraceHeader,
-    check_sequence,
 )
-from moesim.traces.format.sorting import follow, joined
+from moesim.traces.format.sorting import whole_sequences
 from moesim.traces.format.writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS, column_width
 from moesim.traces.passes import Passes
 from moesim.traces.shipped import no_trace, resolve_trace
@@ -38,16 +36,9 @@ from moesim.traces.shipped import no_trace, resolve_trace
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
+    import numpy as np
     import pyarrow.parquet as pq
 
-# Other writers may have used wider numbers; every part of moesim counts on these.
-_DTYPES = {
-    "seq": np.int32,
-    "pos": np.int32,
-    "layer": np.int16,
-    "token": np.int32,
-    "experts": np.uint16,
-}
 _RENEW = "record or import it again"
 _SORT = "sort them: `moesim trace import"
 _AGAIN = f"was it cut off while copying? {_RENEW}"
@@ -179,38 +170,24 @@ class Trace:
         self.require(optional, "this replay")
         self.digest()
 
-        # A sequence may reach over several blocks, and a block may hold several.
-        pieces: list[dict[str, np.ndarray]] = []
         first_row = 0
-        for base, block in self._blocks(optional):
-            seq = block["seq"]
-            edges = [0, *(np.flatnonzero(np.diff(seq)) + 1).tolist(), len(seq)]
-            for start, stop in pairwise(edges):
-                if pieces and pieces[0]["seq"][0] != seq[start]:
-                    yield self._sequence(pieces, first_row)
-                    pieces = []
-                if not pieces:
-                    first_row = base + start
-                pieces.append(
-                    {name: values[start:stop] for name, values in block.items()}
-                )
+        for rows in whole_sequences(self._blocks(optional)):
+            yield self._sequence(rows, first_row)
+            first_row += len(rows["pos"])
 
-        yield self._sequence(pieces, first_row)
-
-    def _blocks(
-        self, optional: tuple[str, ...]
-    ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Checked blocks of rows as (number of the first row, name -> array)."""
+    def _blocks(self, optional: tuple[str, ...]) -> Iterator[dict[str, np.ndarray]]:
+        """Checked blocks of rows, name -> array."""
         names = [*REQUIRED_COLUMNS, *optional]
         # As the writer sizes its row groups; files of other writers have larger ones.
-        row_bytes = sum(2 * max(column_width(name, self.header), 1) for name in names)
-        rows = max(1024, min(ROW_GROUP_ROWS, ROW_GROUP_BYTES // row_bytes))
+        widths = {name: column_width(name, self.header) for name in names}
+        row_bytes = sum(2 * max(width, 1) for width in widths.values())
+        fitting = max(1024, min(ROW_GROUP_ROWS, ROW_GROUP_BYTES // row_bytes))
 
         base = 0
         last = (-1, -1)
         with _parquet(self.path) as file:
             # One thread: a replay keeps the other cores for what it times.
-            batches = file.iter_batches(rows, columns=names, use_threads=False)
+            batches = file.iter_batches(fitting, columns=names, use_threads=False)
             while True:
                 try:
                     batch = next(batches, None)
@@ -225,148 +202,33 @@ class Trace:
                 if not batch.num_rows:
                     continue
 
-                block = {
-                    name: self._column(name, batch.column(name), base) for name in names
-                }
-                last = self._check_order(block, base, last)
-                yield base, block
+                fault = partial(self._error, base)
+                arrays = {name: [batch.column(name)] for name in names}
+                rows = Rows(arrays, batch.num_rows, fault)
+                (block,) = blocks([rows], keeps_numbers=True, widths=widths)
+                block, last = checked_rows(block, self.shape, last, fault)
+                yield block
                 base += batch.num_rows
 
     def _error(
-        self, row: int, column: str, expected: str, got: object, way_out: str = _RENEW
+        self,
+        base: int,
+        row: int,
+        column: str,
+        expected: str,
+        got: object,
+        way_out: str = _RENEW,
     ) -> TraceError:
-        place = f"{self.path}: row {row}: {column}"
+        if column == "order":
+            way_out = f"{_SORT} {self.path} SORTED`"
+        place = f"{self.path}: row {base + row}: {column}"
         return TraceError(f"{place}: expected {expected}, got {got}; {way_out}")
 
-    def _column(self, name: str, array: Any, base: int) -> np.ndarray:
-        """One column of a block as numpy, with its values checked."""
-        if array.null_count:
-            raise self._error(base + _first_null(array), name, "a value", "null")
-        if name == "phase":
-            return self._phases(array, base)
-
-        width = column_width(name, self.header)
-        if not width:
-            return self._scalars(name, array, base)
-
-        matrix = self._matrix(name, array, width, base)
-        if name == "experts":
-            return self._expert_ids(matrix, base)
-        return self._finite(name, matrix, base)
-
-    def _scalars(self, name: str, array: Any, base: int) -> np.ndarray:
-        """[N] of one number per row."""
-        scalars = values(array)
-        if name == "layer":
-            self._check_range(name, scalars.reshape(-1, 1), self.shape.layers, base)
-
-        return scalars.astype(_DTYPES[name])
-
-    def _phases(self, array: Any, base: int) -> np.ndarray:
-        phases = codes(array, [phase.label for phase in Phase])
-        if (phases < 0).any():
-            row = int(np.argmax(phases < 0))
-            actual = repr(array[row].as_py())
-            raise self._error(base + row, "phase", "'prefill' or 'decode'", actual)
-
-        return phases
-
-    def _expert_ids(self, matrix: np.ndarray, base: int) -> np.ndarray:
-        """uint16 [N, K], in range and distinct."""
-        self._check_range("experts", matrix, self.shape.experts, base)
-        ids = np.ascontiguousarray(matrix, np.uint16)
-
-        row = first_repeat(ids)
-        if row >= 0:
-            actual = ids[row].tolist()
-            raise self._error(base + row, "experts", "distinct ids", actual)
-        return ids
-
-    def _finite(self, name: str, matrix: np.ndarray, base: int) -> np.ndarray:
-        """float16 [N, width], without infinity and without what is no number."""
-        # A number too large for 16 bits becomes infinity, which is found below.
-        with np.errstate(over="ignore"):
-            rounded = matrix.astype(np.float16)
-
-        finite = np.isfinite(rounded)
-        if not finite.all():
-            width = matrix.shape[1]
-            row, place = divmod(int(np.argmin(finite.reshape(-1))), width)
-            actual = matrix[row, place]
-            column = f"{name}[{place}]"
-            raise self._error(base + row, column, "a finite number", actual)
-
-        # Every gate combines experts by shares; a score may well be negative.
-        if name == "weights" and rounded.size and rounded.min() < 0:
-            width = matrix.shape[1]
-            row, place = divmod(int(np.argmin(rounded.reshape(-1))), width)
-            column = f"{name}[{place}]"
-            actual = matrix[row, place]
-            raise self._error(base + row, column, "a number >= 0", actual)
-        return rounded
-
-    def _matrix(self, name: str, array: Any, width: int, base: int) -> np.ndarray:
-        """[N, width] of a list column, without visiting rows one by one."""
-        # Offsets tell the length of every list without a look at its values.
-        lengths = np.diff(values(array.offsets))
-        if (lengths != width).any():
-            row = int(np.argmax(lengths != width))
-            is_choice = name in ("experts", "weights")
-            source = "top-k of the header" if is_choice else "experts of the header"
-            expected = f"{width} values ({source})"
-            raise self._error(base + row, name, expected, int(lengths[row]))
-
-        inner = flat(array)
-        if inner.null_count:
-            row = _first_null(inner) // width
-            raise self._error(base + row, name, "values", "null")
-        return values(inner).reshape(-1, width)
-
-    def _check_range(
-        self, name: str, matrix: np.ndarray, limit: int, base: int
-    ) -> None:
-        if not matrix.size or (matrix.min() >= 0 and matrix.max() < limit):
-            return
-
-        outside = (matrix < 0) | (matrix >= limit)
-        row, place = divmod(int(np.argmax(outside.reshape(-1))), matrix.shape[1])
-        actual = matrix[row, place]
-        way_out = "does the header's shape fit this trace?"
-        raise self._error(base + row, name, f"0..{limit - 1}", actual, way_out)
-
-    def _check_order(
-        self, block: dict[str, np.ndarray], base: int, last: tuple[int, int]
-    ) -> tuple[int, int]:
-        """Check that rows ascend from `last`, the sequence and place before them;
-        return those of the last row.
-        """
-        layers = self.shape.layers
-        seq, place, row = follow(last, block, layers)
-        if row is not None:
-            this = _place(seq[row + 1], place[row + 1], layers)
-            before = _place(seq[row], place[row], layers)
-            raise self._error(
-                base + row,
-                "order",
-                "rows by seq, pos, layer",
-                f"{this} after {before}",
-                f"{_SORT} {self.path} SORTED`",
-            )
-
-        return int(seq[-1]), int(place[-1])
-
-    def _sequence(
-        self, pieces: list[dict[str, np.ndarray]], first_row: int
-    ) -> SequenceRows:
-        """Join the pieces of one sequence and check that its steps are whole."""
-        rows = joined(pieces)
-
-        def error(row: int, *parts: Any) -> TraceError:
-            return self._error(first_row + row, *parts)
-
-        check_sequence(
-            rows["pos"], rows["phase"], rows["layer"], self.shape.layers, error
-        )
+    def _sequence(self, rows: dict[str, np.ndarray], first_row: int) -> SequenceRows:
+        """The rows of a sequence, after checking that its steps are whole."""
+        error = partial(self._error, first_row)
+        places = rows["pos"], rows["phase"], rows["layer"]
+        check_sequence(*places, self.shape.layers, error)
         optional = {name: rows[name] for name in rows if name not in REQUIRED_COLUMNS}
         return SequenceRows(
             seq=int(rows["seq"][0]),
@@ -376,14 +238,6 @@ class Trace:
             experts=rows["experts"],
             columns=optional,
         )
-
-
-def _place(seq: int, place: int, layers: int) -> str:
-    return f"seq {seq} pos {place // layers} layer {place % layers}"
-
-
-def _first_null(array: Any) -> int:
-    return int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
 
 
 def _first_line(error: BaseException) -> str:

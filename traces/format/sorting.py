@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,7 @@ from moesim.base.units import format_bytes
 from moesim.traces.format.parquet import batches_of, numbers, values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     Block = dict[str, np.ndarray]
@@ -34,13 +34,11 @@ IN_MEMORY_BYTES = 64 << 20
 # What DuckDB may hold; the rest lies in files.
 MEMORY_LIMIT = "192MB"
 BATCH_ROWS = 65_536
-# Rows are sorted by these, as far as a file has them; numbers below 2**31, `rank` below
-# 2**63.
 # What every row has. Scores are as long as there are experts.
-_ROUTING = {"seq", "pos", "layer", "phase", "experts", "expert", "rank"}
-KEYS = ("seq", "pos", "layer", "rank")
-# Labels of sequences below this are looked up in a table, not in a dict.
-_TABLE_LABELS = 1 << 24
+_ROUTING = {"seq", "pos", "layer", "phase", "experts", "expert", "rank", "row"}
+# Rows are sorted by these, as far as a file has them; numbers below 2**31, the last two
+# below 2**63.
+KEYS = ("seq", "pos", "layer", "rank", "row")
 
 
 class ApartError(Exception):
@@ -72,7 +70,7 @@ class Unordered:
         Raises:
             ApartError: a sequence goes on behind another one.
         """
-        for block in whole_sequences(self.pieces()):
+        for block in whole_sequences(self.pieces(), _most_bytes()):
             yield self.finish(_sorted(block))
 
     def sorted(
@@ -104,57 +102,8 @@ class Unordered:
 
         if blocks is None:
             blocks = iter([_sorted(joined(pending))] if pending else [])
-        for block in whole_sequences(blocks):
+        for block in whole_sequences(blocks, _most_bytes()):
             yield self.finish(block)
-
-
-class Appearance:
-    """Numbers sequences from 0 by their first row, whatever the file calls them."""
-
-    def __init__(self) -> None:
-        self._number_of: dict[object, int] = {}
-        # Label -> number, -1 for none yet; for labels that are small whole numbers.
-        self._table = np.full(0, -1, np.int32)
-
-    def of_labels(self, labels: list[object], index: np.ndarray) -> np.ndarray:
-        """Return numbers int32 [N] of labels [D] and which of them each row has, int
-        [N].
-        """
-        number_of_label = np.full(len(labels), -1, np.int32)
-        _, first_rows = np.unique(index, return_index=True)
-
-        for row in np.sort(first_rows):
-            label = index[row]
-            number = len(self._number_of)
-            number_of_label[label] = self._number_of.setdefault(labels[label], number)
-
-        return np.asarray(number_of_label[index])
-
-    def of_numbers(self, labels: np.ndarray) -> np.ndarray:
-        """Return numbers int32 [N] of labels that are whole numbers [N]."""
-        lowest = int(labels.min(initial=0))
-        highest = int(labels.max(initial=-1))
-        if lowest < 0 or highest >= _TABLE_LABELS:
-            known, index = np.unique(labels, return_inverse=True)
-            return self.of_labels(list(known.tolist()), index.reshape(-1))
-
-        if highest >= len(self._table):
-            # Doubled, so that growing costs little in all.
-            labels_in_all = max(highest + 1, 2 * len(self._table))
-            longer = np.full(labels_in_all, -1, np.int32)
-            longer[: len(self._table)] = self._table
-            self._table = longer
-
-        numbers = self._table[labels]
-        is_new = numbers < 0
-        if is_new.any():
-            new, first_rows = np.unique(labels[is_new], return_index=True)
-            for label in new[np.argsort(first_rows)].tolist():
-                number = len(self._number_of)
-                self._table[label] = self._number_of.setdefault(label, number)
-            numbers = self._table[labels]
-
-        return numbers
 
 
 def joined(pieces: list[Block]) -> Block:
@@ -173,18 +122,21 @@ def taken(block: Block, rows: np.ndarray) -> Block:
     return {name: np.take(column, rows, axis=0) for name, column in block.items()}
 
 
-def whole_sequences(pieces: Iterable[Block]) -> Iterator[Block]:
+def whole_sequences(
+    pieces: Iterable[Block], most_bytes: int | None = None
+) -> Iterator[Block]:
     """Cut and join pieces so that each is one sequence; sequences begin in the order of
     their numbers.
 
+    Args:
+        pieces: rows of sequences.
+        most_bytes: of the rows of one, without their scores.
+
     Raises:
         ApartError: a sequence goes on behind another one.
-        TooLongError: a sequence is too long to be sorted in memory.
+        TooLongError: a sequence is longer than that.
     """
     pending: list[Block] = []
-    size_of_sequence = 0
-    most = max(MOST_SEQUENCE_BYTES, most_bytes())
-
     for piece in pieces:
         seq = piece["seq"]
         if not len(seq):
@@ -200,19 +152,24 @@ def whole_sequences(pieces: Iterable[Block]) -> Iterator[Block]:
             if pending and pending[0]["seq"][0] != seq[start]:
                 yield joined(pending)
                 pending = []
-                size_of_sequence = 0
             pending.append({name: column[start:stop] for name, column in piece.items()})
-            size = sum(pending[-1][name].nbytes for name in _ROUTING & piece.keys())
-            size_of_sequence += size
-            if size_of_sequence > most:
-                raise TooLongError(
-                    f"sequence {seq[start]}: expected rows of at most"
-                    f" {format_bytes(most)}, found more; is a column for the sequence"
-                    f" missing? {MOST_BYTES_VARIABLE} raises the limit"
-                )
+        if most_bytes and sum(map(_routing_bytes, pending)) > most_bytes:
+            raise TooLongError(
+                f"sequence {seq[-1]}: expected rows of at most"
+                f" {format_bytes(most_bytes)}, found more; is a column for the sequence"
+                f" missing? {MOST_BYTES_VARIABLE} raises the limit"
+            )
 
     if pending:
         yield joined(pending)
+
+
+def _routing_bytes(block: Block) -> int:
+    return sum(block[name].nbytes for name in _ROUTING & block.keys())
+
+
+def _most_bytes() -> int:
+    return max(MOST_SEQUENCE_BYTES, most_bytes())
 
 
 def _sorted(block: Block) -> Block:
@@ -321,7 +278,8 @@ class _RowPacking:
             self._row = np.dtype(fields)
 
         self._keys = {
-            name: np.dtype(np.int64 if name == "rank" else np.int32) for name in keys
+            name: np.dtype(np.int64 if name in ("rank", "row") else np.int32)
+            for name in keys
         }
         key_types = [
             (name, pa.from_numpy_dtype(dtype)) for name, dtype in self._keys.items()
@@ -356,42 +314,3 @@ class _RowPacking:
         for name in self._names:
             block[name] = np.ascontiguousarray(rows[name])
         return block
-
-
-# -- row order -------------------------------------------------------------------------
-# The order of a trace's rows: ascending by sequence, position and layer.
-
-
-class Followed(NamedTuple):
-    """Rows of a block behind the last row before it.
-
-    Attributes:
-        seq: [1 + N] sequences.
-        place: int64 [1 + N], ``position * layers + layer``.
-        row: first row of the block that does not ascend; None if all do.
-    """
-
-    seq: np.ndarray
-    place: np.ndarray
-    row: int | None
-
-
-def follow(
-    last: tuple[int, int], block: Mapping[str, np.ndarray], layers: int
-) -> Followed:
-    """Check that the rows of a block ascend from the row before it.
-
-    Args:
-        last: sequence and place of the row before.
-        block: ``seq``, ``pos`` and ``layer`` of N rows.
-        layers: of the model.
-    """
-    last_seq, last_place = last
-    seq = np.concatenate(([last_seq], block["seq"]))
-    # Position and layer in one number, so that one comparison settles both.
-    places = block["pos"].astype(np.int64) * layers + block["layer"]
-    place = np.concatenate(([last_place], places))
-
-    step = np.diff(seq)
-    ascends = (step > 0) | ((step == 0) & (np.diff(place) > 0))
-    return Followed(seq, place, None if ascends.all() else int(np.argmin(ascends)))

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from moesim.base.errors import TraceError
 from moesim.base.files import NewFile
-from moesim.traces.format.arrays import to_float16
+from moesim.traces.format.checks import checked_rows
 from moesim.traces.format.parquet import lists, named, numbers, sealed_writer
 from moesim.traces.format.schema import (
     METADATA_KEY,
@@ -25,7 +25,6 @@ from moesim.traces.format.schema import (
     Phase,
     TraceHeader,
 )
-from moesim.traces.format.sorting import follow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -214,24 +213,29 @@ class TraceWriter:
         }
         present = tuple(name for name, value in given.items() if value is not None)
         if set(present) != set(self.columns):
-            raise TraceError(
-                f"{self._next_row()}: optional columns: expected"
-                f" {', '.join(self.columns) or 'none'}, got"
-                f" {', '.join(present) or 'none'}; declare them when opening the writer"
+            raise self._error(
+                0,
+                "optional columns",
+                ", ".join(self.columns) or "none",
+                ", ".join(present) or "none",
+                "declare them when opening the writer",
             )
         count = len(experts)
-        scalars = {"seq": seq, "pos": pos, "layer": layer, "phase": phase}
-        block = {"experts": self._matrix("experts", experts, count)}
-        for name, value in scalars.items():
-            block[name] = self._scalar(name, value, count)
-        for name in self.columns:
-            check = self._scalar if name == "token" else self._matrix
-            block[name] = check(name, given[name], count)
-
-        self._check_order(block)
+        scalars = {"seq": seq, "pos": pos, "phase": phase, "layer": layer}
+        if token is not None:
+            scalars["token"] = given.pop("token")
+        block = {
+            name: self._scalar(name, value, count) for name, value in scalars.items()
+        }
+        for name, value in {"experts": experts, **given}.items():
+            if value is not None:
+                block[name] = self._matrix(name, value, count)
         if count:
+            rows, self._last = checked_rows(
+                block, self.header.shape, self._last, self._error
+            )
             self.rows += count
-            self._append(block, count)
+            self._append(rows, count)
 
     def _append(self, block: dict[str, np.ndarray], count: int) -> None:
         """Copy checked rows into row groups."""
@@ -254,8 +258,12 @@ class TraceWriter:
         kind = np.uint16 if name == "experts" else np.float16
         return np.empty((self._group_rows, column_width(name, self.header)), kind)
 
-    def _next_row(self) -> str:
-        return f"{self.path}: row {self.rows}"
+    def _error(
+        self, row: int, column: str, expected: str, got: object, way_out: str = ""
+    ) -> TraceError:
+        place = f"{self.path}: row {self.rows + row}: {column}"
+        told = f"; {way_out}" if way_out else ""
+        return TraceError(f"{place}: expected {expected}, got {got}{told}")
 
     def _scalar(self, name: str, value: Any, count: int) -> np.ndarray:
         """[N] of one number per row, or of one for all rows."""
@@ -263,73 +271,16 @@ class TraceWriter:
         fits = array.ndim <= 1 and array.size in (1, count)
         if not fits or array.dtype.kind not in "iu":
             got = f"{array.dtype} {array.shape}"
-            raise TraceError(
-                f"{self._next_row()}: {name}: expected {count} integers, got {got}"
-            )
-
-        limits = {"layer": self.header.shape.layers, "phase": len(Phase)}
-        limit = limits.get(name, 1 << 31)
-        # Token ids are only passed on; no code uses them as an index.
-        checked = array.size and name != "token"
-        if checked and not (array.min() >= 0 and array.max() < limit):
-            raise TraceError(
-                f"{self._next_row()}: {name}: expected 0..{limit - 1}, got"
-                f" {array.min()}..{array.max()}"
-            )
-
-        # A view: one number for all rows is copied only into the row group.
+            raise self._error(0, name, f"{count} integers", got)
         return np.broadcast_to(array, (count,))
 
     def _matrix(self, name: str, value: Any, count: int) -> np.ndarray:
-        """[N, width] of ids, or of float16."""
-        width = column_width(name, self.header)
+        """[N, width] of ids, or of floats."""
         array = np.asarray(value)
-        if array.shape != (count, width):
-            raise TraceError(
-                f"{self._next_row()}: {name}: expected shape ({count}, {width}), got"
-                f" {array.shape}"
-            )
-
-        if name == "experts":
-            self._check_ids(array)
-            return array
-
-        rounded, all_finite = to_float16(array)
-        if not all_finite:
-            row, column = np.argwhere(~np.isfinite(rounded))[0]
-            raise TraceError(
-                f"{self.path}: row {self.rows + row}: {name}[{column}]: expected a"
-                f" finite 16-bit float, got {array[row, column]}"
-            )
-        if name == "weights" and rounded.size and rounded.min() < 0:
-            row, column = np.argwhere(rounded < 0)[0]
-            raise TraceError(
-                f"{self.path}: row {self.rows + row}: {name}[{column}]: expected a"
-                f" number >= 0, got {array[row, column]}"
-            )
-        return rounded
-
-    def _check_ids(self, experts: np.ndarray) -> None:
-        limit = self.header.shape.experts
-        if experts.size and not (experts.min() >= 0 and experts.max() < limit):
-            raise TraceError(
-                f"{self._next_row()}: experts: expected ids 0..{limit - 1}, got"
-                f" {experts.min()}..{experts.max()}"
-            )
-
-    def _check_order(self, block: dict[str, np.ndarray]) -> None:
-        """Check that rows ascend, from the last one of the call before on."""
-        layers = self.header.shape.layers
-        seq, place, row = follow(self._last, block, layers)
-        if row is not None:
-            raise TraceError(
-                f"{self.path}: row {self.rows + row}: order: expected rows ascending by"
-                f" seq, pos, layer, got seq {block['seq'][row]} pos {block['pos'][row]}"
-                f" layer {block['layer'][row]} after seq {seq[row]} pos"
-                f" {place[row] // layers} layer {place[row] % layers}"
-            )
-
-        self._last = (int(seq[-1]), int(place[-1]))
+        due = (count, column_width(name, self.header))
+        if array.shape != due:
+            raise self._error(0, name, f"shape {due}", array.shape)
+        return array
 
     def _parquet(self) -> pq.ParquetWriter:
         assert self._writer is not None, "TraceWriter is used as a context manager"

@@ -3,15 +3,15 @@ scanning this folder.
 
 An importer is a module with two functions:
 
-- ``recognises(path) -> bool``: is this file of my layout? Raises only where it takes
-  options, and is given words that its layout does not have.
-- ``read(path, shape) -> Foreign``: its rows, and what it says about itself; see
-  `moesim.traces.importers.readers.foreign.Foreign`.
+- ``recognises(path) -> bool``: is this file of my layout? Never raises.
+- ``read(path, shape) -> Foreign``: a table of its rows, and what it says about itself;
+  see `moesim.traces.importers.readers.foreign.Foreign`.
 
 It may also have
 
 - ``OPTIONS``: names of options and what they are for; `read` takes them as keywords;
-- ``ASKED``: those of them that `recognises` takes, too;
+- ``MAPPED``: what the option ``map`` may have on the left -> the layout's name of it;
+  both functions then take ``map``, the layout's name -> the file's, as a keyword;
 - ``GENERIC = True``: ask it last, because its layout includes others;
 - ``KNOWS_SHAPE = True``: `shape` may be None, for the file tells it;
 - ``read_layers(paths, shape) -> Foreign``: as `read`, of a file for each MoE layer.
@@ -27,17 +27,17 @@ import pkgutil
 import re
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moesim.base.errors import TraceError
-from moesim.traces.format.arrays import first_repeat
+from moesim.traces.format.checks import check_sequence
 from moesim.traces.format.schema import (
     OPTIONAL_COLUMNS,
     ModelShape,
+    Phase,
     TraceHeader,
-    check_sequence,
 )
 from moesim.traces.format.sorting import (
     ApartError,
@@ -47,8 +47,13 @@ from moesim.traces.format.sorting import (
     whole_sequences,
 )
 from moesim.traces.format.writer import TraceWriter
-from moesim.traces.importers.readers.foreign import decoding, spelled
-from moesim.traces.importers.readers.sequence_rows import without_cut_tokens
+from moesim.traces.importers.readers.foreign import decoding, mapped, spelled
+from moesim.traces.importers.readers.sequence_rows import (
+    finished,
+    of_passes,
+    ranked,
+    without_cut_tokens,
+)
 from moesim.traces.importers.readers.text import whole_lines
 from moesim.traces.stats.quality_checks import QualityChecker, alike_rows
 
@@ -59,17 +64,10 @@ if TYPE_CHECKING:
 
     Block = dict[str, np.ndarray]
 
-
-class Importer(NamedTuple):
-    """A module of this folder."""
-
-    name: str
-    module: Any
-
-    @property
-    def options(self) -> dict[str, str]:
-        """Its options, and what each is for."""
-        return getattr(self.module, "OPTIONS", {})
+_NO_PHASES = (
+    "the source does not tell prompt from generated tokens: all are taken as generated;"
+    " --prompt-tokens N says more"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,63 +194,74 @@ class _Import:
     def run(self, files: list[Path]) -> ImportSummary:
         """Read the file, or one for each layer, and write the trace."""
         # By content: people rename their dumps.
-        importer = _importer_of(files, self._options)
         source = files[0]
-        if self._shape is None and not getattr(importer.module, "KNOWS_SHAPE", False):
+        name, module = _importer_of(files, self._options)
+        if self._shape is None and not hasattr(module, "KNOWS_SHAPE"):
             raise TraceError(
-                f"{source}: layout {importer.name} does not tell the sizes of its"
-                " model: expected --shape, found none"
+                f"{source}: layout {name} does not tell the sizes of its model:"
+                " expected --shape, found none"
             )
-        with decoding(source, importer.name):
+        given: dict[str, Any] = dict(self._options)
+        if hasattr(module, "MAPPED"):
+            words = given.pop("map", "")
+            given["names"] = mapped(source, words, module.MAPPED)
+        with decoding(source, name):
             if len(files) > 1:
-                read = importer.module.read_layers
-                foreign = read(files, self._shape, **self._options)
+                foreign = module.read_layers(files, self._shape, **given)
             else:
-                foreign = importer.module.read(source, self._shape, **self._options)
+                foreign = module.read(source, self._shape, **given)
 
-        rows = foreign.rows
-        if not isinstance(rows, Unordered):
-            return self._write(source, importer, foreign, iter(rows))
+        make = functools.partial(self._write, source, name, foreign)
+        if foreign.in_order:
+            return make(iter(foreign.pieces()))
+        stated = foreign.shape or self._shape
+        shape: Any = foreign.header.shape if foreign.header else stated
+        rows = Unordered(
+            functools.partial(_pieces, source, foreign),
+            functools.partial(finished, source, shape, foreign.prompt),
+        )
         try:
-            return self._write(source, importer, foreign, rows.grouped())
+            return make(rows.grouped())
         except (ApartError, TraceError):
             # A sequence may go on behind others, and what it lacks may stand there.
-            blocks = rows.sorted(self.out, self._progress)
-            return self._write(source, importer, foreign, blocks)
+            return make(rows.sorted(self.out, self._progress))
 
     def _write(
         self,
         source: Path,
-        importer: Importer,
+        importer: str,
         foreign: Foreign,
         rows: Iterator[Block],
     ) -> ImportSummary:
         """Write whole sequences, and judge them on the way."""
         header = foreign.header
         if header is None:
-            shape = foreign.shape or self._shape
             # Halves of surrogate pairs, which JSON may have, could not be read back.
             text = json.dumps(foreign.facts, ensure_ascii=False)
             facts = json.loads(text.encode("utf-8", "replace"))
-            header = TraceHeader(shape, {**facts, "notes": foreign.notes})  # type: ignore[arg-type]
-        notes = list(header.provenance.get("notes", ()))
+            header = TraceHeader(foreign.shape or self._shape, facts)  # type: ignore[arg-type]
+        found: set[str] = set()
         left_out = list(self.left_out)
+        rows = _with_phases(rows, found)
         for drop in self.drops:
             rows = drop(rows, header.shape.layers, left_out)
+        if foreign.header is None:
+            rows = _numbered(rows)
 
         # Importers are generators: what a file lacks may show at any block.
-        blocks = _guarded(source, importer.name, rows)
+        blocks = _guarded(source, importer, rows)
         first = next(blocks, None)
         if first is None or not first["experts"].size:
             raise TraceError(
                 f"{source}: expected at least one row, found an empty trace"
             )
+        notes = _notes(foreign, found, first)
         shape = _with_top_k(header.shape, first["experts"].shape[1], notes)
         # All blocks have the columns of the first one; the writer refuses others.
         columns = tuple(column for column in OPTIONAL_COLUMNS if column in first)
         about = {
             "notes": notes,
-            "importer": importer.name,
+            "importer": importer,
             "file": source.name,
             "tool": "moesim trace import",
         }
@@ -292,13 +301,25 @@ class _Import:
         grave = [finding.text for finding in findings if finding.grave]
         return ImportSummary(
             path=self.out,
-            importer=importer.name,
+            importer=importer,
             rows=writer.rows,
             sequences=sequences.quality.sequences,
             shape=shape,
             columns=columns,
             notes=(*notes, *grave, *left_out),
         )
+
+
+def _notes(foreign: Foreign, found: set[str], first: Block) -> list[str]:
+    """What deserves a line: of the file, and of what its rows do not have."""
+    if foreign.header is not None:
+        return list(foreign.header.provenance.get("notes", ()))
+    notes = list(foreign.notes)
+    if "phase" not in found:
+        notes.insert(0, _NO_PHASES)
+    if "weights" not in first and foreign.no_weights:
+        notes.insert(0, foreign.no_weights)
+    return notes
 
 
 def _without_profiling(
@@ -308,10 +329,8 @@ def _without_profiling(
     for each sequence that had some.
     """
     del layers
-    left_out = 0
     for block in whole_sequences(blocks):
         alike = alike_rows(block["pos"], block["layer"], block["experts"])
-        seq = block["seq"] - left_out
         pos, token = np.unique(block["pos"], return_inverse=True)
         if alike.any():
             is_alike = np.zeros(len(pos), bool)
@@ -321,11 +340,9 @@ def _without_profiling(
                 " experts at every layer, a profiling run, were left out"
             )
             pos -= np.cumsum(is_alike).astype(pos.dtype)
-        if alike.all():
-            left_out += 1
-            continue
-        columns = {**block, "seq": seq, "pos": pos[token]}
-        yield {name: column[~alike] for name, column in columns.items()}
+        if not alike.all():
+            columns = {**block, "pos": pos[token]}
+            yield {name: column[~alike] for name, column in columns.items()}
 
 
 def _best_first(block: Block) -> tuple[Block, bool]:
@@ -359,6 +376,31 @@ def _with_top_k(shape: ModelShape, top_k: int, notes: list[str]) -> ModelShape:
     return dataclasses.replace(shape, top_k=min(top_k, shape.experts))
 
 
+def _pieces(source: Path, foreign: Foreign) -> Iterable[Block]:
+    """The rows of a file as they are sorted."""
+    rows = ranked(foreign.pieces())
+    return of_passes(source, rows) if foreign.passes else rows
+
+
+def _with_phases(blocks: Iterable[Block], found: set[str]) -> Iterator[Block]:
+    """Rows with a phase; `found` gets the columns that they had."""
+    for block in blocks:
+        found.update(block)
+        # Without prompts a trace replays as decode, and a note says so.
+        phase = np.full(len(block["pos"]), Phase.DECODE, np.int8)
+        yield {"phase": phase, **block}
+
+
+def _numbered(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Sequences, or parts of them, numbered from 0 in their order."""
+    number = -1
+    before = None
+    for block in blocks:
+        number += block["seq"][0] != before
+        before = block["seq"][0]
+        yield {**block, "seq": np.full(len(block["seq"]), number, np.int32)}
+
+
 def _guarded(source: Path, name: str, blocks: Iterator[Block]) -> Iterator[Block]:
     """The blocks, with whatever decoding them raises turned into one line."""
     while True:
@@ -373,7 +415,7 @@ def _guarded(source: Path, name: str, blocks: Iterator[Block]) -> Iterator[Block
 
 
 class _SequenceChecks:
-    """Judges sequences, rows of which have been written: ids distinct, tokens complete.
+    """Judges sequences, rows of which have been written: whether tokens are complete.
 
     Of a sequence that comes in parts, positions and ids are kept until it ends.
     """
@@ -385,93 +427,102 @@ class _SequenceChecks:
         self._parts: list[Block] = []
 
     def add(self, block: Block) -> None:
-        """Check one block."""
+        """Take one block."""
         if self._parts and block["seq"][0] != self._parts[0]["seq"][0]:
             self.end()
-        part = {name: block[name] for name in ("pos", "phase")}
+        part = {name: block[name] for name in ("pos", "phase", "layer")}
         part["seq"] = block["seq"][:1]
-        part["layer"] = block["layer"].astype(np.int16, copy=False)
         part["experts"] = np.ascontiguousarray(block["experts"], np.uint16)
         self._parts.append(part)
-        row = first_repeat(part["experts"])
-        if row >= 0:
-            ids = block["experts"][row].tolist()
-            row += sum(len(before["pos"]) for before in self._parts[:-1])
-            raise self._error(row, "experts", "distinct ids", ids, "is top-k right")
 
     def end(self) -> None:
         """Check the sequence that is complete now: its tokens must be, too."""
         if not self._parts:
             return
+        number = self._parts[0]["seq"][0]
         sequence = joined(self._parts)
-        places = sequence["pos"], sequence["phase"], sequence["layer"]
-        check_sequence(*places, self._shape.layers, self._error)
-        self.quality.add(*places, sequence["experts"])
         self._parts = []
 
-    def _error(
-        self, row: int, column: str, expected: str, actual: object, way_out: str
-    ) -> TraceError:
-        # Rows are counted from the beginning of the sequence.
-        number = self._parts[0]["seq"][0]
-        return TraceError(
-            f"{self._source}: sequence {number}: row {row}: {column}: expected"
-            f" {expected}, got {actual}; {way_out}; is the shape right?"
-        )
+        def error(
+            row: int, column: str, expected: str, actual: object, way_out: str
+        ) -> TraceError:
+            # Rows are counted from the beginning of the sequence.
+            return TraceError(
+                f"{self._source}: sequence {number}: row {row}: {column}: expected"
+                f" {expected}, got {actual}; {way_out}; is the shape right?"
+            )
+
+        places = sequence["pos"], sequence["phase"], sequence["layer"]
+        check_sequence(*places, self._shape.layers, error)
+        self.quality.add(*places, sequence["experts"])
 
 
 # -- which importer --------------------------------------------------------------------
 
 
-def _importer_of(files: list[Path], options: Mapping[str, str]) -> Importer:
-    """The first importer that recognises the file.
+def _importer_of(files: list[Path], options: Mapping[str, str]) -> tuple[str, Any]:
+    """Name and module of the first importer that recognises the file.
 
     Raises:
         TraceError: none does, or the one that does lacks an option.
     """
     source = files[0]
-    known = [Importer(*item) for item in importers().items()]
-    # Generic layouts include others, so they are asked last.
-    known.sort(key=lambda each: getattr(each.module, "GENERIC", False))
+    known = importers()
     if len(files) > 1:
-        known = [each for each in known if hasattr(each.module, "read_layers")]
-    able = [each for each in known if options.keys() <= each.options.keys()]
+        known = {
+            name: module
+            for name, module in known.items()
+            if hasattr(module, "read_layers")
+        }
+    offered = {name: _options(module) for name, module in known.items()}
+    able = {name for name in known if options.keys() <= set(offered[name])}
     if not able:
-        offered = sorted({option for each in known for option in each.options})
+        every = sorted(set(chain.from_iterable(offered.values())))
         raise TraceError(
-            f"{_spelled(options)}: no importer knows them; known: {_spelled(offered)}"
+            f"{_spelled(options)}: no importer knows them; known: {_spelled(every)}"
         )
 
-    # A mapping may say what a file's columns are, and so what file it is.
-    judges = 0
-    wrong_words = []
-    for each in able:
-        asked = getattr(each.module, "ASKED", ())
-        relevant = {key: text for key, text in options.items() if key in asked}
-        judges += bool(relevant)
-        try:
-            if each.module.recognises(source, **relevant):
-                return each
-        except TraceError as error:
-            wrong_words.append(error)
-    # They may be words for another layout, but not for none.
-    if wrong_words and len(wrong_words) == judges:
-        raise wrong_words[0]
+    # Those whose options or words these are come first, generic layouts, which include
+    # others, last.
+    words = [word.partition("=") for word in options.get("map", "").split(",")]
+    mapping = {ours.strip(): theirs.strip() for ours, _, theirs in words if ours}
 
-    for each in known:
-        if each not in able and each.module.recognises(source):
-            raise TraceError(
-                f"{source}: layout {each.name}: expected options that it knows,"
-                f" {_spelled(each.options) or 'none'}, found {_spelled(options)}"
-            )
+    def rank(name: str) -> tuple[bool, bool, bool]:
+        module = known[name]
+        is_meant = mapping.keys() <= getattr(module, "MAPPED", mapping).keys()
+        return name not in able, not is_meant, hasattr(module, "GENERIC")
+
+    for name in sorted(known, key=rank):
+        if not _recognises(known[name], source, mapping):
+            continue
+        if name in able:
+            return name, known[name]
+        raise TraceError(
+            f"{source}: layout {name}: expected options that it knows,"
+            f" {_spelled(offered[name]) or 'none'}, found {_spelled(options)}"
+        )
     layouts = "; ".join(
-        f"{each.name}: {str(each.module.__doc__).strip().splitlines()[0]}"
-        for each in known
+        f"{name}: {str(module.__doc__).strip().splitlines()[0]}"
+        for name, module in known.items()
     )
     raise TraceError(
         f"{source}: no importer knows this layout (or the file is cut off); known:"
         f" {layouts}"
     )
+
+
+def _options(module: Any) -> list[str]:
+    """Names of a layout's options."""
+    return [*["map"] * hasattr(module, "MAPPED"), *getattr(module, "OPTIONS", ())]
+
+
+def _recognises(module: Any, source: Path, mapping: dict[str, str]) -> bool:
+    """Whether a file is of a layout, if its columns are called as a mapping says."""
+    if not hasattr(module, "MAPPED"):
+        return bool(module.recognises(source))
+    meanings = module.MAPPED
+    names = {meanings[a]: b for a, b in mapping.items() if a in meanings}
+    return bool(module.recognises(source, names))
 
 
 def _spelled(options: Iterable[str]) -> str:

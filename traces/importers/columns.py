@@ -16,31 +16,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.traces.format.parquet import read_schema
-from moesim.traces.format.sorting import Appearance, Unordered
-from moesim.traces.importers.readers.choices import Choices
+from moesim.traces.format.rows import LISTS, Appearance, blocks
 from moesim.traces.importers.readers.foreign import (
-    MAP,
     NAMES,
-    NO_WEIGHTS,
     PROMPT_TOKENS,
-    PROMPT_TOKENS_NOTE,
     RESTARTS,
-    TWICE,
     Foreign,
     decoding,
     head,
     layout_error,
-    named_by,
     one_of,
     prompt_length,
 )
-from moesim.traces.importers.readers.sequence_rows import finished, of_passes
-from moesim.traces.importers.readers.tables import (
-    LISTS,
-    blocks,
-    csv_rows,
-    parquet_rows,
-)
+from moesim.traces.importers.readers.sequence_rows import counted
+from moesim.traces.importers.readers.tables import csv_rows, parquet_rows
 from moesim.traces.importers.readers.text import sections
 
 if TYPE_CHECKING:
@@ -48,31 +37,35 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
+    from moesim.traces.importers.readers.foreign import Mapped
 
     Block = dict[str, np.ndarray]
     # Our column -> the file's columns.
-    Mapping = dict[str, list[str]]
+    Columns = dict[str, list[str]]
 
 GENERIC = True
-OPTIONS = {"map": MAP, "prompt_tokens": PROMPT_TOKENS, "restarts": RESTARTS}
+MAPPED = {
+    name: name
+    for name in (
+        "seq",
+        "pos",
+        "phase",
+        "layer",
+        "experts",
+        "expert",
+        "rank",
+        "weights",
+        "weight",
+        "scores",
+        "token",
+    )
+}
+OPTIONS = {"prompt_tokens": PROMPT_TOKENS, "restarts": RESTARTS}
 
-_OUR_COLUMNS = (
-    "seq",
-    "pos",
-    "phase",
-    "layer",
-    "experts",
-    "expert",
-    "rank",
-    "weights",
-    "weight",
-    "scores",
-    "token",
-)
 _HEADER = re.compile(rb"\"?[A-Za-z_][\w .\-\"]*([,;\t][\w .\-\"]+)+\s*")
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Path, _: Mapped) -> bool:
     """Whether this is Parquet, or text whose first line names columns."""
     start = head(path, 4096)
     if start.startswith(b"PAR1"):
@@ -81,63 +74,41 @@ def recognises(path: Path) -> bool:
     return _HEADER.fullmatch(first_line) is not None
 
 
-def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
+def read(path: Path, shape: ModelShape, names: Mapped, **given: str) -> Foreign:
     """The mapped columns."""
-    return _foreign(path, shape, given, [])
+    return read_layers([path], shape, names, **given)
 
 
-def read_layers(files: list[Path], shape: ModelShape, **given: str) -> Foreign:
-    """The mapped columns of several files, one for each MoE layer."""
-    return _foreign(files[0], shape, given, files)
-
-
-def _foreign(
-    path: Path, shape: ModelShape, given: dict[str, str], layers: list[Path]
+def read_layers(
+    files: list[Path], _: ModelShape, names: Mapped, **given: str
 ) -> Foreign:
-    names = _names(path)
-    mapping = mapped(path, given, names, () if layers else ("pos", "layer"))
-    prompt = prompt_length(path, given)
-    passes = one_of(path, given, "restarts", ("passes",))
-    choices = Choices(path)
-
-    def pieces() -> Iterator[Block]:
-        rows = _pieces_by_layer(layers, mapping) if layers else rows_of(path, mapping)
-        rows = choices.gathered(rows)
-        return of_passes(path, rows) if passes else rows
-
-    def finish(block: Block) -> Block:
-        tokens = choices.whole(block)
-        return finished(path, shape, tokens, ("phase", "token"), prompt, TWICE)
-
-    notes = [] if {"weights", "weight"} & mapping.keys() else [NO_WEIGHTS]
-    if not passes and "phase" not in mapping and prompt is None:
-        notes.append(PROMPT_TOKENS_NOTE)
-    used = {name: "+".join(theirs) for name, theirs in mapping.items()}
-    return Foreign(Unordered(pieces, finish), notes=notes, facts={"columns": used})
+    """The mapped columns of a file, or of several, one for each MoE layer."""
+    path = files[0]
+    by_layer = len(files) > 1
+    columns = _columns(path, names, () if by_layer else ("pos", "layer"))
+    used = {name: "+".join(theirs) for name, theirs in columns.items()}
+    return Foreign(
+        lambda: _rows_by_layer(files, columns) if by_layer else _rows(path, columns),
+        prompt=prompt_length(path, given),
+        passes=bool(one_of(path, given, "restarts", ("passes",))),
+        facts={"columns": used},
+    )
 
 
 # -- mapping ---------------------------------------------------------------------------
 
 
-def mapped(
-    path: Path, given: dict[str, str], names: list[str], needed: tuple[str, ...]
-) -> Mapping:
-    """Return our column -> the file's columns.
-
-    Args:
-        path: the file, for errors.
-        given: options: ``map``, words ``ours=theirs`` joined by commas.
-        names: the file's columns.
-        needed: what the file must have, of ours.
+def _columns(path: Path, words: Mapped, needed: tuple[str, ...]) -> Columns:
+    """Our column -> the file's columns.
 
     Raises:
-        TraceError: a word that is no mapping, an unknown column on either side, or a
-            needed one left out.
+        TraceError: a word for a column that the file does not have, or one of `needed`
+            left out.
     """
     # What has a known name already needs no word; a word may still say otherwise.
+    names = _names(path)
     columns = _known(names)
-    words = named_by(path, given, _OUR_COLUMNS)
-    if "map" not in given and not {"experts", "expert"} & columns.keys():
+    if not words and not {"experts", "expert"} & columns.keys():
         columns |= {"experts": ranks} if (ranks := _numbered(names, "e")) else {}
     # One of the two kinds of rows: a word for one excludes the other.
     for name, other in (("expert", "experts"), ("experts", "expert")):
@@ -150,20 +121,20 @@ def mapped(
             expected = f"one of {', '.join(names)}"
             raise layout_error(path, f"--map: {name}", expected, source, "")
 
-    _check_complete(path, given, columns, names, needed)
+    _check_complete(path, words, columns, names, needed)
     return columns
 
 
 def _check_complete(
     path: Path,
-    given: dict[str, str],
-    columns: Mapping,
+    words: Mapped,
+    columns: Columns,
     names: list[str],
     needed: tuple[str, ...],
 ) -> None:
     actual = ", ".join(names)
     place = "columns"
-    if "map" not in given:
+    if not words:
         place = "no importer knows this layout as it is: columns"
     for name in needed:
         if name not in columns:
@@ -181,9 +152,9 @@ def _check_complete(
             raise layout_error(path, place, expected, "a list", "map weight=… instead")
 
 
-def _known(names: list[str]) -> Mapping:
+def _known(names: list[str]) -> Columns:
     """Our column -> the file's column of a name that is known."""
-    columns = {name: [name] for name in _OUR_COLUMNS if name in names}
+    columns = {name: [name] for name in MAPPED if name in names}
     # Without a position, a token's number is one.
     if "token" in columns and not any(name in names for name in NAMES["pos"]):
         columns["pos"] = columns.pop("token")
@@ -227,29 +198,21 @@ def _delimiter(line: str) -> str:
     return max(",;\t", key=line.count)
 
 
-def rows_of(
-    path: Path, mapping: Mapping, sequences: Appearance | None = None
+def _rows(
+    path: Path, columns: Columns, sequences: Appearance | None = None
 ) -> Iterator[Block]:
     """Read the file's rows, some at a time; what stands below another header line is
     another file, whose sequences are others.
     """
     if head(path, 4) == b"PAR1":
-        yield from blocks(parquet_rows(path, mapping), sequences)
-        return
-    names = _names(path)
+        return blocks(parquet_rows(path, columns), sequences)
     line = _header_line(path)
-    first = 0
-    for part in sections(path, line.strip().encode()) or [(0, 0)]:
-        rows = csv_rows(path, names, mapping, part, delimiter=_delimiter(line))
-        highest = first
-        for block in blocks(rows, None if first else sequences):
-            block["seq"] += np.int32(first)
-            highest = max(highest, 1 + int(block["seq"].max()))
-            yield block
-        first = highest
+    parts = sections(path, line.strip().encode())
+    rows = csv_rows(path, _names(path), columns, parts, delimiter=_delimiter(line))
+    return blocks(rows, sequences)
 
 
-def _pieces_by_layer(files: list[Path], mapping: Mapping) -> Iterator[Block]:
+def _rows_by_layer(files: list[Path], columns: Columns) -> Iterator[Block]:
     """Rows of the files one after the other, a layer each; a sequence has the same
     name in all of them. Without positions, these count its rows.
     """
@@ -257,19 +220,10 @@ def _pieces_by_layer(files: list[Path], mapping: Mapping) -> Iterator[Block]:
     sequences = Appearance()
     for layer, file in enumerate(files):
         total = 0
-        counted = np.zeros(0, np.int64)
-        for block in rows_of(file, mapping, sequences):
-            seq = block["seq"]
-            total += len(seq)
-            if "pos" not in mapping:
-                counts = np.bincount(seq, minlength=len(counted))
-                counted = np.pad(counted, (0, len(counts) - len(counted)))
-                order = np.argsort(seq, kind="stable")
-                first = (np.cumsum(counts) - counts)[seq[order]]
-                block["pos"] = np.empty(len(seq), np.int64)
-                block["pos"][order] = np.arange(len(seq)) - first + counted[seq[order]]
-                counted += counts
-            yield block | {"layer": np.full(len(seq), layer, np.int32)}
+        rows = _rows(file, columns, sequences)
+        for block in rows if "pos" in columns else counted(rows, "seq"):
+            total += len(block["seq"])
+            yield block | {"layer": np.full(len(block["seq"]), layer, np.int32)}
         rows_of_first = total if rows_of_first is None else rows_of_first
         if total != rows_of_first:
             expected = f"{rows_of_first} as in {files[0].name}"

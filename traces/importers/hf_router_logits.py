@@ -18,7 +18,6 @@ from moesim.traces.format.sorting import BATCH_ROWS
 from moesim.traces.importers.readers.arrays import in_memory, kind_of, stored_arrays
 from moesim.traces.importers.readers.foreign import (
     PROMPT_TOKENS,
-    PROMPT_TOKENS_NOTE,
     Foreign,
     layout_error,
     one_of,
@@ -114,7 +113,7 @@ def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
     prompt = prompt_length(path, given)
 
     are_probabilities = _are_probabilities(layers[0])
-    notes = [] if prompt is not None else [PROMPT_TOKENS_NOTE]
+    notes = []
     if are_probabilities:
         notes.append("the values are softmaxed already (rows sum to 1)")
     if sequences != 1 and "lengths" not in given:
@@ -126,7 +125,8 @@ def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
         "experts are the top-k of the values, not what the model was seen to select"
     )
     return Foreign(
-        _blocks(path, shape, layers, tokens, spans, prompt or 0),
+        lambda: _blocks(path, shape, layers, tokens, spans, prompt),
+        in_order=True,
         notes=notes,
         facts={"values": "probabilities" if are_probabilities else "logits"},
     )
@@ -162,7 +162,7 @@ def _blocks(
     layers: list[Stored],
     tokens: int,
     spans: list[tuple[int, int]],
-    prompt: int,
+    prompt: int | None,
 ) -> Iterator[Block]:
     """Parts of sequences: all layers are read side by side.
 
@@ -172,7 +172,7 @@ def _blocks(
         layers: [rows, E] floats of every layer.
         tokens: rows of each sequence, padding included.
         spans: where its own tokens begin and end among them.
-        prompt: how many of its first tokens are prompt.
+        prompt: how many of its first tokens are prompt; None where nobody knows.
     """
     probabilities = _are_probabilities(layers[0])
     # A token has a row in every layer.
@@ -197,7 +197,7 @@ def _blocks(
                 yield dense_block(
                     number,
                     selection.experts[kept],
-                    max(0, prompt - first),
+                    prompt,
                     first,
                     weights=selection.weights[kept],
                     scores=selection.scores[kept],

@@ -15,16 +15,14 @@ import numpy as np
 from moesim.base.inputs import load_json, read_text
 from moesim.traces.importers.readers.arrays import integers
 from moesim.traces.importers.readers.foreign import (
-    NO_WEIGHTS,
     PROMPT_TOKENS,
-    PROMPT_TOKENS_NOTE,
     Foreign,
     decoding,
     head,
     layout_error,
     prompt_length,
 )
-from moesim.traces.importers.readers.sequence_rows import dense_block, finished
+from moesim.traces.importers.readers.sequence_rows import dense_block
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +47,7 @@ def recognises(path: Path) -> bool:
     return start.lstrip()[:1] == b"{" and any(key in start for key in keys)
 
 
-def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
+def read(path: Path, _: ModelShape, **given: str) -> Foreign:
     """The file's sequences: all tokens, or a prompt each."""
     prompt = prompt_length(path, given)
     with decoding(path, "JSON"):
@@ -57,18 +55,14 @@ def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
     if not isinstance(export, dict) or not {_SELECTIONS, "layers"} & export.keys():
         raise layout_error(path, "JSON", f"{_SELECTIONS} or layers", "neither")
 
-    notes = [NO_WEIGHTS]
-    if _SELECTIONS not in export:
-        rows = _prompts(path, shape, export)
-    else:
-        ids = _ids(path, _SELECTIONS, export[_SELECTIONS], 3)
-        rows = iter([dense_block(0, ids, prompt or 0)])
-        notes += [PROMPT_TOKENS_NOTE] if prompt is None else []
     facts = {key: export[key] for key in _FACTS if key in export}
-    return Foreign(rows, notes=notes, facts=facts)
+    if _SELECTIONS not in export:
+        return Foreign(lambda: _prompts(path, export), facts=facts)
+    ids = _ids(path, _SELECTIONS, export[_SELECTIONS], 3)
+    return Foreign(lambda: [dense_block(0, ids, prompt)], facts=facts)
 
 
-def _prompts(path: Path, shape: ModelShape, export: dict[str, Any]) -> Iterator[Block]:
+def _prompts(path: Path, export: dict[str, Any]) -> Iterator[Block]:
     """A sequence for each prompt."""
     with decoding(path, "layers"):
         layers = {int(layer): value for layer, value in export["layers"].items()}
@@ -91,7 +85,7 @@ def _prompts(path: Path, shape: ModelShape, export: dict[str, Any]) -> Iterator[
             )
         block = dense_block(number, experts[start:end], end - start - generated)
         block["layer"] = np.tile(np.array(list(rows), np.int32), end - start)
-        yield finished(path, shape, block)
+        yield block
 
 
 def _ids(path: Path, place: str, value: Any, dimensions: int) -> np.ndarray:

@@ -11,59 +11,46 @@ object with ``top_k`` (imp), in lines or as one object that holds them all.
 from __future__ import annotations
 
 import json
-from collections import Counter
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from moesim.base.inputs import load_json, read_text
-from moesim.traces.format.parquet import lists, numbers, values
-from moesim.traces.format.sorting import Unordered
+from moesim.traces.format.rows import blocks, is_null
 from moesim.traces.importers.readers.foreign import (
-    MAP,
     NAMES,
-    NO_WEIGHTS,
     PROMPT_TOKENS,
-    PROMPT_TOKENS_NOTE,
     RESTARTS,
-    TWICE,
     Foreign,
     decoding,
     head,
     layout_error,
-    named_by,
     one_of,
     prompt_length,
 )
-from moesim.traces.importers.readers.json_lines import (
-    columns_of,
-    items_of,
-    json_lines,
-    lengths_of,
-)
-from moesim.traces.importers.readers.sequence_rows import finished, of_passes
-from moesim.traces.importers.readers.tables import blocks
+from moesim.traces.importers.readers.json_lines import json_rows, quote
+from moesim.traces.importers.readers.sequence_rows import counted
 from moesim.traces.importers.readers.text import first_line, first_object
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from moesim.traces.format.rows import Rows
     from moesim.traces.format.schema import ModelShape
-    from moesim.traces.importers.readers.json_lines import Lines
-    from moesim.traces.importers.readers.tables import Rows
+    from moesim.traces.importers.readers.foreign import Mapped
 
     Block = dict[str, np.ndarray]
     Keys = dict[str, tuple[str, ...]]
-
-ASKED = ("map",)
-OPTIONS = {"map": MAP, "prompt_tokens": PROMPT_TOKENS, "restarts": RESTARTS}
+    Query = dict[str, Any]
 
 # Our column -> the keys that stand for it, the most explicit first. Beside ``pos``, a
 # ``token`` is a token id.
 _KEYS: Keys = NAMES | {"pos": (*NAMES["pos"], "token", "t", "step")}
+MAPPED = {name: name for name in _KEYS}
+OPTIONS = {"prompt_tokens": PROMPT_TOKENS, "restarts": RESTARTS}
 _KINDS: dict[str, Any] = {
     "seq": "VARCHAR",
     "phase": "VARCHAR",
@@ -73,7 +60,6 @@ _KINDS: dict[str, Any] = {
     "weights": ["DOUBLE"],
 }
 _ORIGINS = "origin_rows"
-_ROW = "a layer and its experts"
 
 
 class _Text(NamedTuple):
@@ -92,27 +78,13 @@ class _Text(NamedTuple):
     skip: int | None
 
 
-class _Layout(NamedTuple):
-    """How lines hold rows: what is wanted of a line, and what makes of lines which line
-    each row comes from, int [N], and our columns of them; None for those without.
-    """
-
-    structure: Any
-    rows: Callable[[Lines], tuple[np.ndarray, dict[str, Any]]]
-
-
-def _keys(path: Path, given: Mapping[str, str]) -> Keys:
-    words = named_by(path, given, _KEYS)
-    return _KEYS | {name: (key,) for name, key in words.items()}
-
-
-def recognises(path: Path, **given: str) -> bool:
+def recognises(path: Path, names: Mapped) -> bool:
     """Whether the first line is a row, a token with layers, or an object with
     ``top_k``; or one such object in all.
     """
     first = first_object(path)
     if isinstance(first, dict):
-        keys = _keys(path, given)
+        keys = _keys(names)
         is_row = _has(first, "layer", keys) and _has(first, "experts", keys)
         is_placed = _has(first, "pos", keys) or _ORIGINS in first
         return "top_k" in first or (is_placed and ("layers" in first or is_row))
@@ -121,43 +93,33 @@ def recognises(path: Path, **given: str) -> bool:
     return start.startswith(b"{") and (b'"top_k"' in start or b'"layers"' in start)
 
 
+def _keys(names: Mapped) -> Keys:
+    return _KEYS | {name: (key,) for name, key in names.items()}
+
+
 def _has(value: dict[str, Any], name: str, keys: Keys) -> bool:
     return any(key in value for key in keys[name])
 
 
-def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
+def read(path: Path, _: ModelShape, names: Mapped, **given: str) -> Foreign:
     """The file's rows."""
-    prompt = prompt_length(path, given)
-    keys = _keys(path, given)
-    passes = one_of(path, given, "restarts", ("passes",))
     text = _text_of(path)
-
-    def pieces() -> Iterator[Block]:
-        rows = blocks(_rows(path, text, keys))
-        return of_passes(path, rows) if passes else rows
-
-    def finish(block: Block) -> Block:
-        return finished(path, shape, block, ("phase",), prompt, TWICE)
-
     # The first row speaks for all; a mixture is refused while reading.
+    if text.first is None:
+        raise layout_error(path, "rows", "at least one", "none")
     line = text.first if isinstance(text.first, dict) else {}
-    layers = line.get("layers")
-    layer = layers[0] if isinstance(layers, list) and layers else None
-    parts = [line, layer] if isinstance(layer, dict) else [line]
-    known = {
-        name
-        for name, names in keys.items()
-        if any(part.get(key) is not None for part in parts for key in names)
-    }
-    notes = [] if "weights" in known else [NO_WEIGHTS]
-    if not passes and "phase" not in known and prompt is None:
-        notes.append(PROMPT_TOKENS_NOTE)
+    notes = []
     if _are_requests(line):
         notes.append(
             f"several rows of a batch have one of {_ORIGINS}: each is taken as a"
             " request, and its rows as its tokens"
         )
-    return Foreign(Unordered(pieces, finish), notes=notes)
+    return Foreign(
+        lambda: _rows(path, text, _keys(names)),
+        prompt=prompt_length(path, given),
+        passes=bool(one_of(path, given, "restarts", ("passes",))),
+        notes=notes,
+    )
 
 
 def _text_of(path: Path) -> _Text:
@@ -190,52 +152,94 @@ def _text_of(path: Path) -> _Text:
     return _Text(first, top_k, held, skip)
 
 
-def _rows(path: Path, text: _Text, keys: Keys) -> Iterator[Rows]:
+def _rows(path: Path, text: _Text, keys: Keys) -> Iterator[Block]:
     """The rows of some lines at a time."""
-    if text.first is None:
-        raise layout_error(path, "rows", "at least one", "none")
-    layout = _layout_of(path, text, keys)
-    parts = [json_lines(path, layout.structure, held=text.held)] if text.held else []
+    first = text.first if isinstance(text.first, dict) else {}
+    if isinstance(text.first, list):
+        query = _lists(text)
+    elif _ORIGINS in first:
+        query = _batches(first, keys)
+    elif "layers" in first:
+        query = _tokens(first, keys)
+    else:
+        query = _plain(path, first, keys)
+
+    read = partial(json_rows, path, **query)
+    parts = [read(held=text.held)] if text.held else []
     if text.skip is not None:
-        parts.append(json_lines(path, layout.structure, text.skip))
+        parts.append(read(skip=text.skip))
+    known = _known(first, keys)
+    rows = blocks(_alike(rows, known) for rows in chain.from_iterable(parts))
+    if isinstance(text.first, list):
+        return _by_layer(rows)
+    return counted(rows, "seq", "layer") if _are_requests(first) else rows
 
-    has_weights = None
-    for lines in chain.from_iterable(parts):
-        line, columns = layout.rows(lines)
-        if not len(line):
-            continue
-        for name in ("pos", "layer", "experts"):
-            if columns.get(name) is None:
-                raise lines.fault(int(line[0]), name, _ROW)
-        columns = {
-            name: column for name, column in columns.items() if column is not None
-        }
-        has_weights = "weights" in columns if has_weights is None else has_weights
-        if has_weights != ("weights" in columns):
-            raise lines.fault(int(line[0]), "weights", "weights in all rows or in none")
 
-        # A line without a name belongs to sequence 0, as all do where no line has one.
-        for name, missing in (("seq", "0"), ("phase", "decode")):
-            if name in columns:
-                column = columns[name]
-                column = column.fill_null(missing) if column.null_count else column
-                column = column.dictionary_encode()
-                is_by_line = len(column) != len(line)
-                columns[name] = column.take(numbers(line)) if is_by_line else column
-        yield lines.rows(columns, line)
+def _known(first: dict[str, Any], keys: Keys) -> set[str]:
+    """Which columns the first row has."""
+    layers = first.get("layers")
+    layer = layers[0] if isinstance(layers, list) and layers else None
+    parts = [first, layer] if isinstance(layer, dict) else [first]
+    return {
+        name
+        for name, names in keys.items()
+        if any(part.get(key) is not None for part in parts for key in names)
+    }
+
+
+def _alike(rows: Rows, known: set[str]) -> Rows:
+    """Rows without what none of them has.
+
+    Raises:
+        TraceError: some have a phase or weights, others have none.
+    """
+    columns = dict(rows.columns)
+    for name in {"phase", "weights"} & columns.keys() - known:
+        (column,) = columns.pop(name)
+        if column.null_count < len(column):
+            row = int(is_null(column).argmin())
+            raise rows.fault(row, name, f"{name} in all rows or in none", "some")
+    return rows._replace(columns=columns)
+
+
+def _by_layer(blocks_: Iterable[Block]) -> Iterator[Block]:
+    """Rows of one sequence: a layer that is not above the one before begins a token."""
+    token = -1
+    before = np.inf
+    for block in blocks_:
+        layer = block["layer"]
+        falls = layer <= np.concatenate(([before], layer[:-1]))
+        pos = token + np.cumsum(falls)
+        token = pos[-1]
+        before = layer[-1]
+        yield {**block, "pos": pos}
 
 
 # -- layouts ---------------------------------------------------------------------------
+# What `json_rows` is asked for, of lines like the first row.
 
 
-def _layout_of(path: Path, text: _Text, keys: Keys) -> _Layout:
-    """The layout of a file by its first row."""
-    first = text.first
-    if isinstance(first, list):
-        return _lists(text.top_k, nested=bool(first) and isinstance(first[0], list))
+def _fields(
+    value: dict[str, Any], of: str, keys: Keys, *names: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The structure of objects like `value`, and our columns of their fields in SQL."""
+    structure: dict[str, Any] = {}
+    columns = {}
+    for name in names:
+        # Looking for a key costs time at every line. Of a column that the first line
+        # does not have, a later line may have any.
+        used = [key for key in keys[name] if key in value][:1] or keys[name]
+        structure |= dict.fromkeys(used, _KINDS[name])
+        columns[name] = f"coalesce({', '.join(f'{of}.{quote(key)}' for key in used)})"
+    # A line without a name belongs to sequence 0, as all do where no line has one.
+    if "seq" in names:
+        columns["seq"] = f"coalesce({columns['seq']}, '0')"
+    return structure, columns
 
-    line = first if isinstance(first, dict) else {}
-    known = [key for key in keys["pos"] if key in line]
+
+def _plain(path: Path, first: dict[str, Any], keys: Keys) -> Query:
+    """An object for each row."""
+    known = [key for key in keys["pos"] if key in first]
     if known and known[0] == "token" and "step" in known:
         raise layout_error(
             path,
@@ -244,74 +248,29 @@ def _layout_of(path: Path, text: _Text, keys: Keys) -> _Layout:
             "token and step",
             "say --map pos=token or --map pos=step",
         )
-    if _ORIGINS in line:
-        return _batches(line, keys)
-    if "layers" in line:
-        return _tokens(line, keys)
-
-    def rows(lines: Lines) -> tuple[np.ndarray, dict[str, Any]]:
-        columns = lines.columns
-        ours = {name: _column(columns, name, keys) for name in keys}
-        return np.arange(len(lines.values)), ours
-
-    return _Layout(_structure(line, tuple(keys), keys), rows)
+    structure, columns = _fields(first, "line", keys, *_KINDS)
+    return {"structure": structure, "columns": columns}
 
 
-def _structure(
-    value: dict[str, Any], names: tuple[str, ...], keys: Keys
-) -> dict[str, Any]:
-    """The structure of lines like `value`: what it has for each column of `names`."""
-    structure: dict[str, Any] = {}
-    for name in names:
-        used = [key for key in keys[name] if key in value]
-        # Looking for a key costs time at every line. Of a column that the first line
-        # does not have, a later line may have any.
-        structure |= dict.fromkeys(used[:1] or keys[name], _KINDS[name])
-    return structure
-
-
-def _column(columns: dict[str, Any], name: str, keys: Keys) -> Any:
-    """The column under the key that the lines have for it; None under none."""
-    candidates = [columns[key] for key in keys[name] if key in columns]
-    complete = (column for column in candidates if not column.null_count)
-    partial = (column for column in candidates if column.null_count < len(column))
-    return next(chain(complete, partial), None)
-
-
-def _tokens(first: dict[str, Any], keys: Keys) -> _Layout:
-    """An object per token with its layers: lists of ids, or objects."""
+def _tokens(first: dict[str, Any], keys: Keys) -> Query:
+    """An object per token with its layers: lists of ids, or objects. A layer without a
+    number is the one whose turn it is.
+    """
+    structure, columns = _fields(first, "line", keys, "seq", "phase", "pos")
     layers = first["layers"] if isinstance(first["layers"], list) else []
     objects = [layer for layer in layers if isinstance(layer, dict)]
-    layer: Any = _KINDS["experts"]
+    kind: Any = _KINDS["experts"]
+    of_layer = {"layer": "NULL", "experts": "each"}
     if objects:
-        layer = _structure(objects[0], ("layer", "experts", "weights"), keys)
-    structure = _structure(first, ("seq", "phase", "pos"), keys) | {"layers": [layer]}
-
-    def rows(lines: Lines) -> tuple[np.ndarray, dict[str, Any]]:
-        columns = lines.columns
-        lengths = lengths_of(columns["layers"])
-        if not lengths.all():
-            raise lines.fault(int(lengths.argmin()), "", "a list of layers")
-        line = np.repeat(np.arange(len(lengths)), lengths)
-        # A layer without a number is the one whose turn it is.
-        turn = numbers(
-            (np.arange(len(line)) - (np.cumsum(lengths) - lengths)[line]) * 1.0
-        )
-        ours = {name: _column(columns, name, keys) for name in ("seq", "phase", "pos")}
-        if ours["pos"] is not None:
-            ours["pos"] = ours["pos"].take(numbers(line))
-        items = items_of(columns["layers"])
-        if not objects:
-            return line, ours | {"layer": turn, "experts": items}
-
-        parts = columns_of(items)
-        for name in ("layer", "experts", "weights"):
-            ours[name] = _column(parts, name, keys)
-        stated = ours["layer"]
-        ours["layer"] = turn if stated is None else stated.fill_null(turn)
-        return line, ours
-
-    return _Layout(structure, rows)
+        names = ("layer", "experts", "weights")
+        kind, of_layer = _fields(objects[0], "each", keys, *names)
+    columns |= of_layer | {"layer": f"coalesce({of_layer['layer']}, turn - 1)"}
+    return {
+        "structure": structure | {"layers": [kind]},
+        "columns": columns,
+        "each": "line.layers",
+        "needed": "a list of layers, with ids of experts each",
+    }
 
 
 def _are_requests(first: dict[str, Any]) -> bool:
@@ -323,91 +282,40 @@ def _are_requests(first: dict[str, Any]) -> bool:
     return len(set(map(str, origins))) < len(origins)
 
 
-def _batches(first: dict[str, Any], keys: Keys) -> _Layout:
+def _batches(first: dict[str, Any], keys: Keys) -> Query:
     """An object per layer of a batch: lists of tokens, ids and weights, row by row."""
-    structure = _structure(first, ("seq", "phase", "layer"), keys)
-    of_rows = _structure(first, ("experts", "weights"), keys)
-    structure |= {name: [kind] for name, kind in of_rows.items()}
+    origins = f"line.{_ORIGINS}"
+    names = ("seq", "phase", "layer", "experts", "weights")
+    structure, columns = _fields(first, "line", keys, *names)
+    for name in ("experts", "weights"):
+        for key in keys[name]:
+            if key in structure:
+                structure[key] = [structure[key]]
+        rows = columns[name]
+        columns[name] = f"CASE WHEN len({rows}) = len({origins}) THEN {rows}[turn] END"
     structure |= {_ORIGINS: ["DOUBLE"], "batch_id": "VARCHAR"}
-    are_requests = _are_requests(first)
-    # Rows so far of each request at each layer.
-    counts: Counter[tuple[str, float]] = Counter()
-
-    def turn(key: tuple[str, float]) -> float:
-        counts[key] += 1
-        return counts[key] - 1.0
-
-    def rows(lines: Lines) -> tuple[np.ndarray, dict[str, Any]]:
-        columns = lines.columns
-        ours = {name: _column(columns, name, keys) for name in keys if name != "pos"}
-        lengths = lengths_of(columns[_ORIGINS])
-        parts = [
-            ours[name] for name in ("experts", "weights") if ours[name] is not None
-        ]
-        wrong = np.any(
-            [lengths == 0, *(lengths_of(part) != lengths for part in parts)], 0
-        )
-        if wrong.any() or ours["experts"] is None or ours["layer"] is None:
-            expected = f"a layer, and as many {_ORIGINS} as rows of experts"
-            raise lines.fault(int(wrong.argmax()), "", expected)
-
-        line = np.repeat(np.arange(len(lengths)), lengths)
-        ours["pos"] = items_of(columns[_ORIGINS])
-        ours["layer"] = ours["layer"].take(numbers(line))
-        if ours["seq"] is None:
-            ours["seq"] = columns["batch_id"]
-        if are_requests:
-            batches = ours["seq"].take(numbers(line)).to_pylist()
-            origins = ours["pos"].to_pylist()
-            names = [f"{a}:{b:g}" for a, b in zip(batches, origins, strict=True)]
-            places = zip(names, ours["layer"].to_pylist(), strict=True)
-            ours["pos"] = numbers(np.array([turn(place) for place in places]))
-            ours["seq"] = pa.array(names)
-        for name in ("experts", "weights"):
-            if ours[name] is not None:
-                ours[name] = items_of(ours[name])
-        return line, ours
-
-    return _Layout(structure, rows)
+    if not _has(first, "seq", keys):
+        columns["seq"] = "coalesce(line.batch_id, '0')"
+    if _are_requests(first):
+        columns["seq"] += " || ':' || each"
+    else:
+        columns["pos"] = "each"
+    return {
+        "structure": structure,
+        "columns": columns,
+        "each": origins,
+        "needed": f"a layer, and as many {_ORIGINS} as rows of experts",
+    }
 
 
-def _lists(top_k: int, *, nested: bool) -> _Layout:
-    """Lists ``[layer, e0, …, eK-1]``, or lists of such lists.
-
-    A layer that is not above the one before begins a token.
-    """
-    width = top_k + 1
-    token = -1
-    layer_before = np.inf
-
-    def rows(lines: Lines) -> tuple[np.ndarray, dict[str, Any]]:
-        nonlocal token, layer_before
-        lists_ = lines.values
-        line = np.arange(len(lists_))
-        if nested:
-            line = np.repeat(line, lengths_of(lists_))
-            lists_ = items_of(lists_)
-        lengths = lengths_of(lists_)
-        if not len(lengths):
-            return line, {}
-        wrong = lengths != width
-        if wrong.any() or width < 2:
-            expected = f"[layer, {max(top_k, 1)} ids] as in the header"
-            raise lines.fault(int(line[wrong.argmax()]), "", expected)
-
-        cells = items_of(lists_)
-        if cells.null_count:
-            at = int(np.argmax(cells.is_null().to_numpy(zero_copy_only=False)))
-            raise lines.fault(int(line[at // width]), "", "numbers")
-        table = values(cells).reshape(-1, width)
-        layer = table[:, 0]
-        pos = token + np.cumsum(layer <= np.concatenate(([layer_before], layer[:-1])))
-        token = int(pos[-1])
-        layer_before = layer[-1]
-        return line, {
-            "pos": numbers(pos * 1.0),
-            "layer": numbers(layer),
-            "experts": lists(np.ascontiguousarray(table[:, 1:])),
-        }
-
-    return _Layout([["DOUBLE"]] if nested else ["DOUBLE"], rows)
+def _lists(text: _Text) -> Query:
+    """Lists ``[layer, e0, …, eK-1]``, or lists of such lists."""
+    is_nested = bool(text.first) and isinstance(text.first[0], list)
+    row = "each" if is_nested else "line"
+    ids = f"CASE WHEN len({row}) = {text.top_k + 1} THEN {row}[2:] END"
+    return {
+        "structure": [["DOUBLE"]] if is_nested else ["DOUBLE"],
+        "columns": {"layer": f"{row}[1]", "experts": ids},
+        "each": "line" if is_nested else "",
+        "needed": f"[layer, {text.top_k} ids] as in the header",
+    }

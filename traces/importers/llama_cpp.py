@@ -17,42 +17,37 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.traces.format.arrays import first_repeat
-from moesim.traces.format.sorting import Unordered
+from moesim.traces.format.rows import blocks
+from moesim.traces.format.sorting import joined
 from moesim.traces.importers.readers.foreign import (
     NAMES,
     NO_WEIGHTS,
     Foreign,
     head,
     layout_error,
-    layout_names,
     one_of,
 )
-from moesim.traces.importers.readers.sequence_rows import (
-    ForwardPasses,
-    UnclearError,
-    finished,
-)
-from moesim.traces.importers.readers.tables import blocks, csv_rows
+from moesim.traces.importers.readers.sequence_rows import ForwardPasses, UnclearError
+from moesim.traces.importers.readers.tables import csv_rows
 from moesim.traces.importers.readers.text import sections
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
+    from moesim.traces.importers.readers.foreign import Mapped
 
     Block = dict[str, np.ndarray]
 
-ASKED = ("map",)
+# What may stand on the left of a mapping; `experts` is our name.
+MAPPED = {"layer": "layer", "expert": "expert", "experts": "expert"}
 OPTIONS = {
-    "map": "layer=theirs,expert=theirs, as the file's first line calls them",
     "prompt_passes": (
         "joined or apart: whether consecutive passes of several tokens are one prompt,"
         " where every layer has all their tokens"
     ),
 }
-# What may stand on the left of a mapping; `experts` is our name.
-_MAPPED = {"layer": "layer", "expert": "expert", "experts": "expert"}
 _ROW = re.compile(rb"-?\d+,-?\d+")
 # So many lines of bare numbers are enough to tell this layout from others.
 _RECOGNISED_LINES = 50
@@ -61,18 +56,17 @@ _STRIDED_COPY = (
 )
 
 
-def recognises(path: Path, **given: str) -> bool:
+def recognises(path: Path, names: Mapped) -> bool:
     """Whether the first lines are two integers each, with or without the header
     ``layer,expert``; or, of mapped columns, whether the header has these two alone.
     """
-    if _columns(path, given):
+    if _columns(path, names):
         return True
-    if given:
-        return False
     lines = head(path, 4096).replace(b"\r", b"").split(b"\n")
     # The last line of what was read may be cut.
     whole_lines = lines[:-1] or lines
-    return all(_ROW.fullmatch(line) for line in whole_lines[:_RECOGNISED_LINES])
+    is_bare = all(_ROW.fullmatch(line) for line in whole_lines[:_RECOGNISED_LINES])
+    return is_bare and not names
 
 
 def _header(path: Path) -> list[str]:
@@ -80,12 +74,14 @@ def _header(path: Path) -> list[str]:
     return [word.strip() for word in line.split(",")]
 
 
-def _columns(path: Path, given: dict[str, str]) -> list[str]:
+def _columns(path: Path, names: Mapped) -> list[str]:
     """Our names of the two columns in the header's order: a layer, and an expert or a
     list; nothing where it has others.
     """
-    ours = {theirs: name for name, theirs in layout_names(path, given, _MAPPED).items()}
-    if "map" not in given:
+    ours = {theirs: name for name, theirs in names.items()}
+    for name in set(MAPPED.values()) - names.keys():
+        ours.setdefault(name, name)
+    if not names:
         ours |= {
             name: column for column in ("layer", "experts") for name in NAMES[column]
         }
@@ -96,31 +92,25 @@ def _columns(path: Path, given: dict[str, str]) -> list[str]:
     return columns if is_known and columns[0] != columns[1] else []
 
 
-def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
+def read(path: Path, shape: ModelShape, names: Mapped, **given: str) -> Foreign:
     """The file's passes."""
     word = one_of(path, given, "prompt_passes", ("joined", "apart"))
     joins = word == "joined" if word else None
-    columns = _columns(path, given)
-    note = (
-        "no combine weights, tokens or top-k in the source: the shape's top-k"
-        " and pass sizes decide"
-    )
-    notes = [note]
-    if "experts" in columns:
-        notes = [NO_WEIGHTS, "no tokens in the source: pass sizes decide"]
+    columns = _columns(path, names)
+    of_lists = "experts" in columns
+    note = "no combine weights, tokens or top-k in the source: the shape's top-k and"
     return Foreign(
-        Unordered(
-            lambda: _pieces(path, shape, columns, joins),
-            lambda block: finished(path, shape, block),
-        ),
-        notes=notes,
+        lambda: _passes(path, shape, columns, joins),
+        notes=["no tokens in the source: pass sizes decide"] * of_lists,
+        no_weights=NO_WEIGHTS if of_lists else f"{note} pass sizes decide",
     )
 
 
-def _pieces(
+def _passes(
     path: Path, shape: ModelShape, columns: list[str], joins: bool | None
 ) -> Iterator[Block]:
-    """Rows of some passes at a time, file by file of those that were joined.
+    """The rows of some whole passes at a time; a pass ends where the layer falls, or
+    with its file.
 
     Args:
         path: the file.
@@ -130,43 +120,30 @@ def _pieces(
     """
     passes = ForwardPasses(layers=shape.layers, joins=joins)
     names = columns or ["layer", "expert"]
-    of_lists = "experts" in names
-    widths = _Widths(path, 1 if of_lists else shape.top_k, shape.experts)
-    mapping = {name: [name] for name in names}
-    types = {name: "string" if name == "experts" else "int32" for name in names}
-    header = ",".join(_header(path) if columns else names).encode()
-    for part in sections(path, header):
-        passes.restart()
-        rows = (
-            {**block, "expert": block[names[1 - names.index("layer")]]}
-            for block in blocks(csv_rows(path, names, mapping, part, types=types))
-        )
-        yield from _of_rows(path, rows, widths, passes)
-    if not of_lists:
+    name = "experts" if "experts" in names else "expert"
+    widths = _Widths(path, 1 if name == "experts" else shape.top_k, shape.experts)
+    parts = sections(path, ",".join(_header(path) if columns else names).encode())
+    open_pass: Block = {}
+    file = first_row = 0
+    for block in blocks(csv_rows(path, names, {each: [each] for each in names}, parts)):
+        if open_pass and block["seq"][0] != file:
+            yield _rows(path, first_row, open_pass, name, widths, passes)
+            passes.restart()
+            first_row += len(open_pass["seq"])
+            open_pass = {}
+        file = block["seq"][0]
+        rows = joined([open_pass, block]) if open_pass else block
+        # The last pass may go on in what is not read yet.
+        falls = np.flatnonzero(np.diff(rows["layer"]) < 0)
+        end = int(falls[-1]) + 1 if len(falls) else 0
+        if end:
+            whole = {each: column[:end] for each, column in rows.items()}
+            yield _rows(path, first_row, whole, name, widths, passes)
+        first_row += end
+        open_pass = {each: column[end:] for each, column in rows.items()}
+    yield _rows(path, first_row, open_pass, name, widths, passes)
+    if name == "expert":
         widths.check()
-
-
-def _of_rows(
-    path: Path, blocks_: Iterable[Block], widths: _Widths, passes: ForwardPasses
-) -> Iterator[Block]:
-    """The rows of some whole passes at a time; a pass ends where the layer falls."""
-    layer = np.empty(0, np.int32)
-    expert: np.ndarray | None = None
-    first_row = 0
-    for block in blocks_:
-        layer = np.concatenate((layer, block["layer"]))
-        parts = [block["expert"]] if expert is None else [expert, block["expert"]]
-        expert = np.concatenate(parts)
-        falls = np.flatnonzero(np.diff(layer) < 0)
-        if len(falls):  # the last pass may go on in what is not read yet
-            end = int(falls[-1]) + 1
-            yield _rows(path, first_row, layer[:end], expert[:end], widths, passes)
-            layer = layer[end:]
-            expert = expert[end:]
-            first_row += end
-    if expert is None:
-        raise layout_error(path, "rows", "layer,expert", "nothing")
-    yield _rows(path, first_row, layer, expert, widths, passes)
 
 
 class _Widths:
@@ -213,12 +190,14 @@ class _Widths:
 def _rows(
     path: Path,
     first_row: int,
-    layer: np.ndarray,
-    expert: np.ndarray,
+    rows: Block,
+    name: str,
     widths: _Widths,
     passes: ForwardPasses,
 ) -> Block:
     """The rows of whole passes; the first one is row `first_row` of the file."""
+    layer = rows["layer"]
+    expert = rows[name]
     # A run: consecutive rows of one layer.
     starts = np.flatnonzero(np.concatenate(([True], np.diff(layer) != 0)))
     choices = np.diff(np.append(starts, len(layer)))

@@ -14,23 +14,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from moesim.traces.format.schema import Phase
-from moesim.traces.format.sorting import Unordered
-from moesim.traces.importers.readers.foreign import (
-    NO_WEIGHTS,
-    Foreign,
-    head,
-    layout_error,
-)
-from moesim.traces.importers.readers.sequence_rows import Restarts, finished
-from moesim.traces.importers.readers.tables import blocks, csv_rows
+from moesim.traces.format.rows import blocks
+from moesim.traces.importers.readers.foreign import Foreign, head
+from moesim.traces.importers.readers.sequence_rows import phases, restarted
+from moesim.traces.importers.readers.tables import csv_rows
 from moesim.traces.importers.readers.text import sections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    import numpy as np
 
     from moesim.traces.format.schema import ModelShape
 
@@ -55,38 +49,16 @@ def recognises(path: Path) -> bool:
     return len(widths) == 1 and all(_ROW.fullmatch(line) for line in lines)
 
 
-def read(path: Path, shape: ModelShape) -> Foreign:
+def read(path: Path, _: ModelShape) -> Foreign:
     """The file's captures, a sequence each."""
-    rows = Unordered(lambda: _pieces(path), lambda block: _whole(path, shape, block))
-    return Foreign(rows, notes=[NO_WEIGHTS])
+    return Foreign(lambda: restarted(_rows(path)))
 
 
-def _pieces(path: Path) -> Iterator[Block]:
+def _rows(path: Path) -> Iterator[Block]:
     first_line = head(path, 1 << 16).split(b"\n", 1)[0].strip()
     ids = [f"e{rank}" for rank in range(first_line.count(b",") - 1)]
-    mapping = {"from_end": ["pos"], "layer": ["layer"], "experts": ids}
-    types = dict.fromkeys(["pos", "layer", *ids], "int32")
-    restarts = Restarts(from_end=True)
-    for part in sections(path, first_line) if _HEADER.fullmatch(first_line) else [None]:
-        restarts.restart()
-        for block in blocks(csv_rows(path, list(types), mapping, part, types=types)):
-            block["pos"] = block.pop("from_end")
-            block["seq"] = restarts.sequences(block["pos"], block["layer"])
-            yield block
-
-
-def _whole(path: Path, shape: ModelShape, block: Block) -> Block:
-    """One capture with positions from 0 and phases."""
-    pos = block["pos"]
-    prompt_tokens = max(0, -int(pos[0]))
-    if prompt_tokens and not (pos == -1).any():
-        raise layout_error(
-            path,
-            f"sequence {block['seq'][0]}: prompt",
-            "positions up to -1",
-            f"none above {pos[pos < 0].max()}",
-            "was the capture cut off? leave its rows out",
-        )
-    phase = np.where(pos < 0, Phase.PREFILL, Phase.DECODE).astype(np.int8)
-    capture = {**block, "pos": pos + np.int32(prompt_tokens), "phase": phase}
-    return finished(path, shape, capture)
+    columns = {"from_end": ["pos"], "layer": ["layer"], "experts": ids}
+    parts = sections(path, first_line) if _HEADER.fullmatch(first_line) else None
+    for block in blocks(csv_rows(path, ["pos", "layer", *ids], columns, parts)):
+        pos = block.pop("from_end")
+        yield {**block, "pos": pos, "phase": phases(pos < 0)}

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from moesim.base.seals import check_seal
 from moesim.traces.format.parquet import read_schema
+from moesim.traces.format.rows import blocks
 from moesim.traces.format.schema import (
     METADATA_KEY,
     OPTIONAL_COLUMNS,
@@ -17,14 +18,8 @@ from moesim.traces.format.schema import (
     ModelShape,
     TraceHeader,
 )
-from moesim.traces.format.sorting import Unordered
-from moesim.traces.importers.readers.foreign import TWICE, Foreign, layout_error
-from moesim.traces.importers.readers.sequence_rows import finished
-from moesim.traces.importers.readers.tables import (
-    blocks,
-    parquet_names,
-    parquet_rows,
-)
+from moesim.traces.importers.readers.foreign import Foreign, layout_error
+from moesim.traces.importers.readers.tables import parquet_names, parquet_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,11 +63,5 @@ def read(path: Path, shape: ModelShape | None) -> Foreign:
     known = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
     mapping = {name: [name] for name in known if name in names}
     return Foreign(
-        Unordered(
-            lambda: blocks(parquet_rows(path, mapping), keeps_numbers=True),
-            lambda block: finished(
-                path, saved, block, ("phase", "token"), way_out=TWICE
-            ),
-        ),
-        header=header,
+        lambda: blocks(parquet_rows(path, mapping), keeps_numbers=True), header=header
     )

@@ -15,9 +15,7 @@ import numpy as np
 
 from moesim.base.errors import TraceError
 from moesim.traces.format.schema import Phase
-from moesim.traces.format.sorting import Unordered
-from moesim.traces.importers.readers.foreign import NO_WEIGHTS, Foreign, layout_error
-from moesim.traces.importers.readers.sequence_rows import finished
+from moesim.traces.importers.readers.foreign import Foreign, layout_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,11 +46,10 @@ def recognises(path: Path) -> bool:
     return True
 
 
-def read(path: Path, shape: ModelShape) -> Foreign:
+def read(path: Path, _: ModelShape) -> Foreign:
     """The file's passes, a sequence each."""
     note = "the source does not tell whose tokens a pass has: each is a prompt"
-    rows = Unordered(lambda: _pieces(path), lambda block: finished(path, shape, block))
-    return Foreign(rows, notes=[NO_WEIGHTS, note])
+    return Foreign(lambda: _pieces(path), notes=[note])
 
 
 def _pieces(path: Path) -> Iterator[Block]:

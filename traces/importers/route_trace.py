@@ -22,19 +22,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moesim.base.files import sha256, written_beside
-from moesim.traces.format.parquet import numbers, read_metadata, sealed_writer
-from moesim.traces.format.sorting import BATCH_ROWS, ApartError, Unordered
-from moesim.traces.importers.readers.choices import Choices
+from moesim.traces.format.parquet import numbers, sealed_writer
+from moesim.traces.format.rows import blocks
+from moesim.traces.format.sorting import BATCH_ROWS, ApartError
 from moesim.traces.importers.readers.foreign import (
     NO_WEIGHTS,
     Foreign,
     decoding,
     head,
     layout_error,
-    layout_names,
 )
-from moesim.traces.importers.readers.sequence_rows import finished
-from moesim.traces.importers.readers.tables import blocks, csv_rows
+from moesim.traces.importers.readers.tables import csv_rows
 from moesim.traces.models import model_shape
 
 if TYPE_CHECKING:
@@ -43,44 +41,36 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.traces.format.schema import ModelShape
+    from moesim.traces.importers.readers.foreign import Mapped
 
     Block = dict[str, np.ndarray]
 
 KNOWS_SHAPE = True
-OPTIONS = {"map": "a column of the route trace, or ours=theirs, joined by commas"}
 
 _MAGIC = b"# route_trace v"
 _NEEDED = ("turn", "phase", "step", "layer", "slot", "expert")
-_TYPES = {
-    "turn": "int32",
-    "phase": "int8",
-    "step": "int64",
-    "layer": "int32",
-    "slot": "int32",
-    "expert": "int32",
-    "weight": "float32",
-    "residency": "int8",
-    "expert_bytes": "int64",
-    "dropped": "int8",
-}
 # The file's columns -> a trace's, or those of the table beside it.
-_OURS = {name: name for name in _TYPES} | {
+_OURS = {
     "turn": "seq",
+    "phase": "phase",
     "step": "pos",
+    "layer": "layer",
     "slot": "rank",
+    "expert": "expert",
+    "weight": "weight",
+    "residency": "residency",
     "expert_bytes": "read_bytes",
+    "dropped": "dropped",
 }
-# What may stand on the left of a mapping: the layout's names, and ours.
-_MAPPED = {name: name for name in _TYPES} | {
-    "seq": "turn",
-    "pos": "step",
-    "rank": "slot",
+# The layout's names, and ours.
+MAPPED = {
+    **{name: name for name in _OURS},
+    **{ours: name for name, ours in _OURS.items()},
     "experts": "expert",
     "weights": "weight",
-    "read_bytes": "expert_bytes",
 }
 _RESIDENCY_COLUMNS = ("residency", "dropped", "read_bytes")
-_RESIDENCY_SUFFIX = ".residency.parquet"
+RESIDENCY_SUFFIX = ".residency.parquet"
 _RESIDENCY = pa.schema(
     [
         ("seq", pa.int32()),
@@ -119,53 +109,41 @@ class _Preamble(NamedTuple):
     size_bytes: int
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Path, _: Mapped) -> bool:
     """Whether the first line is ``# route_trace v…``."""
     return head(path, 64).startswith(_MAGIC)
 
 
-def read(path: Path, shape: ModelShape | None, **given: str) -> Foreign:
+def read(path: Path, shape: ModelShape | None, names: Mapped) -> Foreign:
     """The file's rows, a turn of the session being a sequence."""
-    opening = _preamble(path, given)
-    stated = _stated_shape(path, shape or _own_shape(path, opening), opening)
-    types = {name: _TYPES[name] for name in opening.columns if name in _TYPES}
-    choices = Choices(path, counts_from_zero=True)
-    start = opening.size_bytes
-    part = (start, path.stat().st_size - start)
-
-    number = 0
-
-    def rows() -> Iterator[Block]:
-        nonlocal number
-        number = 0
-        mapping = {_OURS[name]: [name] for name in types}
-        table = csv_rows(path, opening.columns, mapping, part, types=types)
-        for block in blocks(table, keeps_numbers=True):
-            if "weight" in block and not np.isfinite(block["weight"]).all():
-                # One unknown weight makes all unknown: read again without them.
-                del types["weight"]
-                raise ApartError
-            yield block
-
-    def finish(block: Block) -> Block:
-        nonlocal number
-        turn = finished(path, stated, choices.whole(block))
-        # Turns need not be counted from 0.
-        turn["seq"] = np.full(len(turn["pos"]), number, np.int32)
-        number += 1
-        return turn
-
+    opening = _preamble(path, names)
+    columns = {_OURS[name]: [name] for name in opening.columns if name in _OURS}
     return Foreign(
-        Unordered(lambda: choices.gathered(rows()), finish),
-        shape=stated,
-        notes=[] if "weight" in types else [NO_WEIGHTS],
+        lambda: _rows(path, opening, columns),
+        shape=_stated_shape(path, shape or _own_shape(path, opening), opening),
         facts={
             name: opening.facts[name]
             for name in ("model", "arch")
             if name in opening.facts
         },
+        no_weights="" if "weight" in columns else NO_WEIGHTS,
         beside=_beside,
     )
+
+
+def _rows(
+    path: Path, opening: _Preamble, columns: dict[str, list[str]]
+) -> Iterator[Block]:
+    start = opening.size_bytes
+    part = (start, path.stat().st_size - start)
+    rows = csv_rows(path, opening.columns, columns, [part])
+    # The order of turns is that of their numbers.
+    for block in blocks(rows, keeps_numbers=True):
+        if "weight" in block and not np.isfinite(block["weight"]).all():
+            # One unknown weight makes all unknown: read again without them.
+            del columns["weight"]
+            raise ApartError
+        yield block
 
 
 def _own_shape(path: Path, opening: _Preamble) -> ModelShape:
@@ -231,13 +209,12 @@ def _stated_shape(path: Path, shape: ModelShape, opening: _Preamble) -> ModelSha
 # -- preamble --------------------------------------------------------------------------
 
 
-def _preamble(path: Path, given: dict[str, str]) -> _Preamble:
-    """Read the lines before the rows; of the options ``map`` counts.
+def _preamble(path: Path, names: Mapped) -> _Preamble:
+    """Read the lines before the rows.
 
     Raises:
         TraceError: another version, or no header line.
     """
-    names = layout_names(path, given, _MAPPED)
     facts: dict[str, str] = {}
     expert_bytes: dict[int, int] = {}
     dense_bytes = 0
@@ -273,23 +250,22 @@ def _preamble(path: Path, given: dict[str, str]) -> _Preamble:
     raise layout_error(path, f"line {len(lines)}", expected, "the end of the file")
 
 
-def _header_columns(
-    path: Path, place: str, line: str, names: dict[str, str]
-) -> list[str]:
+def _header_columns(path: Path, place: str, line: str, names: Mapped) -> list[str]:
     """The columns as this layout calls them; `names` has what the file calls them."""
     columns = [name.strip() for name in line.split(",")]
     # A column that is mapped must be there, needed or not.
-    needed = [
-        theirs for name, theirs in names.items() if name in _NEEDED or name != theirs
-    ]
-    missing = [name for name in needed if name not in columns]
+    needed = {name: name for name in _NEEDED} | names
+    missing = [theirs for theirs in needed.values() if theirs not in columns]
     if missing:
         raise layout_error(path, place, f"a column {missing[0]!r}", line[:80])
     if len(set(columns)) != len(columns):
         raise layout_error(path, place, "every column once", line[:80])
     by_theirs = {theirs: name for name, theirs in names.items()}
     # One that bears the name of a mapped column is another one.
-    return [by_theirs.get(column, f"their {column}") for column in columns]
+    return [
+        by_theirs.get(column, f"their {column}" if column in names else column)
+        for column in columns
+    ]
 
 
 # -- residency, beside the trace -------------------------------------------------------
@@ -297,25 +273,7 @@ def _header_columns(
 
 def residency_path(trace: Path) -> Path:
     """Return where the residency beside a trace is written."""
-    return trace.with_name(trace.name + _RESIDENCY_SUFFIX)
-
-
-def find_residency(trace: Path, digest: str) -> Path:
-    """Return the residency of a trace: beside it under its name, else the file of its
-    folder that was written with it, whatever either is called now.
-    """
-    expected = residency_path(trace)
-    if expected.is_file():
-        return expected
-    for path in sorted(trace.parent.glob(f"*{_RESIDENCY_SUFFIX}")):
-        try:
-            metadata = read_metadata(path)
-        except (pa.ArrowException, OSError):
-            # Not ours to judge: it is none that belongs here.
-            continue
-        if metadata.get(RESIDENCY_OF.encode()) == digest.encode():
-            return path
-    return expected
+    return trace.with_name(trace.name + RESIDENCY_SUFFIX)
 
 
 @contextmanager

@@ -11,14 +11,9 @@ import json
 from typing import TYPE_CHECKING
 
 from moesim.traces.format.parquet import read_metadata
-from moesim.traces.format.sorting import Unordered
-from moesim.traces.importers.readers.foreign import NO_WEIGHTS, Foreign
-from moesim.traces.importers.readers.sequence_rows import finished
-from moesim.traces.importers.readers.tables import (
-    blocks,
-    parquet_names,
-    parquet_rows,
-)
+from moesim.traces.format.rows import blocks
+from moesim.traces.importers.readers.foreign import Foreign
+from moesim.traces.importers.readers.tables import parquet_names, parquet_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +41,7 @@ def recognises(path: Path) -> bool:
     return needed <= set(parquet_names(path))
 
 
-def read(path: Path, shape: ModelShape) -> Foreign:
+def read(path: Path, _: ModelShape) -> Foreign:
     """The file's rows, which runtimes write step by step and layer by layer; source,
     licence and model from its own metadata, and names of its sequences.
     """
@@ -63,7 +58,7 @@ def read(path: Path, shape: ModelShape) -> Foreign:
     metadata = {
         key.decode(): value.decode() for key, value in read_metadata(path).items()
     }
-    notes = [] if has_scores else [NO_WEIGHTS]
+    notes = []
     if "ascending" in metadata.get("note", ""):
         notes.append("experts are ordered by id, their rank is lost")
     degenerate = _degenerate(metadata)
@@ -76,8 +71,7 @@ def read(path: Path, shape: ModelShape) -> Foreign:
         "sequences": names,
         "degenerate": [at for at, name in enumerate(names) if name in degenerate],
     }
-    rows = Unordered(pieces, lambda block: finished(path, shape, block))
-    return Foreign(rows, notes=notes, facts=facts)
+    return Foreign(pieces, notes=notes, facts=facts)
 
 
 def _degenerate(metadata: dict[str, str]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.traces.format.schema import Phase
-from moesim.traces.format.sorting import BATCH_ROWS, Appearance, Unordered
+from moesim.traces.format.sorting import BATCH_ROWS
 from moesim.traces.importers.readers.arrays import (
     Stored,
     integers,
@@ -25,7 +25,6 @@ from moesim.traces.importers.readers.arrays import (
     pickle_of,
 )
 from moesim.traces.importers.readers.foreign import (
-    NO_WEIGHTS,
     Foreign,
     decoding,
     head,
@@ -33,7 +32,6 @@ from moesim.traces.importers.readers.foreign import (
     one_of,
     whole_number,
 )
-from moesim.traces.importers.readers.sequence_rows import layer_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +66,7 @@ _LEAST_CHUNK = 1024
 _KEYS = ((b"records", b"last_physical_to_logical_map"), (b"logical_count",))
 _MAP = "last_physical_to_logical_map"
 _TOP_K_IDS = "topk_ids_of_layer"
+_TOKEN_COLUMNS = ("seq", "phase", "pos", "token")
 
 
 def recognises(path: Path) -> bool:
@@ -84,7 +83,7 @@ def recognises(path: Path) -> bool:
     return any(all(key in names for key in keys) for keys in _KEYS)
 
 
-def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
+def read(path: Path, _: ModelShape, **given: str) -> Foreign:
     """The file's passes. Their list is in memory, their ids are read as they are
     needed.
     """
@@ -118,18 +117,15 @@ def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
         actual = f"{logical.min()}..{logical.max()}"
         raise layout_error(path, _MAP, "expert ids", actual)
 
-    def pieces() -> Iterator[Block]:
+    def rows() -> Iterator[Block]:
         requests = _RunningRequests(path, records, cut_at, takes_first=takes_first)
-        return _pieces(path, records, logical, shape, requests)
+        return _rows(path, records, logical, requests)
 
-    notes = [
-        NO_WEIGHTS,
-        "requests are told apart by position: SGLang does not name them",
-    ]
+    notes = ["requests are told apart by position: SGLang does not name them"]
     if takes_first:
         notes.append("of requests at one position the first are taken to go on")
     facts = {"mode": "per_token", "rank": rank, "passes": len(records)}
-    return Foreign(Unordered(pieces), notes=notes, facts=facts)
+    return Foreign(rows, notes=notes, facts=facts)
 
 
 def _integers(path: Path, place: str, value: Any, dimensions: int) -> np.ndarray:
@@ -412,19 +408,14 @@ def _request_lengths(path: Path, where: str, record: dict[str, Any]) -> list[int
 # -- rows ------------------------------------------------------------------------------
 
 
-def _pieces(
-    path: Path,
-    records: list[Any],
-    logical: np.ndarray,
-    shape: ModelShape,
-    requests: _RunningRequests,
+def _rows(
+    path: Path, records: list[Any], logical: np.ndarray, requests: _RunningRequests
 ) -> Iterator[Block]:
     """Rows of some passes at a time, in the order of the file."""
-    sequences = Appearance()
-    layout = _TokenLayout(path, shape)
     # Of each token not yet written: request, phase, position, token id; and the ids.
     columns: tuple[list[int], ...] = ([], [], [], [])
     ids: list[np.ndarray] = []
+    top_k = 0
     for number, record in enumerate(records):
         where = f"record {number}"
         physical = _physical_ids(path, where, record, len(logical))
@@ -440,14 +431,15 @@ def _pieces(
             first = number + 1 - len(ids)
             place = f"records {first}..{number}" if first < number else where
             joined = np.concatenate(ids, axis=1)  # [layers, tokens, 8]
-            arrays = [np.array(column, np.int64) for column in columns]
-            block = layout.rows(_to_logical(path, place, joined, logical), *arrays)
-            if block is not None:
-                yield block | {"seq": sequences.of_numbers(block["seq"])}
+            chosen = _to_logical(path, place, joined, logical)
+            counts = (chosen >= 0).sum(axis=2)
+            top_k = top_k or int(counts.max(initial=0))
+            tokens = dict(zip(_TOKEN_COLUMNS, map(np.array, columns), strict=True))
+            yield _routed(path, place, chosen, counts, top_k, tokens)
             columns = ([], [], [], [])
             ids = []
 
-    if not layout.top_k:
+    if not top_k:
         way_out = "were requests sent while recording?"
         raise layout_error(path, _TOP_K_IDS, "ids", "-1 everywhere", way_out)
 
@@ -483,93 +475,40 @@ def _to_logical(
     return np.stack([np.take(of_layer, ids) for of_layer, ids in by_layer])
 
 
-class _TokenLayout:
-    """Which layers route, and how many experts each: as in the first tokens that any
-    layer routed.
+def _routed(
+    path: Path,
+    place: str,
+    ids: np.ndarray,
+    counts: np.ndarray,
+    top_k: int,
+    tokens: Block,
+) -> Block:
+    """Rows by token and layer: dense layers choose none, and of padding no layer does.
+
+    Args:
+        path: of the dump, for errors.
+        place: of these tokens, likewise.
+        ids: int [L, T, 8], logical.
+        counts: int [L, T], experts of each.
+        top_k: K.
+        tokens: columns [T].
     """
+    wrong = (counts != 0) & (counts != top_k)
+    if wrong.any():
+        layer, token = np.argwhere(wrong)[0]
+        where = f"{place}: token {token}, layer {layer}"
+        raise layout_error(path, where, f"{top_k} experts", int(counts[layer, token]))
+    for name, column in tokens.items():
+        if column.size and not 0 <= column.min() <= column.max() < 1 << 31:
+            actual = f"{column.min()}..{column.max()}"
+            raise layout_error(path, f"{place}: {name}", "numbers from 0", actual)
 
-    def __init__(self, path: Path, shape: ModelShape) -> None:
-        self._path = path
-        self._shape = shape
-        self._sparse = np.empty(0, np.int64)
-        self._moe_layers = np.empty(0, np.int16)
-        self._tokens = 0
-        self.top_k = 0
-
-    def rows(
-        self,
-        ids: np.ndarray,
-        number: np.ndarray,
-        phase: np.ndarray,
-        pos: np.ndarray,
-        token: np.ndarray,
-    ) -> Block | None:
-        """Return rows by token and layer; None where all are padding.
-
-        Args:
-            ids: int [layers, T, 8], logical.
-            number: int64 [T], request of each token.
-            phase: int64 [T].
-            pos: int64 [T].
-            token: int64 [T], token ids.
-        """
-        counts = (ids >= 0).sum(axis=2)
-        routed = counts.any(axis=0)  # a token that no layer routed is padding
-        if not routed.any():
-            return None
-        if not self.top_k:
-            self._learn(counts)
-        self._check_counts(counts, routed)
-        self._tokens += len(routed)
-
-        # Indexing copies; most passes have neither dense layers nor padding.
-        experts = ids if len(self._sparse) == len(ids) else ids[self._sparse]
-        experts = experts if routed.all() else experts[:, routed]
-        top_k = self.top_k
-        if (experts[:, :, :top_k] < 0).any():
-            raise layout_error(
-                self._path, _TOP_K_IDS, "-1 only behind the ids", "-1 between them"
-            )
-
-        for name, column in (("input_ids: token ids", token), ("positions", pos)):
-            if not 0 <= column.min() <= column.max() < 1 << 31:
-                actual = f"{column.min()}..{column.max()}"
-                raise layout_error(self._path, name, "numbers from 0", actual)
-
-        layers = len(self._moe_layers)
-        by_token = experts[:, :, :top_k].transpose(1, 0, 2)
-        block: Block = {
-            name: np.repeat(column[routed].astype(np.int32), layers)
-            for name, column in (
-                ("seq", number),
-                ("pos", pos),
-                ("phase", phase),
-                ("token", token),
-            )
-        }
-        block["phase"] = block["phase"].astype(np.int8)
-        block["layer"] = np.tile(self._moe_layers, int(routed.sum()))
-        block["experts"] = by_token.reshape(-1, top_k).astype(np.uint16)
-        return block
-
-    def _learn(self, counts: np.ndarray) -> None:
-        """Take layers and top-k from the experts per layer and token, [layers, T]."""
-        self._sparse = np.flatnonzero(counts.any(axis=1))
-        number_of = layer_numbers(self._path, self._sparse.tolist(), self._shape)
-        moe_layers = [number_of[layer] for layer in self._sparse.tolist()]
-        self._moe_layers = np.array(moe_layers, np.int16)
-        self.top_k = int(counts.max())
-
-    def _check_counts(self, counts: np.ndarray, routed: np.ndarray) -> None:
-        due = np.zeros(len(counts), np.int64)
-        due[self._sparse] = self.top_k
-
-        wrong = (counts != due[:, None]) & routed
-        if wrong.any():
-            layer, token = np.argwhere(wrong)[0]
-            raise layout_error(
-                self._path,
-                f"token {self._tokens + token}, layer {layer}",
-                f"{due[layer]} experts",
-                int(counts[layer, token]),
-            )
+    token, layer = np.nonzero(counts.T)
+    experts = ids[layer, token, :top_k]
+    if experts.size and experts.min() < 0:
+        expected = "-1 only behind the ids"
+        raise layout_error(path, _TOP_K_IDS, expected, "-1 between them")
+    block = {name: column.astype(np.int32)[token] for name, column in tokens.items()}
+    block["layer"] = layer.astype(np.int32)
+    block["experts"] = experts.astype(np.uint16)
+    return block

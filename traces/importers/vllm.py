@@ -29,8 +29,6 @@ from moesim.traces.importers.readers.arrays import (
 )
 from moesim.traces.importers.readers.foreign import (
     DECODING_ERRORS,
-    NO_WEIGHTS,
-    PROMPT_TOKENS_NOTE,
     Foreign,
     decoding,
     head,
@@ -100,42 +98,28 @@ def recognises(path: Path) -> bool:
     return f'"{_PROMPT}"'.encode() in start
 
 
-def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
+def read(path: Path, _: ModelShape, **given: str) -> Foreign:
     """Completions in parts, the prompt, then what was generated; and the model where a
     response names it.
     """
-    del shape
     stated = prompt_length(path, given)
-    facts: dict[str, str] = {}
-    has_prompts = False
-    for completion in _completions(path):
-        has_prompts |= completion.prompt is not None
-        if completion.model:
-            facts = {"model": completion.model}
-
-    notes = [NO_WEIGHTS]
-    if not has_prompts and stated is None:
-        notes.append(PROMPT_TOKENS_NOTE)
-    return Foreign(_blocks(path, stated or 0), notes=notes, facts=facts)
+    models = [each.model for each in _completions(path) if each.model]
+    facts = {"model": models[-1]} if models else {}
+    return Foreign(lambda: _blocks(path, stated), in_order=True, facts=facts)
 
 
-def _blocks(path: Path, stated: int) -> Iterator[Block]:
+def _blocks(path: Path, stated: int | None) -> Iterator[Block]:
     """The rows of all completions; the first `stated` tokens of those without a prompt
     of their own are prompt.
     """
-    number = 0
-    for completion in _completions(path):
+    for number, completion in enumerate(_completions(path)):
         prompt = completion.prompt
         split = stated if prompt is None else prompt.shape[0]
-        any_token = False
-        for block in _completion_blocks(path, number, completion, split):
-            any_token = True
-            yield block
-        number += any_token
+        yield from _completion_blocks(path, number, completion, split)
 
 
 def _completion_blocks(
-    path: Path, number: int, completion: _Completion, split: int
+    path: Path, number: int, completion: _Completion, split: int | None
 ) -> Iterator[Block]:
     """The rows of one completion in parts; the first `split` tokens are prompt."""
     arrays = [
@@ -160,7 +144,7 @@ def _completion_blocks(
         unrouted = _unrouted(ids)
 
         is_last = first + len(ids) == tokens
-        if is_last and unrouted[-1] and tokens > split:
+        if is_last and unrouted[-1] and tokens > (split or 0):
             ids = ids[:-1]
             unrouted = unrouted[:-1]
 
@@ -175,7 +159,7 @@ def _completion_blocks(
             )
 
         if len(ids):
-            yield dense_block(number, ids, max(0, split - first), first)
+            yield dense_block(number, ids, split, first)
         first += len(ids)
 
 

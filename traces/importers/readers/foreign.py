@@ -26,32 +26,45 @@ if TYPE_CHECKING:
     import numpy as np
 
     from moesim.traces.format.schema import ModelShape, TraceHeader
-    from moesim.traces.format.sorting import Unordered
 
     Block = dict[str, np.ndarray]
+
+# Said in the same words by every importer.
+NO_WEIGHTS = "no combine weights in the source"
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """What a foreign file holds.
+    """What a foreign file holds: a table, and what its columns mean.
 
     Attributes:
-        rows: blocks of rows as `TraceWriter.write` takes them, each block one sequence
-            or a part of it, sorted by pos and layer, sequences numbered from 0; or
-            `Unordered` rows.
+        pieces: begins to read the rows, some at a time, each time it is called; all
+            pieces have the same columns and widths. A row has seq (numbered by its
+            first row), pos, layer (as the file counts them) and experts [N, K]; or an
+            expert, one row each, and a rank where the file's order is not theirs.
+        in_order: whether pieces are sequences or parts of them, as `TraceWriter.write`
+            takes them; else rows stand in any order.
+        prompt: how many of the first tokens of every sequence are prompt; None where
+            rows have a phase, or nobody knows.
+        passes: whether positions count the rows of a pass, each of which is a prompt.
         shape: the model, as far as the file knows it better than the user said.
         notes: oddities, a line each.
         facts: what the file says about itself, JSON values only.
         header: of a file that has one; it then takes the place of the three above.
+        no_weights: the note of rows without weights.
         beside: a context manager for a file next to the trace; it gives a function that
             takes from each block what a trace has no column for.
     """
 
-    rows: Iterable[Block] | Unordered
+    pieces: Callable[[], Iterable[Block]]
+    in_order: bool = False
+    prompt: int | None = None
+    passes: bool = False
     shape: ModelShape | None = None
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     header: TraceHeader | None = None
+    no_weights: str = NO_WEIGHTS
     beside: Callable[[Path], AbstractContextManager[Callable[[Block], Block]]] = (
         lambda out: nullcontext(lambda block: block)  # noqa: ARG005 - named in calls
     )
@@ -136,21 +149,10 @@ def layout_error(
 
 # -- options ---------------------------------------------------------------------------
 
-# Said in the same words by every importer.
-NO_WEIGHTS = "no combine weights in the source"
-NO_PHASES = "the source does not tell prompt from generated tokens"
 PROMPT_TOKENS = "how many of the first tokens of every sequence are prompt"
-PROMPT_TOKENS_NOTE = (
-    f"{NO_PHASES}: all are taken as generated; --prompt-tokens N says more"
-)
-MAP = "our column=theirs, joined by commas"
 RESTARTS = (
     "passes: rows are those of forward passes, and each that begins again at the first"
     " position is a prompt of its own"
-)
-TWICE = (
-    "positions restart: tell sequences apart by a column seq, or say --option"
-    " restarts=passes where they count the rows of a pass"
 )
 _FLAGS = ("map", "prompt_tokens", "batch")
 
@@ -228,55 +230,31 @@ NAMES = {
 """Our column -> names that engines write for it, the most explicit first."""
 
 
-def named_by(
-    path: Path, given: Mapping[str, str], known: Iterable[str]
-) -> dict[str, str]:
-    """Read the option ``map``: our column -> theirs.
+Mapped = dict[str, str]
+"""What the option ``map`` says: a layout's name -> the file's."""
+
+
+def mapped(path: Path, words: str, meanings: Mapping[str, str]) -> Mapped:
+    """Read the option ``map`` of a layout.
 
     Args:
         path: the file, for errors.
-        given: options; ``map`` has words ``ours=theirs``, joined by commas.
-        known: our columns.
-
-    Raises:
-        TraceError: a word that is no mapping.
-    """
-    words: dict[str, str] = {}
-    for word in filter(None, given.get("map", "").split(",")):
-        name, equals, source = (part.strip() for part in word.partition("="))
-        if not equals or not source or name not in known:
-            expected = f"column=theirs with {', '.join(known)}"
-            raise layout_error(
-                path, f"--map: {word!r}", expected, name or "nothing", ""
-            )
-        words[name] = source
-    return words
-
-
-def layout_names(
-    path: Path, given: Mapping[str, str], meanings: Mapping[str, str]
-) -> dict[str, str]:
-    """Read the option ``map`` for a layout with names of its own: its name -> theirs.
-
-    Args:
-        path: the file, for errors.
-        given: options; ``map`` has words ``ours=theirs``, joined by commas.
+        words: ``ours=theirs``, joined by commas.
         meanings: what may stand on the left -> the layout's name of it.
-
-    Returns:
-        All names of the layout; those that are not mapped stand for themselves.
 
     Raises:
         TraceError: a word that is no mapping, or two for one name.
     """
-    names = {name: name for name in meanings.values()}
-    # Two words may mean one column, ours and the layout's own.
-    mapped: dict[str, str] = {}
-    for word, source in named_by(path, given, tuple(meanings)).items():
-        name = meanings[word]
-        if name in mapped or source in mapped.values():
+    names: Mapped = {}
+    for word in filter(None, words.split(",")):
+        ours, _, theirs = (part.strip() for part in word.partition("="))
+        if not theirs or ours not in meanings:
+            expected = f"column=theirs with {', '.join(meanings)}"
             raise layout_error(
-                path, "--map", "each column once", f"{word}={source}", ""
+                path, f"--map: {word!r}", expected, ours or "nothing", ""
             )
-        mapped[name] = source
-    return names | mapped
+        # Two words may mean one column, ours and the layout's own.
+        if meanings[ours] in names:
+            raise layout_error(path, "--map", "each column once", word, "")
+        names[meanings[ours]] = theirs
+    return names

@@ -20,93 +20,35 @@ if TYPE_CHECKING:
 
     Block = dict[str, np.ndarray]
 
-
-def layer_numbers(
-    path: Path, numbers: Iterable[int], shape: ModelShape
-) -> dict[int, int]:
-    """Map the file's layer numbers to MoE layers 0..L-1.
-
-    Some engines count all layers of the model, some only those with experts, some from
-    one. Accepted are, in this order: absolute numbers that avoid the model's dense
-    layers; numbers below L; any L distinct numbers.
-
-    Raises:
-        TraceError: none of these fits.
-    """
-    used = sorted(set(numbers))
-    sparse = shape.layer_numbers
-
-    # The engine counts all layers of the model.
-    if used and shape.dense_layers and set(used) <= set(sparse):
-        return {layer: index for index, layer in enumerate(sparse)}
-
-    # It counts layers with experts only; some may have no token here.
-    if used and used[0] >= 0 and used[-1] < shape.layers:
-        return {layer: layer for layer in range(shape.layers)}
-
-    # From one, or with gaps: as many numbers as layers leave no doubt.
-    if len(used) == shape.layers and used[0] >= 0:
-        return {layer: index for index, layer in enumerate(used)}
-
-    if used and used[0] < 0:
-        raise layout_error(
-            path, "layer", "numbers >= 0", used[0], "is this the layer column?"
-        )
-
-    summary = f"{len(used)} layers {used[0]}..{used[-1]}" if used else "none"
-    raise layout_error(
-        path,
-        "layer",
-        f"{shape.layers} MoE layers as in {shape.name}",
-        summary,
-        "is the shape right?",
-    )
+# The rows of a token and layer agree in these, and may differ in all others.
+_CELL = ("seq", "pos", "layer", "phase", "token")
+_LISTED = {"expert": "experts", "weight": "weights"}
+_TWICE = (
+    "positions restart: tell sequences apart by a column seq, or say --option"
+    " restarts=passes where they count the rows of a pass"
+)
 
 
-def finished(
-    path: Path,
-    shape: ModelShape,
-    block: Block,
-    names: Sequence[str] = (),
-    prompt: int | None = None,
-    way_out: str = "tell sequences apart by a column seq",
-) -> Block:
-    """Give a whole, sorted sequence MoE layers instead of the file's numbers, and a
-    phase.
+def finished(path: Path, shape: ModelShape, prompt: int | None, block: Block) -> Block:
+    """Give a whole, sorted sequence a row for each token and layer, MoE layers instead
+    of the file's numbers, positions from 0 where those of the prompt count from its
+    end, and a phase where it is known.
 
     Args:
         path: the file, for errors.
         shape: the model.
-        block: seq, pos, layer (the file's own numbers), experts [N, K], and optional
-            columns.
-        names: columns of `block` that belong to a token and must agree at all its
-            layers.
         prompt: how many of the first tokens are prompt; None where the rows say so, or
             nobody knows.
-        way_out: where a token is there twice.
+        block: the sequence, as `Foreign.pieces` describes its rows.
 
     Raises:
         TraceError: layers that do not fit, a token twice at a layer.
     """
-    layer = _moe_layers(path, shape, block)
     pos = block["pos"]
     same_token = pos[1:] == pos[:-1]
-
-    twice = same_token & (layer[1:] == layer[:-1])
-    if twice.any():
-        row = int(twice.argmax())
-        raise layout_error(
-            path,
-            f"pos {pos[row]}, layer {layer[row]}",
-            "one row per token and layer",
-            "two",
-            way_out,
-        )
-
-    for name in names:
+    for name in ("phase", "token"):
         if name not in block:
             continue
-
         change = same_token & (block[name][1:] != block[name][:-1])
         if change.any():
             raise layout_error(
@@ -116,66 +58,155 @@ def finished(
                 "several",
             )
 
+    if "expert" in block:
+        block = _gathered(path, block)
+        pos = block["pos"]
+        same_token = pos[1:] == pos[:-1]
+    layer = _moe_layers(path, shape, block)
+    twice = same_token & (layer[1:] == layer[:-1])
+    if twice.any():
+        row = int(twice.argmax())
+        raise layout_error(
+            path,
+            f"pos {pos[row]}, layer {layer[row]}",
+            "one row per token and layer",
+            "two",
+            _TWICE,
+        )
+
+    if pos[0] < 0:
+        if not (pos == -1).any():
+            raise layout_error(
+                path,
+                f"sequence {block['seq'][0]}: prompt",
+                "positions up to -1",
+                f"none above {pos[pos < 0].max()}",
+                "was the capture cut off? leave its rows out",
+            )
+        block = {**block, "pos": pos - pos[0]}
     if prompt is not None:
         number = np.cumsum(np.concatenate(([0], ~same_token)))
-        phase = np.where(number < prompt, Phase.PREFILL, Phase.DECODE).astype(np.int8)
-        return {**block, "layer": layer, "phase": phase}
-
-    # Without prompts a trace replays as decode, and the report says so.
-    phase = block.get("phase", np.full(len(pos), Phase.DECODE, np.int8))
-    return {**block, "layer": layer, "phase": phase}
+        block = {**block, "phase": phases(number < prompt)}
+    return {**block, "layer": layer}
 
 
-class Restarts:
-    """Numbers sequences by where positions begin again at the first layer.
+def phases(is_prompt: np.ndarray) -> np.ndarray:
+    """Return int8 codes of `Phase`, of rows of a prompt and of all others."""
+    return np.where(is_prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE))
 
-    Args:
-        from_end: prompts have negative positions that end at -1, without gaps.
+
+def ranked(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Rows of one expert each with their number where they have no rank: the experts of
+    a token are then as the file orders them.
     """
+    first = 0
+    for block in blocks:
+        count = len(block["seq"])
+        if "expert" in block and "rank" not in block:
+            block["row"] = np.arange(first, first + count)
+        first += count
+        yield block
 
-    def __init__(self, *, from_end: bool = False) -> None:
-        self._from_end = from_end
-        self._first_layer: int | None = None
-        self._last = 0
-        self._sequence = -1
 
-    def restart(self) -> None:
-        """Begin another sequence with the next row, whatever it is."""
-        self._first_layer = None
+def _gathered(path: Path, block: Block) -> Block:
+    """Rows of one expert each, sorted, as rows of all experts of a token and layer."""
+    changes = (np.diff(block["pos"]) != 0) | (np.diff(block["layer"]) != 0)
+    edges = np.concatenate(([0], np.flatnonzero(changes) + 1, [len(changes) + 1]))
+    sizes = np.diff(edges)
+    top_k = int(sizes[0])
+    wrong = sizes != top_k
+    if not wrong.any():
+        cells = {name: column.reshape(-1, top_k) for name, column in block.items()}
+        cells.pop("row", None)
+        ranks = cells.pop("rank", None)
+        if ranks is not None:
+            wrong = (ranks - ranks[0, 0] != np.arange(top_k)).any(axis=1)
+    if wrong.any():
+        row = edges[int(wrong.argmax())]
+        place = ", ".join(f"{name} {block[name][row]}" for name in _CELL[:3])
+        ids = block["expert"][block["pos"] == block["pos"][row]]
+        expected = f"{top_k} rows, one per expert and rank"
+        raise layout_error(path, place, expected, f"experts {ids[:20].tolist()}")
 
-    def sequences(self, pos: np.ndarray, layer: np.ndarray) -> np.ndarray:
-        """Return the sequence of each row int32 [N], in the order of the file."""
-        if self._first_layer is None:
-            self._first_layer = int(layer[0])
-            self._last = int(pos[0]) - 1
-            self._sequence += 1
-        rows = np.flatnonzero(layer == self._first_layer)
-        step = np.diff(pos[rows], prepend=self._last)
+    # A copy lets go of the other values.
+    return {
+        _LISTED.get(name, name): column[:, 0].copy() if name in _CELL else column
+        for name, column in cells.items()
+    }
+
+
+def counted(blocks: Iterable[Block], *names: str) -> Iterator[Block]:
+    """Rows without positions, which count those with the same numbers in these
+    columns.
+    """
+    counts: dict[tuple[int, ...], int] = {}
+    for block in blocks:
+        yield {**block, "pos": occurrences([block[name] for name in names], counts)}
+
+
+def occurrences(
+    keys: Sequence[np.ndarray], counts: dict[tuple[int, ...], int] | None = None
+) -> np.ndarray:
+    """Return how often the keys [N] of each row came before; `counts` has how often
+    they did in earlier blocks.
+    """
+    order = np.lexsort(keys)
+    changes = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
+    starts = np.concatenate(([0], np.flatnonzero(changes) + 1))
+    sizes = np.diff(np.append(starts, len(order)))
+    number = np.arange(len(order)) - np.repeat(starts, sizes)
+    if counts is not None:
+        firsts = order[starts]
+        names = list(zip(*(key[firsts].tolist() for key in keys), strict=True))
+        before = np.array([counts.get(name, 0) for name in names])
+        counts |= zip(names, (before + sizes).tolist(), strict=True)
+        number += np.repeat(before, sizes)
+    by_row = np.empty_like(number)
+    by_row[order] = number
+    return by_row
+
+
+def restarted(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Rows numbered by where positions begin again at the first layer; those of a
+    prompt may be negative, and then end at -1 without gaps.
+    """
+    number = -1
+    file = None
+    first_layer = last_pos = 0
+    for block in blocks:
+        pos = block["pos"]
+        if block["seq"][0] != file:
+            # Whatever comes first in a file begins a sequence.
+            file = block["seq"][0]
+            first_layer = block["layer"][0]
+            last_pos = pos[0] - 1
+            number += 1
+        rows = np.flatnonzero(block["layer"] == first_layer)
+        step = np.diff(pos[rows], prepend=last_pos)
         begins = np.zeros(len(pos), bool)
-        begins[rows] = step <= 0
-        if self._from_end:
-            begins[rows] |= (pos[rows] < 0) & (step != 1)
+        begins[rows] = (step <= 0) | ((pos[rows] < 0) & (step != 1))
         if len(rows):
-            self._last = int(pos[rows[-1]])
-
-        sequences = (self._sequence + np.cumsum(begins)).astype(np.int32)
-        self._sequence = int(sequences[-1])
-        return sequences
+            last_pos = pos[rows[-1]]
+        seq = (number + np.cumsum(begins)).astype(np.int32)
+        number = int(seq[-1])
+        yield {**block, "seq": seq}
 
 
 def of_passes(path: Path, blocks: Iterable[Block]) -> Iterator[Block]:
     """Rows whose positions count those of a forward pass: each pass is a sequence, all
     prompt, because nothing says whose tokens it has.
     """
-    restarts = Restarts()
+    for block in restarted(_of_one(path, blocks)):
+        yield {**block, "phase": np.full(len(block["seq"]), Phase.PREFILL, np.int8)}
+
+
+def _of_one(path: Path, blocks: Iterable[Block]) -> Iterator[Block]:
     for block in blocks:
         if block["seq"].any():
             raise layout_error(
                 path, "--option restarts=passes", "rows of one sequence", "several", ""
             )
-        seq = restarts.sequences(block["pos"], block["layer"])
-        phase = np.full(len(seq), Phase.PREFILL, np.int8)
-        yield {**block, "seq": seq, "phase": phase}
+        yield block
 
 
 def without_cut_tokens(
@@ -219,61 +250,64 @@ def _complete(block: Block, layers: int, dropped: list[str]) -> Iterator[Block]:
 
 
 def _moe_layers(path: Path, shape: ModelShape, block: Block) -> np.ndarray:
-    """int16 [N]: the MoE layer of each row, by the file's own layer numbers."""
+    """int16 [N]: the MoE layer of each row, by the file's own layer numbers.
+
+    Some engines count all layers of the model, some only those with experts, some from
+    one. Accepted are, in this order: absolute numbers that avoid the model's dense
+    layers; numbers below L; any L distinct numbers.
+
+    Raises:
+        TraceError: none of these fits.
+    """
     layer = block["layer"]
     low = int(layer.min())
     high = int(layer.max())
-
     # Counting is faster than sorting, but its table is as long as the largest number.
-    if 0 <= low <= high < 1 << 16:
-        used = np.flatnonzero(np.bincount(layer)).tolist()
-    else:
-        used = np.unique(layer).tolist()
+    is_small = 0 <= low <= high < 1 << 16
+    used = np.flatnonzero(np.bincount(layer)) if is_small else np.unique(layer)
 
-    number_of = layer_numbers(path, used, shape)
-    unknown = [number for number in used if number not in number_of]
-    if unknown:
-        row = int((layer == unknown[0]).argmax())
-        raise layout_error(
-            path,
-            f"sequence {block['seq'][0]}: row {row}: layer",
-            "an MoE layer",
-            unknown[0],
-            "is the shape right?",
-        )
-
-    table = np.zeros(used[-1] + 1, np.int16)
-    table[used] = [number_of[number] for number in used]
-    moe_layers: np.ndarray = table[layer]
-    return moe_layers
+    if shape.dense_layers and set(used.tolist()) <= set(shape.layer_numbers):
+        used = np.array(shape.layer_numbers)
+    elif 0 <= low <= high < shape.layers:
+        # Some may have no token here.
+        return layer.astype(np.int16)
+    elif low < 0:
+        way_out = "is this the layer column?"
+        raise layout_error(path, "layer", "numbers >= 0", low, way_out)
+    elif len(used) != shape.layers:
+        expected = f"{shape.layers} MoE layers as in {shape.name}"
+        actual = f"{len(used)} layers {low}..{high}"
+        raise layout_error(path, "layer", expected, actual, "is the shape right?")
+    return np.searchsorted(used, layer).astype(np.int16)
 
 
 def dense_block(
-    number: int, experts: np.ndarray, prompt: int, first: int = 0, **columns: np.ndarray
+    number: int,
+    experts: np.ndarray,
+    prompt: int | None,
+    first: int = 0,
+    **columns: np.ndarray,
 ) -> Block:
     """Return rows of a sequence in which every token has every layer.
 
     Args:
         number: sequence.
         experts: [T, L, K] ids.
-        prompt: how many of the first tokens are prefill.
+        prompt: tokens before this position are prefill; None where nobody knows.
         first: position of the first token.
         columns: optional columns, [T, L, …].
     """
     tokens, layers = experts.shape[:2]
     pos = np.repeat(np.arange(first, first + tokens, dtype=np.int32), layers)
-    is_prompt = pos < first + prompt
-
     block = {
         "seq": np.full(tokens * layers, number, np.int32),
         "pos": pos,
-        "phase": np.where(is_prompt, np.int8(Phase.PREFILL), np.int8(Phase.DECODE)),
         "layer": np.tile(np.arange(layers, dtype=np.int16), tokens),
-        "experts": experts.reshape(tokens * layers, -1),
     }
-    for name, values in columns.items():
+    if prompt is not None:
+        block["phase"] = phases(pos < prompt)
+    for name, values in {"experts": experts, **columns}.items():
         block[name] = values.reshape(tokens * layers, -1)
-
     return block
 
 
