@@ -11,7 +11,7 @@ from moesim.base.errors import TraceError
 from moesim.traces.format.batch import compose
 from moesim.traces.format.reader import open_trace
 from moesim.traces.format.schema import Phase
-from moesim.traces.importers import import_trace, importers
+from moesim.traces.importers import import_trace
 from moesim.traces.models import model_shape
 from moesim.traces.stats.statistics import info
 
@@ -108,20 +108,6 @@ def test_sequences_keep_their_order_of_appearance(tmp_path):
     )
 
 
-def test_rows_in_any_order_are_sorted(tmp_path):
-    rows = replay_order()
-    shuffled = [
-        rows[0],
-        *(rows[i] for i in np.random.default_rng(0).permutation(np.arange(1, 12))),
-    ]
-    import_trace(
-        foreign(tmp_path / "in.parquet", shuffled),
-        tmp_path / "out.parquet",
-        shape=model_shape(SHAPE),
-    )
-    check(open_trace(tmp_path / "out.parquet"))
-
-
 def test_without_scores_there_are_no_weights(tmp_path):
     source = foreign(tmp_path / "in.parquet", replay_order(), scores=[None] * 12)
     summary = import_trace(source, tmp_path / "out.parquet", shape=model_shape(SHAPE))
@@ -175,10 +161,6 @@ def test_a_cut_off_source(tmp_path):
             tmp_path / "out.parquet",
             shape=model_shape(SHAPE),
         )
-
-
-def test_importers_are_found_by_their_file():
-    assert "routing_rows" in importers()
 
 
 @pytest.mark.parametrize("name", SHARED)

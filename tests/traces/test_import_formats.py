@@ -14,7 +14,6 @@ from support.imports import bring, refused
 from moesim.traces.format.schema import Phase
 from moesim.traces.importers import llama_cpp as llama_importer
 from moesim.traces.importers.hf_router_logits import selected
-from moesim.traces.importers.readers import json_lines, tables
 from moesim.traces.models import model_shape
 
 # -- vLLM ------------------------------------------------------------------------------
@@ -270,24 +269,6 @@ def test_route_trace_columns_are_found_by_name(tmp_path):
         assert (rows.experts == ids[rows.pos, rows.layer]).all()
 
 
-def test_route_trace_unknown_weights_are_no_weights(tmp_path):
-    path = files.route_trace(tmp_path / "dump", files.routing())
-    lines = [line.split(",") for line in path.read_text().splitlines()]
-    path.write_text(
-        "\n".join(
-            ",".join(
-                [
-                    "nan" if n == 6 and len(w) > 8 and w[0] != "turn" else x
-                    for n, x in enumerate(w)
-                ]
-            )
-            for w in lines
-        )
-    )
-    summary, _ = bring(path)
-    assert summary.columns == ()
-
-
 @pytest.mark.parametrize(("old", "new", "message"), [
     ("v1", "v2", ("line 1: expected # route_trace v1, found # route_trace v2; is there a"
      " newer moesim")),
@@ -367,17 +348,6 @@ def test_layers_without_numbers_have_their_turn(tmp_path):
     assert found == [[[0, 0, 0, 1, 1, 1], [0, 1, 2] * 2, [1, 3, 2] * 2]]
 
 
-def test_lists_count_their_tokens_across_pieces(tmp_path, monkeypatch):
-    """A layer that does not rise begins a token, whether or not a piece begins
-    there.
-    """
-    rows = [[0, 1, 2], [1, 3, 4], [0, 5, 6], [1, 7, 0]]
-    for lines in (2048, 1):
-        monkeypatch.setattr(json_lines, "BATCH_ROWS", lines)
-        found = rows_of(tmp_path, '{"top_k": 2}', *map(json.dumps, rows))
-        assert found == [[[0, 0, 1, 1], [0, 1, 0, 1], [1, 3, 5, 7]]]
-
-
 @pytest.mark.parametrize(("lines", "message"), [
     (['{"top_k": 2}', "[0, 1]"], r"line 2: experts: expected .layer, 2 ids. .*, found .0, 1."),
     (['{"top_k": 2}', "[0, 1, null]"], r"line 2: experts: expected numbers in every list, found .0, 1, null"),
@@ -452,14 +422,3 @@ def test_llama_cpp_is_told_by_its_mapped_columns(tmp_path):
     mapped = {"layer": "l", "expert": "e"}
     assert llama_importer.recognises(tmp_path / "dump", mapped)
     assert not llama_importer.recognises(tmp_path / "more", mapped)
-
-
-@pytest.mark.parametrize("size", [64, 100, 333])
-def test_route_trace_cells_may_be_cut_where_a_piece_ends(tmp_path, monkeypatch, size):
-    """Pieces of a few lines: most cells go on in the next one."""
-    monkeypatch.setattr(tables, "CSV_BYTES", size)
-    _, trace = bring(files.route_trace(tmp_path / "dump", files.routing()))
-    sequences = list(trace.sequences())
-    assert len(sequences) == len(files.routing())
-    for rows, (_, ids, *_) in zip(sequences, files.routing(), strict=True):
-        assert (rows.experts == ids[rows.pos, rows.layer]).all()

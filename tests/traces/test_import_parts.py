@@ -8,7 +8,7 @@ from support.imports import WRITERS, bring, write
 
 from moesim.traces.format import sorting
 from moesim.traces.format.schema import Phase
-from moesim.traces.importers import hf_router_logits, route_trace, sglang, vllm
+from moesim.traces.importers import hf_router_logits, route_trace, sglang
 from moesim.traces.importers.readers import json_lines, tables
 
 
@@ -33,7 +33,7 @@ def test_parts_of_any_size_are_the_whole(tmp_path, monkeypatch, name):
     whole = told(bring(source, options)[1], columns)
     monkeypatch.setattr(json_lines, "BATCH_ROWS", 1)
     monkeypatch.setattr(tables, "CSV_BYTES", 160)
-    for module in (hf_router_logits, vllm, sglang, route_trace):
+    for module in (hf_router_logits, sglang, route_trace):
         monkeypatch.setattr(module, "BATCH_ROWS", 1)
     assert told(bring(source, options)[1], columns) == whole
 

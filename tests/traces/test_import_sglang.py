@@ -61,17 +61,6 @@ def test_chunked_prefill_goes_on_and_equal_positions_follow_the_batch(tmp_path):
         assert ((rows.phase == Phase.PREFILL) == (rows.pos < prompt)).all()
 
 
-def test_whoever_is_not_in_a_decode_pass_has_ended(tmp_path):
-    """Prompts of 4 and 5 tokens; the first ends at position 6. The second is at 6 a pass
-    later, and is not the first.
-    """
-    truth = files.routing(((4, 2), (5, 4)))
-    _, trace = bring(files.sglang_per_token(tmp_path / "dump.pt", truth))
-    assert [len(rows.pos) for rows in trace.sequences()] == [18, 27]
-    for rows, (_, ids, *_) in zip(trace.sequences(), truth, strict=True):
-        assert (rows.experts == ids[rows.pos, rows.layer]).all()
-
-
 def test_one_of_two_at_the_same_position_ends(tmp_path):
     """Nothing in the dump says which, so it is refused unless an option decides."""
     truth = files.routing(((4, 3), (4, 1)))
@@ -198,17 +187,6 @@ def test_a_pickle_that_would_do_more_than_hold_data_does_nothing(
         load_torch(tmp_path / "t.pt")
     assert "\n" not in str(error.value)
     assert capsys.readouterr().out == ""
-
-
-def test_large_and_small_tensors_side_by_side(tmp_path):
-    """Small ones are read some at a time, a large one by itself."""
-    sizes = [1, 3, 40_000, 2, 70_000, 0, 5, 100_000, 4]
-    tensors = [torch.arange(size) * (place + 1) for place, size in enumerate(sizes)]
-    torch.save(tensors, tmp_path / "t.pt")
-    for order in (list(range(len(sizes))), [8, 2, 0, 7, 1, 4, 6, 3, 5]):
-        found = load_torch(tmp_path / "t.pt")
-        for place in order:
-            assert (found[place].whole() == tensors[place].numpy()).all()
 
 
 @pytest.mark.parametrize("dtype", [

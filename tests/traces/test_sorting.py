@@ -2,6 +2,8 @@
 left behind.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,13 +30,17 @@ def block(*seq, **columns):
     return {"seq": np.array(seq, np.int32), "pos": pos, "layer": zeros, **columns}
 
 
+def interleaved(pieces, out):
+    return list(sorting.interleaved(Path("dump"), pieces, out))
+
+
 def told(blocks):
     return [(one["seq"].tolist(), one["pos"].tolist()) for one in blocks]
 
 
 def test_sequences_that_lie_together_are_cut_and_joined_across_pieces():
-    rows = sorting.Unordered(lambda: [block(0, 0), block(0, 1), block(2)])
-    assert told(rows.grouped()) == [([0, 0, 0], [0, 1, 1]), ([1], [0]), ([2], [0])]
+    rows = sorting.grouped(Path("dump"), [block(0, 0), block(0, 1), block(2)])
+    assert told(rows) == [([0, 0, 0], [0, 1, 1]), ([1], [0]), ([2], [0])]
 
 
 def test_a_sequence_that_goes_on_behind_another_is_noticed():
@@ -47,8 +53,8 @@ def test_a_sequence_that_goes_on_behind_another_is_noticed():
 def test_interleaved_sequences_in_memory_and_out_of_it(tmp_path, monkeypatch, limit):
     """By hand: sequences 0 1 0 1 at positions 3 2 1 0."""
     monkeypatch.setattr(sorting, "IN_MEMORY_BYTES", limit)
-    rows = sorting.Unordered(lambda: [block(0, 1, 0, 1)])
-    assert told(rows.sorted(tmp_path / "out")) == [([0, 0], [1, 3]), ([1, 1], [0, 2])]
+    rows = interleaved([block(0, 1, 0, 1)], tmp_path / "out")
+    assert told(rows) == [([0, 0], [1, 3]), ([1, 1], [0, 2])]
     assert not list(tmp_path.iterdir())
 
 
@@ -86,7 +92,7 @@ def test_duckdb_and_numpy_sort_alike_whatever_the_columns(
     patch = pytest.MonkeyPatch()
     for limit in (1 << 30, 0):
         patch.setattr(sorting, "IN_MEMORY_BYTES", limit)
-        found = sorting.joined(list(sorting.Unordered(lambda: pieces).sorted(out)))
+        found = sorting.joined(interleaved(pieces, out))
         for name, column in whole.items():
             assert found[name].dtype == column.dtype, name
             assert (found[name] == column[order]).all(), name
@@ -101,7 +107,7 @@ def test_what_goes_wrong_while_reading_keeps_its_own_words(tmp_path, monkeypatch
         raise TraceError("row 2: pos: expected a value, found null")
 
     with pytest.raises(TraceError, match="row 2: pos: expected a value, found null"):
-        list(sorting.Unordered(pieces).sorted(tmp_path / "out"))
+        interleaved(pieces(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -116,11 +122,7 @@ def test_a_sort_without_room_is_one_line(tmp_path, monkeypatch):
         TraceError,
         match="out: sorting: expected room for the rows in files beside it, found",
     ) as caught:
-        list(
-            sorting.Unordered(lambda: [block(*([1, 0] * 2000), wide=wide)] * 2).sorted(
-                tmp_path / "out"
-            )
-        )
+        interleaved([block(*([1, 0] * 2000), wide=wide)] * 2, tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 

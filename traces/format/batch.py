@@ -229,6 +229,7 @@ class SequenceGroup:
         layers: of the model.
         experts: of a layer.
         index: number of the batch.
+        generated: tokens that each sequence generates, int [B].
     """
 
     def __init__(
@@ -245,8 +246,8 @@ class SequenceGroup:
             len(rows.pos) - prompt
             for rows, prompt in zip(group, self._prompt_rows, strict=True)
         ]
-        # Generated tokens of each sequence: each of them has all layers.
-        self._generated = np.array(decode_rows) // self.layers
+        # Each of them has all layers.
+        self.generated = np.array(decode_rows) // self.layers
         self._passes = passes
         # No policy sees token ids.
         self._columns = [name for name in group[0].columns if name != "token"]
@@ -263,7 +264,7 @@ class SequenceGroup:
         if self._passes.draft_tokens:
             yield from self._verifying()
             return
-        longest = int(self._generated.max())
+        longest = int(self.generated.max())
         row_counts = self.layers * max(self.experts, len(self._group))
         stride = max(1, CHUNK_COUNTS // row_counts)
         for start in range(0, longest, stride):
@@ -279,11 +280,6 @@ class SequenceGroup:
         """Prompt tokens of each sequence, as far as layers hold them."""
         spans = enumerate(self._prompt_rows)
         return [_distinct(self._group[n].pos[:prompt]) for n, prompt in spans]
-
-    @property
-    def generated(self) -> np.ndarray:
-        """Generated tokens of each sequence, int [B]."""
-        return self._generated
 
     def decode_at(self, places: Sequence[int]) -> RoutedStep:
         """The decode step in which each sequence makes a token of its own.
@@ -341,7 +337,7 @@ class SequenceGroup:
 
     def _verifying(self) -> Iterator[PassRows]:
         """The decode passes of one sequence, each of which verifies a draft."""
-        generated = int(self._generated[0])
+        generated = int(self.generated[0])
         sequence = self._group[0].seq
         for place, computed, kept in self._passes.verified(generated, sequence):
             first = self._prompt_rows[0] + self.layers * place
@@ -361,7 +357,7 @@ class SequenceGroup:
     def _decode(self, start: int, stop: int) -> PassRows:
         """Decode steps `start` to `stop` of the group."""
         alive = np.count_nonzero(
-            self._generated[:, None] > np.arange(start, stop), axis=0
+            self.generated[:, None] > np.arange(start, stop), axis=0
         )
         return self._decode_rows(self._decode_spans(start, stop), alive)
 
@@ -403,7 +399,7 @@ class SequenceGroup:
         """The rows of each sequence in decode steps `start` to `stop`."""
         spans = []
         for prompt, generated in zip(
-            self._prompt_rows, self._generated.tolist(), strict=True
+            self._prompt_rows, self.generated.tolist(), strict=True
         ):
             first = prompt + self.layers * min(start, generated)
             last = prompt + self.layers * min(stop, generated)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     # Of (row, column, expected, got, way out).
     Fault = Callable[[int, str, str, object, str], TraceError]
 
-_KINDS = {
+KINDS = {
     "seq": np.int32,
     "pos": np.int32,
     "phase": np.int8,
@@ -54,8 +54,8 @@ def checked_rows(
     for name, values in block.items():
         if name in REQUIRED_COLUMNS:
             _check_range(name, values, limits.get(name, 1 << 31), error)
-        if name in _KINDS:
-            rows[name] = np.ascontiguousarray(values, _KINDS[name])
+        if name in KINDS:
+            rows[name] = np.ascontiguousarray(values, KINDS[name])
         else:
             rows[name] = _finite(name, values, error)
 

@@ -33,6 +33,17 @@ class RecordedFuture:
 
     Args:
         steps: the steps of the replay, in order, from step 0.
+
+    Attributes:
+        layers: of the model.
+        steps: of the replay.
+        never: past the end, so larger than any use.
+        width: one more than the largest expert that is active.
+        experts: int32, one entry per access in replay order.
+        edges: int64 [layer steps + 1]; layer step i, ``step * layers + layer``, owns
+            the accesses ``edges[i]:edges[i + 1]``.
+        following: int32, one entry per access: the step of that expert's next use;
+            `never` if there is none.
     """
 
     def __init__(self, steps: Iterable[RoutedStep]) -> None:
@@ -58,21 +69,17 @@ class RecordedFuture:
             experts.append(block.experts)
             tokens.append(block.tokens)
 
-        self._experts = np.concatenate(experts)
+        self.experts = np.concatenate(experts)
         self._tokens = np.concatenate(tokens)
         ends = np.cumsum(np.concatenate(sizes))
-        edges = np.concatenate(([0], ends)).astype(np.int64)
+        self.edges = np.concatenate(([0], ends)).astype(np.int64)
 
-        self.steps = (len(edges) - 1) // self.layers
-        self.width = int(self._experts.max(initial=0)) + 1
+        self.steps = (len(self.edges) - 1) // self.layers
+        self.never = self.steps
+        self.width = int(self.experts.max(initial=0)) + 1
         # A memoryview gives plain integers, at half the price of numpy's.
-        self._edges = memoryview(edges.data)
-        self._index(np.diff(edges))
-
-    @property
-    def never(self) -> int:
-        """The number of steps: past the end, so larger than any use."""
-        return self.steps
+        self._edges = memoryview(self.edges.data)
+        self._index(np.diff(self.edges))
 
     def next_use(self, step: int, layer: int, expert: int) -> int:
         """Return the first step strictly after `step` in which this expert is active;
@@ -96,30 +103,11 @@ class RecordedFuture:
             uses = row[np.minimum(experts, self.width)]
         return uses
 
-    @property
-    def following(self) -> np.ndarray:
-        """int32, one entry per access in replay order: the step of that expert's next
-        use; `never` if there is none.
-        """
-        return self._following
-
-    @property
-    def experts(self) -> np.ndarray:
-        """int32, one entry per access in replay order."""
-        return self._experts
-
-    @property
-    def edges(self) -> np.ndarray:
-        """int64 [layer steps + 1]: layer step i, ``step * layers + layer``, owns the
-        accesses ``edges[i]:edges[i + 1]``.
-        """
-        return np.asarray(self._edges)
-
     def active(self, step: int, layer: int) -> np.ndarray:
         """Return the experts that a layer step uses, int32 [A], ascending; none past
         the end.
         """
-        return self._experts[self._span(step, layer)]
+        return self.experts[self._span(step, layer)]
 
     def tokens(self, step: int, layer: int) -> np.ndarray:
         """Return the tokens routed to each of `active`: int32 [A]."""
@@ -137,7 +125,7 @@ class RecordedFuture:
         """Sort the uses by (layer, expert), and link each use to the following one."""
         # 32-bit numbers: this is the peak of memory of a long replay.
         place = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-        key = place % self.layers * np.int32(self.width) + self._experts
+        key = place % self.layers * np.int32(self.width) + self.experts
         step = place // self.layers
 
         by_key = np.argsort(key, kind="stable")
@@ -150,8 +138,8 @@ class RecordedFuture:
         following[np.flatnonzero(np.diff(sorted_keys))] = self.steps
         if len(sorted_keys):
             following[-1] = self.steps
-        self._following = np.empty(len(by_key), dtype=np.int32)
-        self._following[by_key] = following[: len(by_key)]
+        self.following = np.empty(len(by_key), dtype=np.int32)
+        self.following[by_key] = following[: len(by_key)]
 
         keys = np.arange(self.layers * self.width + 1)
         self._starts = np.searchsorted(sorted_keys, keys).tolist()
@@ -195,5 +183,5 @@ class RecordedFuture:
         row = self._rows[layer]
         for passed in range(now + 1, step + 1):
             span = self._span(passed, layer)
-            experts = self._experts[span].astype(np.intp)
-            row[experts] = self._following[span].astype(np.int64)
+            experts = self.experts[span].astype(np.intp)
+            row[experts] = self.following[span].astype(np.int64)

@@ -248,28 +248,26 @@ def _first_line(error: BaseException) -> str:
 @contextmanager
 def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
     with ExitStack() as stack:
-        yield _opened(path, stack)
-
-
-def _opened(path: Path, stack: ExitStack) -> pq.ParquetFile:
-    try:
-        file = stack.enter_context(open_parquet(path))
-        _ = file.schema_arrow.names  # damaged names show here
-    except FileNotFoundError:
-        raise no_trace(path) from None
-    except IsADirectoryError:
-        raise TraceError(f"{path}: expected a Parquet file, found a folder") from None
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        if path.suffix == ".gguf":
+        try:
+            file = stack.enter_context(open_parquet(path))
+            _ = file.schema_arrow.names  # damaged names show here
+        except FileNotFoundError:
+            raise no_trace(path) from None
+        except IsADirectoryError:
             raise TraceError(
-                f"{path}: a model, and no trace; `moesim advise` and `moesim model`"
-                " read it, `moesim trace import` makes a trace of what its engine wrote"
+                f"{path}: expected a Parquet file, found a folder"
             ) from None
-        raise TraceError(
-            f"{path}: not a readable Parquet file: {_first_line(error)}; {_AGAIN}"
-        ) from None
-
-    return file
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            if path.suffix == ".gguf":
+                raise TraceError(
+                    f"{path}: a model, and no trace; `moesim advise` and `moesim model`"
+                    " read it, `moesim trace import` makes a trace of what its engine"
+                    " wrote"
+                ) from None
+            raise TraceError(
+                f"{path}: not a readable Parquet file: {_first_line(error)}; {_AGAIN}"
+            ) from None
+        yield file
 
 
 def _check_schema(path: Path, schema: pa.Schema) -> None:
@@ -326,8 +324,6 @@ def open_trace(path: Path | str) -> Trace:
     name = str(path)
     path = resolve_trace(path)
     check_file_name(path)
-    if path.is_dir():
-        raise TraceError(f"{path}: expected a Parquet file, found a folder")
 
     with _parquet(path) as file:
         metadata = file.schema_arrow.metadata or {}

@@ -10,7 +10,6 @@ sequence, not by the file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
@@ -47,63 +46,53 @@ class ApartError(Exception):
     """
 
 
-class TooLongError(TraceError):
-    """A sequence is too long to be sorted in memory; the file is not named."""
+def grouped(path: Path, pieces: Iterable[Block]) -> Iterator[Block]:
+    """Sequence by sequence, each sorted in memory.
 
+    Args:
+        path: the file, for errors.
+        pieces: its rows, all with the same columns and widths. Sequences are numbered
+            by their first row.
 
-@dataclass(frozen=True, slots=True)
-class Unordered:
-    """Rows of a file in the order of the file.
-
-    Attributes:
-        pieces: begins to read the file; every piece has the same columns and widths.
-            Sequences are numbered by their first row.
-        finish: what becomes of each whole, sorted sequence.
+    Raises:
+        ApartError: a sequence goes on behind another one.
+        TraceError: a sequence is too long to be sorted in memory.
     """
+    return map(_sorted, whole_sequences(pieces, path))
 
-    pieces: Callable[[], Iterable[Block]]
-    finish: Callable[[Block], Block] = lambda block: block
 
-    def grouped(self) -> Iterator[Block]:
-        """Read sequence by sequence, each sorted in memory.
+def interleaved(
+    path: Path,
+    pieces: Iterable[Block],
+    beside: Path,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Block]:
+    """The same of rows in any order.
 
-        Raises:
-            ApartError: a sequence goes on behind another one.
-        """
-        for block in whole_sequences(self.pieces(), _most_bytes()):
-            yield self.finish(_sorted(block))
+    Args:
+        path: the file, for errors.
+        pieces: as in `grouped`.
+        beside: the file to be made; a folder for what does not fit into memory appears
+            beside it meanwhile.
+        progress: called with the number of rows read so far, where they are many.
 
-    def sorted(
-        self, beside: Path, progress: Callable[[int], None] | None = None
-    ) -> Iterator[Block]:
-        """Read sequence by sequence where sequences are interleaved.
-
-        Args:
-            beside: the file to be made; a folder for what does not fit into memory
-                appears beside it meanwhile.
-            progress: called with the number of rows read so far, where they are many.
-
-        Raises:
-            TraceError: no room for the folder.
-        """
-        pieces = iter(self.pieces())
-        pending: list[Block] = []
-        size = 0
-        blocks: Iterator[Block] | None = None
-
-        for piece in pieces:
-            pending.append(piece)
-            size += sum(column.nbytes for column in piece.values())
-            if size > IN_MEMORY_BYTES:
-                blocks = _external(chain(pending, pieces), piece, beside, progress)
-                # The chain holds them now, and lets them go one by one.
-                pending = []
-                break
-
-        if blocks is None:
-            blocks = iter([_sorted(joined(pending))] if pending else [])
-        for block in whole_sequences(blocks, _most_bytes()):
-            yield self.finish(block)
+    Raises:
+        TraceError: a sequence that is too long, or no room for the folder.
+    """
+    pieces = iter(pieces)
+    pending: list[Block] = []
+    size = 0
+    for piece in pieces:
+        pending.append(piece)
+        size += sum(column.nbytes for column in piece.values())
+        if size > IN_MEMORY_BYTES:
+            rows = _external(chain(pending, pieces), piece, beside, progress)
+            # The chain holds them now, and lets them go one by one.
+            del pending
+            yield from whole_sequences(rows, path)
+            return
+    if pending:
+        yield from whole_sequences([_sorted(joined(pending))], path)
 
 
 def joined(pieces: list[Block]) -> Block:
@@ -123,19 +112,21 @@ def taken(block: Block, rows: np.ndarray) -> Block:
 
 
 def whole_sequences(
-    pieces: Iterable[Block], most_bytes: int | None = None
+    pieces: Iterable[Block], path: Path | None = None
 ) -> Iterator[Block]:
     """Cut and join pieces so that each is one sequence; sequences begin in the order of
     their numbers.
 
     Args:
         pieces: rows of sequences.
-        most_bytes: of the rows of one, without their scores.
+        path: the file, where sequences must not be too long to be held in memory,
+            their scores left aside.
 
     Raises:
         ApartError: a sequence goes on behind another one.
-        TooLongError: a sequence is longer than that.
+        TraceError: a sequence is too long.
     """
+    most = max(MOST_SEQUENCE_BYTES, most_bytes())
     pending: list[Block] = []
     for piece in pieces:
         seq = piece["seq"]
@@ -153,10 +144,10 @@ def whole_sequences(
                 yield joined(pending)
                 pending = []
             pending.append({name: column[start:stop] for name, column in piece.items()})
-        if most_bytes and sum(map(_routing_bytes, pending)) > most_bytes:
-            raise TooLongError(
-                f"sequence {seq[-1]}: expected rows of at most"
-                f" {format_bytes(most_bytes)}, found more; is a column for the sequence"
+        if path is not None and sum(map(_routing_bytes, pending)) > most:
+            raise TraceError(
+                f"{path}: sequence {seq[-1]}: expected rows of at most"
+                f" {format_bytes(most)}, found more; is a column for the sequence"
                 f" missing? {MOST_BYTES_VARIABLE} raises the limit"
             )
 
@@ -166,10 +157,6 @@ def whole_sequences(
 
 def _routing_bytes(block: Block) -> int:
     return sum(block[name].nbytes for name in _ROUTING & block.keys())
-
-
-def _most_bytes() -> int:
-    return max(MOST_SEQUENCE_BYTES, most_bytes())
 
 
 def _sorted(block: Block) -> Block:

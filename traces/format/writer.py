@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from moesim.base.errors import TraceError
-from moesim.base.files import NewFile
-from moesim.traces.format.checks import checked_rows
+from moesim.base.files import written_beside
+from moesim.traces.format.checks import KINDS, checked_rows
 from moesim.traces.format.parquet import lists, named, numbers, sealed_writer
 from moesim.traces.format.schema import (
     METADATA_KEY,
@@ -28,21 +27,12 @@ from moesim.traces.format.schema import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from contextlib import AbstractContextManager
     from types import TracebackType
 
 # A reader holds one row group; wide rows (scores of many experts) make it shorter.
 ROW_GROUP_ROWS = 65_536
 ROW_GROUP_BYTES = 32 << 20
 _LEAST_GROUP_ROWS = 1024
-
-_SCALARS = {
-    "seq": np.int32,
-    "pos": np.int32,
-    "phase": np.int8,
-    "layer": np.int16,
-    "token": np.int32,
-}
 
 
 def column_width(name: str, header: TraceHeader) -> int:
@@ -52,21 +42,16 @@ def column_width(name: str, header: TraceHeader) -> int:
     if name in ("experts", "weights"):
         return header.shape.top_k
 
-    return 0 if name in _SCALARS else header.shape.experts
+    return 0 if name in KINDS else header.shape.experts
 
 
 def arrow_schema(header: TraceHeader, columns: Iterable[str]) -> pa.Schema:
     """Return the Parquet schema of a trace with these optional columns, header
     included.
     """
-    types = {
-        "seq": pa.int32(),
-        "pos": pa.int32(),
-        "phase": pa.dictionary(pa.int8(), pa.string()),
-        "layer": pa.int16(),
-        "experts": pa.list_(pa.uint16()),
-        "token": pa.int32(),
-    }
+    types = {name: pa.from_numpy_dtype(kind) for name, kind in KINDS.items()}
+    types["phase"] = pa.dictionary(pa.int8(), pa.string())
+    types["experts"] = pa.list_(pa.uint16())
     scores = pa.list_(pa.float16())
     names = (*REQUIRED_COLUMNS, *columns)
     fields = [pa.field(name, types.get(name, scores)) for name in names]
@@ -103,30 +88,39 @@ class TraceWriter:
         self.columns = tuple(name for name in OPTIONAL_COLUMNS if name in names)
         self.rows = 0
         self._schema = arrow_schema(header, self.columns)
+        widths = {name: column_width(name, header) for name in self._schema.names}
 
         # 16 bytes of scalars, two of each value of a list.
-        list_values = sum(
-            column_width(name, header) for name in ("experts", *self.columns)
-        )
-        fitting = ROW_GROUP_BYTES // (16 + 2 * list_values)
+        fitting = ROW_GROUP_BYTES // (16 + 2 * sum(widths.values()))
         self._group_rows = max(_LEAST_GROUP_ROWS, min(ROW_GROUP_ROWS, fitting))
-
         # One row group in memory, filled again and again.
-        self._group = {name: self._empty_column(name) for name in self._schema.names}
+        self._group = {
+            name: np.empty(
+                (self._group_rows, width) if width else self._group_rows,
+                KINDS.get(name, np.float16),
+            )
+            for name, width in widths.items()
+        }
         self._filled = 0
         self._last = (-1, -1)
-        self._stack = ExitStack()
-        self._writer: pq.ParquetWriter | None = None
 
     def __enter__(self) -> Self:
         """Begin the file beside its final name."""
-        self._file = NewFile(self.path)
-        try:
-            self._stack.enter_context(self._file.errors_named())
-            self._writer = self._stack.enter_context(self._sealed_writer())
-        except BaseException:
-            self._file.discard()
-            raise
+        with ExitStack() as stack:
+            part = stack.enter_context(written_beside(self.path))
+            parquet = sealed_writer(
+                part,
+                self._schema,
+                compression="zstd",
+                use_dictionary=[name for name in KINDS if name != "experts"],
+                write_statistics=["seq", "pos", "layer"],
+                # Smaller, and faster both ways; 16-bit floats would be, too, but
+                # DuckDB reads them plain only.
+                column_encoding={"experts.list.element": "BYTE_STREAM_SPLIT"},
+            )
+            self._parquet = stack.enter_context(parquet)
+            stack.push(self._finish)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
@@ -136,33 +130,16 @@ class TraceWriter:
         trace: TracebackType | None,
     ) -> None:
         """Finish the file and give it its name, or leave nothing behind."""
-        try:
-            # Closed in any case: an open file could not be removed on Windows.
-            with self._stack:
-                if error is not None:
-                    raise error
-                self._flush()
-                if not self.rows:
-                    raise TraceError(
-                        f"{self.path}: expected at least one row, got none; nothing was"
-                        " written"
-                    )
-            self._file.commit()
-        finally:
-            self._writer = None
-            self._file.discard()
+        self._stack.__exit__(kind, error, trace)
 
-    def _sealed_writer(self) -> AbstractContextManager[pq.ParquetWriter]:
-        return sealed_writer(
-            self._file.path,
-            self._schema,
-            compression="zstd",
-            use_dictionary=list(_SCALARS),
-            write_statistics=["seq", "pos", "layer"],
-            # Smaller, and faster both ways; 16-bit floats would be, too, but DuckDB
-            # reads them plain only.
-            column_encoding={"experts.list.element": "BYTE_STREAM_SPLIT"},
-        )
+    def _finish(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return
+        self._flush()
+        if not self.rows:
+            raise TraceError(
+                f"{self.path}: expected at least one row, got none; nothing was written"
+            )
 
     def write(
         self,
@@ -171,47 +148,30 @@ class TraceWriter:
         phase: Any,
         layer: Any,
         experts: np.ndarray,
-        weights: np.ndarray | None = None,
-        scores: np.ndarray | None = None,
-        pred1_raw: np.ndarray | None = None,
-        pred2_raw: np.ndarray | None = None,
-        pred3_raw: np.ndarray | None = None,
-        pred1_res: np.ndarray | None = None,
-        token: np.ndarray | None = None,
+        **optional: Any,
     ) -> None:
         """Append N rows, sorted by seq, pos, layer, also across calls.
 
         Args:
             seq: [N] or one number for all rows, as are `pos`, `phase`, `layer` and
-                `token`.
+                ``token``.
             pos: absolute position in the sequence.
             phase: codes of `Phase`.
             layer: MoE layer.
             experts: [N, K] ids, best first.
-            weights: [N, K] combine weights as applied.
-            scores: [N, E] gate scores before top-k.
-            pred1_raw: [N, E] gate of layer l+1 applied to the gate input of layer l;
-                zeros where no such layer is.
-            pred2_raw: as `pred1_raw` for layer l+2.
-            pred3_raw: as `pred1_raw` for layer l+3.
-            pred1_res: as `pred1_raw` with the residual correction.
-            token: token id.
+            optional: each of `columns`: ``weights`` [N, K] as applied; ``scores``
+                [N, E] of the gate before top-k; ``pred1_raw`` [N, E], the gate of layer
+                l+1 applied to the gate input of layer l, zeros where no such layer is;
+                ``pred2_raw`` and ``pred3_raw`` likewise for layers l+2 and l+3;
+                ``pred1_res``, as ``pred1_raw`` with the residual correction; ``token``
+                ids. One that is None counts as not given.
 
         Raises:
             TraceError: a wrong shape, a missing or undeclared column, ids out of range,
                 values that are not finite, negative weights, rows out of order.
         """
         # All or none: a column that some rows lack could not be read back.
-        given = {
-            "weights": weights,
-            "scores": scores,
-            "pred1_raw": pred1_raw,
-            "pred2_raw": pred2_raw,
-            "pred3_raw": pred3_raw,
-            "pred1_res": pred1_res,
-            "token": token,
-        }
-        present = tuple(name for name, value in given.items() if value is not None)
+        present = [name for name, value in optional.items() if value is not None]
         if set(present) != set(self.columns):
             raise self._error(
                 0,
@@ -221,15 +181,9 @@ class TraceWriter:
                 "declare them when opening the writer",
             )
         count = len(experts)
-        scalars = {"seq": seq, "pos": pos, "phase": phase, "layer": layer}
-        if token is not None:
-            scalars["token"] = given.pop("token")
-        block = {
-            name: self._scalar(name, value, count) for name, value in scalars.items()
-        }
-        for name, value in {"experts": experts, **given}.items():
-            if value is not None:
-                block[name] = self._matrix(name, value, count)
+        given = {"seq": seq, "pos": pos, "phase": phase, "layer": layer}
+        given |= {"experts": experts} | {name: optional[name] for name in self.columns}
+        block = {name: self._column(name, given[name], count) for name in given}
         if count:
             rows, self._last = checked_rows(
                 block, self.header.shape, self._last, self._error
@@ -251,53 +205,37 @@ class TraceWriter:
             if self._filled == self._group_rows:
                 self._flush()
 
-    def _empty_column(self, name: str) -> np.ndarray:
-        """A column of one row group."""
-        if name in _SCALARS:
-            return np.empty(self._group_rows, _SCALARS[name])
-        kind = np.uint16 if name == "experts" else np.float16
-        return np.empty((self._group_rows, column_width(name, self.header)), kind)
-
     def _error(
         self, row: int, column: str, expected: str, got: object, way_out: str = ""
     ) -> TraceError:
         place = f"{self.path}: row {self.rows + row}: {column}"
-        told = f"; {way_out}" if way_out else ""
-        return TraceError(f"{place}: expected {expected}, got {got}{told}")
+        advice = f"; {way_out}" if way_out else ""
+        return TraceError(f"{place}: expected {expected}, got {got}{advice}")
 
-    def _scalar(self, name: str, value: Any, count: int) -> np.ndarray:
-        """[N] of one number per row, or of one for all rows."""
+    def _column(self, name: str, value: Any, count: int) -> np.ndarray:
+        """[N, width] of lists; else [N] of one number per row, or of one for all."""
         array = np.asarray(value)
+        width = column_width(name, self.header)
+        if width:
+            if array.shape != (count, width):
+                raise self._error(0, name, f"shape {(count, width)}", array.shape)
+            return array
         fits = array.ndim <= 1 and array.size in (1, count)
         if not fits or array.dtype.kind not in "iu":
             got = f"{array.dtype} {array.shape}"
             raise self._error(0, name, f"{count} integers", got)
         return np.broadcast_to(array, (count,))
 
-    def _matrix(self, name: str, value: Any, count: int) -> np.ndarray:
-        """[N, width] of ids, or of floats."""
-        array = np.asarray(value)
-        due = (count, column_width(name, self.header))
-        if array.shape != due:
-            raise self._error(0, name, f"shape {due}", array.shape)
-        return array
-
-    def _parquet(self) -> pq.ParquetWriter:
-        assert self._writer is not None, "TraceWriter is used as a context manager"
-        return self._writer
-
     def _flush(self) -> None:
         """Write what is gathered as one row group."""
         if not self._filled:
             return
-
         columns = [
             self._arrow(name, self._group[name][: self._filled])
             for name in self._schema.names
         ]
         table = pa.Table.from_arrays(columns, schema=self._schema)
-        with self._file.errors_named():
-            self._parquet().write_table(table, row_group_size=self._group_rows)
+        self._parquet.write_table(table, row_group_size=self._group_rows)
         self._filled = 0
 
     @staticmethod

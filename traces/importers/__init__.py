@@ -41,10 +41,8 @@ from moesim.traces.format.schema import (
 )
 from moesim.traces.format.sorting import (
     ApartError,
-    TooLongError,
-    Unordered,
-    joined,
-    whole_sequences,
+    grouped,
+    interleaved,
 )
 from moesim.traces.format.writer import TraceWriter
 from moesim.traces.importers.readers.foreign import decoding, mapped, spelled
@@ -52,7 +50,7 @@ from moesim.traces.importers.readers.sequence_rows import (
     finished,
     of_passes,
     ranked,
-    without_cut_tokens,
+    without_cut_token,
 )
 from moesim.traces.importers.readers.text import whole_lines
 from moesim.traces.stats.quality_checks import QualityChecker, alike_rows
@@ -132,7 +130,7 @@ def import_trace(
         call.drops.append(_without_profiling)
     if not drop_incomplete:
         return call.run(files)
-    call.drops.append(without_cut_tokens)
+    call.drops.append(without_cut_token)
     with whole_lines(files[0], call.out) as (file, remarks):
         call.left_out.extend(remarks)
         try:
@@ -185,7 +183,7 @@ class _Import:
         options: dict[str, str],
     ) -> None:
         self.out = out
-        self.drops: list[Callable[..., Iterator[Block]]] = []
+        self.drops: list[Callable[[Block, int, list[str]], Block]] = []
         self.left_out: list[str] = []
         self._shape = shape
         self._progress = progress
@@ -211,51 +209,46 @@ class _Import:
             else:
                 foreign = module.read(source, self._shape, **given)
 
-        make = functools.partial(self._write, source, name, foreign)
-        if foreign.in_order:
-            return make(iter(foreign.pieces()))
         stated = foreign.shape or self._shape
         shape: Any = foreign.header.shape if foreign.header else stated
-        rows = Unordered(
-            functools.partial(_pieces, source, foreign),
-            functools.partial(finished, source, shape, foreign.prompt),
-        )
+        finish = functools.partial(finished, source, shape, foreign.prompt)
+
+        def rows() -> Iterator[Block]:
+            pieces = ranked(foreign.pieces())
+            yield from of_passes(source, pieces) if foreign.passes else pieces
+
         try:
-            return make(rows.grouped())
+            sequences = grouped(source, rows())
+            return self._write(source, name, foreign, map(finish, sequences))
         except (ApartError, TraceError):
             # A sequence may go on behind others, and what it lacks may stand there.
-            return make(rows.sorted(self.out, self._progress))
+            sequences = interleaved(source, rows(), self.out, self._progress)
+            return self._write(source, name, foreign, map(finish, sequences))
 
     def _write(
         self,
         source: Path,
         importer: str,
         foreign: Foreign,
-        rows: Iterator[Block],
+        sequences: Iterator[Block],
     ) -> ImportSummary:
-        """Write whole sequences, and judge them on the way."""
+        """Write sequences, and judge them on the way."""
         header = foreign.header
         if header is None:
             # Halves of surrogate pairs, which JSON may have, could not be read back.
             text = json.dumps(foreign.facts, ensure_ascii=False)
             facts = json.loads(text.encode("utf-8", "replace"))
             header = TraceHeader(foreign.shape or self._shape, facts)  # type: ignore[arg-type]
-        found: set[str] = set()
+        given: set[str] = set()
         left_out = list(self.left_out)
-        rows = _with_phases(rows, found)
-        for drop in self.drops:
-            rows = drop(rows, header.shape.layers, left_out)
-        if foreign.header is None:
-            rows = _numbered(rows)
-
-        # Importers are generators: what a file lacks may show at any block.
-        blocks = _guarded(source, importer, rows)
-        first = next(blocks, None)
+        kept = self._kept(sequences, header.shape.layers, given, left_out)
+        kept = _guarded(source, importer, kept)
+        first = next(kept, None)
         if first is None or not first["experts"].size:
             raise TraceError(
                 f"{source}: expected at least one row, found an empty trace"
             )
-        notes = _notes(foreign, found, first)
+        notes = _notes(foreign, given)
         shape = _with_top_k(header.shape, first["experts"].shape[1], notes)
         # All blocks have the columns of the first one; the writer refuses others.
         columns = tuple(column for column in OPTIONAL_COLUMNS if column in first)
@@ -269,15 +262,17 @@ class _Import:
             header, shape=shape, provenance=header.provenance | about
         )
         by_weight = False
-        sequences = _SequenceChecks(source, shape)
+        quality = QualityChecker(shape)
         with (
             foreign.beside(self.out) as without_extras,
             TraceWriter(self.out, complete, columns) as writer,
         ):
-            for block in map(without_extras, chain((first,), blocks)):
+            blocks = map(without_extras, chain((first,), kept))
+            for number, block in enumerate(blocks):
+                name = block["seq"][0]
                 if foreign.header is None:
-                    block, was_sorted = _best_first(block)  # noqa: PLW2901 - in order
-                    by_weight |= was_sorted
+                    block["seq"] = np.full(len(block["pos"]), number, np.int32)
+                    by_weight |= _sort_by_weight(block)
                 try:
                     writer.write(**block)
                 except TraceError as error:
@@ -287,81 +282,104 @@ class _Import:
                     raise TraceError(
                         f"{text}; model {shape.name}: is the shape right?"
                     ) from None
-                sequences.add(block)
+                places = block["pos"], block["phase"], block["layer"]
+                fault = functools.partial(_fault, f"{source}: sequence {name}")
+                check_sequence(*places, shape.layers, fault)
+                quality.add(*places, block["experts"].astype(np.uint16, copy=False))
                 if self._progress is not None:
                     self._progress(writer.rows)
-            sequences.end()
 
         if by_weight:
             notes.append(
                 "experts were sorted by id, and were put in order of their weights"
             )
         # Only what would mislead is worth a line here; `trace check` tells the rest.
-        findings = sequences.quality.findings()
-        grave = [finding.text for finding in findings if finding.grave]
+        grave = [finding.text for finding in quality.findings() if finding.grave]
         return ImportSummary(
             path=self.out,
             importer=importer,
             rows=writer.rows,
-            sequences=sequences.quality.sequences,
+            sequences=quality.sequences,
             shape=shape,
             columns=columns,
             notes=(*notes, *grave, *left_out),
         )
 
+    def _kept(
+        self,
+        sequences: Iterable[Block],
+        layers: int,
+        columns: set[str],
+        left_out: list[str],
+    ) -> Iterator[Block]:
+        """Sequences with a phase, without the tokens to be dropped; `columns` gets the
+        columns that they had.
+        """
+        for block in sequences:
+            columns.update(block)
+            # Without prompts a trace replays as decode, and a note says so.
+            phase = np.full(len(block["pos"]), Phase.DECODE, np.int8)
+            kept = {"phase": phase, **block}
+            for drop in self.drops:
+                kept = drop(kept, layers, left_out)
+            if len(kept["pos"]):
+                yield kept
 
-def _notes(foreign: Foreign, found: set[str], first: Block) -> list[str]:
+
+def _fault(
+    place: str, row: int, column: str, expected: str, actual: object, way_out: str
+) -> TraceError:
+    """The error of a row, counted from the beginning of its sequence."""
+    return TraceError(
+        f"{place}: row {row}: {column}: expected {expected}, got {actual}; {way_out};"
+        " is the shape right?"
+    )
+
+
+def _notes(foreign: Foreign, columns: set[str]) -> list[str]:
     """What deserves a line: of the file, and of what its rows do not have."""
     if foreign.header is not None:
         return list(foreign.header.provenance.get("notes", ()))
     notes = list(foreign.notes)
-    if "phase" not in found:
+    if "phase" not in columns:
         notes.insert(0, _NO_PHASES)
-    if "weights" not in first and foreign.no_weights:
+    if "weights" not in columns and foreign.no_weights:
         notes.insert(0, foreign.no_weights)
     return notes
 
 
-def _without_profiling(
-    blocks: Iterable[Block], layers: int, dropped: list[str]
-) -> Iterator[Block]:
-    """Sequences without tokens that all have the same experts; `dropped` gets a remark
-    for each sequence that had some.
-    """
-    del layers
-    for block in whole_sequences(blocks):
-        alike = alike_rows(block["pos"], block["layer"], block["experts"])
-        pos, token = np.unique(block["pos"], return_inverse=True)
-        if alike.any():
-            is_alike = np.zeros(len(pos), bool)
-            is_alike[token[alike]] = True
-            dropped.append(
-                f"sequence {block['seq'][0]}: {is_alike.sum():,} tokens with the same"
-                " experts at every layer, a profiling run, were left out"
-            )
-            pos -= np.cumsum(is_alike).astype(pos.dtype)
-        if not alike.all():
-            columns = {**block, "pos": pos[token]}
-            yield {name: column[~alike] for name, column in columns.items()}
+def _without_profiling(block: Block, _: int, left_out: list[str]) -> Block:
+    """A sequence without tokens that all have the same experts."""
+    alike = alike_rows(block["pos"], block["layer"], block["experts"])
+    if not alike.any():
+        return block
+    pos, token = np.unique(block["pos"], return_inverse=True)
+    is_alike = np.zeros(len(pos), bool)
+    is_alike[token[alike]] = True
+    left_out.append(
+        f"sequence {block['seq'][0]}: {is_alike.sum():,} tokens with the same experts"
+        " at every layer, a profiling run, were left out"
+    )
+    pos -= np.cumsum(is_alike).astype(pos.dtype)
+    columns = {**block, "pos": pos[token]}
+    return {name: column[~alike] for name, column in columns.items()}
 
 
-def _best_first(block: Block) -> tuple[Block, bool]:
-    """Rows whose experts go by their weights, where they were sorted by id; and whether
-    they were.
+def _sort_by_weight(block: Block) -> bool:
+    """Put experts that are sorted by id in order of their weights; whether they were
+    sorted so.
     """
     experts = block["experts"]
     weights = block.get("weights")
     if weights is None or not (experts[:, 1:] > experts[:, :-1]).all():
-        return block, False
+        return False
     if not (weights[:, 1:] > weights[:, :-1]).any():
-        return block, False
+        return False
 
     order = np.argsort(-weights, axis=1, kind="stable")
-    ordered = {
-        name: np.take_along_axis(block[name], order, axis=1)
-        for name in ("experts", "weights")
-    }
-    return {**block, **ordered}, True
+    for name in ("experts", "weights"):
+        block[name] = np.take_along_axis(block[name], order, axis=1)
+    return True
 
 
 def _with_top_k(shape: ModelShape, top_k: int, notes: list[str]) -> ModelShape:
@@ -376,85 +394,11 @@ def _with_top_k(shape: ModelShape, top_k: int, notes: list[str]) -> ModelShape:
     return dataclasses.replace(shape, top_k=min(top_k, shape.experts))
 
 
-def _pieces(source: Path, foreign: Foreign) -> Iterable[Block]:
-    """The rows of a file as they are sorted."""
-    rows = ranked(foreign.pieces())
-    return of_passes(source, rows) if foreign.passes else rows
-
-
-def _with_phases(blocks: Iterable[Block], found: set[str]) -> Iterator[Block]:
-    """Rows with a phase; `found` gets the columns that they had."""
-    for block in blocks:
-        found.update(block)
-        # Without prompts a trace replays as decode, and a note says so.
-        phase = np.full(len(block["pos"]), Phase.DECODE, np.int8)
-        yield {"phase": phase, **block}
-
-
-def _numbered(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Sequences, or parts of them, numbered from 0 in their order."""
-    number = -1
-    before = None
-    for block in blocks:
-        number += block["seq"][0] != before
-        before = block["seq"][0]
-        yield {**block, "seq": np.full(len(block["seq"]), number, np.int32)}
-
-
 def _guarded(source: Path, name: str, blocks: Iterator[Block]) -> Iterator[Block]:
     """The blocks, with whatever decoding them raises turned into one line."""
-    while True:
-        try:
-            with decoding(source, name):
-                block = next(blocks, None)
-        except TooLongError as error:
-            raise TraceError(f"{source}: {error}") from None
-        if block is None:
-            return
-        yield block
-
-
-class _SequenceChecks:
-    """Judges sequences, rows of which have been written: whether tokens are complete.
-
-    Of a sequence that comes in parts, positions and ids are kept until it ends.
-    """
-
-    def __init__(self, source: Path, shape: ModelShape) -> None:
-        self.quality = QualityChecker(shape)
-        self._source = source
-        self._shape = shape
-        self._parts: list[Block] = []
-
-    def add(self, block: Block) -> None:
-        """Take one block."""
-        if self._parts and block["seq"][0] != self._parts[0]["seq"][0]:
-            self.end()
-        part = {name: block[name] for name in ("pos", "phase", "layer")}
-        part["seq"] = block["seq"][:1]
-        part["experts"] = np.ascontiguousarray(block["experts"], np.uint16)
-        self._parts.append(part)
-
-    def end(self) -> None:
-        """Check the sequence that is complete now: its tokens must be, too."""
-        if not self._parts:
-            return
-        number = self._parts[0]["seq"][0]
-        sequence = joined(self._parts)
-        self._parts = []
-
-        def error(
-            row: int, column: str, expected: str, actual: object, way_out: str
-        ) -> TraceError:
-            # Rows are counted from the beginning of the sequence.
-            return TraceError(
-                f"{self._source}: sequence {number}: row {row}: {column}: expected"
-                f" {expected}, got {actual}; {way_out}; is the shape right?"
-            )
-
-        places = sequence["pos"], sequence["phase"], sequence["layer"]
-        check_sequence(*places, self._shape.layers, error)
-        self.quality.add(*places, sequence["experts"])
+    # Importers are generators: what a file lacks may show at any block.
+    with decoding(source, name):
+        yield from blocks
 
 
 # -- which importer --------------------------------------------------------------------

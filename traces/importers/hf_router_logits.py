@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from moesim.traces.format.arrays import top_k
+from moesim.traces.format.arrays import to_float16, top_k
 from moesim.traces.format.sorting import BATCH_ROWS
 from moesim.traces.importers.readers.arrays import in_memory, kind_of, stored_arrays
 from moesim.traces.importers.readers.foreign import (
@@ -110,7 +110,6 @@ def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
         )
     tokens = rows // sequences
     spans = _spans(path, sequences, tokens, given)
-    prompt = prompt_length(path, given)
 
     are_probabilities = _are_probabilities(layers[0])
     notes = []
@@ -125,8 +124,8 @@ def read(path: Path, shape: ModelShape, **given: str) -> Foreign:
         "experts are the top-k of the values, not what the model was seen to select"
     )
     return Foreign(
-        lambda: _blocks(path, shape, layers, tokens, spans, prompt),
-        in_order=True,
+        lambda: _blocks(path, shape, layers, tokens, spans),
+        prompt=prompt_length(path, given),
         notes=notes,
         facts={"values": "probabilities" if are_probabilities else "logits"},
     )
@@ -162,7 +161,6 @@ def _blocks(
     layers: list[Stored],
     tokens: int,
     spans: list[tuple[int, int]],
-    prompt: int | None,
 ) -> Iterator[Block]:
     """Parts of sequences: all layers are read side by side.
 
@@ -172,38 +170,27 @@ def _blocks(
         layers: [rows, E] floats of every layer.
         tokens: rows of each sequence, padding included.
         spans: where its own tokens begin and end among them.
-        prompt: how many of its first tokens are prompt; None where nobody knows.
     """
     probabilities = _are_probabilities(layers[0])
     # A token has a row in every layer.
     part_tokens = max(1, BATCH_ROWS // len(layers))
-    start = 0
+    sequences = zip(*(layer.rows(tokens) for layer in layers), strict=True)
 
-    for parts in zip(*(layer.rows(part_tokens) for layer in layers), strict=True):
-        values = np.stack(parts, axis=1).astype(np.float32, copy=False)  # [T, L, E]
-        _check_finite(path, start, values)
-        selection = selected(values, shape, probabilities=probabilities)
-
-        done = 0
-        while done < len(values):  # a part may hold the end of a sequence
-            number, row = divmod(start + done, tokens)
-            stop = min(len(values), done + tokens - row)
-            begin, end = spans[number]
-            kept = slice(
-                done + max(0, begin - row), min(stop, done + max(0, end - row))
+    for number, arrays in enumerate(sequences):
+        begin, end = spans[number]
+        for start in range(begin, end, part_tokens):
+            part = slice(start, min(start + part_tokens, end))
+            values = np.stack([array[part] for array in arrays], axis=1)  # [T, L, E]
+            values = values.astype(np.float32, copy=False)
+            _check_finite(path, number * tokens + start, values)
+            selection = selected(values, shape, probabilities=probabilities)
+            yield dense_block(
+                number,
+                selection.experts,
+                first=start - begin,
+                weights=to_float16(selection.weights)[0],
+                scores=to_float16(selection.scores)[0],
             )
-            first = max(0, row - begin)
-            if kept.start < kept.stop:
-                yield dense_block(
-                    number,
-                    selection.experts[kept],
-                    prompt,
-                    first,
-                    weights=selection.weights[kept],
-                    scores=selection.scores[kept],
-                )
-            done = stop
-        start += len(values)
 
 
 def _check_finite(path: Path, start: int, values: np.ndarray) -> None:

@@ -137,8 +137,8 @@ def _passes(
         falls = np.flatnonzero(np.diff(rows["layer"]) < 0)
         end = int(falls[-1]) + 1 if len(falls) else 0
         if end:
-            whole = {each: column[:end] for each, column in rows.items()}
-            yield _rows(path, first_row, whole, name, widths, passes)
+            ended = {each: column[:end] for each, column in rows.items()}
+            yield _rows(path, first_row, ended, name, widths, passes)
         first_row += end
         open_pass = {each: column[end:] for each, column in rows.items()}
     yield _rows(path, first_row, open_pass, name, widths, passes)

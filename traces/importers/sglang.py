@@ -214,18 +214,7 @@ class _RunningRequests:
 
         numbers += earlier
         phases = [_PROMPT] * prompts + [_GENERATED] * decoded
-        return (
-            [
-                n
-                for n, length in zip(numbers, lengths, strict=True)
-                for _ in range(length)
-            ],
-            [
-                p
-                for p, length in zip(phases, lengths, strict=True)
-                for _ in range(length)
-            ],
-        )
+        return _repeated(numbers, lengths), _repeated(phases, lengths)
 
     def _extend(
         self, where: str, begins: list[int], lengths: list[int], size: int
@@ -374,6 +363,11 @@ class _RunningRequests:
     def _new(self) -> int:
         self._due.append(0)
         return len(self._due) - 1
+
+
+def _repeated(numbers: list[int], lengths: list[int]) -> list[int]:
+    pairs = zip(numbers, lengths, strict=True)
+    return [number for number, length in pairs for _ in range(length)]
 
 
 def _some(numbers: list[int]) -> str:

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import base64
 import io
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from moesim.base.inputs import load_json, open_input, read_text
-from moesim.traces.format.sorting import BATCH_ROWS
 from moesim.traces.importers.readers.arrays import (
     NPY,
     in_memory,
@@ -99,68 +97,51 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, _: ModelShape, **given: str) -> Foreign:
-    """Completions in parts, the prompt, then what was generated; and the model where a
-    response names it.
-    """
+    """The file's completions, and the model where a response names it."""
     stated = prompt_length(path, given)
     models = [each.model for each in _completions(path) if each.model]
     facts = {"model": models[-1]} if models else {}
-    return Foreign(lambda: _blocks(path, stated), in_order=True, facts=facts)
+    return Foreign(lambda: _sequences(path, stated), facts=facts)
 
 
-def _blocks(path: Path, stated: int | None) -> Iterator[Block]:
+def _sequences(path: Path, stated: int | None) -> Iterator[Block]:
     """The rows of all completions; the first `stated` tokens of those without a prompt
     of their own are prompt.
     """
     for number, completion in enumerate(_completions(path)):
-        prompt = completion.prompt
+        prompt, generated, _ = completion
         split = stated if prompt is None else prompt.shape[0]
-        yield from _completion_blocks(path, number, completion, split)
-
-
-def _completion_blocks(
-    path: Path, number: int, completion: _Completion, split: int | None
-) -> Iterator[Block]:
-    """The rows of one completion in parts; the first `split` tokens are prompt."""
-    arrays = [
-        stream
-        for stream in (completion.prompt, completion.generated)
-        if stream is not None and stream.shape[0]
-    ]
-    shapes = {stream.shape[1:] for stream in arrays}
-    if len(shapes) > 1:
+        parts = [each for each in (prompt, generated) if each is not None]
+        arrays = [each.whole() for each in parts if each.shape[0]]
         place = f"completion {number}"
-        raise layout_error(path, place, "one [layers, K] for all tokens", shapes)
-    # Only the very last token may be one that was not computed.
-    tokens = sum(stream.shape[0] for stream in arrays)
-    parts = chain.from_iterable(
-        stream.rows(max(1, BATCH_ROWS // max(1, stream.shape[1]))) for stream in arrays
-    )
+        shapes = {each.shape[1:] for each in arrays}
+        if len(shapes) > 1:
+            raise layout_error(path, place, "one [layers, K] for all tokens", shapes)
+        if arrays:
+            ids = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            yield dense_block(number, _computed(path, place, ids, split or 0), split)
 
-    first = 0
-    for part in parts:
-        ids = integers(path, f"completion {number}", part, 3)
-        # K equal ids are no choice: such a row was filled, not computed.
-        unrouted = _unrouted(ids)
 
-        is_last = first + len(ids) == tokens
-        if is_last and unrouted[-1] and tokens > (split or 0):
-            ids = ids[:-1]
-            unrouted = unrouted[:-1]
-
-        if unrouted.any() and ids.shape[2] > 1:
-            token = int(unrouted.argmax())
-            raise layout_error(
-                path,
-                f"completion {number}: token {first + token}",
-                "distinct experts",
-                f"{ids[token, 0, 0]} at every layer",
-                _PREFIX_CACHE,
-            )
-
-        if len(ids):
-            yield dense_block(number, ids, split, first)
-        first += len(ids)
+def _computed(path: Path, place: str, ids: np.ndarray, prompt: int) -> np.ndarray:
+    """The tokens of a completion [T, L, K] that were computed: all but the last one
+    perhaps.
+    """
+    ids = integers(path, place, ids, 3)
+    # K equal ids are no choice: such a row was filled, not computed.
+    unrouted = _unrouted(ids)
+    if unrouted[-1] and len(ids) > prompt:
+        ids = ids[:-1]
+        unrouted = unrouted[:-1]
+    if unrouted.any() and ids.shape[2] > 1:
+        token = int(unrouted.argmax())
+        raise layout_error(
+            path,
+            f"{place}: token {token}",
+            "distinct experts",
+            f"{ids[token, 0, 0]} at every layer",
+            _PREFIX_CACHE,
+        )
+    return ids
 
 
 def _unrouted(ids: np.ndarray) -> np.ndarray:

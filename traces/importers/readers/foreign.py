@@ -41,9 +41,8 @@ class Foreign:
         pieces: begins to read the rows, some at a time, each time it is called; all
             pieces have the same columns and widths. A row has seq (numbered by its
             first row), pos, layer (as the file counts them) and experts [N, K]; or an
-            expert, one row each, and a rank where the file's order is not theirs.
-        in_order: whether pieces are sequences or parts of them, as `TraceWriter.write`
-            takes them; else rows stand in any order.
+            expert, one row each, and a rank where the file's order is not theirs. Rows
+            stand in any order.
         prompt: how many of the first tokens of every sequence are prompt; None where
             rows have a phase, or nobody knows.
         passes: whether positions count the rows of a pass, each of which is a prompt.
@@ -57,7 +56,6 @@ class Foreign:
     """
 
     pieces: Callable[[], Iterable[Block]]
-    in_order: bool = False
     prompt: int | None = None
     passes: bool = False
     shape: ModelShape | None = None

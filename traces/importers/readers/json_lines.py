@@ -18,7 +18,6 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 
 from moesim.base.inputs import MOST_LINE_BYTES, quoted
@@ -30,6 +29,8 @@ from moesim.traces.importers.readers.text import filled
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
+
+    import numpy as np
 
     from moesim.base.errors import TraceError
 
@@ -71,7 +72,7 @@ def json_rows(
     # Another query would end this one, so it has a connection of its own.
     cursor = _connection().cursor()
     if held is not None:
-        cursor.register("held", _texts(held))
+        cursor.register("held", pa.table({"line": pa.array(held, pa.large_string())}))
     lines = _of_file(path, structure) if held is None else _of_held(structure)
     rows = f"""
         SELECT number, line, unnest(coalesce(nullif({each}, []), [NULL])) AS each,
@@ -134,13 +135,6 @@ def _of_held(structure: Any) -> str:
     """The same of lines in memory."""
     kind = quote(json.dumps(structure), "'")
     return f"(SELECT json_transform(line, {kind}) AS line FROM held)"  # noqa: S608
-
-
-def _texts(lines: Sequence[bytes]) -> pa.Table:
-    offsets = np.cumsum([0, *map(len, lines)], dtype=np.int64)
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(lines))]
-    column = pa.Array.from_buffers(pa.large_string(), len(lines), buffers)
-    return pa.Table.from_arrays([column], ["line"])
 
 
 def quote(text: str, mark: str = '"') -> str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.traces.format.schema import Phase
-from moesim.traces.format.sorting import joined
 from moesim.traces.importers.readers.foreign import layout_error
 
 if TYPE_CHECKING:
@@ -209,44 +208,25 @@ def _of_one(path: Path, blocks: Iterable[Block]) -> Iterator[Block]:
         yield block
 
 
-def without_cut_tokens(
-    blocks: Iterable[Block], layers: int, dropped: list[str]
-) -> Iterator[Block]:
-    """Leave out the last generated token of a sequence where a layer of it is missing,
-    as it is in a dump that was cut off.
+def without_cut_token(block: Block, layers: int, left_out: list[str]) -> Block:
+    """A sequence without its last generated token, where a layer of it is missing, as
+    it is in a dump that was cut off.
 
     Args:
-        blocks: rows of sequences, each sorted; a sequence may come in parts.
+        block: a whole, sorted sequence.
         layers: L.
-        dropped: gets a remark for each token that is left out.
+        left_out: gets a remark where a token is left out.
     """
-    held: Block | None = None
-    for block in blocks:
-        if held is not None and held["seq"][0] == block["seq"][0]:
-            block = joined([held, block])  # noqa: PLW2901 - the rest of one token
-        elif held is not None:
-            yield from _complete(held, layers, dropped)
-
-        # Whether a token is complete shows when the next one begins.
-        start = int(np.searchsorted(block["pos"], block["pos"][-1]))
-        held = {name: values[start:] for name, values in block.items()}
-        if start:
-            yield {name: values[:start] for name, values in block.items()}
-    if held is not None:
-        yield from _complete(held, layers, dropped)
-
-
-def _complete(block: Block, layers: int, dropped: list[str]) -> Iterator[Block]:
-    """The rows of one token; none if it lacks a layer."""
+    start = int(np.searchsorted(block["pos"], block["pos"][-1]))
     # The last layer of a prompt may have its last token only.
-    generated = block["phase"][0] == Phase.DECODE
-    if generated and len(np.unique(block["layer"])) < layers:
-        dropped.append(
-            f"sequence {block['seq'][0]}: token {block['pos'][0]} lacks layers and was"
-            " left out"
-        )
-        return
-    yield block
+    is_prompt = block["phase"][start] == Phase.PREFILL
+    if is_prompt or len(block["pos"]) - start == layers:
+        return block
+    left_out.append(
+        f"sequence {block['seq'][0]}: token {block['pos'][start]} lacks layers and was"
+        " left out"
+    )
+    return {name: column[:start] for name, column in block.items()}
 
 
 def _moe_layers(path: Path, shape: ModelShape, block: Block) -> np.ndarray:
@@ -284,7 +264,7 @@ def _moe_layers(path: Path, shape: ModelShape, block: Block) -> np.ndarray:
 def dense_block(
     number: int,
     experts: np.ndarray,
-    prompt: int | None,
+    prompt: int | None = None,
     first: int = 0,
     **columns: np.ndarray,
 ) -> Block:

@@ -82,8 +82,9 @@ def csv_rows(
                 ),
             )
 
-    whole = [(0, path.stat().st_size)]
-    return _rows(path, mapping, map(batches, whole if parts is None else parts))
+    if parts is None:
+        parts = [(0, path.stat().st_size)]
+    return _rows(path, mapping, map(batches, parts))
 
 
 def _used(mapping: Mapping[str, Sequence[str]]) -> list[str]:

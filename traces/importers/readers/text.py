@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import tempfile
 from contextlib import contextmanager
 from itertools import islice
@@ -94,9 +95,8 @@ def whole_lines(path: Path, beside: Path) -> Iterator[tuple[Path, list[str]]]:
     beside.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=beside.parent, prefix=".import-") as folder:
         copy = Path(folder) / path.name
-        with path.open("rb") as source, copy.open("wb") as target:
-            while end and (data := source.read(min(end, _LONGEST_LINE))):
-                end -= target.write(data)
+        shutil.copyfile(path, copy)
+        os.truncate(copy, end)
         yield copy, ["the last line was cut off and was left out"]
 
 
