@@ -30,8 +30,10 @@ class Mixer:
         kv_values: kept of each token in reach: its keys and values, or one latent entry
             for all heads, and the key of an indexer.
         window_tokens: it looks back at most so far; 0 without a window.
-        pooled_values: kept of each token of the whole context beside a window, where
-            several tokens are compressed to one entry.
+        pooled_values: of the entry that several tokens of the whole context are
+            compressed to, beside a window.
+        pooled_tokens: so many tokens; 0 without such entries.
+        waiting_bytes: of tokens that wait for the others of their entry.
         state_bytes: recurrent state of one sequence.
         attention_width: heads x (key + value size): multiply-adds per context token.
         query_group: query heads that share a key head.
@@ -43,7 +45,9 @@ class Mixer:
     weights: int = 0
     kv_values: int = 0
     window_tokens: int = 0
-    pooled_values: float = 0.0
+    pooled_values: int = 0
+    pooled_tokens: int = 0
+    waiting_bytes: int = 0
     state_bytes: int = 0
     attention_width: int = 0
     query_group: int = 1
@@ -128,6 +132,9 @@ def _latent(sizes: Sizes) -> Mixer:
 def _compressed(sizes: Sizes) -> Mixer:
     """One entry a token within a window, one for `ratio` tokens beyond it, and where
     that is few an indexer (DeepSeek-V4).
+
+    Source of what is kept: `llama_kv_cache_dsv4` of llama.cpp, which holds values and
+    scores of waiting tokens in single precision.
     """
     hidden = sizes["hidden"]
     heads = sizes["heads"]
@@ -137,21 +144,20 @@ def _compressed(sizes: Sizes) -> Mixer:
 
     weights = sizes["q"] * (hidden + heads * key) + hidden * key
     weights += sizes["o"] * (heads * key + groups * hidden)
-    pooled = 0.0
-    if ratio:
-        overlap = 2 if ratio == _OVERLAPPING else 1
-        entries = key
-        if overlap == 2:
-            index = sizes["index"]
-            entries += index
-            weights += sizes["index_heads"] * (sizes["q"] * index + hidden)
-        weights += 2 * overlap * hidden * entries
-        pooled = entries / ratio
+    overlap = 2 if ratio == _OVERLAPPING else 1
+    pooled = key if ratio else 0
+    if overlap == 2:
+        index = sizes["index"]
+        pooled += index
+        weights += sizes["index_heads"] * (sizes["q"] * index + hidden)
+    weights += 2 * overlap * hidden * pooled
     return Mixer(
         weights=weights,
         kv_values=key,
         window_tokens=sizes["window"],
         pooled_values=pooled,
+        pooled_tokens=ratio,
+        waiting_bytes=2 * STATE_BYTES_PER_VALUE * overlap**2 * ratio * pooled,
         attention_width=2 * heads * key,
         query_group=heads,
     )

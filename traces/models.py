@@ -50,7 +50,7 @@ _PUBLISHED = "bf16"
 
 def known_models() -> tuple[str, ...]:
     """Names in the table, sorted."""
-    return tuple(sorted(_table()))
+    return tuple(sorted(shapes()))
 
 
 def model_shape(spec: str, weights: str | None = None) -> ModelShape:
@@ -73,7 +73,7 @@ def model_shape(spec: str, weights: str | None = None) -> ModelShape:
         return _in_words(spec, label or _PUBLISHED)
 
     name, _, divisor = spec.partition("/")
-    entry = _table().get(name.lower())
+    entry = shapes().get(name.lower())
     if entry is None:
         raise TraceError(
             f"unknown model {name!r}{did_you_mean(name.lower(), known_models())};"
@@ -170,7 +170,8 @@ def expert_bytes(
 
 
 @cache
-def _table() -> dict[str, dict[str, Any]]:
+def shapes() -> dict[str, dict[str, Any]]:
+    """Return the rows of the table, by name."""
     text = (
         resources.files("moesim.traces")
         .joinpath("data/models.yaml")
@@ -204,13 +205,13 @@ def _from_table(
     for key in ("shared_intermediate", "dense_intermediate", "expert_hidden"):
         if key in entry:
             sized[key] = entry[key] // scale
-    shapes = layer_shapes(sized)
+    parts = layer_shapes(sized)
     # Layers with a window, or with a recurrence in place of attention.
-    full = [each.mixer for each in shapes if _sees_everything(each.mixer)]
+    full = [each.mixer for each in parts if _sees_everything(each.mixer)]
     windowed = total - len(full)
     # Everything but routed experts, and two tables of tokens.
     other_weights = 2 * vocab * hidden + sum(
-        each.mixer.weights + each.feed_forward + each.exact for each in shapes
+        each.mixer.weights + each.feed_forward + each.exact for each in parts
     )
     plain = 2 * entry.get("kv_heads", 0) * entry.get("head_dim", 0)
     kept = full[0].kv_values if full else 0

@@ -140,20 +140,21 @@ class EngineRun:
         )
 
 
+def _says(policy: str, *parts: str) -> bool:
+    return any(part in policy.lower() for part in parts)
+
+
 def traits_of(policy: str) -> EngineTraits:
     """Read the traits out of a policy's name, as tables of measurements write it."""
-    words = policy.lower()
 
     def has(*parts: str) -> bool:
-        return any(part in words for part in parts)
+        return _says(policy, *parts)
 
     oracle = has("oracle", "read-ahead", "min set", "scheduled")
     return EngineTraits(
         fetch=oracle or has("deployed", "+ fetch", "+fetch", "fetch table"),
         split=has("split", "memcpy", "copy-engine adm", "zero-copy adm", "hot set"),
-        admit_all=has("lru", "hit-optimal"),
         ahead=has("prefetch", "read-ahead", "hit-optimal", "scheduled"),
-        one_read=has("1 read", "scheduled", "paced"),
     )
 
 
@@ -280,18 +281,21 @@ def _admissions(
         # A counted figure beats every estimate below.
         return float(copied.group(1)) + (stated or 0.0)
 
+    policy = row.text("policy")
+    # A miss that is admitted is read once for both.
+    one_read = _says(policy, "1 read", "scheduled", "paced")
     layer = model.layers[model.moe_layers[0]]
     asked = layer.top_k * len(model.moe_layers)
     ahead = 0.0
     if traits.ahead and usual_rate is not None:
         # Foresight also saves reads: Belady with bypass misses a third less.
-        saved = BELADY_SAVES if traits.one_read else 0.0
+        saved = BELADY_SAVES if one_read else 0.0
         ahead = max(0.0, (1 - usual_rate) * (1 - saved) - (1 - hit_rate)) * asked
     if stated is not None:
         return max(stated, ahead)
-    if traits.one_read:
+    if one_read:
         return ahead
-    if traits.admit_all and not traits.fetch:
+    if _says(policy, "lru", "hit-optimal") and not traits.fetch:
         return (1 - hit_rate) * asked
     return ahead + (FETCH_ADMISSIONS if traits.fetch else USUAL_ADMISSIONS)
 

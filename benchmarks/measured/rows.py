@@ -19,7 +19,7 @@ from moesim.advice.bench_rows import overridden_layers
 from moesim.advice.machine import Machine, Probes, describe_machine
 from moesim.advice.model.catalogue import named_contents, shape_named
 from moesim.advice.model.contents import LayerContents, ModelContents
-from moesim.advice.plan.memory import memory_bill
+from moesim.advice.plan.memory import Job, bill_of
 from moesim.advice.times.step_times import (
     PREFILL_SPREAD,
     REPEAT_SPREAD,
@@ -920,7 +920,8 @@ def _check_memory(run: Run) -> None:
     machine = run.machine
     allocated = _flag_number(run.row.text("flags"), "c") or 0
     context = max(allocated, run.depth + run.tokens)
-    bill = memory_bill(run.model, machine, run.setting, context)
+    job = Job(context=context, keep_vram_bytes=0)
+    bill = bill_of(run.model, machine, run.setting, job)
     cards_known = all(card.known for card in machine.graphics)
     if machine.graphics and cards_known and not machine.unified:
         # Windows moves buffers into host memory behind a program's back.

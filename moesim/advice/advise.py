@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moesim.advice.answer import Advice, CurvePoint
+from moesim.advice.answer import Advice
 from moesim.advice.devices import check_memory
 from moesim.advice.machine import (
     Grade,
@@ -291,7 +291,7 @@ def _nothing_fits(model: ModelContents, machine: Machine, job: Job) -> AdviceErr
     )
 
 
-def _curve(forecast: Forecast, best: Prospect) -> list[CurvePoint]:
+def _curve(forecast: Forecast, best: Prospect) -> list[Prospect]:
     """Predict every number of layers on the CPU at the best micro-batch."""
     machine = forecast.machine
     if not machine.graphics or machine.unified:
@@ -309,14 +309,5 @@ def _curve(forecast: Forecast, best: Prospect) -> list[CurvePoint]:
             gpu_layers=ALL_LAYERS,
         )
         bill = bill_of(forecast.model, machine, setting, forecast.job)
-        prospect = forecast.prospect(Candidate(setting, bill))
-        points.append(
-            CurvePoint(
-                cpu_layers=count,
-                decode=prospect.decode,
-                prefill=prospect.prefill,
-                gpu_bytes=bill.gpu_bytes,
-                fits=bill.fits,
-            )
-        )
+        points.append(forecast.prospect(Candidate(setting, bill)))
     return points

@@ -90,25 +90,6 @@ INTERVALS = [
 
 
 @dataclass(frozen=True)
-class CurvePoint:
-    """One number of layers on the CPU.
-
-    Attributes:
-        cpu_layers: the number.
-        decode: tokens per second.
-        prefill: tokens per second.
-        gpu_bytes: graphics memory needed.
-        fits: both memories hold what they shall.
-    """
-
-    cpu_layers: int
-    decode: Interval
-    prefill: Interval
-    gpu_bytes: float
-    fits: bool
-
-
-@dataclass(frozen=True)
 class Advice:
     """Everything that was found out.
 
@@ -134,7 +115,7 @@ class Advice:
     grade: Grade
     job: Job
     prospects: tuple[Prospect, ...]
-    curve: tuple[CurvePoint, ...]
+    curve: tuple[Prospect, ...]
     questions: tuple[Question, ...]
     what_ifs: tuple[WhatIf, ...]
     observed: ObservedRows
@@ -338,9 +319,10 @@ def _memory_facts(bill: MemoryBill, machine: Machine) -> list[tuple[str, str]]:
                 left = format_bytes(bill.gpu_left)
                 words += f"; {left} of headroom before it spills into host memory"
         facts.append(("GPU memory", words))
-    for card in bill.cards:
-        sizes = f"{format_bytes(card.needed)} of {format_bytes(card.free)}"
-        facts.append((card.name, f"{card.layers} layers, {sizes}"))
+    if len(bill.cards) > 1:
+        for card in bill.cards:
+            sizes = f"{format_bytes(card.needed)} of {format_bytes(card.free)}"
+            facts.append((card.name, f"{card.layers} layers, {sizes}"))
     host = format_bytes(bill.host_bytes)
     if TABLES in bill.host:
         host += f", {format_bytes(bill.host[TABLES])} of it {TABLES}"
@@ -464,7 +446,16 @@ def _advice_data(advice: Advice) -> dict[str, Any]:
                 for each in routing.masks
             ],
         },
-        "curve": plain(advice.curve),
+        "curve": [
+            {
+                "cpu_layers": each.candidate.setting.cpu_layers,
+                "decode_tokens_per_s": plain(each.decode),
+                "prefill_tokens_per_s": plain(each.prefill),
+                "gpu_bytes": each.candidate.bill.gpu_bytes,
+                "fits": each.candidate.bill.fits,
+            }
+            for each in advice.curve
+        ],
         "what_if": [
             plain(each) | ({} if each.factor else {"decode_tokens_per_s": None})
             for each in advice.what_ifs
@@ -756,9 +747,10 @@ def _curve_figure(advice: Advice, kind: str) -> Figure:
     for point in advice.curve:
         speed = getattr(point, kind)
         ends = {"low": speed.low, "high": speed.high}
-        series = "predicted" if point.fits else "predicted, does not fit"
-        at = {"layers": point.cpu_layers, "speed": speed.value, "what": series}
-        rows.append(at | ends)
+        fits = point.candidate.bill.fits
+        series = "predicted" if fits else "predicted, does not fit"
+        layers = point.candidate.setting.cpu_layers
+        rows.append({"layers": layers, "speed": speed.value, "what": series} | ends)
     last = rows[-1]["layers"]
     best = advice.best.candidate.setting
     for row in advice.observed.used:
@@ -932,7 +924,7 @@ def _target_words(answer: FlagsAnswer) -> str:
 def model_answer(model: ModelContents) -> Answer:
     """Say what a model file holds, layer by layer."""
     together = DEFAULT_MICRO_BATCH
-    kept = sum(layer.needed_kv_bytes(1024, together) for layer in model.layers)
+    kept = sum(layer.kv_cache_bytes(1024, together) for layer in model.layers)
     windows = ""
     if any(layer.window_tokens for layer in model.layers):
         windows = f"; windows hold the {together} tokens of a micro-batch, too"

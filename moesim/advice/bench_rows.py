@@ -88,10 +88,14 @@ class BenchRow:
             ) from None
 
     @property
+    def made(self) -> int:
+        """Tokens that `seconds` are for: the prompt's, or one."""
+        return self.tokens if self.kind == "prefill" else 1
+
+    @property
     def seconds(self) -> float:
         """Seconds per token (decode) or of the prompt (prefill)."""
-        tokens = self.tokens if self.kind == "prefill" else 1
-        return tokens / self.tokens_per_s
+        return self.made / self.tokens_per_s
 
 
 def read_bench(path: Path) -> list[BenchRow]:

@@ -10,15 +10,17 @@ import difflib
 import re
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
-
+from moesim.advice.tables import table
 from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+
+    Row = Mapping[str, Any]
+
+Entry = TypeVar("Entry")
 
 # One PCIe lane, bytes per second: 8, 16 or 32 GT/s x 128/130 / 8.
 # Source: PCI Express base specification (2.0 has 5 GT/s and an 8b/10b code).
@@ -308,108 +310,92 @@ class SingleChip:
 @cache
 def processors() -> dict[str, Processor]:
     """Return every CPU of the table under each of its names."""
-    table: dict[str, Processor] = {}
-
-    for group in _groups("cpus"):
-        for row in group["cpus"]:
-            # A row may differ from its series in a figure or two.
-            both = {**group, **row}
-            die_rate = both.get("die_gb_s", 0) * both.get("dies", 0) * GB
-            processor = Processor(
-                name=row["name"],
-                cores=row["cores"],
-                small_cores=row.get("small", 0),
-                base_hz=row["base_ghz"] * 1e9,
-                vector=both["vector"],
-                channels=both["channels"],
-                memory=both["memory"],
-                dies_bytes_per_s=die_rate,
-                server=both.get("server", False),
-                pcie=both["pcie"],
-                kind=both["kind"],
-                memory_also=both.get("memory_also", ""),
-                source=f"{group['source']}, {group['date']}",
-            )
-            for name in (row["name"], *row.get("also", ())):
-                table[name] = processor
-    return table
+    return _by_name("cpus", _processor)
 
 
 @cache
 def graphics_cards() -> dict[str, Graphics]:
     """Return every graphics card of the table under each of its names."""
-    table: dict[str, Graphics] = {}
-
-    for group in _groups("gpus"):
-        for row in group["gpus"]:
-            # A bus of B bits moves B / 8 bytes per transfer.
-            derived = row.get("bus_bits", 0) * row.get("rate_gbps", 0) / 8
-            generation, _, lanes = row["pcie"].partition("x")
-            both = {**group, **row}
-            link = pcie_bytes_per_s(float(generation), int(lanes))
-            card = Graphics(
-                name=row["name"],
-                vram_bytes=row["vram_gib"] * GIB,
-                bytes_per_s=row.get("bandwidth_gb_s", derived) * GB,
-                flops=row["tflops"] * 1e12,
-                link_bytes_per_s=row.get("link_gb_s", link / GB) * GB,
-                pcie=float(generation),
-                lanes=0 if "link_gb_s" in row else int(lanes),
-                backend=group["backend"],
-                card_class=both.get("class", "consumer"),
-                source=f"{group['source']}, {group['date']}",
-            )
-            for name in (row["name"], *row.get("also", ())):
-                table[name] = card
-    return table
+    return _by_name("gpus", _card)
 
 
 @cache
 def single_chips() -> dict[str, SingleChip]:
     """Return every machine whose CPU and GPU share one memory, under each name."""
-    table: dict[str, SingleChip] = {}
-
-    for group in _groups("socs"):
-        for row in group["socs"]:
-            rate = row["bandwidth_gb_s"] * GB
-            processor = Processor(
-                name=row["name"],
-                cores=row["cores"],
-                small_cores=row.get("small", 0),
-                vector=group["vector"],
-                source=group["source"],
-            )
-            # Some chips have no GPU that an engine supports.
-            graphics = None
-            if group["gpu_share"]:
-                graphics = Graphics(
-                    name=row["name"],
-                    # The memory is the machine's; buyers choose its size.
-                    vram_bytes=0,
-                    bytes_per_s=rate,
-                    flops=row["tflops"] * 1e12,
-                    link_bytes_per_s=rate,
-                    backend=group["backend"],
-                    source=group["source"],
-                )
-            chip = SingleChip(processor, graphics, rate, group["gpu_share"])
-            for name in (row["name"], *row.get("also", ())):
-                table[name] = chip
-    return table
+    return _by_name("socs", _chip)
 
 
-def _groups(name: str) -> list[dict[str, Any]]:
-    folder = resources.files("moesim.advice").joinpath("data")
-    text = folder.joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    groups: list[dict[str, Any]] = yaml.load(text, Loader=_LOADER)  # noqa: S506 # safe, in C or in Python
-    return groups
+def _by_name(name: str, build: Callable[[Row], Entry]) -> dict[str, Entry]:
+    """Build a table's rows, which may differ from their group in a figure or two."""
+    found: dict[str, Entry] = {}
+    for group in table(name):
+        for row in group[name]:
+            entry = build({**group, **row})
+            found |= dict.fromkeys((row["name"], *row.get("also", ())), entry)
+    return found
 
 
-# The loader in C reads the tables ten times as fast, where libyaml is there.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+def _processor(row: Row) -> Processor:
+    return Processor(
+        name=row["name"],
+        cores=row["cores"],
+        small_cores=row.get("small", 0),
+        base_hz=row["base_ghz"] * 1e9,
+        vector=row["vector"],
+        channels=row["channels"],
+        memory=row["memory"],
+        dies_bytes_per_s=row.get("die_gb_s", 0) * row.get("dies", 0) * GB,
+        server=row.get("server", False),
+        pcie=row["pcie"],
+        kind=row["kind"],
+        memory_also=row.get("memory_also", ""),
+        source=f"{row['source']}, {row['date']}",
+    )
 
 
-Entry = TypeVar("Entry")
+def _card(row: Row) -> Graphics:
+    # A bus of B bits moves B / 8 bytes per transfer.
+    derived = row.get("bus_bits", 0) * row.get("rate_gbps", 0) / 8
+    generation, _, lanes = row["pcie"].partition("x")
+    link = pcie_bytes_per_s(float(generation), int(lanes))
+    return Graphics(
+        name=row["name"],
+        vram_bytes=row["vram_gib"] * GIB,
+        bytes_per_s=row.get("bandwidth_gb_s", derived) * GB,
+        flops=row["tflops"] * 1e12,
+        link_bytes_per_s=row.get("link_gb_s", link / GB) * GB,
+        pcie=float(generation),
+        lanes=0 if "link_gb_s" in row else int(lanes),
+        backend=row["backend"],
+        card_class=row.get("class", "consumer"),
+        source=f"{row['source']}, {row['date']}",
+    )
+
+
+def _chip(row: Row) -> SingleChip:
+    rate = row["bandwidth_gb_s"] * GB
+    processor = Processor(
+        name=row["name"],
+        cores=row["cores"],
+        small_cores=row.get("small", 0),
+        vector=row["vector"],
+        source=row["source"],
+    )
+    # Some chips have no GPU that an engine supports.
+    graphics = None
+    if row["gpu_share"]:
+        graphics = Graphics(
+            name=row["name"],
+            # The memory is the machine's; buyers choose its size.
+            vram_bytes=0,
+            bytes_per_s=rate,
+            flops=row["tflops"] * 1e12,
+            link_bytes_per_s=rate,
+            backend=row["backend"],
+            source=row["source"],
+        )
+    return SingleChip(processor, graphics, rate, row["gpu_share"])
+
 
 # Makers and decorations, which people write or leave out as they like.
 FILLERS = {

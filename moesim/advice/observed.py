@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,13 +18,8 @@ from moesim.advice.bench_rows import BenchRow, check_one_machine, setting_of
 from moesim.advice.machine import LINUX, WINDOWS, WSL
 from moesim.advice.model.catalogue import model_contents, named_contents
 from moesim.advice.plan.ranking import Grades
-from moesim.advice.times.latents import (
-    Beliefs,
-    Observation,
-    Prior,
-    learn,
-    standardised,
-)
+from moesim.advice.times.latents import Beliefs, Observation, learn, standardised
+from moesim.advice.times.priors import PriorTable
 from moesim.advice.times.step_times import (
     PREFILL_SPREAD,
     REPEAT_SPREAD,
@@ -37,11 +31,10 @@ from moesim.advice.times.work import DecodeWork
 from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
-    from moesim.advice.times.latents import Priors
     from moesim.advice.times.work import Setting
 
 # The weight formats end a file's name, as in Qwen3-30B-A3B-UD-Q4_K_XL.
@@ -121,7 +114,7 @@ class ObservedRows:
 
 
 def observe(
-    rows: ObservedRows, model: ModelContents, machine: Machine, priors: Priors
+    rows: ObservedRows, model: ModelContents, machine: Machine, priors: PriorTable
 ) -> tuple[Beliefs, ObservedRows]:
     """Learn from rows.
 
@@ -192,7 +185,7 @@ def _named(stem: str) -> ModelContents | None:
 
 
 def _observed(
-    row: BenchRow, contents: ModelContents, machine: Machine, priors: Priors
+    row: BenchRow, contents: ModelContents, machine: Machine, priors: PriorTable
 ) -> ObservedRow:
     setting = setting_of(row)
     if not machine.graphics:
@@ -204,10 +197,9 @@ def _observed(
     else:
         target = prefill_target(machine, contents, setting, row.tokens, row.depth)
 
-    seconds = target.predicted(Beliefs(priors)).value
-    tokens = row.tokens if row.kind == "prefill" else 1
+    expected = target.predicted(Beliefs(priors)).per(row.made).value
     words = _words(row, setting.cpu_layers)
-    return ObservedRow(row, words, tokens / seconds, target)
+    return ObservedRow(row, words, expected, target)
 
 
 def _words(row: BenchRow, cpu_layers: int) -> str:
@@ -228,7 +220,7 @@ def _observation(each: ObservedRow) -> Observation:
 
 
 def _contradictions(
-    rows: Sequence[ObservedRow], priors: Priors
+    rows: Sequence[ObservedRow], priors: PriorTable
 ) -> list[tuple[ObservedRow, str]]:
     """Find rows that the other rows of the machine speak against.
 
@@ -238,7 +230,13 @@ def _contradictions(
     """
     left = list(rows)
     contradicting: list[tuple[ObservedRow, str]] = []
-    open_minded = _Widened(priors)
+    # What is particular to a file stays small, or it would explain every row.
+    wide = {
+        name: replace(prior, spread=WIDENED * prior.spread)
+        for name, prior in priors.items()
+        if not name.startswith("misfit:")
+    }
+    open_minded = PriorTable(wide, priors.population)
 
     while len(left) >= FEWEST_WITNESSES:
         worst = None
@@ -254,35 +252,14 @@ def _contradictions(
         if abs(distance) < CONTRADICTION:
             break
 
-        expected = each.target.predicted(beliefs).inverse()
-        tokens = each.row.tokens if each.row.kind == "prefill" else 1
+        expected = each.target.predicted(beliefs).per(each.row.made)
         reason = (
             f"measured {each.row.tokens_per_s:.4g} tokens/s, the other rows say"
-            f" {tokens * expected.low:.4g} to {tokens * expected.high:.4g}"
+            f" {expected.low:.4g} to {expected.high:.4g}"
         )
         contradicting.append((each, reason))
         left.remove(each)
     return contradicting
-
-
-class _Widened(Mapping[str, Prior]):
-    """Priors with spreads so wide that rows outweigh them."""
-
-    def __init__(self, priors: Priors) -> None:
-        self.priors = priors
-
-    def __getitem__(self, name: str) -> Prior:
-        prior = self.priors[name]
-        # What is particular to a file stays small, or it would explain every row.
-        if name.startswith("misfit:"):
-            return prior
-        return replace(prior, spread=WIDENED * prior.spread)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.priors)
-
-    def __len__(self) -> int:
-        return len(self.priors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,26 +291,20 @@ class Surprise:
 
 
 def surprises(
-    rows: Sequence[ObservedRow], machine: Machine, priors: Priors
+    rows: Sequence[ObservedRow], machine: Machine, priors: PriorTable
 ) -> list[Surprise]:
     """Explain rows that lie outside what was expected of the machine."""
     beliefs = Beliefs(priors)
     surprising = []
     for each in rows:
-        distance = standardised(beliefs, _observation(each))
-        if distance < SURPRISE:
-            # Faster than expected needs no excuse.
+        # Faster than expected needs no excuse.
+        if standardised(beliefs, _observation(each)) < SURPRISE:
             continue
-        surprising.append(Surprise(each, _explanations(each, machine, beliefs)))
+        measured = each.row.tokens_per_s
+        causes = states(machine, each.target.setting)
+        found = explanations(each.target, each.row.made, measured, beliefs, causes)
+        surprising.append(Surprise(each, found))
     return surprising
-
-
-def _explanations(
-    each: ObservedRow, machine: Machine, beliefs: Beliefs
-) -> tuple[Explanation, ...]:
-    tokens = each.row.tokens if each.row.kind == "prefill" else 1
-    causes = states(machine, each.target.setting)
-    return explanations(each.target, tokens, each.row.tokens_per_s, beliefs, causes)
 
 
 def explanations(
@@ -394,105 +365,153 @@ class State:
     odds: float = 1.0
 
 
+_LINUX_COMMANDS = (
+    "sudo dmidecode -t memory | grep -E 'Locator|Configured Memory Speed'",
+    "vmstat 1",
+)
+_WINDOWS_COMMANDS = (
+    "Get-CimInstance Win32_PhysicalMemory | ft BankLabel,ConfiguredClockSpeed",
+    "typeperf \\Memory\\Pages/sec",
+)
+_THREADS = "llama-bench … -t 2,4,6,8,12,16 -p 0 -n 64"
+
+
 def states(machine: Machine, setting: Setting) -> list[State]:
     """Return what slows a machine down that runs with a setting."""
-    system = "windows" if machine.system == WINDOWS else "linux"
-    modules = {
-        "linux": "sudo dmidecode -t memory | grep -E 'Locator|Configured Memory Speed'",
-        "windows": "Get-CimInstance Win32_PhysicalMemory"
-        " | ft BankLabel,ConfiguredClockSpeed",
-    }[system]
-    paging = {"linux": "vmstat 1", "windows": "typeperf \\Memory\\Pages/sec"}[system]
+    is_windows = machine.system == WINDOWS
+    modules, paging = _WINDOWS_COMMANDS if is_windows else _LINUX_COMMANDS
     processor = machine.processor
     channels = machine.memory.channels or processor.channels
-    slow = []
-    if channels > 1 and not machine.unified:
-        words = f"one of {channels} memory channels is filled"
-        slow.append(State(words, modules, {"host_read": 1 / channels, "upload": 0.8}))
-    if channels > 2:
-        words = "half of the memory channels are filled"
-        slow.append(State(words, modules, {"host_read": 0.5}))
-    slow += [
-        State(
-            "memory runs at its base rate, without XMP or EXPO",
-            modules,
-            {"host_read": 0.7},
-        ),
-        State(
-            "too few threads, or threads on efficiency cores",
-            "llama-bench … -t 2,4,6,8,12,16 -p 0 -n 64",
-            {"core": 0.3, "core_flops": 0.3, "host_read": 0.8},
-        ),
-        State(
-            "more threads than cores, or other programs on them",
-            "llama-bench … -t 2,4,6,8,12,16 -p 0 -n 64",
-            {"floor_s": 4.0, "host_layer_s": 4.0, "core": 0.6},
-            # A line that asks for them makes it likely.
-            4.0 if (setting.threads or 0) > processor.cores else 1.0,
-        ),
-        State(
-            "the build lacks AVX2 or AVX512",
-            "llama-server … 2>&1 | grep -o 'AVX[0-9]* = .'",
-            {"core": 0.15, "core_flops": 0.15},
-            0.3,
-        ),
-        State(
-            "weights are read from the SSD again and again",
-            paging,
-            {"host_read": 0.08, "upload": 0.1},
-            2.0 if setting.mapped else 0.7,
-        ),
-    ]
-    if len(processor.memory_generations) > 1:
-        words = "DDR4 where DDR5 was assumed"
-        slow.append(State(words, modules, {"host_read": 0.57}))
-    if machine.system == WSL:
-        words = "weights beyond the memory that WSL has are read from its disk"
-        factors = {"host_read": 0.05, "upload": 0.05}
-        slow.append(
-            State(words, "free -g; cat /mnt/c/Users/*/.wslconfig", factors, 3.0)
-        )
-    if machine.system == LINUX:
-        words = "transparent huge pages are off"
-        where = "cat /sys/kernel/mm/transparent_hugepage/enabled"
-        factors = {"host_reach": 0.85, "upload": 0.6}
-        slow.append(State(words, where, factors, 0.3))
-    return slow + (_card_states(machine) if machine.graphics else [])
-
-
-def _card_states(machine: Machine) -> list[State]:
-    query = "nvidia-smi --format=csv --query-gpu="
+    crowded = (setting.threads or 0) > processor.cores
+    with_card = bool(machine.graphics)
+    own_memory = with_card and not machine.unified
     cuda = machine.backend == "cuda"
+    query = "nvidia-smi --format=csv --query-gpu="
     power = "nvidia-smi -q -d POWER,PERFORMANCE,CLOCK" if cuda else "rocm-smi -a"
-    slow = [
-        State(
-            "the card runs at a power or temperature limit",
-            power,
-            {"device_reach": 0.6, "layer_s": 1.5, "flops_reach": 0.5},
-        )
-    ]
-    if machine.unified:
-        return slow
     used = f"{query}memory.used,memory.total -l 1" if cuda else "rocm-smi -a"
-    unpinned = {"upload": 0.45}
-    return [
-        *slow,
-        State(
-            "a part of GPU memory lies in host memory",
-            used,
-            {"device_reach": 0.12, "kv_reach": 0.12},
-            # Linux stops instead, unless it is told not to.
-            1.5 if machine.windows else 0.5,
+
+    # Whether it can be so here, the state, what tells, factors of latents, odds.
+    slow = [
+        (
+            channels > 1 and not machine.unified,
+            State(
+                f"one of {channels} memory channels is filled",
+                modules,
+                {"host_read": 1 / channels, "upload": 0.8},
+            ),
         ),
-        State(
-            "the card's link is narrower than its slot",
-            f"{query}pcie.link.gen.current,pcie.link.width.current",
-            {"upload": 0.25, "floor_s": 1.5},
+        (
+            channels > 2,
+            State(
+                "half of the memory channels are filled",
+                modules,
+                {"host_read": 0.5},
+            ),
         ),
-        State(
-            "host memory could not be page-locked",
-            "llama-server … 2>&1 | grep -i pinned",
-            unpinned,
-            2.0 if machine.windows else 0.3,
+        (
+            True,
+            State(
+                "memory runs at its base rate, without XMP or EXPO",
+                modules,
+                {"host_read": 0.7},
+            ),
+        ),
+        (
+            True,
+            State(
+                "too few threads, or threads on efficiency cores",
+                _THREADS,
+                {"core": 0.3, "core_flops": 0.3, "host_read": 0.8},
+            ),
+        ),
+        (
+            True,
+            State(
+                "more threads than cores, or other programs on them",
+                _THREADS,
+                {"floor_s": 4.0, "host_layer_s": 4.0, "core": 0.6},
+                # A line that asks for them makes it likely.
+                4.0 if crowded else 1.0,
+            ),
+        ),
+        (
+            True,
+            State(
+                "the build lacks AVX2 or AVX512",
+                "llama-server … 2>&1 | grep -o 'AVX[0-9]* = .'",
+                {"core": 0.15, "core_flops": 0.15},
+                0.3,
+            ),
+        ),
+        (
+            True,
+            State(
+                "weights are read from the SSD again and again",
+                paging,
+                {"host_read": 0.08, "upload": 0.1},
+                2.0 if setting.mapped else 0.7,
+            ),
+        ),
+        (
+            len(processor.memory_generations) > 1,
+            State(
+                "DDR4 where DDR5 was assumed",
+                modules,
+                {"host_read": 0.57},
+            ),
+        ),
+        (
+            machine.system == WSL,
+            State(
+                "weights beyond the memory that WSL has are read from its disk",
+                "free -g; cat /mnt/c/Users/*/.wslconfig",
+                {"host_read": 0.05, "upload": 0.05},
+                3.0,
+            ),
+        ),
+        (
+            machine.system == LINUX,
+            State(
+                "transparent huge pages are off",
+                "cat /sys/kernel/mm/transparent_hugepage/enabled",
+                {"host_reach": 0.85, "upload": 0.6},
+                0.3,
+            ),
+        ),
+        (
+            with_card,
+            State(
+                "the card runs at a power or temperature limit",
+                power,
+                {"device_reach": 0.6, "layer_s": 1.5, "flops_reach": 0.5},
+            ),
+        ),
+        (
+            own_memory,
+            State(
+                "a part of GPU memory lies in host memory",
+                used,
+                {"device_reach": 0.12, "kv_reach": 0.12},
+                # Linux stops instead, unless it is told not to.
+                1.5 if machine.windows else 0.5,
+            ),
+        ),
+        (
+            own_memory,
+            State(
+                "the card's link is narrower than its slot",
+                f"{query}pcie.link.gen.current,pcie.link.width.current",
+                {"upload": 0.25, "floor_s": 1.5},
+            ),
+        ),
+        (
+            own_memory,
+            State(
+                "host memory could not be page-locked",
+                "llama-server … 2>&1 | grep -i pinned",
+                {"upload": 0.45},
+                2.0 if machine.windows else 0.3,
+            ),
         ),
     ]
+    return [state for can_be, state in slow if can_be]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moesim.advice.plan.commands import model_file
-from moesim.advice.times.latents import Beliefs, Interval, Prior
+from moesim.advice.times.latents import Prior
 from moesim.advice.times.priors import PriorTable
 from moesim.advice.times.step_times import (
     decode_terms,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from moesim.advice.machine import Machine
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.plan.ranking import Forecast, Prospect
+    from moesim.advice.times.latents import Interval
     from moesim.runs.bound import RoutingBound
     from moesim.traces.format.reader import Trace
 
@@ -359,12 +360,11 @@ def _speed(forecast: Forecast, best: Prospect, sides: Sides, steps: int) -> Inte
         rest_s = sum(decode_terms(other, machine, setting, rates).values())
         return (rest_s + experts_s / steps) * rates[misfit] * rates[ENGINE]
 
-    beliefs = forecast.beliefs
-    priors = {name: beliefs.priors[name] for name in beliefs.priors}
-    priors[ENGINE] = Prior(1.0, ENGINE_SPREAD, "no row of kt-kernel was seen")
-    known = Beliefs(PriorTable(priors), beliefs.names, beliefs.mean, beliefs.covariance)
+    engine = Prior(1.0, ENGINE_SPREAD, "no row of kt-kernel was seen")
+    priors = PriorTable({**forecast.beliefs.priors, ENGINE: engine})
+    known = replace(forecast.beliefs, priors=priors)
     step = known.predict(seconds, sorted(latents_of(seconds)))
-    return Interval(setting.sequences / step.value, step.spread)
+    return step.per(setting.sequences)
 
 
 def server_command(

@@ -82,11 +82,11 @@ def test_bytes_of_the_bill_are_those_of_the_model(advice):
 def test_more_layers_on_the_cpu_are_slower_here_and_need_less(advice):
     speeds = [point.decode.value for point in advice.curve]
     assert speeds == sorted(speeds, reverse=True)
-    needs = [point.gpu_bytes for point in advice.curve]
+    needs = [point.candidate.bill.gpu_bytes for point in advice.curve]
     # The first layer on the CPU brings a buffer for uploads with it.
     assert needs[1:] == sorted(needs[1:], reverse=True)
-    assert not advice.curve[0].fits
-    assert advice.curve[-1].fits
+    assert not advice.curve[0].candidate.bill.fits
+    assert advice.curve[-1].candidate.bill.fits
 
 
 def test_with_no_rows_it_asks_for_two_to_four_with_a_reason(advice):

@@ -84,11 +84,30 @@ def test_compressed_attention_keeps_one_entry_for_several_tokens(configs):
     for tokens in (1024, 100_000):
         pooled = tokens * 2 * (21 * (512 + 128) / 4 + 20 * 512 / 128)
         assert model.kv_bytes(tokens) == pytest.approx(window + pooled)
-    # As published: about 33 MiB for 1,024 tokens, 512 of which are computed together.
-    needed = model_answer(model).data["kv_bytes_1024_tokens"]
-    assert needed / 2**20 == pytest.approx(33, rel=0.02)
+    # What llama.cpp holds (`llama_kv_cache_dsv4`), and prints for 131,072 tokens in
+    # micro-batches of 512: windows of 768 cells, entries of 4 and of 128 tokens and the
+    # indexer's (ggml-org/llama.cpp#25468); tokens that wait (#27680).
+    kept = sum(layer.kv_cache_bytes(131_072, 512) for layer in model.layers)
+    assert kept / 2**20 == pytest.approx(32.25 + 672 + 20 + 168)
+    waiting = sum(layer.waiting_bytes for layer in model.layers)
+    assert waiting / 2**20 == pytest.approx(1.31 + 10.00 + 0.33, abs=0.01)
+    # 6.7 MiB for 1,024 tokens more; at 1,024 most is room of windows and padding. The
+    # 33 MiB that the field's table has are printed of Qwen3.8-Flash-Next (below).
+    kept = model_answer(model).data["kv_bytes_1024_tokens"]
+    assert kept / 2**20 == pytest.approx(32.25 + 5.25 + 5.0 + 1.3125)
     in_all = model.expert_bytes / 2**30
     assert in_all == pytest.approx(137, rel=0.001)
+
+
+def test_an_indexers_keys_are_kept_beside_keys_and_values(configs):
+    """Qwen3.8-Flash-Next: 24 MiB of 12 layers' attention and 3 of their indexers for
+    1,024 tokens. Builds of llama.cpp from August 26 to September 3 kept 33: they held
+    values for the indexers that nothing read (ggml-org/llama.cpp#28296, #28330).
+    """
+    model = model_contents(str(configs / "Qwen3.8-Flash-Next"))
+    assert model.kv_bytes(1024) / 2**20 == pytest.approx(24 + 3)
+    unread_values = 12 * 1024 * 256 * 2
+    assert (model.kv_bytes(1024) + unread_values) / 2**20 == pytest.approx(33)
 
 
 def test_choices_that_read_nothing_are_not_read(configs):

@@ -198,3 +198,18 @@ def test_the_command_answers_a_line(command, tmp_path):
     assert refused(result, "unknown option")
     code, text, _ = command("advise", MODEL, *words, "--measured", "150")
     assert "tokens/s is" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ik_llama.cpp/llama-server -ngl 99 --cpu-moe -c 8192 --no-mmap", "--no-mmap"),
+        (
+            "GPU Offload: 48/48; Force Model Expert Weights onto CPU: on; Try mmap(): off",
+            "try mmap(): off",
+        ),
+    ],
+)
+def test_what_goes_is_named_as_its_engine_names_it(line, words):
+    answer = advise_flags(MODEL, line, **PC)
+    assert f"without {words}" in answer.changes[0].words

@@ -7,8 +7,9 @@ import json
 import pytest
 from support.model_files import HIDDEN, INTERMEDIATE, write_gguf, write_hf
 
-from moesim.advice.model.catalogue import model_contents, named_contents, shapes
+from moesim.advice.model.catalogue import model_contents, named_contents
 from moesim.base.errors import AdviceError
+from moesim.traces.models import shapes
 
 ARCHITECTURES = {
     "plain": {},

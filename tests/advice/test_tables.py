@@ -11,11 +11,12 @@ from support.model_files import write_gguf, write_hf
 
 from moesim.advice.devices import find, graphics_cards, processors, single_chips
 from moesim.advice.machine import describe_machine
-from moesim.advice.model.catalogue import named_contents, shapes
+from moesim.advice.model.catalogue import named_contents
 from moesim.advice.model.gguf_header import gguf_contents
 from moesim.advice.model.hf_folder import hf_contents
-from moesim.advice.plan.memory import memory_bill
+from moesim.advice.plan.memory import Job, bill_of
 from moesim.advice.times.work import Setting
+from moesim.traces.models import shapes
 
 MIB = 1024**2
 GIB = 1024**3
@@ -152,7 +153,7 @@ def test_keys_and_values_are_those_of_the_configuration(name, words, link_gb_s):
     model = named_contents(name)
     states = sum(layer.state_bytes for layer in model.layers)
     for tokens in (1024, 8192):
-        bill = memory_bill(model, machine, Setting(), tokens)
+        bill = bill_of(model, machine, Setting(), Job(context=tokens))
         kept = bill.gpu["keys and values"] - states
         assert kept == pytest.approx(KEYS_AND_VALUES[name] * tokens, rel=0.02)
 

@@ -6,7 +6,7 @@ import yaml
 
 from moesim.advice.machine import describe_machine
 from moesim.advice.model.catalogue import named_contents
-from moesim.advice.plan.memory import MIB, memory_bill
+from moesim.advice.plan.memory import MIB, Job, bill_of
 from moesim.advice.times.work import Setting
 
 _FILE = Path(__file__).parents[1] / "advice" / "logged_memory.yaml"
@@ -26,8 +26,8 @@ def billed(log):
         batch=max(2048, micro_batch),
     )
     machine = describe_machine(cpu="EPYC 9354", gpu="RTX PRO 6000 Blackwell")
-    bill = memory_bill(model, machine, setting, log["context"])
-    state = sum(layer.state_bytes for layer in model.layers)
+    bill = bill_of(model, machine, setting, Job(context=log["context"]))
+    state = sum(layer.state_bytes + layer.waiting_bytes for layer in model.layers)
     return {
         "kept": (bill.gpu["keys and values"] - state) / MIB,
         "state": state / MIB,

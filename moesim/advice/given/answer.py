@@ -16,7 +16,7 @@ from moesim.advice.given.options import (
     read_flags,
     spelled,
 )
-from moesim.advice.given.reading import Reading, reading_of
+from moesim.advice.given.reading import reading_of
 from moesim.advice.model.catalogue import model_contents
 from moesim.advice.observed import ObservedRows, explanations, states
 from moesim.advice.plan.commands import flags_of
@@ -28,6 +28,7 @@ from moesim.advice.plan.memory import (
     bill_of,
     candidates,
     loaded,
+    placed_as,
     with_split,
 )
 from moesim.advice.plan.ranking import Forecast
@@ -39,8 +40,9 @@ from moesim.advice.times.work import DEFAULT_BATCH
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from moesim.advice.given.reading import Reading
     from moesim.advice.model.contents import ModelContents
-    from moesim.advice.plan.ranking import Prospect
+    from moesim.advice.times.latents import Interval
     from moesim.advice.times.work import Setting
 
 MOST_CHANGES = 3
@@ -90,62 +92,23 @@ def advise_flags(
     words = {"cpu": cpu, "ram": ram, "gpu": gpu, "pcie": pcie, "system": system}
     machine = machine_in_words(words, hw, ObservedRows())
     reading = reading_of(given, contents, machine, job or Job())
-    return answer_of(reading, contents, measured=measured, target=target)
-
-
-def answer_of(
-    reading: Reading,
-    model: ModelContents,
-    *,
-    measured: float | None = None,
-    target: float | None = None,
-) -> FlagsAnswer:
-    """Predict a line that was read, and what could be changed."""
-    machine = reading.machine
-    beliefs = Beliefs(priors_of(machine, reading.setting.threads))
-    fork = IK if reading.given.engine == IK else ""
-    forecast = Forecast(model, machine, reading.job, beliefs, fork=fork)
-    now = forecast.prospect(reading.candidate)
-    full = replace(reading.job, prompt=max(1, reading.job.context - reading.job.answer))
-    further = Forecast(model, machine, full, beliefs, fork=fork)
-    deep = further.prospect(reading.candidate).decode
-    findings = reading.findings
-    settings = reading.given.settings
-    if settings.draft or settings.drafts not in {"", "none"}:
-        gain = drafted(forecast, now)
-        words = f"{gain.change}: {gain.factor:.2f} times as fast; {gain.note}"
-        findings = (*findings, Finding("note", words))
-
-    if cached := reading.job.beside.get("expert cache"):
-        ratio = min(1.0, cached / model.expert_bytes)
-        speed, hits = cached_speed(forecast, ratio)
-        words = (
-            f"with an expert cache of {100 * ratio:.0f} % of the experts decode is"
-            f" {speed.value:.3g} tokens/s (90 %: {speed.low:.3g} to {speed.high:.3g});"
-            f" {hits.words}"
-        )
-        findings = (*findings, Finding("note", words))
-
-    trials = [each for each in _trials(forecast, reading) if each.bill.fits]
-    changes = [_change(forecast, reading, now, each) for each in trials]
+    line = _Line(reading, contents)
+    changes = [line.change(each) for each in line.trials]
     if reading.bill.fits:
         # Otherwise anything that fits is worth it.
         changes = [each for each in changes if each.gain > 1 + WORTH_A_CHANGE]
-    verdict = None
-    if measured is not None:
-        verdict = _verdict(forecast, reading, now, measured)
     ways: Sequence[Change] = ()
-    if target is not None and now.decode.value < target:
-        ways = list(_ways(forecast, reading, now, trials, target))
+    if target is not None and line.now.decode.value < target:
+        ways = list(line.ways(target))
     return FlagsAnswer(
-        model=model,
+        model=contents,
         reading=reading,
-        prospect=now,
-        deep=deep,
-        most_context=most_context(forecast, reading),
-        findings=findings,
+        prospect=line.now,
+        deep=line.deep(),
+        most_context=line.most_context(),
+        findings=(*reading.findings, *line.findings()),
         changes=tuple(_distinct(changes)),
-        verdict=verdict,
+        verdict=None if measured is None else line.verdict(measured),
         target=target,
         ways=tuple(ways),
     )
@@ -163,145 +126,165 @@ def _distinct(changes: Sequence[Change]) -> list[Change]:
     return [each for each in ranked if each.gain > 0.8 * ranked[0].gain][:MOST_CHANGES]
 
 
-def most_context(forecast: Forecast, reading: Reading) -> int:
-    """Return the largest context per request that the setting holds, in tokens."""
-    low = 0
-    high = MOST_CONTEXT
-    while high - low > 256:
-        middle = (low + high) // 2
-        job = replace(reading.job, context=middle)
-        bill = bill_of(forecast.model, forecast.machine, reading.setting, job)
-        low, high = (middle, high) if bill.fits else (low, middle)
-    return low
+class _Line:
+    """A line that was read, its speed, and other settings beside it."""
 
+    def __init__(self, reading: Reading, model: ModelContents) -> None:
+        self.reading = reading
+        self.setting = reading.setting
+        self.model = model
+        self.machine = reading.machine
+        self.job = reading.job
+        self.engine = reading.given.engine
+        self.forecast = self._forecast(self.job)
+        self.now = self.forecast.prospect(reading.candidate)
+        self.trials = [each for each in self._trials() if each.bill.fits]
 
-def _trials(forecast: Forecast, reading: Reading) -> list[Candidate]:
-    """Return the setting with one thing changed each, then the advised one."""
-    model = forecast.model
-    machine = forecast.machine
-    job = reading.job
-    now = reading.setting
-    trials: list[Setting] = []
-    fitting = advisable(candidates(model, machine, _with_batch(job, now)))
-    if fitting:
-        best = forecast.ranked(fitting, 1)[0].candidate.setting
-        places = ("cpu_layers", "chosen_layers", "gpu_layers", "split")
-        trials.append(replace(now, **{name: getattr(best, name) for name in places}))
-    if machine.gpu_count > 1:
-        trials.append(with_split(model, machine, now, job))
-    trials += [
-        replace(now, micro_batch=micro, batch=max(DEFAULT_BATCH, micro))
-        for micro in MICRO_BATCHES
-    ]
-    if now.mapped and now.on_host(model):
-        trials.append(loaded(model, machine, now, job).setting)
-    if now.threads:
-        trials.append(replace(now, threads=machine.processor.cores))
-    tried = [
-        Candidate(each, bill_of(model, machine, each, job))
-        for each in trials
-        if each != now
-    ]
-    everything = advisable(candidates(model, machine, job))
-    if everything:
-        tried.append(forecast.ranked(everything, 1)[0].candidate)
-    return tried
+    def _forecast(self, job: Job) -> Forecast:
+        beliefs = Beliefs(priors_of(self.machine, self.setting.threads))
+        fork = IK if self.engine == IK else ""
+        return Forecast(self.model, self.machine, job, beliefs, fork=fork)
 
+    def deep(self) -> Interval:
+        """Return tokens per second at the end of the context."""
+        prompt = max(1, self.job.context - self.job.answer)
+        full = self._forecast(replace(self.job, prompt=prompt))
+        return full.prospect(self.reading.candidate).decode
 
-def _with_batch(job: Job, setting: Setting) -> Job:
-    return replace(job, micro_batch=setting.micro_batch)
+    def findings(self) -> Iterator[Finding]:
+        """Tell what drafts and an expert cache in the line give."""
+        settings = self.reading.given.settings
+        if settings.draft or settings.drafts not in {"", "none"}:
+            gain = drafted(self.forecast, self.now)
+            words = f"{gain.change}: {gain.factor:.2f} times as fast; {gain.note}"
+            yield Finding("note", words)
+        if cached := self.job.beside.get("expert cache"):
+            ratio = min(1.0, cached / self.model.expert_bytes)
+            speed, hits = cached_speed(self.forecast, ratio)
+            yield Finding(
+                "note",
+                f"with an expert cache of {100 * ratio:.0f} % of the experts decode is"
+                f" {speed.value:.3g} tokens/s (90 %: {speed.low:.3g} to"
+                f" {speed.high:.3g}); {hits.words}",
+            )
 
+    def _candidate(self, setting: Setting, job: Job | None = None) -> Candidate:
+        bill = bill_of(self.model, self.machine, setting, job or self.job)
+        return Candidate(setting, bill)
 
-def _change(
-    forecast: Forecast, reading: Reading, now: Prospect, trial: Candidate
-) -> Change:
-    prospect = forecast.prospect(trial)
-    words = changed_words(forecast, reading, trial.setting)
-    gain = now.job.value / prospect.job.value
-    return Change(words, prospect.decode, prospect.prefill, gain)
+    def _candidates(self) -> list[Candidate]:
+        """Return what fits with the line's micro-batch."""
+        job = replace(self.job, micro_batch=self.setting.micro_batch)
+        return candidates(self.model, self.machine, job)
 
+    def most_context(self) -> int:
+        """Return the largest context per request that the setting holds, in tokens."""
+        low = 0
+        high = MOST_CONTEXT
+        while high - low > 256:
+            middle = (low + high) // 2
+            job = replace(self.job, context=middle)
+            fits = self._candidate(self.setting, job).bill.fits
+            low, high = (middle, high) if fits else (low, middle)
+        return low
 
-def changed_words(forecast: Forecast, reading: Reading, after: Setting) -> str:
-    """Write what differs between a line and a setting, in the words of its engine."""
-    engine = reading.given.engine
-    model = forecast.model
-    both = []
-    for setting in (reading.setting, after):
-        spread = engine == IK and setting.chosen_layers is None and setting.cpu_layers
-        if spread:
+    def _trials(self) -> list[Candidate]:
+        """Return the setting with one thing changed each, then the advised one."""
+        model, machine, job, now = self.model, self.machine, self.job, self.setting
+        trials: list[Setting] = []
+        fitting = advisable(self._candidates())
+        if fitting:
+            best = self.forecast.ranked(fitting, 1)[0].candidate.setting
+            trials.append(placed_as(now, best))
+        if machine.gpu_count > 1:
+            trials.append(with_split(model, machine, now, job))
+        trials += [
+            replace(now, micro_batch=micro, batch=max(DEFAULT_BATCH, micro))
+            for micro in MICRO_BATCHES
+        ]
+        if now.mapped and now.on_host(model):
+            trials.append(loaded(model, machine, now, job).setting)
+        if now.threads:
+            trials.append(replace(now, threads=machine.processor.cores))
+        tried = [self._candidate(each) for each in trials if each != now]
+        everything = advisable(candidates(model, machine, job))
+        if everything:
+            tried.append(self.forecast.ranked(everything, 1)[0].candidate)
+        return tried
+
+    def change(self, trial: Candidate) -> Change:
+        """Say what another setting gives, and how it is written."""
+        prospect = self.forecast.prospect(trial)
+        gain = self.now.job.value / prospect.job.value
+        words = self._words(trial.setting)
+        return Change(words, prospect.decode, prospect.prefill, gain)
+
+    def _words(self, after: Setting) -> str:
+        """What differs between the line and a setting, in the words of its engine."""
+        old, new = (self._flags(setting) for setting in (self.setting, after))
+        words = [
+            spelled(self.engine, name, value)
+            for name, value in new.items()
+            if old.get(name) != value
+        ]
+        gone = [name for name in old if name not in new]
+        words += [f"without {spelled(self.engine, name)}" for name in gone]
+        between = ", " if self.engine == LM_STUDIO else " "
+        return between.join(words) or "the same flags"
+
+    def _flags(self, setting: Setting) -> dict[str, str]:
+        """Flags of a setting with their values."""
+        if self.engine == IK and setting.chosen_layers is None and setting.cpu_layers:
             # Its --n-cpu-moe means other layers from build to build.
-            first = range(min(setting.cpu_layers, len(model.layers)))
-            named = replace(setting, cpu_layers=0, chosen_layers=frozenset(first))
-            both.append(_pairs(flags_of(named, model, forecast.machine)))
-        else:
-            both.append(_pairs(flags_of(setting, model, forecast.machine)))
-    old, new = both
-    words = [spelled(engine, *pair) for pair in new if pair not in old]
-    names = {name for name, _ in new}
-    gone = [name for name, _ in old if name not in names]
-    words += [f"without {spelled(engine, name)}" for name in gone]
-    return (", " if engine == LM_STUDIO else " ").join(words) or "the same flags"
+            first = range(min(setting.cpu_layers, len(self.model.layers)))
+            setting = replace(setting, cpu_layers=0, chosen_layers=frozenset(first))
+        flags: dict[str, str] = {}
+        for word in flags_of(setting, self.model, self.machine):
+            if word.startswith("-") and not word[1:2].isdigit():
+                name = word
+                flags[name] = ""
+            else:
+                flags[name] = word
+        return flags
 
+    def verdict(self, measured: float) -> Verdict:
+        """Say whether a measured speed is normal, and what would explain it."""
+        verdict = Verdict(measured, self.now.decode, ())
+        if verdict.word != "slower":
+            return verdict
+        step, _ = self.forecast.targets(self.reading.candidate)
+        causes = explanations(
+            step,
+            self.setting.sequences,
+            measured,
+            self.forecast.beliefs,
+            states(self.machine, self.setting),
+        )
+        return replace(verdict, causes=causes)
 
-def _pairs(flags: Sequence[str]) -> list[tuple[str, str]]:
-    pairs: list[tuple[str, str]] = []
-    for word in flags:
-        if word.startswith("-") and not word[1:2].isdigit():
-            pairs.append((word, ""))
-        else:
-            pairs[-1] = (pairs[-1][0], word)
-    return pairs
-
-
-def _verdict(
-    forecast: Forecast, reading: Reading, now: Prospect, measured: float
-) -> Verdict:
-    verdict = Verdict(measured, now.decode, ())
-    if verdict.word != "slower":
-        return verdict
-    target, _ = forecast.targets(reading.candidate)
-    sequences = reading.setting.sequences
-    slowed = states(forecast.machine, reading.setting)
-    causes = explanations(target, sequences, measured, forecast.beliefs, slowed)
-    return replace(verdict, causes=causes)
-
-
-def _ways(
-    forecast: Forecast,
-    reading: Reading,
-    now: Prospect,
-    trials: Sequence[Candidate],
-    target: float,
-) -> Iterator[Change]:
-    """Yield what reaches a speed: one flag, then several, then another machine."""
-    reached = False
-    job = _with_batch(reading.job, reading.setting)
-    rounded = [
-        each
-        for each in candidates(forecast.model, forecast.machine, job)
-        if each.setting.kv_format != "f16"
-    ]
-    if rounded:
-        trials = [*trials, forecast.ranked(rounded, 1)[0].candidate]
-    changes = [_change(forecast, reading, now, each) for each in trials]
-    changes.sort(key=lambda change: (len(change.words.split(" -")), -change.gain))
-    for change in changes:
-        if change.decode.value >= target:
-            reached = True
-            yield change
-            break
-    if reached:
-        return
-    fastest = max(changes, key=lambda change: change.decode.value, default=None)
-    if fastest is not None and fastest.decode.value > now.decode.value:
-        yield fastest
-    best = now
-    if trials:
-        best = forecast.ranked(trials, 1)[0]
-    others = [each for each in what_ifs(forecast, best) if each.factor]
-    others.sort(key=lambda each: each.decode.value)
-    enough = [each for each in others if each.decode.value >= target]
-    for each in enough[:2] or others[-1:]:
-        words = f"{each.change}{f' ({each.note})' if each.note else ''}"
-        gain = each.decode.value / now.decode.value
-        yield Change(words, each.decode, None, gain)
+    def ways(self, target: float) -> Iterator[Change]:
+        """Yield what reaches a speed: one flag, then several, then another machine."""
+        forecast = self.forecast
+        trials = self.trials
+        rounded = [
+            each for each in self._candidates() if each.setting.kv_format != "f16"
+        ]
+        if rounded:
+            trials = [*trials, forecast.ranked(rounded, 1)[0].candidate]
+        changes = [self.change(each) for each in trials]
+        changes.sort(key=lambda change: (len(change.words.split(" -")), -change.gain))
+        for change in changes:
+            if change.decode.value >= target:
+                yield change
+                return
+        now = self.now.decode.value
+        fastest = max(changes, key=lambda change: change.decode.value, default=None)
+        if fastest is not None and fastest.decode.value > now:
+            yield fastest
+        best = forecast.ranked(trials, 1)[0] if trials else self.now
+        others = [each for each in what_ifs(forecast, best) if each.factor]
+        others.sort(key=lambda each: each.decode.value)
+        enough = [each for each in others if each.decode.value >= target]
+        for each in enough[:2] or others[-1:]:
+            words = f"{each.change}{f' ({each.note})' if each.note else ''}"
+            yield Change(words, each.decode, None, each.decode.value / now)

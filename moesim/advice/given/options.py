@@ -11,11 +11,9 @@ import re
 import shlex
 from dataclasses import dataclass, field, fields
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from moesim.advice.tables import table
 from moesim.advice.times.work import ALL_LAYERS, KV_SHARES
 from moesim.base.errors import AdviceError
 from moesim.base.text import did_you_mean
@@ -41,11 +39,11 @@ class Option:
         adds: given twice, both count.
     """
 
-    names: tuple[str, ...]
+    names: list[str]
     value: str
     env: str = ""
     sets: str = ""
-    is_: str = ""
+    means: str = ""
     gone: str = ""
     instead: str = ""
     note: str = ""
@@ -84,7 +82,6 @@ class Settings:
     value_format: str | None = None
     kv_formats: str | None = None
     kv_on_host: bool = False
-    kv_offload: bool | None = None
     parallel: int | None = None
     unified: bool = False
     split_mode: str | None = None
@@ -94,7 +91,6 @@ class Settings:
     main_gpu: int | None = None
     numa: str = ""
     load_mode: str | None = None
-    mmap: bool | None = None
     lazy: str | None = None
     fit: bool | None = None
     fit_target: str = ""
@@ -132,19 +128,14 @@ class Given:
 @cache
 def options_of(engine: str) -> dict[str, Option]:
     """Return an engine's options under each of their names and variables."""
-    table: dict[str, Option] = {}
-    folder = resources.files("moesim.advice").joinpath("data")
-    text = folder.joinpath("options.yaml").read_text(encoding="utf-8")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    for group in yaml.load(text, Loader=loader):  # noqa: S506 # safe, in C or in Python
+    known: dict[str, Option] = {}
+    for group in table("options"):
         if engine not in group["engines"]:
             continue
         for row in group["options"]:
-            facts = {name: value for name, value in row.items() if name != "is"}
-            names = tuple(row["names"])
-            option = Option(**{**facts, "names": names, "is_": row.get("is", "")})
-            table |= dict.fromkeys((*names, *filter(None, (option.env,))), option)
-    return table
+            option = Option(**row)
+            known |= dict.fromkeys([*option.names, *filter(None, [option.env])], option)
+    return known
 
 
 ENGINES = (LLAMA, IK, OLLAMA, LM_STUDIO)
@@ -296,7 +287,7 @@ class _Found:
                 continue
             takes = option.value != "flag" and not equals
             # A switch may stand alone.
-            alone = option.value == "switch" and not _is_switch(following)
+            alone = option.value in _SWITCHES and not _is_switch(following)
             if takes and not alone:
                 if following is None or (_is_option(following) and option.sets):
                     raise AdviceError(f"--flags: {name}: expected a value behind it")
@@ -352,7 +343,7 @@ class _Found:
             return
         value: Any
         if option.value == "flag":
-            value = option.is_ or True
+            value = option.means or True
         else:
             value = CONVERTED[option.value](text, f"--flags: {name}")
         _check_word(option.sets, value, name)
@@ -371,6 +362,7 @@ def _is_option(token: str) -> bool:
     return bool(re.match(r"--?[A-Za-z]", token))
 
 
+_SWITCHES = {"switch", "negated", "mapping"}
 _ON = {"on", "1", "true", "enabled", "yes", "auto", ""}
 _OFF = {"off", "0", "false", "disabled", "no"}
 
@@ -421,6 +413,8 @@ CONVERTED: Mapping[str, Callable[[str, str], Any]] = {
     "whole": _whole,
     "layers": _layers,
     "switch": _switch,
+    "negated": lambda text, where: not _switch(text, where),
+    "mapping": lambda text, where: "mmap" if _switch(text, where) else "none",
     "ratios": _ratios,
     "word": lambda text, _: text.lower(),
     "text": lambda text, _: text,
@@ -464,14 +458,13 @@ def spelled(engine: str, name: str, value: str = "") -> str:
         return plain
     if engine == OLLAMA:
         return f"{option.env}={value or 1}" if option.env else plain
-    sets, wanted = option.sets, value
-    if engine == LM_STUDIO and sets == "load_mode":
-        sets, wanted = "mmap", "off" if value == "none" else "on"
     for other in options_of(engine).values():
-        fixed = not other.is_ or other.is_ == value
-        if sets and other.sets == sets and fixed:
+        fixed = not other.means or value in {"", other.means}
+        if option.sets and other.sets == option.sets and fixed:
             label = other.names[0] if engine == IK else f"{other.names[0]}:"
-            return label if other.is_ else f"{label} {wanted}".strip()
+            if other.value == "mapping":
+                value = "on" if value == "mmap" else "off"
+            return label if other.means else f"{label} {value}".strip()
     return f"{plain} (not in {engine})"
 
 

@@ -12,17 +12,14 @@ import os
 import re
 from dataclasses import replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from moesim.advice.model.hf_folder import hf_contents, is_hf_folder
 from moesim.advice.model.shaped import shaped_contents
 from moesim.base.errors import AdviceError
 from moesim.base.text import did_you_mean
-from moesim.traces.models import layer_shapes
+from moesim.traces.models import layer_shapes, shapes
 from moesim.traces.weight_formats import (
     Recipe,
     bytes_per_weight,
@@ -44,47 +41,6 @@ VARIANT = re.compile(
 )
 LABEL = re.compile(r"[-_.](ud[-_])?(i?q\d\w*|bf16|f16|fp8|mxfp4|nvfp4)(\.gguf)?$")
 
-# Names of the same shape.
-ALIASES = {
-    "deepseek-r1": "deepseek-v3",
-    "deepseek-v3.1": "deepseek-v3",
-    "deepseek-v3.2": "deepseek-v3",
-    "deepseek-coder-v2-lite": "deepseek-v2-lite",
-    "deepseek-coder-v2": "deepseek-v2",
-    "llama-4-scout-17b-16e": "llama-4-scout",
-    "llama-4-maverick-17b-128e": "llama-4-maverick",
-    "glm-5.1": "glm-5",
-    "glm-5.2": "glm-5",
-    "glm-5.3": "glm-5",
-    "granite-4.0-h-small": "granite-4-h-small",
-    "lfm2.5-8b-a1b": "lfm2-8b-a1b",
-    "mimo-v2.5": "mimo-v2-flash",
-    "nemotron-3-nano": "nemotron-3-nano-30b-a3b",
-    "nemotron-3-super": "nemotron-3-super-120b-a12b",
-    "step-3.7-flash": "step-3.5-flash",
-    "glm-4.6": "glm-4.5",
-    "glm-4.7": "glm-4.5",
-    "glm-4.6-air": "glm-4.5-air",
-    "kimi-k2.5": "kimi-k2",
-    "minimax-m2.1": "minimax-m2",
-    "minimax-m2.5": "minimax-m2",
-    "minimax-m2.7": "minimax-m2",
-    "mixtral-8x7b-instruct": "mixtral-8x7b",
-    "qwen3.5-35b-a3b": "qwen3.6-35b-a3b",
-    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
-    "qwen3-vl-30b-a3b": "qwen3-30b-a3b",
-    "qwen3-vl-235b-a22b": "qwen3-235b-a22b",
-    "qwen3-next": "qwen3-next-80b-a3b",
-    "qwen3-coder-next-80b-a3b": "qwen3-next-80b-a3b",
-    "qwen3.5-397b": "qwen3.5-397b-a17b",
-    "mimo-v2.6-flash": "mimo-v2-flash",
-    "qwen3-coder-next": "qwen3-next-80b-a3b",
-    "qwen2-57b": "qwen2-57b-a14b",
-    "ring-mini-2.0": "ling-mini-2.0",
-    "ring-flash-2.0": "ling-flash-2.0",
-    "olmoe": "olmoe-1b-7b",
-}
-
 # Unsloth's files of Llama 4 are older than its others: "attention and other layers in
 # 4 or 6bit", whose middle this is. Shared experts are half of what a token reads there.
 # Experts then come to the 3.5 bits that are stated for Q3_K_XL.
@@ -93,13 +49,10 @@ LLAMA_4_DENSE = "q5_k"
 
 
 @cache
-def shapes() -> dict[str, dict[str, Any]]:
-    """Return the table of shapes by name."""
-    folder = resources.files("moesim.traces").joinpath("data")
-    text = folder.joinpath("models.yaml").read_text(encoding="utf-8")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    table = yaml.load(text, Loader=loader)  # noqa: S506 # safe, in C or in Python
-    return {row["name"]: row for row in table["models"]}
+def all_names() -> dict[str, dict[str, Any]]:
+    """Return rows of shapes by their names, and by those of other such models."""
+    others = {name: row for row in shapes().values() for name in row.get("also", ())}
+    return {**shapes(), **others}
 
 
 def shape_named(text: str) -> dict[str, Any] | None:
@@ -115,13 +68,13 @@ def shape_named(text: str) -> dict[str, Any] | None:
     words = re.findall(r"[a-z0-9.]+", LABEL.sub("", name))
     while words and words[0] in MAKERS:
         del words[0]
-    names = {each.replace("-", ""): each for each in (*shapes(), *ALIASES)}
+    names = {name.replace("-", ""): name for name in all_names()}
 
     for count in range(len(words), 0, -1):
         known = names.get("".join(words[:count]))
         if known is None:
             continue
-        row = {**shapes()[ALIASES.get(known, known)], "name": known}
+        row = {**all_names()[known], "name": known}
         return row if all(_same_shape(word, row) for word in words[count:]) else None
     return None
 
@@ -156,8 +109,7 @@ def named_contents(
     """
     row = shape_named(name)
     if row is None:
-        names = [*(each["name"] for each in shapes().values()), *ALIASES]
-        hint = did_you_mean(name.lower(), names)
+        hint = did_you_mean(name.lower(), all_names())
         raise AdviceError(
             f"model {name!r}: no such file, folder or name{hint}; `moesim list models`"
             " prints the names, and a GGUF file or Hugging Face folder is exact"

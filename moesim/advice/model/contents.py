@@ -10,18 +10,21 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moesim.base.errors import AdviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from moesim.traces.layer_kinds import Mixer
+
 
 F16_BYTES = 2
 
-# llama.cpp keeps windows in multiples of so many entries (`llama_kv_cache_iswa`).
-WINDOW_CELLS = 256
+# llama.cpp keeps windows, and entries of several tokens, in multiples of so many
+# (`llama_kv_cache_iswa`, `llama_kv_cache_dsv4`).
+CACHE_CELLS = 256
 
 
 MOST_EXPERTS = 1 << 16
@@ -46,8 +49,10 @@ class LayerContents:
         kv_bytes_per_token: key and value entries of one context token in half
             precision; 0 in a recurrent layer.
         window_tokens: attention looks back at most so far; 0 without a window.
-        pooled_bytes_per_token: kept of each token of the whole context beside a window,
-            where several tokens are compressed to one entry.
+        pooled_bytes: of the entry, in half precision, that several tokens of the whole
+            context are compressed to, beside a window.
+        pooled_tokens: so many tokens; 0 without such entries.
+        waiting_bytes: of tokens that wait for the others of their entry.
         state_bytes: recurrent state of one sequence, read and written per token.
         attention_width: heads x (key + value size): multiply-adds per context token.
         query_group: query heads that share a key head; 1 where each has its own, or
@@ -68,7 +73,9 @@ class LayerContents:
     expert_formats: Mapping[str, int] = field(default_factory=dict)
     kv_bytes_per_token: int = 0
     window_tokens: int = 0
-    pooled_bytes_per_token: float = 0.0
+    pooled_bytes: int = 0
+    pooled_tokens: int = 0
+    waiting_bytes: int = 0
     state_bytes: int = 0
     attention_width: int = 0
     query_group: int = 1
@@ -99,30 +106,31 @@ class LayerContents:
         """Bytes of routed experts that one token reads."""
         return self.expert_bytes * self.active_share
 
-    def kv_cache_bytes(self, context_tokens: float, micro_batch: int) -> float:
-        """Key and value bytes, in half precision, that are kept for so much context: of
-        a window also the tokens that are computed together, as llama.cpp keeps them.
+    def kv_cache_bytes(self, context_tokens: int, micro_batch: int) -> float:
+        """Key and value bytes, in half precision, that llama.cpp keeps for so much
+        context: of a window also the tokens that are computed together.
         """
-        cells = -(-(self.window_tokens + micro_batch) // WINDOW_CELLS)
-        return self._kept_bytes(context_tokens, cells * WINDOW_CELLS)
+        tokens = context_tokens
+        if self.window_tokens:
+            tokens = min(tokens, _cells(self.window_tokens + micro_batch))
+        kept = self.kv_bytes_per_token * tokens
+        if self.pooled_tokens:
+            kept += self.pooled_bytes * _cells(-(-context_tokens // self.pooled_tokens))
+        return kept
 
     def kv_bytes(self, context_tokens: float) -> float:
         """Key and value bytes, in half precision, behind one token at this depth."""
         # Beyond a window nothing is read.
-        return self._kept_bytes(context_tokens, self.window_tokens)
+        window = self.window_tokens or context_tokens
+        read = self.kv_bytes_per_token * min(context_tokens, window)
+        if self.pooled_tokens:
+            read += self.pooled_bytes * context_tokens / self.pooled_tokens
+        return read
 
-    def needed_kv_bytes(self, context_tokens: float, together: int) -> float:
-        """Key and value bytes, in half precision, that `together` tokens at the end of
-        so much context need: of a window also their own.
-        """
-        return self._kept_bytes(context_tokens, self.window_tokens + together)
 
-    def _kept_bytes(self, context_tokens: float, most_of_window: float) -> float:
-        tokens = context_tokens
-        if self.window_tokens:
-            tokens = min(tokens, most_of_window)
-        pooled = self.pooled_bytes_per_token * context_tokens
-        return self.kv_bytes_per_token * tokens + pooled
+def _cells(entries: int) -> int:
+    """Entries that a cache of so many has room for."""
+    return -(-entries // CACHE_CELLS) * CACHE_CELLS
 
 
 @dataclass(frozen=True)
@@ -330,6 +338,65 @@ def sort_tensors(tensors: Iterable[Tensor], run_layers: int) -> SortedTensors:
         else:
             parts.rest_bytes += tensor.stored_bytes
     return parts
+
+
+def stored_contents(
+    parts: SortedTensors, layers: Iterable[LayerContents], **more: Any
+) -> ModelContents:
+    """Return what a file holds, by its tensors; `more` are fields of the model."""
+    # Tied models store no head of their own.
+    tied = not parts.head.dense_bytes
+    head = parts.embed if tied else parts.head
+    return ModelContents(
+        layers=tuple(layers),
+        embed_bytes=parts.embed.dense_bytes,
+        head_bytes=head.dense_bytes,
+        head_weights=head.dense_weights,
+        head_format=next(iter(head.dense_formats), "bf16"),
+        tied=tied,
+        # Tensors outside the layers (rope factors, the last norm) are small.
+        unused_bytes=parts.unused_bytes + parts.rest_bytes,
+        table_bytes=parts.table_bytes,
+        table_weights=parts.table_weights,
+        **more,
+    )
+
+
+def stored_layer(
+    sums: LayerTensors, mixer: Mixer, experts: int, top_k: int, zero_experts: int = 0
+) -> LayerContents:
+    """Return one layer by its tensors, and by what their file says of it."""
+    # Dense layers of a mixed model have no experts.
+    routed = bool(sums.expert_bytes)
+    return LayerContents(
+        dense_bytes=sums.dense_bytes,
+        dense_weights=sums.dense_weights,
+        dense_formats=dict(sums.dense_formats),
+        experts=experts if routed else 0,
+        zero_experts=zero_experts,
+        top_k=top_k if routed else 0,
+        expert_bytes=sums.expert_bytes,
+        expert_weights=sums.expert_weights,
+        expert_formats=dict(sums.expert_formats),
+        **context_sizes(mixer),
+    )
+
+
+def context_sizes(mixer: Mixer) -> dict[str, Any]:
+    """What a layer keeps of its context, and computes with it, as `LayerContents` calls
+    it.
+    """
+    return {
+        "kv_bytes_per_token": mixer.kv_values * F16_BYTES,
+        "window_tokens": mixer.window_tokens,
+        "pooled_bytes": mixer.pooled_values * F16_BYTES,
+        "pooled_tokens": mixer.pooled_tokens,
+        "waiting_bytes": mixer.waiting_bytes,
+        "state_bytes": mixer.state_bytes,
+        "attention_width": mixer.attention_width,
+        "query_group": mixer.query_group,
+        "latent_values": mixer.latent_values,
+    }
 
 
 def _add(sums: LayerTensors, tensor: Tensor) -> None:

@@ -26,13 +26,11 @@ from gguf.constants import (
 )
 
 from moesim.advice.model.contents import (
-    LayerContents,
-    LayerTensors,
-    ModelContents,
     Tensor,
     sort_tensors,
+    stored_contents,
+    stored_layer,
 )
-from moesim.advice.model.shaped import context_sizes
 from moesim.base.errors import AdviceError
 from moesim.base.inputs import open_input
 from moesim.traces.layer_kinds import LayerKind
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from moesim.advice.model.contents import ModelContents
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -308,26 +307,22 @@ def gguf_contents(path: Path) -> ModelContents:
             f" {missing[0]}; is this one part of a split file?"
         )
 
-    layers = tuple(_layer(parts.layers[at], at, keys) for at in range(run_layers))
-    # Tied models store no head of their own.
-    head = parts.head if parts.head.dense_bytes else parts.embed
-    head_format = next(iter(head.dense_formats), "f16")
-    return ModelContents(
+    hidden = keys.whole("embedding_length")
+    top_k = keys.whole("expert_used_count", 1)
+    layers = (
+        stored_layer(
+            parts.layers[at], _kind(keys, at).mixer(hidden=hidden), experts, top_k
+        )
+        for at in range(run_layers)
+    )
+    return stored_contents(
+        parts,
+        layers,
         name=path.name,
         architecture=keys.architecture,
-        layers=layers,
-        embed_bytes=parts.embed.dense_bytes,
-        head_bytes=head.dense_bytes,
-        head_weights=head.dense_weights,
-        head_format=head_format,
-        hidden=keys.whole("embedding_length"),
+        hidden=hidden,
         source="gguf header",
         quant=file_type_label(header.metadata),
-        tied=not parts.head.dense_bytes,
-        # Tensors outside the layers (rope factors, the last norm) are small.
-        unused_bytes=parts.unused_bytes + parts.rest_bytes,
-        table_bytes=parts.table_bytes,
-        table_weights=parts.table_weights,
     )
 
 
@@ -360,22 +355,6 @@ class _Keys:
                 )
             return default
         return int(value)
-
-
-def _layer(sums: LayerTensors, at: int, keys: _Keys) -> LayerContents:
-    experts = keys.whole("expert_count") if sums.expert_bytes else 0
-    mixer = _kind(keys, at).mixer(hidden=keys.whole("embedding_length"))
-    return LayerContents(
-        dense_bytes=sums.dense_bytes,
-        dense_weights=sums.dense_weights,
-        dense_formats=dict(sums.dense_formats),
-        experts=experts,
-        top_k=keys.whole("expert_used_count", 1) if experts else 0,
-        expert_bytes=sums.expert_bytes,
-        expert_weights=sums.expert_weights,
-        expert_formats=dict(sums.expert_formats),
-        **context_sizes(mixer),
-    )
 
 
 def _kind(keys: _Keys, at: int) -> LayerKind:

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moesim.advice.model.contents import (
-    LayerContents,
     LayerTensors,
-    ModelContents,
     Tensor,
     sort_tensors,
+    stored_contents,
+    stored_layer,
 )
 from moesim.advice.model.hf_config import read_config
-from moesim.advice.model.shaped import context_sizes, shaped_contents
+from moesim.advice.model.shaped import shaped_contents
 from moesim.base.errors import AdviceError
 from moesim.base.inputs import parse_json, read_json
 from moesim.traces.weight_formats import bytes_per_weight, recipe
@@ -30,8 +30,8 @@ from moesim.traces.weight_formats import bytes_per_weight, recipe
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from moesim.advice.model.contents import ModelContents
     from moesim.advice.model.hf_config import ConfigShape
-    from moesim.traces.layer_kinds import LayerShape
 
 # A header of more bytes is no header; the largest known models stay below 10 MB.
 LONGEST_HEADER = 1 << 30
@@ -102,30 +102,27 @@ def hf_contents(folder: Path, quant: str = "") -> ModelContents:
             f"{folder}: {shape.architecture}: no routed experts;"
             " moesim advises on Mixture-of-Experts models only"
         )
-    layers = tuple(
-        _layer(parts.layers.get(at, LayerTensors()), each)
+    layers = (
+        stored_layer(
+            parts.layers.get(at, LayerTensors()),
+            each.mixer,
+            each.experts,
+            each.top_k,
+            each.zero_experts,
+        )
         for at, each in enumerate(shape.layers)
     )
-    head = parts.head if parts.head.dense_bytes else parts.embed
-    head_format = next(iter(head.dense_formats), "bf16")
-    return ModelContents(
+    contents = stored_contents(
+        parts,
+        layers,
         name=folder.name,
         architecture=shape.architecture,
-        layers=layers,
-        embed_bytes=parts.embed.dense_bytes,
-        head_bytes=head.dense_bytes,
-        head_weights=head.dense_weights,
-        head_format=head_format,
         hidden=shape.hidden,
         source="safetensors header",
-        quant=head_format.upper(),
-        tied=not parts.head.dense_bytes,
-        unused_bytes=parts.unused_bytes + parts.rest_bytes,
-        table_bytes=parts.table_bytes,
-        table_weights=parts.table_weights,
         table_rows=shape.table_rows,
         assumed=shape.remarks,
     )
+    return replace(contents, quant=contents.head_format.upper())
 
 
 def _of_config(folder: Path, shape: ConfigShape, quant: str) -> ModelContents:
@@ -228,20 +225,3 @@ def _header(path: Path) -> list[Tensor]:
             label = "q4_0"
         tensors.append(Tensor(name, label, weights, end - begin))
     return tensors
-
-
-def _layer(sums: LayerTensors, shape: LayerShape) -> LayerContents:
-    # Dense layers of a mixed model have none.
-    routed = bool(sums.expert_bytes)
-    return LayerContents(
-        dense_bytes=sums.dense_bytes,
-        dense_weights=sums.dense_weights,
-        dense_formats=dict(sums.dense_formats),
-        experts=shape.experts if routed else 0,
-        zero_experts=shape.zero_experts,
-        top_k=shape.top_k if routed else 0,
-        expert_bytes=sums.expert_bytes,
-        expert_weights=sums.expert_weights,
-        expert_formats=dict(sums.expert_formats),
-        **context_sizes(shape.mixer),
-    )

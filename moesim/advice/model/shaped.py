@@ -5,9 +5,13 @@ catalogue entry and a ``config.json`` without weights become.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from moesim.advice.model.contents import F16_BYTES, LayerContents, ModelContents
+from moesim.advice.model.contents import (
+    LayerContents,
+    ModelContents,
+    context_sizes,
+)
 from moesim.traces.weight_formats import (
     Recipe,
     bytes_per_weight,
@@ -18,7 +22,7 @@ from moesim.traces.weight_formats import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moesim.traces.layer_kinds import LayerShape, Mixer
+    from moesim.traces.layer_kinds import LayerShape
 
 NORM_BYTES_PER_WEIGHT = 4
 
@@ -85,21 +89,6 @@ def _layer(
         expert_formats=dict(expert_formats),
         **context_sizes(shape.mixer),
     )
-
-
-def context_sizes(mixer: Mixer) -> dict[str, Any]:
-    """What a layer keeps of its context, and computes with it, as `LayerContents` calls
-    it.
-    """
-    return {
-        "kv_bytes_per_token": mixer.kv_values * F16_BYTES,
-        "window_tokens": mixer.window_tokens,
-        "pooled_bytes_per_token": mixer.pooled_values * F16_BYTES,
-        "state_bytes": mixer.state_bytes,
-        "attention_width": mixer.attention_width,
-        "query_group": mixer.query_group,
-        "latent_values": mixer.latent_values,
-    }
 
 
 def _stored(weights: int, name: str) -> int:

@@ -8,6 +8,7 @@ memory into host memory behind the engine's back, and speed falls several times.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -90,20 +91,21 @@ class MemoryBill:
     Attributes:
         gpu: item -> bytes in graphics memory.
         host: item -> bytes in host memory.
-        gpu_free: graphics memory that programs may use; 0 without a GPU.
         host_free: host memory that programs may use; None unknown.
+        cards: of each card, in order; empty without one.
+        layers: bytes of each layer on the cards, the output head as the last one:
+            llama.cpp counts it as one more when it parts layers among cards.
         shared: both are one memory.
-        cards: by card, where there are several.
         uncertain: how far the bytes of one card may be off.
         file: item -> bytes that stay in the file, read as they are asked for.
     """
 
     gpu: dict[str, float]
     host: dict[str, float]
-    gpu_free: float
     host_free: float | None
-    shared: bool = False
     cards: tuple[CardBill, ...] = ()
+    layers: tuple[float, ...] = ()
+    shared: bool = False
     uncertain: float = UNCERTAIN_BYTES
     file: dict[str, float] = field(default_factory=dict)
 
@@ -113,6 +115,11 @@ class MemoryBill:
         return sum(self.gpu.values())
 
     @property
+    def gpu_free(self) -> float:
+        """Graphics memory that programs may use; 0 without a GPU."""
+        return sum(card.free for card in self.cards)
+
+    @property
     def host_bytes(self) -> float:
         """All of host memory."""
         return sum(self.host.values())
@@ -120,9 +127,7 @@ class MemoryBill:
     @property
     def gpu_left(self) -> float:
         """Headroom before a card spills to host memory; negative beyond."""
-        if self.cards:
-            return min(card.left for card in self.cards)
-        return self.gpu_free - self.gpu_bytes
+        return min((card.left for card in self.cards), default=-self.gpu_bytes)
 
     @property
     def host_left(self) -> float | None:
@@ -152,115 +157,124 @@ class MemoryBill:
     def safe(self) -> bool:
         """Tell whether it fits even where the bill is off as far as it may be."""
         fits = self.fits or self.pages
-        return fits and (not self.gpu_free or self.gpu_left >= self.uncertain)
+        return fits and (not self.cards or self.gpu_left >= self.uncertain)
 
 
-def memory_bill(
-    model: ModelContents,
-    machine: Machine,
-    setting: Setting,
-    context_tokens: int,
-    *,
-    keep_vram_bytes: int = 0,
-    keep_ram_bytes: int = 0,
-    sequences: int = 1,
-    beside: Mapping[str, float] | None = None,
-) -> MemoryBill:
-    """Add up what a setting needs.
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What shall be done with the model.
 
-    Args:
-        model: its contents.
-        machine: for the sizes of its memories.
-        setting: where layers and experts lie.
-        context_tokens: key-value entries kept for each sequence.
+    Attributes:
+        context: tokens that the key-value cache holds.
+        prompt: tokens read.
+        answer: tokens made.
         keep_vram_bytes: graphics memory to leave to others.
         keep_ram_bytes: host memory to leave to others.
         sequences: requests at the same time.
-        beside: item -> bytes on the first card of what runs beside the model.
+        micro_batch: ``-ub``; None tries the usual ones.
+        beside: item -> bytes on the first card of what runs beside the model, such as
+            a projector of pictures or a draft model.
     """
-    others = beside or {}
+
+    context: int = 8192
+    prompt: int = 2048
+    answer: int = 512
+    keep_vram_bytes: int = 256 * MIB
+    keep_ram_bytes: int = 0
+    sequences: int = 1
+    micro_batch: int | None = None
+    beside: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def mean_depth(self) -> float:
+        """Mean context while the answer is made."""
+        return self.prompt + self.answer / 2
+
+
+def bill_of(
+    model: ModelContents, machine: Machine, setting: Setting, job: Job
+) -> MemoryBill:
+    """Add up what a setting needs for a job."""
     first_gpu = setting.first_gpu_layer(model)
     on_host = set(setting.on_host(model))
     gpu = dict.fromkeys(("dense weights", "experts", "keys and values"), 0.0)
-    host = dict.fromkeys(("embeddings", "dense weights", "experts"), 0.0)
-    host["keys and values"] = 0.0
+    host = {"embeddings": float(model.embed_bytes), **gpu}
 
+    layers = []
     for at, layer in enumerate(model.layers):
         # Keys and values lie where their layer runs.
         place = gpu if at >= first_gpu else host
-        place["dense weights"] += layer.dense_bytes
-        keeper = host if setting.kv_on_host else place
-        keeper["keys and values"] += sequences * _kept(layer, setting, context_tokens)
-        (host if at in on_host else gpu)["experts"] += layer.expert_bytes
-
-    head_on_gpu = setting.head_on_gpu
-    (gpu if head_on_gpu else host)["dense weights"] += model.head_bytes
-    host["embeddings"] = model.embed_bytes
+        kept = job.sequences * _kept(layer, setting, job.context)
+        parts = (
+            (place, "dense weights", layer.dense_bytes),
+            (host if setting.kv_on_host else place, "keys and values", kept),
+            (host if at in on_host else gpu, "experts", layer.expert_bytes),
+        )
+        for memory, item, stored in parts:
+            memory[item] += stored
+        if place is gpu:
+            layers.append(sum(part[2] for part in parts if part[0] is gpu))
+    (gpu if setting.head_on_gpu else host)["dense weights"] += model.head_bytes
+    if setting.head_on_gpu:
+        layers.append(float(model.head_bytes))
     host["program"] = PROGRAM_BYTES
     file: dict[str, float] = {}
     if model.table_bytes:
         (file if setting.tables == LAZY else host)[TABLES] = model.table_bytes
-    cards: tuple[CardBill, ...] = ()
-    if machine.graphics:
-        buffers = compute_buffers(model, setting, context_tokens)
-        gpu["compute buffers"] = buffers
-        gpu["driver"] = CONTEXT_BYTES * machine.gpu_count
-        gpu |= others
-    if machine.gpu_count > 1:
-        # Each card has buffers of its own.
-        gpu["compute buffers"] *= machine.gpu_count
-        needs = layer_needs(model, setting, context_tokens, sequences)
-        free = cards_free(machine, keep_vram_bytes + sum(others.values()))
-        own_bytes = CONTEXT_BYTES + buffers
-        counts = setting.split or even_split(len(needs), free)
-        cards = _card_bills(machine, needs, free, counts, own_bytes)
 
+    cards: list[CardBill] = []
+    if machine.graphics:
+        free = cards_free(machine, job)
+        own_bytes = card_bytes(model, setting, job)
+        # Each card has buffers of its own.
+        gpu["compute buffers"] = (own_bytes - CONTEXT_BYTES) * len(free)
+        gpu["driver"] = CONTEXT_BYTES * len(free)
+        gpu |= job.beside
+        counts = setting.split or even_split(len(layers), free)
+        beside = sum(job.beside.values())
+        start = 0
+        for card, room, count in zip(machine.single_cards, free, counts, strict=True):
+            needed = sum(layers[start : start + count]) + own_bytes + beside
+            cards.append(CardBill(card.name, count, needed, room + beside))
+            start += count
+            beside = 0.0
+
+    size = machine.memory.size_bytes
     computed = UNCERTAIN_SHARE if model.source == "shapes" else 0.0
-    largest = max((card.needed for card in cards), default=sum(gpu.values()))
+    largest = max((card.needed for card in cards), default=0.0)
     return MemoryBill(
         gpu=gpu,
         host=host,
-        gpu_free=_gpu_free(machine, keep_vram_bytes),
-        host_free=_host_free(machine, keep_ram_bytes),
+        host_free=None
+        if size is None
+        else size - max(job.keep_ram_bytes, SYSTEM_BYTES),
+        cards=tuple(cards),
+        layers=tuple(layers),
         shared=machine.unified,
-        cards=cards,
         uncertain=UNCERTAIN_BYTES + computed * largest,
         file=file,
     )
 
 
-def layer_needs(
-    model: ModelContents, setting: Setting, context_tokens: int, sequences: int = 1
-) -> list[float]:
-    """Return the bytes of each layer on the cards, the output head as the last one.
-
-    llama.cpp counts the head as one more layer when it parts layers among cards.
+def cards_free(machine: Machine, job: Job) -> list[float]:
+    """Return the bytes that the model may use by card; the first has the screen, and
+    what runs beside the model.
     """
-    first_gpu = setting.first_gpu_layer(model)
-    on_host = set(setting.on_host(model))
-    needs = []
-    for at, layer in enumerate(model.layers):
-        if at < first_gpu:
-            continue
-        entries = 0.0
-        if not setting.kv_on_host:
-            entries = sequences * _kept(layer, setting, context_tokens)
-        experts = 0 if at in on_host else layer.expert_bytes
-        needs.append(layer.dense_bytes + entries + experts)
-    if setting.head_on_gpu:
-        needs.append(float(model.head_bytes))
-    return needs
-
-
-def cards_free(machine: Machine, keep_bytes: float) -> list[float]:
-    """Return the bytes that programs may use by card; the first has the screen."""
+    taken = job.keep_vram_bytes + sum(job.beside.values())
+    if machine.unified:
+        return [(float(machine.vram_bytes) or math.inf) - taken]
     system = "windows" if machine.windows else "linux"
-    taken: float = SCREEN_BYTES[system] + keep_bytes
+    taken += SCREEN_BYTES[system]
     free = []
     for card in machine.single_cards:
         free.append(card.vram_bytes * (1 - UNUSABLE_SHARE[system]) - taken)
         taken = 0
     return free
+
+
+def card_bytes(model: ModelContents, setting: Setting, job: Job) -> float:
+    """Return what every card holds besides layers: buffers, and the driver's own."""
+    return CONTEXT_BYTES + compute_buffers(model, setting, job.context)
 
 
 def even_split(layers: int, free: Sequence[float]) -> tuple[int, ...]:
@@ -327,27 +341,12 @@ def _filled(
     return tuple(counts) if at == len(needs) else None
 
 
-def _card_bills(
-    machine: Machine,
-    needs: Sequence[float],
-    free: Sequence[float],
-    counts: Sequence[int],
-    own_bytes: float,
-) -> tuple[CardBill, ...]:
-    bills = []
-    at = 0
-    for card, room, count in zip(machine.single_cards, free, counts, strict=True):
-        needed = sum(needs[at : at + count]) + own_bytes
-        bills.append(CardBill(card.name, count, needed, room))
-        at += count
-    return tuple(bills)
-
-
 def _kept(layer: LayerContents, setting: Setting, context_tokens: int) -> float:
     """Bytes that a layer keeps of one sequence."""
     share = KV_SHARES.get(setting.kv_format, 1.0)
     micro_batch = min(setting.micro_batch, setting.batch)
-    return layer.kv_cache_bytes(context_tokens, micro_batch) * share + layer.state_bytes
+    kept = share * layer.kv_cache_bytes(context_tokens, micro_batch)
+    return kept + layer.state_bytes + layer.waiting_bytes
 
 
 def compute_buffers(
@@ -392,59 +391,11 @@ def compute_buffers(
     return max(with_masks, in_layer, at_outputs)
 
 
-def _gpu_free(machine: Machine, keep_bytes: int) -> float:
-    if not machine.graphics:
-        return 0.0
-    if machine.unified:
-        return (float(machine.vram_bytes) or float("inf")) - keep_bytes
-    system = "windows" if machine.windows else "linux"
-    usable = machine.vram_bytes * (1 - UNUSABLE_SHARE[system])
-    return usable - SCREEN_BYTES[system] - keep_bytes
-
-
-def _host_free(machine: Machine, keep_ram_bytes: int) -> float | None:
-    size = machine.memory.size_bytes
-    if size is None:
-        return None
-    return size - max(keep_ram_bytes, SYSTEM_BYTES)
-
-
 MICRO_BATCHES = (512, 1024, 2048, 4096)
 KV_FORMATS = ("f16", "q8_0")
 
 # Bytes per cell when layers are chosen to fill graphics memory.
-CELL_BYTES = 16 * 1024**2
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What shall be done with the model.
-
-    Attributes:
-        context: tokens that the key-value cache holds.
-        prompt: tokens read.
-        answer: tokens made.
-        keep_vram_bytes: graphics memory to leave to others.
-        keep_ram_bytes: host memory to leave to others.
-        sequences: requests at the same time.
-        micro_batch: ``-ub``; None tries the usual ones.
-        beside: item -> bytes on the first card of what runs beside the model, such as
-            a projector of pictures or a draft model.
-    """
-
-    context: int = 8192
-    prompt: int = 2048
-    answer: int = 512
-    keep_vram_bytes: int = 256 * 1024**2
-    keep_ram_bytes: int = 0
-    sequences: int = 1
-    micro_batch: int | None = None
-    beside: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def mean_depth(self) -> float:
-        """Mean context while the answer is made."""
-        return self.prompt + self.answer / 2
+CELL_BYTES = 16 * MIB
 
 
 # Neighbours of the fastest setting that are worth showing, and their micro-batches.
@@ -457,22 +408,6 @@ class Candidate:
 
     setting: Setting
     bill: MemoryBill
-
-
-def bill_of(
-    model: ModelContents, machine: Machine, setting: Setting, job: Job
-) -> MemoryBill:
-    """Return the bill of a setting for a job."""
-    return memory_bill(
-        model,
-        machine,
-        setting,
-        job.context,
-        keep_vram_bytes=job.keep_vram_bytes,
-        keep_ram_bytes=job.keep_ram_bytes,
-        sequences=job.sequences,
-        beside=job.beside,
-    )
 
 
 def candidates(model: ModelContents, machine: Machine, job: Job) -> list[Candidate]:
@@ -539,6 +474,17 @@ def advisable(fitting: Sequence[Candidate]) -> list[Candidate]:
     return [each for each in safe if each.setting.kv_format == "f16"] or safe
 
 
+def placed_as(setting: Setting, other: Setting) -> Setting:
+    """Return a setting whose layers lie where another one's do."""
+    return replace(
+        setting,
+        cpu_layers=other.cpu_layers,
+        chosen_layers=other.chosen_layers,
+        gpu_layers=other.gpu_layers,
+        split=other.split,
+    )
+
+
 def with_split(
     model: ModelContents, machine: Machine, setting: Setting, job: Job
 ) -> Setting:
@@ -547,10 +493,9 @@ def with_split(
     Without it llama.cpp parts layers by number, and those whose experts are on the
     processor leave one card empty and another too full.
     """
-    needs = layer_needs(model, setting, job.context, job.sequences)
-    free = cards_free(machine, job.keep_vram_bytes + sum(job.beside.values()))
-    own_bytes = CONTEXT_BYTES + compute_buffers(model, setting, job.context)
-    counts = best_split(needs, free, own_bytes)
+    layers = bill_of(model, machine, setting, job).layers
+    own_bytes = card_bytes(model, setting, job)
+    counts = best_split(layers, cards_free(machine, job), own_bytes)
     return setting if counts is None else replace(setting, split=counts)
 
 

@@ -73,16 +73,9 @@ class Grades:
     decode: str
     prompt: str = "prompt specification"
 
-    def decode_interval(self, interval: Interval) -> Interval:
-        """Widen an interval of a decode step as left-out machines demand."""
-        return _widened(interval, self.decode)
-
-    def prompt_interval(self, interval: Interval) -> Interval:
-        """Widen an interval of a prompt as left-out machines demand."""
-        return _widened(interval, self.prompt)
-
 
 def _widened(interval: Interval, grade: str) -> Interval:
+    """Widen an interval as left-out machines demand."""
     stretch = shipped_population().widths.get(grade, (1.0, 0.0))
     return Interval(interval.value, stretched(interval.spread, stretch))
 
@@ -106,53 +99,35 @@ class Forecast:
         self.fork = fork
         probed = bool(machine.probes.host_read)
         self.grades = grades or Grades("probes" if probed else "specification")
-        self._decode: dict[tuple[object, ...], Target] = {}
-        self._prefill: dict[tuple[object, ...], Target] = {}
+        self._decode: dict[Setting, Target] = {}
+        self._prefill: dict[Setting, Target] = {}
 
     def on(self, machine: Machine) -> Forecast:
         """Return the forecast for the machine with some of its cards."""
-        if machine.graphics == self.machine.graphics:
-            return type(self)(self.model, machine, self.job, self.beliefs, self.grades)
-        # Rates of other cards have priors of their own; what rows said stays with the
-        # latents that both share.
-        table = priors_of(machine)
-        learned = self.beliefs
-        beliefs = Beliefs(table, learned.names, learned.mean, learned.covariance)
-        return type(self)(self.model, machine, self.job, beliefs, self.grades)
+        beliefs = self.beliefs
+        if machine.graphics != self.machine.graphics:
+            # Rates of other cards have priors of their own; what rows said stays with
+            # the latents that both share.
+            beliefs = replace(beliefs, priors=priors_of(machine))
+        return Forecast(self.model, machine, self.job, beliefs, self.grades)
 
     def targets(self, candidate: Candidate) -> tuple[Target, Target]:
         """Return what to predict: one decode step, and the prompt."""
-        setting = candidate.setting
-        place = (
-            setting.cpu_layers,
-            setting.gpu_layers,
-            setting.chosen_layers,
-            setting.page_locked,
-            setting.sequences,
-            setting.tables,
-            setting.kv_on_host,
-            setting.threads,
-            setting.used_only,
-            setting.gpu_from_tokens,
-        )
         # Sorting a model's bytes takes most of an answer's time, and candidates differ
         # in micro-batches, which decode does not see, or in key-value formats, which
         # prompts do not.
-        decode_key = (*place, setting.kv_format)
-        if decode_key not in self._decode:
-            self._decode[decode_key] = decode_target(
-                self.machine,
-                self.model,
-                setting,
-                self.job.mean_depth,
-                fork=self.fork,
+        both = replace(candidate.setting, split=(), mapped=False)
+        step = replace(both, micro_batch=0, batch=0)
+        if step not in self._decode:
+            self._decode[step] = decode_target(
+                self.machine, self.model, step, self.job.mean_depth, fork=self.fork
             )
-        prefill_key = (*place, setting.micro_batch, setting.batch)
-        if prefill_key not in self._prefill:
-            self._prefill[prefill_key] = prefill_target(
-                self.machine, self.model, setting, self.job.prompt, fork=self.fork
+        prompt = replace(both, kv_format="f16")
+        if prompt not in self._prefill:
+            self._prefill[prompt] = prefill_target(
+                self.machine, self.model, prompt, self.job.prompt, fork=self.fork
             )
-        return self._decode[decode_key], self._prefill[prefill_key]
+        return self._decode[step], self._prefill[prompt]
 
     def job_seconds(self, candidate: Candidate, rates: Mapping[str, float]) -> float:
         """Seconds to read the prompt and make the answer."""
@@ -165,43 +140,39 @@ class Forecast:
         """Return every latent at its median."""
         return _Medians(self.beliefs)
 
+    def latents(self, *candidates: Candidate) -> list[str]:
+        """Name every latent that the jobs of some candidates depend on."""
+        targets = (target for each in candidates for target in self.targets(each))
+        return sorted(set().union(*(target.latents for target in targets)))
+
     def prospect(self, candidate: Candidate) -> Prospect:
         """Predict a candidate with intervals."""
         decode, prefill = self.targets(candidate)
-        latents = decode.latents | prefill.latents
-        rates = {name: self.beliefs.median(name) for name in latents}
+        rates = self.medians()
+        step = decode.predicted(self.beliefs, REPEAT_SPREAD)
+        prompt = prefill.predicted(self.beliefs, REPEAT_SPREAD)
         job = self.beliefs.predict(
-            lambda values: (
-                self.job.sequences * prefill.seconds(values)
-                + self.job.answer * decode.seconds(values)
-            ),
-            sorted(latents),
+            lambda values: self.job_seconds(candidate, values),
+            self.latents(candidate),
             REPEAT_SPREAD,
         )
-        step = self.grades.decode_interval(
-            decode.predicted(self.beliefs, REPEAT_SPREAD)
-        )
-        prompt = self.grades.prompt_interval(
-            prefill.predicted(self.beliefs, REPEAT_SPREAD)
-        )
+        grades = self.grades
         return Prospect(
             candidate=candidate,
-            decode=_per_second(step, candidate.setting.sequences),
-            prefill=_per_second(prompt, self.job.prompt),
-            job=self.grades.decode_interval(job),
+            decode=_widened(step, grades.decode).per(candidate.setting.sequences),
+            prefill=_widened(prompt, grades.prompt).per(self.job.prompt),
+            job=_widened(job, grades.decode),
             decode_terms=decode.terms(rates),
             prefill_terms=prefill.terms(rates),
         )
 
     def difference(self, first: Candidate, second: Candidate) -> Interval:
         """Ratio of two candidates' job seconds; spreads that they share cancel."""
-        targets = (*self.targets(first), *self.targets(second))
-        latents = sorted(set().union(*(target.latents for target in targets)))
         return self.beliefs.predict(
             lambda rates: (
                 self.job_seconds(second, rates) / self.job_seconds(first, rates)
             ),
-            latents,
+            self.latents(first, second),
         )
 
     def ranked(self, candidates: Sequence[Candidate], count: int) -> list[Prospect]:
@@ -252,26 +223,17 @@ class _Medians(dict[str, float]):
         return value
 
 
-def _per_second(seconds: Interval, tokens: int) -> Interval:
-    return Interval(tokens / seconds.value, seconds.spread)
-
-
 def _varied(ordered: Sequence[Candidate], count: int) -> list[Candidate]:
     """Take the best of each place and format before a second micro-batch of it.
 
     A list of five neighbours with the same flags but one would tell a user nothing.
     """
-    chosen: list[Candidate] = []
-    seen: set[tuple[object, ...]] = set()
+    chosen: dict[tuple[object, ...], Candidate] = {}
     for candidate in ordered:
         setting = candidate.setting
-        key = (setting.cpu_layers, setting.gpu_layers, setting.chosen_layers)
-        if key not in seen:
-            seen.add(key)
-            chosen.append(candidate)
-        if len(chosen) == count:
-            break
-    return chosen
+        place = (setting.cpu_layers, setting.gpu_layers, setting.chosen_layers)
+        chosen.setdefault(place, candidate)
+    return list(chosen.values())[:count]
 
 
 MOST_QUESTIONS = 4
@@ -360,10 +322,8 @@ def next_questions(
 
 
 def _job_spread(forecast: Forecast, best: Candidate, beliefs: Beliefs) -> float:
-    decode, prefill = forecast.targets(best)
-    latents = sorted(decode.latents | prefill.latents)
     return beliefs.predict(
-        lambda rates: forecast.job_seconds(best, rates), latents
+        lambda rates: forecast.job_seconds(best, rates), forecast.latents(best)
     ).spread
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from moesim.advice.model.catalogue import named_contents, shape_named
 from moesim.advice.plan.memory import Job, advisable, candidates
+from moesim.advice.plan.ranking import Forecast
 from moesim.advice.times.cache_engine import (
     EngineTraits,
     HostRates,
@@ -20,7 +21,7 @@ from moesim.advice.times.cache_engine import (
     engine_work,
     steps_from_hits,
 )
-from moesim.advice.times.latents import Beliefs, Interval, Prior
+from moesim.advice.times.latents import Interval, Prior
 from moesim.advice.times.priors import PriorTable
 from moesim.advice.times.step_times import latents_of, misfits_of
 from moesim.base.errors import AdviceError
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from moesim.advice.model.contents import ModelContents
-    from moesim.advice.plan.ranking import Forecast, Prospect
+    from moesim.advice.plan.ranking import Prospect
+    from moesim.advice.times.latents import Beliefs
 
 FASTER_MEMORY = 1.25
 # A prompt that changes by less is not worth a word.
@@ -150,10 +152,8 @@ def _scaled(
     """Predict the advised setting with some latents multiplied."""
     beliefs = scaled_beliefs(forecast.beliefs, factors)
     decode, prefill = forecast.targets(best.candidate)
-    step = decode.predicted(beliefs)
     prompt = prefill.predicted(beliefs)
-    sequences = best.candidate.setting.sequences
-    speed = Interval(sequences / step.value, step.spread)
+    speed = decode.predicted(beliefs).per(best.candidate.setting.sequences)
     now = forecast.job.prompt / best.prefill.value
     note = ""
     if abs(prompt.value / now - 1) > SMALLEST_NOTE:
@@ -163,18 +163,13 @@ def _scaled(
 
 def scaled_beliefs(beliefs: Beliefs, factors: dict[str, float]) -> Beliefs:
     """Return beliefs about a machine some of whose rates are multiplied."""
-    priors = {name: beliefs.priors[name] for name in beliefs.priors}
-    for name, factor in factors.items():
-        if name in priors:
-            prior = priors[name]
-            priors[name] = Prior(prior.value * factor, prior.spread, prior.why)
-
-    mean = beliefs.mean.copy()
-    for name, factor in factors.items():
-        if name in beliefs.names:
-            # Logarithms add where rates multiply.
-            mean[beliefs.names.index(name)] += math.log(factor)
-    return Beliefs(PriorTable(priors), beliefs.names, mean, beliefs.covariance)
+    priors = {
+        name: replace(prior, value=prior.value * factors.get(name, 1.0))
+        for name, prior in beliefs.priors.items()
+    }
+    # Logarithms add where rates multiply.
+    shift = [math.log(factors.get(name, 1.0)) for name in beliefs.names]
+    return replace(beliefs, priors=PriorTable(priors), mean=beliefs.mean + shift)
 
 
 def _quantisations(forecast: Forecast, best: Prospect) -> list[WhatIf]:
@@ -199,7 +194,7 @@ def _quantisations(forecast: Forecast, best: Prospect) -> list[WhatIf]:
                 )
             )
             continue
-        again = type(forecast)(other, forecast.machine, forecast.job, forecast.beliefs)
+        again = Forecast(other, forecast.machine, forecast.job, forecast.beliefs)
         fastest = again.ranked(advisable(fitting), 1)[0]
         answers.append(
             WhatIf(
@@ -319,11 +314,10 @@ def cached_speed(
     model = forecast.model
     machine = forecast.machine
     hits = _hits(model, ratio, trace)
-    priors = {name: forecast.beliefs.priors[name] for name in forecast.beliefs.priors}
-    odds = Prior(hits.odds.value, hits.odds.spread, hits.note)
-    table = PriorTable({**priors, **engine_priors(machine), ODDS: odds})
     learned = forecast.beliefs
-    beliefs = Beliefs(table, learned.names, learned.mean, learned.covariance)
+    odds = Prior(hits.odds.value, hits.odds.spread, hits.note)
+    priors = {**learned.priors, **engine_priors(machine), ODDS: odds}
+    beliefs = replace(learned, priors=PriorTable(priors))
 
     reach = learned.median("host_read") * learned.median("host_reach")
     host = HostRates.of(reach, learned.median("upload"), None)
@@ -338,7 +332,7 @@ def cached_speed(
         work = engine_work(model, steps, ADMITTED_SHARE * missed * asked, traits)
         return engine_seconds(work, machine, host, rates) * rates[misfit]
 
-    return beliefs.predict(seconds, sorted(latents_of(seconds))).inverse(), hits
+    return beliefs.predict(seconds, sorted(latents_of(seconds))).per(1), hits
 
 
 ODDS = "hit_odds"

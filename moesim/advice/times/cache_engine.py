@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moesim.advice.times.latents import Prior
+from moesim.advice.times.priors import shared_priors
 from moesim.advice.times.step_times import (
     CORE_BYTES_PER_S,
     SHARPNESS,
@@ -85,17 +86,13 @@ class EngineTraits:
     Attributes:
         fetch: misses are shared between CPU and link.
         split: the graph is cut at every layer that may miss (no waiting helpers).
-        admit_all: every miss is copied into the cache.
         ahead: copies start before their layer.
-        one_read: a miss that is admitted is read once for both.
         merge: a layer with misses runs two chains, gathers and merges them.
     """
 
     fetch: bool = False
     split: bool = False
-    admit_all: bool = False
     ahead: bool = False
-    one_read: bool = False
     merge: bool = False
 
 
@@ -222,19 +219,12 @@ def engine_priors(machine: Machine) -> dict[str, Prior]:
         "merge_s": (80e-6, 0.7, "second chain, gather and merge of a cached layer"),
         "beside_factor": (1.0, 0.08, "reads beside a copy against the probe"),
     }
-    priors = {
-        name: Prior(value, spread, why, (name,))
-        for name, (value, spread, why) in terms.items()
-    }
-    return {**priors, "host_factor": _host_factor(machine)}
-
-
-def _host_factor(machine: Machine) -> Prior:
+    # Without a probe the rates themselves are guesses from the specification.
+    reads = Prior(0.98, 0.22, "helpers' reads against the specification")
     if machine.probes.host_read:
         why = "helpers' reads against the probe"
-        return Prior(0.98, 0.05, why, ("host_factor",))
-    # Without a probe the rates themselves are guesses from the specification.
-    return Prior(0.98, 0.22, "helpers' reads against the specification")
+        reads = Prior(0.98, 0.05, why, ("host_factor",))
+    return {**shared_priors(terms), "host_factor": reads}
 
 
 def engine_seconds(

@@ -93,9 +93,9 @@ class Interval:
         """Upper end of the 90 % interval."""
         return self.value * math.exp(NINETY * self.spread)
 
-    def inverse(self) -> Interval:
-        """Return the interval of 1 / value: seconds per token to tokens per second."""
-        return Interval(1 / self.value, self.spread)
+    def per(self, tokens: int) -> Interval:
+        """Return tokens per second of an interval of seconds for so many tokens."""
+        return Interval(tokens / self.value, self.spread)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING
 
-import yaml
+from moesim.advice.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,11 +76,10 @@ def kind_of(name: str) -> str:
 @cache
 def shipped_population() -> Population:
     """Return the population that `python -m benchmarks.measured` wrote."""
-    folder = resources.files("moesim.advice").joinpath("data")
-    text = folder.joinpath("population.yaml").read_text(encoding="utf-8")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    loaded = yaml.load(text, Loader=loader)  # noqa: S506 # safe, in C or in Python
+    rows = table("population")
     # YAML knows no tuples.
-    for kind in ("effects", "widths"):
-        loaded[kind] = {name: tuple(pair) for name, pair in loaded[kind].items()}
-    return Population(**loaded)
+    pairs = {
+        kind: {name: tuple(pair) for name, pair in rows[kind].items()}
+        for kind in ("effects", "widths")
+    }
+    return Population(**{**rows, **pairs})

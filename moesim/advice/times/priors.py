@@ -220,25 +220,19 @@ def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
         ssd_read = Prior(*WSL_SSD_READ, "page faults on a virtual disk")
         if machine.graphics:
             floor, floor_spread = WSL_FLOOR_S
-    vector = machine.processor.vector
-
-    priors = {
+    flops = CORE_FLOPS.get(machine.processor.vector, CORE_FLOPS["avx2"])
+    shared = {
+        "host_reach": (0.96, 0.07, "products read nearly as fast as a bare read"),
+        "floor_s": (floor, floor_spread, "copies, wake-up and barriers per layer"),
+        "host_layer_s": (100e-6, 0.5, "some 15 operations with a barrier each"),
+        "core_flops": (flops, 0.6, "products of quantised weights"),
+        "step_s": (200e-6, 0.7, "sampling and building the graph"),
+    }
+    for group in CORE_BYTES_PER_S:
+        why = "instructions of ggml's dot product"
+        shared[f"core:{group}"] = (1.0, CORE_SPREAD, why)
+    return {
         "host_read": _host_read(machine, threads),
-        "host_reach": Prior(
-            0.96, 0.07, "products read nearly as fast as a bare read", ("host_reach",)
-        ),
-        "floor_s": Prior(
-            floor, floor_spread, "copies, wake-up and barriers per layer", ("floor_s",)
-        ),
-        "host_layer_s": Prior(
-            100e-6, 0.5, "some 15 operations with a barrier each", ("host_layer_s",)
-        ),
-        "core_flops": Prior(
-            CORE_FLOPS.get(vector, CORE_FLOPS["avx2"]),
-            0.6,
-            "products of quantised weights",
-            ("core_flops",),
-        ),
         "ssd_read": ssd_read,
         # Source: an RTX 3090 makes 157, 328, 382 and 432 tokens a second for 1, 4, 8
         # and 16 requests of Qwen3.6-35B-A3B; nobody says whether prompts are counted.
@@ -251,12 +245,16 @@ def _host_priors(machine: Machine, threads: int | None) -> dict[str, Prior]:
         "table_s": Prior(0.3e-3, 0.7, "look-ups outside the graph"),
         "row_s": Prior(20e-6, 0.9, "page faults of one token's rows"),
         "batched_row_s": Prior(7e-6, 0.7, "page faults of a batch's rows"),
-        "step_s": Prior(200e-6, 0.7, "sampling and building the graph", ("step_s",)),
+        **shared_priors(shared),
     }
-    for group in CORE_BYTES_PER_S:
-        why = "instructions of ggml's dot product"
-        priors[f"core:{group}"] = Prior(1.0, CORE_SPREAD, why, (f"core:{group}",))
-    return priors
+
+
+def shared_priors(rows: Mapping[str, tuple[float, float, str]]) -> dict[str, Prior]:
+    """Return priors whose medians machines share an effect on, under the same name."""
+    return {
+        name: Prior(value, spread, why, (name,))
+        for name, (value, spread, why) in rows.items()
+    }
 
 
 def _host_read(machine: Machine, threads: int | None) -> Prior:
@@ -349,26 +347,13 @@ def _device_priors(machine: Machine) -> dict[str, Prior]:
             reach, reach_spread = REACH_OF_NARROW_SYCL
     if card_class == "old":
         layer *= OLD_LAUNCHES
-    priors = {
-        "device_read": read,
-        "layer_s": Prior(
-            layer, layer_spread, "launches and small kernels", ("layer_s",)
-        ),
-        "recurrent_ratio": Prior(
-            *RECURRENT, "kernels of a recurrent layer", ("recurrent_ratio",)
-        ),
-        "latent_ratio": Prior(
-            *LATENT, "kernels of latent attention", ("latent_ratio",)
-        ),
-        "kv_reach": Prior(
-            KV_REACH.get(backend, 0.5),
-            0.4,
-            "attention reads keys and values in short pieces",
-            ("kv_reach",),
-        ),
-        "device_reach": Prior(
-            reach, reach_spread, "matrix times vector", ("device_reach",)
-        ),
+    kv_why = "attention reads keys and values in short pieces"
+    shared = {
+        "layer_s": (layer, layer_spread, "launches and small kernels"),
+        "recurrent_ratio": (*RECURRENT, "kernels of a recurrent layer"),
+        "latent_ratio": (*LATENT, "kernels of latent attention"),
+        "kv_reach": (KV_REACH[backend], 0.4, kv_why),
+        "device_reach": (reach, reach_spread, "matrix times vector"),
     }
     for group in CORE_BYTES_PER_S:
         spread = REACH_FAMILY_SPREAD
@@ -380,9 +365,8 @@ def _device_priors(machine: Machine) -> dict[str, Prior]:
             value = (1 + most**-4) ** -0.25
             spread = LOOKUP_SPREAD
         why = "kernels differ by weight format"
-        effects = (f"reach:{group}",)
-        priors[f"reach:{group}"] = Prior(value, spread, why, effects)
-    return priors
+        shared[f"reach:{group}"] = (value, spread, why)
+    return {"device_read": read, **shared_priors(shared)}
 
 
 def _prefill_priors(machine: Machine, host: Prior) -> dict[str, Prior]:
@@ -403,34 +387,18 @@ def _prefill_priors(machine: Machine, host: Prior) -> dict[str, Prior]:
     # does one after the other (`deferred_memcpy`).
     sharpness = 1 if backend == "vulkan" else 6
     staging = (STAGED_PASSES * link.value / host.value) ** sharpness
-    return {
-        "upload": link,
-        "pageable": Prior(
-            (1 + staging) ** (-1 / sharpness),
-            0.3,
-            "copies through a staging buffer",
-            ("pageable",),
-        ),
-        "upload_floor_s": Prior(
-            150e-6, 0.7, "synchronisation per uploaded layer", ("upload_floor_s",)
-        ),
-        "flops_reach": Prior(
-            FLOPS_REACH[backend] * (machine.device_flops / USUAL_FLOPS) ** FLOPS_POWER,
+    share = (machine.device_flops / USUAL_FLOPS) ** FLOPS_POWER
+    staged = (1 + staging) ** (-1 / sharpness)
+    shared = {
+        "pageable": (staged, 0.3, "copies through a staging buffer"),
+        "upload_floor_s": (150e-6, 0.7, "synchronisation per uploaded layer"),
+        "flops_reach": (
+            FLOPS_REACH[backend] * share,
             0.6,
             "share of the specified FLOP/s",
-            ("flops_reach",),
         ),
-        "attention_reach": Prior(
-            0.5,
-            0.6,
-            "attention against products",
-            ("attention_reach",),
-        ),
-        "tile": Prior(32.0, 0.6, "padding of an expert's batch", ("tile",)),
-        "batch_layer_s": Prior(
-            300e-6,
-            0.7,
-            "kernels of one layer for many tokens",
-            ("batch_layer_s",),
-        ),
+        "attention_reach": (0.5, 0.6, "attention against products"),
+        "tile": (32.0, 0.6, "padding of an expert's batch"),
+        "batch_layer_s": (300e-6, 0.7, "kernels of one layer for many tokens"),
     }
+    return {"upload": link, **shared_priors(shared)}
