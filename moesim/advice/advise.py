@@ -22,7 +22,7 @@ from moesim.advice.model.contents import ModelContents
 from moesim.advice.observed import ObservedRows, observe
 from moesim.advice.plan.memory import Candidate, Job, advisable, bill_of, candidates
 from moesim.advice.plan.ranking import Forecast, Prospect, next_questions
-from moesim.advice.plan.what_if import WhatIf, expert_cache, no_fit_words, what_ifs
+from moesim.advice.plan.what_if import WhatIf, expert_cache, what_ifs
 from moesim.advice.routing import routing_advice
 from moesim.advice.times.priors import priors_of
 from moesim.advice.times.work import (
@@ -284,10 +284,11 @@ def _nothing_fits(model: ModelContents, machine: Machine, job: Job) -> AdviceErr
     if job.keep_ram_bytes > usual.keep_ram_bytes:
         kept += ", a smaller --keep-host-memory"
     return AdviceError(
-        f"{model.name} does not fit: it needs {no_fit_words(model, job)};"
-        f" {machine.name} has {has}, and {(bill.host_free or 0) / 1024**3:.1f} GiB of"
-        " RAM are free for weights; take a smaller quantisation, smaller"
-        f" --context-tokens{kept}, or more memory"
+        f"{model.name} does not fit: it needs {model.file_bytes / 1024**3:.1f} GiB of"
+        f" weights and {model.kv_bytes(job.context) / 1024**3:.1f} GiB of keys and"
+        f" values at {job.context} tokens; {machine.name} has {has}, and"
+        f" {(bill.host_free or 0) / 1024**3:.1f} GiB of RAM are free for weights;"
+        f" take a smaller quantisation, smaller --context-tokens{kept}, or more memory"
     )
 
 

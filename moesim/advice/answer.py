@@ -183,7 +183,6 @@ class FlagsAnswer:
     """What is known of a line.
 
     Attributes:
-        model: that it loads.
         reading: what it means.
         prospect: its speeds.
         deep: decode at the end of its context.
@@ -196,7 +195,6 @@ class FlagsAnswer:
         ways: to reach them, the smallest first.
     """
 
-    model: ModelContents
     reading: Reading
     prospect: Prospect
     deep: Interval
@@ -464,7 +462,7 @@ def _advice_data(advice: Advice) -> dict[str, Any]:
             "rows": len(observed.rows),
             "used": [row(each) for each in observed.used],
             "slower_than_expected": [
-                row(each.row) | {"explanations": plain(each.explanations)}
+                row(each) | {"explanations": plain(each.explanations)}
                 for each in observed.surprises
             ],
             "contradicting": [
@@ -687,12 +685,11 @@ def _row_notes(advice: Advice) -> list[str]:
     if not observed.rows:
         return []
     lines = [f"learned from {len(observed.used)} of {len(observed.rows)} rows"]
-    for surprise in observed.surprises:
-        slow = surprise.row
-        lines.append(
-            f"slower than expected: {slow.words}, {number(slow.row.tokens_per_s)}"
-            f" tokens/s where {number(slow.expected)} were expected"
-        )
+    lines += [
+        f"slower than expected: {slow.words}, {number(slow.row.tokens_per_s)}"
+        f" tokens/s where {number(slow.expected)} were expected"
+        for slow in observed.surprises
+    ]
     lines += [f"set aside: {row.words}: {why}" for row, why in observed.contradicting]
     # Many rows of one file are one line.
     foreign = sorted({row.text("model_filename") for row in observed.foreign})
@@ -712,8 +709,8 @@ def _commands(advice: Advice, counts_file: str) -> list[tuple[str, str]]:
     """What to type: the advised setting, ktransformers, what to measure next."""
     commands = [
         cause
-        for surprise in advice.observed.surprises
-        for cause in _causes(surprise.row.words, surprise.explanations)
+        for slow in advice.observed.surprises
+        for cause in _causes(slow.words, slow.explanations)
     ]
     if advice.routing is not None and advice.routing.masks:
         first = advice.routing.masks[0]
@@ -816,7 +813,7 @@ def flags_answer(answer: FlagsAnswer) -> Answer:
     """Say what a line does, whether a speed is normal, and what to change first."""
     reading = answer.reading
     machine, job = reading.machine, reading.job
-    places = f"{place_words(reading.setting, answer.model, machine)} on the CPU"
+    places = f"{place_words(reading.setting, reading.model, machine)} on the CPU"
     context = "no context fits"
     if answer.most_context:
         context = f"the largest context is {answer.most_context:,} tokens"
@@ -846,11 +843,11 @@ def flags_answer(answer: FlagsAnswer) -> Answer:
         tables.append(_changes_table(answer.ways, wished))
     return Answer(
         question="what does this line do here?",
-        subject=f"{answer.model.name} on {machine.name}",
+        subject=f"{reading.model.name} on {machine.name}",
         setting=[
-            ("model", _model_words(answer.model)),
+            ("model", _model_words(reading.model)),
             *_machine_facts(machine),
-            ("read as", f"{reading.given.engine}; {places}"),
+            ("read as", f"{reading.engine}; {places}"),
             ("job", _job_words(job)),
         ],
         facts=[
@@ -865,10 +862,10 @@ def flags_answer(answer: FlagsAnswer) -> Answer:
         sentences=sentences,
         notes=[f"{FINDINGS[each.kind]}: {each.words}" for each in findings],
         data={
-            "engine": reading.given.engine,
+            "engine": reading.engine,
             "machine": machine.name,
             "placement": places,
-            "experts_on_cpu_layers": list(reading.setting.on_host(answer.model)),
+            "experts_on_cpu_layers": list(reading.setting.on_host(reading.model)),
             "fits": fits,
             "gpu_bytes": reading.bill.gpu,
             "host_bytes": reading.bill.host,
@@ -924,7 +921,7 @@ def _target_words(answer: FlagsAnswer) -> str:
 def model_answer(model: ModelContents) -> Answer:
     """Say what a model file holds, layer by layer."""
     together = DEFAULT_MICRO_BATCH
-    kept = sum(layer.kv_cache_bytes(1024, together) for layer in model.layers)
+    kept = int(model.kv_cache_bytes(1024, together).sum())
     windows = ""
     if any(layer.window_tokens for layer in model.layers):
         windows = f"; windows hold the {together} tokens of a micro-batch, too"

@@ -177,16 +177,32 @@ def _markdown_records(text: str) -> list[dict[str, Any]]:
         ruler = all(set(cell) <= set("-: ") for cell in cells)
         if ruler or len(cells) != len(head):
             continue
-        record = dict(zip(head, cells, strict=True))
-        records.append({_SHORT.get(key, key): value for key, value in record.items()})
+        records.append(_unfolded(dict(zip(head, cells, strict=True))))
     return records
+
+
+def _unfolded(record: dict[str, str]) -> dict[str, Any]:
+    """Take a Markdown row's test and speed apart, as the other formats write them."""
+    values: dict[str, Any] = {_SHORT.get(key, key): v for key, v in record.items()}
+    test = _TEST.match(record.get("test", ""))
+    speed = _SPEED.match(record.get("t/s", ""))
+    if test is not None:
+        kind, tokens, depth = test.groups()
+        values["n_prompt"], values["n_gen"] = (
+            (tokens, 0) if kind == "pp" else (0, tokens)
+        )
+        values["n_depth"] = depth or 0
+    elif "test" in record:
+        # Of several kinds at once, which have one time for all.
+        values["n_prompt"] = values["n_gen"] = 1
+    if "t/s" in record:
+        mean, deviation = speed.groups() if speed else (record["t/s"], None)
+        values |= {"avg_ts": mean, "stddev_ts": deviation}
+    return values
 
 
 def _row(record: Mapping[str, Any], place: str) -> BenchRow | None:
     """Turn a record into a row; None for a test that mixes prompt and answer."""
-    if "t/s" in record:
-        return _markdown_row(record, place)
-
     missing = [key for key in _NUMBER_KEYS if key not in record]
     if missing:
         raise AdviceError(
@@ -220,27 +236,6 @@ def _row(record: Mapping[str, Any], place: str) -> BenchRow | None:
         depth=int(_number(record, "n_depth", place)) if "n_depth" in record else 0,
         tokens_per_s=speed,
         spread=deviation / speed,
-        values={key: str(value) for key, value in record.items()},
-        place=place,
-    )
-
-
-def _markdown_row(record: Mapping[str, Any], place: str) -> BenchRow | None:
-    test = _TEST.match(record.get("test", "").strip())
-    if test is None:
-        return None
-    speed = _SPEED.match(record["t/s"].strip())
-    if speed is None or float(speed.group(1)) <= 0:
-        raise AdviceError(
-            f"{place}: t/s: expected a speed above 0, found {record['t/s']!r}"
-        )
-    mean = float(speed.group(1))
-    return BenchRow(
-        kind="prefill" if test.group(1) == "pp" else "decode",
-        tokens=int(test.group(2)),
-        depth=int(test.group(3) or 0),
-        tokens_per_s=mean,
-        spread=float(speed.group(2) or 0) / mean,
         values={key: str(value) for key, value in record.items()},
         place=place,
     )

@@ -327,12 +327,12 @@ def single_chips() -> dict[str, SingleChip]:
 
 def _by_name(name: str, build: Callable[[Row], Entry]) -> dict[str, Entry]:
     """Build a table's rows, which may differ from their group in a figure or two."""
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for group in table(name):
         for row in group[name]:
             entry = build({**group, **row})
-            found |= dict.fromkeys((row["name"], *row.get("also", ())), entry)
-    return found
+            entries |= dict.fromkeys((row["name"], *row.get("also", ())), entry)
+    return entries
 
 
 def _processor(row: Row) -> Processor:
@@ -461,23 +461,18 @@ def find(text: str, table: Mapping[str, Entry]) -> Entry | None:
         text: as a person or a tool wrote it.
         table: name -> entry; several names may lead to one entry.
     """
-    present = words_of(text)
+    # Words must follow each other, or "5060" and a stray "Ti" would match.
+    present = f" {' '.join(words_of(text))} "
     best: Entry | None = None
     best_length = (0, 0)
 
     for name, entry in table.items():
         words = words_of(name)
         length = (len(words), len(name))
-        if words and length > best_length and _stands_in(words, present):
+        if words and length > best_length and f" {' '.join(words)} " in present:
             best = entry
             best_length = length
     return best
-
-
-def _stands_in(words: tuple[str, ...], present: tuple[str, ...]) -> bool:
-    # Words must follow each other, or "5060" and a stray "Ti" would match.
-    starts = range(len(present) - len(words) + 1)
-    return any(present[start : start + len(words)] == words for start in starts)
 
 
 def closest(text: str, names: Iterable[str]) -> str:

@@ -12,12 +12,13 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moesim.advice.bench_rows import BenchRow, check_one_machine, setting_of
 from moesim.advice.machine import LINUX, WINDOWS, WSL
 from moesim.advice.model.catalogue import model_contents, named_contents
 from moesim.advice.plan.ranking import Grades
+from moesim.advice.tables import table
 from moesim.advice.times.latents import Beliefs, Observation, learn, standardised
 from moesim.advice.times.priors import PriorTable
 from moesim.advice.times.step_times import (
@@ -62,12 +63,15 @@ class ObservedRow:
         words: its flags.
         expected: tokens per second expected without it.
         target: what was predicted.
+        explanations: states that come closest to it, best first, where it is far from
+            what was expected.
     """
 
     row: BenchRow
     words: str
     expected: float
     target: Target
+    explanations: tuple[Explanation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,15 +82,18 @@ class ObservedRows:
         rows: as read.
         used: learned from.
         contradicting: set aside, each with a reason in words.
-        surprises: learned from, though far from what was expected.
         foreign: of a model that is not at hand.
     """
 
     rows: tuple[BenchRow, ...] = ()
     used: tuple[ObservedRow, ...] = ()
     contradicting: tuple[tuple[ObservedRow, str], ...] = ()
-    surprises: tuple[Surprise, ...] = ()
     foreign: tuple[BenchRow, ...] = ()
+
+    @property
+    def surprises(self) -> list[ObservedRow]:
+        """Rows that were learned from, though far from what was expected."""
+        return [row for row in self.used if row.explanations]
 
     @property
     def observations(self) -> list[Observation]:
@@ -144,13 +151,17 @@ def observe(
 
     contradicting = _contradictions(known, priors)
     aside = [each for each, _ in contradicting]
-    used = [each for each in known if each not in aside]
+    before = Beliefs(priors)
+    used = [
+        replace(each, explanations=_explained(each, machine, before))
+        for each in known
+        if each not in aside
+    ]
     beliefs = learn(priors, [_observation(each) for each in used])
     return beliefs, replace(
         rows,
         used=tuple(used),
         contradicting=tuple(contradicting),
-        surprises=tuple(surprises(used, machine, priors)),
         foreign=tuple(foreign),
     )
 
@@ -277,34 +288,16 @@ class Explanation:
     tokens_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Surprise:
-    """A row far from what was expected, with what may be the reason.
-
-    Attributes:
-        row: as measured.
-        explanations: states that come closest to it, best first.
-    """
-
-    row: ObservedRow
-    explanations: tuple[Explanation, ...]
-
-
-def surprises(
-    rows: Sequence[ObservedRow], machine: Machine, priors: PriorTable
-) -> list[Surprise]:
-    """Explain rows that lie outside what was expected of the machine."""
-    beliefs = Beliefs(priors)
-    surprising = []
-    for each in rows:
-        # Faster than expected needs no excuse.
-        if standardised(beliefs, _observation(each)) < SURPRISE:
-            continue
-        measured = each.row.tokens_per_s
-        causes = states(machine, each.target.setting)
-        found = explanations(each.target, each.row.made, measured, beliefs, causes)
-        surprising.append(Surprise(each, found))
-    return surprising
+def _explained(
+    row: ObservedRow, machine: Machine, beliefs: Beliefs
+) -> tuple[Explanation, ...]:
+    """Explain a row that is slower than what was expected of the machine."""
+    # Faster than expected needs no excuse.
+    if standardised(beliefs, _observation(row)) < SURPRISE:
+        return ()
+    causes = states(machine, row.target.setting)
+    measured = row.row.tokens_per_s
+    return explanations(row.target, row.row.made, measured, beliefs, causes)
 
 
 def explanations(
@@ -362,156 +355,45 @@ class State:
     words: str
     command: str
     factors: Mapping[str, float]
-    odds: float = 1.0
-
-
-_LINUX_COMMANDS = (
-    "sudo dmidecode -t memory | grep -E 'Locator|Configured Memory Speed'",
-    "vmstat 1",
-)
-_WINDOWS_COMMANDS = (
-    "Get-CimInstance Win32_PhysicalMemory | ft BankLabel,ConfiguredClockSpeed",
-    "typeperf \\Memory\\Pages/sec",
-)
-_THREADS = "llama-bench … -t 2,4,6,8,12,16 -p 0 -n 64"
+    odds: float
 
 
 def states(machine: Machine, setting: Setting) -> list[State]:
     """Return what slows a machine down that runs with a setting."""
-    is_windows = machine.system == WINDOWS
-    modules, paging = _WINDOWS_COMMANDS if is_windows else _LINUX_COMMANDS
     processor = machine.processor
     channels = machine.memory.channels or processor.channels
-    crowded = (setting.threads or 0) > processor.cores
-    with_card = bool(machine.graphics)
-    own_memory = with_card and not machine.unified
-    cuda = machine.backend == "cuda"
-    query = "nvidia-smi --format=csv --query-gpu="
-    power = "nvidia-smi -q -d POWER,PERFORMANCE,CLOCK" if cuda else "rocm-smi -a"
-    used = f"{query}memory.used,memory.total -l 1" if cuda else "rocm-smi -a"
+    facts = {
+        "always": True,
+        "two channels": channels > 1 and not machine.unified,
+        "four channels": channels > 2,
+        "two generations": len(processor.memory_generations) > 1,
+        "crowded": (setting.threads or 0) > processor.cores,
+        "mapped": setting.mapped,
+        "Linux": machine.system == LINUX,
+        "WSL": machine.system == WSL,
+        "a driver of Windows": machine.windows,
+        "Windows": machine.system == WINDOWS,
+        "card": bool(machine.graphics),
+        "card with memory": bool(machine.graphics) and not machine.unified,
+        "cuda": machine.backend == "cuda",
+    }
 
-    # Whether it can be so here, the state, what tells, factors of latents, odds.
-    slow = [
-        (
-            channels > 1 and not machine.unified,
-            State(
-                f"one of {channels} memory channels is filled",
-                modules,
-                {"host_read": 1 / channels, "upload": 0.8},
-            ),
-        ),
-        (
-            channels > 2,
-            State(
-                "half of the memory channels are filled",
-                modules,
-                {"host_read": 0.5},
-            ),
-        ),
-        (
-            True,
-            State(
-                "memory runs at its base rate, without XMP or EXPO",
-                modules,
-                {"host_read": 0.7},
-            ),
-        ),
-        (
-            True,
-            State(
-                "too few threads, or threads on efficiency cores",
-                _THREADS,
-                {"core": 0.3, "core_flops": 0.3, "host_read": 0.8},
-            ),
-        ),
-        (
-            True,
-            State(
-                "more threads than cores, or other programs on them",
-                _THREADS,
-                {"floor_s": 4.0, "host_layer_s": 4.0, "core": 0.6},
-                # A line that asks for them makes it likely.
-                4.0 if crowded else 1.0,
-            ),
-        ),
-        (
-            True,
-            State(
-                "the build lacks AVX2 or AVX512",
-                "llama-server … 2>&1 | grep -o 'AVX[0-9]* = .'",
-                {"core": 0.15, "core_flops": 0.15},
-                0.3,
-            ),
-        ),
-        (
-            True,
-            State(
-                "weights are read from the SSD again and again",
-                paging,
-                {"host_read": 0.08, "upload": 0.1},
-                2.0 if setting.mapped else 0.7,
-            ),
-        ),
-        (
-            len(processor.memory_generations) > 1,
-            State(
-                "DDR4 where DDR5 was assumed",
-                modules,
-                {"host_read": 0.57},
-            ),
-        ),
-        (
-            machine.system == WSL,
-            State(
-                "weights beyond the memory that WSL has are read from its disk",
-                "free -g; cat /mnt/c/Users/*/.wslconfig",
-                {"host_read": 0.05, "upload": 0.05},
-                3.0,
-            ),
-        ),
-        (
-            machine.system == LINUX,
-            State(
-                "transparent huge pages are off",
-                "cat /sys/kernel/mm/transparent_hugepage/enabled",
-                {"host_reach": 0.85, "upload": 0.6},
-                0.3,
-            ),
-        ),
-        (
-            with_card,
-            State(
-                "the card runs at a power or temperature limit",
-                power,
-                {"device_reach": 0.6, "layer_s": 1.5, "flops_reach": 0.5},
-            ),
-        ),
-        (
-            own_memory,
-            State(
-                "a part of GPU memory lies in host memory",
-                used,
-                {"device_reach": 0.12, "kv_reach": 0.12},
-                # Linux stops instead, unless it is told not to.
-                1.5 if machine.windows else 0.5,
-            ),
-        ),
-        (
-            own_memory,
-            State(
-                "the card's link is narrower than its slot",
-                f"{query}pcie.link.gen.current,pcie.link.width.current",
-                {"upload": 0.25, "floor_s": 1.5},
-            ),
-        ),
-        (
-            own_memory,
-            State(
-                "host memory could not be page-locked",
-                "llama-server … 2>&1 | grep -i pinned",
-                {"upload": 0.45},
-                2.0 if machine.windows else 0.3,
-            ),
-        ),
+    def first(values: Mapping[str, Any]) -> Any:
+        return next(value for fact, value in values.items() if facts[fact])
+
+    known = table("states")
+    # A single channel's share is this machine's own.
+    shares = {"one channel": 1 / channels}
+    return [
+        State(
+            words=row["words"].format(channels=channels),
+            command=first(known["commands"][row["tells"]]),
+            factors={
+                latent: shares.get(factor, factor)
+                for latent, factor in row["factors"].items()
+            },
+            odds=first(row.get("odds", {"always": 1.0})),
+        )
+        for row in known["states"]
+        if facts[row.get("where", "always")]
     ]
-    return [state for can_be, state in slow if can_be]

@@ -71,7 +71,7 @@ def test_a_config_alone_says_weights_experts_and_what_is_kept(configs, name):
 )
 def test_windows_of_gemma_have_heads_of_their_own(configs, tokens, gigabytes):
     model = model_contents(str(configs / "gemma-4-26B-A4B"))
-    kept = sum(layer.kv_cache_bytes(tokens, 512) for layer in model.layers)
+    kept = model.kv_cache_bytes(tokens, 512).sum()
     assert kept / 1e9 == pytest.approx(gigabytes, rel=0.02)
 
 
@@ -87,7 +87,7 @@ def test_compressed_attention_keeps_one_entry_for_several_tokens(configs):
     # What llama.cpp holds (`llama_kv_cache_dsv4`), and prints for 131,072 tokens in
     # micro-batches of 512: windows of 768 cells, entries of 4 and of 128 tokens and the
     # indexer's (ggml-org/llama.cpp#25468); tokens that wait (#27680).
-    kept = sum(layer.kv_cache_bytes(131_072, 512) for layer in model.layers)
+    kept = model.kv_cache_bytes(131_072, 512).sum()
     assert kept / 2**20 == pytest.approx(32.25 + 672 + 20 + 168)
     waiting = sum(layer.waiting_bytes for layer in model.layers)
     assert waiting / 2**20 == pytest.approx(1.31 + 10.00 + 0.33, abs=0.01)

@@ -63,7 +63,7 @@ def test_nonsense_is_refused_in_one_line(case):
 )
 def test_placements_are_those_of_llama_cpp(machine, flags):
     answer = advise_flags(MODEL, f"llama-server -m a.gguf {flags}", **machine)
-    model = answer.model
+    model = answer.reading.model
     cards = answer.reading.machine.single_cards
     words = flags.split()
     context = int(option(words, "-c"))
@@ -94,7 +94,9 @@ def test_the_second_card_is_asked_for_too_much():
     line = "llama-server -c 65536 -ub 2048 --n-cpu-moe 24 -ngl 99"
     answer = advise_flags("qwen3.5-122b-a10b", line, quant="UD-Q4_K_XL", **TWO)
     reading = answer.reading
-    weights, _ = placed(answer.model, line.split(), reading.machine.single_cards, 0)
+    weights, _ = placed(
+        answer.reading.model, line.split(), reading.machine.single_cards, 0
+    )
     assert weights[1] / MIB == pytest.approx(35378, rel=0.03)
     first, second = reading.bill.cards
     assert second.left < 0 < first.left
@@ -116,6 +118,7 @@ LINE = "llama-server -ngl 99 --n-cpu-moe 30 -c 16384 --load-mode none"
 
 
 def test_a_measured_speed_is_normal_or_has_causes_with_commands():
+    """A29: "my command gives 9.5 t/s: is that normal?"."""
     expected = advise_flags(MODEL, LINE, **PC).prospect.decode
     normal = advise_flags(MODEL, LINE, **PC, measured=expected.value * 0.95).verdict
     assert normal.word == "normal"

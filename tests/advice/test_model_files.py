@@ -176,6 +176,7 @@ def test_words_about_training_files_and_size_leave_the_model_as_it_is(name, shap
     ],
 )
 def test_unknown_names_say_where_to_look(name, quant, words):
+    """A4: a name that adds flash, air, lite, mini or nano is another model."""
     with pytest.raises(AdviceError, match=words):
         named_contents(name, quant)
 

@@ -12,11 +12,11 @@ from moesim.advice.times.work import ExpertGroup, PrefillWork, Setting
 WORDS = {"cpu": "Core i9-13900K", "gpu": "RTX 3090", "ram": "2x32GB DDR5-4200"}
 MACHINE = describe_machine(**WORDS)
 GROUP = ExpertGroup(
-    layers=4, experts=8, top_k=2, stored_bytes=8e8, weights=1e8, host_format="q4_k"
+    experts=8, top_k=2, stored_bytes=8e8, weights=1e8, host_format="q4_k"
 )
 WORK = PrefillWork(
     chunks={(512, 0): 3},
-    groups=(GROUP, replace(GROUP, host_format="")),
+    groups={GROUP: 4, replace(GROUP, host_format=""): 4},
     device_dense_weights=1e9,
     host_dense_weights=1e8,
     device_bytes=2e9,

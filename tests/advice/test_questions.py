@@ -233,7 +233,7 @@ def test_why_is_mine_slower(tmp_path, count):
     assert 1 <= len(surprise.explanations) <= 3
     for explanation in surprise.explanations:
         assert explanation.command
-        assert explanation.tokens_per_s < surprise.row.expected
+        assert explanation.tokens_per_s < surprise.expected
     states = " ".join(each.words for each in surprise.explanations)
     assert re.search("memory|power|threads|SSD", states)
 

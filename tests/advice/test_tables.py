@@ -175,12 +175,14 @@ def test_windowed_layers_stop_at_their_window():
 )
 def test_windows_keep_their_micro_batch_too(name, micro_batch, cells):
     """As many entries as llama.cpp logs for these windows of 128 and 1,024 tokens."""
-    windowed = [layer for layer in named_contents(name).layers if layer.window_tokens]
-    for layer in windowed:
-        kept = layer.kv_cache_bytes(8192, micro_batch)
-        assert kept == cells * layer.kv_bytes_per_token
-        assert layer.kv_cache_bytes(100, micro_batch) == 100 * layer.kv_bytes_per_token
-    assert windowed
+    model = named_contents(name)
+    windowed = model.columns["window_tokens"] > 0
+    entries = model.columns["kv_bytes_per_token"][windowed]
+    kept = model.kv_cache_bytes(8192, micro_batch)[windowed]
+    assert kept.tolist() == (cells * entries).tolist()
+    short = model.kv_cache_bytes(100, micro_batch)[windowed]
+    assert short.tolist() == (100 * entries).tolist()
+    assert windowed.any()
 
 
 def test_layers_with_full_attention_may_be_named():

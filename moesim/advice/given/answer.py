@@ -16,7 +16,7 @@ from moesim.advice.given.options import (
     read_flags,
     spelled,
 )
-from moesim.advice.given.reading import reading_of
+from moesim.advice.given.reading import Reading
 from moesim.advice.model.catalogue import model_contents
 from moesim.advice.observed import ObservedRows, explanations, states
 from moesim.advice.plan.commands import flags_of
@@ -40,7 +40,6 @@ from moesim.advice.times.work import DEFAULT_BATCH
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from moesim.advice.given.reading import Reading
     from moesim.advice.model.contents import ModelContents
     from moesim.advice.times.latents import Interval
     from moesim.advice.times.work import Setting
@@ -88,11 +87,10 @@ def advise_flags(
         AdviceError: bad input, in one line.
     """
     contents = model_contents(model, quant) if isinstance(model, str) else model
-    given = read_flags(flags)
     words = {"cpu": cpu, "ram": ram, "gpu": gpu, "pcie": pcie, "system": system}
     machine = machine_in_words(words, hw, ObservedRows())
-    reading = reading_of(given, contents, machine, job or Job())
-    line = _Line(reading, contents)
+    reading = Reading(read_flags(flags), contents, machine, job or Job())
+    line = _Line(reading)
     changes = [line.change(each) for each in line.trials]
     if reading.bill.fits:
         # Otherwise anything that fits is worth it.
@@ -101,7 +99,6 @@ def advise_flags(
     if target is not None and line.now.decode.value < target:
         ways = list(line.ways(target))
     return FlagsAnswer(
-        model=contents,
         reading=reading,
         prospect=line.now,
         deep=line.deep(),
@@ -129,13 +126,13 @@ def _distinct(changes: Sequence[Change]) -> list[Change]:
 class _Line:
     """A line that was read, its speed, and other settings beside it."""
 
-    def __init__(self, reading: Reading, model: ModelContents) -> None:
+    def __init__(self, reading: Reading) -> None:
         self.reading = reading
         self.setting = reading.setting
-        self.model = model
+        self.model = reading.model
         self.machine = reading.machine
         self.job = reading.job
-        self.engine = reading.given.engine
+        self.engine = reading.engine
         self.forecast = self._forecast(self.job)
         self.now = self.forecast.prospect(reading.candidate)
         self.trials = [each for each in self._trials() if each.bill.fits]
@@ -153,7 +150,7 @@ class _Line:
 
     def findings(self) -> Iterator[Finding]:
         """Tell what drafts and an expert cache in the line give."""
-        settings = self.reading.given.settings
+        settings = self.reading.settings
         if settings.draft or settings.drafts not in {"", "none"}:
             gain = drafted(self.forecast, self.now)
             words = f"{gain.change}: {gain.factor:.2f} times as fast; {gain.note}"

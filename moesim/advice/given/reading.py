@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,36 +53,11 @@ FIT_MARGIN_BYTES = 1024 * MIB
 NEVER = 1 << 30
 
 
-@dataclass(frozen=True)
+PLACING = {"gpu_layers", "cpu_moe", "cpu_layers", "overrides", "tensor_split"}
+
+
 class Reading:
-    """A line on a machine.
-
-    Attributes:
-        given: as written.
-        machine: with the cards that the line uses.
-        setting: where it puts layers, and the rest that times depend on.
-        job: with the context of one request, and what runs beside the model.
-        bill: of memory.
-        findings: what is ignored, contradicts, stops, or means something else.
-    """
-
-    given: Given
-    machine: Machine
-    setting: Setting
-    job: Job
-    bill: MemoryBill
-    findings: tuple[Finding, ...]
-
-    @property
-    def candidate(self) -> Candidate:
-        """The setting with its bill."""
-        return Candidate(self.setting, self.bill)
-
-
-def reading_of(
-    given: Given, model: ModelContents, machine: Machine, job: Job
-) -> Reading:
-    """Say what a line means for a model on a machine.
+    """What a line means for a model on a machine, and what was found on the way.
 
     Args:
         given: the line.
@@ -90,23 +65,18 @@ def reading_of(
         machine: with all its cards.
         job: prompt, answer and requests; its context counts where the line states none.
 
+    Attributes:
+        engine: whose line it is.
+        settings: what it states.
+        model: that it loads.
+        machine: with the cards that the line uses.
+        job: with the context of one request, and what runs beside the model.
+        setting: where it puts layers, and the rest that times depend on.
+        findings: what is ignored, contradicts, stops, or means something else.
+
     Raises:
         AdviceError: cards that the machine lacks, or an override that parts experts.
     """
-    line = _Line(given, model, machine, job)
-    line.place()
-    line.load()
-    line.contradictions()
-    return Reading(
-        given, line.machine, line.setting, line.job, line.bill(), tuple(line.findings)
-    )
-
-
-PLACING = {"gpu_layers", "cpu_moe", "cpu_layers", "overrides", "tensor_split"}
-
-
-class _Line:
-    """What a line means so far, and what was found on the way."""
 
     def __init__(
         self, given: Given, model: ModelContents, machine: Machine, job: Job
@@ -121,6 +91,19 @@ class _Line:
         self.machine = self._with_its_cards(machine)
         self.job = self._with_its_context(job)
         self.setting = self._sizes()
+        self._place()
+        self._load()
+        self._contradictions()
+
+    @property
+    def bill(self) -> MemoryBill:
+        """The memory that the setting needs."""
+        return bill_of(self.model, self.machine, self.setting, self.job)
+
+    @property
+    def candidate(self) -> Candidate:
+        """The setting with its bill."""
+        return Candidate(self.setting, self.bill)
 
     def say(self, kind: str, words: str) -> None:
         """Add a finding."""
@@ -129,10 +112,6 @@ class _Line:
     def change(self, **changes: Any) -> None:
         """Change the setting."""
         self.setting = replace(self.setting, **changes)
-
-    def bill(self) -> MemoryBill:
-        """Return the memory that the setting needs."""
-        return bill_of(self.model, self.machine, self.setting, self.job)
 
     def _with_its_cards(self, machine: Machine) -> Machine:
         """Leave out the cards that the line does not use."""
@@ -232,7 +211,7 @@ class _Line:
             random_tokens=False,
         )
 
-    def place(self) -> None:
+    def _place(self) -> None:
         """Read where layers and experts lie."""
         settings = self.settings
         placing = PLACING & set(stated(settings))
@@ -336,20 +315,20 @@ class _Line:
             self.change(cpu_layers=ALL_LAYERS)
             return
         # Fewest experts on the processor first.
-        found = min(
+        fitted = min(
             (each.setting for each in fitting if each.setting.chosen_layers is None),
             key=lambda each: (-each.gpu_layers, each.cpu_layers),
             default=fitting[0].setting,
         )
-        on_host = layers_in_words(found.on_host(self.model))
+        on_host = layers_in_words(fitted.on_host(self.model))
         self.say(
             "note",
             f"{self.engine} places layers itself: experts of layers {on_host} on the"
             f" CPU, with {margin // MIB:,} MiB left free",
         )
-        self.setting = placed_as(self.setting, found)
+        self.setting = placed_as(self.setting, fitted)
 
-    def load(self) -> None:
+    def _load(self) -> None:
         """Read how weights come into memory: mapped, page-locked, uploaded when."""
         settings = self.settings
         mapped = settings.load_mode in {None, "auto", "mmap", "mmap+mlock"}
@@ -365,7 +344,7 @@ class _Line:
                 "--lazy-mode on wants a mapped file: look-up tables are held in memory",
             )
         self.change(mapped=mapped, tables=tables)
-        buffers = self.bill().host_bytes - PROGRAM_BYTES
+        buffers = self.bill.host_bytes - PROGRAM_BYTES
         unlocked = settings.unpinned or settings.repacked
         locked = not mapped and buffers <= self.machine.most_page_locked_bytes
         if not (unlocked or mapped or locked):
@@ -382,7 +361,7 @@ class _Line:
             rows = 32 * layer.experts // layer.top_k
             self.change(used_only=settings.used_only, gpu_from_tokens=rows)
 
-    def contradictions(self) -> None:
+    def _contradictions(self) -> None:
         """Tell what does not go together, or does not do what its words promise."""
         settings, setting = self.settings, self.setting
         model, machine = self.model, self.machine

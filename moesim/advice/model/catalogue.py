@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesim.advice.model.hf_folder import hf_contents, is_hf_folder
+from moesim.advice.model.hf_folder import hf_contents, refuse_quant
 from moesim.advice.model.shaped import shaped_contents
 from moesim.base.errors import AdviceError
 from moesim.base.text import did_you_mean
@@ -204,7 +204,7 @@ def model_contents(model: str, quant: str = "") -> ModelContents:
     path = Path(os.path.expanduser(model))  # noqa: PTH111 - pathlib raises for strangers
     # Folders first: a folder may be named like a model.
     if path.is_dir():
-        if not is_hf_folder(path):
+        if not (path / "config.json").is_file():
             raise AdviceError(
                 f"{path}: a folder without config.json; give a GGUF file or the folder"
                 " of a Hugging Face model"
@@ -213,7 +213,7 @@ def model_contents(model: str, quant: str = "") -> ModelContents:
 
     # A wrong path should be called that, not an unknown model.
     if path.suffix.lower() == ".gguf" or path.is_file():
-        _refuse_quant(quant, path)
+        refuse_quant(quant, path)
         # The library of the format is needed for files only.
         from moesim.advice.model.gguf_header import gguf_contents  # noqa: PLC0415
 
@@ -222,11 +222,3 @@ def model_contents(model: str, quant: str = "") -> ModelContents:
         except FileNotFoundError:
             raise AdviceError(f"{path}: no such file") from None
     return named_contents(model, quant)
-
-
-def _refuse_quant(quant: str, path: Path) -> None:
-    if quant:
-        raise AdviceError(
-            f"--quant {quant}: {path} says its own formats; leave the option out, or"
-            " name the model instead of a file"
-        )

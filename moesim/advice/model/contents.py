@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from moesim.base.errors import AdviceError
 
@@ -106,18 +108,6 @@ class LayerContents:
         """Bytes of routed experts that one token reads."""
         return self.expert_bytes * self.active_share
 
-    def kv_cache_bytes(self, context_tokens: int, micro_batch: int) -> float:
-        """Key and value bytes, in half precision, that llama.cpp keeps for so much
-        context: of a window also the tokens that are computed together.
-        """
-        tokens = context_tokens
-        if self.window_tokens:
-            tokens = min(tokens, _cells(self.window_tokens + micro_batch))
-        kept = self.kv_bytes_per_token * tokens
-        if self.pooled_tokens:
-            kept += self.pooled_bytes * _cells(-(-context_tokens // self.pooled_tokens))
-        return kept
-
     def kv_bytes(self, context_tokens: float) -> float:
         """Key and value bytes, in half precision, behind one token at this depth."""
         # Beyond a window nothing is read.
@@ -126,11 +116,6 @@ class LayerContents:
         if self.pooled_tokens:
             read += self.pooled_bytes * context_tokens / self.pooled_tokens
         return read
-
-
-def _cells(entries: int) -> int:
-    """Entries that a cache of so many has room for."""
-    return -(-entries // CACHE_CELLS) * CACHE_CELLS
 
 
 @dataclass(frozen=True)
@@ -173,6 +158,28 @@ class ModelContents:
     table_weights: int = 0
     table_rows: int = 1
     assumed: tuple[str, ...] = ()
+
+    @cached_property
+    def columns(self) -> Mapping[str, np.ndarray]:
+        """Whole numbers of all layers by name, int64 [L]."""
+        names = [each.name for each in fields(LayerContents) if each.type == "int"]
+        return {
+            name: np.array([getattr(layer, name) for layer in self.layers], np.int64)
+            for name in names
+        }
+
+    def kv_cache_bytes(self, context_tokens: int, micro_batch: int) -> np.ndarray:
+        """Key and value bytes, in half precision, that llama.cpp keeps by layer for so
+        much context, [L]: of a window also the tokens that are computed together.
+        """
+        layers = self.columns
+        window = layers["window_tokens"]
+        held = np.minimum(context_tokens, _cells(window + micro_batch))
+        tokens = np.where(window > 0, held, context_tokens)
+        pooled = np.maximum(1, layers["pooled_tokens"])
+        entries = _cells(-(-context_tokens // pooled))
+        kept = layers["kv_bytes_per_token"] * tokens
+        return np.asarray(kept + layers["pooled_bytes"] * entries)
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
@@ -237,6 +244,11 @@ class ModelContents:
     def renamed(self, name: str) -> ModelContents:
         """Return the same contents under another name."""
         return replace(self, name=name)
+
+
+def _cells(entries: np.ndarray) -> np.ndarray:
+    """Entries that caches of so many have room for."""
+    return np.asarray(-(-entries // CACHE_CELLS) * CACHE_CELLS)
 
 
 # What llama.cpp's --cpu-moe and --n-cpu-moe move, biases included.

@@ -510,8 +510,8 @@ class _Reader:
         stated = keys.list_of("mlp_layer_types")
         if stated is not None:
             meanings = _meanings("feed_forward_names")
-            found = self._of_list("mlp_layer_types", meanings, stated)
-            return [each == _EXPERTS_ALONE for each in found]
+            parts = self._of_list("mlp_layer_types", meanings, stated)
+            return [each == _EXPERTS_ALONE for each in parts]
         layers = range(self.count)
         enumerated = keys.raw("moe_layers_enum")
         if enumerated is not None:

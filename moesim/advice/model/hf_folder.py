@@ -70,11 +70,6 @@ class _Entry:
     data_offsets: tuple[int, int]
 
 
-def is_hf_folder(path: Path) -> bool:
-    """Tell whether a folder holds a Hugging Face config."""
-    return path.is_dir() and (path / "config.json").is_file()
-
-
 def hf_contents(folder: Path, quant: str = "") -> ModelContents:
     """Read what a Hugging Face folder holds; without weights, what its config says.
 
@@ -89,11 +84,7 @@ def hf_contents(folder: Path, quant: str = "") -> ModelContents:
     shape = read_config(folder / "config.json", has_weights=has_weights)
     if not has_weights:
         return _of_config(folder, shape, quant)
-    if quant:
-        raise AdviceError(
-            f"--quant {quant}: {folder} says its own formats; leave the option out, or"
-            " name the model instead of a file"
-        )
+    refuse_quant(quant, folder)
     parts = sort_tensors(_tensors(folder), len(shape.layers))
 
     routed_bytes = sum(layer.expert_bytes for layer in parts.layers.values())
@@ -123,6 +114,15 @@ def hf_contents(folder: Path, quant: str = "") -> ModelContents:
         assumed=shape.remarks,
     )
     return replace(contents, quant=contents.head_format.upper())
+
+
+def refuse_quant(quant: str, path: Path) -> None:
+    """Refuse a label for what says its own formats."""
+    if quant:
+        raise AdviceError(
+            f"--quant {quant}: {path} says its own formats; leave the option out, or"
+            " name the model instead of a file"
+        )
 
 
 def _of_config(folder: Path, shape: ConfigShape, quant: str) -> ModelContents:

@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from moesim.advice.model.contents import F16_BYTES
 from moesim.advice.times.work import (
     ALL_LAYERS,
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from moesim.advice.machine import Machine
-    from moesim.advice.model.contents import LayerContents, ModelContents
+    from moesim.advice.model.contents import ModelContents
 
 
 MIB = 1024**2
@@ -195,25 +197,24 @@ def bill_of(
     model: ModelContents, machine: Machine, setting: Setting, job: Job
 ) -> MemoryBill:
     """Add up what a setting needs for a job."""
-    first_gpu = setting.first_gpu_layer(model)
-    on_host = set(setting.on_host(model))
-    gpu = dict.fromkeys(("dense weights", "experts", "keys and values"), 0.0)
-    host = {"embeddings": float(model.embed_bytes), **gpu}
-
-    layers = []
-    for at, layer in enumerate(model.layers):
-        # Keys and values lie where their layer runs.
-        place = gpu if at >= first_gpu else host
-        kept = job.sequences * _kept(layer, setting, job.context)
-        parts = (
-            (place, "dense weights", layer.dense_bytes),
-            (host if setting.kv_on_host else place, "keys and values", kept),
-            (host if at in on_host else gpu, "experts", layer.expert_bytes),
-        )
-        for memory, item, stored in parts:
-            memory[item] += stored
-        if place is gpu:
-            layers.append(sum(part[2] for part in parts if part[0] is gpu))
+    count = len(model.layers)
+    on_card = np.arange(count) >= setting.first_gpu_layer(model)
+    experts_on_host = np.isin(np.arange(count), setting.on_host(model))
+    kept = job.sequences * _kept(model, setting, job.context)
+    # Keys and values lie where their layer runs.
+    parts = (
+        ("dense weights", on_card, model.columns["dense_bytes"]),
+        ("experts", ~experts_on_host, model.columns["expert_bytes"]),
+        ("keys and values", on_card & (not setting.kv_on_host), kept),
+    )
+    gpu = {}
+    host = {"embeddings": float(model.embed_bytes)}
+    by_layer = np.zeros(count)
+    for item, is_on_card, stored in parts:
+        gpu[item] = float(stored[is_on_card].sum())
+        host[item] = float(stored[~is_on_card].sum())
+        by_layer += is_on_card * stored
+    layers = by_layer[on_card].tolist()
     (gpu if setting.head_on_gpu else host)["dense weights"] += model.head_bytes
     if setting.head_on_gpu:
         layers.append(float(model.head_bytes))
@@ -341,12 +342,13 @@ def _filled(
     return tuple(counts) if at == len(needs) else None
 
 
-def _kept(layer: LayerContents, setting: Setting, context_tokens: int) -> float:
-    """Bytes that a layer keeps of one sequence."""
+def _kept(model: ModelContents, setting: Setting, context_tokens: int) -> np.ndarray:
+    """Bytes that each layer keeps of one sequence, [L]."""
     share = KV_SHARES.get(setting.kv_format, 1.0)
     micro_batch = min(setting.micro_batch, setting.batch)
-    kept = share * layer.kv_cache_bytes(context_tokens, micro_batch)
-    return kept + layer.state_bytes + layer.waiting_bytes
+    kept = share * model.kv_cache_bytes(context_tokens, micro_batch)
+    states = model.columns["state_bytes"] + model.columns["waiting_bytes"]
+    return np.asarray(kept + states)
 
 
 def compute_buffers(
@@ -376,8 +378,8 @@ def compute_buffers(
     on_host = setting.on_host(model)
     experts = max((model.layers[at].expert_bytes for at in on_host), default=0)
     upload = experts / 3  # up, gate and down one after another
-    top_k = max((layer.top_k for layer in model.layers), default=0)
-    queries = max((layer.latent_values for layer in model.layers), default=0)
+    top_k = int(model.columns["top_k"].max())
+    queries = int(model.columns["latent_values"].max())
     cells = context_tokens * tokens
 
     with_masks = cells * (ACTIVATION_BYTES + F16_BYTES)

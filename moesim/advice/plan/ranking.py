@@ -343,7 +343,7 @@ def _options(forecast: Forecast, best: Candidate) -> list[tuple[Target, float, s
 
     options = []
     for count in sorted({setting.cpu_layers, last} if machine.graphics else {0}):
-        place = setting.with_cpu_layers(min(count, last))
+        place = replace(setting, cpu_layers=min(count, last))
         target = decode_target(machine, model, place, ANSWER_TOKENS / 2)
         command = bench_command(place, model, machine, answer_tokens=ANSWER_TOKENS)
         options.append((target, REPEAT_SPREAD, command))

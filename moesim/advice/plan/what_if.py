@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moesim.advice.model.catalogue import named_contents, shape_named
-from moesim.advice.plan.memory import Job, advisable, candidates
+from moesim.advice.plan.memory import advisable, candidates
 from moesim.advice.plan.ranking import Forecast
 from moesim.advice.times.cache_engine import (
     EngineTraits,
@@ -431,13 +431,4 @@ def shape_of(model: ModelContents) -> ModelShape:
         dense_layers=tuple(
             at for at in range(len(model.layers)) if at not in model.moe_layers
         ),
-    )
-
-
-def no_fit_words(model: ModelContents, job: Job) -> str:
-    """Say what a model needs at least."""
-    return (
-        f"{model.file_bytes / 1024**3:.1f} GiB of weights and"
-        f" {model.kv_bytes(job.context) / 1024**3:.1f} GiB of keys and values at"
-        f" {job.context} tokens"
     )

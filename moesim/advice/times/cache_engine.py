@@ -14,6 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from moesim.advice.machine import WSL
+from moesim.advice.tables import table
 from moesim.advice.times.latents import Prior
 from moesim.advice.times.priors import shared_priors
 from moesim.advice.times.step_times import (
@@ -207,24 +209,21 @@ def _log_beta(first: float, second: float) -> float:
 
 def engine_priors(machine: Machine) -> dict[str, Prior]:
     """Return the priors of what such engines add to the machine's own latents."""
+    rows = table("priors")
     clock = SERVER_CLOCK if machine.processor.server else 1.0
-    terms = {
-        "engine_layer_s": (25e-6 * clock, 0.3, "hand-off of one layer by the host"),
-        "engine_floor_s": (10e-6 * clock, 0.5, "waiting helpers see a miss"),
-        "fetch_s": (8e-6 * clock, 0.7, "starting and noticing a copy"),
-        "split_s": (70e-6, 0.4, "one more cut of the graph per layer"),
-        # Source: 40 layers cached 25.1 tokens a second, 33 cached and 7 whole on the
-        # card 29.4 (i7-4790K, GTX 1080 Ti and 1070); Qwen3.6-35B-A3B on an RTX 3060,
-        # 124 of 256 experts in slots 51.3 tokens a second, none 42.3.
-        "merge_s": (80e-6, 0.7, "second chain, gather and merge of a cached layer"),
-        "beside_factor": (1.0, 0.08, "reads beside a copy against the probe"),
+    clocked = {
+        name: (clock * value, *others)
+        for name, (value, *others) in rows["clocked"].items()
     }
+    added = {**rows["engine"], **clocked}
+    if machine.system == WSL:
+        added |= rows["wsl engine"]
     # Without a probe the rates themselves are guesses from the specification.
     reads = Prior(0.98, 0.22, "helpers' reads against the specification")
     if machine.probes.host_read:
         why = "helpers' reads against the probe"
         reads = Prior(0.98, 0.05, why, ("host_factor",))
-    return {**shared_priors(terms), "host_factor": reads}
+    return {**shared_priors(added), "host_factor": reads}
 
 
 def engine_seconds(

@@ -258,17 +258,17 @@ def _chunk_terms(
     host_s = 0.0
 
     ssd_bytes = 0.0
-    for group in work.groups:
+    for group, layers in work.groups.items():
         share = used_share(group.experts, group.top_k, tokens, rates[_skew(setting)])
         on_gpu = not group.host_format
         if group.host_format and work.ssd_share:
-            ssd_bytes += group.layers * group.stored_bytes * share * work.ssd_share
+            ssd_bytes += layers * group.stored_bytes * share * work.ssd_share
         if group.host_format and gpu and tokens >= gpu_threshold(setting):
             uploaded = share if setting.used_only else 1.0
             link = rates["upload"]
             if not setting.page_locked:
                 link *= rates["pageable"]
-            upload_s += group.layers * (
+            upload_s += layers * (
                 uploaded * group.stored_bytes / link + rates["upload_floor_s"]
             )
             on_gpu = True
@@ -276,9 +276,9 @@ def _chunk_terms(
         if on_gpu:
             # Each used expert's rows are padded to whole tiles.
             rows = tokens * group.top_k + rates["tile"] * share * group.experts
-            device_flops += FLOPS_PER_WEIGHT * group.layers * rows * group.weights
+            device_flops += FLOPS_PER_WEIGHT * layers * rows * group.weights
         else:
-            host_s += group.layers * _host_batch(
+            host_s += layers * _host_batch(
                 group, machine, setting, rates, tokens, share
             )
 

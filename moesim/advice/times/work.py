@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from moesim.advice.machine import Machine
-    from moesim.advice.model.contents import LayerContents, ModelContents
+    from moesim.advice.model.contents import ModelContents
 
 
 # Spread of experts' popularity (see `used_share`) in text, where gates balance better
@@ -156,10 +157,9 @@ def _add(total: Counter[Any], more: Mapping[Any, float]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroup:
-    """Layers whose experts are equal in number, size and place.
+    """Experts of a layer, by number, size and place.
 
     Attributes:
-        layers: how many.
         experts: E.
         top_k: K.
         stored_bytes: of all experts of one layer.
@@ -167,7 +167,6 @@ class ExpertGroup:
         host_format: weight format if they lie in host memory, else empty.
     """
 
-    layers: int
     experts: int
     top_k: int
     stored_bytes: float
@@ -181,7 +180,7 @@ class PrefillWork:
 
     Attributes:
         chunks: (tokens, tokens before it) -> how many such micro-batches.
-        groups: routed experts by place.
+        groups: routed experts -> layers that have such.
         device_dense_weights: multiplied with every token on the GPUs.
         host_dense_weights: multiplied with every token on the CPU.
         device_bytes: read once per micro-batch on the GPUs, without host experts.
@@ -192,7 +191,7 @@ class PrefillWork:
     """
 
     chunks: Mapping[tuple[int, int], int]
-    groups: tuple[ExpertGroup, ...]
+    groups: Mapping[ExpertGroup, int]
     device_dense_weights: float
     host_dense_weights: float
     device_bytes: float
@@ -220,7 +219,7 @@ def prefill_work(
     """
     first_gpu = setting.first_gpu_layer(model)
     on_host = set(setting.on_host(model))
-    groups: Counter[tuple[int, int, int, int, str]] = Counter()
+    groups: Counter[ExpertGroup] = Counter()
     widths: Counter[tuple[int, int]] = Counter()
     dense = {True: 0.0, False: 0.0}
     device_bytes = 0.0
@@ -232,23 +231,23 @@ def prefill_work(
         if on_gpu:
             device_bytes += layer.dense_bytes
         if layer.experts:
-            groups[_group_key(layer, host=at in on_host)] += 1
+            formats = layer.expert_formats
+            group = ExpertGroup(
+                experts=layer.experts,
+                top_k=layer.top_k,
+                stored_bytes=layer.expert_bytes,
+                weights=layer.expert_weights / layer.experts,
+                host_format=max(formats, key=formats.__getitem__)
+                if at in on_host
+                else "",
+            )
+            groups[group] += 1
             if at not in on_host:
                 device_bytes += layer.expert_bytes
 
     return PrefillWork(
         chunks=micro_batches(prompt_tokens, setting, depth_tokens),
-        groups=tuple(
-            ExpertGroup(
-                layers=count,
-                experts=experts,
-                top_k=top_k,
-                stored_bytes=stored,
-                weights=weights / experts,
-                host_format=host_format,
-            )
-            for (experts, top_k, stored, weights, host_format), count in groups.items()
-        ),
+        groups=dict(groups),
         device_dense_weights=dense[True],
         host_dense_weights=dense[False],
         device_bytes=device_bytes,
@@ -277,35 +276,11 @@ def micro_batches(
     return dict(chunks)
 
 
-def _group_key(layer: LayerContents, *, host: bool) -> tuple[int, int, int, int, str]:
-    main = max(layer.expert_formats, key=lambda name: layer.expert_formats[name])
-    return (
-        layer.experts,
-        layer.top_k,
-        layer.expert_bytes,
-        layer.expert_weights,
-        main if host else "",
-    )
-
-
-def _normal_quantile(share: float) -> float:
-    """Quantile of the normal distribution.
-
-    Source: Abramowitz and Stegun 26.2.23, error below 4.5e-4.
-    """
-    tail = min(share, 1 - share)
-    root = math.sqrt(-2 * math.log(tail))
-    top = 2.515517 + root * (0.802853 + root * 0.010328)
-    bottom = 1 + root * (1.432788 + root * (0.189269 + root * 0.001308))
-    value = root - top / bottom
-    return value if share > 0.5 else -value
-
-
 RESCALINGS = 50
 CERTAIN = 1e-9
 # Midpoints of equally likely slices of the normal distribution.
 SLICES = 32
-QUANTILES = tuple(_normal_quantile((index + 0.5) / SLICES) for index in range(SLICES))
+QUANTILES = tuple(NormalDist().inv_cdf((at + 0.5) / SLICES) for at in range(SLICES))
 
 
 # Every candidate asks for the same few batches, with rates that differ a little.
@@ -445,10 +420,6 @@ class Setting:
         """Tell whether the output head is on a GPU; it is the first to go there."""
         return self.gpu_layers > 0
 
-    def with_cpu_layers(self, count: int) -> Setting:
-        """Return the same setting with another ``--n-cpu-moe``."""
-        return replace(self, cpu_layers=count)
-
 
 HOST = "host memory"
 DEVICE = "GPU memory"
@@ -484,11 +455,6 @@ def placement_bound(
 ) -> ByteBound:
     """Bound one decode step with the weights where a setting puts them."""
     work = decode_work(model, setting, context_tokens)
-    return work_bound(machine, work)
-
-
-def work_bound(machine: Machine, work: DecodeWork) -> ByteBound:
-    """Bound a step by the bytes that it reads from either memory."""
     host_s = work.host_bytes / most_host_bytes_per_s(machine)
     # A machine without a card has no rate to divide by.
     device_s = 0.0
