@@ -19,33 +19,29 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.base.files import written_beside
-from moesim.traces.timeline.spans import (
-    COMPUTE,
-    DENSE,
-    FETCH,
-    HIT,
-    KIND_NAMES,
-    PHASE_NAMES,
-    READ,
-)
+from moesim.traces.timeline.spans import FETCH, KIND_NAMES, READ
 from moesim.traces.timeline.stalls import consumer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from moesim.traces.timeline.spans import Chunk, Timeline
+    import pandas as pd
+
+    from moesim.traces.timeline.spans import Timeline
 
 _THREADS = 1000
 """More than a process has."""
 
-_COLUMNS = ("lane", "kind", "step", "layer", "expert", "bytes")
+_COPIES = KIND_NAMES[FETCH : READ + 1]
+
+Event = dict[str, Any]
 
 
 def write_perfetto(
     path: Path | str,
     timelines: Mapping[str, Timeline],
 ) -> None:
-    """Write all spans of named timelines to one JSON file, a chunk at a time.
+    """Write all spans of named timelines to one JSON file.
 
     Args:
         path: file to make; it appears only when it is whole. Compressed if its name
@@ -54,15 +50,13 @@ def write_perfetto(
     """
     compressed = Path(path).suffix == ".gz"
     with written_beside(path) as part, _text_file(part, compressed=compressed) as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
         # JSON allows no comma behind the last event.
-        separator = ""
+        separator = "\n"
         for process, (name, timeline) in enumerate(timelines.items(), start=1):
-            for events in filter(None, _events(process, name, timeline)):
-                file.write(separator + ",\n".join(events))
+            for event in _Process(process, timeline).events(name):
+                file.write(separator + json.dumps(event, separators=(",", ":")))
                 separator = ",\n"
-
         file.write("\n]}\n")
 
 
@@ -82,259 +76,121 @@ def _text_file(path: Path, *, compressed: bool) -> Iterator[IO[str]]:
         yield file
 
 
-def _events(
-    process: int,
-    name: str,
-    timeline: Timeline,
-) -> Iterator[list[str]]:
-    """Batches of events as JSON: names first, then the spans of each chunk with their
-    arrows and counters, then passes with their hits.
-    """
-    passes = len(timeline.lanes)
-    yield list(_names(process, name, timeline.lanes))
+class _Process:
+    """The events of one timeline."""
 
-    arrows = _Arrows(process, timeline.lanes)
-    layers = _Layers(process, passes + 1)
-    links = {
-        lane: f"{label} GB/s"
-        for lane, label in enumerate(timeline.lanes)
-        if label.startswith(("h2d", "d2h", "ssd"))
-    }
-    for chunk in timeline.chunks():
-        events = _spans(process, chunk)
-        events += _traffic(process, chunk, links)
-        events += arrows.of(chunk)
-        events += layers.of(chunk)
-        yield events
-    yield layers.close(_end_us(timeline))
+    def __init__(self, number: int, timeline: Timeline) -> None:
+        self._number = number
+        self._timeline = timeline
+        # Lanes keep their own numbers; what stands above them comes behind.
+        self._lanes = {lane: thread for thread, lane in enumerate(timeline.lanes)}
+        self._passes = len(self._lanes)
+        self._layers = self._passes + 1
 
-    shares = _hit_shares(timeline)
-    for chunk in timeline.step_chunks():
-        yield _passes(process, passes, chunk, shares)
+    def events(self, name: str) -> Iterator[Event]:
+        """Names first, then spans with their arrows and counters, layers, and passes
+        with their hits.
+        """
+        yield self._event("M", 0, "process_name", args={"name": name})
+        above = {"forward passes": self._passes, "MoE layers": self._layers}
+        for place, (label, thread) in enumerate((above | self._lanes).items()):
+            yield self._event("M", thread, "thread_name", args={"name": label})
+            place_of = {"sort_index": place}
+            yield self._event("M", thread, "thread_sort_index", args=place_of)
 
+        spans = _in_ns(self._timeline.frame()).sort_values("start_ns", kind="stable")
+        yield from self._of_spans(spans)
+        yield from self._of_layers(spans)
+        yield from self._of_passes()
 
-def _names(
-    process: int,
-    name: str,
-    lanes: tuple[str, ...],
-) -> Iterator[str]:
-    """Events that name the process and its threads: passes and layers, then the lanes
-    in their order.
-    """
-    yield _metadata(process, 0, "process_name", {"name": name})
-    # Lanes keep their own numbers; what stands above them comes behind.
-    above = {len(lanes): "forward passes", len(lanes) + 1: "MoE layers"}
-    threads = above | dict(enumerate(lanes))
-    for place, (thread, label) in enumerate(threads.items()):
-        yield _metadata(process, thread, "thread_name", {"name": label})
-        yield _metadata(process, thread, "thread_sort_index", {"sort_index": place})
+    def _event(self, form: str, thread: int, name: str, **rest: Any) -> Event:
+        # Perfetto's own thread 0 is nobody's, and one that equals its process would be
+        # the main thread.
+        tid = _THREADS * self._number + thread
+        return {"ph": form, "pid": self._number, "tid": tid, "name": name, **rest}
 
+    def _bar(
+        self, thread: int, name: str, start_ns: int, end_ns: int, **args: Any
+    ) -> Event:
+        # Both ends are rounded before they are subtracted. A rounded length would reach
+        # into the operation that follows, and Perfetto drops what overlaps.
+        span = {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3, "args": args}
+        return self._event("X", thread, name, **span)
 
-def _us(seconds: float) -> float:
-    return round(seconds * 1e9) / 1e3
+    def _counter(self, subject: str, unit: str, at_ns: int, value: float) -> Event:
+        # Perfetto calls a counter by its name and that of its argument.
+        level = {unit: float(f"{value:.4g}")}
+        return self._event("C", 0, subject, ts=at_ns / 1e3, args=level)
 
-
-def _slice(
-    process: int, thread: int, title: str, start_us: float, end_us: float, args: str
-) -> str:
-    return (
-        f'{{"ph":"X","pid":{process},"tid":{_tid(process, thread)},"name":"{title}",'
-        f'"ts":{start_us:.3f},"dur":{end_us - start_us:.3f},"args":{{{args}}}}}'
-    )
-
-
-def _tid(process: int, thread: int) -> int:
-    """Number of a thread in Perfetto. Its own 0 is nobody's, and one that equals its
-    process would be the main thread.
-    """
-    return _THREADS * process + thread
-
-
-def _counter(process: int, name: str, at_us: float, value: float) -> str:
-    # Perfetto calls a counter by its name and that of its argument.
-    subject, _, unit = name.rpartition(" ")
-    return (
-        f'{{"ph":"C","pid":{process},"name":"{subject}","ts":{at_us:.3f},'
-        f'"args":{{"{unit}":{value:.4g}}}}}'
-    )
-
-
-def _end_us(timeline: Timeline) -> float:
-    ends = [chunk["end_s"].max() for chunk in timeline.chunks()]
-    return _us(float(max(ends, default=0.0)))
-
-
-def _traffic(process: int, chunk: Chunk, links: Mapping[int, str]) -> list[str]:
-    """Yield counters of what each link carries while it copies."""
-    events = []
-    columns = (chunk[name].tolist() for name in ("lane", "bytes", "start_s", "end_s"))
-    for lane, nbytes, start_s, end_s in zip(*columns, strict=True):
-        if lane in links and nbytes and end_s > start_s:
-            rate = nbytes / (end_s - start_s) / 1e9
-            events.append(_counter(process, links[lane], _us(start_s), rate))
-            events.append(_counter(process, links[lane], _us(end_s), 0.0))
-    return events
-
-
-def _hit_shares(timeline: Timeline) -> dict[int, float]:
-    """Hits ÷ accesses of each forward pass."""
-    chunks = list(timeline.access_chunks())
-    if not chunks:
-        return {}
-    step = np.concatenate([chunk["step"] for chunk in chunks])
-    hits = np.concatenate([chunk["state"] == HIT for chunk in chunks])
-    steps, number, counts = np.unique(step, return_inverse=True, return_counts=True)
-    shares = np.bincount(number, hits) / counts
-    return dict(zip(steps.tolist(), shares.tolist(), strict=True))
-
-
-def _passes(
-    process: int, thread: int, chunk: Chunk, shares: Mapping[int, float]
-) -> list[str]:
-    """Forward passes as spans, and the share of hits in each."""
-    events = []
-    names = ("step", "phase", "tokens", "sequences", "start_s", "end_s")
-    columns = (chunk[name].tolist() for name in names)
-    for step, phase, tokens, sequences, start_s, end_s in zip(*columns, strict=True):
-        args = f'"step":{step},"tokens":{tokens},"sequences":{sequences}'
-        title = f"{PHASE_NAMES[phase]} {step}"
-        start_us = _us(start_s)
-        events.append(_slice(process, thread, title, start_us, _us(end_s), args))
-        if step in shares:
-            events.append(_counter(process, "hit rate", start_us, shares[step]))
-    return events
-
-
-class _Layers:
-    """MoE layers as spans: each from its dense part to the next one's."""
-
-    def __init__(self, process: int, thread: int) -> None:
-        self._process = process
-        self._thread = thread
-        self._open: tuple[int, int, float] | None = None
-
-    def of(self, chunk: Chunk) -> list[str]:
-        """The layers that have ended within a chunk."""
-        events: list[str] = []
-        rows = np.flatnonzero(chunk["kind"] == DENSE)
-        names = ("step", "layer", "start_s")
-        columns = (chunk[name][rows].tolist() for name in names)
-        for step, layer, start_s in sorted(
-            zip(*columns, strict=True), key=lambda row: row[2]
-        ):
-            if self._open is not None and self._open[:2] == (step, layer):
-                continue
-            events += self.close(_us(start_s))
-            self._open = step, layer, _us(start_s)
-        return events
-
-    def close(self, end_us: float) -> list[str]:
-        """End the layer that is open, if there is one; heads of passes are none."""
-        if self._open is None:
-            return []
-        step, layer, start_us = self._open
-        self._open = None
-        if layer < 0 or end_us < start_us:
-            return []
-        args = f'"step":{step},"layer":{layer}'
-        title = f"layer {layer}"
-        return [_slice(self._process, self._thread, title, start_us, end_us, args)]
-
-
-class _Arrows:
-    """Flow events from a copy to the first product that used it."""
-
-    def __init__(self, process: int, lanes: tuple[str, ...]) -> None:
-        self._process = process
-        self._target = {
-            lane: lanes.index(target)
-            for lane, label in enumerate(lanes)
-            if (target := consumer(label)) in lanes
-        }
+    def _of_spans(self, spans: pd.DataFrame) -> Iterator[Event]:
+        """Operations; what links carry while they copy; an arrow from each copy to the
+        first product that used it.
+        """
         # By lane, layer and expert: the last copy that nothing has used yet.
-        self._landed: dict[tuple[int, int, int], tuple[int, float]] = {}
-        self._number = 0
+        landed: dict[tuple[str, int, int], Any] = {}
+        arrows = 0
+        for span in _rows(spans):
+            kind = span.kind
+            lane = self._lanes[span.lane]
+            of_expert = "" if span.expert < 0 else f" L{span.layer} E{span.expert}"
+            names = ("kind", "step", "layer", "expert", "bytes")
+            args = {name: getattr(span, name) for name in names}
+            bar = self._bar(lane, kind + of_expert, span.start_ns, span.end_ns, **args)
+            yield bar | {"cat": kind}
 
-    def of(self, chunk: Chunk) -> list[str]:
-        """Arrows to the products of a chunk."""
-        events: list[str] = []
-        kind = chunk["kind"]
-        rows = np.flatnonzero(((kind >= FETCH) & (kind <= READ)) | (kind == COMPUTE))
-        rows = rows[np.argsort(chunk["start_s"][rows], kind="stable")]
-        names = ("lane", "kind", "layer", "expert", "start_s")
-        columns = (chunk[name][rows].tolist() for name in names)
-        for lane, code, layer, expert, start_s in zip(*columns, strict=True):
-            if code != COMPUTE:
-                if lane in self._target:
-                    key = self._target[lane], layer, expert
-                    self._landed[key] = lane, _us(start_s)
-                continue
-            copy = self._landed.pop((lane, layer, expert), None)
-            if copy is not None:
-                self._number += 1
-                events += self._arrow(copy, lane, _us(start_s))
-        return events
+            if span.bytes and span.end_s > span.start_s:
+                rate = span.bytes / (span.end_s - span.start_s) / 1e9
+                yield self._counter(span.lane, "GB/s", span.start_ns, rate)
+                yield self._counter(span.lane, "GB/s", span.end_ns, 0.0)
+            if kind in _COPIES:
+                landed[consumer(span.lane), span.layer, span.expert] = span
+            copy = kind == "compute" and landed.pop(
+                (span.lane, span.layer, span.expert), None
+            )
+            if copy:
+                arrows += 1
+                ends = {"cat": "copy", "id": self._number << 32 | arrows}
+                begin = self._event("s", self._lanes[copy.lane], "copy", **ends)
+                yield begin | {"ts": copy.start_ns / 1e3}
+                end = self._event("f", lane, "copy", bp="e", **ends)
+                yield end | {"ts": span.start_ns / 1e3}
 
-    def _arrow(
-        self, copy: tuple[int, float], lane: int, start_us: float
-    ) -> tuple[str, str]:
-        common = (
-            f'"pid":{self._process},"id":{self._process << 32 | self._number},'
-            '"cat":"copy","name":"copy"'
-        )
-        link, copied_us = copy
-        source = _tid(self._process, link)
-        target = _tid(self._process, lane)
-        return (
-            f'{{"ph":"s",{common},"tid":{source},"ts":{copied_us:.3f}}}',
-            f'{{"ph":"f","bp":"e",{common},"tid":{target},"ts":{start_us:.3f}}}',
-        )
+    def _of_layers(self, spans: pd.DataFrame) -> Iterator[Event]:
+        """MoE layers, each from its dense part to the next one's."""
+        dense = spans[spans["kind"] == "dense"]
+        place = dense[["step", "layer"]]
+        begins = dense[(place != place.shift()).any(axis=1)]
+        ends_ns = [*begins["start_ns"].iloc[1:].tolist(), spans["end_ns"].max()]
+        for span, end_ns in zip(_rows(begins), ends_ns, strict=False):
+            # Heads of passes are no layers.
+            if span.layer >= 0:
+                args = {"step": span.step, "layer": span.layer}
+                title = f"layer {span.layer}"
+                yield self._bar(self._layers, title, span.start_ns, end_ns, **args)
 
-
-def _metadata(
-    process: int,
-    thread: int,
-    name: str,
-    arguments: dict[str, Any],
-) -> str:
-    event = {
-        "ph": "M",
-        "pid": process,
-        "tid": _tid(process, thread),
-        "name": name,
-        "args": arguments,
-    }
-    return json.dumps(event, separators=(",", ":"))
+    def _of_passes(self) -> Iterator[Event]:
+        """Forward passes, and the share of hits in each."""
+        accesses = self._timeline.access_frame()
+        shares = (accesses["state"] == "hit").groupby(accesses["step"]).mean()
+        for step in _rows(_in_ns(self._timeline.step_frame())):
+            names = ("step", "tokens", "sequences")
+            args = {name: getattr(step, name) for name in names}
+            title = f"{step.phase} {step.step}"
+            yield self._bar(self._passes, title, step.start_ns, step.end_ns, **args)
+            if step.step in shares.index:
+                share = float(shares[step.step])
+                yield self._counter("hit", "rate", step.start_ns, share)
 
 
-def _spans(
-    process: int,
-    chunk: Chunk,
-) -> list[str]:
-    """Complete events, in microseconds with three decimals."""
-    columns = [chunk[name].tolist() for name in _COLUMNS]
-    # Both ends are rounded before they are subtracted. A rounded length would reach
-    # into the operation that follows, and Perfetto drops what overlaps.
-    starts_ns, ends_ns = (
-        np.rint(chunk[name] * 1e9).astype(np.int64) for name in ("start_s", "end_s")
+def _rows(frame: pd.DataFrame) -> Iterator[Any]:
+    return iter(frame.itertuples(index=False))
+
+
+def _in_ns(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with their times in whole nanoseconds, too."""
+    return rows.assign(
+        **{
+            f"{end}_ns": np.rint(rows[f"{end}_s"] * 1e9).astype(np.int64)
+            for end in ("start", "end")
+        }
     )
-    columns += [(starts_ns / 1e3).tolist(), ((ends_ns - starts_ns) / 1e3).tolist()]
-    # Formatted by hand, for a run may have millions of spans.
-    return [
-        f'{{"ph":"X","pid":{process},"tid":{_tid(process, lane)},'
-        f'"name":"{_title(kind, layer, expert)}","cat":"{KIND_NAMES[kind]}",'
-        f'"ts":{start_us:.3f},"dur":{length_us:.3f},'
-        f'"args":{{"kind":"{KIND_NAMES[kind]}",'
-        f'"step":{step},"layer":{layer},"expert":{expert},"bytes":{nbytes}}}}}'
-        for lane, kind, step, layer, expert, nbytes, start_us, length_us in zip(
-            *columns, strict=True
-        )
-    ]
-
-
-def _title(
-    kind: int,
-    layer: int,
-    expert: int,
-) -> str:
-    return KIND_NAMES[kind] if expert < 0 else f"{KIND_NAMES[kind]} L{layer} E{expert}"
