@@ -430,8 +430,11 @@ def replay_bound(
     config = setup.config
     if config.noise_seed is not None or config.arrivals is not None:
         return None
-    tokens = layer_steps_of(config, trace) * config.batch
-    if tokens * trace.shape.top_k > MOST_ACCESSES:
+    # About: a prompt has many tokens in one pass.
+    rows = trace.rows
+    if config.steps is not None:
+        rows = min(rows, config.steps * config.batch * trace.shape.layers)
+    if rows * trace.shape.top_k > MOST_ACCESSES:
         return None
     planner = setup.planner() if planner is None else planner
     policies = planner.policies
@@ -456,14 +459,6 @@ def bound_of(config: RunConfig) -> Bound | None:
     """Bound a replay by its configuration; see `replay_bound`."""
     trace = trace_of(config)
     return replay_bound(Setup.of(config, trace), trace)
-
-
-def layer_steps_of(config: RunConfig, trace: Trace) -> float:
-    """Layer steps of a run, about; prompts have fewer."""
-    passes = trace.rows / trace.shape.layers / config.batch
-    if config.steps is not None:
-        passes = min(passes, config.steps)
-    return passes * trace.shape.layers
 
 
 # -- bandwidths ------------------------------------------------------------------------

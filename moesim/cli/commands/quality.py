@@ -49,6 +49,7 @@ class QualityOptions(JsonOptions):
     cache_ratio: tuple[float, ...] = of_run("cache_ratio", ())
     tokens: int = option(1024, "Tokens to score, in whole passages.", minimum=1)
     prompt_tokens: int = option(64, "Tokens of a passage read before.", minimum=1)
+    scored_tokens: int = option(64, "Tokens of a passage scored.", minimum=1)
     residual: Path | None = input_option(
         "Residual vectors for --prefetch residual (see: record)."
     )

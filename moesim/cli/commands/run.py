@@ -34,7 +34,9 @@ class RunOptions(JsonOptions):
     """What `moesim run` is asked beside the run itself."""
 
     prompts: Path | None = input_option(
-        "Texts separated by blank lines, one per line, or .jsonl.", needs=("model",)
+        "Texts separated by blank lines, or one per line; or a data set, .jsonl, .csv,"
+        " .tsv or .parquet.",
+        needs=("model",),
     )
     out: Path | None = folder_option(
         "Write the run's tables and figures there.", *FILES
