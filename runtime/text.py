@@ -215,22 +215,27 @@ _LONGEST_CELL: Final = 1 << 27
 def read_prompts(
     path: Path | str, column: str | None = None, limit: int | None = None
 ) -> list[str]:
-    """Read prompts from a text file, or from a data set (see `read_dataset`).
+    """Read prompts from a text file, or from the rows of a data set: JSON lines, CSV,
+    TSV or Parquet, by suffix.
 
     Blank lines separate prompts of a text; in a file without blank lines between texts,
-    every line is a prompt.
+    every line is a prompt. A row of messages (objects with `content` or `value`, as
+    chat data sets have them) becomes the text up to its last answer, messages separated
+    by blank lines; no chat template is applied.
 
     Args:
         path: the file.
-        column: of a data set; texts have none.
+        column: of a data set, where the prompts are; the first of `COLUMNS` that a row
+            has when None. Texts have none.
         limit: take the first so many prompts.
 
     Raises:
-        TraceError: no such file, not UTF-8, no prompt in it, or a column of a text.
+        TraceError: no such file, damaged, not UTF-8, no prompt in it or in a row, no
+            such column, or a column of a text.
     """
     file = Path(path)
     if file.suffix in _READERS:
-        return read_dataset(file, column, limit)
+        return _of_dataset(file, column, limit)
     if column is not None:
         raise TraceError(
             f"{file}: expected a data set ({', '.join(_READERS)}), which has the column"
@@ -252,33 +257,9 @@ def read_prompts(
     return texts[:limit]
 
 
-def read_dataset(
-    path: Path | str, column: str | None = None, limit: int | None = None
-) -> list[str]:
-    """Read prompts from the rows of a data set: JSON lines, CSV, TSV or Parquet, by
-    suffix.
-
-    A row of messages (objects with `content` or `value`, as chat data sets have them)
-    becomes the text up to its last answer, messages separated by blank lines; no chat
-    template is applied.
-
-    Args:
-        path: the file.
-        column: where the prompts are; the first of `COLUMNS` that a row has when None.
-        limit: read the first so many rows.
-
-    Raises:
-        TraceError: an unknown suffix, a damaged file, no such column, a row without
-            text, or no row.
-    """
-    file = Path(path)
-    reader = _READERS.get(file.suffix)
-    if reader is None:
-        raise TraceError(
-            f"{file}: expected a name that ends in .jsonl, .csv, .tsv or .parquet;"
-            " convert the data set"
-        )
-
+def _of_dataset(file: Path, column: str | None, limit: int | None) -> list[str]:
+    """Read prompts from the rows of a data set."""
+    reader = _READERS[file.suffix]
     try:
         prompts = [
             _prompt(f"{file}: {position}", row, column)

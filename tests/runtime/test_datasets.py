@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from moesim.base.errors import TraceError
-from moesim.runtime.text import read_dataset, read_prompts
+from moesim.runtime.text import read_prompts
 
 CHAT = [
     {"role": "user", "content": "one"},
@@ -38,8 +38,7 @@ def test_lines_of_json_have_prompts_texts_or_messages(tmp_path):
         answered,
     ]
     file.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
-    assert read_dataset(file) == ["plain", "p", "t", "q", "one\n\ntwo\n\n3", "what?"]
-    assert read_prompts(file) == read_dataset(file)
+    assert read_prompts(file) == ["plain", "p", "t", "q", "one\n\ntwo\n\n3", "what?"]
 
 
 @pytest.mark.parametrize(("name", "mark"), [("set.csv", ","), ("set.tsv", "\t")])
@@ -48,8 +47,8 @@ def test_tables_keep_line_breaks_inside_cells(tmp_path, name, mark):
     file.write_text(
         f'\ufeffid{mark}prompt\n1{mark}"a{mark}\n\nb"\n2{mark}c\n', encoding="utf-8"
     )
-    assert read_dataset(file) == [f"a{mark}\n\nb", "c"]
-    assert read_dataset(file, column="id", limit=1) == ["1"]
+    assert read_prompts(file) == [f"a{mark}\n\nb", "c"]
+    assert read_prompts(file, column="id", limit=1) == ["1"]
 
 
 def test_parquet_is_read_by_column_and_no_further_than_needed(tmp_path):
@@ -61,31 +60,29 @@ def test_parquet_is_read_by_column_and_no_further_than_needed(tmp_path):
         ),
         file,
     )
-    assert read_dataset(file, column="code", limit=130) == [
+    assert read_prompts(file, column="code", limit=130) == [
         f"line {at}" for at in range(130)
     ]
-    assert read_dataset(file, limit=1) == ["one\n\ntwo\n\n3"]
+    assert read_prompts(file, limit=1) == ["one\n\ntwo\n\n3"]
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(
         TraceError, match=r"set\.parquet: expected a readable data set, found"
     ):
-        read_dataset(file)
+        read_prompts(file)
 
 
 def test_rows_past_the_limit_are_not_looked_at(tmp_path):
     file = tmp_path / "set.jsonl"
     file.write_text('"a"\n"b"\nnot json\n')
-    assert read_dataset(file, limit=2) == ["a", "b"]
+    assert read_prompts(file, limit=2) == ["a", "b"]
     with pytest.raises(
         TraceError, match=r"set\.jsonl: line 3: expected a JSON string or object"
     ):
-        read_dataset(file)
+        read_prompts(file)
 
 
 @pytest.mark.parametrize(("name", "content", "column", "message"), [
-    ("a.xlsx", "", None,
-     r"a\.xlsx: expected a name that ends in \.jsonl, \.csv, \.tsv or \.parquet"),
     ("a.csv", "x,y\n1,2\n", None,
      (r"a\.csv: line 2: expected one of the columns prompt, .*found x, y;" r" name it")),
     ("a.csv", "x,y\n1,2\n", "z", r"a\.csv: line 2: expected column 'z', found x, y"),
@@ -106,10 +103,10 @@ def test_what_is_no_data_set_is_said_in_one_line(
     file = tmp_path / name
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TraceError, match=message) as error:
-        read_dataset(file, column)
+        read_prompts(file, column)
     assert "\n" not in str(error.value)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(TraceError, match=r"none\.csv"):
-        read_dataset(tmp_path / "none.csv")
+        read_prompts(tmp_path / "none.csv")

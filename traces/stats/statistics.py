@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim.traces.format.schema import Phase
-from moesim.traces.stats.hit_rate_curves import rows_of_marks
+from moesim.traces.stats.hit_rate_curves import before, rows_of_marks
 from moesim.traces.stats.loops import later_used
-from moesim.traces.stats.occurrences import before
 
 if TYPE_CHECKING:
     from moesim.traces.format.layer_steps import LayerSteps

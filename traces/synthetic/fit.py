@@ -12,10 +12,12 @@ Source: Darroch and Ratcliff (1972) for iterative scaling. Letters as in
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from scipy.cluster.vq import kmeans2
 
 from moesim.base.errors import TraceError
 from moesim.traces.format.schema import Phase
@@ -323,7 +325,11 @@ def _cluster_kinds(
             projected += directions[choices[:, layer, place]]
 
     count = int(np.clip(len(choices) // _KIND_TOKENS, 1, _MOST_KINDS))
-    kind = _clustered(projected, count, rng)
+    centres = projected[rng.choice(len(projected), count, replace=False)]
+    with warnings.catch_warnings():
+        # A cluster without a member stays where it is.
+        warnings.simplefilter("ignore")
+        _, kind = kmeans2(projected, centres, _SWEEPS, minit="matrix")
 
     key = kind[:, None, None] * width + choices
     used = np.bincount(key.reshape(-1), minlength=count * width)
@@ -333,26 +339,9 @@ def _cluster_kinds(
     return TokenKinds(
         weights=np.log(of_kind / share).astype(np.float32),
         character=np.ones(shape.layers, np.float32),
-        course=kind,
+        course=kind.astype(np.int64),
         first=_edges(sequences),
     )
-
-
-def _clustered(points: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """The cluster of each point [N, D], int64 [N]."""
-    centres = points[rng.choice(len(points), count, replace=False)]
-
-    for _ in range(_SWEEPS):
-        # The nearest centre: the square of the point itself is the same for all.
-        closeness = points @ centres.T - (centres**2).sum(axis=1) / 2
-        cluster = np.argmax(closeness, axis=1)
-        sizes = np.bincount(cluster, minlength=count)
-        members = (cluster == np.arange(count)[:, None]).astype(np.float32)
-        means = members @ points / np.maximum(sizes, 1)[:, None]
-        # A cluster without a member stays where it is.
-        centres = np.where(sizes[:, None] > 0, means, centres)
-
-    return cluster
 
 
 # -- habits ----------------------------------------------------------------------------
