@@ -53,7 +53,7 @@ def answers() -> Quality:
 
 def main() -> None:
     """Write them into docs/images."""
-    machine = {"hw": "rtx4060ti", "memory": "8GiB"}
+    machine = {"hw": "rtx4060ti", "gpu_memory": "8GiB"}
     # Other routing of the model, so that caches begin as their authors fill them.
     folder = tempfile.mkdtemp()
     warm = moesim.synth(
