@@ -187,7 +187,9 @@ def residual_vectors(
             local.model(
                 input_ids=torch.tensor([ids], device=local.device), use_cache=False
             )
-            states = [layer.hidden.float().cpu().numpy() for layer in observer.layers]
+            states = [
+                layer["hidden"].float().cpu().numpy() for layer in observer.layers
+            ]
             # Weighted by length, so that a long text is not worth a short one.
             total = total + len(ids) * mean_drift(states)
             tokens += len(ids)

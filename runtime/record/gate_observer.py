@@ -11,10 +11,7 @@ T tokens of the pass, E routed experts, K chosen per token, H hidden, L MoE laye
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
-
-import torch
 
 from moesim.base.errors import TraceError
 from moesim.runtime.models.gates import (
@@ -29,27 +26,10 @@ from moesim.traces.format.schema import PREDICTION_COLUMNS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from torch import nn
 
     from moesim.runtime.models.gates import MoeBlock
-
-
-@dataclass(slots=True)
-class LayerRecord:
-    """One MoE layer in one forward pass.
-
-    Attributes:
-        hidden: [T, H] the gate's input, where nothing else is observed; else empty.
-        output: [T, E] the gate's output for every expert, None where it shows only its
-            choice.
-        columns: of the trace: ``experts`` int64 [T, K] and ``weights`` [T, K] as the
-            experts module received them, best first; float32 [T, E] ``scores``, and
-            predictions for a coming layer, absent past the last one.
-    """
-
-    hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    output: torch.Tensor | None = None
-    columns: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class GateObserver:
@@ -63,7 +43,11 @@ class GateObserver:
         states_only: keep nothing but gate inputs (calibration).
 
     Attributes:
-        layers: the last forward pass, by MoE layer.
+        layers: the last forward pass, by MoE layer: ``output`` [T, E] of the gate,
+            where it shows more than its choice, and columns of the trace: ``experts``
+            int64 [T, K] and ``weights`` [T, K] as the experts module received them,
+            best first; float32 [T, E] ``scores``, and predictions for a coming layer,
+            absent past the last one. Where nothing else is kept ``hidden`` [T, H].
     """
 
     def __init__(
@@ -75,7 +59,7 @@ class GateObserver:
         residual: torch.Tensor | None = None,
         states_only: bool = False,
     ) -> None:
-        self.layers: list[LayerRecord] = []
+        self.layers: list[dict[str, torch.Tensor]] = []
         self._blocks = blocks
         self._facts = facts
         self._scores = "scores" in columns
@@ -115,7 +99,7 @@ class GateObserver:
         missing = [
             block.name
             for block, record in zip(self._blocks, self.layers, strict=False)
-            if "experts" not in record.columns
+            if "experts" not in record
         ]
         missing += [block.name for block in self._blocks[len(self.layers) :]]
         if missing:
@@ -140,17 +124,17 @@ class GateObserver:
                 # Models pass the state by position or by name.
                 state = args[0] if args else next(iter(kwargs.values()))
                 hidden = state.reshape(-1, state.shape[-1])
-                self.layers.append(LayerRecord(hidden))
+                self.layers.append({"hidden": hidden})
                 return
 
             scored, _, _ = read_gate(output, self._blocks[layer].count)
-            record = LayerRecord(output=scored)
+            record = {} if scored is None else {"output": scored}
             self.layers.append(record)
             if scored is None:
                 return
             if self._scores:
-                record.columns["scores"] = self._facts.scores(scored)
-            record.columns |= self._foresight.predict(layer, args, kwargs)
+                record["scores"] = self._facts.scores(scored)
+            record |= self._foresight.predict(layer, args, kwargs)
 
         return hook
 
@@ -163,8 +147,9 @@ class GateObserver:
             if call is None or layer >= len(self.layers):
                 return
             record = self.layers[layer]
-            experts, weights = best_first(call.index, call.weights, record.output)
-            record.columns |= {"experts": experts, "weights": weights}
+            output = record.get("output")
+            experts, weights = best_first(call.index, call.weights, output)
+            record |= {"experts": experts, "weights": weights}
 
         return hook
 

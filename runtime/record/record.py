@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ from moesim.runtime.models.local_model import (
 )
 from moesim.runtime.record.gate_observer import GateObserver
 from moesim.runtime.record.options import EVALUATION, RecordOptions
-from moesim.runtime.record.segments import Merged, Segments
+from moesim.runtime.record.segments import Recording, Segments
 from moesim.runtime.record.stored_model import StoredModel
 from moesim.runtime.text import read_prompts
 from moesim.traces.format.schema import (
@@ -62,19 +62,6 @@ __all__ = [
     "read_prompts",
     "record",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording(Merged):
-    """A finished recording.
-
-    `seconds_s` and `tokens_per_s` are of this session and include writing; `resumed`
-    sequences were there already.
-    """
-
-    seconds_s: float
-    tokens_per_s: float
-    resumed: int = 0
 
 
 def record(
@@ -154,8 +141,8 @@ def record(
         )
         merged = segments.merge()
     seconds_s = time.perf_counter() - begin_s
-    return Recording(
-        **{each.name: getattr(merged, each.name) for each in fields(merged)},
+    return replace(
+        merged,
         seconds_s=seconds_s,
         tokens_per_s=recorded_tokens / seconds_s,
         resumed=resumed,
@@ -344,7 +331,7 @@ class GateRecorder:
                 buffer[sequence, position] = tokens
                 continue
             layers = self._observer.layers
-            values = [layer.columns[name] for layer in layers if name in layer.columns]
+            values = [layer[name] for layer in layers if name in layer]
             self._check_widths(name, values)
             self._check_all(name, len(values))
             # The first layers have values: predictions end before the last one.

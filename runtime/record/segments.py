@@ -36,9 +36,12 @@ _LOCK_NAME: Final = "lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
-    """A trace made of segments: how many sequences of how many that were planned,
-    tokens and rows.
+class Recording:
+    """A finished recording: how many sequences of how many that were planned, tokens
+    and rows.
+
+    `seconds_s` and `tokens_per_s` are of the session that finished it and include
+    writing, 0 where it only merged; `resumed` sequences were there already.
     """
 
     path: Path
@@ -48,6 +51,9 @@ class Merged:
     decode_tokens: int
     rows: int
     header: TraceHeader
+    seconds_s: float = 0.0
+    tokens_per_s: float = 0.0
+    resumed: int = 0
 
 
 def parts_dir(out: Path | str) -> Path:
@@ -66,7 +72,7 @@ def unfinished(out: Path | str) -> int | None:
     return _count_finished(folder, _read_plan(folder))
 
 
-def finish(out: Path | str) -> Merged:
+def finish(out: Path | str) -> Recording:
     """Make a trace of what an unfinished recording has, and end it. Its header says how
     many sequences were planned.
 
@@ -156,7 +162,7 @@ class Segments:
                 writer.write(seq=self.done + number, **rows)
         self.done += len(sequences)
 
-    def merge(self) -> Merged:
+    def merge(self) -> Recording:
         """Copy all segments into the trace, one sequence at a time, and remove them.
 
         Raises:
@@ -182,7 +188,7 @@ class Segments:
         # A token has one row per MoE layer.
         tokens = rows // header.shape.layers
         prompt_tokens = prompt_rows // header.shape.layers
-        return Merged(
+        return Recording(
             path=self.out,
             sequences=self.done,
             planned=planned,
