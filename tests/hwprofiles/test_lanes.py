@@ -2,8 +2,7 @@
 
 import pytest
 
-from moesim.hwprofiles import lanes, paths
-from moesim.hwprofiles.profile import list_profiles, load_profile
+from moesim.hwprofiles import lanes
 from moesim.hwprofiles.schema import CURVES, is_number
 
 
@@ -39,29 +38,11 @@ def test_at_the_same_instant_reads_end_before_copies_before_products_before_cont
     )
 
 
-def test_kinds_compute_or_move_weights_or_control():
-    assert lanes.COMPUTE_KINDS == (lanes.CPU, lanes.GPU)
-    assert lanes.LINK_KINDS == (lanes.H2D, lanes.D2H, lanes.SSD)
-
-
 @pytest.mark.parametrize("kind", lanes.LANE_KINDS, ids=lambda kind: kind.name)
 def test_what_a_kind_scatters_by_is_an_entry_that_profiles_can_have(kind):
     assert kind.noise_paths
     for path in kind.noise_paths:
         assert path in CURVES or is_number(path)
-
-
-@pytest.mark.parametrize(
-    "kind", [*lanes.COMPUTE_KINDS, *lanes.LINK_KINDS], ids=lambda k: k.name
-)
-def test_a_curve_is_counted_in_the_unit_of_its_lane(kind):
-    assert CURVES[paths.points(kind.name)] == kind.unit
-
-
-@pytest.mark.parametrize("kind", lanes.LANE_KINDS, ids=lambda kind: kind.name)
-def test_every_kind_can_slow_every_other_and_draw_power(kind):
-    assert all(is_number(paths.contention(kind.name, k.name)) for k in lanes.LANE_KINDS)
-    assert is_number(paths.power(kind.lane(0), "busy"))
 
 
 def test_only_a_host_accelerator_needs_the_host_to_compute_and_copy():
@@ -72,10 +53,3 @@ def test_only_a_host_accelerator_needs_the_host_to_compute_and_copy():
 
     assert busy("cuda") == ["control", "cpu"]
     assert busy("host") == ["control", "cpu", "gpu", "h2d", "d2h"]
-
-
-@pytest.mark.parametrize("name", list_profiles())
-def test_lanes_of_what_ships_are_of_known_kinds(name):
-    profile = load_profile(name)
-    assert profile.lanes == lanes.lane_names(profile.gpus)
-    assert {lanes.kind_of(lane) for lane in profile.lanes} == set(lanes.LANE_KINDS)
